@@ -42,10 +42,5 @@ def compiled(name: str, folder: str, *libraries: str) -> Extension:
 IS_PURE = os.environ.get("LARDER_PURE", "0") == "1"
 
 setup(
-    ext_modules=[]
-    if IS_PURE
-    else [
-        compiled("cache.topk._topk", TOPK, "m"),
-        compiled("cache.native._columns", COLUMNS),
-    ]
+    ext_modules=[] if IS_PURE else [compiled("cache.topk._topk", TOPK, "m"), compiled("cache.native._columns", COLUMNS)]
 )

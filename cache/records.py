@@ -57,11 +57,7 @@ NUMBER_DTYPE_BY_PRECISION: Final[dict[Precision, np.dtype[Any]]] = {
 ORDINAL_DTYPE: Final = np.dtype("<u4")
 SCALE_DTYPE: Final = np.dtype("<f4")
 
-NUMBER_STEP_BY_PRECISION: Final[dict[Precision, float]] = {
-    "f2": 2.0**-10,
-    "f4": 2.0**-22,
-    "i1": 1 / 127,
-}
+NUMBER_STEP_BY_PRECISION: Final[dict[Precision, float]] = {"f2": 2.0**-10, "f4": 2.0**-22, "i1": 1 / 127}
 """Spacing of stored numbers, as a share of the largest of their record."""
 
 SAFE_EXPONENT: Final = 111
@@ -321,12 +317,7 @@ def encode_topk(
 
 
 def encode_numbers(
-    layout: Layout,
-    fingerprints: NDArray[np.uint64],
-    numbers: NDArray[np.float32],
-    scored_at: int,
-    *,
-    flags: Flags = 0,
+    layout: Layout, fingerprints: NDArray[np.uint64], numbers: NDArray[np.float32], scored_at: int, *, flags: Flags = 0
 ) -> NDArray[Any]:
     """Records[n] from vectors float32[n, dims], or from one number per label, float32[n, labels].
 
@@ -382,10 +373,7 @@ def decode_record(layout: Layout, record: bytes | memoryview, item_count: int | 
     Who knows the catalogue says how many items it has: no ordinal may reach that.
     """
     if len(record) != layout.size_bytes:
-        raise CorruptArtefact(
-            f"a record has {layout.size_bytes} bytes, this one {len(record)}",
-            size_bytes=len(record),
-        )
+        raise CorruptArtefact(f"a record has {layout.size_bytes} bytes, this one {len(record)}", size_bytes=len(record))
     # Field by field: a structured scalar costs more than everything else here.
     fingerprint, scored_at, count, flags, exponent = unpack_header(record)
     if flags >> FORMAT_SHIFT != RECORD_FORMAT or count > layout.width:
@@ -402,13 +390,7 @@ def decode_record(layout: Layout, record: bytes | memoryview, item_count: int | 
         items = np.frombuffer(record, ORDINAL_DTYPE, layout.width, HEADER_BYTES)[:count]
         if count and item_count is not None and np.maximum.reduce(items) >= item_count:
             raise CorruptArtefact(f"a record names item {int(items.max())} of {item_count}", rule="ordinal")
-    return Record(
-        fingerprint=fingerprint,
-        scored_at=scored_at,
-        flags=flags,
-        numbers=numbers,
-        items=items,
-    )
+    return Record(fingerprint=fingerprint, scored_at=scored_at, flags=flags, numbers=numbers, items=items)
 
 
 def _numbers_of(layout: Layout, record: bytes | memoryview, count: int, exponent: int) -> NDArray[np.float32]:

@@ -49,13 +49,7 @@ class Reuse:
             fact = facts[REUSE_FACT]
             nights = tuple(map(_read_users_by_reason, fact["nights"]))[-REUSE_NIGHTS_MAX:]
             base = None if fact["base"] is None else str(fact["base"])
-            return cls(
-                _read_users_by_reason(fact),
-                base,
-                str(fact["why"]),
-                str(fact["read_because"]),
-                nights,
-            )
+            return cls(_read_users_by_reason(fact), base, str(fact["why"]), str(fact["read_because"]), nights)
         except (AttributeError, KeyError, TypeError, ValueError):
             return None
 
@@ -64,8 +58,7 @@ class Reuse:
         """All of its nights as one: their users added up, and the mean of the seconds that each was spared."""
         spared_s = sum(night.spared_s for night in self.nights)
         return UsersByReason(
-            _sum_users_by_reason(night.users for night in self.nights),
-            spared_s / max(1, len(self.nights)),
+            _sum_users_by_reason(night.users for night in self.nights), spared_s / max(1, len(self.nights))
         )
 
     def to_json(self) -> dict[str, Any]:

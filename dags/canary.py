@@ -26,24 +26,14 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from airflow.sdk import (
-    ExceptionRetryPolicy,
-    Param,
-    RetryAction,
-    RetryRule,
-    dag,
-    get_current_context,
-    task,
-)
+from airflow.sdk import ExceptionRetryPolicy, Param, RetryAction, RetryRule, dag, get_current_context, task
 
 from cache.config.timetable import DagConfig
 from cache.errors import ConfigError, Refused
 
 LIMITS = DagConfig.configured(os.environ)
 FINAL = RetryRule(
-    exception=[ConfigError, Refused],
-    action=RetryAction.FAIL,
-    reason="the same question would be answered the same",
+    exception=[ConfigError, Refused], action=RetryAction.FAIL, reason="the same question would be answered the same"
 )
 CANARY_TIME_MAX = timedelta(days=2)
 """The most that `wait_s` and `wait_max_s` may come to; a canary left running longer than this is a red task."""

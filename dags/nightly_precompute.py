@@ -103,10 +103,7 @@ def run_step(step_name: str, *arguments: Any, **named_arguments: Any) -> dict[st
     catchup=False,
     max_active_runs=1,
     params={"data_until": Param(None, type=["null", "string"], format="date-time")},
-    default_args={
-        **DAG_CONFIG.defaults(),
-        "retry_policy": ExceptionRetryPolicy(rules=[FINAL_RULE]),
-    },
+    default_args={**DAG_CONFIG.defaults(), "retry_policy": ExceptionRetryPolicy(rules=[FINAL_RULE])},
     doc_md=__doc__,
     tags=["larder"],
 )
@@ -203,10 +200,7 @@ def nightly_precompute() -> None:
         """Wait until the readers have the generation."""
         return run_step("warm", build)
 
-    @task(
-        multiple_outputs=False,
-        trigger_rule="none_failed" if DAG_CONFIG.publish == "canary" else "all_success",
-    )
+    @task(multiple_outputs=False, trigger_rule="none_failed" if DAG_CONFIG.publish == "canary" else "all_success")
     def retire() -> dict[str, Any]:
         """Remove generations that are no longer needed."""
         return run_step("retire", attempt=get_current_context()["run_id"])

@@ -24,11 +24,7 @@ from airflow.sdk import Param, dag, get_current_context, task
         "generation": Param(None, type=["null", "string"], title="Generation to go back to"),
         "reason": Param("rolled back by hand", type="string", minLength=1, title="Why"),
     },
-    default_args={
-        "retries": 2,
-        "retry_delay": timedelta(seconds=5),
-        "execution_timeout": timedelta(minutes=5),
-    },
+    default_args={"retries": 2, "retry_delay": timedelta(seconds=5), "execution_timeout": timedelta(minutes=5)},
     doc_md=__doc__,
     tags=["larder"],
 )

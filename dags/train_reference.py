@@ -21,11 +21,7 @@ from airflow.sdk import Asset, Param, dag, get_current_context, task
     catchup=False,
     max_active_runs=1,
     params={"data_until": Param(None, type=["null", "string"], format="date-time")},
-    default_args={
-        "retries": 1,
-        "retry_delay": timedelta(seconds=10),
-        "execution_timeout": timedelta(hours=2),
-    },
+    default_args={"retries": 1, "retry_delay": timedelta(seconds=10), "execution_timeout": timedelta(hours=2)},
     doc_md=__doc__,
     tags=["larder"],
 )

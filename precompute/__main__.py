@@ -27,13 +27,7 @@ from cache.errors import LarderError
 from cache.process.command_line import interrupts_never_swallowed, json_text
 from precompute.cli.parser import PROG, build_command_parser
 from precompute.cli.temporary_redis import open_redis_for_command
-from precompute.config.console import (
-    CommandOutput,
-    err_console,
-    out_console,
-    print_output,
-    progress_bars,
-)
+from precompute.config.console import CommandOutput, err_console, out_console, print_output, progress_bars
 from precompute.config.settings import NightConfig, night_config
 
 
@@ -55,8 +49,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         command_output = command_result if isinstance(command_result, CommandOutput) else CommandOutput(command_result)
         is_mapping = isinstance(command_output.content, Mapping)
         print_output(
-            json_text(command_output.content) if arguments.json and is_mapping else command_output.content,
-            out_console,
+            json_text(command_output.content) if arguments.json and is_mapping else command_output.content, out_console
         )
     except KeyboardInterrupt:
         err_console.print("interrupted; run the same command again to go on where it stopped")
@@ -109,9 +102,7 @@ def _exit_interrupted(_signal: int, _frame: FrameType | None) -> None:
     os._exit(130)
 
 
-def _set_interrupt_handler(
-    handler: Callable[[int, FrameType | None], None] | signal.Handlers,
-) -> None:
+def _set_interrupt_handler(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, handler)
 

@@ -25,12 +25,7 @@ from cache.errors import ConfigError, LarderError
 from cache.format.redis_keys import Keyspace
 from cache.l2.resp import WrongReply
 from cache.l2.sync_clients import open_client, primary_clients
-from cache.process.command_line import (
-    SERVING_MODULES,
-    interrupts_never_swallowed,
-    missing_extra,
-    printable_lines,
-)
+from cache.process.command_line import SERVING_MODULES, interrupts_never_swallowed, missing_extra, printable_lines
 from cache.process.redis_server import running_server, supervised_redis_url
 from cache.store.releases import newest_release
 from serving.access.quota import QuotaTable
@@ -77,11 +72,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         config = ServingConfig.load(
-            os.environ,
-            host=options.host,
-            port=options.port,
-            workers=options.workers,
-            insecure=options.insecure or None,
+            os.environ, host=options.host, port=options.port, workers=options.workers, insecure=options.insecure or None
         )
         configure_for(config, options.log_level)
         config.require_guard()
@@ -159,8 +150,7 @@ def _check_redis(config: "ServingConfig", *, is_own_redis: bool) -> bool:
     try:
         policies = [_eviction_policy(server) for server in primary_clients(client).values()]
         if evicting_policy := next(
-            (eviction_policy for eviction_policy in policies if eviction_policy.startswith("allkeys")),
-            None,
+            (eviction_policy for eviction_policy in policies if eviction_policy.startswith("allkeys")), None
         ):
             raise ConfigError(
                 f"Redis has maxmemory-policy {evicting_policy}, which may evict published pages; set volatile-lru",
@@ -174,8 +164,7 @@ def _check_redis(config: "ServingConfig", *, is_own_redis: bool) -> bool:
         ) from error
     except redis.AuthenticationError as error:
         log.error(
-            "Redis refuses user and password (%s), correct them in REDIS_URL: starting from the newest release",
-            error,
+            "Redis refuses user and password (%s), correct them in REDIS_URL: starting from the newest release", error
         )
         return False
     except (redis.RedisError, RedisClusterException) as error:
@@ -223,10 +212,7 @@ def _restore(config: "ServingConfig") -> bool:
         "LARDER_STATE": config.state,
     }
     completed = subprocess.run(
-        [sys.executable, "-m", "precompute", "restore"],
-        env=environment,
-        stdout=sys.stderr,
-        check=False,
+        [sys.executable, "-m", "precompute", "restore"], env=environment, stdout=sys.stderr, check=False
     )
     if completed.returncode:
         log.warning("restore ended with code %d: pages stay out of reach", completed.returncode)

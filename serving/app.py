@@ -43,10 +43,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with (
-            running(config, peers, loops) as service,
-            tokens.follow_file(loops, recognise),
-        ):
+        async with running(config, peers, loops) as service, tokens.follow_file(loops, recognise):
             app.state.service = service
             front_app.request_watch = service.hooks.request_watch
             for collector in filter(None, (tokens, tls_watch)):

@@ -66,21 +66,10 @@ async def running(
         loops=loops,
     )  # fmt: skip
     own_namespace = open_held_namespace(
-        config,
-        replica_name,
-        components,
-        metrics=metrics,
-        on_flip=service_components.local.eviction_history.note_flip,
+        config, replica_name, components, metrics=metrics, on_flip=service_components.local.eviction_history.note_flip
     )
-    holder, follower, refresher = (
-        own_namespace.holder,
-        own_namespace.follower,
-        own_namespace.refresher,
-    )
-    releases, redis_memory = (
-        ReleaseWatch(own_namespace.store, store_threads),
-        RedisMemory(remote.control),
-    )
+    holder, follower, refresher = (own_namespace.holder, own_namespace.follower, own_namespace.refresher)
+    releases, redis_memory = (ReleaseWatch(own_namespace.store, store_threads), RedisMemory(remote.control))
     refresher.add_periodic("releases", config.figures_s, releases.refresh)
     refresher.add_periodic("redis_memory", config.figures_s, redis_memory.refresh)
     refresher.add_periodic("host_disk", HOST_MEASURE_INTERVAL_S, host_headroom.refresh)
@@ -92,9 +81,7 @@ async def running(
             f"{loop_name}: {error}" for loop_name, error in loops.error_by_failing_loop.items()
         )
         follower.note_concern(
-            "background",
-            StaleReason.BACKGROUND_FAILING if failing_loops_text else None,
-            failing_loops_text,
+            "background", StaleReason.BACKGROUND_FAILING if failing_loops_text else None, failing_loops_text
         )
 
     loops.on_change = note_failing_loops

@@ -62,10 +62,7 @@ class ServiceComponents:
         check_cores(cores)
         # FAISS searches in threads that a worker starts, so they inherit its cores and its place in line.
         executor = ThreadPoolExecutor(
-            config.live_workers,
-            "larder-live",
-            initializer=place_thread,
-            initargs=(cores, config.live_nice),
+            config.live_workers, "larder-live", initializer=place_thread, initargs=(cores, config.live_nice)
         )
         inference = BatchInference()
         batcher = MicroBatcher(
@@ -93,16 +90,7 @@ class ServiceComponents:
             config, name, l1_cache, batcher, admission, metrics, answer_observer, loops
         )
         return cls(
-            metrics,
-            cores,
-            l1_cache,
-            batcher,
-            admission,
-            lag_sampler,
-            executor,
-            namespace_components,
-            inference,
-            loops,
+            metrics, cores, l1_cache, batcher, admission, lag_sampler, executor, namespace_components, inference, loops
         )
 
     def of_namespace(self, config: ServingConfig, name: str) -> NamespaceComponents:
@@ -129,11 +117,7 @@ def _build_namespace_components(
     loops: BackgroundLoops,
 ) -> NamespaceComponents:
     remote = open_tier(
-        RemoteConfig(
-            config.redis_url,
-            deadline_s=config.l2_deadline_ms / 1000,
-            connections_max=config.l2_connections,
-        ),
+        RemoteConfig(config.redis_url, deadline_s=config.l2_deadline_ms / 1000, connections_max=config.l2_connections),
         Keyspace(config.namespace),
         lambda: Breaker(config.breaker_threshold, config.breaker_cooldown_s),
     )
@@ -150,13 +134,7 @@ def _build_namespace_components(
         spares_reads=config.overlay_reads == "auto",
         changed_answers=metrics.changed_answers,
     )
-    ladder = Ladder(
-        tiers,
-        inferences,
-        metrics,
-        l2_deadline_s=config.l2_deadline_ms / 1000,
-        observer=answer_observer,
-    )
+    ladder = Ladder(tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, observer=answer_observer)
     return NamespaceComponents(remote, tiers, lease_manager, inferences, answer_observer, ladder)
 
 
@@ -197,12 +175,7 @@ def open_namespace(
     clock = RedisClock()
     warmup = L1Warmup(components.tiers, ladder.recent_names.all_names, observe=metrics.warmed)
     holder = GenerationHolder(
-        open_snapshot,
-        metrics,
-        warm=warmup,
-        on_flip=on_flip,
-        staging_executor=staging_executor,
-        in_thread=in_thread,
+        open_snapshot, metrics, warm=warmup, on_flip=on_flip, staging_executor=staging_executor, in_thread=in_thread
     )
     follower = PointerFollower(
         store, control, holder, metrics, load_bound_s=config.load_bound_s, poll_s=config.poll_s,
@@ -218,15 +191,5 @@ def open_namespace(
         loops=loops,
     )  # fmt: skip
     return HeldNamespace(
-        config,
-        metrics,
-        components,
-        store,
-        clock,
-        warmup,
-        holder,
-        follower,
-        heartbeat,
-        refresher,
-        openers,
+        config, metrics, components, store, clock, warmup, holder, follower, heartbeat, refresher, openers
     )

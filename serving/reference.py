@@ -31,8 +31,7 @@ def _operations() -> tuple[Operation, ...]:
 
 def _enum_table(field_name: str, described_values: Iterable[tuple[str, str]]) -> str:
     return _markdown_table(
-        (f"`{field_name}`", "says"),
-        ((f"`{field_value}`", meaning) for field_value, meaning in described_values),
+        (f"`{field_name}`", "says"), ((f"`{field_value}`", meaning) for field_value, meaning in described_values)
     )
 
 
@@ -71,8 +70,7 @@ def page_with_sections(page_text: str) -> str:
     """Return the page with its generated parts made anew."""
     section_by_name = generated_sections()
     return _SECTION_PATTERN.sub(
-        lambda section_match: section_match[1] + section_by_name[section_match[2]] + section_match[4],
-        page_text,
+        lambda section_match: section_match[1] + section_by_name[section_match[2]] + section_match[4], page_text
     )
 
 

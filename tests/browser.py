@@ -183,10 +183,7 @@ class Browser:
                         for console_argument in event_parameters["args"]
                     )
                 )
-            elif event["method"] == "Log.entryAdded" and event_parameters["entry"]["level"] in (
-                "error",
-                "warning",
-            ):
+            elif event["method"] == "Log.entryAdded" and event_parameters["entry"]["level"] in ("error", "warning"):
                 messages.append(f"{event_parameters['entry']['text']} {event_parameters['entry'].get('url', '')}")
         return messages
 

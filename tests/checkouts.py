@@ -140,10 +140,7 @@ def _python_of(folder: Path) -> Path:
     python = environment / "bin/python"
     if not (environment / ".complete").exists():
         uv = Path(sys.executable).with_name("uv")
-        subprocess.run(
-            [uv, "venv", "-q", "--allow-existing", "--python", sys.executable, environment],
-            check=True,
-        )
+        subprocess.run([uv, "venv", "-q", "--allow-existing", "--python", sys.executable, environment], check=True)
         subprocess.run(
             [uv, "pip", "sync", "-q", "--require-hashes", folder / LOCK],
             check=True, timeout=_BUILD_S, env={**os.environ, "VIRTUAL_ENV": str(environment)},

@@ -91,10 +91,7 @@ class Node:
         cluster_info = info if isinstance(info, dict) else dict(
             line.split(":") for line in str(info).split()
         )  # fmt: skip
-        return (cluster_info["cluster_state"], int(cluster_info["cluster_known_nodes"])) == (
-            "ok",
-            count,
-        )
+        return (cluster_info["cluster_state"], int(cluster_info["cluster_known_nodes"])) == ("ok", count)
 
     def _answers(self) -> bool:
         try:

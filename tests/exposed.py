@@ -36,11 +36,7 @@ from tests.fakes import THREADS
 COUNTER_NAMES = (
     *collectors.HELP_BY_EVENT, *exposures.HELP_BY_EVENT, *hot_keys.HELP_BY_EVENT, *monitor.HELP_BY_EVENT,
 )  # fmt: skip
-_SUFFIXES = {
-    "counter": ("_total",),
-    "histogram": ("_bucket", "_count", "_sum"),
-    "summary": ("_count", "_sum"),
-}
+_SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"), "summary": ("_count", "_sum")}
 
 
 def labels() -> dict[str, set[str]]:
@@ -49,10 +45,7 @@ def labels() -> dict[str, set[str]]:
     nights = Nights(Schedule(), cast(Any, _EmptyHolder))
     unused_dependency: Any = None
     figures = NightMetrics(
-        lambda: None,
-        nights,
-        ReleaseWatch(unused_dependency, THREADS),
-        RedisMemory(unused_dependency),
+        lambda: None, nights, ReleaseWatch(unused_dependency, THREADS), RedisMemory(unused_dependency)
     )
     metrics, taken_in = Metrics(), EventCounts(unused_dependency, Keyspace("t"), 0)
     CanaryMetrics(metrics.registry)

@@ -129,16 +129,10 @@ class FakeRemote:
             self.writes += writes
             for write in writes:
                 expires_at = self.timer() + write.ttl_s
-                self.overlays[write.generation, write.table, write.hash_hex] = (
-                    write.payload,
-                    expires_at,
-                )
+                self.overlays[write.generation, write.table, write.hash_hex] = (write.payload, expires_at)
                 if write.lease_mark is not None:
                     done_value = LEASE_DONE_PREFIX + write.lease_mark.token
-                    self.leases[write.lease_mark.key] = (
-                        done_value,
-                        self.timer() + LEASE_DONE_LIFE_MS / 1000,
-                    )
+                    self.leases[write.lease_mark.key] = (done_value, self.timer() + LEASE_DONE_LIFE_MS / 1000)
         return [self.fails_with] * len(writes)
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
@@ -208,15 +202,7 @@ class Night:
         page_bytes = records_per_page * self.layout.size_bytes
         self.pages = [rows[at : at + page_bytes] for at in range(0, len(rows), page_bytes)]
         part = TablePart(0, len(self.pages), count, NO_FILE, NO_FILE)
-        self.table = Table(
-            table,
-            "user",
-            Producer("tower", "user_tower"),
-            self.layout,
-            records_per_page,
-            (part,),
-            (),
-        )
+        self.table = Table(table, "user", Producer("tower", "user_tower"), self.layout, records_per_page, (part,), ())
         self.directory = Directory(self.seed, [0], [hashes[order]])
 
     def view(self, generation: str = GENERATION) -> SnapshotView:

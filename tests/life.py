@@ -19,16 +19,7 @@ import redis
 from cache.control.control_keys import REPLICA_DEAD_S, Control
 from cache.control.states import GenerationState, demand_allowed, fold_releases
 from cache.errors import Conflict, LarderError, UnknownGeneration
-from cache.format.manifest import (
-    Artefact,
-    DirectoryPart,
-    EntitySet,
-    ItemFiles,
-    Manifest,
-    Producer,
-    Table,
-    TablePart,
-)
+from cache.format.manifest import Artefact, DirectoryPart, EntitySet, ItemFiles, Manifest, Producer, Table, TablePart
 from cache.format.redis_keys import Keyspace
 from cache.records import Layout
 from cache.store.artefacts import ArtefactStore, generation_path
@@ -530,11 +521,7 @@ class Life:
             reader.alive_since = self.step
         self._silence(reader)
         serving = None if reader.last_pointer is None else reader.last_pointer.generation
-        heartbeat = {
-            "replica": reader.name,
-            "serving": serving,
-            "holds": list(reader.held_generations),
-        }
+        heartbeat = {"replica": reader.name, "serving": serving, "holds": list(reader.held_generations)}
         reader.payload = orjson.dumps(heartbeat)
         self.redis.zadd(KEYS.replicas, {reader.payload: self.now_s})
 
@@ -610,11 +597,7 @@ class Life:
                 for recorded_generation, state in fold_releases(
                     all_releases_unwatched(self)
                 ).state_by_generation.items():
-                    if state in (
-                        GenerationState.ROLLED_BACK,
-                        GenerationState.REFUSED,
-                        GenerationState.ABANDONED,
-                    ):
+                    if state in (GenerationState.ROLLED_BACK, GenerationState.REFUSED, GenerationState.ABANDONED):
                         self.passed.discard(recorded_generation)
                         self.bad_generations.add(recorded_generation)
                 assert generation not in self.bad_generations, "restored a bad generation"

@@ -95,30 +95,10 @@ def make_predictor(bundle: Bundle, folder: Path, *, precision: ModelPrecision = 
         return Table(name, entity, producer, layout, 4, (), labels)
 
     tables = [
-        table(
-            "user_topk",
-            "user",
-            Producer("topk", "user_tower", "inner_product"),
-            Layout("topk", K, "f4"),
-        ),
-        table(
-            "item_similar",
-            "item",
-            Producer("similar", "item_tower", "cosine"),
-            Layout("topk", K, "f4"),
-        ),
-        table(
-            "user_vector",
-            "user",
-            Producer("tower", "user_tower"),
-            Layout("vector", bundle.dims, "f4"),
-        ),
-        table(
-            "user_affinity",
-            "user",
-            Producer("value", "user_affinity"),
-            Layout("value", len(labels), "f4"),
-        ),
+        table("user_topk", "user", Producer("topk", "user_tower", "inner_product"), Layout("topk", K, "f4")),
+        table("item_similar", "item", Producer("similar", "item_tower", "cosine"), Layout("topk", K, "f4")),
+        table("user_vector", "user", Producer("tower", "user_tower"), Layout("vector", bundle.dims, "f4")),
+        table("user_affinity", "user", Producer("value", "user_affinity"), Layout("value", len(labels), "f4")),
     ]
     predictor = Predictor(
         {record_table.name: record_table for record_table in tables},
@@ -145,17 +125,8 @@ def externalize_weights(folder: Path, name: str, location: str = "", **entry: st
     bundle_json[name].update(entry)
     path = folder / str(bundle_json[name]["path"])
     weights_path = path.with_name(location or f"{name}.weights")
-    onnx.save(
-        onnx.load(path),
-        path,
-        save_as_external_data=True,
-        location=weights_path.name,
-        size_threshold=64,
-    )
-    weights_entry = {
-        "path": str(weights_path.relative_to(folder)),
-        "sha256": sha256_of(weights_path),
-    }
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location=weights_path.name, size_threshold=64)
+    weights_entry = {"path": str(weights_path.relative_to(folder)), "sha256": sha256_of(weights_path)}
     bundle_json[name].update(sha256=sha256_of(path), weights=weights_entry)
     (folder / BUNDLE_FILE).write_bytes(orjson.dumps(bundle_json))
     return weights_path

@@ -42,10 +42,7 @@ class RawConnection:
         return self
 
     def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _error: BaseException | None,
-        _at: TracebackType | None,
+        self, _type: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None
     ) -> None:
         self._socket.close()
 

@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 import orjson
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-)
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from cache.config.section import Count, NonEmptyText, fields_of, section
 from cache.config.shared import SharedConfig, check_name
@@ -90,19 +84,11 @@ class Sources:
         signs = {name: getattr(self, name) for name in ("separator", "quote", "escape")}
         for name, sign in signs.items():
             if sign and (not sign.isascii() or sign in "\r\n"):
-                raise ConfigError(
-                    f"{name} must be one ASCII character and no line break, not {sign!r}",
-                    field=name,
-                )
-        for name, other_setting in (
-            ("quote", "separator"),
-            ("escape", "separator"),
-            ("escape", "quote"),
-        ):
+                raise ConfigError(f"{name} must be one ASCII character and no line break, not {sign!r}", field=name)
+        for name, other_setting in (("quote", "separator"), ("escape", "separator"), ("escape", "quote")):
             if signs[name] and signs[name] == signs[other_setting]:
                 raise ConfigError(
-                    f"{name} and {other_setting} are both {signs[name]!r}: a sign has one meaning",
-                    field=name,
+                    f"{name} and {other_setting} are both {signs[name]!r}: a sign has one meaning", field=name
                 )
 
     @property
@@ -318,11 +304,7 @@ def _default_tables() -> dict[str, TableConfig]:
 class NightConfig(SharedConfig):
     """Everything a night needs to know. `semantic` names the part that decides the result."""
 
-    FROM_ENVIRONMENT: ClassVar = (
-        *(SharedConfig.FROM_ENVIRONMENT or ()),
-        "device",
-        "device_tasks",
-    )
+    FROM_ENVIRONMENT: ClassVar = (*(SharedConfig.FROM_ENVIRONMENT or ()), "device", "device_tasks")
 
     bundle: NonEmptyText = DEFAULT_BUNDLE
     """Bundle of models to score with: a folder or an fsspec URL."""
@@ -378,8 +360,7 @@ class NightConfig(SharedConfig):
         super().__post_init__()
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(
-                f"device is auto, off, cpu, cuda or cuda:0 and so on, not {self.device!r}",
-                field="device",
+                f"device is auto, off, cpu, cuda or cuda:0 and so on, not {self.device!r}", field="device"
             )
         if self.data_until:
             parse_time(self.data_until)
@@ -411,8 +392,7 @@ class NightConfig(SharedConfig):
         self._check_facets()
         if self.filters and not self.sources.item_attributes:
             raise ConfigError(
-                "filters are over the attributes of items: name columns in sources.item_attributes",
-                field="filters",
+                "filters are over the attributes of items: name columns in sources.item_attributes", field="filters"
             )
 
     @property
@@ -434,8 +414,7 @@ class NightConfig(SharedConfig):
             check_name("the name of a table and a filter, with a dot between them,", f"{table}.{name}")
         if len(self.filtered) < len(self._filtered()) or self.filtered.keys() & self.tables.keys():
             raise ConfigError(
-                "two tables would have one name: those made under a filter are called TABLE.FILTER",
-                field="filters",
+                "two tables would have one name: those made under a filter are called TABLE.FILTER", field="filters"
             )
 
     def _check_facets(self) -> None:

@@ -9,12 +9,7 @@ from typing import Any, Self, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    InitSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, EnvSettingsSource, InitSettingsSource, SettingsConfigDict
 
 from cache.config.section import fields_of, is_section, refusal, variable, variables
 from cache.errors import ConfigError, mask_secrets
@@ -54,10 +49,7 @@ class ConfigFile:
         """Return the values of a section, none if the file has no such section."""
         section_values = self.document.get(name, {})
         if not isinstance(section_values, Mapping):
-            raise ConfigError(
-                f"{self.path} [{name}] must be a section of settings, not {section_values!r}",
-                field=name,
-            )
+            raise ConfigError(f"{self.path} [{name}] must be a section of settings, not {section_values!r}", field=name)
         return section_values
 
     def top_level_values(self, section_class: type[Any]) -> dict[str, Any]:

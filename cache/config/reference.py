@@ -8,14 +8,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from cache.config.night import NightConfig
-from cache.config.section import (
-    bounds_in_words,
-    fields_of,
-    meanings,
-    sections_of,
-    type_in_words,
-    variables,
-)
+from cache.config.section import bounds_in_words, fields_of, meanings, sections_of, type_in_words, variables
 from cache.config.serving import ServingConfig
 from cache.config.shared import SharedConfig
 
@@ -46,9 +39,7 @@ def reference_page() -> str:
     repeated_sections = {name for name, field in fields_of(NightConfig).items() if get_origin(field.annotation) is dict}
     for name, kind in night_sections.items():
         page_lines += _section_lines(
-            f"`[{name}.NAME]`" if name in repeated_sections else f"`[{name}]`",
-            kind,
-            fields_of(kind),
+            f"`[{name}.NAME]`" if name in repeated_sections else f"`[{name}]`", kind, fields_of(kind)
         )
     serving_sections = sections_of(ServingConfig)
     setting_names = fields_of(ServingConfig).keys() - inherited_settings - serving_sections.keys()

@@ -21,17 +21,8 @@ UnitInterval = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 NonEmptyText = Annotated[str, Field(min_length=1)]
 
-_TYPE_DESCRIPTIONS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a finite number",
-    str: "a string",
-}
-_SECTION_CONFIG = ConfigDict(
-    extra="forbid",
-    strict=True,
-    allow_inf_nan=False,
-)
+_TYPE_DESCRIPTIONS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
+_SECTION_CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))

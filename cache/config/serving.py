@@ -259,10 +259,7 @@ class ServingConfig(SharedConfig, PeerBounds):
             )
         parse_cores(self.live_cores)
         if bool(self.tls_certificate) != bool(self.tls_key):
-            raise ConfigError(
-                "tls_certificate and tls_key go together: set both or neither",
-                field="tls_certificate",
-            )
+            raise ConfigError("tls_certificate and tls_key go together: set both or neither", field="tls_certificate")
         if (self.tls_client != "off") != bool(self.tls_client_ca):
             raise ConfigError("tls_client and tls_client_ca go together: set both or neither", field="tls_client")
         if self.tls_client_ca and not self.tls_certificate:

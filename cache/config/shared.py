@@ -15,13 +15,7 @@ from cache.l2 import slots
 from cache.l2.sentinel import SENTINEL_URL_SCHEMES, is_sentinel, read_sentinel_url
 from cache.store.artefacts import ArtefactStore
 
-_REDIS_URL_SCHEMES = (
-    "redis://",
-    "rediss://",
-    "unix://",
-    *slots.CLUSTER_URL_SCHEMES,
-    *SENTINEL_URL_SCHEMES,
-)
+_REDIS_URL_SCHEMES = ("redis://", "rediss://", "unix://", *slots.CLUSTER_URL_SCHEMES, *SENTINEL_URL_SCHEMES)
 
 
 def _path_as_text(value: Any) -> Any:
@@ -75,8 +69,7 @@ class SharedConfig(Timetable):
             raise ConfigError(f"redis_url starts with {', '.join(_REDIS_URL_SCHEMES)}", field="redis_url")
         if self.events_url and not self.events_url.startswith(_REDIS_URL_SCHEMES[:3]):
             raise ConfigError(
-                f"events_url is one server: it starts with {', '.join(_REDIS_URL_SCHEMES[:3])}",
-                field="events_url",
+                f"events_url is one server: it starts with {', '.join(_REDIS_URL_SCHEMES[:3])}", field="events_url"
             )
         if self.events.enabled and self.events_redis.startswith(_REDIS_URL_SCHEMES[3:]):
             raise ConfigError(

@@ -214,11 +214,7 @@ def _parse_cron(cron: str) -> croniter:
 class Timetable:
     """Schedule of generations, above the file's sections."""
 
-    FROM_ENVIRONMENT: ClassVar[tuple[str, ...] | None] = (
-        "schedule",
-        "timezone",
-        "schedule_grace_s",
-    )
+    FROM_ENVIRONMENT: ClassVar[tuple[str, ...] | None] = ("schedule", "timezone", "schedule_grace_s")
 
     schedule: str = DEFAULT_CRON
     """Cron (five fields) of the DAG `nightly_precompute`; the service expects a generation after each of its ticks."""

@@ -93,11 +93,7 @@ class RegistryRow:
         """
         row_fields = orjson.loads(row_bytes)
         demand_readable(REGISTRY_ROW, version_of(row_fields))
-        return cls(
-            GenerationState(row_fields["state"]),
-            float(row_fields["at"]),
-            str(row_fields.get("reason", "")),
-        )
+        return cls(GenerationState(row_fields["state"]), float(row_fields["at"]), str(row_fields.get("reason", "")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +264,7 @@ class Control:
             state, generation = (reply_text.decode(errors="replace") for reply_text in reply[1:3])
             attempted_move = "made live" if generation == target_pointer.generation else "tried out"
             raise Conflict(
-                f"{generation} cannot be {attempted_move}: it is {state} by now",
-                generation=generation,
-                state=state,
+                f"{generation} cannot be {attempted_move}: it is {state} by now", generation=generation, state=state
             )
         return Pointer.from_bytes(pointer_bytes) if outcome_code else None
 
@@ -290,9 +284,7 @@ class Control:
             arguments += [generation, row.to_bytes()]
         keys = (self.keyspace.live, self.keyspace.generations)
         outcome_code = checked_reply(
-            "EVAL",
-            self.client.eval(_WRITE_ROWS_SCRIPT, len(keys), *keys, *arguments),
-            COUNT_SHAPE,
+            "EVAL", self.client.eval(_WRITE_ROWS_SCRIPT, len(keys), *keys, *arguments), COUNT_SHAPE
         )
         if outcome_code == 2:
             raise Conflict(f"the pointer names one of {', '.join(row_by_generation)}: readers depend on it")

@@ -43,12 +43,7 @@ TRANSITIONS: Final[Mapping[str, Mapping[GenerationState | None, GenerationState]
     | _same_states(*UNFINISHED_STATES, GenerationState.REFUSED, GenerationState.ABANDONED),
     "load": _all_to(GenerationState.LOADED, None, GenerationState.BEGUN)
     | _same_states(GenerationState.LOADED, GenerationState.VERIFIED, *_REJECTED_STATES),
-    "verify": _all_to(
-        GenerationState.VERIFIED,
-        GenerationState.LOADED,
-        GenerationState.VERIFIED,
-        *_REJECTED_STATES,
-    ),
+    "verify": _all_to(GenerationState.VERIFIED, GenerationState.LOADED, GenerationState.VERIFIED, *_REJECTED_STATES),
     "refuse": _all_to(GenerationState.REFUSED, *UNFINISHED_STATES, *_REJECTED_STATES),
     "override": _same_states(*UNFINISHED_STATES, *_REJECTED_STATES),
     "publish": {GenerationState.VERIFIED: GenerationState.LIVE},
@@ -57,18 +52,9 @@ TRANSITIONS: Final[Mapping[str, Mapping[GenerationState | None, GenerationState]
     "canary": _same_states(GenerationState.VERIFIED),
     "end_canary": _same_states(GenerationState.VERIFIED),
     "abandon": _all_to(
-        GenerationState.ABANDONED,
-        None,
-        *UNFINISHED_STATES,
-        GenerationState.REFUSED,
-        GenerationState.ABANDONED,
+        GenerationState.ABANDONED, None, *UNFINISHED_STATES, GenerationState.REFUSED, GenerationState.ABANDONED
     ),
-    "retire": _all_to(
-        GenerationState.RETIRED,
-        GenerationState.SUPERSEDED,
-        GenerationState.RETIRED,
-        *_REJECTED_STATES,
-    ),
+    "retire": _all_to(GenerationState.RETIRED, GenerationState.SUPERSEDED, GenerationState.RETIRED, *_REJECTED_STATES),
 }
 """Action -> state of the generation -> its next state; a missing entry means that the action is not allowed.
 
@@ -194,11 +180,7 @@ def newest_superseded(
     superseded_generations = [
         generation for generation, state in state_by_generation.items() if state is GenerationState.SUPERSEDED
     ]
-    return max(
-        superseded_generations,
-        key=lambda generation: left_epoch_by_generation.get(generation, 0),
-        default=None,
-    )
+    return max(superseded_generations, key=lambda generation: left_epoch_by_generation.get(generation, 0), default=None)
 
 
 def fold_releases(releases: Sequence[Release]) -> Ledger:
@@ -222,10 +204,7 @@ def fold_releases(releases: Sequence[Release]) -> Ledger:
                 replaced_generations += _jumped_over(generation, state_by_generation, left_epoch_by_generation)
             for replaced_generation in replaced_generations:
                 state_by_generation[replaced_generation] = STATE_OF_REPLACED[action]
-                (
-                    superseded_at_by_generation[replaced_generation],
-                    left_epoch_by_generation[replaced_generation],
-                ) = (
+                (superseded_at_by_generation[replaced_generation], left_epoch_by_generation[replaced_generation]) = (
                     release.at,
                     release.epoch,
                 )
@@ -274,9 +253,7 @@ def fold_releases(releases: Sequence[Release]) -> Ledger:
 
 
 def _jumped_over(
-    target: str,
-    state_by_generation: Mapping[str, GenerationState],
-    left_epoch_by_generation: Mapping[str, int],
+    target: str, state_by_generation: Mapping[str, GenerationState], left_epoch_by_generation: Mapping[str, int]
 ) -> list[str]:
     """Generations that were live after the target last was: landing there again would go forward."""
     target_epoch = left_epoch_by_generation.get(target, 0)

@@ -21,12 +21,7 @@ from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FEATURE_ONLY_USERS_FACT, Manifest, Table
 from cache.format.seen_items import SeenItems, UserInput
 from cache.format.stream_position import Position
-from cache.model.input_preparation import (
-    LiveInput,
-    PreparedInput,
-    check_features,
-    keep_last_occurrences,
-)
+from cache.model.input_preparation import LiveInput, PreparedInput, check_features, keep_last_occurrences
 from cache.model.new_items import NO_NEW_ITEMS, EligibleNewItems, NewItems, merge_new_items
 from cache.model.predictor import Predictor
 from cache.model.ranking import Metric
@@ -54,9 +49,7 @@ class MergedHistory(NamedTuple):
 
 
 def merge_histories(
-    published_histories: Sequence[TimedItems],
-    newer_events: Sequence[TimedItems],
-    history_limit: int,
+    published_histories: Sequence[TimedItems], newer_events: Sequence[TimedItems], history_limit: int
 ) -> list[MergedHistory]:
     """Merge the published history of each user with the events after its position, as a night groups rows.
 
@@ -173,10 +166,7 @@ class EventPredictor:
         times_us = np.array([event.at_us for event in events], np.int64)
         event_ends = list(accumulate((len(event_input.events) for event_input in inputs), initial=0))
         newer_items = [
-            TimedItems(
-                event_input.new_items.numbers_of(item_ids[start:end], ordinals[start:end]),
-                times_us[start:end],
-            )
+            TimedItems(event_input.new_items.numbers_of(item_ids[start:end], ordinals[start:end]), times_us[start:end])
             for event_input, (start, end) in zip(inputs, pairwise(event_ends), strict=True)
         ]
         user_inputs = [self._input_without_events(event_input) for event_input in inputs]

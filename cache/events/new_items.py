@@ -238,14 +238,10 @@ class NewItemInputs:
         requirement = f"the item tower of the live generation takes {', '.join(columns)}"
         if event.vector is not None:
             raise UnfitNewItem(
-                f"{requirement} and makes the vector itself: send these as features, and no vector",
-                field="vector",
+                f"{requirement} and makes the vector itself: send these as features, and no vector", field="vector"
             )
         features, item_id = event.features or {}, (event.item or b"").decode()
-        if (repeated_id := features.get(self.id_column, item_id)) not in (
-            item_id,
-            _as_whole_number(item_id),
-        ):
+        if (repeated_id := features.get(self.id_column, item_id)) not in (item_id, _as_whole_number(item_id)):
             raise UnfitNewItem(
                 f"features.{self.id_column} is {repeated_id!r}, and the event is of item {item_id!r}: leave that "
                 "feature out, the item tower takes the item's id",
@@ -294,13 +290,7 @@ class NewItemTower:
 
     @classmethod
     def open(
-        cls,
-        manifest: Manifest,
-        generation_folder: Path,
-        items: ItemTable,
-        *,
-        threads: int,
-        cores: Sequence[int],
+        cls, manifest: Manifest, generation_folder: Path, items: ItemTable, *, threads: int, cores: Sequence[int]
     ) -> Self:
         """Opens the item tower in fp32 where items are made of features; `items` are the generation's own.
 

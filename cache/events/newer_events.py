@@ -141,8 +141,7 @@ class UserEvents:
         """
         packed_by_user, new_packed_by_user = self.packed_by_user, replacement.packed_by_user
         for count, user in enumerate(
-            [*packed_by_user, *(user for user in new_packed_by_user if user not in packed_by_user)],
-            1,
+            [*packed_by_user, *(user for user in new_packed_by_user if user not in packed_by_user)], 1
         ):
             packed = new_packed_by_user.get(user)
             if packed is None:
@@ -160,10 +159,7 @@ class UserEvents:
     def prepend(self, earlier_events: "UserEvents", users: Iterable[bytes]) -> None:
         """Prepend the earlier events of these users; all of them are older than the events here."""
         for user in users:
-            earlier_packed, newer_packed = (
-                earlier_events.packed_by_user[user],
-                self.packed_by_user.get(user),
-            )
+            earlier_packed, newer_packed = (earlier_events.packed_by_user[user], self.packed_by_user.get(user))
             self.packed_by_user[user] = earlier_packed if newer_packed is None else earlier_packed + newer_packed
             self.size_bytes += len(earlier_packed) + (_USER_OVERHEAD_BYTES + len(user) if newer_packed is None else 0)
 
@@ -293,8 +289,7 @@ class AttributeEvents:
         """Return the values of some items set after this position."""
         packed_by_item = self._packed_by_item
         return ValuesOfItems(
-            number,
-            {item_id: packed_by_item[item_id] for item_id in items if item_id in packed_by_item},
+            number, {item_id: packed_by_item[item_id] for item_id in items if item_id in packed_by_item}
         )
 
     def items_with_values(self, items: frozenset[bytes]) -> set[bytes]:
@@ -331,10 +326,7 @@ class AttributeEvents:
 
     def replace_contents(self, replacement: "AttributeEvents") -> None:
         """Take over the contents of `replacement`, which must not be used afterwards."""
-        self._packed_by_item, self._packed_by_user = (
-            replacement._packed_by_item,
-            replacement._packed_by_user,
-        )
+        self._packed_by_item, self._packed_by_user = (replacement._packed_by_item, replacement._packed_by_user)
         self.size_bytes, self.last_number = replacement.size_bytes, replacement.last_number
         self.newest_item_number, self.complete_after_number = (
             replacement.newest_item_number,
@@ -364,9 +356,7 @@ class AttributeEvents:
             (entity_id, packed) for entity_id, packed in earlier_packed_by_id.items() if entity_id not in packed_by_id
         )
         ordered_entities = heapq.merge(
-            packed_by_id.items(),
-            only_earlier_entities,
-            key=lambda entity: _newest_position_number(entity[1]),
+            packed_by_id.items(), only_earlier_entities, key=lambda entity: _newest_position_number(entity[1])
         )
         merged_by_id: dict[bytes, bytes] = {}
         added_bytes = 0
@@ -410,9 +400,7 @@ def _pack_values(number: int, numbered_values: dict[str, list[Any]]) -> bytes:
     """
     if len(numbered_values) > VALUES_PER_ENTITY_MAX:
         newest_values = heapq.nlargest(
-            VALUES_PER_ENTITY_MAX,
-            numbered_values.items(),
-            key=lambda named_value: (named_value[1][0], named_value[0]),
+            VALUES_PER_ENTITY_MAX, numbered_values.items(), key=lambda named_value: (named_value[1][0], named_value[0])
         )
         numbered_values = dict(newest_values)
     return _VALUES_HEADER_FORMAT.pack(number) + orjson.dumps(numbered_values, option=orjson.OPT_SORT_KEYS)
@@ -420,8 +408,7 @@ def _pack_values(number: int, numbered_values: dict[str, list[Any]]) -> bytes:
 
 def _merge_values(earlier_packed: bytes, newer_packed: bytes) -> bytes:
     return _pack_values(
-        _newest_position_number(newer_packed),
-        _unpack_values(earlier_packed) | _unpack_values(newer_packed),
+        _newest_position_number(newer_packed), _unpack_values(earlier_packed) | _unpack_values(newer_packed)
     )
 
 
@@ -430,9 +417,7 @@ def _values_after(packed: bytes, number: int) -> dict[str, Any]:
 
 
 def merge_features(
-    published_features: Mapping[str, Any],
-    values: Mapping[str, Any],
-    feature_inputs: Sequence[InputSpec],
+    published_features: Mapping[str, Any], values: Mapping[str, Any], feature_inputs: Sequence[InputSpec]
 ) -> dict[str, FeatureValue] | None:
     """Merge published and newer values into features by column; None if an input of the model is missing.
 

@@ -109,10 +109,7 @@ def pack_event(keyspace: Keyspace, event: Event) -> PackedEvent:
 
 
 def accept_script_arguments(
-    keyspace: Keyspace,
-    bounds: StreamBounds,
-    events: Sequence[PackedEvent],
-    known_position: Position = STREAM_BEGINNING,
+    keyspace: Keyspace, bounds: StreamBounds, events: Sequence[PackedEvent], known_position: Position = STREAM_BEGINNING
 ) -> tuple[list[bytes], list[Any]]:
     """(KEYS, ARGV) of the script for some events, in their order; they follow the `known_position`."""
     keys, argv = [keyspace.events.encode()], [*map(str, (*bounds, known_position))]

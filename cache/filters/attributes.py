@@ -38,11 +38,7 @@ _UNFIT_MESSAGE_BY_KIND: Final[Mapping[AttributeKind, str]] = {
     "flag": "not true or false", "time": "not a time (ISO 8601, or seconds since 1970)",
 }  # fmt: skip
 
-_ABSENT_VALUE_BY_KIND: Final[Mapping[AttributeKind, Any]] = {
-    "number": np.nan,
-    "flag": NO_FLAG,
-    "time": NO_TIME,
-}
+_ABSENT_VALUE_BY_KIND: Final[Mapping[AttributeKind, Any]] = {"number": np.nan, "flag": NO_FLAG, "time": NO_TIME}
 _MICROSECONDS_PER_S: Final = 1_000_000
 _UNIX_SECONDS_MAX: Final = 1e11
 _EXACT_NUMBER_MAX: Final = 2**53
@@ -112,10 +108,7 @@ class ItemAttributes:
         return cls.of_files(
             root,
             {
-                name: (
-                    attribute.kind,
-                    {part: file.path for part, file in attribute.parts().items()},
-                )
+                name: (attribute.kind, {part: file.path for part, file in attribute.parts().items()})
                 for name, attribute in manifest.items.attributes.items()
             },
             manifest.items.count,
@@ -123,10 +116,7 @@ class ItemAttributes:
 
     @classmethod
     def of_files(
-        cls,
-        root: Path,
-        files_by_attribute: Mapping[str, tuple[AttributeKind, Mapping[str, str]]],
-        item_count: int,
+        cls, root: Path, files_by_attribute: Mapping[str, tuple[AttributeKind, Mapping[str, str]]], item_count: int
     ) -> Self:
         """Maps columns from the kind of each and the paths of its files, by their names in `Attribute`."""
         return cls(
@@ -148,8 +138,7 @@ def _open_column(root: Path, kind: AttributeKind, path_by_part: Mapping[str, str
     dictionary = offsets = None
     if "names" in path_by_part:
         dictionary = TextDictionary(
-            map_file(root / path_by_part["names"], "u1"),
-            map_file(root / path_by_part["name_offsets"], "<u8"),
+            map_file(root / path_by_part["names"], "u1"), map_file(root / path_by_part["name_offsets"], "<u8")
         )
     if "offsets" in path_by_part:
         offsets = map_file(root / path_by_part["offsets"], "<u8", (item_count + 1,))
@@ -309,8 +298,7 @@ def _set_text(column: AttributeColumn, parsed_by_ordinal: Mapping[int, Any]) -> 
     text_codes = _TextCodes.of(column, [text for text in parsed_by_ordinal.values() if text is not None])
     ordinals = np.fromiter(parsed_by_ordinal, np.int64, len(parsed_by_ordinal))
     new_codes = np.array(
-        [NO_CODE if text is None else text_codes.code_by_text[text] for text in parsed_by_ordinal.values()],
-        np.uint32,
+        [NO_CODE if text is None else text_codes.code_by_text[text] for text in parsed_by_ordinal.values()], np.uint32
     )
     if np.array_equal(column.values[ordinals], new_codes):
         return column
@@ -394,11 +382,7 @@ class _TextCodes:
 
     def _merge_dictionary(self, used_mask: NDArray[np.bool_]) -> TextDictionary:
         """Names that are kept and the new ones, joined piece by piece: mostly a few long ones."""
-        data, offsets, count = (
-            self.dictionary.data,
-            self.dictionary.offsets.astype(np.int64),
-            len(used_mask),
-        )
+        data, offsets, count = (self.dictionary.data, self.dictionary.offsets.astype(np.int64), len(used_mask))
         # A name that left ends a piece as a new one does, and has no text in its place.
         cut_points = [
             (index, 1, text) for index, text in zip(self.insert_positions.tolist(), self.new_texts, strict=True)
@@ -419,6 +403,5 @@ class _TextCodes:
         lengths.append(text_sizes[piece_start:])
         new_ends = np.cumsum(np.concatenate(lengths))
         return TextDictionary(
-            np.concatenate(pieces),
-            np.concatenate([np.zeros(1, np.uint64), new_ends.astype(np.uint64)]),
+            np.concatenate(pieces), np.concatenate([np.zeros(1, np.uint64), new_ends.astype(np.uint64)])
         )

@@ -96,14 +96,11 @@ class _FilterReader:
             raise _filter_error(f"a filter has at most {NODES_MAX} expressions", field_path, limit=NODES_MAX)
         if depth > DEPTH_MAX:
             raise _filter_error(
-                f"expressions stand at most {DEPTH_MAX} deep in one another",
-                field_path,
-                limit=DEPTH_MAX,
+                f"expressions stand at most {DEPTH_MAX} deep in one another", field_path, limit=DEPTH_MAX
             )
         if not isinstance(json_value, dict) or len(json_value) != 1:
             raise _filter_error(
-                'an expression is a JSON object with one operator, such as {"<": ["price", 20]}',
-                field_path,
+                'an expression is a JSON object with one operator, such as {"<": ["price", 20]}', field_path
             )
         ((operator, operand),) = json_value.items()
         operand_path = f"{field_path}.{operator}" if field_path else operator
@@ -128,8 +125,7 @@ class _FilterReader:
             return ComparisonNode(operator, _checked_attribute_name(operand, field_path), (), field_path)
         if not isinstance(operand, list) or len(operand) != 2:
             raise _filter_error(
-                f'{operator} takes a list of an attribute and a value, such as ["price", 20]',
-                field_path,
+                f'{operator} takes a list of an attribute and a value, such as ["price", 20]', field_path
             )
         attribute, comparand = _checked_attribute_name(operand[0], f"{field_path}[0]"), operand[1]
         if operator != "in":

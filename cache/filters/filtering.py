@@ -77,9 +77,7 @@ def unknown_attribute_error(name: str, kind_by_attribute: Mapping[str, str], fie
     """Refusal of an attribute by its name, with the kinds of those that items have."""
     kinds_clause = f"; they have {', '.join(kind_by_attribute)}" if kind_by_attribute else " here, nor any other"
     return UnknownAttribute(
-        f"items have no attribute {name!r}{kinds_clause}",
-        field=field_path,
-        attributes=dict(kind_by_attribute),
+        f"items have no attribute {name!r}{kinds_clause}", field=field_path, attributes=dict(kind_by_attribute)
     )
 
 
@@ -89,8 +87,7 @@ class MaskCache:
     def __init__(self, attributes: ItemAttributes, bytes_max: int) -> None:
         self.attributes = attributes
         self._cached_masks: LRUCache[bytes, tuple[FilterMask, frozenset[str]]] = LRUCache(
-            bytes_max,
-            getsizeof=lambda cached_mask: cached_mask[0].packed_bits.nbytes + _MASK_OVERHEAD_BYTES,
+            bytes_max, getsizeof=lambda cached_mask: cached_mask[0].packed_bits.nbytes + _MASK_OVERHEAD_BYTES
         )
         self._lock = threading.Lock()
 
@@ -257,11 +254,7 @@ class SubsetSearch:
         return lengths
 
     def search(
-        self,
-        vector: NDArray[np.float32],
-        ordinals: NDArray[np.int64],
-        k: int,
-        metric: Metric = "inner_product",
+        self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric = "inner_product"
     ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
         """(ordinals uint32, scores float32) of the best k of `ordinals`, fewer if they are fewer.
 
@@ -277,11 +270,7 @@ class SubsetSearch:
         self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric
     ) -> NDArray[np.int64]:
         """Return the ordinals that may be among the best k given rounding; all where numbers are out of bounds."""
-        kernel_arguments = (
-            np.ascontiguousarray(vector, np.float32),
-            self._vectors,
-            ordinals.astype(np.int64),
-        )
+        kernel_arguments = (np.ascontiguousarray(vector, np.float32), self._vectors, ordinals.astype(np.int64))
         scores: NDArray[np.float32] = np.frombuffer(loader.kernels.dots(*kernel_arguments), np.float32)
         vector_length = float(np.sqrt(np.dot(vector, vector)))
         candidate_lengths = self._vector_lengths[ordinals]
@@ -344,11 +333,7 @@ class Filtering:
         if not manifest.items.attributes:
             return None
         filter_by_name = {name: read_filter(named_filter.expression) for name, named_filter in manifest.filters.items()}
-        return cls(
-            ItemAttributes.open(generation_folder, manifest),
-            items.vectors,
-            filter_by_name=filter_by_name,
-        )
+        return cls(ItemAttributes.open(generation_folder, manifest), items.vectors, filter_by_name=filter_by_name)
 
     def with_item_values(self, values: Iterable[ItemValue]) -> tuple[Self, ChangedColumns]:
         """Return a filtering with these item values set, and the columns that changed; itself where none changed."""

@@ -52,11 +52,7 @@ class Reranker:
 
 
 def _least_alike(
-    relevance: NDArray[np.float64],
-    units: NDArray[np.float32],
-    weight: float,
-    room: "_ValueQuota",
-    k: int,
+    relevance: NDArray[np.float64], units: NDArray[np.float32], weight: float, room: "_ValueQuota", k: int
 ) -> list[int]:
     """Choose at most k positions by maximal marginal relevance: relevance less likeness to the items chosen before."""
     worth, likeness = weight * relevance, np.zeros(len(units), np.float32)

@@ -115,14 +115,12 @@ def _parse_diversify(json_value: object) -> Diversify:
 def _checked_fields(json_value: object, field_path: str, field_names: tuple[str, ...]) -> Mapping[str, Any]:
     if not isinstance(json_value, Mapping):
         raise _reranking_error(
-            f"{field_path or 'a re-ranking'} is a JSON object of {', '.join(field_names)}",
-            field_path,
+            f"{field_path or 'a re-ranking'} is a JSON object of {', '.join(field_names)}", field_path
         )
     for name in json_value:
         if name not in field_names:
             raise _reranking_error(
-                f"there is no field {str(name)[:40]!r} here; there are {', '.join(field_names)}",
-                field_path,
+                f"there is no field {str(name)[:40]!r} here; there are {', '.join(field_names)}", field_path
             )
     return json_value
 

@@ -71,11 +71,7 @@ class Directory:
         return part_index, position - self._part_starts[part_index]
 
     def page_locations(
-        self,
-        positions: NDArray[np.int64],
-        first_pages: NDArray[np.int64],
-        records_per_page: int,
-        record_bytes: int,
+        self, positions: NDArray[np.int64], first_pages: NDArray[np.int64], records_per_page: int, record_bytes: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Places of records of `record_bytes` bytes, `records_per_page` in a page: int64[n] pages, int64[n] offsets."""
         page_numbers, offsets = self._hashes.locate(positions, first_pages, records_per_page, record_bytes)

@@ -17,14 +17,7 @@ HASH_SPACE = 1 << 64
 FINGERPRINT_SEED = 0x9E3779B97F4A7C15
 """Hash seed independent of every directory seed: a record proves whose it is even if the directory is wrong."""
 
-_TAG_BY_TYPE = {
-    "str": b"s",
-    "int": b"i",
-    "float": b"f",
-    "bool": b"b",
-    "vector": b"v",
-    "texts": b"t",
-}
+_TAG_BY_TYPE = {"str": b"s", "int": b"i", "float": b"f", "bool": b"b", "vector": b"v", "texts": b"t"}
 
 FeatureValue = str | int | float | bool | tuple[float, ...] | tuple[str, ...]
 
@@ -36,18 +29,14 @@ def canonical_id(raw_id: object) -> bytes:
     elif isinstance(raw_id, int) and not isinstance(raw_id, bool):
         id_text = str(raw_id)
     else:
-        raise InvalidId(
-            f"an id is a string or an integer, not {type(raw_id).__name__}",
-            kind=type(raw_id).__name__,
-        )
+        raise InvalidId(f"an id is a string or an integer, not {type(raw_id).__name__}", kind=type(raw_id).__name__)
     try:
         id_bytes = id_text.encode()
     except UnicodeEncodeError as error:
         raise InvalidId("an id must be valid Unicode (it holds a lone surrogate)") from error
     if not 1 <= len(id_bytes) <= ID_BYTES_MAX:
         raise InvalidId(
-            f"an id has 1 to {ID_BYTES_MAX} bytes of UTF-8, this one has {len(id_bytes)}",
-            size_bytes=len(id_bytes),
+            f"an id has 1 to {ID_BYTES_MAX} bytes of UTF-8, this one has {len(id_bytes)}", size_bytes=len(id_bytes)
         )
     return id_bytes
 
@@ -82,9 +71,7 @@ def fingerprints(ids: Sequence[bytes]) -> NDArray[np.uint64]:
 
 
 def input_digest(
-    model_digest: str,
-    history: Sequence[bytes] | None,
-    features: Mapping[str, FeatureValue] | None,
+    model_digest: str, history: Sequence[bytes] | None, features: Mapping[str, FeatureValue] | None
 ) -> bytes:
     """16 bytes that differ whenever the model, the history or any feature differs.
 

@@ -127,10 +127,7 @@ class ItemTable:
         hit_indexes = np.flatnonzero(ordinals >= 0)
         hit_ordinals = ordinals[hit_indexes]
         hit_ids = [raw_ids[hit_index] for hit_index in hit_indexes.tolist()]
-        starts, ends = (
-            self._offsets[hit_ordinals].astype(np.int64),
-            self._offsets[hit_ordinals + 1].astype(np.int64),
-        )
+        starts, ends = (self._offsets[hit_ordinals].astype(np.int64), self._offsets[hit_ordinals + 1].astype(np.int64))
         if not self._equals_stored_ids(hit_ids, starts, ends):
             stored_ids = [bytes(self._ids[start:end]) for start, end in zip(starts, ends, strict=True)]
             is_equal = np.fromiter(map(eq, stored_ids, hit_ids), np.bool_, len(stored_ids))
@@ -180,10 +177,7 @@ class ItemJsonTexts:
     """
 
     def __init__(
-        self,
-        count: int,
-        ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
-        longest_id_bytes: int | None = None,
+        self, count: int, ids_of: Callable[[NDArray[np.uint32]], Sequence[str]], longest_id_bytes: int | None = None
     ) -> None:
         self._count = count
         self._ids_of = ids_of
@@ -225,10 +219,7 @@ class ItemJsonRows:
     """Lists of ids as JSON, many at once; the longest id has `longest_id_bytes` bytes, `ids_of` reads new ones."""
 
     def __init__(
-        self,
-        count: int,
-        longest_id_bytes: int,
-        ids_of: Callable[[NDArray[np.uint32]], Sequence[str]],
+        self, count: int, longest_id_bytes: int, ids_of: Callable[[NDArray[np.uint32]], Sequence[str]]
     ) -> None:
         self._text_table = TextTable(count, longest_id_bytes + len('"",'), _JSON_PAD, _id_json, ids_of)
 

@@ -119,14 +119,7 @@ class SeenPart:
     @property
     def files(self) -> list[Artefact]:
         """Files of the part that exist."""
-        possible_files = (
-            self.ends,
-            self.items,
-            self.times,
-            self.feature_ends,
-            self.features,
-            self.brought,
-        )
+        possible_files = (self.ends, self.items, self.times, self.feature_ends, self.features, self.brought)
         return [file for file in possible_files if file is not None]
 
 
@@ -307,10 +300,7 @@ class Manifest:
                     del part[name]
         elif not document["events"]["namespace"]:
             del document["events"]["namespace"]
-        return orjson.dumps(
-            document,
-            option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
-        )
+        return orjson.dumps(document, option=orjson.OPT_SORT_KEYS | orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
     @staticmethod
     def from_bytes(manifest_bytes: bytes) -> "Manifest":

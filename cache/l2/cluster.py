@@ -59,12 +59,7 @@ log = logging.getLogger(__name__)
 class ClusterTier:
     """Data plane of a Redis Cluster: sends each command to its key's node; a dead node costs only its own keys."""
 
-    def __init__(
-        self,
-        config: RemoteConfig,
-        keyspace: Keyspace,
-        new_breaker: Callable[[], Breaker] = Breaker,
-    ) -> None:
+    def __init__(self, config: RemoteConfig, keyspace: Keyspace, new_breaker: Callable[[], Breaker] = Breaker) -> None:
         self.nodes = Nodes(config, keyspace, new_breaker)
         self.control = ClusterControl(keyspace, self.nodes)
         self._config = config
@@ -243,8 +238,7 @@ class Nodes:
         # Those that are out of order last: each may cost a time-out.
         shuffled_tiers = sorted(self._tier_by_address.items(), key=lambda _: random.random())
         for address, tier in sorted(
-            shuffled_tiers,
-            key=lambda address_and_tier: address_and_tier[1].breaker.state != "closed",
+            shuffled_tiers, key=lambda address_and_tier: address_and_tier[1].breaker.state != "closed"
         ):
             fullest_owners = max(fullest_owners, await self._fetch_owners(tier, address), key=len)
             if len(fullest_owners) == SLOT_COUNT:
@@ -372,20 +366,10 @@ class Scatter:
     """
 
     def __init__(
-        self,
-        commands: Sequence[Command],
-        keep: Keep,
-        nodes: Nodes,
-        slots: CommandSlots,
-        redirect_window_s: float,
+        self, commands: Sequence[Command], keep: Keep, nodes: Nodes, slots: CommandSlots, redirect_window_s: float
     ) -> None:
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._commands, self._nodes, self._slots, self._redirect_window_s = (
-            commands,
-            nodes,
-            slots,
-            redirect_window_s,
-        )
+        self._commands, self._nodes, self._slots, self._redirect_window_s = (commands, nodes, slots, redirect_window_s)
         self._caller_part = PipelinePart(commands, b"", 0, self.result, keep)
         self._answers: list[L2Result] = []
         self._indexes_and_frames: list[tuple[Sequence[int], Frames]] = []
@@ -408,10 +392,7 @@ class Scatter:
             if tier is None:
                 self._fail_unserved(indexes)
             else:
-                tier.submit(
-                    _select_commands(self._commands, indexes),
-                    partial(self._take_answers, indexes, 0),
-                )
+                tier.submit(_select_commands(self._commands, indexes), partial(self._take_answers, indexes, 0))
         return self.result
 
     def _expect(self, part_count: int) -> None:

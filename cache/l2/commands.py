@@ -31,17 +31,11 @@ redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return ARGV[2]
 end"""
 
-_LEASE_SWAP_HEAD = b"*7\r\n$4\r\nEVAL\r\n$%d\r\n%b\r\n$1\r\n1\r\n" % (
-    len(_LEASE_SWAP_SCRIPT),
-    _LEASE_SWAP_SCRIPT,
-)
+_LEASE_SWAP_HEAD = b"*7\r\n$4\r\nEVAL\r\n$%d\r\n%b\r\n$1\r\n1\r\n" % (len(_LEASE_SWAP_SCRIPT), _LEASE_SWAP_SCRIPT)
 
 _LEASE_TAKE_HEAD = b"*7\r\n$3\r\nSET\r\n"
 _LEASE_TAKE_OPTIONS = b"$2\r\nNX\r\n$3\r\nGET\r\n$2\r\nPX\r\n"
-_LEASE_DONE_EXPIRY = b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (
-    len(str(LEASE_DONE_LIFE_MS)),
-    LEASE_DONE_LIFE_MS,
-)
+_LEASE_DONE_EXPIRY = b"$2\r\nPX\r\n$%d\r\n%d\r\n" % (len(str(LEASE_DONE_LIFE_MS)), LEASE_DONE_LIFE_MS)
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 _LINE_END = b"\r\n"
 _CACHED_HEADS_MAX = 1 << 16
@@ -73,14 +67,7 @@ class PageReads(Sequence[PageRead]):
 
     __slots__ = ("generation", "length", "offsets", "page_numbers", "table")
 
-    def __init__(
-        self,
-        generation: str,
-        table: str,
-        page_numbers: ArrayLike,
-        offsets: ArrayLike,
-        length: int,
-    ) -> None:
+    def __init__(self, generation: str, table: str, page_numbers: ArrayLike, offsets: ArrayLike, length: int) -> None:
         self.generation = generation
         self.table = table
         self.page_numbers: NDArray[np.int64] = np.asarray(page_numbers, np.int64)
@@ -269,12 +256,7 @@ class Packer:
         if len(self._getrange_tails) >= _CACHED_TAILS_MAX:
             self._getrange_tails.clear()
         first_byte, last_byte = b"%d" % offset, b"%d" % (offset + length - 1)
-        getrange_tail = b"$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
-            len(first_byte),
-            first_byte,
-            len(last_byte),
-            last_byte,
-        )
+        getrange_tail = b"$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(first_byte), first_byte, len(last_byte), last_byte)
         self._getrange_tails[offset, length] = getrange_tail
         return getrange_tail
 
@@ -344,13 +326,7 @@ class Frames(Sequence[bytes]):
     They are `reply_count` RESP bulk strings of `payload_bytes` bytes, one behind the other in `reply_buffer`.
     """
 
-    __slots__ = (
-        "_payload_bytes",
-        "_payload_offset",
-        "_reply_buffer",
-        "_reply_count",
-        "_stride_bytes",
-    )
+    __slots__ = ("_payload_bytes", "_payload_offset", "_reply_buffer", "_reply_count", "_stride_bytes")
 
     def __init__(self, reply_buffer: bytes, reply_count: int, payload_bytes: int, first_reply_index: int = 0) -> None:
         self._reply_buffer = reply_buffer
@@ -400,11 +376,7 @@ class Frames(Sequence[bytes]):
         for indexes, frames in indexes_and_frames:
             frames_offset = frames._payload_offset - len(_bulk_head(payload_bytes))
             merged_rows[np.asarray(indexes)] = np.ndarray(
-                frames._reply_count,
-                merged_rows.dtype,
-                frames._reply_buffer,
-                frames_offset,
-                (frames._stride_bytes,),
+                frames._reply_count, merged_rows.dtype, frames._reply_buffer, frames_offset, (frames._stride_bytes,)
             )
         return cls(merged_rows.tobytes(), reply_count, payload_bytes)
 
@@ -413,11 +385,7 @@ class Frames(Sequence[bytes]):
         if dtype.itemsize != self._payload_bytes:
             raise ValueError(f"a reply has {self._payload_bytes} bytes, a record {dtype.itemsize}")
         return np.ndarray(
-            (self._reply_count,),
-            dtype,
-            self._reply_buffer,
-            self._payload_offset,
-            (self._stride_bytes,),
+            (self._reply_count,), dtype, self._reply_buffer, self._payload_offset, (self._stride_bytes,)
         ).copy()
 
     def checked_records(

@@ -10,13 +10,7 @@ from redis.exceptions import ReadOnlyError
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.errors import as_unavailable
-from cache.l2.resp import (
-    TEXT_SHAPE,
-    check_replies,
-    checked_reply,
-    refuse_reply,
-    refusing_unreadable,
-)
+from cache.l2.resp import TEXT_SHAPE, check_replies, checked_reply, refuse_reply, refusing_unreadable
 
 CommandArgument = str | bytes | float
 
@@ -128,10 +122,7 @@ class ServerControl(ControlPlane):
     async def execute_all(self, commands: Sequence[tuple[CommandArgument, ...]]) -> list[Any]:
         """Replies to all commands, in one round trip; the first refusal is raised."""
         with as_unavailable():
-            async with (
-                self._leave_if_read_only(),
-                self._client.pipeline(transaction=False) as pipeline,
-            ):
+            async with self._leave_if_read_only(), self._client.pipeline(transaction=False) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)
                 return await pipeline.execute()

@@ -106,10 +106,7 @@ class Breaker:
     """
 
     def __init__(
-        self,
-        threshold: int = 5,
-        cooldown_s: float = 1.0,
-        timer: Callable[[], float] = time.monotonic,
+        self, threshold: int = 5, cooldown_s: float = 1.0, timer: Callable[[], float] = time.monotonic
     ) -> None:
         if threshold < 1:
             raise ValueError(f"a breaker opens after at least one failure, not {threshold}")

@@ -129,11 +129,7 @@ class PrimaryConnection(redis.Connection):
 
     def _connect(self) -> Any:
         group = self._sentinels
-        sentinel_settings = {
-            **_timeout_settings(),
-            "retry": Retry(NoBackoff(), 0),
-            **group.settings,
-        }
+        sentinel_settings = {**_timeout_settings(), "retry": Retry(NoBackoff(), 0), **group.settings}
         # One for each connection: redis-py's puts its sentinels in another order as it asks, and threads share none.
         with Sentinel(group.addresses, sentinel_kwargs=sentinel_settings) as sentinels:  # type: ignore[no-untyped-call]
             for client in sentinels.sentinels:
@@ -158,11 +154,7 @@ class AsyncPrimaryConnection(Connection):
 
     async def _connect(self) -> None:
         group = self._sentinels
-        sentinel_settings = {
-            **_timeout_settings(),
-            "retry": AsyncRetry(NoBackoff(), 0),
-            **group.settings,
-        }
+        sentinel_settings = {**_timeout_settings(), "retry": AsyncRetry(NoBackoff(), 0), **group.settings}
         async with AsyncSentinel(group.addresses, sentinel_kwargs=sentinel_settings) as sentinels:  # type: ignore[no-untyped-call]
             for client in sentinels.sentinels:
                 check_replies(bound_replies(client))
@@ -202,8 +194,4 @@ def _primary_not_found(group: SentinelGroup) -> redis.ConnectionError:
 
 
 def _timeout_settings() -> dict[str, Any]:
-    return {
-        "socket_timeout": SENTINEL_TIMEOUT_S,
-        "socket_connect_timeout": SENTINEL_TIMEOUT_S,
-        "protocol": 2,
-    }
+    return {"socket_timeout": SENTINEL_TIMEOUT_S, "socket_connect_timeout": SENTINEL_TIMEOUT_S, "protocol": 2}

@@ -41,10 +41,7 @@ def seed_urls(url: str) -> list[str]:
             raise ConfigError(f"{host!r} in the URL of a Redis Cluster is not host:port", field="redis_url")
         node_urls.append(node_parts.geturl())
     if url_parts.path not in ("", "/", "/0"):
-        raise ConfigError(
-            f"a Redis Cluster has database 0 only, its URL ends in {url_parts.path!r}",
-            field="redis_url",
-        )
+        raise ConfigError(f"a Redis Cluster has database 0 only, its URL ends in {url_parts.path!r}", field="redis_url")
     return node_urls
 
 

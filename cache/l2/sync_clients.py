@@ -49,12 +49,7 @@ def connect(
         raise ConfigError(f"no Redis is configured: set {variable}, or run through a command that starts one")
     try:
         with translate_redis_errors(_without_password(url), variable):
-            client = open_client(
-                url,
-                protocol=3,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=min(timeout_s, 5.0),
-            )
+            client = open_client(url, protocol=3, socket_timeout=timeout_s, socket_connect_timeout=min(timeout_s, 5.0))
     except ValueError as error:
         raise ConfigError(f"{variable} cannot be used: {error}") from error
     try:

@@ -119,11 +119,7 @@ class RemoteTier:
     def stats(self) -> DataPlaneStats:
         """Counts since the start, and the breaker's current state."""
         return DataPlaneStats(
-            self._batch_count,
-            self._command_count,
-            self._shed_command_count,
-            self.breaker.opened,
-            self.breaker.state,
+            self._batch_count, self._command_count, self._shed_command_count, self.breaker.opened, self.breaker.state
         )
 
     def submit(self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]) -> asyncio.Future[T]:

@@ -53,10 +53,7 @@ def row_cosines(first_vectors: NDArray[np.floating], second_vectors: NDArray[np.
     both_zero_mask = ~a.any(axis=1) & ~b.any(axis=1)
     products = np.einsum("nd,nd->n", a, b)
     cosines: NDArray[np.float64] = np.divide(
-        products,
-        length_products,
-        out=np.asarray(both_zero_mask, np.float64),
-        where=length_products > 0,
+        products, length_products, out=np.asarray(both_zero_mask, np.float64), where=length_products > 0
     )
     return cosines
 

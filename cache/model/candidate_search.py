@@ -55,8 +55,7 @@ class Searcher:
             raise CorruptArtefact(f"{path.name} does not search by inner product")
         if count is not None and index.ntotal != count:
             raise CorruptArtefact(
-                f"{path.name} holds {index.ntotal} vectors, the generation has {count} items",
-                count=index.ntotal,
+                f"{path.name} holds {index.ntotal} vectors, the generation has {count} items", count=index.ntotal
             )
         return cls(index, metric, threads)
 

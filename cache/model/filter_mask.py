@@ -34,8 +34,7 @@ class FilterMask:
         appended_bits = np.unpackbits(appended_mask.packed_bits, bitorder="little")
         tail_bytes = np.packbits(np.concatenate([last_bits, appended_bits]), bitorder="little")
         return FilterMask(
-            np.concatenate([self.packed_bits[:full_byte_count], tail_bytes]),
-            self.count + appended_mask.count,
+            np.concatenate([self.packed_bits[:full_byte_count], tail_bytes]), self.count + appended_mask.count
         )
 
     def ordinals(self) -> NDArray[np.int64]:

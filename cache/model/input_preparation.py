@@ -43,11 +43,7 @@ class PreparedInput:
 
 
 def prepare_all(
-    table: str,
-    spec: TowerSpec,
-    items: ItemTable,
-    sources: Sequence[LiveInput],
-    history_limit: int = sys.maxsize,
+    table: str, spec: TowerSpec, items: ItemTable, sources: Sequence[LiveInput], history_limit: int = sys.maxsize
 ) -> list[PreparedInput | InvalidInput | None]:
     """Prepare each input: ready for the tower, None if nothing usable was sent, or InvalidInput for its features.
 
@@ -140,8 +136,7 @@ def _fitting_value(input_spec: InputSpec, value: FeatureValue) -> FeatureValue:
         unit = "texts" if input_spec.dtype == "string" else "numbers"
         actual_kind = f"{len(value)} {unit}" if isinstance(value, tuple) else type(value).__name__
         raise InvalidInput(
-            f"feature {input_spec.column!r} takes {input_spec.width} {unit}, not {actual_kind}",
-            field=input_spec.column,
+            f"feature {input_spec.column!r} takes {input_spec.width} {unit}, not {actual_kind}", field=input_spec.column
         )
     # One look per distinct type, not per number: a batch may hold millions of them.
     for value_type in set(map(type, value)):
@@ -165,10 +160,8 @@ def _scalar_value(input_spec: InputSpec, value: FeatureValue) -> FeatureValue:
             if _INTEGER_RANGES[input_spec.dtype].min <= value <= _INTEGER_RANGES[input_spec.dtype].max:
                 return value
             raise InvalidInput(
-                f"feature {input_spec.column!r} is {value}, not an {input_spec.dtype}",
-                field=input_spec.column,
+                f"feature {input_spec.column!r} is {value}, not an {input_spec.dtype}", field=input_spec.column
             )
     raise InvalidInput(
-        f"feature {input_spec.column!r} is {input_spec.dtype}, not {type(value).__name__}",
-        field=input_spec.column,
+        f"feature {input_spec.column!r} is {input_spec.dtype}, not {type(value).__name__}", field=input_spec.column
     )

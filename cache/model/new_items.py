@@ -125,17 +125,11 @@ class NewItems:
         used_mask = numbers != NO_ITEM
         new_scores = score(vector[None], self.vectors, np.array([remaining_indexes], np.int64), metric)[0]
         all_numbers = np.concatenate(
-            [
-                numbers[used_mask],
-                np.array(remaining_indexes, np.uint32) + np.uint32(self.first_number),
-            ]
+            [numbers[used_mask], np.array(remaining_indexes, np.uint32) + np.uint32(self.first_number)]
         )
         all_scores = np.concatenate([scores[used_mask], new_scores])
         rank_order = np.lexsort((all_numbers, -all_scores))[: len(numbers)]
-        numbers[: len(rank_order)], scores[: len(rank_order)] = (
-            all_numbers[rank_order],
-            all_scores[rank_order],
-        )
+        numbers[: len(rank_order)], scores[: len(rank_order)] = (all_numbers[rank_order], all_scores[rank_order])
 
 
 NO_NEW_ITEMS: Final = NewItems()

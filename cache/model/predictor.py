@@ -14,13 +14,7 @@ from cache.errors import InvalidInput, LarderError
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Artefact, Manifest, Model, Table
 from cache.model.candidate_search import ListSearch, RankedLists, Searcher
-from cache.model.input_preparation import (
-    HISTORY_LIMIT,
-    LiveInput,
-    PreparedInput,
-    prepare_all,
-    stack_features,
-)
+from cache.model.input_preparation import HISTORY_LIMIT, LiveInput, PreparedInput, prepare_all, stack_features
 from cache.model.ranking import Metric, score
 from cache.model.runtime import Accelerator
 from cache.model.tower import Histories, Tower
@@ -88,21 +82,12 @@ class Predictor:
         for name, (_, file_path) in file_by_model.items():
             spec = TowerSpec.from_json(models[name].spec)
             towers[name] = Tower.open(
-                generation_folder / file_path,
-                spec,
-                threads=threads,
-                cores=cores,
-                accelerator=accelerator,
+                generation_folder / file_path, spec, threads=threads, cores=cores, accelerator=accelerator
             )
         if accelerator is not None:
             fallback_reason = accelerator.fallback_reason(tower.provider for tower in towers.values())
         searchers = {
-            name: Searcher.open(
-                generation_folder / index.file.path,
-                index.metric,
-                count=items.count,
-                threads=threads,
-            )
+            name: Searcher.open(generation_folder / index.file.path, index.metric, count=items.count, threads=threads)
             for name, index in manifest.indexes.items()
         }
         hasher = hashlib.sha256()
@@ -114,12 +99,7 @@ class Predictor:
         )  # fmt: skip
 
     def with_fp32_models(
-        self,
-        models: Mapping[str, Model],
-        generation_folder: Path,
-        *,
-        threads: int = 1,
-        cores: Sequence[int] = (),
+        self, models: Mapping[str, Model], generation_folder: Path, *, threads: int = 1, cores: Sequence[int] = ()
     ) -> "Predictor":
         """Return a predictor of the same generation with only these models, in fp32; it shares this one's indexes."""
         towers = {}
@@ -186,13 +166,7 @@ class Predictor:
         return ListSearch(self._searchers[str(manifest_table.producer.index)], self._items, width)
 
     def lists(
-        self,
-        table: str,
-        ranked: RankedLists,
-        fingerprints: Sequence[int],
-        scored_at: int,
-        *,
-        flags: int = 0,
+        self, table: str, ranked: RankedLists, fingerprints: Sequence[int], scored_at: int, *, flags: int = 0
     ) -> list[bytes]:
         """Encode each row of `ranked` as a record of a top-K table, flagged live and with `flags`."""
         layout, fingerprint_array = self._tables[table].layout, np.array(fingerprints, np.uint64)
@@ -200,11 +174,7 @@ class Predictor:
         return _split_records(layout, encode_topk(layout, fingerprint_array, *ranked, scored_at, flags=flags))
 
     def numbers(
-        self,
-        table: str,
-        outputs: NDArray[np.float32],
-        fingerprints: Sequence[int],
-        scored_at: int,
+        self, table: str, outputs: NDArray[np.float32], fingerprints: Sequence[int], scored_at: int
     ) -> list[bytes]:
         """Encode each row of outputs as a record of a vector or value table."""
         layout, fingerprint_array = self._tables[table].layout, np.array(fingerprints, np.uint64)
@@ -283,13 +253,7 @@ def open_warmed(
     Replicas open models with it, and so does the gate that judges a generation before it is published.
     """
     predictor = Predictor.open(
-        manifest,
-        generation_folder,
-        items,
-        precision=precision,
-        threads=threads,
-        cores=cores,
-        accelerator=accelerator,
+        manifest, generation_folder, items, precision=precision, threads=threads, cores=cores, accelerator=accelerator
     )
     predictor.warm()
     return predictor
@@ -309,13 +273,7 @@ def open_predictor(
 
     def open_on(device: Accelerator | None) -> Predictor:
         return open_warmed(
-            manifest,
-            generation_folder,
-            items,
-            precision=precision,
-            threads=threads,
-            cores=cores,
-            accelerator=device,
+            manifest, generation_folder, items, precision=precision, threads=threads, cores=cores, accelerator=device
         )
 
     try:
@@ -327,31 +285,19 @@ def open_predictor(
         except Exception as error:  # a GPU fails for lack of memory, an operator or a driver
             if accelerator is None:
                 raise
-            log.warning(
-                "generation %s: models failed on %s",
-                manifest.generation,
-                accelerator.provider,
-                exc_info=error,
-            )
+            log.warning("generation %s: models failed on %s", manifest.generation, accelerator.provider, exc_info=error)
             predictor = open_on(None)
             fallback_reason = f"the models failed on {accelerator.provider} ({type(error).__name__}, see the log)"
     except Exception as error:  # a broken model must not take the stored answers along
         log.exception("generation %s has no working model", manifest.generation)
         return None, _error_text(error), None
     if fallback_reason is not None:
-        log.warning(
-            "generation %s: live models run on the processor: %s",
-            manifest.generation,
-            fallback_reason,
-        )
+        log.warning("generation %s: live models run on the processor: %s", manifest.generation, fallback_reason)
     return predictor, None, fallback_reason
 
 
 def open_event_models(
-    store: ArtefactStore,
-    manifest: Manifest,
-    open_models: Callable[[], EventModels],
-    fallback_models: EventModels,
+    store: ArtefactStore, manifest: Manifest, open_models: Callable[[], EventModels], fallback_models: EventModels
 ) -> tuple[EventModels, str | None]:
     """Return (models for newer events, or `fallback_models` if they failed to open; the error)."""
     try:

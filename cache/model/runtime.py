@@ -54,10 +54,7 @@ class Accelerator:
         provider_options: dict[str, Any] = {"device_id": self.device_number, "use_tf32": 0}
         if self.memory_max_bytes:
             provider_options["gpu_mem_limit"] = self.memory_max_bytes
-        providers: list[Any] = [
-            (_ONNX_PROVIDER_BY_NAME["cuda"], provider_options),
-            _ONNX_PROVIDER_BY_NAME[CPU],
-        ]
+        providers: list[Any] = [(_ONNX_PROVIDER_BY_NAME["cuda"], provider_options), _ONNX_PROVIDER_BY_NAME[CPU]]
         if self.provider == "tensorrt":
             providers.insert(0, (_ONNX_PROVIDER_BY_NAME["tensorrt"], {"device_id": self.device_number}))
         return providers
@@ -66,7 +63,4 @@ class Accelerator:
 def first_provider_of(session: ort.InferenceSession) -> str:
     """Return the provider that a session tries first: cpu where the GPU's provider could not be loaded."""
     onnx_name = session.get_providers()[0]
-    return next(
-        (name for name, onnx_provider in _ONNX_PROVIDER_BY_NAME.items() if onnx_provider == onnx_name),
-        CPU,
-    )
+    return next((name for name, onnx_provider in _ONNX_PROVIDER_BY_NAME.items() if onnx_provider == onnx_name), CPU)

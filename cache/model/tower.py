@@ -73,12 +73,7 @@ class Histories:
         return type(self)(indptr, self.indices[np.arange(indptr[-1]) + index_shifts])
 
     def pad_rows(
-        self,
-        row_indexes: NDArray[np.int64],
-        length: int,
-        pad: int,
-        dtype: str,
-        buffer: NDArray[Any] | None = None,
+        self, row_indexes: NDArray[np.int64], length: int, pad: int, dtype: str, buffer: NDArray[Any] | None = None
     ) -> NDArray[np.int32] | NDArray[np.int64]:
         """Return a matrix [len(rows), length], in `buffer` if given: each row's last `length` indices, then `pad`."""
         ends = self.indptr[row_indexes + 1]
@@ -106,11 +101,7 @@ class Tower:
     """ONNX Runtime session of one model; thread-safe, and a row's output does not depend on the other rows."""
 
     def __init__(
-        self,
-        session: ort.InferenceSession,
-        spec: TowerSpec,
-        padded_lengths: tuple[int, ...],
-        model_name: str,
+        self, session: ort.InferenceSession, spec: TowerSpec, padded_lengths: tuple[int, ...], model_name: str
     ) -> None:
         self.spec = spec
         self.name = model_name
@@ -181,8 +172,7 @@ class Tower:
         """
         tile = tile or CPU_TILE
         histories = next(
-            (input_values for input_values in inputs.values() if isinstance(input_values, Histories)),
-            None,
+            (input_values for input_values in inputs.values() if isinstance(input_values, Histories)), None
         )
         if histories is None:
             padded_lengths: tuple[int, ...] = (0,)
@@ -203,11 +193,7 @@ class Tower:
                 yield row_indexes, self._build_feed(inputs, fed_rows, padded_length, buffers)
 
     def _build_feed(
-        self,
-        inputs: Inputs,
-        row_indexes: NDArray[np.int64],
-        padded_length: int,
-        buffers: "_HistoryBuffers | None",
+        self, inputs: Inputs, row_indexes: NDArray[np.int64], padded_length: int, buffers: "_HistoryBuffers | None"
     ) -> dict[str, NDArray[Any]]:
         feed: dict[str, NDArray[Any]] = {}
         for input_spec in self.spec.inputs:
@@ -301,8 +287,5 @@ def run_isolating_failures(tower: AnyTower, inputs: Inputs) -> tuple[NDArray[np.
             if len(row_indexes) == 1:
                 failed_mask[row_indexes] = True
             else:
-                pending_rows += [
-                    row_indexes[len(row_indexes) // 2 :],
-                    row_indexes[: len(row_indexes) // 2],
-                ]
+                pending_rows += [row_indexes[len(row_indexes) // 2 :], row_indexes[: len(row_indexes) // 2]]
     return outputs, failed_mask

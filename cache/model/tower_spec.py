@@ -31,8 +31,7 @@ class InputSpec:
             raise BundleError(f"history input {self.name!r} needs max_length and pad", input=self.name)
         if self.bind != "feature" and self.dtype not in ("int32", "int64"):
             raise BundleError(
-                f"{self.bind} input {self.name!r} holds indices: int32 or int64, not {self.dtype}",
-                input=self.name,
+                f"{self.bind} input {self.name!r} holds indices: int32 or int64, not {self.dtype}", input=self.name
             )
         if self.bind == "feature" and not self.column:
             raise BundleError(f"feature input {self.name!r} names no column", input=self.name)
@@ -117,10 +116,7 @@ def check_padded_lengths(file_name: str, session: Any, spec: TowerSpec) -> tuple
         raise BundleError(f"{file_name}: a tower has one history input at most")
     padded_lengths: tuple[int, ...] = ()
     for input_name, input_spec in spec_by_name.items():
-        onnx_type, shape = (
-            onnx_input_by_name[input_name].type,
-            list(onnx_input_by_name[input_name].shape),
-        )
+        onnx_type, shape = (onnx_input_by_name[input_name].type, list(onnx_input_by_name[input_name].shape))
         if onnx_type != f"tensor({_ONNX_TYPES[input_spec.dtype]})":
             raise BundleError(
                 f"{file_name}: input {input_name!r} is {onnx_type} in the model, {input_spec.dtype} in the "

@@ -62,11 +62,7 @@ def load_kernels(environ: Mapping[str, str]) -> ModuleType:
 
 
 def _demand_layout(compiled_layout: Mapping[str, int]) -> None:
-    expected_layout = {
-        **OFFSET_BY_FIELD,
-        "numeral": NUMERAL_BYTES,
-        "dropped_bits": NUMERAL_DROPPED_BITS,
-    }
+    expected_layout = {**OFFSET_BY_FIELD, "numeral": NUMERAL_BYTES, "dropped_bits": NUMERAL_DROPPED_BITS}
     for layout_field, compiled_number in compiled_layout.items():
         if expected_layout.get(layout_field) != compiled_number:
             raise ConfigError(

@@ -49,10 +49,7 @@ class HashParts:
             return _search_part(self._hash_parts[0], hashes)
         hash_order = hashes.argsort()
         sorted_hashes = hashes[hash_order]
-        part_ends = [
-            *sorted_hashes.searchsorted(self._first_hashes[1:]).tolist(),
-            len(sorted_hashes),
-        ]
+        part_ends = [*sorted_hashes.searchsorted(self._first_hashes[1:]).tolist(), len(sorted_hashes)]
         positions = np.full(len(hashes), -1, np.int64)
         start = 0
         for hash_part, part_start, part_end in zip(
@@ -212,12 +209,7 @@ def records_of(
 
 
 def spread(
-    count: int,
-    record_bytes: int,
-    rows: Buffer,
-    indexes: list[int],
-    record_by_index: dict[int, bytes],
-    /,
+    count: int, record_bytes: int, rows: Buffer, indexes: list[int], record_by_index: dict[int, bytes], /
 ) -> Buffer:
     """Build `count` records: `rows` at `indexes`, `record_by_index` at its keys, zeros elsewhere."""
     records = np.zeros(count, f"V{record_bytes}")

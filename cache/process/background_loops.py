@@ -68,12 +68,7 @@ class BackgroundLoops:
         return {loop.name: loop.last_error for loop in self.running if loop.is_failing}
 
     def start(
-        self,
-        name: str,
-        body: LoopBody,
-        *,
-        wait: LoopBody | None = None,
-        is_due: Callable[[], bool] | None = None,
+        self, name: str, body: LoopBody, *, wait: LoopBody | None = None, is_due: Callable[[], bool] | None = None
     ) -> asyncio.Task[None]:
         """Start a loop on the running event loop: `wait`, then `body`, again and again; returns its task.
 
@@ -92,12 +87,7 @@ class BackgroundLoops:
         return loop.task
 
     async def _run(
-        self,
-        loop: BackgroundLoop,
-        wait: LoopBody | None,
-        is_due: Callable[[], bool] | None,
-        *,
-        is_endless: bool,
+        self, loop: BackgroundLoop, wait: LoopBody | None, is_due: Callable[[], bool] | None, *, is_endless: bool
     ) -> None:
         event_loop, steady_timer = asyncio.get_running_loop(), None
         while is_due is None or is_due():

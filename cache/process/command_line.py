@@ -64,10 +64,7 @@ def interrupts_never_swallowed(
     Python ignores what is raised in `__del__`, in callbacks of weak references and in those of its collector
     (`sys.unraisablehook`); whoever pressed Ctrl-C just then would see a traceback and a process that goes on.
     """
-    previous_hook, previous_alarm_handler = (
-        sys.unraisablehook,
-        signal.signal(signal.SIGALRM, handler),
-    )
+    previous_hook, previous_alarm_handler = (sys.unraisablehook, signal.signal(signal.SIGALRM, handler))
 
     def handle_unraisable(ignored: "sys.UnraisableHookArgs") -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt):

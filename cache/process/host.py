@@ -25,12 +25,7 @@ def disk_free_bytes(folder: Path) -> int:
 
 def memory_available_bytes(proc_folder: Path = PROC_FOLDER, cgroup_folder: Path = CGROUP_FOLDER) -> int:
     """Return the memory still available here, cached files included: the least of the machine's and each cgroup's."""
-    return min(
-        [
-            _machine_available_bytes(proc_folder),
-            *_cgroup_available_bytes(proc_folder, cgroup_folder),
-        ]
-    )
+    return min([_machine_available_bytes(proc_folder), *_cgroup_available_bytes(proc_folder, cgroup_folder)])
 
 
 def _cpu_quotas(proc_folder: Path, cgroup_folder: Path) -> Iterator[float]:
@@ -81,15 +76,9 @@ def _cgroup_folders(proc_folder: Path, cgroup_root: Path, controller: str) -> li
     except OSError:
         return [cgroup_root]
     cgroup_entries = (line.split(":", 2) for line in lines)
-    group_path = next(
-        (group_path for _, names, group_path in cgroup_entries if controller in names.split(",")),
-        "/",
-    )
+    group_path = next((group_path for _, names, group_path in cgroup_entries if controller in names.split(",")), "/")
     folder = cgroup_root / group_path.strip("/")
-    return [
-        folder,
-        *(ancestor for ancestor in folder.parents if ancestor.is_relative_to(cgroup_root)),
-    ]
+    return [folder, *(ancestor for ancestor in folder.parents if ancestor.is_relative_to(cgroup_root))]
 
 
 def _read_cgroup_headroom(
@@ -97,16 +86,12 @@ def _read_cgroup_headroom(
 ) -> Iterator[int]:
     """Available bytes of one cgroup, none without a limit. File cache can be dropped; shared memory in it cannot."""
     try:
-        limit_text, used_bytes = (
-            (folder / limit_file).read_text().strip(),
-            int((folder / usage_file).read_text()),
-        )
+        limit_text, used_bytes = ((folder / limit_file).read_text().strip(), int((folder / usage_file).read_text()))
         name_value_pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
         bytes_by_field = {name: int(value) for name, value in name_value_pairs}
     except (OSError, ValueError):
         return
     if limit_text.isdecimal():
         yield max(
-            0,
-            int(limit_text) - used_bytes + bytes_by_field.get(cache_field, 0) - bytes_by_field.get(shared_field, 0),
+            0, int(limit_text) - used_bytes + bytes_by_field.get(cache_field, 0) - bytes_by_field.get(shared_field, 0)
         )

@@ -345,8 +345,7 @@ def _start_at(state_folder: Path, url: str, binary: Path | None = None) -> _Memb
     binary, url_parts = binary or find_server(), urlsplit(url)
     # Not among the arguments, which everybody on this machine may read.
     settings_file = _write_for_us(
-        state_folder / "redis.conf",
-        f"requirepass {url_parts.password}\n" if url_parts.password else "",
+        state_folder / "redis.conf", f"requirepass {url_parts.password}\n" if url_parts.password else ""
     )
     pipe = _named_pipe(state_folder)
     process = GuardedCommand(

@@ -45,10 +45,7 @@ def probe_part(
 ) -> ProbePart:
     """The entities at `row_indexes`, ascending, of a shard in hash order; features are Arrow columns."""
     histories = [ordinals[indptr[row] : indptr[row + 1]] for row in row_indexes.tolist()]
-    feature_names, columns = (
-        list(features),
-        [column.take(row_indexes) for column in features.values()],
-    )
+    feature_names, columns = (list(features), [column.take(row_indexes) for column in features.values()])
     # Row by row: a wide feature of all of them would be millions of Python numbers at once.
     feature_texts = [
         orjson.dumps({name: column[row].as_py() for name, column in zip(feature_names, columns, strict=True)})

@@ -240,13 +240,11 @@ def check_file(generation_folder: Path, artefact: Artefact) -> None:
     size_bytes = file_path.stat().st_size
     if size_bytes != artefact.size_bytes:
         raise CorruptArtefact(
-            f"{artefact.path} has {size_bytes} bytes, the manifest says {artefact.size_bytes}",
-            path=artefact.path,
+            f"{artefact.path} has {size_bytes} bytes, the manifest says {artefact.size_bytes}", path=artefact.path
         )
     if (checksum := sha256_of(file_path)) != artefact.sha256:
         raise CorruptArtefact(
-            f"{artefact.path} has SHA-256 {checksum}, the manifest says {artefact.sha256}",
-            path=artefact.path,
+            f"{artefact.path} has SHA-256 {checksum}, the manifest says {artefact.sha256}", path=artefact.path
         )
 
 

@@ -54,8 +54,7 @@ class Blocklist(Versioned):
             demand_readable(BLOCKLIST, version_of(document))
             id_lists = (document["items"], document["entities"], document.get("users", ()))
             return cls(
-                document["version"],
-                *(frozenset(canonical_id(raw_id) for raw_id in raw_ids) for raw_ids in id_lists),
+                document["version"], *(frozenset(canonical_id(raw_id) for raw_id in raw_ids) for raw_ids in id_lists)
             )
         except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise CorruptArtefact(f"not a blocklist: {error}") from error

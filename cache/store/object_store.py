@@ -24,10 +24,7 @@ _SECRET_REPLACEMENTS = (
     (re.compile(r"\?[^\s?'\"<>]*=[^\s'\"<>]*"), f"?{_HIDDEN_MARK}"),  # a signed address
     (re.compile(r"\b(bearer|basic)\s+\S+", re.IGNORECASE), rf"\1 {_HIDDEN_MARK}"),
     (
-        re.compile(
-            rf"({_HIDDEN_NAMES_PATTERN}\w*['\"]?\s*[=:]\s*['\"]?)(?!bearer|basic)[^\s'\",;&)]+",
-            re.IGNORECASE,
-        ),
+        re.compile(rf"({_HIDDEN_NAMES_PATTERN}\w*['\"]?\s*[=:]\s*['\"]?)(?!bearer|basic)[^\s'\",;&)]+", re.IGNORECASE),
         rf"\1{_HIDDEN_MARK}",
     ),
 )

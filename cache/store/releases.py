@@ -10,14 +10,7 @@ import orjson
 
 from cache.errors import CorruptArtefact, UnknownFormat
 from cache.format.manifest import GENERATION_PATTERN
-from cache.formats import (
-    FORMAT_FIELD,
-    POINTER,
-    RELEASE_RECORD,
-    demand_readable,
-    version_of,
-    version_stamp,
-)
+from cache.formats import FORMAT_FIELD, POINTER, RELEASE_RECORD, demand_readable, version_of, version_stamp
 from cache.store.artefacts import ArtefactStore
 from cache.store.write_once import pack_files, read_files
 
@@ -147,10 +140,7 @@ class Pointer:
     def _check(self) -> None:
         """Raise TypeError for a field that is not of its type: a replica that followed it would fail at every poll."""
         canary = self.canary
-        generations = [
-            self.generation,
-            *filter(None, (self.previous, canary and canary.generation)),
-        ]
+        generations = [self.generation, *filter(None, (self.previous, canary and canary.generation))]
         if not all(
             isinstance(generation, str) and GENERATION_PATTERN.fullmatch(generation) for generation in generations
         ):
@@ -202,10 +192,7 @@ def done_path(number: int) -> str:
 
 
 def all_releases(
-    store: ArtefactStore,
-    release_by_number: MutableMapping[int, Release] | None = None,
-    *,
-    should_pack: bool = False,
+    store: ArtefactStore, release_by_number: MutableMapping[int, Release] | None = None, *, should_pack: bool = False
 ) -> list[Release]:
     """Read every record, oldest first. Records in `release_by_number` are not read again: a record never changes.
 
@@ -247,11 +234,7 @@ def _list_releases(
         release_by_number[number] = record if record.is_done == is_done else replace(record, is_done=is_done)
         records.append(release_by_number[number])
     if should_pack:
-        pack_files(
-            store,
-            "releases",
-            {file_name: content_by_name[file_name] for file_name in unpacked_names},
-        )
+        pack_files(store, "releases", {file_name: content_by_name[file_name] for file_name in unpacked_names})
     return records
 
 
@@ -293,10 +276,7 @@ def newest_release(store: ArtefactStore) -> Release | None:
 
 def newest_move(releases: Sequence[Release]) -> Release | None:
     """The last completed publish, rollback or restore among records in order."""
-    return next(
-        (release for release in reversed(releases) if release.action in MOVE_ACTIONS and release.is_done),
-        None,
-    )
+    return next((release for release in reversed(releases) if release.action in MOVE_ACTIONS and release.is_done), None)
 
 
 def publication_time(releases: Sequence[Release], generation: str) -> float | None:

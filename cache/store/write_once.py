@@ -83,10 +83,7 @@ class Versions(Generic[Value]):
 
 
 def read_files(
-    store: ArtefactStore,
-    folder: str,
-    listed_names: Collection[str],
-    requested_names: Collection[str],
+    store: ArtefactStore, folder: str, listed_names: Collection[str], requested_names: Collection[str]
 ) -> tuple[dict[str, bytes], set[str]]:
     """Read write-once files; return (contents of existing `requested_names` by name, names of those in no pack).
 

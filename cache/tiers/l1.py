@@ -150,24 +150,15 @@ class LocalTier:
 
     def fill(self, keys: Sequence[LocalKey], records: Sequence[bytes], fingerprints: Sequence[int]) -> None:
         """Store records of one size of the night, making room for some of them at a time."""
-        entries, entry_bytes = (
-            self._entries,
-            len(records[0]) + ENTRY_OVERHEAD_BYTES if records else 0,
-        )
+        entries, entry_bytes = (self._entries, len(records[0]) + ENTRY_OVERHEAD_BYTES if records else 0)
         # A table grows for those who come at once: in a small tier that would push out more than they need.
         records_at_once = max(
-            1,
-            min(
-                _RECORDS_FILLED_AT_ONCE,
-                self.max_bytes // (_BOUND_TO_FILLED_RATIO * max(1, entry_bytes)),
-            ),
+            1, min(_RECORDS_FILLED_AT_ONCE, self.max_bytes // (_BOUND_TO_FILLED_RATIO * max(1, entry_bytes)))
         )
         for start in range(0, len(keys), records_at_once):
             chunk_slice = slice(start, start + records_at_once)
             for key, entry in zip(
-                keys[chunk_slice],
-                map(Entry, records[chunk_slice], fingerprints[chunk_slice]),
-                strict=True,
+                keys[chunk_slice], map(Entry, records[chunk_slice], fingerprints[chunk_slice]), strict=True
             ):
                 if (previous_entry := entries.get(key)) is not None:
                     self._entries_bytes -= entry_size_bytes(previous_entry)

@@ -15,14 +15,7 @@ from cache.format.directory import Directory
 from cache.format.manifest import Table
 from cache.format.redis_keys import hash_hex
 from cache.l2.commands import Overlay, OverlayRead, PageRead, PageReads, Read
-from cache.records import (
-    RECORD_FORMAT,
-    is_absent,
-    is_live,
-    peek_fingerprint,
-    peek_format,
-    unpack_overlay,
-)
+from cache.records import RECORD_FORMAT, is_absent, is_live, peek_fingerprint, peek_format, unpack_overlay
 from cache.tiers.l1 import Entry, LocalKey
 
 Tier = Literal["l1", "l2"]
@@ -102,11 +95,7 @@ class MissReason(DescribedEnum):
         "The same, and a stored live answer was not looked for",
         MissTraits(is_internal=True, is_nowhere=True, is_looked_up=True),
     )
-    EXPIRED = (
-        "expired",
-        "The stored live answer to this id has ended",
-        MissTraits(is_looked_up=True, is_shared=True),
-    )
+    EXPIRED = ("expired", "The stored live answer to this id has ended", MissTraits(is_looked_up=True, is_shared=True))
     INPUT_CHANGED = (
         "input_changed",
         "The stored live answer was computed from another input",
@@ -116,22 +105,11 @@ class MissReason(DescribedEnum):
     CORRUPT = "corrupt", "Its record in Redis is damaged", _OUTAGE
     L2_TIMEOUT = "l2_timeout", "Redis did not answer in time, or the deadline left it none", _OUTAGE
     L2_DOWN = "l2_down", "Redis cannot be reached", _OUTAGE
-    BREAKER_OPEN = (
-        "breaker_open",
-        "Redis failed several times and is not asked for a moment",
-        _OUTAGE,
-    )
+    BREAKER_OPEN = ("breaker_open", "Redis failed several times and is not asked for a moment", _OUTAGE)
 
-    NEWER_EVENTS = (
-        "newer_events",
-        "The user has newer events, and no answer that counts them is stored yet",
-    )
+    NEWER_EVENTS = ("newer_events", "The user has newer events, and no answer that counts them is stored yet")
     FRESH = "fresh", "A fresh answer was demanded"
-    TOO_OLD = (
-        "too_old",
-        "What is stored is older than `max_age_seconds`",
-        MissTraits(allows_stored=True),
-    )
+    TOO_OLD = ("too_old", "What is stored is older than `max_age_seconds`", MissTraits(allows_stored=True))
     EXHAUSTED = (
         "exhausted",
         "Nothing of a list is left without what is excluded, or fewer than k where live has more; see `short`, too",
@@ -141,11 +119,7 @@ class MissReason(DescribedEnum):
         "filtered",
         "Fewer than k of the list pass the filter, and no vector to search by could be had, or no time was left",
     )
-    ENTITY_BLOCKED = (
-        "entity_blocked",
-        "The id itself is on the blocklist",
-        MissTraits(holds_for_previous=True),
-    )
+    ENTITY_BLOCKED = ("entity_blocked", "The id itself is on the blocklist", MissTraits(holds_for_previous=True))
     INTERNAL_ERROR = "internal_error", "The service failed on this id, and has logged why"
 
     NOTHING_TO_COMPUTE_FROM = (
@@ -215,13 +189,7 @@ class RecordKeys:
             return self
         keys = [self.keys[index] for index in indexes]
         index_array = np.array(indexes, np.intp)
-        return RecordKeys(
-            self.table,
-            keys,
-            self.fingerprints[index_array],
-            self.positions[index_array],
-            self.digest,
-        )
+        return RecordKeys(self.table, keys, self.fingerprints[index_array], self.positions[index_array], self.digest)
 
     def record_key_at(self, index: int) -> RecordKey:
         """Return the record key at `index`."""

@@ -134,11 +134,7 @@ class SingleFlight(Generic[K, V]):
             index: values_by_flight[id(flight)][flight.index_of(keys[index])]
             for index, flight in flight_by_index.items()
         }
-        return (
-            new_indexes,
-            () if own_flight is None else values_by_flight[id(own_flight)],
-            joined_values,
-        )
+        return (new_indexes, () if own_flight is None else values_by_flight[id(own_flight)], joined_values)
 
     async def _wait_all(self, flights: Sequence[_Flight[K, V]]) -> dict[int, Sequence[V]]:
         flight_by_id = {id(flight): flight for flight in flights}
@@ -167,10 +163,7 @@ class SingleFlight(Generic[K, V]):
         return flight
 
     def _begin(
-        self,
-        flight: _Flight[K, V],
-        work: Callable[[Sequence[int]], Awaitable[Sequence[V]]],
-        indexes: Sequence[int],
+        self, flight: _Flight[K, V], work: Callable[[Sequence[int]], Awaitable[Sequence[V]]], indexes: Sequence[int]
     ) -> _Flight[K, V]:
         """Start the work of a flight that is registered already; forget the flight if that raises."""
         try:

@@ -16,13 +16,7 @@ from cache.l2.commands import Frames, L2Result, LeaseMark, Overlay, OverlayWrite
 from cache.l2.data_plane import DataPlane
 from cache.native import loader
 from cache.process.background_loops import BackgroundLoops, cancel_and_wait
-from cache.records import (
-    RECORD_FORMAT,
-    are_answers_of,
-    is_answer_of,
-    pack_overlay,
-    peek_fingerprint,
-)
+from cache.records import RECORD_FORMAT, are_answers_of, is_answer_of, pack_overlay, peek_fingerprint
 from cache.tiers.access_sample import AccessTrace
 from cache.tiers.l1 import Entry, LocalKey, LocalTier, NegativeCache, ReadyAnswer
 from cache.tiers.reads import (
@@ -110,12 +104,7 @@ class TieredCache:
         return outcome
 
     async def get_many(
-        self,
-        view: SnapshotView,
-        record_keys: Sequence[RecordKey],
-        deadline: float,
-        *,
-        is_counted: bool = True,
+        self, view: SnapshotView, record_keys: Sequence[RecordKey], deadline: float, *, is_counted: bool = True
     ) -> list[ReadResult]:
         """Return outcomes, one per record key, in order; all that L1 lacks are read from L2 together."""
         if len(record_keys) == 1 and is_counted:
@@ -192,14 +181,7 @@ class TieredCache:
         self.negative_cache.discard(key)
         payload = pack_overlay(record, digest)
         self.write_behind.put(
-            OverlayWrite(
-                view.generation,
-                record_key.table.name,
-                hash_hex(record_key.key),
-                payload,
-                ttl_s,
-                lease_mark,
-            )
+            OverlayWrite(view.generation, record_key.table.name, hash_hex(record_key.key), payload, ttl_s, lease_mark)
         )
 
     def keep(self, view: SnapshotView, record_key: RecordKey, ready_answer: ReadyAnswer) -> None:
@@ -304,8 +286,7 @@ class TieredCache:
         self.counters.l2_reads += 1
         asked_at = self._timer()  # as for many
         return self._remote.submit(
-            reads_of(view, (record_key,)),
-            lambda answers: self._keep_answer(key, record_key, answers[0], asked_at),
+            reads_of(view, (record_key,)), lambda answers: self._keep_answer(key, record_key, answers[0], asked_at)
         )
 
     def _keep_answer(self, key: LocalKey, record_key: RecordKey, answer: L2Result, asked_at: float) -> Entry | Miss:
@@ -375,17 +356,12 @@ class RowReader:
         absent_indexes = [index for index, entry in enumerate(entries) if entry is None]
         if not absent_indexes:
             return _checked_rows(
-                record_keys,
-                _rows_from_records(record_keys, [entry.record for entry in entries if entry]),
+                record_keys, _rows_from_records(record_keys, [entry.record for entry in entries if entry])
             )
         hit_indexes = [index for index, entry in enumerate(entries) if entry is not None]
         l2_rows = await self._read(view, record_keys.select(absent_indexes), remaining_s)
         records = np.empty(len(record_keys), record_keys.table.layout.dtype)
-        _put_rows(
-            records,
-            hit_indexes,
-            _rows_from_records(record_keys, [entry.record for entry in entries if entry]),
-        )
+        _put_rows(records, hit_indexes, _rows_from_records(record_keys, [entry.record for entry in entries if entry]))
         _put_rows(records, absent_indexes, l2_rows.records)
         rows = _checked_rows(record_keys, records)
         rows.is_l2[absent_indexes] = True
@@ -453,28 +429,18 @@ class RowReader:
         return self._remote.submit(page_reads(view, record_keys), keep)
 
     def _fill(
-        self,
-        view: SnapshotView,
-        record_keys: RecordKeys,
-        flight_records: FlightRecords,
-        answers: Sequence[L2Result],
+        self, view: SnapshotView, record_keys: RecordKeys, flight_records: FlightRecords, answers: Sequence[L2Result]
     ) -> None:
         miss_by_index = flight_records.miss_by_index
         if not self._local.can_fit(record_keys.table.layout.size_bytes):
             self._local.too_large_count += len(record_keys) - len(miss_by_index)
             return
-        fingerprints, keys = (
-            record_keys.fingerprints.tolist(),
-            record_keys.local_keys(view.generation),
-        )
+        fingerprints, keys = (record_keys.fingerprints.tolist(), record_keys.local_keys(view.generation))
         records: Sequence[Any] = answers.payloads() if isinstance(answers, Frames) else answers
         if miss_by_index:
             hit_indexes = [index for index in range(len(record_keys)) if index not in miss_by_index]
             fingerprints = [fingerprints[index] for index in hit_indexes]
-            keys, records = (
-                [keys[index] for index in hit_indexes],
-                [records[index] for index in hit_indexes],
-            )
+            keys, records = ([keys[index] for index in hit_indexes], [records[index] for index in hit_indexes])
         self._local.fill(keys, records, fingerprints)
 
 
@@ -522,8 +488,7 @@ def _flight_records(record_keys: RecordKeys, answers: Sequence[L2Result]) -> Fli
     else:
         blank_record = bytes(layout.size_bytes)
         rows = _rows_from_records(
-            record_keys,
-            [answer if isinstance(answer, bytes) else blank_record for answer in answers],
+            record_keys, [answer if isinstance(answer, bytes) else blank_record for answer in answers]
         )
         for index, answer in enumerate(answers):
             if isinstance(answer, TierUnavailable):

@@ -96,10 +96,7 @@ class PackedItems:
             step_ordinals = packing_order[group_slice.start * LANES : group_slice.stop * LANES]
             step_vectors = np.zeros(((group_slice.stop - group_slice.start) * LANES, padded_dims))
             np.divide(
-                compared_vectors[step_ordinals],
-                unit,
-                out=step_vectors[: len(step_ordinals), :dims],
-                dtype=np.float64,
+                compared_vectors[step_ordinals], unit, out=step_vectors[: len(step_ordinals), :dims], dtype=np.float64
             )
             grouped_vectors = step_vectors.reshape(-1, LANES, padded_dims)
             peaks = np.maximum(grouped_vectors.max(axis=(1, 2)), -grouped_vectors.min(axis=(1, 2)))
@@ -271,13 +268,7 @@ def load_kernel(environ: Mapping[str, str], folder: Path = Path(__file__).parent
         pointer_type,
         pointer_type,
     ]  # fmt: skip
-    library.larder_dots.argtypes = [
-        pointer_type,
-        pointer_type,
-        int64_type,
-        int64_type,
-        pointer_type,
-    ]
+    library.larder_dots.argtypes = [pointer_type, pointer_type, int64_type, int64_type, pointer_type]
     library.larder_dots.restype = None
     level = library.larder_level()
     return Kernel(library, level if level_setting == "auto" else min(level, int(level_setting)))

@@ -13,15 +13,7 @@ import faiss as faiss_module
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.model.ranking import (
-    Metric,
-    pack_sort_keys,
-    rank,
-    score,
-    top_sort_keys,
-    unit_rows,
-    unpack_sort_keys,
-)
+from cache.model.ranking import Metric, pack_sort_keys, rank, score, top_sort_keys, unit_rows, unpack_sort_keys
 from cache.model.tower import Histories
 
 faiss: Any = faiss_module  # its type stubs lag behind what the module has
@@ -125,11 +117,7 @@ class FlatChunk:
         )
 
     def _settle_rows(
-        self,
-        rows: slice,
-        products: NDArray[np.float32],
-        candidates: NDArray[np.int64],
-        bounds: NDArray[np.float64],
+        self, rows: slice, products: NDArray[np.float32], candidates: NDArray[np.int64], bounds: NDArray[np.float64]
     ) -> TopLists:
         """Drop exclusions, keep K and a few, re-score, certify; scan the rows that fail."""
         compared_items, k = self._compared_items, self._k
@@ -176,10 +164,7 @@ class FlatChunk:
 
 
 def _rank_all_items(
-    compared_items: ComparableItems,
-    user_vector: NDArray[np.float32],
-    excluded_ordinals: NDArray[np.int64],
-    k: int,
+    compared_items: ComparableItems, user_vector: NDArray[np.float32], excluded_ordinals: NDArray[np.int64], k: int
 ) -> TopLists:
     """Top K of one user against every item, in tiles: for ties in masses and vectors without direction."""
     item_count = len(compared_items.vectors)

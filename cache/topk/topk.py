@@ -50,11 +50,7 @@ class Scorer:
 
     @classmethod
     def of(
-        cls,
-        vectors: NDArray[np.float32],
-        metric: Metric = "inner_product",
-        *,
-        engine: Kernel | bool = True,
+        cls, vectors: NDArray[np.float32], metric: Metric = "inner_product", *, engine: Kernel | bool = True
     ) -> Self:
         """Scorer of finite float32 [items, dims] in ordinal order.
 
@@ -66,10 +62,7 @@ class Scorer:
         compared_items = ComparableItems.of(np.ascontiguousarray(item_vectors), metric)
         usable_kernel = find_kernel() if engine is True else engine
         packed_items = usable_kernel.pack(compared_items) if usable_kernel else None
-        return cls(
-            compared_items,
-            (usable_kernel, packed_items) if usable_kernel and packed_items else None,
-        )
+        return cls(compared_items, (usable_kernel, packed_items) if usable_kernel and packed_items else None)
 
     def top(
         self,
@@ -96,14 +89,8 @@ class Scorer:
         fits_kernel_mask = scores_fit_mask(self.compared_items, users)
         if fits_kernel_mask.all():
             return self._by_kernel(users, k, exclusions, allowed, thread_count, report_progress)
-        ordinals, scores = (
-            np.empty((len(users), k), np.uint32),
-            np.empty((len(users), k), "f4"),
-        )
-        for method, user_mask in (
-            (self._by_kernel, fits_kernel_mask),
-            (self._flat, ~fits_kernel_mask),
-        ):
+        ordinals, scores = (np.empty((len(users), k), np.uint32), np.empty((len(users), k), "f4"))
+        for method, user_mask in ((self._by_kernel, fits_kernel_mask), (self._flat, ~fits_kernel_mask)):
             rows = np.flatnonzero(user_mask)
             part_lists = method(users[rows], k, exclusions.select_rows(rows), allowed, thread_count, report_progress)
             ordinals[rows], scores[rows] = part_lists
@@ -121,10 +108,7 @@ class Scorer:
         assert self.kernel_and_items is not None  # noqa: S101 - `top` asked
         kernel, packed_items = self.kernel_and_items
         allowed_bits = packed_items.allowed_bits(allowed)
-        top_lists = (
-            np.empty((len(user_vectors), k), np.uint32),
-            np.empty((len(user_vectors), k), np.float32),
-        )
+        top_lists = (np.empty((len(user_vectors), k), np.uint32), np.empty((len(user_vectors), k), np.float32))
 
         def run(rows: slice) -> int:
             kernel.top(packed_items, user_vectors, k, exclusions, allowed_bits, rows, top_lists)
@@ -223,10 +207,7 @@ def user_slabs(user_count: int, threads: int) -> Iterator[slice]:
 
 
 def _run_all(
-    run: Callable[[Part], int],
-    parts: Iterable[Part],
-    threads: int,
-    report_progress: Callable[[int], None],
+    run: Callable[[Part], int], parts: Iterable[Part], threads: int, report_progress: Callable[[int], None]
 ) -> None:
     if threads == 1:  # a thread for one lookup would cost as much as its search
         for part in parts:

@@ -128,8 +128,7 @@ class Experiments(Versioned):
     def to_bytes(self) -> bytes:
         """Return the value as the JSON that is stored."""
         return orjson.dumps(
-            {**version_stamp(EXPERIMENTS), **asdict(self)},
-            option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
+            {**version_stamp(EXPERIMENTS), **asdict(self)}, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
         )
 
     @classmethod
@@ -238,11 +237,7 @@ class RateRatio(NamedTuple):
 
 
 def rate_ratio(
-    events: float,
-    requests: float,
-    base_events: float,
-    base_requests: float,
-    alpha: float = RATE_RATIO_ALPHA,
+    events: float, requests: float, base_events: float, base_requests: float, alpha: float = RATE_RATIO_ALPHA
 ) -> RateRatio | None:
     """Events per request over those of a base; None while either has none: then nothing bounds the ratio.
 

@@ -58,17 +58,8 @@ class MissRatioCurve:
         stack = self._stack
         if len(touches) > stack.remaining_slots:
             self._close_up()
-        hit_weights, capacities, move_to_top = (
-            self._hit_weights,
-            self._capacities,
-            stack.move_to_top,
-        )
-        last, weight, added_weight, sampled_count = (
-            self.greatest_sampled_spot,
-            1 / self.rate,
-            0.0,
-            0,
-        )
+        hit_weights, capacities, move_to_top = (self._hit_weights, self._capacities, stack.move_to_top)
+        last, weight, added_weight, sampled_count = (self.greatest_sampled_spot, 1 / self.rate, 0.0, 0)
         for spot, size_bytes in touches:
             if spot > last:
                 continue
@@ -200,11 +191,7 @@ class RecencyStack:
             first_kept_index = max(0, len(slot_bytes) - bisect_right(cumulative_bytes, depth) - 1)
         kept_sizes = slot_bytes[first_kept_index:]
         self._slot_by_key = dict(
-            zip(
-                islice(self._slot_by_key, first_kept_index, None),
-                range(len(kept_sizes)),
-                strict=True,
-            )
+            zip(islice(self._slot_by_key, first_kept_index, None), range(len(kept_sizes)), strict=True)
         )
         self._bytes_by_slot = kept_sizes + [0] * (len(self._bytes_by_slot) - len(kept_sizes))
         self._bytes_by_block = [

@@ -12,13 +12,7 @@ from pathlib import Path
 from cache.errors import ConfigError, LarderError
 from cache.process.command_line import interrupts_never_swallowed
 from cache.process.redis_server import redis_url
-from infra.celery.airflow import (
-    CONCURRENCY_BY_QUEUE,
-    CeleryAirflow,
-    absolute_folders,
-    celery_airflow,
-    check_installed,
-)
+from infra.celery.airflow import CONCURRENCY_BY_QUEUE, CeleryAirflow, absolute_folders, celery_airflow, check_installed
 from infra.local.airflow import AirflowFailed
 from precompute.config.settings import night_config
 
@@ -60,11 +54,7 @@ def _serve(args: argparse.Namespace) -> None:
         print(f"REDIS_URL  {redis_server_url}")
         print(f"logs       {running_airflow.airflow.home / 'processes'}", flush=True)
         if args.run is not None:
-            _run(
-                running_airflow,
-                args.run,
-                {"data_until": args.data_until} if args.data_until else {},
-            )
+            _run(running_airflow, args.run, {"data_until": args.data_until} if args.data_until else {})
             return
         print("until Ctrl-C", flush=True)
         while True:

@@ -35,12 +35,7 @@ _POSTGRES_START_S_MAX = 60.0
 
 
 # Metadata of runs that end with this command: nothing of it has to survive a crash of the machine.
-_POSTGRES_SETTINGS = (
-    "listen_addresses=",
-    "fsync=off",
-    "synchronous_commit=off",
-    "full_page_writes=off",
-)
+_POSTGRES_SETTINGS = ("listen_addresses=", "fsync=off", "synchronous_commit=off", "full_page_writes=off")
 
 
 def find_postgres(environ: Mapping[str, str] = os.environ, debian: Path = DEBIAN_POSTGRES_FOLDER) -> Path:
@@ -85,28 +80,13 @@ def postgres(state: Path) -> Iterator[str]:
         if owner_prefix:
             os.chown(postgres_folder, account.pw_uid, account.pw_gid)
         data_folder = postgres_folder / "data"
-        initdb_command = [
-            *owner_prefix,
-            programs_folder / "initdb",
-            "-D",
-            data_folder,
-            "-U",
-            "airflow",
-            "--auth=trust",
-        ]
+        initdb_command = [*owner_prefix, programs_folder / "initdb", "-D", data_folder, "-U", "airflow", "--auth=trust"]
         initdb_command += ["--encoding=UTF8", "--no-locale", "--no-sync"]
         with GuardedCommand(initdb_command, log_path=log_path, cwd=postgres_folder) as initdb_process:
             _wait(initdb_process, lambda: not initdb_process.is_running)
             if initdb_process.returncode != 0:
                 raise ConfigError(f"initdb failed: {initdb_process.log_tail(5)}")
-        server_command = [
-            *owner_prefix,
-            programs_folder / "postgres",
-            "-D",
-            data_folder,
-            "-k",
-            postgres_folder,
-        ]
+        server_command = [*owner_prefix, programs_folder / "postgres", "-D", data_folder, "-k", postgres_folder]
         for setting in _POSTGRES_SETTINGS:
             server_command += ["-c", setting]
         with GuardedCommand(server_command, log_path=log_path, cwd=postgres_folder) as server_process:

@@ -148,12 +148,7 @@ def check_sources(config: "NightConfig") -> CheckResult:
     from precompute.bundles.bundle_store import preview_chosen_bundle
     from precompute.features import setting_checks
     from precompute.partitions.table_look import preview_tables, read_first_batches
-    from precompute.sources.files import (
-        all_input_files,
-        find_copy_remarks,
-        source_file,
-        source_files,
-    )
+    from precompute.sources.files import all_input_files, find_copy_remarks, source_file, source_files
     from precompute.sources.plausibility import (
         InteractionFigures,
         chosen_cut_in_words,
@@ -184,10 +179,7 @@ def check_sources(config: "NightConfig") -> CheckResult:
     if sources.interactions and is_all_read and not unusable_rows.to_json().get(INTERACTIONS_SOURCE):
         demand_enough_ids(0, 0)
     if sources.interactions and not interaction_count:
-        return (
-            "to do",
-            f"no interaction in the first rows of {all_source_files[0]}: is every weight above 0?",
-        )
+        return ("to do", f"no interaction in the first rows of {all_source_files[0]}: is every weight above 0?")
     if config.data_until and interaction_count and is_all_read and not any(batch.times.any() for batch in batches):
         return "to do", chosen_cut_in_words(config.data_until)
     for table_name, column_names in (
@@ -199,10 +191,7 @@ def check_sources(config: "NightConfig") -> CheckResult:
         if table_name:
             feature_schema(source_file(table_name, base_folder), column_names)
             if not row_count(source_file(table_name, base_folder)):
-                return (
-                    "to do",
-                    f"{table_name} has no rows: write them, or leave it out of [sources]",
-                )
+                return ("to do", f"{table_name} has no rows: write them, or leave it out of [sources]")
     for demand_settings in setting_checks():
         demand_settings(config)
     with ExitStack() as bundle_stack:
@@ -326,10 +315,7 @@ def check_redis(config: "NightConfig") -> CheckResult:
     if server_url is None and (ended_redis_text := describe_ended_redis(config.path(config.state))):
         return "to do", ended_redis_text
     if server_url is None:
-        return (
-            "ok",
-            f"none is configured: each command runs {find_server()} for as long as it lasts (`larder redis`)",
-        )
+        return ("ok", f"none is configured: each command runs {find_server()} for as long as it lasts (`larder redis`)")
     try:
         client = open_client(server_url, protocol=2, socket_timeout=REDIS_TIMEOUT_S)
         try:
@@ -354,10 +340,7 @@ def check_redis(config: "NightConfig") -> CheckResult:
             f"{url_without_password(server_url)} cannot be used: {error}; is REDIS_URL right, and does it run?",
         )
     if unfit_policies := sorted(policy for policy in eviction_policies if policy.startswith("allkeys")):
-        return (
-            "to do",
-            f"maxmemory-policy {unfit_policies[0]} may evict published pages: set volatile-lru",
-        )
+        return ("to do", f"maxmemory-policy {unfit_policies[0]} may evict published pages: set volatile-lru")
     for redis_kind in redis_kinds:
         if redis_kind.missing:
             return (
@@ -492,14 +475,8 @@ def check_live_provider(_config: "NightConfig") -> CheckResult:
     from cache.model.runtime import Accelerator
 
     if (missing_reason := Accelerator(live_provider).missing_reason()) is not None:
-        return (
-            "to do",
-            f"live models would run on the processor: {missing_reason}, or set live_provider to cpu",
-        )
-    return (
-        "ok",
-        f"{live_provider}; whether models could be loaded there, `fallback` of /v1/generations says",
-    )
+        return ("to do", f"live models would run on the processor: {missing_reason}, or set live_provider to cpu")
+    return ("ok", f"{live_provider}; whether models could be loaded there, `fallback` of /v1/generations says")
 
 
 def check_store(config: "NightConfig") -> CheckResult:
@@ -526,10 +503,7 @@ def check_store(config: "NightConfig") -> CheckResult:
 def check_airflow(_config: "NightConfig") -> CheckResult:
     """Check the DAG files of an Airflow installation."""
     if missing_extra("a night", "airflow", "airflow"):
-        return (
-            "not used",
-            "Airflow is not installed here: `larder night` runs a night, from cron for instance",
-        )
+        return ("not used", "Airflow is not installed here: `larder night` runs a night, from cron for instance")
     installed_version = airflow_version()
     refusal_text = None if installed_version is None else airflow_refusal(installed_version)
     try:
@@ -561,19 +535,10 @@ def check_lineage(_config: "NightConfig") -> CheckResult:
     try:
         version(_LINEAGE_PROVIDER)  # its module could only be found by importing Airflow
     except PackageNotFoundError:
-        return (
-            "to do",
-            f"lineage needs {_LINEAGE_PROVIDER}, not installed here: {install_command('lineage')}",
-        )
+        return ("to do", f"lineage needs {_LINEAGE_PROVIDER}, not installed here: {install_command('lineage')}")
     if _LINEAGE_EXTRACTOR not in map(str.strip, os.environ.get(_LINEAGE_EXTRACTORS, "").split(";")):
-        return (
-            "to do",
-            f"events say nothing of data: set {_LINEAGE_EXTRACTORS}={_LINEAGE_EXTRACTOR}",
-        )
-    return (
-        "ok",
-        "each task of a night sends OpenLineage's events, where Airflow has this environment",
-    )
+        return ("to do", f"events say nothing of data: set {_LINEAGE_EXTRACTORS}={_LINEAGE_EXTRACTOR}")
+    return ("ok", "each task of a night sends OpenLineage's events, where Airflow has this environment")
 
 
 CHECK_BY_SUBJECT: dict[str, Callable[["NightConfig"], CheckResult]] = {

@@ -90,10 +90,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
 
 def airflow_version() -> str | None:
     """Version of the Airflow in this environment, None without one; from metadata, since an import writes files."""
-    for distribution_name in (
-        "apache-airflow-core",
-        "apache-airflow",
-    ):  # Airflow 2 is only the second
+    for distribution_name in ("apache-airflow-core", "apache-airflow"):  # Airflow 2 is only the second
         try:
             return version(distribution_name)
         except PackageNotFoundError:

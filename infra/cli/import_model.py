@@ -81,16 +81,11 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
         "--columns", metavar="A,B", help="columns that a model with one input takes, in its order; default: all others"
     )  # fmt: skip
     classifier_parser.add_argument(
-        "--table",
-        default="prediction",
-        metavar="NAME",
-        help="table that requests ask, default: %(default)s",
+        "--table", default="prediction", metavar="NAME", help="table that requests ask, default: %(default)s"
     )
     classifier_parser.add_argument("--output", metavar="NAME", help="output of the model, if there are several")
     classifier_parser.add_argument(
-        "--expected",
-        metavar="FILE",
-        help="what the library says of each row, as .npy: compared with the model",
+        "--expected", metavar="FILE", help="what the library says of each row, as .npy: compared with the model"
     )
     for kind_parser in (vectors_parser, implicit_parser, classifier_parser):
         kind_parser.add_argument("--to", required=True, metavar="FOLDER", help="where it is written")
@@ -137,13 +132,7 @@ def _import_vectors(args: argparse.Namespace) -> "ImportReport":
 def _import_implicit(args: argparse.Namespace) -> "ImportReport":
     from precompute.adapters.factorisations import from_implicit
 
-    return from_implicit(
-        args.model,
-        _click_source(args),
-        to=args.to,
-        user_ids=args.user_ids,
-        item_ids=args.item_ids,
-    )
+    return from_implicit(args.model, _click_source(args), to=args.to, user_ids=args.user_ids, item_ids=args.item_ids)
 
 
 def _split_names(comma_list: str) -> list[str]:

@@ -18,10 +18,7 @@ POLL_INTERVAL_S = 1.0
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Run a server until stopped; return 0; raise ConfigError if it cannot be started, or one runs already."""
     argument_parser(prog).parse_args(argv)
-    from cache.process.redis_server import (
-        join_or_start_server,
-        running_server,
-    )  # redis-py: not for --help
+    from cache.process.redis_server import join_or_start_server, running_server  # redis-py: not for --help
 
     config = read_night_settings()
     if config.redis_url:

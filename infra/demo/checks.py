@@ -56,10 +56,7 @@ class Judge:
             raise InvariantViolation(f"{len(self.violations)} violations, such as: {examples}")
 
     def request(
-        self,
-        questions: Sequence[Question],
-        answers: Sequence[Answer],
-        rolled_back_generations: Collection[str] = (),
+        self, questions: Sequence[Question], answers: Sequence[Answer], rolled_back_generations: Collection[str] = ()
     ) -> None:
         """Judge one answered request; `rolled_back_generations` are those that were rolled back when it was sent."""
         answering_generations = {answer.generation for answer in answers if answer.source != Source.PREVIOUS}
@@ -72,10 +69,7 @@ class Judge:
                 self.generations[answer.generation] += 1
                 if answer.generation in rolled_back_generations:
                     self.violations.append(f"{answer.generation} answers after it was rolled back")
-                violation_texts = [
-                    *_judge_answer(question, answer),
-                    *self._judge_list(question, answer),
-                ]
+                violation_texts = [*_judge_answer(question, answer), *self._judge_list(question, answer)]
                 self.violations += [
                     f"{question.table}/{question.id}: {violation_text}" for violation_text in violation_texts
                 ]
@@ -133,22 +127,10 @@ def metric_contradictions(metrics_text: str, sources: Mapping[str, int]) -> list
     answer_count_by_source = count_by_label_by_metric["larder_answers_total"]
     live_or_worse = answer_count_by_source.total() - sum(answer_count_by_source[source] for source in STORED_SOURCES)
     compared_counts = (
-        (
-            "entities",
-            count_by_label_by_metric["larder_entities_total"].total(),
-            sum(sources.values()),
-        ),
+        ("entities", count_by_label_by_metric["larder_entities_total"].total(), sum(sources.values())),
         ("answers by source", +answer_count_by_source, +Counter(sources)),
-        (
-            "misses with a reason",
-            count_by_label_by_metric["larder_misses_total"].total(),
-            live_or_worse,
-        ),
-        (
-            "responses with status 500 or more",
-            count_by_label_by_metric["larder_requests_total"]["5"],
-            0,
-        ),
+        ("misses with a reason", count_by_label_by_metric["larder_misses_total"].total(), live_or_worse),
+        ("responses with status 500 or more", count_by_label_by_metric["larder_requests_total"]["5"], 0),
     )
     return [
         f"/metrics: {count_name}: {actual_count}, not {expected_count}"

@@ -82,10 +82,7 @@ def read_user_data(path: Path, *, today: datetime) -> Dataset:
         first_cut, second_cut = (datetime.fromtimestamp(int(cut_us) // 1_000_000 + 1, UTC) for cut_us in late_times)
         return _split_at_cuts(path.stem, table, first_cut, max(second_cut, first_cut + timedelta(seconds=1)))
     # The last item of each user with at least three is held out.
-    held_out_mask, click_count_by_user = (
-        np.zeros(len(table), np.bool_),
-        Counter(table["user"].to_pylist()),
-    )
+    held_out_mask, click_count_by_user = (np.zeros(len(table), np.bool_), Counter(table["user"].to_pylist()))
     last_row_by_user = {
         user: row for row, user in enumerate(table["user"].to_pylist()) if click_count_by_user[user] >= 3
     }
@@ -130,14 +127,7 @@ def _split_at_cuts(name: str, table: pa.Table, first_cut: datetime, second_cut: 
         newcomers = {f"fresh-{newcomer_index:04d}": held_out_by_user[user] for newcomer_index, user in enumerate(users)}
     sampled_newcomers = {user: newcomers[user][:20] for user in sorted(newcomers)[:NEWCOMERS_MAX]}
     return Dataset(
-        name,
-        histories,
-        held_out_by_user,
-        sampled_newcomers,
-        table,
-        first_cut,
-        second_cut,
-        frozenset(arriving_users),
+        name, histories, held_out_by_user, sampled_newcomers, table, first_cut, second_cut, frozenset(arriving_users)
     )
 
 

@@ -60,10 +60,7 @@ def offline_lists(
     bundle_row_by_item = {raw.decode(): row for row, raw in enumerate(bundle.item_ids)}
     profiles = profiles or Profiles({}, {item: {} for item in bundle_row_by_item})
     column_by_item = {item: column for column, item in enumerate(profiles.items)}
-    item_ids, item_rows = (
-        list(column_by_item),
-        [[bundle_row_by_item.get(item, -1)] for item in column_by_item],
-    )
+    item_ids, item_rows = (list(column_by_item), [[bundle_row_by_item.get(item, -1)] for item in column_by_item])
     item_vectors = _run_tower(bundle.item_tower, item_rows, list(profiles.items.values()))
     user_rows = [[bundle_row_by_item[item] for item in histories[user] if item in bundle_row_by_item] for user in users]
     user_features = [profiles.users.get(user, {}) for user in users]

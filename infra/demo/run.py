@@ -229,11 +229,7 @@ class Demo:
             second_generation = self._second_night(first_generation)
             self._audit(ArtefactStore(str(demo_folder / "artifacts" / namespace)))
             checked_text = f"{self.judge.requests:,} requests: 0 failed, 0 mixed, 0 after the rollback"
-            self.summary |= {
-                "live": first_generation,
-                "rolled back": second_generation,
-                "checked": checked_text,
-            }
+            self.summary |= {"live": first_generation, "rolled back": second_generation, "checked": checked_text}
             self.summary["seconds"] = f"{time.monotonic() - started_at:.0f}"
             self.console.print(field_table(self.summary), highlight=False)
             self.console.print("[green bold]every invariant held[/green bold]")

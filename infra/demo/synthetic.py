@@ -73,9 +73,7 @@ def synthesize(world: WorldSettings) -> Clicks:
     group_starts, group_ends = group_bounds[click_groups], group_bounds[click_groups + 1]
     drawn_items = (
         np.searchsorted(
-            popularity_ends,
-            group_starts + (group_ends - group_starts) * rng.random(len(click_users)),
-            side="right",
+            popularity_ends, group_starts + (group_ends - group_starts) * rng.random(len(click_users)), side="right"
         )
         - 1
     )
@@ -99,11 +97,7 @@ def synthesize(world: WorldSettings) -> Clicks:
         )
 
     time_order = np.argsort(times, kind="stable")
-    click_users, click_items, times = (
-        click_users[time_order],
-        click_items[time_order],
-        times[time_order],
-    )
+    click_users, click_items, times = (click_users[time_order], click_items[time_order], times[time_order])
     # A second click on the same item says nothing new; the first one counts.
     _, first_click_rows = np.unique(click_users * world.items + click_items, return_index=True)
     first_click_rows.sort()

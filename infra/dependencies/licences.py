@@ -37,14 +37,7 @@ own metadata; `make licences` holds that it is true. The versions stand in the l
 
 def read_installed_licences() -> dict[str, tuple[str, str]]:
     """Return version and licence of each package of this environment, by name."""
-    command = [
-        str(PIP_LICENSES_PATH),
-        "--python",
-        sys.executable,
-        "--with-system",
-        "--format",
-        "json",
-    ]
+    command = [str(PIP_LICENSES_PATH), "--python", sys.executable, "--with-system", "--format", "json"]
     package_rows = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     return {canonicalize_name(row["Name"]): (row["Version"], row["License"]) for row in package_rows}
 

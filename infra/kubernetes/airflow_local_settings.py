@@ -22,8 +22,7 @@ def make_gpu_pod() -> models.V1Pod:
     container = models.V1Container(
         name="base",  # the one of the template that runs the task
         resources=models.V1ResourceRequirements(
-            requests={"cpu": "4", "memory": "16Gi", GPU_RESOURCE: "1"},
-            limits={"memory": "16Gi", GPU_RESOURCE: "1"},
+            requests={"cpu": "4", "memory": "16Gi", GPU_RESOURCE: "1"}, limits={"memory": "16Gi", GPU_RESOURCE: "1"}
         ),
     )
     toleration = models.V1Toleration(key=GPU_RESOURCE, operator="Exists", effect="NoSchedule")

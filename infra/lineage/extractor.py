@@ -65,10 +65,7 @@ class NightExtractor(BaseExtractor):
     def _step(self) -> str | None:
         """Name of the step that the task is; None for a task of another DAG, or one that is no step."""
         step_name = _STEP_BY_TASK_ID.get(self.operator.task_id, self.operator.task_id)
-        is_night_step = self.operator.dag_id == NIGHTLY_DAG_ID and step_name in (
-            *PRELIMINARY_STEPS,
-            *NIGHT_STEPS,
-        )
+        is_night_step = self.operator.dag_id == NIGHTLY_DAG_ID and step_name in (*PRELIMINARY_STEPS, *NIGHT_STEPS)
         return step_name if is_night_step else None
 
 
@@ -88,10 +85,7 @@ def _input_dataset(dataset: StepDataset) -> InputDataset:
             [_assertion(check) for check in dataset.checks]
         )
     return InputDataset(
-        dataset.name.namespace,
-        dataset.name.name,
-        facets=_dataset_facets(dataset),
-        inputFacets=input_facets,
+        dataset.name.namespace, dataset.name.name, facets=_dataset_facets(dataset), inputFacets=input_facets
     )
 
 
@@ -102,10 +96,7 @@ def _output_dataset(dataset: StepDataset) -> OutputDataset:
             rowCount=dataset.rows, size=dataset.size_bytes, fileCount=dataset.files
         )
     return OutputDataset(
-        dataset.name.namespace,
-        dataset.name.name,
-        facets=_dataset_facets(dataset),
-        outputFacets=output_facets,
+        dataset.name.namespace, dataset.name.name, facets=_dataset_facets(dataset), outputFacets=output_facets
     )
 
 

@@ -34,13 +34,7 @@ from precompute.builds.reports import (
 )
 from precompute.partitions import catalogue
 
-SOURCE_NAMES: Final = (
-    "interactions",
-    "user_features",
-    "item_features",
-    "user_vectors",
-    "item_vectors",
-)
+SOURCE_NAMES: Final = ("interactions", "user_features", "item_features", "user_vectors", "item_vectors")
 """Sources of a night, by their names in `[sources]` and in the counts of unusable rows."""
 
 REDIS_PORT = 6379
@@ -196,19 +190,10 @@ def list_step_datasets(step: str, finished_step: FinishedStep) -> StepDatasets:
 def _take_events_datasets(finished_step: FinishedStep) -> StepDatasets:
     config = finished_step.build.config
     stream_name = DatasetName.of_redis(config.events_redis, config.keyspace().events)
-    event_count, events_until = (
-        finished_step.result.get("events"),
-        finished_step.result.get("events_until"),
-    )
+    event_count, events_until = (finished_step.result.get("events"), finished_step.result.get("events_until"))
     return StepDatasets(
         (StepDataset(stream_name, events_until, rows=event_count),),
-        (
-            StepDataset(
-                DatasetName.of_url(finished_step.build.store.url, "events"),
-                events_until,
-                rows=event_count,
-            ),
-        ),
+        (StepDataset(DatasetName.of_url(finished_step.build.store.url, "events"), events_until, rows=event_count),),
     )
 
 
@@ -264,11 +249,7 @@ def _score_datasets(finished_step: FinishedStep) -> StepDatasets:
     users_report, tables = score_report["users"], _tables_of_shard(score_report)
     table_datasets = tuple(
         finished_step.part(
-            "tables",
-            table_name,
-            rows=table_report["count"],
-            size_bytes=table_report["file"]["size_bytes"],
-            files=1,
+            "tables", table_name, rows=table_report["count"], size_bytes=table_report["file"]["size_bytes"], files=1
         )
         for table_name, table_report in tables.items()
     )
@@ -319,18 +300,14 @@ def _verify_datasets(finished_step: FinishedStep) -> StepDatasets:
     manifest = finished_step.manifest
     gates = () if manifest is None else manifest.gates
     return StepDatasets(
-        (
-            finished_step.part(checks=tuple(map(_gate_check, gates))),
-            *_page_datasets(finished_step, manifest),
-        )
+        (finished_step.part(checks=tuple(map(_gate_check, gates))), *_page_datasets(finished_step, manifest))
     )
 
 
 def _publish_datasets(finished_step: FinishedStep) -> StepDatasets:
     live_key = finished_step.build.config.keyspace().live
     return StepDatasets(
-        _page_datasets(finished_step, finished_step.manifest),
-        (finished_step.in_redis(live_key, live_key),),
+        _page_datasets(finished_step, finished_step.manifest), (finished_step.in_redis(live_key, live_key),)
     )
 
 

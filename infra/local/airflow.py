@@ -64,23 +64,14 @@ class LocalAirflow:
     """
 
     def __init__(
-        self,
-        state: Path,
-        *,
-        environment: Mapping[str, str],
-        pools: Mapping[str, int],
-        parallelism: int = 4,
+        self, state: Path, *, environment: Mapping[str, str], pools: Mapping[str, int], parallelism: int = 4
     ) -> None:
         """Set up the environment; tasks get `environment` on top of this process's: LARDER_CONFIG, REDIS_URL, ..."""
         self.home = state.resolve() / "airflow"
         self.url = f"http://127.0.0.1:{_free_port()}"
         self._http = httpx.Client(base_url=self.url, timeout=30.0)
         self._slot_count_by_pool = pools
-        self._environment = {
-            **os.environ,
-            **local_airflow_settings(self.home, self.url, parallelism),
-            **environment,
-        }
+        self._environment = {**os.environ, **local_airflow_settings(self.home, self.url, parallelism), **environment}
         self._exit_stack = ExitStack()
         self._processes: tuple[GuardedCommand, ...] = ()
 
@@ -193,12 +184,7 @@ class LocalAirflow:
         raise AirflowFailed(f"no new run of {dag_id} within {NEW_RUN_S_MAX:.0f} s\n{self._log_ends()}")
 
     def wait(
-        self,
-        dag_id: str,
-        run_id: str,
-        timeout_s: float,
-        *,
-        on_task: Callable[[TaskReport], None] | None = None,
+        self, dag_id: str, run_id: str, timeout_s: float, *, on_task: Callable[[TaskReport], None] | None = None
     ) -> RunReport:
         """Wait until a run has succeeded; raise AirflowFailed with the failed task's log if it does not."""
         give_up_at = time.monotonic() + timeout_s

@@ -30,13 +30,7 @@ from precompute.adapters.folder import (
     sweep_import_leftovers,
 )
 from precompute.adapters.inputs import checked_ids, feature_table, name_row
-from precompute.bundles.bundle import (
-    COLUMNS_OF_INPUTS_KEY,
-    Bundle,
-    BundleModel,
-    ModelFile,
-    write_bundle,
-)
+from precompute.bundles.bundle import COLUMNS_OF_INPUTS_KEY, Bundle, BundleModel, ModelFile, write_bundle
 from precompute.bundles.bundle_store import swap_in_folder
 from precompute.bundles.imports import note_import_begun, read_import_report, write_import_report
 from precompute.bundles.onnx_model import OnnxModel, item_tower, stated_classes
@@ -158,12 +152,7 @@ class ClassifierReport:
             for input_name, column_names in self.columns.items()
             if len(column_names) > 1
         ]
-        return "".join(
-            [
-                "not compared with the library: give what it says of each row as `expected`",
-                *order_remarks,
-            ]
-        )
+        return "".join(["not compared with the library: give what it says of each row as `expected`", *order_remarks])
 
     def _labels_in_words(self) -> list[str]:
         remarks = []
@@ -288,10 +277,7 @@ def from_classifier(
     (to / f".{FEATURES_FILE}.part").replace(to / FEATURES_FILE)
     is_again = (to / SETTINGS_FILE).exists()
     if not is_again:
-        write_atomically(
-            to / SETTINGS_FILE,
-            _SETTINGS_TEMPLATE.format(features=FEATURES_FILE, table=table).encode(),
-        )
+        write_atomically(to / SETTINGS_FILE, _SETTINGS_TEMPLATE.format(features=FEATURES_FILE, table=table).encode())
     remark = reinstate_bundle(to) if is_again else ""
     request = {
         input_name: _shown_value(column[int(usable_rows[0])].as_py()) for input_name, column in column_by_input.items()
@@ -616,11 +602,7 @@ def _input_spec(graph_input: Any, column_names: Sequence[str]) -> InputSpec:
             f"({', '.join(column_names)}): name those in the order of the training as columns"
         )
     return InputSpec(
-        graph_input.name,
-        "feature",
-        dtype,
-        column=graph_input.name,
-        width=len(column_names) if is_matrix else None,
+        graph_input.name, "feature", dtype, column=graph_input.name, width=len(column_names) if is_matrix else None
     )
 
 
@@ -682,11 +664,7 @@ class TriedRows:
 
 
 def _try_rows(
-    tower: Tower,
-    column_by_input: Mapping[str, Any],
-    expected_values: Any,
-    ids: Any,
-    usable_rows: NDArray[np.int64],
+    tower: Tower, column_by_input: Mapping[str, Any], expected_values: Any, ids: Any, usable_rows: NDArray[np.int64]
 ) -> TriedRows:
     """Run the model on all usable rows, of which there is one at least.
 

@@ -25,13 +25,7 @@ _FEATURES_LIMIT = "use features of a user or item live: they are in the vectors,
 
 
 def from_implicit(
-    model: Any,
-    user_items: Any,
-    *,
-    to: str | Path,
-    user_ids: Any = None,
-    item_ids: Any = None,
-    seed: int = 0,
+    model: Any, user_items: Any, *, to: str | Path, user_ids: Any = None, item_ids: Any = None, seed: int = 0
 ) -> ImportReport:
     """Make a folder of a fitted model of implicit (or the .npz file of one) and the matrix that it was fitted on.
 
@@ -42,10 +36,7 @@ def from_implicit(
     attribute_by_name = (
         _saved_implicit(Path(model)) if isinstance(model, str | Path) else _attributes_of_implicit(model)
     )
-    user_factors, item_factors = (
-        attribute_by_name.get("user_factors"),
-        attribute_by_name.get("item_factors"),
-    )
+    user_factors, item_factors = (attribute_by_name.get("user_factors"), attribute_by_name.get("item_factors"))
     if user_factors is None or item_factors is None or not np.size(user_factors) or not np.size(item_factors):
         model_name = model if isinstance(model, str | Path) else type(model).__name__
         raise SourceError(f"{model_name} has no factors: call fit before it is imported")
@@ -64,14 +55,7 @@ def from_implicit(
                 f"weigh the clicks of a stranger's history: each counts {confidence:g}, alpha times the median weight"
             )
     return import_vectors(
-        Path(to),
-        item_vectors,
-        user_vectors,
-        clicks,
-        folds=folds,
-        model=model_title,
-        cannot=limits,
-        seed=seed,
+        Path(to), item_vectors, user_vectors, clicks, folds=folds, model=model_title, cannot=limits, seed=seed
     )
 
 
@@ -140,26 +124,13 @@ def from_sklearn(
     if is_svd:
         projection_rows = item_vectors.rows * np.float32(clicks.median_weight)
         folds.append(
-            HistoryFold(
-                "the model's own projection",
-                projection_rows,
-                0.0,
-                None,
-                np.zeros_like(projection_rows[0]),
-            )
+            HistoryFold("the model's own projection", projection_rows, 0.0, None, np.zeros_like(projection_rows[0]))
         )
         if clicks.is_weighted:
             limits.append(f"weigh the clicks of a stranger's history: each counts {clicks.median_weight:g}, the median")
     model_title = f"scikit-learn {type(model).__name__}"
     return import_vectors(
-        Path(to),
-        item_vectors,
-        checked_user_vectors,
-        clicks,
-        folds=folds,
-        model=model_title,
-        cannot=limits,
-        seed=seed,
+        Path(to), item_vectors, checked_user_vectors, clicks, folds=folds, model=model_title, cannot=limits, seed=seed
     )
 
 
@@ -186,10 +157,7 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
     # What was not in any interaction comes last in both, and some models have no vectors of it.
     ids_by_side = tuple(
         id_map.external_ids[: len(side_vectors)]
-        for id_map, side_vectors in (
-            (dataset.user_id_map, user_vectors),
-            (dataset.item_id_map, item_vectors),
-        )
+        for id_map, side_vectors in ((dataset.user_id_map, user_vectors), (dataset.item_id_map, item_vectors))
     )
     inner_model = getattr(model, "model", None)
     has_features = dataset.user_features is not None or dataset.item_features is not None

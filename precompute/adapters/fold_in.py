@@ -104,10 +104,7 @@ class HistoryFold:
             helper.make_node("MatMul", ["ones", "rows"], ["target"]),
         ]
         if self.strength:
-            constants |= {
-                "strength": np.array(self.strength, np.float32),
-                "tiny": np.array(TINY_SUMMAND),
-            }
+            constants |= {"strength": np.array(self.strength, np.float32), "tiny": np.array(TINY_SUMMAND)}
             nodes += [helper.make_node("Transpose", ["rows"], ["columns"], perm=[0, 2, 1])]
             nodes += _conjugate_gradients(step_count)
             last_output = f"x{step_count}"
@@ -159,20 +156,8 @@ def _conjugate_gradients(step_count: int) -> list[NodeProto]:
             helper.make_node("Add", [f"weighed{previous_step}", f"p{previous_step}"], [f"ap{previous_step}"]),
             *_dot_nodes(f"p{previous_step}", f"ap{previous_step}", f"pap{previous_step}"),
             *_ratio_nodes(f"rr{previous_step}", f"pap{previous_step}", f"alpha{previous_step}"),
-            *_update_nodes(
-                f"x{previous_step}",
-                f"alpha{previous_step}",
-                f"p{previous_step}",
-                f"x{next_step}",
-                "Add",
-            ),
-            *_update_nodes(
-                f"r{previous_step}",
-                f"alpha{previous_step}",
-                f"ap{previous_step}",
-                f"r{next_step}",
-                "Sub",
-            ),
+            *_update_nodes(f"x{previous_step}", f"alpha{previous_step}", f"p{previous_step}", f"x{next_step}", "Add"),
+            *_update_nodes(f"r{previous_step}", f"alpha{previous_step}", f"ap{previous_step}", f"r{next_step}", "Sub"),
             *_dot_nodes(f"r{next_step}", f"r{next_step}", f"rr{next_step}"),
             *_ratio_nodes(f"rr{next_step}", f"rr{previous_step}", f"beta{previous_step}"),
             *_update_nodes(f"r{next_step}", f"beta{previous_step}", f"p{previous_step}", f"p{next_step}", "Add"),
@@ -229,21 +214,14 @@ def mean_and_ridge_folds(
         )
         folds.append(
             HistoryFold(
-                f"ridge {ridge_strength:g}",
-                item_rows,
-                1 / (ridge_strength * mean_squared_length),
-                back_matrix,
-                offset,
+                f"ridge {ridge_strength:g}", item_rows, 1 / (ridge_strength * mean_squared_length), back_matrix, offset
             )
         )
     return folds
 
 
 def demand_better_than_chance(
-    item_vectors: NDArray[np.float32],
-    user_vectors: NDArray[np.float32],
-    clicks: ClickMatrix,
-    rng: np.random.Generator,
+    item_vectors: NDArray[np.float32], user_vectors: NDArray[np.float32], clicks: ClickMatrix, rng: np.random.Generator
 ) -> None:
     """Raise SourceError if users' vectors rank clicked items no better than any other item."""
     if (chance_auc := share_if_by_chance(item_vectors, user_vectors, clicks, rng)) is not None:
@@ -261,10 +239,7 @@ def chance_error(auc: float) -> SourceError:
 
 
 def share_if_by_chance(
-    item_vectors: NDArray[np.float32],
-    user_vectors: NDArray[np.float32],
-    clicks: ClickMatrix,
-    rng: np.random.Generator,
+    item_vectors: NDArray[np.float32], user_vectors: NDArray[np.float32], clicks: ClickMatrix, rng: np.random.Generator
 ) -> float | None:
     """Return the share of pairs in which a clicked item scores above a random one, if that is as by chance; else None.
 
@@ -278,9 +253,7 @@ def share_if_by_chance(
     sampled_user_vectors = user_vectors[click_pairs.row[sampled_pairs]]
     clicked_scores = np.einsum("ij,ij->i", sampled_user_vectors, item_vectors[click_pairs.col[sampled_pairs]])
     random_scores = np.einsum(
-        "ij,ij->i",
-        sampled_user_vectors,
-        item_vectors[rng.integers(len(item_vectors), size=len(sampled_pairs))],
+        "ij,ij->i", sampled_user_vectors, item_vectors[rng.integers(len(item_vectors), size=len(sampled_pairs))]
     )
     auc = float(((clicked_scores > random_scores) + 0.5 * (clicked_scores == random_scores)).mean())
     return auc if auc + SIGNIFICANT_DEVIATIONS * 0.5 / np.sqrt(len(sampled_pairs)) < CHANCE_SHARE_MAX else None
@@ -311,11 +284,7 @@ def choose_fold(
     for fold in folds:
         step_count, tower = find_enough_steps(fold, spec, fold_in_items)
         fold_recall = mean_recall(
-            run_tower(tower, spec, fold_in_items),
-            item_vectors,
-            fold_in_items,
-            held_out_items,
-            metric,
+            run_tower(tower, spec, fold_in_items), item_vectors, fold_in_items, held_out_items, metric
         )
         if winning_fold is None or fold_recall > recall_by_fold[winning_fold.name]:
             winning_fold = FoldChoice(fold.name, tower, spec, step_count, recall_by_fold)
@@ -343,10 +312,7 @@ class InputGain:
         user_gains = (self.shares_with_input - self.without)[np.isfinite(self.shares_with_input - self.without)]
         if len(user_gains) < JUDGED_USERS_MIN:
             return []
-        mean_gain, standard_error = (
-            float(user_gains.mean()),
-            float(user_gains.std(ddof=1) / np.sqrt(len(user_gains))),
-        )
+        mean_gain, standard_error = (float(user_gains.mean()), float(user_gains.std(ddof=1) / np.sqrt(len(user_gains))))
         if mean_gain > SIGNIFICANT_DEVIATIONS * standard_error:
             return []
         ids_argument, replacement_text = ("item_ids", "an empty one")
@@ -431,8 +397,7 @@ def check_user_tower(
     ones = np.ones(len(all_held_out_items.indices), np.float32)
     matrix_shape = len(all_held_out_items), len(item_vectors)
     held_out_clicks = ClickMatrix(
-        sp.csr_matrix((ones, all_held_out_items.indices, all_held_out_items.indptr), matrix_shape),
-        None,
+        sp.csr_matrix((ones, all_held_out_items.indices, all_held_out_items.indptr), matrix_shape), None
     )
     if len(sampled_users) >= JUDGED_USERS_MIN:
         demand_better_than_chance(item_vectors, np.concatenate(vector_parts), held_out_clicks, rng)
@@ -536,10 +501,7 @@ def find_enough_steps(fold: HistoryFold, spec: TowerSpec, histories: Histories) 
 
 
 def run_tower(
-    tower: OnnxModel,
-    spec: TowerSpec,
-    histories: Histories,
-    features: Mapping[str, NDArray[Any]] = NO_FEATURE_VALUES,
+    tower: OnnxModel, spec: TowerSpec, histories: Histories, features: Mapping[str, NDArray[Any]] = NO_FEATURE_VALUES
 ) -> NDArray[np.float32]:
     """Vectors float32 [n, dims] of histories and features, by the model as it will be served."""
     with tempfile.TemporaryDirectory() as temporary_folder:

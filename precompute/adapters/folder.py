@@ -24,13 +24,7 @@ from precompute.adapters.fold_in import HISTORY_ITEMS_MAX, complete_row_mask, us
 from precompute.adapters.inputs import CLICK_COLUMNS, ClickMatrix, EntityVectors
 from precompute.bundles.agreement import NEWEST_OVERLAP_FACT, measure_agreement
 from precompute.bundles.bundle import Bundle, ModelFile, write_bundle
-from precompute.bundles.bundle_store import (
-    all_handovers,
-    hand_over,
-    heal_swap,
-    is_superseded,
-    swap_in_folder,
-)
+from precompute.bundles.bundle_store import all_handovers, hand_over, heal_swap, is_superseded, swap_in_folder
 from precompute.bundles.held_out import SHARE_ABOVE_RANDOM_FACT
 from precompute.bundles.imports import IMPORT_REPORT_FILE, note_import_begun, write_import_report
 from precompute.bundles.onnx_model import OnnxModel, item_tower
@@ -317,11 +311,7 @@ def limits_of_user_features(
 
     Thresholds are those of the folder's settings.
     """
-    config, limit_texts, row_count = (
-        _settings_or_defaults(import_folder),
-        list[str](),
-        user_table.num_rows,
-    )
+    config, limit_texts, row_count = (_settings_or_defaults(import_folder), list[str](), user_table.num_rows)
     row_count_by_lack = {"have an output that is not finite": nonfinite_outputs}
     for input_spec in spec.features:
         column = user_table[str(input_spec.column)].combine_chunks()

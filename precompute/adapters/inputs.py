@@ -28,11 +28,7 @@ CLICK_COLUMNS = ("user", "item", "timestamp")
 _TIMESTAMP_TYPE = pa.timestamp("us", "UTC")
 _EXAMPLE_BATCHES_MAX = 8
 """Batches of clicks whose item ids a message about ids is made of."""
-_REPEAT_REASON, _UNKNOWN_REASON, _NO_CLICK_REASON = (
-    "repeats",
-    "of unknown users or items",
-    "of weight 0 or less",
-)
+_REPEAT_REASON, _UNKNOWN_REASON, _NO_CLICK_REASON = ("repeats", "of unknown users or items", "of weight 0 or less")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,12 +161,7 @@ class ClickMatrix:
             )
             raise NoKnownClicks(f"{files_text}: not one click is of a known user on a known item; {remedy}")
         click_matrix = cls.in_order(
-            user_rows[is_known],
-            item_columns[is_known],
-            click_times[is_known],
-            user_names,
-            len(items),
-            keeps_times=True,
+            user_rows[is_known], item_columns[is_known], click_times[is_known], user_names, len(items), keeps_times=True
         )
         left_out = {**click_matrix.left_out, _UNKNOWN_REASON: int((~is_known).sum())}
         return replace(click_matrix, left_out=left_out)
@@ -193,13 +184,7 @@ class ClickMatrix:
         matrix = sp.csr_matrix((ones, item_columns[latest_clicks], indptr), (len(user_ids), item_count))
         has_times = bool(click_times.any())
         latest_times = click_times[latest_clicks] if has_times and keeps_times else None
-        return cls(
-            matrix,
-            user_ids,
-            has_times,
-            {_REPEAT_REASON: len(user_rows) - len(latest_clicks)},
-            latest_times,
-        )
+        return cls(matrix, user_ids, has_times, {_REPEAT_REASON: len(user_rows) - len(latest_clicks)}, latest_times)
 
     @property
     def median_weight(self) -> float:
@@ -212,11 +197,7 @@ class ClickMatrix:
         return bool(self.matrix.nnz) and self.matrix.data.min() != self.matrix.data.max()
 
     def sample(
-        self,
-        users_max: int,
-        items_min: int,
-        rng: np.random.Generator,
-        is_usable_user: NDArray[np.bool_] | None = None,
+        self, users_max: int, items_min: int, rng: np.random.Generator, is_usable_user: NDArray[np.bool_] | None = None
     ) -> NDArray[np.int64]:
         """Return the rows of at most `users_max` usable users with at least `items_min` items, ascending."""
         has_enough = np.diff(self.matrix.indptr) >= items_min
@@ -246,10 +227,7 @@ class ClickMatrix:
                 matrix_part = self.matrix[first_row : first_row + rows_at_once].tocoo()
                 row_order = np.argsort(matrix_part.row, kind="stable")
                 user_column_values = self.users.take(pa.array(matrix_part.row[row_order] + first_row))
-                column_values = [
-                    user_column_values,
-                    item_ids.take(pa.array(matrix_part.col[row_order])),
-                ]
+                column_values = [user_column_values, item_ids.take(pa.array(matrix_part.col[row_order]))]
                 if self.times is not None and has_times:
                     first_click = int(self.matrix.indptr[first_row])
                     part_times = self.times[first_click : first_click + matrix_part.nnz]
@@ -266,10 +244,7 @@ def _leading_zeros_remedy(entity_kind: str, known_ids: Any, clicked_ids: Any) ->
     if known_positions.null_count == len(known_positions):
         return ""
     clicked_row = int(np.flatnonzero(np.asarray(known_positions.is_valid()))[0])
-    id_text, clicked_text = (
-        known_ids[known_positions[clicked_row].as_py()].as_py(),
-        clicked_ids[clicked_row].as_py(),
-    )
+    id_text, clicked_text = (known_ids[known_positions[clicked_row].as_py()].as_py(), clicked_ids[clicked_row].as_py())
     if id_text == clicked_text:
         return ""
     return (

@@ -124,11 +124,7 @@ def _truncate_weights(weights: Any, dims: int, seed: int) -> tuple[NDArray[np.fl
 
 
 def _overlap_in_words(
-    weights: Any,
-    history_rows: NDArray[np.float32],
-    item_vectors: NDArray[np.float32],
-    clicks: ClickMatrix,
-    seed: int,
+    weights: Any, history_rows: NDArray[np.float32], item_vectors: NDArray[np.float32], clicks: ClickMatrix, seed: int
 ) -> str:
     """Describe for the report how far lists by the cut weights agree with the exact ones; empty without clicks."""
     sampled_users = clicks.sample(COMPARED_USERS_MAX, 1, np.random.default_rng(seed))

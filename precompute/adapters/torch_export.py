@@ -19,11 +19,7 @@ from cache.errors import BundleError, SourceError
 from cache.model.runtime import ort
 from cache.model.tower import Histories
 from cache.model.tower_spec import InputSpec, TowerSpec
-from precompute.bundles.onnx_model import (
-    WEIGHTS_BYTES_MAX,
-    OnnxModel,
-    refuse_negative_codes,
-)
+from precompute.bundles.onnx_model import WEIGHTS_BYTES_MAX, OnnxModel, refuse_negative_codes
 
 EXPORT_OPSET = 18
 """Opset that torch writes without converting."""
@@ -67,12 +63,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
     """Module whose inputs are Larder's: places of items and users counted from 0, the padding behind the last item."""
 
     def __init__(
-        self,
-        module: Any,
-        example_by_input: Mapping[str, Tensor],
-        example: Example,
-        item_count: int,
-        tower_name: str,
+        self, module: Any, example_by_input: Mapping[str, Tensor], example: Example, item_count: int, tower_name: str
     ) -> None:
         super().__init__()
         demand_exportable(module, tower_name)
@@ -177,10 +168,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         edge_rows_fail = [self._fails_on(_select_one_row(array_by_input, row)) for row in (0, row_count - 1)]
         if all(edge_rows_fail):
             return None
-        return next(
-            (row for row in range(row_count) if self._fails_on(_select_one_row(array_by_input, row))),
-            None,
-        )
+        return next((row for row in range(row_count) if self._fails_on(_select_one_row(array_by_input, row))), None)
 
     def _fails_on(self, array_by_input: ArraysByInput) -> bool:
         try:
@@ -191,11 +179,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
 
     def spec(self, dims: int) -> TowerSpec:
         """Specification of the inputs and the output."""
-        return TowerSpec(
-            tuple(self._input_spec(*named_input) for named_input in self.inputs.items()),
-            "vector",
-            dims,
-        )
+        return TowerSpec(tuple(self._input_spec(*named_input) for named_input in self.inputs.items()), "vector", dims)
 
     def _input_spec(self, input_name: str, example_tensor: Tensor) -> InputSpec:
         dtype: Any = str(_numpy_dtype_of(example_tensor, f"{self.tower_name}: input {input_name!r}"))
@@ -218,10 +202,7 @@ def export_tower(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     short_length = history_items_max if tower.example.is_fixed else min(_SHORT_HISTORY_ITEMS, history_items_max)
     padded_lengths = tuple(dict.fromkeys((short_length, history_items_max)))
     traced_length = history_items_max if tower.example.is_fixed else max(2, short_length - 1)
-    traced_shape = (
-        3,
-        traced_length,
-    )  # not one row: torch takes an axis of one for one that is always so
+    traced_shape = (3, traced_length)  # not one row: torch takes an axis of one for one that is always so
     array_by_input = tower.feed(traced_shape[0], traced_length, traced_length)
     dims = run_module(tower, array_by_input, tower.tower_name).shape[1]
     spec = tower.spec(dims)
@@ -247,11 +228,7 @@ def export_tower(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     except Exception as error:  # torch's exporter lets through whatever happens inside of it
         raise BundleError(f"{tower.tower_name} {_describe_export_failure(error)}") from None
     model = _exported_model(program, [feature.name for feature in spec.features])
-    return (
-        model,
-        spec,
-        demand_parity(model, tower, spec, tower.feed, traced_shape, padded_lengths, tower.tower_name),
-    )
+    return (model, spec, demand_parity(model, tower, spec, tower.feed, traced_shape, padded_lengths, tower.tower_name))
 
 
 def _exported_model(program: Any, feature_names: Sequence[str]) -> OnnxModel:
@@ -285,8 +262,7 @@ def _describe_export_failure(error: Exception) -> str:
         cause = cause.__cause__ or cause.__context__
     messages_text = "\n".join(map(str, causes))
     if operator_match := re.search(
-        r"No (?:ONNX function|decompositions?) found for <?(?:OpOverload\(op=')?([\w.:]+)",
-        messages_text,
+        r"No (?:ONNX function|decompositions?) found for <?(?:OpOverload\(op=')?([\w.:]+)", messages_text
     ):
         return f"uses {operator_match[1]}, for which ONNX has no operator: write forward with others"
     return f"cannot be exported: {first_message_line(causes[-1])}; forward must not decide by values of its inputs"
@@ -295,10 +271,7 @@ def _describe_export_failure(error: Exception) -> str:
 @contextmanager
 def _quiet_export() -> Iterator[None]:
     """torch's log and warnings held back, and attention by plain operators: the fused one has no ONNX form."""
-    log, was_fastpath_enabled = (
-        logging.getLogger("torch.onnx"),
-        torch.backends.mha.get_fastpath_enabled(),
-    )
+    log, was_fastpath_enabled = (logging.getLogger("torch.onnx"), torch.backends.mha.get_fastpath_enabled())
     log_level = log.level
     log.setLevel(logging.ERROR)
     torch.backends.mha.set_fastpath_enabled(False)

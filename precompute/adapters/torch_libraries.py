@@ -62,10 +62,7 @@ def from_recbole(model: Any, dataset: Any, *, to: str | Path, clicks: Any = None
             {"history": torch.ones(2, history_items_max, dtype=torch.int64)}, {"item": torch.tensor([0, 1])},
             pad=0, max_length=history_items_max, first_item=1,
         )  # fmt: skip
-        user_tower, item_tower = (
-            _RecBoleHistoryTower(model),
-            nn.Embedding.from_pretrained(item_table),
-        )
+        user_tower, item_tower = (_RecBoleHistoryTower(model), nn.Embedding.from_pretrained(item_table))
         return from_torch(
             user_tower.eval(), item_tower.eval(), example, to=to, item_ids=item_tokens, user_ids=user_tokens,
             clicks=clicks,
@@ -117,8 +114,7 @@ def from_rechub(
         input_names = list(dict.fromkeys(feature.name for feature in mode_features))
         feature_by_input = {
             next(
-                (key for key, feature_name in feature_by_role.items() if feature_name == input_name),
-                input_name,
+                (key for key, feature_name in feature_by_role.items() if feature_name == input_name), input_name
             ): input_name
             for input_name in input_names
         }
@@ -214,10 +210,7 @@ def _user_and_item_factors(model: Any) -> tuple[NDArray[np.float32], NDArray[np.
             if hasattr(model, "norm_adj_matrix"):  # of a graph, which gives all at once
                 user_factors, item_factors = model.forward()[:2]
             else:
-                user_factors, item_factors = (
-                    model.user_embedding.weight,
-                    model.item_embedding.weight,
-                )
+                user_factors, item_factors = (model.user_embedding.weight, model.item_embedding.weight)
             user_indices = torch.arange(1, min(len(user_factors), 1 + _COMPARED_USERS_MAX))
             scores = model.full_sort_predict({model.USER_ID: user_indices}).view(len(user_indices), -1)
             relative_error = float(

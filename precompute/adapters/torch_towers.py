@@ -24,13 +24,7 @@ from precompute.adapters.fold_in import (
     user_inputs,
 )
 from precompute.adapters.folder import OWN_TOWER_FOLD_IN, ImportedModel, ImportReport, write_folder
-from precompute.adapters.inputs import (
-    ClickMatrix,
-    EntityVectors,
-    checked_ids,
-    feature_columns,
-    name_row,
-)
+from precompute.adapters.inputs import ClickMatrix, EntityVectors, checked_ids, feature_columns, name_row
 from precompute.adapters.torch_export import BoundTower, Example, export_tower, first_message_line
 from precompute.adapters.vectors import import_vectors
 from precompute.bundles.bundle import ModelFile
@@ -108,8 +102,7 @@ def from_torch(
     model_name = name or type(bound_user_tower.module).__name__
     if "user" in example.user:
         user_vectors = EntityVectors(
-            user_texts,
-            _embed_known_users(bound_user_tower, user_texts, click_matrix, user_features),
+            user_texts, _embed_known_users(bound_user_tower, user_texts, click_matrix, user_features)
         )
         if len(example.user) > 1:
             limit_texts.append("use a stranger's features or a newer history: the user tower wants a user's index")
@@ -179,11 +172,7 @@ def _load_module(module_or_path: Any, trust: bool) -> Any:
 
 
 def _count_nonfinite(
-    tower: OnnxModel,
-    spec: TowerSpec,
-    user_ids: Any,
-    clicks: ClickMatrix | None,
-    features: Mapping[str, NDArray[Any]],
+    tower: OnnxModel, spec: TowerSpec, user_ids: Any, clicks: ClickMatrix | None, features: Mapping[str, NDArray[Any]]
 ) -> int:
     """Return the number of users, of those with all features, whose vector is not finite.
 
@@ -233,10 +222,7 @@ def _embed_known_users(
 
 
 def _feature_arrays(
-    example_by_input: Mapping[str, Any],
-    feature_arrays: Mapping[str, Any] | None,
-    entity_ids: Any,
-    entity_kind: str,
+    example_by_input: Mapping[str, Any], feature_arrays: Mapping[str, Any] | None, entity_ids: Any, entity_kind: str
 ) -> dict[str, NDArray[Any]]:
     """Return arrays by name of the feature inputs, with a row for each id; only users may have NaN."""
     input_arrays, row_count = {}, len(entity_ids)
@@ -262,11 +248,7 @@ def _feature_arrays(
                 input=input_name,
             )
         input_arrays[input_name] = _to_input_dtype(
-            column,
-            example_tensor.numpy().dtype,
-            f"{entity_kind}_features: {input_name!r}",
-            entity_ids,
-            entity_kind,
+            column, example_tensor.numpy().dtype, f"{entity_kind}_features: {input_name!r}", entity_ids, entity_kind
         )
     return input_arrays
 

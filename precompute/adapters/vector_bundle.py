@@ -42,12 +42,7 @@ _NO_HASH_LIMIT = np.uint64(2**64 - 1)
 
 @contextmanager
 def vector_bundle(
-    config: NightConfig,
-    inputs: str,
-    files: InputFiles,
-    *,
-    interactions_before: datetime | None,
-    cut: datetime,
+    config: NightConfig, inputs: str, files: InputFiles, *, interactions_before: datetime | None, cut: datetime
 ) -> Iterator[Bundle]:
     """Yield the bundle of `sources.item_vectors`; one made from the same inputs, on any host, is reused.
 
@@ -100,23 +95,14 @@ def make_vector_bundle(
     clicks, odd_remarks = None, list[str]()
     if sources.interactions:
         clicks, odd_remarks = _read_clicks(
-            config,
-            item_vectors,
-            user_vectors,
-            hash_limit,
-            interactions_before,
-            erased,
-            interaction_files,
+            config, item_vectors, user_vectors, hash_limit, interactions_before, erased, interaction_files
         )
     imported = fold_vectors_model(item_vectors, user_vectors, clicks, metric=sources.vector_metric)
     if imported.share_by_chance is not None:
         odd_remarks.append(_chance_remark(imported.share_by_chance))
     _, (table_entry,) = digest_files([source_file(str(sources.item_vectors), config.path("."))])
     return write_model_bundle(
-        imported,
-        bundle_folder,
-        item_vectors=table_entry,
-        **({"remarks": odd_remarks} if odd_remarks else {}),
+        imported, bundle_folder, item_vectors=table_entry, **({"remarks": odd_remarks} if odd_remarks else {})
     )
 
 
@@ -134,11 +120,7 @@ def _read_item_vectors(config: NightConfig, erased: ErasedEntities) -> EntityVec
     path = source_file(str(sources.item_vectors), config.path("."))
     id_chunks, vector_chunks = [], []
     for batch_ids, column_by_name in read_features(
-        path,
-        sources.item_column,
-        (sources.vector_column,),
-        source_name="item_vectors",
-        unusable_rows=unusable,
+        path, sources.item_column, (sources.vector_column,), source_name="item_vectors", unusable_rows=unusable
     ):
         id_chunks.append(batch_ids.texts())
         vector_chunks.append(column_by_name[sources.vector_column])
@@ -169,23 +151,19 @@ def _with_event_vectors(item_vectors: EntityVectors, event_vectors: Mapping[byte
     }
     ids_in_table = set(
         pc.filter(
-            item_vectors.ids,
-            pc.is_in(item_vectors.ids, pa.array(list(fitting_vectors), pa.string())),
+            item_vectors.ids, pc.is_in(item_vectors.ids, pa.array(list(fitting_vectors), pa.string()))
         ).to_pylist()
     )
     if not (new_vectors := {id_: vector for id_, vector in fitting_vectors.items() if id_ not in ids_in_table}):
         return item_vectors
     all_item_ids = pa.concat_arrays([item_vectors.ids, pa.array(list(new_vectors), item_vectors.ids.type)])
     return EntityVectors(
-        all_item_ids,
-        np.concatenate([item_vectors.rows, np.array(list(new_vectors.values()), np.float32)]),
+        all_item_ids, np.concatenate([item_vectors.rows, np.array(list(new_vectors.values()), np.float32)])
     )
 
 
 def _user_hash_limit(
-    config: NightConfig,
-    interactions_before: datetime | None,
-    interaction_files: Sequence[SourceFile] | None,
+    config: NightConfig, interactions_before: datetime | None, interaction_files: Sequence[SourceFile] | None
 ) -> np.uint64:
     """Return the highest of the FOLD_USERS_MAX lowest hashes of users with vectors, else of users with interactions.
 
@@ -197,10 +175,7 @@ def _user_hash_limit(
             distinct_hashes.add(ids.hashes(USER_HASH_SEED))
     else:
         for batch in read_interactions(
-            config.sources,
-            Path(config.base),
-            cutoff_at=interactions_before,
-            interaction_files=interaction_files,
+            config.sources, Path(config.base), cutoff_at=interactions_before, interaction_files=interaction_files
         ):
             distinct_hashes.add(batch.users.hashes(USER_HASH_SEED))
     return (
@@ -214,11 +189,7 @@ def _read_user_vectors(config: NightConfig) -> Iterator[tuple[Ids, Any]]:
     sources = config.sources
     path, column = source_file(str(sources.user_vectors), config.path(".")), sources.vector_column
     for ids, column_by_name in read_features(
-        path,
-        sources.user_column,
-        (column,),
-        source_name="user_vectors",
-        unusable_rows=UnusableRows(),
+        path, sources.user_column, (column,), source_name="user_vectors", unusable_rows=UnusableRows()
     ):
         yield ids, column_by_name[column]
 
@@ -258,10 +229,7 @@ def _read_clicks(
     """Return (clicks of some users before the cut, None without any to choose a fold by; remarks)."""
     sources = config.sources
     all_batches = read_interactions(
-        sources,
-        Path(config.base),
-        cutoff_at=interactions_before,
-        interaction_files=interaction_files,
+        sources, Path(config.base), cutoff_at=interactions_before, interaction_files=interaction_files
     )
     batches = [batch.only(_below_limit_mask(batch.users, hash_limit)) for batch in map(erased.leave_out, all_batches)]
     if not sum(len(batch.times) for batch in batches):

@@ -183,11 +183,7 @@ def _candidate_folds(
     A column that is one number for every user (1) holds the items' biases: it is every stranger's, too. One that is one
     number for every item holds the users' and ranks nothing.
     """
-    fold_rows, offset, target_score = (
-        item_matrix.copy(),
-        np.zeros(item_matrix.shape[1], np.float32),
-        1.0,
-    )
+    fold_rows, offset, target_score = (item_matrix.copy(), np.zeros(item_matrix.shape[1], np.float32), 1.0)
     if user_matrix is not None:
         is_bias_column = (user_matrix == user_matrix[0]).all(axis=0) & (user_matrix[0] != 0) & (len(user_matrix) > 1)
         offset[is_bias_column] = user_matrix[0, is_bias_column]
@@ -197,9 +193,7 @@ def _candidate_folds(
             click_pairs = clicks.matrix.tocoo()
             sampled_pairs = rng.choice(click_pairs.nnz, min(click_pairs.nnz, 20_000), replace=False)
             scores = np.einsum(
-                "ij,ij->i",
-                user_matrix[click_pairs.row[sampled_pairs]],
-                fold_rows[click_pairs.col[sampled_pairs]],
+                "ij,ij->i", user_matrix[click_pairs.row[sampled_pairs]], fold_rows[click_pairs.col[sampled_pairs]]
             )
             target_score = max(float(np.median(scores)), 1e-6)
     return mean_and_ridge_folds(fold_rows, offset, target_score)

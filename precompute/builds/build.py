@@ -13,33 +13,12 @@ from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, cast
 
 import orjson
 
-from cache.errors import (
-    BundleError,
-    ConfigError,
-    LarderError,
-    Refused,
-    StoreError,
-    UnknownGeneration,
-)
+from cache.errors import BundleError, ConfigError, LarderError, Refused, StoreError, UnknownGeneration
 from cache.format.manifest import CUT_CHARS, GENERATION_PATTERN, Artefact
 from cache.formats import FORMAT_FIELD, FORMATS, STAGES, demand_readable, version_stamp
-from cache.store.artefacts import (
-    COPY_IDLE_S,
-    ArtefactStore,
-    describe_file,
-    generation_path,
-    write_atomically,
-)
+from cache.store.artefacts import COPY_IDLE_S, ArtefactStore, describe_file, generation_path, write_atomically
 from cache.store.releases import all_releases
-from precompute.builds.reports import (
-    BEGIN_REPORT,
-    AttributeFiles,
-    BuildId,
-    ModelEntry,
-    ReportName,
-    ReportT,
-    file_entry,
-)
+from precompute.builds.reports import BEGIN_REPORT, AttributeFiles, BuildId, ModelEntry, ReportName, ReportT, file_entry
 from precompute.bundles.bundle import Bundle, BundleModel, demand_sha256
 from precompute.config.settings import NightConfig
 from precompute.partitions import catalogue
@@ -265,11 +244,7 @@ def with_host_copies(
 
     @functools.wraps(step)
     def run_step(
-        config: NightConfig,
-        build: BuildId,
-        /,
-        *arguments: StepParameters.args,
-        **options: StepParameters.kwargs,
+        config: NightConfig, build: BuildId, /, *arguments: StepParameters.args, **options: StepParameters.kwargs
     ) -> StepResult:
         store, generation = config.store(), build["generation"]
         sweep_copies(store, generations_in_use=[generation])

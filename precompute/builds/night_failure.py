@@ -94,8 +94,4 @@ def _write_failure_file(config: NightConfig, file_content: bytes) -> None:
     try:
         config.store().write(NIGHT_FAILURE_PATH, file_content)
     except (LarderError, OSError) as error:  # often the very reason why the step failed
-        _log.warning(
-            "%s could not be written, so `larder status` does not tell: %s",
-            NIGHT_FAILURE_PATH,
-            error,
-        )
+        _log.warning("%s could not be written, so `larder status` does not tell: %s", NIGHT_FAILURE_PATH, error)

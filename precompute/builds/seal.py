@@ -29,13 +29,7 @@ from cache.format.manifest import (
 )
 from cache.model.input_preparation import HISTORY_LIMIT
 from cache.store.artefacts import generation_path
-from precompute.builds.build import (
-    Build,
-    attribute_paths,
-    data_until_of,
-    fetch_catalogue,
-    open_bundle,
-)
+from precompute.builds.build import Build, attribute_paths, data_until_of, fetch_catalogue, open_bundle
 from precompute.builds.reports import (
     ASSEMBLE_REPORT,
     BEGIN_REPORT,
@@ -86,15 +80,9 @@ def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Man
     if (manifest_bytes := build.store.read(manifest_path)) is not None:
         return Manifest.from_bytes(manifest_bytes)
     config, bundle = build.config, open_bundle(build)
-    begin_report, embed_report = (
-        build.need_report(BEGIN_REPORT),
-        build.need_report(EMBED_ITEMS_REPORT),
-    )
+    begin_report, embed_report = (build.need_report(BEGIN_REPORT), build.need_report(EMBED_ITEMS_REPORT))
     build.need_report(ASSEMBLE_REPORT)
-    index_report, quantize_report = (
-        build.need_report(INDEX_REPORT),
-        build.need_report(QUANTIZE_REPORT),
-    )
+    index_report, quantize_report = (build.need_report(INDEX_REPORT), build.need_report(QUANTIZE_REPORT))
     shard_reports = [build.need_report(shard_report_name(shard)) for shard in range(config.shards)]
     fetch_catalogue(build)
     files_by_attribute = begin_report.get("attributes", {})
@@ -111,9 +99,7 @@ def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Man
         inputs_digest=begin_report["inputs_digest"],
         entity_sets={
             "user": _entity_set(
-                "user",
-                begin_report["user_seed"],
-                [report["users"]["directory"] for report in shard_reports],
+                "user", begin_report["user_seed"], [report["users"]["directory"] for report in shard_reports]
             ),
             "item": _entity_set(
                 "item",
@@ -134,8 +120,7 @@ def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Man
             dims=bundle.dims,
             attributes={
                 name: Attribute(
-                    kind,
-                    **{file_field: build.describe(file) for file_field, file in path_by_field.items()},
+                    kind, **{file_field: build.describe(file) for file_field, file in path_by_field.items()}
                 )
                 for name, (kind, path_by_field) in files_by_attribute.items()
             },
@@ -249,19 +234,10 @@ def scoring_seconds(shard_reports: Sequence[ShardReport]) -> float:
 
 def _entity_set(set_name: Any, hash_seed: int, part_entries: Sequence[FileEntry]) -> EntitySet:
     directory_parts = tuple(
-        DirectoryPart(
-            first_hash(shard, len(part_entries)),
-            part_entry["size_bytes"] // 8,
-            Artefact(**part_entry),
-        )
+        DirectoryPart(first_hash(shard, len(part_entries)), part_entry["size_bytes"] // 8, Artefact(**part_entry))
         for shard, part_entry in enumerate(part_entries)
     )
-    return EntitySet(
-        set_name,
-        hash_seed,
-        sum(part_entry.count for part_entry in directory_parts),
-        directory_parts,
-    )
+    return EntitySet(set_name, hash_seed, sum(part_entry.count for part_entry in directory_parts), directory_parts)
 
 
 def _manifest_tables(config: NightConfig, bundle: Bundle, shard_reports: Sequence[ShardReport]) -> dict[str, Table]:
@@ -282,15 +258,7 @@ def _facet_table(config: NightConfig, facet_name: str, pages_entry: PagesEntry) 
     records_a_page, record_count = records_per_page(layout, config.page_bytes), pages_entry["count"]
     pages_file, sums_file = Artefact(**pages_entry["file"]), Artefact(**pages_entry["sums"])
     table_parts = (TablePart(0, -(-record_count // records_a_page), record_count, pages_file, sums_file),)
-    return Table(
-        facet_name,
-        f"{FACET_PREFIX}{facet_name}",
-        Producer("none"),
-        layout,
-        records_a_page,
-        table_parts,
-        (),
-    )
+    return Table(facet_name, f"{FACET_PREFIX}{facet_name}", Producer("none"), layout, records_a_page, table_parts, ())
 
 
 def _named_filters(config: NightConfig, bundle: Bundle, shard_reports: Sequence[ShardReport]) -> dict[str, NamedFilter]:

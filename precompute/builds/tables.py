@@ -41,11 +41,7 @@ def layout_of(bundle: Bundle, table_config: TableConfig) -> Layout:
         case "user_vector" | "item_vector":
             return Layout("vector", bundle.dims, table_config.precision)
         case "value":
-            return Layout(
-                "value",
-                bundle.values[str(table_config.value)].spec.output_dims,
-                table_config.precision,
-            )
+            return Layout("value", bundle.values[str(table_config.value)].spec.output_dims, table_config.precision)
 
 
 def demand_table_values(config: NightConfig, bundle: Bundle) -> None:

@@ -160,10 +160,7 @@ class Governor:
 
     def _step(self, now_s: float) -> None:
         observation = self._fresh_observation(now_s)
-        was_governed, (self._is_governed, self._has_readers) = (
-            self._is_governed,
-            self._detect_readers(),
-        )
+        was_governed, (self._is_governed, self._has_readers) = (self._is_governed, self._detect_readers())
         if self._is_governed:
             if not was_governed:
                 self._done_bytes, self._stepped_at = 0, now_s

@@ -72,10 +72,7 @@ def demand_redis_room(
             continue
         needed_bytes = round(size_bytes * share_by_node[node_name])
         used_bytes = unevictable_bytes(
-            control,
-            node_client,
-            pages_bytes=pages_bytes * share_by_node[node_name],
-            record_bytes=record_bytes,
+            control, node_client, pages_bytes=pages_bytes * share_by_node[node_name], record_bytes=record_bytes
         )
         if used_bytes + needed_bytes > REDIS_USED_SHARE_MAX * maxmemory_bytes:
             node_text = "" if node_name == "primary" else f" on {node_name}"
@@ -107,10 +104,7 @@ def unevictable_bytes(control: Control, node_client: "redis.Redis", *, pages_byt
         return used_bytes
     dataset_bytes = info_number(info, "used_memory_dataset", used_bytes)
     overlay_bytes = expiring_key_count * (record_bytes + OVERLAY_EXTRA_BYTES)
-    return min(
-        used_bytes,
-        used_bytes - dataset_bytes + max(round(pages_bytes), dataset_bytes - overlay_bytes),
-    )
+    return min(used_bytes, used_bytes - dataset_bytes + max(round(pages_bytes), dataset_bytes - overlay_bytes))
 
 
 def redis_page_bytes(store: ArtefactStore, control: Control, *, left_out_generation: str | None = None) -> int:
@@ -137,9 +131,7 @@ def demand_disk_room(folder: Path, size_bytes: int) -> None:
         )
 
 
-def convert_disk_errors(
-    step: Callable[Concatenate[NightConfig, P], R],
-) -> Callable[Concatenate[NightConfig, P], R]:
+def convert_disk_errors(step: Callable[Concatenate[NightConfig, P], R]) -> Callable[Concatenate[NightConfig, P], R]:
     """Wrap a step so that its writers, numpy's, Arrow's and FAISS' included, raise StoreError on a full disk."""
 
     @functools.wraps(step)
@@ -158,10 +150,7 @@ def seconds_at_floor_rate(config: NightConfig, size_bytes: float) -> float:
 def time_limit_remark(config: NightConfig, size_bytes: float) -> str | None:
     """Return a remark on the limits of `[dag]` that a load or its verification may exceed; None if none."""
     load_s_max = seconds_at_floor_rate(config, size_bytes)
-    limit_s_by_setting = {
-        "load_timeout_s": config.dag.load_timeout_s,
-        "verify_timeout_s": config.dag.verify_timeout_s,
-    }
+    limit_s_by_setting = {"load_timeout_s": config.dag.load_timeout_s, "verify_timeout_s": config.dag.verify_timeout_s}
     short_limit_s_by_setting = {
         setting_name: limit_s for setting_name, limit_s in limit_s_by_setting.items() if load_s_max > limit_s
     }

@@ -221,13 +221,7 @@ class PageStream(BulkConnections):
         self._note_landed_pages = note_landed_pages
         self._unanswered_chunks: deque[_SentChunk] = deque()
 
-    def send(
-        self,
-        key_names: list[bytes],
-        all_pages: memoryview,
-        first_page_number: int,
-        page_size_bytes: int,
-    ) -> None:
+    def send(self, key_names: list[bytes], all_pages: memoryview, first_page_number: int, page_size_bytes: int) -> None:
         """Send pages from `first_page_number` on; n is `all_pages[n * page_size_bytes:]`, the last may be shorter."""
 
         def resend_page(page_number: int) -> None:
@@ -249,11 +243,7 @@ class PageStream(BulkConnections):
             self._await_chunk(resend_page)
 
     def _send_whole(
-        self,
-        key_names: list[bytes],
-        all_pages: memoryview,
-        first_page_number: int,
-        page_size_bytes: int,
+        self, key_names: list[bytes], all_pages: memoryview, first_page_number: int, page_size_bytes: int
     ) -> int:
         """Send a chunk of `SET`s directly from the mapped pages: packing would copy each of them twice."""
         chunk_keys = key_names[first_page_number : first_page_number + max(1, self._chunk_bytes // page_size_bytes)]
@@ -270,11 +260,7 @@ class PageStream(BulkConnections):
                 command_parts: list[bytes | memoryview] = []
                 for position in positions:
                     page_view = page_views[position]
-                    command_parts += (
-                        _set_command_head(chunk_keys[position], len(page_view)),
-                        page_view,
-                        b"\r\n",
-                    )
+                    command_parts += (_set_command_head(chunk_keys[position], len(page_view)), page_view, b"\r\n")
                 connection = self.connection_to(server)
                 connection.send_packed_command(command_parts, check_health=False)
                 sent_pages.append((connection, [first_page_number + position for position in positions]))
@@ -282,12 +268,7 @@ class PageStream(BulkConnections):
         return len(chunk_keys)
 
     def _send_paced(
-        self,
-        governor: Governor,
-        page_key: bytes,
-        page_number: int,
-        page_view: memoryview,
-        piece_bytes: int,
+        self, governor: Governor, page_key: bytes, page_number: int, page_view: memoryview, piece_bytes: int
     ) -> None:
         """Send a page as one `SET` in paced pieces.
 

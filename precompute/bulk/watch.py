@@ -17,13 +17,7 @@ from redis.retry import Retry
 from cache.control.control_keys import Control
 from cache.errors import LarderError
 from cache.l2.resp import info_number, refusing_unreadable
-from cache.l2.sync_clients import (
-    BulkConnections,
-    clone_client,
-    disconnect,
-    group_keys_by_server,
-    primary_clients,
-)
+from cache.l2.sync_clients import BulkConnections, clone_client, disconnect, group_keys_by_server, primary_clients
 
 log = logging.getLogger(__name__)
 
@@ -201,10 +195,7 @@ class Watcher:
         for info in info_by_server.values():
             read_count += count_reads(info)
         cpu_s_by_server = {server: main_thread_cpu_s(info) for server, info in info_by_server.items()}
-        previous_counters, self._previous_counters = (
-            self._previous_counters,
-            (now_s, read_count, cpu_s_by_server),
-        )
+        previous_counters, self._previous_counters = (self._previous_counters, (now_s, read_count, cpu_s_by_server))
         foreign_reads_s, busy_share = None, 0.0
         if previous_counters is not None and (spent_s := now_s - previous_counters[0]) > 0:
             foreign_reads_s = max(0.0, (read_count - previous_counters[1]) / spent_s)
@@ -216,13 +207,7 @@ class Watcher:
         follower_count = sum(info_number(info, "connected_slaves", 0) for info in info_by_server.values())
         lag_bytes_max = max(map(lag_bytes, info_by_server.values()), default=0)
         return RedisObservation(
-            now_s,
-            p99_ms_by_replica,
-            len(replicas),
-            foreign_reads_s,
-            busy_share,
-            follower_count,
-            lag_bytes_max,
+            now_s, p99_ms_by_replica, len(replicas), foreign_reads_s, busy_share, follower_count, lag_bytes_max
         )
 
 

@@ -82,12 +82,7 @@ def list_overlaps(
     """float64 [n]: the share of each row's exact top 20 that the approximate vectors find, history left out."""
     top_count = min(TOP_ITEMS, len(item_vectors))
     return _compare_tops(
-        exact_vectors,
-        approximate_vectors,
-        np.asarray(item_vectors),
-        top_count,
-        metric,
-        excluded_ordinals,
+        exact_vectors, approximate_vectors, np.asarray(item_vectors), top_count, metric, excluded_ordinals
     )[0]
 
 
@@ -132,11 +127,7 @@ def _compare_tops(
             else excluded_ordinals.select_rows(batch_rows)
         )
         list_pair, score_errors[batch_rows] = _top_items_of_both(
-            (exact_vectors[batch_rows], approximate_vectors[batch_rows]),
-            item_vectors,
-            top_count,
-            metric,
-            exclusions,
+            (exact_vectors[batch_rows], approximate_vectors[batch_rows]), item_vectors, top_count, metric, exclusions
         )
         row_overlaps[batch_rows] = recalls(*list_pair)
     return row_overlaps, score_errors

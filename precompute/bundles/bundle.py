@@ -153,11 +153,7 @@ class Bundle:
             ]
             _demand_distinct_names(models)
             listed_items = description["items"]
-            items = ItemsFile(
-                _listed_file(path, listed_items),
-                str(listed_items["sha256"]),
-                int(listed_items["count"]),
-            )
+            items = ItemsFile(_listed_file(path, listed_items), str(listed_items["sha256"]), int(listed_items["count"]))
             name, version = str(description["name"]), str(description["version"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BundleError(f"{BUNDLE_FILE} lacks or misuses {error}") from error
@@ -166,8 +162,7 @@ class Bundle:
         for tower in (user_tower, item_tower):
             if tower.spec.output_dims != dims:
                 raise BundleError(
-                    f"{tower.name} gives {tower.spec.output_dims} dimensions, {BUNDLE_FILE} says {dims}",
-                    dims=dims,
+                    f"{tower.name} gives {tower.spec.output_dims} dimensions, {BUNDLE_FILE} says {dims}", dims=dims
                 )
         digest = hashlib.sha256(description_bytes).hexdigest()
         return cls(
@@ -227,10 +222,7 @@ class Bundle:
 
 
 def _parse_model(
-    bundle_folder: Path,
-    model_name: str,
-    entity: Literal["user", "item"],
-    model_entry: Mapping[str, Any],
+    bundle_folder: Path, model_name: str, entity: Literal["user", "item"], model_entry: Mapping[str, Any]
 ) -> BundleModel:
     if entity not in ("user", "item"):
         raise BundleError(f"{model_name} is for the entity {entity!r}; it is user or item", model=model_name)
@@ -272,10 +264,7 @@ def _listed_file(bundle_folder: Path, file_entry: Mapping[str, Any]) -> Path:
     if not real_path.is_relative_to(real_folder):
         raise BundleError(f"{BUNDLE_FILE} names {file_entry['path']}, which lies outside the bundle")
     if not real_path.is_file():
-        raise BundleError(
-            f"{BUNDLE_FILE} names {file_entry['path']}, which is missing",
-            path=str(file_entry["path"]),
-        )
+        raise BundleError(f"{BUNDLE_FILE} names {file_entry['path']}, which is missing", path=str(file_entry["path"]))
     return real_path
 
 
@@ -310,10 +299,7 @@ def _read_vocabulary(items_file: ItemsFile) -> Vocabulary:
             f"{id_length_bounds['max']}: ids have 1 to {ID_BYTES_MAX} bytes"
         )
     if (id_count := len(id_column)) != items_file.count:
-        raise BundleError(
-            f"{file_name} holds {id_count} items, {BUNDLE_FILE} says {items_file.count}",
-            count=id_count,
-        )
+        raise BundleError(f"{file_name} holds {id_count} items, {BUNDLE_FILE} says {items_file.count}", count=id_count)
     vocabulary = Vocabulary.of(to_string_chunks(id_column))
     if vocabulary is None:
         raise BundleError(f"{file_name} names an item twice")
@@ -339,8 +325,7 @@ def _check_model(model: BundleModel, model_path: Path, item_count: int) -> None:
     history = model.spec.history
     if history is not None and history.pad is not None and 0 <= history.pad < item_count:
         raise BundleError(
-            f"{model.name} pads with {history.pad}, which is one of the {item_count} items",
-            model=model.name,
+            f"{model.name} pads with {history.pad}, which is one of the {item_count} items", model=model.name
         )
 
 
@@ -378,11 +363,7 @@ def write_bundle(
         "version": version,
         "dims": dims,
         "metric": metric,
-        "items": {
-            "path": ITEMS_FILE,
-            "count": len(item_ids),
-            "sha256": sha256_of(path / ITEMS_FILE),
-        },
+        "items": {"path": ITEMS_FILE, "count": len(item_ids), "sha256": sha256_of(path / ITEMS_FILE)},
         "user_tower": _write_model_files(path, "user_tower", user_tower),
         "item_tower": _write_model_files(path, "item_tower", item_tower),
         "values": {
@@ -402,23 +383,13 @@ def write_bundle(
 def _write_model_files(bundle_folder: Path, name: str, model: ModelFile) -> dict[str, Any]:
     model_path = bundle_folder / f"{name}.onnx"
     weights_path = model.onnx.write(model_path)
-    description_entry = {
-        "path": model_path.name,
-        "sha256": sha256_of(model_path),
-        **model.spec.to_json(),
-    }
+    description_entry = {"path": model_path.name, "sha256": sha256_of(model_path), **model.spec.to_json()}
     if weights_path is not None:
-        description_entry["weights"] = {
-            "path": weights_path.name,
-            "sha256": sha256_of(weights_path),
-        }
+        description_entry["weights"] = {"path": weights_path.name, "sha256": sha256_of(weights_path)}
     if model.program is not None:
         program_path = bundle_folder / f"{name}.pt2"
         write_atomically(program_path, model.program)
-        description_entry["program"] = {
-            "path": program_path.name,
-            "sha256": sha256_of(program_path),
-        }
+        description_entry["program"] = {"path": program_path.name, "sha256": sha256_of(program_path)}
     return description_entry
 
 
@@ -426,8 +397,7 @@ def demand_sha256(path: Path, expected_sha256: str) -> None:
     """Raise BundleError for a file of a bundle that differs from its checksum in `bundle.json`."""
     if (actual_sha256 := sha256_of_unchanged(path)) != expected_sha256:
         raise BundleError(
-            f"{path.name} has SHA-256 {actual_sha256}, bundle.json says {expected_sha256}",
-            path=path.name,
+            f"{path.name} has SHA-256 {actual_sha256}, bundle.json says {expected_sha256}", path=path.name
         )
 
 
@@ -438,13 +408,7 @@ def sha256_of_unchanged(path: Path) -> str:
     the kernel's: writing to a file or putting another in its place changes it, whatever times a program sets.
     """
     file_stat = path.stat()
-    file_stamp = (
-        file_stat.st_dev,
-        file_stat.st_ino,
-        file_stat.st_size,
-        file_stat.st_mtime_ns,
-        file_stat.st_ctime_ns,
-    )
+    file_stamp = (file_stat.st_dev, file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns)
     is_settled = time.time_ns() - file_stat.st_ctime_ns > SETTLED_AFTER_NS
     return _sha256_once(path, file_stamp) if is_settled else sha256_of(path)
 

@@ -23,13 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cache.errors import BundleError, ConfigError, StoreError
-from cache.store.artefacts import (
-    ArtefactStore,
-    last_change_time,
-    link_or_copy_file,
-    open_draft,
-    sha256_of,
-)
+from cache.store.artefacts import ArtefactStore, last_change_time, link_or_copy_file, open_draft, sha256_of
 from precompute.bundles.bundle import BUNDLE_FILE, ITEMS_FILE, Bundle
 from precompute.bundles.imports import demand_finished_import
 from precompute.config.settings import NightConfig
@@ -294,10 +288,7 @@ def _fetch_bundle(
     if record_bytes is None:
         raise StoreError(f"{bundle_record.path} is no longer in {store.url}")
     for file_name in orjson.loads(record_bytes)["files"]:
-        link_or_copy_file(
-            store.fetch(_stored_file_path(bundle_record.digest, file_name)),
-            private_folder / file_name,
-        )
+        link_or_copy_file(store.fetch(_stored_file_path(bundle_record.digest, file_name)), private_folder / file_name)
     _remove_host_copies(store, bundle_record.digest)
     bundle = Bundle.read(private_folder)
     bundle.verify()

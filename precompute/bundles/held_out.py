@@ -35,10 +35,7 @@ def recall_by_user(
     metric: Metric,
 ) -> NDArray[np.float64]:
     """Recall@20 of each user's held-out items among those that were not seen: hits / min(20, number held out)."""
-    top_count, held_out_counts = (
-        min(RECALL_TOP_ITEMS, len(item_vectors)),
-        np.diff(held_out_items.indptr),
-    )
+    top_count, held_out_counts = (min(RECALL_TOP_ITEMS, len(item_vectors)), np.diff(held_out_items.indptr))
     top_lists = Scorer.of(item_vectors, metric).top(
         np.ascontiguousarray(user_vectors, np.float32), top_count, excluded_items
     )[0]

@@ -22,16 +22,9 @@ def write_import_report(
 ) -> None:
     """Write the report of an import beside its bundle; `source_path`: the model's file, empty if it is from Python."""
     imported_at = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
-    import_entry = {
-        "bundle_digest": bundle_digest,
-        "imported_at": imported_at,
-        "source": source_path,
-    }
+    import_entry = {"bundle_digest": bundle_digest, "imported_at": imported_at, "source": source_path}
     import_entries = [*_listed_imports(import_folder), import_entry][-LISTED_IMPORTS_MAX:]
-    write_atomically(
-        import_folder / IMPORT_REPORT_FILE,
-        json_text({**report, "imports": import_entries}).encode(),
-    )
+    write_atomically(import_folder / IMPORT_REPORT_FILE, json_text({**report, "imports": import_entries}).encode())
 
 
 def note_import_begun(import_folder: Path) -> None:
@@ -39,11 +32,7 @@ def note_import_begun(import_folder: Path) -> None:
 
     The labels and columns of the import before it stay: whoever repeats this one is told of them.
     """
-    report = {
-        **read_import_report(import_folder),
-        "unfinished": True,
-        "imports": _listed_imports(import_folder),
-    }
+    report = {**read_import_report(import_folder), "unfinished": True, "imports": _listed_imports(import_folder)}
     write_atomically(import_folder / IMPORT_REPORT_FILE, json_text(report).encode())
 
 

@@ -86,10 +86,7 @@ def build_index(
     if index_kind == "auto" and (
         recall < RECALL_MIN or _median_search_ms(searcher, query_sample) > _IVF_TIME_SHARE_MAX * flat_ms
     ):
-        searcher, index_name = (
-            _write_and_map(_build_flat(item_vectors, metric), index_path, metric),
-            "flat",
-        )
+        searcher, index_name = (_write_and_map(_build_flat(item_vectors, metric), index_path, metric), "flat")
         recall = measure_recall(searcher, item_vectors, query_sample)
     return IndexReport(index_name, recall)
 
@@ -177,10 +174,7 @@ def _build_hnsw(item_vectors: NDArray[np.float32], metric: Metric) -> Any:
 
 
 def _widen_probes(
-    index: Any,
-    searcher: Searcher,
-    query_sample: NDArray[np.float32],
-    exact_ordinals: NDArray[np.int64],
+    index: Any, searcher: Searcher, query_sample: NDArray[np.float32], exact_ordinals: NDArray[np.int64]
 ) -> None:
     """Double the probes until the sample's recall is reached."""
     index.nprobe = min(8, index.nlist)

@@ -157,11 +157,7 @@ def _external_tensor(tensor_name: str, array: NDArray[Any], file_offset: int) ->
         dims=array.shape,
         data_location=TensorProto.EXTERNAL,
     )
-    for key, value in (
-        ("location", WEIGHTS_SUFFIX),
-        ("offset", file_offset),
-        ("length", array.nbytes),
-    ):
+    for key, value in (("location", WEIGHTS_SUFFIX), ("offset", file_offset), ("length", array.nbytes)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor
 
@@ -192,9 +188,7 @@ def _all_tensors(
     for node in nodes:
         for attribute in node.attribute:
             yield from _all_tensors(
-                (),
-                [attribute.t, *attribute.tensors],
-                [attribute.sparse_tensor, *attribute.sparse_tensors],
+                (), [attribute.t, *attribute.tensors], [attribute.sparse_tensor, *attribute.sparse_tensors]
             )
             for graph in (attribute.g, *attribute.graphs):
                 yield from _all_tensors(graph.node, graph.initializer, graph.sparse_initializer)
@@ -215,19 +209,12 @@ def refuse_negative_codes(
         if node.op_type == "Gather" and node.input[0] in constant_by_name and node.input[1] in feature_values:
             index_name, name_prefix = node.input[1], f"larder_code_{node_index}"
             constant_by_name[f"{name_prefix}_zero"] = np.array(0, np.int64)
-            axis = next(
-                (node_attribute.i for node_attribute in node.attribute if node_attribute.name == "axis"),
-                0,
-            )
+            axis = next((node_attribute.i for node_attribute in node.attribute if node_attribute.name == "axis"), 0)
             table_row_count = constant_by_name[node.input[0]].shape[axis]
             constant_by_name[f"{name_prefix}_rows"] = np.array(table_row_count, np.int64)
             new_nodes += [
                 helper.make_node("Cast", [index_name], [f"{name_prefix}_wide"], to=TensorProto.INT64),
-                helper.make_node(
-                    "Less",
-                    [f"{name_prefix}_wide", f"{name_prefix}_zero"],
-                    [f"{name_prefix}_negative"],
-                ),
+                helper.make_node("Less", [f"{name_prefix}_wide", f"{name_prefix}_zero"], [f"{name_prefix}_negative"]),
                 helper.make_node("Sub", [f"{name_prefix}_wide", f"{name_prefix}_rows"], [f"{name_prefix}_below"]),
                 helper.make_node(
                     "Where",
@@ -275,11 +262,7 @@ def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) ->
         nodes,
         [int32_info("history", ["rows", "length"])],
         [float32_info("probabilities", len(centroids))],
-        {
-            "table": rows,
-            "axes": np.array([1], np.int64),
-            "centroids": np.ascontiguousarray(centroids.T),
-        },
+        {"table": rows, "axes": np.array([1], np.int64), "centroids": np.ascontiguousarray(centroids.T)},
     )
 
 

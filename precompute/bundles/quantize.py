@@ -43,8 +43,7 @@ def quantize_tower(fp32_path: Path, spec: TowerSpec, calibration_inputs: Inputs,
     """
     model = read_model(fp32_path)
     opset_version = next(
-        (opset_import.version for opset_import in model.opset_import if opset_import.domain in ("", "ai.onnx")),
-        0,
+        (opset_import.version for opset_import in model.opset_import if opset_import.domain in ("", "ai.onnx")), 0
     )
     if opset_version < _OPSET_MIN:
         raise BundleError(f"{fp32_path.name} has opset {opset_version}, quantizing needs {_OPSET_MIN} or newer")
@@ -185,10 +184,7 @@ def _is_embedding_table(table: onnx.TensorProto, node: onnx.NodeProto) -> bool:
 
 def _add_int8_table(graph: onnx.GraphProto, table: onnx.TensorProto) -> None:
     float_rows = numpy_helper.to_array(table)
-    row_scales, int8_rows = (
-        np.empty(len(float_rows), np.float32),
-        np.empty(float_rows.shape, np.int8),
-    )
+    row_scales, int8_rows = (np.empty(len(float_rows), np.float32), np.empty(float_rows.shape, np.int8))
     for first_row in range(0, len(float_rows), QUANTIZED_ROWS_AT_ONCE):
         row_slice = slice(first_row, first_row + QUANTIZED_ROWS_AT_ONCE)
         row_scales[row_slice] = np.abs(float_rows[row_slice]).max(axis=1) / 127
@@ -209,16 +205,10 @@ def _gather_int8_nodes(node: onnx.NodeProto, name_prefix: str) -> list[onnx.Node
     table_name, index_name = node.input[0], node.input[1]
     return [
         helper.make_node(
-            "Gather",
-            [f"{table_name}_int8", index_name],
-            [f"{name_prefix}_int8"],
-            name=f"{name_prefix}_rows",
+            "Gather", [f"{table_name}_int8", index_name], [f"{name_prefix}_int8"], name=f"{name_prefix}_rows"
         ),
         helper.make_node(
-            "Gather",
-            [f"{table_name}_scale", index_name],
-            [f"{name_prefix}_scale"],
-            name=f"{name_prefix}_scales",
+            "Gather", [f"{table_name}_scale", index_name], [f"{name_prefix}_scale"], name=f"{name_prefix}_scales"
         ),
         helper.make_node("Cast", [f"{name_prefix}_int8"], [f"{name_prefix}_float"], to=TensorProto.FLOAT),
     ]
@@ -246,9 +236,6 @@ def _sum_rows_nodes(gather_node: onnx.NodeProto, sum_node: onnx.NodeProto) -> li
         helper.make_node("Unsqueeze", [f"{name_prefix}_scale", _MIDDLE_AXIS_NAME], [f"{name_prefix}_weights"]),
         helper.make_node("MatMul", [f"{name_prefix}_weights", f"{name_prefix}_float"], [f"{name_prefix}_tall"]),
         helper.make_node(
-            "Squeeze",
-            [f"{name_prefix}_tall", _MIDDLE_AXIS_NAME],
-            [sum_node.output[0]],
-            name=sum_node.name,
+            "Squeeze", [f"{name_prefix}_tall", _MIDDLE_AXIS_NAME], [sum_node.output[0]], name=sum_node.name
         ),
     ]

@@ -22,14 +22,7 @@ from cache.format.ids import canonical_id, hash_id
 from cache.l2.sync_clients import connect
 from cache.process.command_line import FOUND_PROBLEM_EXIT_CODE, json_text
 from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path, read_manifest
-from cache.store.audit import (
-    AuditedAction,
-    AuditRecord,
-    audit_records,
-    audited,
-    describe_blocked_ids,
-    entity_digest,
-)
+from cache.store.audit import AuditedAction, AuditRecord, audit_records, audited, describe_blocked_ids, entity_digest
 from cache.store.blocklist import Blocklist, change_blocklist, latest_blocklist
 from cache.store.releases import all_releases
 from precompute.builds.night_failure import note_failure_of_step
@@ -157,9 +150,7 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
         table.add_row(step.replace("_", " "), step_summary, f"{seconds:.2f}", row.rate(seconds), size_cell)
     table.add_section()
     table.add_row(
-        "night",
-        finished_steps[0][1].result["generation"],
-        f"{sum(seconds for _, _, seconds in finished_steps):.2f}",
+        "night", finished_steps[0][1].result["generation"], f"{sum(seconds for _, _, seconds in finished_steps):.2f}"
     )
     generation = finished_steps[0][1].result["generation"]
     if finished_steps[-1][0] == "verify":
@@ -217,12 +208,7 @@ def pin(config: NightConfig, arguments: argparse.Namespace, _progress: Progress)
             if pin_days is not None and not 0 < pin_days < math.inf:
                 raise ConfigError(f"--days is a number above 0, not {pin_days:g}", field="days")
             expires_at = None if pin_days is None else releases.clock() + pin_days * 86_400
-            releases.pin(
-                arguments.generation,
-                reason=reason,
-                expires_at=expires_at,
-                attempt=new_attempt(),
-            )
+            releases.pin(arguments.generation, reason=reason, expires_at=expires_at, attempt=new_attempt())
     return {"generation": arguments.generation, "pinned": not arguments.unpin}
 
 

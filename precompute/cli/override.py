@@ -59,8 +59,4 @@ def command(config: NightConfig, arguments: argparse.Namespace, _progress: Progr
     """Override one rule; return also the next command."""
     generation, rule = arguments.generation, arguments.rule
     override(config, generation, rule=rule, reason=arguments.reason, attempt=new_attempt())
-    return {
-        "generation": generation,
-        "overridden": rule,
-        "next": f"larder verify {generation}",
-    }
+    return {"generation": generation, "overridden": rule, "next": f"larder verify {generation}"}

@@ -141,11 +141,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         defaults={"step": "score"},
     ),
     _generation_command_row(
-        "index",
-        _step_place("index"),
-        "build the FAISS indexes",
-        redis="none",
-        defaults={"step": "index"},
+        "index", _step_place("index"), "build the FAISS indexes", redis="none", defaults={"step": "index"}
     ),
     _generation_command_row(
         "quantize",
@@ -156,11 +152,7 @@ COMMANDS: tuple[CommandRow, ...] = (
     ),
     _generation_command_row("load", _step_place("load"), "stream the pages into Redis", defaults={"step": "load"}),
     _generation_command_row(
-        "verify",
-        _step_place("verify", "steps.load"),
-        "run the gates",
-        prepare=load_again,
-        defaults={"step": "verify"},
+        "verify", _step_place("verify", "steps.load"), "run the gates", prepare=load_again, defaults={"step": "verify"}
     ),
     CommandRow(
         "override",
@@ -214,11 +206,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         defaults={"unpin": False},
     ),
     CommandRow(
-        "unpin",
-        CommandPlace("cli.commands.pin"),
-        "lift a pin",
-        takes_generation=True,
-        defaults={"unpin": True},
+        "unpin", CommandPlace("cli.commands.pin"), "lift a pin", takes_generation=True, defaults={"unpin": True}
     ),
     *(
         CommandRow(
@@ -276,10 +264,7 @@ def build_command_parser(prog: str = PROG) -> argparse.ArgumentParser:
     ]
     other_rows = [
         _generation_command_row(
-            step_name,
-            _step_place(step_name),
-            f"run the step {step_name}",
-            defaults={"step": step_name},
+            step_name, _step_place(step_name), f"run the step {step_name}", defaults={"step": step_name}
         )
         for step_name in other_steps
     ]
@@ -288,13 +273,7 @@ def build_command_parser(prog: str = PROG) -> argparse.ArgumentParser:
         if row.takes_generation:
             command.add_argument("generation", help="generation id, as `begin` and `status` print it")
         row.add_options(command)
-        command.set_defaults(
-            run=row.place,
-            redis=row.redis,
-            prepare=row.prepare,
-            store=row.store,
-            **dict(row.defaults),
-        )
+        command.set_defaults(run=row.place, redis=row.redis, prepare=row.prepare, store=row.store, **dict(row.defaults))
     return parser
 
 
@@ -302,17 +281,9 @@ def _add_shared_options(parser: argparse.ArgumentParser | argparse._ArgumentGrou
     parser.add_argument("--config", metavar="FILE", help="TOML file with the night's settings")
     parser.add_argument("--namespace", help="keeps several Larders apart in one Redis")
     parser.add_argument(
-        "--artifacts",
-        metavar="URL",
-        type=absolute_path,
-        help="artefact store: a folder or an fsspec URL",
+        "--artifacts", metavar="URL", type=absolute_path, help="artefact store: a folder or an fsspec URL"
     )
-    parser.add_argument(
-        "--state",
-        metavar="DIR",
-        type=absolute_path,
-        help="this host's own files (default .larder)",
-    )
+    parser.add_argument("--state", metavar="DIR", type=absolute_path, help="this host's own files (default .larder)")
     parser.add_argument("--bundle", metavar="DIR", type=absolute_path, help="the model bundle")
     parser.add_argument("--shards", type=int, help="hash ranges to score separately")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")

@@ -40,10 +40,7 @@ NO_SETTINGS_TEXT = (
 LOCATION_VARIABLES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "REDIS_URL")
 """Environment variables that locate a namespace."""
 
-FEATURE_FIELDS: Mapping[str, Callable[[Manifest], Any]] = {
-    "reuse": reuse_field,
-    "events_until": events_until,
-}
+FEATURE_FIELDS: Mapping[str, Callable[[Manifest], Any]] = {"reuse": reuse_field, "events_until": events_until}
 """Fields that features add to a generation's status, from its manifest; null without a manifest."""
 
 FEATURE_LINES: tuple[Callable[[Mapping[str, Any]], list[str]], ...] = (copy_lines, event_lines)
@@ -151,21 +148,14 @@ def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_s
         "namespace": config.namespace,
         "well": True,
         "problems": [],
-        "redis": {
-            "state": namespace_state.redis,
-            "why": namespace_state.redis_error,
-            **namespace_state.memory,
-        },
+        "redis": {"state": namespace_state.redis, "why": namespace_state.redis_error, **namespace_state.memory},
         "live": namespace_state.live,
         "published_at": _published_at_text(namespace_state),
         "model": _live_model(config, namespace_state.live),
         "previous": namespace_state.ledger.previous,
         "epoch": None if namespace_state.pointer is None else namespace_state.pointer.epoch,
         "canary": namespace_state.canary
-        and {
-            "generation": namespace_state.canary.generation,
-            "percent": namespace_state.canary.percent,
-        },
+        and {"generation": namespace_state.canary.generation, "percent": namespace_state.canary.percent},
         "generations": generations,
         "schedule": schedule,
         "replicas": [_replica_fields(replica) for replica in namespace_state.replicas],
@@ -301,11 +291,7 @@ def _no_replica_problems(namespace_state: NamespaceState) -> list[str]:
 def _generation_fields(config: NightConfig, namespace_state: NamespaceState, generation: str) -> dict[str, Any]:
     row, ledger = namespace_state.rows.get(generation), namespace_state.ledger
     canary_generation = namespace_state.canary.generation if namespace_state.canary else None
-    generation_by_role = {
-        "live": namespace_state.live,
-        "previous": ledger.previous,
-        "canary": canary_generation,
-    }
+    generation_by_role = {"live": namespace_state.live, "previous": ledger.previous, "canary": canary_generation}
     generation_status: dict[str, Any] = {
         "generation": generation,
         "state": str(generation_state(generation, ledger, row) or GenerationState.BEGUN),
@@ -325,15 +311,7 @@ def _manifest_fields(manifest: Manifest | None, overrides: Mapping[str, str]) ->
     """Return the fields of a finished generation; null for an unfinished one."""
     if manifest is None:
         return dict.fromkeys(
-            (
-                "data_until",
-                "tables",
-                "redis_bytes",
-                "store_bytes",
-                "gates",
-                "remarks",
-                *FEATURE_FIELDS,
-            )
+            ("data_until", "tables", "redis_bytes", "store_bytes", "gates", "remarks", *FEATURE_FIELDS)
         )
     sizes_by_table = {
         field_name: {

@@ -9,12 +9,7 @@ from urllib.parse import urlsplit
 
 from cache.control.states import STATES_BY_ACTION, GenerationState
 from cache.errors import ConfigError
-from cache.process.redis_server import (
-    join_running_server,
-    recorded_server,
-    redis_url,
-    running_server,
-)
+from cache.process.redis_server import join_running_server, recorded_server, redis_url, running_server
 from precompute.config.progress import Progress
 from precompute.config.settings import NightConfig
 from precompute.releases.moves import new_attempt
@@ -98,10 +93,7 @@ def verify_again(config: NightConfig, arguments: argparse.Namespace, progress: P
 
     load_again(config, arguments, progress)
     # A refused or rolled-back one is lifted by `verify` alone, never on the way to a publish.
-    if _generation_state(config, arguments.generation) in (
-        GenerationState.LOADED,
-        GenerationState.VERIFIED,
-    ):
+    if _generation_state(config, arguments.generation) in (GenerationState.LOADED, GenerationState.VERIFIED):
         verify.run(config, {"generation": arguments.generation}, attempt=new_attempt(), progress=progress)
 
 

@@ -9,15 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
@@ -97,10 +89,7 @@ def _field_rows(field_values: Mapping[str, Any], name_prefix: str = "") -> Itera
         if field_value is None or field_value in ([], {}):
             continue
         if not isinstance(field_value, Mapping):
-            yield (
-                row_name,
-                ", ".join(map(str, field_value)) if isinstance(field_value, list) else str(field_value),
-            )
+            yield (row_name, ", ".join(map(str, field_value)) if isinstance(field_value, list) else str(field_value))
         elif any(isinstance(inner_value, Mapping | list) for inner_value in field_value.values()):
             yield from _field_rows(field_value, f"{row_name} ")
         else:

@@ -43,8 +43,7 @@ def devices(device_setting: str) -> tuple[str, ...]:
             _log.warning("there is a GPU, but no torch: scoring uses the processor (extra `gpu`)")
             return ()
         raise ConfigError(
-            f"device {device_setting!r} needs torch: install the extra `gpu`, or set device to `off`",
-            field="device",
+            f"device {device_setting!r} needs torch: install the extra `gpu`, or set device to `off`", field="device"
         )
     if device_setting == "cpu":
         return ("cpu",)
@@ -89,9 +88,7 @@ def claim_least_busy_device(
         lock_folder = locks_folder or _user_lock_folder()
     except OSError as error:
         _log.warning(
-            "GPUs are not counted, and this shard takes its turn's, %s: %s",
-            device_names[round_robin_index],
-            error,
+            "GPUs are not counted, and this shard takes its turn's, %s: %s", device_names[round_robin_index], error
         )
         yield device_names[round_robin_index]
         return
@@ -109,10 +106,7 @@ def claim_least_busy_device(
                 return
             held_slots_by_device = {
                 device_name: _held_slots(lock_folder, identity_by_device[device_name])
-                for device_name in (
-                    *device_names[round_robin_index:],
-                    *device_names[:round_robin_index],
-                )
+                for device_name in (*device_names[round_robin_index:], *device_names[:round_robin_index])
             }
             selected_device = min(held_slots_by_device, key=lambda device_name: len(held_slots_by_device[device_name]))
             free_slot = next(

@@ -135,12 +135,5 @@ class Queries:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors of these users."""
-        required_tensors = (
-            self.exact,
-            self.codes,
-            self.length,
-            self.residual,
-            self.scale,
-            self.size,
-        )
+        required_tensors = (self.exact, self.codes, self.length, self.residual, self.scale, self.size)
         return required_tensors if self.cosine_lengths is None else (*required_tensors, self.cosine_lengths)

@@ -19,14 +19,7 @@ from cache.model.ranking import Metric, unit_rows
 from cache.topk.flat import ComparableItems
 from precompute.device import hopper
 from precompute.device import search as operators
-from precompute.device.columns import (
-    BLOCK_GROUPS,
-    GROUPS_ABREAST,
-    SPLITS,
-    BlockStage,
-    Columns,
-    Queries,
-)
+from precompute.device.columns import BLOCK_GROUPS, GROUPS_ABREAST, SPLITS, BlockStage, Columns, Queries
 from precompute.device.hopper import HopperKernels
 from precompute.device.items import UNDERFLOW_ERROR, DeviceItems
 from precompute.device.kernels import above, keep
@@ -133,9 +126,7 @@ def search(
         items, columns, queries, required_counts, capacity, tiles, estimating=shape.estimating
     )
     best_keys = select_leading_keys(
-        compute_exact_keys(items, columns, queries, hidden_rows, kept_entries, left_out_bounds, tiles),
-        k,
-        tiles,
+        compute_exact_keys(items, columns, queries, hidden_rows, kept_entries, left_out_bounds, tiles), k, tiles
     )
     return best_keys, find_certain_lists(items, queries, best_keys, left_out_bounds)
 
@@ -245,22 +236,11 @@ def write_entries(
     reach = queries.length + queries.residual
     if tiles.hopper is not None:
         tiles.hopper.write_entries(
-            queries.codes,
-            reach,
-            limits,
-            columns,
-            weight,
-            stage,
-            entries,
-            entry_counts,
-            UNDERFLOW_ERROR,
+            queries.codes, reach, limits, columns, weight, stage, entries, entry_counts, UNDERFLOW_ERROR
         )
         return
     real_group_count = len(columns.longest) - len(columns.padding) // columns.size
-    tile, depth = (
-        max(GROUPS_ABREAST * columns.size, min(tiles.columns, columns.block)),
-        max(16, power_of_two(width)),
-    )
+    tile, depth = (max(GROUPS_ABREAST * columns.size, min(tiles.columns, columns.block)), max(16, power_of_two(width)))
     is_gpu = queries.codes.device.type == "cuda"
     writing, constraints = above.entry_instructions(tile // (GROUPS_ABREAST * columns.size)) if is_gpu else (None, None)
     above.above[-(-user_count // tiles.users), SPLITS](
@@ -292,20 +272,10 @@ def compute_exact_keys(
     keys = torch.empty((user_count, columns.size, capacity), dtype=torch.int64, device=kept_entries.device)
     if tiles.hopper is not None:
         tiles.hopper.write_keys(
-            items.exact,
-            items.cosine_lengths,
-            columns,
-            queries,
-            hidden_rows,
-            kept_entries,
-            left_out_bounds,
-            keys,
+            items.exact, items.cosine_lengths, columns, queries, hidden_rows, kept_entries, left_out_bounds, keys
         )
         return keys
-    part = min(
-        tiles.scored,
-        capacity if kept_entries.device.type == "cuda" else power_of_two(user_count * capacity),
-    )
+    part = min(tiles.scored, capacity if kept_entries.device.type == "cuda" else power_of_two(user_count * capacity))
     steps = items.exact.shape[1]
     placeholder_lengths = queries.exact  # where there are no lengths none are read
     kernels_of_keys.exact[-(-user_count * capacity // part),](
@@ -385,14 +355,7 @@ def compute_bounds(items: DeviceItems, columns: Columns, queries: Queries, tiles
     entry_counts = torch.empty((user_count, SEGMENTS), dtype=torch.int32, device=device)
     limits = torch.full((user_count,), _NO_SCORE, device=device)
     write_entries(
-        columns,
-        compute_block_weights(items, columns, queries),
-        queries,
-        limits,
-        stage,
-        entries,
-        entry_counts,
-        tiles,
+        columns, compute_block_weights(items, columns, queries), queries, limits, stage, entries, entry_counts, tiles
     )
     bounds = torch.full((user_count, len(columns.longest)), _NO_SCORE, device=device)
     is_written = torch.arange(room, device=device) < entry_counts[..., None]

@@ -27,10 +27,7 @@ WIDTH_MAX = 256
 """Largest width of a code: wider users do not fit into shared memory next to the items."""
 _CHUNK_NUMBERS = 64
 """Numbers of a code that one copy brings: 128 bytes of a row, which the copy engine swizzles."""
-_USER_CHUNK_BYTES, _STAGE_BYTES = (
-    PROGRAM_USERS * _CHUNK_NUMBERS * 2,
-    TILE_ITEMS * _CHUNK_NUMBERS * 2,
-)
+_USER_CHUNK_BYTES, _STAGE_BYTES = (PROGRAM_USERS * _CHUNK_NUMBERS * 2, TILE_ITEMS * _CHUNK_NUMBERS * 2)
 _STAGES_MAX = 8
 _SHARED_BYTES = 224 << 10
 """Shared memory for users and the ring of items; a program may have 227 KiB."""
@@ -182,12 +179,7 @@ def disable(device: torch.device) -> bool:
 
 @functools.lru_cache
 def _load_keep_kernel(capacity: int, segments: int, halvings: int, device: torch.device) -> Any:
-    constants = {
-        "CAPACITY": capacity,
-        "SEGMENTS": segments,
-        "ROOM": KEEP_ROOM,
-        "HALVINGS": halvings,
-    }
+    constants = {"CAPACITY": capacity, "SEGMENTS": segments, "ROOM": KEEP_ROOM, "HALVINGS": halvings}
     with torch.cuda.device(device):
         return _load_function("keep", compile_kernel("keep", constants), 0)
 

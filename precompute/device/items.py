@@ -61,11 +61,7 @@ class DeviceItems:
 
     @classmethod
     def of(
-        cls,
-        comparable_items: ComparableItems,
-        device: torch.device,
-        dtype: torch.dtype,
-        group: int | None = None,
+        cls, comparable_items: ComparableItems, device: torch.device, dtype: torch.dtype, group: int | None = None
     ) -> Self:
         """Copy the items to the device; raise torch.OutOfMemoryError if they do not fit."""
         dims = comparable_items.vectors.shape[1]
@@ -77,11 +73,7 @@ class DeviceItems:
         for first_index in range(0, len(ordinals_by_length), _ITEMS_AT_ONCE):  # so that copies on their way stay small
             part_ordinals = ordinals_by_length[first_index : first_index + _ITEMS_AT_ONCE]
             encoded_parts.append(
-                encode_vectors(
-                    copy_to_device(comparable_items.compared_vectors[part_ordinals], device),
-                    scale,
-                    dtype,
-                )
+                encode_vectors(copy_to_device(comparable_items.compared_vectors[part_ordinals], device), scale, dtype)
             )
             exact[first_index : first_index + _ITEMS_AT_ONCE] = arrange_in_sum_order(
                 copy_to_device(comparable_items.vectors[first_index : first_index + _ITEMS_AT_ONCE], device)

@@ -92,11 +92,7 @@ class Program:
             from torch.export.passes import move_to_device_pass
 
             program = move_to_device_pass(program, device)
-        return cls(
-            program.module(),
-            [input_names.index(input_name) for input_name in program_inputs],
-            torch_device,
-        )
+        return cls(program.module(), [input_names.index(input_name) for input_name in program_inputs], torch_device)
 
     def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """The output float32 [n, dims] of each batch, its inputs in the order of `input_names`.

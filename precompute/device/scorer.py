@@ -21,13 +21,7 @@ from cache.topk.flat import ComparableItems, TopLists, row_lengths_of
 from cache.topk.topk import Scorer, check_arguments
 from precompute.device.columns import Columns
 from precompute.device.failures import is_full, is_of_device
-from precompute.device.items import (
-    DeviceItems,
-    copy_to_host,
-    has_same_bits,
-    slice_if_consecutive,
-    unpack_keys,
-)
+from precompute.device.items import DeviceItems, copy_to_host, has_same_bits, slice_if_consecutive, unpack_keys
 from precompute.device.search import SearchShape, search, shape_of
 
 _log = logging.getLogger(__name__)
@@ -140,21 +134,12 @@ class DeviceScorer:
         """Return the top K of each user, like `Scorer.top`; `threads` are for the users left to the processor."""
         # That users are finite shows in their lengths, which the device finds.
         users, exclusions = check_arguments(self._comparable_items, users, k, excluded, allowed, check_finite=False)
-        top_lists = (
-            np.empty((len(users), k), np.uint32),
-            np.empty((len(users), k), np.float32),
-        )
+        top_lists = (np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32))
         report_progress = progress or (lambda _: None)
         remaining_rows = np.arange(len(users))
         try:
             search_request = _SearchRequest(
-                users,
-                k,
-                exclusions,
-                self._select_columns(allowed),
-                top_lists,
-                report_progress,
-                self._room_bytes(),
+                users, k, exclusions, self._select_columns(allowed), top_lists, report_progress, self._room_bytes()
             )
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             self._give_up(error)
@@ -255,12 +240,7 @@ class DeviceScorer:
                     tensor.record_stream(self._stream)
             kernels = self._usable_kernels(search_request, shape.fetch)
             keys, is_certain_on_device = (kernels.search if kernels else search)(
-                self._items,
-                search_request.columns,
-                queries,
-                excluded_pairs,
-                search_request.k,
-                shape,
+                self._items, search_request.columns, queries, excluded_pairs, search_request.k, shape
             )
             host_tensors, copied_event = self._copy_to_host((*unpack_keys(keys), is_certain_on_device, queries.size))
         if copied_event is not None:
@@ -366,10 +346,7 @@ def probe_kernels(dims: int, device: torch.device, use_kernels: bool | None) -> 
                 if fused.agrees(dims, device):
                     return fused
                 if hopper.disable(device) and fused.agrees(dims, device):
-                    _log.warning(
-                        "%s: the CUDA kernels' lists differ from the operators': Triton's are used",
-                        device,
-                    )
+                    _log.warning("%s: the CUDA kernels' lists differ from the operators': Triton's are used", device)
                     return fused
             reason = "its kernels' lists differ from the operators'"
     except (torch.OutOfMemoryError, torch.AcceleratorError):

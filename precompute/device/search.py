@@ -65,13 +65,7 @@ def split_into_tiles(columns: Columns, max_columns: int) -> Iterator[slice]:
     while first_column < column_count:
         width = max_columns // block_columns * block_columns or block_columns
         if column_count >= _SPLIT_BLOCKS * block_columns:
-            width = min(
-                width,
-                max(
-                    first_column,
-                    column_count // _FIRST_TILE_DIVISOR // block_columns * block_columns,
-                ),
-            )
+            width = min(width, max(first_column, column_count // _FIRST_TILE_DIVISOR // block_columns * block_columns))
         yield slice(first_column, min(first_column + width, column_count))
         first_column += width
 
@@ -89,9 +83,7 @@ def shape_of(items: DeviceItems, columns: Columns, fetch: int, room_bytes: int) 
     if width >= block_columns:
         return SearchShape(_ROWS_MIN, width, fetch)
     return SearchShape(
-        max(1, int(room_bytes // (bytes_per_user + block_columns * bytes_per_column))),
-        block_columns,
-        fetch,
+        max(1, int(room_bytes // (bytes_per_user + block_columns * bytes_per_column))), block_columns, fetch
     )
 
 
@@ -115,10 +107,7 @@ def search(
         torch.zeros((user_count, fetch), dtype=torch.int64, device=device),
         torch.full((user_count,), _NO_SCORE, device=device),
     )
-    excluded_rows, excluded_columns = (
-        excluded_pairs[0],
-        columns.column_by_ordinal[excluded_pairs[1]],
-    )
+    excluded_rows, excluded_columns = (excluded_pairs[0], columns.column_by_ordinal[excluded_pairs[1]])
     user_rows = torch.arange(user_count, device=device)
     for tile in split_into_tiles(columns, shape.columns):
         if tile.start:

@@ -48,13 +48,7 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
     erasure, is_new = None, False
     if entity_id is not None and arguments.forget:
         with audit_action("forget", subject):
-            readmit_entity(
-                store,
-                entity_id,
-                entity_kind,
-                forgotten_at=time.time(),
-                reason=arguments.reason or "",
-            )
+            readmit_entity(store, entity_id, entity_kind, forgotten_at=time.time(), reason=arguments.reason or "")
     elif entity_id is not None and not (arguments.status or arguments.list):
         with audit_action("erase", subject) as audit_details:
             erasure, is_new = begin_erasing(store, entity_id, entity_kind, requested_at=time.time())
@@ -146,13 +140,7 @@ def _render_statuses(erasure_statuses: Sequence[ErasureStatus], dropped_overlay_
         holder_rows = [(_holder_text(holder), removal_text) for holder, removal_text in erasure_status.holders] or [
             ("", "")
         ]
-        table.add_row(
-            _quote_if_ambiguous(erasure.entity),
-            erasure.kind,
-            iso(erasure.at),
-            state_text,
-            *holder_rows[0],
-        )
+        table.add_row(_quote_if_ambiguous(erasure.entity), erasure.kind, iso(erasure.at), state_text, *holder_rows[0])
         for holder_row in holder_rows[1:]:
             table.add_row("", "", "", "", *holder_row)
     pending_count = sum(erasure_status.state == "pending" for erasure_status in erasure_statuses)

@@ -21,14 +21,7 @@ from precompute.config.settings import NightConfig, retained_count
 from precompute.erasure.holders import EntityHolder, holders_by_erasure_number, sweep_left_out_notes
 from precompute.events.stream import forget_events
 from precompute.releases.release_log import Releases, ReleaseView, demand_reason
-from precompute.sources.erasures import (
-    Erasure,
-    all_erasures,
-    find_erasure,
-    mark_done,
-    mark_forgotten,
-    request_erasure,
-)
+from precompute.sources.erasures import Erasure, all_erasures, find_erasure, mark_done, mark_forgotten, request_erasure
 from precompute.traffic.exposures import forget_keys
 
 UNLINK_BATCH_KEYS = 256
@@ -89,12 +82,7 @@ def _block(store: ArtefactStore, ids_and_kinds: Sequence[tuple[bytes, EntityKind
 
 
 def readmit_entity(
-    store: ArtefactStore,
-    entity_id: bytes,
-    entity_kind: EntityKind,
-    *,
-    forgotten_at: float,
-    reason: str,
+    store: ArtefactStore, entity_id: bytes, entity_kind: EntityKind, *, forgotten_at: float, reason: str
 ) -> Erasure:
     """Re-admit an erased entity to later nights and to answers; raise Conflict if it is not erased."""
     reason = demand_reason("forgetting an erasure", reason)
@@ -219,9 +207,7 @@ def statuses_without_redis(store: ArtefactStore) -> list[ErasureStatus]:
     erasures, now_s = all_erasures(store), time.time()
     holders_by_number = holders_by_erasure_number(store, [erasure for erasure in erasures if erasure.is_pending], {})
     return _erasure_statuses(
-        erasures,
-        holders_by_number,
-        lambda holder: _describe_copy_fate(holder, now_s) if holder.is_copy else "",
+        erasures, holders_by_number, lambda holder: _describe_copy_fate(holder, now_s) if holder.is_copy else ""
     )
 
 
@@ -232,8 +218,7 @@ def _erasure_statuses(
 ) -> list[ErasureStatus]:
     return [
         ErasureStatus(
-            erasure,
-            tuple((holder, describe_fate(holder)) for holder in holders_by_number.get(erasure.number, ())),
+            erasure, tuple((holder, describe_fate(holder)) for holder in holders_by_number.get(erasure.number, ()))
         )
         for erasure in erasures
     ]

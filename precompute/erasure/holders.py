@@ -83,10 +83,7 @@ def _list_copies(store: ArtefactStore, *, left_out_generations: Collection[str])
     unrecorded_generations = (
         set(store.host_copies()) - {copy.generation for copy in recorded_copies} - set(left_out_generations)
     )
-    return [
-        *recorded_copies,
-        *(EntityHolder(generation, "this host") for generation in sorted(unrecorded_generations)),
-    ]
+    return [*recorded_copies, *(EntityHolder(generation, "this host") for generation in sorted(unrecorded_generations))]
 
 
 def _erasures_held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure]) -> Collection[int]:

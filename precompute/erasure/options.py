@@ -13,8 +13,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--status", action="store_true", help="only show how this one stands")
     command.add_argument("--forget", action="store_true", help="re-admit it to later nights and to answers")
     command.add_argument(
-        "--reason",
-        help="why it is erased or re-admitted; kept in the audit log, and in the record of the latter",
+        "--reason", help="why it is erased or re-admitted; kept in the audit log, and in the record of the latter"
     )
     command.add_argument(
         "--gone",

@@ -138,9 +138,7 @@ def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog,
         )
     has_time = interaction_times != 0
     return TimedLog.of(
-        user_ids.codes()[0][has_time],
-        numbered_item_ids.codes()[has_time],
-        interaction_times[has_time],
+        user_ids.codes()[0][has_time], numbered_item_ids.codes()[has_time], interaction_times[has_time]
     ), numbered_item_ids.names
 
 
@@ -176,12 +174,7 @@ class Targets:
 
     @classmethod
     def of(
-        cls,
-        log: TimedLog,
-        cut_us: int,
-        strategies: Sequence[RefreshStrategy],
-        users_max: int,
-        rng: np.random.Generator,
+        cls, log: TimedLog, cut_us: int, strategies: Sequence[RefreshStrategy], users_max: int, rng: np.random.Generator
     ) -> Self:
         """Find the first interactions with an item after the cut; draw `users_max` users if there are more.
 
@@ -340,10 +333,7 @@ def rank_targets(
     ranks, total_s = np.full(len(targets), -1, np.int64), 0.0
     for list_slice in _chunk_lists(list_bounds[2] - list_bounds[0]):
         starts, ends, exclusion_ends = list_bounds[:, list_slice]
-        input_histories, excluded = (
-            group_histories(log, starts, ends),
-            group_histories(log, starts, exclusion_ends),
-        )
+        input_histories, excluded = (group_histories(log, starts, ends), group_histories(log, starts, exclusion_ends))
         started_at = time.perf_counter()
         top_items = model.top(input_histories, excluded, k)
         total_s += time.perf_counter() - started_at
@@ -415,11 +405,7 @@ class Estimate:
         """Return a JSON-able form, rounded to five decimals."""
         return {
             statistic_name: round(statistic, 5)
-            for statistic_name, statistic in (
-                ("value", self.value),
-                ("low", self.low),
-                ("high", self.high),
-            )
+            for statistic_name, statistic in (("value", self.value), ("low", self.low), ("high", self.high))
         }
 
 
@@ -527,10 +513,7 @@ def replay(config: NightConfig, options: ReplayOptions, progress: Progress = qui
         changed_per_day, all_per_day = count_lists_per_day(log, cut_us, refresh_policy)
         costs.append(
             StrategyCost(
-                refresh_policy,
-                changed_per_day,
-                all_per_day,
-                1e3 * (alone_s if refresh_policy is EVENTS else batched_s),
+                refresh_policy, changed_per_day, all_per_day, 1e3 * (alone_s if refresh_policy is EVENTS else batched_s)
             )
         )
     is_after_cut = full_log.times >= cut_us
@@ -559,12 +542,7 @@ def replay(config: NightConfig, options: ReplayOptions, progress: Progress = qui
 
 @contextmanager
 def _replayed_bundle(
-    config: NightConfig,
-    options: ReplayOptions,
-    log: TimedLog,
-    item_ids: Any,
-    cut_us: int,
-    progress: Progress,
+    config: NightConfig, options: ReplayOptions, log: TimedLog, item_ids: Any, cut_us: int, progress: Progress
 ) -> Iterator[Bundle]:
     """Yield the configured bundle, or a reference bundle trained before the cut."""
     if options.configured_bundle:
@@ -584,9 +562,7 @@ def _replayed_bundle(
 
 
 def _estimate_groups(
-    targets: Targets,
-    ranks_by_strategy: Mapping[RefreshStrategy, NDArray[np.int64]],
-    rng: np.random.Generator,
+    targets: Targets, ranks_by_strategy: Mapping[RefreshStrategy, NDArray[np.int64]], rng: np.random.Generator
 ) -> Iterator[TargetGroup]:
     """Yield all targets, those with newer events, known and new users', and those by hours since the night."""
     hours_since_night = targets.since_night_us / (HOUR_S * MICROSECONDS_PER_SECOND)
@@ -607,13 +583,7 @@ def _estimate_groups(
     group_estimates = bootstrap_means(targets.users, measures, np.stack(list(mask_by_group.values())), rng)
     for (group_name, group_mask), estimates in zip(mask_by_group.items(), group_estimates, strict=True):
         recall, ndcg, gain = (
-            dict(
-                zip(
-                    ranks_by_strategy,
-                    estimates[first_column : first_column + len(ranks_by_strategy)],
-                    strict=True,
-                )
-            )
+            dict(zip(ranks_by_strategy, estimates[first_column : first_column + len(ranks_by_strategy)], strict=True))
             for first_column in range(0, 3 * len(ranks_by_strategy), len(ranks_by_strategy))
         )
         del gain[NIGHT]
@@ -629,12 +599,7 @@ def command(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any] | list[Table | str]:
     """Run `larder freshness`."""
-    for option_name, maximum in (
-        ("days", 3650),
-        ("k", K_MAX),
-        ("users", 10_000_000),
-        ("seed", 2**32 - 1),
-    ):
+    for option_name, maximum in (("days", 3650), ("k", K_MAX), ("users", 10_000_000), ("seed", 2**32 - 1)):
         option_value = getattr(arguments, option_name)
         if not (option_name != "seed") <= option_value <= maximum:
             minimum = int(option_name != "seed")
@@ -707,11 +672,7 @@ def report_tables(report: FreshnessReport) -> list[Table | str]:
         recalls = (f"{group.recall[refresh_policy].value:.4f}" for refresh_policy in STRATEGIES)
         newer_percentage = f"{group.with_newer / group.targets:.0%}"
         group_table.add_row(
-            group.name,
-            f"{group.targets:,}",
-            newer_percentage,
-            *recalls,
-            *_estimate_texts(group.gain[EVENTS]),
+            group.name, f"{group.targets:,}", newer_percentage, *recalls, *_estimate_texts(group.gain[EVENTS])
         )
     cost_table = _number_table("lists by", "lists a day, where inputs changed", "of all users", "ms a list", "s a day")
     for cost in report.costs:

@@ -26,20 +26,10 @@ from precompute.partitions.night_input import NightValues
 from precompute.scoring.towers import bind_inputs
 from precompute.sources.columns import Ids, UnusableMaskByReason, as_numpy_mask
 from precompute.sources.erasures import ErasedEntities
-from precompute.sources.features import (
-    EntityValues,
-    digest_of_event_values,
-    read_feature_values,
-    with_event_values,
-)
+from precompute.sources.features import EntityValues, digest_of_event_values, read_feature_values, with_event_values
 from precompute.sources.files import SourceFile, feature_file, source_file
 from precompute.sources.readers import NO_COLUMNS_OF_LISTS, read_features
-from precompute.sources.unusable import (
-    EVENTS_SOURCE_PREFIX,
-    NOT_FINITE_REASON,
-    RowCase,
-    UnusableRows,
-)
+from precompute.sources.unusable import EVENTS_SOURCE_PREFIX, NOT_FINITE_REASON, RowCase, UnusableRows
 
 ENTITIES_AT_ONCE: Final = 4_096
 """Users, or items, tried together."""
@@ -75,18 +65,13 @@ def read_event_values(
     event_values = EventValues.read(
         event_files,
         {"user": erased.users, "item": erased.items},
-        {
-            **input_columns_by_kind,
-            "item": input_columns_by_kind["item"] | {*config.sources.item_attributes},
-        },
+        {**input_columns_by_kind, "item": input_columns_by_kind["item"] | {*config.sources.item_attributes}},
         oldest_counted_number,
     )
     if config.sources.item_vectors:
         vector_by_item = newest_vector_by_item(event_files, oldest_counted_number)
         _note_left_out_vectors(
-            bundle,
-            {item_id: vector_by_item[item_id] for item_id in vector_by_item.keys() - erased.items},
-            unusable,
+            bundle, {item_id: vector_by_item[item_id] for item_id in vector_by_item.keys() - erased.items}, unusable
         )
     usable_user_values = _usable_values(config, bundle, "user", event_values.users, unusable)
     item_values_with_ids = _with_item_id_features(config, bundle, event_values)
@@ -147,11 +132,7 @@ def _note_left_out_vectors(
 
 
 def _usable_values(
-    config: NightConfig,
-    bundle: Bundle,
-    entity_kind: EntityKind,
-    values_by_entity: EntityValues,
-    unusable: UnusableRows,
+    config: NightConfig, bundle: Bundle, entity_kind: EntityKind, values_by_entity: EntityValues, unusable: UnusableRows
 ) -> EntityValues:
     for model in bundle.models:
         if not values_by_entity or model.entity != entity_kind or not model.spec.features:
@@ -217,9 +198,7 @@ class _ModelTrial:
                 }
                 is_bounded = model is bundle.item_tower and _largest_abs(outputs[good_indexes]) <= NEW_VECTOR_ABS_MAX
                 return replace(
-                    trial_without_row,
-                    row=example_row,
-                    output_abs_max=NEW_VECTOR_ABS_MAX if is_bounded else np.inf,
+                    trial_without_row, row=example_row, output_abs_max=NEW_VECTOR_ABS_MAX if is_bounded else np.inf
                 )
         return trial_without_row
 
@@ -276,10 +255,7 @@ class _ModelTrial:
             return
         finite_mask = np.asarray(np.isfinite(outputs).all(axis=1))
         finite_outputs = np.where(finite_mask[:, None], outputs, 0)
-        bad_mask_by_reason: UnusableMaskByReason = {
-            MODEL_RAISES_REASON: raised_mask,
-            NOT_FINITE_REASON: ~finite_mask,
-        }
+        bad_mask_by_reason: UnusableMaskByReason = {MODEL_RAISES_REASON: raised_mask, NOT_FINITE_REASON: ~finite_mask}
         bad_mask_by_reason[OUTPUT_TOO_LARGE_REASON] = np.asarray(
             np.abs(finite_outputs).max(axis=1) > self.output_abs_max
         )

@@ -30,12 +30,7 @@ from precompute.config.settings import NightConfig
 from precompute.sources.columns import Ids
 from precompute.sources.features import NO_ENTITY_VALUES, EntityValues
 from precompute.sources.files import SourceFile, open_for_arrow, source_file
-from precompute.sources.readers import (
-    BATCH_ROWS_MAX,
-    EVENT_INTERACTIONS_SOURCE,
-    Interactions,
-    translate_read_errors,
-)
+from precompute.sources.readers import BATCH_ROWS_MAX, EVENT_INTERACTIONS_SOURCE, Interactions, translate_read_errors
 from precompute.sources.unusable import UnusableRows
 
 EVENTS_FOLDER: Final = "events"
@@ -332,10 +327,7 @@ def _read_value_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, 
                     event_batch.column(column_name).to_pylist() for column_name in ("position", "event")
                 )
                 for position_number, event_text in zip(position_numbers, event_texts, strict=True):
-                    yield (
-                        Position.from_number(position_number),
-                        Event.from_bytes(event_text.encode()),
-                    )
+                    yield (Position.from_number(position_number), Event.from_bytes(event_text.encode()))
 
 
 def _only_attributes(event: Event, attributes_by_kind: Mapping[EntityKind, Collection[str]]) -> Event:

@@ -22,10 +22,7 @@ def event_input(config: NightConfig, events_until: str | None) -> FurtherInput:
     events = event_files(config, events_until)
     event_fields: EventFields = {}
     if events.until_position is not None:
-        events_entry: EventsEntry = {
-            "until": str(events.until_position),
-            "files": len(events.files),
-        }
+        events_entry: EventsEntry = {"until": str(events.until_position), "files": len(events.files)}
         event_fields = {"events": events_entry, "events_namespace": config.of_events().namespace}
     return FurtherInput(
         files=events.files,

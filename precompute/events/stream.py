@@ -123,11 +123,7 @@ class TakenEvents(NamedTuple):
 
 
 def take_events(
-    store: ArtefactStore,
-    client: "redis.Redis",
-    keys: Keyspace,
-    *,
-    erased_entities: ErasedEntities = NO_ERASURES,
+    store: ArtefactStore, client: "redis.Redis", keys: Keyspace, *, erased_entities: ErasedEntities = NO_ERASURES
 ) -> TakenEvents:
     """Write the events of the stream that the files lack as further files.
 
@@ -139,8 +135,7 @@ def take_events(
     while taken_events.until_position < end_position:
         stream_read = _read_stream(client, keys.events, taken_events.until_position, end_position, erased_entities)
         if store.write_once(
-            taken_file_path(taken_events.until_position),
-            encode_events(stream_read.rows, stream_read.until_position),
+            taken_file_path(taken_events.until_position), encode_events(stream_read.rows, stream_read.until_position)
         ):
             taken_events = TakenEvents(
                 stream_read.until_position,
@@ -162,11 +157,7 @@ class _StreamRead(NamedTuple):
 
 
 def _read_stream(
-    client: "redis.Redis",
-    stream_key: str,
-    after: Position,
-    end_position: Position,
-    erased_entities: ErasedEntities,
+    client: "redis.Redis", stream_key: str, after: Position, end_position: Position, erased_entities: ErasedEntities
 ) -> _StreamRead:
     """Read events after `after` up to `end_position`, or as many as fit a file."""
     positions_and_events: list[tuple[Position, Event]] = []
@@ -317,11 +308,7 @@ def _is_inbox_entry_of_erased(entry_fields: dict[bytes, bytes], erased: ErasedEn
 
 
 def forget_in_files(
-    store: ArtefactStore,
-    erased_entities: ErasedEntities,
-    *,
-    newest_alone: bool = False,
-    keep_superseded: bool = False,
+    store: ArtefactStore, erased_entities: ErasedEntities, *, newest_alone: bool = False, keep_superseded: bool = False
 ) -> int:
     """Rewrite the files that name erased entities until no new erasure came meanwhile; return the number of writes.
 
@@ -351,10 +338,7 @@ def _rewrite_without_erased(store: ArtefactStore, erased_entities: ErasedEntitie
     for file in files if erased_entities.users or erased_entities.items else ():
         if (raw_file := store.read(file.path)) is None:
             continue
-        end_position, table = (
-            read_end_position(raw_file, file.path),
-            read_event_table(raw_file, file.path),
-        )
+        end_position, table = (read_end_position(raw_file, file.path), read_event_table(raw_file, file.path))
         remaining_rows = without_erased(table, erased_entities)
         if len(remaining_rows) < len(table):
             store.write(file.path, encode_table(remaining_rows, end_position))
@@ -365,8 +349,7 @@ def _rewrite_without_erased(store: ArtefactStore, erased_entities: ErasedEntitie
 def without_erased(table: Any, erased_entities: ErasedEntities) -> Any:
     """Return the rows of a file that name no erased entity."""
     remaining_mask = pc.and_(
-        _mask_not_erased(table, "user", erased_entities.users),
-        _mask_not_erased(table, "item", erased_entities.items),
+        _mask_not_erased(table, "user", erased_entities.users), _mask_not_erased(table, "item", erased_entities.items)
     )
     return table.filter(remaining_mask)
 

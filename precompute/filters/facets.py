@@ -26,10 +26,7 @@ _RECORDS_PER_BATCH: Final = 4_096
 
 
 def write_facets(
-    build: Build,
-    attributes: Mapping[str, AttributeFiles],
-    items: ItemTable,
-    scores: NDArray[np.float32],
+    build: Build, attributes: Mapping[str, AttributeFiles], items: ItemTable, scores: NDArray[np.float32]
 ) -> FacetFields:
     """Write and publish the table of each facet, by `scores` float32 [items], ties by ordinal.
 
@@ -114,9 +111,7 @@ def _write_facet(
             batch_indexes = sort_order[start : start + _RECORDS_PER_BATCH]
             list_ordinals = values.lists(value_rows[batch_indexes], k)
             list_scores = np.where(
-                list_ordinals == NO_ITEM,
-                np.float32(0),
-                scores[np.where(list_ordinals == NO_ITEM, 0, list_ordinals)],
+                list_ordinals == NO_ITEM, np.float32(0), scores[np.where(list_ordinals == NO_ITEM, 0, list_ordinals)]
             )
             value_fingerprints = fingerprints([value_ids[row] for row in batch_indexes.tolist()])
             page_file.append(encode_topk(layout, value_fingerprints, list_ordinals, list_scores, cut_at))

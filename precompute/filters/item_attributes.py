@@ -139,11 +139,7 @@ def _as_arrays(column: AttributeColumn) -> ArrayByName:
 
 
 def _attribute_arrays(
-    column: Any,
-    source_file: SourceFile,
-    attribute_name: str,
-    items: ItemTable,
-    unusable: UnusableRows,
+    column: Any, source_file: SourceFile, attribute_name: str, items: ItemTable, unusable: UnusableRows
 ) -> tuple[AttributeKind, ArrayByName]:
     """(kind, arrays by the name of their file) of an Arrow array with a value for each item."""
     if pa.types.is_dictionary(column.type):
@@ -226,12 +222,7 @@ def _write_attribute(
 ) -> AttributeFiles:
     kind, arrays = typed_arrays
     path_by_part = {}
-    dtype_by_array = {
-        "values": DTYPE_BY_KIND[kind],
-        "offsets": "<u8",
-        "names": "u1",
-        "name_offsets": "<u8",
-    }
+    dtype_by_array = {"values": DTYPE_BY_KIND[kind], "offsets": "<u8", "names": "u1", "name_offsets": "<u8"}
     for array_name, array in arrays.items():
         path_by_part[array_name] = f"{ATTRIBUTES_FOLDER}/{attribute_index:04d}.{array_name}"
         write_atomically(root / path_by_part[array_name], array.astype(dtype_by_array[array_name]).tobytes())

@@ -28,12 +28,7 @@ from precompute.features import feature_gates
 from precompute.gates.evidence.candidate import Candidate, Gate, Measurement, Verdict
 from precompute.gates.rules.checksums import pages_in_redis
 from precompute.gates.rules.exact import exact_lists, exact_numbers, history_in_lists, item_vectors
-from precompute.gates.rules.headroom import (
-    disk_headroom,
-    maxmemory_policy,
-    memory_headroom,
-    redis_headroom,
-)
+from precompute.gates.rules.headroom import disk_headroom, maxmemory_policy, memory_headroom, redis_headroom
 from precompute.gates.rules.live import (
     distinct_lists,
     distinct_values,
@@ -141,10 +136,7 @@ OPENS_RULE: Final = "opens"
 LIVE_FILES_RULE: Final = "live_files"
 """The rule that the live generation's own manifest is there to be compared with."""
 
-INTEGRITY_RULES: Final = frozenset(gate.rule for gate in GATES if gate.is_integrity) | {
-    FILES_RULE,
-    OPENS_RULE,
-}
+INTEGRITY_RULES: Final = frozenset(gate.rule for gate in GATES if gate.is_integrity) | {FILES_RULE, OPENS_RULE}
 """Rules that detect invalid data, which cannot be overridden."""
 
 UNANSWERED_ERRORS: Final = (
@@ -308,10 +300,7 @@ def demand_overridable(rule: str) -> None:
     if rule in INTEGRITY_RULES:
         raise Refused(f"{rule} protects integrity and cannot be overridden: repair the generation", rule=rule)
     if rule not in OVERRIDABLE_RULES:
-        raise Refused(
-            f"there is no rule {rule!r}; known are {', '.join(sorted(OVERRIDABLE_RULES))}",
-            rule=rule,
-        )
+        raise Refused(f"there is no rule {rule!r}; known are {', '.join(sorted(OVERRIDABLE_RULES))}", rule=rule)
 
 
 def apply_overrides(verdicts: Sequence[Verdict], override_reasons: Mapping[str, str]) -> list[Verdict]:

@@ -122,10 +122,7 @@ def write_catalogue(
     is_answered = model_indices >= 0 if needs_item_index(bundle) else np.ones(len(catalogue_ids), np.bool_)
     if left_out_ids is not None:
         is_answered &= as_numpy_mask(pc.invert(pc.is_in(catalogue_ids, value_set=left_out_ids)))
-    answered_ids, model_indices = (
-        catalogue_ids.filter(pa.array(is_answered)),
-        model_indices[is_answered],
-    )
+    answered_ids, model_indices = (catalogue_ids.filter(pa.array(is_answered)), model_indices[is_answered])
     if not len(answered_ids):
         raise _unknown_catalogue_error(len(catalogue_ids))
     hash_seed, hash_texts = 0, text_hashes if hasher is hash_ids else _text_hasher_of(hasher)
@@ -138,10 +135,7 @@ def write_catalogue(
     shard_bounds = [*hashes.searchsorted(first_hashes).tolist(), len(hashes)]
     for shard in range(config.shards):
         shard_hashes = hashes[shard_bounds[shard] : shard_bounds[shard + 1]]
-        write_atomically(
-            generation_folder / directory_file_path("item", shard),
-            shard_hashes.astype("<u8").tobytes(),
-        )
+        write_atomically(generation_folder / directory_file_path("item", shard), shard_hashes.astype("<u8").tobytes())
     return {
         "item_seed": hash_seed,
         "items": len(hashes),
@@ -354,9 +348,7 @@ def open_items(generation_folder: Path, catalogue_fields: CatalogueFields, *, di
         for shard in range(shard_count)
     ]
     directory = Directory(
-        catalogue_fields["item_seed"],
-        [first_hash(shard, shard_count) for shard in range(shard_count)],
-        directory_parts,
+        catalogue_fields["item_seed"], [first_hash(shard, shard_count) for shard in range(shard_count)], directory_parts
     )
     vectors: NDArray[np.float32] = np.empty((0, 0), np.float32)
     if dims:
@@ -404,11 +396,7 @@ class ItemFeatures:
 
     def of(self, ordinals: NDArray[np.int64]) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
         """(values of these ordinals by the tower's input names, which of them have all); the others' mean nothing."""
-        has_all_inputs, values_by_input, arrow_rows = (
-            np.ones(len(ordinals), np.bool_),
-            {},
-            pa.array(ordinals),
-        )
+        has_all_inputs, values_by_input, arrow_rows = (np.ones(len(ordinals), np.bool_), {}, pa.array(ordinals))
         for input_spec in self._input_specs:
             column = self._column_by_name[str(input_spec.column)].take(arrow_rows).combine_chunks()
             feature_values = read_feature_values(column, input_spec)
@@ -454,12 +442,7 @@ def write_item_features(
     for column_name in sorted({str(feature.column) for feature in value_model_specs}):
         column_specs = [feature for feature in value_model_specs if feature.column == column_name]
         _note_unusable_values(
-            items,
-            column_name,
-            column_by_name[column_name],
-            column_specs,
-            unusable_rows,
-            config.feature_text_bytes,
+            items, column_name, column_by_name[column_name], column_specs, unusable_rows, config.feature_text_bytes
         )
     for column_name in {str(input_spec.column) for input_spec in input_specs if input_spec.dtype == "string"}:
         column_by_name[column_name], _ = without_long_texts(column_by_name[column_name], config.feature_text_bytes)

@@ -123,10 +123,7 @@ def write_item_digests(bundle: Bundle, items: ItemTable, generation_folder: Path
     for model in bundle.models:
         if model.entity == "item":
             item_digests = _digest_items(model.spec, items, generation_folder)
-            write_atomically(
-                generation_folder / item_digests_path(model.name),
-                item_digests.astype("<u8").tobytes(),
-            )
+            write_atomically(generation_folder / item_digests_path(model.name), item_digests.astype("<u8").tobytes())
 
 
 def _digest_items(spec: TowerSpec, items: ItemTable, generation_folder: Path) -> Digests:

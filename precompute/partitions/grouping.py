@@ -53,9 +53,7 @@ def order_if_distinct(hashes: NDArray[np.uint64]) -> NDArray[np.int64] | None:
 
 
 def order_by_user_and_time(
-    user_of_row: NDArray[np.int64],
-    time_of_row: NDArray[np.int64],
-    event_positions: NDArray[np.int64] | None = None,
+    user_of_row: NDArray[np.int64], time_of_row: NDArray[np.int64], event_positions: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
     """Return the order of `np.lexsort((time_of_row, user_of_row))`: numpy has a radix sort for numbered users.
 

@@ -45,11 +45,7 @@ CollectValues = Callable[[NightConfig, Bundle, ErasedEntities, UnusableRows, int
 
 
 def collect_no_values(
-    _config: NightConfig,
-    _bundle: Bundle,
-    _erased: ErasedEntities,
-    _unusable: UnusableRows,
-    _cut_s: int,
+    _config: NightConfig, _bundle: Bundle, _erased: ErasedEntities, _unusable: UnusableRows, _cut_s: int
 ) -> NightValues:
     """Return no values."""
     return NO_EVENT_VALUES

@@ -179,12 +179,7 @@ class EarlierPartition:
         )
 
     def take_over(
-        self,
-        shard_count: int,
-        folder: Path,
-        rows_files: ShardFiles,
-        ids_files: ShardFiles,
-        touched_files: ShardFiles,
+        self, shard_count: int, folder: Path, rows_files: ShardFiles, ids_files: ShardFiles, touched_files: ShardFiles
     ) -> None:
         """Copy its rows, ids and other files into the files of this night's partition."""
         for shard in range(shard_count):
@@ -267,12 +262,7 @@ class PartitionJob:
                 )  # fmt: skip
                 if night.config.sources.user_vectors:
                     write_vector_files(
-                        night.config,
-                        self.folder,
-                        self.dims,
-                        hash_user_ids,
-                        unusable_rows,
-                        erased=erased,
+                        night.config, self.folder, self.dims, hash_user_ids, unusable_rows, erased=erased
                     )
             else:
                 note_event_values(night, feature_columns, self.feature_inputs, unusable_rows, self.lists)
@@ -314,11 +304,7 @@ class PartitionJob:
 
 
 def _partition_interactions(
-    job: PartitionJob,
-    seed: int,
-    earlier: EarlierPartition | None,
-    unusable_rows: UnusableRows,
-    item_forms: IdForms,
+    job: PartitionJob, seed: int, earlier: EarlierPartition | None, unusable_rows: UnusableRows, item_forms: IdForms
 ) -> InteractionCounts:
     folder, config, items, erased = job.folder, job.night.config, job.night.items, job.night.erased
     popularity, unknown_hashes_seen = np.zeros(items.count, np.int64), DistinctHashes()
@@ -399,13 +385,7 @@ def _partition_interactions(
             if touched_files is not None:
                 touched_files.write(pa.table([user_hashes], schema=_TOUCHED_SCHEMA), user_ranges)
     return InteractionCounts(
-        row_count,
-        unknown_item_rows,
-        popularity,
-        unknown_hashes_seen.all(),
-        late_count,
-        row_counts,
-        unknown_examples,
+        row_count, unknown_item_rows, popularity, unknown_hashes_seen.all(), late_count, row_counts, unknown_examples
     )
 
 
@@ -429,12 +409,7 @@ def _count_users(
     with scratch_folder(folder) as scratch_path:
         naming_kinds = user_naming_kinds(file_kinds_in(folder, shard))
         slices = slice_shard(
-            folder,
-            shard,
-            shard_count,
-            scratch_path,
-            slice_rows_max=COUNTED_ROWS_AT_ONCE,
-            file_kinds=naming_kinds,
+            folder, shard, shard_count, scratch_path, slice_rows_max=COUNTED_ROWS_AT_ONCE, file_kinds=naming_kinds
         )
         user_count, hash_count = (sum(slice_counts) for slice_counts in zip(*count_distinct_ids(slices), strict=True))
         uncounted_users = feature_only_users = 0
@@ -463,10 +438,7 @@ def note_repeated_users(source_name: str, user_table: Any, unusable_rows: Unusab
     if len(repeated_rows):
         repeated_ids = user_table.column("user").take(pa.array(repeated_rows[:CASES_MAX])).to_pylist()
         unusable_rows.note(
-            source_name,
-            LISTED_BEFORE_REASON,
-            len(repeated_rows),
-            ({"user": user_id} for user_id in repeated_ids),
+            source_name, LISTED_BEFORE_REASON, len(repeated_rows), ({"user": user_id} for user_id in repeated_ids)
         )
 
 

@@ -130,14 +130,7 @@ def allow_open_files(file_count: int) -> None:
 class ShardFiles:
     """Writer of Arrow streams, one per hash range, to drafts that are renamed when all are complete."""
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        schema: Any,
-        *,
-        is_synced: bool = True,
-        ranges_per_file: int = 1,
-    ) -> None:
+    def __init__(self, paths: Sequence[Path], schema: Any, *, is_synced: bool = True, ranges_per_file: int = 1) -> None:
         """Open the drafts; each file holds so many consecutive `ranges_per_file` of hashes.
 
         `is_synced`: sync files to disk before renaming, since a truncated stream reads like a complete one.

@@ -175,18 +175,12 @@ def slice_shard(
         for path in shard_paths(scratch_path / "rough", rough_number, file_kinds):
             path.unlink()
     return ShardSlices(
-        scratch_path,
-        range(rough_numbers.start * slices_per_rough, rough_numbers.stop * slices_per_rough),
+        scratch_path, range(rough_numbers.start * slices_per_rough, rough_numbers.stop * slices_per_rough)
     )
 
 
 def _split_shard_files(
-    folder: Path,
-    shard: int,
-    target_folder: Path,
-    numbers: range,
-    total_ranges: int,
-    file_kinds: Sequence[str],
+    folder: Path, shard: int, target_folder: Path, numbers: range, total_ranges: int, file_kinds: Sequence[str]
 ) -> None:
     """Split a shard's files into `total_ranges` hash ranges, of which only those in `numbers` are written."""
     target_folder.mkdir(parents=True, exist_ok=True)
@@ -231,8 +225,7 @@ def write_selected_users(folder: Path, shard: int, user_hashes: NDArray[np.uint6
                         may_match[(row_hashes & np.uint64(_LOW_BITS_MASK)).astype(np.int64)]
                     )
                     hash_positions = np.minimum(
-                        user_hashes.searchsorted(row_hashes[candidate_rows]),
-                        max(0, len(user_hashes) - 1),
+                        user_hashes.searchsorted(row_hashes[candidate_rows]), max(0, len(user_hashes) - 1)
                     )
                     candidate_rows = (
                         candidate_rows[user_hashes[hash_positions] == row_hashes[candidate_rows]]
@@ -351,16 +344,10 @@ class ShardPieces:
         if slice_count > range_limit:
             return None
         batch_count_max = max(stream.batches for stream in stream_by_kind.values())
-        piece_count = min(
-            row_count // PIECE_ROWS,
-            row_count // (PIECE_ROWS_PER_BATCH_MIN * max(1, batch_count_max)),
-        )
+        piece_count = min(row_count // PIECE_ROWS, row_count // (PIECE_ROWS_PER_BATCH_MIN * max(1, batch_count_max)))
         range_count = min(range_limit, 1 << (max(slice_count, piece_count) - 1).bit_length())
         slice_count = -(-range_count // max(1, range_count // slice_count))
-        range_numbers, total_ranges = (
-            range(shard * range_count, (shard + 1) * range_count),
-            shard_count * range_count,
-        )
+        range_numbers, total_ranges = (range(shard * range_count, (shard + 1) * range_count), shard_count * range_count)
         first_hashes = np.array([first_hash(number, total_ranges) for number in range_numbers], np.uint64)
         last_hashes = np.array([first_hash(number + 1, total_ranges) - 1 for number in range_numbers], np.uint64)
         if not all(stream.find_ranges(first_hashes, last_hashes) for stream in stream_by_kind.values()):
@@ -381,9 +368,7 @@ class ShardPieces:
 def read_shard(folder: Path, shard: int, *, history_limit: int, answers_without_history: bool = False) -> ShardInput:
     """Read a shard's rows and group them by entity: known items only, each once (its latest position)."""
     return group_rows_by_entity(
-        read_tables_by_kind(folder, shard),
-        history_limit=history_limit,
-        answers_without_history=answers_without_history,
+        read_tables_by_kind(folder, shard), history_limit=history_limit, answers_without_history=answers_without_history
     )
 
 

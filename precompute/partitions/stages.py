@@ -73,10 +73,7 @@ class StreamStages:
         return []
 
     def _yield_results(
-        self,
-        thread: ThreadPoolExecutor,
-        remaining_values: Iterator[Value],
-        futures: "deque[Future[list[Value]]]",
+        self, thread: ThreadPoolExecutor, remaining_values: Iterator[Value], futures: "deque[Future[list[Value]]]"
     ) -> Iterator[Value]:
         while next_values := futures.popleft().result():
             futures.append(thread.submit(self._take_next, remaining_values))

@@ -15,11 +15,7 @@ import pyarrow.compute as pc
 from cache.format.ids import hash_ids
 from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig
-from precompute.partitions.catalogue import (
-    answerable_item_mask,
-    feature_inputs,
-    read_feature_items,
-)
+from precompute.partitions.catalogue import answerable_item_mask, feature_inputs, read_feature_items
 from precompute.partitions.partition import UNKNOWN_EXAMPLES_MAX, note_repeated_users
 from precompute.partitions.shard_files import USER_VECTORS_KIND, read_stream, shard_paths
 from precompute.partitions.shard_input import hash_id_rows
@@ -57,9 +53,7 @@ class TableRemarks(NamedTuple):
     is_refused: bool
 
 
-def read_first_batches(
-    interactions: Generator[Interactions, None, None],
-) -> tuple[list[Interactions], bool]:
+def read_first_batches(interactions: Generator[Interactions, None, None]) -> tuple[list[Interactions], bool]:
     """Return the batches of the first LOOKED_ROWS_MAX rows, about, and True if these are all."""
     batches, row_count = list[Interactions](), 0
     with closing(interactions) as closing_batches:
@@ -73,23 +67,14 @@ def read_first_batches(
 
 
 def preview_tables(
-    config: NightConfig,
-    bundle: Bundle | None,
-    batches: Sequence[Interactions],
-    unusable_rows: UnusableRows,
+    config: NightConfig, bundle: Bundle | None, batches: Sequence[Interactions], unusable_rows: UnusableRows
 ) -> TableRemarks:
     """Note the rows that the models cannot use, as the night counts them; return remarks on ids and on tables not read.
 
     `bundle` is None if there is none, or if the night makes it. Raises SourceError as the night does.
     """
     sources, remarks, is_refused = config.sources, list[str](), False
-    id_tables = [
-        (
-            "item",
-            catalogue_in_words(sources),
-            _read_item_ids(config, bundle, unusable_rows, remarks),
-        )
-    ]
+    id_tables = [("item", catalogue_in_words(sources), _read_item_ids(config, bundle, unusable_rows, remarks))]
     if bundle is not None:
         id_tables += _read_user_ids(config, bundle, unusable_rows, remarks)
     for entity_kind, table_name, id_texts in id_tables:
@@ -97,11 +82,7 @@ def preview_tables(
             id_columns = [batch.items if entity_kind == "item" else batch.users for batch in batches]
             unknown_share, unknown_examples = _unknown_share_and_examples(id_columns, id_texts)
             remarks += unknown_ids_remarks(
-                unknown_share,
-                entity_kind,
-                table_name,
-                unknown_examples,
-                id_texts[:UNKNOWN_EXAMPLES_MAX].to_pylist(),
+                unknown_share, entity_kind, table_name, unknown_examples, id_texts[:UNKNOWN_EXAMPLES_MAX].to_pylist()
             )
             # Users without features get no answer, which refuses a night if there is nobody else.
             threshold = config.gates.unknown_items if entity_kind == "item" else UNKNOWN_USERS_SHARE_MAX

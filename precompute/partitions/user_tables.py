@@ -34,12 +34,7 @@ from precompute.sources.features import (
     without_long_texts,
 )
 from precompute.sources.files import feature_file, source_file
-from precompute.sources.readers import (
-    NO_COLUMNS_OF_LISTS,
-    ColumnsOfLists,
-    feature_schema,
-    read_features,
-)
+from precompute.sources.readers import NO_COLUMNS_OF_LISTS, ColumnsOfLists, feature_schema, read_features
 from precompute.sources.unusable import TEXT_TOO_LONG_REASON, UnusableRows
 
 USER_IDS_SCHEMA = pa.schema([("user", pa.string()), (HASH_COLUMN, pa.uint64())])
@@ -133,9 +128,7 @@ def note_event_values(
     event_values = night.values.users
     if feature_columns and event_values:
         table_schema = feature_schema(
-            feature_file(night.config, "user", feature_columns[0]),
-            feature_columns,
-            columns_of_lists,
+            feature_file(night.config, "user", feature_columns[0]), feature_columns, columns_of_lists
         )
         type_by_column = {column_name: table_schema.field(column_name).type for column_name in feature_columns}
         read_event_values(type_by_column, event_values, "user", input_specs, unusable_rows)
@@ -157,19 +150,13 @@ def _without_long_texts(
         if is_long.any():
             bad_mask_by_reason = {f"{column_name}: {TEXT_TOO_LONG_REASON}": is_long}
             unusable_rows.note_rows(
-                f"{USER_FEATURES_SOURCE}.{column_name}",
-                bad_mask_by_reason,
-                lambda row: {"user": ids.name_of(row)},
+                f"{USER_FEATURES_SOURCE}.{column_name}", bad_mask_by_reason, lambda row: {"user": ids.name_of(row)}
             )
     return shortened_columns
 
 
 def _count_usable_values(
-    ids: Ids,
-    column_name: str,
-    feature_column: Any,
-    input_specs: Sequence[InputSpec],
-    unusable_rows: UnusableRows,
+    ids: Ids, column_name: str, feature_column: Any, input_specs: Sequence[InputSpec], unusable_rows: UnusableRows
 ) -> list[tuple[InputSpec, int]]:
     """Number of a batch's values that each input of a column can use; unusable ones are noted, missing ones are not.
 
@@ -207,11 +194,7 @@ def write_vector_files(
     shard_file_paths = [path for n in range(config.shards) for path in shard_paths(folder, n, (USER_VECTORS_KIND,))]
     with ShardFiles(shard_file_paths, file_schema, ranges_per_file=range_count_per_shard(config.shards)) as shard_files:
         for ids, column_by_name in read_features(
-            path,
-            sources.user_column,
-            (column,),
-            source_name=USER_VECTORS_SOURCE,
-            unusable_rows=unusable_rows,
+            path, sources.user_column, (column,), source_name=USER_VECTORS_SOURCE, unusable_rows=unusable_rows
         ):
             rows_read += len(ids)
             unusable_rows.count_checked(USER_VECTORS_SOURCE, len(ids))
@@ -221,10 +204,7 @@ def write_vector_files(
                 unusable_rows.note_rows(USER_VECTORS_SOURCE, vector_values.unusable_mask_by_reason, describe_row)
             is_kept = vector_values.usable & erased.kept_users_mask(ids)
             used_rows += int(is_kept.sum())
-            kept_hashes, flat_vectors = (
-                hash_user_ids(ids)[is_kept],
-                pa.array(vector_values.numbers[is_kept].ravel()),
-            )
+            kept_hashes, flat_vectors = (hash_user_ids(ids)[is_kept], pa.array(vector_values.numbers[is_kept].ravel()))
             shard_files.write(
                 pa.table([
                     ids.texts().filter(pa.array(is_kept)), kept_hashes,

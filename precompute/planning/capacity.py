@@ -118,10 +118,7 @@ def find_limits(
         )
         redis_nodes = tuple(
             RedisNode(
-                "primary" if node_count == 1 else f"primary {node_index + 1}",
-                1 / node_count,
-                limit_bytes,
-                limit_source,
+                "primary" if node_count == 1 else f"primary {node_index + 1}", 1 / node_count, limit_bytes, limit_source
             )
             for node_index in range(node_count)
         )
@@ -138,10 +135,7 @@ def find_limits(
 def _read_nodes(config: NightConfig, record_bytes: int) -> tuple[tuple[RedisNode, ...], tuple[ArmRoom, ...]]:
     with connect(config.redis_url, config.redis_timeout_s) as client:
         control, share_by_node = Control(client, config.keyspace()), compute_keyspace_shares(client)
-        own_bytes, arms = (
-            redis_page_bytes(config.store(), control),
-            compute_arm_rooms(config, client),
-        )
+        own_bytes, arms = (redis_page_bytes(config.store(), control), compute_arm_rooms(config, client))
         arm_growth_bytes = sum(arm.growth_bytes(peak_generation_count(config.keep)) for arm in arms)
         nodes = []
         for node_name, server in primary_clients(client).items():

@@ -150,7 +150,7 @@ CARDS: Mapping[str, Card] = {
         "NVIDIA H200",
         (ListCost(128, 1_088_674, 0.8175), ListCost(256, 639_953, 0.802)),
         ShardCost(256_682, 57_837, 14_595_211, cores=16, interactions_per_user=16),
-    ),
+    )
 }
 """Measured cards by the name of their results' files."""
 

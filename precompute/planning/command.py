@@ -78,10 +78,7 @@ def _count_requests(path: Path, config: NightConfig) -> NDArray[np.int64]:
 
 
 def _forecast_json(
-    night_forecast: Forecast,
-    verdicts: list[Verdict],
-    generation_count: int,
-    arms: Sequence[ArmRoom],
+    night_forecast: Forecast, verdicts: list[Verdict], generation_count: int, arms: Sequence[ArmRoom]
 ) -> OutputContent:
     report = {
         **night_forecast.to_json(),
@@ -118,26 +115,17 @@ def _forecast_tables(
         size_table.add_row(escape(row_name), size_text(arm.largest_bytes), peak_text)
     time_table = Table("step", "minutes", "processor minutes", "of it")
     scoring = timings.total
-    timing_by_part = {
-        "items embedded": timings.embed,
-        "users": timings.users,
-        "items": timings.items,
-    }
+    timing_by_part = {"items embedded": timings.embed, "users": timings.users, "items": timings.items}
     time_table.add_row(
         "score",
         *_minute_texts(scoring),
         ", ".join(f"{row_name} {timing.wall_s / 60:.2f}" for row_name, timing in timing_by_part.items()),
     )
     time_table.add_row(
-        "score on GPUs",
-        f"{night_forecast.gpu_s / 60:.2f}",
-        "",
-        f"by {escape(night_forecast.gpu_rate_source)}",
+        "score on GPUs", f"{night_forecast.gpu_s / 60:.2f}", "", f"by {escape(night_forecast.gpu_rate_source)}"
     )
     time_table.add_row(
-        "load",
-        *_minute_texts(night_forecast.load),
-        f"beside readers at most {night_forecast.load_s_max / 60:.2f}",
+        "load", *_minute_texts(night_forecast.load), f"beside readers at most {night_forecast.load_s_max / 60:.2f}"
     )
     copying_table = _copying_table(night_forecast)
     memory_table = Table("step", "memory at most")
@@ -169,10 +157,7 @@ def _forecast_tables(
     for verdict in verdicts:
         refusal_label = "" if verdict.passed else "[red]refused[/red] "
         gate_table.add_row(
-            verdict.rule,
-            f"{verdict.value}",
-            f"{verdict.threshold}",
-            refusal_label + escape(verdict.note),
+            verdict.rule, f"{verdict.value}", f"{verdict.threshold}", refusal_label + escape(verdict.note)
         )
     for column in (*time_table.columns[1:3], *rate_table.columns):
         column.justify, column.no_wrap = "right", True
@@ -203,12 +188,7 @@ def _copying_table(night_forecast: Forecast) -> Table:
     for copying_night in night_forecast.copying_nights:
         percentages = (
             f"{fraction:.1%}"
-            for fraction in (
-                copying_night.inputs,
-                copying_night.lost,
-                copying_night.entered,
-                copying_night.copied,
-            )
+            for fraction in (copying_night.inputs, copying_night.lost, copying_night.entered, copying_night.copied)
         )
         table.add_row(
             f"{100 * copying_night.items_changed:g}% of items changed",

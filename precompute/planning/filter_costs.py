@@ -147,11 +147,7 @@ def _short_list_shares(lists: NDArray[np.uint32], mask: NDArray[np.bool_]) -> tu
 
 
 def _measure_search_s(
-    vectors: NDArray[np.float32],
-    sample: SampledVectors,
-    mask: NDArray[np.bool_],
-    k: int,
-    metric: Metric,
+    vectors: NDArray[np.float32], sample: SampledVectors, mask: NDArray[np.bool_], k: int, metric: Metric
 ) -> float:
     """Return the processor seconds of the service's search by one vector."""
     searcher, queries, exclusions = SubsetSearch(vectors), sample[0][:_SEARCH_COUNT], sample[1]

@@ -19,14 +19,7 @@ from cache.l2.sync_clients import connect
 from cache.process.host import usable_cores
 from cache.process.redis_server import join_or_start_server
 from cache.quality.probe import probe_bytes
-from cache.tiers.l1 import (
-    ENTRY_OVERHEAD_BYTES,
-    READY_OVERHEAD_BYTES,
-    Entry,
-    LocalKey,
-    LocalTier,
-    entry_size_bytes,
-)
+from cache.tiers.l1 import ENTRY_OVERHEAD_BYTES, READY_OVERHEAD_BYTES, Entry, LocalKey, LocalTier, entry_size_bytes
 from precompute.adapters.vector_bundle import make_vector_bundle
 from precompute.builds.reports import EMBED_ITEMS_REPORT
 from precompute.builds.tables import (
@@ -232,11 +225,7 @@ def forecast(
             trial = open_trial(config, sample, folder, redis_server.url)
             shape = _shape_night(config, trial, parameters, source_user_count)
             timings = time_scoring(
-                trial,
-                shape,
-                source_users=source_user_count,
-                seconds=parameters.seconds,
-                progress=progress,
+                trial, shape, source_users=source_user_count, seconds=parameters.seconds, progress=progress
             )
             shape = replace(shape, users=round(source_user_count * timings.recorded_share))
             with connect(redis_server.url, config.redis_timeout_s) as client:
@@ -379,14 +368,8 @@ def find_changed_share(stated_share: float | None, sample: Sample, cutoff_at: da
         return stated_share, f"{stated_share:.1%} of the users changed, as stated"
     active_share = find_active_share(sample, cutoff_at)
     if active_share is None:
-        return (
-            USERS_CHANGED_SHARE,
-            f"{USERS_CHANGED_SHARE:.1%} of the users changed: assumed, nothing has a time",
-        )
-    return (
-        active_share,
-        f"{active_share:.1%} of the users did something in the last day before the cut",
-    )
+        return (USERS_CHANGED_SHARE, f"{USERS_CHANGED_SHARE:.1%} of the users changed: assumed, nothing has a time")
+    return (active_share, f"{active_share:.1%} of the users did something in the last day before the cut")
 
 
 def find_active_share(sample: Sample, cutoff_at: datetime | None) -> float | None:
@@ -500,10 +483,7 @@ def zipf_popularity(user_count: int, exponent: float) -> Popularity:
     while bin_edges[-1] < user_count:
         bin_edges.append(min(user_count, max(bin_edges[-1] + 1, int(bin_edges[-1] * BIN_GROWTH))))
     # The midpoint rule: the sum over ranks a+1..b is the integral from a+1/2 to b+1/2.
-    low_edges, high_edges = (
-        np.array(bin_edges[:-1], np.float64) + 0.5,
-        np.array(bin_edges[1:], np.float64) + 0.5,
-    )
+    low_edges, high_edges = (np.array(bin_edges[:-1], np.float64) + 0.5, np.array(bin_edges[1:], np.float64) + 0.5)
     power = 1 - exponent
     bin_mass = np.log(high_edges / low_edges) if power == 0 else (high_edges**power - low_edges**power) / power
     key_counts = np.concatenate([np.ones(exact_count), high_edges - low_edges])
@@ -575,10 +555,7 @@ def l1_hit_rates(
     entries_max = float(popularity.key_counts.sum()) * (2 if answer_entry_bytes else 1)
     entries = entries_max if math.isinf(time) else contents(time)[0]
     return HitRates(
-        max_bytes,
-        entries,
-        _steady_rate(popularity, time),
-        _rate_from_cold(popularity, time, request_count),
+        max_bytes, entries, _steady_rate(popularity, time), _rate_from_cold(popularity, time, request_count)
     )
 
 

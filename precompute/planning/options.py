@@ -97,11 +97,7 @@ class _ChooseCard(argparse.Action):
     """Stores --card, and has another command answer, which needs neither a sample nor Redis."""
 
     def __call__(
-        self,
-        _parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        _option: str | None = None,
+        self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _option: str | None = None
     ) -> None:
         setattr(namespace, self.dest, values)
         namespace.run, namespace.redis = self.const, "none"
@@ -177,10 +173,7 @@ def quick_answer(argv: Sequence[str]) -> str | None:
         return None
     if unknown_arguments or min(options.users, options.items, options.dims, options.k) < 1:
         return None
-    return _card_text(
-        card.forecast_night(options.users, options.items, options.dims, options.k),
-        is_json=options.json,
-    )
+    return _card_text(card.forecast_night(options.users, options.items, options.dims, options.k), is_json=options.json)
 
 
 def plan_on_card(config: "NightConfig", arguments: argparse.Namespace, _progress: "Progress") -> "CommandOutput":

@@ -114,17 +114,13 @@ def draw_sample(
         distinct_users.add(batch.users.hashes(SAMPLE_HASH_SEED))
         interactions += len(batch.times)
         progress("count users", interactions, 0)
-    for feature_batches in (
-        _read_user_features(config, feature_columns, list_columns),
-        _read_user_vectors(config),
-    ):
+    for feature_batches in (_read_user_features(config, feature_columns, list_columns), _read_user_vectors(config)):
         for user_ids, _ in feature_batches:
             distinct_users.add(user_ids.hashes(SAMPLE_HASH_SEED))
     if not distinct_users.count:
         raise ConfigError("the sources name no entity at all; is sources.interactions right?")
     sample_size = min(
-        len(distinct_users.smallest_hashes),
-        max(SAMPLED_USERS_MIN, round(user_share * distinct_users.count)),
+        len(distinct_users.smallest_hashes), max(SAMPLED_USERS_MIN, round(user_share * distinct_users.count))
     )
     hash_max = distinct_users.smallest_hashes[sample_size - 1]
     interaction_tables = [_INTERACTION_SCHEMA.empty_table()]  # of a night without interactions there are no others
@@ -132,11 +128,7 @@ def draw_sample(
         sampled_batch = batch.only(hash_id_rows(batch.users, SAMPLE_HASH_SEED) <= hash_max)
         interaction_tables.append(
             pa.table(
-                {
-                    "user": sampled_batch.users.texts(),
-                    "item": sampled_batch.items.texts(),
-                    "time": sampled_batch.times,
-                }
+                {"user": sampled_batch.users.texts(), "item": sampled_batch.items.texts(), "time": sampled_batch.times}
             )
         )
         progress("draw the sample", sum(map(len, interaction_tables)), 0)

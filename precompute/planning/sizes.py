@@ -63,12 +63,7 @@ class Pages:
         """Entities spread evenly over the parts, as their hashes do but for chance."""
         page_records = records_per_page(layout, page_bytes)
         full_pages, leftover_records = divmod(round(record_count / part_count), page_records)
-        return cls(
-            part_count,
-            full_pages,
-            page_records * layout.size_bytes,
-            leftover_records * layout.size_bytes,
-        )
+        return cls(part_count, full_pages, page_records * layout.size_bytes, leftover_records * layout.size_bytes)
 
     @property
     def count(self) -> int:
@@ -92,10 +87,7 @@ class Pages:
         """The different sizes that occur."""
         return {
             size
-            for size, page_count in (
-                (self.full_page_bytes, self.full_pages),
-                (self.last_page_bytes, 1),
-            )
+            for size, page_count in ((self.full_page_bytes, self.full_pages), (self.last_page_bytes, 1))
             if size and page_count
         }
 
@@ -239,10 +231,7 @@ def step_bytes(shape: NightShape) -> Mapping[str, int]:
 
 
 def _batch_bytes(shape: NightShape) -> int:
-    return max(
-        BATCH_ROWS_MAX * GROUPED_ROW_BYTES,
-        min(BATCH_BYTES_MAX, round(BATCH_ROWS_MAX * shape.feature_bytes)),
-    )
+    return max(BATCH_ROWS_MAX * GROUPED_ROW_BYTES, min(BATCH_BYTES_MAX, round(BATCH_ROWS_MAX * shape.feature_bytes)))
 
 
 def _slice_bytes(shape: NightShape) -> int:

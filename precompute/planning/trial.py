@@ -215,8 +215,7 @@ class Trial:
             device_names = devices(device_setting)
         except ConfigError:  # a plan is made elsewhere than the nights run
             return replace(
-                table_rate,
-                origin=f"{table_rate.origin}; device {device_setting!r} cannot be used on this host",
+                table_rate, origin=f"{table_rate.origin}; device {device_setting!r} cannot be used on this host"
             )
         if device_names:
             user_vectors, item_vectors = self.encode_sample()
@@ -235,9 +234,7 @@ class Trial:
         search_times_s = []
         for searched_vectors in (item_vectors, item_vectors[np.sort(half_ordinals)]):
             search = partial(
-                Scorer.of(searched_vectors, self.bundle.metric).top,
-                user_vectors,
-                min(k, len(half_ordinals)),
+                Scorer.of(searched_vectors, self.bundle.metric).top, user_vectors, min(k, len(half_ordinals))
             )
             search()
             search_times_s.append(min(measure_time(search)[0].cpu_s for _ in range(REPEAT_COUNT)))
@@ -259,12 +256,7 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
 
 
 def time_scoring(
-    trial: Trial,
-    shape: NightShape,
-    *,
-    source_users: int,
-    seconds: float,
-    progress: Progress = quiet,
+    trial: Trial, shape: NightShape, *, source_users: int, seconds: float, progress: Progress = quiet
 ) -> Timings:
     """Runs over two numbers of users and of items, the larger one for about `seconds` or a whole shard."""
     recorded_share, preparation_time, opening_time = (
@@ -272,10 +264,7 @@ def time_scoring(
         trial.time_preparation(),
         trial.time_opening(),
     )
-    users_per_shard, trial_item_count = (
-        -(-source_users // shape.shards),
-        trial.begin_report["items"],
-    )
+    users_per_shard, trial_item_count = (-(-source_users // shape.shards), trial.begin_report["items"])
     stage_seconds_by_count: list[tuple[int, Mapping[str, float]]] = []
 
     def score(user_count: int) -> TimeSpent:
@@ -359,11 +348,7 @@ def rate_from_table(item_count: int, dims: int, k: int) -> DeviceRate:
 
 
 def rate_from_rehearsal(
-    device: str,
-    user_vectors: NDArray[np.float32],
-    item_vectors: NDArray[np.float32],
-    metric: Metric,
-    k: int,
+    device: str, user_vectors: NDArray[np.float32], item_vectors: NDArray[np.float32], metric: Metric, k: int
 ) -> DeviceRate | None:
     """Rate of a device of torch for some real users and all items; None where it cannot hold them, or without users."""
     if not len(user_vectors):
@@ -447,21 +432,7 @@ def _manifest_of_zeros(namespace: str, shape: NightShape, payload_share: float, 
         tables[table_name] = Table(table_name, entity, Producer("none"), layout, page_records, parts, ())
     empty_artefact = Artefact("none", 0, "")
     item_files = ItemFiles(empty_artefact, empty_artefact, empty_artefact, empty_artefact, 0, 0)
-    return Manifest(
-        namespace,
-        REHEARSED_GENERATION,
-        0,
-        0,
-        "",
-        "",
-        {},
-        item_files,
-        tables,
-        {},
-        {},
-        empty_artefact,
-        (),
-    )
+    return Manifest(namespace, REHEARSED_GENERATION, 0, 0, "", "", {}, item_files, tables, {}, {}, empty_artefact, ())
 
 
 def measure_time(run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0) -> tuple[TimeSpent, Result]:

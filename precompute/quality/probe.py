@@ -6,14 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.quality.probe import (
-    PROBE_FACT,
-    PROBE_FILE,
-    PROBE_USERS_MAX,
-    ProbePart,
-    probe_part,
-    write_probe,
-)
+from cache.quality.probe import PROBE_FACT, PROBE_FILE, PROBE_USERS_MAX, ProbePart, probe_part, write_probe
 from precompute.builds.build import Build
 from precompute.builds.reports import QUANTIZE_REPORT, SampleFields, ShardReport, file_entry
 from precompute.partitions.shard_input import ShardInput

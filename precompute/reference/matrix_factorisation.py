@@ -181,10 +181,7 @@ def train_tables(
         else:
             if start_spectrum is None or start_spectrum.vectors.shape[1] < training_shape_in_use.dims:
                 start_spectrum = compute_singular_vectors(
-                    user_item_matrix,
-                    SpectralShape(dims=training_shape_in_use.dims),
-                    rng,
-                    round_count=SPECTRAL_ROUNDS,
+                    user_item_matrix, SpectralShape(dims=training_shape_in_use.dims), rng, round_count=SPECTRAL_ROUNDS
                 )
             vectors = train_alternating_item_vectors(user_item_matrix, start_spectrum, training_shape_in_use, rng)
             for shape in training_shapes:
@@ -193,11 +190,7 @@ def train_tables(
 
 
 def compute_singular_vectors(
-    user_item_matrix: UserItemMatrix,
-    shape: SpectralShape,
-    rng: np.random.Generator,
-    *,
-    round_count: int,
+    user_item_matrix: UserItemMatrix, shape: SpectralShape, rng: np.random.Generator, *, round_count: int
 ) -> Spectrum:
     """Compute top singular vectors of the normalised matrix by subspace iteration (Halko et al., 2011); signs fixed."""
     width = min(shape.dims + _EXTRA_DIMS, user_item_matrix.items)
@@ -239,10 +232,7 @@ def compute_spectral_tables(
     spectrum: Spectrum, item_degrees: NDArray[np.float64], shape: SpectralShape
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return (rows whose sum over a history is the user, vectors of the items), float32 [items, dims] each."""
-    singular_vectors, singular_values = (
-        spectrum.vectors[:, : shape.dims],
-        spectrum.values[: shape.dims],
-    )
+    singular_vectors, singular_values = (spectrum.vectors[:, : shape.dims], spectrum.values[: shape.dims])
     squared_values = np.square(singular_values)
     damping = squared_values / np.maximum(squared_values + shape.ridge * squared_values[0], 1e-30)
     history_rows = degree_power(item_degrees, -shape.item_exponent)[:, None] * singular_vectors * damping
@@ -330,9 +320,7 @@ class _Side:
                 clicked_vectors = workspace[: padded_indexes.size * dims].reshape(*padded_indexes.shape, dims)
                 np.take(padded_vectors, padded_indexes, axis=0, out=clicked_vectors, mode="clip")
                 improved_vectors[block_rows] = _improve_rows(
-                    improved_vectors[block_rows],
-                    clicked_vectors,
-                    diagonal + self.regularizations[block_rows, None],
+                    improved_vectors[block_rows], clicked_vectors, diagonal + self.regularizations[block_rows, None]
                 )
 
         with ThreadPoolExecutor(cores) as pool:
@@ -353,9 +341,7 @@ class _Side:
 
 
 def _improve_rows(
-    solution: NDArray[np.float32],
-    clicked_vectors: NDArray[np.float32],
-    diagonal: NDArray[np.float32],
+    solution: NDArray[np.float32], clicked_vectors: NDArray[np.float32], diagonal: NDArray[np.float32]
 ) -> NDArray[np.float32]:
     """Step from x towards (Z'Z + D) x = Z'1, preconditioned by D; x, D [n, dims], Z the clicked [n, length, dims]."""
 

@@ -41,12 +41,7 @@ from precompute.reference.matrix_factorisation import (
 from precompute.sources.columns import Ids, to_arrow_strings
 from precompute.sources.erasures import ErasedEntities, all_erasures
 from precompute.sources.files import source_file, source_files
-from precompute.sources.plausibility import (
-    chosen_cut_in_words,
-    demand_enough_ids,
-    demand_several_items,
-    demand_times,
-)
+from precompute.sources.plausibility import chosen_cut_in_words, demand_enough_ids, demand_several_items, demand_times
 from precompute.sources.readers import feature_schema, read_features, read_interactions
 from precompute.sources.vocabulary import HashedIds, NumberedIds, Vocabulary, to_string_chunks
 
@@ -196,11 +191,7 @@ def _read_categories(config: NightConfig, item_ids: Any) -> Any:
     matched_indexes = np.flatnonzero(item_rows >= 0)[::-1]  # of an item that comes twice, its first row
     category_codes[item_rows[matched_indexes]] = row_category_codes[matched_indexes]
     category_texts = pc.fill_null(category_names.names.take(pa.array(category_codes, mask=category_codes < 0)), "")
-    return pc.if_else(
-        pc.equal(category_texts, ""),
-        pa.scalar(UNKNOWN_CATEGORY, category_texts.type),
-        category_texts,
-    )
+    return pc.if_else(pc.equal(category_texts, ""), pa.scalar(UNKNOWN_CATEGORY, category_texts.type), category_texts)
 
 
 def train(
@@ -225,15 +216,7 @@ def train(
     dims = min(dims, user_count, item_count)
     rng, choice_rng = np.random.default_rng(seed).spawn(2)
     choice = (
-        choose_shape(
-            data.user_rows,
-            data.item_rows,
-            item_count,
-            dims,
-            choice_rng,
-            times=data.times,
-            progress=progress,
-        )
+        choose_shape(data.user_rows, data.item_rows, item_count, dims, choice_rng, times=data.times, progress=progress)
         if shape is None
         else ShapeChoice(replace(shape, dims=dims))
     )
@@ -293,8 +276,7 @@ def _export_programs(
         from precompute.reference import exports
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "reference.programs needs torch: install the extra `gpu`, or set it to false",
-            field="programs",
+            "reference.programs needs torch: install the extra `gpu`, or set it to false", field="programs"
         ) from error
     return {
         "user_tower": exports.history_tower(padded_history_rows),
@@ -399,11 +381,7 @@ class HoldoutCut:
         )
         history_rows, item_vectors = history_rows_and_vectors
         return held_out.recall_by_user(
-            histories @ history_rows,
-            item_vectors,
-            self.input_histories,
-            self.targets,
-            "inner_product",
+            histories @ history_rows, item_vectors, self.input_histories, self.targets, "inner_product"
         )
 
 
@@ -481,11 +459,7 @@ def _try_shapes(
     untried_shapes = [shape for shape in shapes if shape not in recalls_by_shape]
     for cut_index, cut in enumerate(cuts):
         for tried_count, (shape, tables) in enumerate(train_tables(cut.data, untried_shapes, rng)):
-            progress(
-                "choose",
-                cut_index * len(untried_shapes) + tried_count,
-                len(cuts) * len(untried_shapes),
-            )
+            progress("choose", cut_index * len(untried_shapes) + tried_count, len(cuts) * len(untried_shapes))
             recalls_by_shape.setdefault(shape, []).append(cut.measure_recalls(tables))
 
 
@@ -515,10 +489,7 @@ def _best_shape(recalls_by_shape: Mapping[ModelShape, Sequence[NDArray[np.float6
         recall_shortfalls = user_recalls_by_shape[best_shape] - user_recalls
         if recall_shortfalls.mean() <= STANDARD_ERRORS_MAX * recall_shortfalls.std() / np.sqrt(len(recall_shortfalls)):
             tied_shapes.append(shape)
-    return min(
-        tied_shapes,
-        key=lambda shape: (distance_from_usual(shape), -float(user_recalls_by_shape[shape].mean())),
-    )
+    return min(tied_shapes, key=lambda shape: (distance_from_usual(shape), -float(user_recalls_by_shape[shape].mean())))
 
 
 def sample_interactions(
@@ -537,11 +508,7 @@ def sample_interactions(
     new_number_by_user[sampled_users] = np.arange(len(sampled_users))
     user_numbers = new_number_by_user[user_rows]
     sampled_rows = np.flatnonzero(user_numbers >= 0)
-    return (
-        user_numbers[sampled_rows],
-        item_rows[sampled_rows],
-        None if times is None else times[sampled_rows],
-    )
+    return (user_numbers[sampled_rows], item_rows[sampled_rows], None if times is None else times[sampled_rows])
 
 
 def _rows_as_histories(matrix: Any) -> Histories:
@@ -560,8 +527,7 @@ def compute_affinities(
     if categories is not None:
         coded_categories = pc.dictionary_encode(to_arrow_strings(categories))
         category_names, name_indexes = np.unique(
-            coded_categories.dictionary.to_numpy(zero_copy_only=False).astype(str),
-            return_inverse=True,
+            coded_categories.dictionary.to_numpy(zero_copy_only=False).astype(str), return_inverse=True
         )
         group_by_item = name_indexes[np.asarray(coded_categories.indices)]
         zero_centroids = np.zeros((len(category_names), vectors.shape[1]), np.float32)
@@ -593,16 +559,12 @@ def cluster_spherically(
 
 
 def _compute_centroids(
-    directions: NDArray[np.float32],
-    groups: NDArray[np.int64],
-    group_count: int,
-    default_centroids: NDArray[np.float32],
+    directions: NDArray[np.float32], groups: NDArray[np.int64], group_count: int, default_centroids: NDArray[np.float32]
 ) -> NDArray[np.float32]:
     """Return the unit mean of each group; `default_centroids` for an empty group."""
     vector_count = len(directions)
     membership_matrix = sp.csr_matrix(
-        (np.ones(vector_count, np.float32), (groups, np.arange(vector_count))),
-        (group_count, vector_count),
+        (np.ones(vector_count, np.float32), (groups, np.arange(vector_count))), (group_count, vector_count)
     )
     has_members = np.bincount(groups, minlength=group_count) > 0
     return np.where(has_members[:, None], unit_rows(membership_matrix @ directions), default_centroids)

@@ -162,12 +162,7 @@ def _move_live(
     )
     previous, published_at = ledger_after.previous, releases.clock()
     release = releases.record(
-        action,
-        generation,
-        attempt=attempt,
-        reason=reason,
-        previous=previous,
-        expected=view.epoch,
+        action, generation, attempt=attempt, reason=reason, previous=previous, expected=view.epoch
     )
     new_pointer = Pointer(generation, release.epoch, previous, attempt, published_at=published_at)
     try:
@@ -208,13 +203,7 @@ def start_canary(
     view = releases.view()
     live = _demand_canary(releases, generation, view, verified)
     release = releases.record(
-        "canary",
-        generation,
-        attempt=attempt,
-        previous=live.previous,
-        percent=percent,
-        rule=event,
-        expected=view.epoch,
+        "canary", generation, attempt=attempt, previous=live.previous, percent=percent, rule=event, expected=view.epoch
     )
     new_pointer = replace(
         live, epoch=release.epoch, attempt=attempt,
@@ -253,13 +242,7 @@ def end_canary(releases: Releases, attempt: str, reason: str = "", abandon: bool
 
 
 def _end_canary(
-    releases: Releases,
-    running_canary: Canary,
-    view: ReleaseView,
-    *,
-    attempt: str,
-    reason: str,
-    abandon: bool,
+    releases: Releases, running_canary: Canary, view: ReleaseView, *, attempt: str, reason: str, abandon: bool
 ) -> MoveResult:
     view.demand_agreement()
     live, generation = _followed_pointer(view), running_canary.generation
@@ -300,10 +283,7 @@ def _demand_gates(releases: Releases, generation: str, live: str | None, verifie
     failed_rules = [str(gate["rule"]) for gate in gates if not gate["passed"]]
     if failed_rules or not gates:
         failure_text = f"failed {', '.join(failed_rules)}" if failed_rules else "ran through no gate"
-        raise Conflict(
-            f"{generation} {failure_text}: run `verify {generation}` first",
-            generation=generation,
-        )
+        raise Conflict(f"{generation} {failure_text}: run `verify {generation}` first", generation=generation)
     if verified is not None and (baseline := verified.get("baseline")) != live:
         raise Conflict(
             f"{generation} was verified against {baseline or 'nothing'}, live is {live or 'nothing'}: "
@@ -352,10 +332,7 @@ def _commit(
     rows = {generation_id: replace(row, at=releases.clock()) for generation_id, row in rows.items()}
     _demand_unmoved(releases, new_pointer, view, action)
     moved_pointer = releases.control.move_pointer(
-        new_pointer,
-        expected_epoch=view.epoch,
-        row_by_generation=rows,
-        allowed_states=allowed_states,
+        new_pointer, expected_epoch=view.epoch, row_by_generation=rows, allowed_states=allowed_states
     )
     if moved_pointer is None:
         raise Conflict(
@@ -400,8 +377,7 @@ def conflict_if_files_missing(generation: str) -> Iterator[None]:
         yield
     except UnknownGeneration as error:
         raise Conflict(
-            f"the files of {generation} are gone, so it cannot be made live: {error.message}",
-            generation=generation,
+            f"the files of {generation} are gone, so it cannot be made live: {error.message}", generation=generation
         ) from error
 
 
@@ -444,11 +420,7 @@ def pointer_of_attempt(
     ]
     if (undoing_release := _undoing_release(attempt_release, history, later_releases)) is None:
         return Pointer(
-            attempt_release.generation,
-            attempt_release.epoch,
-            attempt_release.previous,
-            attempt,
-            attempt_release.at,
+            attempt_release.generation, attempt_release.epoch, attempt_release.previous, attempt, attempt_release.at
         )
     if action in ("publish", "canary") and any(
         release.action == "verify"
@@ -508,10 +480,7 @@ def _undoing_release(
         )
     )
     is_canary_running = fold_releases(history).canary is not None
-    return next(
-        (release for release in repeat_releases if is_canary_running or release.action == "verify"),
-        None,
-    )
+    return next((release for release in repeat_releases if is_canary_running or release.action == "verify"), None)
 
 
 def _withdrawing_roll_back(

@@ -96,10 +96,7 @@ def _describe_left_bundle(config: NightConfig, history: Sequence[Release], point
     left_id = fold_releases([release for release in history if release.epoch < pointer.epoch]).live_generation
     store, live_id = config.store(), pointer.generation
     try:
-        left_manifest, live_manifest = (
-            read_manifest(store, str(left_id)),
-            read_manifest(store, live_id),
-        )
+        left_manifest, live_manifest = (read_manifest(store, str(left_id)), read_manifest(store, live_id))
         if (
             live_manifest.bundle_digest == left_manifest.bundle_digest
             or chosen_bundle_digest(config) != left_manifest.bundle_digest
@@ -153,10 +150,7 @@ def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress =
         restored_bytes += more_bytes
         progress("restore pages", restored_bytes, 0)
 
-    with (
-        open_releases(config) as releases,
-        open_governor(config.governor, releases.control) as governor,
-    ):
+    with open_releases(config) as releases, open_governor(config.governor, releases.control) as governor:
         prior_view = releases.view()
         pointer, loaded_ids, loaded_bytes = restore_redis(
             releases,
@@ -230,11 +224,7 @@ def restore_redis(
             for generation_id in restorable_ids
         )
         latest_view = releases.view()
-        if (
-            latest_view.pointer,
-            latest_view.ledger.live_epoch,
-            latest_view.ledger.state_by_generation,
-        ) != (
+        if (latest_view.pointer, latest_view.ledger.live_epoch, latest_view.ledger.state_by_generation) != (
             view.pointer,
             ledger.live_epoch,
             ledger.state_by_generation,
@@ -362,19 +352,11 @@ def _move_pointer(
     rows = {live_id: RegistryRow(GenerationState.LIVE, releases.clock())}
     if doubtful_roll_back is not None:
         _, rows = ledger_and_rows_after_move(
-            view,
-            "roll_back",
-            live_id,
-            attempt=attempt,
-            moved_at=releases.clock(),
-            reason=doubtful_roll_back.reason,
+            view, "roll_back", live_id, attempt=attempt, moved_at=releases.clock(), reason=doubtful_roll_back.reason
         )
     try:
         moved_pointer = releases.control.move_pointer(
-            new_pointer,
-            expected_epoch=view.epoch,
-            row_by_generation=rows,
-            allowed_states=frozenset(GenerationState),
+            new_pointer, expected_epoch=view.epoch, row_by_generation=rows, allowed_states=frozenset(GenerationState)
         )
     except Conflict as error:
         if error.details.get("state") == "unknown":

@@ -12,14 +12,7 @@ from typing import Literal
 
 from cache.control.control_keys import Control, RegistryRow
 from cache.control.own_store import unexplained_pointer_message
-from cache.control.states import (
-    TRANSITIONS,
-    UNFINISHED_STATES,
-    GenerationState,
-    Ledger,
-    demand_allowed,
-    fold_releases,
-)
+from cache.control.states import TRANSITIONS, UNFINISHED_STATES, GenerationState, Ledger, demand_allowed, fold_releases
 from cache.errors import ConfigError, Conflict, CorruptArtefact, UnknownGeneration
 from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
@@ -154,13 +147,9 @@ class Releases:
         raw_manifest = self._raw_manifest(generation)
         if raw_manifest is None:
             raise UnknownGeneration(
-                f"generation {generation} has no manifest in {self.store.url}",
-                generation=generation,
+                f"generation {generation} has no manifest in {self.store.url}", generation=generation
             )
-        released_digest, stored_digest = (
-            released_manifest_digest(history, generation),
-            manifest_digest(raw_manifest),
-        )
+        released_digest, stored_digest = (released_manifest_digest(history, generation), manifest_digest(raw_manifest))
         if released_digest and released_digest != stored_digest:
             raise CorruptArtefact(
                 (
@@ -305,12 +294,7 @@ class Releases:
             self._write_state(generation, GenerationState.REFUSED, reason)
 
     def _write_state(
-        self,
-        generation: str,
-        state: GenerationState,
-        reason: str = "",
-        *,
-        action: Action | None = None,
+        self, generation: str, state: GenerationState, reason: str = "", *, action: Action | None = None
     ) -> ReleaseView:
         for _ in range(LOOK_TRIES):
             view = self.view()
@@ -337,13 +321,7 @@ def open_releases(config: NightConfig) -> Iterator[Releases]:
 
 
 def ledger_and_rows_after_move(
-    view: ReleaseView,
-    action: Action,
-    generation: str,
-    *,
-    attempt: str,
-    moved_at: float,
-    reason: str = "",
+    view: ReleaseView, action: Action, generation: str, *, attempt: str, moved_at: float, reason: str = ""
 ) -> tuple[Ledger, dict[str, RegistryRow]]:
     """The ledger that a move at the time `moved_at` would lead to, and the rows that it changes."""
     epoch = max(view.epoch, view.ledger.epoch) + 1

@@ -139,14 +139,7 @@ def _replica_info_by_address(client: "redis.Redis") -> dict[str, dict[str, Any]]
 
 def _fetch_run_id(client: "redis.Redis", host: str, port: int) -> str:
     """A replica's run id, asked with the credentials of the primary's client."""
-    option_names = (
-        "username",
-        "password",
-        "ssl_ca_certs",
-        "ssl_certfile",
-        "ssl_keyfile",
-        "protocol",
-    )
+    option_names = ("username", "password", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "protocol")
     pool = client.connection_pool
     options = {
         option_name: pool.connection_kwargs[option_name]

@@ -157,11 +157,7 @@ def _generations_in_use(releases: Releases) -> Collection[str | None]:
     return {
         generation_id
         for replica in replicas
-        for generation_id in (
-            *replica.held_generations,
-            *replica.ready_generations,
-            replica.served_generation,
-        )
+        for generation_id in (*replica.held_generations, *replica.ready_generations, replica.served_generation)
     }
 
 
@@ -186,8 +182,7 @@ def _is_abandoned(
     except UnknownGeneration:
         # Nothing says how old it is, so its age counts from now.
         releases.control.write_rows(
-            {generation: RegistryRow(GenerationState.BEGUN, releases.clock())},
-            expected_epoch=view.epoch,
+            {generation: RegistryRow(GenerationState.BEGUN, releases.clock())}, expected_epoch=view.epoch
         )
         return False
     return releases.clock() - touched_at > abandon_after_s
@@ -222,20 +217,13 @@ def retire(
 
 
 def unlink_recorded(
-    releases: Releases,
-    generation: str,
-    history: Sequence[Release],
-    *,
-    governor: Governor | None = None,
+    releases: Releases, generation: str, history: Sequence[Release], *, governor: Governor | None = None
 ) -> int:
     """Remove the pages that its retirement recorded, also ones that were loaded again since; return the number of keys.
 
     With readers around, pages go one at a time, each at the price of a piece: their sizes are unknown.
     """
-    page_count_by_table, keys = (
-        _recorded_page_counts(generation, history),
-        releases.control.keyspace,
-    )
+    page_count_by_table, keys = (_recorded_page_counts(generation, history), releases.control.keyspace)
     page_keys = (
         keys.page(generation, table, page)
         for table in page_count_by_table
@@ -286,10 +274,7 @@ def has_pages_again(releases: Releases, generation: str, history: Sequence[Relea
 
 def _recorded_page_counts(generation: str, history: Sequence[Release]) -> Mapping[str, int]:
     """Return the number of pages of each table that the retirement of a generation recorded."""
-    return next(
-        (release.pages for release in history if release.generation == generation and release.pages),
-        {},
-    )
+    return next((release.pages for release in history if release.generation == generation and release.pages), {})
 
 
 def _manifest_if_stored(releases: Releases, generation: str) -> Manifest | None:
@@ -362,20 +347,13 @@ def overlay_life_s_max(releases: Releases, overlay_ttl_s: float) -> float:
 
 
 def drop_old_rows(
-    releases: Releases,
-    *,
-    overlay_ttl_s: float,
-    kept_s: float = ROW_KEPT_S,
-    governor: Governor | None = None,
+    releases: Releases, *, overlay_ttl_s: float, kept_s: float = ROW_KEPT_S, governor: Governor | None = None
 ) -> int:
     """Forget retired generations once the last overlay of them must have expired; return the number of rows.
 
     Not before `kept_s`: pages that a slow load brings back can be found only by the row.
     """
-    row_life_s, checked_at = (
-        max(kept_s, overlay_life_s_max(releases, overlay_ttl_s)),
-        releases.clock(),
-    )
+    row_life_s, checked_at = (max(kept_s, overlay_life_s_max(releases, overlay_ttl_s)), releases.clock())
     rows = releases.control.rows()
     expired_ids = [
         generation_id

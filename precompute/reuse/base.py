@@ -37,12 +37,7 @@ from precompute.releases.release_log import Releases
 from precompute.scoring.copies import HASH_AND_DIGEST, AllowedItemsFunction, PublishedInputs
 
 VERIFIED_STATES: Final = frozenset(
-    {
-        GenerationState.VERIFIED,
-        GenerationState.LIVE,
-        GenerationState.SUPERSEDED,
-        GenerationState.ROLLED_BACK,
-    }
+    {GenerationState.VERIFIED, GenerationState.LIVE, GenerationState.SUPERSEDED, GenerationState.ROLLED_BACK}
 )
 """States of a generation whose gates have passed; one that was rolled back holds what its inputs gave all the same."""
 
@@ -101,12 +96,7 @@ class BaseGeneration:
     def items(self) -> ItemTable:
         """Item table of the base with vectors, verified once; raises CorruptArtefact for a file that differs."""
         item_files = self.manifest.items
-        for artefact in (
-            item_files.ids,
-            item_files.offsets,
-            item_files.vectors,
-            item_files.model_index,
-        ):
+        for artefact in (item_files.ids, item_files.offsets, item_files.vectors, item_files.model_index):
             self.fetch(artefact)
         for part in self.manifest.entity_sets["item"].parts:
             self.fetch(part.file)
@@ -136,8 +126,7 @@ class BaseGeneration:
             raise
         except (LarderError, ValueError) as error:
             raise CorruptArtefact(
-                f"work/{report_name}.json of {self.generation} cannot be read: {error}",
-                path=report_name,
+                f"work/{report_name}.json of {self.generation} cannot be read: {error}", path=report_name
             ) from error
 
     def read_allowed_by_table(self, allowed_items: AllowedItemsFunction) -> Mapping[str, NDArray[np.bool_]]:
@@ -248,13 +237,7 @@ class BaseShard:
         is_complete = np.ones(len(directory_hashes), np.bool_)
         for stored_records in records_by_table.values():
             is_complete &= stored_records["flags"] != ABSENT_FLAGS
-        return cls(
-            digest_pairs,
-            np.where(has_record, nearest_positions, -1),
-            records_by_table,
-            is_complete,
-            published,
-        )
+        return cls(digest_pairs, np.where(has_record, nearest_positions, -1), records_by_table, is_complete, published)
 
     def slice_between(self, hashes: range) -> slice:
         """Users whose hashes are in a range."""

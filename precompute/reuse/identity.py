@@ -9,12 +9,7 @@ import numpy as np
 
 from cache.format.directory import map_file
 from precompute.builds.build import Build, open_bundle
-from precompute.builds.reports import (
-    BEGIN_REPORT,
-    EMBED_ITEMS_REPORT,
-    NO_BASE_ENTRY,
-    shard_report_name,
-)
+from precompute.builds.reports import BEGIN_REPORT, EMBED_ITEMS_REPORT, NO_BASE_ENTRY, shard_report_name
 from precompute.gates.evidence.candidate import Candidate, Measurement, integrity
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.partitions.shard_files import PARTITION_FOLDER
@@ -92,11 +87,7 @@ def _compare_users(candidate: Candidate, work: ShardWork, sample_size: int) -> I
         )
         for user_hash, stored_record in zip(hashes.tolist(), stored_records, strict=True):
             recomputed_bytes = recomputed_records_by_user_hash.get(user_hash, {}).get(table_name)
-            yield (
-                table_name,
-                f"the user with hash {user_hash:016x}",
-                stored_record.tobytes() == recomputed_bytes,
-            )
+            yield (table_name, f"the user with hash {user_hash:016x}", stored_record.tobytes() == recomputed_bytes)
 
 
 def _compare_items(
@@ -116,8 +107,4 @@ def _compare_items(
         for ordinal, recomputed_record, stored_record in zip(
             ordinals.tolist(), recomputed_records, stored_records, strict=True
         ):
-            yield (
-                table_name,
-                work.items.id_of(ordinal),
-                recomputed_record.tobytes() == stored_record.tobytes(),
-            )
+            yield (table_name, work.items.id_of(ordinal), recomputed_record.tobytes() == stored_record.tobytes())

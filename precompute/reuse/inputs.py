@@ -19,12 +19,7 @@ from precompute.partitions.partition import (
     EarlierPartition,
     partition_file_paths,
 )
-from precompute.partitions.shard_files import (
-    PARTITION_FOLDER,
-    POSITION_COLUMN,
-    read_batches,
-    shard_paths,
-)
+from precompute.partitions.shard_files import PARTITION_FOLDER, POSITION_COLUMN, read_batches, shard_paths
 from precompute.partitions.user_tables import USER_FEATURES_SOURCE, USER_VECTORS_SOURCE
 from precompute.reuse.base import BaseGeneration, CannotCopy
 from precompute.reuse.items import find_new_ordinals, invert_ordinals

@@ -12,19 +12,9 @@ from cache.records import ABSENT_FLAGS
 from precompute.builds.reports import BEGIN_REPORT, EMBED_ITEMS_REPORT, shard_report_name
 from precompute.builds.tables import metric_of
 from precompute.partitions.digests import item_digests_path
-from precompute.reuse.base import (
-    OTHER_PROGRAMS_REASON,
-    BaseGeneration,
-    CannotCopy,
-    read_table_records,
-)
+from precompute.reuse.base import OTHER_PROGRAMS_REASON, BaseGeneration, CannotCopy, read_table_records
 from precompute.reuse.items import ItemChanges, find_same_inputs, invert_ordinals
-from precompute.reuse.lists import (
-    ENTERING_SHARE_MAX,
-    could_enter,
-    find_lists_with_lost_items,
-    find_score_floors,
-)
+from precompute.reuse.lists import ENTERING_SHARE_MAX, could_enter, find_lists_with_lost_items, find_score_floors
 from precompute.reuse.shard_reuse import ListRule
 from precompute.scoring.copies import ItemCopies, ShardScope
 from precompute.scoring.programs import computed_by
@@ -81,9 +71,7 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
             )
         base_positions_by_table[table_name] = copy_positions
     return ItemCopies(
-        records_by_table,
-        base_positions_by_table,
-        changes.new_ordinals if changes.has_moved_items else None,
+        records_by_table, base_positions_by_table, changes.new_ordinals if changes.has_moved_items else None
     )
 
 

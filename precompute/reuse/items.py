@@ -95,10 +95,7 @@ class ItemChanges:
             base_rows = kept_ordinals[first_row : first_row + _ROWS_AT_ONCE]
             new_bits, base_bits = (
                 np.ascontiguousarray(vectors).view(np.uint32)
-                for vectors in (
-                    items.vectors[new_ordinals[base_rows]],
-                    base_items.vectors[base_rows],
-                )
+                for vectors in (items.vectors[new_ordinals[base_rows]], base_items.vectors[base_rows])
             )
             is_changed[new_ordinals[base_rows]] = (new_bits != base_bits).any(axis=1)
         return cls(new_ordinals, is_changed)

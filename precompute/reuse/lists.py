@@ -81,12 +81,7 @@ def could_enter(
         margins = (_SUM_COUNT_BY_METRIC[metric] * dims + _OTHER_ROUNDINGS) * _ROUNDING * length_products
         if metric == "cosine":
             scores, margins = (
-                np.divide(
-                    score_matrix,
-                    length_products,
-                    out=np.zeros_like(score_matrix),
-                    where=length_products > 0,
-                )
+                np.divide(score_matrix, length_products, out=np.zeros_like(score_matrix), where=length_products > 0)
                 for score_matrix in (scores, margins)
             )
         is_bounded = _are_safe_lengths(user_lengths)[:, None] & _are_safe_lengths(item_lengths) | (length_products == 0)

@@ -17,12 +17,7 @@ from precompute.partitions.shard_files import (
     shard_paths,
     user_naming_kinds,
 )
-from precompute.partitions.shard_input import (
-    ShardInput,
-    read_shard,
-    scratch_folder,
-    write_selected_users,
-)
+from precompute.partitions.shard_input import ShardInput, read_shard, scratch_folder, write_selected_users
 from precompute.reuse.base import BaseGeneration
 from precompute.scoring.items import item_inputs, open_item_features
 from precompute.scoring.towers import (

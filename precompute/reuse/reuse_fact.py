@@ -25,10 +25,7 @@ def build_reuse_fact(build: Build, reports: Sequence[ShardReport]) -> dict[str, 
     `users` by reason (all of them `computed` where nothing could be copied), `spared_s` the seconds that towers and
     lists of those who were copied would have taken.
     """
-    begin_report, embed_report = (
-        build.need_report(BEGIN_REPORT),
-        build.need_report(EMBED_ITEMS_REPORT),
-    )
+    begin_report, embed_report = (build.need_report(BEGIN_REPORT), build.need_report(EMBED_ITEMS_REPORT))
     base = begin_report.get("base") or NO_BASE_ENTRY
     base_fact = _read_base_fact(build, base["generation"])
     count_by_reason = users_by_reason(reports)

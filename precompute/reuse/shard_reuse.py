@@ -21,19 +21,8 @@ from precompute.partitions.shard_files import HASH_COLUMN, TOUCHED_KIND, read_st
 from precompute.partitions.shard_input import ShardInput
 from precompute.reuse.base import BaseGeneration, BaseShard, CannotCopy
 from precompute.reuse.items import ItemChanges
-from precompute.reuse.lists import (
-    ENTERING_SHARE_MAX,
-    could_enter,
-    find_lists_with_lost_items,
-    find_score_floors,
-)
-from precompute.scoring.copies import (
-    CopyDecisions,
-    PublishedInputs,
-    ShardScope,
-    pair_with_digests,
-    renumber_items,
-)
+from precompute.reuse.lists import ENTERING_SHARE_MAX, could_enter, find_lists_with_lost_items, find_score_floors
+from precompute.scoring.copies import CopyDecisions, PublishedInputs, ShardScope, pair_with_digests, renumber_items
 from precompute.scoring.programs import computed_by
 
 
@@ -132,13 +121,7 @@ class ShardReuse:
         if touched is not None and 2 * len(touched) > len(base_shard.pairs):
             touched = None  # to pick most of the users out takes longer than to look at all
         return cls(
-            base_shard,
-            changes,
-            list_rules,
-            has_broken_list,
-            np.asarray(scope.items.vectors),
-            base.has_lists,
-            touched,
+            base_shard, changes, list_rules, has_broken_list, np.asarray(scope.items.vectors), base.has_lists, touched
         )
 
     @property
@@ -159,10 +142,7 @@ class ShardReuse:
     def decide(self, entities: ShardInput, digests: Digests, hashes: range) -> CopyDecisions:
         """Decide which users of a hash range, with these inputs, are checked, and which are copied unread."""
         hash_slice = self.base_shard.slice_between(hashes)
-        digest_pairs, base_positions = (
-            self.base_shard.pairs[hash_slice],
-            self.base_shard.base_positions[hash_slice],
-        )
+        digest_pairs, base_positions = (self.base_shard.pairs[hash_slice], self.base_shard.base_positions[hash_slice])
         user_rows = self.base_shard.find(entities.hashes)
         is_equal = user_rows >= 0
         is_equal[is_equal] = self.base_shard.pairs["digest"][user_rows[is_equal]] == digests[is_equal]
@@ -196,11 +176,7 @@ class ShardReuse:
         )  # fmt: skip
 
     def enters(
-        self,
-        table_name: str,
-        base_positions: NDArray[np.int64],
-        vectors: NDArray[np.float32],
-        exclusions: Histories,
+        self, table_name: str, base_positions: NDArray[np.int64], vectors: NDArray[np.float32], exclusions: Histories
     ) -> NDArray[np.bool_]:
         """Return a mask of the base's lists at `base_positions` that a new or changed item may enter."""
         rule = self.list_rules[table_name]

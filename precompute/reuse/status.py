@@ -32,10 +32,7 @@ def copy_lines(status: Mapping[str, Any]) -> list[str]:
     )
     if reuse is None:
         return []
-    recent_nights, reuse_line = (
-        reuse["lately"],
-        f"users of the live one: {users_in_words(reuse['users'])}",
-    )
+    recent_nights, reuse_line = (reuse["lately"], f"users of the live one: {users_in_words(reuse['users'])}")
     if reuse["base"] is None:
         reuse_line += f": {reuse['why']}" if reuse["why"] else ""
     else:

@@ -145,10 +145,7 @@ class CopiedUsers:
         self.copied_positions[self.rows[stay_mask]] = self.unchanged_positions[stay_mask]
         computed_mask = ~stay_mask
         self.has_entering_item = self.could_stay[computed_mask]
-        self.rows, self.unchanged_positions = (
-            self.rows[computed_mask],
-            self.unchanged_positions[computed_mask],
-        )
+        self.rows, self.unchanged_positions = (self.rows[computed_mask], self.unchanged_positions[computed_mask])
         self.could_stay = self.could_stay[computed_mask]
 
     def reason_numbers(self) -> NDArray[np.uint8]:
@@ -156,9 +153,7 @@ class CopiedUsers:
         reason_numbers = np.full(len(self.hashes), COPIED_REASON, np.uint8)
         entered = self.has_entering_item if len(self.has_entering_item) else np.zeros(len(self.rows), np.bool_)
         reason_numbers[self.rows] = np.where(
-            self.unchanged_positions < 0,
-            INPUTS_REASON,
-            np.where(entered, ENTERED_REASON, ITEM_LOST_REASON),
+            self.unchanged_positions < 0, INPUTS_REASON, np.where(entered, ENTERED_REASON, ITEM_LOST_REASON)
         )
         return reason_numbers
 
@@ -232,11 +227,7 @@ class UserCopies(Protocol):
         ...
 
     def enters(
-        self,
-        table_name: str,
-        base_positions: NDArray[np.int64],
-        vectors: NDArray[np.float32],
-        exclusions: Histories,
+        self, table_name: str, base_positions: NDArray[np.int64], vectors: NDArray[np.float32], exclusions: Histories
     ) -> NDArray[np.bool_]:
         """Return a mask of the lists at `base_positions` that a new or changed item may enter."""
         ...

@@ -59,10 +59,7 @@ def compute_mean_scores(items: ItemTable, user_vectors: NDArray[np.float32], met
     item_vectors = np.asarray(items.vectors)
     if metric == "cosine":
         item_vectors = unit_rows(item_vectors)
-    query, item_scores = (
-        mean_vector.astype(np.float32)[None],
-        np.empty(items.count, np.float32),
-    )
+    query, item_scores = (mean_vector.astype(np.float32)[None], np.empty(items.count, np.float32))
     for first_item in range(0, items.count, _ITEMS_AT_ONCE):
         ordinals = np.arange(first_item, min(first_item + _ITEMS_AT_ONCE, items.count))
         item_scores[ordinals] = score(query, item_vectors, ordinals[None])[0]

@@ -21,17 +21,8 @@ from precompute.bundles.index import exact_neighbours
 from precompute.bundles.quantize import quantize_tower
 from precompute.partitions.catalogue import ItemFeatures
 from precompute.partitions.shard_files import PARTITION_FOLDER, read_batches, shard_paths
-from precompute.partitions.shard_input import (
-    ShardInput,
-    read_shard,
-    scratch_folder,
-    slice_shard,
-)
-from precompute.scoring.towers import (
-    bind_inputs,
-    computes_feature_only_users,
-    select_usable_inputs,
-)
+from precompute.partitions.shard_input import ShardInput, read_shard, scratch_folder, slice_shard
+from precompute.scoring.towers import bind_inputs, computes_feature_only_users, select_usable_inputs
 
 SAMPLE_ROWS_MAX = 512
 """Entities on which a model is calibrated and compared, at most."""
@@ -231,10 +222,7 @@ def quantize_models(
             inputs, exclusions = _user_inputs(model, items, sample_for(model))
         else:
             inputs, exclusions = _item_inputs(model, items, item_features[model.name]), None
-        fp32_path, int8_path = (
-            folder / f"{model.name}.fp32.onnx",
-            folder / f"{model.name}.int8.onnx",
-        )
+        fp32_path, int8_path = (folder / f"{model.name}.fp32.onnx", folder / f"{model.name}.int8.onnx")
         inputs, exclusions = _select_finite(Tower.open(fp32_path, model.spec), inputs, exclusions)
         try:
             quantize_tower(fp32_path, model.spec, inputs, int8_path)

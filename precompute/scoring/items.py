@@ -33,13 +33,7 @@ from precompute.partitions.catalogue import (
 from precompute.partitions.digests import write_item_digests
 from precompute.partitions.marks import marked_mask, marks_file_path
 from precompute.scoring.copies import CopiedVectors, ItemCopies, Prior, ShardScope
-from precompute.scoring.pages import (
-    Answers,
-    PageFile,
-    describe_pages,
-    encode_records,
-    find_finite_rows,
-)
+from precompute.scoring.pages import Answers, PageFile, describe_pages, encode_records, find_finite_rows
 from precompute.scoring.scorers import Scorers, ScoringDevice
 from precompute.scoring.towers import bind_inputs, run_named
 from precompute.sources.features import EntityValues
@@ -77,13 +71,7 @@ def lay_out_items(
     )
     items = catalogue.open_items(root, catalogue_fields)
     columns_file = write_item_features(
-        config,
-        bundle,
-        items,
-        root,
-        event_values=values_by_item,
-        event_item_ids=event_item_ids,
-        unusable=unusable,
+        config, bundle, items, root, event_values=values_by_item, event_item_ids=event_item_ids, unusable=unusable
     )
     write_item_digests(bundle, items, root)
     is_nonfinite = _find_nonfinite(config, bundle, items, root, prior)
@@ -94,10 +82,7 @@ def lay_out_items(
         ordinals = items.ordinals_of(list(values_by_item))
         is_set_by_events[ordinals[ordinals >= 0]] = True
         unusable.note_rows(
-            source_name,
-            {NOT_FINITE_REASON: is_nonfinite},
-            lambda row: {"item": items.id_of(row)},
-            is_set_by_events,
+            source_name, {NOT_FINITE_REASON: is_nonfinite}, lambda row: {"item": items.id_of(row)}, is_set_by_events
         )
         unusable.demand_some(source_name, f"the {source_name}")
         left_out_ids = catalogue.item_id_texts(items).filter(pa.array(is_nonfinite))
@@ -130,10 +115,7 @@ def _find_nonfinite(
 
 
 def embed_catalogue(
-    tower: AnyTower,
-    items: ItemTable,
-    features: ItemFeatures,
-    kept_vectors: CopiedVectors | None = None,
+    tower: AnyTower, items: ItemTable, features: ItemFeatures, kept_vectors: CopiedVectors | None = None
 ) -> Iterator[NDArray[np.float32]]:
     """Vectors of all items in ordinal order, float32 [some, dims] at a time; `kept_vectors` are copied."""
     for ordinals in split_rows(np.arange(items.count)):
@@ -230,11 +212,7 @@ class ItemWork:
             is_finite = find_finite_rows(answers)
             has_answer = is_usable & is_finite
             self._note(
-                f"outputs of {model.name}",
-                NOT_FINITE_REASON,
-                raw_ids,
-                item_fingerprints,
-                is_usable & ~is_finite,
+                f"outputs of {model.name}", NOT_FINITE_REASON, raw_ids, item_fingerprints, is_usable & ~is_finite
             )
         cut_s = data_until_of(self.build.generation)
         records, is_unfit = encode_records(layout, item_fingerprints, answers, has_answer, cut_s)
@@ -242,11 +220,7 @@ class ItemWork:
         return records
 
     def records_with_copies(
-        self,
-        table_name: str,
-        ordinals: NDArray[np.int64],
-        base_records: ItemCopies | None,
-        first_ordinal: int,
+        self, table_name: str, ordinals: NDArray[np.int64], base_records: ItemCopies | None, first_ordinal: int
     ) -> tuple[NDArray[Any], int]:
         """(records of these items, how many were copied); `first_ordinal` is the first item of the shard."""
         base_positions = None if base_records is None else base_records.base_positions_by_table.get(table_name)
@@ -279,21 +253,12 @@ class ItemWork:
             if self.build.config.events.enabled:
                 is_set_by_events = marked_mask(self.build.fetch(marks_file_path("item")), item_fingerprints)
             self.unusable.note_rows(
-                source_name,
-                {reason: is_unusable},
-                lambda row: {"item": raw_ids[row].decode()},
-                is_set_by_events,
+                source_name, {reason: is_unusable}, lambda row: {"item": raw_ids[row].decode()}, is_set_by_events
             )
 
 
 def score_items(
-    build: Build,
-    bundle: Bundle,
-    shard: int,
-    scorers: Scorers,
-    progress: Progress,
-    *,
-    items_max: int | None = None,
+    build: Build, bundle: Bundle, shard: int, scorers: Scorers, progress: Progress, *, items_max: int | None = None
 ) -> ItemScores:
     """All item tables of one shard's hash range, or of its first `items_max` items; returns the shard's report.
 
@@ -319,9 +284,7 @@ def score_items(
                 total_copied_count += copied_count
                 pages.append(records)
                 progress(
-                    f"{table_name} shard {shard}",
-                    int(ordinals[-1]) + 1 - first_ordinal,
-                    end_ordinal - first_ordinal,
+                    f"{table_name} shard {shard}", int(ordinals[-1]) + 1 - first_ordinal, end_ordinal - first_ordinal
                 )
         entry_by_table[table_name] = describe_pages(build, pages)
     return {

@@ -153,10 +153,7 @@ class PageFile(GrowingFile):
         self._partial_page = bytearray()
         self._sha256 = hashlib.sha256()
         self._size_bytes = 0
-        self._checksum_pool, self._sync_pool = (
-            ThreadPoolExecutor(1, "sums"),
-            ThreadPoolExecutor(1, "sync"),
-        )
+        self._checksum_pool, self._sync_pool = (ThreadPoolExecutor(1, "sums"), ThreadPoolExecutor(1, "sync"))
         self._checksum_futures: deque[Future[None]] = deque()
         self._sync_future: Future[None] | None = None
 

@@ -42,10 +42,7 @@ def instructions_digest() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    flags_line = next(
-        (line for line in lines if line.partition(":")[0].strip() in _INSTRUCTION_LINES),
-        processor_name,
-    )
+    flags_line = next((line for line in lines if line.partition(":")[0].strip() in _INSTRUCTION_LINES), processor_name)
     return blake2b(" ".join(sorted(flags_line.split())).encode(), digest_size=4).hexdigest()
 
 

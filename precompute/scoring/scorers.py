@@ -15,13 +15,7 @@ from cache.topk.topk import AnyScorer, Scorer
 from precompute.builds.build import Build, open_bundle
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.devices import OFF, devices, limit_gpu_memory
-from precompute.scoring.copies import (
-    AllowedItemsFunction,
-    ItemCopies,
-    Prior,
-    ShardScope,
-    UserCopies,
-)
+from precompute.scoring.copies import AllowedItemsFunction, ItemCopies, Prior, ShardScope, UserCopies
 from precompute.scoring.towers import open_tower
 
 

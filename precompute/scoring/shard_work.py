@@ -25,13 +25,7 @@ from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import TableConfig
 from precompute.partitions.catalogue import ITEM_VECTORS_FILE, open_items
 from precompute.partitions.marks import marked_mask, marks_file_path
-from precompute.scoring.copies import (
-    REASON_NAMES,
-    CopiedUsers,
-    PublishedInputs,
-    ShardScope,
-    UserCopies,
-)
+from precompute.scoring.copies import REASON_NAMES, CopiedUsers, PublishedInputs, ShardScope, UserCopies
 from precompute.scoring.pages import find_finite_rows
 from precompute.scoring.scorers import Scorers, ScoringDevice
 from precompute.scoring.towers import bind_inputs, run_named
@@ -106,10 +100,7 @@ class Chunk:
         remaining_rows = np.flatnonzero(~stay_mask)
         self.copied.stay(stay_mask)
         self.ids = self.ids.take(pa.array(remaining_rows))
-        self.hashes, self.fingerprints = (
-            self.hashes[remaining_rows],
-            self.fingerprints[remaining_rows],
-        )
+        self.hashes, self.fingerprints = (self.hashes[remaining_rows], self.fingerprints[remaining_rows])
         self.histories, self.inputs = (
             self.histories.select_rows(remaining_rows),
             self.inputs.select_rows(remaining_rows),
@@ -268,10 +259,7 @@ class ShardWork:
         has_entering_item = np.zeros(len(candidate_rows), np.bool_)
         for table_name in copies.list_tables:
             has_entering_item |= copies.enters(
-                table_name,
-                chunk.copied.unchanged_positions[candidate_rows],
-                vectors,
-                exclusions,
+                table_name, chunk.copied.unchanged_positions[candidate_rows], vectors, exclusions
             )
         is_copied = np.zeros(len(chunk.ids), np.bool_)
         is_copied[candidate_rows[~has_entering_item]] = True
@@ -283,10 +271,7 @@ class ShardWork:
     def _outputs(self, chunk: Chunk, model_name: str, is_wanted: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Return float32 [users, dims], NaN for users without an input or not wanted; note other non-finite rows."""
         tower = self._towers()[model_name]
-        is_usable, features = (
-            chunk.is_usable_by_model[model_name] & is_wanted,
-            chunk.features.get(model_name, {}),
-        )
+        is_usable, features = (chunk.is_usable_by_model[model_name] & is_wanted, chunk.features.get(model_name, {}))
         usable_rows = np.flatnonzero(is_usable)
 
         def named(row: int) -> str:
@@ -307,10 +292,7 @@ class ShardWork:
         if (is_nonfinite := ~chunk.is_answered_by_model[model_name] & is_usable).any():
             is_set_by_events = self.are_set_by_events(chunk)
             chunk.unusable.note_rows(
-                f"outputs of {model_name}",
-                {NOT_FINITE_REASON: is_nonfinite},
-                chunk.user_case,
-                is_set_by_events,
+                f"outputs of {model_name}", {NOT_FINITE_REASON: is_nonfinite}, chunk.user_case, is_set_by_events
             )
         return outputs
 
@@ -338,10 +320,7 @@ class ShardWork:
             answered_rows = np.flatnonzero(chunk.is_answered_by_model["user_tower"])
             user_vectors, exclusions = chunk.outputs_by_model["user_tower"], chunk.seen_items
             if len(answered_rows) < len(user_vectors):
-                user_vectors, exclusions = (
-                    user_vectors[answered_rows],
-                    exclusions.select_rows(answered_rows),
-                )
+                user_vectors, exclusions = (user_vectors[answered_rows], exclusions.select_rows(answered_rows))
             for table_name, scorer in self._scorers().items():
                 k, allowed_mask = self.tables[table_name].k, self.allowed_masks.get(table_name)
                 lists = scorer.top(user_vectors, k, exclusions, allowed=allowed_mask, threads=threads)

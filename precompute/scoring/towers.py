@@ -12,16 +12,7 @@ from cache.errors import BundleError, ConfigError, LarderError, ModelFailed, Sou
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FEATURE_ONLY_USERS_FACT
 from cache.model.runtime import Accelerator
-from cache.model.tower import (
-    AnyTower,
-    Histories,
-    Inputs,
-    Tile,
-    Tower,
-    repeat_values,
-    row_count_of,
-    select_input_rows,
-)
+from cache.model.tower import AnyTower, Histories, Inputs, Tile, Tower, repeat_values, row_count_of, select_input_rows
 from cache.model.tower_spec import TowerSpec
 from cache.process.host import usable_cores
 from precompute.builds.build import Build, fetch_model, open_bundle
@@ -203,12 +194,7 @@ class DeviceTower:
     """
 
     def __init__(
-        self,
-        model_name: str,
-        tower: Tower,
-        device_model: DeviceModel,
-        *,
-        may_fall_back: bool = False,
+        self, model_name: str, tower: Tower, device_model: DeviceModel, *, may_fall_back: bool = False
     ) -> None:
         self.spec = tower.spec
         self._name = model_name
@@ -275,10 +261,7 @@ class DeviceTower:
         """Compares a few rows, but for those that are finite on neither: they get no answer."""
         rows = np.arange(min(_COMPARED_ROWS, row_count_of(inputs)))
         probe_inputs = select_input_rows(inputs, rows)
-        expected_outputs, device_outputs = (
-            self._tower.run(probe_inputs),
-            self._run_on_device(probe_inputs),
-        )
+        expected_outputs, device_outputs = (self._tower.run(probe_inputs), self._run_on_device(probe_inputs))
         if device_outputs is None:
             return
         is_finite = np.isfinite(expected_outputs).all(axis=1)
@@ -289,9 +272,7 @@ class DeviceTower:
         )
         largest_deviation = _worst_deviation(np.abs(deviations).max(axis=1), np.abs(expected_outputs).max(axis=1))
         self._demand_agreement(
-            largest_deviation if has_same_finite_rows else float("nan"),
-            DEVICE_AGREEMENT,
-            "a row's largest number",
+            largest_deviation if has_same_finite_rows else float("nan"), DEVICE_AGREEMENT, "a row's largest number"
         )
         if self._name == _VECTOR_TOWER:
             length_deviation = _worst_deviation(

@@ -136,9 +136,7 @@ def split_into_chunks(
 
 
 def _is_answerable_by_any(
-    is_usable_by_model: Mapping[str, NDArray[np.bool_]],
-    histories: Histories,
-    specs: Mapping[str, TowerSpec],
+    is_usable_by_model: Mapping[str, NDArray[np.bool_]], histories: Histories, specs: Mapping[str, TowerSpec]
 ) -> NDArray[np.bool_]:
     """bool [users]: a model can answer for the user; where one wants a history, the user has it or it does without."""
     is_answerable: NDArray[np.bool_] = np.logical_or.reduce(list(is_usable_by_model.values()))

@@ -31,13 +31,7 @@ from precompute.scoring.user_reading import read_users, split_into_chunks, time_
 from precompute.sources.unusable import PRECISION_REASON
 
 
-def score_users(
-    build: Build,
-    bundle: Bundle,
-    shard: int,
-    scorers: Scorers,
-    progress: Progress,
-) -> UserScores:
+def score_users(build: Build, bundle: Bundle, shard: int, scorers: Scorers, progress: Progress) -> UserScores:
     """All user tables of one shard; returns the shard's report. Memory does not depend on the number of users."""
     start_s = time.perf_counter()
     work = ShardWork.of(build, bundle, shard, scorers)
@@ -117,10 +111,7 @@ def compute_own_records(work: ShardWork, table_name: str, table: TableConfig, ch
     if is_unfit.any():
         is_set_by_events = work.are_set_by_events(chunk)
         chunk.unusable.note_rows(
-            f"records of {table_name}",
-            {PRECISION_REASON: is_unfit},
-            chunk.user_case,
-            is_set_by_events,
+            f"records of {table_name}", {PRECISION_REASON: is_unfit}, chunk.user_case, is_set_by_events
         )
     if table.kind != "user_topk" and work.copies is not None and table_name in work.copies.tables:
         unchanged_rows = np.flatnonzero(chunk.copied.unchanged_positions >= 0)

@@ -160,8 +160,7 @@ def demand_columns(column_names: Sequence[str], required_names: Sequence[str], p
     for required_name in required_names:
         if required_name not in column_names:
             raise SourceError(
-                f"{path} has no column {required_name!r}; it has {', '.join(column_names)}",
-                column=required_name,
+                f"{path} has no column {required_name!r}; it has {', '.join(column_names)}", column=required_name
             )
 
 
@@ -241,10 +240,7 @@ def read_ids(column: Any, path: SourceFile, column_name: str) -> tuple[Ids, Unus
     is_dictionary = pa.types.is_dictionary(column.type)
     arrow_type = column.type.value_type if is_dictionary else column.type
     if pa.types.is_decimal(arrow_type):
-        column, is_dictionary = (
-            _decimals_as_texts(normalise_and_decode(column), path, column_name),
-            False,
-        )
+        column, is_dictionary = (_decimals_as_texts(normalise_and_decode(column), path, column_name), False)
         arrow_type = column.type
     if not (pa.types.is_null(arrow_type) or pa.types.is_integer(arrow_type) or is_text_type(arrow_type)):
         raise SourceError(
@@ -317,12 +313,7 @@ def _read_ids_by_row(column: Any, path: SourceFile, column_name: str) -> tuple[I
         f"{column_name}: {unusable.NOT_UTF_8_REASON}": ~utf_8_mask(raw_ids),
     }
     is_usable = ~np.logical_or.reduce(list(bad_mask_by_reason.values()))
-    _demand_no_floats(
-        raw_ids.filter(pa.array(is_usable)).cast(pa.string()).unique(),
-        pa.string(),
-        path,
-        column_name,
-    )
+    _demand_no_floats(raw_ids.filter(pa.array(is_usable)).cast(pa.string()).unique(), pa.string(), path, column_name)
     id_texts = pc.if_else(pa.array(is_usable), raw_ids, pa.scalar(b"-", raw_ids.type)).cast(pa.string())
     return Ids.of(id_texts), {reason: bad_mask for reason, bad_mask in bad_mask_by_reason.items() if bad_mask.any()}
 

@@ -68,9 +68,7 @@ class Dialect:
             return csv_text
         boundary_characters = re.escape(self.separator) + rb"\r\n"
         return re.sub(
-            rb"(?<![^%s])%s(?![^%s])" % (boundary_characters, re.escape(null_text), boundary_characters),
-            b"",
-            csv_text,
+            rb"(?<![^%s])%s(?![^%s])" % (boundary_characters, re.escape(null_text), boundary_characters), b"", csv_text
         )
 
 

@@ -177,10 +177,7 @@ def mark_done(store: ArtefactStore, erasure: Erasure, *, done_at: float) -> Eras
 
 def mark_forgotten(store: ArtefactStore, erasure: Erasure, *, forgotten_at: float, reason: str) -> None:
     """Re-admit the entity to later nights."""
-    store.write_once(
-        _erasure_path(erasure.number, "forgotten"),
-        _to_json_bytes({"at": forgotten_at, "reason": reason}),
-    )
+    store.write_once(_erasure_path(erasure.number, "forgotten"), _to_json_bytes({"at": forgotten_at, "reason": reason}))
 
 
 def demand_unerased(store: ArtefactStore, raw_items: Collection[bytes]) -> None:
@@ -217,10 +214,7 @@ def _parse_erasure(content_by_name: Mapping[str, bytes], erasure_number: int) ->
 
 
 def _parse_closing_record(
-    content_by_name: Mapping[str, bytes],
-    erasure_number: int,
-    suffix: str,
-    file_names: Collection[str],
+    content_by_name: Mapping[str, bytes], erasure_number: int, suffix: str, file_names: Collection[str]
 ) -> dict[str, Any] | None:
     path = _erasure_path(erasure_number, suffix)
     is_recorded = path.removeprefix(f"{ERASURES_FOLDER}/") in file_names

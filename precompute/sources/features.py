@@ -17,13 +17,7 @@ from numpy.typing import NDArray
 from cache.errors import SourceError
 from cache.format.manifest import EntityKind
 from cache.model.tower_spec import InputSpec
-from precompute.sources.columns import (
-    Ids,
-    UnusableMaskByReason,
-    as_numpy_mask,
-    is_text_type,
-    utf_8_mask,
-)
+from precompute.sources.columns import Ids, UnusableMaskByReason, as_numpy_mask, is_text_type, utf_8_mask
 from precompute.sources.unusable import EVENTS_SOURCE_PREFIX, UnusableRows
 
 EntityValues = Mapping[bytes, Mapping[str, Any]]
@@ -81,9 +75,7 @@ def read_feature_values(column: Any, spec: InputSpec) -> FeatureValues:
         }
     bad_mask_by_reason[f"{spec.column}: not of width {spec.width}"] = ~has_right_width & ~missing_mask
     return FeatureValues(
-        numbers,
-        missing_mask,
-        {reason: row_mask for reason, row_mask in bad_mask_by_reason.items() if row_mask.any()},
+        numbers, missing_mask, {reason: row_mask for reason, row_mask in bad_mask_by_reason.items() if row_mask.any()}
     )
 
 

@@ -163,8 +163,7 @@ def feature_file(config: NightConfig, entity: EntityKind, column: str) -> Source
     setting_name = f"{entity}_features"
     if not (file_name := getattr(config.sources, setting_name)):
         raise SourceError(
-            f"the model wants the {entity} feature {column!r}, but sources.{setting_name} is not set",
-            column=column,
+            f"the model wants the {entity} feature {column!r}, but sources.{setting_name} is not set", column=column
         )
     return source_file(file_name, config.path("."))
 
@@ -201,17 +200,10 @@ class InputFiles:
     def of(cls, config: NightConfig, event_files: Sequence[SourceFile] = ()) -> Self:
         """List all input files of a night but its bundle."""
         sources, base = config.sources, config.path(".")
-        table_names = (
-            sources.user_features,
-            sources.item_features,
-            sources.user_vectors,
-            sources.item_vectors,
-        )
+        table_names = (sources.user_features, sources.item_features, sources.user_vectors, sources.item_vectors)
         table_files = (source_files([table_name], base) for table_name in table_names if table_name)
         return cls(
-            tuple(source_files(sources.interactions, base)),
-            tuple(event_files),
-            tuple(chain.from_iterable(table_files)),
+            tuple(source_files(sources.interactions, base)), tuple(event_files), tuple(chain.from_iterable(table_files))
         )
 
     @property
@@ -494,10 +486,7 @@ def _remote_files(url: str, checked_folders: set[str]) -> Iterator[tuple[str, So
         if "://" not in path:
             demand_plain_folder(RemoteStorage(fs), folder, checked_folders=checked_folders)
         for file_path in file_paths:
-            yield (
-                file_path,
-                RemoteFile(url if file_path == path else fs.unstrip_protocol(file_path), fs),
-            )
+            yield (file_path, RemoteFile(url if file_path == path else fs.unstrip_protocol(file_path), fs))
 
 
 def _demand_matches(selection: SelectedPaths, pattern_text: str) -> None:

@@ -22,16 +22,9 @@ _IDS_FOLDED_AT_ONCE: Final = 1 << 18
 EXAMPLE_GROUPS_MAX: Final = 1_000
 """Groups of ids among which an example without an erased id is looked for."""
 
-(
-    _UPPER_BIT,
-    _BLANK_BIT,
-    _NON_ASCII_BIT,
-    _QUOTE_BIT,
-    _PLUS_BIT,
-    _POINT_BIT,
-    _CONTROL_BIT,
-    _ESCAPE_BIT,
-) = (1 << bit for bit in range(8))
+(_UPPER_BIT, _BLANK_BIT, _NON_ASCII_BIT, _QUOTE_BIT, _PLUS_BIT, _POINT_BIT, _CONTROL_BIT, _ESCAPE_BIT) = (
+    1 << bit for bit in range(8)
+)
 _BYTES_BY_CLASS_BIT: Final = {
     _UPPER_BIT: bytes(range(ord("A"), ord("Z") + 1)), _BLANK_BIT: b" \t\n\v\f\r", _NON_ASCII_BIT: bytes(range(0x80,
     0x100)),
@@ -170,15 +163,11 @@ class OddIds:
             return
         for odd_sign, row_count in zip(_ODD_SIGNS, self._count_by_odd_sign, strict=True):
             row_count.add(
-                ids,
-                _codes_matching(ids.names, byte_classes.rows_of(odd_sign.bits), odd_sign.pattern),
-                self._hidden_ids,
+                ids, _codes_matching(ids.names, byte_classes.rows_of(odd_sign.bits), odd_sign.pattern), self._hidden_ids
             )
         number_codes = byte_classes.number_rows()
         self._whole_as_fraction_count.add(
-            ids,
-            _codes_matching(ids.names, number_codes, WHOLE_AS_FRACTION_PATTERN),
-            self._hidden_ids,
+            ids, _codes_matching(ids.names, number_codes, WHOLE_AS_FRACTION_PATTERN), self._hidden_ids
         )
         self._version_count.add(ids, _codes_matching(ids.names, number_codes, _VERSION_PATTERN), self._hidden_ids)
 
@@ -187,9 +176,7 @@ class OddIds:
         for odd_sign, row_count in zip(_ODD_SIGNS, self._count_by_odd_sign, strict=True):
             if row_count.rows:
                 yield self._remark(
-                    f"{odd_sign.sign} its ids",
-                    row_count,
-                    f"they are part of the ids: {odd_sign.advice}",
+                    f"{odd_sign.sign} its ids", row_count, f"they are part of the ids: {odd_sign.advice}"
                 )
         # Among 1.0, 1.1 and 1.2 a whole number is a version.
         if self._whole_as_fraction_count.rows > self._version_count.rows:
@@ -325,12 +312,7 @@ class IdForms:
             is_first[1:] = (odd_hash_pairs[1:] != odd_hash_pairs[:-1]).any(axis=1)
             self._odd_hash_pairs = odd_hash_pairs[is_first]
             self._odd_texts = pa.concat_arrays([self._odd_texts, *self._new_odd_texts]).take(pa.array(order[is_first]))
-        self._new_plain_hashes, self._new_odd_hash_pairs, self._new_odd_texts, self._new_count = (
-            [],
-            [],
-            [],
-            0,
-        )
+        self._new_plain_hashes, self._new_odd_hash_pairs, self._new_odd_texts, self._new_count = ([], [], [], 0)
         if len(self._plain_hashes) + len(self._odd_hash_pairs) > self.ids_compared_max:
             all_hashes = np.sort(np.concatenate([self._plain_hashes, self._odd_hash_pairs[:, 0]]))
             self._hash_limit = all_hashes[self.ids_compared_max - 1]
@@ -379,20 +361,14 @@ class IdForms:
         return remark, example_pair
 
     def _example(
-        self,
-        group_starts: NDArray[np.intp],
-        has_plain_form: NDArray[np.bool_],
-        hidden_ids: Collection[str],
+        self, group_starts: NDArray[np.intp], has_plain_form: NDArray[np.bool_], hidden_ids: Collection[str]
     ) -> list[str]:
         """Return two forms of one id, neither of them hidden; none if there is no such pair."""
         for group_start, has_plain in zip(
             group_starts[:EXAMPLE_GROUPS_MAX].tolist(), has_plain_form.tolist(), strict=False
         ):
             form_texts = self._odd_texts[group_start : group_start + (1 if has_plain else 2)].cast(pa.string())
-            id_pair = [
-                *form_texts.to_pylist(),
-                *(fold_ids(form_texts)[1].to_pylist() if has_plain else []),
-            ]
+            id_pair = [*form_texts.to_pylist(), *(fold_ids(form_texts)[1].to_pylist() if has_plain else [])]
             if not hidden_ids or not {*id_pair} & {*hidden_ids}:
                 return sorted(id_pair)
         return []

@@ -21,12 +21,7 @@ from cache.config.night import Sources
 from cache.errors import ConfigError, LarderError, SourceError
 from precompute.sources.csv_files import BLANK_CHARACTERS
 from precompute.sources.files import SourceFile
-from precompute.sources.readers import (
-    INTERACTIONS_SOURCE,
-    Interactions,
-    column_names,
-    read_interactions,
-)
+from precompute.sources.readers import INTERACTIONS_SOURCE, Interactions, column_names, read_interactions
 from precompute.sources.times import MICROSECONDS_PER_SECOND, YEAR_1980_S
 from precompute.sources.unusable import HEADER_REASON, SourceReport, UnusableRows, remedy
 
@@ -255,11 +250,7 @@ def items_without_vector_remarks(kept_item_count: int, left_out_count: int, tabl
 
 
 def unknown_ids_remarks(
-    unknown_share: float | None,
-    kind: str,
-    table_name: str,
-    unknown_ids: Sequence[str],
-    known_ids: Sequence[str],
+    unknown_share: float | None, kind: str, table_name: str, unknown_ids: Sequence[str], known_ids: Sequence[str]
 ) -> list[str]:
     """Return a remark on interactions whose ids a table lacks, with examples of both; none for a usual share."""
     if unknown_share is None or unknown_share < UNKNOWN_IDS_SHARE_MAX:

@@ -55,12 +55,7 @@ from precompute.sources.files import (
 )
 from precompute.sources.id_forms import OddIds
 from precompute.sources.repeated_rows import RepeatedRows
-from precompute.sources.times import (
-    MICROSECONDS_PER_SECOND,
-    TimeScale,
-    parse_times,
-    positive_weight_mask,
-)
+from precompute.sources.times import MICROSECONDS_PER_SECOND, TimeScale, parse_times, positive_weight_mask
 from precompute.sources.unusable import (
     EVENTS_SOURCE_PREFIX,
     FIELD_COUNT_REASON,
@@ -102,8 +97,7 @@ ID_KINDS_MAX = 20
 """Words before a colon up to which they may be kinds of ids."""
 _NUMBER_PATTERN = re.compile(rb"[+-]?\d+(\.\d*)?")
 _NAMES_LINE_PATTERN = re.compile(
-    rb"(user|customer|visitor|session)(_?id)?s? (item|product|movie|article)(_?id)?s?( .*)?",
-    re.IGNORECASE,
+    rb"(user|customer|visitor|session)(_?id)?s? (item|product|movie|article)(_?id)?s?( .*)?", re.IGNORECASE
 )
 """Pattern of a first line of lines of ids that names its columns."""
 _COMMENT_PREFIXES = (b"# ", b"% ", b"// ")
@@ -267,11 +261,7 @@ def _usable_interactions(
 ) -> Interactions:
     """Return ids and times of a batch without unusable rows, which are noted."""
     read_columns = arrow_batch.schema.names
-    user_column, item_column, weight_column = (
-        sources.user_column,
-        sources.item_column,
-        sources.weight_column,
-    )
+    user_column, item_column, weight_column = (sources.user_column, sources.item_column, sources.weight_column)
     demand_columns(read_columns, (user_column, item_column), path)
     bad_mask_by_reason: UnusableMaskByReason = {}
     unusable_rows.count_checked(INTERACTIONS_SOURCE, len(arrow_batch))
@@ -317,11 +307,7 @@ def _usable_interactions(
 
 
 def _header_mask_by_reason(
-    interactions: Interactions,
-    arrow_batch: Any,
-    file_columns: Sequence[str],
-    path: SourceFile,
-    sources: Sources,
+    interactions: Interactions, arrow_batch: Any, file_columns: Sequence[str], path: SourceFile, sources: Sources
 ) -> UnusableMaskByReason:
     """Return a mask of rows that repeat the column names, in any case, as in joined files.
 
@@ -401,9 +387,7 @@ def read_features(
     odd_ids = OddIds(id_column, unusable_rows.hidden)
     # Without a buffer a whole row group of a column is read at once.
     open_parquet = partial(
-        pa.parquet.ParquetFile,
-        buffer_size=READ_BUFFER_BYTES,
-        coerce_int96_timestamp_unit=INT96_UNIT,
+        pa.parquet.ParquetFile, buffer_size=READ_BUFFER_BYTES, coerce_int96_timestamp_unit=INT96_UNIT
     )
     with translate_read_errors(path), open_for_arrow(path) as raw, open_parquet(raw) as file:
         parts_by_column = {
@@ -419,10 +403,7 @@ def read_features(
             if bad_mask_by_reason:
 
                 def describe_row(row: int, id_values: Any = id_array) -> dict[str, str | None]:
-                    return {
-                        "id": format_case_value(_python_value(id_values, row)),
-                        "file": path.name,
-                    }
+                    return {"id": format_case_value(_python_value(id_values, row)), "file": path.name}
 
                 is_usable = ~unusable_rows.note_rows(source_name, bad_mask_by_reason, describe_row)
                 ids, batch = ids.only(is_usable), batch.filter(pa.array(is_usable))
@@ -449,9 +430,7 @@ def _batch_row_count(metadata: Any) -> int:
 
 
 def feature_schema(
-    path: SourceFile,
-    columns: Sequence[str] = (),
-    columns_of_lists: ColumnsOfLists = NO_COLUMNS_OF_LISTS,
+    path: SourceFile, columns: Sequence[str] = (), columns_of_lists: ColumnsOfLists = NO_COLUMNS_OF_LISTS
 ) -> Any:
     """Return the Arrow schema of a Parquet feature table, in the types read; raise SourceError for a missing column.
 

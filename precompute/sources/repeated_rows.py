@@ -31,10 +31,7 @@ class RepeatedRows:
 
     def __init__(self, rows_compared_max: int = ROWS_COMPARED_MAX) -> None:
         self._rows_compared_max, self._user_hash_limit = rows_compared_max, _NO_HASH_LIMIT
-        self._user_hash_parts, self._row_hash_parts = (
-            [np.empty(0, np.uint64)],
-            [np.empty(0, np.uint64)],
-        )
+        self._user_hash_parts, self._row_hash_parts = ([np.empty(0, np.uint64)], [np.empty(0, np.uint64)])
         self._file_index_parts = [np.empty(0, np.int32)]
         self._source_files: list[SourceFile] = []
         self._compared_row_count = self._all_row_count = 0
@@ -72,10 +69,7 @@ class RepeatedRows:
             self._lower_hash_limit()
 
     def _lower_hash_limit(self) -> None:
-        user_hashes, row_hashes = (
-            np.concatenate(self._user_hash_parts),
-            np.concatenate(self._row_hash_parts),
-        )
+        user_hashes, row_hashes = (np.concatenate(self._user_hash_parts), np.concatenate(self._row_hash_parts))
         file_indexes = np.concatenate(self._file_index_parts)
         is_kept = user_hashes <= self._user_hash_limit
         while np.count_nonzero(is_kept) > self._rows_compared_max // 2 and self._user_hash_limit:
@@ -90,10 +84,7 @@ class RepeatedRows:
 
     def remarks(self) -> list[str]:
         """Return remarks on files that hold the same rows, and on rows that repeat within their file."""
-        row_hashes, file_indexes = (
-            np.concatenate(self._row_hash_parts),
-            np.concatenate(self._file_index_parts),
-        )
+        row_hashes, file_indexes = (np.concatenate(self._row_hash_parts), np.concatenate(self._file_index_parts))
         if not len(row_hashes):
             return []
         order = np.argsort(row_hashes, kind="stable")  # files ascend among equal rows
@@ -114,8 +105,7 @@ class RepeatedRows:
         first_file_indexes = file_indexes[is_first][np.cumsum(is_first) - 1]
         file_count = len(self._source_files)
         pair_codes, shared_row_counts = np.unique(
-            first_file_indexes[~is_first].astype(np.int64) * file_count + file_indexes[~is_first],
-            return_counts=True,
+            first_file_indexes[~is_first].astype(np.int64) * file_count + file_indexes[~is_first], return_counts=True
         )
         first_of_pairs, second_of_pairs = pair_codes // file_count, pair_codes % file_count
         row_count_by_file = np.bincount(file_indexes, minlength=file_count)

@@ -40,23 +40,9 @@ _LOST_DIGITS_PATTERN = r"^\d(\.\d{1,6})?[eE]\+\d{2}$"
 _CHECKED_TEXTS_MAX = 1_000
 """Texts of each batch that are checked for it."""
 _LATE_DATE_PATTERN = r"^\s*(2[2-9]\d\d|[3-9]\d{3})-(0[1-9]|1[0-2])-([0-2]\d|3[01])([T ]|\s*$)"
-_ISO_NUMBER_GROUPS = (
-    "year",
-    "month",
-    "day",
-    "hour",
-    "minute",
-    "second",
-    "zone_hour",
-    "zone_minute",
-)
+_ISO_NUMBER_GROUPS = ("year", "month", "day", "hour", "minute", "second", "zone_hour", "zone_minute")
 
-_TICKS_PER_SECOND_BY_UNIT = {
-    "s": 1,
-    "ms": 1_000,
-    "us": MICROSECONDS_PER_SECOND,
-    "ns": 1_000_000_000,
-}
+_TICKS_PER_SECOND_BY_UNIT = {"s": 1, "ms": 1_000, "us": MICROSECONDS_PER_SECOND, "ns": 1_000_000_000}
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,10 +363,7 @@ def _parse_numbers(number_texts: Any) -> tuple[Any, NDArray[np.bool_]]:
 
 
 def _parse_iso_times(time_texts: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    for timestamp_type in (
-        pa.timestamp("us"),
-        pa.timestamp("us", "UTC"),
-    ):  # all of one form: the fast way
+    for timestamp_type in (pa.timestamp("us"), pa.timestamp("us", "UTC")):  # all of one form: the fast way
         try:
             return _timestamps_to_us(time_texts.cast(timestamp_type))
         except pa.ArrowInvalid:

@@ -190,8 +190,7 @@ class UnusableRows:
             for reason, reason_report in self._reasons_by_source[source_name].items()
         )
         raise SourceError(
-            f"none of the {checked_rows:,} rows of {files_text} can be used: {reasons_text}",
-            rows=checked_rows,
+            f"none of the {checked_rows:,} rows of {files_text} can be used: {reasons_text}", rows=checked_rows
         )
 
     def to_json(self) -> UnusableReport:

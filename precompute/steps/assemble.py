@@ -4,13 +4,7 @@ from typing import TypedDict
 
 from cache.errors import Conflict
 from precompute.builds.build import Build, record_step_time, with_host_copies
-from precompute.builds.reports import (
-    ASSEMBLE_REPORT,
-    BEGIN_REPORT,
-    AssembleReport,
-    BuildId,
-    shard_report_name,
-)
+from precompute.builds.reports import ASSEMBLE_REPORT, BEGIN_REPORT, AssembleReport, BuildId, shard_report_name
 from precompute.bulk.headroom import convert_disk_errors
 from precompute.config.settings import NightConfig
 from precompute.steps.night import Night, StepRow

@@ -82,14 +82,7 @@ from precompute.scoring.defaults import compute_popularity_scores, write_default
 from precompute.scoring.items import lay_out_items
 from precompute.scoring.towers import demand_feature_types
 from precompute.sources.erasures import ErasedEntities, all_erasures
-from precompute.sources.files import (
-    InputEntry,
-    InputFiles,
-    SourceFile,
-    copies_remarks,
-    digest_files,
-    digest_of,
-)
+from precompute.sources.files import InputEntry, InputFiles, SourceFile, copies_remarks, digest_files, digest_of
 from precompute.sources.plausibility import (
     InteractionFigures,
     catalogue_in_words,
@@ -195,15 +188,7 @@ def run(
     input_files = InputFiles.of(config, night_further_input.files)
     if not config.sources.item_vectors:
         with chosen_bundle(config) as bundle:
-            return _begin(
-                config,
-                bundle,
-                cut,
-                night_further_input,
-                input_files,
-                cut_text=cut_text,
-                progress=progress,
-            )
+            return _begin(config, bundle, cut, night_further_input, input_files, cut_text=cut_text, progress=progress)
     # Pinned first: what changes from here on, while its bundle is made too, is noticed.
     pinned_inputs = digest_files(input_files.all)
     # Events choose no bundle but by the vectors of new items: it stays for all nights over the same tables and these.
@@ -234,12 +219,7 @@ def run(
 
 
 def _already_live_report(
-    store: ArtefactStore,
-    config: NightConfig,
-    live_generation: str,
-    cut: datetime,
-    *,
-    is_named: bool,
+    store: ArtefactStore, config: NightConfig, live_generation: str, cut: datetime, *, is_named: bool
 ) -> BegunBuild:
     """Return the step's result where the live generation is newer than the night would be."""
     if is_named:
@@ -286,11 +266,7 @@ def _begin(
         build = Build(config, store, generation)
         with open_releases(config) as releases:
             if (manifest_version := manifest_format_of(config, bundle)) != MANIFEST_FORMAT:
-                demand_readers(
-                    releases.control,
-                    {MANIFEST: manifest_version},
-                    WRITER_TEXT_BY_FORMAT[manifest_version],
-                )
+                demand_readers(releases.control, {MANIFEST: manifest_version}, WRITER_TEXT_BY_FORMAT[manifest_version])
             state = releases.state(generation)
             begun_build: BegunBuild = {
                 "generation": generation,
@@ -348,11 +324,7 @@ def _prepare(night: BegunNight, sources_digest: str) -> None:
 def _read_event_values(night: BegunNight) -> EventValueFields:
     build, config = night.build, night.build.config
     night.event_values = values = night.further_input.values(
-        config,
-        night.bundle,
-        night.erased_entities,
-        night.unusable_rows,
-        data_until_of(build.generation),
+        config, night.bundle, night.erased_entities, night.unusable_rows, data_until_of(build.generation)
     )
     night.fingerprint_files = [
         write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
@@ -375,11 +347,7 @@ def _write_attributes(night: BegunNight) -> AttributeFields:
     build = night.build
     for write_attributes in item_attribute_writers():
         night.attributes |= write_attributes(
-            build.config,
-            night.items,
-            build.root,
-            night.event_values.attributes,
-            night.unusable_rows,
+            build.config, night.items, build.root, night.event_values.attributes, night.unusable_rows
         )
     return {"attributes": night.attributes}
 
@@ -414,11 +382,7 @@ def _partition_users(night: BegunNight) -> UserFields:
         "unknown_items": interaction_counts.unknown_items,
         "late": interaction_counts.late,
         "unusable": merge_reports([night.unusable_rows.to_json(), partition_result.unusable]),
-        "base": {
-            **prior.facts,
-            "took_over": partition_result.took_over,
-            "read_because": full_read_reason,
-        },
+        "base": {**prior.facts, "took_over": partition_result.took_over, "read_because": full_read_reason},
         "rows": interaction_counts.rows.to_json(),
     }
 
@@ -522,10 +486,7 @@ def in_night(night: Night) -> StepRow:
         night.config, data_until=night.data_until, run_after=night.run_after, named=night.named,
         events_until=events_until, progress=night.progress,
     )  # fmt: skip
-    generation, notes_text = (
-        begun_build["generation"],
-        f"\n{taken_events_text}" if taken_events_text else "",
-    )
+    generation, notes_text = (begun_build["generation"], f"\n{taken_events_text}" if taken_events_text else "")
     if begun_build["already_live"]:
         live_text = begun_build.get("nothing_newer") or f"{generation} is live already"
         return StepRow(begun_build, f"{live_text}{notes_text}")
@@ -533,10 +494,7 @@ def in_night(night: Night) -> StepRow:
     remarks_text = "".join(remark(begin_report, night.config) for remark in remarks_on_begin())
     notes_text = remarks_text + _describe_feature_only_users(begin_report) + notes_text
     remark_lines = "".join(f"\nnote: {remark}" for remark in begin_report.get("remarks", []))
-    return StepRow(
-        begun_build,
-        f"{generation} ({_describe_rows_read(begin_report)}){notes_text}{remark_lines}",
-    )
+    return StepRow(begun_build, f"{generation} ({_describe_rows_read(begin_report)}){notes_text}{remark_lines}")
 
 
 @contextmanager
@@ -646,10 +604,7 @@ def _describe_rows_read(begin_report: BeginReport) -> str:
 
 def _data_shape(partition_result: PartitionResult, item_count: int) -> InteractionFigures:
     """Return the figures of all rows that were read; without ids, since reports outlive an erasure."""
-    interaction_counts, row_counts = (
-        partition_result.interaction_counts,
-        partition_result.interaction_counts.rows,
-    )
+    interaction_counts, row_counts = (partition_result.interaction_counts, partition_result.interaction_counts.rows)
     named_item_count = int((interaction_counts.popularity > 0).sum()) + len(interaction_counts.unknown)
     return InteractionFigures(
         rows=int(row_counts.user_rows.sum()),

@@ -6,20 +6,8 @@ import numpy as np
 
 from cache.errors import Refused
 from cache.format.item_table import ItemTable
-from precompute.builds.build import (
-    Build,
-    attribute_paths,
-    fetch_catalogue,
-    open_bundle,
-    with_host_copies,
-)
-from precompute.builds.reports import (
-    BEGIN_REPORT,
-    EMBED_ITEMS_REPORT,
-    BuildId,
-    EmbedItemsReport,
-    FacetFields,
-)
+from precompute.builds.build import Build, attribute_paths, fetch_catalogue, open_bundle, with_host_copies
+from precompute.builds.reports import BEGIN_REPORT, EMBED_ITEMS_REPORT, BuildId, EmbedItemsReport, FacetFields
 from precompute.builds.tables import metric_of
 from precompute.bulk.headroom import convert_disk_errors
 from precompute.bundles.bundle import Bundle
@@ -30,11 +18,7 @@ from precompute.features import prior_index, score_table_writers
 from precompute.partitions import catalogue
 from precompute.partitions.digests import item_digests_paths
 from precompute.scoring.defaults import DEFAULTS_FILE as DEFAULTS
-from precompute.scoring.defaults import (
-    compute_mean_scores,
-    find_favourites,
-    write_defaults,
-)
+from precompute.scoring.defaults import compute_mean_scores, find_favourites, write_defaults
 from precompute.scoring.input_samples import sample_user_vectors
 from precompute.scoring.items import embed_catalogue, open_item_features
 from precompute.scoring.pages import GrowingFile
@@ -76,9 +60,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> E
             if not (is_finite_by_row := np.isfinite(vectors).all(axis=1)).all():
                 item = items.id_of(written_count + int(is_finite_by_row.argmin()))
                 raise Refused(
-                    f"the item tower gave a non-finite vector for item {item!r}",
-                    rule="finite",
-                    value="non-finite",
+                    f"the item tower gave a non-finite vector for item {item!r}", rule="finite", value="non-finite"
                 )
             vectors_file.write(np.ascontiguousarray(vectors, "<f4").data.cast("B"))
             written_count += len(vectors)
@@ -103,11 +85,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> E
 def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> FacetFields:
     """Write defaults and tables by scores for sources without popularity: the items with the best mean scores."""
     user_vectors = sample_user_vectors(build, bundle, items)
-    write_defaults(
-        build,
-        bundle,
-        lambda table: find_favourites(items, user_vectors, metric_of(bundle, table), table.k),
-    )
+    write_defaults(build, bundle, lambda table: find_favourites(items, user_vectors, metric_of(bundle, table), table.k))
     build.finish(DEFAULTS)
     attributes = build.need_report(BEGIN_REPORT).get("attributes", {})
     if not build.config.facets:

@@ -3,14 +3,7 @@
 import time
 
 from precompute.builds.build import Build, fetch_catalogue, open_bundle, with_host_copies
-from precompute.builds.reports import (
-    BEGIN_REPORT,
-    INDEX_REPORT,
-    BuildId,
-    IndexEntry,
-    IndexReport,
-    file_entry,
-)
+from precompute.builds.reports import BEGIN_REPORT, INDEX_REPORT, BuildId, IndexEntry, IndexReport, file_entry
 from precompute.builds.tables import configured_tables, metric_of
 from precompute.bulk.headroom import convert_disk_errors
 from precompute.bundles.index import build_index
@@ -71,8 +64,4 @@ def in_night(night: Night) -> StepRow:
         f"{index_entry['metric']}: {index_entry['kind']}, recall {index_entry['recall']:.4f}"
         for index_entry in index_entries
     )
-    return StepRow(
-        report,
-        summary,
-        size_bytes=sum(index_entry["file"]["size_bytes"] for index_entry in index_entries),
-    )
+    return StepRow(report, summary, size_bytes=sum(index_entry["file"]["size_bytes"] for index_entry in index_entries))

@@ -45,10 +45,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> L
             demand_allowed("load", generation_build.generation, state)
             control.check_policy()
             sweep(
-                config,
-                releases,
-                attempt=generation_build.generation,
-                generation_being_made=generation_build.generation,
+                config, releases, attempt=generation_build.generation, generation_being_made=generation_build.generation
             )
             _demand_redis_room(generation_build, manifest, control)
             if state is None:

@@ -66,11 +66,7 @@ def run(config: NightConfig, verified: BuildId, *, attempt: str, progress: Progr
             with staged(releases.control, build.generation, config.flip, attempt=attempt, progress=progress):
                 confirm_pages(releases, build.generation, node_report, timeout_s=wait_s, governor=governor)
                 move_result = moves.publish(
-                    releases,
-                    build.generation,
-                    attempt=attempt,
-                    verified=verify_report,
-                    governor=governor,
+                    releases, build.generation, attempt=attempt, verified=verify_report, governor=governor
                 )
         else:
             # A publisher killed right after its move left its note: replicas would hold the generation on its behalf.

@@ -4,31 +4,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from precompute.builds.build import (
-    Build,
-    fetch_catalogue,
-    fetch_model,
-    model_entry,
-    open_bundle,
-    with_host_copies,
-)
-from precompute.builds.reports import (
-    BEGIN_REPORT,
-    QUANTIZE_REPORT,
-    BuildId,
-    QuantizeReport,
-    SampleFields,
-)
+from precompute.builds.build import Build, fetch_catalogue, fetch_model, model_entry, open_bundle, with_host_copies
+from precompute.builds.reports import BEGIN_REPORT, QUANTIZE_REPORT, BuildId, QuantizeReport, SampleFields
 from precompute.bulk.headroom import convert_disk_errors
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
 from precompute.features import sample_takers
 from precompute.partitions import catalogue
-from precompute.scoring.input_samples import (
-    lacks_histories,
-    quantize_models,
-    sample_inputs,
-)
+from precompute.scoring.input_samples import lacks_histories, quantize_models, sample_inputs
 from precompute.scoring.items import open_item_features
 from precompute.steps.night import Night, StepRow
 

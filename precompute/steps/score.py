@@ -37,12 +37,7 @@ class ShardResult(TypedDict):
 @convert_disk_errors
 @with_host_copies
 def run_shard(
-    config: NightConfig,
-    build: BuildId,
-    shard: int,
-    *,
-    scorers: Scorers | None = None,
-    progress: Progress = quiet,
+    config: NightConfig, build: BuildId, shard: int, *, scorers: Scorers | None = None, progress: Progress = quiet
 ) -> ShardResult:
     """Score one hash range of users and items into pages; a finished shard is not repeated.
 
@@ -83,10 +78,7 @@ def run_shard(
         "shard": shard,
         "users": finished_report["users"]["scored"],
         "items": finished_report["items"]["scored"],
-        "seconds": round(
-            finished_report["users"]["seconds"]["all"] + finished_report["items"]["seconds"]["all"],
-            3,
-        ),
+        "seconds": round(finished_report["users"]["seconds"]["all"] + finished_report["items"]["seconds"]["all"], 3),
     }
 
 
@@ -95,13 +87,7 @@ class _ShardStopped(Exception):
 
 
 @convert_disk_errors
-def run(
-    config: NightConfig,
-    build: BuildId,
-    shards: Sequence[int],
-    *,
-    progress: Progress = quiet,
-) -> list[ShardResult]:
+def run(config: NightConfig, build: BuildId, shards: Sequence[int], *, progress: Progress = quiet) -> list[ShardResult]:
     """Run `run_shard` for each shard in one process: while one is compared, the next reads, encodes and writes.
 
     An exception in one ends the others at their next progress call; finished shards are found again.

@@ -20,12 +20,7 @@ from precompute.bulk.load import total_bytes
 from precompute.bulk.reload import find_damaged_pages
 from precompute.config.progress import Progress, quiet
 from precompute.config.settings import NightConfig
-from precompute.features import (
-    allowed_item_masks,
-    arm_room_functions,
-    fact_functions,
-    scoring_hooks,
-)
+from precompute.features import allowed_item_masks, arm_room_functions, fact_functions, scoring_hooks
 from precompute.gates.evidence.candidate import Candidate, Measurement, Verdict
 from precompute.gates.evidence.user_sample import sampled_shards
 from precompute.gates.judge import (
@@ -68,13 +63,7 @@ class VerifyResult(TypedDict):
 
 
 @with_host_copies
-def run(
-    config: NightConfig,
-    build: BuildId,
-    *,
-    attempt: str = "shell",
-    progress: Progress = quiet,
-) -> VerifyResult:
+def run(config: NightConfig, build: BuildId, *, attempt: str = "shell", progress: Progress = quiet) -> VerifyResult:
     """Run every gate; a failed one refuses the generation for good, with a recorded reason.
 
     Raises NotJudged, and leaves the generation unchanged, if a dependency of a gate did not answer.
@@ -87,10 +76,7 @@ def run(
         if state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
             return _verify_published(generation_build, releases, state)
         releases.demand_agreement()
-        if state in (
-            None,
-            GenerationState.BEGUN,
-        ):  # Redis lost what `load` did, and perhaps was restored
+        if state in (None, GenerationState.BEGUN):  # Redis lost what `load` did, and perhaps was restored
             load.run(config, build)
             state = releases.state(generation_build.generation)
         demand_allowed("verify", generation_build.generation, state)
@@ -183,11 +169,7 @@ def _demand_verifiable(build: Build, releases: Releases) -> None:
 
 def _verify_published(build: Build, releases: Releases, state: GenerationState) -> VerifyResult:
     """Judge a generation to be published by its gates; of a live one read the pages back. Raise CorruptArtefact."""
-    result: VerifyResult = {
-        "generation": build.generation,
-        "gates": 0,
-        "verified": state is GenerationState.LIVE,
-    }
+    result: VerifyResult = {"generation": build.generation, "gates": 0, "verified": state is GenerationState.LIVE}
     if state is not GenerationState.LIVE:
         return {**result, "not_run": f"it is {state}: a roll back to it reads its pages back"}
     with open_governor(build.config.governor, releases.control) as governor:
@@ -215,11 +197,7 @@ def failure_reason(generation: str, verdict: Verdict) -> str:
 
 
 def _judge(
-    build: Build,
-    manifest: Manifest,
-    releases: Releases,
-    live_generation: str | None,
-    progress: Progress,
+    build: Build, manifest: Manifest, releases: Releases, live_generation: str | None, progress: Progress
 ) -> Sequence[Verdict]:
     """Return verdicts, files first: no other gate can open a file that differs from the manifest."""
     started = time.monotonic()
@@ -270,11 +248,7 @@ def _judge(
 
 
 def _open_candidate(
-    build: Build,
-    manifest: Manifest,
-    releases: Releases,
-    live_generation: str | None,
-    pages_bytes: int,
+    build: Build, manifest: Manifest, releases: Releases, live_generation: str | None, pages_bytes: int
 ) -> tuple[Candidate, bool]:
     """The candidate, and whether a live generation there should be cannot be compared with."""
     # What is missing of the night's own notes is missed by the gates that look at it.
@@ -295,13 +269,7 @@ def _open_candidate(
             directory_files = [
                 part.file for entity_set in live_manifest.entity_sets.values() for part in entity_set.parts
             ]
-            for artefact in (
-                items.ids,
-                items.offsets,
-                items.model_index,
-                items.vectors,
-                *directory_files,
-            ):
+            for artefact in (items.ids, items.offsets, items.model_index, items.vectors, *directory_files):
                 fetch_checked(build.store, live_manifest.generation, artefact)
             live_root = build.store.local(generation_path(live_manifest.generation))
     arm_rooms: tuple[ArmRoom, ...] = ()

@@ -37,10 +37,7 @@ def run(config: NightConfig, build: BuildId) -> WarmResult:
     `skew_ms`: between the first swap and the last, null below two; `lag_ms`: each one's behind `published_at`.
     """
     generation, started = build["generation"], time.perf_counter()
-    with (
-        record_step_time(Build.of(config, build), "warm"),
-        connect(config.redis_url, config.redis_timeout_s) as client,
-    ):
+    with record_step_time(Build.of(config, build), "warm"), connect(config.redis_url, config.redis_timeout_s) as client:
         control = Control(client, config.keyspace())
         while True:
             replicas = control.replicas()

@@ -140,10 +140,7 @@ class ArmComparison:
             {"live": round(live.different_keys), "canary": round(canary.different_keys)},
             mix_shift(live.keys_by_answer_source, canary.keys_by_answer_source),
             population_stability_index(live.scores, canary.scores),
-            {
-                "source_shift": shift_by_chance(live, canary),
-                "score_psi": psi_by_chance(live, canary),
-            },
+            {"source_shift": shift_by_chance(live, canary), "score_psi": psi_by_chance(live, canary)},
             {"live": live.mean_score, "canary": canary.mean_score},
             {event: feedback_ratio for event, (feedback_ratio, _) in feedback_ratio_by_event.items()},
             {event: chance for event, (_, chance) in feedback_ratio_by_event.items()},
@@ -200,10 +197,7 @@ def decide(comparison: ArmComparison, limits: CanaryConfig) -> tuple[Verdict, li
 
 
 def _judge_feedback(
-    comparison: ArmComparison,
-    limits: CanaryConfig,
-    counterevidence: list[str],
-    open_questions: list[str],
+    comparison: ArmComparison, limits: CanaryConfig, counterevidence: list[str], open_questions: list[str]
 ) -> None:
     event, min_ratio = limits.feedback_event, limits.feedback_ratio_min
     ratio = comparison.feedback.get(event)

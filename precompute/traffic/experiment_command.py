@@ -24,12 +24,7 @@ from precompute.releases.release_log import Releases, open_releases
 from precompute.releases.sweep import unlink_recorded
 from precompute.traffic import experiments
 from precompute.traffic.experiments import ArmOption, ExperimentOption, settings_for_namespace
-from precompute.traffic.exposures import (
-    ArmTotals,
-    erased_users,
-    gather_exposures,
-    read_totals_by_arm,
-)
+from precompute.traffic.exposures import ArmTotals, erased_users, gather_exposures, read_totals_by_arm
 
 
 def command(
@@ -46,11 +41,7 @@ def command(
             if experiment_name is None and (arguments.holdout is None or share_by_arm or arguments.share is not None):
                 raise ConfigError("name the experiment, or give --holdout alone for that of all", field="name")
             changed_experiments = experiments.change_shares(
-                config,
-                experiment_name,
-                key_share=arguments.share,
-                share_by_arm=share_by_arm,
-                holdout=arguments.holdout,
+                config, experiment_name, key_share=arguments.share, share_by_arm=share_by_arm, holdout=arguments.holdout
             )
             return change_to_json(changed_experiments, experiment_name)
         case "exposures":
@@ -60,8 +51,7 @@ def command(
             return free_namespaces(config, _demand_name(experiment_name))
         case "stop":
             return change_to_json(
-                experiments.stop(config, _demand_name(experiment_name), reason=arguments.reason),
-                experiment_name,
+                experiments.stop(config, _demand_name(experiment_name), reason=arguments.reason), experiment_name
             )
     key_share = 1.0 if arguments.share is None else arguments.share
     arm_options = tuple(parse_arm(arm_text) for arm_text in arguments.arm)
@@ -69,8 +59,7 @@ def command(
         config.namespace, _demand_name(experiment_name), arm_options, key_share, arguments.sample
     )
     return change_to_json(
-        experiments.start(config, experiment_option, holdout=arguments.holdout, progress=progress),
-        experiment_name,
+        experiments.start(config, experiment_option, holdout=arguments.holdout, progress=progress), experiment_name
     )
 
 
@@ -124,15 +113,7 @@ def _experiment_summary(experiment: Experiment) -> dict[str, Any]:
 
 def render_status(experiments_status: dict[str, Any]) -> list[Table | str]:
     """Render a status with a row for each arm."""
-    table = Table(
-        "experiment",
-        "arm",
-        "namespace",
-        "share",
-        "generation",
-        "requests",
-        "events, over the control's",
-    )
+    table = Table("experiment", "arm", "namespace", "share", "generation", "requests", "events, over the control's")
     for experiment in experiments_status["experiments"]:
         for arm in experiment["arms"]:
             table.add_row(
@@ -140,10 +121,7 @@ def render_status(experiments_status: dict[str, Any]) -> list[Table | str]:
                 f"{experiment['share'] * arm['share']:.2%}", arm["generation"] or "nothing", f"{arm['requests']:,}",
                 escape("; ".join(_event_text(event, count, arm) for event, count in arm["feedback"].items())),
             )  # fmt: skip
-    return [
-        table,
-        f"holdout {experiments_status['holdout']:.2%}, free {experiments_status['free']:.2%} of all keys",
-    ]
+    return [table, f"holdout {experiments_status['holdout']:.2%}, free {experiments_status['free']:.2%} of all keys"]
 
 
 def _event_text(event: str, count: int, arm: dict[str, Any]) -> str:
@@ -179,8 +157,7 @@ def _experiment_status(
     control_by_namespace: Mapping[str, Control],
 ) -> dict[str, Any]:
     control_totals = next(
-        (totals_by_arm.get(arm.name) for arm in experiment.arms if arm.namespace == own_namespace),
-        None,
+        (totals_by_arm.get(arm.name) for arm in experiment.arms if arm.namespace == own_namespace), None
     )
     arm_statuses = []
     for arm in experiment.arms:
@@ -212,10 +189,7 @@ def event_ratios(control_totals: ArmTotals, arm_totals: ArmTotals) -> dict[str, 
     ratio_by_event = {}
     for event in sorted({*control_totals.feedback, *arm_totals.feedback}):
         ratio_interval = rate_ratio(
-            arm_totals.feedback[event],
-            arm_totals.requests,
-            control_totals.feedback[event],
-            control_totals.requests,
+            arm_totals.feedback[event], arm_totals.requests, control_totals.feedback[event], control_totals.requests
         )
         ratio_by_event[event] = None if ratio_interval is None else ratio_interval._asdict()
     return ratio_by_event
@@ -256,12 +230,7 @@ def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
                 with open_governor(config.governor, releases.control) as governor:
                     removed_key_count += _free_namespace(releases, governor)
         freed_namespaces.append(arm.namespace)
-    return {
-        "experiment": name,
-        "freed": freed_namespaces,
-        "kept": kept_namespaces,
-        "keys": removed_key_count,
-    }
+    return {"experiment": name, "freed": freed_namespaces, "kept": kept_namespaces, "keys": removed_key_count}
 
 
 def _free_namespace(releases: Releases, governor: Governor) -> int:

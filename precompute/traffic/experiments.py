@@ -62,10 +62,7 @@ class ExperimentOption:
         arm_names = [arm.name for arm in self.arms]
         for name in (self.name, *arm_names):
             if not EXPERIMENT_NAME_PATTERN.fullmatch(name):
-                raise ConfigError(
-                    f"{name!r} is no name: a letter, then up to 31 of a-z, 0-9, - and _",
-                    field="name",
-                )
+                raise ConfigError(f"{name!r} is no name: a letter, then up to 31 of a-z, 0-9, - and _", field="name")
         if not 2 <= len(arm_names) <= ARMS_MAX or len(set(arm_names)) < len(arm_names):
             raise ConfigError(
                 f"an experiment has 2 to {ARMS_MAX} arms of different names, not {', '.join(arm_names) or 'none'}",
@@ -85,11 +82,7 @@ class ExperimentOption:
         """True if it equals the recorded experiment."""
         requested_arms = [(arm.name, arm.namespace, arm.share) for arm in self.arms]
         existing_arms = [(arm.name, arm.namespace, arm.share) for arm in experiment.arms]
-        return (requested_arms, self.share, self.sample) == (
-            existing_arms,
-            experiment.share,
-            experiment.sample,
-        )
+        return (requested_arms, self.share, self.sample) == (existing_arms, experiment.share, experiment.sample)
 
 
 def start(
@@ -114,8 +107,7 @@ def start(
         for namespace, control in control_by_namespace.items():
             if namespace != config.namespace:
                 demand_match(
-                    live_manifest,
-                    published_manifest(settings_for_namespace(config, namespace).store(), control),
+                    live_manifest, published_manifest(settings_for_namespace(config, namespace).store(), control)
                 )
         with audited(store, "experiment", f"start {experiment_option.name}", actor=config.actor) as audit_details:
             added_experiments = change_experiments(
@@ -126,16 +118,9 @@ def start(
             )
             audit_details["version"] = added_experiments.version
             home_control.announce("experiments")
-            _wait_for_replicas(
-                home_control,
-                control_by_namespace,
-                experiment_option.name,
-                config.flip.wait_s,
-                progress,
-            )
+            _wait_for_replicas(home_control, control_by_namespace, experiment_option.name, config.flip.wait_s, progress)
             started_experiments = change_experiments(
-                store,
-                lambda experiments: begin_experiment(experiments, experiment_option.name, at=home_control.time()),
+                store, lambda experiments: begin_experiment(experiments, experiment_option.name, at=home_control.time())
             )
             audit_details["version"] = started_experiments.version
         home_control.announce("experiments")
@@ -176,8 +161,7 @@ def stop(config: NightConfig, experiment_name: str, *, reason: str = "") -> Expe
         subject = f"stop {experiment_name}"
         with audited(store, "experiment", subject, actor=config.actor, reason=reason) as audit_details:
             ended_experiments = change_experiments(
-                store,
-                lambda experiments: end_experiment(experiments, experiment_name, at=home_control.time()),
+                store, lambda experiments: end_experiment(experiments, experiment_name, at=home_control.time())
             )
             audit_details["version"] = ended_experiments.version
         home_control.announce("experiments")
@@ -224,11 +208,7 @@ def _lacking_replicas(home_control: Control, control_by_namespace: Mapping[str, 
 
 
 def add_experiment(
-    all_experiments: Experiments,
-    experiment_option: ExperimentOption,
-    *,
-    holdout: float | None = None,
-    at: float,
+    all_experiments: Experiments, experiment_option: ExperimentOption, *, holdout: float | None = None, at: float
 ) -> Experiments:
     """Return the experiments with the requested one, not started yet; unchanged if it is recorded already.
 
@@ -262,13 +242,7 @@ def add_experiment(
     )
     salt = f"{experiment_option.own_namespace}/{experiment_option.name}"
     new_experiment = Experiment(
-        experiment_option.name,
-        salt,
-        experiment_option.share,
-        (),
-        arms,
-        at,
-        sample=experiment_option.sample,
+        experiment_option.name, salt, experiment_option.share, (), arms, at, sample=experiment_option.sample
     )
     all_experiments = replace(
         all_experiments,
@@ -299,8 +273,7 @@ def share_keys(
     except ValueError:
         changed_names = {*key_shares, *([] if holdout is None else [_HOLDOUT_KEY])}
         free_share = max(
-            0.0,
-            1 - sum(target_share for name, target_share in target_shares.items() if name not in changed_names),
+            0.0, 1 - sum(target_share for name, target_share in target_shares.items() if name not in changed_names)
         )
         raise Conflict(
             f"experiments and holdout would have {sum(target_shares.values()):g} of all keys: {free_share:g} are "
@@ -309,11 +282,7 @@ def share_keys(
     experiments = tuple(
         experiment
         if experiment.is_over
-        else replace(
-            experiment,
-            share=target_shares[experiment.name],
-            buckets=new_buckets_by_name[experiment.name],
-        )
+        else replace(experiment, share=target_shares[experiment.name], buckets=new_buckets_by_name[experiment.name])
         for experiment in all_experiments.experiments
     )
     return replace(
@@ -337,15 +306,10 @@ def share_arms(all_experiments: Experiments, name: str, arm_shares: Mapping[str,
     }
     _demand_shares_sum_to_1(target_shares)
     buckets_by_arm = allot_buckets(
-        {experiment_arm.name: experiment_arm.buckets for experiment_arm in experiment.arms},
-        target_shares,
+        {experiment_arm.name: experiment_arm.buckets for experiment_arm in experiment.arms}, target_shares
     )
     arms = tuple(
-        replace(
-            experiment_arm,
-            share=target_shares[experiment_arm.name],
-            buckets=buckets_by_arm[experiment_arm.name],
-        )
+        replace(experiment_arm, share=target_shares[experiment_arm.name], buckets=buckets_by_arm[experiment_arm.name])
         for experiment_arm in experiment.arms
     )
     return _with_changed(all_experiments, replace(experiment, arms=arms))
@@ -391,18 +355,14 @@ def _with_changed(all_experiments: Experiments, changed_experiment: Experiment) 
 
 def _demand_share(option_name: str, fraction: float) -> None:
     if not 0 < fraction <= 1:
-        raise ConfigError(
-            f"{option_name} is above 0 and at most 1, not {fraction:g}",
-            field=option_name.lstrip("-"),
-        )
+        raise ConfigError(f"{option_name} is above 0 and at most 1, not {fraction:g}", field=option_name.lstrip("-"))
 
 
 def _demand_shares_sum_to_1(arm_shares: Mapping[str, float]) -> None:
     share_sum = sum(arm_shares.values())
     if not all(0 <= arm_share <= 1 for arm_share in arm_shares.values()) or abs(share_sum - 1) > _SUM_TOLERANCE:
         raise ConfigError(
-            f"shares of arms are parts of their experiment and sum to 1, not to {share_sum:g}",
-            field="arm",
+            f"shares of arms are parts of their experiment and sum to 1, not to {share_sum:g}", field="arm"
         )
 
 
@@ -428,10 +388,7 @@ def demand_match(home_manifest: Manifest, arm_manifest: Manifest) -> None:
     stream count in all.
     """
     for table_name, table in home_manifest.tables.items():
-        expected_shape, arm_shape = (
-            _table_shape(table),
-            _table_shape(arm_manifest.tables.get(table_name)),
-        )
+        expected_shape, arm_shape = (_table_shape(table), _table_shape(arm_manifest.tables.get(table_name)))
         if expected_shape != arm_shape:
             raise Conflict(
                 f"table {table_name!r} is {_shape_text(expected_shape)} in namespace {home_manifest.namespace!r} and "

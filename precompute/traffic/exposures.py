@@ -48,19 +48,11 @@ class ArmTotals:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able counts."""
-        return {
-            "requests": self.requests,
-            "exposures": self.exposures,
-            "feedback": dict(sorted(self.feedback.items())),
-        }
+        return {"requests": self.requests, "exposures": self.exposures, "feedback": dict(sorted(self.feedback.items()))}
 
 
 def gather_exposures(
-    store: ArtefactStore,
-    *,
-    gathered_at: float,
-    erased_keys: Collection[bytes] = (),
-    late_s: float = LATE_PARTS_S,
+    store: ArtefactStore, *, gathered_at: float, erased_keys: Collection[bytes] = (), late_s: float = LATE_PARTS_S
 ) -> dict[str, int]:
     """Make files of the parts of all hours that ended `late_s` ago, and remove the parts; how many there were.
 
@@ -210,10 +202,7 @@ def _exposure_table(arm: str, exposures: Iterable[tuple[str, float]]) -> pa.Tabl
 
 
 def _write_exposures(
-    store: ArtefactStore,
-    parquet_path: str,
-    exposure_tables: list[pa.Table],
-    erased_keys: Collection[bytes],
+    store: ArtefactStore, parquet_path: str, exposure_tables: list[pa.Table], erased_keys: Collection[bytes]
 ) -> pa.Table:
     """The rows of an hour's file with these among them, written; by arm and key, each once, at its first time."""
     raw_parquet = store.read(parquet_path)

@@ -20,10 +20,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--share", type=float, help="share of all keys, above 0 to 1 (start: default 1)")
     command.add_argument("--holdout", type=float, help="share of all keys that no experiment may take")
     command.add_argument(
-        "--sample",
-        type=float,
-        default=1.0,
-        help="share of its keys whose exposures are written down (default: all)",
+        "--sample", type=float, default=1.0, help="share of its keys whose exposures are written down (default: all)"
     )
     command.add_argument("--reason", default="", help="of stop; kept in the audit log")
 

@@ -12,10 +12,7 @@ IDS_SHOWN_DEFAULT = 50
 def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--limit", type=int, default=IDS_SHOWN_DEFAULT, help="shown (default: %(default)s)")
     command.add_argument(
-        "--export",
-        metavar="FILE",
-        type=absolute_path,
-        help="all of them as CSV: table, entity, reads, standing",
+        "--export", metavar="FILE", type=absolute_path, help="all of them as CSV: table, entity, reads, standing"
     )
 
 

@@ -59,18 +59,12 @@ def worklist(config: NightConfig, arguments: argparse.Namespace, _progress: Prog
         table.add_row(row.table, Text(printable(row.entity)), str(row.reads), row.standing)
     count_by_standing = Counter(row.standing for row in worklist_rows)
     standings_text = ", ".join(f"{count} {standing}" for standing, count in count_by_standing.most_common())
-    return [
-        table,
-        f"{len(worklist_rows)} ids: {standings_text}" if worklist_rows else "nothing was asked for in vain",
-    ]
+    return [table, f"{len(worklist_rows)} ids: {standings_text}" if worklist_rows else "nothing was asked for in vain"]
 
 
 def read_cold_counts(control: Control) -> dict[EntityName, int]:
     """Return counts of reads in vain by table and id, this day and the last, over all replicas."""
-    current_day, read_count_by_id = (
-        window_number_of(control.time(), COLD_WINDOW),
-        Counter[EntityName](),
-    )
+    current_day, read_count_by_id = (window_number_of(control.time(), COLD_WINDOW), Counter[EntityName]())
     for counted_day in (current_day, current_day - 1):
         key = control.keyspace.cold_names(counted_day)
         raw_id_and_count_pairs: Any = control.client.zrevrange(key, 0, -1, withscores=True)
@@ -89,12 +83,7 @@ def make_rows(
     excluded_ids |= set(blocklist.entities) | set(blocklist.users) | set(blocklist.items)
     known_entities = KnownEntities(store, live_generation)
     rows = [
-        WorklistRow(
-            table,
-            entity_id.decode(errors="replace"),
-            count,
-            known_entities.standing(table, entity_id),
-        )
+        WorklistRow(table, entity_id.decode(errors="replace"), count, known_entities.standing(table, entity_id))
         for (table, entity_id), count in read_count_by_id.items()
         if entity_id not in excluded_ids
     ]
@@ -120,10 +109,7 @@ class KnownEntities:
                 self._directory_by_entity[name] = Directory.open(root, entity_set)
             store.fetch(generation_path(live_generation, holdout.HOLDOUT_FILE))
             self._coming_user_ids = frozenset(holdout.read_holdout(root))
-        except (
-            StoreError,
-            FileNotFoundError,
-        ):  # the holdout, kept or not, decides no more than a word
+        except (StoreError, FileNotFoundError):  # the holdout, kept or not, decides no more than a word
             return
         except LarderError as error:
             err_console.print(f"{live_generation} cannot be looked at: {error.message}", markup=False)

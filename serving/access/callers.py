@@ -20,13 +20,7 @@ from cache.errors import ConfigError
 from cache.process.background_loops import BackgroundLoops, cancel_and_wait
 from cache.store.artefacts import file_version
 from serving.access.quota import Quota, QuotaTable, Shortage, quota_exceeded, row_key
-from serving.access.token_file import (
-    DEFAULT_CALLER_NAME,
-    MEANING_BY_SCOPE,
-    Scope,
-    TokenEntries,
-    read_tokens,
-)
+from serving.access.token_file import DEFAULT_CALLER_NAME, MEANING_BY_SCOPE, Scope, TokenEntries, read_tokens
 from serving.requests.context import CALLER_KEY
 from serving.requests.errors import Problem
 
@@ -305,14 +299,10 @@ class TokenWatch(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield counters by token name, and whether the newest file is in force."""
         request_family = CounterMetricFamily(
-            "larder_token_requests",
-            "Requests by the name of their token, refused ones too",
-            labels=["token"],
+            "larder_token_requests", "Requests by the name of their token, refused ones too", labels=["token"]
         )
         refusal_family = CounterMetricFamily(
-            "larder_token_refusals",
-            "Requests refused by expiry, scope or quota",
-            labels=["token", "reason"],
+            "larder_token_refusals", "Requests refused by expiry, scope or quota", labels=["token", "reason"]
         )
         for token_name, request_counts in self._counts_by_name.items():
             request_family.add_metric([token_name], request_counts.request_count)
@@ -329,12 +319,7 @@ class TokenWatch(Collector):
         for removed_name in self._counts_by_name.keys() - {DEFAULT_CALLER_NAME} - set(tokens or {}):
             del self._counts_by_name[removed_name]  # names that come and go must not fill metrics
         return Callers.of(
-            self._token,
-            tokens,
-            self._quota_table,
-            self._counts_by_name,
-            clock=self._clock,
-            timer=self._timer,
+            self._token, tokens, self._quota_table, self._counts_by_name, clock=self._clock, timer=self._timer
         )
 
     def _version(self) -> FileVersion:

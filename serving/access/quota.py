@@ -79,11 +79,7 @@ class Quota:
     __slots__ = ("_row_key", "_table", "_timer", "limits")
 
     def __init__(
-        self,
-        quota_row_key: bytes,
-        limits: QuotaLimits,
-        quota_table: "QuotaTable",
-        timer: Callable[[], float],
+        self, quota_row_key: bytes, limits: QuotaLimits, quota_table: "QuotaTable", timer: Callable[[], float]
     ) -> None:
         self.limits = limits
         self._row_key, self._table, self._timer = quota_row_key, quota_table, timer
@@ -117,11 +113,7 @@ def quota_exceeded(shortage: Shortage) -> Problem:
 
 
 def state_after_charge(
-    quota_state: QuotaState,
-    limits: QuotaLimits,
-    now_s: float,
-    request_count: int,
-    entity_count: int,
+    quota_state: QuotaState, limits: QuotaLimits, now_s: float, request_count: int, entity_count: int
 ) -> QuotaState | Shortage:
     """Return the state after a charge, or the shortage; all of it is charged or nothing.
 
@@ -306,16 +298,9 @@ class QuotaTable:
             fcntl.lockf(self._file_descriptor, fcntl.LOCK_UN, 1, row)
 
     def _read_state(self, row: int) -> QuotaState:
-        row_double_index, first_count_index = (
-            self._row_offset(row) // 8,
-            self._first_count_index(row),
-        )
+        row_double_index, first_count_index = (self._row_offset(row) // 8, self._first_count_index(row))
         in_flight = sum(self._counts_view[first_count_index : first_count_index + self._column_count])
-        return QuotaState(
-            self._times_view[row_double_index + 2],
-            self._times_view[row_double_index + 3],
-            in_flight,
-        )
+        return QuotaState(self._times_view[row_double_index + 2], self._times_view[row_double_index + 3], in_flight)
 
     def _write_state(self, row: int, quota_state: QuotaState) -> None:
         row_double_index = self._row_offset(row) // 8

@@ -66,15 +66,11 @@ class TokenEntry:
     def __post_init__(self) -> None:
         if not _HEX_DIGEST_PATTERN.fullmatch(self.sha256):
             raise ConfigError(  # not the value itself: it may be a token
-                "sha256 must be 64 hex digits in lower case, as `larder tokens add` writes them",
-                field="sha256",
+                "sha256 must be 64 hex digits in lower case, as `larder tokens add` writes them", field="sha256"
             )
         for scope in self.scopes:
             if scope not in MEANING_BY_SCOPE:
-                raise ConfigError(
-                    f"scopes must be of {', '.join(MEANING_BY_SCOPE)}, not {scope!r}",
-                    field="scopes",
-                )
+                raise ConfigError(f"scopes must be of {', '.join(MEANING_BY_SCOPE)}, not {scope!r}", field="scopes")
         if not self.scopes:
             raise ConfigError(f"scopes must name at least one of {', '.join(MEANING_BY_SCOPE)}", field="scopes")
         for time_field_name in ("expires_at", "created_at"):

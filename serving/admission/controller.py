@@ -236,9 +236,7 @@ class OverloadCollector(Collector):
         """Yield the counter family of shed work, and gauges of the state that decides it."""
         admission = self._admission
         shed_family = CounterMetricFamily(
-            "larder_shed",
-            "Left out under overload: inferences and whole requests",
-            labels=["stage"],
+            "larder_shed", "Left out under overload: inferences and whole requests", labels=["stage"]
         )
         for shed_kind, shed_count in admission.shed_counts.items():
             shed_family.add_metric([shed_kind], shed_count)
@@ -249,11 +247,7 @@ class OverloadCollector(Collector):
                 "Shortest turn of the event loop in the last interval",
                 admission.loop_valve.interval_wait,
             ),
-            (
-                "live_admitted_ratio",
-                "Of the inputs, those that may go to the model",
-                admission.live_admitted_share,
-            ),
+            ("live_admitted_ratio", "Of the inputs, those that may go to the model", admission.live_admitted_share),
             (
                 "costly_admitted_ratio",
                 "Of the requests that are costly, those that may go on",

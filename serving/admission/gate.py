@@ -10,21 +10,11 @@ from starlette.types import Receive, Scope
 
 from serving.access.callers import caller_of
 from serving.admission.controller import Admission
-from serving.requests.bodies import (
-    ResponseMessages,
-    declares_longer_body,
-    read_replayable_body,
-    refusal_response,
-)
+from serving.requests.bodies import ResponseMessages, declares_longer_body, read_replayable_body, refusal_response
 from serving.requests.errors import Problem
 from serving.requests.negotiation import parse_forms
 from serving.requests.options import Limits, body_deadline_s, query_options, text_options
-from serving.requests.parsing import (
-    LARGE_BODY_BYTES,
-    HeaderReader,
-    peek_content,
-    run_in_thread_if_large,
-)
+from serving.requests.parsing import LARGE_BODY_BYTES, HeaderReader, peek_content, run_in_thread_if_large
 
 _DEADLINE_FIELD = b"deadline_ms"
 

@@ -160,10 +160,7 @@ class WorkPacer:
     def _end_iteration(self) -> None:
         """End an iteration's budget, and wake the waiters of the next one unless sockets come first."""
         now_s = self._timer()
-        is_quiet, self._iteration_ended_at = (
-            now_s - self._iteration_ended_at < _QUIET_ITERATION_S_MAX,
-            now_s,
-        )
+        is_quiet, self._iteration_ended_at = (now_s - self._iteration_ended_at < _QUIET_ITERATION_S_MAX, now_s)
         if self._budget_ends_at is not None:
             self._begun_work_s += now_s - (self._budget_ends_at - self._budget_s)
             self._budget_ends_at, is_quiet = None, False

@@ -32,11 +32,7 @@ _BATCH_PARTS_MAX = 512
 
 _METADATA_PAIRS_MAX = 64
 
-_DTYPE_BY_KIND: dict[str, np.dtype[Any]] = {
-    "i4": np.dtype("<i4"),
-    "f4": np.dtype("<f4"),
-    "f8": np.dtype("<f8"),
-}
+_DTYPE_BY_KIND: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "f8": np.dtype("<f8")}
 
 
 class UnsupportedStream(ValueError):

@@ -19,15 +19,15 @@ CONTINUATION = b"\xff\xff\xff\xff"
 END_OF_STREAM = CONTINUATION + bytes(4)
 """End-of-stream marker."""
 
-(
-    INT_TYPE_ID,
-    FLOAT_TYPE_ID,
-    UTF8_TYPE_ID,
-    BOOL_TYPE_ID,
-    LIST_TYPE_ID,
-    FIXED_LIST_TYPE_ID,
-    LARGE_UTF8_TYPE_ID,
-) = 2, 3, 5, 6, 12, 16, 20
+(INT_TYPE_ID, FLOAT_TYPE_ID, UTF8_TYPE_ID, BOOL_TYPE_ID, LIST_TYPE_ID, FIXED_LIST_TYPE_ID, LARGE_UTF8_TYPE_ID) = (
+    2,
+    3,
+    5,
+    6,
+    12,
+    16,
+    20,
+)
 
 _TYPE_ID_BY_KIND = {
     "utf8": UTF8_TYPE_ID, "large_utf8": LARGE_UTF8_TYPE_ID, "bool": BOOL_TYPE_ID, "i4": INT_TYPE_ID,

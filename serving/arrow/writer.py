@@ -60,14 +60,7 @@ def write_stream(
     node_numbers = [number for column in columns for node in column.nodes for number in node]
     buffers = [buffer for column in columns for buffer in column.buffers]
     template = _batch_template(len(node_numbers) // 2, len(buffers))
-    assemble_arguments = (
-        schema_message(fields, metadata),
-        *template,
-        row_count,
-        node_numbers,
-        buffers,
-        END_OF_STREAM,
-    )
+    assemble_arguments = (schema_message(fields, metadata), *template, row_count, node_numbers, buffers, END_OF_STREAM)
     fast_stream = None if assemble is None else assemble(*assemble_arguments)
     return assemble_stream(*assemble_arguments) if fast_stream is None else fast_stream
 

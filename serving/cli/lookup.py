@@ -107,10 +107,7 @@ def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def ask_and_show(
-    arguments: argparse.Namespace,
-    parser: argparse.ArgumentParser,
-    route: str,
-    show: Callable[[dict[str, Any]], None],
+    arguments: argparse.Namespace, parser: argparse.ArgumentParser, route: str, show: Callable[[dict[str, Any]], None]
 ) -> int:
     """Asks `/v1/ROUTE/TABLE` and shows the answer: 0; 1 and a line where that failed; ends with 2 for wrong usage."""
     try:
@@ -153,11 +150,7 @@ def question_of(arguments: argparse.Namespace) -> dict[str, Any] | None:
         entity["history"] = _read_history(arguments.history)
     if arguments.features is not None:
         entity["features"] = _parse_json(arguments.features, "--features")
-    options: dict[str, Any] = {
-        "k": arguments.k,
-        "generation": arguments.generation,
-        "as_of": arguments.as_of,
-    }
+    options: dict[str, Any] = {"k": arguments.k, "generation": arguments.generation, "as_of": arguments.as_of}
     if arguments.filter is not None:
         is_name = NAME_PATTERN.fullmatch(arguments.filter)
         options["filter"] = arguments.filter if is_name else _parse_json(arguments.filter, "--filter")

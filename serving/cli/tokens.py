@@ -71,11 +71,7 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     add_parser = commands.add_parser("add", help="make a token and print it, this once")
     add_parser.add_argument("name", help="how logs and metrics call its owner")
     add_parser.add_argument(
-        "--scope",
-        action="append",
-        required=True,
-        choices=list(MEANING_BY_SCOPE),
-        help="may be given again",
+        "--scope", action="append", required=True, choices=list(MEANING_BY_SCOPE), help="may be given again"
     )
     add_parser.add_argument("--days", type=float, help="until it expires (default: never)")
     add_parser.add_argument("--requests-per-s", type=float, help="over all workers of a service")
@@ -170,11 +166,4 @@ def _token_row(token_name: str, token_entry: TokenEntry) -> tuple[str, str, str,
     expiry_text = token_entry.expires_at or "never"
     if token_entry.expires_s <= datetime.now(UTC).timestamp():
         expiry_text += " (expired)"
-    return (
-        token_name,
-        ",".join(token_entry.scopes),
-        requests_text,
-        entities_text,
-        in_flight_text,
-        expiry_text,
-    )
+    return (token_name, ",".join(token_entry.scopes), requests_text, entities_text, in_flight_text, expiry_text)

@@ -13,8 +13,7 @@ except ModuleNotFoundError:
     from cache.process.command_line import install_command as _install_command
 
     raise ModuleNotFoundError(
-        f"serving.client needs httpx, not installed here: {_install_command('client')}",
-        name="httpx",
+        f"serving.client needs httpx, not installed here: {_install_command('client')}", name="httpx"
     ) from None
 
 from serving.client.answers import EventReceipt, EventRejection, Generations, Held

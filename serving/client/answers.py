@@ -116,10 +116,7 @@ def read_arrow_answers(response_body: bytes, entity_count: int) -> list[Answer]:
 
     try:
         return list(
-            starmap(
-                answer,
-                zip(*(frame.columns[field_name] for field_name in ("id", *field_names)), strict=True),
-            )
+            starmap(answer, zip(*(frame.columns[field_name] for field_name in ("id", *field_names)), strict=True))
         )
     except (KeyError, TypeError) as error:
         raise Garbled(f"this is no answer of the service: {error}") from error
@@ -165,11 +162,7 @@ def read_receipt(response_body: bytes) -> EventReceipt:
             for rejection in body["rejected"]
         )
         return EventReceipt(
-            int(body["accepted"]),
-            int(body["repeated"]),
-            rejected,
-            str(body["durability"]),
-            body["position"],
+            int(body["accepted"]), int(body["repeated"]), rejected, str(body["durability"]), body["position"]
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Garbled(f"this is no answer to events: {error!r}") from error

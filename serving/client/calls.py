@@ -162,14 +162,7 @@ def many_binary(table: str, entities: IdsOrEntities, options: Options) -> Call:
     if len(ids) < len(entities) or options.exclude is not None:
         return replace(build_post(table, entities, options), accept=ARROW_MEDIA_TYPE)
     content = write_arrow_ids(as_ids(ids), _option_texts(options))
-    return Call(
-        "POST",
-        _lookup_path(table),
-        None,
-        content,
-        content_type=ARROW_MEDIA_TYPE,
-        accept=ARROW_MEDIA_TYPE,
-    )
+    return Call("POST", _lookup_path(table), None, content, content_type=ARROW_MEDIA_TYPE, accept=ARROW_MEDIA_TYPE)
 
 
 def write_arrow_ids(ids: Sequence[str], options: Mapping[str, str]) -> bytes:
@@ -197,11 +190,7 @@ def feedback(event: str, generation: str | None, canary_key: Id | None, arm: str
 
 
 def split(
-    entities: IdsOrEntities,
-    options: Options,
-    max_batch: int,
-    max_ids: int,
-    max_numbers: int = 100_000,
+    entities: IdsOrEntities, options: Options, max_batch: int, max_ids: int, max_numbers: int = 100_000
 ) -> Iterator[IdsOrEntities]:
     """Consecutive pieces of at most `max_batch` entities, `max_ids` ids in histories and `exclude` together, and
     `max_numbers` values of features.

@@ -206,8 +206,7 @@ class Client:
         options = Options(deadline_ms=deadline_ms)
         calls = event_calls(events, self._policy.max_batch)
         return self._thread.run(
-            self._client._send_events(calls, options),
-            _deadline_s(self._policy, options) * len(calls),
+            self._client._send_events(calls, options), _deadline_s(self._policy, options) * len(calls)
         )
 
     def generations(self) -> Generations:

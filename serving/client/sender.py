@@ -10,14 +10,7 @@ from email.utils import parsedate_to_datetime
 import httpx
 
 from serving.client.calls import Call
-from serving.client.errors import (
-    DeadlineExceeded,
-    Garbled,
-    QuotaExceeded,
-    Unanswered,
-    Unreachable,
-    refusal,
-)
+from serving.client.errors import DeadlineExceeded, Garbled, QuotaExceeded, Unanswered, Unreachable, refusal
 
 _SUCCESS_STATUSES = frozenset({200, 202})
 _RETRY_STATUSES = frozenset({502, 503, 504})

@@ -51,8 +51,7 @@ def check_header_token(token: str) -> None:
         raise ConfigError(f"a token has at most {TOKEN_BYTES_MAX:,} bytes", field="token")
     if not token.isprintable() or any(character.isspace() for character in token):
         raise ConfigError(
-            "a token is printable characters without spaces; without any, leave LARDER_TOKEN unset",
-            field="token",
+            "a token is printable characters without spaces; without any, leave LARDER_TOKEN unset", field="token"
         )
 
 

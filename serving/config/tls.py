@@ -59,8 +59,7 @@ class TlsFiles:
                 ssl_context.load_verify_locations(self.client_ca_path)
             except (ssl.SSLError, OSError) as error:
                 raise ConfigError(
-                    f"tls_client_ca {self.client_ca_path} holds no certificate in PEM: {error}",
-                    field="tls_client_ca",
+                    f"tls_client_ca {self.client_ca_path} holds no certificate in PEM: {error}", field="tls_client_ca"
                 ) from None
             ssl_context.verify_mode = _VERIFY_MODE_BY_SETTING[self.client_certificates]
             # A session that is resumed shows no certificate again: an authority that was taken out would live on.

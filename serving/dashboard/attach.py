@@ -46,12 +46,7 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
 
 def attach(replica: Replica) -> Dashboard:
     """Publish the counts of this worker, and show those of all; other features add theirs by `Hooks.reports`."""
-    config, own_namespace, hooks, metrics = (
-        replica.config,
-        replica.own_namespace,
-        replica.hooks,
-        replica.metrics,
-    )
+    config, own_namespace, hooks, metrics = (replica.config, replica.own_namespace, replica.hooks, replica.metrics)
     admission, l1_cache = replica.admission, replica.l1_tier
 
     def read_counts() -> Counts:

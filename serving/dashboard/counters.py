@@ -28,15 +28,15 @@ overload, `n:<experiment>=<arm>` requests of an arm, `f:<experiment>=<arm>=<even
 events, `c` lists of these compared with the night's, and `d` the share of them not in the night's, in millionths.
 """
 
-(
-    REQUESTS_FIELD,
-    ENTITIES_FIELD,
-    SHED_FIELD,
-    ANSWER_PREFIX,
-    MISS_PREFIX,
-    STAGE_PREFIX,
-    TIME_PREFIX,
-) = "r", "e", "x", "a:", "m:", "s:", "h:"
+(REQUESTS_FIELD, ENTITIES_FIELD, SHED_FIELD, ANSWER_PREFIX, MISS_PREFIX, STAGE_PREFIX, TIME_PREFIX) = (
+    "r",
+    "e",
+    "x",
+    "a:",
+    "m:",
+    "s:",
+    "h:",
+)
 
 _TOTAL_PREFIXES = (
     REQUESTS_FIELD,

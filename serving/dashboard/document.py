@@ -10,13 +10,7 @@ from cache.format.stream_position import Position
 from cache.store.artefacts import NO_MANIFEST_WORDS
 from cache.traffic.experiments import rate_ratio
 from serving.dashboard import counters
-from serving.dashboard.aggregator import (
-    RECENT_BIN_COUNT,
-    DrawnBin,
-    FleetReading,
-    build_series,
-    quantiles_by_source,
-)
+from serving.dashboard.aggregator import RECENT_BIN_COUNT, DrawnBin, FleetReading, build_series, quantiles_by_source
 from serving.dashboard.counters import BIN_S, merge_event_rows, merged_counts
 from serving.events.counts import (
     ACCEPTED,
@@ -81,26 +75,19 @@ _SERIES_BY_NAME_SCHEMA = NamedSchema(
 )
 
 _COUNTS_SCHEMA = NamedSchema(
-    "Counts",
-    {
-        "type": "object",
-        "description": "Counts by name",
-        "additionalProperties": {"type": "integer"},
-    },
+    "Counts", {"type": "object", "description": "Counts by name", "additionalProperties": {"type": "integer"}}
 )
 
 
 def _object_schema(schema_name: str, description: str, /, **properties: Json) -> NamedSchema:
     return NamedSchema(
-        f"Dashboard{schema_name}",
-        {"type": "object", "description": description, "properties": properties},
+        f"Dashboard{schema_name}", {"type": "object", "description": description, "properties": properties}
     )
 
 
 def _by_name_schema(schema_name: str, description: str, value_schema: Json) -> NamedSchema:
     return NamedSchema(
-        f"Dashboard{schema_name}",
-        {"type": "object", "description": description, "additionalProperties": value_schema},
+        f"Dashboard{schema_name}", {"type": "object", "description": description, "additionalProperties": value_schema}
     )
 
 
@@ -402,9 +389,7 @@ def _first_value(replica_workers: Iterable[Worker], field_name: str) -> str | No
 
 
 def summarise_events(
-    workers: Iterable[Worker],
-    recent_counts: Mapping[str, int],
-    generations: Iterable[Mapping[str, Any]],
+    workers: Iterable[Worker], recent_counts: Mapping[str, int], generations: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
     """Summarise events from all workers' rows, with counts of `recent_counts`; None if none are taken in.
 
@@ -496,9 +481,7 @@ def _arm_row(
         ratio = None
         if arm_key != control_key:
             ratio = rate_ratio(
-                *count_and_requests,
-                control_counts.get(event_name, 0),
-                requests_by_arm.get(control_key, 0),
+                *count_and_requests, control_counts.get(event_name, 0), requests_by_arm.get(control_key, 0)
             )
         figures_by_event[event_name] = {
             "count": count_and_requests[0],
@@ -519,8 +502,7 @@ class Finding(NamedTuple):
 def build_verdict(body: Body) -> dict[str, Any]:
     """Level, sentence, advice, and in `also` the sentences of what else was found, worst first."""
     findings = sorted(
-        (finding for check in _CHECKS for finding in check(body)),
-        key=lambda finding: finding.level != "bad",
+        (finding for check in _CHECKS for finding in check(body)), key=lambda finding: finding.level != "bad"
     )
     if not findings:
         return {"level": "ok", "sentence": _well_sentence(body), "advice": None, "also": []}
@@ -656,8 +638,7 @@ def _check_refused(body: Body) -> Iterator[Finding]:
     live_cut = (_live_generation(body) or "")[:CUT_CHARS]
     refused_generations = (generation for generation in body["generations"] if generation["state"] == "refused")
     newest_refused = next(
-        (generation for generation in refused_generations if generation["generation"][:CUT_CHARS] >= live_cut),
-        None,
+        (generation for generation in refused_generations if generation["generation"][:CUT_CHARS] >= live_cut), None
     )
     if newest_refused is not None:
         failed_rules = [gate["rule"] for gate in newest_refused["gates"] if gate["verdict"] == "failed"]
@@ -685,9 +666,7 @@ def _check_fallback(body: Body) -> Iterator[Finding]:
     if recent_share is not None and recent_share - earlier_share >= FALLBACK_SURGE:
         level: Level = "bad" if recent_share - earlier_share >= FALLBACK_SURGE_BAD else "warn"
         top_reason_and_count = max(
-            body["lately"]["misses"].items(),
-            key=lambda reason_and_count: reason_and_count[1],
-            default=None,
+            body["lately"]["misses"].items(), key=lambda reason_and_count: reason_and_count[1], default=None
         )
         cause_text = "" if top_reason_and_count is None else f", mostly because of {top_reason_and_count[0]}"
         yield Finding(

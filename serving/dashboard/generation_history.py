@@ -21,12 +21,7 @@ _OUTCOME_BY_STATE = {
     "live": "published", "superseded": "published", "retired": "published", "rolled_back": "rolled back",
     "refused": "refused", "abandoned": "abandoned", "verified": "verified",
 }  # fmt: skip
-_STATE_BY_ACTION = {
-    "refuse": "refused",
-    "abandon": "abandoned",
-    "retire": "retired",
-    "verify": "verified",
-}
+_STATE_BY_ACTION = {"refuse": "refused", "abandon": "abandoned", "retire": "retired", "verify": "verified"}
 _BUSY_STATES = ("begun", "loaded", "verified")
 
 
@@ -74,9 +69,7 @@ class GenerationHistory:
         nights: list[dict[str, Any]] = []
         for generation_name in newest_names:
             state, reason = _state_and_reason(
-                generation_name,
-                releases,
-                None if registry is None else registry.get(generation_name),
+                generation_name, releases, None if registry is None else registry.get(generation_name)
             )
             facts = self._read_facts(generation_name, state)
             generations.append(_generation_row(generation_name, state, reason, releases, facts))
@@ -186,8 +179,7 @@ def _generation_row(
 ) -> dict[str, Any]:
     """Return a generation's row without its role, which the caller adds, as it knows the held generations."""
     last_move = next(
-        (release for release in reversed(releases) if release.generation == generation_name and _is_move(release)),
-        None,
+        (release for release in reversed(releases) if release.generation == generation_name and _is_move(release)), None
     )
     return {
         "generation": generation_name,

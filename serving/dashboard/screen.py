@@ -21,11 +21,7 @@ DashboardBody = Mapping[str, Any]
 
 def draw_screen(body: DashboardBody, trouble: str | None = None) -> Group:
     """Draw the document for a terminal of 100 columns; `trouble` says why it is outdated."""
-    screen_parts: list[RenderableType] = [
-        _verdict_panel(body),
-        _sources_table(body),
-        _replicas_table(body),
-    ]
+    screen_parts: list[RenderableType] = [_verdict_panel(body), _sources_table(body), _replicas_table(body)]
     screen_parts += [_generations_table(body), Text(_misses_line(body)), Text(_state_line(body))]
     if body.get("events") is not None:
         screen_parts.append(Text(_events_line(body)))

@@ -63,11 +63,7 @@ class Dashboard:
         self.is_on = is_on
 
         def read_full_worker_state() -> Mapping[str, Any]:
-            return {
-                **read_worker_state(),
-                "advisor": _call_provider(advisor),
-                "events": _call_provider(events),
-            }
+            return {**read_worker_state(), "advisor": _call_provider(advisor), "events": _call_provider(events)}
 
         self.publisher = MetricsPublisher(control, worker_name, clock, read_counts, read_full_worker_state)
         self.advisor, self.quality = advisor, quality

@@ -74,11 +74,7 @@ def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
         elif options.once:
             _print_screen(body)
         else:
-            _watch(
-                functools.partial(fetch_document, options.url, options.token, tls),
-                options.every,
-                body,
-            )
+            _watch(functools.partial(fetch_document, options.url, options.token, tls), options.every, body)
     except LarderError as error:
         print(printable_lines(f"larder: {error.message}"), file=sys.stderr)
         return 2
@@ -113,10 +109,7 @@ def _watch(fetch_body: Callable[[], dict[str, Any]], every_s: float, body: dict[
 
 def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """Return the parser of this command's arguments."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description="The dashboard of a running service, in a terminal.",
-    )
+    parser = argparse.ArgumentParser(prog=prog, description="The dashboard of a running service, in a terminal.")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
     parser.add_argument("--token", default=os.environ.get("LARDER_TOKEN", ""), help="default: LARDER_TOKEN")
     add_tls_options(parser)

@@ -96,11 +96,7 @@ class AnswerBuilder:
     """Builder of the answers of pending entities."""
 
     def __init__(
-        self,
-        metrics: Metrics,
-        observer: AnswerObserver,
-        timer: Callable[[], float],
-        clock: Callable[[], float],
+        self, metrics: Metrics, observer: AnswerObserver, timer: Callable[[], float], clock: Callable[[], float]
     ) -> None:
         self._metrics = metrics
         self._observer = observer
@@ -151,13 +147,7 @@ class AnswerBuilder:
                 pending.reason = MissReason.FILTERED
                 producer = "live" if record.live else "batch"
                 pending.partial = PartialList(
-                    prediction,
-                    snapshot,
-                    source,
-                    producer,
-                    filter_mask,
-                    record.answer_flags,
-                    seen_ordinals,
+                    prediction, snapshot, source, producer, filter_mask, record.answer_flags, seen_ordinals
                 )
                 return
             # What a re-ranking leaves out, no other list of the same items would have more of.
@@ -207,20 +197,10 @@ class AnswerBuilder:
         pending.reason = pending.reason or MissReason.NOT_IN_GENERATION
         seen_ordinals = frozenset(pending.find_seen_ordinals(snapshot).tolist())
         event_exclusions = self._newer_event_items(pending, snapshot, Source.DEFAULT)
-        exclusions: Exclusions = (
-            context.excluded_ordinals(snapshot),
-            seen_ordinals,
-            *event_exclusions,
-        )
+        exclusions: Exclusions = (context.excluded_ordinals(snapshot), seen_ordinals, *event_exclusions)
         filter_mask = context.filter_mask(snapshot)
         prediction = prediction_from_defaults(
-            snapshot,
-            pending.table,
-            pending.entity,
-            pending.k,
-            exclusions,
-            filter_mask,
-            context.reranker(snapshot),
+            snapshot, pending.table, pending.entity, pending.k, exclusions, filter_mask, context.reranker(snapshot)
         )
         if filter_mask is not None:
             prediction["short"] = _is_short(filter_mask, left_out_ordinals(pending, snapshot, context), pending.k)
@@ -348,10 +328,7 @@ def left_out_ordinals(pending: PendingAnswer, snapshot: Snapshot, context: Reque
 
 
 def _left_out_of_previous(
-    pending: PendingAnswer,
-    previous: Snapshot,
-    context: RequestContext,
-    seen_ordinals: frozenset[int],
+    pending: PendingAnswer, previous: Snapshot, context: RequestContext, seen_ordinals: frozenset[int]
 ) -> NDArray[np.int64]:
     """Return the ordinals int64 that a list of the previous generation leaves out, `seen_ordinals` included."""
     excluded_ordinals = (

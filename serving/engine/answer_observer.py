@@ -96,12 +96,7 @@ class AnswerSample(NamedTuple):
         """Bytes that the pick keeps in memory, about."""
         sent_input = self.caller_input or LiveInput()
         byte_texts = (self.raw, self.record, self.body, *(sent_input.history or ()))
-        sampled_parts = (
-            byte_texts,
-            *self.exclusions,
-            *_values_of(self.fields),
-            *_values_of(sent_input.features),
-        )
+        sampled_parts = (byte_texts, *self.exclusions, *_values_of(self.fields), *_values_of(sent_input.features))
         object_count = sum(
             len(sampled_value) if hasattr(sampled_value, "__len__") else 1 for sampled_value in sampled_parts
         )

@@ -11,13 +11,7 @@ from cache.model.input_preparation import PreparedInput
 from cache.model.new_items import merge_new_items
 from cache.model.predictor import Predictor
 from serving.engine.hooks import AnswerReuse, ComputeNewer
-from serving.engine.micro_batcher import (
-    ComputedRecord,
-    InferenceJob,
-    InferenceOutcome,
-    LiveUnavailable,
-    without_frames,
-)
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, InferenceOutcome, LiveUnavailable, without_frames
 from serving.requests.reasons import LiveReason
 
 _PrepareInputs = Callable[[], Sequence[PreparedInput | InvalidInput | None]]
@@ -45,10 +39,7 @@ class BatchInference:
 
 
 def compute(
-    jobs: Sequence[InferenceJob],
-    *,
-    reuse: AnswerReuse | None = None,
-    clock: Callable[[], float] = time.time,
+    jobs: Sequence[InferenceJob], *, reuse: AnswerReuse | None = None, clock: Callable[[], float] = time.time
 ) -> list[InferenceOutcome]:
     """Runs one inference for jobs of one snapshot and table; a job that fails costs the others nothing."""
     snapshot, table, scored_at = jobs[0].snapshot, jobs[0].table, int(clock())
@@ -83,10 +74,7 @@ def compute_with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list
         metric, layout = list_search.searcher.metric, snapshot.manifest.tables[table].layout
         night_lists = list_search.lists(batch, vectors, snapshot.blocked_ordinals)
         records_without_new = predictor.lists(
-            table,
-            night_lists,
-            [job.eligible_new_items.own_fingerprint for job in batch_jobs],
-            scored_at,
+            table, night_lists, [job.eligible_new_items.own_fingerprint for job in batch_jobs], scored_at
         )
         merged_night_lists = merge_new_items(
             night_lists, vectors, [job.eligible_new_items for job in batch_jobs], metric, layout
@@ -137,17 +125,13 @@ def run_in_halves(
         input_run = remaining_runs.pop()
         try:
             computed_records = predict(
-                [jobs[job_index] for job_index, _ in input_run],
-                [prepared_input for _, prepared_input in input_run],
+                [jobs[job_index] for job_index, _ in input_run], [prepared_input for _, prepared_input in input_run]
             )
         except Exception as error:
             if len(input_run) == 1:
                 outcomes[input_run[0][0]] = without_frames(error)
             else:
-                remaining_runs += [
-                    input_run[len(input_run) // 2 :],
-                    input_run[: len(input_run) // 2],
-                ]
+                remaining_runs += [input_run[len(input_run) // 2 :], input_run[: len(input_run) // 2]]
             continue
         for (job_index, _), job_result in zip(input_run, computed_records, strict=True):
             outcomes[job_index] = job_result

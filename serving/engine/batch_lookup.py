@@ -22,12 +22,7 @@ from serving.engine.answer_observer import AnswerSample
 from serving.engine.entity import PendingAnswer, build_plain_pending_answer
 from serving.engine.rendering.answer_fields import JSON_OPTIONS, AnswerJson, origin_fields
 from serving.engine.rendering.arrow_answers import NO_ITEMS, StoredRows, answers_stream, row_of
-from serving.engine.rendering.json_answers import (
-    StaticTail,
-    answer_texts,
-    plain_record_mask,
-    record_numbers,
-)
+from serving.engine.rendering.json_answers import StaticTail, answer_texts, plain_record_mask, record_numbers
 from serving.engine.service import LookupService
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
@@ -136,13 +131,7 @@ class PostedLookups:
         )
 
     async def _answer_from_ladder(
-        self,
-        scope: RequestScope,
-        body: bytes,
-        table: str,
-        deadline_s: float,
-        served: ServedGenerations,
-        started: float,
+        self, scope: RequestScope, body: bytes, table: str, deadline_s: float, served: ServedGenerations, started: float
     ) -> bytes | None:
         service, limits = self._service, self._service.limits
         try:
@@ -226,10 +215,7 @@ class BatchLookups:
         if not len(plain_indexes):
             no_rows = np.empty(0, lookup.table.layout.dtype)
             return BatchAnswers(
-                plain_indexes,
-                no_rows,
-                np.empty(0, bool),
-                await self._resolve_by_ladder(lookup, pending_by_index),
+                plain_indexes, no_rows, np.empty(0, bool), await self._resolve_by_ladder(lookup, pending_by_index)
             )
         # At the same time: what they read travels in one turn.
         async with asyncio.TaskGroup() as task_group:
@@ -318,11 +304,7 @@ class BatchLookups:
             self._metrics.count_fast_answers(table_name, tier, seconds, len(request_indexes))
 
     def _note_reads_and_samples(
-        self,
-        lookup: BatchRequest,
-        batch_answers: BatchAnswers,
-        record_keys: RecordKeys,
-        plain_mask: NDArray[np.bool_],
+        self, lookup: BatchRequest, batch_answers: BatchAnswers, record_keys: RecordKeys, plain_mask: NDArray[np.bool_]
     ) -> None:
         """Record the keys read from Redis, and the answers that the sampler takes."""
         generation, table = lookup.served.live.generation, lookup.table.name
@@ -382,22 +364,14 @@ def list_items(lookup: BatchRequest, batch_answers: BatchAnswers, row_slice: sli
     """Return the ids of each list in a part of the rows; empty for a table without lists."""
     if lookup.table.kind != "topk":
         return NO_ITEMS
-    layout, rows, lent = (
-        lookup.table.layout,
-        batch_answers.rows[row_slice],
-        lookup.served.live.items.shared_ids,
-    )
+    layout, rows, lent = (lookup.table.layout, batch_answers.rows[row_slice], lookup.served.live.items.shared_ids)
     is_half = layout.precision == "f2"
     data, cuts = loader.kernels.names(rows, layout.width, is_half, lookup.k, *lent)
     return IdBytes(data, cuts, lookup.k)
 
 
 def render_stream(
-    lookup: BatchRequest,
-    batch_answers: BatchAnswers,
-    id_slices: Sequence[IdBytes],
-    now_s: float,
-    stale: str | None,
+    lookup: BatchRequest, batch_answers: BatchAnswers, id_slices: Sequence[IdBytes], now_s: float, stale: str | None
 ) -> bytes:
     """Render the body of the response, with `list_items` of all rows; `now_s`: Unix seconds, `stale`: the service's."""
     live, table = lookup.served.live, lookup.table
@@ -406,11 +380,7 @@ def render_stream(
     origin_by_tier = (Source.L1, *common_fields), (Source.L2, *common_fields)
     row_numbers = record_numbers(table, batch_answers.rows, lookup.k)
     stored_rows = StoredRows(
-        batch_answers.answer_indices,
-        origin_by_tier,
-        batch_answers.is_l2,
-        row_numbers,
-        _concatenate_ids(id_slices),
+        batch_answers.answer_indices, origin_by_tier, batch_answers.is_l2, row_numbers, _concatenate_ids(id_slices)
     )
     return answers_stream(table, lookup.raws, batch_answers.answers, stored_rows)
 

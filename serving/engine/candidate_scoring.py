@@ -20,10 +20,7 @@ from serving.requests.options import RequestOptions
 
 
 async def rank_candidates(
-    ladder: Ladder,
-    served: ServedGenerations,
-    score_request: ScoreRequest,
-    started: float,
+    ladder: Ladder, served: ServedGenerations, score_request: ScoreRequest, started: float
 ) -> AnswerJson:
     """Score the candidates in rank order: the user's vector, from any rung, times item vectors of the same generation.
 

@@ -173,11 +173,7 @@ class GetCoalescer:
             self._resolve_plain(lookup, members, read_rows, plain_mask)
 
     def _resolve_plain(
-        self,
-        lookup: BatchRequest,
-        members: list[_GroupMember],
-        read_rows: Rows,
-        plain_mask: NDArray[np.bool_],
+        self, lookup: BatchRequest, members: list[_GroupMember], read_rows: Rows, plain_mask: NDArray[np.bool_]
     ) -> None:
         live = lookup.served.live
         plain_members = [members[index] for index in np.flatnonzero(plain_mask).tolist()]

@@ -13,12 +13,7 @@ from cache.format.ids import FeatureValue, fingerprint, hash_id, input_digest
 from cache.format.manifest import Table
 from cache.model.filter_mask import FilterMask
 from cache.model.input_preparation import LiveInput
-from cache.model.new_items import (
-    NO_ELIGIBLE_NEW_ITEMS,
-    NO_NEW_ITEMS,
-    EligibleNewItems,
-    NewItems,
-)
+from cache.model.new_items import NO_ELIGIBLE_NEW_ITEMS, NO_NEW_ITEMS, EligibleNewItems, NewItems
 from cache.records import Record, decode_record
 from cache.tiers.reads import Hit, Miss, MissReason, ReadResult, RecordKey
 from serving.admission.work_pacer import YieldPacer

@@ -34,12 +34,7 @@ from serving.requests.bodies import ResponseMessages
 from serving.requests.context import note_stage
 from serving.requests.errors import Problem
 from serving.requests.negotiation import JSON_MEDIA_TYPE, parse_forms
-from serving.requests.parsing import (
-    LOOKUP_PATH_PREFIX,
-    QueryOptionsCache,
-    parse_single_lookup,
-    tighten_deadline,
-)
+from serving.requests.parsing import LOOKUP_PATH_PREFIX, QueryOptionsCache, parse_single_lookup, tighten_deadline
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +50,7 @@ _CACHED_START_MESSAGES_MAX = 8_192
 _START_MESSAGE = {"type": "http.response.start", "status": 200}
 _JSON_HEADER = b"content-type", JSON_MEDIA_TYPE.encode()
 _ARROW_HEADER = b"content-type", ARROW_MEDIA_TYPE.encode()
-_get_table_and_id, _get_table, _get_is_newer = (
-    itemgetter(4),
-    itemgetter(0),
-    attrgetter("has_newer_events"),
-)
+_get_table_and_id, _get_table, _get_is_newer = (itemgetter(4), itemgetter(0), attrgetter("has_newer_events"))
 
 
 class FastLookups:
@@ -149,10 +140,7 @@ class FastLookups:
         if not caller_of(scope).may_use_scope("read"):  # first: what a stranger asks leaves no trace
             return None
         started = self._timer()
-        deadline_s, served = (
-            self._admission_gate.headers.deadline_s(scope["headers"]),
-            self._get_served(),
-        )
+        deadline_s, served = (self._admission_gate.headers.deadline_s(scope["headers"]), self._get_served())
         if deadline_s is None or served is None:
             return None
         single_lookup = parse_single_lookup(scope.get("raw_path") or b"")
@@ -181,16 +169,7 @@ class FastLookups:
         if (events := self._get_packed_events(single_lookup.raw)) is not None:
             is_plain = is_plain and not self._newer_inputs.changes(live, table, single_lookup.raw)
         return SingleRequest(
-            served,
-            table,
-            single_lookup,
-            record_key,
-            options,
-            started,
-            request_target,
-            is_plain,
-            filter_mask,
-            events,
+            served, table, single_lookup, record_key, options, started, request_target, is_plain, filter_mask, events
         )
 
     def try_join(self, parsed_get: SingleRequest) -> asyncio.Future[GroupResult] | None:
@@ -337,8 +316,7 @@ class SingleLookups:
     async def answer_after_join(self, single_request: SingleRequest, group_result: GroupResult) -> bytes:
         """Return the body for a request whose grouped read gave no rendered answer."""
         return await self._finish_outcome(
-            single_request,
-            await self._read_l2(single_request) if group_result is None else group_result,
+            single_request, await self._read_l2(single_request) if group_result is None else group_result
         )
 
     async def _finish_outcome(self, single_request: SingleRequest, read_result_or_body: ReadResult | bytes) -> bytes:
@@ -438,12 +416,7 @@ class SentAnswers(list[ReadyAnswer]):
     `time_next` is called when the next answer is to be timed. Counted in bulk, answers cost a third of single counts.
     """
 
-    def __init__(
-        self,
-        service: LookupService,
-        clock: Callable[[], float],
-        time_next: Callable[[], None],
-    ) -> None:
+    def __init__(self, service: LookupService, clock: Callable[[], float], time_next: Callable[[], None]) -> None:
         super().__init__()
         self.timed_seconds: list[float] = []
         self.time_next = time_next
@@ -525,12 +498,5 @@ class SentAnswers(list[ReadyAnswer]):
             age_json = orjson.dumps(round(now_s - ready_answer.data_until, 3))
             body = b"".join((ready_answer.body_head, age_json, ready_answer.body_tail))
             self._sampler.put(
-                AnswerSample(
-                    served.live.generation,
-                    *ready_answer.table_and_id,
-                    Source.L1,
-                    "batch",
-                    now_s,
-                    body=body,
-                )
+                AnswerSample(served.live.generation, *ready_answer.table_and_id, Source.L1, "batch", now_s, body=body)
             )

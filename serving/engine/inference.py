@@ -208,16 +208,10 @@ class LiveInferences:
                     self.tiers.probe(snapshot.view, record_key, self.repeat_rate.note_probe)
 
     def _infer(
-        self,
-        job: InferenceJob,
-        inference_target: InferenceTarget,
-        lease_mark: LeaseMark | None = None,
+        self, job: InferenceJob, inference_target: InferenceTarget, lease_mark: LeaseMark | None = None
     ) -> asyncio.Future[ComputedRecord]:
         # An id of the night gets a live answer kept (beside, here only) while its page is out of reach, or has none.
-        is_unknown, is_in_outage = (
-            inference_target.record_key.position < 0,
-            inference_target.replaces_nightly,
-        )
+        is_unknown, is_in_outage = (inference_target.record_key.position < 0, inference_target.replaces_nightly)
 
         def store_when_computed(finished_future: asyncio.Future[ComputedRecord]) -> None:
             if (
@@ -239,20 +233,11 @@ class LiveInferences:
                 ):  # an id alone tells of no new items
                     if night_record_key.digest is not None and is_unknown:
                         self.tiers.put_live(
-                            view,
-                            night_record_key,
-                            computed.record_without_new_items,
-                            night_record_key.digest,
-                            ttl_s,
+                            view, night_record_key, computed.record_without_new_items, night_record_key.digest, ttl_s
                         )
                     record = record if is_unknown else computed.record_without_new_items
                 self.tiers.put_live(
-                    view,
-                    inference_target.record_key,
-                    record,
-                    inference_target.digest,
-                    ttl_s,
-                    lease_mark,
+                    view, inference_target.record_key, record, inference_target.digest, ttl_s, lease_mark
                 )
             elif lease_mark is not None and self.leases is not None:
                 # Kept nowhere, for it was not computed from this input: others compute, or reuse, at once.
@@ -270,11 +255,7 @@ class LiveInferences:
 
         limit_s = max(0.0, job.deadline - time.monotonic())
         record_or_hit = await lease_manager.answer(
-            job.snapshot.view,
-            inference_target.record_key,
-            inference_target.digest,
-            limit_s,
-            compute,
+            job.snapshot.view, inference_target.record_key, inference_target.digest, limit_s, compute
         )
         if not isinstance(record_or_hit, Hit):
             return record_or_hit

@@ -11,12 +11,7 @@ from cache.tiers.reads import Hit, MissReason, ReadResult, RecordKey, SnapshotVi
 from serving.admission.work_pacer import YieldPacer
 from serving.engine.answer_builder import AnswerBuilder, RequestContext
 from serving.engine.answer_observer import AnswerObserver, RecentNames
-from serving.engine.entity import (
-    PendingAnswer,
-    build_pending_answers,
-    find_previous_record_key,
-    unanswered_of,
-)
+from serving.engine.entity import PendingAnswer, build_pending_answers, find_previous_record_key, unanswered_of
 from serving.engine.hooks import ListShaper, NewerInputs
 from serving.engine.micro_batcher import ComputedRecord, LiveUnavailable
 from serving.engine.rendering.answer_fields import AnswerJson
@@ -244,11 +239,7 @@ class Ladder:
         self._metrics.stage("live", self._timer() - started_at, len(pendings))
 
     def _answer_from_computed(
-        self,
-        pending: PendingAnswer,
-        snapshot: Snapshot,
-        computed: ComputedRecord,
-        context: RequestContext,
+        self, pending: PendingAnswer, snapshot: Snapshot, computed: ComputedRecord, context: RequestContext
     ) -> None:
         miss_reason = pending.reason
         pending.unknown_id_count, pending.near = computed.unknown_id_count, computed.near
@@ -276,10 +267,7 @@ class Ladder:
             or (pending.reason == MissReason.UNREAD and pending.live_reason != LiveReason.OVERLOADED)
         ]
         for pending in unread_pendings:
-            pending.reason, pending.record_key = (
-                None,
-                pending.record_key._replace(skips_overlay=False),
-            )
+            pending.reason, pending.record_key = (None, pending.record_key._replace(skips_overlay=False))
         await self._read_records(snapshot, unread_pendings, context)
         for pending in pendings:
             if (hit := pending.hit) is None:

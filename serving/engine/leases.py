@@ -10,13 +10,7 @@ from typing import TypeVar
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace, hash_hex
-from cache.l2.commands import (
-    GIVEN_BACK_LEASE_VALUE,
-    LEASE_DONE_PREFIX,
-    LeaseMark,
-    LeaseSwap,
-    LeaseTake,
-)
+from cache.l2.commands import GIVEN_BACK_LEASE_VALUE, LEASE_DONE_PREFIX, LeaseMark, LeaseSwap, LeaseTake
 from cache.l2.data_plane import DataPlane
 from cache.tiers.reads import Hit, RecordKey, SnapshotView
 from cache.tiers.tiered import TieredCache
@@ -122,10 +116,7 @@ class LeaseManager:
         return await self._lead(lease_mark, lease_set_at, compute)
 
     async def _lead(
-        self,
-        lease_mark: LeaseMark,
-        lease_set_at: float,
-        compute: Callable[[LeaseMark | None], Awaitable[T]],
+        self, lease_mark: LeaseMark, lease_set_at: float, compute: Callable[[LeaseMark | None], Awaitable[T]]
     ) -> T:
         self._note_lease_begin(lease_mark, lease_set_at)
         try:

@@ -60,10 +60,7 @@ class BatchCost:
     def _fit_line(self) -> tuple[float, float]:
         if not self._batch_weight:
             return 0.0, 0.0
-        mean_size, mean_seconds = (
-            self._size_sum / self._batch_weight,
-            self._seconds_sum / self._batch_weight,
-        )
+        mean_size, mean_seconds = (self._size_sum / self._batch_weight, self._seconds_sum / self._batch_weight)
         size_variance = self._size_square_sum / self._batch_weight - mean_size * mean_size
         if size_variance < 0.01 * mean_size:  # sizes were all alike: nothing tells the two parts apart
             return mean_seconds, 0.0
@@ -184,10 +181,7 @@ class MicroBatcher:
         now_s = self._timer()
         oldest_jobs = [queued_jobs[0][0] for queued_jobs in self._queue_by_key.values() if queued_jobs]
         waits_and_limits = [(now_s - job.queued_at, job.deadline - job.queued_at) for job in oldest_jobs]
-        return max(
-            (waited_s / max(available_s, 1e-6) for waited_s, available_s in waits_and_limits),
-            default=0.0,
-        )
+        return max((waited_s / max(available_s, 1e-6) for waited_s, available_s in waits_and_limits), default=0.0)
 
     def _start_batches(self) -> None:
         self._is_pump_scheduled = False

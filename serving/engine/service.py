@@ -66,12 +66,7 @@ class LookupService:
         deadline_check = DeadlineCheck(self.admission, header_reader, self.limits)
         count_request = self.metrics.requested
         return AdmissionGate(
-            self.admission,
-            header_reader,
-            deadline_check,
-            count_request,
-            self.body_bytes_max,
-            self.body_timeout_s,
+            self.admission, header_reader, deadline_check, count_request, self.body_bytes_max, self.body_timeout_s
         )
 
 

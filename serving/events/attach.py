@@ -42,8 +42,7 @@ _ERROR_CODES: Mapping[str, ErrorCode] = {
     "events_disabled": ErrorCode(409, "This service takes no events: `[events] enabled` is false"),
     "events_full": ErrorCode(429, "The stream takes no more for now: come again after `Retry-After`"),
     "events_unavailable": ErrorCode(
-        503,
-        "The Redis of events cannot be reached, or keeps less than `[events] durability` demands",
+        503, "The Redis of events cannot be reached, or keeps less than `[events] durability` demands"
     ),
 }
 
@@ -128,10 +127,7 @@ _RECEIPT_SCHEMA: Json = schemas.named_object_schema(
             "description": "How their Redis keeps them: on disk by now, within a second, in memory alone, or it does "
             "not tell",
         },
-        "position": {
-            **schemas.TEXT_OR_NULL,
-            "description": "Position of the newest accepted one; null: there is none",
-        },
+        "position": {**schemas.TEXT_OR_NULL, "description": "Position of the newest accepted one; null: there is none"},
     },
     ("accepted", "repeated", "rejected", "durability", "position"),
     description="What became of the events",
@@ -148,11 +144,7 @@ class EventOverview:
 
     def to_json(self) -> dict[str, Any]:
         """Return the event fields of the worker's row; unknown values are left out."""
-        redis, newer_events, served = (
-            self.intake.redis,
-            self.follower.newer_events,
-            self.holder.served,
-        )
+        redis, newer_events, served = (self.intake.redis, self.follower.newer_events, self.holder.served)
         events_of_night = None if served is None else served.live.manifest.events
         return {
             **self.intake.counts.value_by_gauge,

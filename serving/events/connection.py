@@ -17,13 +17,7 @@ from cache.config.events import Durability
 from cache.errors import ConfigError, LarderError
 from cache.events.stream import ACCEPT_SCRIPT, STREAM_FULL_PREFIX
 from cache.l2.errors import HANDLER_CLOSED_MESSAGE
-from cache.l2.resp import (
-    ASYNC_BOUNDED_POOL_SETTINGS,
-    TEXTS_SHAPE,
-    WrongReply,
-    check_replies,
-    checked_reply,
-)
+from cache.l2.resp import ASYNC_BOUNDED_POOL_SETTINGS, TEXTS_SHAPE, WrongReply, check_replies, checked_reply
 
 CONNECTIONS_MAX: Final = 8
 """Connections of a process: for the acceptor, the inbox, gauges and rejected events."""

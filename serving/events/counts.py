@@ -12,13 +12,13 @@ from serving.events.connection import EventsRedis, EventsUnavailable
 from serving.metrics.collectors import ChangedAnswers, SecondsHistogram, add_samples_by_label
 
 ACCEPTED, REPEATED, TOO_MANY = "accepted", "repeated", "too_many"
-(
-    RESULT_PREFIX,
-    REFUSAL_PREFIX,
-    NEWER_EVENT_ANSWERS_FIELD,
-    COMPARED_LISTS_FIELD,
-    CHANGED_PPM_FIELD,
-) = "v:", "y:", "w", "c", "d"
+(RESULT_PREFIX, REFUSAL_PREFIX, NEWER_EVENT_ANSWERS_FIELD, COMPARED_LISTS_FIELD, CHANGED_PPM_FIELD) = (
+    "v:",
+    "y:",
+    "w",
+    "c",
+    "d",
+)
 """Fields, or their beginnings, of counts as the dashboard adds them up."""
 ERASED = "erased"
 """Reason for which no part of an event is stored, so that an erased id is not stored again."""
@@ -89,9 +89,7 @@ class EventCounts(Collector):
         )
         yield add_samples_by_label(refusals_family, self.refusal_count_by_reason)
         yield CounterMetricFamily(
-            "larder_events_rejected_dropped",
-            "Rejected events not kept with their reason",
-            value=self.dropped_count,
+            "larder_events_rejected_dropped", "Rejected events not kept with their reason", value=self.dropped_count
         )
         yield from self.accept_seconds.collect()
         for gauge_name, gauge_value in self.value_by_gauge.items():

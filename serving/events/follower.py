@@ -217,18 +217,14 @@ class EventFollower:
         """Forget the events of newly blocked owners, and read again those of unblocked ones."""
         newer_events = self.newer_events
         if blocklist is not self._blocklist:
-            previous_owners, self._blocked_owners = (
-                self._blocked_owners,
-                _owners_in_blocklist(blocklist),
-            )
+            previous_owners, self._blocked_owners = (self._blocked_owners, _owners_in_blocklist(blocklist))
             self._blocklist = blocklist
             self._unblocked_owners = _EventOwners(
                 (self._unblocked_owners.user_ids | previous_owners.user_ids) - self._blocked_owners.user_ids,
                 (self._unblocked_owners.item_ids | previous_owners.item_ids) - self._blocked_owners.item_ids,
             )
             newer_events.forget(
-                self._blocked_owners.user_ids & newer_events.packed.keys(),
-                self._blocked_owners.item_ids,
+                self._blocked_owners.user_ids & newer_events.packed.keys(), self._blocked_owners.item_ids
             )
         if self._floor_number is not None and (self._unblocked_owners.user_ids or self._unblocked_owners.item_ids):
             newer_events.forget(*self._unblocked_owners)  # where this was tried before, and an outage ended it
@@ -246,11 +242,7 @@ class EventFollower:
             self._floor_number = floor_number
 
     async def _reread(
-        self,
-        client: Redis,
-        after_number: int,
-        until_number: int,
-        only_owners: "_EventOwners | None" = None,
+        self, client: Redis, after_number: int, until_number: int, only_owners: "_EventOwners | None" = None
     ) -> bool:
         """Read a piece of the stream again and put it in front, while new events are added as usual.
 
@@ -349,11 +341,7 @@ class EventMetrics(Collector):
         follower, newer_events = self._follower, self._follower.newer_events
         items_without_vector = follower.count_new_items_without_vector()
         for gauge_name, help_text, gauge_value in (
-            (
-                "lag_seconds",
-                "Since everything was counted that had been accepted",
-                follower.lag_s(),
-            ),
+            ("lag_seconds", "Since everything was counted that had been accepted", follower.lag_s()),
             ("users", "Users with events in memory", len(newer_events.users)),
             ("held_bytes", "Bytes of events in memory", newer_events.size_bytes),
             ("new_items", "Items in memory that events brought", len(newer_events.items)),
@@ -399,6 +387,5 @@ class NewestPosition:
         snapshots = () if self._holder.served is None else self._holder.served.snapshots
         until_numbers = _until_numbers(snapshots)
         return max(
-            self._taken_position,
-            Position.from_number(max([self._newer_events.users.last_number, *until_numbers])),
+            self._taken_position, Position.from_number(max([self._newer_events.users.last_number, *until_numbers]))
         )

@@ -28,13 +28,7 @@ from cache.store.blocklist import Blocklist
 from serving.config.settings import ServingConfig
 from serving.events.connection import EventsFull, EventsRedis, EventsUnavailable
 from serving.events.counts import ACCEPTED, ERASED, REPEATED, TOO_MANY, EventCounts
-from serving.events.reading import (
-    DETAIL_CHARS_MAX,
-    EventReader,
-    ParsedEvents,
-    RejectedEvent,
-    UnreadableEvent,
-)
+from serving.events.reading import DETAIL_CHARS_MAX, EventReader, ParsedEvents, RejectedEvent, UnreadableEvent
 from serving.generations.refresher import Refresher
 from serving.requests.errors import Problem
 
@@ -378,10 +372,7 @@ class EventIntake:
         self.counts.accept_seconds.observe("inbox", self.timer() - began_at)
 
     def _build_receipt(
-        self,
-        raw_events: Sequence[Any],
-        read_events: ParsedEvents,
-        outcomes: Sequence[AcceptOutcome],
+        self, raw_events: Sequence[Any], read_events: ParsedEvents, outcomes: Sequence[AcceptOutcome]
     ) -> dict[str, Any]:
         for rejected_event in read_events.rejected:
             self.rejections.add(rejected_event.reason, rejected_event.detail, raw_events[rejected_event.event_index])
@@ -399,11 +390,7 @@ class EventIntake:
             ACCEPTED: count_by_result[ACCEPTED],
             REPEATED: count_by_result[REPEATED],
             "rejected": [
-                {
-                    "index": rejected_event.event_index,
-                    "reason": rejected_event.reason,
-                    "detail": rejected_event.detail,
-                }
+                {"index": rejected_event.event_index, "reason": rejected_event.reason, "detail": rejected_event.detail}
                 for rejected_event in sorted(rejected_events)
             ],
             "durability": "unknown" if durability is None else durability.persistence,
@@ -440,12 +427,7 @@ class Inbox:
         loops: BackgroundLoops | None = None,
     ) -> None:
         self._loops = BackgroundLoops() if loops is None else loops
-        self._redis, self._inbox_key, self._intake, self._consumer_name = (
-            redis,
-            keyspace.inbox,
-            intake,
-            consumer_name,
-        )
+        self._redis, self._inbox_key, self._intake, self._consumer_name = (redis, keyspace.inbox, intake, consumer_name)
         self._has_unfinished = True
         """True while this consumer may have entries that it took and did not finish."""
         self._claimed_at = float("-inf")
@@ -501,12 +483,7 @@ class Inbox:
                 return _inbox_entries(claimed_entries)
             self._claimed_at = now_s
             await self._redis.execute(
-                "EVAL",
-                _FORGET_CONSUMERS_SCRIPT,
-                1,
-                self._inbox_key,
-                INBOX_GROUP,
-                FORGET_CONSUMER_AFTER_MS,
+                "EVAL", _FORGET_CONSUMERS_SCRIPT, 1, self._inbox_key, INBOX_GROUP, FORGET_CONSUMER_AFTER_MS
             )
         return await self._read_entries(">", "BLOCK", INBOX_BLOCK_MS)
 
@@ -529,10 +506,7 @@ class Inbox:
 def _inbox_entries(raw_entries: list[Any]) -> list[InboxEntry]:
     """Convert a reply to entries; an entry that was deleted has no fields, and is finished with the others."""
     return [
-        InboxEntry(
-            entry_id,
-            dict(zip(flat_fields[::2], flat_fields[1::2], strict=True)) if flat_fields else {},
-        )
+        InboxEntry(entry_id, dict(zip(flat_fields[::2], flat_fields[1::2], strict=True)) if flat_fields else {})
         for entry_id, flat_fields in filter(None, raw_entries)
     ]
 

@@ -153,10 +153,7 @@ class MissingItems(NamedTuple):
         )
         values_until = ItemUpdate.of(snapshot).values_until_number
         return cls(
-            attribute_events.item_values_since(values_until),
-            new_items,
-            values_of_new_items,
-            new_item_events.version,
+            attribute_events.item_values_since(values_until), new_items, values_of_new_items, new_item_events.version
         )
 
 
@@ -167,10 +164,7 @@ class SnapshotUpdate:
     """
 
     def __init__(
-        self,
-        missing_by_generation: Mapping[str, MissingItems],
-        failed_generations: set[str],
-        now_s: float,
+        self, missing_by_generation: Mapping[str, MissingItems], failed_generations: set[str], now_s: float
     ) -> None:
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
         self._missing_by_generation = missing_by_generation

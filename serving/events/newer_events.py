@@ -19,12 +19,7 @@ from serving.admission.work_pacer import YieldPacer
 from serving.engine.batch_inference import run_in_halves
 from serving.engine.entity import NewerInput, PendingAnswer
 from serving.engine.hooks import NewerInputs, ReadRecords
-from serving.engine.micro_batcher import (
-    ComputedRecord,
-    InferenceJob,
-    InferenceOutcome,
-    LiveUnavailable,
-)
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, InferenceOutcome, LiveUnavailable
 from serving.engine.rendering.answer_fields import iso_time
 from serving.generations.snapshot import Snapshot
 from serving.requests.options import RequestOptions
@@ -167,11 +162,7 @@ class NewerEvents(NewerInputs):
         return CountedEvents(event_input, _digest(user_id, events, digest), is_whole, is_past, is_approximate)
 
     async def count_newer(
-        self,
-        snapshot: Snapshot,
-        cases: Sequence[PendingAnswer],
-        options: RequestOptions,
-        read_records: ReadRecords,
+        self, snapshot: Snapshot, cases: Sequence[PendingAnswer], options: RequestOptions, read_records: ReadRecords
     ) -> None:
         """Add to pending answers the newer events of their users, and the new items, unless the request declines them.
 
@@ -197,12 +188,7 @@ class NewerEvents(NewerInputs):
                 continue
             await pacer.count_entity(pending_answer.entity)
             counted_events = _find_counted_events(
-                self,
-                snapshot,
-                pending_answer,
-                user_id,
-                options,
-                counts_sent_input=pending_answer.entity.has_input,
+                self, snapshot, pending_answer, user_id, options, counts_sent_input=pending_answer.entity.has_input
             )
             if counted_events is None:
                 continue
@@ -229,10 +215,7 @@ class NewerEvents(NewerInputs):
 
         Events that were accepted in between would make a list of one history, and leave out the items of another.
         """
-        generation_events, counted_events = (
-            snapshot.part(GenerationEvents),
-            sibling_pending.counted_events,
-        )
+        generation_events, counted_events = (snapshot.part(GenerationEvents), sibling_pending.counted_events)
         if generation_events is None or counted_events is None:
             return
         if generation_events.changes_answer(case.table, counted_events.position, snapshot.seen_items):

@@ -178,10 +178,7 @@ class EventReader:
         )
         if user is not None and item is not None:
             _refuse_fields(
-                event_fields,
-                field_path,
-                ("attributes", *_ITEM_ONLY_FIELDS),
-                "a user alone or an item alone",
+                event_fields, field_path, ("attributes", *_ITEM_ONLY_FIELDS), "a user alone or an item alone"
             )
         else:
             _refuse_fields(event_fields, field_path, ("weight",), "a user and an item")

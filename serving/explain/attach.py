@@ -43,10 +43,7 @@ _EXPLANATION_SCHEMA: Json = schemas.named_object_schema(
             "ExplainedAnswer",
             {
                 "tier": schemas.SOURCE,
-                "reason": {
-                    **nullable_schema(schemas.REASON),
-                    "description": "Why it is no plain hit",
-                },
+                "reason": {**nullable_schema(schemas.REASON), "description": "Why it is no plain hit"},
                 "live": {
                     **nullable_schema(schemas.LIVE_REASON),
                     "description": "Why live could not, though it had an input",
@@ -66,10 +63,7 @@ _EXPLANATION_SCHEMA: Json = schemas.named_object_schema(
                 "ExplainedNewItem",
                 {
                     "item": {"type": "string"},
-                    "position": {
-                        "type": "string",
-                        "description": "Position of the event that brought it",
-                    },
+                    "position": {"type": "string", "description": "Position of the event that brought it"},
                 },
                 ("item", "position"),
                 description="An item of the answer that no night has seen",
@@ -88,8 +82,7 @@ _EXPLANATION_SCHEMA: Json = schemas.named_object_schema(
             is_null=True,
         ),
         "rerank": schemas.details_schema(
-            "What the order follows (`by`), and the stored list in it; null: none was asked for",
-            is_null=True,
+            "What the order follows (`by`), and the stored list in it; null: none was asked for", is_null=True
         ),
         "previous": schemas.details_schema("What the previous generation has; null: none held", is_null=True),
         "model": schemas.details_schema(

@@ -36,10 +36,7 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
 
 def print_explanation(explanation: Mapping[str, Any]) -> None:
     """Prints the explanation to standard output."""
-    title, sentence = (
-        printable(f"{explanation['table']} {explanation['id']}"),
-        printable(explanation["sentence"]),
-    )
+    title, sentence = (printable(f"{explanation['table']} {explanation['id']}"), printable(explanation["sentence"]))
     sections: list[Section] = [
         (name, [(printable(label), printable(text)) for label, text in rows])
         for name, rows in explanation_sections(explanation)
@@ -81,10 +78,7 @@ def explanation_sections(explanation: Mapping[str, Any]) -> Iterator[Section]:
     section_rows = [("tier", answer["tier"])]
     section_rows += [(field_name, answer[field_name]) for field_name in ("reason", "live") if answer[field_name]]
     section_rows += [("generation", f"{explanation['generation']} (epoch {explanation['epoch']})")]
-    section_rows += [
-        ("published", explanation["published_at"]),
-        ("age", _age_text(explanation["age_seconds"])),
-    ]
+    section_rows += [("published", explanation["published_at"]), ("age", _age_text(explanation["age_seconds"]))]
     section_rows += [
         (field_name, explanation[field_name]) for field_name in ("stale", "degraded") if explanation[field_name]
     ]
@@ -119,10 +113,7 @@ def _location_rows(explanation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "directory", f"{directory_text}, hash {directory['hash']}"
     if (page := explanation["page"]) is not None:
         yield "page", f"{page['key']}, byte {page['offset_bytes']} of {page['size_bytes']}"
-        yield (
-            "checksum",
-            f"{page['state']}: {_text_or(page['checksum'])}, expected {_text_or(page['expected'])}",
-        )
+        yield ("checksum", f"{page['state']}: {_text_or(page['checksum'])}, expected {_text_or(page['expected'])}")
     for tier in STORED_SOURCES:
         yield tier.upper(), _tier_text(explanation[tier])
     if (is_same_bytes := explanation["same_bytes"]) is not None:

@@ -189,11 +189,7 @@ class PageChecks:
         page_result = await self.tier_inspector.read_page(PageRead(generation, table.name, page_number, 0, size_bytes))
         expected, sums_error = await self._expected_checksum(generation, table_part, page_index)
         if isinstance(page_result, Miss):
-            return page_report | {
-                "state": page_result.reason.value,
-                "expected": expected,
-                "checksum": None,
-            }
+            return page_report | {"state": page_result.reason.value, "expected": expected, "checksum": None}
         checksum = f"{xxhash.xxh3_64_intdigest(page_result):016x}"
         state = "unchecked" if expected is None else "ok" if checksum == expected else "damaged"
         page_report |= {"state": state, "expected": expected, "checksum": checksum}
@@ -303,11 +299,7 @@ class Rescorer:
         )  # fmt: skip
         try:
             computed_record = await asyncio.wait_for(self.batcher.infer(job), RESCORE_TIMEOUT_S)
-            return (
-                case.decode_record(snapshot, computed_record.record),
-                computed_record.record,
-                None,
-            )
+            return (case.decode_record(snapshot, computed_record.record), computed_record.record, None)
         except LiveUnavailable as error:
             return None, None, error.reason
         except TimeoutError:
@@ -392,11 +384,7 @@ class LadderReplay:
         self.stored_result = stored_result
 
     async def resolve_case(
-        self,
-        served: ServedGenerations,
-        case: PendingAnswer,
-        requested_options: RequestOptions,
-        metrics: Metrics,
+        self, served: ServedGenerations, case: PendingAnswer, requested_options: RequestOptions, metrics: Metrics
     ) -> PendingAnswer:
         """Run the ladder on the recorded outcomes; return the pending answer with its source and reason."""
         self._result_by_key[served.live.generation, case.record_key.key] = self.stored_result
@@ -471,10 +459,7 @@ class RecordDecoder:
         return next(iter(self._readable_records(outcomes)), None)
 
     def prediction(
-        self,
-        record: Record,
-        filter_mask: FilterMask | None = None,
-        reranker: Reranker | None = None,
+        self, record: Record, filter_mask: FilterMask | None = None, reranker: Reranker | None = None
     ) -> Prediction:
         """Build the prediction of an answer: without blocked, seen and filtered items, cut at `k`."""
         case, exclusion_sets = self.case, (self.exclusions,)
@@ -538,17 +523,9 @@ class Explainer:
         deadline = time.monotonic() + request.options.deadline_s
         filter_mask = await self._ladder.shaper.filter_mask(snapshot, request.options, deadline)
         reranker = await self._ladder.shaper.reranker(snapshot, request.options, deadline)
-        table, night_key, entity_id, requested_key = (
-            case.table,
-            case.nightly_key,
-            case.entity.raw,
-            case.record_key,
-        )
+        table, night_key, entity_id, requested_key = (case.table, case.nightly_key, case.entity.raw, case.record_key)
         view = snapshot.view
-        l1, l2 = (
-            self._inspector.inspect_l1(view, requested_key),
-            await self._inspector.read_l2(view, requested_key),
-        )
+        l1, l2 = (self._inspector.inspect_l1(view, requested_key), await self._inspector.read_l2(view, requested_key))
         live_result = self._inspector.find_stand_in(view, requested_key)
         excluded_ordinals = case.history_in(snapshot).item_numbers if table.kind == "topk" else frozenset()
         if case.counted_events is not None:
@@ -598,9 +575,7 @@ class Explainer:
             explanation["record"] = _record_fields(*shown_record_and_hit, prediction)
             if filter_mask is not None and shown_record_and_hit[0].items is not None:
                 explanation["filter"] |= _list_fields(
-                    record_decoder.prediction(shown_record_and_hit[0], filter_mask),
-                    shown_record_and_hit[0],
-                    table,
+                    record_decoder.prediction(shown_record_and_hit[0], filter_mask), shown_record_and_hit[0], table
                 )
                 explanation["filter"] |= {"table": night_key.table.name}
             if reranker is not None and shown_record_and_hit[0].items is not None:
@@ -643,11 +618,7 @@ class Explainer:
         previous = served.previous
         if previous is None:
             return None
-        previous_report: dict[str, Any] = {
-            "generation": previous.generation,
-            "found": False,
-            "reason": None,
-        }
+        previous_report: dict[str, Any] = {"generation": previous.generation, "found": False, "reason": None}
         record_key = find_previous_record_key(previous, case)
         if isinstance(record_key, str):
             return previous_report | {"reason": record_key}
@@ -738,10 +709,7 @@ def prediction_difference(stored_prediction: ComparedPrediction, live_prediction
     """
     if "items" in stored_prediction:
         return _list_difference(
-            stored_prediction["items"],
-            stored_prediction["scores"],
-            live_prediction["items"],
-            live_prediction["scores"],
+            stored_prediction["items"], stored_prediction["scores"], live_prediction["items"], live_prediction["scores"]
         )
     number_field = "vector" if "vector" in stored_prediction else "values"
     return _number_difference(np.asarray(stored_prediction[number_field]), np.asarray(live_prediction[number_field]))

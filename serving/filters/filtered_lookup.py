@@ -179,10 +179,7 @@ class FilterEvaluator:
         self, executor: Executor, filtering: Filtering, filter_: Filter | str, deadline: float
     ) -> FilterMask:
         """Return the filter's mask, evaluated once for all concurrent requests; raise Problem after `deadline`."""
-        evaluation_key = (
-            id(filtering),
-            filter_ if isinstance(filter_, str) else filter_.canonical_bytes,
-        )
+        evaluation_key = (id(filtering), filter_ if isinstance(filter_, str) else filter_.canonical_bytes)
         evaluation = self._evaluations.get(evaluation_key)
         if evaluation is None:
             if len(self._evaluations) >= WAITING_FILTERS_MAX or not self.admit():
@@ -214,11 +211,7 @@ class FilterEvaluator:
             outcome.exception()  # taken, also where every request has left
 
     async def search(
-        self,
-        snapshot: Snapshot,
-        filter_mask: FilterMask,
-        searches: Sequence[VectorSearch],
-        deadline: float,
+        self, snapshot: Snapshot, filter_mask: FilterMask, searches: Sequence[VectorSearch], deadline: float
     ) -> list[SearchResult] | None:
         """Search the best passing items for each vector, in order; None if not done by `deadline` (monotonic)."""
         filtering = snapshot.part(Filtering)

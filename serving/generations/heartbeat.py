@@ -20,11 +20,7 @@ HOST_MEASURE_INTERVAL_S = 5.0
 class RedisClock:
     """Redis' clock in Unix seconds, common to replicas and publishers on all hosts; initially this host's own."""
 
-    def __init__(
-        self,
-        timer: Callable[[], float] = time.monotonic,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, timer: Callable[[], float] = time.monotonic, clock: Callable[[], float] = time.time) -> None:
         self._timer = timer
         self._offset_s = clock() - timer()
 
@@ -55,10 +51,7 @@ class HostHeadroom:
 
 
 def _read_headroom(disk_folder: Path) -> dict[str, int]:
-    return {
-        "memory_available_bytes": memory_available_bytes(),
-        "disk_free_bytes": disk_free_bytes(disk_folder),
-    }
+    return {"memory_available_bytes": memory_available_bytes(), "disk_free_bytes": disk_free_bytes(disk_folder)}
 
 
 @dataclass(slots=True, eq=False)

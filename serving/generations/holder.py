@@ -12,15 +12,7 @@ from typing import Any
 
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import Blocklist
-from cache.store.releases import (
-    MOVE_ACTIONS,
-    Canary,
-    Pointer,
-    Release,
-    all_releases,
-    newest_move,
-    publication_time,
-)
+from cache.store.releases import MOVE_ACTIONS, Canary, Pointer, Release, all_releases, newest_move, publication_time
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
@@ -144,10 +136,7 @@ class GenerationHolder:
 
     def serve(self, live: Snapshot, pointer: Pointer) -> None:
         """Serve a snapshot as the pointer says; the former live one stays if the pointer names it as previous."""
-        served, released_snapshot = (
-            self.served,
-            live.released_as(pointer.epoch, pointer.published_at),
-        )
+        served, released_snapshot = (self.served, live.released_as(pointer.epoch, pointer.published_at))
         self._first_snapshot, self.canary = None, pointer.canary
         self.set_experiments_running(by_experiments=self._has_experiments)
         previous_snapshot = next_snapshot = None

@@ -270,10 +270,7 @@ def _manifest_gauges(live_manifest: Manifest | None) -> Iterable[GaugeMetricFami
         yield _labelled_gauge(f"larder_gate_{name}", help_text, "rule", number_by_rule)
     overridden_rules = {str(gate["rule"]): 1.0 for gate in gates if gate.get("overridden") is not None}
     yield _labelled_gauge(
-        "larder_gate_overridden",
-        "1 for each gate that a person let the live generation pass",
-        "rule",
-        overridden_rules,
+        "larder_gate_overridden", "1 for each gate that a person let the live generation pass", "rule", overridden_rules
     )
 
 

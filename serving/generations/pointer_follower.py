@@ -9,14 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from cache.control.control_keys import Staging
-from cache.errors import (
-    CorruptArtefact,
-    LarderError,
-    TierUnavailable,
-    UnknownFormat,
-    UnknownGeneration,
-    mask_secrets,
-)
+from cache.errors import CorruptArtefact, LarderError, TierUnavailable, UnknownFormat, UnknownGeneration, mask_secrets
 from cache.l2.control_plane import ControlPlane
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import Pointer
@@ -72,12 +65,7 @@ class Health:
     def to_public_json(self) -> dict[str, bool | str | None]:
         """Return the fields of health without the details of errors."""
         degraded = None if self.degraded is None else "no_model"
-        return {
-            "ready": self.ready,
-            "stale": self.stale,
-            "degraded": degraded,
-            "failed": self.public_failure,
-        }
+        return {"ready": self.ready, "stale": self.stale, "degraded": degraded, "failed": self.public_failure}
 
 
 class PointerFollower:
@@ -261,12 +249,7 @@ class PointerFollower:
         except Exception as error:  # whatever is wrong with it, the old one goes on
             # Of another release, or of a generation that the store does not have: a traceback says no more.
             is_known = isinstance(error, UnknownFormat | UnknownGeneration)
-            log.error(
-                "generation %s cannot be loaded: %s",
-                pointer.generation,
-                error,
-                exc_info=not is_known,
-            )
+            log.error("generation %s cannot be loaded: %s", pointer.generation, error, exc_info=not is_known)
             await self._note_load_failure(pointer, str(error))
             return
         if isinstance(live_snapshot, Pointer):
@@ -466,12 +449,7 @@ class StagedGeneration:
             task.cancel()
         if self.is_ready:
             self._holder.hold_staged(None)
-        self._load_task, self.requested_generation, self.load_failure, self.is_ready = (
-            None,
-            None,
-            None,
-            False,
-        )
+        self._load_task, self.requested_generation, self.load_failure, self.is_ready = (None, None, None, False)
         return task
 
     async def wait_until_settled(self, within_s: float | None = None) -> None:

@@ -210,8 +210,7 @@ def newest_blocklist(store: ArtefactStore, enforced_version: int) -> tuple[Block
     file_names = store.names("blocklist")
     version_stems = [file_name.removesuffix(".json") for file_name in file_names if file_name.endswith(".json")]
     versions_and_stems = sorted(
-        {int(stem): stem for stem in version_stems if len(stem) == 12 and stem.isdecimal()}.items(),
-        reverse=True,
+        {int(stem): stem for stem in version_stems if len(stem) == 12 and stem.isdecimal()}.items(), reverse=True
     )
     newest_version = versions_and_stems[0][0] if versions_and_stems else 0
     if newest_version < enforced_version:

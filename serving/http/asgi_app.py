@@ -82,13 +82,7 @@ class _AdmissionSlot:
 class AsgiApp(FastAPI):
     """FastAPI with observer, admission and bounds. Without a `gate` it is FastAPI alone."""
 
-    def __init__(
-        self,
-        *,
-        api_paths: ApiPaths,
-        bodies_bytes: int = BODIES_BYTES_MAX,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, *, api_paths: ApiPaths, bodies_bytes: int = BODIES_BYTES_MAX, **settings: Any) -> None:
         super().__init__(**settings)
         self.api_paths = api_paths
         self.body_budget = BodyBudget(bodies_bytes)
@@ -111,10 +105,7 @@ class AsgiApp(FastAPI):
         gate, fast_path = self.gate, self.fast_path
         if scope["type"] == "http":
             if scope["method"] == "HEAD":
-                scope = {
-                    **scope,
-                    "method": "GET",
-                }  # the server leaves the body out (RFC 9110, section 9.3.2)
+                scope = {**scope, "method": "GET"}  # the server leaves the body out (RFC 9110, section 9.3.2)
             if scope["path"].startswith(self.api_paths.scoped_prefixes):
                 self.callers.identify_and_count(scope)
         if gate is None or scope["type"] != "http":
@@ -140,12 +131,7 @@ class AsgiApp(FastAPI):
             await request_watch(functools.partial(answer_below, gate), scope, receive, send)
 
     async def _answer_within_quota(
-        self,
-        gate: AdmissionGate,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        request_watch: RequestWatch | None = None,
+        self, gate: AdmissionGate, scope: Scope, receive: Receive, send: Send, request_watch: RequestWatch | None = None
     ) -> None:
         """Answer a request of a caller with a quota, in flight until its response is sent."""
         try:
@@ -159,12 +145,7 @@ class AsgiApp(FastAPI):
             await self._answer_admitted(gate, scope, receive, send, request_watch)
 
     async def _answer_admitted(
-        self,
-        gate: AdmissionGate,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        request_watch: RequestWatch | None = None,
+        self, gate: AdmissionGate, scope: Scope, receive: Receive, send: Send, request_watch: RequestWatch | None = None
     ) -> None:
         """Answer a request without a ready answer; lookups, scores and explanations need admission."""
         if not scope["path"].startswith(self.api_paths.limited_prefixes):  # decoded, as the router reads it

@@ -96,11 +96,7 @@ class Connections:
         """Log ended connections in one line: hostile peers must not fill the log."""
         if (ended_count := self.ended_by_reason.total()) > self._logged_count:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.ended_by_reason.most_common())
-            log.warning(
-                "%d connections ended (since the start: %s)",
-                ended_count - self._logged_count,
-                reasons,
-            )
+            log.warning("%d connections ended (since the start: %s)", ended_count - self._logged_count, reasons)
             self._logged_count = ended_count
 
 
@@ -452,8 +448,7 @@ class Connection(Http1Protocol):
         if self.is_awaited or self._inbound_meter.is_message_complete:
             return None
         return ConnectionStage(
-            "head" if self._inbound_meter.is_in_head else "body",
-            (self._inbound_meter.message_count,),
+            "head" if self._inbound_meter.is_in_head else "body", (self._inbound_meter.message_count,)
         )
 
     @property

@@ -118,13 +118,7 @@ def body_length(version: bytes, headers: Headers) -> int:
 class ChunkedBody:
     """Decoder of one chunked body. Trailers are read, and dropped: they say nothing about the request."""
 
-    __slots__ = (
-        "_chunk_bytes_left",
-        "_expected_part",
-        "_partial_line",
-        "_trailers_bytes",
-        "is_complete",
-    )
+    __slots__ = ("_chunk_bytes_left", "_expected_part", "_partial_line", "_trailers_bytes", "is_complete")
 
     def __init__(self) -> None:
         self.is_complete = False

@@ -26,15 +26,8 @@ DESCRIPTION_BY_TAG: Mapping[str, str] = {
 """Tag -> description of its group."""
 
 _HEADER_PARAMETERS: Mapping[str, Json] = {
-    "X-Deadline-Ms": {
-        "type": "number",
-        "exclusiveMinimum": 0,
-        "description": "The tighter of this and deadline_ms",
-    },
-    "X-Larder-Canary-Key": {
-        "type": "string",
-        "description": "canary_key, where the request itself has none",
-    },
+    "X-Deadline-Ms": {"type": "number", "exclusiveMinimum": 0, "description": "The tighter of this and deadline_ms"},
+    "X-Larder-Canary-Key": {"type": "string", "description": "canary_key, where the request itself has none"},
     "X-Larder-Arm": {
         "type": "string",
         "pattern": REQUEST_OPTIONS["arm"].schema["pattern"],
@@ -56,10 +49,7 @@ _PATH_PARAMETERS: Mapping[str, Json] = {
 }
 
 _RETRY_AFTER_HEADER: Json = {
-    "Retry-After": {
-        "description": "Seconds to wait before the next try",
-        "schema": {"type": "integer", "minimum": 1},
-    }
+    "Retry-After": {"description": "Seconds to wait before the next try", "schema": {"type": "integer", "minimum": 1}}
 }
 
 _OTHER_REFUSALS_TEXT = (
@@ -126,22 +116,14 @@ class Operation:
             operation["requestBody"] = {"required": True, "content": {JSON_MEDIA_TYPE: content}}
         if self.has_arrow:
             # Two media types of one answer make its type a union, which a typed client would have to narrow.
-            operation["x-larder-arrow"] = {
-                "requestBody": schemas.ARROW_LOOKUP,
-                "response": schemas.ARROW_ANSWERS,
-            }
+            operation["x-larder-arrow"] = {"requestBody": schemas.ARROW_LOOKUP, "response": schemas.ARROW_ANSWERS}
         if self.scope is not None and has_tokens:
             operation["security"] = [{BEARER_SCHEME: [self.scope]}]
         return operation
 
     def _parameters(self) -> list[Json]:
         parameters = [
-            {
-                "in": "path",
-                "name": parameter_name,
-                "required": True,
-                **_PATH_PARAMETERS[parameter_name],
-            }
+            {"in": "path", "name": parameter_name, "required": True, **_PATH_PARAMETERS[parameter_name]}
             for parameter_name in self.path_names
         ]
         optional_parameters = [("query", schemas.QUERY_OPTION_SCHEMAS)] if self.has_query else []
@@ -196,11 +178,7 @@ class Operation:
 
 def _refusal_response(problem_schema: Json, description: str, status: str = "") -> Json:
     headers = {"headers": _RETRY_AFTER_HEADER} if status in ("429", "503") else {}
-    return {
-        "description": description,
-        **headers,
-        "content": {JSON_MEDIA_TYPE: {"schema": problem_schema}},
-    }
+    return {"description": description, **headers, "content": {JSON_MEDIA_TYPE: {"schema": problem_schema}}}
 
 
 class ApiPaths(NamedTuple):
@@ -335,12 +313,7 @@ METRICS_OPERATION: Json = {
     "tags": ["operation"],
     "summary": "Metrics for Prometheus",
     "description": "Counters and gauges of this replica, in Prometheus' text format.",
-    "responses": {
-        "200": {
-            "description": "Answered",
-            "content": {"text/plain": {"schema": {"type": "string"}}},
-        }
-    },
+    "responses": {"200": {"description": "Answered", "content": {"text/plain": {"schema": {"type": "string"}}}}},
 }
 
 GENERATION_EXAMPLE = "20261120T000000Z-4c279bf25f9b"
@@ -363,12 +336,7 @@ _LIST_EXAMPLE: Json = {
     **_ORIGIN_EXAMPLE,
 }
 
-_VECTOR_EXAMPLE: Json = {
-    "id": "u-00042",
-    "table": "user_vector",
-    "vector": [0.25, -0.5],
-    **_ORIGIN_EXAMPLE,
-}
+_VECTOR_EXAMPLE: Json = {"id": "u-00042", "table": "user_vector", "vector": [0.25, -0.5], **_ORIGIN_EXAMPLE}
 _GENERATIONS_EXAMPLE: Json = {
     "live": {
         "generation": GENERATION_EXAMPLE,
@@ -376,15 +344,7 @@ _GENERATIONS_EXAMPLE: Json = {
         "published_at": _PUBLISHED_EXAMPLE,
         "data_until": 1795132800,
         "entities": {"user": 4096, "item": 1024},
-        "tables": {
-            "user_topk": {
-                "kind": "topk",
-                "entity": "user",
-                "width": 200,
-                "producer": "topk",
-                "labels": None,
-            }
-        },
+        "tables": {"user_topk": {"kind": "topk", "entity": "user", "width": 200, "producer": "topk", "labels": None}},
         "models": {
             "user_tower": {
                 "digest": "7d0a8468ed220400c0b8e6f335baa7e070ce880a37e2ac5995b9a97b809026de",
@@ -459,10 +419,7 @@ def core_operations(limits: Limits) -> tuple[Operation, ...]:
             answer_example={"answers": [_LIST_EXAMPLE, _VECTOR_EXAMPLE]},
             body_schema=schemas.tables_lookup_body(limits),
             body_example={
-                "entities": [
-                    {"id": "u-00042", "table": "user_topk"},
-                    {"id": "u-00042", "table": "user_vector"},
-                ]
+                "entities": [{"id": "u-00042", "table": "user_topk"}, {"id": "u-00042", "table": "user_vector"}]
             },
             has_options=True,
             is_limited=True,

@@ -136,10 +136,7 @@ def build_routes(service: Service) -> tuple[APIRouter, Json]:
             handler, required_scope=operation.scope, is_counted=operation.is_counted,
         )  # fmt: skip
         router.add_api_route(
-            path.replace("{entity}", "{entity:rest}"),
-            endpoint,
-            methods=[method],
-            name=handler.__name__,
+            path.replace("{entity}", "{entity:rest}"), endpoint, methods=[method], name=handler.__name__
         )
     router.add_api_route("/healthz", healthz, methods=["GET"])
     router.add_api_route("/readyz", readyz, methods=["GET"])
@@ -194,9 +191,7 @@ async def read_request_body(service: LookupService, request: Request) -> bytes:
     if query := request.scope["query_string"]:
         option_name = query.partition(b"&")[0].partition(b"=")[0].decode("ascii", "replace")
         raise unprocessable(
-            "unknown_field",
-            f"{option_name[:40]!r} is in the URL: the options of a POST go in its body",
-            "query",
+            "unknown_field", f"{option_name[:40]!r} is in the URL: the options of a POST go in its body", "query"
         )
     return await read_body(request, service.body_bytes_max, service.body_timeout_s)
 

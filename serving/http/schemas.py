@@ -95,14 +95,8 @@ _ID_OR_INPUT: list[Json] = [
     {
         "anyOf": [
             {"required": ["id"], "properties": {"id": {"not": {"type": "null"}}}},
-            {
-                "required": ["history"],
-                "properties": {"history": {"minItems": 1, "not": {"type": "null"}}},
-            },
-            {
-                "required": ["features"],
-                "properties": {"features": {"minProperties": 1, "not": {"type": "null"}}},
-            },
+            {"required": ["history"], "properties": {"history": {"minItems": 1, "not": {"type": "null"}}}},
+            {"required": ["features"], "properties": {"features": {"minProperties": 1, "not": {"type": "null"}}}},
         ]
     }
 ]
@@ -145,10 +139,7 @@ def score_body(limits: Limits) -> Json:
         {
             "user": _entity_or_id_schema(limits),
             "items": list_schema(
-                ID_SCHEMA,
-                minItems=1,
-                maxItems=limits.max_batch,
-                description="Candidates that are ranked",
+                ID_SCHEMA, minItems=1, maxItems=limits.max_batch, description="Candidates that are ranked"
             ),
             **nullable_fields({name: _OPTION_SCHEMAS[name] for name in QUERY_OPTION_SCHEMAS}),
         },
@@ -190,11 +181,7 @@ _ENUM_SCHEMAS = {"reason": REASON, "live": LIVE_REASON, "stale": STALE_REASON}
 
 SOURCE = NamedSchema(
     "Source",
-    {
-        "type": "string",
-        "enum": [str(source) for source in Source],
-        "description": "Rung of the ladder that answered",
-    },
+    {"type": "string", "enum": [str(source) for source in Source], "description": "Rung of the ladder that answered"},
 )
 
 
@@ -202,10 +189,7 @@ def _declared_schema(name: str, answer_class: type[Origin], description: str) ->
     fields = declared_fields(answer_class)
     required_names = [field.name for field in fields if field.declaration.present_when == "always"]
     return named_object_schema(
-        name,
-        {field.name: _field_schema(field) for field in fields},
-        tuple(required_names),
-        description=description,
+        name, {field.name: _field_schema(field) for field in fields}, tuple(required_names), description=description
     )
 
 
@@ -223,9 +207,7 @@ ANSWER = _declared_schema("Answer", Answer, "Answer for one entity of one table"
 
 
 ANSWERS: Json = named_object_schema(
-    "Answers",
-    {"answers": list_schema(ANSWER, description="One for each entity, in the order asked")},
-    ("answers",),
+    "Answers", {"answers": list_schema(ANSWER, description="One for each entity, in the order asked")}, ("answers",)
 )
 
 
@@ -274,16 +256,7 @@ _HELD_GENERATION = named_object_schema(
             "description": "Why live models run on the processor where a GPU's provider was asked for",
         },
     },
-    (
-        "generation",
-        "epoch",
-        "published_at",
-        "data_until",
-        "entities",
-        "tables",
-        "models",
-        "indexes",
-    ),
+    ("generation", "epoch", "published_at", "data_until", "entities", "tables", "models", "indexes"),
     description="A generation that this replica holds",
 )
 
@@ -344,8 +317,5 @@ READINESS: Json = named_object_schema(
 
 
 LIVENESS: Json = named_object_schema(
-    "Liveness",
-    {"status": {"type": "string", "enum": ["ok"]}},
-    ("status",),
-    description="The process answers",
+    "Liveness", {"status": {"type": "string", "enum": ["ok"]}}, ("status",), description="The process answers"
 )

@@ -10,12 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    SummaryMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -76,12 +71,7 @@ class SecondsHistogram(Collector):
     """
 
     def __init__(
-        self,
-        metric_name: str,
-        help_text: str,
-        label_name: str,
-        label_values: Sequence[str],
-        bounds: Sequence[float],
+        self, metric_name: str, help_text: str, label_name: str, label_values: Sequence[str], bounds: Sequence[float]
     ) -> None:
         self.bounds = refine_bounds(bounds)
         self._metric_name, self._help_text, self._label_name = metric_name, help_text, label_name
@@ -102,10 +92,7 @@ class SecondsHistogram(Collector):
         for label_value, label_histogram in self.histogram_by_label_value.items():
             cumulative_counts = list(accumulate(label_histogram.bucket_counts))
             buckets: list[tuple[str, float]] = []
-            for bound, bucket_index in (
-                *self._exposed_bounds,
-                (float("inf"), len(cumulative_counts) - 1),
-            ):
+            for bound, bucket_index in (*self._exposed_bounds, (float("inf"), len(cumulative_counts) - 1)):
                 bound_text: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
                 buckets.append((bound_text, float(cumulative_counts[bucket_index])))
             family.add_metric([label_value], buckets, label_histogram.seconds_sum)
@@ -177,9 +164,7 @@ class L1Misses(Collector):
     def collect(self) -> Iterable[CounterMetricFamily]:
         """Counter family by table and reason."""
         family = CounterMetricFamily(
-            "larder_l1_misses",
-            "Entities Redis answered, by why L1 did not hold them",
-            labels=["table", "reason"],
+            "larder_l1_misses", "Entities Redis answered, by why L1 did not hold them", labels=["table", "reason"]
         )
         for (table, reason), count in self._count_by_table_and_reason.items():
             family.add_metric([table, reason], count)
@@ -202,11 +187,7 @@ class ChangedAnswers(Collector):
 
     def totals(self) -> tuple[int, int, float]:
         """Answers, lists that were compared, and the sum of their shares, of all tables."""
-        return (
-            self.answers.total(),
-            self._list_count_by_table.total(),
-            sum(self._share_sum_by_table.values()),
-        )
+        return (self.answers.total(), self._list_count_by_table.total(), sum(self._share_sum_by_table.values()))
 
     def collect(self) -> Iterable[Metric]:
         """Metric families by table."""
@@ -230,9 +211,7 @@ class InternalCounters(Collector):
     """Collector of counts of the tiers and features besides answers: `larder_<name>_total`."""
 
     def __init__(
-        self,
-        read_counts: Callable[[], Mapping[str, float]],
-        help_by_event: Mapping[str, str] = HELP_BY_EVENT,
+        self, read_counts: Callable[[], Mapping[str, float]], help_by_event: Mapping[str, str] = HELP_BY_EVENT
     ) -> None:
         self._read_counts, self._help_by_event = read_counts, help_by_event
 
@@ -258,9 +237,7 @@ class LoopFailures(Collector):
     def collect(self) -> Iterable[Metric]:
         """Counter and gauge, one sample for each name of a loop."""
         failures_family = CounterMetricFamily(
-            "larder_background_failures",
-            "Errors that a background loop went on after",
-            labels=["loop"],
+            "larder_background_failures", "Errors that a background loop went on after", labels=["loop"]
         )
         failing_family = GaugeMetricFamily(
             "larder_background_failing", "1 while a background loop keeps failing", labels=["loop"]

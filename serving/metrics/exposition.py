@@ -22,9 +22,7 @@ class Exposition:
     """Rate limit on `make_exposition`, however many ask: `BURST_EXPOSITIONS` at once, then `EXPOSITIONS_PER_S`."""
 
     def __init__(
-        self,
-        make_exposition: Callable[[], Awaitable[bytes]],
-        timer: Callable[[], float] = time.monotonic,
+        self, make_exposition: Callable[[], Awaitable[bytes]], timer: Callable[[], float] = time.monotonic
     ) -> None:
         self._make_exposition = make_exposition
         self._timer = timer

@@ -55,28 +55,19 @@ class Metrics:
         for outcome in POINTER_LOOK_OUTCOMES:  # what first appears above 0 has no increase an alert could see
             self.refreshes.labels(outcome)
         self.answer_seconds = SecondsHistogram(
-            "larder_answer_seconds",
-            "Request start to answer",
-            "source",
-            tuple(Source),
-            _SECONDS_BOUNDS,
+            "larder_answer_seconds", "Request start to answer", "source", tuple(Source), _SECONDS_BOUNDS
         )
         registry.register(self.answer_seconds)
         self.tally = FastTally()
         self.stage_seconds = SecondsHistogram(
-            "larder_stage_seconds",
-            "Time in one stage of a request",
-            "stage",
-            STAGES,
-            _SECONDS_BOUNDS,
+            "larder_stage_seconds", "Time in one stage of a request", "stage", STAGES, _SECONDS_BOUNDS
         )
         registry.register(self.stage_seconds)
         self.live_batch = histogram("larder_live_batch_size", "Inputs per inference", buckets=_BATCH_SIZE_BOUNDS)
         self.generation_info = gauge("larder_generation_info", "1 for each generation held", ["generation", "role"])
         self.generation_age = gauge("larder_generation_age_seconds", "Now minus data_until of the live generation")
         self.generation_missing = gauge(
-            "larder_generation_missing",
-            "1 while the live generation is older than the newest night that is due",
+            "larder_generation_missing", "1 while the live generation is older than the newest night that is due"
         )
         self.generation_due = gauge(
             "larder_generation_due_timestamp_seconds",
@@ -86,8 +77,7 @@ class Metrics:
         self.ready = gauge("larder_ready", "1 while /readyz says yes")
         self.degraded = gauge("larder_degraded", "1 while the live path has no model")
         self.fallback = gauge(
-            "larder_live_fallback",
-            "1 while live models run on the processor though live_provider names another",
+            "larder_live_fallback", "1 while live models run on the processor though live_provider names another"
         )
         self.breaker = gauge("larder_breaker_state", "0 closed, 1 half open, 2 open")
         self.blocklist_version = gauge("larder_blocklist_version", "The blocklist in force here")
@@ -108,9 +98,7 @@ class Metrics:
         self.warmed_records = counter("larder_warmed_records", "Records read into L1 before they were asked for")
         self.warming_seconds = counter("larder_warming_seconds", "Time spent on reading ahead")
         self.flip_answer_seconds = histogram(
-            "larder_flip_answer_seconds",
-            "Request start to answer, in the second after a flip",
-            buckets=_SECONDS_BOUNDS,
+            "larder_flip_answer_seconds", "Request start to answer, in the second after a flip", buckets=_SECONDS_BOUNDS
         )
         self._flip_count, self.is_flipping = 0, False
         self.flip_callbacks: list[Callable[[], None]] = []

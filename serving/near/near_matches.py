@@ -167,12 +167,7 @@ class Neighbours(Generic[Answer]):
     """Recent answers of one table, generation and kind of input; thread-safe."""
 
     def __init__(
-        self,
-        error_bound: float,
-        capacity: int,
-        dims: int,
-        rng: Random,
-        count_by_outcome: Counter[NearOutcome],
+        self, error_bound: float, capacity: int, dims: int, rng: Random, count_by_outcome: Counter[NearOutcome]
     ) -> None:
         self.policy = ReusePolicy(error_bound, CLOSENESS_RANGES, rng)
         self._recent_vectors: RecentVectors[KeptAnswer[Answer]] = RecentVectors(capacity, dims)
@@ -454,12 +449,7 @@ class ValueMatches:
             is_wrong = near_answer is not None and near_answer.answer.argmax() != values_by_row[row].argmax()
             values_copy, margin = values_by_row[row].copy(), _label_margin(values_by_row[row])
             neighbours.judge_and_store(
-                sent_vectors[row],
-                values_copy,
-                near_answer,
-                outcome,
-                is_wrong=bool(is_wrong),
-                margin=margin,
+                sent_vectors[row], values_copy, near_answer, outcome, is_wrong=bool(is_wrong), margin=margin
             )
             answer_values.append(values_by_row[row])
             distances.append(None)
@@ -514,10 +504,7 @@ class NearMatches:
         for table_name in self._config_by_table:
             if (reason := refusal_reason(snapshot, table_name)) is not None:
                 log.warning(
-                    "[serving.near.%s] reuses nothing in generation %s: %s",
-                    table_name,
-                    snapshot.generation,
-                    reason,
+                    "[serving.near.%s] reuses nothing in generation %s: %s", table_name, snapshot.generation, reason
                 )
 
     def covers(self, snapshot: Snapshot, table: str) -> bool:
@@ -584,10 +571,7 @@ class NearMatches:
             return matches
 
     def _build_matches(self, predictor: Predictor, snapshot: Snapshot, table_name: str) -> Matches:
-        config, count_by_outcome = (
-            self._config_by_table[table_name],
-            self.outcome_counts_by_table[table_name],
-        )
+        config, count_by_outcome = (self._config_by_table[table_name], self.outcome_counts_by_table[table_name])
         layout = snapshot.manifest.tables[table_name].layout
         if layout.kind == "topk":
             dims = predictor.output_dims(table_name)
@@ -644,9 +628,7 @@ class NearMetrics(Collector):
                 inputs_family.add_metric([table, outcome], count)
         label_names = ["table", "input"]
         reusing_family = GaugeMetricFamily(
-            "larder_near_reusing",
-            "1 while the policy lets near answers be reused",
-            labels=label_names,
+            "larder_near_reusing", "1 while the policy lets near answers be reused", labels=label_names
         )
         off_family = GaugeMetricFamily(
             "larder_near_off",
@@ -662,10 +644,7 @@ class NearMetrics(Collector):
             reusing_family.add_metric([table, kind], policy.is_reusing)
             off_family.add_metric([table, kind], policy.is_off)
             measured_error = policy.wrong_audits / policy.audits if policy.audits else math.nan
-            error_bounds = (
-                ("measured", measured_error),
-                *zip(("lowest", "highest"), policy.interval, strict=True),
-            )
+            error_bounds = (("measured", measured_error), *zip(("lowest", "highest"), policy.interval, strict=True))
             for bound_name, error_value in error_bounds:
                 error_family.add_metric([table, kind, bound_name], error_value)
         yield from (inputs_family, reusing_family, off_family, error_family)

@@ -48,8 +48,7 @@ def check_cores(cores: tuple[int, ...]) -> None:
     allowed_cores = os.sched_getaffinity(0)
     if missing_cores := sorted(set(cores) - allowed_cores):
         raise ConfigError(
-            f"live_cores names {missing_cores}, this process may use {sorted(allowed_cores)}",
-            field="live_cores",
+            f"live_cores names {missing_cores}, this process may use {sorted(allowed_cores)}", field="live_cores"
         )
 
 
@@ -74,11 +73,7 @@ class StoreThreads:
         self._executor = ThreadPoolExecutor(STORE_THREAD_COUNT, "larder-store")
 
     async def __call__(
-        self,
-        work: Callable[WorkParameters, WorkResult],
-        /,
-        *args: WorkParameters.args,
-        **kwargs: WorkParameters.kwargs,
+        self, work: Callable[WorkParameters, WorkResult], /, *args: WorkParameters.args, **kwargs: WorkParameters.kwargs
     ) -> WorkResult:
         """Run the work in one of these threads, with the caller's context; return its result or raise its error."""
         # The request that an explanation is for stays named in what the store logs.

@@ -82,9 +82,7 @@ class Server(uvicorn.Server):
             check_interval_s = _LISTENING_CHECK_S if self._connections is None else self._connections.check_interval_s
             self._check_tasks.append(
                 self._loops.start(
-                    "connections",
-                    self._maintain_connections,
-                    wait=lambda: asyncio.sleep(check_interval_s),
+                    "connections", self._maintain_connections, wait=lambda: asyncio.sleep(check_interval_s)
                 )
             )
             if self._tls is not None:
@@ -153,10 +151,7 @@ class Server(uvicorn.Server):
         while quiet_checks < _QUIET_CHECKS and loop.time() < give_up_at and not self.should_exit:
             await asyncio.sleep(_DRAIN_CHECK_INTERVAL_S)
             is_quiet = not server_state.tasks and server_state.total_requests == answered_count
-            answered_count, quiet_checks = (
-                server_state.total_requests,
-                quiet_checks + 1 if is_quiet else 0,
-            )
+            answered_count, quiet_checks = (server_state.total_requests, quiet_checks + 1 if is_quiet else 0)
         await asyncio.wait({signing_off}, timeout=max(0.0, give_up_at - loop.time()))
         if not self.should_exit:
             self.config.timeout_graceful_shutdown = max(1, int(give_up_at - loop.time()))

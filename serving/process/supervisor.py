@@ -168,10 +168,7 @@ class WorkerSupervisor:
                 self._announce_once()
                 exit_code = await worker.process.wait()
                 # A rolling restart may have put another one in its place.
-                ended_worker, worker = (
-                    worker,
-                    workers[worker_index] if workers[worker_index] is not worker else None,
-                )
+                ended_worker, worker = (worker, workers[worker_index] if workers[worker_index] is not worker else None)
             workers[worker_index] = None
             if self._stop_event.is_set():
                 return
@@ -179,10 +176,7 @@ class WorkerSupervisor:
             if self._is_hopeless(ended_worker, exit_code, failure_count):
                 return
             if ended_worker is None:
-                log.warning(
-                    "no worker could be started: trying again in %.1f s",
-                    self.pause_s(failure_count),
-                )
+                log.warning("no worker could be started: trying again in %.1f s", self.pause_s(failure_count))
             else:
                 log.warning(
                     "%s ended with code %d: another starts in %.1f s",
@@ -224,12 +218,7 @@ class WorkerSupervisor:
             worker = await self.spawn(slot)
         except Exception as error:  # of any kind: the workers that run must not end with it
             self._used_slots.discard(slot)
-            log.error(
-                "worker %d cannot be started: %s",
-                slot,
-                error,
-                exc_info=not isinstance(error, OSError),
-            )
+            log.error("worker %d cannot be started: %s", slot, error, exc_info=not isinstance(error, OSError))
             return None
         self._living_workers.add(worker)
         reap_task = asyncio.create_task(self._reap_worker(worker))
@@ -280,8 +269,7 @@ class WorkerSupervisor:
                 return
             if new_worker is None or new_worker.ready_at is None:
                 log.error(
-                    "%s did not become ready: the workers that run go on as they are",
-                    new_worker or "a new worker",
+                    "%s did not become ready: the workers that run go on as they are", new_worker or "a new worker"
                 )
                 return
             if self._workers_by_slot[worker_index] is old_worker:

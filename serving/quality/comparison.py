@@ -129,10 +129,7 @@ def compare(sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputPr
         record_overlap: float | None = agreement.overlap
     else:
         allowed_indices = _allowed_indices(live_record.items, (*sample.exclusions, snapshot.blocked))
-        live_items, live_scores = (
-            live_record.items[allowed_indices],
-            live_record.numbers[allowed_indices],
-        )
+        live_items, live_scores = (live_record.items[allowed_indices], live_record.numbers[allowed_indices])
         agreement = _compare_lists(served_ordinals, served_numbers, live_items, live_scores)
         record_overlap = None
         if stored_prediction is not None and stored_prediction[0] is not None:

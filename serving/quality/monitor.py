@@ -22,13 +22,7 @@ from serving.generations.holder import GenerationHolder
 from serving.generations.snapshot import Snapshot
 from serving.metrics.registry import Metrics
 from serving.process.resources import LOWEST_PRIORITY_NICE, lower_thread_priority
-from serving.quality.comparison import (
-    AnswerComparison,
-    NightInputProbe,
-    SampleSkipped,
-    compare,
-    open_night_inputs,
-)
+from serving.quality.comparison import AnswerComparison, NightInputProbe, SampleSkipped, compare, open_night_inputs
 from serving.quality.results import QualityResults, SharedReport
 from serving.usage.hot_keys import HotKeySketch
 from serving.usage.table_usage import ReadHashes, TableUsage
@@ -77,13 +71,7 @@ class QualityMonitor:
         self._results = QualityResults()
         self._table_usage = TableUsage(control, self._read_hashes, metrics, recent_names.all_names, get_live_snapshot)
         self._shared_report = SharedReport(
-            control,
-            name,
-            self._results,
-            self._table_usage,
-            get_live_snapshot,
-            clock,
-            config.quality_s,
+            control, name, self._results, self._table_usage, get_live_snapshot, clock, config.quality_s
         )
         self._executor = ThreadPoolExecutor(
             1, "larder-quality", initializer=lower_thread_priority, initargs=(LOWEST_PRIORITY_NICE,)

@@ -8,11 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    SummaryMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -76,14 +72,7 @@ class SampleTotals:
 
     def to_json(self) -> list[Any]:
         """JSON list of the sums and the error buckets, for Redis."""
-        sums = (
-            self.samples,
-            self.exact,
-            self.overlap,
-            self.overlap_squares_sum,
-            self.error,
-            self.age,
-        )
+        sums = (self.samples, self.exact, self.overlap, self.overlap_squares_sum, self.error, self.age)
         return [*sums, self.errors]
 
     @classmethod
@@ -109,11 +98,7 @@ class SampleTotals:
         """Mean overlap, and the bounds of its 95 % interval."""
         mean = self.overlap / max(1, self.samples)
         interval_half_width = half_width(self.overlap, self.overlap_squares_sum, self.samples)
-        return {
-            "mean": mean,
-            "low": max(0.0, mean - interval_half_width),
-            "high": min(1.0, mean + interval_half_width),
-        }
+        return {"mean": mean, "low": max(0.0, mean - interval_half_width), "high": min(1.0, mean + interval_half_width)}
 
     def mean_error(self) -> dict[str, float]:
         """Mean score error, and the upper bound of the bucket that holds the 99th percentile."""
@@ -156,9 +141,7 @@ def pack_cells(cells: Mapping[CellKey, SampleTotals]) -> dict[str, list[Any]]:
     return {"\t".join(cell_key): cell.to_json() for cell_key, cell in cells.items()}
 
 
-def merge_cells(
-    replica_cells: Iterable[Mapping[str, Sequence[Any]]],
-) -> dict[CellKey, SampleTotals]:
+def merge_cells(replica_cells: Iterable[Mapping[str, Sequence[Any]]]) -> dict[CellKey, SampleTotals]:
     """The cells of all parts, summed."""
     cells_by_packed_key: dict[str, list[Sequence[Any]]] = {}
     for cells_of_replica in replica_cells:
@@ -222,9 +205,7 @@ class QualityResults(Collector):
     def collect(self) -> Iterable[Metric]:
         """Metric families of the samples, skipped answers, processor time and drift."""
         samples_family = CounterMetricFamily(
-            "larder_quality_samples",
-            "Served answers that were computed once more",
-            labels=CELL_LABELS,
+            "larder_quality_samples", "Served answers that were computed once more", labels=CELL_LABELS
         )
         exact_family = CounterMetricFamily(
             "larder_quality_exact", "Of these, those that came out the same", labels=CELL_LABELS
@@ -255,8 +236,7 @@ class QualityResults(Collector):
             labels=["table"],
         )
         yield add_samples_by_label(
-            drift_family,
-            {table_name: float(drift.is_found) for table_name, drift in self._drift_by_table.items()},
+            drift_family, {table_name: float(drift.is_found) for table_name, drift in self._drift_by_table.items()}
         )
         evidence_family = GaugeMetricFamily(
             "larder_quality_drift_evidence_ratio",
@@ -304,11 +284,7 @@ class SharedReport:
     async def report(self) -> None:
         """Write this replica's part and read the others'; without Redis forget theirs and report only its own."""
         await self._table_usage.report()
-        now_s, send_command, report_key = (
-            self._clock(),
-            self._control.execute,
-            self._control.keyspace.quality,
-        )
+        now_s, send_command, report_key = (self._clock(), self._control.execute, self._control.keyspace.quality)
         own_part = self._build_own_part(now_s)
         try:
             await send_command("HSET", report_key, self._replica_name, orjson.dumps(own_part))
@@ -369,8 +345,7 @@ class SharedReport:
             return
         self._worklist_size = len(
             still_unknown_names(
-                live_snapshot,
-                await self._hot_keys.fetch_names(window_number_of(now_s, COLD_WINDOW), COLD_WINDOW),
+                live_snapshot, await self._hot_keys.fetch_names(window_number_of(now_s, COLD_WINDOW), COLD_WINDOW)
             )
         )
         self._reports_until_count = _REPORTS_PER_COUNT - 1
@@ -398,11 +373,7 @@ def still_unknown_names(live: Snapshot, names: Sequence[EntityName]) -> list[Ent
 
 
 def summarise_parts(
-    replica_parts: Sequence[dict[str, Any]],
-    *,
-    worklist: int | None,
-    read_share: float | None,
-    size_bytes: int,
+    replica_parts: Sequence[dict[str, Any]], *, worklist: int | None, read_share: float | None, size_bytes: int
 ) -> dict[str, Any]:
     """Summary of the replicas' parts, which `GET /dashboard/data` calls `quality`."""
     totals_by_cell = merge_cells(replica_part["cells"] for replica_part in replica_parts)
@@ -424,13 +395,7 @@ def summarise_parts(
 
 def _cell_row(key: CellKey, cell: SampleTotals) -> dict[str, Any]:
     table, source, producer, band = key
-    return {
-        "table": table,
-        "source": source,
-        "producer": producer,
-        "band": band,
-        **_cell_figures(cell),
-    }
+    return {"table": table, "source": source, "producer": producer, "band": band, **_cell_figures(cell)}
 
 
 def _cell_figures(cell: SampleTotals) -> dict[str, Any]:

@@ -28,13 +28,7 @@ _NO_NUMBERS.setflags(write=False)
 
 _JSON_NAME_BY_TYPE = {str: "string", float: "number", int: "integer", bool: "boolean"}
 _ARROW_KIND_BY_TYPE: Mapping[Any, ColumnKind] = {str: "utf8", float: "f8", int: "i4", bool: "bool"}
-_ARROW_NAME_BY_KIND = {
-    "utf8": "utf8",
-    "f8": "float64",
-    "f4": "float32",
-    "i4": "int32",
-    "bool": "bool",
-}
+_ARROW_NAME_BY_KIND = {"utf8": "utf8", "f8": "float64", "f4": "float32", "i4": "int32", "bool": "bool"}
 
 
 class Source(StrEnum):

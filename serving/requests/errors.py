@@ -37,11 +37,7 @@ def problem_from_input(error: InvalidInput, field: str) -> Problem:
     }
     inner_field = error.details.get("field")
     return Problem(
-        422,
-        error.code,
-        error.message,
-        field=field if inner_field is None else f"{field}.{inner_field}",
-        **details,
+        422, error.code, error.message, field=field if inner_field is None else f"{field}.{inner_field}", **details
     )
 
 

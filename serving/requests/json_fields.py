@@ -50,10 +50,7 @@ def read_object(json_value: object, field: str, known_fields: frozenset[str]) ->
         if field_name not in known_fields:
             field_path = field_name if field == "body" else f"{field}.{field_name}"
             raise unprocessable(
-                "unknown_field",
-                f"{field_path} is not a field here",
-                field_path,
-                known=sorted(known_fields),
+                "unknown_field", f"{field_path} is not a field here", field_path, known=sorted(known_fields)
             )
     return {field_name: field_value for field_name, field_value in json_value.items() if field_value is not None}
 
@@ -111,11 +108,7 @@ def _read_feature(feature_value: object, field: str, text_bytes_max: int) -> Fea
         if feature_value and isinstance(feature_value[0], str):
             return _read_texts(feature_value, field, text_bytes_max)
         return _read_vector(feature_value, field)
-    raise unprocessable(
-        "invalid_feature",
-        f"{field} is a text, a number, a list of texts or a list of numbers",
-        field,
-    )
+    raise unprocessable("invalid_feature", f"{field} is a text, a number, a list of texts or a list of numbers", field)
 
 
 def _read_texts(sent_texts: list[Any], field: str, text_bytes_max: int) -> tuple[str, ...]:
@@ -146,10 +139,7 @@ def _read_vector(sent_numbers: list[Any], field: str) -> tuple[float, ...]:
 def _check_feature_size(size: int, size_max: int, unit: str, field: str) -> None:
     if size > size_max:
         raise unprocessable(
-            "feature_too_long",
-            f"{field} has {size} {unit}, {size_max} are allowed",
-            field,
-            limit=size_max,
+            "feature_too_long", f"{field} has {size} {unit}, {size_max} are allowed", field, limit=size_max
         )
 
 

@@ -29,12 +29,7 @@ DETAILS_SCHEMA = NamedSchema(
 
 def object_schema(properties: Json, required: tuple[str, ...] = (), **further_keywords: object) -> Json:
     """Return the schema of an object with these properties."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        **further_keywords,
-    }
+    return {"type": "object", "properties": properties, "required": list(required), **further_keywords}
 
 
 def list_schema(item_schema: Json, **further_keywords: object) -> Json:

@@ -18,14 +18,7 @@ from cache.format.redis_keys import NAME_PATTERN
 from cache.format.stream_position import Position
 from serving.requests.errors import problem_from_input, unprocessable
 from serving.requests.json_fields import read_id, read_ids, read_object
-from serving.requests.named_schema import (
-    ID_SCHEMA,
-    Json,
-    NamedSchema,
-    list_schema,
-    object_schema,
-    with_description,
-)
+from serving.requests.named_schema import ID_SCHEMA, Json, NamedSchema, list_schema, object_schema, with_description
 
 ARM_HEADER = b"x-larder-arm"
 """Header that names an arm, like `arm` in a body or a query."""
@@ -297,9 +290,7 @@ def _parse_as_of(sent_value: object, _limits: Limits) -> int:
             if counted_until.tzinfo is not None and counted_until.timestamp() >= 0:
                 return Position(int(counted_until.timestamp() * 1000 + 0.5) + 1, 0).number - 1
     raise unprocessable(
-        "invalid_field",
-        "as_of is a position such as 1700000000000-0, or a time with its zone",
-        "as_of",
+        "invalid_field", "as_of is a position such as 1700000000000-0, or a time with its zone", "as_of"
     )
 
 
@@ -376,10 +367,7 @@ _RERANKING_SCHEMA = NamedSchema(
                             "minimum": 1,
                             "description": "At most so many items of one value of `attribute`",
                         },
-                        "mmr": {
-                            "type": "number",
-                            "description": "Weight of a score against likeness to those before",
-                        },
+                        "mmr": {"type": "number", "description": "Weight of a score against likeness to those before"},
                     },
                     additionalProperties=False,
                 ),
@@ -436,20 +424,13 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
     ),
     "fresh": RequestOption(
         "fresh",
-        {
-            "type": "boolean",
-            "description": "Compute from the input though a stored answer exists",
-        },
+        {"type": "boolean", "description": "Compute from the input though a stored answer exists"},
         _parse_fresh,
         _fresh_from_text,
     ),
     "max_age_seconds": RequestOption(
         "max_age_s",
-        {
-            "type": "number",
-            "minimum": 0,
-            "description": "Compute from the input if what is stored is older",
-        },
+        {"type": "number", "minimum": 0, "description": "Compute from the input if what is stored is older"},
         _parse_max_age_s,
         _parse_number,
     ),

@@ -154,9 +154,7 @@ def score_from_json(content: object, limits: Limits) -> ScoreRequest:
     if not candidate_ids:
         raise unprocessable("invalid_field", "items is a list of 1 or more ids", "items")
     return ScoreRequest(
-        _read_entity(body_fields["user"], "", "user", limits),
-        candidate_ids,
-        body_options(body_fields, limits),
+        _read_entity(body_fields["user"], "", "user", limits), candidate_ids, body_options(body_fields, limits)
     )
 
 
@@ -286,10 +284,7 @@ def lookup_from_stream(id_stream: ArrowLookup, table: str, limits: Limits) -> Lo
 
 
 def _check_column(fields: tuple[Field, ...]) -> None:
-    if [field.name for field in fields] != [ID_COLUMN_NAME] or fields[0].kind not in (
-        "utf8",
-        "large_utf8",
-    ):
+    if [field.name for field in fields] != [ID_COLUMN_NAME] or fields[0].kind not in ("utf8", "large_utf8"):
         raise unprocessable(
             "invalid_field",
             f"a batch is one column {ID_COLUMN_NAME!r} of utf8; histories and features go as JSON",

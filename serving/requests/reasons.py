@@ -31,14 +31,8 @@ class StaleReason(DescribedEnum):
     STARTING = "starting", "The pointer was not read yet"
     REDIS_UNREACHABLE = "redis_unreachable", "Redis does not tell the pointer"
     POINTER_CORRUPT = "pointer_corrupt", "The pointer cannot be read"
-    POINTER_VANISHED = (
-        "pointer_vanished",
-        "The pointer is gone from Redis: `larder restore` sets it",
-    )
-    POINTER_BACKWARDS = (
-        "pointer_backwards",
-        "The pointer names an older move than this replica follows",
-    )
+    POINTER_VANISHED = ("pointer_vanished", "The pointer is gone from Redis: `larder restore` sets it")
+    POINTER_BACKWARDS = ("pointer_backwards", "The pointer names an older move than this replica follows")
     POINTER_CONFLICTING = "pointer_conflicting", "One move of the pointer names two generations"
     LOAD_FAILED = "load_failed", "The generation that the pointer names cannot be loaded here"
     BLOCKLIST_UNREADABLE = "blocklist_unreadable", "A newer blocklist may be in force elsewhere"
@@ -46,10 +40,7 @@ class StaleReason(DescribedEnum):
         "blocklist_not_enforced",
         "A blocklist could not be put in force here: the replica is not ready until it is",
     )
-    EVENTS_BEHIND = (
-        "events_behind",
-        "Events, or values that they set, were accepted that are not counted here yet",
-    )
+    EVENTS_BEHIND = ("events_behind", "Events, or values that they set, were accepted that are not counted here yet")
     EVICTION_POLICY = "eviction_policy", "Redis may evict published pages"
     EXPERIMENTS_UNREADABLE = "experiments_unreadable", "Newer experiments may be in force elsewhere"
     BACKGROUND_FAILING = (

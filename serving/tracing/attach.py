@@ -48,7 +48,6 @@ def _open_spans(config: ServingConfig, instance: str) -> "Spans":
         from serving.tracing.otel_spans import Spans
     except ImportError as error:
         raise ConfigError(
-            f"LARDER_TRACES needs OpenTelemetry ({error}): {install_command('otel')}",
-            field="traces",
+            f"LARDER_TRACES needs OpenTelemetry ({error}): {install_command('otel')}", field="traces"
         ) from error
     return Spans.exporting(trace_share=config.traces_share, with_ids=config.traces_ids, instance=instance)

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Message, Receive, Scope, Send
 
 from serving.process.log_setup import RECORD_FIELDS_ATTRIBUTE
-from serving.requests.context import (
-    CALLER_KEY,
-    CURRENT_RECORD,
-    RequestFacts,
-    RequestRecord,
-    parse_parent,
-)
+from serving.requests.context import CALLER_KEY, CURRENT_RECORD, RequestFacts, RequestRecord, parse_parent
 from serving.requests.options import TIMING_HEADER
 from serving.tracing.response_peek import count_sources
 
@@ -36,10 +30,7 @@ _request_numbers = itertools.count(1)
 
 _WATCHED_HEADERS = frozenset({b"x-request-id", b"traceparent", b"tracestate", TIMING_HEADER})
 
-_TABLE_ROUTES = {
-    "/v1/lookup": "/v1/lookup/{table}",
-    "/v1/explain": "/v1/explain/{table}",
-}
+_TABLE_ROUTES = {"/v1/lookup": "/v1/lookup/{table}", "/v1/explain": "/v1/explain/{table}"}
 
 _FIXED_ROUTES = frozenset(
     {"/v1/lookup", "/v1/score", "/v1/feedback", "/v1/generations", "/healthz", "/readyz", "/metrics"}
@@ -120,10 +111,7 @@ class RequestObserver:
                 headers = [*message["headers"], (b"x-request-id", request_record.id.encode())]
                 if self.times and status != 401:  # a stranger learns nothing
                     headers.append(
-                        (
-                            b"server-timing",
-                            server_timing(request_record, time.monotonic() - request_record.started),
-                        )
+                        (b"server-timing", server_timing(request_record, time.monotonic() - request_record.started))
                     )
                 message = {**message, "headers": headers}
             else:
@@ -155,10 +143,7 @@ def _read_request_headers(
         request_record.parent = parse_parent(traceparents, values_by_header.get(b"tracestate", ()))
     if TIMING_HEADER not in values_by_header:
         return scope
-    return {
-        **scope,
-        "headers": [header for header in scope["headers"] if header[0] != TIMING_HEADER],
-    }
+    return {**scope, "headers": [header for header in scope["headers"] if header[0] != TIMING_HEADER]}
 
 
 def accepted_id(sent_id: bytes | None) -> str | None:

@@ -43,14 +43,7 @@ class Spans:
     Spans are queued in bounded memory and sent by a thread of the SDK's own; what does not fit is dropped there.
     """
 
-    def __init__(
-        self,
-        processor: SpanProcessor,
-        *,
-        trace_share: float,
-        with_ids: bool,
-        instance: str,
-    ) -> None:
+    def __init__(self, processor: SpanProcessor, *, trace_share: float, with_ids: bool, instance: str) -> None:
         self._provider = TracerProvider(resource=_resource(instance), sampler=ALWAYS_ON, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("larder.serving")

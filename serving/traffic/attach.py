@@ -16,21 +16,10 @@ from serving.traffic.canary import CanaryMetrics, CanaryRouter, CanaryRouters
 from serving.traffic.exposures import FLUSH_S, HELP_BY_EVENT, ExposureLog
 from serving.traffic.router import ExperimentMetrics, ExperimentRouter
 
-_GENERATION_SCHEMA: Json = {
-    "type": "string",
-    "description": "As the answer named it; or canary_key or arm",
-}
+_GENERATION_SCHEMA: Json = {"type": "string", "description": "As the answer named it; or canary_key or arm"}
 _CANARY_KEY_SCHEMA: Json = with_description(ID_SCHEMA, "As the request had it; or generation or arm")
-_ARM_SCHEMA: Json = {
-    **REQUEST_OPTIONS["arm"].schema,
-    "description": "EXPERIMENT=ARM, as the answer had them",
-}
-_COUNT_SCHEMA: Json = {
-    "type": "integer",
-    "minimum": 1,
-    "maximum": 1_000_000,
-    "description": "1 by default",
-}
+_ARM_SCHEMA: Json = {**REQUEST_OPTIONS["arm"].schema, "description": "EXPERIMENT=ARM, as the answer had them"}
+_COUNT_SCHEMA: Json = {"type": "integer", "minimum": 1, "maximum": 1_000_000, "description": "1 by default"}
 
 
 _REQUEST_SCHEMA: Json = schemas.closed_object_schema(
@@ -68,10 +57,7 @@ _RECEIPT_SCHEMA: Json = schemas.named_object_schema(
             "description": "What it was counted for; null: for nothing, since no canary runs, or the generation or arm "
             "is not held",
         },
-        "experiment": {
-            "type": "string",
-            "description": "EXPERIMENT=ARM that it was counted for, if any",
-        },
+        "experiment": {"type": "string", "description": "EXPERIMENT=ARM that it was counted for, if any"},
     },
     ("arm",),
     description="What the feedback was counted for",

@@ -89,10 +89,7 @@ class CanaryRouter:
         self._event_names = EventNames()
 
     def route(
-        self,
-        served: ServedGenerations,
-        entities: Sequence[RequestedEntity],
-        options: RequestOptions,
+        self, served: ServedGenerations, entities: Sequence[RequestedEntity], options: RequestOptions
     ) -> tuple[ServedGenerations, CanaryAssignment | None]:
         """Holding that answers the whole request, and the arm and key by which it is counted; None for neither arm."""
         if (canary := self._holder.canary) is None:
@@ -150,10 +147,7 @@ class CanaryRouter:
             return None
         self._begin_counts(canary)
         if generation is not None:
-            arm_by_generation: dict[str, Arm] = {
-                served.live.generation: "live",
-                canary.generation: "canary",
-            }
+            arm_by_generation: dict[str, Arm] = {served.live.generation: "live", canary.generation: "canary"}
             arm = arm_by_generation.get(generation)
         else:
             arm = (
@@ -180,10 +174,7 @@ class CanaryRouter:
 
     def _begin_counts(self, canary: Canary) -> None:
         if canary != self._counted_canary:  # another one, or another share: what was counted is not comparable
-            self._counted_canary, self._counts_by_arm = (
-                canary,
-                {arm: ArmCounts(canary.event) for arm in ARMS},
-            )
+            self._counted_canary, self._counts_by_arm = (canary, {arm: ArmCounts(canary.event) for arm in ARMS})
 
     def _without_arm(self, served: ServedGenerations, reason: str) -> tuple[ServedGenerations, None]:
         self._metrics.requests.labels(reason).inc()
@@ -205,10 +196,7 @@ class CanaryRouters:
         return self._router_by_holder[service.follower.holder]
 
     def route_request(
-        self,
-        routed: RoutedRequest,
-        entities: Sequence[RequestedEntity],
-        options: RequestOptions,
+        self, routed: RoutedRequest, entities: Sequence[RequestedEntity], options: RequestOptions
     ) -> RoutedRequest:
         """Send a request to the live generation or the canary of the namespace that answers it."""
         router = self._router_by_holder[routed.service.follower.holder]
@@ -374,11 +362,5 @@ def bucket_of_score(score: float) -> int:
     magnitude = min(abs(score), 2.0**_OCTAVES)
     if magnitude < 2.0**-_OCTAVES:
         return 0
-    bucket_step = (
-        min(
-            math.floor(math.log2(magnitude) * _STEPS_PER_OCTAVE) + _MIDDLE_BUCKET,
-            2 * _MIDDLE_BUCKET - 1,
-        )
-        + 1
-    )
+    bucket_step = min(math.floor(math.log2(magnitude) * _STEPS_PER_OCTAVE) + _MIDDLE_BUCKET, 2 * _MIDDLE_BUCKET - 1) + 1
     return bucket_step if score > 0 else -bucket_step

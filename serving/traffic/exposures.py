@@ -66,12 +66,7 @@ class ExposureLog:
     """Log of one process; a part that cannot be written is tried again under the same name, so none counts twice."""
 
     def __init__(
-        self,
-        store: ArtefactStore,
-        replica_name: str,
-        *,
-        clock: Callable[[], float],
-        in_thread: StoreThreads,
+        self, store: ArtefactStore, replica_name: str, *, clock: Callable[[], float], in_thread: StoreThreads
     ) -> None:
         self.dropped_count = 0
         self.written_count = 0
@@ -153,10 +148,7 @@ class ExposureLog:
             arm_lines: list[dict[str, object]] = []
             remaining_exposures = PART_EXPOSURES_MAX
             for (experiment, arm), arm_hour in hour_by_arm.items():
-                requests_and_feedback = {
-                    "requests": arm_hour.requests,
-                    "feedback": dict(arm_hour.feedback),
-                }
+                requests_and_feedback = {"requests": arm_hour.requests, "feedback": dict(arm_hour.feedback)}
                 first_index = 0
                 while first_index < max(1, len(arm_hour.exposures)):
                     exposures = arm_hour.exposures[first_index : first_index + remaining_exposures]

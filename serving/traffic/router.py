@@ -40,19 +40,13 @@ class ExperimentMetrics:
         counter = partial(Counter, registry=registry)
         self.requests = counter("larder_experiment_requests", "Requests that an arm answered", ["experiment", "arm"])
         self.answers = counter(
-            "larder_experiment_answers",
-            "Entities answered by source, by an arm",
-            ["experiment", "arm", "source"],
+            "larder_experiment_answers", "Entities answered by source, by an arm", ["experiment", "arm", "source"]
         )
         self.version = Gauge(
-            "larder_experiments_version",
-            "The version of the experiments in force here",
-            registry=registry,
+            "larder_experiments_version", "The version of the experiments in force here", registry=registry
         )
         self.feedback = counter(
-            "larder_experiment_feedback",
-            "What callers report, by arm of an experiment",
-            ["experiment", "arm", "event"],
+            "larder_experiment_feedback", "What callers report, by arm of an experiment", ["experiment", "arm", "event"]
         )
         self.without_arm = counter(
             "larder_experiment_aside", "Requests in no arm while experiments are held", ["reason"]

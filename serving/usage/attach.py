@@ -13,11 +13,7 @@ def attach(replica: Replica) -> L1Advisor:
     own_namespace = replica.own_namespace
     sketch = share_hot_ids(own_namespace)
     replica.hooks.namespaces.append(share_hot_ids)
-    advisor = L1Advisor(
-        own_namespace.components.tiers,
-        lambda: own_namespace.holder.live,
-        replica.config.sampled_keys,
-    )
+    advisor = L1Advisor(own_namespace.components.tiers, lambda: own_namespace.holder.live, replica.config.sampled_keys)
     if advisor.step_s:
         own_namespace.refresher.add_periodic("l1_advisor", advisor.step_s, advisor.step)
     replica.metrics.registry.register(advisor)
@@ -34,10 +30,7 @@ def share_hot_ids(namespace: HeldNamespace) -> HotKeySketch:
         namespace.config.sketch_s,
     )
     sketch = HotKeySketch(
-        SharedHotKeys(namespace.components.remote.control),
-        recent_names,
-        lambda: holder.live,
-        namespace.clock,
+        SharedHotKeys(namespace.components.remote.control), recent_names, lambda: holder.live, namespace.clock
     )
     if sketch_s:
         namespace.warmup.get_shared_hot_names = sketch.hottest

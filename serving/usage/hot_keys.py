@@ -7,14 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from cache.errors import TierUnavailable
-from cache.usage.hot_keys import (
-    HOT_WINDOW,
-    EntityName,
-    HotKeyReport,
-    SharedHotKeys,
-    Window,
-    window_number_of,
-)
+from cache.usage.hot_keys import HOT_WINDOW, EntityName, HotKeyReport, SharedHotKeys, Window, window_number_of
 from serving.engine.answer_observer import RecentNames
 from serving.generations.snapshot import Snapshot
 

@@ -145,10 +145,7 @@ class L1Advisor(Collector):
         elapsed_s, self._stepped_at = now_s - self._stepped_at, now_s
         touches, is_whole = list(trace), len(trace) < TRACED_READS_MAX
         trace.clear()
-        earlier_counts, self._last_counts = (
-            self._last_counts,
-            _hit_and_read_counts(self._tiers.counters),
-        )
+        earlier_counts, self._last_counts = (self._last_counts, _hit_and_read_counts(self._tiers.counters))
         miss_ratio_curve.age(0.5 ** (elapsed_s / HALF_LIFE_S))
         live = self._live()
         trace.begin_generation(None if live is None else live.generation)
@@ -171,8 +168,7 @@ class L1Advisor(Collector):
                 if trace.generation != self._curve_generation:  # a flip: the next step begins anew
                     return
             miss_ratio_curve.record_touches(
-                touches[first_index : first_index + _TOUCHES_PER_SLICE],
-                self._tiers.local_tier.table_bytes_per_entry,
+                touches[first_index : first_index + _TOUCHES_PER_SLICE], self._tiers.local_tier.table_bytes_per_entry
             )
             trace.sample_up_to(miss_ratio_curve.greatest_sampled_spot)
         earned_credit = FREE_TOUCHES_PER_S * elapsed_s + TOUCHES_PER_READ * (self._last_counts[1] - earlier_counts[1])
@@ -219,11 +215,7 @@ class L1Advisor(Collector):
         yield predicted_family
         sampling_rate = self._tiers.access_trace.greatest_sampled_spot >= 0 and miss_ratio_curve.rate
         for gauge_name, help_text, gauge_value in (
-            (
-                "sampling_rate",
-                "Share of keys that the advisor samples, 0 while it is off",
-                sampling_rate,
-            ),
+            ("sampling_rate", "Share of keys that the advisor samples, 0 while it is off", sampling_rate),
             ("sampled_keys", "Keys in the advisor's sample", miss_ratio_curve.keys),
         ):
             yield GaugeMetricFamily(f"larder_l1_advisor_{gauge_name}", help_text, float(gauge_value))

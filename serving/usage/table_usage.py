@@ -105,10 +105,7 @@ class TableUsage(Collector):
                 self._hits_before_release = stored_answers_by_table(self.metrics)
             self._release, self.read_count_by_table = release, {}
         # Taken here: what is remembered of requests is the event loop's own, and changes with each of them.
-        recent_names, hashes_by_table = (
-            list(self.list_recent_names()),
-            self.reads.drain(live_snapshot.generation),
-        )
+        recent_names, hashes_by_table = (list(self.list_recent_names()), self.reads.drain(live_snapshot.generation))
         packed_hashes_by_table = await asyncio.to_thread(
             self._pack_by_table, live_snapshot, recent_names, hashes_by_table
         )
@@ -126,10 +123,7 @@ class TableUsage(Collector):
             self.failed += 1
 
     def _pack_by_table(
-        self,
-        live: Snapshot,
-        recent_names: Sequence[EntityName],
-        hashes_by_table: Mapping[str, HashBatches],
+        self, live: Snapshot, recent_names: Sequence[EntityName], hashes_by_table: Mapping[str, HashBatches]
     ) -> dict[str, list[bytes]]:
         """Pack hashes of read entities, and of those requested without a read, as they were warmed before."""
         packed_hashes_by_table = {table: pack_hashes(hash_batches) for table, hash_batches in hashes_by_table.items()}

@@ -29,14 +29,7 @@ def main() -> int:
     options = parser.parse_args()
     print(f"seed {options.seed}, scenarios {', '.join(options.scenario or ALL)}", flush=True)
     with scratch_folder(options.keep) as folder:
-        report = run_audit(
-            options.scenario,
-            options.seed,
-            options.minutes * 60,
-            folder,
-            options.lanes,
-            options.first,
-        )
+        report = run_audit(options.scenario, options.seed, options.minutes * 60, folder, options.lanes, options.first)
         if options.keep:
             print(f"folder {folder}")
     print("\n".join(report.lines()))
@@ -44,12 +37,7 @@ def main() -> int:
 
 
 def run_audit(
-    names: list[str] | None,
-    seed: int,
-    seconds: float,
-    folder: Path,
-    lanes: int = 1,
-    ends_at_first: bool = False,
+    names: list[str] | None, seed: int, seconds: float, folder: Path, lanes: int = 1, ends_at_first: bool = False
 ) -> Report:
     """Run scenarios, by default all; return what was covered and violated.
 

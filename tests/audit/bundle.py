@@ -77,13 +77,7 @@ def write_bundle(model: Model, folder: Path, version: str = "1") -> None:
     pq.write_table(pa.table({"id": pa.array(ids, pa.string())}), folder / "items.parquet")
     pad = len(ids)
     user_inputs: list[Json] = [
-        {
-            "name": "history",
-            "bind": "history",
-            "dtype": "int32",
-            "max_length": model.max_length,
-            "pad": pad,
-        },
+        {"name": "history", "bind": "history", "dtype": "int32", "max_length": model.max_length, "pad": pad},
         {"name": "country", "bind": "feature", "column": "country", "dtype": "int64"},
     ]
     item_inputs: list[Json] = [
@@ -116,11 +110,7 @@ def write_bundle(model: Model, folder: Path, version: str = "1") -> None:
         "version": version,
         "dims": DIMS,
         "metric": "inner_product",
-        "items": {
-            "path": "items.parquet",
-            "count": len(ids),
-            "sha256": _digest(folder / "items.parquet"),
-        },
+        "items": {"path": "items.parquet", "count": len(ids), "sha256": _digest(folder / "items.parquet")},
         "user_tower": written["user_tower"],
         "item_tower": written["item_tower"],
         "values": {"mood": {"entity": "user", "labels": list(LABELS), **written["mood"]}},
@@ -190,10 +180,7 @@ def _item_graph() -> onnx.GraphProto:
             helper.make_tensor_value_info("lift", TensorProto.FLOAT, ["rows"]),
         ],
         [helper.make_tensor_value_info("vector", TensorProto.FLOAT, ["rows", DIMS])],
-        [
-            _integers("one", 1),
-            numpy_helper.from_array(np.array([LIFT_DIRECTION], np.float32), "direction"),
-        ],
+        [_integers("one", 1), numpy_helper.from_array(np.array([LIFT_DIRECTION], np.float32), "direction")],
     )
 
 

@@ -11,16 +11,7 @@ import numpy as np
 
 from tests.audit.client import Client, Reply
 from tests.audit.filters import EVERYTHING, passes
-from tests.audit.reference import (
-    Event,
-    Generation,
-    Input,
-    Ranked,
-    UserView,
-    day_of,
-    dot,
-    user_view,
-)
+from tests.audit.reference import Event, Generation, Input, Ranked, UserView, day_of, dot, user_view
 from tests.audit.report import Report
 from tests.audit.reranks import complaint
 from tests.audit.values import Json, Vector
@@ -292,16 +283,10 @@ class Checker:
             )
         if answer["source"] == "previous":
             if view.vector is None:
-                return [
-                    *wrong,
-                    ("source", "default: the previous night knew nothing either", answer),
-                ]
+                return [*wrong, ("source", "default: the previous night knew nothing either", answer)]
             return wrong + self._judge_ranked(lookup, answer, generation, view, personal=True)
         if lookup.fresh and user.is_sent and user.country is None and view.has_record and not view.events:
-            if (answer.get("reason"), answer.get("live")) != (
-                "fresh_unavailable",
-                "no_usable_input",
-            ):
+            if (answer.get("reason"), answer.get("live")) != ("fresh_unavailable", "no_usable_input"):
                 wrong.append(("reason", "fresh_unavailable, no_usable_input", answer))
         elif lookup.fresh and user.is_sent and view.has_record and not view.events:
             sent_view = user_view(generation, Input(None, user.history, user.country), [])
@@ -370,12 +355,7 @@ class Checker:
             right = (is_stored and producer == "live" and reason is None) or (
                 source == "live"
                 and producer == "live"
-                and reason
-                in {
-                    "newer_events",
-                    *({"exhausted"} if tight else ()),
-                    *({"fresh"} if lookup.fresh else ()),
-                }
+                and reason in {"newer_events", *({"exhausted"} if tight else ()), *({"fresh"} if lookup.fresh else ())}
             )
             expected = "live with newer_events, or stored by live"
         elif view.has_record:
@@ -397,12 +377,7 @@ class Checker:
         return [] if right else [("source", expected, [origin_fields, answer])]
 
     def _judge_ranked(
-        self,
-        lookup: EntityLookup,
-        answer: Json,
-        generation: Generation,
-        view: UserView,
-        personal: bool,
+        self, lookup: EntityLookup, answer: Json, generation: Generation, view: UserView, personal: bool
     ) -> list[Complaint]:
         """Judge a list that a vector of the user ranks."""
         assert view.vector is not None
@@ -454,28 +429,11 @@ class Checker:
         tries: list[tuple[Ranked, int, int, bool]] = []
         if expression is None:
             if is_stored:
-                tries.append(
-                    (
-                        base_night,
-                        min(k, len(base_night)),
-                        min(k, len(base_night)),
-                        len(base_night) < k,
-                    )
-                )
+                tries.append((base_night, min(k, len(base_night)), min(k, len(base_night)), len(base_night) < k))
                 if (view.brings_vector or view.is_fallback) and view.events:
-                    tries.append(
-                        (
-                            full_night,
-                            min(k, len(base_night)),
-                            min(k, len(full_night)),
-                            len(full_night) < k,
-                        )
-                    )
+                    tries.append((full_night, min(k, len(base_night)), min(k, len(full_night)), len(full_night) < k))
             else:
-                for base, full in (
-                    (base_all, full_all),
-                    *(((base_night, full_night),) if view.is_live else ()),
-                ):
+                for base, full in ((base_all, full_all), *(((base_night, full_night),) if view.is_live else ())):
                     tries.append((full, min(k, len(base)), min(k, len(full)), len(full) < k))
             rule = "list"
         else:
@@ -487,30 +445,11 @@ class Checker:
                 tries.append((of_base, k, k, False))
             elif is_stored and isinstance(lookup.filter, str):
                 tries.append(
-                    (
-                        passing_night,
-                        min(k, len(passing_night)),
-                        min(k, len(passing_night)),
-                        len(passing_night) < k,
-                    )
+                    (passing_night, min(k, len(passing_night)), min(k, len(passing_night)), len(passing_night) < k)
                 )
-                tries.append(
-                    (
-                        passing_all,
-                        min(k, len(passing_all)),
-                        min(k, len(passing_all)),
-                        len(passing_all) < k,
-                    )
-                )
+                tries.append((passing_all, min(k, len(passing_all)), min(k, len(passing_all)), len(passing_all) < k))
             else:
-                tries.append(
-                    (
-                        passing_all,
-                        min(k, len(passing_all)),
-                        min(k, len(passing_all)),
-                        len(passing_all) < k,
-                    )
-                )
+                tries.append((passing_all, min(k, len(passing_all)), min(k, len(passing_all)), len(passing_all) < k))
         complaints: list[list[Complaint]] = []
         for ranking, count_min, count_max, short in tries:
             is_index = answer["source"] == "live" and expression is None
@@ -521,12 +460,7 @@ class Checker:
         return complaints[0]
 
     def _judge_items(
-        self,
-        lookup: EntityLookup,
-        items: list[str],
-        scores: list[float],
-        banned: set[str],
-        had_items: Iterable[str],
+        self, lookup: EntityLookup, items: list[str], scores: list[float], banned: set[str], had_items: Iterable[str]
     ) -> list[Complaint]:
         wrong: list[Complaint] = []
         if len(items) != len(scores) or len(set(items)) != len(items):
@@ -559,13 +493,7 @@ class Checker:
         if count < count_max:
             short = True
         if [float(np.float32(score)) for score in scores] != exact:
-            return [
-                (
-                    "score" if items == expected[:count] else rule,
-                    {"items": expected, "scores": exact},
-                    answer,
-                )
-            ]
+            return [("score" if items == expected[:count] else rule, {"items": expected, "scores": exact}, answer)]
         if items != expected[:count]:
             groups = {item: score for score, item in ranking}
             is_tie = all(
@@ -659,14 +587,7 @@ class Checker:
             full = [pair for pair in full if passes(expression, day.attributes[pair[1]])]
             if lookup.rerank is None:
                 wrong = self._compare(
-                    answer | {"short": False},
-                    full,
-                    min(k, len(base)),
-                    min(k, len(full)),
-                    k,
-                    False,
-                    "defaults",
-                    False,
+                    answer | {"short": False}, full, min(k, len(base)), min(k, len(full)), k, False, "defaults", False
                 )
                 if wrong and wrong[0][0] == "short":
                     wrong = []
@@ -786,14 +707,7 @@ class Checker:
         if lookup.rerank is not None:
             return self._judge_reranked(lookup, answer, generation, None, [base, full[:width]], [full])
         return self._compare(
-            answer,
-            full,
-            min(k, len(base)),
-            min(k, len(full)),
-            k,
-            len(full) < k,
-            "similar",
-            answer["source"] == "live",
+            answer, full, min(k, len(base)), min(k, len(full)), k, len(full) < k, "similar", answer["source"] == "live"
         )
 
     def _judge_facet(self, lookup: EntityLookup, answer: Json, generation: Generation) -> list[Complaint]:
@@ -818,11 +732,7 @@ class Checker:
             pair for pair in ranked[:width] if pair[1] not in banned and has(pair[1], dict(day.attributes[pair[1]]))
         ]
         if not of_night:
-            right = (answer["items"], answer["source"], answer.get("reason")) == (
-                [],
-                "default",
-                "not_in_generation",
-            )
+            right = (answer["items"], answer["source"], answer.get("reason")) == ([], "default", "not_in_generation")
             return [] if right else [("facet", "[], default, not_in_generation", answer)]
         if lookup.rerank is not None:
             return self._judge_reranked(lookup, answer, generation, None, [base], [base])
@@ -835,11 +745,7 @@ class Checker:
         settled = self.knowledge.is_settled()
         options = lookup.options()
         body = lookup.entity.body()
-        reply = client.send(
-            "POST",
-            f"/v1/explain/{lookup.table}",
-            {"entities": [body], **options},
-        )
+        reply = client.send("POST", f"/v1/explain/{lookup.table}", {"entities": [body], **options})
         if reply.status != 200:
             self.report.violate("explain", PROMISES["explain"], 200, reply.body, client.recent[-6:])
             return
@@ -848,10 +754,7 @@ class Checker:
         if not answers or not settled:
             return
         explained_answer = reply.body["answer"]
-        if lookup.filter is not None and {explained_answer["tier"], answers[0]["source"]} == {
-            "l1",
-            "l2",
-        }:
+        if lookup.filter is not None and {explained_answer["tier"], answers[0]["source"]} == {"l1", "l2"}:
             self.report.count("undecided: under a filter `explain` names the list's tier, `source` the vector's")
             return
         observed_fields = [answers[0]["source"], answers[0].get("reason"), answers[0].get("live")]
@@ -954,10 +857,7 @@ class Checker:
         ordered_items, answer = self._read_all_items(client, generation)
         for _ in range(_READS_MAX):
             # What is blocked or unblocked meanwhile takes effect between two pages of a read.
-            previous_items, (ordered_items, answer) = (
-                ordered_items,
-                self._read_all_items(client, generation),
-            )
+            previous_items, (ordered_items, answer) = (ordered_items, self._read_all_items(client, generation))
             if ordered_items == previous_items:
                 break
         missing = set(generation.items) - set(ordered_items) - self.knowledge.blocked_items
@@ -981,10 +881,7 @@ class Checker:
         )
         for earlier_index, item in enumerate(earlier):
             if item not in ordered_items:
-                ordered_items.insert(
-                    ordered_items.index(earlier[earlier_index - 1]) + 1 if earlier_index else 0,
-                    item,
-                )
+                ordered_items.insert(ordered_items.index(earlier[earlier_index - 1]) + 1 if earlier_index else 0, item)
         self.knowledge.order = ordered_items
         generation.order.update({item: ordinal for ordinal, item in enumerate(ordered_items)})
 

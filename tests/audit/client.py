@@ -60,11 +60,7 @@ class Client:
             self.connection = None
 
     def send(
-        self,
-        method: str,
-        target: str,
-        body: object | None = None,
-        headers: dict[str, str] | None = None,
+        self, method: str, target: str, body: object | None = None, headers: dict[str, str] | None = None
     ) -> Reply:
         """Send one request and return its reply; a connection that the service has closed is opened again."""
         data = None if body is None else json.dumps(body, ensure_ascii=False).encode()

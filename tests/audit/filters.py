@@ -76,9 +76,4 @@ def draw_filter(rng: random.Random, depth: int = 0) -> Json:
     if kind == "exists":
         return {"exists": rng.choice(["brand", "tags", "price", "stock", "since"])}
     moment = float(EPOCH + 86_400 * rng.randrange(-30, 30))
-    return {
-        rng.choice(["<", "<=", ">", ">=", "=="]): [
-            "since",
-            iso_time(moment) if rng.random() < 0.5 else moment,
-        ]
-    }
+    return {rng.choice(["<", "<=", ">", ">=", "=="]): ["since", iso_time(moment) if rng.random() < 0.5 else moment]}

@@ -59,16 +59,7 @@ class RedisServer:
     def start(self) -> RedisServer:
         """Start the server and wait until it answers."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        options = [
-            "--port",
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--dir",
-            str(self.folder),
-        ]
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self.folder)]
         options += ["--appendonly", "yes" if self.durable else "no", "--appendfsync", "always"]
         options += ["--maxmemory-policy", "noeviction" if self.durable else "volatile-lru"]
         with (self.folder / "redis.log").open("ab") as log:
@@ -157,11 +148,7 @@ class Site:
             for name, value in os.environ.items()
             if not name.startswith("LARDER_") and name not in ("REDIS_URL", "PYTHONPATH")
         }
-        process_environment |= {
-            "REDIS_URL": self.redis_url,
-            "LARDER_ACTOR": "auditor",
-            **self.environment,
-        }
+        process_environment |= {"REDIS_URL": self.redis_url, "LARDER_ACTOR": "auditor", **self.environment}
         if self.events_url is not None:
             process_environment["LARDER_EVENTS_URL"] = self.events_url
         return process_environment
@@ -177,12 +164,7 @@ class Site:
             timeout=timeout_s,
             check=False,
         )
-        finished = Finished(
-            arguments,
-            completed_process.returncode,
-            completed_process.stdout,
-            completed_process.stderr,
-        )
+        finished = Finished(arguments, completed_process.returncode, completed_process.stdout, completed_process.stderr)
         if check and completed_process.returncode != 0:
             raise AssertionError(
                 f"larder {' '.join(arguments)} ended with {completed_process.returncode}: "

@@ -317,10 +317,7 @@ def user_view(generation: Generation, user: Input, events: list[Event]) -> UserV
     else:
         vector = None
     countries = (country, night_country, user.country)
-    mood_country = next(
-        (candidate_country for candidate_country in countries if candidate_country is not None),
-        None,
-    )
+    mood_country = next((candidate_country for candidate_country in countries if candidate_country is not None), None)
     return UserView(
         vector,
         None if mood_country is None else generation.model.mood(mood_country),

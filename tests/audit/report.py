@@ -42,13 +42,7 @@ class Report:
         )
 
     def require(
-        self,
-        is_fulfilled: bool,
-        rule: str,
-        promise: str,
-        expected: object,
-        observed: object,
-        recipe: Iterable[str],
+        self, is_fulfilled: bool, rule: str, promise: str, expected: object, observed: object, recipe: Iterable[str]
     ) -> bool:
         """Count a check, and record a violation if it does not hold."""
         self.counts["checks"] += 1

@@ -26,10 +26,7 @@ def draw_rerank(rng: random.Random) -> Json:
     if "m" in kind.replace("boost", ""):
         drawn["diversify"] = {}
         if "most" in kind:
-            drawn["diversify"] |= {
-                "attribute": rng.choice(["brand", "tags"]),
-                "most": rng.randrange(1, 4),
-            }
+            drawn["diversify"] |= {"attribute": rng.choice(["brand", "tags"]), "most": rng.randrange(1, 4)}
         if "mmr" in kind:
             drawn["diversify"]["mmr"] = rng.choice([0.25, 0.5, 0.8, 1.0])
     return drawn
@@ -64,11 +61,7 @@ def complaint(
     """Return why `items` is not the first k of the candidates in the new order, or None if it is."""
     ranked = boost(candidates, spec, attributes)
     diversify = spec.get("diversify", {})
-    mmr, per_value_max, name = (
-        diversify.get("mmr", 1.0),
-        diversify.get("most"),
-        diversify.get("attribute"),
-    )
+    mmr, per_value_max, name = (diversify.get("mmr", 1.0), diversify.get("most"), diversify.get("attribute"))
     scores = [score for score, _ in ranked]
     low, high = (min(scores), max(scores)) if scores else (0.0, 0.0)
     span = high - low or 1.0
@@ -93,8 +86,7 @@ def complaint(
             worth = mmr * (score - low) / span
             if mmr < 1 and chosen_items:
                 worth -= (1 - mmr) * max(
-                    (max(cosine(vectors[item], vectors[chosen_item]), 0.0) for chosen_item in chosen_items),
-                    default=0.0,
+                    (max(cosine(vectors[item], vectors[chosen_item]), 0.0) for chosen_item in chosen_items), default=0.0
                 )
             worths.append(worth)
         best_worth = max(worths)

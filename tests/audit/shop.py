@@ -18,21 +18,10 @@ from tests.audit.reference import Event, Generation, Input, Rules, make_generati
 from tests.audit.report import Report
 from tests.audit.reranks import draw_rerank
 from tests.audit.values import Json
-from tests.audit.world import (
-    BRANDS,
-    COUNTRIES,
-    TAGS,
-    World,
-    draw_attributes,
-    draw_looks,
-    make_world,
-)
+from tests.audit.world import BRANDS, COUNTRIES, TAGS, World, draw_attributes, draw_looks, make_world
 from tests.audit.world import Shape as Shape
 
-FILTERS: Mapping[str, Json] = {
-    "in_stock": {"==": ["stock", True]},
-    "cheap": {"<": ["price", 20]},
-}
+FILTERS: Mapping[str, Json] = {"in_stock": {"==": ["stock", True]}, "cheap": {"<": ["price", 20]}}
 RERANKS: Mapping[str, Json] = {
     "varied": {"diversify": {"attribute": "brand", "most": 2}},
     "fresh": {"boost": [{"filter": {"==": ["stock", True]}, "factor": 8.0}]},
@@ -150,10 +139,7 @@ class Servers:
     @classmethod
     def start(cls, folder: Path) -> Servers:
         """Start both."""
-        return cls(
-            RedisServer(folder / "pages").start(),
-            RedisServer(folder / "events", durable=True).start(),
-        )
+        return cls(RedisServer(folder / "pages").start(), RedisServer(folder / "events", durable=True).start())
 
     def stop(self) -> None:
         """End both."""
@@ -206,15 +192,7 @@ class Shop:
         model = make_model(seed if model_seed is None else model_seed, world.vocabulary, max_length)
         rules = rules or Rules(filters=FILTERS, facets={"brands": "brand", "tagged": "tags"})
         shop = cls(
-            folder,
-            servers,
-            report,
-            random.Random(f"shop {seed}"),
-            world,
-            model,
-            rules,
-            namespace,
-            dict(settings or {}),
+            folder, servers, report, random.Random(f"shop {seed}"), world, model, rules, namespace, dict(settings or {})
         )
         folder.mkdir(parents=True, exist_ok=True)
         write_bundle(model, folder / "bundle", f"{seed}")
@@ -335,12 +313,7 @@ class Shop:
         code = self.service.stop(how)
         if how == signal.SIGTERM:
             self.report.require(
-                code == 0,
-                "exit",
-                "docs/reference/command-line.md: exit codes: 0 done",
-                0,
-                code,
-                ["SIGTERM"],
+                code == 0, "exit", "docs/reference/command-line.md: exit codes: 0 done", 0, code, ["SIGTERM"]
             )
         self.service.start()
         self.knowledge.change()
@@ -415,11 +388,7 @@ class Shop:
     def send_events(self, events: list[Json], client: Client | None = None) -> Json:
         """Send events, judge the receipt, and log those that have to count."""
         client = client or self.client
-        marker: Json = {
-            "user": f"marker {self.sent_events}",
-            "item": "no-such-item",
-            "id": f"m{self.sent_events}",
-        }
+        marker: Json = {"user": f"marker {self.sent_events}", "item": "no-such-item", "id": f"m{self.sent_events}"}
         reply = client.events([*events, marker])
         self.report.require(
             reply.status == 202,
@@ -493,13 +462,7 @@ class Shop:
                 drawn.append(event)
             elif kind == "user value":
                 country = rng.randrange(COUNTRIES) if rng.random() < 0.85 else None
-                drawn.append(
-                    {
-                        "user": rng.choice(self.world.users),
-                        "id": id_,
-                        "attributes": {"country": country},
-                    }
-                )
+                drawn.append({"user": rng.choice(self.world.users), "id": id_, "attributes": {"country": country}})
             elif kind == "item value":
                 drawn.append({"item": self.draw_item(rng), "id": id_, "attributes": self.draw_values(rng)})
             else:
@@ -543,8 +506,7 @@ class Shop:
     def draw_input(self, rng: random.Random) -> Input:
         """Draw an entity: a known user, a stranger with or without an input, an input alone."""
         kind = rng.choices(
-            ["known", "known and sent", "stranger", "nobody", "anonymous", "evented"],
-            [55, 8, 15, 5, 7, 10],
+            ["known", "known and sent", "stranger", "nobody", "anonymous", "evented"], [55, 8, 15, 5, 7, 10]
         )[0]
         if kind == "evented" and self.knowledge.events:
             users = [event.user for event in self.knowledge.events[-40:] if event.user]
@@ -576,10 +538,7 @@ class Shop:
             items = list(self.world.items)
             lookup = replace(lookup, exclude=tuple(rng.sample(items, min(count, len(items)))))
         if rng.random() < 0.25:
-            lookup = replace(
-                lookup,
-                rerank=rng.choice(["varied", "fresh"]) if rng.random() < 0.3 else draw_rerank(rng),
-            )
+            lookup = replace(lookup, rerank=rng.choice(["varied", "fresh"]) if rng.random() < 0.3 else draw_rerank(rng))
         if rng.random() < 0.1:
             lookup = replace(lookup, stored_only=True)
         if rng.random() < 0.1 and generations:
@@ -611,17 +570,12 @@ class Shop:
         if kind == "list":
             checker.judge_lookups(client, self.draw_ask(rng, generations))
         elif kind == "get":
-            lookup = replace(
-                self.draw_ask(rng, generations),
-                entity=Input(rng.choice(self.world.users)),
-                exclude=(),
-            )
+            lookup = replace(self.draw_ask(rng, generations), entity=Input(rng.choice(self.world.users)), exclude=())
             checker.judge_lookups(client, lookup, route="get")
         elif kind == "batch":
             lookup = self.draw_ask(rng, generations)
             checker.judge_lookups(
-                client,
-                *(replace(lookup, entity=self.draw_input(rng)) for _ in range(rng.randrange(2, 9))),
+                client, *(replace(lookup, entity=self.draw_input(rng)) for _ in range(rng.randrange(2, 9)))
             )
         elif kind == "vector":
             checker.judge_lookups(client, EntityLookup("user_vector", self.draw_input(rng)))
@@ -631,9 +585,7 @@ class Shop:
             checker.judge_lookups(client, EntityLookup("item_vector", Input(rng.choice([*items, "unheard of"]))))
         elif kind == "similar":
             lookup = EntityLookup(
-                "item_similar",
-                Input(rng.choice([*items, "unheard of"])),
-                k=rng.choice([None, 1, 5, 12]),
+                "item_similar", Input(rng.choice([*items, "unheard of"])), k=rng.choice([None, 1, 5, 12])
             )
             if rng.random() < 0.4:
                 lookup = replace(lookup, filter=draw_filter(rng))
@@ -670,12 +622,7 @@ class Shop:
             drawn_input = self.draw_input(rng)
             checker.judge_lookups(
                 client,
-                EntityLookup(
-                    "user_topk",
-                    Input(user, drawn_input.history, drawn_input.country),
-                    k=5,
-                    fresh=True,
-                ),
+                EntityLookup("user_topk", Input(user, drawn_input.history, drawn_input.country), k=5, fresh=True),
             )
 
     def compare_metrics(self) -> None:
@@ -683,18 +630,12 @@ class Shop:
         know = self.knowledge
         metrics = self.client.metrics()
         for label, expected in (
-            (
-                "larder_answers_total",
-                {f'source="{s}",table="{t}"': n for (t, s), n in know.answered.items()},
-            ),
+            ("larder_answers_total", {f'source="{s}",table="{t}"': n for (t, s), n in know.answered.items()}),
             (
                 "larder_misses_total",
                 {f'reason="{r}",table="{t}"': n for (t, r), n in know.reasons.items() if r not in STORED_REASONS},
             ),
-            (
-                "larder_event_answers_total",
-                {f'table="{t}"': n for t, n in know.with_events.items()},
-            ),
+            ("larder_event_answers_total", {f'table="{t}"': n for t, n in know.with_events.items()}),
         ):
             metric_counts = {
                 name[len(label) + 1 : -1]: int(value)

@@ -30,15 +30,7 @@ from tests.bench.read_path import make_case
 from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
 from tests.bench.tools.place import own_server
 from tests.bench.tools.topk_cases import DATA
-from tests.bench.tools.traces import (
-    Keys,
-    capacities_of,
-    lru_hit_ratio,
-    orm_busy,
-    sampled,
-    trace_file,
-    zipf,
-)
+from tests.bench.tools.traces import Keys, capacities_of, lru_hit_ratio, orm_busy, sampled, trace_file, zipf
 
 Errors = NDArray[np.float64]
 

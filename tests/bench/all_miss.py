@@ -98,10 +98,7 @@ def over_http(report: Report, case: Case, strangers: Strangers, options: Options
             busy: dict[str, list[float]] = {name: [] for name in servers}
 
             def run(
-                name: str,
-                entities: int = entities,
-                count: int = count,
-                busy: dict[str, list[float]] = busy,
+                name: str, entities: int = entities, count: int = count, busy: dict[str, list[float]] = busy
             ) -> Callable[[], float]:
                 def measure_rate() -> float:
                     requests = strangers.requests(count, entities)
@@ -132,10 +129,7 @@ def in_process(report: Report, case: Case, strangers: Strangers, options: Option
         def service(config: ServingConfig) -> Service:
             return runner.run(stack.enter_async_context(running(config)))
 
-        services = {
-            "": service(config),
-            "always_": service(replace(config, overlay_reads="always")),
-        }
+        services = {"": service(config), "always_": service(replace(config, overlay_reads="always"))}
         with no_tiers():
             services["no_cache"] = service(config)
         for running_service in services.values():

@@ -124,19 +124,13 @@ def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--tree",
-        type=Path,
-        required=True,
-        help="root of the other tree, its C code built; this one: A/A",
+        "--tree", type=Path, required=True, help="root of the other tree, its C code built; this one: A/A"
     )
     parser.add_argument("--pairs", type=int, default=40, help="pairs of processes, at least 2 (default: 40)")
     parser.add_argument("--turns", type=int, default=3, help="turns of each pair (default: 3)")
     parser.add_argument("--scale", type=float, default=0.5, help="factor of requests of a turn (default: 0.5)")
     parser.add_argument(
-        "--only",
-        default=",".join(NAMES),
-        metavar="NAMES",
-        help="workloads, with commas between them (default: all)",
+        "--only", default=",".join(NAMES), metavar="NAMES", help="workloads, with commas between them (default: all)"
     )
     parser.add_argument("--json", action="store_true", help="one line of JSON at the end")
     options = parser.parse_args()

@@ -23,14 +23,7 @@ from tests.bench.tools.flip_calls import Recording, calling
 from tests.bench.tools.harness import Options, Promise, Ratio, Report, parse
 from tests.bench.tools.place import own_server
 from tests.integration.fleet import control_of, fleet
-from tests.integration.nights import (
-    DATA_UNTIL,
-    NEXT,
-    build_verified,
-    histories,
-    prepare,
-    publish_night,
-)
+from tests.integration.nights import DATA_UNTIL, NEXT, build_verified, histories, prepare, publish_night
 from tests.polling import poll_until
 
 SEED = 20_260
@@ -93,10 +86,7 @@ def measure(folder: Path, redis_url: str, size: Size, _options: Options) -> Repo
     publish_night(config, DATA_UNTIL)
     second = build_verified(config, NEXT)
     paths = [f"/v1/lookup/user_topk/{quote(user, safe='')}?k=20" for user in sorted(histories(config))]
-    with (
-        fleet(config, folder / "logs", count=REPLICAS, LARDER_POLL_S="1.0") as services,
-        control_of(config) as control,
-    ):
+    with fleet(config, folder / "logs", count=REPLICAS, LARDER_POLL_S="1.0") as services, control_of(config) as control:
         urls = [service.url for service in services]
         with calling(urls, paths, rate=size.rate, seed=SEED, folder=folder) as calls:
             time.sleep(SETTLE_S)

@@ -65,10 +65,7 @@ FLASHLIB_RUN_S = 1.0
 """Seconds that a run of FlashLib may take: a longer one would be of FLASHLIB_TRIED_USERS only."""
 RECALL_ROWS = 16
 SQUARE = {"cuda": 8192, "cpu": 512}
-RATES = {
-    ("million", "square_product"): "matrix_rate_128",
-    ("million256", "square_product"): "matrix_rate_256",
-}
+RATES = {("million", "square_product"): "matrix_rate_128", ("million256", "square_product"): "matrix_rate_256"}
 
 
 def draw_case(users: int, items: int, dims: int, *, skewed: bool = False) -> Case:
@@ -79,11 +76,7 @@ def draw_case(users: int, items: int, dims: int, *, skewed: bool = False) -> Cas
     if skewed:
         vectors = vectors * np.exp(0.9 * rng.standard_normal((items, 1))).astype(np.float32)
     rows = np.arange(users) % 4096
-    return Case(
-        rng.standard_normal((users, dims), np.float32),
-        vectors,
-        base_case.histories.select_rows(rows),
-    )
+    return Case(rng.standard_normal((users, dims), np.float32), vectors, base_case.histories.select_rows(rows))
 
 
 def cases(options: Options, kind: str) -> Iterator[tuple[str, Case]]:
@@ -283,10 +276,7 @@ def measure(report: Report, options: Options, device: Any, name: str, case: Case
     if scorer is None:
         raise SystemExit(f"{device} cannot be used for {name}: the log says why")
     settle(device)
-    report.figures[f"{name}_users"], report.figures[f"{name}_items"] = (
-        len(case.users),
-        len(case.items),
-    )
+    report.figures[f"{name}_users"], report.figures[f"{name}_items"] = (len(case.users), len(case.items))
     report.figures[f"{name}_prepare_s"] = round(time.perf_counter() - started, 3)
     report.figures[f"{name}_recall"] = recall_of(case, scorer, RECALL_ROWS)
     without_histories = partial(scorer.top, case.users, K, empty_histories(case))

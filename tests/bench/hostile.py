@@ -200,10 +200,7 @@ def _round(bench: Bench, number: int) -> Round:
     return Round(block(ends), block(middle), block(ends), is_idle_first)
 
 
-FIGURES: dict[str, Callable[[Block], float]] = {
-    "p99": lambda block: block.all_ms,
-    "l1_p99": lambda block: block.l1_ms,
-}
+FIGURES: dict[str, Callable[[Block], float]] = {"p99": lambda block: block.all_ms, "l1_p99": lambda block: block.l1_ms}
 
 
 def _agree(rounds: Sequence[Round]) -> bool:
@@ -241,32 +238,15 @@ def main() -> None:
         path = folder / "times"
         times = Times(path)
         # Idle connections are to stay for the length of a block; everything else is as installed.
-        env = {
-            **environment(case.night),
-            "LARDER_IDLE_TIMEOUT_S": "600",
-            "LARDER_TOKEN": "",
-            FILE: str(path),
-        }
-        serve = [
-            sys.executable,
-            "-m",
-            "tests.bench.tools.hostile_server",
-            "--port",
-            "0",
-            "--log-level",
-            "error",
-        ]
+        env = {**environment(case.night), "LARDER_IDLE_TIMEOUT_S": "600", "LARDER_TOKEN": "", FILE: str(path)}
+        serve = [sys.executable, "-m", "tests.bench.tools.hostile_server", "--port", "0", "--log-level", "error"]
         with program(serve, folder / "serving.log", env) as larder:
             seconds, settle_s = (2.0, 1.0) if options.quick else (15.0, 3.0)
             report.figures["peers"] = PEERS
             report.figures["requests per second"] = RATE
             report.figures["seconds of a block"] = seconds
             report.figures["seed"] = _SEED
-            measure(
-                report,
-                Bench(larder, times, path, Stream(case), callers, seconds, settle_s),
-                options,
-            )
+            measure(report, Bench(larder, times, path, Stream(case), callers, seconds, settle_s), options)
     report.show(options)
 
 

@@ -47,10 +47,7 @@ def measure(report: Report, case: Case, redis_url: str, options: Options) -> Non
                 return lambda: per_cpu_s(target, requests, count)
 
             ratio_by_pair = compare(
-                {
-                    "bare_asgi": run(bare, [request("/")]),
-                    "fastapi_route": run(fastapi_server, [request("/prebuilt")]),
-                },
+                {"bare_asgi": run(bare, [request("/")]), "fastapi_route": run(fastapi_server, [request("/prebuilt")])},
                 {"l1": run(larder, lookups)},
                 rounds=options.rounds,
             )

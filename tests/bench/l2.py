@@ -72,12 +72,7 @@ def measure(report: Report, case: Case, redis_url: str, options: Options) -> Non
 
 
 def _singles(
-    report: Report,
-    case: Case,
-    larder: Program,
-    baselines: tuple[Program, Program],
-    names: list[str],
-    options: Options,
+    report: Report, case: Case, larder: Program, baselines: tuple[Program, Program], names: list[str], options: Options
 ) -> None:
     count = 4_000 if options.quick else 30_000
     gets = [request(f"/redis/{name}") for name in names]

@@ -133,13 +133,7 @@ def _check(outcome: object) -> None:
 
 
 def compare(
-    report: Report,
-    name: str,
-    base: Measured,
-    candidate: Measured,
-    options: Options,
-    *,
-    answers: int | None = None,
+    report: Report, name: str, base: Measured, candidate: Measured, options: Options, *, answers: int | None = None
 ) -> None:
     """As `answers` per second or, without them, as seconds; processor time as a figure beside it."""
     spent: dict[str, list[float]] = {"base": [], "candidate": []}
@@ -175,19 +169,10 @@ def measure(report: Report, case: Case, options: Options) -> None:
     for size, rate in rates.items():
         report.figures[f"offline, batches of {size}: answers/s"] = round(rate)
     report.figures["best batch"] = best_batch_size
-    with (
-        ThreadPoolExecutor(1, "larder-live") as pool,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
+    with ThreadPoolExecutor(1, "larder-live") as pool, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         through = Through(runner, pool)
         lone_jobs = jobs["int8"][: count // 4]
-        compare(
-            report,
-            "lone_vs_direct",
-            through.hop(lone_jobs),
-            through.lone(lone_jobs),
-            options,
-        )
+        compare(report, "lone_vs_direct", through.hop(lone_jobs), through.lone(lone_jobs), options)
         rate_by_callers = {
             in_flight: count / min(through.saturated(jobs["int8"], in_flight)()[0] for _ in range(2))
             for in_flight in IN_FLIGHT

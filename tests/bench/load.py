@@ -152,13 +152,7 @@ def stopped(pid: int | None) -> Iterator[None]:
 
 
 def watch(
-    url: str,
-    case: Case,
-    config: NightConfig,
-    how: str,
-    load_period_count: int,
-    *,
-    halts: bool = True,
+    url: str, case: Case, config: NightConfig, how: str, load_period_count: int, *, halts: bool = True
 ) -> Watched:
     """A reader beside a load that is stopped every other turn, on cores that may halt or not."""
     size, pages = case.part.table.page_bytes, case.part.pages.pages - 1
@@ -224,16 +218,7 @@ def main() -> None:
             report.figures["page bytes"] = case.part.table.page_bytes
             report.figures["piece bytes"] = config.governor.piece_bytes
             publish_live(client, case, config)
-            measure(
-                report,
-                server.url,
-                client,
-                case,
-                config,
-                options.rounds,
-                load_period_count,
-                options.quick,
-            )
+            measure(report, server.url, client, case, config, options.rounds, load_period_count, options.quick)
         unpin()
     report.promises = {
         "p99_closed_loop_vs_idle": Promise(maximum=1.3),
@@ -292,12 +277,7 @@ def measure(
 
 
 def sweep(
-    url: str,
-    client: "redis.Redis",
-    folder: Path,
-    config: NightConfig,
-    count: int,
-    load_period_count: int,
+    url: str, client: "redis.Redis", folder: Path, config: NightConfig, count: int, load_period_count: int
 ) -> None:
     """Rate and the reader's p99 against idle, over page and piece sizes."""
     table = Table(

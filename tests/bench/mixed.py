@@ -95,12 +95,7 @@ class Bench:
         def measure_p99_ms() -> float:
             mix = self.stream.arrivals(self.bare.url, (rate, self.seconds))
             bare_arrivals = Arrivals(
-                mix.url,
-                [request("/")],
-                np.zeros_like(mix.request_indexes),
-                mix.due,
-                CONNECTIONS,
-                DEADLINE_S,
+                mix.url, [request("/")], np.zeros_like(mix.request_indexes), mix.due, CONNECTIONS, DEADLINE_S
             )
             return _ms(self.run(bare_arrivals).seconds, 99)
 

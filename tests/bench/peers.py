@@ -31,16 +31,7 @@ from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client.calls import write_arrow_ids
 from tests.bench.read_path import TABLE, Case, make_case
 from tests.bench.tools import feast_side
-from tests.bench.tools.feast_side import (
-    ABSENT,
-    ENVIRONMENT,
-    FORMS,
-    Row,
-    call,
-    differing,
-    fetch_features,
-    rows_of,
-)
+from tests.bench.tools.feast_side import ABSENT, ENVIRONMENT, FORMS, Row, call, differing, fetch_features, rows_of
 from tests.bench.tools.harness import Options, Report, Run, compare, parse
 from tests.bench.tools.http_load import Program, pin_programs, program
 from tests.bench.tools.place import own_server, pin, unpin
@@ -124,12 +115,7 @@ def measure(report: Report, case: Case, rows: dict[str, Row], redis_url: str, op
         for batch in (1, BATCH):
             user_batches = _batches(case.users, batch)
             baselines = {
-                form: drivers.run(
-                    f"feast {form}",
-                    feast,
-                    [feast_side.post(form, ids) for ids in user_batches],
-                    batch,
-                )
+                form: drivers.run(f"feast {form}", feast, [feast_side.post(form, ids) for ids in user_batches], batch)
                 for form in forms
             }
             candidates = {
@@ -137,10 +123,7 @@ def measure(report: Report, case: Case, rows: dict[str, Row], redis_url: str, op
                 for suffix, (name, tier, requests) in _larder_requests(user_batches, batch).items()
             }
             ratio_by_pair = compare(
-                baselines,
-                candidates,
-                rounds=options.rounds,
-                rounds_max=7 if options.quick else None,
+                baselines, candidates, rounds=options.rounds, rounds_max=7 if options.quick else None
             )
             fastest_form = best_form({form: ratio_by_pair[form, ""].baseline for form in BEST_OF})
             report.figures[f"feast's best form, {batch}"] = fastest_form

@@ -43,15 +43,7 @@ from serving.http.routes import Service
 from serving.requests.models import LookupRequest
 from serving.requests.parsing import lookup_from_body
 from tests.bench.tools.harness import Options, Report, alternate, parse
-from tests.bench.tools.http_load import (
-    BUSY,
-    Load,
-    Program,
-    paths_script,
-    pin_programs,
-    program,
-    wrk,
-)
+from tests.bench.tools.http_load import BUSY, Load, Program, paths_script, pin_programs, program, wrk
 from tests.bench.tools.place import own_server, pin, unpin
 from tests.integration.nights import environment, histories, prepare, publish_night
 from tests.integration.serving_app import settings

@@ -112,11 +112,7 @@ def main() -> None:
     users = 2048 if options.quick else 16_384
     report = Report("topk", ("faiss-cpu",))
     engine = find_kernel()
-    report.figures |= {
-        "users": users,
-        "k": K,
-        "kernel_level": -1 if engine is None else engine.level,
-    }
+    report.figures |= {"users": users, "k": K, "kernel_level": -1 if engine is None else engine.level}
     recalls = []
     for name, case in cases(users, report):
         started = time.process_time()

@@ -67,15 +67,7 @@ def settings(folder: Path, url: str) -> Path:
 
 def run(config: Path, command: str) -> tuple[float, float]:
     """(seconds, peak GiB) of a command of `precompute`."""
-    command_line = [
-        sys.executable,
-        "-m",
-        "precompute",
-        "--config",
-        str(config),
-        "--quiet",
-        command,
-    ]
+    command_line = [sys.executable, "-m", "precompute", "--config", str(config), "--quiet", command]
     started = time.perf_counter()
     with (log := config.parent / f"{command}.log").open("wb") as file:
         to_log = [(os.POSIX_SPAWN_DUP2, file.fileno(), number) for number in (1, 2)]
@@ -89,10 +81,7 @@ def run(config: Path, command: str) -> tuple[float, float]:
 def sizes(report: Report, options: Options) -> None:
     """Both programs over growing numbers of users."""
     for users in USERS_QUICK if options.quick else USERS:
-        with (
-            TemporaryDirectory() as folder_name,
-            join_or_start_server(Path(folder_name) / "redis") as redis,
-        ):
+        with TemporaryDirectory() as folder_name, join_or_start_server(Path(folder_name) / "redis") as redis:
             write(Path(folder_name) / "clicks.parquet", users)
             config = settings(Path(folder_name), redis.url)
             trained, training_gib = run(config, "train")
@@ -145,11 +134,7 @@ def gowalla(report: Report, folder: Path) -> None:
     [(_, vectors)] = train_tables(data, [choice.shape], rng)
     report.figures["train_s"] = time.perf_counter() - started
     recall, gain = evaluate_ranking(build_matrix(*train_pairs, size), build_matrix(*test_pairs, size), *vectors)
-    report.figures |= {
-        "chosen": json.dumps(choice.row()),
-        "recall_at_20": recall,
-        "ndcg_at_20": gain,
-    }
+    report.figures |= {"chosen": json.dumps(choice.row()), "recall_at_20": recall, "ndcg_at_20": gain}
 
 
 def main() -> None:

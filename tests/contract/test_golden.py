@@ -17,14 +17,7 @@ from cache.format.manifest import (
     TablePart,
 )
 from cache.format.redis_keys import KEYSPACE_VERSION, Keyspace, hash_hex
-from cache.records import (
-    FLAG_LIVE,
-    RECORD_FORMAT,
-    Layout,
-    encode_numbers,
-    encode_topk,
-    pack_overlay,
-)
+from cache.records import FLAG_LIVE, RECORD_FORMAT, Layout, encode_numbers, encode_topk, pack_overlay
 from cache.store.releases import Pointer, Release
 
 FINGERPRINTS = np.array([0x1122334455667788], np.uint64)
@@ -70,11 +63,7 @@ def test_a_top_k_record():
 
 def test_an_int8_vector_record_written_live():
     record = encode_numbers(
-        Layout("vector", 3, "i1"),
-        FINGERPRINTS,
-        np.array([[127.0, -63.5, 0.0]], np.float32),
-        1,
-        flags=FLAG_LIVE,
+        Layout("vector", 3, "i1"), FINGERPRINTS, np.array([[127.0, -63.5, 0.0]], np.float32), 1, flags=FLAG_LIVE
     )[0].tobytes()
     assert record.hex() == "887766554433221101000000030011000000803f7fc000"
 

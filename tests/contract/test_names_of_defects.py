@@ -44,8 +44,7 @@ def test_a_new_defect_stands_in_the_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "expected_defects"),
-    [("a: gone", ["a: gone"]), ("a: gone -> b: here", []), ("b: here", [])],
+    ("line", "expected_defects"), [("a: gone", ["a: gone"]), ("a: gone -> b: here", []), ("b: here", [])]
 )
 def test_a_lost_defect_is_reported_unless_it_has_a_successor(line: str, expected_defects: list[str]) -> None:
     assert lost_defects(frozen_defects(f"# text\n{line}\n"), {"b: here"}) == expected_defects

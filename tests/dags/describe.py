@@ -21,12 +21,7 @@ def main(folder: str, *configs: str) -> None:
     heavy = ("torch", "faiss", "onnx", "onnxruntime", "pyarrow", "scipy", "numpy", "fastapi")
     heavy_imports = sorted(name for name in heavy if name in sys.modules)
     errors = {Path(name).name: error for name, error in bag.import_errors.items()}
-    document: dict[str, Any] = {
-        "errors": errors,
-        "heavy": heavy_imports,
-        "dags": described(bag),
-        "under": {},
-    }
+    document: dict[str, Any] = {"errors": errors, "heavy": heavy_imports, "dags": described(bag), "under": {}}
     for config in configs:
         os.environ["LARDER_CONFIG"] = config
         document["under"][config] = described(DagBag(dag_folder=folder))

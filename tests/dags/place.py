@@ -106,11 +106,7 @@ class AirflowDeployment:
     def watched(self) -> Iterator[Watch]:
         """A real service over what is live, and callers who ask it all the time."""
         service_environ = environment(
-            self.config,
-            LARDER_L1_BYTES="4096",
-            LARDER_POLL_S="0.1",
-            LARDER_HEARTBEAT_S="0.2",
-            **PATIENT_ENVIRON,
+            self.config, LARDER_L1_BYTES="4096", LARDER_POLL_S="0.1", LARDER_HEARTBEAT_S="0.2", **PATIENT_ENVIRON
         )
         items = [f"item-{number}" for number in range(ITEMS)]
         with ExitStack() as stack:
@@ -132,20 +128,12 @@ class AirflowDeployment:
 
 @contextmanager
 def airflow_over(
-    folder: Path,
-    server: RedisServer,
-    *,
-    config: str = CONFIG,
-    settings: Mapping[str, str] | None = None,
+    folder: Path, server: RedisServer, *, config: str = CONFIG, settings: Mapping[str, str] | None = None
 ) -> Iterator[AirflowDeployment]:
     """Airflow with nothing published yet."""
     path = folder / "larder.toml"
     path.write_text(config)
-    airflow_environ = {
-        "LARDER_CONFIG": str(path),
-        "LARDER_SCHEDULE": MANUAL_SCHEDULE,
-        "REDIS_URL": server.url,
-    }
+    airflow_environ = {"LARDER_CONFIG": str(path), "LARDER_SCHEDULE": MANUAL_SCHEDULE, "REDIS_URL": server.url}
     airflow_environ |= dict(settings or {})
     with (
         redis.Redis.from_url(server.url, protocol=3) as client,

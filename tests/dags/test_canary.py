@@ -8,14 +8,7 @@ import pytest
 from cache.control.states import GenerationState
 from cache.process.redis_server import RedisServer
 from infra.local.airflow import AirflowFailed
-from tests.dags.place import (
-    CONFIG,
-    RUN_S,
-    AirflowDeployment,
-    airflow_over,
-    current_cut,
-    write_interactions,
-)
+from tests.dags.place import CONFIG, RUN_S, AirflowDeployment, airflow_over, current_cut, write_interactions
 from tests.integration.nights import build_verified
 
 CANARY = """
@@ -53,9 +46,7 @@ def test_a_night_hands_its_generation_to_the_canary(tmp_path: Path, own_redis: R
 
 
 @pytest.mark.slow
-def test_a_canary_without_answers_is_left_running_for_a_person_to_decide(
-    deployment: AirflowDeployment,
-) -> None:
+def test_a_canary_without_answers_is_left_running_for_a_person_to_decide(deployment: AirflowDeployment) -> None:
     deployment.first_night()
     live_before = deployment.live
     tried = build_verified(deployment.config, current_cut())

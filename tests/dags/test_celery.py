@@ -26,10 +26,7 @@ from tests.integration.wholeness import assert_whole, read_namespace_state
 from tests.marked import marked, working_in
 from tests.polling import poll_until
 
-pytestmark = [
-    pytest.mark.storm,
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into /proc"),
-]
+pytestmark = [pytest.mark.storm, pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into /proc")]
 
 START_S, RUN_S, STOP_S = 240.0, 400.0, 90.0
 USERS, ITEMS, SHARDS = 90_000, 400, 5
@@ -118,18 +115,10 @@ def celery(folder: Path, redis_url: str, *arguments: str) -> Iterator[Running]:
     state = folder / "s"
     command = [sys.executable, "-u", "-m", "infra.celery", "--state", str(state)]
     command += ["--config", str(folder / "larder.toml"), *arguments]
-    extra_environ = {
-        "UNDER_TEST": process_mark,
-        "LARDER_SCHEDULE": MANUAL_SCHEDULE,
-        "REDIS_URL": redis_url,
-    }
+    extra_environ = {"UNDER_TEST": process_mark, "LARDER_SCHEDULE": MANUAL_SCHEDULE, "REDIS_URL": redis_url}
     with printed.open("wb") as output_file:
         process = subprocess.Popen(
-            command,
-            env={**os.environ, **NOTICED, **extra_environ},
-            cwd=ROOT,
-            stdout=output_file,
-            stderr=output_file,
+            command, env={**os.environ, **NOTICED, **extra_environ}, cwd=ROOT, stdout=output_file, stderr=output_file
         )
     try:
         yield Running(process, printed, process_mark, state)
@@ -169,10 +158,7 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
         kill(worker)
         finished_count = len(list((tmp_path / "artifacts").glob(pages + "*.pages")))
         partial_count = len(list((tmp_path / "artifacts").glob(pages + ".*.part")))
-        print(
-            f"killed with {partial_count} shards half written and {finished_count} of {SHARDS} done",
-            flush=True,
-        )
+        print(f"killed with {partial_count} shards half written and {finished_count} of {SHARDS} done", flush=True)
         assert partial_count > 0 and finished_count < SHARDS
 
         # then: another one takes over, and the night is published by tasks that were tried again
@@ -197,12 +183,7 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
 
 
 @pytest.mark.parametrize(
-    ("how", "after"),
-    [
-        (signal.SIGINT, "starting"),
-        (signal.SIGTERM, "until Ctrl-C"),
-        (signal.SIGKILL, "until Ctrl-C"),
-    ],
+    ("how", "after"), [(signal.SIGINT, "starting"), (signal.SIGTERM, "until Ctrl-C"), (signal.SIGKILL, "until Ctrl-C")]
 )
 def test_a_stop_leaves_nothing_running(tmp_path: Path, own_redis: RedisServer, how: signal.Signals, after: str) -> None:
     configured(tmp_path, own_redis.url)

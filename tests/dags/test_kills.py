@@ -14,15 +14,7 @@ import pytest
 
 from cache.process.redis_server import RedisServer
 from precompute.steps import retire
-from tests.dags.place import (
-    CONFIG,
-    RUN_S,
-    AirflowDeployment,
-    airflow_over,
-    current_cut,
-    states,
-    write_interactions,
-)
+from tests.dags.place import CONFIG, RUN_S, AirflowDeployment, airflow_over, current_cut, states, write_interactions
 from tests.dags.task_processes import How, task_processes
 from tests.integration.killed_steps import night
 from tests.integration.killing import run
@@ -47,10 +39,7 @@ Task = tuple[str, int]
 
 
 def disturbed_run(
-    deployment: AirflowDeployment,
-    cut: str,
-    deaths: Mapping[Task, tuple[How, float]],
-    kills_by_task: Counter[str],
+    deployment: AirflowDeployment, cut: str, deaths: Mapping[Task, tuple[How, float]], kills_by_task: Counter[str]
 ) -> str:
     """One night with these tasks killed at their first try, so many seconds after they were seen; its run id."""
     run_id = deployment.airflow.trigger(NIGHT, {"data_until": cut})

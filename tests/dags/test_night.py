@@ -52,9 +52,7 @@ def test_a_new_bundle_is_scored_and_published_once(deployment: AirflowDeployment
 
 
 @pytest.mark.slow
-def test_a_second_night_is_rolled_back_and_a_refused_one_changes_nothing(
-    deployment: AirflowDeployment,
-) -> None:
+def test_a_second_night_is_rolled_back_and_a_refused_one_changes_nothing(deployment: AirflowDeployment) -> None:
     # given
     deployment.first_night()
     first = deployment.live

@@ -58,11 +58,7 @@ def parsed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     printed = in_airflow(home, str(describe), str(ROOT / "dags"), *configs, LARDER_CONFIG=str(path))
     dags_document = json.loads(printed.splitlines()[-1])
     under = dags_document["under"]
-    return {
-        **dags_document,
-        "with events": under[str(with_events)],
-        "by canary": under[str(by_canary)],
-    }
+    return {**dags_document, "with events": under[str(with_events)], "by canary": under[str(by_canary)]}
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +134,11 @@ def test_tries_and_their_time_limits_are_those_of_the_configuration(night: Any) 
     timeout_by_task = {name: task["timeout_s"] for name, task in night["tasks"].items()}
 
     assert {timeout_by_task[name] for name in ("load", "publish")} == {7200.0}
-    assert (
-        timeout_by_task["verify"],
-        timeout_by_task["score_shard"],
-        timeout_by_task["begin"],
-    ) == (9000.0, 5000.0, 3600.0)
+    assert (timeout_by_task["verify"], timeout_by_task["score_shard"], timeout_by_task["begin"]) == (
+        9000.0,
+        5000.0,
+        3600.0,
+    )
     for task in night["tasks"].values():
         assert (task["retries"], task["back_off"]) == (4, 2.0)
         assert (task["retry_delay_s"], task["retry_delay_max_s"]) == (3.5, 120.0)

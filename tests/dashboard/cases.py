@@ -20,10 +20,7 @@ def without_redis() -> Dashboard:
             "level": "bad",
             "sentence": "Redis cannot be reached: answers come from memory, live inference and defaults.",
             "advice": "Start Redis, then run: larder restore",
-            "also": [
-                "Previous and default answer 31 % more than an hour ago.",
-                "The breaker is open.",
-            ],
+            "also": ["Previous and default answer 31 % more than an hour ago.", "The breaker is open."],
         },
         "replicas": [{**data["replicas"][0], "stale": "pointer_unreadable", "workers": 1}],  # type: ignore[index]
         "redis": None,

@@ -44,10 +44,7 @@ def _of_any(value: object, kinds: tuple[Any, ...], location: str) -> list[str]:
     """The faults under the kind that fits best; null fits wherever it may stand."""
     tried = [_faults(value, kind, location) for kind in kinds if kind is not NoneType or value is None]
     # Of an object the deepest complaint tells most: the kind itself fitted.
-    return min(
-        tried,
-        key=lambda kind_faults: (bool(kind_faults), -len(kind_faults[0]) if kind_faults else 0),
-    )
+    return min(tried, key=lambda kind_faults: (bool(kind_faults), -len(kind_faults[0]) if kind_faults else 0))
 
 
 def _uneven(data: Any) -> list[str]:

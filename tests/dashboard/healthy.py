@@ -113,12 +113,7 @@ def well(now_s: float = NOW_S, bins: int = HOUR_BINS, seed: int = 6) -> Dashboar
 
 
 def _arm(
-    arm: str,
-    namespace: str,
-    traffic_share: float,
-    requests: int,
-    clicks: int,
-    ratio: tuple[float, ...] = (),
+    arm: str, namespace: str, traffic_share: float, requests: int, clicks: int, ratio: tuple[float, ...] = ()
 ) -> Any:
     ratio_interval = dict(zip(("ratio", "low", "high"), ratio, strict=True)) if ratio else None
     return {
@@ -160,14 +155,7 @@ def _series(now_s: float, bins: int, draw: random.Random) -> Any:
         }
         for source in SOURCES
     }
-    spent = {
-        "parse": 0.12,
-        "stored": 0.9,
-        "live": 1.7,
-        "previous": 0.02,
-        "render": 0.3,
-        "inference": 1.1,
-    }
+    spent = {"parse": 0.12, "stored": 0.9, "live": 1.7, "previous": 0.02, "render": 0.3, "inference": 1.1}
     stages = {name: [mean_spent * abs(draw.gauss(1, 0.08)) for _ in at] for name, mean_spent in spent.items()}
     misses = {
         reason: [max(0, round(draw.gauss(per, per / 6))) for _ in at]
@@ -206,11 +194,7 @@ def _refused(name: str, at: float, draw: random.Random) -> Any:
     refused_generation = _generation(name, "refused", None, at, draw)
     refused_generation["gates"][3] = {"rule": "score_psi", "value": 0.2417, "threshold": 0.1, "verdict": "failed",
                          "note": "the decile from 0.91 to 0.97 has grown most"}  # fmt: skip
-    return refused_generation | {
-        "published_at": None,
-        "epoch": None,
-        "reason": "score_psi: 0.2417 is above 0.1",
-    }
+    return refused_generation | {"published_at": None, "epoch": None, "reason": "score_psi: 0.2417 is above 0.1"}
 
 
 def _night(day: int, now_s: float, draw: random.Random) -> Any:

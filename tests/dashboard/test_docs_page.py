@@ -51,8 +51,7 @@ def test_nothing_of_the_documentation_comes_from_another_host(url: str) -> None:
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*")), ids=lambda file: file.name)
 def test_no_file_names_another_host_or_makes_markup_of_text(file: Path) -> None:
     assert not re.findall(
-        r"://|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc",
-        file.read_text(),
+        r"://|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc", file.read_text()
     )
 
 

@@ -38,9 +38,7 @@ async def test_every_file_is_sent_as_what_it_is(http: httpx.AsyncClient, file: P
     assert answer.headers.items() >= {(name.lower(), value) for name, value in PAGE_HEADERS.items()}
 
 
-async def test_nothing_may_come_from_elsewhere_or_stand_in_the_markup(
-    http: httpx.AsyncClient,
-) -> None:
+async def test_nothing_may_come_from_elsewhere_or_stand_in_the_markup(http: httpx.AsyncClient) -> None:
     policy = (await http.get("/dashboard")).headers["content-security-policy"]
     markup = (FOLDER / "index.html").read_text()
 
@@ -81,9 +79,7 @@ async def test_nothing_else_is_there(http: httpx.AsyncClient, method: str, path:
     assert (await http.request(method, path)).status_code == status
 
 
-async def test_a_slash_at_the_end_leads_to_the_page_also_behind_a_prefix(
-    http: httpx.AsyncClient,
-) -> None:
+async def test_a_slash_at_the_end_leads_to_the_page_also_behind_a_prefix(http: httpx.AsyncClient) -> None:
     answer = await http.get("/dashboard/")
 
     assert (answer.status_code, answer.headers["location"]) == (308, "../dashboard")
@@ -103,8 +99,7 @@ def test_files_name_only_files_that_are_there() -> None:
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.js")), ids=lambda file: file.name)
 def test_no_script_makes_markup_or_code_of_text(file: Path) -> None:
     assert not re.findall(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc",
-        file.read_text(),
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc", file.read_text()
     )
 
 

@@ -118,12 +118,7 @@ def test_events_have_a_part_and_a_link_only_where_they_are_taken_in(fast: Browse
     assert fast.run(parts) == [False, False]
 
     data: Any = well()
-    data["events"] |= {
-        "up": False,
-        "lag_s": 31.0,
-        "taken_until": "0-0",
-        "refused": {"events_full": 12},
-    }
+    data["events"] |= {"up": False, "lag_s": 31.0, "taken_until": "0-0", "refused": {"events_full": 12}}
     site.data = data
     fast.wait_until(f"{parts}.every(Boolean)")
 
@@ -172,12 +167,7 @@ def test_the_legend_shows_the_values_at_the_pointer_and_stays_so(fast: Browser, 
     )
 
     # The swap in the middle of the hour, where L1 is cold.
-    fast.call(
-        "Input.dispatchMouseEvent",
-        type="mouseMoved",
-        x=left_px + 52 + (width - 52) * 0.555,
-        y=top + 50,
-    )
+    fast.call("Input.dispatchMouseEvent", type="mouseMoved", x=left_px + 52 + (width - 52) * 0.555, y=top + 50)
 
     fast.wait_until(f"{cursor} === 'visible'")
     assert fast.run(f"parseFloat({legend})") < 50 < float(newest_text.split()[0])

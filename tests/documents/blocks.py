@@ -36,23 +36,13 @@ def blocks(page: str, text: str) -> Iterator[Block]:
     section = ""
     previous_token = None
     for token in MarkdownIt("commonmark").parse(text):
-        if previous_token is not None and (previous_token.type, previous_token.tag) == (
-            "heading_open",
-            "h2",
-        ):
+        if previous_token is not None and (previous_token.type, previous_token.tag) == ("heading_open", "h2"):
             section = token.content
         if token.type in ("fence", "code_block"):
             is_comment = previous_token is not None and previous_token.type == "html_block"
             reason_match = NOT_RUN.fullmatch(previous_token.content) if previous_token and is_comment else None
             line = token.map[0] + 1 if token.map else 0
-            yield Block(
-                page,
-                section,
-                line,
-                token.info.strip(),
-                token.content,
-                reason_match[1] if reason_match else "",
-            )
+            yield Block(page, section, line, token.info.strip(), token.content, reason_match[1] if reason_match else "")
         previous_token = token
 
 

@@ -67,10 +67,7 @@ class Shell:
         log = self.folder / "served.log"
         served = log.read_text().partition(ANNOUNCED)[2] if log.exists() else ""
         url = served.split()[0] if served else self.url
-        for placeholder, replacement in [
-            *((address, url) for address in ADDRESSES),
-            *self.names.items(),
-        ]:
+        for placeholder, replacement in [*((address, url) for address in ADDRESSES), *self.names.items()]:
             text = text.replace(placeholder, replacement)
         return text
 

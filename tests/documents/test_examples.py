@@ -18,14 +18,7 @@ from tests.integration.program import started
 
 FROM_NOTHING = {
     "docs/tutorial/from-your-data.md",
-    *(
-        f"docs/how-to/import/{page_name}.md"
-        for page_name in (
-            "vectors",
-            "torch",
-            "classifiers",
-        )
-    ),
+    *(f"docs/how-to/import/{page_name}.md" for page_name in ("vectors", "torch", "classifiers")),
 }
 """Pages for whoever has nothing yet: an empty folder, no Redis, no settings."""
 

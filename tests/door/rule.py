@@ -111,12 +111,7 @@ def asks_for(message: Message) -> list[str] | None:
 
 
 def _violations_of_one(
-    number: int,
-    answer: Answer,
-    bound: dict[str, Reading],
-    readings: dict[str, Reading],
-    *,
-    count: int,
+    number: int, answer: Answer, bound: dict[str, Reading], readings: dict[str, Reading], *, count: int
 ) -> list[str]:
     if number == count - 1 and _is_before_the_end(number, answer, bound):
         return []

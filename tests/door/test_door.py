@@ -77,10 +77,7 @@ def broken(
 
 
 def send_stream(
-    service: Door,
-    readings: dict[str, Reading],
-    pieces: Sequence[bytes],
-    apart: Sequence[bytes] = (),
+    service: Door, readings: dict[str, Reading], pieces: Sequence[bytes], apart: Sequence[bytes] = ()
 ) -> Exchange:
     """The answers of a service to a stream that the judges have read."""
     longest = max(readings.values(), key=lambda reading: len(reading.messages))
@@ -272,11 +269,7 @@ def hold_behind_nginx(
             assert is_random or b'"id":"hidden' not in received, (name, stream)
             canary = f"canary{number}"
             answered = exchange(front, [last(canary)])
-            assert [answer.ids for answer in answered.answers] == [[canary]], (
-                name,
-                stream,
-                answered,
-            )
+            assert [answer.ids for answer in answered.answers] == [[canary]], (name, stream, answered)
 
 
 def test_behind_nginx_every_caller_gets_its_own_answer(fronts: list[tuple[str, int]]) -> None:
@@ -284,9 +277,7 @@ def test_behind_nginx_every_caller_gets_its_own_answer(fronts: list[tuple[str, i
 
 
 @pytest.mark.storm
-def test_behind_nginx_every_caller_gets_its_own_answer_after_random_streams(
-    fronts: list[tuple[str, int]],
-) -> None:
+def test_behind_nginx_every_caller_gets_its_own_answer_after_random_streams(fronts: list[tuple[str, int]]) -> None:
     rng, streams = random.Random(SEED), [case.stream for case in CASES]
     until_s = time.monotonic() + 10 * MINUTES
     while time.monotonic() < until_s:

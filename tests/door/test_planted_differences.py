@@ -33,11 +33,7 @@ PLANTS = (
         "unknown_coding_is_taken_for_chunks",
         "a body whose last coding is not `chunked` is read as chunks",
         (
-            Change(
-                _PROTOCOL,
-                'if names[-1] != b"chunked":',
-                'if b"chunked" not in names:',
-            ),
+            Change(_PROTOCOL, 'if names[-1] != b"chunked":', 'if b"chunked" not in names:'),
             Change(_PROTOCOL, "if len(names) > 1:", "if len(names) > 2:"),
         ),
     ),
@@ -48,10 +44,7 @@ PLANTS = (
     ),
 )
 
-pytestmark = [
-    pytest.mark.storm,
-    pytest.mark.skipif(NODE is None, reason="no node here: apt-get install nodejs"),
-]
+pytestmark = [pytest.mark.storm, pytest.mark.skipif(NODE is None, reason="no node here: apt-get install nodejs")]
 
 
 @pytest.fixture(scope="module")

@@ -51,11 +51,7 @@ class Malformed(Exception):
 
 
 def exchange(
-    address: tuple[str, int],
-    pieces: Sequence[bytes],
-    methods: Sequence[str] = (),
-    *,
-    apart: Sequence[bytes] = (),
+    address: tuple[str, int], pieces: Sequence[bytes], methods: Sequence[str] = (), *, apart: Sequence[bytes] = ()
 ) -> Exchange:
     """Send pieces, close the own side, and read until the server ends the connection.
 

@@ -81,12 +81,7 @@ def service(world: World, tmp_path: Path) -> Iterator[RunningService]:
 def assert_no_request_failed(log: Path) -> None:
     """Fail if a log has an error of a request. Loops in the background may fail: they are run again."""
     text = log.read_text()
-    for failure_text in (
-        "lookup failed",
-        "request failed",
-        "Exception in ASGI",
-        "Task exception was never retrieved",
-    ):
+    for failure_text in ("lookup failed", "request failed", "Exception in ASGI", "Task exception was never retrieved"):
         assert failure_text not in text, text[-4_000:]
 
 
@@ -322,10 +317,7 @@ class Nights:
         assert poll_until(follows, 20), (self.pointer(), request(self.service, "/v1/generations"))
         for user in USERS[::40]:
             answer = get_answer(self.service, user)
-            assert (answer["source"], answer["items"], answer["scores"]) == (
-                "l2",
-                *self.world.truth[user],
-            )
+            assert (answer["source"], answer["items"], answer["scores"]) == ("l2", *self.world.truth[user])
 
 
 def generation_words(pointer: bytes) -> list[str]:
@@ -395,8 +387,5 @@ def test_commands_are_read_by_their_names() -> None:
     assert first is not None
     second = command_words(command_bytes, first[1])
     assert second is not None
-    assert [command_name(command_parts) for command_parts, _ in (first, second)] == [
-        "GET",
-        "CLIENT SETINFO",
-    ]
+    assert [command_name(command_parts) for command_parts, _ in (first, second)] == ["GET", "CLIENT SETINFO"]
     assert command_words(command_bytes, second[1]) is None

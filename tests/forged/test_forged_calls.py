@@ -97,14 +97,7 @@ def proxy(redis_url: str) -> Iterator[ForgingProxy]:
         true.zadd(KEYS.cold_names(window_number_of(time.time(), COLD_WINDOW)), {b"user_topk:u": 2.0})
         true.zadd(KEYS.replicas, {b'{"replica":"r","holds":[]}': time.time()})
         yield forging_proxy
-        true.delete(
-            KEYS.loaded(POINTER.generation),
-            KEYS.live,
-            KEYS.generations,
-            KEYS.events,
-            KEYS.replicas,
-            PAGES[0],
-        )
+        true.delete(KEYS.loaded(POINTER.generation), KEYS.live, KEYS.generations, KEYS.events, KEYS.replicas, PAGES[0])
 
 
 @pytest.mark.parametrize("call", CALLS)

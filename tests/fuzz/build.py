@@ -10,10 +10,7 @@ from typing import Literal
 
 ROOT = Path(__file__).parents[2]
 Extension = Literal["columns", "topk"]
-SOURCES: dict[Extension, Path] = {
-    "columns": ROOT / "cache/native/columns.c",
-    "topk": ROOT / "cache/topk/native/topk.c",
-}
+SOURCES: dict[Extension, Path] = {"columns": ROOT / "cache/native/columns.c", "topk": ROOT / "cache/topk/native/topk.c"}
 FOLDERS: dict[Extension, Path] = {"columns": Path("cache/native"), "topk": Path("cache/topk")}
 """Where the built file of an extension belongs."""
 SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
@@ -61,17 +58,7 @@ def build_sanitized(gcc: str, folder: Path) -> dict[str, str]:
     shutil.copy(ROOT / "pyproject.toml", folder)
     for extension, source in SOURCES.items():
         built = folder / FOLDERS[extension] / f"_{extension}{SUFFIX}"
-        _run(
-            gcc,
-            *_FLAGS,
-            *_SANITIZERS,
-            "-shared",
-            f"-I{_include()}",
-            str(source),
-            "-o",
-            str(built),
-            "-lm",
-        )
+        _run(gcc, *_FLAGS, *_SANITIZERS, "-shared", f"-I{_include()}", str(source), "-o", str(built), "-lm")
     return sanitized_environment(gcc) | {"PYTHONPATH": str(folder)}
 
 
@@ -87,16 +74,7 @@ def build_fuzzable(clang: Clang, extension: Extension, folder: Path) -> Path:
     objects = [folder / f"{extension}.o", folder / "driver.o"]
     include = f"-I{_include()}"
     coverage_flags = [*_SANITIZERS, "-fsanitize=fuzzer-no-link", "-shared-libasan"]
-    _run(
-        clang.program,
-        *_FLAGS,
-        *coverage_flags,
-        include,
-        "-c",
-        str(SOURCES[extension]),
-        "-o",
-        str(objects[0]),
-    )
+    _run(clang.program, *_FLAGS, *coverage_flags, include, "-c", str(SOURCES[extension]), "-o", str(objects[0]))
     _run(clang.program, *_FLAGS, include, "-c", str(_DRIVER), "-o", str(objects[1]))
     built = folder / f"_{extension}{SUFFIX}"
     _run(
@@ -108,20 +86,9 @@ def build_fuzzable(clang: Clang, extension: Extension, folder: Path) -> Path:
 
 def compile_as_released(clang: Clang, extension: Extension) -> str:
     """Compile an extension with clang as setup.py does, to nothing; what clang says of it."""
-    compile_command = [
-        clang.program,
-        "-O3",
-        "-std=gnu11",
-        "-ffp-contract=off",
-        "-fPIC",
-        f"-I{_include()}",
-        "-c",
-    ]
+    compile_command = [clang.program, "-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", f"-I{_include()}", "-c"]
     completed = subprocess.run(
-        [*compile_command, str(SOURCES[extension]), "-o", os.devnull],
-        capture_output=True,
-        text=True,
-        check=False,
+        [*compile_command, str(SOURCES[extension]), "-o", os.devnull], capture_output=True, text=True, check=False
     )
     return completed.stderr
 

@@ -134,32 +134,16 @@ def replies(fuzz_input: FuzzInput, count: int, length: int) -> bytes:
 
 
 def could_be(columns: ModuleType, fuzz_input: FuzzInput) -> None:
-    length, reply_count, requested_count = (
-        fuzz_input.number(0, 40),
-        fuzz_input.number(0, 6),
-        fuzz_input.number(0, 8),
-    )
+    length, reply_count, requested_count = (fuzz_input.number(0, 40), fuzz_input.number(0, 6), fuzz_input.number(0, 8))
     data = replies(fuzz_input, reply_count, length) if fuzz_input.number(0, 3) else fuzz_input.text(200)
-    compare(
-        "could_be",
-        columns.could_be,
-        pure.could_be,
-        data,
-        requested_count,
-        length,
-        is_same_refusal=True,
-    )
+    compare("could_be", columns.could_be, pure.could_be, data, requested_count, length, is_same_refusal=True)
     result(columns.could_be, data, fuzz_input.delicate(), fuzz_input.delicate())
 
 
 def records_of(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     count = fuzz_input.number(0, 6)
     prints = fuzz_input.array("<u8", count).tobytes()
-    size, step, first = (
-        fuzz_input.number(14, 40),
-        fuzz_input.number(14, 60),
-        fuzz_input.number(0, 20),
-    )
+    size, step, first = (fuzz_input.number(14, 40), fuzz_input.number(14, 60), fuzz_input.number(0, 20))
     record_format, is_odd = fuzz_input.number(0, 15), fuzz_input.number(0, 7) == 0
     if is_odd:
         size, step, first, count = (fuzz_input.delicate() for _ in range(4))
@@ -210,14 +194,7 @@ def are_ids(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     ids: list[Any] = list(fuzz_input.texts(10, 20))
     if fuzz_input.number(0, 7) == 0:
         ids.append("text")
-    compare(
-        "are_ids",
-        columns.are_ids,
-        pure.are_ids,
-        ids,
-        fuzz_input.number(0, 25),
-        is_same_refusal=True,
-    )
+    compare("are_ids", columns.are_ids, pure.are_ids, ids, fuzz_input.number(0, 25), is_same_refusal=True)
 
 
 def getranges(columns: ModuleType, fuzz_input: FuzzInput) -> None:
@@ -251,10 +228,7 @@ def dots(columns: ModuleType, fuzz_input: FuzzInput) -> None:
         finite = np.concatenate([vector, matrix]).astype(np.float64)
         if mine == REFUSED or not (np.abs(finite) < 1e15).all():
             return
-        query, selected_rows = (
-            vector.astype(np.float64),
-            matrix.reshape(rows, dims).astype(np.float64)[ordinals],
-        )
+        query, selected_rows = (vector.astype(np.float64), matrix.reshape(rows, dims).astype(np.float64)[ordinals])
         bound = dims * 2.0**-22 * (np.abs(selected_rows) @ np.abs(query)) + 1e-30
         close = np.abs(np.frombuffer(mine, np.float32) - selected_rows @ query) <= bound
     expect(f"dots({vector}, {matrix}, {ordinals})", close.all(), True)
@@ -343,21 +317,7 @@ def answers(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     people, ends = ([fuzz_input.text(9) for _ in range(count)] for _ in range(2))
     if fuzz_input.number(0, 15) == 0:
         people = people[:-1]
-    arguments = (
-        data,
-        width,
-        is_half,
-        k,
-        ids,
-        offsets,
-        _numerals.table,
-        head,
-        people,
-        middle,
-        after,
-        last,
-        ends,
-    )
+    arguments = (data, width, is_half, k, ids, offsets, _numerals.table, head, people, middle, after, last, ends)
     mine = result(columns.answers, *arguments)
     is_finite = are_finite(data, width, is_half, is_list=True)
     if isinstance(mine, tuple) and is_finite:

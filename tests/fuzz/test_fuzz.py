@@ -65,9 +65,7 @@ def hold_unit_tests(sanitized: tuple[Path, dict[str, str]], tests: list[str]) ->
 
 
 @pytest.mark.storm
-def test_unit_tests_of_all_that_is_compiled_pass_under_sanitizers(
-    sanitized: tuple[Path, dict[str, str]],
-) -> None:
+def test_unit_tests_of_all_that_is_compiled_pass_under_sanitizers(sanitized: tuple[Path, dict[str, str]]) -> None:
     hold_unit_tests(sanitized, COMPILED)
 
 
@@ -77,10 +75,7 @@ def test_a_planted_mistake_ends_the_process() -> None:
     planted = "import ctypes; ctypes.string_at(ctypes.create_string_buffer(b'x' * 64), 1 << 20)"
 
     completed = subprocess.run(
-        [sys.executable, "-c", planted],
-        env=sanitized_environment(GCC),
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", planted], env=sanitized_environment(GCC), capture_output=True, text=True
     )
 
     assert completed.returncode != 0 and "AddressSanitizer" in completed.stderr

@@ -22,11 +22,7 @@ def target(folder: Path) -> Callable[[bytes], None]:
     def call(data: bytes) -> None:
         fuzz_input = FuzzInput(data)
         engine = engines[fuzz_input.number(0, len(engines) - 1)]
-        items, dims, users = (
-            fuzz_input.number(1, 1_400),
-            fuzz_input.number(1, 40),
-            fuzz_input.number(1, 35),
-        )
+        items, dims, users = (fuzz_input.number(1, 1_400), fuzz_input.number(1, 40), fuzz_input.number(1, 35))
         k = fuzz_input.number(1, 120)
         metric: Metric = "cosine" if fuzz_input.is_true() else "inner_product"
         rng = np.random.default_rng(fuzz_input.number(0, 2**32 - 1))

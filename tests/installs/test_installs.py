@@ -97,16 +97,8 @@ def test_the_command_of_a_base_install(install: Install, tmp_path: Path) -> None
         (("lookup", "--help"), 0, "usage: larder lookup "),
         (("explain", "--help"), 0, "usage: larder explain "),
         (("check",), 3, "to do     settings  no larder.toml here"),
-        (
-            ("serve",),
-            2,
-            "larder: larder serve needs fastapi, httptools, prometheus_client, uvicorn",
-        ),
-        (
-            ("night",),
-            2,
-            "larder: larder night needs onnx, pyarrow, rich, scipy, not installed here",
-        ),
+        (("serve",), 2, "larder: larder serve needs fastapi, httptools, prometheus_client, uvicorn"),
+        (("night",), 2, "larder: larder night needs onnx, pyarrow, rich, scipy, not installed here"),
         (("dags", "install", str(tmp_path / "dags")), 0, str(tmp_path / "dags/larder/canary.py")),
     ]:
         completed = run_program(larder, tmp_path, *arguments)

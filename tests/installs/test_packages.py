@@ -17,16 +17,7 @@ from tests.integration.program import ROOT
 
 pytestmark = pytest.mark.installs
 
-TOPS = (
-    "cache",
-    "dags",
-    "precompute",
-    "serving",
-    "infra/cli",
-    "infra/demo",
-    "infra/lineage",
-    "infra/local",
-)
+TOPS = ("cache", "dags", "precompute", "serving", "infra/cli", "infra/demo", "infra/lineage", "infra/local")
 COMPILED = {"cache/native/_columns", "cache/topk/_topk"}
 BUILT_WITH = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"}
 GENERATED = re.compile(r"PKG-INFO|setup\.cfg|larder_predictions\.egg-info/(PKG-INFO|\w+(\.txt)?)")

@@ -44,9 +44,7 @@ def bundle_vocabulary_shuffled(config: NightConfig, folder: Path) -> NightConfig
 
 def retrained_and_shuffled(config: NightConfig, folder: Path) -> NightConfig:
     retrained_config = replace(
-        config,
-        bundle=str(folder / "bundle"),
-        reference=ReferenceConfig(dims=16, seed=7, choose=False),
+        config, bundle=str(folder / "bundle"), reference=ReferenceConfig(dims=16, seed=7, choose=False)
     )
     train_reference(retrained_config, data_until=DATA_UNTIL)
     with_items_in_another_order(folder / "bundle")

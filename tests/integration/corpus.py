@@ -99,11 +99,7 @@ def _described(root: Path, data: Any) -> Any:
     if isinstance(data, dict):
         if data.keys() == {"path", "size_bytes", "sha256"}:
             artefact = describe_file(root, data["path"])
-            return {
-                "path": artefact.path,
-                "size_bytes": artefact.size_bytes,
-                "sha256": artefact.sha256,
-            }
+            return {"path": artefact.path, "size_bytes": artefact.size_bytes, "sha256": artefact.sha256}
         return {key: _described(root, value) for key, value in data.items()}
     return [_described(root, element) for element in data] if isinstance(data, list) else data
 
@@ -141,16 +137,11 @@ class Bench:
 
 
 def judged(
-    config: NightConfig,
-    generation: str,
-    in_redis: Callable[[Any, Manifest], None] = lambda _client, _manifest: None,
+    config: NightConfig, generation: str, in_redis: Callable[[Any, Manifest], None] = lambda _client, _manifest: None
 ) -> dict[str, dict[str, Any]]:
     """Load what was built as if for the first time, and verify it; every verdict by rule."""
     with connect(config.redis_url, 5.0) as client:
-        control, manifest = (
-            Control(client, config.keyspace()),
-            read_manifest(config.store(), generation),
-        )
+        control, manifest = (Control(client, config.keyspace()), read_manifest(config.store(), generation))
         unlink_pages(client, config.keyspace(), manifest)
         control.set_row(generation, RegistryRow(GenerationState.BEGUN, time.time()))
         load.run(config, {"generation": generation})
@@ -207,20 +198,11 @@ def make_bench(folder: Path, redis_url: str, *, seed: int, users: int, items: in
     theirs = replace(config, base=str(folder / "theirs"), namespace=f"{config.namespace}-theirs")
     clicks = synthesize(WorldSettings(users=users, items=items, seed=seed))
     # Within what is trained on and within the rest: as many items are known as in ours.
-    items_of, until_us = (
-        clicks.item_rows.copy(),
-        int(parse_time(DATA_UNTIL).timestamp() * 1_000_000),
-    )
+    items_of, until_us = (clicks.item_rows.copy(), int(parse_time(DATA_UNTIL).timestamp() * 1_000_000))
     for rows in (np.flatnonzero(clicks.times < until_us), np.flatnonzero(clicks.times >= until_us)):
         items_of[rows] = items_of[np.random.default_rng(seed).permutation(rows)]
     (folder / "theirs").mkdir()
     write_clicks(folder / "theirs", replace(clicks, item_rows=items_of))
     train_reference(theirs, data_until=DATA_UNTIL)
     other_generation_id = build(theirs, cut_at(theirs, 0.9))
-    return Bench(
-        config,
-        generation,
-        pristine_folder,
-        theirs.store().local(f"generations/{other_generation_id}"),
-        live,
-    )
+    return Bench(config, generation, pristine_folder, theirs.store().local(f"generations/{other_generation_id}"), live)

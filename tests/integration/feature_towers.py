@@ -66,9 +66,7 @@ def from_history_and_country(items: int, seed: int = 0, max_length: int = 64) ->
             [("history", TensorProto.INT32, ["n", "l"]), ("country", TensorProto.INT64, ["n"])],
         ),
         TowerSpec(
-            (InputSpec("history", "history", "int32", max_length=max_length, pad=items), COUNTRY),
-            "vector",
-            DIMS,
+            (InputSpec("history", "history", "int32", max_length=max_length, pad=items), COUNTRY), "vector", DIMS
         ),
     )
 
@@ -118,9 +116,7 @@ def vectors_column(count: int, seed: int, width: int = DIMS) -> Any:
 
 
 def with_towers(
-    config: NightConfig,
-    user_tower: Callable[[int], ModelFile],
-    values: Mapping[str, ModelFile] | None = None,
+    config: NightConfig, user_tower: Callable[[int], ModelFile], values: Mapping[str, ModelFile] | None = None
 ) -> Bundle:
     """Replace the bundle: the same vocabulary, other models."""
     folder = config.path(config.bundle)

@@ -157,9 +157,7 @@ class Ground:
         """Let it answer half of the requests."""
         self.watch.canaries.add(generation)
         self.step(
-            "canary",
-            lambda c, attempt: partial(trial.start, c, generation, percent=50.0, attempt=attempt),
-            kills=kills,
+            "canary", lambda c, attempt: partial(trial.start, c, generation, percent=50.0, attempt=attempt), kills=kills
         )
         self.compare()
 
@@ -190,9 +188,7 @@ class Ground:
         to = read_namespace_state(self.twin).previous
         reason = "a test says so"
         self.step(
-            "roll_back",
-            lambda c, attempt: partial(roll_back, c, to=to, reason=reason, attempt=attempt),
-            kills=kills,
+            "roll_back", lambda c, attempt: partial(roll_back, c, to=to, reason=reason, attempt=attempt), kills=kills
         )
         self.compare()
         self.retire(kills=kills)
@@ -204,10 +200,7 @@ class Ground:
             for config in self.configs:
                 self._lose(config, loss)
             self.step(
-                "restore",
-                lambda c, attempt: partial(restore, c, attempt=attempt),
-                kills=kills,
-                has_lost_data=True,
+                "restore", lambda c, attempt: partial(restore, c, attempt=attempt), kills=kills, has_lost_data=True
             )
             self.compare()
 

@@ -29,10 +29,7 @@ def main(folder: Path, items: int, dims: int) -> None:
     searcher = Searcher.open(folder / INDEX, "inner_product", count=items)
     total = int(directory.hash_parts[0].max()) + float(vectors.max())
     ordinals = searcher.search(query, 10)
-    print(
-        json.dumps([private_before_kb, private_kb(os.getpid()), total > 0 and len(ordinals) == 1]),
-        flush=True,
-    )
+    print(json.dumps([private_before_kb, private_kb(os.getpid()), total > 0 and len(ordinals) == 1]), flush=True)
     sys.stdin.read()
 
 

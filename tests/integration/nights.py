@@ -24,16 +24,7 @@ from precompute.config.settings import NightConfig, ReferenceConfig, Sources, Ta
 from precompute.reference.train import train_reference
 from precompute.releases.recovery import roll_back as move_back
 from precompute.releases.release_log import open_releases
-from precompute.steps import (
-    assemble,
-    begin,
-    embed_items,
-    index,
-    load,
-    quantize,
-    score,
-    verify,
-)
+from precompute.steps import assemble, begin, embed_items, index, load, quantize, score, verify
 from precompute.steps import publish as publish_step
 from precompute.steps.night import Night, run_night
 from tests.opened import open_generation
@@ -46,13 +37,7 @@ PATIENT_ENVIRON = {"LARDER_QUEUE_INTERVAL_MS": "60000"}
 
 
 def build_night(
-    folder: Path,
-    redis_url: str,
-    *,
-    seed: int = 0,
-    users: int = 400,
-    items: int = 120,
-    data_until: str = DATA_UNTIL,
+    folder: Path, redis_url: str, *, seed: int = 0, users: int = 400, items: int = 120, data_until: str = DATA_UNTIL
 ) -> NightConfig:
     """Publish one generation from `folder`'s data, which is made on the first call; a later cut adds a generation."""
     config = prepare(folder, redis_url, seed=seed, users=users, items=items)
@@ -168,12 +153,7 @@ def histories(config: NightConfig, data_until: str = DATA_UNTIL) -> dict[str, li
     table = pq.read_table(config.path("interactions.parquet"))
     cut = datetime.fromisoformat(data_until)
     history_by_user: dict[str, list[str]] = {}
-    rows = zip(
-        table["user"].to_pylist(),
-        table["item"].to_pylist(),
-        table["timestamp"].to_pylist(),
-        strict=True,
-    )
+    rows = zip(table["user"].to_pylist(), table["item"].to_pylist(), table["timestamp"].to_pylist(), strict=True)
     for user, item, at in sorted(rows, key=lambda row: row[2]):
         if at < cut:
             history_by_user.setdefault(user, []).append(item)

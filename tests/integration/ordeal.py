@@ -118,12 +118,7 @@ class Ordeal:
     """The service, what troubles it, and its callers."""
 
     def __init__(
-        self,
-        service: ServiceProcess,
-        proxy: FaultProxy,
-        model: Path,
-        answer_judge: AnswerJudge,
-        callers: int = CALLERS,
+        self, service: ServiceProcess, proxy: FaultProxy, model: Path, answer_judge: AnswerJudge, callers: int = CALLERS
     ) -> None:
         self.service = service
         self.proxy = proxy

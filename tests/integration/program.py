@@ -32,11 +32,7 @@ def environment(night: NightConfig, state: Path, **more: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(
-    environ: dict[str, str],
-    log: Path | None = None,
-    *,
-    python: Path = Path(sys.executable),
-    cwd: Path = ROOT,
+    environ: dict[str, str], log: Path | None = None, *, python: Path = Path(sys.executable), cwd: Path = ROOT
 ) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """The running program and the URL that it announced; `log` takes its errors."""
     errors = subprocess.DEVNULL if log is None else log.open("wb")

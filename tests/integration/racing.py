@@ -136,14 +136,7 @@ class Racer:
 
 
 def race(
-    url: str,
-    folder: Path,
-    keys: Keyspace,
-    number: int,
-    seed: int,
-    stop: Any,
-    make: Make,
-    ready: Any,
+    url: str, folder: Path, keys: Keyspace, number: int, seed: int, stop: Any, make: Make, ready: Any
 ) -> dict[str, int]:
     """`Racer.race`, as a process runs it."""
     racer = Racer(url, folder, keys, number, seed)

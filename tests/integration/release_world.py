@@ -9,16 +9,7 @@ import xxhash
 
 from cache.control.control_keys import Control, RegistryRow
 from cache.control.states import GenerationState
-from cache.format.manifest import (
-    Artefact,
-    DirectoryPart,
-    EntitySet,
-    ItemFiles,
-    Manifest,
-    Producer,
-    Table,
-    TablePart,
-)
+from cache.format.manifest import Artefact, DirectoryPart, EntitySet, ItemFiles, Manifest, Producer, Table, TablePart
 from cache.format.redis_keys import Keyspace
 from cache.records import Layout, encode_numbers
 from cache.store.artefacts import ArtefactStore, describe_file, generation_path, write_atomically

@@ -133,11 +133,7 @@ def is_ready(http: httpx.Client) -> bool:
 
 def sampling(*, every_s: float) -> dict[str, str]:
     """Settings by which every answer is drawn for judging, and as many judged as a tenth of a core allows."""
-    return {
-        "LARDER_QUALITY_PER_MILLE": "1000",
-        "LARDER_QUALITY_CPU_SHARE": "0.1",
-        "LARDER_QUALITY_S": str(every_s),
-    }
+    return {"LARDER_QUALITY_PER_MILLE": "1000", "LARDER_QUALITY_CPU_SHARE": "0.1", "LARDER_QUALITY_S": str(every_s)}
 
 
 def traffic(url: str, night: NightConfig, judge: Judge, *, rate: float) -> AbstractContextManager[object]:

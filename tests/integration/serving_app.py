@@ -15,11 +15,7 @@ from serving.config.settings import ServingConfig
 from serving.http.routes import Service
 
 BASE = "http://larder"
-PATIENT: dict[str, Any] = {
-    "deadline_ms": 5_000.0,
-    "l2_deadline_ms": 1_000.0,
-    "queue_interval_ms": 60_000.0,
-}
+PATIENT: dict[str, Any] = {"deadline_ms": 5_000.0, "l2_deadline_ms": 1_000.0, "queue_interval_ms": 60_000.0}
 """Settings where tests share few cores: a loop that comes late counts as overload only in the tests of overload."""
 
 
@@ -76,10 +72,7 @@ async def serving(night: NightConfig, **changes: Any) -> AsyncIterator[Running]:
     """The application, started and stopped as a server would."""
     app = create_app(settings(night, **PATIENT | changes))
     transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url=BASE) as http,
-    ):
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url=BASE) as http:
         yield Running(http, app.state.service)
 
 

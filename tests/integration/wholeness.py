@@ -39,10 +39,7 @@ class NamespaceState:
             if getattr(self, name) != getattr(other_namespace, name)
         ]
         for field_name in ("files", "pages"):
-            own_content, other_content = (
-                getattr(self, field_name),
-                getattr(other_namespace, field_name),
-            )
+            own_content, other_content = (getattr(self, field_name), getattr(other_namespace, field_name))
             names = sorted(own_content.keys() | other_content.keys())
             difference_lines += [
                 f"{name} {'differs' if name in own_content and name in other_content else 'is only on one side'}"

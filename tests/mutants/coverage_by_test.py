@@ -105,10 +105,7 @@ class Measurement:
         measured = []
         for test, fixtures in self._fixtures.items():
             ran: dict[str, set[int]] = defaultdict(set)
-            for part in (
-                lines.get(test, {}),
-                *(self._fixture_lines.get(name, {}) for name in fixtures),
-            ):
+            for part in (lines.get(test, {}), *(self._fixture_lines.get(name, {}) for name in fixtures)):
                 for module, numbers in part.items():
                     ran[module] |= set(numbers)
             seconds = self._seconds[test] + sum(self._seconds[name] for name in fixtures)

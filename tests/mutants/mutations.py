@@ -122,12 +122,7 @@ def _is_left_out(node: cst.CSTNode) -> bool:
         case cst.Call(func=cst.Name(value=name)):
             return name in LEFT_OUT_CALLS
         case cst.Call(func=cst.Attribute(value=cst.Name(value=name), attr=cst.Name(value=method))):
-            return method in LOG_METHODS and name.lower().lstrip("_") in (
-                "log",
-                "logger",
-                "logging",
-                "warnings",
-            )
+            return method in LOG_METHODS and name.lower().lstrip("_") in ("log", "logger", "logging", "warnings")
         case _:
             return False
 

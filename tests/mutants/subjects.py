@@ -92,8 +92,7 @@ SUBJECTS = {
         ),
     ),
     "gates": Subject(
-        ("precompute/gates",),
-        ("tests/unit/precompute/gates", "tests/integration/night/test_gate_corpus.py"),
+        ("precompute/gates",), ("tests/unit/precompute/gates", "tests/integration/night/test_gate_corpus.py")
     ),
     "releases": Subject(
         (
@@ -142,11 +141,7 @@ SUBJECTS = {
         ),
     ),
     "reuse": Subject(
-        (
-            "precompute/reuse",
-            "cache/reuse.py",
-            "precompute/builds/build.py",
-        ),
+        ("precompute/reuse", "cache/reuse.py", "precompute/builds/build.py"),
         (
             "tests/unit/precompute/reuse",
             "tests/unit/precompute/builds",
@@ -176,12 +171,7 @@ SUBJECTS = {
         ),
     ),
     "filters": Subject(
-        (
-            "serving/filters",
-            "cache/filters",
-            "cache/model/filter_mask.py",
-            "precompute/filters/item_attributes.py",
-        ),
+        ("serving/filters", "cache/filters", "cache/model/filter_mask.py", "precompute/filters/item_attributes.py"),
         (
             "tests/unit/serving/ranking",
             "tests/unit/cache/filters",

@@ -106,15 +106,7 @@ class Trials:
         self._report = report
         return int(
             pytest.main(
-                [
-                    *PYTEST_ARGUMENTS,
-                    f"--hypothesis-seed={seed}",
-                    "-q",
-                    "-s",
-                    "--no-header",
-                    *test_files,
-                ],
-                plugins=[self],
+                [*PYTEST_ARGUMENTS, f"--hypothesis-seed={seed}", "-q", "-s", "--no-header", *test_files], plugins=[self]
             )
         )
 

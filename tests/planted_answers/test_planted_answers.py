@@ -55,10 +55,7 @@ def test_the_audit_finds_eight_of_ten_planted_answers(tmp_path: Path) -> None:
         audit_process = audit(planted_tree(plant, tmp_path / plant.name), seed)
         assert audit_process.returncode in (0, 1), audit_process.stderr
         is_found_by_plant[plant.name] = audit_process.returncode == 1
-        print(
-            f"{'found' if is_found_by_plant[plant.name] else 'MISSED'} {plant.name}: {plant.symptom}",
-            flush=True,
-        )
+        print(f"{'found' if is_found_by_plant[plant.name] else 'MISSED'} {plant.name}: {plant.symptom}", flush=True)
         print(audit_process.stdout[-3000:], flush=True)
 
     # then at least eight are told

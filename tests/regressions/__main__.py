@@ -179,10 +179,7 @@ def worktree(commit: str, tests_commit: str, folder: Path | None, environment: s
 
 def demand_commit(tree: Path, commit: str) -> None:
     """Raise SystemExit where a folder that is used again holds another commit."""
-    head, wanted = (
-        git("-C", str(tree), "rev-parse", "HEAD"),
-        git("rev-parse", f"{commit}^{{commit}}"),
-    )
+    head, wanted = (git("-C", str(tree), "rev-parse", "HEAD"), git("rev-parse", f"{commit}^{{commit}}"))
     if head != wanted:
         raise SystemExit(f"{tree} holds {head.strip()}, not {commit}: name another folder")
 
@@ -301,9 +298,7 @@ def summary(rows: list[Row]) -> Iterator[str]:
 
 
 def rows_of(
-    selected_findings: list[Finding],
-    place_by_finding: dict[Finding, Place],
-    outcomes: dict[Place, Outcome],
+    selected_findings: list[Finding], place_by_finding: dict[Finding, Place], outcomes: dict[Place, Outcome]
 ) -> list[Row]:
     """A row for each finding whose test has ended, or that has none."""
     rows = []
@@ -334,24 +329,16 @@ def red_before(file: Path) -> dict[str, Outcome]:
 def main() -> int:
     """Print the table; 1 if a test is not red at the older commit."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.regressions",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m tests.regressions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("commit")
     parser.add_argument("--only", default="", help="findings or tests that contain this text")
     parser.add_argument("--tree", type=Path, help="a folder for the worktree, kept for the next run")
-    parser.add_argument(
-        "--environment",
-        default="env",
-        help="the target of make for it: torch-env runs tests of torch",
-    )
+    parser.add_argument("--environment", default="env", help="the target of make for it: torch-env runs tests of torch")
     parser.add_argument("--output", type=Path, help="a file for the table and the summary as well")
     parser.add_argument("--json", type=Path, help="a file for the rows as JSON")
     parser.add_argument(
-        "--again",
-        action="store_true",
-        help="take what failed by what the product did from --json, and run the others",
+        "--again", action="store_true", help="take what failed by what the product did from --json, and run the others"
     )
     parser.add_argument("--case-timeout", type=float, default=CASE_TIMEOUT_S, help="seconds, a test")
     options = parser.parse_args()

@@ -163,9 +163,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the outcomes of this run."""
     selected_tests = config.getoption("--chosen").read_text().splitlines()
     plugin = Outcomes(
-        selected_tests,
-        config.getoption("--outcomes"),
-        config.getoption("--case-timeout"),
-        config.rootpath,
+        selected_tests, config.getoption("--outcomes"), config.getoption("--case-timeout"), config.rootpath
     )
     config.pluginmanager.register(plugin, "regressions-outcomes")

@@ -168,11 +168,7 @@ class Wrong(AssertionError):
 
 
 def judge(
-    call: Call,
-    question: Question,
-    answer: Any,
-    blocked: frozenset[str],
-    sent_histories: Collection[tuple[str, ...]],
+    call: Call, question: Question, answer: Any, blocked: frozenset[str], sent_histories: Collection[tuple[str, ...]]
 ) -> None:
     """Raises Wrong unless the answer is one that its generation and source can give.
 
@@ -203,10 +199,7 @@ def judge(
         # Who sends no input gets what was computed from another's, if the id is the same and the night did not know it.
         inputs = [question.history] if question.history else sorted(sent_histories)
         demand(bool(question.history) or not nights.knows(number, question.id), "not the night's")
-        demand(
-            any(_follows(input_history, items) for input_history in inputs),
-            f"computed from none of {inputs}",
-        )
+        demand(any(_follows(input_history, items) for input_history in inputs), f"computed from none of {inputs}")
         demand(all(0 < score - offset - LIVE <= WIDTH for score in scores), "scores of another model")
     else:
         demand(answer["producer"] == "batch", "of nobody")

@@ -111,10 +111,7 @@ class Faults:
         return ends
 
     def _redis_slow(self, rng: random.Random) -> Callable[[], None]:
-        links, slow_s = (
-            [self.link(replica.number) for replica in self._of.replicas],
-            rng.choice([0.005, 0.04, 0.2]),
-        )
+        links, slow_s = ([self.link(replica.number) for replica in self._of.replicas], rng.choice([0.005, 0.04, 0.2]))
         for link in links:
             link.slow_s = slow_s
 

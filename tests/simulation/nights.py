@@ -16,16 +16,7 @@ from cache.errors import InvalidInput
 from cache.format.directory import Directory
 from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_table import ItemTable
-from cache.format.manifest import (
-    Artefact,
-    DirectoryPart,
-    EntitySet,
-    ItemFiles,
-    Manifest,
-    Producer,
-    Table,
-    TablePart,
-)
+from cache.format.manifest import Artefact, DirectoryPart, EntitySet, ItemFiles, Manifest, Producer, Table, TablePart
 from cache.model.input_preparation import LiveInput, PreparedInput, prepare_all
 from cache.model.tower_spec import InputSpec, TowerSpec
 from cache.records import FLAG_LIVE, Layout, encode_topk
@@ -163,14 +154,7 @@ def night(number: int) -> Night:
         (100.0 * number + 10 + np.linspace(1, 0, COUNT)).astype(np.float32),
         {item.encode(): int(ordinal) for item, ordinal in zip(ITEMS, ordinals, strict=True)},
     )
-    return Night(
-        number,
-        generation_of(number),
-        {"user": users, "item": items.directory},
-        table,
-        pages,
-        default,
-    )
+    return Night(number, generation_of(number), {"user": users, "item": items.directory}, table, pages, default)
 
 
 @dataclass

@@ -144,8 +144,7 @@ class Publisher:
     def unblock(self, item: str | None, user: str | None) -> str:
         """Blocks one less."""
         return self._change(
-            unblock_items=[item.encode()] if item else (),
-            unblock_entities=[user.encode()] if user else (),
+            unblock_items=[item.encode()] if item else (), unblock_entities=[user.encode()] if user else ()
         )
 
     def experiment(self, namespaces: tuple[str, ...], share: float) -> str:
@@ -179,10 +178,7 @@ class Publisher:
             return f"{name} {share}"
         experiment = experiments.current_experiment(latest_experiments(self._store), name)
         other_arms = [arm.name for arm in experiment.arms if arm.name != "control"]
-        arm_shares = {
-            "control": control,
-            **dict.fromkeys(other_arms, (1 - control) / len(other_arms)),
-        }
+        arm_shares = {"control": control, **dict.fromkeys(other_arms, (1 - control) / len(other_arms))}
         self._edit(lambda record: experiments.share_arms(record, name, arm_shares))
         return f"{name} {arm_shares}"
 

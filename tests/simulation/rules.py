@@ -114,10 +114,7 @@ class Rules:
 
     def arm_begins(self, arm: ServedNamespace) -> None:
         """A namespace of an arm is about to load: never a second time beside itself."""
-        host, namespace = (
-            HOST.get(),
-            arm.held_namespace.components.remote.control.keyspace.namespace,
-        )
+        host, namespace = (HOST.get(), arm.held_namespace.components.remote.control.keyspace.namespace)
         assert host is not None
         self._open_arms[host, namespace] += 1
         if self._open_arms[host, namespace] > 1:
@@ -125,10 +122,7 @@ class Rules:
 
     def arm_ended(self, arm: ServedNamespace) -> None:
         """A namespace of an arm is closed."""
-        host, namespace = (
-            HOST.get(),
-            arm.held_namespace.components.remote.control.keyspace.namespace,
-        )
+        host, namespace = (HOST.get(), arm.held_namespace.components.remote.control.keyspace.namespace)
         assert host is not None
         self._open_arms[host, namespace] = 0
 
@@ -300,11 +294,7 @@ class Rules:
             raise Wrong(f"{call} is of {settled} for long, and {answer} came")
 
     def _demand_learnt(
-        self,
-        call_context: CallContext,
-        namespace: str,
-        question: Question,
-        answer: Mapping[str, Any],
+        self, call_context: CallContext, namespace: str, question: Question, answer: Mapping[str, Any]
     ) -> None:
         """In calm: what was written down some time ago is known, and what is stored is found."""
         if self._up_s(call_context.host) < LEARNS_S:
@@ -372,13 +362,7 @@ class Rules:
             return
         # What is held already waits for no store, however it hangs.
         is_at_hand = service.follower.holder.find_snapshot(pointer.generation) is not None
-        fault_names = (
-            "redis",
-            f"link held {replica.number}",
-            f"cut {replica.number}",
-            "stall",
-            "bytes",
-        )
+        fault_names = ("redis", f"link held {replica.number}", f"cut {replica.number}", "stall", "bytes")
         calm_s = self._of.faults.calm_s(*fault_names) if is_at_hand else self._of.faults.calm_s()
         if calm_s > 2 * LEARNS_S and epoch < pointer.epoch:
             raise Broken(f"{replica.host.name} does not follow {pointer}: {served.generation_by_role}")

@@ -113,11 +113,7 @@ def _step(at: float, kind: str, rng: random.Random) -> Step:
             arms = rng.choice([ARMS[:1], ARMS[1:], ARMS])
             arguments = (arms, rng.choice([0.2, 0.4, 0.6]))
         case "change share":
-            arguments = (
-                rng.randrange(4),
-                rng.choice([0.1, 0.4, 0.8]),
-                rng.choice([None, 0.2, 0.7]),
-            )
+            arguments = (rng.randrange(4), rng.choice([0.1, 0.4, 0.8]), rng.choice([None, 0.2, 0.7]))
         case "stop experiment":
             arguments = (rng.randrange(4),)
         case "arm night":
@@ -125,11 +121,7 @@ def _step(at: float, kind: str, rng: random.Random) -> Step:
         case "arm hung" | "arm broken":
             arguments = (rng.choice(ARMS), rng.choice([1.0, 20.0, 45.0]))
         case "no threads":
-            arguments = (
-                rng.randrange(REPLICAS),
-                rng.choice([OWN_NAMESPACE, *ARMS]),
-                rng.choice([1.0, 30.0]),
-            )
+            arguments = (rng.randrange(REPLICAS), rng.choice([OWN_NAMESPACE, *ARMS]), rng.choice([1.0, 30.0]))
         case _ if " " in kind and kind != "bad night":
             arguments = (long_s,)
     return Step(round(at, 4), kind, arguments, rng.getrandbits(32), calls)
@@ -140,12 +132,7 @@ def _call(rng: random.Random) -> Call:
     replica, luck = rng.randrange(REPLICAS), rng.random()
     user = rng.choice([*USERS, *POPULAR_USERS * 8, *STRANGERS[:3] * 4])
     if luck < 0.5:
-        return Call(
-            replica,
-            (Question(user),),
-            rng.choice([30, 100, 600, 600]),
-            rng.choice([None, None, None, 3]),
-        )
+        return Call(replica, (Question(user),), rng.choice([30, 100, 600, 600]), rng.choice([None, None, None, 3]))
     questions = tuple(
         Question(
             rng.choice([*USERS, *POPULAR_USERS * 4, *STRANGERS[:3] * 2]),

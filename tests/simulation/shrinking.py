@@ -43,12 +43,7 @@ def broken(luck: Luck, steps: Sequence[Step]) -> str | None:
 def shrunk(seed: int, steps: Sequence[Step]) -> tuple[Luck, list[Step], str]:
     """Luck and steps, as few as can be found, that break a rule; and how. After Zeller's delta debugging."""
     luck = Luck(seed)
-    failure, smallest_steps, size, tries = (
-        broken(luck, steps) or "",
-        list(steps),
-        max(1, len(steps) // 2),
-        0,
-    )
+    failure, smallest_steps, size, tries = (broken(luck, steps) or "", list(steps), max(1, len(steps) // 2), 0)
     while size and tries < TRIES:
         at = len(smallest_steps)
         is_smaller = False
@@ -57,12 +52,7 @@ def shrunk(seed: int, steps: Sequence[Step]) -> tuple[Luck, list[Step], str]:
             for chance in luck.nearby():
                 tries += 1
                 if (candidate_failure := broken(chance, candidate_steps)) is not None:
-                    luck, smallest_steps, failure, is_smaller = (
-                        chance,
-                        candidate_steps,
-                        candidate_failure,
-                        True,
-                    )
+                    luck, smallest_steps, failure, is_smaller = (chance, candidate_steps, candidate_failure, True)
                     break
             at -= size
         size = size if is_smaller and size == 1 else size // 2

@@ -438,13 +438,7 @@ def installed() -> Iterator[None]:
     }
 
     def opened(
-        store: Any,
-        generation: str,
-        *,
-        epoch: int,
-        published_at: float,
-        blocklist: Blocklist,
-        **_: Any,
+        store: Any, generation: str, *, epoch: int, published_at: float, blocklist: Blocklist, **_: Any
     ) -> Snapshot:
         return _CURRENT[-1].open(store, generation, epoch, published_at, blocklist)
 

@@ -49,13 +49,7 @@ PACKAGES = (
 )  # fmt: skip
 """Packages whose modules are looked at, with all that is below them."""
 
-LEFT_OUT = (
-    "serving.client",
-    "serving.cli.lookup",
-    "serving.explain.cli",
-    "serving.dashboard",
-    "cache.topk._topk",
-)
+LEFT_OUT = ("serving.client", "serving.cli.lookup", "serving.explain.cli", "serving.dashboard", "cache.topk._topk")
 """Programs and libraries for callers, which need extras of their own, and a library that is no module."""
 
 

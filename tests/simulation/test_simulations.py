@@ -118,8 +118,7 @@ def find_seed(name: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(defect, marks=[pytest.mark.slow] if defect in SELDOM else []) for defect in sorted(DEFECTS)],
+    "name", [pytest.param(defect, marks=[pytest.mark.slow] if defect in SELDOM else []) for defect in sorted(DEFECTS)]
 )
 def test_a_planted_mistake_is_found(name: str) -> None:
     print(f"{name}: seed {find_seed(name)}")

@@ -112,11 +112,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return handle
 
     def call_at(  # type: ignore[override]
-        self,
-        when: float,
-        callback: Callable[..., Any],
-        *args: Any,
-        context: Context | None = None,
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         """Runs the callback at a time, unless its host is dead by then."""
         timer = events.TimerHandle(when, callback, args, self, context)

@@ -79,9 +79,7 @@ def test_a_session_keeps_what_went_well_under_the_name_of_the_gpu(monkeypatch, t
     monkeypatch.setattr(session, "ROOT", tmp_path)
     monkeypatch.setattr(session, "RESULTS", tmp_path)
     monkeypatch.setattr(
-        session,
-        "ran",
-        lambda command, *_, **__: (int(command[0] == broken), 'a table\n{"bench": "x"}\n'),
+        session, "ran", lambda command, *_, **__: (int(command[0] == broken), 'a table\n{"bench": "x"}\n')
     )
 
     assert session.main() == code

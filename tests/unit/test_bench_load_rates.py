@@ -23,9 +23,7 @@ def baselines(monkeypatch: pytest.MonkeyPatch, flat: list[list[float]], sets: li
     return Baselines("", unused_part, unused_part, unused_part, 1.0)
 
 
-def test_a_stretch_is_held_against_what_was_measured_right_before_and_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stretch_is_held_against_what_was_measured_right_before_and_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     a_stall, a_leap = [100.0, 1.0, 100.0], [104.0, 104.0, 900.0]
     flat = [[300.0, 300.0, 300.0], a_stall, a_leap]
     sets = [[20.0, 20.0, 20.0], [10.0, 10.0, 10.0], [10.0, 10.0, 10.0]]
@@ -41,9 +39,7 @@ def test_a_stretch_is_held_against_what_was_measured_right_before_and_after_it(
     assert ratios["set_pipeline"].value == 51.0 / 10.0
 
 
-def test_baselines_that_move_make_their_own_ratio_void_and_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_baselines_that_move_make_their_own_ratio_void_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = [[100.0] * REPEATS, [106.0] * REPEATS]
     sets = [[10.0] * REPEATS, [10.4] * REPEATS]
     base = baselines(monkeypatch, flat, sets)

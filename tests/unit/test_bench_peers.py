@@ -16,10 +16,7 @@ from tests.bench.tools.feast_side import ABSENT, Row, columns_of, differing, pos
 from tests.bench.tools.sockets import Driven
 
 RECORD = bytes(range(256))
-ROWS = {
-    "u-1": Row(RECORD, ("i-1", "i-2"), (0.1, 0.05)),
-    "u-2": Row(RECORD[::-1], ("i-3", "i-4"), (3.0, -1.5)),
-}
+ROWS = {"u-1": Row(RECORD, ("i-1", "i-2"), (0.1, 0.05)), "u-2": Row(RECORD[::-1], ("i-3", "i-4"), (3.0, -1.5))}
 
 
 def feast_answer(features: dict[str, list[Any]]) -> dict[str, Any]:
@@ -100,10 +97,7 @@ def test_a_request_asks_for_one_form_of_these_users() -> None:
     head, _, body = post("arrays", ["u-1", "u-2"]).partition(b"\r\n\r\n")
 
     assert head.startswith(b"POST /get-online-features HTTP/1.1\r\n")
-    assert json.loads(body) == {
-        "features": ["arrays:items", "arrays:scores"],
-        "entities": {"user": ["u-1", "u-2"]},
-    }
+    assert json.loads(body) == {"features": ["arrays:items", "arrays:scores"], "entities": {"user": ["u-1", "u-2"]}}
 
 
 def test_a_request_for_the_kept_vector_names_its_service_and_no_feature() -> None:

@@ -89,10 +89,7 @@ def definitions(module: str) -> set[str]:
 def is_defined(name: str) -> bool:
     """True for the full name of a module, or of anything that a module defines itself."""
     parts = name.split(".")
-    module = next(
-        (".".join(parts[:end]) for end in range(len(parts), 0, -1) if ".".join(parts[:end]) in MODULES),
-        None,
-    )
+    module = next((".".join(parts[:end]) for end in range(len(parts), 0, -1) if ".".join(parts[:end]) in MODULES), None)
     if module is None:
         return False
     return name == module or name.removeprefix(f"{module}.") in definitions(module)

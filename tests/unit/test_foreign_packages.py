@@ -14,12 +14,7 @@ def said(folder: Path, *arguments: str, **more: str) -> "subprocess.CompletedPro
     """What a program says that was started in a folder."""
     environ = os.environ | {"PYTHONPATH": str(ROOT)} | more
     return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, *arguments], cwd=folder, env=environ, capture_output=True, text=True, check=False
     )
 
 

@@ -77,10 +77,7 @@ def test_each_way_to_fail_has_its_kind(tmp_path: Path) -> None:
 
 
 def test_one_case_that_fails_is_enough(tmp_path: Path) -> None:
-    assert outcomes(tmp_path, TESTS, ["test_cases"]) == [
-        ("test_cases", "passed"),
-        ("test_cases", "assertion"),
-    ]
+    assert outcomes(tmp_path, TESTS, ["test_cases"]) == [("test_cases", "passed"), ("test_cases", "assertion")]
 
 
 @pytest.mark.parametrize(

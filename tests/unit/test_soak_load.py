@@ -16,13 +16,7 @@ def load() -> MixedLoad:
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    answer_fields = {
-        "id": "u",
-        "table": "user_topk",
-        "generation": "g1",
-        "source": "l2",
-        "producer": "batch",
-    }
+    answer_fields = {"id": "u", "table": "user_topk", "generation": "g1", "source": "l2", "producer": "batch"}
     return {**answer_fields, "items": ["a", "b"], **changes}  # fmt: skip
 
 

@@ -26,10 +26,7 @@ def releases() -> Releases:
     missing = ""
     try:
         frozen = frozen_commit()
-        return {
-            "old": checkout_of(os.environ.get("LARDER_UPGRADE_FROM") or frozen),
-            "new": working_tree(),
-        }
+        return {"old": checkout_of(os.environ.get("LARDER_UPGRADE_FROM") or frozen), "new": working_tree()}
     except NoCheckout as error:
         missing = str(error)
     pytest.fail(missing, pytrace=False)
@@ -37,10 +34,7 @@ def releases() -> Releases:
 
 @pytest.fixture(scope="session", params=BOTH, ids="{}-first".format)
 def shop(
-    request: pytest.FixtureRequest,
-    releases: Releases,
-    seed: int,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, releases: Releases, seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Shop]:
     """A night by each release, both followed by a service of each: what the tests then do starts and ends so."""
     first = str(request.param)

@@ -178,10 +178,7 @@ class Shop:
             for release in releases:
                 environ = release.environment(self.environ(LARDER_STATE=str(self.state_of(release))))
                 service = ServiceProcess(
-                    self.folder / f"{release.name}.log",
-                    environ,
-                    root=release.root,
-                    python=release.python,
+                    self.folder / f"{release.name}.log", environ, root=release.root, python=release.python
                 )
                 self.services[release.name] = stack.enter_context(service)
             try:

@@ -141,16 +141,7 @@ def test_a_newer_blocklist_leaves_the_last_one_in_force(shop: Shop, releases: Re
 @pytest.mark.parametrize("release_name", BOTH)
 def test_a_newer_erasure_stops_the_night(shop: Shop, releases: Releases, release_name: str) -> None:
     number = 1 + max([int(file_name[:12]) for file_name in shop.store.names("erasures")], default=0)
-    body = orjson.dumps(
-        {
-            "number": number,
-            "entity": "x",
-            "kind": "user",
-            "at": 1.0,
-            "was_blocked": False,
-            "format": 2,
-        }
-    )
+    body = orjson.dumps({"number": number, "entity": "x", "kind": "user", "at": 1.0, "was_blocked": False, "format": 2})
 
     with planted(shop.file(f"erasures/{number:012d}.json"), body):
         refusal = shop.refusal(releases[release_name], "night", "--data-until", CUTS[4])

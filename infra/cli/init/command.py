@@ -9,22 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from cache.errors import ConfigError, LarderError
-from cache.process.command_line import (
-    FOUND_PROBLEM_EXIT_CODE,
-    json_text,
-    printable,
-    printable_lines,
-)
+from cache.process.command_line import FOUND_PROBLEM_EXIT_CODE, json_text, printable, printable_lines
 from infra.cli.commands import SETTINGS_FILE
 from infra.cli.init.guesses import Guesses, Role, guess_settings
 from infra.cli.init.tables import discover_tables
 
 _OPTIONAL_ROLES: tuple[Role, ...] = ("timestamp", "weight")
 
-_NO_COLUMN_TEXT_BY_ROLE = {
-    "timestamp": "none: the order of rows counts",
-    "weight": "none: each row is an interaction",
-}
+_NO_COLUMN_TEXT_BY_ROLE = {"timestamp": "none: the order of rows counts", "weight": "none: each row is an interaction"}
 
 _TEXT_FILE_ENDINGS = (".txt", ".txt.gz")
 _COMMENT_COLUMN = 44
@@ -81,11 +73,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     part_path.write_text(toml_text(setting_guesses, bundle_path), encoding="utf-8")
     part_path.replace(target_path)
     if args.json:
-        report = {
-            "file": str(target_path),
-            "bundle": bundle_path,
-            **_guesses_to_json(setting_guesses),
-        }
+        report = {"file": str(target_path), "bundle": bundle_path, **_guesses_to_json(setting_guesses)}
         print(printable_lines(json_text(report)))
     else:
         print(f"{os.path.relpath(target_path, working_folder)}: written")
@@ -242,19 +230,11 @@ def _source_lines(setting_guesses: Guesses) -> Iterator[str]:
     for role in _OPTIONAL_ROLES:
         column_name = setting_guesses.columns.get(role)
         comment = {"timestamp": "when it happened", "weight": "0 or less: no interaction"}[role]
-        yield _toml_line(
-            f"{role}_column",
-            column_name or "",
-            comment if column_name else _NO_COLUMN_TEXT_BY_ROLE[role],
-        )
+        yield _toml_line(f"{role}_column", column_name or "", comment if column_name else _NO_COLUMN_TEXT_BY_ROLE[role])
     for entity, feature_table in setting_guesses.features.items():
         comment = "; items that are not in it are in no list" if entity == "item" else ""
         size_text = "" if feature_table.rows is None else f"{feature_table.rows:,} rows, "
-        yield _toml_line(
-            f"{entity}_features",
-            feature_table.pattern[0],
-            f"{size_text}one for each {entity}{comment}",
-        )
+        yield _toml_line(f"{entity}_features", feature_table.pattern[0], f"{size_text}one for each {entity}{comment}")
     if setting_guesses.category is not None:
         yield _toml_line("category_column", setting_guesses.category, "of items; the reference model uses it")
     for note in setting_guesses.notes:

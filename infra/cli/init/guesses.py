@@ -100,9 +100,7 @@ def guess_roles(kind_by_column: Mapping[str, ColumnKind]) -> ColumnRoles:
     unfit_column_by_role: dict[Role, str] = {}
     for role, role_names in _COLUMN_NAMES_BY_ROLE.items():
         for column_name in _columns_by_role_name(
-            role,
-            role_names,
-            [column for column in kind_by_column if column not in column_by_role.values()],
+            role, role_names, [column for column in kind_by_column if column not in column_by_role.values()]
         ):
             if kind_by_column[column_name] in KINDS_BY_ROLE[role]:
                 column_by_role[role] = column_name
@@ -223,10 +221,7 @@ def guess_settings(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Gues
     if interaction_tables:
         _guess_interactions(setting_guesses, interaction_tables, roles_by_title)
     elif tables:
-        found_table = max(
-            tables,
-            key=lambda candidate_table: _id_column_count(roles_by_title[candidate_table.title]),
-        )
+        found_table = max(tables, key=lambda candidate_table: _id_column_count(roles_by_title[candidate_table.title]))
         _guess_half_recognised(setting_guesses, found_table, roles_by_title[found_table.title])
     else:
         no_table_reason = (
@@ -259,9 +254,7 @@ def guess_settings(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Gues
 
 
 def _guess_interactions(
-    setting_guesses: Guesses,
-    interaction_tables: list[FoundTable],
-    roles_by_title: dict[str, ColumnRoles],
+    setting_guesses: Guesses, interaction_tables: list[FoundTable], roles_by_title: dict[str, ColumnRoles]
 ) -> None:
     interactions_table, *other_tables = interaction_tables
     column_roles = roles_by_title[interactions_table.title]
@@ -329,10 +322,7 @@ def _notes_on_folder_keys(found_table: FoundTable) -> list[str]:
 
 def _item_count_if_few(setting_guesses: Guesses) -> int | None:
     """Return the number of items in the features or the first rows, if it is below FEW_ITEMS_END."""
-    interactions_table, item_column = (
-        setting_guesses.interactions,
-        setting_guesses.columns.get("item"),
-    )
+    interactions_table, item_column = (setting_guesses.interactions, setting_guesses.columns.get("item"))
     if (item_table := setting_guesses.features.get("item")) is not None and item_table.rows is not None:
         item_count = item_table.rows
     elif (

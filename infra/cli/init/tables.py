@@ -103,10 +103,7 @@ def discover_tables(folder: Path, base_folder: Path) -> tuple[list[FoundTable], 
     unread_looks: list[_FileLook] = []
     folder_walk = _FolderWalk(folder, base_folder)
     paths = list(folder_walk)
-    table_files, remarks = (
-        [path for path in paths if _ending(path)][:FILES_MAX],
-        list(folder_walk.remarks),
-    )
+    table_files, remarks = ([path for path in paths if _ending(path)][:FILES_MAX], list(folder_walk.remarks))
     for path in table_files:
         file_look = _look_at_safely(path, partial(_look_at, path))
         if file_look.is_table:
@@ -163,9 +160,7 @@ _GroupKey = tuple[str, str, tuple[str, ...]]
 
 
 def _unread_looks_by_group(
-    file_looks_by_key: Mapping[_GroupKey, Sequence[_FileLook]],
-    unread_looks: Sequence[_FileLook],
-    folder: Path,
+    file_looks_by_key: Mapping[_GroupKey, Sequence[_FileLook]], unread_looks: Sequence[_FileLook], folder: Path
 ) -> dict[_GroupKey, list[_FileLook]]:
     """Return the files that cannot be read by the table that they belong to.
 

@@ -55,21 +55,9 @@ def above(
         at = tl.minimum(split + (step + 1) // tiles_per_block * splits, blocks - 1)
         heavy = tl.load(weight + _block(at, stride, offset, skip, hole))
         scores = _members(tl.reshape(product, [height, groups // 4, 2, 4, 2]), groups // 4)
-        low, over, number = (
-            (limit - margin)[:, None],
-            margin[:, None],
-            (group + group_offset)[None, :],
-        )
+        low, over, number = ((limit - margin)[:, None], margin[:, None], (group + group_offset)[None, :])
         if writing is not None:
-            asm_operands = (
-                low,
-                over,
-                entry_count,
-                free.to(tl.int64),
-                number,
-                real,
-                room,
-            )
+            asm_operands = (low, over, entry_count, free.to(tl.int64), number, real, room)
             entry_count = tl.inline_asm_elementwise(
                 writing, constraints, scores + asm_operands, dtype=tl.int32, is_pure=False, pack=2
             )
@@ -103,15 +91,7 @@ def _members(scores, group_count: tl.constexpr):
 
 @triton.jit
 def _reaching(
-    members,
-    limit,
-    margin,
-    entries,
-    entry_count,
-    number,
-    real,
-    group_count: tl.constexpr,
-    room: tl.constexpr,
+    members, limit, margin, entries, entry_count, number, real, group_count: tl.constexpr, room: tl.constexpr
 ):
     """Number taken int32 [n, 4], after the groups, of `members` (`_members`), that reach the limit are written.
 
@@ -158,10 +138,7 @@ def entry_instructions(groups: int) -> tuple[str, str]:
     for group, row in product(range(groups), range(ROWS_OF_THREAD)):
         zero, score_one, two, three = (f"${ROWS_OF_THREAD + 8 * group + 2 * member + row}" for member in range(4))
         if row == 0:
-            lines += [
-                f"add.s32 group, {number[row]}, {4 * group};",
-                f"setp.lt.s32 known, group, {real[row]};",
-            ]
+            lines += [f"add.s32 group, {number[row]}, {4 * group};", f"setp.lt.s32 known, group, {real[row]};"]
         lines += [
             f"max.f32 highest, {zero}, {score_one};",
             f"max.f32 other, {two}, {three};",

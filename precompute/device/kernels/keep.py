@@ -72,21 +72,10 @@ def keep(
         to += entering_mask.to(tl.int32) * 4
     free = mine & (position >= tl.sum(kept_counts, 1)[:, None])
     none_values = tl.full([height, capacity], _NONE, tl.int32)
-    _write(
-        old_at,
-        none_values.to(tl.float32, bitcast=True),
-        none_values,
-        none_values,
-        none_values,
-        free,
-    )
+    _write(old_at, none_values.to(tl.float32, bitcast=True), none_values, none_values, none_values, free)
     tl.store(limits + users, edge, mask=user_mask)
     left_out_bounds = tl.maximum(tl.load(left_out + users, mask=user_mask, other=0.0), edge)
-    tl.store(
-        left_out + users,
-        tl.where(tl.max(max_counts, 1) > room, float("inf"), left_out_bounds),
-        mask=user_mask,
-    )
+    tl.store(left_out + users, tl.where(tl.max(max_counts, 1) > room, float("inf"), left_out_bounds), mask=user_mask)
 
 
 @triton.jit
@@ -99,11 +88,7 @@ def _bound_at(entry, entry_mask):
 def _rest_at(entry, entry_mask):
     """The other three numbers of entries."""
     first = tl.load(entry + 1, mask=entry_mask, other=_NONE)
-    return (
-        first,
-        tl.load(entry + 2, mask=entry_mask, other=0),
-        tl.load(entry + 3, mask=entry_mask, other=0),
-    )
+    return (first, tl.load(entry + 2, mask=entry_mask, other=0), tl.load(entry + 3, mask=entry_mask, other=0))
 
 
 @triton.jit

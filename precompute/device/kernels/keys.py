@@ -84,10 +84,7 @@ def exact(
 def _unpack_halves(halves):
     """float32 of the two numbers in half precision that an entry has in 32 bits."""
     low, high = halves.to(tl.int16), (halves >> 16).to(tl.int16)
-    low, high = (
-        low.to(tl.float16, bitcast=True),
-        high.to(tl.float16, bitcast=True),
-    )
+    low, high = (low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True))
     return low.to(tl.float32), high.to(tl.float32)
 
 

@@ -101,13 +101,7 @@ class Candidate:
     def __post_init__(self) -> None:
         if self.prepared_evidence is None:
             evidence = Evidence(
-                self.manifest,
-                self.root,
-                self.items,
-                self.history_limit,
-                self.live,
-                self.live_root,
-                self.allowed_items,
+                self.manifest, self.root, self.items, self.history_limit, self.live, self.live_root, self.allowed_items
             )
             object.__setattr__(self, "prepared_evidence", evidence)
 
@@ -186,6 +180,5 @@ def not_measured(threshold: float | None, reason: str) -> Measurement:
 def worst_of(figures_by_name: Mapping[str, float]) -> tuple[str, float]:
     """Return the smallest with its name, or NaN if there is one (`min` alone would depend on the order)."""
     return min(
-        figures_by_name.items(),
-        key=lambda named_figure: -math.inf if math.isnan(named_figure[1]) else named_figure[1],
+        figures_by_name.items(), key=lambda named_figure: -math.inf if math.isnan(named_figure[1]) else named_figure[1]
     )

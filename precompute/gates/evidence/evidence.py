@@ -25,12 +25,7 @@ from precompute.builds.seal import WITHOUT_INTERACTIONS_FACT
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.bundles.index import vector_lengths
 from precompute.gates.evidence.user_sample import UserSample, sample_users
-from precompute.partitions.catalogue import (
-    ITEM_FEATURES_FILE,
-    ItemFeatures,
-    item_id_texts,
-    ordinals_of_texts,
-)
+from precompute.partitions.catalogue import ITEM_FEATURES_FILE, ItemFeatures, item_id_texts, ordinals_of_texts
 from precompute.partitions.marks import marks_file_path
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.input_samples import draw_histories
@@ -313,11 +308,7 @@ class Evidence:
     def item_inputs(self, model: BundleModel, ordinals: NDArray[np.int64]) -> Inputs:
         """Return the inputs of items for an item model."""
         features, _ = self.item_features(model.spec).of(ordinals)
-        return bind_inputs(
-            model.spec,
-            features=features,
-            item_indices=self.items.model_indices_of(Ordinals(ordinals)),
-        )
+        return bind_inputs(model.spec, features=features, item_indices=self.items.model_indices_of(Ordinals(ordinals)))
 
     def usable_item_ordinals(self, model: BundleModel) -> NDArray[np.int64]:
         """Return the ordinals of the sampled items that have the inputs of an item model."""
@@ -395,10 +386,7 @@ def read_records(
 
 def _scan_part(root: Path, manifest: Manifest, part: TablePart, scan: Scan) -> None:
     table, path = scan.table, root / part.file.path
-    record_bytes, page_checksums = (
-        table.layout.size_bytes,
-        np.fromfile(root / part.sums.path, "<u8"),
-    )
+    record_bytes, page_checksums = (table.layout.size_bytes, np.fromfile(root / part.sums.path, "<u8"))
     file_bytes = path.stat().st_size
     if file_bytes != part.count * record_bytes or part.pages != -(-part.count // table.records_per_page):
         scan.note_faults("pages", 1, f"{part.file.path}: {file_bytes} bytes for {part.count} records")
@@ -417,12 +405,7 @@ def _scan_part(root: Path, manifest: Manifest, part: TablePart, scan: Scan) -> N
                 page_checksums[page_number]
             ):
                 scan.note_faults("sums", 1, f"{part.file.path}, page {page_number}")
-        _scan_records(
-            chunk.view(table.layout.dtype),
-            manifest,
-            f"{part.file.path} from page {first_page}",
-            scan,
-        )
+        _scan_records(chunk.view(table.layout.dtype), manifest, f"{part.file.path} from page {first_page}", scan)
 
 
 def _scan_records(records: NDArray[Any], manifest: Manifest, location: str, scan: Scan) -> None:

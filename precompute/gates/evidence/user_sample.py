@@ -25,12 +25,7 @@ from precompute.partitions.shard_files import (
     shard_paths,
     user_naming_kinds,
 )
-from precompute.partitions.shard_input import (
-    ShardInput,
-    join_shard_inputs,
-    scratch_folder,
-    slice_shard,
-)
+from precompute.partitions.shard_input import ShardInput, join_shard_inputs, scratch_folder, slice_shard
 from precompute.partitions.user_tables import VECTOR_COLUMN
 from precompute.sources.columns import text_hashes
 
@@ -225,9 +220,7 @@ def _sample_slice(
     }
     unrecorded_rows = np.flatnonzero((positions < 0) & is_counted)
     unrecorded_by_missing_input = _count_by_missing_input(
-        named_users.take(pa.array(unrecorded_rows)),
-        interaction_counts[unrecorded_rows],
-        feature_table,
+        named_users.take(pa.array(unrecorded_rows)), interaction_counts[unrecorded_rows], feature_table
     )
     source_user_count = int(is_counted.sum())
     return UserSample(

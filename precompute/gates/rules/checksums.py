@@ -79,12 +79,7 @@ def file_stamp(path: Path, artefact: Artefact) -> str | None:
         file_stat = path.stat()
     except FileNotFoundError:
         return None
-    stat_values = (
-        file_stat.st_ino,
-        file_stat.st_size,
-        file_stat.st_mtime_ns,
-        file_stat.st_ctime_ns,
-    )
+    stat_values = (file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns)
     return " ".join((artefact.path, artefact.sha256, *map(str, stat_values)))
 
 
@@ -157,8 +152,7 @@ def _verify_or_reload(candidate: Candidate, part: Part, governor: Governor | Non
         verify_part(*part_arguments, chunk_bytes=CHUNK_BYTES, governor=governor)
     except BadPage as error:
         raise NotJudged(
-            f"Redis does not hold what it is sent: loaded again, {error.message}",
-            rule="pages_in_redis",
+            f"Redis does not hold what it is sent: loaded again, {error.message}", rule="pages_in_redis"
         ) from error
     return True
 

@@ -76,10 +76,7 @@ def exact_numbers(candidate: Candidate) -> Measurement:
         expected, positions = _run_model(candidate, model)
         records = evidence.records_of(table, positions)
         is_present = records["flags"] != ABSENT_FLAGS  # how many are not, coverage judges
-        expected, stored_numbers = (
-            expected[is_present],
-            dequantize(table.layout, records[is_present], np.float64),
-        )
+        expected, stored_numbers = (expected[is_present], dequantize(table.layout, records[is_present], np.float64))
         tolerance = OUTPUT_ROUNDING + NUMBER_STEP_BY_PRECISION[table.layout.precision]
         column_tolerance = COLUMN_ROUNDING if table.kind == "value" else 0.0
         right_shares[table.name] = _fraction_true(_rows_equal(expected, stored_numbers, tolerance, column_tolerance))
@@ -134,10 +131,7 @@ def _run_model(candidate: Candidate, model: BundleModel) -> tuple[Floats, NDArra
 
 
 def _rows_equal(
-    expected: NDArray[np.floating],
-    actual: NDArray[np.floating],
-    tolerance: float,
-    column_tolerance: float = 0.0,
+    expected: NDArray[np.floating], actual: NDArray[np.floating], tolerance: float, column_tolerance: float = 0.0
 ) -> NDArray[np.bool_]:
     """bool [n]: no number is off more than `tolerance` of its row's largest plus `column_tolerance` of its column."""
     magnitudes = np.abs(expected.astype(np.float64))
@@ -154,21 +148,14 @@ def _check_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
     evidence = candidate.evidence
     if table.entity == "user":
         vectors, usable_rows = evidence.user_vectors
-        positions, excluded = (
-            evidence.users.positions[usable_rows],
-            evidence.seen_items.select_rows(usable_rows),
-        )
+        positions, excluded = (evidence.users.positions[usable_rows], evidence.seen_items.select_rows(usable_rows))
     else:
         positions = evidence.sampled_item_ordinals
         vectors = candidate.items.vectors[positions]
         excluded = Histories.of([[row] for row in positions.tolist()])
     records = evidence.records_of(table, positions)
     present_rows = np.flatnonzero(records["flags"] != ABSENT_FLAGS)
-    vectors, excluded, records = (
-        vectors[present_rows],
-        excluded.select_rows(present_rows),
-        records[present_rows],
-    )
+    vectors, excluded, records = (vectors[present_rows], excluded.select_rows(present_rows), records[present_rows])
     is_right = np.zeros(len(present_rows), np.bool_)
     for first_row in range(0, len(present_rows), ROWS_AT_ONCE):
         chunk_rows = np.arange(first_row, min(first_row + ROWS_AT_ONCE, len(present_rows)))

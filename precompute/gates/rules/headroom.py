@@ -53,17 +53,10 @@ def _share_used(measurement: Measurement) -> float:
 def redis_room(name: str, used_bytes: int, limit_bytes: int, limit_source: str, threshold: float) -> Measurement:
     """Measure a server's free room; servers have the names of `cache.l2.sync_clients.primary_clients`."""
     if not limit_bytes:
-        return Measurement(
-            False,
-            None,
-            threshold,
-            "Redis states neither maxmemory nor its host's memory",
-        )
+        return Measurement(False, None, threshold, "Redis states neither maxmemory nor its host's memory")
     server_text = "" if name == "primary" else f" of {name}"
     return at_most(
-        used_bytes / limit_bytes,
-        threshold,
-        f"{used_bytes:,} bytes of {limit_bytes:,}, {limit_source}{server_text}",
+        used_bytes / limit_bytes, threshold, f"{used_bytes:,} bytes of {limit_bytes:,}, {limit_source}{server_text}"
     )
 
 
@@ -99,11 +92,7 @@ def memory_headroom(candidate: Candidate) -> Measurement:
         if available_bytes is None:
             return None
         return memory_room(
-            available_bytes,
-            size_bytes,
-            threshold,
-            generation_count=generation_count,
-            arms_bytes=arms_bytes,
+            available_bytes, size_bytes, threshold, generation_count=generation_count, arms_bytes=arms_bytes
         )
 
     return _measure_tightest(candidate, threshold, judge)
@@ -120,12 +109,7 @@ def disk_room(free_bytes: int, size_bytes: int, threshold: float, *, generation_
 
 
 def memory_room(
-    available_bytes: int,
-    mapped_bytes: int,
-    threshold: float,
-    *,
-    generation_count: int,
-    arms_bytes: int = 0,
+    available_bytes: int, mapped_bytes: int, threshold: float, *, generation_count: int, arms_bytes: int = 0
 ) -> Measurement:
     """Compare a host's available memory with the mapped files of so many generations of this size.
 

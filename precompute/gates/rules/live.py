@@ -13,11 +13,7 @@ from cache.format.manifest import Manifest, Table
 from cache.model.agreement import jaccard
 from cache.model.tower import Histories
 from cache.records import ABSENT_FLAGS, dequantize
-from precompute.bundles.held_out import (
-    COMPARED_ITEMS_MAX,
-    SHARE_ABOVE_RANDOM_FACT,
-    shares_above_random,
-)
+from precompute.bundles.held_out import COMPARED_ITEMS_MAX, SHARE_ABOVE_RANDOM_FACT, shares_above_random
 from precompute.gates.evidence.candidate import (
     Candidate,
     Measurement,
@@ -198,13 +194,7 @@ def _value_shifts(candidate: Candidate, table: Table, live_table: Table) -> dict
     if _digest_and_spec(live_table, candidate.live) == _digest_and_spec(table, candidate.manifest):
         live_names = value_names
     values_by_name, live_values_by_name = (
-        dict(
-            zip(
-                labels,
-                dequantize(label_table.layout, table_records[is_present], np.float64).T,
-                strict=True,
-            )
-        )
+        dict(zip(labels, dequantize(label_table.layout, table_records[is_present], np.float64).T, strict=True))
         for labels, label_table, table_records in (
             (value_names, table, records),
             (live_names, live_table, live_records),
@@ -266,12 +256,7 @@ def list_jaccard(candidate: Candidate) -> Measurement:
     if not mean_jaccards:
         return not_measured(threshold, "the live generation has no such table of lists")
     worst_table = min(mean_jaccards, key=lambda name: mean_jaccards[name])
-    return at_least(
-        mean_jaccards[worst_table],
-        threshold,
-        _table_note(candidate, worst_table),
-        candidate.baseline,
-    )
+    return at_least(mean_jaccards[worst_table], threshold, _table_note(candidate, worst_table), candidate.baseline)
 
 
 @judgement("stale_lists", wants_interactions=True)
@@ -339,10 +324,7 @@ def heldout_recall(candidate: Candidate) -> Measurement:
     share_at_import = candidate.evidence.bundle.training.get(SHARE_ABOVE_RANDOM_FACT)
     if share_at_import is not None and ranks.share + RANK_DEVIATIONS * ranks.error < CHANCE_SHARE < share_at_import:
         return Measurement(
-            False,
-            round(ranks.share, 6),
-            CHANCE_SHARE,
-            f"{remark} At its import it was {share_at_import:.1%}",
+            False, round(ranks.share, 6), CHANCE_SHARE, f"{remark} At its import it was {share_at_import:.1%}"
         )
     return replace(measurement, note="; ".join(filter(None, [measurement.note, remark])))
 
@@ -486,15 +468,9 @@ def _compare_with_live(candidate: Candidate, figure_by_name: dict[str, float], t
     if not figure_by_name:
         return not_measured(threshold, "the live generation has no such list of the same users")
     worst_name = max(
-        figure_by_name,
-        key=lambda name: np.inf if np.isnan(figure_by_name[name]) else figure_by_name[name],
+        figure_by_name, key=lambda name: np.inf if np.isnan(figure_by_name[name]) else figure_by_name[name]
     )
-    return at_most(
-        figure_by_name[worst_name],
-        threshold,
-        _table_note(candidate, worst_name),
-        candidate.baseline,
-    )
+    return at_most(figure_by_name[worst_name], threshold, _table_note(candidate, worst_name), candidate.baseline)
 
 
 def _table_note(candidate: Candidate, table: str) -> str:
@@ -566,10 +542,7 @@ def _measure_table_recall(candidate: Candidate, table: Table, held_out_by_user: 
         return not_measured(thresholds.heldout_recall, f"only {pair_count} newer choices of known users")
     records = candidate.evidence.records_of(table, positions)
     listed_items = [record["items"][: record["count"]].astype(np.int64) for record in records]
-    live_table, directory = (
-        matching_live_table(candidate, table),
-        candidate.evidence.live_user_directory,
-    )
+    live_table, directory = (matching_live_table(candidate, table), candidate.evidence.live_user_directory)
     if live_table is None or directory is None:
         note = f"{table.name}, {pair_count} newer choices; no live generation to be compared with"
         return at_least(_recall(listed_items, choices_of_users), thresholds.heldout_recall, note)
@@ -594,10 +567,7 @@ def _find_newer_choices(
     candidate: Candidate, held_out_by_user: dict[str, list[str]]
 ) -> tuple[list[bytes], NDArray[np.int64], list[NDArray[np.int64]]]:
     """Return users with a record, their positions, and the ordinals of their newer choices, without earlier items."""
-    directory, entities = (
-        candidate.evidence.directories["user"],
-        candidate.manifest.entity_sets["user"],
-    )
+    directory, entities = (candidate.evidence.directories["user"], candidate.manifest.entity_sets["user"])
     hashes = hash_ids([user_id.encode() for user_id in held_out_by_user], directory.seed)
     positions, shards = directory.find_many(hashes), shard_of(hashes, len(entities.parts))
     user_ids = list(held_out_by_user)

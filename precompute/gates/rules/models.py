@@ -143,10 +143,7 @@ def dimension(candidate: Candidate) -> Measurement:
             model = pinned_bundle.values[str(table.producer.model)]
             if table.layout.width != model.spec.output_dims or table.labels != model.labels:
                 return Measurement(False, table.layout.width, model.spec.output_dims, table_name)
-    wrong_source = next(
-        (table_name for table_name, dims in dims_by_source.items() if dims != pinned_bundle.dims),
-        None,
-    )
+    wrong_source = next((table_name for table_name, dims in dims_by_source.items() if dims != pinned_bundle.dims), None)
     if wrong_source is not None:
         return Measurement(False, dims_by_source[wrong_source], pinned_bundle.dims, wrong_source)
     return Measurement(True, pinned_bundle.dims, pinned_bundle.dims)
@@ -200,10 +197,7 @@ def int8_agreement(candidate: Candidate) -> Measurement:
     }
     newest_overlap = manifest.models["user_tower"].agreement.get(NEWEST_OVERLAP_FACT)
     if newest_overlap is not None and newest_overlap < overlap_by_model.get("user_tower", 0.0):
-        figure_by_model["user_tower"], overlap_by_model["user_tower"] = (
-            NEWEST_OVERLAP_FACT,
-            newest_overlap,
-        )
+        figure_by_model["user_tower"], overlap_by_model["user_tower"] = (NEWEST_OVERLAP_FACT, newest_overlap)
     if not overlap_by_model:
         reason = manifest.models["user_tower"].agreement.get("why", "")
         return not_measured(threshold, f"no model is quantized: {reason}")
@@ -229,9 +223,7 @@ def int8_overlap(candidate: Candidate) -> Measurement:
         return not_measured(threshold, "no model of lists or labels is quantized")
     worst_model, worst_overlap = worst_of(overlap_by_model)
     return at_least(
-        worst_overlap,
-        threshold,
-        f"{worst_model}, measured again{_drawn_histories_note(candidate, worst_model)}",
+        worst_overlap, threshold, f"{worst_model}, measured again{_drawn_histories_note(candidate, worst_model)}"
     )
 
 
@@ -247,9 +239,7 @@ def int8_cosine(candidate: Candidate) -> Measurement:
         return not_measured(threshold, "no model is quantized")
     worst_model, worst_cosine = worst_of(cosine_by_model)
     return at_least(
-        worst_cosine,
-        threshold,
-        f"{worst_model}, measured again{_drawn_histories_note(candidate, worst_model)}",
+        worst_cosine, threshold, f"{worst_model}, measured again{_drawn_histories_note(candidate, worst_model)}"
     )
 
 
@@ -297,10 +287,7 @@ def index_vectors(candidate: Candidate) -> Measurement:
     )
     is_passed = bool(error_by_index[worst_index] <= DISTANCE_ERROR)
     return Measurement(
-        is_passed,
-        round(error_by_index[worst_index], 9),
-        DISTANCE_ERROR,
-        f"relative error in {worst_index}",
+        is_passed, round(error_by_index[worst_index], 9), DISTANCE_ERROR, f"relative error in {worst_index}"
     )
 
 
@@ -342,11 +329,7 @@ def _list_overlap(candidate: Candidate, model: BundleModel, entry: Model) -> flo
     users = candidate.evidence.compared_users(model)
     exclusions = Histories(users.indptr, users.ordinals).select_rows(sampled_rows)
     sample_rows = select_spread_rows(np.arange(len(exact)), LISTS_COMPARED)
-    exact, approximate, exclusions = (
-        exact[sample_rows],
-        approximate[sample_rows],
-        exclusions.select_rows(sample_rows),
-    )
+    exact, approximate, exclusions = (exact[sample_rows], approximate[sample_rows], exclusions.select_rows(sample_rows))
     overlaps = list_overlaps(exact, approximate, candidate.items.vectors, candidate.evidence.bundle.metric, exclusions)
     return float(overlaps.mean())
 
@@ -382,10 +365,7 @@ def _recall(candidate: Candidate, searcher: Searcher, queries: NDArray[np.float3
 
 
 def _nearest(
-    item_vectors: NDArray[np.float32],
-    queries: NDArray[np.float32],
-    neighbour_count: int,
-    metric: Metric,
+    item_vectors: NDArray[np.float32], queries: NDArray[np.float32], neighbour_count: int, metric: Metric
 ) -> NDArray[np.int64]:
     """int64 [n, wanted]: ordinals of each query's best items in no order, from one tile after another."""
     scores = np.empty((len(queries), 0), np.float32)

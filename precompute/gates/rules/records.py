@@ -126,11 +126,7 @@ def coverage_of_source(candidate: Candidate) -> Measurement:
 
     As counted by the night, and as the partition's own files name users with a record.
     """
-    manifest, user_sample, evidence = (
-        candidate.manifest,
-        candidate.evidence.users,
-        candidate.evidence,
-    )
+    manifest, user_sample, evidence = (candidate.manifest, candidate.evidence.users, candidate.evidence)
     source_user_count = max(1, manifest.facts["users_in_source"])
     recorded_user_count = manifest.entity_sets["user"].count
     answer_count_by_table = {
@@ -282,10 +278,7 @@ def record_ids(candidate: Candidate) -> Measurement:
 
 def _count_out_of_place(candidate: Candidate, table: Table) -> int:
     """Return the number of records too many or too few for the table's directory; at least 1 if its parts differ."""
-    scan, directory = (
-        candidate.evidence.scans[table.name],
-        candidate.evidence.directories[table.entity],
-    )
+    scan, directory = (candidate.evidence.scans[table.name], candidate.evidence.directories[table.entity])
     counts = [part.count for part in table.parts]
     if counts != [len(part) for part in directory.hash_parts] or scan.record_count != directory.count:
         return int(max(1, abs(scan.record_count - directory.count)))
@@ -321,10 +314,7 @@ def unusable_rows(candidate: Candidate) -> Measurement:
         f"{reason}: {reason_counts['rows']:,}" for reason, reason_counts in worst_source_counts["reasons"].items()
     )
     return Measurement(
-        share <= threshold,
-        round(share, 6),
-        threshold,
-        f"{note}: {reasons_text}" if reasons_text else note,
+        share <= threshold, round(share, 6), threshold, f"{note}: {reasons_text}" if reasons_text else note
     )
 
 
@@ -333,10 +323,7 @@ def unknown_items(candidate: Candidate) -> Measurement:
     """Measure the share of the team's interactions whose item the catalogue lacks: ids may be in another form."""
     threshold, facts = candidate.thresholds.unknown_items, candidate.manifest.facts
     event_rows = facts.get("unusable", {}).get(EVENT_INTERACTIONS_SOURCE, {}).get("rows", 0)
-    interaction_count, unknown_count = (
-        facts["interactions"],
-        facts["interactions_with_unknown_items"],
-    )
+    interaction_count, unknown_count = (facts["interactions"], facts["interactions_with_unknown_items"])
     share = unknown_item_share(interaction_count, unknown_count, event_rows)
     if share is None:
         return not_measured(threshold, "too few interactions")

@@ -12,14 +12,7 @@ from cache.model.input_preparation import LiveInput, PreparedInput
 from cache.model.predictor import Predictor
 from cache.model.tower_spec import TowerSpec
 from cache.records import decode_record, is_absent
-from precompute.gates.evidence.candidate import (
-    Candidate,
-    Measurement,
-    at_least,
-    judgement,
-    not_measured,
-    worst_of,
-)
+from precompute.gates.evidence.candidate import Candidate, Measurement, at_least, judgement, not_measured, worst_of
 from precompute.gates.evidence.evidence import select_spread_rows
 from precompute.partitions.shard_input import ShardInput
 from precompute.scoring.towers import select_usable_inputs
@@ -67,9 +60,7 @@ def _measure_agreement(
         return not_measured(threshold, "all sampled users were given with their vectors")
     worst_table, worst_figure = worst_of(figure_by_table)
     return at_least(
-        worst_figure,
-        threshold,
-        f"{measure_name} of {pair_count_by_table[worst_table]} entities in {worst_table}",
+        worst_figure, threshold, f"{measure_name} of {pair_count_by_table[worst_table]} entities in {worst_table}"
     )
 
 
@@ -133,10 +124,7 @@ def _prepare_sample(
             # Whoever brought a vector along was not answered by the tower.
             user_rows = user_rows[~users.has_vector[user_rows]]
         user_rows = select_spread_rows(user_rows, SKEW_SAMPLE)
-        positions, raw_ids = (
-            evidence.users.positions[user_rows],
-            to_raw_ids(users.ids.take(user_rows)),
-        )
+        positions, raw_ids = (evidence.users.positions[user_rows], to_raw_ids(users.ids.take(user_rows)))
         live_inputs = [
             LiveInput(
                 history=tuple(
@@ -150,11 +138,7 @@ def _prepare_sample(
             )
             for row in user_rows.tolist()
         ]
-    return (
-        raw_ids,
-        positions,
-        [predictor.prepare(table.name, live_input) for live_input in live_inputs],
-    )
+    return (raw_ids, positions, [predictor.prepare(table.name, live_input) for live_input in live_inputs])
 
 
 def _feature_as_sent(users: ShardInput, column: str, row: int) -> FeatureValue:

@@ -54,23 +54,14 @@ def start(
     """
     if percent is not None and not 0 < percent <= 100:
         raise ConfigError(f"percent is above 0 and at most 100, not {percent:g}", field="percent")
-    with (
-        open_releases(config) as releases,
-        open_governor(config.governor, releases.control) as governor,
-    ):
+    with open_releases(config) as releases, open_governor(config.governor, releases.control) as governor:
         generation_id = generation or _newest_verified(releases.control)
         canary = _pointer_canary(releases.control)
-        traffic_percent, former_percent = (
-            config.canary.percent if percent is None else percent,
-            None,
-        )
+        traffic_percent, former_percent = (config.canary.percent if percent is None else percent, None)
         if canary is not None and canary.generation == generation_id:
             traffic_percent = canary.percent if percent is None else percent
             former_percent = canary.percent if traffic_percent != canary.percent else None
-        if canary is None or (canary.generation, canary.percent) != (
-            generation_id,
-            traffic_percent,
-        ):
+        if canary is None or (canary.generation, canary.percent) != (generation_id, traffic_percent):
             state = releases.state(generation_id)
             if state is not GenerationState.LIVE:
                 demand_allowed("canary", generation_id, state)
@@ -89,11 +80,7 @@ def start(
         else:
             StagingNote(releases.control).clear(attempt, generation_id)
     restart_note = f"the share was {former_percent:g} %, so counting starts anew" if former_percent else None
-    return {
-        "generation": generation_id,
-        "percent": traffic_percent,
-        **({"note": restart_note} if restart_note else {}),
-    }
+    return {"generation": generation_id, "percent": traffic_percent, **({"note": restart_note} if restart_note else {})}
 
 
 def status(config: NightConfig) -> dict[str, Any]:
@@ -116,11 +103,7 @@ def status(config: NightConfig) -> dict[str, Any]:
 
 
 def publish(
-    config: NightConfig,
-    generation: str | None = None,
-    *,
-    attempt: str,
-    progress: Progress = quiet,
+    config: NightConfig, generation: str | None = None, *, attempt: str, progress: Progress = quiet
 ) -> dict[str, Any]:
     """Publish the canary's generation like any other; return also its current verdict.
 

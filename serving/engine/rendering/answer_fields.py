@@ -125,11 +125,7 @@ def _build_top_list(
 
 
 def build_list(
-    snapshot: Snapshot,
-    items: NDArray[np.uint32],
-    scores: NDArray[np.float32],
-    k: int,
-    reranker: Reranker | None,
+    snapshot: Snapshot, items: NDArray[np.uint32], scores: NDArray[np.float32], k: int, reranker: Reranker | None
 ) -> Prediction:
     """The first k of these, by their own order or a re-ranker's."""
     selection = slice(k) if reranker is None else reranker.rerank(items, scores, k)
@@ -151,11 +147,7 @@ def age_s(snapshot: Snapshot, now_s: float) -> float:
 
 
 def origin_fields(
-    snapshot: Snapshot,
-    source: Source,
-    producer: str | None,
-    now_s: float,
-    **optional_fields: object,
+    snapshot: Snapshot, source: Source, producer: str | None, now_s: float, **optional_fields: object
 ) -> AnswerJson:
     """The fields of `Origin` behind a prediction, in their order, without `optional_fields` that are None."""
     origin: AnswerJson = {

@@ -28,12 +28,7 @@ from serving.arrow.writer import (
     write_stream,
 )
 from serving.engine.rendering.answer_fields import AnswerJson
-from serving.requests.answers import (
-    ORIGIN_FIELDS,
-    PREDICTION_FIELDS_BY_KIND,
-    Origin,
-    declared_fields,
-)
+from serving.requests.answers import ORIGIN_FIELDS, PREDICTION_FIELDS_BY_KIND, Origin, declared_fields
 
 TABLE_METADATA_KEY = "table"
 """Schema metadata key with the name of the requested table."""
@@ -123,10 +118,7 @@ def _constant_column(field: Field, constant: Any, row_count: int) -> Column:
         return null_number_column(row_count)
     if constant is None or field.kind == "bool":
         return field_column(field, [constant] * row_count)
-    return Column(
-        ((row_count, 0),),
-        (b"", struct.pack(_STRUCT_FORMAT_BY_KIND[field.kind], constant) * row_count),
-    )
+    return Column(((row_count, 0),), (b"", struct.pack(_STRUCT_FORMAT_BY_KIND[field.kind], constant) * row_count))
 
 
 def row_of(origin: AnswerJson) -> OriginRow:
@@ -156,11 +148,7 @@ def _top_columns(
         list_ends = np.arange(list_count + 1, dtype=np.int32) * np.int32(width)
         name_column = _name_column(stored_rows.items)
         score_column = number_column(stored_rows.numbers.ravel())
-        return (
-            list_column(list_ends, name_column),
-            list_column(list_ends, score_column),
-            false_flag_column(row_count),
-        )
+        return (list_column(list_ends, name_column), list_column(list_ends, score_column), false_flag_column(row_count))
     width, short_flags = stored_rows.numbers.shape[1], [False] * row_count
     joined_names_by_row, names_by_row = [b""] * row_count, {}
     item_count_by_row = np.zeros(row_count, np.int32)
@@ -180,16 +168,10 @@ def _top_columns(
     name_sizes, flat_scores = np.empty(list_ends[-1], np.int32), np.empty(list_ends[-1], np.float32)
     stored_slots = list_ends[stored_rows.answer_indices][:, None] + np.arange(width, dtype=np.int32)
     if len(stored_rows.answer_indices):  # without any, even the width of their sizes is nothing
-        name_sizes[stored_slots], flat_scores[stored_slots] = (
-            stored_rows.items.id_sizes,
-            stored_rows.numbers,
-        )
+        name_sizes[stored_slots], flat_scores[stored_slots] = (stored_rows.items.id_sizes, stored_rows.numbers)
     for row, answer in answers.items():
         row_slice = slice(list_ends[row], list_ends[row + 1])
-        name_sizes[row_slice], flat_scores[row_slice] = (
-            list(map(len, names_by_row[row])),
-            answer["scores"],
-        )
+        name_sizes[row_slice], flat_scores[row_slice] = (list(map(len, names_by_row[row])), answer["scores"])
     name_column = _name_column(IdBytes.of(b"".join(joined_names_by_row), name_sizes))
     return (
         list_column(list_ends, name_column),
@@ -199,18 +181,11 @@ def _top_columns(
 
 
 def _name_column(item_names: IdBytes) -> Column:
-    return Column(
-        ((len(item_names.offset_bytes) // 4 - 1, 0),),
-        (b"", item_names.offset_bytes, item_names.joined_ids),
-    )
+    return Column(((len(item_names.offset_bytes) // 4 - 1, 0),), (b"", item_names.offset_bytes, item_names.joined_ids))
 
 
 def _vector_column(
-    field: Field,
-    row_count: int,
-    answers: Mapping[int, AnswerJson],
-    stored_rows: StoredRows,
-    width: int,
+    field: Field, row_count: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows, width: int
 ) -> tuple[Field, Column]:
     """Return the vector column of the table's width; of lists of any size if another night's answers differ."""
     vector_by_row: list[NDArray[np.float32] | None] = [None] * row_count

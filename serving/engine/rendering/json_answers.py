@@ -32,11 +32,7 @@ AGE_FIELD = "age_seconds"
 _ITEMS_KEY, _SCORES_KEY, _SHORT_KEY = [
     answer_field.json_key_bytes for answer_field in PREDICTION_FIELDS_BY_KIND["topk"]
 ]
-_ITEMS_BEGIN, _SCORES_BEGIN, _LIST_END = (
-    _ITEMS_KEY + b"[",
-    b"]" + _SCORES_KEY + b"[",
-    b"]" + _SHORT_KEY + b"false",
-)
+_ITEMS_BEGIN, _SCORES_BEGIN, _LIST_END = (_ITEMS_KEY + b"[", b"]" + _SCORES_KEY + b"[", b"]" + _SHORT_KEY + b"false")
 
 (_VECTOR_KEY,), (_VALUES_KEY, _LABELS_KEY) = [
     [answer_field.json_key_bytes for answer_field in PREDICTION_FIELDS_BY_KIND[kind]] for kind in ("vector", "value")
@@ -102,20 +98,12 @@ def _split_at_age(origin: AnswerJson) -> tuple[bytes, bytes]:
     fields = list(origin.items())
     age_index = list(origin).index(AGE_FIELD)
     fields_before, fields_after = dict(fields[:age_index]), dict(fields[age_index + 1 :])
-    head = b",%b,%b:" % (
-        orjson.dumps(fields_before, option=JSON_OPTIONS)[1:-1],
-        orjson.dumps(AGE_FIELD),
-    )
+    head = b",%b,%b:" % (orjson.dumps(fields_before, option=JSON_OPTIONS)[1:-1], orjson.dumps(AGE_FIELD))
     return head, b"," + orjson.dumps(fields_after)[1:]
 
 
 def answer_start(
-    snapshot: Snapshot,
-    table: Table,
-    hit: Hit,
-    entity_id: str,
-    k: int,
-    filter_mask: FilterMask | None = None,
+    snapshot: Snapshot, table: Table, hit: Hit, entity_id: str, k: int, filter_mask: FilterMask | None = None
 ) -> bytes | None:
     """Return the answer's JSON up to its source, for an entity without an input.
 
@@ -144,12 +132,7 @@ def answer_start(
 
 
 def answer_texts(
-    snapshot: Snapshot,
-    table: Table,
-    ids: Sequence[str],
-    rows: NDArray[Any],
-    k: int,
-    ends: Sequence[bytes],
+    snapshot: Snapshot, table: Table, ids: Sequence[str], rows: NDArray[Any], k: int, ends: Sequence[bytes]
 ) -> list[bytes]:
     """The JSON of each answer from a record that `plain_record_mask` marks; `ends` begin after the prediction."""
     quoted_ids = _id_texts(ids)
@@ -164,16 +147,7 @@ def answer_texts(
     if kind == "topk":
         middle_pieces, after_items = repeat(table_json + _ITEMS_BEGIN), repeat(_SCORES_BEGIN)
         items = snapshot.items.json_texts.lines(rows["items"][:, :k])
-        answer_parts = (
-            head,
-            quoted_ids,
-            middle_pieces,
-            items,
-            after_items,
-            list_texts,
-            repeat(_LIST_END),
-            ends,
-        )
+        answer_parts = (head, quoted_ids, middle_pieces, items, after_items, list_texts, repeat(_LIST_END), ends)
         return [b"".join(answer_pieces) for answer_pieces in zip(*answer_parts, strict=False)]
     field_key, last_piece = _VECTOR_KEY, b"]"
     if kind == "value":

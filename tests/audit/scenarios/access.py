@@ -24,12 +24,7 @@ SCOPES = ("read", "score", "feedback", "events", "explain", "admin")
 def run_access(stage: Stage) -> None:
     """Named tokens with scopes and quotas over two workers, TLS with client certificates, overload."""
     shop = Shop.make(
-        stage.folder / "access",
-        stage.servers,
-        stage.report,
-        stage.seed,
-        Shape(users=80, items=80),
-        "access",
+        stage.folder / "access", stage.servers, stage.report, stage.seed, Shape(users=80, items=80), "access"
     )
     shop.night()
     try:
@@ -59,12 +54,7 @@ def _try_tokens(stage: Stage, shop: Shop) -> None:
         ("GET", "/v1/generations", None, "read"),
         ("POST", "/v1/score", {"user": user, "items": ["x"]}, "score"),
         ("POST", "/v1/feedback", {"event": "click", "canary_key": "x"}, "feedback"),
-        (
-            "POST",
-            "/v1/events",
-            {"events": [{"user": "token user", "item": "x", "id": "t1"}]},
-            "events",
-        ),
+        ("POST", "/v1/events", {"events": [{"user": "token user", "item": "x", "id": "t1"}]}, "events"),
         ("GET", "/v1/explain/user_topk/x", None, "explain"),
         ("POST", "/v1/explain/user_topk", {"entities": [user]}, "explain"),
         ("GET", "/dashboard/data", None, "admin"),
@@ -85,10 +75,7 @@ def _try_tokens(stage: Stage, shop: Shop) -> None:
                 right = right and error.get("scope") == scope and error.get("scopes") == [name]
                 expected = [403, "scope_missing", scope]
             else:
-                right, expected = (
-                    (reply.status, reply.code) == (401, "unauthorized"),
-                    [401, "unauthorized"],
-                )
+                right, expected = ((reply.status, reply.code) == (401, "unauthorized"), [401, "unauthorized"])
             stage.require(
                 right,
                 "scopes",
@@ -129,11 +116,7 @@ def _revoke(stage: Stage, shop: Shop, service: Service, file: Path, token: str) 
         wait_until(is_refused, 5, "every worker refuses the token", 0.05)
     except AssertionError as error:
         stage.report.violate(
-            "revoke",
-            GUARD + "A running service reads a changed file within a second",
-            "",
-            str(error),
-            [],
+            "revoke", GUARD + "A running service reads a changed file within a second", "", str(error), []
         )
     stage.report.count("revocations")
 
@@ -283,11 +266,7 @@ def _roll_workers(stage: Stage, shop: Shop, service: Service, token: str) -> Non
     client.close()
     ready = sum(value for name, value in Client(service.port).metrics().items() if name.startswith("larder_ready"))
     stage.require(
-        ready in (2, 3),
-        "workers",
-        "infra/ENVIRONMENT.md: `count(larder_ready)` is how many answer",
-        "2 or 3",
-        ready,
+        ready in (2, 3), "workers", "infra/ENVIRONMENT.md: `count(larder_ready)` is how many answer", "2 or 3", ready
     )
 
 
@@ -324,12 +303,7 @@ def _try_tls(stage: Stage, shop: Shop) -> None:
             folder, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.pem",
             "-days", "3", "-subj", f"/CN={name}",
         )  # fmt: skip
-    for name, authority in (
-        ("first", "ca"),
-        ("second", "ca"),
-        ("caller", "ca"),
-        ("intruder", "stranger"),
-    ):
+    for name, authority in (("first", "ca"), ("second", "ca"), ("caller", "ca"), ("intruder", "stranger")):
         _issue(folder, name, authority)
     for part in ("pem", "key"):
         (folder / f"service.{part}").write_bytes((folder / f"first.{part}").read_bytes())
@@ -380,10 +354,7 @@ def _try_tls(stage: Stage, shop: Shop) -> None:
         waiting.rename(folder / f"service.{part}")
     try:
         wait_until(
-            lambda: _serial(service.port, context("caller")) != previous_serial,
-            6,
-            "the new certificate is sent",
-            0.1,
+            lambda: _serial(service.port, context("caller")) != previous_serial, 6, "the new certificate is sent", 0.1
         )
     except AssertionError as error:
         stage.report.violate("tls renewal", GUARD + "within two seconds new connections use them", "", str(error), [])
@@ -429,10 +400,7 @@ def _try_overload(stage: Stage, shop: Shop) -> None:
         client = Client(service.port)
         while time.monotonic() < over:
             history = tuple(rng.sample(list(shop.world.items), 5))
-            entities = [
-                Input(f"crowd {number}", history, 1).body(),
-                *rng.sample(shop.world.users, 20),
-            ]
+            entities = [Input(f"crowd {number}", history, 1).body(), *rng.sample(shop.world.users, 20)]
             reply = client.lookup("user_topk", entities, k=5)
             with lock:
                 statuses[reply.status] += 1
@@ -441,17 +409,8 @@ def _try_overload(stage: Stage, shop: Shop) -> None:
                         id_ = entity if isinstance(entity, str) else None
                         had_items = {item for _, _, item in shop.generation.clicks.get(id_ or "", [])}
                         if had_items & set(answer["items"]):
-                            stage.report.violate(
-                                "had",
-                                "under overload",
-                                sorted(had_items),
-                                answer,
-                                client.recent[-1:],
-                            )
-                elif (reply.status, reply.code) != (
-                    503,
-                    "overloaded",
-                ) or "retry-after" not in reply.headers:
+                            stage.report.violate("had", "under overload", sorted(had_items), answer, client.recent[-1:])
+                elif (reply.status, reply.code) != (503, "overloaded") or "retry-after" not in reply.headers:
                     stage.report.violate(
                         "overload",
                         "docs/reference/http-api.md: 503 `overloaded` with `Retry-After`",

@@ -138,11 +138,7 @@ def _try_long_histories(stage: Stage) -> None:
             history = tuple(rng.choice(list(shop.world.items)) for _ in range(rng.randrange(10, 50)))
             shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input(f"long {number}", history, 2), k=5))
         clicks: list[Json] = [
-            {
-                "user": rng.choice(shop.world.users),
-                "item": rng.choice(list(shop.world.items)),
-                "id": f"long {number}",
-            }
+            {"user": rng.choice(shop.world.users), "item": rng.choice(list(shop.world.items)), "id": f"long {number}"}
             for number in range(30)
         ]
         shop.send_events(clicks)
@@ -193,8 +189,7 @@ def _try_near(stage: Stage) -> None:
             right = exact and left_out and answer["scores"] == sorted(answer["scores"], reverse=True)
             if "near" not in answer:
                 ranked = generation.rank_by(
-                    vector,
-                    {i: v for i, v in generation.items.items() if i not in {*history, *excluded}},
+                    vector, {i: v for i, v in generation.items.items() if i not in {*history, *excluded}}
                 )
                 right = right and _floats(answer["scores"]) == _floats([score for score, _ in ranked[:10]])
             stage.require(
@@ -248,12 +243,7 @@ def _try_item_vectors(stage: Stage) -> None:
     """Vectors of items as a source: exact lists, a new item by an event, and in the next night's lists."""
     rng = random.Random(f"vectors {stage.seed}")
     shop = Shop.make(
-        stage.folder / "vectors",
-        stage.servers,
-        stage.report,
-        stage.seed,
-        Shape(users=60, items=80),
-        "form-vectors",
+        stage.folder / "vectors", stage.servers, stage.report, stage.seed, Shape(users=60, items=80), "form-vectors"
     )
     catalogue = Catalogue(
         {f"v/{number}": draw_looks(rng) for number in range(120)},

@@ -137,11 +137,7 @@ def _try_repeats(stage: Stage, shop: Shop, rng: random.Random) -> None:
     )
     for user in {event["user"] for event in events}:
         shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input(user)))
-    twice = {
-        "user": rng.choice(shop.world.users),
-        "item": shop.draw_item(rng),
-        "id": f"twice {rng.random()}",
-    }
+    twice = {"user": rng.choice(shop.world.users), "item": shop.draw_item(rng), "id": f"twice {rng.random()}"}
     reply = shop.client.events([twice, twice])
     stage.require(
         reply.status == 202 and (reply.body["accepted"], reply.body["repeated"]) == (1, 1),
@@ -173,11 +169,7 @@ def _try_inbox(stage: Stage, shop: Shop, rng: random.Random) -> None:
         wait_until(lambda: redis.command("XLEN", name) == b":0\r\n", 10, "the inbox is empty", 0.05)
     except AssertionError as error:
         stage.report.violate(
-            "inbox",
-            EVENTS + "Workers read them by the same rules, and remove them",
-            name,
-            str(error),
-            [],
+            "inbox", EVENTS + "Workers read them by the same rules, and remove them", name, str(error), []
         )
     shop.knowledge.change()
     for event in events:
@@ -276,10 +268,7 @@ def _require_gone(stage: Stage, shop: Shop, rule: str, overlays: set[str], keys:
         ERASE + "deletes the overlays under its id",
         "none of these keys",
         sorted(overlays & keys),
-        [
-            *shop.client.recent[-8:],
-            "larder erase USER; then read the keys larder:1:NS:w:* of the Redis of pages",
-        ],
+        [*shop.client.recent[-8:], "larder erase USER; then read the keys larder:1:NS:w:* of the Redis of pages"],
     )
 
 

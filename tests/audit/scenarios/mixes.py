@@ -12,11 +12,7 @@ from tests.audit.shop import Shape, Shop
 def run_mix(stage: Stage) -> None:
     """Random questions beside every change there is: events, nights, blocks, restarts, losses."""
     rng = random.Random(f"mix {stage.seed}")
-    shape = Shape(
-        users=rng.choice([100, 200, 300]),
-        items=rng.choice([80, 150, 400]),
-        with_vectors=rng.random() < 0.5,
-    )
+    shape = Shape(users=rng.choice([100, 200, 300]), items=rng.choice([80, 150, 400]), with_vectors=rng.random() < 0.5)
     shop = Shop.make(stage.folder / "mix", stage.servers, stage.report, stage.seed, shape, f"mix-{stage.seed}")
     shop.night()
     shop.serve()

@@ -35,11 +35,7 @@ def run_canary(stage: Stage) -> None:
         _ask_keys(stage, shop, rng, arms)
         canary_share = sum(id_ == trial for id_ in arms.values()) / len(arms)
         stage.require(
-            0.3 < canary_share < 0.7,
-            "canary share",
-            CANARY,
-            PERCENT / 100,
-            {"share": canary_share, "keys": len(arms)},
+            0.3 < canary_share < 0.7, "canary share", CANARY, PERCENT / 100, {"share": canary_share, "keys": len(arms)}
         )
         _ask_without_key(stage, shop, live)
         _send_feedback(stage, shop, arms, trial)
@@ -162,10 +158,7 @@ def _send_feedback(stage: Stage, shop: Shop, arms: dict[str, str], trial: str) -
                 [reply.status, reply.body],
                 shop.client.recent[-1:],
             )
-    for feedback in (
-        {"event": "click"},
-        {"event": "click", "generation": trial, "canary_key": "x"},
-    ):
+    for feedback in ({"event": "click"}, {"event": "click", "generation": trial, "canary_key": "x"}):
         reply = shop.client.send("POST", "/v1/feedback", feedback)
         stage.require(
             reply.status == 422,
@@ -183,13 +176,7 @@ def run_experiment(stage: Stage) -> None:
     shape = Shape(users=120, items=80, with_vectors=rng.random() < 0.5)
     store = stage.folder / "store"
     control = Shop.make(
-        stage.folder / "control",
-        stage.servers,
-        stage.report,
-        stage.seed,
-        shape,
-        "control",
-        artifacts=store,
+        stage.folder / "control", stage.servers, stage.report, stage.seed, shape, "control", artifacts=store
     )
     arm_shop = Shop.make(
         stage.folder / "other",
@@ -221,11 +208,7 @@ def run_experiment(stage: Stage) -> None:
         _ask_arms(stage, control, rng, arms, generations, 90)
         inside = sum(arm is not None for arm in arms.values()) / len(arms)
         stage.require(
-            0.6 < inside < 0.95,
-            "experiment share",
-            EXPERIMENT + "each live for a share of the keys",
-            0.8,
-            inside,
+            0.6 < inside < 0.95, "experiment share", EXPERIMENT + "each live for a share of the keys", 0.8, inside
         )
         control.send_events(control.draw_events(rng, 8))
         control.block(item=rng.choice(list(control.world.items)), user=rng.choice(control.world.users))
@@ -234,13 +217,7 @@ def run_experiment(stage: Stage) -> None:
         for arm in ("control", "b"):
             for _ in range(8):
                 lookup = replace(control.draw_ask(rng), generation=None, arm=f"ranker={arm}")
-                _check_arm(
-                    stage,
-                    control,
-                    control.checker.judge_lookups(control.client, lookup),
-                    arm,
-                    generations,
-                )
+                _check_arm(stage, control, control.checker.judge_lookups(control.client, lookup), arm, generations)
         reply = control.client.lookup("user_topk", ["x"], arm="ranker=nobody")
         stage.require(
             (reply.status, reply.code) == (409, "arm_gone"),
@@ -277,10 +254,7 @@ def run_experiment(stage: Stage) -> None:
 
 def _wait_for_arm(shop: Shop, arm: str) -> None:
     wait_until(
-        lambda: shop.client.lookup("user_topk", ["x"], arm=arm, k=1).status == 200,
-        30,
-        f"the arm {arm} is loaded",
-        0.1,
+        lambda: shop.client.lookup("user_topk", ["x"], arm=arm, k=1).status == 200, 30, f"the arm {arm} is loaded", 0.1
     )
     shop.knowledge.change()
     wait_until(shop.knowledge.is_settled, 5, "the experiment has travelled", 0.1)
@@ -288,11 +262,7 @@ def _wait_for_arm(shop: Shop, arm: str) -> None:
 
 
 def _check_arm(
-    stage: Stage,
-    shop: Shop,
-    answers: list[Json],
-    arm: str | None,
-    generations: dict[str | None, str],
+    stage: Stage, shop: Shop, answers: list[Json], arm: str | None, generations: dict[str | None, str]
 ) -> None:
     for answer in answers:
         right = answer.get("arm") == arm and answer.get("experiment") == ("ranker" if arm else None)

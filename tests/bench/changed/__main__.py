@@ -45,20 +45,8 @@ from tests.bench.tools.topk_cases import NO_DATA, real_case, real_file
 
 FIRST = datetime(2026, 11, 1, tzinfo=UTC)
 NEW_CLICKS = 3
-COST_RATIOS_MAX = {
-    "none": 0.12,
-    "users_1pct": 0.15,
-    "users_10pct": 0.25,
-    "items_01pct": 0.45,
-    "all": 1.03,
-}
-CHANGED_USER_SHARES = {
-    "none": 0.0,
-    "users_1pct": 0.01,
-    "users_10pct": 0.1,
-    "items_01pct": 0.1,
-    "all": 1.0,
-}
+COST_RATIOS_MAX = {"none": 0.12, "users_1pct": 0.15, "users_10pct": 0.25, "items_01pct": 0.45, "all": 1.03}
+CHANGED_USER_SHARES = {"none": 0.0, "users_1pct": 0.01, "users_10pct": 0.1, "items_01pct": 0.1, "all": 1.0}
 OTHER_ITEMS = 0.001
 
 
@@ -94,14 +82,7 @@ class RepeatableNight:
         if not self.generation:
             return
         root = self.root
-        for name in (
-            "tables",
-            "directory",
-            "items",
-            "work/partition",
-            "work/inputs",
-            "work/reasons",
-        ):
+        for name in ("tables", "directory", "items", "work/partition", "work/inputs", "work/reasons"):
             shutil.rmtree(root / name, ignore_errors=True)
         for path in [*(root / "work").glob("shard-*.json"), *map(root.joinpath, REMADE)]:
             path.unlink(missing_ok=True)
@@ -120,10 +101,7 @@ class RepeatableNight:
 
     def reasons(self) -> dict[str, int]:
         """Users by reason."""
-        build, user_count_by_reason = (
-            Build.of(self.config, {"generation": self.generation}),
-            dict[str, int](),
-        )
+        build, user_count_by_reason = (Build.of(self.config, {"generation": self.generation}), dict[str, int]())
         for shard in range(self.config.shards):
             reasons = build.need_report(shard_report_name(shard))["users"]["reasons"] or {}
             for name, count in reasons.items():
@@ -141,8 +119,7 @@ def write_day(path: Path, histories: Histories, copies: int, user_share: float, 
     clicked_items = (items * rng.random(NEW_CLICKS * len(clicking_rows)) ** 2.5).astype(np.int64)
     seconds = int(at.timestamp()) - rng.integers(1, 86_400, len(clicked_items))
     pq.write_table(
-        pa.table({"user": users, "item": pa.array(clicked_items).cast(pa.string()), "timestamp": seconds}),
-        path,
+        pa.table({"user": users, "item": pa.array(clicked_items).cast(pa.string()), "timestamp": seconds}), path
     )
 
 

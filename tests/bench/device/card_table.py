@@ -33,11 +33,7 @@ def card_of(name: str, folder: Path = RESULTS) -> Card:
     figures = _figures(folder / f"gpu-{name}.json")
     low_dims_cost, high_dims_cost = (list_cost(figures, case, dims) for dims, case in CASES.items())
     shard = folder / f"shard-{name}.json"
-    return Card(
-        figures["device_name"],
-        (low_dims_cost, high_dims_cost),
-        shard_cost(shard) if shard.exists() else None,
-    )
+    return Card(figures["device_name"], (low_dims_cost, high_dims_cost), shard_cost(shard) if shard.exists() else None)
 
 
 def list_cost(figures: dict[str, Any], case: str, dims: int) -> ListCost:

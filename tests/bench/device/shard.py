@@ -43,8 +43,7 @@ def kernel_of(shards: DrawnShards) -> tuple[int, Callable[[], float]]:
     users = np.concatenate([encoded_chunk.outputs_by_model["user_tower"] for encoded_chunk in chunks])
     ends = np.cumsum(np.concatenate([np.diff(encoded_chunk.seen_items.indptr) for encoded_chunk in chunks]))
     seen_items = Histories(
-        np.concatenate([[0], ends]),
-        np.concatenate([encoded_chunk.seen_items.indices for encoded_chunk in chunks]),
+        np.concatenate([[0], ends]), np.concatenate([encoded_chunk.seen_items.indices for encoded_chunk in chunks])
     )
     scoring_device = shards.scorers.at(0)
     scorer = scoring_device.of(works[0].items, "inner_product")

@@ -32,10 +32,7 @@ class Bench:
         self.world, self.service, self.runner = world, service, runner
         self._numbers = itertools.count(1)
         known_users, self._items = world.known_users, world.items
-        self.without, self.clicking = (
-            known_users[: len(known_users) // 2],
-            known_users[len(known_users) // 2 :],
-        )
+        self.without, self.clicking = (known_users[: len(known_users) // 2], known_users[len(known_users) // 2 :])
 
     def click(self, user: str) -> None:
         """One more event of a user, counted at once."""

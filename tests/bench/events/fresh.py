@@ -208,10 +208,7 @@ def report_delays(report: Report, clicks: FollowedEvents, outcomes: Sequence[Out
     report.ratios["p50_ms"] = Ratio(middle, halves[0] / halves[1], len(last), middle, 1.0, AA_TOLERANCE)
     report.ratios["p99_ms"] = Ratio(slow, 1.0, len(last), slow, 1.0)
     shared = "all replicas, callers and both Redis share few cores"
-    report.promises = {
-        "p50_ms": Promise(maximum=50.0, quick=shared),
-        "p99_ms": Promise(maximum=1_000.0, quick=shared),
-    }
+    report.promises = {"p50_ms": Promise(maximum=50.0, quick=shared), "p99_ms": Promise(maximum=1_000.0, quick=shared)}
     figures = report.figures
     figures["events"], figures["never seen"] = len(last), int(np.isinf(last).sum())
     for name, values in (

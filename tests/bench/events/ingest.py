@@ -70,18 +70,7 @@ def service(folder: Path, url: str) -> Iterator[Program]:
         "LARDER_CONFIG": str(folder / "larder.toml"), "LARDER_NAMESPACE": KEYS.namespace, "REDIS_URL": url,
         "LARDER_ARTIFACTS": str(folder / "artifacts"), "LARDER_STATE": str(folder / "state"), "PYTHONPATH": str(ROOT),
     }  # fmt: skip
-    command = [
-        "env",
-        "-C",
-        str(ROOT),
-        sys.executable,
-        "-m",
-        "serving",
-        "--port",
-        "0",
-        "--log-level",
-        "error",
-    ]
+    command = ["env", "-C", str(ROOT), sys.executable, "-m", "serving", "--port", "0", "--log-level", "error"]
     with program(command, folder / "serving.log", environ) as running:
         yield running
 
@@ -145,10 +134,7 @@ def measure(report: Report, folder: Path, options: Options) -> None:
     """Both ways beside the baseline, in alternating rounds."""
     numbers = itertools.count()
     batches, singles = (60, 2_000) if options.quick else (200, 10_000)
-    with (
-        durable_redis(folder / "redis", "everysec") as server,
-        service(folder, server.url) as target,
-    ):
+    with durable_redis(folder / "redis", "everysec") as server, service(folder, server.url) as target:
         with server.client() as client:
             report.figures["redis"] = str(client.info("server")["redis_version"])
             pin(int(client.info("server")["process_id"]), -1)

@@ -71,11 +71,7 @@ def one_time(case: Case, settle: int, count: int) -> list[tuple[float, float, fl
     users = random.Random(0).sample(case.users, min(2_000, len(case.users)))
     lookups = [request(path_of(user)) for user in users]
     on = {"LARDER_CONFIG": str(case.folder / "larder.toml")}
-    with (
-        served(case, "on", on) as with_events,
-        served(case, "off", {}) as off,
-        served(case, "again", {}) as second_off,
-    ):
+    with served(case, "on", on) as with_events, served(case, "off", {}) as off, served(case, "again", {}) as second_off:
         if not poll_until(lambda: counts_others(with_events), 60.0, every_s=0.2):
             raise RuntimeError("the events of others are not counted")
         targets = with_events, off, second_off

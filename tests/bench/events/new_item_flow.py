@@ -104,10 +104,7 @@ class Flow:
 
     def _bring(self) -> None:
         number = next(self._numbers)
-        features: dict[str, Any] = {
-            "looks": tuple(self._rng.standard_normal(DIMS).tolist()),
-            "brand": "acme",
-        }
+        features: dict[str, Any] = {"looks": tuple(self._rng.standard_normal(DIMS).tolist()), "brand": "acme"}
         event = Event(f"n{number}", number, None, b"new-%d" % number, features=features)
         at = Position(int(time.time() * 1000) + number, 0)
         newer_events_of(self._service).add(at, event)

@@ -75,10 +75,7 @@ class Paired:
             aa_interval = Interval.of(self.first[:, cost] / self.first_repeated[:, cost], rng)
             figure_by_label[f"{name}, {kind}: ratio, 95 %"] = str(ratio)
             figure_by_label[f"{name}, {kind}: A/A, 95 %"] = str(aa_interval)
-        for kind, over, under in (
-            (candidate_name, self.candidate, middle),
-            ("A/A", self.first_repeated, self.first),
-        ):
+        for kind, over, under in ((candidate_name, self.candidate, middle), ("A/A", self.first_repeated, self.first)):
             apart_ms = 1e3 * (over[:, 0] - under[:, 0])
             for percent in (50, 99):
                 value = float(np.percentile(apart_ms, percent))

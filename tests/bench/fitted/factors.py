@@ -6,12 +6,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from precompute.adapters.factorisations import (
-    from_implicit,
-    from_lightfm,
-    from_rectools,
-    from_sklearn,
-)
+from precompute.adapters.factorisations import from_implicit, from_lightfm, from_rectools, from_sklearn
 from precompute.adapters.item_weights import ease, from_item_weights
 from tests.bench.fitted.cut import ITEMS, TOP, USERS, Cut
 from tests.bench.fitted.fitted import Fitted
@@ -118,10 +113,7 @@ def warp(cut: Cut) -> Fitted:
     model.fit(clicks, epochs=20)
 
     def scores() -> Any:
-        users, items = (
-            np.repeat(cut.evaluated_users, ITEMS),
-            np.tile(np.arange(ITEMS), len(cut.evaluated_users)),
-        )
+        users, items = (np.repeat(cut.evaluated_users, ITEMS), np.tile(np.arange(ITEMS), len(cut.evaluated_users)))
         return model.predict(users, items).reshape(-1, ITEMS)
 
     return Fitted(lambda to: from_lightfm(model, clicks, to=to), lambda: cut.rank_items(scores()))

@@ -10,11 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from precompute.adapters.torch_libraries import (
-    from_recbole,
-    from_rechub,
-    from_sentence_transformer,
-)
+from precompute.adapters.torch_libraries import from_recbole, from_rechub, from_sentence_transformer
 from tests.bench.fitted.cut import GENRES, ITEMS, USERS, Cut
 from tests.bench.fitted.fitted import Fitted
 
@@ -162,7 +158,4 @@ def sentences(cut: Cut) -> Fitted:
         means = cut.matrix[cut.evaluated_users] @ rows
         return cut.rank_items(means @ rows.T)
 
-    return Fitted(
-        lambda to: from_sentence_transformer(model, range(ITEMS), texts, to=to, clicks=cut.matrix),
-        lists,
-    )
+    return Fitted(lambda to: from_sentence_transformer(model, range(ITEMS), texts, to=to, clicks=cut.matrix), lists)

@@ -52,10 +52,7 @@ def measure(kind: Kind) -> dict[str, Any]:
     cut = draw()
     fitted = kind.fit(cut)
     expected_lists = fitted.lists()
-    with (
-        TemporaryDirectory() as folder_name,
-        join_or_start_server(Path(folder_name) / "redis") as redis,
-    ):
+    with TemporaryDirectory() as folder_name, join_or_start_server(Path(folder_name) / "redis") as redis:
         folder, environ = Path(folder_name) / "shop", {"REDIS_URL": redis.url}
         started = time.perf_counter()
         import_report = fitted.put(folder)

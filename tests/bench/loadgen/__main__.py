@@ -157,8 +157,7 @@ def measure(report: Report, case: Case, lengths: Lengths, logs: Path, stack: Exi
     bare, bare_many = (
         stack.enter_context(
             program(
-                [sys.executable, "-m", "tests.bench.tools.bare_asgi", body_path],
-                case.folder / f"{body_path.stem}.log",
+                [sys.executable, "-m", "tests.bench.tools.bare_asgi", body_path], case.folder / f"{body_path.stem}.log"
             )
         )
         for body_path in (single_body_path, batch_body_path)
@@ -176,21 +175,12 @@ def measure(report: Report, case: Case, lengths: Lengths, logs: Path, stack: Exi
 
     def record_ratio(baseline: Run, candidate: Run, rounds: int, *, tolerance: float = 0.05) -> None:
         ratio_by_name = alternate(
-            baseline,
-            {"": candidate},
-            rounds=rounds,
-            rounds_max=rounds,
-            tolerance=tolerance,
-            warm=False,
+            baseline, {"": candidate}, rounds=rounds, rounds_max=rounds, tolerance=tolerance, warm=False
         )
         report.ratios[name] = ratio_by_name[""]
 
     name = "offline_vs_bare_asgi"
-    record_ratio(
-        offline(floor, lengths.scenario_s),
-        offline(larder_target, lengths.scenario_s),
-        lengths.rounds,
-    )
+    record_ratio(offline(floor, lengths.scenario_s), offline(larder_target, lengths.scenario_s), lengths.rounds)
     rate_max_by_target = {
         server_target.name: 1.1 * max(run.per_s for run in server_target.runs)
         for server_target in (larder_target, floor)
@@ -214,10 +204,7 @@ def measure(report: Report, case: Case, lengths: Lengths, logs: Path, stack: Exi
     server_ratio = report.ratios[name]
     if not (server_ratio.baseline and server_ratio.candidate):
         del report.ratios[name]
-    for server_target, rate in (
-        (floor, server_ratio.baseline),
-        (larder_target, server_ratio.candidate),
-    ):
+    for server_target, rate in ((floor, server_ratio.baseline), (larder_target, server_ratio.candidate)):
         if rate:
             describe(report, server_target.name, *last(server_target, rate, lengths.last_s))
         else:
@@ -236,11 +223,7 @@ def main() -> None:
     lengths = QUICK if options.quick else LONG if arguments.long else STANDARD
     report = Report("loadgen", ("fastapi", "uvicorn", "uvloop", "redis", "onnxruntime", "faiss-cpu"))
     if is_there():
-        with (
-            own_server() as redis,
-            TemporaryDirectory(prefix="larder-bench-") as folder,
-            ExitStack() as stack,
-        ):
+        with own_server() as redis, TemporaryDirectory(prefix="larder-bench-") as folder, ExitStack() as stack:
             case = make_case(Path(folder), redis.url, options.quick)
             measure(report, case, lengths, arguments.logs, stack)
         unpin()

@@ -79,13 +79,7 @@ class Driver:
         """Called by LoadGen with the samples of one query, or of several that were due."""
         if self._is_together:
             entities = b",".join(self._text(self.samples[query_sample.index].entity) for query_sample in queries)
-            self._send(
-                Query(
-                    [query_sample.id for query_sample in queries],
-                    self._batch_request(entities),
-                    False,
-                )
-            )
+            self._send(Query([query_sample.id for query_sample in queries], self._batch_request(entities), False))
             return
         for query_sample in queries:
             sample = self.samples[query_sample.index]

@@ -30,17 +30,11 @@ def write_samples(case: Case, path: Path, count: int, *, seed: int = 0) -> float
     with path.open("w") as lines:
         for at, new in zip(drawn, is_new.tolist(), strict=True):
             if not new:
-                sample = {
-                    "request": [request(path_of(users[at])).decode()],
-                    "entity": [json.dumps(users[at])],
-                }
+                sample = {"request": [request(path_of(users[at])).decode()], "entity": [json.dumps(users[at])]}
             else:
                 history = rng.choice(items, int(rng.integers(5, 31)), replace=False).tolist()
                 entity = json.dumps({"id": f"stranger-{_NUMBER}", "history": history})
                 body = json.dumps({"entities": [json.loads(entity)], "k": K}).encode()
-                sample = {
-                    "request": request(PATH, body).decode().split(_NUMBER),
-                    "entity": entity.split(_NUMBER),
-                }
+                sample = {"request": request(PATH, body).decode().split(_NUMBER), "entity": entity.split(_NUMBER)}
             lines.write(json.dumps(sample) + "\n")
     return float(is_new.mean())

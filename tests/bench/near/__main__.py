@@ -71,10 +71,7 @@ def learn(near: NearMatches, stream: HistoryStream) -> int:
 
 
 def through(
-    runner: asyncio.Runner,
-    pool: ThreadPoolExecutor,
-    inference: ComputeBatch,
-    stream: Callable[[], list[InferenceJob]],
+    runner: asyncio.Runner, pool: ThreadPoolExecutor, inference: ComputeBatch, stream: Callable[[], list[InferenceJob]]
 ) -> Measured:
     """Callers through the micro-batcher who each ask again as soon as they are answered."""
     config = ServingConfig()
@@ -133,10 +130,7 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
     count = 1_024 if options.quick else 4_096
     freeze_objects()
     near.outcome_counts_by_table[TABLE].clear()
-    with (
-        ThreadPoolExecutor(1, "larder-live") as pool,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
+    with ThreadPoolExecutor(1, "larder-live") as pool, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         # Each its own: what the one is asked, the other has not seen.
         baseline_stream = HistoryStream(snapshot, TABLE, known_histories, seed=1)
         reuse = functools.partial(compute, reuse=near)

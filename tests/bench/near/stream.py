@@ -19,13 +19,7 @@ RECENT = 500
 class HistoryStream:
     """Jobs without an end: histories of users of the night with other items among them, and near-duplicates."""
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        table: str,
-        known_histories: Sequence[Sequence[str]],
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, snapshot: Snapshot, table: str, known_histories: Sequence[Sequence[str]], seed: int = 0) -> None:
         self._snapshot = snapshot
         self._table = table
         self._known_histories = [history for history in known_histories if len(history) >= 5]

@@ -16,10 +16,7 @@ def app_of(body: bytes) -> Callable[..., Awaitable[None]]:
     start: Message = {
         "type": "http.response.start",
         "status": 200,
-        "headers": [
-            (b"content-length", b"%d" % len(body)),
-            (b"content-type", b"application/json"),
-        ],
+        "headers": [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")],
     }
     end: Message = {"type": "http.response.body", "body": body}
 

@@ -92,9 +92,7 @@ def columns_of(answer: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def differing(
-    rows: Mapping[str, Row],
-    forms: Mapping[str, Mapping[str, Any]],
-    larder_answers: Sequence[Mapping[str, Any]],
+    rows: Mapping[str, Row], forms: Mapping[str, Mapping[str, Any]], larder_answers: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Users whose row is not what Feast answered in every form and what our service answered (`larder_answers`)."""
     wrong: dict[str, None] = {}

@@ -74,13 +74,7 @@ class Recording:
 
 
 def _main(
-    urls: list[str],
-    paths: list[str],
-    rate: float,
-    seed: int,
-    calls_path: str,
-    started: Event,
-    over: Event,
+    urls: list[str], paths: list[str], rate: float, seed: int, calls_path: str, started: Event, over: Event
 ) -> None:
     gc.disable()  # a pause of the caller would look like one of the service
     calls = asyncio.run(_call_all(urls, paths, rate, seed, started, over))
@@ -115,14 +109,7 @@ async def _call_all(
 
 
 async def _call_on_connection(
-    url: str,
-    paths: list[str],
-    rng: np.random.Generator,
-    calls: Calls,
-    over: Event,
-    *,
-    first: float,
-    every: float,
+    url: str, paths: list[str], rng: np.random.Generator, calls: Calls, over: Event, *, first: float, every: float
 ) -> None:
     due, drawn, at = first, np.empty(0, np.int64), 0
     async with HttpConnection(url) as connection:

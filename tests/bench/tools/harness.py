@@ -180,12 +180,7 @@ def alternate(
     baseline's own ratio is out of tolerance; the candidates' ratios have no say in it.
     """
     ratio_by_pair = compare(
-        {"": baseline},
-        candidates,
-        rounds=rounds,
-        rounds_max=rounds_max,
-        tolerance=tolerance,
-        warm=warm,
+        {"": baseline}, candidates, rounds=rounds, rounds_max=rounds_max, tolerance=tolerance, warm=warm
     )
     return {candidate: ratio for (_, candidate), ratio in ratio_by_pair.items()}
 

@@ -117,11 +117,7 @@ def _is_whole(data: bytearray) -> bool:
 
 
 def call(
-    where: tuple[str, int],
-    times: Path,
-    requests: Sequence[bytes],
-    due: Sequence[float],
-    deadline_s: float,
+    where: tuple[str, int], times: Path, requests: Sequence[bytes], due: Sequence[float], deadline_s: float
 ) -> Answered:
     """One run, for a process of its own."""
     return Calls(where, times, deadline_s).run(requests, due)

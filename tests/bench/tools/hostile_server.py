@@ -48,10 +48,7 @@ class Times:
     def drain_times(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """All times since the last call, and which of them are of a GET."""
         count = int(self._count[0])
-        durations_and_kinds = (
-            self._durations_ns[:count].copy(),
-            self._is_get[:count].astype(np.bool_),
-        )
+        durations_and_kinds = (self._durations_ns[:count].copy(), self._is_get[:count].astype(np.bool_))
         self._count[0] = 0
         return durations_and_kinds
 

@@ -59,8 +59,7 @@ def list_hops(task: str, roots: Sequence[Call]) -> list[WayHop]:
         for call_target in path:
             module, function = call_target
             hop_by_target.setdefault(
-                call_target,
-                WayHop(task, module, function, deed_text if call_target == path[-1] else ""),
+                call_target, WayHop(task, module, function, deed_text if call_target == path[-1] else "")
             )
     return list(hop_by_target.values())
 

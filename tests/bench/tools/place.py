@@ -37,10 +37,7 @@ def unpin() -> None:
 @contextmanager
 def own_server(core: int = -1) -> Iterator[RedisServer]:
     """A Redis of the bench's own, pinned to one core (by default the last)."""
-    with (
-        TemporaryDirectory(prefix="larder-bench-") as folder,
-        join_or_start_server(Path(folder)) as running,
-    ):
+    with TemporaryDirectory(prefix="larder-bench-") as folder, join_or_start_server(Path(folder)) as running:
         pin(running.pid, core)
         yield running
 

@@ -183,9 +183,4 @@ class WTinyLfu:
             self._rows = [bytearray(np.frombuffer(row, np.uint8) // 2) for row in self._rows]
 
 
-POLICIES: dict[str, Callable[[int], Policy]] = {
-    "lru": Lru,
-    "sieve": Sieve,
-    "s3-fifo": S3Fifo,
-    "w-tinylfu": WTinyLfu,
-}
+POLICIES: dict[str, Callable[[int], Policy]] = {"lru": Lru, "sieve": Sieve, "s3-fifo": S3Fifo, "w-tinylfu": WTinyLfu}

@@ -77,10 +77,7 @@ def drive(target: Program, requests: Sequence[bytes], count: int, connections: i
 
 
 def _drive(
-    selector: selectors.BaseSelector,
-    sockets: Sequence[socket.socket],
-    requests: Sequence[bytes],
-    count: int,
+    selector: selectors.BaseSelector, sockets: Sequence[socket.socket], requests: Sequence[bytes], count: int
 ) -> None:
     sent_count = answered_count = 0
     for client_socket in sockets[:count]:

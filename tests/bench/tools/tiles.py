@@ -72,14 +72,7 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     hidden = fused.sort_hidden_ordinals(pairs, count, len(items))
     required_counts = torch.full((count,), FETCH, dtype=torch.int32, device=device)
     compute_bounds = partial(
-        fused.select_entries,
-        on,
-        columns,
-        queries,
-        required_counts,
-        CAPACITY,
-        tiles,
-        estimating=True,
+        fused.select_entries, on, columns, queries, required_counts, CAPACITY, tiles, estimating=True
     )
     kept_entries, left_out = compute_bounds()
     keys = fused.compute_exact_keys(on, columns, queries, hidden, kept_entries, left_out, tiles)
@@ -132,17 +125,7 @@ def main() -> None:
             required_counts = torch.full((count,), FETCH, dtype=torch.int32, device=device)
             tiles = fused.Tiles(rows, wide, warps, stages, resident)
             try:
-                took_s = seconds(
-                    partial(
-                        fused.select_entries,
-                        on,
-                        on.whole,
-                        queries,
-                        required_counts,
-                        CAPACITY,
-                        tiles,
-                    )
-                )
+                took_s = seconds(partial(fused.select_entries, on, on.whole, queries, required_counts, CAPACITY, tiles))
             except Exception as error:
                 print(f"  {tiles}: {type(error).__name__} {str(error)[:80]}", flush=True)
                 continue

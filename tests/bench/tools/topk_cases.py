@@ -65,7 +65,5 @@ def random_case(users: int, items: int, dims: int, *, seed: int = 0) -> Case:
     lengths = np.clip(8 * rng.pareto(1.6, users) + 8, 8, 800).astype(np.int64)
     histories = Histories.of([rng.choice(items, count, replace=False) for count in lengths])
     return Case(
-        rng.standard_normal((users, dims), np.float32),
-        rng.standard_normal((items, dims), np.float32),
-        histories,
+        rng.standard_normal((users, dims), np.float32), rng.standard_normal((items, dims), np.float32), histories
     )

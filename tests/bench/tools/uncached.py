@@ -22,12 +22,7 @@ class NoTiers(TieredCache):
         return None
 
     async def get_many(
-        self,
-        view: SnapshotView,
-        record_keys: Sequence[RecordKey],
-        deadline: float,
-        *,
-        is_counted: bool = True,
+        self, view: SnapshotView, record_keys: Sequence[RecordKey], deadline: float, *, is_counted: bool = True
     ) -> list[ReadResult]:
         """Nothing is stored."""
         return [_NOWHERE] * len(record_keys)

@@ -40,10 +40,7 @@ def checkouts() -> Checkouts:
 def nights(checkouts: Checkouts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nights]:
     """A night of each checkout over the same sources, each in a store and a Redis of its own."""
     folder = tmp_path_factory.mktemp("nights")
-    with (
-        running_redis(folder / "redis-left") as left_url,
-        running_redis(folder / "redis-right") as right,
-    ):
+    with running_redis(folder / "redis-left") as left_url, running_redis(folder / "redis-right") as right:
         yield run_nights(folder, checkouts, (left_url, right))
 
 

@@ -25,12 +25,7 @@ MOMENTARY_STALE: Final = frozenset({"events_behind"})
 _TEXT, _NUMBER = rb'"(?:[^"\\]|\\.)*"', rb"-?[0-9][0-9.eE+-]*"
 _MASKS: Final = re.compile(
     b'"(%b)":%b|"(%b)":%b'
-    % (
-        "|".join(sorted(ACCEPTED_AT | PROSE)).encode(),
-        _TEXT,
-        "|".join(sorted(AGES)).encode(),
-        _NUMBER,
-    )
+    % ("|".join(sorted(ACCEPTED_AT | PROSE)).encode(), _TEXT, "|".join(sorted(AGES)).encode(), _NUMBER)
 )
 _STALE: Final = re.compile(rf',"stale":"(?:{"|".join(sorted(MOMENTARY_STALE))})"'.encode())
 _MISSING: Final = object()
@@ -52,9 +47,7 @@ def difference(left: Answer, right: Answer, *, is_shape: bool = False) -> Differ
     """The first difference of two answers, None if they are alike; `is_shape`: names and types of fields alone."""
     if left.status != right.status:
         return Difference(
-            "status",
-            f"{left.status} {left.body[:_SHOWN_CHARS]!r}",
-            f"{right.status} {right.body[:_SHOWN_CHARS]!r}",
+            "status", f"{left.status} {left.body[:_SHOWN_CHARS]!r}", f"{right.status} {right.body[:_SHOWN_CHARS]!r}"
         )
     if (of_headers := _difference_of_headers(left, right)) is not None:
         return of_headers
@@ -139,8 +132,7 @@ def _difference_of_streams(left: bytes, right: bytes) -> Difference | None:
         if not before[name].equals(after[name]):
             rows = zip(before[name].to_pylist(), after[name].to_pylist(), strict=True)
             differing = next(
-                ((row, pair) for row, pair in enumerate(rows) if pair[0] != pair[1]),
-                (0, ("bits", "bits")),
+                ((row, pair) for row, pair in enumerate(rows) if pair[0] != pair[1]), (0, ("bits", "bits"))
             )
             return Difference(f"column {name}[{differing[0]}]", *differing[1])
     return None

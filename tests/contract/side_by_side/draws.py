@@ -11,12 +11,7 @@ from tests.contract.side_by_side.exchange import AS_OF
 from tests.contract.side_by_side.world import BRANDS, FEATURE_TEXT_BYTES, TAGS, ShopFacts
 from tests.integration.feature_towers import COUNTRIES, DIMS
 
-WIDTHS: Final[Mapping[str, int]] = {
-    "user_topk": 40,
-    "near_topk": 10,
-    "item_similar": 20,
-    "brands": 15,
-}
+WIDTHS: Final[Mapping[str, int]] = {"user_topk": 40, "near_topk": 10, "item_similar": 20, "brands": 15}
 """Tables of lists, and the length of their lists."""
 TABLES: Final = (*WIDTHS, "user_vector", "item_vector", "user_mood")
 OF_ITEMS: Final = frozenset({"item_similar", "item_vector"})
@@ -147,10 +142,7 @@ class Draw:
         if self.chance(0.6) or not rerank_spec:
             diversify: dict[str, Any] = {"mmr": rng.choice((0.2, 0.8, 1))}
             if self.chance(0.7):
-                diversify |= {
-                    "attribute": rng.choice(("brand", "tags")),
-                    "most": rng.randrange(1, 4),
-                }
+                diversify |= {"attribute": rng.choice(("brand", "tags")), "most": rng.randrange(1, 4)}
             if self.chance(0.4) and "most" in diversify:
                 del diversify["mmr"]
             rerank_spec["diversify"] = diversify

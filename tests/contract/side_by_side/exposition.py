@@ -9,18 +9,7 @@ from tests.contract.side_by_side.decided import ADDED_METRICS
 from tests.contract.side_by_side.differences import Difference
 
 CHANCE: Final = frozenset(
-    {
-        "le",
-        "stage",
-        "quantile",
-        "generation",
-        "version",
-        "collector",
-        "loop",
-        "name",
-        "replica",
-        "host",
-    }
+    {"le", "stage", "quantile", "generation", "version", "collector", "loop", "name", "replica", "host"}
 )
 """Labels whose values depend on the machine, the moment or the run."""
 

@@ -13,14 +13,7 @@ from tests.contract.side_by_side.world import LIMITS
 
 _JSON: Final = ("Content-Type", "application/json")
 _LOOKUP: Final = "/v1/lookup/user_topk"
-_TARGETS: Final = (
-    _LOOKUP,
-    "/v1/lookup",
-    "/v1/score",
-    "/v1/feedback",
-    "/v1/events",
-    "/v1/explain/user_topk",
-)
+_TARGETS: Final = (_LOOKUP, "/v1/lookup", "/v1/score", "/v1/feedback", "/v1/events", "/v1/explain/user_topk")
 
 
 def _post(target: str, body: object, *headers: tuple[str, str]) -> Request:
@@ -30,15 +23,7 @@ def _post(target: str, body: object, *headers: tuple[str, str]) -> Request:
 
 def _unknown_route(draw: Draw) -> Request:
     target = draw.rng.choice(
-        (
-            "/",
-            "/v1",
-            "/v2/lookup/user_topk/x",
-            "/v1/lookup/",
-            "/v1/%6cookup/user_topk/x",
-            "//",
-            "/x",
-        )
+        ("/", "/v1", "/v2/lookup/user_topk/x", "/v1/lookup/", "/v1/%6cookup/user_topk/x", "//", "/x")
     )
     return Request("refused", draw.rng.choice(("GET", "POST")), target)
 
@@ -110,10 +95,7 @@ def _bad_features(draw: Draw) -> Request:
     entity = {"id": draw.user(), "features": draw.rng.choice(BAD_FEATURES)}
     if draw.chance(0.3):
         entity["history"] = draw.history()
-    return _post(
-        f"/v1/lookup/{draw.rng.choice(('user_topk', 'user_mood', 'item_vector'))}",
-        {"entities": [entity]},
-    )
+    return _post(f"/v1/lookup/{draw.rng.choice(('user_topk', 'user_mood', 'item_vector'))}", {"entities": [entity]})
 
 
 def _too_much(draw: Draw) -> Request:
@@ -192,21 +174,10 @@ WIRES: Final = (
     _wired("GET /healthz", _HOST),
     _wired("CONNECT larder.test:80 HTTP/1.1", _HOST),
     _wired("POST /v1/lookup/user_topk HTTP/1.1", _HOST, "Content-Length: -1"),
-    _wired(
-        "POST /v1/lookup/user_topk HTTP/1.1",
-        _HOST,
-        "Content-Length: 2",
-        "Content-Length: 3",
-        body=b"{}",
-    ),
+    _wired("POST /v1/lookup/user_topk HTTP/1.1", _HOST, "Content-Length: 2", "Content-Length: 3", body=b"{}"),
     _wired("POST /v1/lookup/user_topk HTTP/1.1", _HOST, "Transfer-Encoding: gzip"),
     _wired("POST /v1/lookup/user_topk HTTP/1.1", _HOST, "Transfer-Encoding: chunked", body=b"xx\r\n"),
-    _wired(
-        "POST /v1/feedback HTTP/1.1",
-        _HOST,
-        "Transfer-Encoding: chunked",
-        body=b"2\r\n{}\r\n0\r\nX: y\r\n\r\n",
-    ),
+    _wired("POST /v1/feedback HTTP/1.1", _HOST, "Transfer-Encoding: chunked", body=b"2\r\n{}\r\n0\r\nX: y\r\n\r\n"),
     _wired("GET /healthz HTTP/1.1", _HOST, "Connection: close"),
     _wired("GET /healthz HTTP/1.1", _HOST, "Upgrade: h2c", "Connection: upgrade"),
     _wired("GET /healthz HTTP/1.1", _HOST, "Bad Name: x"),

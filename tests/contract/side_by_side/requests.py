@@ -57,14 +57,7 @@ def _batch(draw: Draw, _number: int) -> Request:
     headers: tuple[tuple[str, str], ...] = (_JSON, *draw.headers())
     if draw.chance(0.15):
         headers = (*headers, _ARROW_WANTED)
-    return Request(
-        "lookupBatch",
-        "POST",
-        f"/v1/lookup/{table}",
-        headers,
-        _json(draw, body),
-        options=tuple(options),
-    )
+    return Request("lookupBatch", "POST", f"/v1/lookup/{table}", headers, _json(draw, body), options=tuple(options))
 
 
 def _arrow_batch(draw: Draw, _number: int) -> Request:
@@ -76,14 +69,7 @@ def _arrow_batch(draw: Draw, _number: int) -> Request:
     headers: tuple[tuple[str, str], ...] = (_ARROW_SENT, *draw.headers())
     if draw.chance(0.8):
         headers = (*headers, _ARROW_WANTED)
-    return Request(
-        "lookupBatch",
-        "POST",
-        f"/v1/lookup/{table}",
-        headers,
-        stream_of(id_table),
-        options=tuple(options),
-    )
+    return Request("lookupBatch", "POST", f"/v1/lookup/{table}", headers, stream_of(id_table), options=tuple(options))
 
 
 def _tables(draw: Draw, _number: int) -> Request:
@@ -118,15 +104,7 @@ def _explain_input(draw: Draw, _number: int) -> Request:
     options = draw.body_options(table)
     options.pop("arm", None)
     body = _json(draw, {"entities": [draw.entity_input(table)], **options})
-    return Request(
-        "explainInput",
-        "POST",
-        f"/v1/explain/{table}",
-        (_JSON,),
-        body,
-        options=tuple(options),
-        settles=True,
-    )
+    return Request("explainInput", "POST", f"/v1/explain/{table}", (_JSON,), body, options=tuple(options), settles=True)
 
 
 def _feedback(draw: Draw, _number: int) -> Request:
@@ -145,11 +123,7 @@ def _feedback(draw: Draw, _number: int) -> Request:
 def _events(draw: Draw, number: int) -> Request:
     """Clicks, and some that are rejected; those who click are few, so that most users have the night's list."""
     rng = draw.rng
-    clicking = (
-        *draw.facts.users[4:34],
-        *draw.facts.removed_users[:3],
-        *(f"stranger-{at}" for at in range(20)),
-    )
+    clicking = (*draw.facts.users[4:34], *draw.facts.removed_users[:3], *(f"stranger-{at}" for at in range(20)))
     is_busy = draw.chance(0.1)
     events: list[Any] = []
     for at in range(140 if is_busy else rng.randrange(1, 6)):
@@ -158,10 +132,7 @@ def _events(draw: Draw, number: int) -> Request:
             "time": rng.choice((_time(rng), 1_769_000_000 + rng.randrange(900_000), 1_769_000_000.25)),
         }  # fmt: skip
         if draw.chance(0.3):
-            event |= {
-                "type": rng.choice(("click", "buy")),
-                "weight": rng.choice((0, -1, 2, 0.5, None)),
-            }
+            event |= {"type": rng.choice(("click", "buy")), "weight": rng.choice((0, -1, 2, 0.5, None))}
         events.append(event)
     if draw.chance(0.3) and not is_busy:
         events.append({**rng.choice(events), "item": draw.item()})  # its id is there before
@@ -183,10 +154,7 @@ def _values(draw: Draw, number: int) -> Request:
                 "attributes": {"price": price, "stock": rng.random() < 0.5, "tags": ["sale"]},
             }
         elif drawn_fraction < 0.7:
-            event |= {
-                "user": rng.choice(draw.facts.users[4:34]),
-                "attributes": {"country": rng.randrange(5)},
-            }
+            event |= {"user": rng.choice(draw.facts.users[4:34]), "attributes": {"country": rng.randrange(5)}}
         else:
             looks_vector = [round(rng.gauss(0, 1.5), 4) for _ in range(DIMS)]
             event |= {
@@ -198,12 +166,7 @@ def _values(draw: Draw, number: int) -> Request:
 
 
 def _bad_events(draw: Draw, number: int) -> tuple[Any, ...]:
-    valid_event = {
-        "id": f"b-{number}",
-        "user": draw.facts.users[9],
-        "item": draw.facts.items[9],
-        "time": 1_769_000_000,
-    }
+    valid_event = {"id": f"b-{number}", "user": draw.facts.users[9], "item": draw.facts.items[9], "time": 1_769_000_000}
     alone = {"id": f"b-{number}", "item": "new-99"}
     return (
         5, {}, {"id": "x"}, {**valid_event, "id": ""}, {**valid_event, "id": "a" * 129}, {**valid_event, "user": 1.5},
@@ -219,11 +182,7 @@ def _bad_events(draw: Draw, number: int) -> tuple[Any, ...]:
 
 def _read_only(draw: Draw, _number: int) -> Request:
     target = draw.rng.choice(READ_ONLY_TARGETS)
-    kind = {
-        "/v1/generations": "getGenerations",
-        "/readyz": "getReadiness",
-        "/healthz": "getLiveness",
-    }[target]
+    kind = {"/v1/generations": "getGenerations", "/readyz": "getReadiness", "/healthz": "getLiveness"}[target]
     return Request(kind, "GET", target, settles=True)
 
 
@@ -257,12 +216,7 @@ def _bad_option(draw: Draw, _number: int) -> Request:
     if form == 1:
         id_table = pa.table({"id": [entity]}).replace_schema_metadata(_texts({name: value}))
         return Request(
-            "lookupBatch",
-            "POST",
-            f"/v1/lookup/{table}",
-            (_ARROW_SENT,),
-            stream_of(id_table),
-            options=(name,),
+            "lookupBatch", "POST", f"/v1/lookup/{table}", (_ARROW_SENT,), stream_of(id_table), options=(name,)
         )
     if form == 2:
         body = {"user": draw.facts.users[5], "items": list(draw.facts.items[:3]), name: value}

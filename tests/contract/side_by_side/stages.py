@@ -22,10 +22,7 @@ ARM_TARGET: Final = f"/v1/lookup/user_topk/nobody?arm={quote(ARM)}"
 
 def await_ready(twins: Twins) -> None:
     """Return once both services hold the live generation and the previous one."""
-    _await(
-        twins,
-        lambda view: bool(view.get("ready") and view.get("previous") and not view.get("stale")),
-    )
+    _await(twins, lambda view: bool(view.get("ready") and view.get("previous") and not view.get("stale")))
 
 
 def begin_trials(twins: Twins) -> None:
@@ -67,9 +64,7 @@ def _abandon(config: NightConfig) -> None:
 
 def _await(twins: Twins, is_reached: Callable[[dict[str, Any]], bool]) -> None:
     assert poll_until(
-        lambda: all(is_reached(view) for view in twins.fetch_from_both("/v1/generations")),
-        SETTLE_S,
-        every_s=0.05,
+        lambda: all(is_reached(view) for view in twins.fetch_from_both("/v1/generations")), SETTLE_S, every_s=0.05
     ), twins.fetch_from_both("/v1/generations")
 
 

@@ -10,14 +10,7 @@ from infra.cli.commands import ENTRY_BY_NAME
 from tests.contract.side_by_side.commands import Outcome, difference_of_outcomes, outcomes
 from tests.contract.side_by_side.stages import await_ready
 from tests.contract.side_by_side.twins import Checkouts, twins
-from tests.contract.side_by_side.world import (
-    ARM_NAMESPACE,
-    CUTS,
-    NAMESPACE,
-    Shop,
-    ShopFacts,
-    running_redis,
-)
+from tests.contract.side_by_side.world import ARM_NAMESPACE, CUTS, NAMESPACE, Shop, ShopFacts, running_redis
 
 pytestmark = pytest.mark.storm
 
@@ -126,12 +119,7 @@ def test_commands_that_ask_a_service(checkouts: Checkouts, shop: Shop, tmp_path:
     with twins(tmp_path, shop, checkouts) as pair:
         await_ready(pair)
         sides = [
-            outcomes(
-                checkout,
-                pair.shop.folder,
-                pair.shop.environ(redis_url),
-                asking(url, shop.facts.users[40]),
-            )
+            outcomes(checkout, pair.shop.folder, pair.shop.environ(redis_url), asking(url, shop.facts.users[40]))
             for checkout, url, redis_url in zip(checkouts, pair.urls, pair.redis_urls, strict=True)
         ]
 

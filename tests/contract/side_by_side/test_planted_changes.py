@@ -40,9 +40,7 @@ class Change(NamedTuple):
 ANSWERS = {
     "a field renamed": Change("serving/ranking/candidate_scoring.py", '"excluded"', '"left_out"'),
     "fields in another order": Change(
-        "serving/rendering/answer_fields.py",
-        '{"id": entity.id, "table": table}',
-        '{"table": table, "id": entity.id}',
+        "serving/rendering/answer_fields.py", '{"id": entity.id, "table": table}', '{"table": table, "id": entity.id}'
     ),
     "an integer for a float": Change("serving/ranking/candidate_scoring.py", "return 0.0", "return 0"),
     "a score off by one bit": Change(
@@ -61,9 +59,7 @@ ANSWERS = {
     "a header": Change("serving/requests/bodies.py", '"WWW-Authenticate"', '"WWW-Authentication"'),
     "a type of a column": Change("serving/answers/fields.py", 'int: "i4"', 'int: "f8"'),
     "a label of a metric": Change(
-        "serving/metrics/registry.py",
-        '"HTTP requests", ["route", "status"]',
-        '"HTTP requests", ["path", "status"]',
+        "serving/metrics/registry.py", '"HTTP requests", ["route", "status"]', '"HTTP requests", ["path", "status"]'
     ),
     "the name of a metric": Change("serving/metrics/registry.py", '"larder_stale"', '"larder_is_stale"'),
     "a schema of the document": Change("serving/http/json_schema.py", '"maxLength": 256', '"maxLength": 255'),
@@ -111,10 +107,7 @@ def test_a_change_of_the_service_is_found(
 def test_a_change_of_the_night_or_a_command_is_found(name: str, checkouts: Checkouts, tmp_path: Path) -> None:
     pair = checkouts[0], planted(NIGHTS[name], checkouts[0], tmp_path / "planted")
 
-    with (
-        running_redis(tmp_path / "redis-left") as left_url,
-        running_redis(tmp_path / "redis-right") as right,
-    ):
+    with running_redis(tmp_path / "redis-left") as left_url, running_redis(tmp_path / "redis-right") as right:
         nights = run_nights(tmp_path, pair, (left_url, right))
     changes = differences_of_nights(nights)
 
@@ -125,10 +118,7 @@ def test_a_change_of_the_night_or_a_command_is_found(name: str, checkouts: Check
 def test_without_a_change_nothing_is_found(checkouts: Checkouts, tmp_path: Path) -> None:
     pair = checkouts[0], checkouts[0]
 
-    with (
-        running_redis(tmp_path / "redis-left") as left_url,
-        running_redis(tmp_path / "redis-right") as right,
-    ):
+    with running_redis(tmp_path / "redis-left") as left_url, running_redis(tmp_path / "redis-right") as right:
         nights = run_nights(tmp_path, pair, (left_url, right))
 
     assert differences_of_nights(nights) == []

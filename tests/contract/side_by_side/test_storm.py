@@ -144,14 +144,8 @@ def _lose_redis(run: Run) -> None:
     strangers = [f"never-{number}" for number in range(3)]
     for kind, request in (
         ("lookup", pair.request("GET", f"/v1/lookup/user_vector/{strangers[0]}")),
-        (
-            "lookupBatch",
-            pair.request("POST", "/v1/lookup/user_topk", {"entities": list(run.facts.users[30:90])}),
-        ),
+        ("lookupBatch", pair.request("POST", "/v1/lookup/user_topk", {"entities": list(run.facts.users[30:90])})),
         ("explain", pair.request("GET", f"/v1/explain/user_topk/{run.facts.users[50]}")),
-        (
-            "sendEvents",
-            pair.request("POST", "/v1/events", {"events": [{"id": "a", "user": "a", "item": "b"}]}),
-        ),
+        ("sendEvents", pair.request("POST", "/v1/events", {"events": [{"id": "a", "user": "a", "item": "b"}]})),
     ):
         run.send(Request(kind, request.method, request.target, request.headers, request.body, settles=True))

@@ -131,13 +131,7 @@ class Twins:
 
 @contextmanager
 def twins(
-    folder: Path,
-    shop: Shop,
-    checkouts: Checkouts,
-    *,
-    settings: str = "larder",
-    token: str = "",
-    **more: str,
+    folder: Path, shop: Shop, checkouts: Checkouts, *, settings: str = "larder", token: str = "", **more: str
 ) -> Iterator[Twins]:
     """Services of both checkouts, each with a copy of the shop's Redis, over one copy of the shop's folder.
 

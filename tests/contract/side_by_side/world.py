@@ -44,13 +44,7 @@ USERS, ITEMS = 150, 300
 BRANDS: Final = ("acme", "best", "größe", "x,y", "initech")
 TAGS: Final = ("new", "sale", "blue", "red")
 FEATURE_TEXT_BYTES: Final = 4_096
-LIMITS: Final = {
-    "max_history": 300,
-    "max_exclude": 300,
-    "max_ids": 1_500,
-    "max_numbers": 3_000,
-    "body_bytes": 400_000,
-}
+LIMITS: Final = {"max_history": 300, "max_exclude": 300, "max_ids": 1_500, "max_numbers": 3_000, "body_bytes": 400_000}
 """Bounds of a request, low enough for cheap requests to reach them."""
 OF_ONE: Final = 400
 """Events of one user that are accepted."""
@@ -129,14 +123,7 @@ _LENIENT: Final = (
     "index_recall", "int8_overlap", "int8_cosine", "skew_overlap", "skew_cosine", "exact", "distinct_lists",
     "list_jaccard", "list_jaccard_retrained", "distinct_lists_of_live", "heldout_of_live",
 )  # fmt: skip
-_SHIFTING: Final = (
-    "score_psi",
-    "score_psi_retrained",
-    "top_items",
-    "single_item",
-    "top_items_of_live",
-    "stale_lists",
-)
+_SHIFTING: Final = ("score_psi", "score_psi_retrained", "top_items", "single_item", "top_items_of_live", "stale_lists")
 
 CALM: Final[Mapping[str, str]] = {
     **{f"LARDER_{name.upper()}": str(bound) for name, bound in LIMITS.items()},
@@ -179,10 +166,7 @@ class RedisCopy:
 
     def restore(self, url: str) -> None:
         """Write all of them, also over those that are there."""
-        with (
-            redis.Redis.from_url(url, protocol=3) as client,
-            client.pipeline(transaction=False) as pipe,
-        ):
+        with redis.Redis.from_url(url, protocol=3) as client, client.pipeline(transaction=False) as pipe:
             for name, left_ms, dumped in self.keys:
                 pipe.restore(name, left_ms, dumped, replace=True)
             pipe.execute()
@@ -249,10 +233,7 @@ class Shop:
             user_tower=from_history_and_country(len(clicks.item_ids)), item_tower=from_looks(),
             values={"mood": from_mood()},
         )  # fmt: skip
-        gates = [
-            *(f"{name} = 0.0" for name in _LENIENT),
-            *(f"{name} = 1000.0" for name in _SHIFTING),
-        ]
+        gates = [*(f"{name} = 0.0" for name in _LENIENT), *(f"{name} = 1000.0" for name in _SHIFTING)]
         for name, namespace, events in (
             ("larder", NAMESPACE, "enabled = true"),
             ("arm", ARM_NAMESPACE, f'enabled = true\nnamespace = "{NAMESPACE}"'),
@@ -301,13 +282,7 @@ def finish_shop(shop: Shop, redis_url: str) -> None:
     _damage(redis_url, live)
     shop.redis = RedisCopy.of(redis_url)
     shop.facts = ShopFacts(
-        users,
-        removed_users,
-        items,
-        blocked_items,
-        blocked_users,
-        (live, previous, tried, of_arm),
-        TOKENS,
+        users, removed_users, items, blocked_items, blocked_users, (live, previous, tried, of_arm), TOKENS
     )
 
 

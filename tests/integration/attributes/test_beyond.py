@@ -19,13 +19,7 @@ from precompute.events import event_trials
 from precompute.sources.readers import read_features
 from precompute.steps import begin, embed_items, score, take_events
 from tests.integration import nights
-from tests.integration.attributes.test_night import (
-    FIRST,
-    contents,
-    prepared,
-    rows_of,
-    with_changed_tables,
-)
+from tests.integration.attributes.test_night import FIRST, contents, prepared, rows_of, with_changed_tables
 from tests.integration.taking.clicking import click
 
 HUGE = 3e38
@@ -57,19 +51,11 @@ def left_out(manifest: Manifest) -> dict[str, int]:
     return {name: rows for name, rows in left_out_counts.items() if rows}
 
 
-def test_values_of_events_that_a_model_cannot_take_cost_no_other_entity_anything(
-    config: NightConfig,
-) -> None:
+def test_values_of_events_that_a_model_cannot_take_cost_no_other_entity_anything(config: NightConfig) -> None:
     good = sets(config, {5: 2, 6: 0}, {7: [0.5] * 16})
     unusable_events = sets(config, {0: 2**40, 1: -9, 2: 5}, {0: [HUGE] * 16, 1: [1e30] * 16})
     unusable_events += [
-        Event(
-            "both",
-            0,
-            None,
-            unusable_events[-1].item,
-            attributes={"looks": [HUGE] * 16, "stock": False},
-        )
+        Event("both", 0, None, unusable_events[-1].item, attributes={"looks": [HUGE] * 16, "stock": False})
     ]
     click(config, [*good, *(replace(event, id=f"bad-{event.id}") for event in unusable_events)])
     take_events.run(config)

@@ -20,12 +20,7 @@ from precompute.events.files import EventValues
 from precompute.reuse.inputs import VALUES_REASON
 from tests.integration import nights
 from tests.integration.changed.worlds import LENIENT
-from tests.integration.feature_towers import (
-    COUNTRIES,
-    from_history_and_country,
-    vectors_column,
-    with_towers,
-)
+from tests.integration.feature_towers import COUNTRIES, from_history_and_country, vectors_column, with_towers
 from tests.opened import open_generation
 
 ATTRIBUTES = ("stock", "brand")
@@ -105,11 +100,7 @@ def with_changed_tables(config: NightConfig, events: Iterable[Event]) -> NightCo
         schema = pq.read_schema(config.path(f"{name}.parquet"))
         table = pa.Table.from_pylist(list(rows.values()), schema=schema)
         pq.write_table(table, config.path(f"changed-{name}.parquet"))
-    sources = replace(
-        config.sources,
-        user_features="changed-users.parquet",
-        item_features="changed-items.parquet",
-    )
+    sources = replace(config.sources, user_features="changed-users.parquet", item_features="changed-items.parquet")
     return replace(config, namespace=f"{config.namespace}-changed", sources=sources)
 
 
@@ -117,15 +108,7 @@ def contents(config: NightConfig, generation: str) -> Mapping[str, Any]:
     """What a generation is, by checksums of its files: all but its name, figures, and the index' own bytes."""
     manifest: Manifest = open_generation(config.store(), generation)[0]
     manifest_document: dict[str, Any] = orjson.loads(manifest.to_bytes())
-    for name in (
-        "namespace",
-        "generation",
-        "created_at",
-        "inputs_digest",
-        "timings",
-        "facts",
-        "gates",
-    ):
+    for name in ("namespace", "generation", "created_at", "inputs_digest", "timings", "facts", "gates"):
         del manifest_document[name]
     for index in manifest_document["indexes"].values():
         del index["file"]

@@ -14,8 +14,7 @@ from tests.polling import poll_until
 
 # Debian has it where only root looks.
 PROGRAM = shutil.which(
-    "haproxy",
-    path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin")),
+    "haproxy", path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"))
 )
 SLOTS = 12
 # As a Service is, this balances connections (`mode tcp`), and a refused one is the caller's loss: no retry, no other

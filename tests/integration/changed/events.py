@@ -15,21 +15,9 @@ from precompute.filters.item_attributes import ATTRIBUTES_FOLDER
 from precompute.partitions.digests import item_digests_path
 from precompute.reference.train import train_reference
 from precompute.reuse.base import OTHER_BUNDLE_REASON, OTHER_SETTINGS_REASON
-from precompute.reuse.inputs import (
-    BACK_REASON,
-    ERASED_REASON,
-    FILES_REASON,
-    LATE_REASON,
-    TABLES_REASON,
-)
+from precompute.reuse.inputs import BACK_REASON, ERASED_REASON, FILES_REASON, LATE_REASON, TABLES_REASON
 from precompute.reuse.prior import DAMAGED_REASON
-from precompute.scoring.copies import (
-    ENTERED_REASON,
-    INPUTS_REASON,
-    ITEM_LOST_REASON,
-    REASON_NAMES,
-    inputs_path,
-)
+from precompute.scoring.copies import ENTERED_REASON, INPUTS_REASON, ITEM_LOST_REASON, REASON_NAMES, inputs_path
 from tests.integration import nights
 from tests.integration.changed.month import Month, spoil
 from tests.integration.feature_towers import (
@@ -201,9 +189,7 @@ def other_user_tower(month: Month) -> None:
 def other_values(month: Month) -> None:
     """Another bundle with the same towers."""
     with_towers(
-        month.config,
-        from_history_and_country,
-        {"mood": from_mood(times=1.0 + month.night), "worth": from_scent()},
+        month.config, from_history_and_country, {"mood": from_mood(times=1.0 + month.night), "worth": from_scent()}
     )
 
 
@@ -255,8 +241,7 @@ BAD_PARTITION = Event(damaged("work/partition/0001.rows"), reads=DAMAGED_REASON)
 BAD_DIGESTS = Event(damaged(inputs_path(1), item_digests_path("item_tower")))
 BAD_ATTRIBUTES = Event(damaged(f"{ATTRIBUTES_FOLDER}/0000.values"), copies=False)
 OTHER_LOOKS = Event(
-    other_column("items.parquet", "looks", 0.02, whole_vectors),
-    computed=(ITEM_LOST_REASON, ENTERED_REASON),
+    other_column("items.parquet", "looks", 0.02, whole_vectors), computed=(ITEM_LOST_REASON, ENTERED_REASON)
 )
 SCENT = Event(other_column("items.parquet", "scent", 0.1, drawn_vectors(SCENTS)))
 NEW_ITEMS = Event(new_items(2), computed=(ENTERED_REASON,))
@@ -265,9 +250,7 @@ NAMED_EARLY = Event(named_before_it_is_there)
 NAMED_COMES = Event(lambda month: add_items(month, [NAMED]), reads=BACK_REASON, computed=(INPUTS_REASON,))
 MOOD = Event(other_column("users.parquet", "mood", 0.1, drawn_vectors(2)), reads=TABLES_REASON)
 COUNTRY = Event(
-    other_column("users.parquet", "country", 0.05, countries),
-    reads=TABLES_REASON,
-    computed=(INPUTS_REASON,),
+    other_column("users.parquet", "country", 0.05, countries), reads=TABLES_REASON, computed=(INPUTS_REASON,)
 )
 OTHER_TOWER = Event(other_user_tower, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False)
 OTHER_VALUES = Event(other_values, reads=TABLES_REASON, no_copy_reason=OTHER_BUNDLE_REASON, copies=False)
@@ -294,7 +277,4 @@ def check(month: Month, generation: str, events: Sequence[Event]) -> None:
     assert bool(reasons.get("copied")) == all(event.copies for event in events), reasons
     if not expected_reason:
         for computed_reasons in filter(None, (event.computed for event in events)):
-            assert any(reasons[REASON_NAMES[reason]] for reason in computed_reasons), (
-                computed_reasons,
-                reasons,
-            )
+            assert any(reasons[REASON_NAMES[reason]] for reason in computed_reasons), (computed_reasons, reasons)

@@ -105,10 +105,7 @@ class Month:
         users, items = self.ids("user"), self.ids("item")
         weights = 1 / np.arange(1, len(users) + 1)
         active = self.rng.choice(
-            users,
-            max(1, int(active_fraction * len(users))),
-            replace=False,
-            p=weights / weights.sum(),
+            users, max(1, int(active_fraction * len(users))), replace=False, p=weights / weights.sum()
         )
         rows = [
             (user, items[int(len(items) * self.rng.random() ** 2)])
@@ -174,10 +171,7 @@ class Month:
             for name in files_of(copying_build.root, theirs.root)
             if not same_file(copying_build.root / name, theirs.root / name)
         ]
-        begin_report, full_begin_report = (
-            copying_build.need_report(BEGIN_REPORT),
-            theirs.need_report(BEGIN_REPORT),
-        )
+        begin_report, full_begin_report = (copying_build.need_report(BEGIN_REPORT), theirs.need_report(BEGIN_REPORT))
         difference_lines += compare_reports("begin", begin_report, full_begin_report, REPORTED_FIELDS)
         for shard in range(self.config.shards):
             mine, full_report = (build.need_report(shard_report_name(shard)) for build in (copying_build, theirs))

@@ -88,10 +88,7 @@ def test_what_is_foretold_is_what_a_small_night_finds(month: Month) -> None:
     month.a_day()
     removed_items = typical_items(month, first)
     catalogue = without(month, removed_items)
-    predicted_night, measured_shares = (
-        foretold(month, REMOVED_COUNT / ITEMS),
-        measure_shares(month, month.publish()),
-    )
+    predicted_night, measured_shares = (foretold(month, REMOVED_COUNT / ITEMS), measure_shares(month, month.publish()))
     assert measured_shares["inputs"] == pytest.approx(predicted_night.inputs, abs=0.06)
     assert measured_shares["lost"] == pytest.approx(predicted_night.lost, abs=0.06)
     assert measured_shares["copied"] >= predicted_night.copied - 0.05
@@ -100,10 +97,7 @@ def test_what_is_foretold_is_what_a_small_night_finds(month: Month) -> None:
     month.night = 3
     month.a_day()
     pq.write_table(catalogue, month.config.path("items.parquet"))
-    predicted_night, measured_shares = (
-        foretold(month, REMOVED_COUNT / ITEMS),
-        measure_shares(month, month.publish()),
-    )
+    predicted_night, measured_shares = (foretold(month, REMOVED_COUNT / ITEMS), measure_shares(month, month.publish()))
     assert measured_shares["lost"] == 0.0
     assert measured_shares["entered"] == pytest.approx(predicted_night.lost, abs=0.06)
     assert measured_shares["copied"] >= predicted_night.copied - 0.05

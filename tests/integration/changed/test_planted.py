@@ -40,8 +40,7 @@ def capped_digest(patch: Patch, month: Month) -> None:
         rows = [histories.select_rows(np.array([row])).indices[-16:] for row in range(len(histories))]
         capped_histories = Histories.of(rows)
         return digest_users(
-            replace(entities, indptr=capped_histories.indptr, ordinals=capped_histories.indices),
-            hashes,
+            replace(entities, indptr=capped_histories.indptr, ordinals=capped_histories.indices), hashes
         )
 
     redigested(month, digest_capped_histories)
@@ -69,9 +68,7 @@ def with_floors(change: Callable[[Any, Any, Any], Any]) -> Callable[[Patch, Mont
         for module in (shard_reuse, item_records):
             real = module.floors
             patch.setattr(
-                module,
-                "floors",
-                lambda layout, records, real=real: change(layout, records, real(layout, records)),
+                module, "floors", lambda layout, records, real=real: change(layout, records, real(layout, records))
             )
 
     return plant
@@ -154,9 +151,7 @@ def vectors_stay(patch: Patch, month: Month) -> None:
 def damage_unseen(patch: Patch, month: Month) -> None:
     spoil(month.config, month.generations[-1], "tables/user_topk/0000.pages")
     patch.setattr(
-        base,
-        "fetch_checked",
-        lambda store, name, artefact: store.fetch(generation_path(name, artefact.path)),
+        base, "fetch_checked", lambda store, name, artefact: store.fetch(generation_path(name, artefact.path))
     )
 
 
@@ -175,10 +170,7 @@ def rows_shift(patch: Patch, month: Month) -> None:
 
     def rows(self: EarlierPartition, shard: int) -> Iterator[Any]:
         assert self.new_ordinals is not None
-        return real(
-            replace(self, new_ordinals=np.where(self.new_ordinals > 0, self.new_ordinals - 1, 0)),
-            shard,
-        )
+        return real(replace(self, new_ordinals=np.where(self.new_ordinals > 0, self.new_ordinals - 1, 0)), shard)
 
     patch.setattr(EarlierPartition, "rows", rows)
 

@@ -40,9 +40,7 @@ def status_lines(month: Month) -> str:
     return " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
 
 
-def test_a_nights_table_says_what_was_copied_from_whom_and_why_others_were_not(
-    month: Month,
-) -> None:
+def test_a_nights_table_says_what_was_copied_from_whom_and_why_others_were_not(month: Month) -> None:
     first = night(month, 0)
     generation = first["begin"].split()[0]
     assert "no copies: there is no verified generation to copy from" in first["begin"]
@@ -64,9 +62,7 @@ def test_a_nights_table_says_what_was_copied_from_whom_and_why_others_were_not(
     assert "no copies: [night] reuse is off" in night(month, 3)["begin"]
 
 
-def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_nights(
-    month: Month,
-) -> None:
+def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_nights(month: Month) -> None:
     first = night(month, 0)["begin"].split()[0]
     month.night = 1
     month.a_day()

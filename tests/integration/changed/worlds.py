@@ -80,10 +80,7 @@ def features(folder: Path, redis_url: str, seed: int, *, users: int = 160, items
     table = {
         "user": ids,
         "country": pa.array([row % COUNTRIES for row in range(len(ids))], pa.int64()),
-        "mood": pa.array(
-            [None if row % 9 == 0 else mood for row, mood in enumerate(moods)],
-            pa.list_(pa.float32()),
-        ),
+        "mood": pa.array([None if row % 9 == 0 else mood for row, mood in enumerate(moods)], pa.list_(pa.float32())),
     }
     pq.write_table(pa.table(table), config.path("users.parquet"))
     item_ids = pq.read_table(config.path("items.parquet"))["item"].to_pylist()
@@ -92,8 +89,7 @@ def features(folder: Path, redis_url: str, seed: int, *, users: int = 160, items
         "item": item_ids,
         "looks": vectors_column(len(item_ids), 3),
         "scent": pa.array(
-            [None if row % 7 == 0 else scent for row, scent in enumerate(scents)],
-            pa.list_(pa.float32()),
+            [None if row % 7 == 0 else scent for row, scent in enumerate(scents)], pa.list_(pa.float32())
         ),
     }
     pq.write_table(pa.table(item_columns), config.path("items.parquet"))
@@ -107,11 +103,7 @@ def features(folder: Path, redis_url: str, seed: int, *, users: int = 160, items
     return Month.of(replace(config, sources=sources, tables=lists | values), other_database(redis_url), seed)
 
 
-WORLDS: Final[dict[str, Callable[..., Month]]] = {
-    "reference": reference,
-    "features": features,
-    "vectors": vectors,
-}
+WORLDS: Final[dict[str, Callable[..., Month]]] = {"reference": reference, "features": features, "vectors": vectors}
 
 
 def other_database(redis_url: str) -> str:

@@ -312,10 +312,7 @@ class Simulation:
 
     def stored_keys(self) -> list[bytes]:
         key_names: list[bytes] = []
-        for pattern in (
-            f"larder:1:{self.keys.namespace}:*",
-            f"larder:1:{{{self.keys.namespace}}}:*",
-        ):
+        for pattern in (f"larder:1:{self.keys.namespace}:*", f"larder:1:{{{self.keys.namespace}}}:*"):
             key_names += self.client.scan_iter(pattern, count=1000)
         return key_names
 

@@ -126,9 +126,7 @@ def test_who_clicks_has_nothing_else_to_come() -> None:
     assert click.user not in data.arriving
 
 
-def test_an_open_dashboard_is_polled_until_it_shows_the_click(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_open_dashboard_is_polled_until_it_shows_the_click(monkeypatch: pytest.MonkeyPatch) -> None:
     stale = {"counted_until": "1-0", "results": {}, "lag_s": 0.0}
     fresh_events = {"counted_until": "2-0", "results": {"accepted": 1}, "lag_s": 0.0}
     uncounted = stale | {"counted_until": "2-0"}

@@ -67,9 +67,7 @@ def prepared(folder: Path, redis_url: str) -> tuple[NightConfig, Dataset, Profil
     data.write(folder)
     config = nights.prepare(folder, redis_url)
     sources = Sources(
-        (INTERACTIONS_FILE,),
-        user_features="user_features.parquet",
-        item_features="item_features.parquet",
+        (INTERACTIONS_FILE,), user_features="user_features.parquet", item_features="item_features.parquet"
     )
     config = replace(config, sources=sources)
     train_reference(config)

@@ -14,10 +14,7 @@ from infra.local.service import ROOT
 from tests.marked import marked
 from tests.polling import poll_until
 
-pytestmark = [
-    pytest.mark.storm,
-    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into /proc"),
-]
+pytestmark = [pytest.mark.storm, pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks into /proc")]
 
 START_S = 300.0
 

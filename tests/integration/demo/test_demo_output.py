@@ -25,10 +25,7 @@ def test_a_step_is_a_line_with_its_notes_below() -> None:
     console, buffer = printed()
 
     with run_demo_step(console, "DAG nightly_precompute: a day later, under traffic") as notes:
-        notes += [
-            "tasks: 16; longest: score_shard, 116.6 s",
-            "[1] generation 20261119T000000Z-dec9e804508a",
-        ]
+        notes += ["tasks: 16; longest: score_shard, 116.6 s", "[1] generation 20261119T000000Z-dec9e804508a"]
     with pytest.raises(ValueError), run_demo_step(console, "Data"):
         raise ValueError
 

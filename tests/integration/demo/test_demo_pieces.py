@@ -80,10 +80,7 @@ def test_the_files_of_the_nights_hold_all_clicks_and_features(tmp_path: Path) ->
     table = pq.read_table(tmp_path / "data" / INTERACTIONS_FILE)
     assert table.select(["user", "item"]) == data.table.select(["user", "item"])
     assert table.schema.field("timestamp").type == pa.timestamp("us", tz="UTC")
-    assert pq.read_table(tmp_path / "data/item_features.parquet").column_names == [
-        "item",
-        "category",
-    ]
+    assert pq.read_table(tmp_path / "data/item_features.parquet").column_names == ["item", "category"]
     users = pq.read_table(tmp_path / "data/user_features.parquet")
     assert users.column_names == ["user", "country"]
     assert set(data.histories) <= set(users["user"].to_pylist())

@@ -52,12 +52,7 @@ async def intake(
 
 def event(number: int, user: str = "u", **more: Any) -> dict[str, Any]:
     """An event of its own id."""
-    return {
-        "user": user,
-        "item": f"i-{number}",
-        "id": f"e-{number}",
-        "time": 1_700_000_000 + number,
-    } | more
+    return {"user": user, "item": f"i-{number}", "id": f"e-{number}", "time": 1_700_000_000 + number} | more
 
 
 def rejected(client: Any, keyspace: Keyspace) -> list[dict[str, str]]:

@@ -78,8 +78,4 @@ def test_events_do_not_lie_in_a_cluster(kind: Any) -> None:
     with pytest.raises(ConfigError, match="LARDER_EVENTS_URL"):
         kind(redis_url="redis+cluster://127.0.0.1:1", events=EventsConfig(enabled=True))
 
-    kind(
-        redis_url="redis+cluster://127.0.0.1:1",
-        events_url="redis://127.0.0.1:1",
-        events=EventsConfig(enabled=True),
-    )
+    kind(redis_url="redis+cluster://127.0.0.1:1", events_url="redis://127.0.0.1:1", events=EventsConfig(enabled=True))

@@ -84,16 +84,7 @@ async def test_events_are_accepted_reported_and_counted(app: Running, night: Nig
         b'{"id":"odd","item":"i","attributes":{"a":[1,]}}',
         b"undefined",
     ],
-    ids=[
-        "half a pair",
-        "lone low half",
-        "no UTF-8",
-        "a raw break",
-        "NaN",
-        "1e999",
-        "a comma too many",
-        "no value",
-    ],
+    ids=["half a pair", "lone low half", "no UTF-8", "a raw break", "NaN", "1e999", "a comma too many", "no value"],
 )
 async def test_an_event_that_is_no_json_is_rejected_alone(
     app: Running, night: NightConfig, client: Any, odd: bytes
@@ -122,13 +113,7 @@ async def test_an_event_that_is_no_json_is_rejected_alone(
         b'{"events":[NaN],"more":1}',
         b'{"events":[' + b'"' + rb"\"" * 100_000,
     ],
-    ids=[
-        "cut off",
-        "an open text",
-        "nothing behind a comma",
-        "another field",
-        "an open text of escapes",
-    ],
+    ids=["cut off", "an open text", "nothing behind a comma", "another field", "an open text of escapes"],
 )
 async def test_a_body_whose_events_cannot_be_separated_is_refused(app: Running, client: Any, body: bytes) -> None:
     response = await app.http.post("/v1/events", content=body)
@@ -137,9 +122,7 @@ async def test_a_body_whose_events_cannot_be_separated_is_refused(app: Running, 
     assert response.json()["error"]["code"] == "invalid_json"
 
 
-async def test_the_dashboard_shows_what_was_taken_in_and_how_far_it_is_counted(
-    app: Running,
-) -> None:
+async def test_the_dashboard_shows_what_was_taken_in_and_how_far_it_is_counted(app: Running) -> None:
     position = (await post(app, event(1), {"id": 1})).json()["position"]
 
     async def is_dashboard_updated() -> bool:
@@ -220,12 +203,7 @@ async def test_it_needs_its_scope_and_counts_its_entities(
         first = await post(running, *(event(n) for n in range(5)), **sender)
         second = await post(running, *(event(n) for n in range(5)), **sender)
 
-    assert [response.status_code for response in (stranger, wrong, first, second)] == [
-        401,
-        403,
-        202,
-        429,
-    ]
+    assert [response.status_code for response in (stranger, wrong, first, second)] == [401, 403, 202, 429]
     assert second.json()["error"]["quota"] == "entities_per_s"
 
 
@@ -245,11 +223,7 @@ async def test_the_client_sends_any_number_and_tells_what_became_of_them(
 
     assert (receipt.accepted, receipt.repeated, receipt.durability) == (24, 0, "always")
     assert [(rejection.index, rejection.reason) for rejection in receipt.rejected] == [(17, "missing_field")]
-    assert (repeat_receipt.accepted, repeat_receipt.repeated, repeat_receipt.position) == (
-        0,
-        24,
-        None,
-    )
+    assert (repeat_receipt.accepted, repeat_receipt.repeated, repeat_receipt.position) == (0, 24, None)
     assert (empty_receipt.accepted, empty_receipt.position) == (0, None)
     stored_events = stream_of(client, Keyspace(night.namespace))
     assert [stored_event["id"] for stored_event in stored_events] == [str(n) for n in range(25) if n != 17]
@@ -260,13 +234,7 @@ async def test_the_client_sends_any_number_and_tells_what_became_of_them(
 def test_the_blocking_client_has_the_same_method(tmp_path: Path) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         assert request.url.path == "/v1/events"
-        body = {
-            "accepted": 1,
-            "repeated": 0,
-            "rejected": [],
-            "durability": "none",
-            "position": "1-0",
-        }
+        body = {"accepted": 1, "repeated": 0, "rejected": [], "durability": "none", "position": "1-0"}
         return httpx.Response(202, json=body)
 
     with Client(BASE, transport=httpx.MockTransport(answer)) as larder:

@@ -83,10 +83,7 @@ async def test_an_entry_that_is_no_event_is_kept_as_rejected_and_delays_no_other
     async with intake(server.url, keyspace, inbox=True) as running_intake:
         assert await eventually(lambda: is_empty(client, keyspace))
 
-    assert [rejection["reason"] for rejection in rejected(client, keyspace)] == [
-        "missing_field",
-        "invalid_json",
-    ]
+    assert [rejection["reason"] for rejection in rejected(client, keyspace)] == ["missing_field", "invalid_json"]
     assert running_intake.results["accepted"] == 1 and len(stream_of(client, keyspace)) == 1
 
 
@@ -120,10 +117,7 @@ async def test_words_of_a_rejection_are_cut(server: DurableRedis, client: Any, k
 
 
 async def test_two_consumers_share_the_inbox(server: DurableRedis, client: Any, keyspace: Keyspace) -> None:
-    async with (
-        intake(server.url, keyspace, inbox=True),
-        intake(server.url, keyspace, "two", inbox=True),
-    ):
+    async with intake(server.url, keyspace, inbox=True), intake(server.url, keyspace, "two", inbox=True):
         for start in range(0, 500, 50):
             write(client, keyspace, *range(start, start + 50))
             await asyncio.sleep(0)
@@ -158,10 +152,7 @@ async def test_what_a_killed_consumer_took_counts_once(
         assert await eventually(lambda: is_empty(client, keyspace))
 
     stored_events = stream_of(client, keyspace)
-    assert [stored_event["item"] for stored_event in stored_events] == [
-        *(f"i-{n}" for n in range(10)),
-        "unnamed",
-    ]
+    assert [stored_event["item"] for stored_event in stored_events] == [*(f"i-{n}" for n in range(10)), "unnamed"]
     assert successor_intake.results["repeated"] == (11 if is_accepted else 0)
 
 
@@ -227,10 +218,7 @@ async def test_an_inbox_that_is_gone_with_its_group_begins_anew(
         write(client, keyspace, 2)
 
         async def came() -> bool:
-            return [stored_event["id"] for stored_event in stream_of(client, keyspace)] == [
-                "e-1",
-                "e-2",
-            ]
+            return [stored_event["id"] for stored_event in stream_of(client, keyspace)] == ["e-1", "e-2"]
 
         assert await eventually(came)
 

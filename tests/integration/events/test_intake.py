@@ -44,11 +44,7 @@ async def test_rejected_events_are_reported_in_the_receipt_counted_and_kept(
     assert reasons == [(1, "missing_field"), (2, "erased"), (4, "too_many")]
     assert receipt["accepted"] == 3
     stored_rejections = rejected(client, keyspace)
-    assert sorted(rejection["reason"] for rejection in stored_rejections) == [
-        "erased",
-        "missing_field",
-        "too_many",
-    ]
+    assert sorted(rejection["reason"] for rejection in stored_rejections) == ["erased", "missing_field", "too_many"]
     # Who was erased is not to be found there.
     assert not any("gone" in text for rejection in stored_rejections for text in rejection.values())
     assert {rejection["event"] for rejection in stored_rejections if rejection["reason"] == "missing_field"} == {
@@ -253,10 +249,7 @@ async def test_the_script_comes_back_by_itself(server: DurableRedis, client: Any
 async def test_requests_at_once_of_many_callers_count_every_event_once(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
-    async with (
-        intake(server.url, keyspace) as first_intake,
-        intake(server.url, keyspace, "two") as two,
-    ):
+    async with intake(server.url, keyspace) as first_intake, intake(server.url, keyspace, "two") as two:
         receipts = await asyncio.gather(
             *(
                 target_intake.accept_events(event(n), event(n + 1))
@@ -276,10 +269,7 @@ async def test_a_connection_that_closes_while_it_opens_is_an_outage_and_any_othe
     server: DurableRedis, keyspace: Keyspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with intake(server.url, keyspace) as running_intake:
-        error_messages = [
-            "unable to perform operation on <TCPTransport>; the handler is closed",
-            "a defect",
-        ]
+        error_messages = ["unable to perform operation on <TCPTransport>; the handler is closed", "a defect"]
 
         async def opened(_: object) -> None:
             raise RuntimeError(error_messages.pop(0))

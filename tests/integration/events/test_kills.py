@@ -76,10 +76,7 @@ async def processes_are_killed(folder: Path, kills: int) -> None:
     seed = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 31))
     print(f"seed {seed} (LARDER_SEED={seed} repeats it)")
     lost_on_restart = {"appendonly": "no", "maxmemory-policy": "volatile-lru"}
-    with (
-        durable_redis(folder / "pages", **lost_on_restart) as pages,
-        durable_redis(folder / "events") as events,
-    ):
+    with durable_redis(folder / "pages", **lost_on_restart) as pages, durable_redis(folder / "events") as events:
         config = prepare(folder, pages.url, users=120, items=80)
         tables = {"user_topk": config.tables["user_topk"]}
         enabled = EventsConfig(enabled=True)
@@ -93,9 +90,7 @@ async def processes_are_killed(folder: Path, kills: int) -> None:
             assert running.acknowledged and running.lookup_count
 
 
-async def test_kills_of_services_and_either_redis_lose_nothing_and_count_nothing_twice(
-    tmp_path: Path,
-) -> None:
+async def test_kills_of_services_and_either_redis_lose_nothing_and_count_nothing_twice(tmp_path: Path) -> None:
     await processes_are_killed(tmp_path, 3)
 
 

@@ -67,11 +67,7 @@ async def test_new_events_stand_behind_what_nights_have_and_the_next_one_has_the
     positions = [Position.parse(receipt["position"]) for receipt in receipts]
     assert positions[0] == Position(last_position.ms + 1, 0)
     assert positions == sorted({*positions}) and repeat_receipt["repeated"] == 1
-    assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == [
-        "e-0",
-        "e-1",
-        "e-2",
-    ]
+    assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == ["e-0", "e-1", "e-2"]
     taken_events = take_events(store_ahead, client, keyspace)
     assert taken_events.events == 3 and taken_events.until_position == positions[-1] == read_taken_position(store_ahead)
 
@@ -92,10 +88,7 @@ async def test_a_clock_that_is_not_behind_gives_positions_as_ever(
 
 async def test_the_newest_of_all_that_is_known_counts(tmp_path: Path, store_ahead: ArtefactStore) -> None:
     taken_until = last_taken_position(store_ahead)
-    later, empty = (
-        Position(taken_until.ms, taken_until.sequence + 1),
-        ArtefactStore(str(tmp_path / "empty")),
-    )
+    later, empty = (Position(taken_until.ms, taken_until.sequence + 1), ArtefactStore(str(tmp_path / "empty")))
 
     assert newest_of(empty)() == STREAM_BEGINNING
     assert newest_of(empty, Position(5, 1), Position(3, 0))() == Position(5, 1)

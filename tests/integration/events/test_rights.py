@@ -98,10 +98,7 @@ async def test_the_service_takes_events_in_with_the_readers_rights(
 
         assert await eventually(is_inbox_empty)
         assert (counts.value_by_gauge["up"], counts.value_by_gauge["stream_length"]) == (1, 2)
-        assert (running_intake.results["accepted"], running_intake.results["missing_field"]) == (
-            2,
-            2,
-        )
+        assert (running_intake.results["accepted"], running_intake.results["missing_field"]) == (2, 2)
     with client(socket, "larder-reader", "reads") as reader:
         assert reader.xread({KEYS.events: "0"})  # as the follower does
         assert reader.time()
@@ -169,10 +166,7 @@ def test_with_a_server_of_their_own_no_user_reaches_anything_else(tmp_path: Path
                 for command in commands:
                     with pytest.raises(redis.exceptions.NoPermissionError):
                         connection.execute_command(*command)
-        with (
-            client(socket, "default", "") as anonymous,
-            pytest.raises(redis.exceptions.RedisError),
-        ):
+        with client(socket, "default", "") as anonymous, pytest.raises(redis.exceptions.RedisError):
             anonymous.ping()
 
 
@@ -255,10 +249,7 @@ def test_the_runbook_tells_to_run_something_on_either_server() -> None:
     ids=lambda command: " ".join(command[:2]),
 )
 def test_a_producer_may_write_into_the_inbox_and_nothing_else(socket: Path, command: tuple[str, ...]) -> None:
-    with (
-        client(socket, "larder-producer", "produces") as producer,
-        pytest.raises(redis.exceptions.NoPermissionError),
-    ):
+    with client(socket, "larder-producer", "produces") as producer, pytest.raises(redis.exceptions.NoPermissionError):
         producer.execute_command(*command)
 
 

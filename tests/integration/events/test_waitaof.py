@@ -30,8 +30,4 @@ async def test_what_is_accepted_was_on_disk_though_settings_are_hidden(
         assert (repeat_receipt["accepted"], repeat_receipt["repeated"]) == (1, 1)
         server.start()
         with server.client() as client:
-            assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == [
-                "e-0",
-                "e-1",
-                "e-2",
-            ]
+            assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == ["e-0", "e-1", "e-2"]

@@ -45,9 +45,7 @@ def run(configs: tuple[NightConfig, NightConfig], *command_parts: str) -> dict[s
     return output
 
 
-def test_an_experiment_is_started_shared_out_anew_and_stopped(
-    namespaces: tuple[NightConfig, NightConfig],
-) -> None:
+def test_an_experiment_is_started_shared_out_anew_and_stopped(namespaces: tuple[NightConfig, NightConfig]) -> None:
     own_config, arm = namespaces
 
     started = run(namespaces, "start", "ranker", *ARMS, "--share", "0.2", "--holdout", "0.05")
@@ -59,23 +57,10 @@ def test_an_experiment_is_started_shared_out_anew_and_stopped(
     # A repeat writes nothing.
     repeated_start = run(namespaces, "start", "ranker", *ARMS, "--share", "0.2")
     assert repeated_start["version"] == started["version"]
-    run(
-        namespaces,
-        "share",
-        "ranker",
-        "--share",
-        "0.3",
-        "--arm",
-        "control=0.4",
-        "--arm",
-        "other=0.6",
-    )
+    run(namespaces, "share", "ranker", "--share", "0.3", "--arm", "control=0.4", "--arm", "other=0.6")
     record = latest_experiments(own_config.store())
     assert record.running[0].buckets == ((500, 3500),)
-    assert [experiment_arm.buckets for experiment_arm in record.running[0].arms] == [
-        ((0, 4000),),
-        ((4000, 10_000),),
-    ]
+    assert [experiment_arm.buckets for experiment_arm in record.running[0].arms] == [((0, 4000),), ((4000, 10_000),)]
     status = run(namespaces, "status")
     assert (status["holdout"], status["free"]) == (0.05, 0.65)
     (experiment_status,) = status["experiments"]
@@ -85,10 +70,7 @@ def test_an_experiment_is_started_shared_out_anew_and_stopped(
     assert run(namespaces, "status", "ranker")["experiments"] == [experiment_status]
     arguments = build_command_parser().parse_args(["experiment", "status"])
     table, summary_text = arguments.run.import_command()(own_config, arguments, quiet)
-    assert [list(column.cells)[:2] for column in table.columns[:2]] == [
-        ["ranker"] * 2,
-        ["control", "other"],
-    ]
+    assert [list(column.cells)[:2] for column in table.columns[:2]] == [["ranker"] * 2, ["control", "other"]]
     assert summary_text == "holdout 5.00%, free 65.00% of all keys"
     assert run(namespaces, "stop", "ranker", "--reason", "a test")["state"] == "over"
     assert run(namespaces, "stop", "ranker")["state"] == "over"
@@ -164,9 +146,7 @@ def test_replicas_that_do_not_hold_the_arms_are_waited_for_and_named(
     experiments.stop(own_config, "late")
 
 
-def test_an_arm_must_have_the_filters_that_are_called_by_name(
-    namespaces: tuple[NightConfig, NightConfig],
-) -> None:
+def test_an_arm_must_have_the_filters_that_are_called_by_name(namespaces: tuple[NightConfig, NightConfig]) -> None:
     own_manifest, arm = (manifest_of(config) for config in namespaces)
     cheap = {"cheap": NamedFilter({"<": ["price", 20]}, {})}
 
@@ -182,18 +162,13 @@ def manifest_of(config: NightConfig) -> Manifest:
         return published_manifest(config.store(), Control(client, config.keyspace()))
 
 
-def test_an_arm_must_count_the_events_that_the_control_counts(
-    namespaces: tuple[NightConfig, NightConfig],
-) -> None:
+def test_an_arm_must_count_the_events_that_the_control_counts(namespaces: tuple[NightConfig, NightConfig]) -> None:
     own_manifest, arm = (manifest_of(config) for config in namespaces)
     counting_manifest = replace(own_manifest, events=IncludedEvents("5-0", 10))
     its_own = IncludedEvents("5-0", 10)
 
     demand_match(own_manifest, replace(arm, events=its_own))
-    demand_match(
-        counting_manifest,
-        replace(arm, events=IncludedEvents("3-0", 9, namespace=own_manifest.namespace)),
-    )
+    demand_match(counting_manifest, replace(arm, events=IncludedEvents("3-0", 9, namespace=own_manifest.namespace)))
     for events in (None, its_own):
         with pytest.raises(Conflict, match=f'namespace = "{own_manifest.namespace}" in .events.') as refused:
             demand_match(counting_manifest, replace(arm, events=events))

@@ -44,10 +44,7 @@ def rows(config: NightConfig) -> list[dict[str, Any]]:
 
 def test_the_log_is_exact_and_feedback_finds_its_arm(tmp_path: Path, redis_url: str) -> None:
     own_config, arm_config = arms(tmp_path / "night", redis_url)
-    named = (
-        ArmOption("control", own_config.namespace, 0.5),
-        ArmOption("b", arm_config.namespace, 0.5),
-    )
+    named = (ArmOption("control", own_config.namespace, 0.5), ArmOption("b", arm_config.namespace, 0.5))
     user = min(histories(own_config))
     with fleet(own_config, tmp_path / "logs", count=1) as (service,):
         experiments.start(own_config, ExperimentOption(own_config.namespace, "ranker", named, 0.8))

@@ -44,10 +44,7 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(tmp_path: Pa
     own_config, first_arm_config, two = arms(tmp_path, redis_url, 2)
 
     def start(name: str, arm_config: NightConfig) -> None:
-        named = (
-            ArmOption("control", own_config.namespace, 0.5),
-            ArmOption("b", arm_config.namespace, 0.5),
-        )
+        named = (ArmOption("control", own_config.namespace, 0.5), ArmOption("b", arm_config.namespace, 0.5))
         experiments.start(own_config, ExperimentOption(own_config.namespace, name, named, 0.3))
 
     start("ranker", first_arm_config)
@@ -66,10 +63,7 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(tmp_path: Pa
         assert arm_room.generations == 1 and arm_room.largest_bytes == arm_room.size_bytes
     generations = peak_generation_count(own_config.keep)
     plan_report = plan(own_config)
-    assert [arm_row["namespace"] for arm_row in plan_report["arms"]] == [
-        first_arm_config.namespace,
-        two.namespace,
-    ]
+    assert [arm_row["namespace"] for arm_row in plan_report["arms"]] == [first_arm_config.namespace, two.namespace]
     growth = (generations - 1) * sum(arm_room.size_bytes for arm_room in arm_rooms)
     assert limits_before.arms == arm_rooms and limits_before.nodes[0].other_bytes > growth
     # A night of the control says so in its gates; one of an arm looks at what it has itself.
@@ -87,12 +81,7 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(tmp_path: Pa
         assert [arm_room.namespace for arm_room in compute_arm_rooms(own_config, control.client)] == [two.namespace]
     live = live_of(first_arm_config)
     freed = free_namespaces(own_config, "ranker")
-    assert freed == {
-        "experiment": "ranker",
-        "freed": [first_arm_config.namespace],
-        "kept": [],
-        "keys": freed["keys"],
-    }
+    assert freed == {"experiment": "ranker", "freed": [first_arm_config.namespace], "kept": [], "keys": freed["keys"]}
     assert pages_of(first_arm_config) == (0, 0) and pages_of(two)[0] > 0 and pages_of(own_config)[0] > 0
     with control_of(first_arm_config) as control:
         assert control.read_pointer() is None and control.rows() == {}
@@ -108,10 +97,7 @@ def test_pages_are_freed_at_the_pace_of_the_governor(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_config, arm_config = arms(tmp_path, redis_url)
-    named = (
-        ArmOption("control", own_config.namespace, 0.5),
-        ArmOption("b", arm_config.namespace, 0.5),
-    )
+    named = (ArmOption("control", own_config.namespace, 0.5), ArmOption("b", arm_config.namespace, 0.5))
     experiments.start(own_config, ExperimentOption(own_config.namespace, "ranker", named, 0.3))
     experiments.stop(own_config, "ranker")
     _, size_bytes = pages_of(arm_config)

@@ -40,17 +40,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator
 
 
 def start(
-    own_config: NightConfig,
-    arm_config: NightConfig,
-    name: str,
-    *,
-    share: float = 0.6,
-    holdout: float | None = None,
+    own_config: NightConfig, arm_config: NightConfig, name: str, *, share: float = 0.6, holdout: float | None = None
 ) -> Experiments:
-    named = (
-        ArmOption("control", own_config.namespace, 0.5),
-        ArmOption("b", arm_config.namespace, 0.5),
-    )
+    named = (ArmOption("control", own_config.namespace, 0.5), ArmOption("b", arm_config.namespace, 0.5))
     return experiments.start(own_config, ExperimentOption(own_config.namespace, name, named, share), holdout=holdout)
 
 
@@ -77,10 +69,7 @@ def get_answers(
 
 
 def _post_lookup(
-    client: httpx.Client,
-    body: dict[str, Any],
-    status: int = 200,
-    headers: dict[str, str] | None = None,
+    client: httpx.Client, body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
 ) -> list[dict[str, Any]]:
     content = orjson.dumps(body)
     response = client.post("/v1/lookup/user_topk", content=content, headers=headers or {})
@@ -212,9 +201,7 @@ async def test_a_night_and_a_roll_back_in_one_arm_are_that_arms_alone(served: Se
     assert get_assignments(services[1], users) == {key: expected(own_config, arm_config, key) for key in KEYS}
 
 
-async def test_an_item_that_the_control_blocks_no_arm_serves_and_an_arms_block_is_its_own(
-    served: Served,
-) -> None:
+async def test_an_item_that_the_control_blocks_no_arm_serves_and_an_arms_block_is_its_own(served: Served) -> None:
     own_config, arm_config, services = served
     user = min(histories(own_config))
     arm_bodies = [{"entities": [user], "arm": f"ranker={arm}"} for arm in ("control", "b")]
@@ -251,9 +238,7 @@ async def test_a_change_of_shares_moves_no_key_but_those_it_names(served: Served
     assert moved and {assignment_before[key][1] for key in moved} == {None}
 
 
-async def test_when_it_stops_its_keys_are_the_services_own_and_the_namespace_is_let_go(
-    served: Served,
-) -> None:
+async def test_when_it_stops_its_keys_are_the_services_own_and_the_namespace_is_let_go(served: Served) -> None:
     own_config, arm_config, services = served
     users = sorted(histories(own_config))[:2]
 

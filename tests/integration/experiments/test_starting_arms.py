@@ -128,10 +128,7 @@ async def test_an_experiment_stops_while_the_arm_of_another_loads(
 
         assert await eventually(is_held)
         held_start.put_in_force(monkeypatch)
-        named = (
-            ArmOption("control", own_config.namespace, 0.5),
-            ArmOption("b", third.namespace, 0.5),
-        )
+        named = (ArmOption("control", own_config.namespace, 0.5), ArmOption("b", third.namespace, 0.5))
         second = ExperimentOption(own_config.namespace, "other", named, 0.3)
         starting = asyncio.create_task(asyncio.to_thread(experiments.start, own_config, second, holdout=None))
         await asyncio.wait_for(held_start.has_begun.wait(), 30)

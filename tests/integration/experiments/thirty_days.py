@@ -303,10 +303,7 @@ class ThirtyDays:
 
         def shares_shrink() -> None:
             experiments.change_shares(
-                self.config,
-                "third",
-                key_share=0.2,
-                share_by_arm={"control": 0.5, "b": 0.3, "c": 0.2},
+                self.config, "third", key_share=0.2, share_by_arm={"control": 0.5, "b": 0.3, "c": 0.2}
             )
 
         def roll_back() -> None:
@@ -331,10 +328,7 @@ class ThirtyDays:
             8: (shares_grow, begin["second"]),
             12: (roll_back, ()),
             16: (arms_change, [(("first", "control"), ("first", "b"))]),
-            21: (
-                shares_shrink,
-                [*moves_to_none, *((("third", arm), ("third", "control")) for arm in "bc")],
-            ),
+            21: (shares_shrink, [*moves_to_none, *((("third", arm), ("third", "control")) for arm in "bc")]),
             25: (stop, [(("second", arm), None) for arm in ARMS["second"]]),
             27: (freed, ()),
         }
@@ -345,11 +339,7 @@ class ThirtyDays:
         named = tuple(
             ArmOption(arm, self.namespaces["abcd".index(letter)], 1 / len(arms)) for arm, letter in arms.items()
         )
-        experiments.start(
-            self.config,
-            ExperimentOption(self.namespaces[0], name, named, key_share),
-            holdout=holdout,
-        )
+        experiments.start(self.config, ExperimentOption(self.namespaces[0], name, named, key_share), holdout=holdout)
 
     def publish(self, namespace: str) -> None:
         """A night: another generation, live from now on."""
@@ -457,9 +447,7 @@ class ThirtyDays:
         if experiment is None:
             return None
         arm = owner(
-            experiment.salt,
-            {experiment_arm.name: experiment_arm.buckets for experiment_arm in experiment.arms},
-            key,
+            experiment.salt, {experiment_arm.name: experiment_arm.buckets for experiment_arm in experiment.arms}, key
         )
         assert arm is not None
         return experiment.name, arm

@@ -17,13 +17,7 @@ from numpy.typing import NDArray
 
 from cache.config.events import EventsConfig
 from cache.events.event import Event
-from cache.events.stream import (
-    ACCEPT_SCRIPT,
-    StreamBounds,
-    accept_script_arguments,
-    pack_event,
-    read_outcomes,
-)
+from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_script_arguments, pack_event, read_outcomes
 from cache.format.ids import hash_ids
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FORMAT_WITH_EVENTS, Artefact, IncludedEvents, Manifest, SeenPart
@@ -165,11 +159,7 @@ class EventWorld:
         return Artefact(path, len(data), hashlib.sha256(data).hexdigest())
 
     def expected(
-        self,
-        generation: str,
-        users: Sequence[str],
-        upto: Position | None = None,
-        data_until: str = DATA_UNTIL,
+        self, generation: str, users: Sequence[str], upto: Position | None = None, data_until: str = DATA_UNTIL
     ) -> dict[str, tuple[list[str], NDArray[np.float32]]]:
         """Lists of a night over the source and all events up to a position, made here from the rows themselves."""
         rows = self._history(upto or self.accepted[-1][0], data_until)

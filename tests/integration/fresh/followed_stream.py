@@ -9,13 +9,7 @@ from typing import Any
 import redis
 
 from cache.events.event import Event
-from cache.events.stream import (
-    ACCEPT_SCRIPT,
-    StreamBounds,
-    accept_script_arguments,
-    pack_event,
-    read_outcomes,
-)
+from cache.events.stream import ACCEPT_SCRIPT, StreamBounds, accept_script_arguments, pack_event, read_outcomes
 from cache.format.redis_keys import Keyspace
 from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.model.new_items import NO_NEW_ITEMS

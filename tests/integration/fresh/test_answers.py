@@ -32,14 +32,9 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
     return world, world.publish()
 
 
-async def test_an_event_changes_the_answers_of_its_user_and_no_others(
-    served_world: ServedWorld,
-) -> None:
+async def test_an_event_changes_the_answers_of_its_user_and_no_others(served_world: ServedWorld) -> None:
     user, other_user = served_world.world.known_users[:2]
-    answer_before, other_answer = (
-        await served_world.get_answer(user),
-        await served_world.get_answer(other_user),
-    )
+    answer_before, other_answer = (await served_world.get_answer(user), await served_world.get_answer(other_user))
     await served_world.get_answer(user)  # ready in L1 from here on
     item = answer_before["items"][0]
 
@@ -107,9 +102,7 @@ async def test_what_passes_a_filter_says_as_well_that_newer_events_are_why_it_is
     assert miss_counts["newer_events", "user_topk"] and ("internal_error", "user_topk") not in miss_counts
 
 
-async def test_what_callers_send_of_known_users_is_left_out_and_changes_nothing_else(
-    served_world: ServedWorld,
-) -> None:
+async def test_what_callers_send_of_known_users_is_left_out_and_changes_nothing_else(served_world: ServedWorld) -> None:
     user = served_world.world.known_users[4]
     await served_world.clicks(user, served_world.world.items[5])
     items, _ = served_world.expected(user)
@@ -121,9 +114,7 @@ async def test_what_callers_send_of_known_users_is_left_out_and_changes_nothing_
     assert answer["items"] == expected_items and answer["events"] == 1
 
 
-async def test_strangers_are_answered_from_what_they_sent_and_then_their_events(
-    served_world: ServedWorld,
-) -> None:
+async def test_strangers_are_answered_from_what_they_sent_and_then_their_events(served_world: ServedWorld) -> None:
     clicks = served_world.world.items[6:9]
     await served_world.clicks("a-stranger", *clicks)
 
@@ -151,10 +142,7 @@ async def test_under_overload_the_stored_list_less_the_events_items_is_marked_as
     await served_world.clicks(stranger, stored_answer["items"][1])
     monkeypatch.setattr(served_world.app.service.ladder._inferences, "admit", lambda: False)
 
-    answer, stranger_answer = (
-        await served_world.get_answer(user),
-        await served_world.get_answer(stranger),
-    )
+    answer, stranger_answer = (await served_world.get_answer(user), await served_world.get_answer(stranger))
 
     remaining_items = [item for item in stored_answer["items"] if item != stored_answer["items"][1]]
     assert answer["items"] == remaining_items and answer["source"] in ("l1", "l2")
@@ -163,9 +151,7 @@ async def test_under_overload_the_stored_list_less_the_events_items_is_marked_as
     assert stored_answer["items"][1] not in stranger_answer["items"] and stranger_answer["approximate"] is True
 
 
-async def test_without_a_model_for_events_the_stored_list_answers(
-    served_world: ServedWorld,
-) -> None:
+async def test_without_a_model_for_events_the_stored_list_answers(served_world: ServedWorld) -> None:
     user = served_world.world.known_users[6]
     stored_answer = await served_world.get_answer(user)
     await served_world.clicks(user, stored_answer["items"][0])
@@ -182,9 +168,7 @@ async def test_without_a_model_for_events_the_stored_list_answers(
     assert answer["source"] in ("l1", "l2") and answer["events"] == 1
 
 
-async def test_lists_found_by_the_index_say_so_also_in_l1_and_to_other_replicas(
-    served_world: ServedWorld,
-) -> None:
+async def test_lists_found_by_the_index_say_so_also_in_l1_and_to_other_replicas(served_world: ServedWorld) -> None:
     user = served_world.world.known_users[7]
     by_index = EventsConfig(enabled=True, exact_bytes=0)
     async with serving(served_world.world.config, events=by_index) as first_app:
@@ -200,9 +184,7 @@ async def test_lists_found_by_the_index_say_so_also_in_l1_and_to_other_replicas(
     assert all(answer["items"] == answers[0]["items"] for answer in answers)
 
 
-async def test_every_entity_is_counted_once_by_source_and_those_with_events_by_table(
-    served_world: ServedWorld,
-) -> None:
+async def test_every_entity_is_counted_once_by_source_and_those_with_events_by_table(served_world: ServedWorld) -> None:
     users = served_world.world.known_users[10:20]
     for user in users[:5]:
         await served_world.clicks(user, served_world.world.items[10])
@@ -230,27 +212,17 @@ async def test_blocked_users_and_items_stay_out(served_world: ServedWorld) -> No
     await served_world.clicks(user, item)
     await served_world.clicks(friend, served_world.world.items[11])
     holder = served_world.app.service.follower.holder
-    blocklist = replace(
-        holder.blocklist,
-        version=9,
-        users=frozenset([user.encode()]),
-        items=frozenset([item.encode()]),
-    )
+    blocklist = replace(holder.blocklist, version=9, users=frozenset([user.encode()]), items=frozenset([item.encode()]))
     await holder.put_own_blocklist_in_force(blocklist)
 
-    answer, friend_answer = (
-        await served_world.get_answer(user),
-        await served_world.get_answer(friend),
-    )
+    answer, friend_answer = (await served_world.get_answer(user), await served_world.get_answer(friend))
 
     assert answer["reason"] == "entity_blocked" and "events" not in answer
     items, _ = served_world.expected(friend)
     assert friend_answer["items"] == [listed_item for listed_item in items if listed_item != item]
 
 
-async def test_an_explanation_tells_the_events_and_makes_an_earlier_answer_again(
-    served_world: ServedWorld,
-) -> None:
+async def test_an_explanation_tells_the_events_and_makes_an_earlier_answer_again(served_world: ServedWorld) -> None:
     user = served_world.world.known_users[22]
     await served_world.clicks(user, served_world.world.items[12])
     first = await served_world.get_answer(user)
@@ -275,17 +247,10 @@ async def test_an_explanation_tells_the_events_and_makes_an_earlier_answer_again
     assert refused.status_code == 422 and refused.json()["error"]["field"] == "as_of"
 
 
-async def test_a_search_under_a_filter_counts_once_for_the_table_that_was_asked(
-    served_world: ServedWorld,
-) -> None:
+async def test_a_search_under_a_filter_counts_once_for_the_table_that_was_asked(served_world: ServedWorld) -> None:
     quiet_user, clicked = served_world.world.known_users[40:42]
     await served_world.clicks(clicked, served_world.world.items[5])
-    entities = [
-        quiet_user,
-        clicked,
-        {"id": "new", "history": served_world.world.items[:2]},
-        "nobody",
-    ]
+    entities = [quiet_user, clicked, {"id": "new", "history": served_world.world.items[:2]}, "nobody"]
     body = {"entities": entities, "k": 50, "filter": {"==": ["category", "bags"]}}
 
     answers = (await served_world.app.post("/v1/lookup/user_topk", body))["answers"]

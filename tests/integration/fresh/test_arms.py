@@ -32,9 +32,7 @@ def control_world(tmp_path: Path, redis_url: str) -> EventWorld:
 def arm_of(control_world: EventWorld, namespace: str) -> EventWorld:
     """An arm whose nights name the namespace of the events, if any; it has what was accepted."""
     config = replace(
-        control_world.config,
-        namespace=f"{control_world.config.namespace}-b",
-        events=EventsConfig(namespace=namespace),
+        control_world.config, namespace=f"{control_world.config.namespace}-b", events=EventsConfig(namespace=namespace)
     )
     return EventWorld(config, accepted=control_world.accepted)
 
@@ -105,10 +103,7 @@ async def test_an_arm_whose_night_read_another_stream_counts_no_events_and_the_l
 
         assert await eventually(has_counted_events)
         live = service.follower.holder.live
-        assert live is not None and (live.generation, live.part(GenerationEvents)) == (
-            generation,
-            None,
-        )
+        assert live is not None and (live.generation, live.part(GenerationEvents)) == (generation, None)
         assert "events" not in await get_answer(service, user)
 
     (log_message,) = [message for message in caplog.messages if arm.config.namespace in message and "events" in message]

@@ -98,10 +98,7 @@ async def compare(world: EventWorld, generation: str, count: int) -> None:
 
     async with serving(world.config, events=EVENTS, live_queue=10_000, deadline_ms=DEADLINE_MS) as app:
         await until_counted(app, world)
-        first, repeated_answers = (
-            await get_answers(app, with_events),
-            await get_answers(app, with_events),
-        )
+        first, repeated_answers = (await get_answers(app, with_events), await get_answers(app, with_events))
         stored_batch = await app.post("/v1/lookup/user_topk", {"entities": world.known_users[:20], "max_events": 0})
 
     approximate = sum("approximate" in answer for answer in first)

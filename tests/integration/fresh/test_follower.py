@@ -42,9 +42,7 @@ async def test_nothing_is_followed_before_a_generation_tells_of_events(stream: S
     assert not stream.newer_events.packed and EVENTS_BEHIND not in stream.notes
 
 
-async def test_what_all_generations_have_is_forgotten_and_read_again_for_an_older_one(
-    stream: Stream,
-) -> None:
+async def test_what_all_generations_have_is_forgotten_and_read_again_for_an_older_one(stream: Stream) -> None:
     first, second = stream.click("u", "a"), stream.click("v", "b")
     stream.click("u", "c")
     stream.hold_generations(STREAM_BEGINNING)
@@ -145,9 +143,7 @@ async def test_a_worker_that_has_read_nothing_yet_is_behind_since_there_is_somet
     stream.client.close()
 
 
-async def test_events_of_the_blocked_are_forgotten_and_found_again_once_they_are_free(
-    stream: Stream,
-) -> None:
+async def test_events_of_the_blocked_are_forgotten_and_found_again_once_they_are_free(stream: Stream) -> None:
     stream.hold_generations(STREAM_BEGINNING)
     stream.click("u", "a")
     stream.click("v", "b")
@@ -163,9 +159,7 @@ async def test_events_of_the_blocked_are_forgotten_and_found_again_once_they_are
     assert stream.items("u") == [b"a", b"c"]
 
 
-async def test_values_that_one_item_has_too_many_of_are_counted_and_delay_no_others(
-    stream: Stream,
-) -> None:
+async def test_values_that_one_item_has_too_many_of_are_counted_and_delay_no_others(stream: Stream) -> None:
     stream.hold_generations(STREAM_BEGINNING)
     for number in range(2):
         names = [f"a{number}-{index}" for index in range(40)]

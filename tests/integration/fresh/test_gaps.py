@@ -21,13 +21,8 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
     return world, world.publish()
 
 
-async def test_who_may_lack_events_is_answered_as_stored_and_marked(
-    served_world: ServedWorld,
-) -> None:
-    user, newer_events = (
-        served_world.world.known_users[0],
-        newer_events_of(served_world.app.service),
-    )
+async def test_who_may_lack_events_is_answered_as_stored_and_marked(served_world: ServedWorld) -> None:
+    user, newer_events = (served_world.world.known_users[0], newer_events_of(served_world.app.service))
     stored_answer = await served_world.get_answer(user)
     await served_world.clicks(user, stored_answer["items"][0], stored_answer["items"][1])
     first = served_world.world.accepted[-2][0].number
@@ -39,20 +34,12 @@ async def test_who_may_lack_events_is_answered_as_stored_and_marked(
     assert answer["items"] == [item for item in stored_answer["items"] if item != stored_answer["items"][1]]
 
 
-async def test_an_answer_that_lacked_an_event_is_never_taken_for_the_whole_one(
-    served_world: ServedWorld,
-) -> None:
-    user, newer_events = (
-        served_world.world.known_users[1],
-        newer_events_of(served_world.app.service),
-    )
+async def test_an_answer_that_lacked_an_event_is_never_taken_for_the_whole_one(served_world: ServedWorld) -> None:
+    user, newer_events = (served_world.world.known_users[1], newer_events_of(served_world.app.service))
     await served_world.clicks(user, *served_world.world.items[:3])
     snapshot, raw = served_world.app.service.follower.holder.live, user.encode()
     assert snapshot is not None
-    table, all_packed_events = (
-        snapshot.manifest.tables["user_topk"],
-        newer_events.users.packed_by_user[raw],
-    )
+    table, all_packed_events = (snapshot.manifest.tables["user_topk"], newer_events.users.packed_by_user[raw])
     digests, answers = set(), []
     for lacks in range(3):
         newer_events.users.packed_by_user[raw] = all_packed_events
@@ -93,10 +80,7 @@ async def test_what_is_asked_as_of_then_is_computed_and_not_kept(served_world: S
 
     assert [answer["source"] for answer in answers + newest_answers] == ["live"] * 5
     assert {answer["events"] for answer in answers} == {1} and "approximate" not in answers[0]
-    assert [answer["source"] for answer in undated_answers] == [
-        "live",
-        "l1",
-    ]  # nobody had left it there
+    assert [answer["source"] for answer in undated_answers] == ["live", "l1"]  # nobody had left it there
     assert newest_answers[0]["items"] == undated_answers[0]["items"]
     assert (await served_world.get_answer(user, as_of=newest_position))[
         "source"

@@ -88,9 +88,7 @@ def config(tmp_path: Path, redis_url: str) -> NightConfig:
     return replace(prepared(tmp_path, redis_url), events=EventsConfig(enabled=True))
 
 
-async def test_new_items_are_answered_with_and_the_next_night_has_the_same_lists(
-    config: NightConfig,
-) -> None:
+async def test_new_items_are_answered_with_and_the_next_night_has_the_same_lists(config: NightConfig) -> None:
     publish_night(config, FIRST)
     history_by_user = histories(config, FIRST)
     users, items = (
@@ -157,9 +155,7 @@ async def test_new_items_are_answered_with_and_the_next_night_has_the_same_lists
     ]
 
 
-async def test_a_new_item_in_a_full_history_takes_the_place_that_the_next_night_gives_it(
-    config: NightConfig,
-) -> None:
+async def test_a_new_item_in_a_full_history_takes_the_place_that_the_next_night_gives_it(config: NightConfig) -> None:
     # Histories this short are not int8's.
     gates = replace(config.gates, skew_overlap=0.0, skew_cosine=0.0)
     config = replace(config, history_limit=4, gates=gates)
@@ -244,9 +240,7 @@ async def test_answers_that_name_no_new_items(config: NightConfig) -> None:
         assert not newer_events.values.values_of_items([raw], 0).values_of(raw)
 
 
-async def test_the_oldest_goes_and_what_changes_an_item_changes_its_lists(
-    config: NightConfig,
-) -> None:
+async def test_the_oldest_goes_and_what_changes_an_item_changes_its_lists(config: NightConfig) -> None:
     config = replace(config, events=replace(config.events, new_items=2))
     publish_night(config, FIRST)
     entities = [
@@ -322,9 +316,7 @@ async def test_what_the_model_cannot_take_is_refused_at_once(
         assert "import the bundle anew with the item" in receipt["rejected"][0]["detail"]
 
 
-async def test_a_blocked_item_has_no_value_and_gets_none_from_any_source(
-    stream: Stream,
-) -> None:
+async def test_a_blocked_item_has_no_value_and_gets_none_from_any_source(stream: Stream) -> None:
     stream.hold_generations(STREAM_BEGINNING)
     stream.accept(Event("n1", 0, item=b"known", attributes={"price": 3}))
     stream.accept(Event("n2", 0, item=b"other", attributes={"price": 5}))
@@ -350,29 +342,15 @@ async def test_a_blocked_item_is_forgotten_and_read_again(stream: Stream) -> Non
     for at in range(3):
         stream.accept(Event(f"n{at}", 0, item=b"i%d" % at, features={"size": at}, attributes={"stock": True}))
     await stream.steps()
-    assert [new_item.raw_id for new_item in stream.newer_events.items.list_items_after(0)] == [
-        b"i0",
-        b"i1",
-        b"i2",
-    ]
+    assert [new_item.raw_id for new_item in stream.newer_events.items.list_items_after(0)] == [b"i0", b"i1", b"i2"]
 
     stream.holder.blocklist = Blocklist(1, items=frozenset([b"i1"]))
     await stream.steps()
     stream.accept(Event("again", 0, item=b"i1", features={"size": 9}))
     await stream.steps()
-    assert [new_item.raw_id for new_item in stream.newer_events.items.list_items_after(0)] == [
-        b"i0",
-        b"i2",
-    ]
+    assert [new_item.raw_id for new_item in stream.newer_events.items.list_items_after(0)] == [b"i0", b"i2"]
 
     stream.holder.blocklist = Blocklist(2)
     await stream.steps()
-    assert [new_item.raw_id for new_item in stream.newer_events.items.list_items_after(0)] == [
-        b"i0",
-        b"i2",
-        b"i1",
-    ]
-    assert stream.newer_events.values.values_of_items([b"i1"], 0).values_of(b"i1") == {
-        "size": 9,
-        "stock": True,
-    }
+    assert [new_item.raw_id for new_item in stream.newer_events.items.list_items_after(0)] == [b"i0", b"i2", b"i1"]
+    assert stream.newer_events.values.values_of_items([b"i1"], 0).values_of(b"i1") == {"size": 9, "stock": True}

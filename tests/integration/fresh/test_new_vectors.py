@@ -37,9 +37,7 @@ def config(tmp_path: Path, redis_url: str) -> NightConfig:
     )  # fmt: skip
 
 
-async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(
-    config: NightConfig,
-) -> None:
+async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(config: NightConfig) -> None:
     publish_night(config, FIRST)
     history_by_user = histories(config, FIRST)
     users, items = (

@@ -17,17 +17,12 @@ def published(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> tuple
     return world, world.publish()
 
 
-async def test_a_value_beyond_the_towers_table_costs_its_user_alone(
-    served_world: ServedWorld,
-) -> None:
+async def test_a_value_beyond_the_towers_table_costs_its_user_alone(served_world: ServedWorld) -> None:
     odd, *other_users = served_world.world.known_users[:8]
     stored_answer = await served_world.get_answer(odd)
     value = Event("odd", 0, odd.encode(), None, attributes={"country": 2**40})
     served_world.world.accept(
-        [
-            value,
-            *(served_world.world.event(other_user, served_world.world.items[2]) for other_user in other_users),
-        ]
+        [value, *(served_world.world.event(other_user, served_world.world.items[2]) for other_user in other_users)]
     )
     await until_counted(served_world.app, served_world.world)
 

@@ -26,11 +26,7 @@ def events_of(config: NightConfig) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = [
         *({"user": first, "item": item} for item in new[:5]),
         {"user": first, "item": history_by_user[first][0]},  # again
-        {
-            "user": second,
-            "item": history_by_user[second][-1],
-            "time": 1_600_000_000,
-        },  # long ago, and known
+        {"user": second, "item": history_by_user[second][-1], "time": 1_600_000_000},  # long ago, and known
         {"user": second, "attributes": {"country": 3}},
         {"user": third, "attributes": {"country": 1}},
         {"user": fourth, "item": new[7], "weight": 0},  # counts for nobody
@@ -50,9 +46,7 @@ def config(tmp_path: Path, redis_url: str) -> NightConfig:
     return replace(prepared(tmp_path, redis_url), events=EventsConfig(enabled=True))
 
 
-async def test_an_answer_with_events_is_the_list_that_the_next_night_publishes(
-    config: NightConfig,
-) -> None:
+async def test_an_answer_with_events_is_the_list_that_the_next_night_publishes(config: NightConfig) -> None:
     first = publish_night(config, FIRST)
     events = events_of(config)
     counted_events = [event for event in events if event.get("weight") != 0]

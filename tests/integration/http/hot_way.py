@@ -94,10 +94,7 @@ class Ways:
             self.joined += 1
             await asyncio.wait([group_future])
             if (body := app.finish_joined(group_future)) is not None:
-                head = (
-                    (b"content-length", b"%d" % len(body)),
-                    (b"content-type", b"application/json"),
-                )
+                head = ((b"content-length", b"%d" % len(body)), (b"content-type", b"application/json"))
                 return AsgiResponse(200, head, body)
             if (messages := await app.answer_after_join(get, group_future)) is not None:
                 start, end = messages
@@ -164,9 +161,7 @@ async def _call(app: AsgiApp, request: AsgiRequest) -> AsgiResponse:
     return AsgiResponse(start["status"], _without_request_headers(start["headers"]), body)
 
 
-def _without_request_headers(
-    headers: Iterable[tuple[bytes, bytes]],
-) -> tuple[tuple[bytes, bytes], ...]:
+def _without_request_headers(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
     """Without what tells of the request itself: no two are alike in that."""
     return tuple((name, value) for name, value in headers if name not in PER_REQUEST_HEADERS)
 

@@ -43,10 +43,7 @@ class Shop:
 def of_vectors(config: NightConfig, metric: Metric, *, are_folded: bool, is_alone: bool = False) -> NightConfig:
     """The same night by a bundle of drawn vectors, those of users given (alone: nothing else of them) or folded."""
     rng = np.random.default_rng(3)
-    items, users = (
-        pq.read_table(config.path("items.parquet"))["item"].to_pylist(),
-        sorted(histories(config)),
-    )
+    items, users = (pq.read_table(config.path("items.parquet"))["item"].to_pylist(), sorted(histories(config)))
     numbers = [rng.standard_normal((len(ids), 24)).astype(np.float32) for ids in (items, users)]
     numbers[0] *= rng.uniform(0.2, 3, (len(items), 1)).astype(np.float32)
     to, clicks = config.path("model"), str(config.path("interactions.parquet"))
@@ -140,12 +137,7 @@ def filter_of(rng: random.Random) -> Any:
 
 
 def wanted_of(
-    shop: Shop,
-    vector: Any,
-    excluded_ordinals: set[int],
-    filter_: Any,
-    k: int,
-    metric: Metric = "inner_product",
+    shop: Shop, vector: Any, excluded_ordinals: set[int], filter_: Any, k: int, metric: Metric = "inner_product"
 ) -> tuple[list[str], Any]:
     """Ids and scores of the best k that pass, by a look at each item."""
     root = read_filter(filter_).root_expression

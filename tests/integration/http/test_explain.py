@@ -81,10 +81,7 @@ async def test_looking_shows_the_record_its_page_and_its_checksum_and_changes_no
     assert cold["page"]["key"].startswith(f"larder:1:{night.namespace}:g:{generation}:user_topk:")
     assert cold["directory"]["known"] and cold["record"]["by"] == "batch"
     assert tuple(cold["record"]["items"]) == top_lists(night, generation, [user])[user]
-    assert (cold["record"]["items"], cold["record"]["scores"]) == (
-        answer["items"],
-        answer["scores"],
-    )
+    assert (cold["record"]["items"], cold["record"]["scores"]) == (answer["items"], answer["scores"])
     assert cold["sentence"].startswith("Redis would answer (L2)")
 
 
@@ -182,9 +179,7 @@ async def test_what_is_demanded_and_excluded_counts_for_an_explanation_as_for_a_
     assert explanation["answer"]["reason"] == answer.get("reason")
 
 
-async def test_a_stored_live_answer_is_shown_with_what_is_left_of_its_life(
-    night: NightConfig,
-) -> None:
+async def test_a_stored_live_answer_is_shown_with_what_is_left_of_its_life(night: NightConfig) -> None:
     body = {"entities": [{"id": "overlaid", "history": ["i-00001", "i-00002"]}]}
     async with serving(night) as service:
         await service.post("/v1/lookup/user_topk", body)
@@ -194,11 +189,7 @@ async def test_a_stored_live_answer_is_shown_with_what_is_left_of_its_life(
 
     assert explanation["answer"]["tier"] == "l1" and explanation["record"]["by"] == "live"
     assert 0 < explanation["l1"]["expires_in_seconds"] <= 600
-    assert changed_explanation["answer"] == {
-        "tier": "live",
-        "reason": "input_changed",
-        "live": None,
-    }
+    assert changed_explanation["answer"] == {"tier": "live", "reason": "input_changed", "live": None}
 
 
 async def test_a_blocked_entity_gets_the_default_and_a_blocked_item_is_left_out(tmp_path: Path, redis_url: str) -> None:
@@ -322,14 +313,7 @@ def test_the_command_shows_it_all_and_says_what_is_wrong(
         at = ("--url", url, "--token", "secret")
         code, stdout, _ = run(*at, "user_topk", user)
         assert code == 0 and user in stdout and "Redis would answer (L2)" in stdout
-        for expected_term in (
-            "checksum",
-            "fingerprint",
-            "directory",
-            "overlap",
-            "generation",
-            "age",
-        ):
+        for expected_term in ("checksum", "fingerprint", "directory", "overlap", "generation", "age"):
             assert expected_term in stdout
         code, stdout, _ = run(*at, "--json", "--history", f"@{history}", "user_topk", user)
         assert code == 0 and orjson.loads(stdout)["model"]["computed_from"] == "sent"

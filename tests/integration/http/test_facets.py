@@ -136,12 +136,7 @@ async def test_a_value_that_is_gone_is_not_answered_by_the_night_before(
 async def test_without_interactions_they_go_by_the_mean_score(
     tmp_path_factory: pytest.TempPathFactory, redis_url: str
 ) -> None:
-    shop = make_shop(
-        tmp_path_factory.mktemp("mean"),
-        redis_url,
-        "alone",
-        facets={"brands": FacetConfig("brand", 600)},
-    )
+    shop = make_shop(tmp_path_factory.mktemp("mean"), redis_url, "alone", facets={"brands": FacetConfig("brand", 600)})
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
         answers = (await running.post("/v1/lookup/brands", {"entities": BRANDS}))["answers"]
         live = running.service.capture_served().live

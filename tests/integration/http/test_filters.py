@@ -23,11 +23,7 @@ from serving.explain import cli as explain_cli
 from serving.filters.filtered_lookup import FilteredLookup
 from tests.integration.http.hot_way import AsgiRequest, Ways, running
 from tests.integration.http.shop import BRANDS, Shop, filter_of, make_shop, wanted_of
-from tests.integration.nights import (
-    NEXT,
-    build_night,
-    publish_night,
-)
+from tests.integration.nights import NEXT, build_night, publish_night
 from tests.integration.program import environment, started
 from tests.integration.serving_app import BASE, Running, eventually, serving
 from tests.unit.cache.filters.columns import passes
@@ -70,12 +66,7 @@ async def look_up(running: Running, form: str, user: str, filter_: Any, k: int, 
             client_answer = await client.lookup("user_topk", user, options)
         else:
             (client_answer,) = await client.lookup_many("user_topk", [user], options)
-        return (
-            list(client_answer.items or ()),
-            client_answer.scores,
-            client_answer.short,
-            client_answer.source,
-        )
+        return (list(client_answer.items or ()), client_answer.scores, client_answer.short, client_answer.source)
 
 
 async def compare(shop: Shop, form: str, count: int) -> set[str]:
@@ -129,9 +120,7 @@ async def test_strangers_items_and_what_callers_leave_out(shop: Shop) -> None:
             assert answer["items"] == expected[0], f"seed {SEED}: {item} {failure_message}"
 
 
-async def test_a_stored_list_without_the_items_of_a_history_that_is_not_sent_is_no_whole_list(
-    shop: Shop,
-) -> None:
+async def test_a_stored_list_without_the_items_of_a_history_that_is_not_sent_is_no_whole_list(shop: Shop) -> None:
     entity = {"id": "almost-everything", "history": shop.ids[8:]}
     filter_ = {"==": ["brand", BRANDS[0]]}
     async with serving(shop.night, l2_deadline_ms=2_500.0, precision="fp32") as running:

@@ -192,11 +192,7 @@ def test_what_is_blocked_is_gone_from_the_next_answer(ways: Ways, users: list[st
     second = json.loads(ways.send(get_request).body)
 
     assert second["source"] == "l1" and first["items"][0] not in second["items"]
-    for request in (
-        get_request,
-        post({"entities": users[:50], "k": 20}),
-        post({"entities": users[:50]}),
-    ):
+    for request in (get_request, post({"entities": users[:50], "k": 20}), post({"entities": users[:50]})):
         fast_responses, slow = ways.send_both_ways(request)
         assert fast_responses == slow
 
@@ -302,15 +298,8 @@ def test_without_the_token_nothing_is_answered(night: NightConfig, users: list[s
         good = ((b"authorization", "Bearer sésame".encode()),)
         for _ in range(3):
             assert ways.send(get(users[0], headers=good)).status == 200
-        for headers in (
-            (),
-            ((b"authorization", b"Bearer x"),),
-            ((b"authorization", b"Bearer x"), *good),
-        ):
-            for request in (
-                get(users[0], headers=headers),
-                post({"entities": users[:2]}, headers=headers),
-            ):
+        for headers in ((), ((b"authorization", b"Bearer x"),), ((b"authorization", b"Bearer x"), *good)):
+            for request in (get(users[0], headers=headers), post({"entities": users[:2]}, headers=headers)):
                 assert ways.send(request).status == 401
         assert ways.send(get(users[0], headers=good)).status == 200
 
@@ -405,11 +394,7 @@ SENT_AS_ARROW = ((b"content-type", ARROW_MEDIA_TYPE.encode()),)
     to(b"/v1/score", b'{"id":"u-00001","items":["i-00001"],"deadline_ms":900}'),
 ], ids=["ids", "history", "arrow", "tables", "score"])  # fmt: skip
 def test_a_large_body_is_read_in_no_turn_of_the_loop(
-    long_lived: Ways,
-    monkeypatch: pytest.MonkeyPatch,
-    http_request: AsgiRequest,
-    is_fast: bool,
-    is_behind: bool,
+    long_lived: Ways, monkeypatch: pytest.MonkeyPatch, http_request: AsgiRequest, is_fast: bool, is_behind: bool
 ) -> None:
     threads: list[int] = []
 

@@ -49,10 +49,7 @@ def users(night: NightConfig) -> list[str]:
 
 def get(path: str, *fields: bytes) -> bytes:
     """A GET with the Host field and others."""
-    return b"GET %b HTTP/1.1\r\n%b\r\n" % (
-        path.encode(),
-        HOST + b"".join(f + b"\r\n" for f in fields),
-    )
+    return b"GET %b HTTP/1.1\r\n%b\r\n" % (path.encode(), HOST + b"".join(f + b"\r\n" for f in fields))
 
 
 def post(body: bytes, *fields: bytes, path: str = TABLE) -> bytes:
@@ -193,11 +190,7 @@ HOSTS_ACCEPTED = [
 
 @pytest.mark.parametrize("host", HOSTS_REFUSED)
 def test_a_host_that_is_none_is_refused(url: str, users: list[str], host: bytes) -> None:
-    request = b"GET %b/%b?k=1 HTTP/1.1\r\nHost: %b\r\n\r\n" % (
-        TABLE.encode(),
-        users[0].encode(),
-        host,
-    )
+    request = b"GET %b/%b?k=1 HTTP/1.1\r\nHost: %b\r\n\r\n" % (TABLE.encode(), users[0].encode(), host)
     (response,) = exchange(url, request + LAST)
     assert response.status == 400
     assert b"Host" in response.body
@@ -261,10 +254,7 @@ def test_a_bare_carriage_return_in_a_value_is_refused(url: str) -> None:
 
 def test_a_client_of_http_1_0_gets_no_interim_answer(url: str, users: list[str]) -> None:
     body = lookup(users[0])
-    request = b"POST %b HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n" % (
-        TABLE.encode(),
-        len(body),
-    )
+    request = b"POST %b HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n" % (TABLE.encode(), len(body))
     with RawConnection(url) as connection:
         connection.send(request)
         connection.send(body)
@@ -290,13 +280,7 @@ def test_a_client_that_expects_100_continue_gets_it(url: str, users: list[str]) 
 def test_a_coding_besides_chunked_is_not_served(url: str, users: list[str], codings: tuple[bytes, ...]) -> None:
     lines = b"".join(b"Transfer-Encoding: %b\r\n" % coding for coding in codings)
     body = lookup(users[0])
-    request = b"POST %b HTTP/1.1\r\n%b%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (
-        TABLE.encode(),
-        HOST,
-        lines,
-        len(body),
-        body,
-    )
+    request = b"POST %b HTTP/1.1\r\n%b%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (TABLE.encode(), HOST, lines, len(body), body)
     (response,) = exchange(url, request + LAST)
     assert response.status == 501
 
@@ -306,12 +290,7 @@ def test_a_coding_besides_chunked_is_not_served(url: str, users: list[str], codi
 def test_a_body_in_a_content_coding_is_refused_by_its_name(
     url: str, users: list[str], path: str, coding: bytes
 ) -> None:
-    request = post(
-        lookup(users[0]),
-        b"Content-Type: application/json",
-        b"Content-Encoding: " + coding,
-        path=path,
-    )
+    request = post(lookup(users[0]), b"Content-Type: application/json", b"Content-Encoding: " + coding, path=path)
     for response in exchange(url, request * 3 + LAST)[:3]:
         error = json.loads(response.body)["error"]
         if path == "/v1/events" and response.status == 409:

@@ -81,10 +81,7 @@ class Court:
             service_reply, judges = self.get_replies(pieces, quiet_s, waits=waits)
             if service_reply == judges:
                 return
-        assert self.shared.connections.ended_by_reason.total() > ended_count, (
-            service_reply,
-            judges,
-        )
+        assert self.shared.connections.ended_by_reason.total() > ended_count, (service_reply, judges)
         answered, _, refusal = service_reply.data.rpartition(b"HTTP/1.1 ")
         answered_data = answered if REFUSED.match(b"HTTP/1.1 " + refusal) else service_reply.data
         assert service_reply.is_ended, (service_reply, judges)
@@ -321,10 +318,7 @@ def leave(court: Court, examples: int) -> None:
 
     def is_empty() -> bool:
         court.get_replies([CLOSE])
-        requests_and_bytes = (
-            front.state.service.admission.requests_under_way,
-            front.body_budget.held_bytes,
-        )
+        requests_and_bytes = (front.state.service.admission.requests_under_way, front.body_budget.held_bytes)
         return not court.state.tasks and not court.state.connections and requests_and_bytes == (0, 0)
 
     assert poll_until(is_empty)

@@ -40,9 +40,7 @@ def live(night: NightConfig) -> tuple[ArtefactStore, Manifest]:
 
 
 def opened(
-    live: tuple[ArtefactStore, Manifest],
-    accelerator: Accelerator,
-    precision: ModelPrecision = "fp32",
+    live: tuple[ArtefactStore, Manifest], accelerator: Accelerator, precision: ModelPrecision = "fp32"
 ) -> Opened:
     store, manifest = live
     items = ItemTable.open(store.local(generation_path(manifest.generation)), manifest)
@@ -108,9 +106,7 @@ def test_int8_models_are_not_said_to_run_on_a_gpu_that_has_few_of_their_operator
 
 
 def test_models_that_fail_on_a_gpu_run_on_the_processor(
-    live: tuple[ArtefactStore, Manifest],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    live: tuple[ArtefactStore, Manifest], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     original_open = Predictor.open
 

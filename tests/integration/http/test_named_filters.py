@@ -78,12 +78,7 @@ async def test_a_name_means_its_expression(shop: Shop, name: str) -> None:
             known_entities = [{"id": user} for user in sorted(shop.users)]
             unknown_entities = [{"id": "nobody"}, {"id": "new", "history": rng.sample(shop.ids, 5)}]
             pairs = await get_answer_pairs(
-                running,
-                "user_topk",
-                [*known_entities, *unknown_entities],
-                name,
-                k=k,
-                exclude=excluded_ids,
+                running, "user_topk", [*known_entities, *unknown_entities], name, k=k, exclude=excluded_ids
             )
             pairs += await get_answer_pairs(running, "item_similar", shop.ids[:40], name, k=min(k, 20))
             for named, expression_answer in pairs:
@@ -121,10 +116,7 @@ async def test_what_was_made_under_a_filter_is_read_and_not_searched(
 
     # Then lists that the night made are whole all the same; the others are what of a list passes
     assert {name: [answer["items"] for answer in lists] for name, lists in answers_by_name.items()} == expected_lists
-    assert {answer["source"] for lists in answers_by_name.values() for answer in lists} <= {
-        "l1",
-        "l2",
-    }
+    assert {answer["source"] for lists in answers_by_name.values() for answer in lists} <= {"l1", "l2"}
     assert {answer["reason"] for lists in answers_by_name.values() for answer in lists} == {None}
     assert any(answer["short"] for answer in answers_by_name["hardly"])
     assert any(named["reason"] == "filtered" for named, _ in unmade)
@@ -137,12 +129,7 @@ async def test_its_order_and_scores_are_those_of_a_look_at_all_items(shop: Shop)
             for answer in (await running.post("/v1/lookup/user_topk", body))["answers"]:
                 user = answer["id"]
                 items, scores = wanted_of(
-                    shop,
-                    shop.users[user],
-                    shop.seen_ordinals[user],
-                    DECLARED[name],
-                    50,
-                    shop.metric,
+                    shop, shop.users[user], shop.seen_ordinals[user], DECLARED[name], 50, shop.metric
                 )
                 assert answer["items"] == items
                 np.testing.assert_array_equal(np.array(answer["scores"], np.float32), scores)
@@ -179,16 +166,10 @@ async def test_a_table_made_under_a_filter_is_asked_by_the_filter_alone(shop: Sh
         search_explanation = await running.get(f"/v1/explain/user_topk/{user}", filter="cheap-sale.1")
 
     assert table_response.status_code == 404 and table_response.json()["error"]["code"] == "unknown_table"
-    assert (table_explanation["filter"]["table"], table_explanation["filter"]["from"]) == (
-        "user_topk.hardly",
-        "list",
-    )
+    assert (table_explanation["filter"]["table"], table_explanation["filter"]["from"]) == ("user_topk.hardly", "list")
     assert table_explanation["filter"]["items_of_list"] == table_explanation["record"]["items"]
     assert table_explanation["page"]["state"] == search_explanation["page"]["state"] == "ok"
-    assert (search_explanation["filter"]["table"], search_explanation["filter"]["from"]) == (
-        "user_topk",
-        "vectors",
-    )
+    assert (search_explanation["filter"]["table"], search_explanation["filter"]["from"]) == ("user_topk", "vectors")
 
 
 def test_lists_of_what_does_not_pass_are_never_published(
@@ -199,11 +180,7 @@ def test_lists_of_what_does_not_pass_are_never_published(
 
     monkeypatch.setattr(item_attributes, "allowed_items", spoilt)
     with pytest.raises(Refused, match=r"sampled records of user_topk\.in_stock"):
-        make_shop(
-            tmp_path,
-            redis_url,
-            filters={"in_stock": FilterConfig(DECLARED["in_stock"], ("user_topk",))},
-        )
+        make_shop(tmp_path, redis_url, filters={"in_stock": FilterConfig(DECLARED["in_stock"], ("user_topk",))})
 
 
 def test_status_tells_what_it_takes(shop: Shop) -> None:
@@ -293,8 +270,7 @@ async def test_every_generation_has_filters_of_its_own(
         )
         (previous_answer,) = (
             await running.post(
-                "/v1/lookup/user_topk",
-                {"entities": [user], "filter": "old", "generation": previous.generation},
+                "/v1/lookup/user_topk", {"entities": [user], "filter": "old", "generation": previous.generation}
             )
         )["answers"]
 

@@ -17,13 +17,7 @@ from cache.store.blocklist import Blocklist
 from precompute.bundles.bundle import Bundle, write_bundle
 from precompute.config.settings import NightConfig, TableConfig
 from serving.client import AsyncClient, Entity
-from tests.integration.feature_towers import (
-    DIMS,
-    from_history_and_country,
-    from_looks,
-    from_mood,
-    vectors_column,
-)
+from tests.integration.feature_towers import DIMS, from_history_and_country, from_looks, from_mood, vectors_column
 from tests.integration.nights import NEXT, histories, prepare, publish_night
 from tests.integration.serving_app import BASE, Running, serving
 
@@ -83,19 +77,12 @@ class Strangers:
         """A history that differs by one item."""
         history = list(self._bases[self._rng.integers(3)])
         history[self._rng.integers(40)] = str(self._rng.choice(self._items))
-        return {
-            "id": self._id(),
-            "history": list(dict.fromkeys(history)),
-            "features": {"country": 0},
-        }
+        return {"id": self._id(), "history": list(dict.fromkeys(history)), "features": {"country": 0}}
 
     def mood(self) -> dict[str, Any]:
         """Numbers close to some."""
         mood = np.array([0.8, 0.2]) if self._rng.random() < 0.5 else np.array([0.1, 0.9])
-        return {
-            "id": self._id(),
-            "features": {"mood": (mood + 0.01 * self._rng.random(2)).tolist()},
-        }
+        return {"id": self._id(), "features": {"mood": (mood + 0.01 * self._rng.random(2)).tolist()}}
 
 
 async def get_answers(app: Running, table: str, entities: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:

@@ -46,10 +46,7 @@ async def document(app: Running) -> Json:
 async def test_the_document_is_the_services_own_under_every_fastapi(night: NightConfig) -> None:
     app = create_app(settings(night))
     transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url=BASE) as http,
-    ):
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url=BASE) as http:
         # FastAPI newer than that of the locks forgets a stored document when routes change.
         app.openapi_schema = None
 

@@ -78,10 +78,7 @@ def _name_known(value: Any, ids: list[str]) -> None:
 
 def _link(paths: Any) -> None:
     """What answers lead to: the same from the same generation, items like those, their order, what came of them."""
-    single_lookup, batch_lookup = (
-        paths["/v1/lookup/{table}/{entity}"]["get"],
-        paths["/v1/lookup/{table}"]["post"],
-    )
+    single_lookup, batch_lookup = (paths["/v1/lookup/{table}/{entity}"]["get"], paths["/v1/lookup/{table}"]["post"])
     for operation, answer in ((single_lookup, ""), (batch_lookup, "/answers/0")):
         generation, items = (f"$response.body#{answer}/{name}" for name in ("generation", "items"))
         pinned = {"table": "user_topk", "generation": generation}
@@ -116,8 +113,7 @@ def fuzz(api: Any, label: str, mode: GenerationMode, examples: int) -> None:
         # What is no event is rejected beside the others.
         is_invalid_event = label == EVENTS and bool(wrong)
         response = case.call_and_validate(
-            timeout=30,
-            excluded_checks=NOT_SAID + (only_path or is_invalid_event) * [negative_data_rejection],
+            timeout=30, excluded_checks=NOT_SAID + (only_path or is_invalid_event) * [negative_data_rejection]
         )
         assert not is_invalid_event or response.status_code != 202 or response.json()["rejected"]
 

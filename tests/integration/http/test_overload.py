@@ -192,10 +192,7 @@ async def test_without_load_and_as_it_is_set_by_default_nothing_is_refused(night
             for _ in range(CALM_MAX):  # where others load the machine, a round of them may be late
                 responses = []
                 for number in range(CALM_REQUESTS):
-                    user, batch = (
-                        known_users[number % len(known_users)],
-                        {"entities": known_users[:10], "k": 5},
-                    )
+                    user, batch = (known_users[number % len(known_users)], {"entities": known_users[:10], "k": 5})
                     responses.append(await http.get(f"/v1/lookup/user_topk/{user}?k=5"))
                     responses.append(await http.get(f"/v1/lookup/user_topk/nobody-{number}?k=5"))
                     responses.append(await http.post("/v1/lookup/user_topk", json=batch))

@@ -112,21 +112,14 @@ async def test_under_a_filter_the_candidates_are_the_best_that_pass(shop: Shop) 
             k = rng.randrange(1, 21)
             failure_message = f"seed {SEED}: {user} {k} {filter_} {orjson.dumps(rerank).decode()}"
             full_answer = await running.get(f"/v1/lookup/user_topk/{user}")
-            root, ordinals = (
-                read_filter(filter_).root_expression,
-                {id_: at for at, id_ in enumerate(shop.ids)},
-            )
+            root, ordinals = (read_filter(filter_).root_expression, {id_: at for at, id_ in enumerate(shop.ids)})
             pairs = [
                 (id_, score)
                 for id_, score in zip(full_answer["items"], full_answer["scores"], strict=True)
                 if passes(root, shop.attributes[ordinals[id_]])
             ]
             expected_ids = by_hand(
-                shop,
-                [component for component, _ in pairs],
-                [component for _, component in pairs],
-                rerank,
-                k,
+                shop, [component for component, _ in pairs], [component for _, component in pairs], rerank, k
             )
             if len(expected_ids) < k:  # the list does not do
                 passing_candidates = wanted_of(shop, shop.users[user], shop.seen_ordinals[user], filter_, WIDTH)
@@ -264,21 +257,8 @@ def test_a_declared_one_that_is_none_stops_the_service_before_it_starts() -> Non
 
 def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rerank = orjson.dumps(DECLARED["varied"]).decode()
-    with started(environment(shop.night, tmp_path, REDIS_URL=str(shop.night.redis_url))) as (
-        _,
-        url,
-    ):
-        arguments = [
-            "user_topk",
-            min(shop.users),
-            "--url",
-            url,
-            "--k",
-            "5",
-            "--json",
-            "--rerank",
-            rerank,
-        ]
+    with started(environment(shop.night, tmp_path, REDIS_URL=str(shop.night.redis_url))) as (_, url):
+        arguments = ["user_topk", min(shop.users), "--url", url, "--k", "5", "--json", "--rerank", rerank]
         assert lookup.main(arguments) == 0
     (answer,) = orjson.loads(capsys.readouterr().out)["answers"]
     brands = {id_: item_attributes.get("brand") for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)}

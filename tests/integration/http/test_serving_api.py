@@ -212,9 +212,7 @@ async def test_what_cannot_be_answered_is_refused_for_a_program_to_read(
     assert response.json()["error"]["code"] == code and response.json()["error"]["message"]
 
 
-async def test_a_body_that_lies_about_its_length_is_stopped_while_it_streams(
-    night: NightConfig,
-) -> None:
+async def test_a_body_that_lies_about_its_length_is_stopped_while_it_streams(night: NightConfig) -> None:
     pulled = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -231,23 +229,13 @@ async def test_a_body_that_lies_about_its_length_is_stopped_while_it_streams(
     assert response.json()["error"]["code"] == "body_too_large"
 
 
-async def test_the_dashboards_page_needs_no_token_and_is_no_part_of_the_api(
-    night: NightConfig,
-) -> None:
+async def test_the_dashboards_page_needs_no_token_and_is_no_part_of_the_api(night: NightConfig) -> None:
     async with serving(night, token="secret") as app:
         page, script = await app.http.get("/dashboard"), await app.http.get("/dashboard/main.js")
-        head, missing_file_response = (
-            await app.http.head("/dashboard"),
-            await app.http.get("/dashboard/other.js"),
-        )
+        head, missing_file_response = (await app.http.head("/dashboard"), await app.http.get("/dashboard/other.js"))
         described = (await app.http.get("/openapi.json")).json()
 
-    assert [response.status_code for response in (page, script, head, missing_file_response)] == [
-        200,
-        200,
-        200,
-        404,
-    ]
+    assert [response.status_code for response in (page, script, head, missing_file_response)] == [200, 200, 200, 404]
     assert "default-src 'self'" in page.headers["content-security-policy"]
     assert not [path for path in described["paths"] if path in ("/dashboard", "/dashboard/main.js")]
 
@@ -307,13 +295,7 @@ async def test_openapi_documents_what_is_parsed_by_hand(app: Running) -> None:
     lookup = paths["/v1/lookup/{table}"]["post"]
     assert "entities" in str(lookup["requestBody"]) and {"408", "413"} <= lookup["responses"].keys()
     parameters = paths["/v1/lookup/{table}/{entity}"]["get"]["parameters"]
-    assert {parameter["name"] for parameter in parameters} >= {
-        "table",
-        "entity",
-        "k",
-        "fresh",
-        "generation",
-    }
+    assert {parameter["name"] for parameter in parameters} >= {"table", "entity", "k", "fresh", "generation"}
     assert "/v1/score" in paths
 
 
@@ -329,11 +311,7 @@ async def test_the_client_gets_back_the_very_id_it_asked_for(night: NightConfig,
 
     assert by_url.id == by_body.id == id_ and by_url.source == "default"
     assert by_url.items is not None and len(by_url.items) == 3
-    assert (refused.value.status, refused.value.code, refused.value.field) == (
-        422,
-        "invalid_k",
-        "k",
-    )
+    assert (refused.value.status, refused.value.code, refused.value.field) == (422, "invalid_k", "k")
 
 
 async def test_connections_to_redis_are_open_before_it_is_ready(
@@ -352,9 +330,7 @@ async def test_connections_to_redis_are_open_before_it_is_ready(
         assert [pool.opened for pool in pools] == [1]
 
 
-async def test_items_similar_to_an_unknown_item_are_an_empty_list_with_a_reason(
-    app: Running,
-) -> None:
+async def test_items_similar_to_an_unknown_item_are_an_empty_list_with_a_reason(app: Running) -> None:
     """Popular items are like no item; a stranger among the users gets them."""
     similar = await app.get("/v1/lookup/item_similar/no-such-item")
     stranger = await app.get("/v1/lookup/user_topk/no-such-user")

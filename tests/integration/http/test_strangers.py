@@ -159,10 +159,7 @@ def test_a_trickle_keeps_no_connection(larder: Larder, first: bytes) -> None:
 def test_who_asks_and_does_not_read_is_bounded_and_cut_off(larder: Larder, target: bytes, count: int) -> None:
     memory_before_mb, files = larder.memory_mb(), larder.files()
     request = b"GET " + target + b" HTTP/1.1\r\nHost: a\r\n\r\n"
-    with (
-        peers(larder, request * 16, count) as moderate_peers,
-        peers(larder, request * 500, count) as greedy_peers,
-    ):
+    with peers(larder, request * 16, count) as moderate_peers, peers(larder, request * 500, count) as greedy_peers:
         assert len(moderate_peers) == len(greedy_peers) and larder.answers()
         assert poll_until(lambda: larder.under_way().endswith(" 0.0"))
         assert larder.memory_mb() - memory_before_mb < GROWTH_MB
@@ -174,10 +171,7 @@ def test_bodies_together_are_bounded_and_end(larder: Larder) -> None:
     unfinished_request = head.encode() + b"Content-Length: 199000\r\n\r\n" + b" " * 150_000
     with peers(larder, unfinished_request[:-1], 3) as connections:
         replies = [reply(peer) for peer in connections]
-    assert sorted(response[9:12] for response in replies) in (
-        [b"408", b"408", b"503"],
-        [b"408", b"503", b"503"],
-    )
+    assert sorted(response[9:12] for response in replies) in ([b"408", b"408", b"503"], [b"408", b"503", b"503"])
     assert b"overloaded" in b"".join(replies)
     assert larder.answers() and larder.under_way().endswith(" 0.0")
     body = b'{"entities":["nobody"]}' + b" " * 150_000

@@ -133,11 +133,7 @@ async def test_every_route_asks_for_exactly_its_scope(app: Running, token_file: 
             response = await send_request(app, route, token_file.header(scope))
             error = response.json().get("error", {})
             if scope == needed:
-                assert response.status_code in (200, 202, 404, 409, 422), (
-                    route,
-                    scope,
-                    response.text,
-                )
+                assert response.status_code in (200, 202, 404, 409, 422), (route, scope, response.text)
             else:
                 assert response.status_code == 403 and error["code"] == "scope_missing"
                 assert error["scope"] == needed and error["scopes"] == [scope]
@@ -244,9 +240,7 @@ def test_a_thousand_wrong_tokens_are_refused_alike(service: Service) -> None:
     assert "server-timing" not in response.headers
 
 
-def test_a_token_is_in_force_or_not_within_a_second_also_where_it_was_judged_before(
-    service: Service,
-) -> None:
+def test_a_token_is_in_force_or_not_within_a_second_also_where_it_was_judged_before(service: Service) -> None:
     token_file = service.token_file
     with httpx.Client() as client:
         for _ in range(5):  # the same head again and again: ready answers, by a judgement that is kept
@@ -279,9 +273,7 @@ def test_a_token_that_expires_is_refused_from_then_on(service: Service) -> None:
     assert service.series("larder_token_refusals_total")["expired", "brief"] >= 1
 
 
-def test_quotas_are_kept_on_both_transports_and_refusals_say_when_to_come_again(
-    service: Service,
-) -> None:
+def test_quotas_are_kept_on_both_transports_and_refusals_say_when_to_come_again(service: Service) -> None:
     token_file = service.token_file
     token_file.add("few", "read", requests_per_s=0.01)
     token_file.add("light", "read", entities_per_s=0.01)
@@ -289,11 +281,7 @@ def test_quotas_are_kept_on_both_transports_and_refusals_say_when_to_come_again(
     with httpx.Client() as client:
         assert poll_until(lambda: service.get("light", client).status_code == 200, 5)
         assert service.get("few", client).status_code == 200
-        for path in (
-            service.known_path,
-            "/v1/generations",
-            "/v1/lookup/user_topk/nobody?fresh=true",
-        ):
+        for path in (service.known_path, "/v1/generations", "/v1/lookup/user_topk/nobody?fresh=true"):
             refused = service.get("few", client, path)
             error = refused.json()["error"]
             assert refused.status_code == 429 and error["code"] == "quota_exceeded"
@@ -353,10 +341,7 @@ def test_the_client_has_an_error_for_every_refusal_and_waits_as_asked(service: S
     with httpx.Client() as probe:
         assert poll_until(lambda: service.get("steady", probe).status_code == 200, 5)
     for name, error in (("score", Forbidden), ("late", TokenExpired)):
-        with (
-            Client(service.url, token=token_file.tokens[name]) as client,
-            pytest.raises(error) as exc_info,
-        ):
+        with Client(service.url, token=token_file.tokens[name]) as client, pytest.raises(error) as exc_info:
             client.lookup("user_topk", user)
         assert not isinstance(exc_info.value, Forbidden) or exc_info.value.scope == "read"
     with Client(service.url, token="wrong") as client, pytest.raises(Unauthorized):
@@ -370,10 +355,7 @@ def test_the_client_has_an_error_for_every_refusal_and_waits_as_asked(service: S
         for _ in range(5):
             client.lookup("user_topk", user)
 
-    with (
-        Client(service.url, token=token_file.tokens["steady"]) as client,
-        pytest.raises(QuotaExceeded) as short,
-    ):
+    with Client(service.url, token=token_file.tokens["steady"]) as client, pytest.raises(QuotaExceeded) as short:
         ask_at_once(client)
     assert short.value.quota == "requests_per_s" and 0 < short.value.retry_after_s <= 1
 

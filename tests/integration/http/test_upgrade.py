@@ -132,10 +132,7 @@ def test_a_request_with_an_upgrade_is_answered_as_one_without(url: str, users: l
 
     assert answered.status == expected.status == 200
     (ordinary_answer,), (upgraded_answer,) = (json.loads(answer.body)["answers"] for answer in (expected, answered))
-    assert (ordinary_answer["id"], ordinary_answer["items"]) == (
-        upgraded_answer["id"],
-        upgraded_answer["items"],
-    )
+    assert (ordinary_answer["id"], ordinary_answer["items"]) == (upgraded_answer["id"], upgraded_answer["items"])
     assert _id(last) == canary
 
 

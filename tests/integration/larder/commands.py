@@ -31,11 +31,7 @@ def larder(folder: Path, *arguments: str, code: int = 0, environ: Mapping[str, s
         [sys.executable, "-m", "infra.cli", *arguments],
         cwd=folder, env=environment(environ), capture_output=True, text=True, check=False, timeout=180,
     )  # fmt: skip
-    assert completed_process.returncode == code, (
-        arguments,
-        completed_process.stdout,
-        completed_process.stderr,
-    )
+    assert completed_process.returncode == code, (arguments, completed_process.stdout, completed_process.stderr)
     assert "Traceback" not in completed_process.stderr
     return completed_process.stdout + completed_process.stderr
 

@@ -76,16 +76,10 @@ def test_what_is_served_is_what_the_library_recommends(
     [
         (("vectors", "--items", "none.npy"), "there is no file none.npy"),
         (("implicit", "pickled.pkl", "--clicks", "clicks.npz"), "pickled.pkl is pickled, and "),
-        (
-            ("implicit", "empty.npz", "--clicks", "clicks.npz"),
-            "give the .npz file that `model.save` w",
-        ),
+        (("implicit", "empty.npz", "--clicks", "clicks.npz"), "give the .npz file that `model.save` w"),
         (("implicit", "model.npz", "--clicks", "turned.npz"), "give its transpose"),
         (("implicit", "model.npz", "--clicks", "named.csv"), "name it by --user-column"),
-        (
-            ("implicit", "model.npz", "--clicks", "shop.csv"),
-            "give user_ids (--user-ids) and item_ids (--item-ids)",
-        ),
+        (("implicit", "model.npz", "--clicks", "shop.csv"), "give user_ids (--user-ids) and item_ids (--item-ids)"),
     ],
 )
 def test_models_that_cannot_be_imported_are_refused_in_one_line(

@@ -67,15 +67,7 @@ def test_labels_are_corrected_and_columns_are_taken_by_their_names(redis_server:
     environ = environment_of(redis_server)
     ids, rows = write_accounts(tmp_path / "accounts.parquet")
     onnx.save(examples.linear_classifier(classlabels_ints=[0, 1]), tmp_path / "model.onnx")
-    arguments = (
-        "import",
-        "classifier",
-        "model.onnx",
-        "--features",
-        "accounts.parquet",
-        "--id-column",
-        "account",
-    )
+    arguments = ("import", "classifier", "model.onnx", "--features", "accounts.parquet", "--id-column", "account")
     larder(tmp_path, *arguments, "--labels", "fraud, ok", "--table", "risk", "--to", "fraud")
     folder = tmp_path / "fraud"
     larder(folder, "night", environ=environ)

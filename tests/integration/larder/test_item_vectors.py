@@ -16,17 +16,7 @@ from cache.process.redis_server import RedisServer
 from precompute.adapters import vector_bundle
 from precompute.config.settings import night_config
 from precompute.sources.files import SourceFile, digest_files
-from precompute.steps import (
-    assemble,
-    begin,
-    embed_items,
-    index,
-    load,
-    publish,
-    quantize,
-    score,
-    verify,
-)
+from precompute.steps import assemble, begin, embed_items, index, load, publish, quantize, score, verify
 from tests.integration.larder.commands import larder, running
 from tests.integration.larder.vectors import TOP, Floats, asking, top_items, unit, write
 from tests.integration.nights import top_lists
@@ -171,11 +161,7 @@ def test_a_bundle_of_ones_own_and_a_table_of_items_are_one_too_many(shop: Path, 
 
 
 def test_every_step_may_run_on_a_host_of_its_own_and_a_retried_begin_finds_its_bundle(
-    shop: Path,
-    environ: dict[str, str],
-    items: Floats,
-    users: Floats,
-    monkeypatch: pytest.MonkeyPatch,
+    shop: Path, environ: dict[str, str], items: Floats, users: Floats, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote = {
         "REDIS_URL": environ["REDIS_URL"],

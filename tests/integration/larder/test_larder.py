@@ -80,10 +80,7 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
 
 
 def test_without_a_redis_one_is_started_for_all(shop: Path, tmp_path: Path) -> None:
-    settings = {
-        "LARDER_STATE": str(tmp_path / "state"),
-        "LARDER_ARTIFACTS": str(tmp_path / "store"),
-    }
+    settings = {"LARDER_STATE": str(tmp_path / "state"), "LARDER_ARTIFACTS": str(tmp_path / "store")}
     larder(shop, "init", "exports", "--force")
     larder(shop, "train", "--quiet", environ=settings)
 

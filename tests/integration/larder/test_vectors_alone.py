@@ -93,9 +93,7 @@ def test_known_users_have_their_best_items_strangers_are_folded_in_and_a_night_f
     assert [answer["items"] for answer in rolled_back_answers] == [answer["items"] for answer in known_answers]
 
 
-def test_what_the_manifest_says_of_a_night_without_interactions(
-    shop: tuple[Path, dict[str, str]],
-) -> None:
+def test_what_the_manifest_says_of_a_night_without_interactions(shop: tuple[Path, dict[str, str]]) -> None:
     folder, environ = shop
 
     verified = larder(folder, "night", "--data-until", FIRST, environ=environ)
@@ -148,8 +146,7 @@ def test_vectors_that_no_night_can_be_made_of_are_refused_in_one_line(
         column = pa.array([row.tolist() for row in vectors], pa.list_(pa.float32()))
         ids = [str(number) for number in range(len(vectors))]
         pq.write_table(
-            pa.table({"user": pa.array(ids, pa.string()), "vector": column}),
-            folder / "user_vectors.parquet",
+            pa.table({"user": pa.array(ids, pa.string()), "vector": column}), folder / "user_vectors.parquet"
         )
 
     output = larder(folder, "night", "--quiet", environ=environ, code=1)

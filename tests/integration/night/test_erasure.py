@@ -29,13 +29,7 @@ from precompute.builds.build import record_copies
 from precompute.config.progress import quiet
 from precompute.config.settings import NightConfig
 from precompute.erasure.command import erase
-from precompute.erasure.erasing import (
-    ErasureStatus,
-    begin_erasing,
-    drop_overlays,
-    readmit_entity,
-    settle_erasures,
-)
+from precompute.erasure.erasing import ErasureStatus, begin_erasing, drop_overlays, readmit_entity, settle_erasures
 from precompute.partitions import catalogue
 from precompute.releases import moves
 from precompute.releases.recovery import restore
@@ -43,15 +37,7 @@ from precompute.releases.release_log import open_releases
 from precompute.sources.erasures import all_erasures, demand_unerased, request_erasure
 from precompute.steps import begin, embed_items, retire
 from tests.integration import shell as in_process
-from tests.integration.nights import (
-    DATA_UNTIL,
-    NEXT,
-    environment,
-    histories,
-    prepare,
-    publish_night,
-    top_lists,
-)
+from tests.integration.nights import DATA_UNTIL, NEXT, environment, histories, prepare, publish_night, top_lists
 from tests.integration.serving_app import eventually, serving
 
 LATER = "2026-01-31T00:00:00Z"
@@ -103,9 +89,7 @@ def shell(config: NightConfig, *arguments: str, **more: str) -> "CompletedProces
     return in_process.shell("--quiet", *arguments, environ=environ)
 
 
-async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_when_swept(
-    night: NightConfig,
-) -> None:
+async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_when_swept(night: NightConfig) -> None:
     first = live(night)
     user = next(user_id for user_id in sorted(histories(night)) if has(night, first, user_id))
     async with serving(night) as app:
@@ -255,9 +239,7 @@ def test_the_entity_leaves_the_sketches_of_requests(night: NightConfig, window: 
         assert remaining_names == [[b"user_topk:else"]] * 2
 
 
-def test_an_erased_user_leaves_the_exposures_of_experiments_and_an_item_does_not(
-    night: NightConfig,
-) -> None:
+def test_an_erased_user_leaves_the_exposures_of_experiments_and_an_item_does_not(night: NightConfig) -> None:
     # Given requests of an experiment that were made with three keys
     store, path = night.store(), exposure_part_path(1, "replica", 1)
     exposures = [["gone", 1.0], ["an item", 2.0], ["other", 3.0]]
@@ -284,9 +266,7 @@ def test_an_entity_that_nothing_holds_is_done_at_once_and_stays_out(night: Night
     assert settled(night) == [standing]
 
 
-def test_a_mistyped_id_does_not_read_like_an_erasure_that_was_carried_out(
-    night: NightConfig,
-) -> None:
+def test_a_mistyped_id_does_not_read_like_an_erasure_that_was_carried_out(night: NightConfig) -> None:
     item = str(pq.read_table(night.base + "/items.parquet").column(0)[0])
 
     typo = shell(night, "erase", "u-00 17", "--as", "user").stdout
@@ -339,9 +319,7 @@ def test_unblocking_resurrects_no_entity_and_forgetting_needs_a_reason(night: Ni
     assert is_new and later_erasure.number == 3
 
 
-def test_erasing_twice_is_one_request_and_an_item_of_the_same_id_is_left_alone(
-    night: NightConfig,
-) -> None:
+def test_erasing_twice_is_one_request_and_an_item_of_the_same_id_is_left_alone(night: NightConfig) -> None:
     store = night.store()
     first, _ = begin_erasing(store, b"42", "user", requested_at=1.0)
     repeated_erasure, is_new = begin_erasing(store, b"42", "user", requested_at=2.0)
@@ -381,10 +359,7 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
     """Two workers that share a store and Redis: one computed what the other retired."""
     worker, other_host = (
         dataclasses.replace(
-            night,
-            artifacts=f"memory://{tmp_path.name}",
-            namespace=f"hosts-{tmp_path.name}",
-            state=str(tmp_path / name),
+            night, artifacts=f"memory://{tmp_path.name}", namespace=f"hosts-{tmp_path.name}", state=str(tmp_path / name)
         )
         for name in ("worker", "other")
     )
@@ -417,13 +392,7 @@ def test_without_redis_copies_on_hosts_are_named_and_can_be_declared_gone(night:
     )
     store, generation = config.store(), f"20260101T000000Z-{'0' * 12}"
     record_copies(store, generation)
-    arguments = {
-        "entity": "somebody",
-        "kind": "user",
-        "list": False,
-        "status": False,
-        "forget": False,
-    }
+    arguments = {"entity": "somebody", "kind": "user", "list": False, "status": False, "forget": False}
     arguments |= {"reason": None, "gone": None, "json": False}
 
     table, *lines = erase(config, argparse.Namespace(**arguments), quiet)

@@ -61,10 +61,7 @@ def config(tmp_path, redis_url):
     )
     item_ids = pq.read_table(tmp_path / "items.parquet")["item"].to_pylist()
     items = [*item_ids, NEW_ITEM]
-    pq.write_table(
-        pa.table({"item": items, "looks": vectors_column(len(items), 3)}),
-        tmp_path / "items.parquet",
-    )
+    pq.write_table(pa.table({"item": items, "looks": vectors_column(len(items), 3)}), tmp_path / "items.parquet")
     kinds: tuple[Kind, ...] = ("user_topk", "user_vector", "item_vector", "item_similar")
     return replace(
         config,
@@ -112,8 +109,7 @@ def test_a_tower_of_history_and_features_is_published_and_answers_live(config):
     stored_lists = nights.top_lists(config, generation, users)
     for user in users:
         live_input = LiveInput(
-            tuple(item_id.encode() for item_id in histories[user]),
-            features_of(config, user, "country"),
+            tuple(item_id.encode() for item_id in histories[user]), features_of(config, user, "country")
         )
         assert overlap(answer(manifest, items, predictor, "user_topk", live_input), stored_lists[user]) >= 0.8
 
@@ -156,8 +152,7 @@ def test_item_features_are_read_once_and_stay_as_the_night_began_with_them(confi
     build = begin.run(config, data_until=nights.NEXT, run_after=None)
     table = pq.read_table(config.path("items.parquet"))
     pq.write_table(
-        pa.table({"item": table["item"], "looks": vectors_column(len(table), 9)}),
-        config.path("items.parquet"),
+        pa.table({"item": table["item"], "looks": vectors_column(len(table), 9)}), config.path("items.parquet")
     )
     embed_items.run(config, build)
 
@@ -226,9 +221,7 @@ def test_a_live_path_that_answers_otherwise_refuses_the_night(config, monkeypatc
     """Invariant 8 for a tower with features: the gate compares, it does not wave through."""
     with_towers(config, from_history_and_country)
     monkeypatch.setattr(
-        skew,
-        "_feature_as_sent",
-        lambda source, column, row: (source.features[column][row].as_py() + 1) % 5,
+        skew, "_feature_as_sent", lambda source, column, row: (source.features[column][row].as_py() + 1) % 5
     )
     with pytest.raises(Refused, match="skew"):
         nights.publish_night(config, nights.DATA_UNTIL)
@@ -268,11 +261,7 @@ def test_users_of_the_feature_table_alone_are_left_out_where_they_are_too_many(c
     build = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
 
     begin_report = Build.of(config, build).need_report(BEGIN_REPORT)
-    assert (begin_report["users"], begin_report["featured"], begin_report["featured_users"]) == (
-        CLICKED,
-        131,
-        False,
-    )
+    assert (begin_report["users"], begin_report["featured"], begin_report["featured_users"]) == (CLICKED, 131, False)
     row = begin.in_night(Night(config, "attempt", data_until=nights.DATA_UNTIL))
     assert "131 users of the feature table alone get no records" in row.summary
     assert "featured_users = true" in row.summary

@@ -102,11 +102,7 @@ def test_a_user_without_rights_in_the_namespace_is_told_which_one_it_is(
 ) -> None:
     with connect(redis_url, 5.0) as client:
         client.acl_setuser(
-            "loader-of-one",
-            enabled=True,
-            passwords=["+pw"],
-            keys=["larder:1:{one}:*"],
-            commands=["+@all"],
+            "loader-of-one", enabled=True, passwords=["+pw"], keys=["larder:1:{one}:*"], commands=["+@all"]
         )
     try:
         url = redis_url.replace("redis://", "redis://loader-of-one:pw@")

@@ -25,19 +25,7 @@ from precompute.gates.judge import GATES
 from precompute.planning.capacity import CapacityLimits, find_limits
 from precompute.planning.forecast import forecast, judge_forecast
 from precompute.planning.options import PlanParameters
-from precompute.steps import (
-    assemble,
-    begin,
-    embed_items,
-    index,
-    load,
-    publish,
-    quantize,
-    retire,
-    score,
-    verify,
-    warm,
-)
+from precompute.steps import assemble, begin, embed_items, index, load, publish, quantize, retire, score, verify, warm
 from tests.integration.nights import prepare
 
 T = TypeVar("T")

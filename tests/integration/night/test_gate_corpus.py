@@ -23,16 +23,7 @@ from precompute.gates.judge import GATES, LIVE_FILES_RULE, OVERRIDABLE_RULES
 from precompute.steps import verify
 from tests.conftest import redis_binary
 from tests.integration.bad_inputs import BAD_INPUTS
-from tests.integration.corpus import (
-    Bench,
-    Spoilt,
-    build,
-    cut_at,
-    failed,
-    judged,
-    make_bench,
-    retrain,
-)
+from tests.integration.corpus import Bench, Spoilt, build, cut_at, failed, judged, make_bench, retrain
 from tests.integration.faults import FAULTS
 from tests.integration.nights import prepare, publish_night
 
@@ -162,10 +153,7 @@ def nearly_full(client: Any, bench: Bench) -> None:
     client.config_set("maxmemory", int(client.info("memory")["used_memory"] / 0.97))
 
 
-@pytest.mark.parametrize(
-    ("harm", "rule"),
-    [(evicts_everything, "maxmemory_policy"), (nearly_full, "redis_headroom")],
-)
+@pytest.mark.parametrize(("harm", "rule"), [(evicts_everything, "maxmemory_policy"), (nearly_full, "redis_headroom")])
 def test_what_redis_does_to_a_generation_refuses_it(bench: Bench, harm: Any, rule: str) -> None:
     try:
         verdicts = bench.judge(in_redis=lambda client, _manifest: harm(client, bench))
@@ -204,9 +192,7 @@ def test_pages_that_redis_lost_or_changed_are_loaded_again_and_refuse_nothing(be
         assert control.rows()[bench.generation].state is GenerationState.VERIFIED
 
 
-def test_a_file_that_differs_from_the_manifest_refuses_before_anything_is_opened(
-    bench: Bench,
-) -> None:
+def test_a_file_that_differs_from_the_manifest_refuses_before_anything_is_opened(bench: Bench) -> None:
     def spoil(spoilt: Spoilt) -> None:
         with (spoilt.root / "items/vectors.f32").open("r+b") as file:
             file.truncate(64)

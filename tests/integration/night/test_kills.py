@@ -35,12 +35,7 @@ def ground(tmp_path: Path, own_redis: RedisServer) -> Iterator[Ground]:
         prepare(tmp_path / "night", own_redis.url, seed=seed % 1_000, users=USERS, items=ITEMS),
         page_bytes=4096, load_chunk_bytes=4096, keep=1, superseded_grace_s=0.0,
     )  # fmt: skip
-    twin = replace(
-        config,
-        artifacts="twin",
-        state="twin-state",
-        redis_url=own_redis.url.removesuffix("0") + "1",
-    )
+    twin = replace(config, artifacts="twin", state="twin-state", redis_url=own_redis.url.removesuffix("0") + "1")
     for namesake in (config, twin):
         assert run(partial(night, namesake, DATA_UNTIL, "first")) is not None
     users = sorted(histories(config))

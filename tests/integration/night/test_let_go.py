@@ -14,14 +14,7 @@ from cache.model.predictor import Predictor
 from precompute.config.settings import NightConfig
 from serving.engine import inference
 from serving.generations.snapshot import Snapshot
-from tests.integration.nights import (
-    NEXT,
-    build_night,
-    build_verified,
-    histories,
-    publish,
-    roll_back,
-)
+from tests.integration.nights import NEXT, build_night, build_verified, histories, publish, roll_back
 from tests.integration.serving_app import Running, eventually, serving
 
 
@@ -58,11 +51,7 @@ async def request_every_rung(app: Running, night: NightConfig) -> None:
 
 @pytest.mark.parametrize("is_broken", [False, True])
 async def test_nothing_keeps_a_generation_that_is_no_longer_held(
-    tmp_path: Path,
-    redis_url: str,
-    no_collection: None,
-    monkeypatch: pytest.MonkeyPatch,
-    is_broken: bool,
+    tmp_path: Path, redis_url: str, no_collection: None, monkeypatch: pytest.MonkeyPatch, is_broken: bool
 ) -> None:
     night = await asyncio.to_thread(build_night, tmp_path / "night", redis_url, users=80, items=40)
     coming = await asyncio.to_thread(build_verified, night, NEXT)

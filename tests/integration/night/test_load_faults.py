@@ -25,14 +25,7 @@ from cache.store.releases import all_releases
 from precompute.builds.build import Build
 from precompute.builds.reports import LOAD_REPORT, BuildId
 from precompute.builds.seal import write_manifest
-from precompute.bulk.load import (
-    PageStream,
-    Part,
-    count_loaded_pages,
-    page_keys,
-    parts_of,
-    unlink_pages,
-)
+from precompute.bulk.load import PageStream, Part, count_loaded_pages, page_keys, parts_of, unlink_pages
 from precompute.bulk.readback import verify_part
 from precompute.config.settings import NightConfig
 from precompute.releases import moves
@@ -248,10 +241,7 @@ def answering() -> Iterator[Callable[[bytes], str]]:
     ],
 )
 def test_a_redis_that_is_busy_or_still_loading_is_said_to_be(answering, answer, message):
-    with (
-        pytest.raises(TierUnavailable, match=message),
-        connect(answering(answer), 1.0) as client,
-    ):
+    with pytest.raises(TierUnavailable, match=message), connect(answering(answer), 1.0) as client:
         client.set("page", b"x")
 
 

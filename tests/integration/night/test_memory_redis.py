@@ -40,13 +40,7 @@ def random_command(rng: random.Random, epochs: list[int]) -> tuple[str, Any]:
                 rng.choice("xyz"), 1.0, canary if rng.random() < 0.3 else None,
             )  # fmt: skip
             epochs.append(to.epoch)
-            allowed = rng.choice(
-                [
-                    (),
-                    (GenerationState.VERIFIED,),
-                    (GenerationState.LIVE, GenerationState.SUPERSEDED),
-                ]
-            )
+            allowed = rng.choice([(), (GenerationState.VERIFIED,), (GenerationState.LIVE, GenerationState.SUPERSEDED)])
             return (
                 f"move {to} if {expected} {allowed} {rows}",
                 lambda control: control.move_pointer(

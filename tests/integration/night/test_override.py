@@ -30,9 +30,7 @@ def refused(tmp_path: Path, redis_url: str) -> Refusal:
     return scaled, generation
 
 
-def test_an_overridden_rule_passes_once_more_verified_and_the_reason_is_kept(
-    refused: Refusal,
-) -> None:
+def test_an_overridden_rule_passes_once_more_verified_and_the_reason_is_kept(refused: Refusal) -> None:
     config, generation = refused
     with pytest.raises(Conflict, match="refused"):
         publish.run(config, {"generation": generation}, attempt="too-early")
@@ -79,12 +77,7 @@ def test_the_command_that_a_refusal_names_is_the_one_that_works(
 ) -> None:
     config, generation = refused
     monkeypatch.setenv("REDIS_URL", str(config.redis_url))
-    location_arguments = [
-        "--artifacts",
-        str(config.path(config.artifacts)),
-        "--state",
-        str(config.path(config.state)),
-    ]
+    location_arguments = ["--artifacts", str(config.path(config.artifacts)), "--state", str(config.path(config.state))]
     common = ["--quiet", "--namespace", config.namespace, *location_arguments]
 
     code = main([*common, "override", generation, "--rule", "score_psi", "--reason", "a new scale"])

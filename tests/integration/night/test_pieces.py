@@ -18,13 +18,7 @@ from cache.store.artefacts import ArtefactStore, generation_path
 from cache.store.releases import Pointer
 from precompute.bulk.governor import Governor, IdlePriority, open_governor
 from precompute.bulk.load import Part, load_part, page_keys, parts_of, unlink_pages
-from precompute.bulk.readback import (
-    UNANSWERED_PIECES_MAX,
-    PageDigest,
-    PieceReader,
-    read_page_lengths,
-    verify_part,
-)
+from precompute.bulk.readback import UNANSWERED_PIECES_MAX, PageDigest, PieceReader, read_page_lengths, verify_part
 from precompute.bulk.reload import load_missing, repair_pages
 from precompute.bulk.watch import FOREIGN_READS_PER_S_MIN, Watcher
 from tests.integration.release_world import A, World
@@ -278,10 +272,7 @@ def test_a_watch_that_cannot_connect_says_so_by_round_trips_that_never_end(world
 
 
 def test_an_idle_redis_is_loaded_without_waiting(own_redis, keyspace):
-    with (
-        connect(own_redis.url, 5.0) as client,
-        open_governor(GovernorConfig(), Control(client, keyspace)) as governor,
-    ):
+    with connect(own_redis.url, 5.0) as client, open_governor(GovernorConfig(), Control(client, keyspace)) as governor:
 
         def flat_out() -> bool:
             governor.pace(1)

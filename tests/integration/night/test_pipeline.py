@@ -21,15 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from cache.control.control_keys import Control, RegistryRow
 from cache.control.states import GenerationState
-from cache.errors import (
-    BundleError,
-    ConfigError,
-    Conflict,
-    CorruptArtefact,
-    NotJudged,
-    Refused,
-    StoreError,
-)
+from cache.errors import BundleError, ConfigError, Conflict, CorruptArtefact, NotJudged, Refused, StoreError
 from cache.format.item_table import ItemTable
 from cache.format.manifest import Manifest, Producer
 from cache.l2.sync_clients import connect
@@ -51,26 +43,9 @@ from precompute.reference.train import train_reference
 from precompute.releases.recovery import restore
 from precompute.releases.release_log import Releases
 from precompute.sources import files
-from precompute.steps import (
-    assemble,
-    begin,
-    embed_items,
-    load,
-    publish,
-    quantize,
-    retire,
-    score,
-    verify,
-)
+from precompute.steps import assemble, begin, embed_items, load, publish, quantize, retire, score, verify
 from precompute.steps import index as index_step
-from tests.integration.nights import (
-    DATA_UNTIL,
-    NEXT,
-    build_verified,
-    prepare,
-    publish_night,
-    roll_back,
-)
+from tests.integration.nights import DATA_UNTIL, NEXT, build_verified, prepare, publish_night, roll_back
 from tests.integration.shell import shell
 from tests.opened import open_generation
 
@@ -756,9 +731,7 @@ def test_the_skew_gate_compares_every_table_of_lists_for_users(config, monkeypat
         assert skew_gate.skew(candidate).passed
         overlap = skew_gate._overlap
         monkeypatch.setattr(
-            skew_gate,
-            "_overlap",
-            lambda table, pairs: table.name == "user_topk" and overlap(table, pairs),
+            skew_gate, "_overlap", lambda table, pairs: table.name == "user_topk" and overlap(table, pairs)
         )
         assert not skew_gate.skew(candidate).passed
 
@@ -798,10 +771,7 @@ def test_the_shell_says_what_is_wrong_without_a_traceback(config, tmp_path):
     ):
         completed_process = shell(*location_options(config, tmp_path), *arguments, environ=environment(tmp_path))
         assert completed_process.returncode == 1, (arguments, completed_process)
-        assert message in completed_process.stderr.replace("\n", " "), (
-            arguments,
-            completed_process.stderr,
-        )
+        assert message in completed_process.stderr.replace("\n", " "), (arguments, completed_process.stderr)
         assert "Traceback" not in completed_process.stderr
 
 

@@ -47,15 +47,7 @@ def plan(config, *options, url=None):
     environment = {"PATH": os.environ["PATH"], "HOME": str(config.path("."))}
     if url != "":
         environment["REDIS_URL"] = str(config.redis_url)
-    arguments = (
-        "--config",
-        str(settings(config)),
-        "plan",
-        "--seconds",
-        "0.2",
-        "--data-until",
-        DATA_UNTIL,
-    )
+    arguments = ("--config", str(settings(config)), "plan", "--seconds", "0.2", "--data-until", DATA_UNTIL)
     return shell(*arguments, *options, environ=environment)
 
 
@@ -69,10 +61,7 @@ def test_a_plan_on_a_card_takes_the_items_from_the_bundle_and_answers_from_a_tab
     completed_process = card_plan(config, "--card", "h200", "--users", "5000", "--json")
 
     assert completed_process.returncode == 0, completed_process.stderr
-    estimate, bundle = (
-        json.loads(completed_process.stdout),
-        json.loads(config.path("bundle/bundle.json").read_text()),
-    )
+    estimate, bundle = (json.loads(completed_process.stdout), json.loads(config.path("bundle/bundle.json").read_text()))
     assert estimate["items"] == bundle["items"]["count"] and estimate["dims"] == bundle["dims"]
     assert estimate["users"] == 5000 and estimate["topk_s"] > 0
 
@@ -196,11 +185,7 @@ def test_a_redis_that_does_not_answer_is_named_before_anything_is_drawn(config, 
 
 @pytest.mark.parametrize(
     ("option", "rule"),
-    [
-        ("--redis-gb", "redis_headroom"),
-        ("--host-gb", "memory_headroom"),
-        ("--disk-gb", "disk_headroom"),
-    ],
+    [("--redis-gb", "redis_headroom"), ("--host-gb", "memory_headroom"), ("--disk-gb", "disk_headroom")],
 )
 def test_room_that_is_stated_counts_instead_of_what_is_here(config, option, rule):
     completed_process = plan(config, "--json", option, "1e-5", url="")

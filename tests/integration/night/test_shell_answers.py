@@ -77,9 +77,7 @@ def test_a_canary_is_ended_only_under_its_own_name(tried: tuple[NightConfig, str
         run(config, "canary", "start", generation)
 
 
-def test_a_reason_that_says_nothing_is_refused_everywhere(
-    nights_of: tuple[NightConfig, str, str],
-) -> None:
+def test_a_reason_that_says_nothing_is_refused_everywhere(nights_of: tuple[NightConfig, str, str]) -> None:
     config, old, _ = nights_of
     release_count = len(all_releases(config.store()))
     for blank in BLANK:
@@ -150,9 +148,7 @@ def test_every_refused_step_of_a_state_says_what_to_do_about_it() -> None:
         demand_allowed("publish", "G", None)
 
 
-def test_warm_fails_for_what_is_not_live_and_while_replicas_wait(
-    nights_of: tuple[NightConfig, str, str],
-) -> None:
+def test_warm_fails_for_what_is_not_live_and_while_replicas_wait(nights_of: tuple[NightConfig, str, str]) -> None:
     config, old, live = nights_of
     assert run(config, "warm", live)["waiting"] == []
     for other_generation in (old, "zzz"):

@@ -73,9 +73,7 @@ def run(config: NightConfig, *arguments: str) -> int:
     return shell.main(["--config", str(base / "larder.toml"), "--quiet", "status", *arguments])
 
 
-def test_generations_with_their_sizes_gates_pins_and_the_next_one_expected(
-    config: NightConfig,
-) -> None:
+def test_generations_with_their_sizes_gates_pins_and_the_next_one_expected(config: NightConfig) -> None:
     first, second = publish_night(config, DATA_UNTIL), publish_night(config, NEXT)
     with open_releases(config) as releases:
         releases.pin(first, reason="kept", expires_at=releases.clock() + 3_600, attempt="p")
@@ -123,9 +121,7 @@ def test_a_refused_newest_and_a_missing_one_are_problems(config: NightConfig) ->
     assert any("is missing" in problem for problem in problems)
 
 
-def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(
-    config: NightConfig,
-) -> None:
+def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(config: NightConfig) -> None:
     live = publish_night(config, DATA_UNTIL)
     older = f"20200101T000000Z-{'0' * 12}"
     earlier_generation = f"{live[:CUT_CHARS]}-{'0' * 12}"  # in `status` it stands below the live one
@@ -143,12 +139,7 @@ def test_a_refused_one_of_the_live_cut_is_a_problem_wherever_its_name_sorts(
 def test_a_lost_pointer_and_a_replica_left_behind_are_problems(config: NightConfig) -> None:
     first, second = publish_night(config, DATA_UNTIL), publish_night(config, NEXT)
     with open_releases(config) as releases:
-        beat = {
-            "replica": "slow",
-            "serving": first,
-            "holds": [first],
-            "failed": {second: "no disk"},
-        }
+        beat = {"replica": "slow", "serving": first, "holds": [first], "failed": {second: "no disk"}}
         releases.control.client.zadd(config.keyspace().replicas, {orjson.dumps(beat): releases.control.time()})
         status_report = make_report(config)
         releases.control.client.delete(config.keyspace().live)
@@ -195,9 +186,7 @@ def test_without_redis_replicas_are_not_said_to_be_none(
     assert "replicas not counted, for they beat in Redis" in text
 
 
-def test_events_are_reported_up_to_where_nights_and_the_live_one_have_them(
-    config: NightConfig,
-) -> None:
+def test_events_are_reported_up_to_where_nights_and_the_live_one_have_them(config: NightConfig) -> None:
     config = replace(config, events=EventsConfig(enabled=True))
     publish_night(config, DATA_UNTIL)
     assert make_report(config)["events"] == {"taken_until": "0-0", "live_until": "0-0"}
@@ -227,9 +216,7 @@ def test_before_the_first_night_it_says_what_to_run(config: NightConfig) -> None
     assert status_report["generations"] == [] and status_report["schedule"]["missing"]
 
 
-def test_where_no_redis_is_configured_none_is_started_and_no_replica_is_not_well(
-    config: NightConfig,
-) -> None:
+def test_where_no_redis_is_configured_none_is_started_and_no_replica_is_not_well(config: NightConfig) -> None:
     live = publish_night(config, DATA_UNTIL)
     status_report = make_report(replace(config, redis_url=None))
 
@@ -254,9 +241,7 @@ def test_against_another_store_it_says_what_store_and_redis_know_and_nothing_els
     assert "is missing" not in lines and "is not known" in lines
 
 
-def test_a_redis_of_our_own_that_was_killed_is_told_and_not_restored_for_nobody(
-    config: NightConfig,
-) -> None:
+def test_a_redis_of_our_own_that_was_killed_is_told_and_not_restored_for_nobody(config: NightConfig) -> None:
     publish_night(config, DATA_UNTIL)
     alone = replace(config, redis_url=None)
     with join_or_start_server(alone.path(alone.state)) as running:
@@ -266,16 +251,10 @@ def test_a_redis_of_our_own_that_was_killed_is_told_and_not_restored_for_nobody(
         assert "the Redis that Larder ran here" in problem and "is gone" in problem
 
         arguments = SimpleNamespace(redis="running")
-        with (
-            pytest.raises(ConfigError, match="is gone"),
-            open_redis_for_command(alone, cast(Any, arguments), quiet),
-        ):
+        with pytest.raises(ConfigError, match="is gone"), open_redis_for_command(alone, cast(Any, arguments), quiet):
             pass
     (alone.path(alone.state) / "redis.json").unlink(missing_ok=True)
-    with (
-        pytest.raises(ConfigError, match="none runs here"),
-        open_redis_for_command(alone, cast(Any, arguments), quiet),
-    ):
+    with pytest.raises(ConfigError, match="none runs here"), open_redis_for_command(alone, cast(Any, arguments), quiet):
         pass
 
 

@@ -104,13 +104,7 @@ def test_chunks_and_slices_do_not_show_in_the_files(
     progress_calls: list[tuple[str, int, int]] = []
     scorers = Scorers()
     scored = [
-        score.run_shard(
-            config,
-            build,
-            shard,
-            scorers=scorers,
-            progress=lambda *each: progress_calls.append(each),
-        )
+        score.run_shard(config, build, shard, scorers=scorers, progress=lambda *each: progress_calls.append(each))
         for shard in range(SHARDS)
     ]
     assert files_of(config, build) == expected_files
@@ -125,11 +119,7 @@ def test_chunks_and_slices_do_not_show_in_the_files(
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.usefixtures("cores")
 def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
-    prepared: NightConfig,
-    expected_files: dict[str, bytes],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stage: str,
+    prepared: NightConfig, expected_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     config = elsewhere(prepared, tmp_path)
     build = run_first_steps(config)
@@ -165,10 +155,7 @@ def test_a_stage_that_fails_ends_the_shard_and_its_retry_ends_right(
 
 @pytest.mark.usefixtures("cores")
 def test_shards_that_overlap_are_the_same_and_tell_one_at_a_time(
-    prepared: NightConfig,
-    expected_files: dict[str, bytes],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    prepared: NightConfig, expected_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = elsewhere(prepared, tmp_path)
     build = run_first_steps(config)

@@ -120,11 +120,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, redis_url: str, request: pyt
     texts = [shape.value(tokens_by_user[user]) for user in users]
     texts[7] = shape.value([LONG_TEXT] * count)
     kind = pa.list_(pa.string()) if shape.is_list else pa.string()
-    columns = {
-        "user": users,
-        "text": pa.array(texts, kind),
-        "country": pa.array([0] * len(users), pa.int64()),
-    }
+    columns = {"user": users, "text": pa.array(texts, kind), "country": pa.array([0] * len(users), pa.int64())}
     pq.write_table(pa.table(columns), folder / "users.parquet")
     night = replace(
         night,
@@ -162,9 +158,7 @@ async def test_stored_and_live_answers_are_the_models(world: World) -> None:
             assert live["values"] == stored_answer["values"]
 
 
-async def test_a_text_that_is_too_long_is_refused_by_day_and_counted_by_night(
-    world: World,
-) -> None:
+async def test_a_text_that_is_too_long_is_refused_by_day_and_counted_by_night(world: World) -> None:
     count = world.shape.width or 1
     entity = {"id": "stranger", "features": {"text": world.shape.value([LONG_TEXT] * count)}}
     async with serving(world.night, **LIMIT) as running:
@@ -172,11 +166,7 @@ async def test_a_text_that_is_too_long_is_refused_by_day_and_counted_by_night(
         stored_answer = await running.get(f"/v1/lookup/risk/{world.long_user}")
 
     error = refused.json()["error"]
-    assert (refused.status_code, error["code"], error["limit"]) == (
-        422,
-        "feature_too_long",
-        TEXT_BYTES,
-    )
+    assert (refused.status_code, error["code"], error["limit"]) == (422, "feature_too_long", TEXT_BYTES)
     assert stored_answer["values"] is None
     manifest, _ = open_generation(world.night.store(), stored_answer["generation"])
     reasons = manifest.facts["unusable"]["user_features.text"]["reasons"]

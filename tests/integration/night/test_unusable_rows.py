@@ -24,13 +24,7 @@ from precompute.sources.erasures import Erasure, request_erasure
 from precompute.sources.unusable import ids_named_in
 from precompute.steps import begin, embed_items, score
 from tests.integration import nights
-from tests.integration.feature_towers import (
-    DIMS,
-    from_history_and_country,
-    from_looks,
-    from_mood,
-    vectors_column,
-)
+from tests.integration.feature_towers import DIMS, from_history_and_country, from_looks, from_mood, vectors_column
 from tests.opened import open_generation
 
 
@@ -88,8 +82,7 @@ def mixed_in(folder, name, rng, garbage):
     """Rows among those of a Parquet file; a column that a row does not give is null."""
     table = pq.read_table(folder / name)
     rows = pa.Table.from_pylist(
-        [{**dict.fromkeys(table.column_names), **garbage_row} for garbage_row in garbage],
-        table.schema,
+        [{**dict.fromkeys(table.column_names), **garbage_row} for garbage_row in garbage], table.schema
     )
     mixed_table, order = pa.concat_tables([table, rows]), list(range(len(table)))
     for row in range(len(garbage)):  # whole rows keep their order
@@ -118,27 +111,14 @@ def test_garbage_among_clean_rows_changes_no_byte_that_readers_see(config, tmp_p
     pq.write_table(clicks.append_column("weight", weights), tmp_path / "interactions.parquet")
     weighted = [{**row, "weight": 1.0} for row in rng.choices(bad_rows, k=12)]
     mixed_in(tmp_path, "interactions.parquet", rng, weighted)
-    texts = [
-        "{},noon,1",
-        ",1,1",
-        "{},,1",
-        "{},1700000000,heavy",
-        "{},2026-02-31,1",
-        "{},1e30,1",
-        "{}",
-        "{},NaN,1",
-    ]
+    texts = ["{},noon,1", ",1,1", "{},,1", "{},1700000000,heavy", "{},2026-02-31,1", "{},1e30,1", "{}", "{},NaN,1"]
     lines = [f"ghost,{rng.choice(texts).format(item)}" for _ in range(12)]
     (tmp_path / "garbage.csv").write_bytes(
         b"user,item,timestamp,weight\n" + "\n".join(lines).encode() + b"\ncaf\xe9,i,1,1\n"
     )
     known_user = pq.read_table(tmp_path / "users.parquet")["user"][0].as_py()
     nan = float("nan")
-    ghosts = [
-        {"country": 1},
-        {"user": "ghost", "country": None, "mood": [nan, 1.0]},
-        {"user": "z" * 300},
-    ]
+    ghosts = [{"country": 1}, {"user": "ghost", "country": None, "mood": [nan, 1.0]}, {"user": "z" * 300}]
     mixed_in(tmp_path, "users.parquet", rng, ghosts)
     after(tmp_path, "users.parquet", [{"user": known_user, "country": 3, "mood": [9.0, 9.0]}])
     broken = [{"item": f"broken-{row}", "looks": looks_value} for row, looks_value in enumerate(
@@ -157,10 +137,7 @@ def test_garbage_among_clean_rows_changes_no_byte_that_readers_see(config, tmp_p
         {"item": item, "file": "items.parquet"}
     ]
     assert unusable_counts["item_features"]["left_out"] == len(broken) + 2
-    assert unusable_counts["user_features"]["reasons"]["listed before"] == {
-        "rows": 1,
-        "cases": [{"user": known_user}],
-    }
+    assert unusable_counts["user_features"]["reasons"]["listed before"] == {"rows": 1, "cases": [{"user": known_user}]}
     assert unusable_counts["user_features.mood"]["reasons"]["mood: not finite as float32"]["cases"] == [
         {"user": "ghost"}
     ]

@@ -95,12 +95,7 @@ def test_the_command_shows_and_exports_the_standing_of_every_id(
         _, root = open_generation(night.store(), pointer.generation)
         (root / HOLDOUT_FILE).write_text('{"later": ["i1"]}')
         day = window_number_of(control.time(), COLD_WINDOW)
-        for name, count, counted_day in (
-            (known_id, 5, day),
-            ("later", 2, day),
-            ("later", 1, day - 1),
-            ("a,b", 1, day),
-        ):
+        for name, count, counted_day in ((known_id, 5, day), ("later", 2, day), ("later", 1, day - 1), ("a,b", 1, day)):
             client.zincrby(keys.cold_names(counted_day), count, f"user_topk:{name}")
     path = tmp_path / "worklist.csv"
 

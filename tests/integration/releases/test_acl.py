@@ -12,15 +12,7 @@ from redis.retry import Retry
 from cache.control.control_keys import Control, RegistryRow
 from cache.control.states import GenerationState
 from cache.format.redis_keys import Keyspace
-from cache.l2.commands import (
-    LeaseMark,
-    LeaseSwap,
-    LeaseTake,
-    Overlay,
-    OverlayRead,
-    OverlayWrite,
-    PageRead,
-)
+from cache.l2.commands import LeaseMark, LeaseSwap, LeaseTake, Overlay, OverlayRead, OverlayWrite, PageRead
 from cache.l2.data_plane import Breaker
 from cache.l2.tier import RemoteConfig, RemoteTier
 from cache.process.child_process import GuardedCommand
@@ -64,14 +56,7 @@ def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("acl")
     (folder / "redis.conf").write_text(configured("reads", "loads"))
     path = folder / "redis.sock"
-    command: list[str | Path] = [
-        find_server(),
-        folder / "redis.conf",
-        "--port",
-        "0",
-        "--unixsocket",
-        path,
-    ]
+    command: list[str | Path] = [find_server(), folder / "redis.conf", "--port", "0", "--unixsocket", path]
     with GuardedCommand(command, log_path=folder / "log") as process:
         assert poll_until(lambda: answering(path)), process.log_tail()
         yield path
@@ -138,17 +123,9 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     assert (await remote.control.infos())[0]["used_memory"] > 0
     loader.hset(KEYS.generations, "g1", "{}")
     write_commands = [("HSET", key, "w", "{}") for key in (KEYS.workers, KEYS.bin(10))]
-    assert await remote.control.execute_all([*write_commands, ("EXPIRE", KEYS.bin(10), 60)]) == [
-        1,
-        1,
-        1,
-    ]
+    assert await remote.control.execute_all([*write_commands, ("EXPIRE", KEYS.bin(10), 60)]) == [1, 1, 1]
     read_commands = [("HGETALL", key) for key in (KEYS.workers, KEYS.bin(10), KEYS.generations)]
-    assert await remote.control.execute_all(read_commands) == [
-        {b"w": b"{}"},
-        {b"w": b"{}"},
-        {b"g1": b"{}"},
-    ]
+    assert await remote.control.execute_all(read_commands) == [{b"w": b"{}"}, {b"w": b"{}"}, {b"g1": b"{}"}]
     assert await remote.control.execute_all([("HDEL", KEYS.workers, "w")]) == [1]
     assert [server_info["maxmemory_policy"] for server_info in await remote.control.infos()] == ["volatile-lru"]
     loader.hdel(KEYS.generations, "g1")
@@ -273,9 +250,7 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
     assert loader.getrange(page, 0, 1) == b"01"
     assert "cmdstat_getrange" in loader.info("commandstats", "cpu", "replication")
     moved = control.move_pointer(
-        POINTER,
-        expected_epoch=0,
-        row_by_generation={POINTER.generation: RegistryRow(GenerationState.LIVE, 0.0)},
+        POINTER, expected_epoch=0, row_by_generation={POINTER.generation: RegistryRow(GenerationState.LIVE, 0.0)}
     )
     assert moved == POINTER
     assert control.read_pointer() == POINTER

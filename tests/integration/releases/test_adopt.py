@@ -15,14 +15,7 @@ from precompute.config.settings import NightConfig
 from precompute.releases.recovery import adopt
 from precompute.releases.release_log import open_releases
 from precompute.steps import begin
-from tests.integration.nights import (
-    DATA_UNTIL,
-    NEXT,
-    build_verified,
-    prepare,
-    publish,
-    publish_night,
-)
+from tests.integration.nights import DATA_UNTIL, NEXT, build_verified, prepare, publish, publish_night
 
 FUTURE = 9_999_999_999_999
 

@@ -43,13 +43,7 @@ def summarize_audit_record(record: AuditRecord) -> tuple[str, str, str, str, str
 def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None:
     first, store = build_verified(night, DATA_UNTIL), night.store()
     publish(night, first)
-    assert summarize_audit_record(latest_audit_records(night)[0]) == (
-        "ana",
-        "publish",
-        first,
-        "",
-        "done",
-    )
+    assert summarize_audit_record(latest_audit_records(night)[0]) == ("ana", "publish", first, "", "done")
     assert latest_audit_records(night)[0].found == {"changed": True} and latest_audit_records(night)[0].attempt
     publish(night, first)  # again: written down as well, and that it changed nothing
     assert latest_audit_records(night)[0].found == {"changed": False}
@@ -64,13 +58,7 @@ def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None
     with pytest.raises(LarderError):
         roll_back(night, to=unknown, reason="a typo", attempt="b")
     failed = latest_audit_records(night)[0]
-    assert summarize_audit_record(failed) == (
-        "ana",
-        "roll_back",
-        f"to {unknown}",
-        "a typo",
-        "failed",
-    )
+    assert summarize_audit_record(failed) == ("ana", "roll_back", f"to {unknown}", "a typo", "failed")
     assert failed.error and failed.attempt == "b"
     roll_back(night, to=None, reason="second is bad", attempt="c")
     roll_back_record = latest_audit_records(night)[0]
@@ -88,65 +76,31 @@ def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None
     with pytest.raises(Conflict):
         override(night, second, rule="score_psi", reason="agreed", attempt="d")
     subject = f"{second}, rule score_psi"
-    assert summarize_audit_record(latest_audit_records(night)[0]) == (
-        "ana",
-        "override",
-        subject,
-        "agreed",
-        "failed",
-    )
+    assert summarize_audit_record(latest_audit_records(night)[0]) == ("ana", "override", subject, "agreed", "failed")
 
     user, item = min(histories(night)), "i-blocked"
     run(night, "block", "--item", item, "--entity", user, "--reason", "a complaint")
     subject = f"items {item}; entities {entity_digest(user.encode())}"
-    assert summarize_audit_record(latest_audit_records(night)[0]) == (
-        "ana",
-        "block",
-        subject,
-        "a complaint",
-        "done",
-    )
+    assert summarize_audit_record(latest_audit_records(night)[0]) == ("ana", "block", subject, "a complaint", "done")
     run(night, "unblock", "--item", item)
-    assert summarize_audit_record(latest_audit_records(night)[0])[1:3] == (
-        "unblock",
-        f"items {item}",
-    )
+    assert summarize_audit_record(latest_audit_records(night)[0])[1:3] == ("unblock", f"items {item}")
 
     run(night, "erase", user, "--reason", "asked for it")
     subject = f"user {entity_digest(user.encode())}"
-    assert summarize_audit_record(latest_audit_records(night)[0]) == (
-        "ana",
-        "erase",
-        subject,
-        "asked for it",
-        "done",
-    )
+    assert summarize_audit_record(latest_audit_records(night)[0]) == ("ana", "erase", subject, "asked for it", "done")
     assert latest_audit_records(night)[0].found == {"number": 1}
     run(night, "erase", user, "--forget", "--reason", "a mistake")
-    assert summarize_audit_record(latest_audit_records(night)[0]) == (
-        "ana",
-        "forget",
-        subject,
-        "a mistake",
-        "done",
-    )
+    assert summarize_audit_record(latest_audit_records(night)[0]) == ("ana", "forget", subject, "a mistake", "done")
     with contextlib.suppress(LarderError):
         run(night, "erase", "--gone", "no-such-host")
-    assert summarize_audit_record(latest_audit_records(night)[0])[1:3] == (
-        "declare_gone",
-        "host no-such-host",
-    )
+    assert summarize_audit_record(latest_audit_records(night)[0])[1:3] == ("declare_gone", "host no-such-host")
     with pytest.raises(Conflict):
         run(night, "erase", "nobody", "--forget", "--reason", "never was")
     assert latest_audit_records(night)[0].outcome == "failed"
 
     records = audit_records(store)
     assert [record.number for record in records] == list(range(1, len(records) + 1))
-    assert {record.action for record in records} == set(ACTIONS) - {
-        "token_add",
-        "token_revoke",
-        "experiment",
-    }
+    assert {record.action for record in records} == set(ACTIONS) - {"token_add", "token_revoke", "experiment"}
     folder = store.folder
     assert folder is not None
     audit_text = "".join(path.read_text() for path in (folder / "audit").iterdir())

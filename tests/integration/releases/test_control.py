@@ -109,9 +109,7 @@ def test_an_unreachable_redis_is_named_without_its_password() -> None:
     assert "REDIS_URL" in message and "again" in message
 
 
-def test_a_full_redis_says_what_was_refused_and_nothing_it_cannot_know(
-    redis_url: str,
-) -> None:
+def test_a_full_redis_says_what_was_refused_and_nothing_it_cannot_know(redis_url: str) -> None:
     with pytest.raises(Refused) as caught, connect(redis_url, 1.0):
         raise redis.exceptions.OutOfMemoryError("command not allowed")
 

@@ -31,15 +31,7 @@ from precompute.steps import publish as publish_step
 from precompute.steps import warm
 from tests.http_connection import HttpConnection, get
 from tests.integration.fleet import beating, control_of, fleet
-from tests.integration.nights import (
-    DATA_UNTIL,
-    build_night,
-    build_verified,
-    histories,
-    publish,
-    roll_back,
-    top_lists,
-)
+from tests.integration.nights import DATA_UNTIL, build_night, build_verified, histories, publish, roll_back, top_lists
 from tests.integration.serving_app import serving
 from tests.polling import poll_until
 
@@ -145,9 +137,7 @@ def test_a_replica_that_died_is_not_waited_for_longer_than_three_beats(nights: N
     assert nights.live == generation
 
 
-def test_a_replica_that_cannot_load_it_holds_the_publish_up_until_a_minimum_is_enough(
-    nights: Nights,
-) -> None:
+def test_a_replica_that_cannot_load_it_holds_the_publish_up_until_a_minimum_is_enough(nights: Nights) -> None:
     generation, live_before = nights.verified(), nights.live
     strict = replace(nights.config, flip=FlipConfig(wait_s=2.0))
     lenient = replace(nights.config, flip=FlipConfig(wait_s=1.0, replicas_min=3))
@@ -243,9 +233,7 @@ def test_one_publisher_waits_for_another_and_a_retry_goes_on_where_it_was(nights
         stage.clear("two")
 
 
-async def test_a_rollback_is_visible_within_a_second_and_no_answer_mixes_generations(
-    nights: Nights,
-) -> None:
+async def test_a_rollback_is_visible_within_a_second_and_no_answer_mixes_generations(nights: Nights) -> None:
     # given: three replicas under load, one generation live and one before it
     config, first = nights.config, nights.live
     second = await asyncio.to_thread(nights.verified)

@@ -184,11 +184,7 @@ def test_racing_processes_break_no_rule_while_redis_forgets(own_redis: Any, tmp_
 @pytest.mark.storm
 @pytest.mark.parametrize("disasters", [0, 40])
 def test_minutes_of_races_break_no_rule(
-    own_redis: Any,
-    tmp_path: Path,
-    keyspace: Keyspace,
-    disasters: int,
-    capsys: pytest.CaptureFixture[str],
+    own_redis: Any, tmp_path: Path, keyspace: Keyspace, disasters: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     racing, followed = race_for(120.0, own_redis.url, tmp_path, keyspace, disasters)
     move_count = check(own_redis.url, tmp_path, keyspace, followed, disasters)

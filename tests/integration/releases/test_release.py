@@ -10,19 +10,8 @@ from cache.control.control_keys import Control, RegistryRow
 from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict, CorruptArtefact, Refused
 from cache.l2.sync_clients import connect
-from cache.store.artefacts import (
-    ArtefactStore,
-    generation_path,
-)
-from cache.store.releases import (
-    Pointer,
-    Release,
-    all_releases,
-    done_path,
-    intent_path,
-    manifest_digest,
-    newest_release,
-)
+from cache.store.artefacts import ArtefactStore, generation_path
+from cache.store.releases import Pointer, Release, all_releases, done_path, intent_path, manifest_digest, newest_release
 from precompute.bulk.load import load_part, page_keys, parts_of
 from precompute.bulk.readback import verify_part
 from precompute.releases import moves
@@ -67,8 +56,7 @@ def test_p19_older_data_is_never_published_over_newer(world):
 
 
 @pytest.mark.parametrize(
-    "state",
-    [state for state in GenerationState if state not in (GenerationState.VERIFIED, GenerationState.LIVE)],
+    "state", [state for state in GenerationState if state not in (GenerationState.VERIFIED, GenerationState.LIVE)]
 )
 def test_only_a_verified_generation_is_published(world, state):
     world.publish(A)

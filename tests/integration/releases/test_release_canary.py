@@ -36,17 +36,10 @@ def test_a_canary_is_in_the_pointer_under_a_new_epoch_and_makes_nothing_live(tri
     live, ledger = tried.live(), tried.releases.ledger()
     assert (live.generation, live.previous) == (B, A) and live.canary is not None
     assert (live.canary.generation, live.canary.percent) == (C, 5.0)
-    assert (ledger.live_generation, ledger.live_epoch, ledger.canary) == (
-        B,
-        live.epoch,
-        live.canary,
-    )
+    assert (ledger.live_generation, ledger.live_epoch, ledger.canary) == (B, live.epoch, live.canary)
     assert tried.releases.state(C) is GenerationState.VERIFIED and tried.control.rows()[C].state == "verified"
     newest_record = newest_release(tried.store)
-    assert newest_record is not None and (newest_record.generation, newest_record.action) == (
-        B,
-        "publish",
-    )
+    assert newest_record is not None and (newest_record.generation, newest_record.action) == (B, "publish")
 
 
 def test_a_repeated_start_changes_nothing_and_another_share_does(tried):
@@ -92,11 +85,7 @@ def test_refusing_what_is_tried_out_ends_the_canary_first(tried):
     moves.refuse(tried.releases, C, reason="half the users are gone", attempt="gate")
     assert tried.live().canary is None and tried.live().generation == B
     canary_end, refused = tried.releases.history()[-2:]
-    assert (canary_end.action, canary_end.abandoned, canary_end.reason) == (
-        "end_canary",
-        True,
-        refused.reason,
-    )
+    assert (canary_end.action, canary_end.abandoned, canary_end.reason) == ("end_canary", True, refused.reason)
     assert refused.action == "refuse" and tried.releases.state(C) is GenerationState.REFUSED
     with pytest.raises(Conflict, match="refused"):
         moves.publish(tried.releases, C, attempt="canary publish")
@@ -133,12 +122,7 @@ def test_only_one_verified_newer_generation_is_tried_out_next_to_a_live_one(worl
 def test_a_canary_refused_between_look_and_move_is_not_tried_out(world, monkeypatch):
     world.publish(A)
     world.load(B)
-    meanwhile(
-        monkeypatch,
-        Control,
-        "move",
-        lambda: moves.refuse(world.releases, B, reason="bad", attempt="gate"),
-    )
+    meanwhile(monkeypatch, Control, "move", lambda: moves.refuse(world.releases, B, reason="bad", attempt="gate"))
     with pytest.raises(Conflict, match="tried out: it is refused"):
         moves.start_canary(world.releases, B, 5.0, "try")
     assert world.live().canary is None

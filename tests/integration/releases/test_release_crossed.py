@@ -8,28 +8,14 @@ from cache.control.control_keys import Control
 from cache.control.states import GenerationState
 from cache.errors import Conflict
 from cache.l2.sync_clients import connect
-from cache.store.artefacts import (
-    ArtefactStore,
-)
-from cache.store.releases import (
-    all_releases,
-    done_path,
-)
+from cache.store.artefacts import ArtefactStore
+from cache.store.releases import all_releases, done_path
 from precompute.releases import moves, sweep
 from precompute.releases import recovery as restoring
 from precompute.releases.recovery import restore_redis
 from precompute.releases.release_log import Releases
 from precompute.releases.sweep import retire
-from tests.integration.release_world import (
-    A,
-    B,
-    C,
-    World,
-    keep_intents,
-    lose_redis,
-    meanwhile,
-    pages_of,
-)
+from tests.integration.release_world import A, B, C, World, keep_intents, lose_redis, meanwhile, pages_of
 
 
 @pytest.fixture
@@ -199,11 +185,7 @@ def test_a_move_overtaken_before_it_was_written_down_as_done_is_not_forgotten(wo
 
     assert world.store.read(done_path(intent.number)) is not None
     ledger = world.releases.ledger()
-    assert (ledger.live_generation, ledger.previous, ledger.state(B)) == (
-        C,
-        B,
-        GenerationState.SUPERSEDED,
-    )
+    assert (ledger.live_generation, ledger.previous, ledger.state(B)) == (C, B, GenerationState.SUPERSEDED)
     assert world.live().previous == B
 
 

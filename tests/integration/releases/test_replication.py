@@ -33,10 +33,7 @@ def replica(own_redis, tmp_path, primary) -> Iterator[RedisServer]:
         port = int(own_redis.url.rsplit(":", 1)[1].split("/")[0])
         with connect(running.url, 5.0) as client:
             client.replicaof("127.0.0.1", port)
-        assert poll_until(
-            lambda: primary.client.info("replication").get("slave0", {}).get("state") == "online",
-            20.0,
-        )
+        assert poll_until(lambda: primary.client.info("replication").get("slave0", {}).get("state") == "online", 20.0)
         yield running
 
 

@@ -8,16 +8,8 @@ from cache.control.control_keys import RegistryRow
 from cache.control.states import GenerationState
 from cache.errors import Conflict, CorruptArtefact
 from cache.l2.sync_clients import connect
-from cache.store.artefacts import (
-    ArtefactStore,
-    generation_path,
-    read_manifest,
-)
-from cache.store.releases import (
-    Pointer,
-    all_releases,
-    manifest_digest,
-)
+from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
+from cache.store.releases import Pointer, all_releases, manifest_digest
 from precompute.bulk.governor import Governor
 from precompute.bulk.load import page_keys
 from precompute.releases import moves
@@ -52,10 +44,7 @@ def test_redis_lost_is_restored_under_a_new_epoch(world):
 
     pointer, loaded, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
 
-    assert (pointer.generation, pointer.previous) == (
-        pointer_before.generation,
-        pointer_before.previous,
-    )
+    assert (pointer.generation, pointer.previous) == (pointer_before.generation, pointer_before.previous)
     assert pointer.epoch > pointer_before.epoch and loaded == [B, A]
     assert world.pages() == pages
     assert (
@@ -101,14 +90,8 @@ def test_what_readers_wait_for_comes_flat_out_and_the_previous_one_makes_way(wor
 def test_pages_missing_before_a_publish_or_a_canary_are_governed_and_before_a_roll_back_not(world):
     world.publish(A)
     for generation, act in (
-        (
-            B,
-            lambda governor: moves.start_canary(world.releases, B, 5.0, "canary", governor=governor),
-        ),
-        (
-            C,
-            lambda governor: moves.publish(world.releases, C, attempt="publish", governor=governor),
-        ),
+        (B, lambda governor: moves.start_canary(world.releases, B, 5.0, "canary", governor=governor)),
+        (C, lambda governor: moves.publish(world.releases, C, attempt="publish", governor=governor)),
     ):
         world.load(generation)
         world.client.delete(*world.client.keys(f"larder:1:{world.keys.namespace}:g:{generation}*"))
@@ -299,8 +282,4 @@ def test_a_restore_writes_rows_of_retired_generations_only_while_overlays_of_the
     lose_redis(world)
     restore_redis(world.releases, attempt="restore", chunk_bytes=1000, overlay_ttl_s=500.0)
     states = {generation: row.state for generation, row in world.control.rows().items()}
-    assert states == {
-        B: GenerationState.RETIRED,
-        C: GenerationState.SUPERSEDED,
-        D: GenerationState.LIVE,
-    }
+    assert states == {B: GenerationState.RETIRED, C: GenerationState.SUPERSEDED, D: GenerationState.LIVE}

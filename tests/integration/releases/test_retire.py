@@ -8,26 +8,12 @@ from cache.control.control_keys import RegistryRow
 from cache.control.states import GenerationState
 from cache.errors import Conflict
 from cache.l2.sync_clients import connect
-from cache.store.artefacts import (
-    ArtefactStore,
-    generation_path,
-    read_manifest,
-)
-from cache.store.releases import (
-    Pointer,
-    all_releases,
-)
+from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
+from cache.store.releases import Pointer, all_releases
 from precompute.bulk.load import parts_of
 from precompute.config.settings import peak_generation_count
 from precompute.releases import moves
-from precompute.releases.sweep import (
-    drop_old_rows,
-    has_pages_again,
-    note_loaded,
-    retire,
-    sweepable,
-    unlink_if_retired,
-)
+from precompute.releases.sweep import drop_old_rows, has_pages_again, note_loaded, retire, sweepable, unlink_if_retired
 from tests.integration.release_world import A, B, C, D, World, pages_of
 from tests.integration.releases.test_restore import Paced
 
@@ -167,10 +153,7 @@ def test_rows_change_only_under_the_pointer_that_the_writer_saw(world):
     assert world.control.rows()[B].state is GenerationState.SUPERSEDED
     assert world.control.write_rows(rows, expected_epoch=epoch, unless_named_as="live")
     rows_after = world.control.rows()
-    assert (rows_after[A].state, rows_after[B].state) == (
-        GenerationState.RETIRED,
-        GenerationState.REFUSED,
-    )
+    assert (rows_after[A].state, rows_after[B].state) == (GenerationState.RETIRED, GenerationState.REFUSED)
 
 
 def test_a_pointer_never_names_a_retired_generation_as_previous(world):

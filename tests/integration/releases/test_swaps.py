@@ -103,8 +103,7 @@ def cuts(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("requests", "moves"),
-    [(1_000, "PRPPR"), pytest.param(10_000, "PRPPRPPPRPRPPRPPRPPR", marks=pytest.mark.storm)],
+    ("requests", "moves"), [(1_000, "PRPPR"), pytest.param(10_000, "PRPPRPPPRPRPPRPPRPPR", marks=pytest.mark.storm)]
 )
 async def test_swaps_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
     tmp_path: Path, redis_url: str, requests: int, moves: str

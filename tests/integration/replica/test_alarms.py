@@ -37,14 +37,7 @@ from tests.integration.nights import (
     roll_back,
 )
 from tests.integration.rearranged import rearrange
-from tests.integration.scraping import (
-    LOOK_S,
-    Prometheus,
-    needs_prometheus,
-    prometheus,
-    sampling,
-    traffic,
-)
+from tests.integration.scraping import LOOK_S, Prometheus, needs_prometheus, prometheus, sampling, traffic
 from tests.polling import poll_until
 
 pytestmark = needs_prometheus

@@ -96,16 +96,11 @@ async def replica(tmp_path: Path, redis_url: str) -> AsyncIterator[Replica]:
 
 
 def _start_experiment(service_night: NightConfig, arm_night: NightConfig) -> None:
-    named = (
-        ArmOption("control", service_night.namespace, 0.5),
-        ArmOption("b", arm_night.namespace, 0.5),
-    )
+    named = (ArmOption("control", service_night.namespace, 0.5), ArmOption("b", arm_night.namespace, 0.5))
     experiments.start(service_night, ExperimentOption(service_night.namespace, "one", named, 0.6))
 
 
-async def test_every_background_task_of_a_service_is_a_loop_of_the_wrapper(
-    replica: Replica,
-) -> None:
+async def test_every_background_task_of_a_service_is_a_loop_of_the_wrapper(replica: Replica) -> None:
     async def nothing_else_runs() -> bool:  # what was begun by a request or a look ends by itself
         return replica.other_tasks() == set()
 
@@ -162,9 +157,7 @@ async def _assert_work_goes_on(replica: Replica) -> None:
     assert await eventually(is_blocked)
 
 
-async def test_a_loop_that_keeps_failing_marks_the_replica_and_its_metrics_until_it_does_well(
-    replica: Replica,
-) -> None:
+async def test_a_loop_that_keeps_failing_marks_the_replica_and_its_metrics_until_it_does_well(replica: Replica) -> None:
     # given
     beating = next(loop for loop in replica.loops.running if loop.name == "heartbeat")
     real = beating.body

@@ -86,10 +86,7 @@ def test_two_replicas_and_two_workers_are_shown_as_one_whole_that_equals_metrics
             return bool(body["whole"] and body["totals"] == expected and len(body["replicas"]) == 2)
 
         for url in urls:
-            assert poll_until(functools.partial(is_whole, url)), (
-                fetch_dashboard(url)["totals"],
-                expected,
-            )
+            assert poll_until(functools.partial(is_whole, url)), (fetch_dashboard(url)["totals"], expected)
         body = fetch_dashboard(pair)
         assert sorted(replica["workers"] for replica in body["replicas"]) == [1, 2]
         assert {replica["generation"] for replica in body["replicas"]} == {body["generations"][0]["generation"]}
@@ -111,9 +108,7 @@ def test_two_replicas_and_two_workers_are_shown_as_one_whole_that_equals_metrics
         assert set(map(len, (series["at"], *series["answers"].values()))) == {len(series["at"])}
 
 
-async def test_a_worker_that_ends_takes_its_counts_along_as_it_does_from_metrics(
-    night: NightConfig,
-) -> None:
+async def test_a_worker_that_ends_takes_its_counts_along_as_it_does_from_metrics(night: NightConfig) -> None:
     async with serving(night, dashboard_s=0.1) as stays:
         async with serving(night, dashboard_s=0.1) as ends:
             await ends.get("/v1/lookup/user_topk/nobody")
@@ -177,9 +172,7 @@ async def test_without_redis_a_worker_shows_its_own_and_with_it_the_whole_again(
         assert await eventually(lambda: is_whole(connected_app, 3), 20)
 
 
-async def test_generations_and_the_night_are_reported_with_state_gates_size_and_times(
-    night: NightConfig,
-) -> None:
+async def test_generations_and_the_night_are_reported_with_state_gates_size_and_times(night: NightConfig) -> None:
     async with serving(night, quality_per_mille=0.0) as app:
         body = await data(app)
 

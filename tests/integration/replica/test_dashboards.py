@@ -15,23 +15,8 @@ from infra.demo.checks import Judge
 from infra.local.service import ServiceProcess
 from precompute.config.settings import NightConfig
 from precompute.traffic.canary import trial
-from tests.integration.nights import (
-    DATA_UNTIL,
-    build_verified,
-    environment,
-    histories,
-    prepare,
-    publish,
-    publish_night,
-)
-from tests.integration.scraping import (
-    BOARDS,
-    Prometheus,
-    needs_prometheus,
-    prometheus,
-    sampling,
-    traffic,
-)
+from tests.integration.nights import DATA_UNTIL, build_verified, environment, histories, prepare, publish, publish_night
+from tests.integration.scraping import BOARDS, Prometheus, needs_prometheus, prometheus, sampling, traffic
 from tests.polling import poll_until
 
 pytestmark = needs_prometheus
@@ -68,10 +53,7 @@ def later(config: NightConfig, minutes: int) -> str:
 
 
 def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str) -> None:
-    night = replace(
-        prepare(tmp_path / "night", redis_url, users=200, items=60),
-        events=EventsConfig(enabled=True),
-    )
+    night = replace(prepare(tmp_path / "night", redis_url, users=200, items=60), events=EventsConfig(enabled=True))
     publish_night(night, DATA_UNTIL)
     (tmp_path / "larder.toml").write_text("[events]\nenabled = true\n[serving.near.user_topk]\nerror = 0.5\n")
     next_, tried = build_verified(night, later(night, 30)), ""

@@ -126,9 +126,7 @@ async def test_every_way_of_asking_is_sampled_and_says_what_it_was(night: NightC
     assert live["exact"]["rate"] == 1.0 and live["band"] == "1-9" and live["age_s"] == 0.0
 
 
-async def test_pages_that_were_altered_are_found_out_within_the_stated_number_of_samples(
-    night: NightConfig,
-) -> None:
+async def test_pages_that_were_altered_are_found_out_within_the_stated_number_of_samples(night: NightConfig) -> None:
     users = sorted(histories(night))
     rearrange(night, live_generation(night), "user_topk")
     async with serving(night, **ALL) as app:
@@ -147,9 +145,7 @@ async def test_pages_that_were_altered_are_found_out_within_the_stated_number_of
     assert [table for (table,), value in drift.items() if value] == ["user_topk"]
 
 
-async def test_replicas_tell_one_whole_of_samples_reads_and_ids_asked_for_in_vain(
-    night: NightConfig,
-) -> None:
+async def test_replicas_tell_one_whole_of_samples_reads_and_ids_asked_for_in_vain(night: NightConfig) -> None:
     users = sorted(histories(night))[:60]
     async with serving(night, **ALL) as first, serving(night, **ALL) as second:
         await look_up(first, "user_topk", users[:40])
@@ -194,9 +190,7 @@ async def test_without_redis_every_replica_reports_its_own_quality(sound: NightC
     assert report["samples"] == 5 and report["worklist"] is None
 
 
-async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first(
-    sound: NightConfig,
-) -> None:
+async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first(sound: NightConfig) -> None:
     users = sorted(histories(sound))
     async with serving(sound, quality_per_mille=1_000.0, quality_cpu_share=0.02) as app:
         loop, sampler = asyncio.get_running_loop(), quality(app)._answer_judge

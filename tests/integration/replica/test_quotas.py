@@ -118,10 +118,7 @@ def test_what_a_killed_worker_had_in_flight_is_free_again(night: NightConfig, tm
         "Content-Type: application/json\r\nContent-Length: 20\r\n\r\n"
     ).encode()
     more = {"LARDER_BODY_TIMEOUT_S": "300"}
-    with started(settings(night, token_file, tmp_path, 2) | more, tmp_path / "log") as (
-        process,
-        url,
-    ):
+    with started(settings(night, token_file, tmp_path, 2) | more, tmp_path / "log") as (process, url):
         parts, pid = urlsplit(url), process.pid
         path = f"{url}/v1/lookup/user_topk/{quote(min(histories(night)), safe='')}"
 

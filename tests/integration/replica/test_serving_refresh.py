@@ -142,9 +142,7 @@ async def test_a_block_is_effective_everywhere_within_seconds(app: Running, nigh
     items = (await app.get(f"/v1/lookup/user_topk/{user}"))["items"]
     popular = (await app.get("/v1/lookup/user_topk/nobody", k=3))["items"]
     change_blocklist(
-        night.store(),
-        block_items=[items[0].encode(), popular[0].encode()],
-        block_entities=[blocked_user.encode()],
+        night.store(), block_items=[items[0].encode(), popular[0].encode()], block_entities=[blocked_user.encode()]
     )
 
     async def is_item_blocked() -> bool:
@@ -193,9 +191,7 @@ async def test_a_redis_that_loses_everything_is_survived_and_restored(app: Runni
     assert back[3]["source"] == "l2" and all("stale" not in answer for answer in back)
 
 
-async def test_a_redis_that_hangs_costs_a_deadline_and_then_nothing(
-    night: NightConfig,
-) -> None:
+async def test_a_redis_that_hangs_costs_a_deadline_and_then_nothing(night: NightConfig) -> None:
     users = sorted(histories(night))
     async with serving(night, l2_deadline_ms=50.0, breaker_cooldown_s=30.0) as app:
         loop = asyncio.get_running_loop()
@@ -212,9 +208,7 @@ async def test_a_redis_that_hangs_costs_a_deadline_and_then_nothing(
         assert {answer["reason"] for answer in answers} == {"l2_timeout", "breaker_open"}
 
 
-async def test_without_redis_a_replica_starts_from_the_newest_release(
-    night: NightConfig,
-) -> None:
+async def test_without_redis_a_replica_starts_from_the_newest_release(night: NightConfig) -> None:
     user = min(histories(night))
     new = {"entities": [{"id": "new", "history": histories(night)[user]}]}
     async with serving(night, redis_url="redis://127.0.0.1:1/0") as app:
@@ -223,10 +217,7 @@ async def test_without_redis_a_replica_starts_from_the_newest_release(
         live = (await app.post("/v1/lookup/user_topk", new))["answers"][0]
 
     assert ready["ready"] and ready["stale"] == "redis_unreachable"
-    assert (known_user_answer["source"], known_user_answer["stale"]) == (
-        "default",
-        "redis_unreachable",
-    )
+    assert (known_user_answer["source"], known_user_answer["stale"]) == ("default", "redis_unreachable")
     assert known_user_answer["reason"] in ("l2_down", "breaker_open") and live["source"] == "live"
 
 
@@ -282,9 +273,7 @@ async def test_a_damaged_model_or_index_leaves_the_pages_answering(night: NightC
     assert live["source"] == "default" and live["live"] == "no_model"
 
 
-async def test_a_damaged_newest_generation_leaves_the_previous_answering_at_a_restart(
-    night: NightConfig,
-) -> None:
+async def test_a_damaged_newest_generation_leaves_the_previous_answering_at_a_restart(night: NightConfig) -> None:
     user = min(histories(night))
     async with serving(night) as app:
         first = (await app.get("/readyz"))["generation"]
@@ -298,10 +287,7 @@ async def test_a_damaged_newest_generation_leaves_the_previous_answering_at_a_re
         answer = await app.get(f"/v1/lookup/user_topk/{user}")
 
     # What the error says names files of the store: it is for callers with a token.
-    assert (ready.status_code, ready.json()["failed"]) == (
-        503,
-        f"generation {second} cannot be loaded",
-    )
+    assert (ready.status_code, ready.json()["failed"]) == (503, f"generation {second} cannot be loaded")
     assert (
         generations_body["failed"].startswith(f"generation {second} cannot be loaded: ")
         and file in generations_body["failed"]
@@ -372,12 +358,7 @@ async def test_a_token_of_any_letters_lets_in_who_has_it(night: NightConfig, tok
             authorization: (
                 await app.http.get("/v1/generations", headers=[(b"authorization", authorization)])
             ).status_code
-            for authorization in (
-                f"Bearer {token}".encode(),
-                f"Bearer {token}x".encode(),
-                b"Bearer ",
-                b"",
-            )
+            for authorization in (f"Bearer {token}".encode(), f"Bearer {token}x".encode(), b"Bearer ", b"")
         }
         document = await app.get("/openapi.json")
 

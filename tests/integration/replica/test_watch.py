@@ -314,14 +314,7 @@ def test_a_program_writes_json_lines_without_its_token_or_password(
     with redis.Redis.from_url(own_redis.url) as client:
         client.config_set("requirepass", "hush-hush")
     url = own_redis.url.replace("://", "://:hush-hush@")
-    environ = environment(
-        night,
-        tmp_path,
-        REDIS_URL=url,
-        LARDER_TOKEN="t0k3n",
-        LARDER_LOG="json",
-        LARDER_LOG_SHARE="1",
-    )
+    environ = environment(night, tmp_path, REDIS_URL=url, LARDER_TOKEN="t0k3n", LARDER_LOG="json", LARDER_LOG_SHARE="1")
     with started(environ, tmp_path / "log") as (process, at):
         ok = {"Authorization": "Bearer t0k3n", "X-Request-Id": "mine"}
         assert httpx.get(f"{at}{PATH}{users[0]}", headers=ok).status_code == 200

@@ -15,9 +15,7 @@ from tests.integration.servers.managed import keys_of, logged, managed_server
 from tests.polling import poll_until
 
 
-def test_a_night_and_the_service_work_within_the_limits_of_managed_offerings(
-    tmp_path: Path,
-) -> None:
+def test_a_night_and_the_service_work_within_the_limits_of_managed_offerings(tmp_path: Path) -> None:
     night = prepare(tmp_path / "night", "redis://nowhere", users=100, items=60)
     users = sorted(histories(night))
     with managed_server(tmp_path / "redis", night.namespace) as server:

@@ -45,9 +45,7 @@ def test_a_server_that_has_all_is_named_with_its_version(redis_server: RedisServ
     assert state == "ok" and check_message.endswith(f"; {server_kind}")
 
 
-def test_the_check_asks_for_missing_commands_and_names_those_that_larder_does_without(
-    tmp_path: Path,
-) -> None:
+def test_the_check_asks_for_missing_commands_and_names_those_that_larder_does_without(tmp_path: Path) -> None:
     with lacking(tmp_path / "eval", "EVAL", "XAUTOCLAIM") as client:
         server_kind = inspect_redis(client)
         port = client.connection_pool.connection_kwargs["port"]

@@ -33,9 +33,7 @@ def can_ask(url: str) -> bool:
         client.close()
 
 
-async def test_server_and_sentinel_are_reached_over_tls_with_their_own_passwords(
-    tmp_path: Path,
-) -> None:
+async def test_server_and_sentinel_are_reached_over_tls_with_their_own_passwords(tmp_path: Path) -> None:
     tls = self_signed(tmp_path)
     lines = "".join(f"{name} {value}\n" for name, value in tls.items())
     server, sentinel = free_port(), free_port()
@@ -52,8 +50,7 @@ async def test_server_and_sentinel_are_reached_over_tls_with_their_own_passwords
     with (
         GuardedCommand([redis_binary(), tmp_path / "server/conf"], log_path=tmp_path / "server/log") as first,
         GuardedCommand(
-            [redis_binary(), tmp_path / "sentinel/conf", "--sentinel"],
-            log_path=tmp_path / "sentinel/log",
+            [redis_binary(), tmp_path / "sentinel/conf", "--sentinel"], log_path=tmp_path / "sentinel/log"
         ) as second,
     ):
         if not poll_until(lambda: can_ask(url), 10) and "tls" in first.log_tail() + second.log_tail():

@@ -113,10 +113,7 @@ class WatchedPair:
     def _knows_all(self, sentinel: WatchedServer) -> bool:
         with sentinel.client() as client:
             master_info = client.sentinel_masters()[SERVICE]
-        return (master_info["num-slaves"], master_info["num-other-sentinels"]) == (
-            1,
-            len(self.sentinels) - 1,
-        )
+        return (master_info["num-slaves"], master_info["num-other-sentinels"]) == (1, len(self.sentinels) - 1)
 
 
 @contextmanager

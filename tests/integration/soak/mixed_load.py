@@ -82,10 +82,7 @@ class MixedLoad:
         complaints += [
             f"no answer from {source}" for source in (*STORED_SOURCES, Source.LIVE) if not self.sources[source]
         ]
-        defaulted, answers = (
-            self.known_entity_sources[Source.DEFAULT],
-            self.known_entity_sources.total(),
-        )
+        defaulted, answers = (self.known_entity_sources[Source.DEFAULT], self.known_entity_sources.total())
         if defaulted > DEFAULTED_MAX * answers:
             complaints.append(f"{defaulted} of {answers} answers about what the night knows are `default`")
         return complaints
@@ -202,10 +199,5 @@ class MixedLoad:
         item = self._items[int(self.rng.integers(len(self._items)))]
         # Of the long tail: those who are asked for most are to be answered with the night's list.
         user = self.users[int(self.rng.integers(len(self.users) // 2, len(self.users)))]
-        event = {
-            "id": f"soak-{self._event_count}",
-            "user": user,
-            "item": item,
-            "time": self.newest_us / 1e6,
-        }
+        event = {"id": f"soak-{self._event_count}", "user": user, "item": item, "time": self.newest_us / 1e6}
         return "/v1/events", {"events": [event]}

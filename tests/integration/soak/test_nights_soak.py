@@ -174,12 +174,7 @@ async def soaked(soak: Soak, *, seconds: float, rate: float, nights: int, look_s
             timed_samples.append((time.monotonic() - started_at, await soak.read_resource_usage()))
             lately = np.asarray(load.seconds[logged_count:] or [0.0]) * 1000
             logged_count = len(load.seconds)
-            print(
-                format_log_line(*timed_samples[-1], load, lately),
-                *load.wrong[complained:][:5],
-                sep="\n",
-                flush=True,
-            )
+            print(format_log_line(*timed_samples[-1], load, lately), *load.wrong[complained:][:5], sep="\n", flush=True)
             complained = len(load.wrong)
             await asyncio.sleep(look_s)
 

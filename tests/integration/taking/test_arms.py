@@ -23,10 +23,7 @@ def test_nights_of_an_arm_have_the_events_of_its_control(featured: Month) -> Non
     theirs = publish_night(arm, featured.cut.isoformat())  # takes the rest over
     control_generation = featured.publish()
 
-    builds = (
-        Build(control_config, control_config.store(), control_generation),
-        Build(arm, arm.store(), theirs),
-    )
+    builds = (Build(control_config, control_config.store(), control_generation), Build(arm, arm.store(), theirs))
     assert same_bytes(*builds) == []
     mine, arm_events = (read_manifest(build.store, build.generation).events for build in builds)
     assert mine is not None and arm_events is not None and mine.until == arm_events.until

@@ -54,10 +54,7 @@ def test_nights_say_who_brought_a_vector_and_copies_say_the_same(month: Month) -
         users_with_vector = with_vector(month.config)
         assert has_vector_by_user == {user: user in users_with_vector for user in has_vector_by_user} and {
             *has_vector_by_user.values()
-        } == {
-            True,
-            False,
-        }
+        } == {True, False}
     assert month.reasons(generation)["copied"] > 0
 
 
@@ -95,10 +92,7 @@ async def test_lists_of_those_without_are_those_of_the_next_night(month: Month) 
         assert mine["producer"] == "live" and "approximate" not in mine
         assert mine["items"] == next_["items"]
     for mine, stored_answer, event in zip(
-        day[len(users_without_vector) :],
-        answers_before,
-        events[len(users_without_vector) :],
-        strict=True,
+        day[len(users_without_vector) :], answers_before, events[len(users_without_vector) :], strict=True
     ):
         assert mine["approximate"] is True and mine["producer"] == "batch"
         assert mine["items"] == [item for item in stored_answer["items"] if item != event["item"]]
@@ -180,9 +174,7 @@ async def test_searches_under_a_filter_count_the_events_that_the_answer_tells_of
         assert np.allclose(sorted(candidates["scores"]), sorted(answer["scores"]), rtol=1e-3)
 
 
-async def test_a_strangers_search_under_a_filter_counts_what_was_sent_and_then_the_events(
-    filtered: Month,
-) -> None:
+async def test_a_strangers_search_under_a_filter_counts_what_was_sent_and_then_the_events(filtered: Month) -> None:
     month = filtered
     month.publish()
     items = month.ids("item")

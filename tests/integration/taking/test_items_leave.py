@@ -19,10 +19,7 @@ def lose(month: Month, item: str) -> None:
 def test_users_of_an_item_that_left_are_in_no_night_that_copies_either(month: Month) -> None:
     quiet, named = month.ids("item")[:2]
     at = microseconds(month.cut) - 1
-    click(
-        month.config,
-        [Event(f"e{n}", at, b"only-by-event-%d" % n, named.encode()) for n in range(9)],
-    )
+    click(month.config, [Event(f"e{n}", at, b"only-by-event-%d" % n, named.encode()) for n in range(9)])
     take_all_events(month.full)
     month.publish()
     reasons, users = [], []

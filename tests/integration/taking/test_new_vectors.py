@@ -48,14 +48,9 @@ def make_vector_event(name: str, vector: list[float]) -> Event:
     return Event(name, 0, None, name.encode(), vector=tuple(vector))
 
 
-def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_reported(
-    config: NightConfig,
-) -> None:
+def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_reported(config: NightConfig) -> None:
     known_item = pq.read_table(config.path("vectors.parquet"))["item"][0].as_py()
-    click(
-        config,
-        [make_vector_event("new", [0.5] * DIMS), make_vector_event(known_item, [3e38] * DIMS)],
-    )
+    click(config, [make_vector_event("new", [0.5] * DIMS), make_vector_event(known_item, [3e38] * DIMS)])
     take_events.run(config)
     first = nights.publish_night(config, FIRST)
     click(config, [
@@ -84,9 +79,7 @@ def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_reported(
     assert manifest_before.models["user_tower"].digest == after.models["user_tower"].digest
 
 
-def test_a_bundle_with_the_vector_of_an_erased_item_goes_from_the_store_at_once(
-    config: NightConfig,
-) -> None:
+def test_a_bundle_with_the_vector_of_an_erased_item_goes_from_the_store_at_once(config: NightConfig) -> None:
     click(config, [make_vector_event("gone", [0.25] * DIMS), make_vector_event("new", [0.5] * DIMS)])
     take_events.run(config)
     nights.publish_night(config, FIRST)

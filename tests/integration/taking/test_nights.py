@@ -19,13 +19,7 @@ from precompute.events.files import EVENTS_FOLDER
 from precompute.events.stream import EventStores
 from precompute.steps import begin, take_events
 from tests.integration.changed.month import Month, files_of, same_file, scored
-from tests.integration.taking.clicking import (
-    alone,
-    click,
-    draw_mixed_events,
-    microseconds,
-    take_all_events,
-)
+from tests.integration.taking.clicking import alone, click, draw_mixed_events, microseconds, take_all_events
 
 
 def same_bytes(first_build: Build, theirs: Build) -> list[str]:
@@ -101,11 +95,7 @@ def test_nights_whose_older_files_were_merged_have_the_bytes_of_full_ones(
     monkeypatch.setattr(stream, "FILES_PER_MERGE", 2)
     # As if older ones were retired, which takes a minute.
     original_method = EventStores.iter_generation_positions
-    monkeypatch.setattr(
-        EventStores,
-        "iter_generation_positions",
-        lambda stores: sorted(original_method(stores))[-2:],
-    )
+    monkeypatch.setattr(EventStores, "iter_generation_positions", lambda stores: sorted(original_method(stores))[-2:])
     copying_folder, theirs = (config.store().folder for config in (featured.config, featured.full))
     assert copying_folder is not None and theirs is not None
     for number in range(4):

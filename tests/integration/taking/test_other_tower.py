@@ -6,16 +6,7 @@ from onnx import TensorProto, helper
 from cache.model.tower_spec import TowerSpec
 from precompute.bundles.bundle import ModelFile
 from tests.integration.changed.month import Month, scored
-from tests.integration.feature_towers import (
-    COUNTRY,
-    DIMS,
-    MOOD,
-    MOODS,
-    from_mood,
-    from_scent,
-    model,
-    with_towers,
-)
+from tests.integration.feature_towers import COUNTRY, DIMS, MOOD, MOODS, from_mood, from_scent, model, with_towers
 
 
 def from_mood_and_country(_items: int) -> ModelFile:

@@ -131,9 +131,7 @@ async def test_a_click_leaves_who_has_no_record_the_answer_that_is_computed_from
     assert (await shop.look_up(user))["source"] in ("default", "l1")
 
 
-async def test_events_that_cannot_be_counted_leave_the_live_answer_less_their_items(
-    shop: Shop,
-) -> None:
+async def test_events_that_cannot_be_counted_leave_the_live_answer_less_their_items(shop: Shop) -> None:
     user = shop.users_without_features[1]
     new = [item for item in shop.items if item not in shop.history_items_by_user[user]]
     caller_input: dict[str, Any] = {"history": new[:2], "features": {"country": 3}}
@@ -237,18 +235,13 @@ async def test_a_click_leaves_who_has_a_record_of_values_that_record_whatever_is
     assert explained["record"]["values"] == answer_before["values"]
 
 
-async def test_a_click_leaves_who_has_no_record_of_values_those_of_what_is_sent(
-    moods: Moods,
-) -> None:
+async def test_a_click_leaves_who_has_no_record_of_values_those_of_what_is_sent(moods: Moods) -> None:
     # Given a user whom the night knows and has no values of, with a click
     user = moods.lacks
     await moods.shop.click(user, moods.shop.items[0])
 
     # When a mood is sent, then another one, then none
-    first, second = (
-        await moods.look_up_mood(user, [9.0, -9.0]),
-        await moods.look_up_mood(user, [1.0, 2.0]),
-    )
+    first, second = (await moods.look_up_mood(user, [9.0, -9.0]), await moods.look_up_mood(user, [1.0, 2.0]))
     repeated_answer = await moods.look_up_mood(user, [1.0, 2.0])
     body = {"entities": [{"id": user, "features": {"mood": [3.0, 2.0]}}]}
     explained = await moods.shop.app.post("/v1/explain/user_mood", body)

@@ -7,9 +7,7 @@ from cache.format.ids import hash_id
 from cache.store.releases import newest_release
 from precompute.config.settings import NightConfig
 from tests.clusters import Node, TestCluster
-from tests.integration.nights import (
-    histories,
-)
+from tests.integration.nights import histories
 from tests.integration.serving_app import Running
 from tests.opened import open_generation
 

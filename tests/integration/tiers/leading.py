@@ -54,11 +54,7 @@ async def run(url: str, namespace: str, name: str, wait_ms: str) -> None:
     tiers = TieredCache(LocalTier(1 << 20), NegativeCache(1_000, 5.0), remote)
     lead = LeaseManager(remote, tiers, remote.control.keyspace, wait_s=float(wait_ms) / 1000, name=name)
     inferences = LiveInferences(
-        cast(MicroBatcher, Gated(control, namespace, name)),
-        tiers,
-        overlay_ttl_s=60.0,
-        outage_ttl_s=1.0,
-        leases=lead,
+        cast(MicroBatcher, Gated(control, namespace, name)), tiers, overlay_ttl_s=60.0, outage_ttl_s=1.0, leases=lead
     )
     world = World()
     ladder = Ladder(tiers, inferences, world.metrics, l2_deadline_s=5.0)
@@ -75,10 +71,7 @@ async def run(url: str, namespace: str, name: str, wait_ms: str) -> None:
             awaited_tasks, answers = answers[: int(arguments[0])], answers[int(arguments[0]) :]
             first_answers = [(await task)[0] for task in awaited_tasks]
             sources_and_items = [[answer["source"], answer["items"]] for answer in first_answers]
-            print(
-                json.dumps({"answers": sources_and_items, **lead.counts.internal_counters()}),
-                flush=True,
-            )
+            print(json.dumps({"answers": sources_and_items, **lead.counts.internal_counters()}), flush=True)
 
 
 class Process:
@@ -96,10 +89,7 @@ class Process:
         return self
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         if self._process.returncode is None:
             self._process.kill()

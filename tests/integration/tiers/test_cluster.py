@@ -18,23 +18,9 @@ from precompute.steps import load, retire
 from serving.quality.monitor import QualityMonitor
 from tests.attached import attached
 from tests.clusters import TestCluster, cluster
-from tests.integration.nights import (
-    DATA_UNTIL,
-    NEXT,
-    prepare,
-    publish_night,
-    roll_back,
-    top_lists,
-)
+from tests.integration.nights import DATA_UNTIL, NEXT, prepare, publish_night, roll_back, top_lists
 from tests.integration.serving_app import Running, eventually, serving
-from tests.integration.tiers.clustered import (
-    all_from_l2,
-    live,
-    look_up_users,
-    other_than,
-    page_key_of,
-    users_of,
-)
+from tests.integration.tiers.clustered import all_from_l2, live, look_up_users, other_than, page_key_of, users_of
 
 USERS = 900
 CONF = Path(__file__).parents[3] / "infra/redis.conf"
@@ -271,10 +257,7 @@ def joined(rules: list[str]) -> list[str]:
 async def test_the_dashboard_is_whole_and_adds_up_the_memory_of_all_masters(
     night: NightConfig, servers: TestCluster
 ) -> None:
-    async with (
-        serving(night, dashboard_s=0.1) as first_app,
-        serving(night, dashboard_s=0.1) as second_app,
-    ):
+    async with serving(night, dashboard_s=0.1) as first_app, serving(night, dashboard_s=0.1) as second_app:
         await first_app.post("/v1/lookup/user_topk", {"entities": users_of(night)[:10]})
 
         async def is_whole() -> bool:

@@ -14,15 +14,7 @@ from cache.control.states import GenerationState
 from cache.errors import ConfigError, TierUnavailable
 from cache.format.redis_keys import Keyspace
 from cache.l2.cluster import ClusterTier
-from cache.l2.commands import (
-    LEASE_DONE_PREFIX,
-    LeaseMark,
-    LeaseTake,
-    Overlay,
-    OverlayRead,
-    OverlayWrite,
-    PageRead,
-)
+from cache.l2.commands import LEASE_DONE_PREFIX, LeaseMark, LeaseTake, Overlay, OverlayRead, OverlayWrite, PageRead
 from cache.l2.data_plane import Breaker
 from cache.l2.sync_clients import connect, group_keys_by_server
 from cache.l2.tier import RemoteConfig

@@ -57,11 +57,7 @@ async def test_reports_add_up_over_replicas_and_hours(tier: RemoteTier, client: 
     await SharedHotKeys(tier.control).add_report(HotKeyReport(10, [(("t", b"a"), 1), (("t", b"b:c"), 2)]))
     await SharedHotKeys(tier.control).add_report(HotKeyReport(10, [(("u", b"\xff"), 9)]))
 
-    assert await SharedHotKeys(tier.control).fetch_names(10) == [
-        ("u", b"\xff"),
-        ("t", b"a"),
-        ("t", b"b:c"),
-    ]
+    assert await SharedHotKeys(tier.control).fetch_names(10) == [("u", b"\xff"), ("t", b"a"), ("t", b"b:c")]
     assert await SharedHotKeys(tier.control).fetch_names(12) == []
     for hour in (9, 10):
         assert HOT_LIFE_S - 10 < await client.ttl(tier.control.keyspace.hot_names(hour)) <= HOT_LIFE_S
@@ -97,9 +93,7 @@ async def test_a_damaged_key_is_an_outage_of_the_sketch_only(tier: RemoteTier, c
     await tier.control.execute("PING")
 
 
-async def test_a_replica_that_starts_cold_answers_its_first_requests_from_l1(
-    night: NightConfig,
-) -> None:
+async def test_a_replica_that_starts_cold_answers_its_first_requests_from_l1(night: NightConfig) -> None:
     users = list_known_users(night)
     async with serving(night, sketch_s=0.05) as first:
         assert set(await look_up_sources(first, users)) == {"l2"}
@@ -118,9 +112,7 @@ async def reported(app: Running, count: int) -> bool:
     return await event(app, "hot_reported") >= count
 
 
-async def test_before_a_flip_a_replica_reads_ahead_what_others_were_asked(
-    night: NightConfig,
-) -> None:
+async def test_before_a_flip_a_replica_reads_ahead_what_others_were_asked(night: NightConfig) -> None:
     users = list_known_users(night)
     coming = build_verified(night, NEXT)
     async with serving(night, sketch_s=0.05) as busy, serving(night) as idle:
@@ -158,9 +150,7 @@ async def test_who_is_blocked_leaves_the_sketch_and_is_not_read_ahead(night: Nig
         assert await eventually(is_forgotten)
 
 
-async def test_a_replica_starts_without_redis_and_its_failed_reports_harm_no_answer(
-    night: NightConfig,
-) -> None:
+async def test_a_replica_starts_without_redis_and_its_failed_reports_harm_no_answer(night: NightConfig) -> None:
     nowhere = dataclasses.replace(night, redis_url="redis://127.0.0.1:1/0")
     async with serving(nowhere, sketch_s=0.05) as app:
         assert set(await look_up_sources(app, list_known_users(night))) == {"default"}

@@ -119,9 +119,7 @@ async def test_an_absent_page_and_a_short_one_hold_no_record(remote: RemoteTier,
     assert answers == [None, record_of(8, 0), None, record_of(0, 0)]
 
 
-async def test_all_reads_of_one_turn_travel_in_one_pipeline_on_one_connection(
-    remote: RemoteTier,
-) -> None:
+async def test_all_reads_of_one_turn_travel_in_one_pipeline_on_one_connection(remote: RemoteTier) -> None:
     await remote.control.execute("PING")
     callers = [answers_of(remote, [read_of(0, slot), read_of(1, slot)]) for slot in range(RECORDS)]
 
@@ -174,9 +172,7 @@ async def test_an_overlay_without_expiry_has_no_life_left(remote: RemoteTier, cl
     assert await answers_of(remote, [OverlayRead("g", "t", "aa")]) == [Overlay(b"x", 0.0)]
 
 
-async def test_pages_overlays_and_writes_of_one_turn_do_not_mix_up_replies(
-    remote: RemoteTier,
-) -> None:
+async def test_pages_overlays_and_writes_of_one_turn_do_not_mix_up_replies(remote: RemoteTier) -> None:
     writes = [OverlayWrite("g", "t", f"{n:04x}", b"%d" % n, 60) for n in range(20)]
     await remote.write_overlays(writes)
 
@@ -278,9 +274,7 @@ async def test_one_stall_is_one_failure_whatever_waited_for_it(own_redis: RedisS
     await remote.aclose()
 
 
-async def test_a_callers_shorter_deadline_ends_its_wait_and_keeps_the_connection(
-    own_redis: RedisServer,
-) -> None:
+async def test_a_callers_shorter_deadline_ends_its_wait_and_keeps_the_connection(own_redis: RedisServer) -> None:
     """C10, C16."""
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=5.0, connections_max=1), Keyspace("a"))
     await answers_of(remote, [read_of(0, 0)])
@@ -329,9 +323,7 @@ def test_a_reply_that_came_while_the_loop_was_busy_is_not_late(
     assert run(read_while_busy()) == [None]
 
 
-async def test_a_dead_redis_is_reported_at_once_then_left_alone_then_probed(
-    own_redis: RedisServer,
-) -> None:
+async def test_a_dead_redis_is_reported_at_once_then_left_alone_then_probed(own_redis: RedisServer) -> None:
     """C10."""
     clock = [0.0]
     breaker = Breaker(threshold=3, cooldown_s=5.0, timer=lambda: clock[0])
@@ -367,9 +359,7 @@ async def test_reads_recover_by_themselves_when_redis_answers_again(own_redis: R
     await remote.aclose()
 
 
-async def test_connections_stay_within_their_bound_and_end_with_the_tier(
-    own_redis: RedisServer,
-) -> None:
+async def test_connections_stay_within_their_bound_and_end_with_the_tier(own_redis: RedisServer) -> None:
     client = redis.Redis.from_url(own_redis.url, protocol=2)
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0, connections_max=2), Keyspace("a"))
 
@@ -387,9 +377,7 @@ async def test_connections_stay_within_their_bound_and_end_with_the_tier(
     client.close()
 
 
-async def test_a_server_that_accepts_no_more_connections_is_not_asked_again_and_again(
-    own_redis: RedisServer,
-) -> None:
+async def test_a_server_that_accepts_no_more_connections_is_not_asked_again_and_again(own_redis: RedisServer) -> None:
     client = redis.Redis.from_url(own_redis.url, protocol=2)
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0, connections_max=8), Keyspace("a"))
     await answers_of(remote, [read_of(0, 0)])
@@ -525,9 +513,7 @@ async def test_listening_survives_a_silence_longer_than_any_timeout(
     await remote.aclose()
 
 
-async def test_listening_ends_with_the_reason_when_the_connection_does(
-    own_redis: RedisServer,
-) -> None:
+async def test_listening_ends_with_the_reason_when_the_connection_does(own_redis: RedisServer) -> None:
     remote = RemoteTier(RemoteConfig(own_redis.url), Keyspace("a"))
     listening = asyncio.ensure_future(anext(remote.control.subscribe()))
     client = redis.Redis.from_url(own_redis.url, protocol=2)
@@ -602,9 +588,7 @@ async def test_an_unreachable_redis_is_one_kind_of_error_for_control_commands_to
     await remote.aclose()
 
 
-async def test_a_user_and_password_in_the_url_are_used_and_a_wrong_one_is_no_answer(
-    own_redis: RedisServer,
-) -> None:
+async def test_a_user_and_password_in_the_url_are_used_and_a_wrong_one_is_no_answer(own_redis: RedisServer) -> None:
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
         client.execute_command("ACL", "SETUSER", "reader", "on", ">se/cret", "~larder:1:a:*", "+getrange", "+select")
         client.select(3)
@@ -676,9 +660,7 @@ async def test_what_the_slowest_round_trips_of_the_last_seconds_took_is_known(
     assert remote.p99_ms(within_s=-1.0) is None  # nothing is younger than that
 
 
-async def test_what_one_caller_cannot_keep_costs_the_others_of_its_turn_nothing(
-    own_redis: RedisServer,
-) -> None:
+async def test_what_one_caller_cannot_keep_costs_the_others_of_its_turn_nothing(own_redis: RedisServer) -> None:
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=5.0), Keyspace("a"))
 
     def fail(_answers: object) -> int:
@@ -725,9 +707,7 @@ async def test_writes_that_are_refused_say_nothing_of_reads(own_redis: RedisServ
     await remote.aclose()
 
 
-async def test_a_server_that_became_a_replica_in_place_is_left_once_a_write_tells(
-    own_redis: RedisServer,
-) -> None:
+async def test_a_server_that_became_a_replica_in_place_is_left_once_a_write_tells(own_redis: RedisServer) -> None:
     keyspace = Keyspace("demoted")
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0, connections_max=1), keyspace)
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:

@@ -18,11 +18,7 @@ CASES: dict[str, list[Any]] = {
 NAMES = [alert["alert"] for alert in ALERTS]
 FIRING = 'count by (alertname) (ALERTS{alertstate="firing"})'
 SECTIONS = dict(
-    re.findall(
-        r"^### (\w+)\n(.*?)(?=^###? |\Z)",
-        (INFRA / "RUNBOOK.md").read_text(),
-        re.MULTILINE | re.DOTALL,
-    )
+    re.findall(r"^### (\w+)\n(.*?)(?=^###? |\Z)", (INFRA / "RUNBOOK.md").read_text(), re.MULTILINE | re.DOTALL)
 )
 COMMANDS = sorted(
     {re.sub(r"\s+", " ", command) for text in SECTIONS.values() for command in re.findall(r"`([^`]+)`", text)}
@@ -76,12 +72,7 @@ def test_an_alert_points_at_its_section_which_says_all_that_is_needed(alert: Any
     text = SECTIONS[alert["alert"]]
 
     assert alert["annotations"]["runbook_url"] == f"infra/RUNBOOK.md#{alert['alert'].lower()}"
-    assert re.findall(r"^- \*\*([\w ]+)\*\*", text, re.MULTILINE) == [
-        "Means",
-        "Look",
-        "Do",
-        "Over when",
-    ]
+    assert re.findall(r"^- \*\*([\w ]+)\*\*", text, re.MULTILINE) == ["Means", "Look", "Do", "Over when"]
     assert f"(*{alert['labels']['severity']}*)" in text
 
 

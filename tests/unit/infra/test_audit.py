@@ -8,20 +8,11 @@ from typing import Any
 import pytest
 
 from infra.dependencies import audit
-from infra.dependencies.audit import (
-    SourceUnavailable,
-    accepted_advisories,
-    list_complaints,
-    make_requirement_files,
-)
+from infra.dependencies.audit import SourceUnavailable, accepted_advisories, list_complaints, make_requirement_files
 from infra.dependencies.locks import LOCK_NAMES, Pin, parse_pins, read_lock
 
 TODAY = date(2026, 11, 24)
-CANARY = {
-    "name": "pycrypto",
-    "version": "2.6.1",
-    "vulns": [{"id": "PYSEC-2017-94", "aliases": [], "fix_versions": []}],
-}
+CANARY = {"name": "pycrypto", "version": "2.6.1", "vulns": [{"id": "PYSEC-2017-94", "aliases": [], "fix_versions": []}]}
 WEAK = {
     "name": "starlette",
     "version": "1.0",
@@ -109,10 +100,7 @@ def test_an_accepted_advisory_is_not_asked_for(tool: Path, tmp_path: Path, monke
     (tmp_path / "accepted.toml").write_text(ENTRY.format("2999-01-01"))
     monkeypatch.setattr(audit, "ACCEPTED_FILE", tmp_path / "accepted.toml")
     open_text, accepted_text = (json.dumps({"dependencies": packages}) for packages in ([CANARY, WEAK], [CANARY]))
-    write(
-        tool,
-        f"case $* in *--ignore-vuln=CVE-2*) echo '{accepted_text}';; *) echo '{open_text}';; esac",
-    )
+    write(tool, f"case $* in *--ignore-vuln=CVE-2*) echo '{accepted_text}';; *) echo '{open_text}';; esac")
 
     assert audit.main() == 0
 

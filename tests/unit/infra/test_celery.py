@@ -70,11 +70,7 @@ def test_folders_of_the_environment_do_not_depend_on_where_a_task_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    environment = {
-        "LARDER_ARTIFACTS": "here",
-        "LARDER_STATE": "s3://there",
-        "LARDER_NAMESPACE": "x",
-    }
+    environment = {"LARDER_ARTIFACTS": "here", "LARDER_STATE": "s3://there", "LARDER_NAMESPACE": "x"}
 
     assert airflow.absolute_folders(environment) == {
         "LARDER_ARTIFACTS": os.fspath(tmp_path / "here"),

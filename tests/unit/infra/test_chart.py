@@ -50,11 +50,7 @@ EVERYTHING: dict[str, Any] = {
         "egressPorts": [6379, 26379, 443],
         "egressTo": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
     },
-    "serviceMonitor": {
-        "enabled": True,
-        "labels": {"release": "prometheus"},
-        "tlsConfig": {"serverName": "larder"},
-    },
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "tlsConfig": {"serverName": "larder"}},
     "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/reader"}},
     "startSeconds": 590,
     "extraEnv": [{"name": "LARDER_POLL_S", "value": "2"}],
@@ -289,10 +285,7 @@ def test_the_autoscaler_goes_by_processor_time_and_by_the_queue_where_it_is_conf
         ({"workers": 2, "startSeconds": int(START_MAX_S) + 1}, "startSeconds"),
         ({"autoscaling": {"minReplicas": 9, "maxReplicas": 3}}, "autoscaling.minReplicas"),
         ({"resources": None}, "resources.requests.cpu"),
-        (
-            {"podLabels": {"app.kubernetes.io/component": "a"}},
-            "podLabels: app.kubernetes.io/component",
-        ),
+        ({"podLabels": {"app.kubernetes.io/component": "a"}}, "podLabels: app.kubernetes.io/component"),
         ({"podLabels": {"app.kubernetes.io/version": "1"}}, "podLabels: app.kubernetes.io/version"),
     ],
 )

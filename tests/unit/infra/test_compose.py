@@ -14,18 +14,13 @@ DOCKERFILES = sorted(INFRA.glob("Dockerfile.*"))
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
-def test_an_image_takes_the_driver_of_an_object_store_with_the_fsspec_of_its_lock(
-    file: Path,
-) -> None:
+def test_an_image_takes_the_driver_of_an_object_store_with_the_fsspec_of_its_lock(file: Path) -> None:
     dockerfile_head, argument, after = file.read_text().partition("ARG STORE_DRIVER=\n")
     (lock,) = re.findall(r"--require-hashes -r /(\S+)", dockerfile_head)
     (version_command,) = re.findall(r'fsspec="\$\((.*?)\)" &&', after)
 
     fsspec_requirement = subprocess.run(
-        ["sh", "-c", version_command.replace(f"/{lock}", str(INFRA / lock))],
-        capture_output=True,
-        text=True,
-        check=True,
+        ["sh", "-c", version_command.replace(f"/{lock}", str(INFRA / lock))], capture_output=True, text=True, check=True
     ).stdout.strip()
 
     assert argument and 'pip install --no-cache-dir "$STORE_DRIVER" "$fsspec"' in after
@@ -135,15 +130,10 @@ def test_a_dockerfile_copies_what_exists_and_is_sent_to_the_builder(dockerfile: 
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
-def test_an_image_builds_the_compiled_parts_of_every_package_that_it_copies(
-    dockerfile: Path,
-) -> None:
+def test_an_image_builds_the_compiled_parts_of_every_package_that_it_copies(dockerfile: Path) -> None:
     text = dockerfile.read_text()
 
-    for package, built in (
-        ("cache", "cache/native/_columns"),
-        ("cache", "cache/topk/_topk"),
-    ):
+    for package, built in (("cache", "cache/native/_columns"), ("cache", "cache/topk/_topk")):
         folder, name = built.rsplit("/", 1)
         is_built = f"/native/{name}.so /native" in text
         assert is_built == (f"COPY {package} ./{package}\n" in text)

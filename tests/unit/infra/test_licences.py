@@ -52,10 +52,7 @@ def test_a_package_for_other_machines_has_the_licence_that_is_said_of_it() -> No
     pins = {"all": [Pin("numpy", "2", "sys_platform == 'plan9'")]}
 
     assert judge_licences(pins, {}, RULES)[1] == ["numpy: UNKNOWN, not allowed"]
-    assert judge_licences(pins, {}, RULES | {"elsewhere": {"numpy": "MIT"}}) == (
-        {"numpy": "MIT"},
-        [],
-    )
+    assert judge_licences(pins, {}, RULES | {"elsewhere": {"numpy": "MIT"}}) == ({"numpy": "MIT"}, [])
 
 
 def test_an_exception_holds_for_one_licence_with_a_reason_and_never_for_the_service() -> None:

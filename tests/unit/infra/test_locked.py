@@ -21,9 +21,6 @@ def test_every_environment_of_the_run_is_made_by_hash() -> None:
 
 
 def test_the_image_with_lineage_is_made_of_the_locks_provider() -> None:
-    pins = re.findall(
-        r"apache-airflow-providers-openlineage==\S+",
-        (ROOT / "docs/how-to/trace-lineage.md").read_text(),
-    )
+    pins = re.findall(r"apache-airflow-providers-openlineage==\S+", (ROOT / "docs/how-to/trace-lineage.md").read_text())
 
     assert len(pins) == 1 and f"{pins[0]} \\\n" in (ROOT / "infra/locks/all.txt").read_text()

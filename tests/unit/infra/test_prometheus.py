@@ -9,8 +9,7 @@ import pytest
 INFRA = Path(__file__).parents[3] / "infra"
 
 needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None,
-    reason="no promtool on PATH: apt-get install prometheus, or run .ci/run",
+    shutil.which("promtool") is None, reason="no promtool on PATH: apt-get install prometheus, or run .ci/run"
 )
 
 

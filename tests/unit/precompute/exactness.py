@@ -40,10 +40,7 @@ def assert_exact(users, items, k, excluded, metric="inner_product", *, engine=Tr
         used = ordinals[row][ordinals[row] != NO_ITEM].astype(np.int64)
         assert len(used) == min(k, int((truth[row] > -np.inf).sum()))
         assert len(set(used.tolist())) == len(used)
-        listed_true_scores, theirs = (
-            truth[row][used],
-            truth[row][expected_ordinals[row][: len(used)]],
-        )
+        listed_true_scores, theirs = (truth[row][used], truth[row][expected_ordinals[row][: len(used)]])
         length = np.linalg.norm(users[row].astype(np.float64))
         reach = 1.0 if metric == "cosine" else length * longest
         # Scores that are small only by cancellation are rounded like the terms they come from.

@@ -13,15 +13,7 @@ from cache.errors import InvalidInput
 from cache.format.directory import Directory
 from cache.format.ids import fingerprints, hash_ids
 from cache.format.item_table import ItemTable
-from cache.format.manifest import (
-    Artefact,
-    EntitySet,
-    ItemFiles,
-    Manifest,
-    Producer,
-    Table,
-    TablePart,
-)
+from cache.format.manifest import Artefact, EntitySet, ItemFiles, Manifest, Producer, Table, TablePart
 from cache.model.input_preparation import LiveInput, PreparedInput
 from cache.records import FLAG_LIVE, Layout, encode_numbers, encode_topk
 from cache.store.blocklist import Blocklist
@@ -136,12 +128,7 @@ class FakePredictor:
             lists = [self._after(prepared, blocked_set) for prepared in batch]
             scores = np.tile(np.arange(layout.width, 0, -1).astype(np.float32), (len(batch), 1))
             rows = encode_topk(
-                layout,
-                fingerprint_array,
-                np.array(lists, np.uint32),
-                scores,
-                scored_at,
-                flags=FLAG_LIVE,
+                layout, fingerprint_array, np.array(lists, np.uint32), scores, scored_at, flags=FLAG_LIVE
             )
         data, size = rows.tobytes(), layout.size_bytes
         return [data[at : at + size] for at in range(0, len(data), size)]

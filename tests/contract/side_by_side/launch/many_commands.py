@@ -28,12 +28,7 @@ def main() -> None:
         os.environ.clear()
         os.environ.update(environ)
         outcomes.append(
-            {
-                "words": arguments,
-                "code": code or 0,
-                "output": output.getvalue(),
-                "errors": errors.getvalue(),
-            }
+            {"words": arguments, "code": code or 0, "output": output.getvalue(), "errors": errors.getvalue()}
         )
     print(json.dumps(outcomes))
 

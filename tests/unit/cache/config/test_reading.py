@@ -73,16 +73,11 @@ def test_a_path_is_relative_to_the_file_or_to_the_current_folder_by_where_it_sta
     for config in (NightConfig.configured(environ), ServingConfig.load(environ)):
         assert config.store().url.startswith(str(tmp_path / "store"))
         assert config.path(config.state) == tmp_path / ".larder"
-    for config in (
-        NightConfig.configured({"LARDER_STATE": "here"}),
-        ServingConfig.load({"LARDER_STATE": "here"}),
-    ):
+    for config in (NightConfig.configured({"LARDER_STATE": "here"}), ServingConfig.load({"LARDER_STATE": "here"})):
         assert config.path(config.state) == tmp_path / "elsewhere/here"
 
 
-def test_the_night_reads_of_the_environment_what_it_shares_and_the_device_alone(
-    tmp_path: Path,
-) -> None:
+def test_the_night_reads_of_the_environment_what_it_shares_and_the_device_alone(tmp_path: Path) -> None:
     environ = written(tmp_path, "shards = 8\noverlay_ttl_s = 60.0\n[dag]\nretry_delay_s = 30.0\n")
     variables = {
         "LARDER_SHARDS": "3",

@@ -31,16 +31,11 @@ def owners_of(ranges_by_name: dict[str, BucketRanges]) -> dict[int, str]:
 
 
 @given(st.lists(st.fixed_dictionaries(dict.fromkeys(NAMES, st.integers(0, 40))), min_size=1))
-def test_a_change_of_shares_moves_only_as_many_buckets_as_shares_grow_by(
-    steps: list[dict[str, int]],
-) -> None:
+def test_a_change_of_shares_moves_only_as_many_buckets_as_shares_grow_by(steps: list[dict[str, int]]) -> None:
     ranges_by_name: dict[str, BucketRanges] = {}
     for step in steps:
         fraction_by_name = {name: number / 160 for name, number in step.items()}
-        previous_owner_by_bucket, counts = (
-            owners_of(ranges_by_name),
-            whole_bucket_counts(fraction_by_name),
-        )
+        previous_owner_by_bucket, counts = (owners_of(ranges_by_name), whole_bucket_counts(fraction_by_name))
 
         ranges_by_name = allot_buckets(ranges_by_name, fraction_by_name)
 
@@ -73,10 +68,7 @@ def test_keys_follow_their_buckets_and_two_salts_draw_apart() -> None:
         # Five standard deviations: one in two million such key sets would miss.
         bound = 5 * math.sqrt(len(KEYS) * fraction * (1 - fraction))
         assert abs(key_count_by_owner[name] - fraction * len(KEYS)) < bound
-    owners, resalted_owners = (
-        BucketOwners("salt", ranges_by_name),
-        BucketOwners("another", ranges_by_name),
-    )
+    owners, resalted_owners = (BucketOwners("salt", ranges_by_name), BucketOwners("another", ranges_by_name))
     common_key_count = sum(owners.owner_of(key) == resalted_owners.owner_of(key) == "b" for key in KEYS)
     assert abs(common_key_count - len(KEYS) / 4) < 5 * math.sqrt(len(KEYS) * 3 / 16)
 

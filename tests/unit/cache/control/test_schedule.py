@@ -89,8 +89,7 @@ def test_between_close_ticks_the_clocks_may_differ_by_half_their_distance_only()
 
 
 @pytest.mark.parametrize(
-    "cron",
-    ["", "x", "* * * *", "* * * * * *", "61 * * * *", "0 0 30 2 *", "R R * * *", "H * * * *"],
+    "cron", ["", "x", "* * * *", "* * * * * *", "61 * * * *", "0 0 30 2 *", "R R * * *", "H * * * *"]
 )
 def test_a_cron_without_ticks_is_refused_with_an_example_of_a_good_one(cron: str) -> None:
     with pytest.raises(ConfigError, match=r"0 3 \* \* \*"):
@@ -136,9 +135,7 @@ def test_the_next_tick_is_the_first_that_comes_after(cron: str, zone: str) -> No
         assert schedule.tick_before(after - 0.001) == schedule.tick_before(at) <= at
 
 
-def test_a_second_call_in_the_same_second_computes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_call_in_the_same_second_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[object] = []
     get_prev = croniter.get_prev
 

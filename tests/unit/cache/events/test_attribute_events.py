@@ -9,12 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cache.events.event import Event
-from cache.events.newer_events import (
-    VALUES_PER_ENTITY_MAX,
-    AttributeEvents,
-    merge_features,
-    takes_any_attribute,
-)
+from cache.events.newer_events import VALUES_PER_ENTITY_MAX, AttributeEvents, merge_features, takes_any_attribute
 from cache.format.stream_position import Position
 from cache.model.tower_spec import InputSpec
 
@@ -159,14 +154,8 @@ def test_a_users_features_are_those_of_the_night_with_what_events_set() -> None:
     inputs, row = (COUNTRY, TASTE), {"country": 3, "taste": [0.5, 1.0]}
 
     assert merge_features(row, {}, inputs) == {"country": 3, "taste": (0.5, 1.0)}
-    assert merge_features(row, {"country": 4, "other": "x"}, inputs) == {
-        "country": 4,
-        "taste": (0.5, 1.0),
-    }
-    assert merge_features({}, {"country": 4, "taste": [1, 2]}, inputs) == {
-        "country": 4,
-        "taste": (1, 2),
-    }
+    assert merge_features(row, {"country": 4, "other": "x"}, inputs) == {"country": 4, "taste": (0.5, 1.0)}
+    assert merge_features({}, {"country": 4, "taste": [1, 2]}, inputs) == {"country": 4, "taste": (1, 2)}
     for country in (None, "4", 4.5, True):
         assert merge_features(row, {"country": country}, inputs) is None
     for taste in ([1], ["a", "b"], [], 1.0):

@@ -41,9 +41,7 @@ def rows_of(rows: Sequence[Row]) -> TimedItems:
 @given(st.lists(st.tuples(published(), EVENTS), max_size=5), st.integers(1, 8))
 def test_every_history_is_merged_as_if_it_were_alone(users: list[tuple[list[Row], list[Row]]], limit: int) -> None:
     merged_histories = merge_histories(
-        [rows_of(published_rows) for published_rows, _ in users],
-        [rows_of(new) for _, new in users],
-        limit,
+        [rows_of(published_rows) for published_rows, _ in users], [rows_of(new) for _, new in users], limit
     )
 
     assert [merged_history.seen_items.tolist() for merged_history in merged_histories] == [

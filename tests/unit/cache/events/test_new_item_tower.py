@@ -32,11 +32,7 @@ INDEX = InputSpec("item_index", "item_index", "int64")
 
 def manifest(*inputs: InputSpec, **facts: Any) -> Any:
     """A manifest, as far as it tells of items."""
-    spec = {
-        "inputs": [asdict(input_spec) for input_spec in inputs],
-        "output": "vector",
-        "output_dims": DIMS,
-    }
+    spec = {"inputs": [asdict(input_spec) for input_spec in inputs], "output": "vector", "output_dims": DIMS}
     models = {"item_tower": SimpleNamespace(spec=spec)} if inputs else {}
     return SimpleNamespace(facts=facts, models=models, items=SimpleNamespace(dims=4))
 
@@ -127,10 +123,7 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
     assert sum(runs) == 301
     # What is known already is not computed again, what changed is.
     runs.clear()
-    changed_values = values | {
-        b"new-7": {"looks": look_features[9].tolist()},
-        b"new-8": {"looks": [1.0] * DIMS},
-    }
+    changed_values = values | {b"new-7": {"looks": look_features[9].tolist()}, b"new-8": {"looks": [1.0] * DIMS}}
     updated_items = new_item_tower.compute_new_items(table, new_items[5:], changed_values, embedded_items)
     assert runs == [1] and updated_items.digest != embedded_items.digest
     np.testing.assert_array_equal(updated_items.vectors[2], embedded_items.vectors[9])
@@ -139,11 +132,7 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
         "new-5", table.id_of(0), "new-7",
     ]  # fmt: skip
     raws = [b"new-6", table.raw_id(3), b"nobody"]
-    assert updated_items.numbers_of(raws, table.ordinals_of(raws)).tolist() == [
-        table.count + 1,
-        3,
-        -1,
-    ]
+    assert updated_items.numbers_of(raws, table.ordinals_of(raws)).tolist() == [table.count + 1, 3, -1]
 
 
 def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -> None:
@@ -168,10 +157,7 @@ def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -
     updated_items = new_item_tower.compute_new_items(table, [*new_items, NewItem(b"late", 99)], values, embedded_items)
     assert len(updated_items) == 40 and runs == []
     failed_items = new_item_tower.compute_new_items(
-        table,
-        new_items[5:6],
-        values,
-        new_item_tower.compute_new_items(table, new_items[5:6], values),
+        table, new_items[5:6], values, new_item_tower.compute_new_items(table, new_items[5:6], values)
     )
     assert not failed_items and len(failed_items.next_try_by_input) == 1
     # Set to what the tower takes, it is an item like any other.
@@ -179,9 +165,7 @@ def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -
     assert b"new-5" in new_item_tower.compute_new_items(table, new_items, values, updated_items).number_by_id
 
 
-def test_an_error_of_the_tower_that_passes_costs_an_item_seconds_and_not_its_life(
-    table: Any,
-) -> None:
+def test_an_error_of_the_tower_that_passes_costs_an_item_seconds_and_not_its_life(table: Any) -> None:
     calls: list[int] = []
     is_full = True
 
@@ -208,9 +192,7 @@ def test_an_error_of_the_tower_that_passes_costs_an_item_seconds_and_not_its_lif
     assert calls[-1] == 4  # together again
 
 
-def test_what_the_tower_always_raises_on_is_tried_again_a_few_times_and_then_refused_for_good(
-    table: Any,
-) -> None:
+def test_what_the_tower_always_raises_on_is_tried_again_a_few_times_and_then_refused_for_good(table: Any) -> None:
     calls: list[int] = []
 
     def run(inputs: Any) -> Any:
@@ -222,11 +204,7 @@ def test_what_the_tower_always_raises_on_is_tried_again_a_few_times_and_then_ref
     new_item_tower = NewItemTower(NewItemInputs((category,)), tower)
     values: dict[bytes, dict[str, Any]] = {b"bad": {"category": 99_999}, b"fine": {"category": 3}}
     new_items = [NewItem(raw, at + 1) for at, raw in enumerate(values)]
-    now_s, embedded_items, tried = (
-        0.0,
-        new_item_tower.compute_new_items(table, new_items, values, now_s=0.0),
-        [],
-    )
+    now_s, embedded_items, tried = (0.0, new_item_tower.compute_new_items(table, new_items, values, now_s=0.0), [])
     calls.clear()
     while embedded_items.next_try_by_input:
         tried.append(embedded_items.retry_at - now_s)
@@ -314,8 +292,7 @@ def test_the_id_as_a_number_is_one(table: Any) -> None:
 
 def test_items_on_which_the_tower_fails_are_named(table: Any) -> None:
     tower: Any = SimpleNamespace(
-        run=lambda tower_inputs: tower_inputs["looks"] * np.float32(np.nan),
-        spec=SimpleNamespace(output_dims=DIMS),
+        run=lambda tower_inputs: tower_inputs["looks"] * np.float32(np.nan), spec=SimpleNamespace(output_dims=DIMS)
     )
     values = {b"new": {"looks": [0.5] * DIMS}}
 

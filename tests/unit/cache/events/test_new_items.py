@@ -82,15 +82,7 @@ def test_an_event_counts_once_and_only_one_that_brings_an_item() -> None:
     assert item.position_number == Position(9, 0).number and item.vector is not None
     new_item_events.forget(b"a")
     new_item_events.forget(b"a")
-    assert (
-        list_raws_and_numbers(new_item_events),
-        new_item_events.size_bytes,
-        new_item_events.version,
-    ) == (
-        [],
-        0,
-        3,
-    )
+    assert (list_raws_and_numbers(new_item_events), new_item_events.size_bytes, new_item_events.version) == ([], 0, 3)
 
 
 def new_items(vectors: Any, first: int) -> NewItems:

@@ -10,10 +10,7 @@ from cache.events.newer_events import UserEvents
 from cache.format.stream_position import Position
 
 USERS = ("u", "v", "w")
-DRAWN = st.lists(
-    st.tuples(st.sampled_from(USERS), st.text(min_size=1, max_size=8), st.integers(0, 9)),
-    max_size=30,
-)
+DRAWN = st.lists(st.tuples(st.sampled_from(USERS), st.text(min_size=1, max_size=8), st.integers(0, 9)), max_size=30)
 
 
 def filled(rows: Sequence[tuple[str, str, int]]) -> UserEvents:
@@ -111,10 +108,7 @@ def test_who_is_read_again_and_has_what_was_known_keeps_the_very_object() -> Non
 
 
 def test_becoming_another_one_is_done_in_turns() -> None:
-    users, replacement = (
-        filled([("gone", "a", 1)]),
-        filled([(f"u{at}", "a", at) for at in range(2_000)]),
-    )
+    users, replacement = (filled([("gone", "a", 1)]), filled([(f"u{at}", "a", at) for at in range(2_000)]))
 
     yield_count = sum(1 for _ in users.replace_in_turns(replacement))
 

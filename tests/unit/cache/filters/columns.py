@@ -6,14 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.filters.attributes import (
-    NO_CODE,
-    NO_FLAG,
-    NO_TIME,
-    AttributeColumn,
-    ItemAttributes,
-    TextDictionary,
-)
+from cache.filters.attributes import NO_CODE, NO_FLAG, NO_TIME, AttributeColumn, ItemAttributes, TextDictionary
 from cache.filters.expression import CombinationNode, ComparisonNode, Expression
 
 Item = Mapping[str, Any]

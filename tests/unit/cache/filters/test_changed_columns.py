@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.filters.attributes import (
-    NUMBER_TOO_LARGE,
-    TEXT_TOO_LONG,
-    ItemAttributes,
-    ItemValue,
-    set_item_values,
-)
+from cache.filters.attributes import NUMBER_TOO_LARGE, TEXT_TOO_LONG, ItemAttributes, ItemValue, set_item_values
 from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
 from tests.unit.cache.filters.columns import KINDS, attributes_of, passes
@@ -150,10 +144,7 @@ def test_what_is_known_of_other_attributes_is_kept() -> None:
 
 
 def test_declared_filters_differ_by_what_they_compare() -> None:
-    declared = {
-        "cheap": read_filter({"<": ["price", 10]}),
-        "stocked": read_filter({"==": ["stock", True]}),
-    }
+    declared = {"cheap": read_filter({"<": ["price", 10]}), "stocked": read_filter({"==": ["stock", True]})}
     items: list[Any] = [{"price": 1}]
     filtering = Filtering(attributes_of(items), np.zeros((1, 2), np.float32), filter_by_name=declared)
     assert not filtering.may_differ("cheap")

@@ -18,9 +18,7 @@ from tests.unit.cache.filters.columns import KINDS, Item, attributes_of, passes
 from tests.unit.cache.filters.test_masks import EXPRESSIONS, ITEM
 
 BOOST = st.builds(
-    lambda filter_, factor: {"filter": filter_, "factor": factor},
-    EXPRESSIONS,
-    st.sampled_from([0.25, 0.5, 1, 1.5, 4]),
+    lambda filter_, factor: {"filter": filter_, "factor": factor}, EXPRESSIONS, st.sampled_from([0.25, 0.5, 1, 1.5, 4])
 )
 SCORES = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 1.0, 3.0])
 ATTRIBUTES = ["brand", "tags", "price", "stock", "since"]
@@ -102,12 +100,7 @@ def test_likeness_costs_what_the_weight_leaves(drawn: list[float], mmr: float, k
         values = {
             position: mmr * relevance[position]
             - (1 - mmr)
-            * max(
-                [
-                    0.0,
-                    *(float(units[position] @ units[chosen_position]) for chosen_position in chosen_positions),
-                ]
-            )
+            * max([0.0, *(float(units[position] @ units[chosen_position]) for chosen_position in chosen_positions)])
             for position in range(len(drawn))
             if position not in chosen_positions
         }

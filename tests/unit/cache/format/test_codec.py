@@ -42,11 +42,7 @@ def test_scores_come_back_within_half_precision_and_items_exactly(scores, precis
 
     for row, fingerprint in enumerate(FINGERPRINTS.tolist()):
         record = decode_record(layout, records[row].tobytes())
-        assert (record.fingerprint, record.scored_at, record.live) == (
-            fingerprint,
-            1_700_000_000,
-            False,
-        )
+        assert (record.fingerprint, record.scored_at, record.live) == (fingerprint, 1_700_000_000, False)
         assert record.items is not None and record.items.tolist() == items[row].tolist()
         relative, absolute = (2**-11, 2**-39) if precision == "f2" else (0, 0)
         largest = float(np.abs(scores[row]).max())
@@ -200,13 +196,7 @@ def test_an_overlay_is_a_record_and_the_digest_of_its_input():
 
 @pytest.mark.parametrize(
     ("kind", "width", "precision"),
-    [
-        ("topk", 0, "f2"),
-        ("topk", 70_000, "f2"),
-        ("topk", 3, "i1"),
-        ("matrix", 3, "f2"),
-        ("value", 3, "f8"),
-    ],
+    [("topk", 0, "f2"), ("topk", 70_000, "f2"), ("topk", 3, "i1"), ("matrix", 3, "f2"), ("value", 3, "f8")],
 )
 def test_an_impossible_layout_is_refused(kind, width, precision):
     with pytest.raises(ConfigError):

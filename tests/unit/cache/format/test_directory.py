@@ -44,12 +44,7 @@ def test_neighbours_that_float64_cannot_distinguish_are_distinguished(value):
 
 def test_positions_are_placed_in_their_part_across_empty_shards():
     hash_directory = directory([1, 2, 2**63, 2**64 - 1], 4)
-    assert [hash_directory.locate(position) for position in range(4)] == [
-        (0, 0),
-        (0, 1),
-        (2, 0),
-        (3, 0),
-    ]
+    assert [hash_directory.locate(position) for position in range(4)] == [(0, 0), (0, 1), (2, 0), (3, 0)]
 
 
 def test_hashes_of_another_dtype_are_a_mistake():

@@ -11,27 +11,17 @@ from cache.format import item_table
 from cache.format.item_table import ItemJsonRows, ItemJsonTexts
 
 
-@given(
-    names=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=30),
-    k=st.integers(1, 4),
-    data=st.data(),
-)
+@given(names=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=30), k=st.integers(1, 4), data=st.data())
 def test_lines_are_the_json_of_the_ids_whatever_these_hold(names: list[str], k: int, data: st.DataObject) -> None:
     """NUL, line breaks, quotes and every length: what cannot be kept at one width is written another way."""
     longest = max(len(name.encode()) for name in names)
     texts = ItemJsonTexts(
-        len(names),
-        lambda ordinals: [names[ordinal] for ordinal in ordinals],
-        longest_id_bytes=longest,
+        len(names), lambda ordinals: [names[ordinal] for ordinal in ordinals], longest_id_bytes=longest
     )
 
     for _ in range(3):
         rows = data.draw(
-            st.lists(
-                st.lists(st.integers(0, len(names) - 1), min_size=k, max_size=k),
-                min_size=1,
-                max_size=5,
-            )
+            st.lists(st.lists(st.integers(0, len(names) - 1), min_size=k, max_size=k), min_size=1, max_size=5)
         )
         expected = [b",".join(orjson.dumps(names[ordinal]) for ordinal in row) for row in rows]
         assert texts.lines(np.array(rows, np.uint32)) == expected

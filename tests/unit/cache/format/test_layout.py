@@ -65,11 +65,7 @@ def test_what_peeks_at_bytes_sees_what_the_fields_say() -> None:
     numbers = np.ones((2, 2), np.float32)
     live = encode_numbers(record_layout, prints, numbers, 1, flags=FLAG_LIVE)
     records = np.concatenate(
-        [
-            encode_numbers(record_layout, prints, numbers, 1),
-            live,
-            absent_records(record_layout, prints, 1),
-        ]
+        [encode_numbers(record_layout, prints, numbers, 1), live, absent_records(record_layout, prints, 1)]
     )
     prints = np.tile(prints, 3)
     for fingerprints in (prints, prints + np.uint64(1)):
@@ -131,10 +127,7 @@ print(json.dumps([peek_format(record), json.loads(manifest.to_bytes())["format"]
 def test_every_version_changes_alone(changed_format: str, expected: list[object]) -> None:
     """It was one number: a new format of records would have moved the pointer, and old replicas seen it vanish."""
     output = subprocess.run(
-        [sys.executable, "-c", PROGRAM, changed_format],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
+        [sys.executable, "-c", PROGRAM, changed_format], cwd=ROOT, check=True, capture_output=True
     ).stdout
 
     assert json.loads(output) == expected

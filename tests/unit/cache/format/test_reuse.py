@@ -11,14 +11,7 @@ USERS = {"copied": 90, "inputs": 6, "lost": 3, "entered": 1, "computed": 0}
 
 def make_facts(**changes: Any) -> dict[str, Any]:
     night = {"users": USERS, "spared_s": 4.5}
-    fact = {
-        "base": "g",
-        "why": "",
-        "read_because": "",
-        "took_over": True,
-        **night,
-        "nights": [night],
-    }
+    fact = {"base": "g", "why": "", "read_because": "", "took_over": True, **night, "nights": [night]}
     return {REUSE_FACT: fact | changes}
 
 
@@ -38,11 +31,7 @@ def test_both_reasons_are_reported_as_the_night_wrote_them() -> None:
     reuse = Reuse.of(make_facts(why="another bundle", read_because="files vanished", base=None))
 
     assert reuse is not None
-    assert (reuse.not_copied_because, reuse.read_because, reuse.base) == (
-        "another bundle",
-        "files vanished",
-        None,
-    )
+    assert (reuse.not_copied_because, reuse.read_because, reuse.base) == ("another bundle", "files vanished", None)
     reuse_json = reuse.to_json()
     assert (reuse_json["why"], reuse_json["read_because"]) == ("another bundle", "files vanished")
 

@@ -44,13 +44,7 @@ def test_commands_are_the_bytes_that_redis_expects() -> None:
 
     read = [b"GETRANGE", b"larder:1:ns:g:g:t:12", b"616", b"1231"]
     name = b"larder:1:ns:w:g:t:ff"
-    assert parsed(packed) == [
-        read,
-        [b"PTTL", name],
-        [b"GET", name],
-        [b"SET", name, b"a\r\nb", b"PX", b"1500"],
-        read,
-    ]
+    assert parsed(packed) == [read, [b"PTTL", name], [b"GET", name], [b"SET", name, b"a\r\nb", b"PX", b"1500"], read]
     assert count == 5
 
 
@@ -68,9 +62,7 @@ commands = st.one_of(
 
 
 @given(st.lists(commands, max_size=12))
-def test_whatever_is_asked_is_whole_commands_one_per_reply_and_no_write_without_expiry(
-    asked: list[Command],
-) -> None:
+def test_whatever_is_asked_is_whole_commands_one_per_reply_and_no_write_without_expiry(asked: list[Command]) -> None:
     packed, count = Packer(KEYS).pack(asked)
 
     parsed_commands = parsed(packed)
@@ -95,11 +87,7 @@ def test_a_lease_is_taken_only_if_it_is_free_and_marked_with_the_answer_itself()
         [b"SET", name, b"done:me/1", b"PX", b"2000"],
     ]
     assert count == 3
-    assert unpack([lease_take, write, lease_take], [None, b"OK", b"OK", b"other/1"]) == [
-        None,
-        None,
-        b"other/1",
-    ]
+    assert unpack([lease_take, write, lease_take], [None, b"OK", b"OK", b"other/1"]) == [None, None, b"other/1"]
 
 
 def test_a_packer_remembers_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +108,7 @@ def test_every_reply_becomes_the_answer_of_its_own_command() -> None:
     read, overlay = PageRead("g", "t", 0, 0, 4), OverlayRead("g", "t", "ff")
     command_batch: list[Command] = [read, overlay, read, overlay, read, overlay, overlay]
 
-    answers = unpack(
-        command_batch,
-        [b"full", 1500, b"value", b"", -2, None, error, error, error, -1, b"for ever"],
-    )
+    answers = unpack(command_batch, [b"full", 1500, b"value", b"", -2, None, error, error, error, -1, b"for ever"])
 
     assert answers[:4] == [b"full", Overlay(b"value", 1.5), None, None]
     assert isinstance(answers[4], TierUnavailable) and isinstance(answers[5], TierUnavailable)

@@ -10,13 +10,7 @@ from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
 from cache.config.events import EventsConfig
 from cache.config.serving import ServingConfig
 from cache.errors import ConfigError
-from cache.l2.sentinel import (
-    PrimarySSLConnection,
-    async_primary_pool,
-    is_sentinel,
-    primary_pool,
-    read_sentinel_url,
-)
+from cache.l2.sentinel import PrimarySSLConnection, async_primary_pool, is_sentinel, primary_pool, read_sentinel_url
 
 URL = "redis+sentinel://larder-reader:p%40ss@a:1,[::1]:2,c/my%2Fmaster/3?sentinel_password=q&client_name=x"
 

@@ -7,15 +7,7 @@ from redis.crc import key_slot
 
 from cache.errors import ConfigError
 from cache.format.redis_keys import Keyspace
-from cache.l2.slots import (
-    SLOT_COUNT,
-    PageSlots,
-    address_of,
-    is_cluster,
-    node_url,
-    owners_from_reply,
-    seed_urls,
-)
+from cache.l2.slots import SLOT_COUNT, PageSlots, address_of, is_cluster, node_url, owners_from_reply, seed_urls
 
 KEYS = Keyspace("default")
 
@@ -27,10 +19,7 @@ KEYS = Keyspace("default")
         ("redis+cluster://a", ["redis://a"]),
         (
             "rediss+cluster://u:p%40ss@a:1,[::1]:2/0?ssl_cert_reqs=none",
-            [
-                "rediss://u:p%40ss@a:1/0?ssl_cert_reqs=none",
-                "rediss://u:p%40ss@[::1]:2/0?ssl_cert_reqs=none",
-            ],
+            ["rediss://u:p%40ss@a:1/0?ssl_cert_reqs=none", "rediss://u:p%40ss@[::1]:2/0?ssl_cert_reqs=none"],
         ),
     ],
 )
@@ -40,8 +29,7 @@ def test_a_url_names_its_seeds(url: str, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["redis+cluster://u:secret@", "redis+cluster://u:secret@a:x", "redis+cluster://u:secret@a:1,"],
+    "url", ["redis+cluster://u:secret@", "redis+cluster://u:secret@a:x", "redis+cluster://u:secret@a:1,"]
 )
 def test_a_wrong_url_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match="host:port") as caught:

@@ -50,7 +50,4 @@ def test_errors_are_relative_to_the_largest_exact_number() -> None:
     assert absolute_errors(approximate, exact) == (1.0, 0.5)
     assert relative_errors(approximate, exact) == (0.25, 0.125)
     assert relative_errors(approximate, np.zeros(2)) == absolute_errors(approximate, np.zeros(2))
-    assert worst_row_errors(np.stack([approximate, exact]), np.stack([exact, exact])).tolist() == [
-        0.25,
-        0,
-    ]
+    assert worst_row_errors(np.stack([approximate, exact]), np.stack([exact, exact])).tolist() == [0.25, 0]

@@ -14,25 +14,13 @@ INPUTS = (
     InputSpec("taste_in", "feature", "float32", column="taste", width=2),
     InputSpec("tags_in", "feature", "int64", column="tags", width=3),
 )
-GOOD: dict[str, FeatureValue] = {
-    "age": 30.5,
-    "visits": 3,
-    "country": "nl",
-    "taste": (0.5, 1),
-    "tags": (1, 2, 3),
-}
+GOOD: dict[str, FeatureValue] = {"age": 30.5, "visits": 3, "country": "nl", "taste": (0.5, 1), "tags": (1, 2, 3)}
 
 
 def test_values_come_back_by_input_name():
     checked = check_features(INPUTS, GOOD)
 
-    assert checked == {
-        "age_in": 30.5,
-        "visits_in": 3,
-        "country_in": "nl",
-        "taste_in": (0.5, 1),
-        "tags_in": (1, 2, 3),
-    }
+    assert checked == {"age_in": 30.5, "visits_in": 3, "country_in": "nl", "taste_in": (0.5, 1), "tags_in": (1, 2, 3)}
     assert stack_features(INPUTS[4], [(1, 2, 3)]).dtype == "int64"
     assert stack_features(INPUTS[3], [(0.5, 1), (2.0, 3)]).shape == (2, 2)
     assert stack_features(INPUTS[2], ["nl", "de"]).dtype == object

@@ -204,10 +204,7 @@ def test_a_bundle_with_shuffled_items_gives_the_same_answers(bundle, tmp_path):
         ("user_affinity", live_inputs),
         ("item_similar", [LiveInput(item=ordinal) for ordinal in range(ITEMS)]),
     ):
-        mine, shuffled_answers = (
-            answer(original_world, table, *inputs),
-            answer(theirs, table, *inputs),
-        )
+        mine, shuffled_answers = (answer(original_world, table, *inputs), answer(theirs, table, *inputs))
 
         # Then the answers are the same
         for first, second in zip(mine, shuffled_answers, strict=True):
@@ -237,9 +234,7 @@ def shuffle(bundle: Bundle, output_folder) -> Bundle:
         item_tower=ModelFile(onnx_model.item_tower(table(bundle.item_tower)[order]), bundle.item_tower.spec, "item"),
         values={
             "user_affinity": ModelFile(
-                onnx_model.affinity_model(padded, table(affinity, "centroids").T),
-                affinity.spec,
-                labels=affinity.labels,
+                onnx_model.affinity_model(padded, table(affinity, "centroids").T), affinity.spec, labels=affinity.labels
             )
         },
     )

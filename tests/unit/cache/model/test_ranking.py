@@ -69,10 +69,7 @@ def test_cosine_with_a_zero_vector_is_zero():
 
 @given(
     st.lists(
-        st.tuples(
-            st.floats(width=32, allow_nan=False, allow_infinity=False),
-            st.integers(0, NO_ITEM - 1),
-        ),
+        st.tuples(st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(0, NO_ITEM - 1)),
         min_size=1,
         max_size=40,
         unique_by=lambda pair: pair[1],

@@ -86,10 +86,7 @@ def test_buckets_end_with_the_longest_length():
     ("spec", "named"),
     [
         (replace(SPEC, inputs=(replace(SPEC.inputs[0], name="past"),)), ("history", "past")),
-        (
-            replace(SPEC, inputs=(replace(SPEC.inputs[0], dtype="int64"),)),
-            ("tensor(int32)", "int64"),
-        ),
+        (replace(SPEC, inputs=(replace(SPEC.inputs[0], dtype="int64"),)), ("tensor(int32)", "int64")),
         (replace(SPEC, output="embedding"), ("vector", "embedding")),
         (replace(SPEC, output_dims=25), ("24", "25")),
         (

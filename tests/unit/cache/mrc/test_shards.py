@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 
 from cache.format.ids import HASH_SPACE
 from cache.usage.miss_ratio_curve import MissRatioCurve, RecencyStack
-from tests.bench.tools.traces import (
-    capacities_of,
-    lru_hit_ratio,
-    orm_busy,
-    sampled,
-    trace_file,
-    zipf,
-)
+from tests.bench.tools.traces import capacities_of, lru_hit_ratio, orm_busy, sampled, trace_file, zipf
 
 SMALL = (0.001, 0.002, 0.005)
 LARGE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

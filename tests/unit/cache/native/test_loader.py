@@ -104,8 +104,7 @@ def test_a_directory_finds_and_places_the_same(data: st.DataObject, shards: int)
 
 
 @given(
-    reads=st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)), max_size=8),
-    length=st.integers(1, 2**20),
+    reads=st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)), max_size=8), length=st.integers(1, 2**20)
 )
 def test_commands_are_packed_alike(reads: list[tuple[int, int]], length: int) -> None:
     page_reads = PageReads("g", "t", [a for a, _ in reads], [b for _, b in reads], length)
@@ -155,12 +154,7 @@ def test_replies_are_admitted_alike_wherever_they_are_cut(pieces: list[bytes], b
 
 
 @settings(deadline=None)
-@given(
-    count=st.integers(1, 6),
-    wrong=st.none() | st.integers(0, 5),
-    at=st.integers(0, 23),
-    first=st.integers(0, 2),
-)
+@given(count=st.integers(1, 6), wrong=st.none() | st.integers(0, 5), at=st.integers(0, 23), first=st.integers(0, 2))
 def test_records_are_copied_when_all_are_sound(count: int, wrong: int | None, at: int, first: int) -> None:
     prints = np.arange(count + first, dtype=np.uint64) + np.uint64(2**63)
     records = encode_numbers(LAYOUT, prints, np.ones((count + first, 2), np.float32), 1)

@@ -45,10 +45,7 @@ def test_names_are_the_bytes_of_the_ids_whatever_their_length(names: list[str], 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 70), st.sampled_from([1, 5, 40, 200]))
 def test_products_with_rows_are_those_of_numpy_up_to_rounding(seed: int, dims: int, chosen: int) -> None:
     rng = np.random.default_rng(seed)
-    matrix, vector = (
-        rng.standard_normal((90, dims)).astype("f4"),
-        rng.standard_normal(dims).astype("f4"),
-    )
+    matrix, vector = (rng.standard_normal((90, dims)).astype("f4"), rng.standard_normal(dims).astype("f4"))
     ordinals = rng.integers(0, 90, chosen)
 
     for kernels in (pure, loader.load_kernels({})):

@@ -105,8 +105,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_the_command(tmp_path: Path) -> No
 
 def test_a_forked_child_neither_stops_the_command_nor_keeps_it_alive(tmp_path: Path) -> None:
     forking = OWNER.replace(
-        "print(",
-        "import os\nif os.fork() == 0:\n    process.stop(); time.sleep(60); os._exit(0)\nprint(",
+        "print(", "import os\nif os.fork() == 0:\n    process.stop(); time.sleep(60); os._exit(0)\nprint("
     )
     with subprocess.Popen(
         [sys.executable, "-c", forking, FAMILY],

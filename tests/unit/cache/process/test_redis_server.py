@@ -276,10 +276,7 @@ def test_a_binary_that_cannot_start_says_why(tmp_path: Path) -> None:
     broken.write_text("#!/bin/sh\necho cannot allocate; exit 1\n")
     broken.chmod(0o755)
 
-    with (
-        pytest.raises(ConfigError, match="cannot allocate"),
-        join_or_start_server(tmp_path, binary=broken),
-    ):
+    with pytest.raises(ConfigError, match="cannot allocate"), join_or_start_server(tmp_path, binary=broken):
         pass
 
 

@@ -28,10 +28,7 @@ def test_affinity_counts_where_nothing_else_limits(tmp_path, monkeypatch):
     assert usable_cores(tmp_path / "nothing", tmp_path) == 96
 
 
-@pytest.mark.parametrize(
-    ("quota", "expected_cores"),
-    [("400000 100000", 4), ("50000 100000", 1), ("max 100000", 96)],
-)
+@pytest.mark.parametrize(("quota", "expected_cores"), [("400000 100000", 4), ("50000 100000", 1), ("max 100000", 96)])
 def test_a_pod_has_the_cores_of_its_quota(tmp_path, quota, expected_cores):
     assert usable_cores(*cgroup(tmp_path, "0::/\n", cpu_dot_max=quota)) == expected_cores
 

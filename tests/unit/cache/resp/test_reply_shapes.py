@@ -120,10 +120,7 @@ ACCEPTED_REPLIES: dict[str, set[str]] = {
     "OK, QUEUED or a list": LISTS | {"text", "empty", "nothing"},
 }
 """Strange replies that are of a shape all the same; of a shape that is not named here none is."""
-PASSING_RESP3 = {
-    "a map of texts": {"no pairs", "map"},
-    "streams with entries": {"nothing", "no pairs"},
-}
+PASSING_RESP3 = {"a map of texts": {"no pairs", "map"}, "streams with entries": {"nothing", "no pairs"}}
 
 
 def right_replies(command: str, protocol: int) -> list[Any]:
@@ -150,10 +147,7 @@ def test_a_right_reply_passes(command: str, protocol: int, is_async: bool) -> No
 @pytest.mark.parametrize("protocol", [2, 3])
 @pytest.mark.parametrize("command", REPLY_SHAPES)
 def test_every_other_reply_is_refused_by_the_name_of_its_command(command: str, protocol: int) -> None:
-    callback, description = (
-        client_of(protocol).response_callbacks[command],
-        REPLY_SHAPES[command].description,
-    )
+    callback, description = (client_of(protocol).response_callbacks[command], REPLY_SHAPES[command].description)
     accepted_names = ACCEPTED_REPLIES.get(description, set())
     if protocol == 3:
         accepted_names = PASSING_RESP3.get(description, accepted_names)
@@ -197,13 +191,7 @@ def test_what_is_shown_is_short_and_one_line() -> None:
         checked_reply("TIME", b"\r\n\x00\xff" * 1_000)
     assert str(raised.value).startswith(r"TIME was answered by b'\r\n\x00\xff")
     assert len(str(raised.value)) < 140
-    for reply in (
-        b"x" * 10_000,
-        [b"x" * 10_000] * 1_000,
-        {b"a" * 99: [b"b"] * 99},
-        "\x1b[31m",
-        10**70,
-    ):
+    for reply in (b"x" * 10_000, [b"x" * 10_000] * 1_000, {b"a" * 99: [b"b"] * 99}, "\x1b[31m", 10**70):
         assert len(reply_excerpt(reply)) <= 83
         assert reply_excerpt(reply).isprintable()
     assert reply_excerpt(1.5) == "1.5"
@@ -380,10 +368,7 @@ def test_every_command_that_the_code_names_has_a_shape() -> None:
 
 METHODS = {"config_get": "CONFIG GET", "delete": "DEL", "memory_usage": "MEMORY USAGE"}
 """Commands of the methods that are not called as their commands are."""
-CORE = frozenset(name for name in dir(CoreCommands) if not name.startswith("_")) - {
-    "execute_command",
-    "subscribe",
-}
+CORE = frozenset(name for name in dir(CoreCommands) if not name.startswith("_")) - {"execute_command", "subscribe"}
 CLIENTS = re.compile(r"(client|server|pipeline|replica|redis|home\(.*\))$")
 """Names that clients of redis-py go by."""
 FIRST_WORDS = frozenset(

@@ -7,22 +7,9 @@ from pathlib import Path
 import pytest
 
 from cache.errors import CorruptArtefact, StoreError, UnknownGeneration
-from cache.store.artefacts import (
-    ArtefactStore,
-    check_file,
-    describe_file,
-    generation_path,
-    link_or_copy_file,
-)
+from cache.store.artefacts import ArtefactStore, check_file, describe_file, generation_path, link_or_copy_file
 from cache.store.blocklist import Blocklist, change_blocklist, latest_blocklist
-from cache.store.releases import (
-    Release,
-    all_releases,
-    done_path,
-    intent_path,
-    newest_release,
-    released_manifest_digest,
-)
+from cache.store.releases import Release, all_releases, done_path, intent_path, newest_release, released_manifest_digest
 
 
 @pytest.fixture(params=["local", "remote"])

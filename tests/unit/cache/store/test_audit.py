@@ -8,14 +8,7 @@ import pytest
 
 from cache.errors import Conflict, StoreError
 from cache.store.artefacts import ArtefactStore
-from cache.store.audit import (
-    TEXT_CHARS_MAX,
-    audit_records,
-    audited,
-    describe_blocked_ids,
-    entity_digest,
-    user_and_host,
-)
+from cache.store.audit import TEXT_CHARS_MAX, audit_records, audited, describe_blocked_ids, entity_digest, user_and_host
 from tests.fakes import FakeClock
 from tests.object_stores import Counting, Overwriting, store_of
 

@@ -11,15 +11,7 @@ import pytest
 from cache.errors import StoreError
 from cache.store.artefacts import ArtefactStore
 from cache.store.object_store import without_secrets
-from tests.object_stores import (
-    Forgetful,
-    Odd,
-    Overwriting,
-    PreconditionFailed,
-    Stale,
-    failing,
-    store_of,
-)
+from tests.object_stores import Forgetful, Odd, Overwriting, PreconditionFailed, Stale, failing, store_of
 
 
 def test_a_store_that_lets_the_last_writer_win_is_refused_by_name(tmp_path):

@@ -106,11 +106,7 @@ def test_the_history_is_read_in_order_and_done_by_its_marks(tmp_path: Any) -> No
     assert all_releases(store) == records
     release_by_number = {2: records[1]}
     store.write(done_path(2), b"")
-    assert [record.is_done for record in all_releases(store, release_by_number)] == [
-        True,
-        True,
-        False,
-    ]
+    assert [record.is_done for record in all_releases(store, release_by_number)] == [True, True, False]
     assert release_by_number[2].is_done
 
 

@@ -35,10 +35,7 @@ class Bench:
         self.remote = FakeRemote(self.clock)
         NIGHT.load(self.remote)
         self.cache = TieredCache(
-            LocalTier(1 << 20, self.clock),
-            NegativeCache(100, 5.0, self.clock),
-            self.remote,
-            timer=self.clock,
+            LocalTier(1 << 20, self.clock), NegativeCache(100, 5.0, self.clock), self.remote, timer=self.clock
         )
         self.cache.access_trace.sample_up_to(HASH_SPACE - 1)
 
@@ -75,11 +72,7 @@ def bench() -> Bench:
 async def test_every_way_of_reading_writes_the_same(bench: Bench) -> None:
     known_id, record_key = NIGHT.ids[3], NIGHT.record_key(NIGHT.ids[3])
 
-    written = [
-        await bench.read_many(known_id),
-        await bench.rows(known_id),
-        await bench.read_many(known_id),
-    ]
+    written = [await bench.read_many(known_id), await bench.rows(known_id), await bench.read_many(known_id)]
     bench.cache.peek(VIEW, record_key)
     written.append(bench.drain_trace())
     bench.cache.local_tier.discard(next(iter(bench.cache.local_tier._entries)))  # type: ignore[arg-type]
@@ -98,11 +91,7 @@ async def test_every_way_of_reading_writes_the_same(bench: Bench) -> None:
 async def test_a_batch_writes_all_of_its_reads(bench: Bench) -> None:
     ids = NIGHT.ids[:9]
 
-    first, repeat_touches, single = (
-        await bench.rows(*ids),
-        await bench.rows(*ids),
-        await bench.read_many(*ids),
-    )
+    first, repeat_touches, single = (await bench.rows(*ids), await bench.rows(*ids), await bench.read_many(*ids))
 
     assert first == repeat_touches == single and len({spot for spot, _ in first}) == 9
 
@@ -148,10 +137,7 @@ async def test_a_ready_answer_is_written_as_a_store_and_says_how_it_is_read(benc
 
 
 async def test_requests_and_generations_are_distinguished(bench: Bench) -> None:
-    sample_ready, other_ready = (
-        bench.cache.access_trace.attach_access,
-        READY._replace(request_bytes=b"/a/1?k=2"),
-    )
+    sample_ready, other_ready = (bench.cache.access_trace.attach_access, READY._replace(request_bytes=b"/a/1?k=2"))
     ready = [
         sample_ready(GENERATION, 7 << 40, READY),
         sample_ready(GENERATION, 7 << 40, other_ready),

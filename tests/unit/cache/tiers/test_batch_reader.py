@@ -157,9 +157,7 @@ async def test_a_batch_and_concurrent_reads_of_the_same_records_share_its_flight
 
     assert [len(call) for call in bench.remote.calls] == [4, 2]
     for task, expected in zip(
-        tasks[1:],
-        ([*record_keys[2:], record_keys[5]], record_keys[3:5], record_keys[:1]),
-        strict=True,
+        tasks[1:], ([*record_keys[2:], record_keys[5]], record_keys[3:5], record_keys[:1]), strict=True
     ):
         for record_key, outcome in zip(expected, task.result(), strict=True):
             assert isinstance(outcome, Hit) and outcome.tier == "l2"

@@ -6,15 +6,7 @@ from typing import get_args
 
 import pytest
 
-from cache.tiers.l1 import (
-    ENTRY_OVERHEAD_BYTES,
-    FLIPPED_WITHIN_S,
-    Absence,
-    Entry,
-    EvictionHistory,
-    LocalKey,
-    LocalTier,
-)
+from cache.tiers.l1 import ENTRY_OVERHEAD_BYTES, FLIPPED_WITHIN_S, Absence, Entry, EvictionHistory, LocalKey, LocalTier
 from tests.fakes import FakeClock
 
 

@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache.tiers.l1 import (
-    Entry,
-    LocalKey,
-    LocalTier,
-    LossyKeySet,
-    NegativeCache,
-    ReadyAnswer,
-    entry_size_bytes,
-)
+from cache.tiers.l1 import Entry, LocalKey, LocalTier, LossyKeySet, NegativeCache, ReadyAnswer, entry_size_bytes
 from tests.fakes import FakeClock, room_for
 
 
@@ -105,12 +97,7 @@ def test_a_record_larger_than_the_tier_is_left_out_and_takes_its_predecessor_alo
 
 
 steps = st.lists(
-    st.tuples(
-        st.sampled_from(["put", "get", "discard", "tick"]),
-        st.integers(0, 8),
-        st.integers(0, 3000),
-    ),
-    max_size=80,
+    st.tuples(st.sampled_from(["put", "get", "discard", "tick"]), st.integers(0, 8), st.integers(0, 3000)), max_size=80
 )
 
 

@@ -12,16 +12,7 @@ from cache.records import absent_records, pack_overlay
 from cache.tiers.l1 import LocalTier, NegativeCache
 from cache.tiers.reads import Hit, Miss, MissReason, RecordKey
 from cache.tiers.tiered import TieredCache
-from tests.fakes import (
-    DIGEST_A,
-    DIGEST_B,
-    GENERATION,
-    NEXT_GENERATION,
-    FakeClock,
-    FakeRemote,
-    Night,
-    room_for,
-)
+from tests.fakes import DIGEST_A, DIGEST_B, GENERATION, NEXT_GENERATION, FakeClock, FakeRemote, Night, room_for
 
 NIGHT = Night()
 VIEW = NIGHT.view()
@@ -123,9 +114,7 @@ async def test_a_page_that_is_not_there_is_a_miss_of_its_own_kind(bench: Bench) 
     assert bench.cache.local_tier.size_bytes == 0
 
 
-async def test_another_entitys_record_is_a_counted_corrupt_miss_and_is_not_kept(
-    bench: Bench,
-) -> None:
+async def test_another_entitys_record_is_a_counted_corrupt_miss_and_is_not_kept(bench: Bench) -> None:
     """C4, C16: a reply that belongs to somebody else is never an answer."""
     record_key = NIGHT.record_key(KNOWN_ID)
     wrong = record_key._replace(position=NIGHT.record_key(NIGHT.ids[4]).position)
@@ -135,9 +124,7 @@ async def test_another_entitys_record_is_a_counted_corrupt_miss_and_is_not_kept(
     assert await bench.get(record_key) != Miss(MissReason.CORRUPT)
 
 
-async def test_an_id_whose_hash_collides_with_a_known_one_gets_no_answer_even_from_l1(
-    bench: Bench,
-) -> None:
+async def test_an_id_whose_hash_collides_with_a_known_one_gets_no_answer_even_from_l1(bench: Bench) -> None:
     """C4: the hash is not the identity; the fingerprint inside the record is compared on every read."""
     known_key = NIGHT.record_key(KNOWN_ID)
     await bench.get(known_key)
@@ -167,9 +154,7 @@ def without_answers(bench: Bench) -> None:
         bench.remote.pages[name] = blank_records.tobytes()
 
 
-async def test_a_record_without_an_answer_is_of_an_entity_that_the_night_did_not_know(
-    bench: Bench,
-) -> None:
+async def test_a_record_without_an_answer_is_of_an_entity_that_the_night_did_not_know(bench: Bench) -> None:
     """The night could answer for it in other tables of the same entities only."""
     without_answers(bench)
 
@@ -207,11 +192,7 @@ async def test_format_and_generation_are_part_of_every_key(bench: Bench) -> None
 
 @pytest.mark.parametrize(
     ("reason", "missed"),
-    [
-        ("timeout", MissReason.L2_TIMEOUT),
-        ("connection", MissReason.L2_DOWN),
-        ("breaker_open", MissReason.BREAKER_OPEN),
-    ],
+    [("timeout", MissReason.L2_TIMEOUT), ("connection", MissReason.L2_DOWN), ("breaker_open", MissReason.BREAKER_OPEN)],
 )
 async def test_why_redis_did_not_answer_is_the_reason_of_the_miss(
     bench: Bench, reason: str, missed: MissReason
@@ -279,14 +260,8 @@ async def test_a_cancelled_caller_cancels_no_other(bench: Bench) -> None:
     assert all(isinstance(outcome, Hit) for outcome in outcomes[1:])
 
 
-async def test_the_same_entity_twice_in_a_batch_is_read_once_and_answered_twice(
-    bench: Bench,
-) -> None:
-    record_keys = [
-        NIGHT.record_key(KNOWN_ID),
-        NIGHT.record_key(STRANGER),
-        NIGHT.record_key(KNOWN_ID),
-    ]
+async def test_the_same_entity_twice_in_a_batch_is_read_once_and_answered_twice(bench: Bench) -> None:
+    record_keys = [NIGHT.record_key(KNOWN_ID), NIGHT.record_key(STRANGER), NIGHT.record_key(KNOWN_ID)]
 
     outcomes = await bench.cache.get_many(VIEW, record_keys, bench.clock() + 60)
 
@@ -387,17 +362,14 @@ async def test_callers_with_different_inputs_share_a_read_and_not_an_answer(benc
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
 
     hit, miss = await asyncio.gather(
-        bench.get(NIGHT.record_key(STRANGER, DIGEST_A)),
-        bench.get(NIGHT.record_key(STRANGER, DIGEST_B)),
+        bench.get(NIGHT.record_key(STRANGER, DIGEST_A)), bench.get(NIGHT.record_key(STRANGER, DIGEST_B))
     )
 
     assert isinstance(hit, Hit) and miss == Miss(MissReason.INPUT_CHANGED)
     assert len(bench.remote.reads) == 1
 
 
-async def test_a_live_answer_for_an_unknown_entity_is_kept_in_both_tiers_with_an_end(
-    bench: Bench,
-) -> None:
+async def test_a_live_answer_for_an_unknown_entity_is_kept_in_both_tiers_with_an_end(bench: Bench) -> None:
     record_key = NIGHT.record_key(STRANGER, DIGEST_A)
     await bench.get(record_key)
 
@@ -473,9 +445,7 @@ async def test_a_damaged_record_can_be_forgotten(bench: Bench) -> None:
     assert len(bench.cache.local_tier) == 0
 
 
-async def test_while_a_page_is_missing_a_live_answer_serves_only_those_who_sent_its_input(
-    bench: Bench,
-) -> None:
+async def test_while_a_page_is_missing_a_live_answer_serves_only_those_who_sent_its_input(bench: Bench) -> None:
     """C19."""
     bench.remote.pages.clear()
     record_key = NIGHT.record_key(KNOWN_ID, DIGEST_A)
@@ -489,9 +459,7 @@ async def test_while_a_page_is_missing_a_live_answer_serves_only_those_who_sent_
     assert await bench.get(NIGHT.record_key(KNOWN_ID)) == Miss(MissReason.PAGE_MISSING)
 
 
-async def test_an_older_overlay_that_arrives_late_does_not_replace_a_newer_answer(
-    bench: Bench,
-) -> None:
+async def test_an_older_overlay_that_arrives_late_does_not_replace_a_newer_answer(bench: Bench) -> None:
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=100, value=1.0)
     bench.remote.gate = asyncio.Event()
     reading = asyncio.create_task(bench.get(NIGHT.record_key(STRANGER)))
@@ -505,9 +473,7 @@ async def test_an_older_overlay_that_arrives_late_does_not_replace_a_newer_answe
     assert isinstance(hit, Hit) and hit.record == NIGHT.live_record(STRANGER, 2.0)
 
 
-async def test_an_empty_look_up_that_arrives_late_does_not_hide_a_newer_answer(
-    bench: Bench,
-) -> None:
+async def test_an_empty_look_up_that_arrives_late_does_not_hide_a_newer_answer(bench: Bench) -> None:
     bench.remote.gate = asyncio.Event()
     reading = asyncio.create_task(bench.get(NIGHT.record_key(STRANGER)))
     await run_loop_iterations()
@@ -526,13 +492,7 @@ async def test_only_whole_live_records_of_the_entity_itself_are_kept(bench: Benc
     batch = await bench.get(NIGHT.record_key(KNOWN_ID))
     assert isinstance(batch, Hit)
 
-    for invalid_record in (
-        good[:-1],
-        good + b"x",
-        NIGHT.live_record("somebody else"),
-        batch.record,
-        b"",
-    ):
+    for invalid_record in (good[:-1], good + b"x", NIGHT.live_record("somebody else"), batch.record, b""):
         with pytest.raises(ValueError, match="record"):
             bench.cache.put_live(VIEW, record_key, invalid_record, DIGEST_A, 30)
 
@@ -601,10 +561,7 @@ async def test_a_failed_write_is_counted_and_not_tried_again(bench: Bench) -> No
 
 async def test_warming_fills_l1_and_counts_no_request(bench: Bench) -> None:
     hits = await bench.cache.get_many(
-        VIEW,
-        [NIGHT.record_key(entity_id) for entity_id in NIGHT.ids],
-        bench.clock() + 60,
-        is_counted=False,
+        VIEW, [NIGHT.record_key(entity_id) for entity_id in NIGHT.ids], bench.clock() + 60, is_counted=False
     )
 
     assert all(isinstance(hit, Hit) for hit in hits) and bench.cache.counters.total == 0

@@ -167,23 +167,11 @@ def test_any_small_case_is_exact(data):
     # Small whole numbers make ties common.
     whole_numbers = st.integers(-3, 3)
     vectors = np.array(
-        data.draw(
-            st.lists(
-                st.lists(whole_numbers, min_size=dims, max_size=dims),
-                min_size=items,
-                max_size=items,
-            )
-        ),
+        data.draw(st.lists(st.lists(whole_numbers, min_size=dims, max_size=dims), min_size=items, max_size=items)),
         np.float32,
     )
     queries = np.array(
-        data.draw(
-            st.lists(
-                st.lists(whole_numbers, min_size=dims, max_size=dims),
-                min_size=users,
-                max_size=users,
-            )
-        ),
+        data.draw(st.lists(st.lists(whole_numbers, min_size=dims, max_size=dims), min_size=users, max_size=users)),
         np.float32,
     )
     excluded = Histories.of([data.draw(st.lists(st.integers(0, items - 1), unique=True)) for _ in range(users)])

@@ -38,10 +38,7 @@ def at(times: str, rows: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("rows", "expected_message"),
     [
-        (
-            clicks() + [f"0,i{row % 40},1700000000" for row in range(300)],
-            "the user '0' has 23% of all rows",
-        ),
+        (clicks() + [f"0,i{row % 40},1700000000" for row in range(300)], "the user '0' has 23% of all rows"),
         (
             [f"u{row % 100},i{row} j{row} k{row},1700000000" for row in range(200)],
             "200 items in 200 rows: nearly each comes once, and most hold several words",
@@ -311,9 +308,7 @@ def test_rows_that_would_refuse_the_night_are_to_do(tmp_path: Path, threshold: f
         "user,item,timestamp\n" + "\n".join([*clicks(950), *[",i1,1700000000"] * 50]) + "\n"
     )
     config = NightConfig(
-        base=str(tmp_path),
-        sources=Sources(interactions=("a.csv",)),
-        gates=GateThresholds(unusable_rows=threshold),
+        base=str(tmp_path), sources=Sources(interactions=("a.csv",)), gates=GateThresholds(unusable_rows=threshold)
     )
 
     state, message = check_sources(config)

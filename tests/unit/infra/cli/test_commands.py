@@ -13,14 +13,7 @@ import pytest
 
 from cache.formats import THIS_RELEASE
 from infra.cli.__main__ import main
-from infra.cli.commands import (
-    ENTRIES,
-    ENTRY_BY_NAME,
-    GROUPS,
-    MODULES_BY_EXTRA,
-    NIGHT_COMMANDS_MODULE,
-    help_page,
-)
+from infra.cli.commands import ENTRIES, ENTRY_BY_NAME, GROUPS, MODULES_BY_EXTRA, NIGHT_COMMANDS_MODULE, help_page
 from infra.cli.night_commands import parsers_by_command
 from serving.__main__ import _MODULE_BY_COMMAND
 from tests.unit.test_layering import ROOT
@@ -180,18 +173,14 @@ SERVICE = ("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "prometheus
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("night", "--help"), ("status", "--help"), ("dags", "--help"), ("check", "--json")],
+    "arguments", [("night", "--help"), ("status", "--help"), ("dags", "--help"), ("check", "--json")]
 )
 def test_a_host_of_nights_needs_nothing_of_the_service(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "larder.toml").write_text('namespace = "shop"\n')
 
     completed_process = without(*SERVICE, arguments=arguments, cwd=tmp_path)
 
-    assert (completed_process.returncode, completed_process.stderr) == (
-        3 if arguments[0] == "check" else 0,
-        "",
-    )
+    assert (completed_process.returncode, completed_process.stderr) == (3 if arguments[0] == "check" else 0, "")
 
 
 @pytest.mark.parametrize("module", ["serving.client", "precompute.steps.night", "dags.canary"])
@@ -227,26 +216,17 @@ def test_the_settings_are_found(tmp_path: Path, config_location: str) -> None:
     file = tmp_path / ("larder.toml" if config_location == "here" else "shop.toml")
     file.write_text('namespace = "no name"\n')
     environ = {"LARDER_CONFIG": str(file)} if config_location == "variable" else {}
-    arguments_by_location = {
-        "before": ["--config", str(file), "status"],
-        "behind": ["status", f"--config={file}"],
-    }
+    arguments_by_location = {"before": ["--config", str(file), "status"], "behind": ["status", f"--config={file}"]}
 
     completed_process = run(
-        "-m",
-        "infra.cli",
-        *arguments_by_location.get(config_location, ["status"]),
-        cwd=tmp_path,
-        **environ,
+        "-m", "infra.cli", *arguments_by_location.get(config_location, ["status"]), cwd=tmp_path, **environ
     )
 
     assert completed_process.returncode == 1
     assert str(file.name) in completed_process.stderr and "no name" in completed_process.stderr
 
 
-def test_what_stands_after_a_command_reaches_it_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_stands_after_a_command_reaches_it_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     received_arguments: list[str] = []
 
     def record_arguments(arguments: list[str], *, prog: str) -> int:
@@ -268,11 +248,7 @@ def test_what_stands_after_a_command_reaches_it_as_it_is(
     ],
 )  # fmt: skip
 def test_no_error_is_a_traceback(
-    error: BaseException,
-    code: int,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(_arguments: list[str], *, prog: str) -> int:
         raise error

@@ -92,10 +92,7 @@ def test_a_foreign_file_is_refused_and_nothing_is_written(
     ],
 )
 def test_airflows_own_variables_name_the_folder(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    variables: dict[str, str],
-    expected: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str
 ) -> None:
     (tmp_path / "home").mkdir()
     for name, value in variables.items():
@@ -135,10 +132,7 @@ def has_airflow(monkeypatch: pytest.MonkeyPatch, installed: str | None) -> None:
 
 @pytest.mark.parametrize("installed", ["2.10.5", "2.11.0", "3.0.6", "3.1.8", "3.2.1", "4.0.0"])
 def test_an_airflow_that_cannot_run_the_dags_is_refused_and_nothing_is_written(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    installed: str,
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installed: str
 ) -> None:
     has_airflow(monkeypatch, installed)
 
@@ -152,10 +146,7 @@ def test_an_airflow_that_cannot_run_the_dags_is_refused_and_nothing_is_written(
 
 @pytest.mark.parametrize("installed", ["3.3.0rc1", "3.3.2", "3.4.0", None])
 def test_an_airflow_that_runs_the_dags_gets_them(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    installed: str | None,
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installed: str | None
 ) -> None:
     has_airflow(monkeypatch, installed)
 
@@ -165,8 +156,7 @@ def test_an_airflow_that_runs_the_dags_gets_them(
 
 
 @pytest.mark.parametrize(
-    ("installed", "state"),
-    [("2.11.0", "to do"), ("3.1.8", "to do"), ("3.2.1", "to do"), ("3.3.2", "ok")],
+    ("installed", "state"), [("2.11.0", "to do"), ("3.1.8", "to do"), ("3.2.1", "to do"), ("3.3.2", "ok")]
 )
 def test_check_says_which_airflow_is_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch, installed: str, state: str
@@ -180,9 +170,7 @@ def test_check_says_which_airflow_is_there(
     assert actual_state == state and f"Airflow {installed}" in message
 
 
-def test_check_names_an_airflow_that_no_dags_were_copied_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_check_names_an_airflow_that_no_dags_were_copied_to(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AIRFLOW_HOME", "AIRFLOW__CORE__DAGS_FOLDER"):
         monkeypatch.delenv(name, raising=False)
     has_airflow(monkeypatch, "2.10.5")

@@ -34,10 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_csv(path: Path, columns: dict[str, list[Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [
-        ",".join(columns),
-        *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True)),
-    ]
+    rows = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
     path.write_text("\n".join(rows) + "\n")
 
 
@@ -72,30 +69,14 @@ def init(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
     ],
 )
 def test_usual_names_are_recognised_and_can_be_read(
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    user: str,
-    item: str,
-    timestamp: str,
-    weight: str,
+    here: Path, capsys: pytest.CaptureFixture[str], user: str, item: str, timestamp: str, weight: str
 ) -> None:
-    columns: dict[str, list[Any]] = {
-        "x": [1.5] * 60,
-        weight: [3] * 60,
-        timestamp: TIMES,
-        item: ITEMS,
-        user: USERS,
-    }
+    columns: dict[str, list[Any]] = {"x": [1.5] * 60, weight: [3] * 60, timestamp: TIMES, item: ITEMS, user: USERS}
     write_csv(here / "data" / "log.csv", columns)
 
     report = init(capsys, "data")
 
-    assert report["columns"] == {
-        "user": user,
-        "item": item,
-        "timestamp": timestamp,
-        "weight": weight,
-    }
+    assert report["columns"] == {"user": user, "item": item, "timestamp": timestamp, "weight": weight}
     assert (report["interactions"], report["missing"]) == (["data/log.csv"], [])
     config = night_config("larder.toml", {})
     (batch,) = read_interactions(config.sources, config.path("."))

@@ -88,11 +88,7 @@ def with_dictionaries() -> onnx.ModelProto:
     """`linear`, whose probabilities are a list of dictionaries, as skl2onnx exports them by default."""
     model = linear()
     zipmap = helper.make_node(
-        "ZipMap",
-        ["probabilities"],
-        ["output_probability"],
-        domain="ai.onnx.ml",
-        classlabels_int64s=[0, 1],
+        "ZipMap", ["probabilities"], ["output_probability"], domain="ai.onnx.ml", classlabels_int64s=[0, 1]
     )
     model.graph.node.append(zipmap)
     del model.graph.output[1]

@@ -63,9 +63,7 @@ def test_another_import_keeps_the_settings(tmp_path: Path) -> None:
     assert report.is_again and settings.read_text().endswith("# mine\n")
 
 
-def test_a_model_that_is_imported_again_after_another_one_is_what_nights_use(
-    tmp_path: Path,
-) -> None:
+def test_a_model_that_is_imported_again_after_another_one_is_what_nights_use(tmp_path: Path) -> None:
     # Given two imports, each of which a night used
     folder = tmp_path / "fraud"
     for labels in (LABELS, LABELS[::-1]):
@@ -270,18 +268,9 @@ def test_texts_that_are_too_long_are_said(tmp_path: Path) -> None:
 def test_an_id_with_zeros_in_front_stays_as_it_is_in_a_csv_file(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("account,f0,f1,f2\n007,1,2,3\n042,1,2,3\n")
 
-    from_classifier(
-        examples.linear(),
-        tmp_path / "rows.csv",
-        labels=LABELS,
-        id_column="account",
-        to=tmp_path / "to",
-    )
+    from_classifier(examples.linear(), tmp_path / "rows.csv", labels=LABELS, id_column="account", to=tmp_path / "to")
 
-    assert pq.read_table(tmp_path / "to/user_features.parquet")["user"].to_pylist() == [
-        "007",
-        "042",
-    ]
+    assert pq.read_table(tmp_path / "to/user_features.parquet")["user"].to_pylist() == ["007", "042"]
 
 
 def test_large_numbers_may_be_rounded_at_the_size_of_the_largest(tmp_path: Path) -> None:
@@ -453,9 +442,7 @@ def test_labels_that_name_nothing_are_refused(labels: list[str], message_pattern
         imported(tmp_path / "to", labels=labels)
 
 
-def test_a_retrained_model_whose_numbers_keep_their_places_gets_no_labels_in_another_order(
-    tmp_path: Path,
-) -> None:
+def test_a_retrained_model_whose_numbers_keep_their_places_gets_no_labels_in_another_order(tmp_path: Path) -> None:
     # Given a model, and another training of it
     folder = tmp_path / "fraud"
     imported(folder)
@@ -477,9 +464,7 @@ def test_a_retrained_model_whose_numbers_keep_their_places_gets_no_labels_in_ano
     from_classifier(retrained, TABLE, to=folder, labels=LABELS[::-1], id_column="account")
 
 
-def test_a_retrained_model_whose_classes_have_another_order_gets_its_labels_in_that_order(
-    tmp_path: Path,
-) -> None:
+def test_a_retrained_model_whose_classes_have_another_order_gets_its_labels_in_that_order(tmp_path: Path) -> None:
     imported(tmp_path / "fraud")
     turned = examples.with_coefficients(examples.COEFFICIENTS[:, ::-1] * np.float32(1.1))
 
@@ -488,9 +473,7 @@ def test_a_retrained_model_whose_classes_have_another_order_gets_its_labels_in_t
     assert report.earlier_labels == LABELS
 
 
-def test_columns_in_another_order_than_before_are_refused_unless_somebody_vouches_for_it(
-    tmp_path: Path,
-) -> None:
+def test_columns_in_another_order_than_before_are_refused_unless_somebody_vouches_for_it(tmp_path: Path) -> None:
     folder, turned = tmp_path / "fraud", TABLE.select(["account", "f1", "f0", "f2"])
     imported(folder)
     assert read_import_report(folder)["columns"] == {"features": ["f0", "f1", "f2"]}
@@ -523,9 +506,7 @@ def test_columns_that_nothing_vouches_for_are_named(tmp_path: Path) -> None:
     assert any(said in line for line in report.lines())
 
 
-def test_an_import_that_died_keeps_the_labels_and_columns_of_the_one_before_it(
-    tmp_path: Path,
-) -> None:
+def test_an_import_that_died_keeps_the_labels_and_columns_of_the_one_before_it(tmp_path: Path) -> None:
     imported(tmp_path / "fraud")
     note_import_begun(tmp_path / "fraud")
 
@@ -542,11 +523,7 @@ def test_an_import_that_died_keeps_the_labels_and_columns_of_the_one_before_it(
             '"mine.parquet"',
             r"nights read mine.parquet .*, not the rows of this import, .* does not fit the model: .* no column 'f2'",
         ),
-        (
-            'bundle = "bundle"',
-            'bundle = "other"',
-            "nights use the bundle other, .*: name bundle there",
-        ),
+        ('bundle = "bundle"', 'bundle = "other"', "nights use the bundle other, .*: name bundle there"),
         ('value = "prediction"', 'value = "prediction"', None),
     ],
     ids=["table", "bundle", "nothing"],

@@ -30,11 +30,7 @@ ZERO = np.zeros(DIMS, np.float32)
 REGULARIZATION, CONFIDENCE = 0.5, 6.0
 LENGTHS = (1, 2, 50, 1024)
 HISTORIES = Histories.of([np.sort(RNG.choice(COUNT, length, replace=False)) for length in LENGTHS])
-SPEC = TowerSpec(
-    (InputSpec("history", "history", "int32", max_length=HISTORY_ITEMS_MAX, pad=COUNT),),
-    "vector",
-    DIMS,
-)
+SPEC = TowerSpec((InputSpec("history", "history", "int32", max_length=HISTORY_ITEMS_MAX, pad=COUNT),), "vector", DIMS)
 FOLDS = {
     "ALS": _als_fold(ITEMS, REGULARIZATION, CONFIDENCE),
     **{fold.name: fold for fold in mean_and_ridge_folds(ITEMS, ZERO + 0.25, 1.5)},

@@ -123,8 +123,7 @@ def test_a_number_that_is_missing_is_named_by_its_row(rows, is_chunked):
 
 
 @pytest.mark.parametrize(
-    "ids",
-    [range(3), np.arange(3), np.arange(3).astype("i4"), ["0", "1", "2"], pa.array([0, 1, 2])],
+    "ids", [range(3), np.arange(3), np.arange(3).astype("i4"), ["0", "1", "2"], pa.array([0, 1, 2])]
 )
 def test_ids_of_every_kind_are_texts(ids):
     assert checked_ids(ids, "item").to_pylist() == ["0", "1", "2"]
@@ -326,10 +325,7 @@ class TestTogether:
 
         right, shuffled = (
             from_vectors(names, ITEMS, to=tmp_path / name, clicks=clicks)
-            for name, names in (
-                ("right", ids),
-                ("shuffled", np.random.default_rng(3).permutation(ids).tolist()),
-            )
+            for name, names in (("right", ids), ("shuffled", np.random.default_rng(3).permutation(ids).tolist()))
         )
 
         assert not any("by chance" in limit or "order" in limit for limit in right.cannot)
@@ -343,12 +339,7 @@ class TestTogether:
             tmp_path / "clicks.parquet", customer=[users[row] for row in pairs.row],
             sku=[items[column] for column in pairs.col], at=np.arange(1, 1 + CLICKS.nnz) * 1_000_000,
         )  # fmt: skip
-        sources = Sources(
-            interactions=(str(clicks),),
-            user_column="customer",
-            item_column="sku",
-            timestamp_column="at",
-        )
+        sources = Sources(interactions=(str(clicks),), user_column="customer", item_column="sku", timestamp_column="at")
 
         # When they are imported, and once more
         for _ in range(2):

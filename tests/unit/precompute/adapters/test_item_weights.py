@@ -7,14 +7,7 @@ import scipy.sparse as sp
 from cache.errors import SourceError
 from precompute.adapters import item_weights
 from precompute.adapters.item_weights import ease, from_item_weights
-from tests.unit.precompute.adapters.written import (
-    folded,
-    histories_of,
-    item_vectors,
-    lists,
-    ranking,
-    taste_clicks,
-)
+from tests.unit.precompute.adapters.written import folded, histories_of, item_vectors, lists, ranking, taste_clicks
 
 CLICKS = taste_clicks()
 HISTORIES = histories_of(CLICKS)

@@ -20,10 +20,7 @@ from precompute.adapters.torch_libraries import from_recbole, from_rechub, from_
 from precompute.bundles.bundle import Bundle
 
 USERS, ITEMS = 4, 6
-TOKENS = {
-    "user": np.array(["[PAD]", *"abcd"]),
-    "item": np.array(["[PAD]", *(f"i{row}" for row in range(ITEMS))]),
-}
+TOKENS = {"user": np.array(["[PAD]", *"abcd"]), "item": np.array(["[PAD]", *(f"i{row}" for row in range(ITEMS))])}
 
 
 class Feat(dict[str, Any]):
@@ -88,12 +85,7 @@ def test_a_general_recommender_loses_its_padding_and_keeps_its_tokens(tmp_path):
     assert table["user"].to_pylist() == ["a", "b", "c", "d"]
     assert np.array(table["vector"].to_pylist()).argmax(axis=1).tolist() == [1, 2, 3, 4]
     assert run(tmp_path, "item_tower", item_index=np.arange(ITEMS)).argmax(axis=1)[0] == 1
-    assert pq.read_table(tmp_path / "clicks.parquet")["item"].to_pylist() == [
-        "i0",
-        "i1",
-        "i2",
-        "i3",
-    ]
+    assert pq.read_table(tmp_path / "clicks.parquet")["item"].to_pylist() == ["i0", "i1", "i2", "i3"]
 
 
 def test_the_first_item_of_a_sequential_dataset_that_is_prepared_is_in_the_history_of_the_second(tmp_path, monkeypatch):
@@ -101,10 +93,7 @@ def test_the_first_item_of_a_sequential_dataset_that_is_prepared_is_in_the_histo
     monkeypatch.setattr(torch_libraries, "import_vectors", lambda *given, **_: caught.extend(given))
     recbole_dataset = dataset([1, 1, 2], [2, 3, 4], [5, 6, 5])
     recbole_dataset.item_list_field, recbole_dataset.item_list_length_field = "item_list", "length"
-    recbole_dataset.inter_feat |= {
-        "item_list": np.array([[1, 0], [1, 2], [3, 0]]),
-        "length": [1, 2, 1],
-    }
+    recbole_dataset.inter_feat |= {"item_list": np.array([[1, 0], [1, 2], [3, 0]]), "length": [1, 2, 1]}
 
     from_recbole(Factors(), recbole_dataset, to=tmp_path)
 

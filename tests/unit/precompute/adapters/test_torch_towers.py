@@ -32,10 +32,7 @@ def bundled(folder, name, **inputs):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17])
-@pytest.mark.parametrize(
-    ("kind", "features"),
-    [("Mean", {}), ("Gru", {}), ("Transformer", {}), ("Featured", FEATURES)],
-)
+@pytest.mark.parametrize(("kind", "features"), [("Mean", {}), ("Gru", {}), ("Transformer", {}), ("Featured", FEATURES)])
 def test_a_model_gives_what_torch_gives(kind, features, rows, exported, tmp_path):
     tower, model, spec = exported(kind, features)
     model.write(tmp_path / "tower.onnx")
@@ -110,12 +107,7 @@ def test_a_tower_of_user_indices_gives_vectors_and_strangers_are_folded(tmp_path
     export_example = Example({"user": INDEX}, {"item": INDEX})
 
     report = from_torch(
-        tower,
-        towers.Items().eval(),
-        export_example,
-        to=tmp_path,
-        item_ids=IDS,
-        user_ids=["a", "b", "c"],
+        tower, towers.Items().eval(), export_example, to=tmp_path, item_ids=IDS, user_ids=["a", "b", "c"]
     )
 
     table = pq.read_table(tmp_path / "user_vectors.parquet")
@@ -199,12 +191,7 @@ def test_a_table_of_features_that_does_not_fit_the_ids_is_refused(table, message
         )  # fmt: skip
     with pytest.raises(SourceError, match="item_features is a list: give arrays by name, a table"):
         from_torch(
-            towers.Mean().eval(),
-            towers.Priced().eval(),
-            export_example,
-            to=tmp_path,
-            item_ids=IDS,
-            item_features=[1],
+            towers.Mean().eval(), towers.Priced().eval(), export_example, to=tmp_path, item_ids=IDS, item_features=[1]
         )
 
 
@@ -212,15 +199,9 @@ def test_a_table_of_features_that_does_not_fit_the_ids_is_refused(table, message
     ("prices", "message_pattern"),
     [
         (["dear"] * ITEMS, r"item_features: 'price' holds texts, and the item tower takes float32"),
-        (
-            [1.0] * 3 + [float("nan")] * (ITEMS - 3),
-            "'price' is missing or NaN for 'i03', the first",
-        ),
+        ([1.0] * 3 + [float("nan")] * (ITEMS - 3), "'price' is missing or NaN for 'i03', the first"),
         ([1.0] * 3 + [None] * (ITEMS - 3), "item_features: 'price' is missing or NaN for 'i03'"),
-        (
-            [1.0] * 3 + [float("inf")] * (ITEMS - 3),
-            "item_features: 'price' is not finite for 'i03'",
-        ),
+        ([1.0] * 3 + [float("inf")] * (ITEMS - 3), "item_features: 'price' is not finite for 'i03'"),
     ],
 )
 def test_a_feature_that_an_item_tower_cannot_take_is_named(prices, message_pattern, tmp_path):
@@ -427,11 +408,7 @@ def test_a_user_on_whose_features_the_model_cannot_be_run_is_named(tmp_path):
 
     with pytest.raises(SourceError, match=r"user 'u7': the model user_tower\.onnx cannot be run on country 3"):
         imported_with_countries(
-            tmp_path,
-            towers.TasteAndCountry,
-            WITH_COUNTRY,
-            IDS,
-            user_features={"country": countries},
+            tmp_path, towers.TasteAndCountry, WITH_COUNTRY, IDS, user_features={"country": countries}
         )
 
     assert not (tmp_path / "out").exists()

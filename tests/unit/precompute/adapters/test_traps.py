@@ -15,13 +15,7 @@ from precompute.adapters import torch_export
 from precompute.adapters.torch_export import Example, export_tower
 from precompute.adapters.torch_towers import from_torch
 from tests.unit.precompute.adapters import torch_examples as towers
-from tests.unit.precompute.adapters.torch_examples import (
-    HISTORY,
-    INDEX,
-    ITEMS,
-    bound,
-    example,
-)
+from tests.unit.precompute.adapters.torch_examples import HISTORY, INDEX, ITEMS, bound, example
 
 
 class FrozenLength(towers.Mean):
@@ -89,19 +83,11 @@ def test_what_torch_itself_says_is_no_vector(kind, remedy):
 
 
 def test_a_frozen_length_is_named():
-    refused(
-        FrozenLength,
-        BundleError,
-        "input 'history' has axis 1 (length) frozen at 15: take sizes from tensors",
-    )
+    refused(FrozenLength, BundleError, "input 'history' has axis 1 (length) frozen at 15: take sizes from tensors")
 
 
 def test_an_operator_without_onnx_is_named():
-    refused(
-        Unknown,
-        BundleError,
-        "uses aten.kthvalue, for which ONNX has no operator: write forward with others",
-    )
+    refused(Unknown, BundleError, "uses aten.kthvalue, for which ONNX has no operator: write forward with others")
 
 
 def test_a_decision_by_values_is_named():

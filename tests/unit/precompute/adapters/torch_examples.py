@@ -53,11 +53,7 @@ class Featured(Mean):
         super().__init__()
         self.countries = nn.Embedding(5, 4)
         self.layers = nn.Sequential(
-            nn.Linear(DIMS + 7, 16),
-            nn.BatchNorm1d(16),
-            nn.ReLU(),
-            nn.Dropout(0.1),
-            nn.Linear(16, DIMS),
+            nn.Linear(DIMS + 7, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, DIMS)
         )
 
     def forward(  # type: ignore[override]

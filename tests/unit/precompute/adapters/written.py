@@ -61,7 +61,6 @@ def ranking(scores: NDArray[np.floating], excluded_histories: Histories, k: int)
     remaining_scores = np.array(scores, np.float64)
     for row in range(len(remaining_scores)):
         remaining_scores[
-            row,
-            excluded_histories.indices[excluded_histories.indptr[row] : excluded_histories.indptr[row + 1]],
+            row, excluded_histories.indices[excluded_histories.indptr[row] : excluded_histories.indptr[row + 1]]
         ] = -np.inf
     return np.argsort(-remaining_scores, axis=1, kind="stable")[:, :k]

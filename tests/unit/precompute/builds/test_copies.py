@@ -41,12 +41,7 @@ def test_a_generation_that_a_newer_night_retired_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "records",
-    [
-        (),
-        (PUBLISHED, VERIFIED),
-        (PUBLISHED, VERIFIED, retired(G2, G2)),
-        (PUBLISHED, VERIFIED, retired(G1, "ana")),
-    ],
+    [(), (PUBLISHED, VERIFIED), (PUBLISHED, VERIFIED, retired(G2, G2)), (PUBLISHED, VERIFIED, retired(G1, "ana"))],
     ids=["nothing was released", "it is not retired", "another one is", "a person retired it"],
 )
 def test_otherwise_the_error_itself_is_all_that_is_reported(tmp_path: Path, records: tuple[Release, ...]) -> None:

@@ -38,10 +38,7 @@ def test_the_stream_is_the_one_that_was_read_whatever_is_configured_since(
         config, {"events": {"until": "5-1", "files": 1}, "events_namespace": events_namespace}
     )
 
-    assert events_read is not None and (events_read.until, events_read.namespace) == (
-        "5-1",
-        expected_namespace,
-    )
+    assert events_read is not None and (events_read.until, events_read.namespace) == ("5-1", expected_namespace)
 
 
 def test_another_stream_makes_another_generation() -> None:

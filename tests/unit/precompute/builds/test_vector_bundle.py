@@ -19,11 +19,7 @@ from precompute.adapters import vector_bundle
 from precompute.adapters.vector_bundle import make_vector_bundle
 from precompute.adapters.vectors import fold_vectors_model
 from precompute.bundles.bundle import Bundle
-from precompute.bundles.bundle_store import (
-    bundle_made_of,
-    bundles_from_tables,
-    remove_bundles_with_items,
-)
+from precompute.bundles.bundle_store import bundle_made_of, bundles_from_tables, remove_bundles_with_items
 from precompute.config.settings import NightConfig, Sources
 from precompute.sources.erasures import ErasedEntities
 from tests.unit.precompute.adapters.written import item_vectors
@@ -219,9 +215,7 @@ def test_columns_have_the_names_that_are_configured(config: NightConfig, items: 
     assert (len(bundle.vocabulary), bundle.metric) == (ITEMS, "cosine")
 
 
-def test_a_bundle_that_is_named_together_with_a_table_of_items_is_refused(
-    config: NightConfig,
-) -> None:
+def test_a_bundle_that_is_named_together_with_a_table_of_items_is_refused(config: NightConfig) -> None:
     with pytest.raises(ConfigError, match=r"bundle \(mine\) and sources.item_vectors .* both set"):
         replace(config, bundle="mine")
 
@@ -230,11 +224,7 @@ def test_a_vector_of_an_event_is_in_the_bundle_unless_it_would_not_fit_the_table
     config: NightConfig, items: Floats
 ) -> None:
     good = {b"new": [2.0] * DIMS, b"longest": [-65_504.0] * DIMS}
-    invalid_vectors = {
-        b"huge": [65_600.0] + [0.0] * (DIMS - 1),
-        b"end": [-3e38] * DIMS,
-        b"short": [1.0],
-    }
+    invalid_vectors = {b"huge": [65_600.0] + [0.0] * (DIMS - 1), b"end": [-3e38] * DIMS, b"short": [1.0]}
 
     first, mixed_bundle = (
         make_bundle_of(config, "a", event_vectors=good),

@@ -313,12 +313,7 @@ def throttle() -> Throttle:
 
 def step(throttle: Throttle, worked: list[float], **more: Any) -> float:
     """One step in which the whole rate was used."""
-    signal_fields = {
-        "done_bytes": 10**9,
-        "spent_s": 0.1,
-        "resting_round_trips_s": [IDLE_S] * 20,
-        **more,
-    }
+    signal_fields = {"done_bytes": 10**9, "spent_s": 0.1, "resting_round_trips_s": [IDLE_S] * 20, **more}
     return throttle.step(Signals(worked, **signal_fields), readers=True)
 
 
@@ -368,10 +363,7 @@ def test_after_a_decrease_the_rate_comes_back_fast_and_waits_below_where_it_was(
     calibrated_throttle.rate = 100.0 * MIB
     for _ in range(2):
         step(calibrated_throttle, [1.0] * 100)
-    rates = [
-        calibrated_throttle.rate,
-        *(step(calibrated_throttle, [IDLE_S] * 100) for _ in range(20)),
-    ]
+    rates = [calibrated_throttle.rate, *(step(calibrated_throttle, [IDLE_S] * 100) for _ in range(20))]
 
     grown = [after - previous_rate for previous_rate, after in itertools.pairwise(rates)]
     assert min(grown) >= 0 and grown[0] > 5 * grown[9] and grown[19] > 5 * grown[9]

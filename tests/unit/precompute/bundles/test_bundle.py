@@ -32,11 +32,7 @@ def test_a_written_bundle_opens_with_everything_in_it(bundle):
     assert reopened_bundle.item_ids[:2] == (b"item-0", b"item-1")
     assert len(reopened_bundle.item_ids) == ITEMS
     assert set(reopened_bundle.values) == {"user_affinity"}
-    assert [model.name for model in reopened_bundle.models] == [
-        "user_tower",
-        "item_tower",
-        "user_affinity",
-    ]
+    assert [model.name for model in reopened_bundle.models] == ["user_tower", "item_tower", "user_affinity"]
 
 
 def test_an_altered_file_is_refused_before_it_is_loaded(bundle):
@@ -146,10 +142,7 @@ def test_weights_in_a_file_of_their_own_are_part_of_the_model(bundle):
     model = Bundle.open(bundle.path).user_tower
 
     assert model.weights == weights_file and Bundle.read(bundle.path).has_weights
-    assert [name for _, name, _ in model.files] == [
-        "models/user_tower.fp32.onnx",
-        "models/user_tower.weights",
-    ]
+    assert [name for _, name, _ in model.files] == ["models/user_tower.fp32.onnx", "models/user_tower.weights"]
     assert model.digest not in (model.sha256, original_tower.digest) and original_tower.digest == original_tower.sha256
     assert not bundle.has_weights
 
@@ -184,10 +177,7 @@ def elsewhere(bundle):
     weights_file = externalize_weights(bundle.path, "user_tower")
     (bundle.path / "more").mkdir()
     weights_file.rename(bundle.path / "more/user_tower.weights")
-    edit(
-        bundle,
-        lambda data: data["user_tower"]["weights"].update(path="more/user_tower.weights"),
-    )
+    edit(bundle, lambda data: data["user_tower"]["weights"].update(path="more/user_tower.weights"))
 
 
 def remove_weights(bundle):
@@ -197,10 +187,7 @@ def remove_weights(bundle):
 @pytest.mark.parametrize(
     ("change", "message_pattern"),
     [
-        (
-            unlist,
-            r'user_tower keeps weights in user_tower\.weights .* "weights" of user_tower names',
-        ),
+        (unlist, r'user_tower keeps weights in user_tower\.weights .* "weights" of user_tower names'),
         (of_one_name, r"two files would be models/weights of a generation: rename"),
         (outside, r"names \.\./weights, which lies outside the bundle"),
         (elsewhere, r"user_tower has its weights in more/.*: they belong beside user_tower\.onnx"),

@@ -15,10 +15,7 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles.onnx_model import OnnxModel, refuse_negative_codes
 
 SPEC = TowerSpec(
-    (
-        InputSpec("country", "feature", "int64", column="country"),
-        InputSpec("debt", "feature", "int64", column="debt"),
-    ),
+    (InputSpec("country", "feature", "int64", column="country"), InputSpec("debt", "feature", "int64", column="debt")),
     "vector",
     2,
 )

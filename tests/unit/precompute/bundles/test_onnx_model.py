@@ -35,11 +35,7 @@ def spec_of(items, dims):
 
 @given(st.integers(4, 40), st.integers(4, 32), st.integers(0, 9))
 def test_a_model_is_the_same_with_its_weights_in_a_file_of_their_own(tmp_path_factory, items, dims, seed):
-    folder, rows, spec = (
-        tmp_path_factory.mktemp("model"),
-        table(items, dims, seed),
-        spec_of(items, dims),
-    )
+    folder, rows, spec = (tmp_path_factory.mktemp("model"), table(items, dims, seed), spec_of(items, dims))
     histories = Histories.of([range(1 + seed % items), [0]])
     onnx_model.history_tower(rows).write(folder / "inside.onnx")
     with pytest.MonkeyPatch.context() as patch:

@@ -32,21 +32,13 @@ NAMES = ("user_tower", "item_tower", "user_affinity")
 def data():
     rng = np.random.default_rng(0)
     return ReferenceData(
-        rng.integers(0, 90, 900),
-        rng.integers(0, ITEMS, 900),
-        [f"i{number}" for number in range(ITEMS)],
+        rng.integers(0, 90, 900), rng.integers(0, ITEMS, 900), [f"i{number}" for number in range(ITEMS)]
     )
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    return train(
-        data(),
-        tmp_path_factory.mktemp("programs") / "bundle",
-        dims=12,
-        shape=SpectralShape(),
-        programs=True,
-    )
+    return train(data(), tmp_path_factory.mktemp("programs") / "bundle", dims=12, shape=SpectralShape(), programs=True)
 
 
 def model_of(bundle, name):
@@ -238,10 +230,7 @@ def test_without_torch_programs_cannot_be_written(monkeypatch, tmp_path):
 def write_changed_archive(bundle, tmp_path, name, change, compression=zipfile.ZIP_STORED):
     """The item tower's archive with one member changed, or added."""
     buffer = io.BytesIO()
-    with (
-        zipfile.ZipFile(bundle.item_tower.program) as archive,
-        zipfile.ZipFile(buffer, "w", compression) as written,
-    ):
+    with zipfile.ZipFile(bundle.item_tower.program) as archive, zipfile.ZipFile(buffer, "w", compression) as written:
         root = archive.namelist()[0].partition("/")[0]
         names = {member_path.partition("/")[2]: archive.read(member_path) for member_path in archive.namelist()}
         for member_name, content in {name: b"", **names}.items():

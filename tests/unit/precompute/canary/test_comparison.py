@@ -22,12 +22,7 @@ LIMITS = CanaryConfig(requests_min=100, feedback_event="click")
 
 
 def arm(
-    *,
-    requests: int = 4_000,
-    defaults: int = 80,
-    mean: float = 4.0,
-    clicks: int = 400,
-    keys: int = 2_000,
+    *, requests: int = 4_000, defaults: int = 80, mean: float = 4.0, clicks: int = 400, keys: int = 2_000
 ) -> CanaryArmTotals:
     """As one replica counts it: keys with log-normal top scores around `mean`, some answered by defaults."""
     rng = np.random.default_rng(SEED)
@@ -165,8 +160,7 @@ def test_the_mix_and_the_distribution_are_compared_by_share() -> None:
     )
     assert (
         population_stability_index(
-            large_histogram,
-            {bucket_index + 8: count for bucket_index, count in small_histogram.items()},
+            large_histogram, {bucket_index + 8: count for bucket_index, count in small_histogram.items()}
         )
         > 0.25
     )

@@ -34,11 +34,7 @@ leave(130)
 def test_a_gate_that_is_left_behind_in_a_model_aborts_nothing() -> None:
     """Python ended its thread within C++: "terminate called without an active exception", SIGABRT."""
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=Path(__file__).parents[4],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", PROGRAM], cwd=Path(__file__).parents[4], capture_output=True, text=True, check=False
     )
 
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "told", "")

@@ -98,10 +98,7 @@ def test_a_gpu_that_is_done_takes_the_next_shard(monkeypatch):
     monkeypatch.setattr(shard, "limit_gpu_memory", lambda *_: 0)
     scorers = Scorers("auto")
 
-    assert [scorers.at(shard_number).device for shard_number in range(4)] == [
-        "cuda:0",
-        "cuda:1",
-    ] * 2
+    assert [scorers.at(shard_number).device for shard_number in range(4)] == ["cuda:0", "cuda:1"] * 2
     scorers.mark_finished(1)
     scorers.mark_finished(3)
 
@@ -136,11 +133,7 @@ def test_tasks_that_share_a_gpu_share_its_memory_by_declaration():
 def test_a_gpu_has_one_name_whatever_a_process_sees(monkeypatch, visible, names):
     torch = pytest.importorskip("torch", reason="make torch-env")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(uuid=f"UUID {device[-1]}"),
-    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"UUID {device[-1]}"))
 
     assert [devices.gpu_identity(f"cuda:{number}") for number in range(2)] == names
 
@@ -199,11 +192,7 @@ def test_a_shard_takes_the_gpu_on_which_fewest_processes_score(monkeypatch, tmp_
 
 def test_no_gpu_is_taken_without_a_lock(monkeypatch, tmp_path):
     for visible_devices, expected_device in (((), None), (("cpu",), "cpu")):
-        monkeypatch.setattr(
-            devices,
-            "devices",
-            lambda device_setting, visible_devices=visible_devices: visible_devices,
-        )
+        monkeypatch.setattr(devices, "devices", lambda device_setting, visible_devices=visible_devices: visible_devices)
         with devices.claim_least_busy_device("auto", 3, 1, tmp_path) as device:
             assert device == expected_device
     assert not list(tmp_path.iterdir())

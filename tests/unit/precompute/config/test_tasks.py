@@ -40,10 +40,7 @@ def test_night_and_dag_read_the_same_section(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message_pattern"),
     [
-        (
-            "[dag]\nretires = 2\n",
-            "unknown setting 'retires'; did you mean retries\\? known are load_timeout_s",
-        ),
+        ("[dag]\nretires = 2\n", "unknown setting 'retires'; did you mean retries\\? known are load_timeout_s"),
         ("[dag]\nload_timeout_s = 0.0\n", "load_timeout_s"),
         ("[dag]\nretries = 'two'\n", "retries must be"),
         ("dag = 5\n", "must be a section"),

@@ -21,27 +21,14 @@ from cache.store.releases import MOVE_ACTIONS, Action, Canary, Release
 
 
 def release(epoch, action, generation, *, is_done=True, expires_at=None):
-    return Release(
-        epoch,
-        action,
-        generation,
-        None,
-        f"a{epoch}",
-        float(epoch),
-        is_done=is_done,
-        expires_at=expires_at,
-    )
+    return Release(epoch, action, generation, None, f"a{epoch}", float(epoch), is_done=is_done, expires_at=expires_at)
 
 
 def test_a_roll_back_recorded_once_more_jumps_over_nothing_else():
     releases = [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "publish", "c")]
     releases += [release(4, "roll_back", "b"), release(5, "roll_back", "b")]
     ledger = fold_releases(releases)
-    assert (ledger.live_generation, ledger.previous, ledger.state("c")) == (
-        "b",
-        "a",
-        GenerationState.ROLLED_BACK,
-    )
+    assert (ledger.live_generation, ledger.previous, ledger.state("c")) == ("b", "a", GenerationState.ROLLED_BACK)
 
 
 def test_publishing_supersedes_and_rolling_back_returns():
@@ -54,11 +41,7 @@ def test_p21_previous_is_never_the_generation_rolled_back():
     """PITFALLS P21: a, b, c published, c rolled back to b: previous is a."""
     history = [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "publish", "c")]
     ledger = fold_releases([*history, release(4, "roll_back", "b")])
-    assert (ledger.live_generation, ledger.previous, ledger.state("c")) == (
-        "b",
-        "a",
-        GenerationState.ROLLED_BACK,
-    )
+    assert (ledger.live_generation, ledger.previous, ledger.state("c")) == ("b", "a", GenerationState.ROLLED_BACK)
 
 
 def test_a_roll_back_takes_back_all_that_was_live_after_its_target():
@@ -73,10 +56,10 @@ def test_a_roll_back_takes_back_all_that_was_live_after_its_target():
         release(5, "verify", "b"),
         release(6, "publish", "b"),
     ]
-    assert (
-        fold_releases(republished_history).live_generation,
-        fold_releases(republished_history).previous,
-    ) == ("b", "a")
+    assert (fold_releases(republished_history).live_generation, fold_releases(republished_history).previous) == (
+        "b",
+        "a",
+    )
     # What was left before the target stays one to go back to.
     assert fold_releases([*history, release(4, "publish", "d"), release(5, "roll_back", "c")]).previous == "b"
 
@@ -106,8 +89,7 @@ def test_a_rollback_lands_on_superseded_generations_only(state):
 
 
 @pytest.mark.parametrize(
-    "state",
-    [GenerationState.LIVE, GenerationState.VERIFIED, GenerationState.LOADED, GenerationState.BEGUN],
+    "state", [GenerationState.LIVE, GenerationState.VERIFIED, GenerationState.LOADED, GenerationState.BEGUN]
 )
 def test_what_is_live_or_on_its_way_is_never_retired(state):
     with pytest.raises(Conflict):
@@ -141,18 +123,13 @@ def test_a_retirement_of_what_no_other_record_mentions_is_final():
 def test_a_canary_moves_the_pointer_and_makes_nothing_live():
     history = [release(1, "publish", "a"), replace(release(2, "canary", "b"), percent=5.0)]
     ledger = fold_releases(history)
-    assert (ledger.live_generation, ledger.live_epoch, ledger.canary) == (
-        "a",
-        2,
-        Canary("b", 5.0, 2.0),
-    )
+    assert (ledger.live_generation, ledger.live_epoch, ledger.canary) == ("a", 2, Canary("b", 5.0, 2.0))
     undone = fold_releases([history[0], replace(history[1], is_done=False)])
     assert (undone.live_epoch, undone.epoch, undone.canary) == (1, 2, None)
     abandoned_ledger = fold_releases([*history, replace(release(3, "end_canary", "b"), abandoned=True)])
-    assert (abandoned_ledger.live_epoch, abandoned_ledger.canary) == (
-        3,
-        None,
-    ) and abandoned_ledger.state("b") is GenerationState.ABANDONED
+    assert (abandoned_ledger.live_epoch, abandoned_ledger.canary) == (3, None) and abandoned_ledger.state(
+        "b"
+    ) is GenerationState.ABANDONED
     assert fold_releases([*history, release(3, "publish", "b")]).canary is None
 
 

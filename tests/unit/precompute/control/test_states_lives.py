@@ -69,9 +69,7 @@ def test_a_pin_that_is_refused_leaves_an_earlier_one() -> None:
 
 
 @pytest.mark.storm
-def test_no_rule_breaks_in_a_hundred_thousand_random_lives(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_no_rule_breaks_in_a_hundred_thousand_random_lives(capsys: pytest.CaptureFixture[str]) -> None:
     run_summary = live(STORM, SEED * 1_000_000)
     with capsys.disabled():
         print(run_summary)
@@ -101,8 +99,7 @@ def find(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(defect, marks=[pytest.mark.slow] if defect in RARE else []) for defect in sorted(DEFECTS)],
+    "name", [pytest.param(defect, marks=[pytest.mark.slow] if defect in RARE else []) for defect in sorted(DEFECTS)]
 )
 def test_a_planted_mistake_is_found(name: str) -> None:
     find(name)

@@ -54,14 +54,7 @@ def used_by(code: str) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(code)
-        command = [
-            str(PTXAS),
-            "-arch=sm_90a",
-            "-v",
-            str(path),
-            "-o",
-            str(path.with_suffix(".cubin")),
-        ]
+        command = [str(PTXAS), "-arch=sm_90a", "-v", str(path), "-o", str(path.with_suffix(".cubin"))]
         assembler_output = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     (spilled,), (registers,) = (
         re.findall(r"(\d+) bytes spill stores", assembler_output),

@@ -28,16 +28,12 @@ def test_the_table_is_what_the_benches_found() -> None:
     assert measured_cards() == CARDS
 
 
-def test_the_table_is_printed_as_it_stands_in_the_source(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_table_is_printed_as_it_stands_in_the_source(capsys: pytest.CaptureFixture[str]) -> None:
     main()
 
     names: dict[str, Any] = {}
     exec(  # noqa: S102 - what the line printed
-        capsys.readouterr().out,
-        {"Mapping": dict, **vars(sys.modules["precompute.planning.cards"])},
-        names,
+        capsys.readouterr().out, {"Mapping": dict, **vars(sys.modules["precompute.planning.cards"])}, names
     )
     assert names["CARDS"] == CARDS
 

@@ -21,18 +21,8 @@ from precompute.device import fused  # noqa: E402
 from precompute.device import scorer as device_scorer  # noqa: E402
 from precompute.device import search as operators  # noqa: E402
 from precompute.device.columns import BLOCK_GROUPS  # noqa: E402
-from precompute.device.fused import (  # noqa: E402
-    FETCH_MAX,
-    SEGMENTS,
-    choose_tiles,
-    plan_estimating_stages,
-    plan_stages,
-)
-from precompute.device.items import (  # noqa: E402
-    UNDERFLOW_ERROR,
-    WORST,
-    DeviceItems,
-)
+from precompute.device.fused import FETCH_MAX, SEGMENTS, choose_tiles, plan_estimating_stages, plan_stages  # noqa: E402
+from precompute.device.items import UNDERFLOW_ERROR, WORST, DeviceItems  # noqa: E402
 from precompute.device.kernels.keep import keep  # noqa: E402
 from precompute.device.scorer import DeviceScorer  # noqa: E402
 
@@ -167,11 +157,7 @@ def any_case(data, max_items):
     metric = data.draw(st.sampled_from(["inner_product", "cosine"]), "metric")
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
     queries, vectors, excluded = make(
-        users,
-        items,
-        dims,
-        seed=int(rng.integers(1 << 30)),
-        longest=data.draw(st.sampled_from([3, 300])),
+        users, items, dims, seed=int(rng.integers(1 << 30)), longest=data.draw(st.sampled_from([3, 300]))
     )
     if data.draw(st.booleans(), "whole numbers, many ties"):
         queries, vectors = np.rint(queries), np.rint(vectors)
@@ -225,10 +211,7 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
     highest = exact[:, members.numpy()].max(2)
     computed_bounds, real = bounds.double().cpu().numpy(), highest.max(0) > -np.inf
     margin = device_items.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
-    reach, weight = (
-        queries.length + queries.residual,
-        fused.compute_block_weights(device_items, columns, queries),
-    )
+    reach, weight = (queries.length + queries.residual, fused.compute_block_weights(device_items, columns, queries))
     # A block's groups share their margin, and users the largest part that is residual.
     widest = (reach[:, None] * weight.repeat_interleave(BLOCK_GROUPS)).cpu().numpy() + UNDERFLOW_ERROR
     assert (computed_bounds >= highest).all()
@@ -338,10 +321,7 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
 def test_a_member_whose_product_was_rounded_down_is_scored():
     # Given a group whose second member is hardly above what was left out, until its product is written in half
     device_items = DeviceItems.of(
-        ComparableItems.of(np.ones((4, 1), np.float32), "inner_product"),
-        WHERE,
-        torch.float16,
-        fused.GROUP,
+        ComparableItems.of(np.ones((4, 1), np.float32), "inner_product"), WHERE, torch.float16, fused.GROUP
     )
     users = np.ones((1, 1), np.float32)
     scores, margin = np.array([0.001, -0.50026, -0.9, -0.9], np.float32), np.float32(0.01)

@@ -48,10 +48,7 @@ def test_sums_have_the_bits_of_numpy(dims, seed):
 
 
 def test_another_order_of_summation_is_noticed(monkeypatch):
-    monkeypatch.setattr(
-        "precompute.device.items.exact_dots",
-        lambda users, items: (items * users[:, None]).sum((2, 3)),
-    )
+    monkeypatch.setattr("precompute.device.items.exact_dots", lambda users, items: (items * users[:, None]).sum((2, 3)))
 
     assert not has_same_bits(100, WHERE)
 

@@ -53,9 +53,7 @@ def on(monkeypatch: pytest.MonkeyPatch, device_names: tuple[str, ...], rate: Dev
     return Trial.measure_device_rate(fake_trial, "auto", shape, 100)
 
 
-def test_a_plan_goes_by_the_gpus_here_and_else_by_the_table(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_plan_goes_by_the_gpus_here_and_else_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     table = rate_from_table(2_000, 32, 100)
 
     assert on(monkeypatch, (), None) == table

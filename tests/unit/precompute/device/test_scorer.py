@@ -298,10 +298,7 @@ def test_what_fails_in_a_kernel_ends_no_night(caplog, error, has_failed, has_ker
 
 @pytest.mark.parametrize(
     "error",
-    [
-        RuntimeError("Triton Error [CUDA]: out of memory"),
-        torch.AcceleratorError("CUDA error: out of memory"),
-    ],
+    [RuntimeError("Triton Error [CUDA]: out of memory"), torch.AcceleratorError("CUDA error: out of memory")],
     ids=["launch", "pinned"],
 )
 def test_a_kernel_that_finds_no_memory_is_given_less(error):

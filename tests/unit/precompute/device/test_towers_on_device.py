@@ -14,12 +14,7 @@ from cache.records import NO_ITEM, Layout
 from cache.topk.topk import Scorer
 from precompute.gates.rules import exact
 from precompute.scoring import towers
-from precompute.scoring.towers import (
-    DEVICE_AGREEMENT,
-    DEVICE_LENGTH_AGREEMENT,
-    DeviceTower,
-    OnnxOnGpu,
-)
+from precompute.scoring.towers import DEVICE_AGREEMENT, DEVICE_LENGTH_AGREEMENT, DeviceTower, OnnxOnGpu
 
 DIMS = 48
 K = 30
@@ -47,9 +42,7 @@ class FixedTower:
 
 
 def on_device(
-    processor_vectors: NDArray[np.float32],
-    device_vectors: NDArray[np.float32],
-    name: str = "user_tower",
+    processor_vectors: NDArray[np.float32], device_vectors: NDArray[np.float32], name: str = "user_tower"
 ) -> NDArray[np.float32]:
     """What the night takes of a device that finds other vectors; raises where it takes none."""
     tower: Any = FixedTower(processor_vectors)
@@ -75,11 +68,7 @@ def test_a_tower_at_the_edge_of_its_tolerance_passes_the_gate_of_lists(metric: A
     apart = rng.standard_normal((400, DIMS)).astype(np.float32)
     items = np.concatenate([half, half + 2e-5 * apart / np.linalg.norm(apart, axis=1)[:, None]])
     best_ordinals = Scorer.of(items, metric, engine=False).top(users, 1)[0][:, 0].astype(np.int64)
-    moved = off_by(
-        users,
-        items[(best_ordinals + 400) % 800] - items[best_ordinals],
-        0.98 * DEVICE_LENGTH_AGREEMENT,
-    )
+    moved = off_by(users, items[(best_ordinals + 400) % 800] - items[best_ordinals], 0.98 * DEVICE_LENGTH_AGREEMENT)
     moved[::2] = users[::2]  # half of them by the processor
 
     tower_outputs = on_device(users, moved)
@@ -158,9 +147,7 @@ def test_a_device_without_room_is_compared_when_it_has_some() -> None:
         tower.run(rows)
 
 
-def test_a_tower_whose_device_fails_goes_on_on_the_processor(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_tower_whose_device_fails_goes_on_on_the_processor(caplog: pytest.LogCaptureFixture) -> None:
     torch = pytest.importorskip("torch", reason="a device's errors are torch's: make torch-env")
     vectors = np.random.default_rng(7).standard_normal((20, DIMS)).astype(np.float32)
     errors = [torch.AcceleratorError("CUDA error: unspecified launch failure"), RuntimeError("odd")]
@@ -182,15 +169,10 @@ def test_a_tower_whose_device_fails_goes_on_on_the_processor(
 
 
 @pytest.mark.parametrize(
-    ("device", "program", "may_stay"),
-    [("auto", None, True), ("auto", "a program", False), ("cuda", None, False)],
+    ("device", "program", "may_stay"), [("auto", None, True), ("auto", "a program", False), ("cuda", None, False)]
 )
 def test_an_unrequested_form_that_is_off_leaves_the_model_to_the_processor(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    device: str,
-    program: str | None,
-    may_stay: bool,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device: str, program: str | None, may_stay: bool
 ) -> None:
     vectors = np.random.default_rng(4).standard_normal((20, DIMS)).astype(np.float32)
     moved = off_by(vectors, vectors, 8 * DEVICE_AGREEMENT)
@@ -225,9 +207,7 @@ def test_a_model_without_a_program_stays_on_the_processor_where_onnx_runtime_has
     assert "cpu is no GPU" in str(towers._open_on_device(build, model, "cpu"))
 
 
-def test_models_without_a_program_and_torch_share_a_tasks_memory_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_models_without_a_program_and_torch_share_a_tasks_memory_out(monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = SimpleNamespace(models=[SimpleNamespace(program=program) for program in (None, None, "p", None)])
     opened: list[Accelerator] = []
 

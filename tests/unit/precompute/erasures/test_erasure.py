@@ -59,11 +59,7 @@ def test_a_request_is_written_once_and_read_back_whole(store):
     mark_done(store, first, done_at=9.0)
     mark_forgotten(store, item, forgotten_at=10.0, reason="a mistake")
     done_erasure, forgotten = all_erasures(store)
-    assert (done_erasure.done_at, done_erasure.is_in_force, done_erasure.is_pending) == (
-        8.0,
-        True,
-        False,
-    )
+    assert (done_erasure.done_at, done_erasure.is_in_force, done_erasure.is_pending) == (8.0, True, False)
     assert (forgotten.reason, forgotten.is_in_force) == ("a mistake", False)
     assert request_erasure(store, b"u1", "item", requested_at=11.0).number == 3
 
@@ -88,10 +84,10 @@ def test_a_night_leaves_out_erased_users_and_whatever_was_done_with_erased_items
 
     remaining_interactions = erased.leave_out(batch(("u1", "i1"), ("u2", "i9"), ("u2", "i1"), ("i9", "u1")))
 
-    assert remaining_interactions.users.raws() == [
-        b"u2",
-        b"i9",
-    ] and remaining_interactions.users.codes.tolist() == [0, 1]
+    assert remaining_interactions.users.raws() == [b"u2", b"i9"] and remaining_interactions.users.codes.tolist() == [
+        0,
+        1,
+    ]
     assert remaining_interactions.items.texts().to_pylist() == ["i1", "u1"]
     assert remaining_interactions.times.tolist() == [2, 3]
     assert erased.kept_users_mask(Ids.of(pa.array(["u1", "u2"]))).tolist() == [False, True]

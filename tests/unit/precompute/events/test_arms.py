@@ -69,11 +69,7 @@ def test_events_stay_until_the_generations_of_arms_have_them(stream: Stream, red
 
     def trimmed() -> int:
         return trim_stream(
-            EventStores.of(control_config),
-            stream.client,
-            stream.keys,
-            keep_s=-60.0,
-            stream_bytes=1 << 30,
+            EventStores.of(control_config), stream.client, stream.keys, keep_s=-60.0, stream_bytes=1 << 30
         )
 
     experiment = Experiment(
@@ -104,8 +100,7 @@ def test_what_was_taken_in_before_another_namespaces_events_counted_is_erased_an
 ) -> None:
     other_stream = Stream.of(redis_url, tmp_path)
     config = replace(
-        stream.config(redis_url),
-        events=EventsConfig(enabled=True, namespace=other_stream.keys.namespace, keep_s=1e-9),
+        stream.config(redis_url), events=EventsConfig(enabled=True, namespace=other_stream.keys.namespace, keep_s=1e-9)
     )
     take_events(stream.store, stream.client, stream.keys)
 

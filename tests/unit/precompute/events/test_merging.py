@@ -22,13 +22,7 @@ from precompute.events.files import (
 )
 from precompute.events.stream import EventStores, forget_in_files, merge_files
 from precompute.sources.erasures import ErasedEntities
-from tests.unit.precompute.events.merging_nights import (
-    FILES_PER_MERGE,
-    Killed,
-    erase,
-    nights,
-    published,
-)
+from tests.unit.precompute.events.merging_nights import FILES_PER_MERGE, Killed, erase, nights, published
 from tests.unit.precompute.events.stream import Crash, Stream
 
 
@@ -102,11 +96,7 @@ def test_files_up_to_the_oldest_generation_become_one(redis_url: str, tmp_path: 
     nights(stream, FILES_PER_MERGE)
     published(stream, last_taken_position(stream.store))
     assert merge_files(stream.stores) == FILES_PER_MERGE  # merged ones stay as they are
-    assert [file.until_position is None for file in list_taken_files(stream.store)] == [
-        False,
-        False,
-        True,
-    ]
+    assert [file.until_position is None for file in list_taken_files(stream.store)] == [False, False, True]
     assert stream.rows() == stream.all_rows()
 
 

@@ -18,13 +18,7 @@ from precompute.events.stream import EventStores, forget_in_files, merge_files
 from precompute.events.taking import take_before_begin
 from precompute.releases.release_log import open_releases
 from precompute.sources.erasures import ErasedEntities, all_erasures, request_erasure
-from tests.unit.precompute.events.merging_nights import (
-    FILES_PER_MERGE,
-    Killed,
-    erase,
-    nights,
-    published,
-)
+from tests.unit.precompute.events.merging_nights import FILES_PER_MERGE, Killed, erase, nights, published
 from tests.unit.precompute.events.stream import Crash, Stream
 
 

@@ -85,10 +85,7 @@ class Sandbox:
                 span = slice(part.indptr[row], part.indptr[row + 1])
                 items = self.items.ids_of(part.ordinals[span].astype("u4"))
                 digest = digest_users(part, self.items.directory.hashes())[row]
-                inputs_by_user[user] = (
-                    list(zip(items, part.times[span].tolist(), strict=True)),
-                    int(digest),
-                )
+                inputs_by_user[user] = (list(zip(items, part.times[span].tolist(), strict=True)), int(digest))
         return inputs_by_user
 
     def expected(self) -> dict[str, list[tuple[str, int]]]:
@@ -133,10 +130,7 @@ def test_events_stand_at_their_times_whatever_was_taken_over(
         )  # fmt: skip
 
         box.add(fresh, newer)
-        full_partition, incremental_partition = (
-            box.partition("whole"),
-            box.partition("ours", earlier),
-        )
+        full_partition, incremental_partition = (box.partition("whole"), box.partition("ours", earlier))
 
         assert {user: history for user, (history, _) in box.inputs("whole").items()} == box.expected()
         assert box.inputs("ours") == box.inputs("whole")

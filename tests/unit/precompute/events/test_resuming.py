@@ -42,9 +42,7 @@ def begun(config: NightConfig, generations: Mapping[str, str]) -> None:
         Build(config, config.store(), generation).report(BEGIN_REPORT, cast(BeginReport, report))
 
 
-def test_a_generation_whose_files_were_merged_meanwhile_is_not_gone_on_with(
-    config: NightConfig,
-) -> None:
+def test_a_generation_whose_files_were_merged_meanwhile_is_not_gone_on_with(config: NightConfig) -> None:
     begun(config, {NEWER: "5-0"})  # no file ends there any more
 
     assert taking._unfinished_until(config, CUT) is None

@@ -17,27 +17,14 @@ from cache.format.stream_position import STREAM_BEGINNING, Position
 from precompute.config.settings import NightConfig
 from precompute.events import stream as stream_of_entries
 from precompute.events import taking
-from precompute.events.files import (
-    event_files,
-    last_taken_position,
-    read_event_interactions,
-    taken_file_path,
-)
+from precompute.events.files import event_files, last_taken_position, read_event_interactions, taken_file_path
 from precompute.events.stream import take_events
 from precompute.partitions.night_input import TakenEvents
 from precompute.sources.erasures import ErasedEntities, request_erasure
 from precompute.sources.unusable import UnusableRows
 from tests.unit.precompute.events.stream import Crash, Stream, TroubledStore
 
-HAPPENINGS = (
-    "add",
-    "take",
-    "crash before",
-    "crash behind",
-    "another before",
-    "another behind",
-    "a few",
-)
+HAPPENINGS = ("add", "take", "crash before", "crash behind", "another before", "another behind", "a few")
 
 
 def crash() -> None:
@@ -94,12 +81,7 @@ def test_every_event_is_in_exactly_one_file(redis_url: str, happenings: list[str
         bounds = stream.bounds()
         assert all(end == after for (_, end), (after, _) in pairwise(bounds))
         assert all(after < end for after, end in bounds)
-        assert take_events(stream.store, stream.client, stream.keys) == (
-            taken_events.until_position,
-            0,
-            0,
-            0,
-        )
+        assert take_events(stream.store, stream.client, stream.keys) == (taken_events.until_position, 0, 0, 0)
 
 
 def test_what_is_no_event_and_who_is_erased_are_left_out_and_counted(redis_url: str, tmp_path: Path) -> None:
@@ -107,11 +89,7 @@ def test_what_is_no_event_and_who_is_erased_are_left_out_and_counted(redis_url: 
     stream.add(Event("kept", 1, b"u1", b"i1"))
     stream.add(Event("of-the-user", 1, b"gone", b"i1"))
     stream.add(Event("of-the-item", 1, b"u1", b"away"))
-    odd = [
-        b"no event",
-        b'{"id": 5, "at_us": 1, "user": "u"}',
-        b'{"id": "x", "at_us": "now", "user": "u"}',
-    ]
+    odd = [b"no event", b'{"id": 5, "at_us": 1, "user": "u"}', b'{"id": "x", "at_us": "now", "user": "u"}']
     last = [stream.client.xadd(stream.keys.events, {"e": payload}) for payload in odd][-1]
 
     taken_events = take_events(

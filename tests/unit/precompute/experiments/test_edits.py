@@ -20,10 +20,7 @@ def make_option(name: str = "ranker", key_share: float = 0.2, other_namespace: s
 
 def assigned(experiments: Experiments) -> dict[bytes, tuple[str, str | None] | None]:
     """Experiment and arm of each key."""
-    owners, arms = (
-        experiments.owners,
-        {experiment.name: experiment.owners for experiment in experiments.current},
-    )
+    owners, arms = (experiments.owners, {experiment.name: experiment.owners for experiment in experiments.current})
     named = {key: owners.owner_of(key) for key in KEYS}
     return {key: None if name is None else (name, arms[name].owner_of(key)) for key, name in named.items()}
 

@@ -17,12 +17,7 @@ from cache.errors import CorruptArtefact
 from cache.store.artefacts import ArtefactStore
 from cache.traffic.experiments import exposure_part_path
 from precompute.traffic import exposures
-from precompute.traffic.exposures import (
-    ArmTotals,
-    forget_keys,
-    gather_exposures,
-    read_totals_by_arm,
-)
+from precompute.traffic.exposures import ArmTotals, forget_keys, gather_exposures, read_totals_by_arm
 
 HOUR = 500_000
 LATER = (HOUR + 10) * 3_600.0
@@ -116,10 +111,7 @@ def test_killed_at_any_place_and_run_again_it_is_as_if_it_had_run_once(tmp_path:
 
     assert rows(store) == {("x", "a"): 5.0, ("y", "a"): 4.0}
     assert rows(store, experiment="other") == {("x", "q"): 1.0}
-    assert read_totals_by_arm(store, "e") == {
-        "x": ArmTotals(2, 1, Counter(click=1)),
-        "y": ArmTotals(3, 1, Counter()),
-    }
+    assert read_totals_by_arm(store, "e") == {"x": ArmTotals(2, 1, Counter(click=1)), "y": ArmTotals(3, 1, Counter())}
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -15,10 +15,7 @@ def test_means_are_over_the_rows_of_a_group():
 
     group_estimates = bootstrap_means(users, values, groups, np.random.default_rng(0))
 
-    assert [[estimate.value for estimate in row] for row in group_estimates] == [
-        [0.75, 0.5],
-        [0.5, 0.5],
-    ]
+    assert [[estimate.value for estimate in row] for row in group_estimates] == [[0.75, 0.5], [0.5, 0.5]]
     assert (group_estimates[0][1].low, group_estimates[0][1].high) == (0.5, 0.5)
     assert group_estimates[1][0].low == 0.0 and group_estimates[1][0].high == 1.0
 

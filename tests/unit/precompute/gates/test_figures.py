@@ -74,9 +74,7 @@ def test_lists_recomputed_in_float64_are_distinguished_from_wrong_lists(metric: 
     counts = np.full(len(users), K)
 
     def right(
-        listed_ordinals: NDArray[np.uint32],
-        listed_scores: NDArray[np.float64],
-        list_lengths: Any = counts,
+        listed_ordinals: NDArray[np.uint32], listed_scores: NDArray[np.float64], list_lengths: Any = counts
     ) -> Any:
         layout = Layout("topk", K, "f4")
         return _check_lists_best(
@@ -109,15 +107,7 @@ def test_lists_under_a_filter_are_the_best_of_what_passes() -> None:
     def right(listed_ordinals: NDArray[np.uint32], listed_scores: NDArray[np.float64], mask: Any) -> Any:
         layout = Layout("topk", K, "f4")
         return _check_lists_best(
-            users,
-            items,
-            seen_items,
-            listed_ordinals,
-            counts,
-            listed_scores,
-            layout,
-            "inner_product",
-            mask,
+            users, items, seen_items, listed_ordinals, counts, listed_scores, layout, "inner_product", mask
         )
 
     assert right(ordinals, scores, allowed).all()
@@ -188,10 +178,7 @@ def test_a_fault_is_counted_with_where_it_was_seen_first(tmp_path: Path) -> None
     scan.note_faults("sums", 0, "p.pages")
 
     assert dict(scan.faults) == {"order": 3, "pages": 3}
-    assert scan.first_location_by_fault == {
-        "order": "p.pages, record 1 of the chunk",
-        "pages": "p.pages",
-    }
+    assert scan.first_location_by_fault == {"order": "p.pages, record 1 of the chunk", "pages": "p.pages"}
 
 
 def test_a_cut_off_file_and_exchanged_checksums_are_faults(tmp_path: Path) -> None:

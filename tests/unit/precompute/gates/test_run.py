@@ -13,14 +13,7 @@ import pytest
 import redis
 
 from cache.control.control_keys import Control
-from cache.errors import (
-    ConfigError,
-    CorruptArtefact,
-    NotJudged,
-    Refused,
-    StoreError,
-    TierUnavailable,
-)
+from cache.errors import ConfigError, CorruptArtefact, NotJudged, Refused, StoreError, TierUnavailable
 from cache.format.redis_keys import Keyspace
 from precompute.config.settings import GateThresholds, GovernorConfig
 from precompute.gates import judge

@@ -12,11 +12,7 @@ import pytest
 from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from precompute.config.settings import GateThresholds
-from precompute.gates.evidence.candidate import (
-    FIRST_GENERATION_NOTE,
-    UNREADABLE_LIVE_NOTE,
-    Candidate,
-)
+from precompute.gates.evidence.candidate import FIRST_GENERATION_NOTE, UNREADABLE_LIVE_NOTE, Candidate
 from precompute.gates.judge import INTEGRITY_RULES, OVERRIDABLE_RULES
 from precompute.gates.rules.live import tables_of_live
 from precompute.gates.rules.models import bundle, defaults, dimension
@@ -26,19 +22,13 @@ from precompute.sources.erasures import ErasedEntities
 LIVE = {"lists": "topk", "likes": "topk", "vector": "vector"}
 
 
-def judged(
-    candidate_kinds: dict[str, str],
-    live_kinds: dict[str, str] | None,
-    unreadable: str | None = None,
-) -> Any:
+def judged(candidate_kinds: dict[str, str], live_kinds: dict[str, str] | None, unreadable: str | None = None) -> Any:
     def manifest(tables: dict[str, str]) -> Any:
         return SimpleNamespace(
             generation="live",
             tables={
                 name: SimpleNamespace(
-                    kind=kind,
-                    entity="item" if name == "likes" else "user",
-                    is_facet=name == "shelves",
+                    kind=kind, entity="item" if name == "likes" else "user", is_facet=name == "shelves"
                 )
                 for name, kind in tables.items()
             },
@@ -69,17 +59,12 @@ def test_tables_of_the_live_generation_are_missed(
     candidate_kinds: dict[str, str], wrong: int, expected_note: str
 ) -> None:
     measurement = judged(candidate_kinds, LIVE)
-    assert (measurement.passed, measurement.value, measurement.baseline) == (
-        not wrong,
-        wrong,
-        "live",
-    )
+    assert (measurement.passed, measurement.value, measurement.baseline) == (not wrong, wrong, "live")
     assert expected_note in measurement.note
 
 
 @pytest.mark.parametrize(
-    ("items", "passed", "threshold"),
-    [(79, False, 0.8), (80, True, 0.8), (150, True, 0.8), (151, False, 1.5)],
+    ("items", "passed", "threshold"), [(79, False, 0.8), (80, True, 0.8), (150, True, 0.8), (151, False, 1.5)]
 )
 def test_a_catalogue_that_shrinks_or_grows_by_much_is_judged(items: int, passed: bool, threshold: float) -> None:
     """An upstream filter that fails brings back what was withdrawn, and no lower bound sees it."""
@@ -95,11 +80,7 @@ def test_a_catalogue_that_shrinks_or_grows_by_much_is_judged(items: int, passed:
 
     measurement = items_of_live(candidate)
 
-    assert (measurement.passed, measurement.value, measurement.threshold) == (
-        passed,
-        items / 100,
-        threshold,
-    )
+    assert (measurement.passed, measurement.value, measurement.threshold) == (passed, items / 100, threshold)
     assert "100 before" in measurement.note and "items_of_live" in OVERRIDABLE_RULES
 
 
@@ -119,13 +100,7 @@ def test_a_person_may_judge_otherwise() -> None:
 
 def sized(**changes: Any) -> Any:
     """A generation of two items and a bundle, both with four numbers each, as the gate on dimensions sees it."""
-    sizes = {
-        "dims": 4,
-        "vectors": 2 * 4 * 4,
-        "model_index": 2 * 8,
-        "vector": 4,
-        "value": 3,
-    } | changes
+    sizes = {"dims": 4, "vectors": 2 * 4 * 4, "model_index": 2 * 8, "vector": 4, "value": 3} | changes
     items = SimpleNamespace(
         count=2, dims=sizes["dims"], vectors=SimpleNamespace(size_bytes=sizes["vectors"]),
         model_index=SimpleNamespace(size_bytes=sizes["model_index"]),
@@ -135,10 +110,7 @@ def sized(**changes: Any) -> Any:
         layout, producer = SimpleNamespace(width=width), SimpleNamespace(model="taste")
         return SimpleNamespace(kind=kind, layout=layout, producer=producer, labels=("a", "b", "c"))
 
-    tables = {
-        "taste": table("value", sizes["value"]),
-        "user_vector": table("vector", sizes["vector"]),
-    }
+    tables = {"taste": table("value", sizes["value"]), "user_vector": table("vector", sizes["vector"])}
     values = {"taste": SimpleNamespace(spec=SimpleNamespace(output_dims=3), labels=("a", "b", "c"))}
     return SimpleNamespace(
         manifest=SimpleNamespace(items=items, tables=tables),
@@ -261,8 +233,7 @@ def test_a_manifest_without_a_model_of_its_bundle_is_refused_by_the_models_name(
     model = SimpleNamespace(name="taste")
     pinned = SimpleNamespace(digest="d", models=[model])
     candidate: Any = SimpleNamespace(
-        manifest=SimpleNamespace(bundle_digest="d", models={}),
-        evidence=SimpleNamespace(bundle=pinned),
+        manifest=SimpleNamespace(bundle_digest="d", models={}), evidence=SimpleNamespace(bundle=pinned)
     )
 
     judged = bundle(candidate)

@@ -14,12 +14,7 @@ from cache.format.directory import Directory
 from cache.format.ids import hash_ids
 from cache.format.manifest import Artefact, DirectoryPart, EntitySet
 from precompute.gates.evidence.evidence import FingerprintFile
-from precompute.gates.evidence.user_sample import (
-    STRATA,
-    read_seen_pairs,
-    read_user_ids,
-    sample_users,
-)
+from precompute.gates.evidence.user_sample import STRATA, read_seen_pairs, read_user_ids, sample_users
 from precompute.gates.rules import records as entities_gate
 from precompute.partitions.shard_files import HASH_COLUMN
 from precompute.partitions.shard_input import read_shard
@@ -64,42 +59,26 @@ def test_sampled_histories_are_those_that_the_night_scored(tmp_path: Path) -> No
         assert set(sample.rows_by_stratum) == set(STRATA)
 
 
-def test_a_shard_without_a_user_who_has_a_record_gives_no_sample_and_no_error(
-    tmp_path: Path,
-) -> None:
+def test_a_shard_without_a_user_who_has_a_record_gives_no_sample_and_no_error(tmp_path: Path) -> None:
     """With one user and four shards, three are such."""
     _, entities = write(tmp_path, [("user", 0, 1)])
     empty_directory = Directory(SEED, [0], [np.empty(0, np.uint64)])
 
     sample = sample_users(tmp_path, entities, empty_directory, history_limit=5)
 
-    assert (sample.source_user_count, sample.recorded_user_count, len(sample.positions)) == (
-        1,
-        0,
-        0,
-    )
+    assert (sample.source_user_count, sample.recorded_user_count, len(sample.positions)) == (1, 0, 0)
     assert all(not len(rows) for rows in sample.rows_by_stratum.values())
 
 
-def test_users_without_a_record_are_counted_by_the_first_feature_that_they_lack(
-    tmp_path: Path,
-) -> None:
+def test_users_without_a_record_are_counted_by_the_first_feature_that_they_lack(tmp_path: Path) -> None:
     # Given four users without a record: one lacks the first feature, one the second, one both
     users = ["a", "b", "c", "d"]
     _, entities = write(tmp_path, [(user, 1, 10) for user in users])
     hashes = hash_ids([user.encode() for user in users], SEED)
     features = pa.table(
-        {
-            "user": users,
-            HASH_COLUMN: hashes,
-            "age": [None, 30, None, 40],
-            "size": [1.0, None, None, 2.0],
-        }
+        {"user": users, HASH_COLUMN: hashes, "age": [None, 30, None, 40], "size": [1.0, None, None, 2.0]}
     )
-    with (
-        pa.OSFile(str(tmp_path / "0000.features"), "wb") as sink,
-        pa.ipc.new_stream(sink, features.schema) as writer,
-    ):
+    with pa.OSFile(str(tmp_path / "0000.features"), "wb") as sink, pa.ipc.new_stream(sink, features.schema) as writer:
         writer.write_table(features)
 
     # When they are sampled
@@ -107,10 +86,7 @@ def test_users_without_a_record_are_counted_by_the_first_feature_that_they_lack(
     sample = sample_users(tmp_path, entities, empty_directory, history_limit=5)
 
     # Then each counts once
-    assert dict(sample.unrecorded_by_missing_input) == {
-        "a value of 'age'": 2,
-        "a value of 'size'": 1,
-    }
+    assert dict(sample.unrecorded_by_missing_input) == {"a value of 'age'": 2, "a value of 'size'": 1}
 
 
 def test_a_repeated_choice_is_no_new_one(tmp_path: Path) -> None:
@@ -134,10 +110,7 @@ def test_a_large_shard_is_sampled_from_its_first_slice(tmp_path: Path, monkeypat
 def test_rows_of_users_whom_the_partition_does_not_name_are_no_evidence(tmp_path: Path) -> None:
     directory, entities = write(tmp_path, clicks(100))
     incomplete_ids = pa.table({"user": ["user-1"], HASH_COLUMN: hash_ids([b"user-1"], SEED)})
-    with (
-        pa.OSFile(str(tmp_path / "0000.ids"), "wb") as sink,
-        pa.ipc.new_stream(sink, incomplete_ids.schema) as writer,
-    ):
+    with pa.OSFile(str(tmp_path / "0000.ids"), "wb") as sink, pa.ipc.new_stream(sink, incomplete_ids.schema) as writer:
         writer.write_table(incomplete_ids)
     with pytest.raises(CorruptArtefact, match="does not name"):
         sample_users(tmp_path, entities, directory, history_limit=10)
@@ -169,10 +142,7 @@ def test_the_names_of_a_shard_never_become_python_objects(tmp_path: Path) -> Non
     hashes = text_hashes(users, SEED)
     named = pa.table({"user": users, HASH_COLUMN: hashes})
     for kind in ("ids", "features"):
-        with (
-            pa.OSFile(str(tmp_path / f"0000.{kind}"), "wb") as sink,
-            pa.ipc.new_stream(sink, named.schema) as writer,
-        ):
+        with pa.OSFile(str(tmp_path / f"0000.{kind}"), "wb") as sink, pa.ipc.new_stream(sink, named.schema) as writer:
             writer.write_table(named, max_chunksize=10_000)
     folder = tmp_path / "work/partition"
     folder.parent.mkdir()

@@ -124,10 +124,7 @@ def test_no_python_object_is_made_per_item(tmp_path, handed):
 
 
 def test_categories_are_the_first_that_an_item_is_given_as_in_the_night_else_unknown(tmp_path, handed):
-    features = {
-        "item": ["c", "a", "stranger", "d", "a", "e"],
-        "category": ["red", "blue", "green", None, "red", ""],
-    }
+    features = {"item": ["c", "a", "stranger", "d", "a", "e"], "category": ["red", "blue", "green", None, "red", ""]}
 
     data = handed(prepared(tmp_path, ["a", "b", "c", "d", "e"], features))
 

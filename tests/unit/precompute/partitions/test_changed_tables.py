@@ -11,12 +11,7 @@ import pytest
 from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.config.settings import NightConfig, Sources
 from precompute.filters.item_attributes import write_item_attributes
-from precompute.partitions.catalogue import (
-    ITEM_FEATURES_FILE,
-    open_items,
-    write_catalogue,
-    write_item_features,
-)
+from precompute.partitions.catalogue import ITEM_FEATURES_FILE, open_items, write_catalogue, write_item_features
 from precompute.partitions.night_input import NO_EVENT_VALUES, NightInput
 from precompute.partitions.partition import PartitionJob
 from precompute.partitions.shard_input import read_shard
@@ -97,11 +92,7 @@ def test_an_attribute_of_another_kind_is_noted(tmp_path: Path) -> None:
 def pinned(folder: Path, prices: list[float | None], values: EntityValues) -> tuple[bytes, list[str]]:
     """The pinned columns, and the catalogue that the item tower can use."""
     folder.mkdir()
-    table = {
-        "item": IDS,
-        "price": pa.array(prices, pa.float64()),
-        "title": [f"t{item_id}" for item_id in IDS],
-    }
+    table = {"item": IDS, "price": pa.array(prices, pa.float64()), "title": [f"t{item_id}" for item_id in IDS]}
     pq.write_table(pa.table(table), folder / "items.parquet")
     config = NightConfig(base=str(folder), shards=1, sources=Sources(item_features="items.parquet"))
     inputs = (
@@ -110,9 +101,7 @@ def pinned(folder: Path, prices: list[float | None], values: EntityValues) -> tu
     )
     model = SimpleNamespace(name="item_tower", entity="item", spec=TowerSpec(inputs, "vector", 2))
     bundle: Any = SimpleNamespace(
-        vocabulary=Vocabulary.of(to_string_chunks(pa.chunked_array([IDS]))),
-        models=(model,),
-        values={},
+        vocabulary=Vocabulary.of(to_string_chunks(pa.chunked_array([IDS]))), models=(model,), values={}
     )
     items = open_items(folder, write_catalogue(config, bundle, folder, event_values=values))
     write_item_features(config, bundle, items, folder, event_values=values)

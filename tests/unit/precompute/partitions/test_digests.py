@@ -12,13 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from precompute.partitions.digests import (
-    Digests,
-    digest_column,
-    digest_columns,
-    digest_users,
-    digest_value_rows,
-)
+from precompute.partitions.digests import Digests, digest_column, digest_columns, digest_users, digest_value_rows
 from precompute.partitions.shard_input import ShardInput
 
 HASHES: Digests = np.random.default_rng(0).integers(0, 2**64, 40, np.uint64)

@@ -40,10 +40,7 @@ def opened(folder: Path, column: Any, unusable: UnusableRows | None = None) -> t
         name: Attribute(kind, **{part: Artefact(path, 0, "") for part, path in paths.items()})
         for name, (kind, paths) in files.items()
     }
-    manifest = cast(
-        "Manifest",
-        SimpleNamespace(items=SimpleNamespace(count=items.count, attributes=attributes)),
-    )
+    manifest = cast("Manifest", SimpleNamespace(items=SimpleNamespace(count=items.count, attributes=attributes)))
     ordinals = {items.id_of(ordinal): ordinal for ordinal in range(items.count)}
     return ItemAttributes.open(folder, manifest), ordinals
 
@@ -109,6 +106,5 @@ def test_settings_that_filters_could_not_be_answered_by_are_refused() -> None:
         NightConfig(sources=Sources(item_attributes=("a",)))
     with pytest.raises(ConfigError, match="add a table of kind user_vector"):
         NightConfig(
-            sources=Sources(item_features="i.parquet", item_attributes=("a",)),
-            tables={"t": TableConfig("user_topk")},
+            sources=Sources(item_features="i.parquet", item_attributes=("a",)), tables={"t": TableConfig("user_topk")}
         )

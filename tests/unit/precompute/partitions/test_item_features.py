@@ -92,21 +92,13 @@ def test_values_and_notes_are_the_same_however_many_are_read_at_once(tmp_path, m
     inputs, usable = features.of(np.arange(items.count))
 
     ids = [items.id_of(ordinal) for ordinal in range(items.count)]
-    assert {name for name, fits in zip(ids, usable, strict=True) if not fits} == {
-        "i0",
-        "i5",
-        "i6",
-        "i7",
-    }
+    assert {name for name, fits in zip(ids, usable, strict=True) if not fits} == {"i0", "i5", "i6", "i7"}
     assert features.usable().tolist() == usable.tolist()
     for ordinal in np.flatnonzero(usable).tolist():
         assert inputs["title"][ordinal] == ids[ordinal].upper()
         assert inputs["price"][ordinal] == int(ids[ordinal][1:])
         item_input, fits = features.of(np.array([ordinal]))
-        assert (item_input["title"][0], item_input["price"][0]) == (
-            inputs["title"][ordinal],
-            inputs["price"][ordinal],
-        )
+        assert (item_input["title"][0], item_input["price"][0]) == (inputs["title"][ordinal], inputs["price"][ordinal])
         assert fits.all()
     column_report = unusable.to_json()["item_features.price"]
     cases = column_report["reasons"]["price: not finite as float32"]["cases"]

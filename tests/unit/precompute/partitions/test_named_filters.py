@@ -17,8 +17,7 @@ PRICES = [5.0, 20.0, np.nan, 70.0]
 def night(**filters: Any) -> NightConfig:
     sources = Sources(item_features="items.parquet", item_attributes=("price",))
     return NightConfig(
-        sources=sources,
-        filters={name: FilterConfig(filter_expression) for name, filter_expression in filters.items()},
+        sources=sources, filters={name: FilterConfig(filter_expression) for name, filter_expression in filters.items()}
     )
 
 

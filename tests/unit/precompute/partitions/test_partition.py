@@ -38,12 +38,7 @@ from precompute.partitions.shard_files import (
     shard_of,
     user_naming_kinds,
 )
-from precompute.partitions.shard_input import (
-    ShardInput,
-    count_distinct_ids,
-    read_shard,
-    slice_shard,
-)
+from precompute.partitions.shard_input import ShardInput, count_distinct_ids, read_shard, slice_shard
 from precompute.scoring import input_samples
 from precompute.scoring.pages import PageFile
 from precompute.scoring.towers import select_usable_inputs
@@ -145,10 +140,7 @@ def test_ranges_tile_the_whole_hash(shards):
 def test_csv_ids_keep_their_zeros_and_weights_of_zero_are_no_interactions(tmp_path):
     (tmp_path / "a.csv").write_text("user,item,weight\n007,1,1\n007,2,0\n7,01,2.5\n")
     batch = next(iter(read_interactions(Sources(interactions=("a.csv",)), tmp_path)))
-    assert (batch.users.texts().to_pylist(), batch.items.texts().to_pylist()) == (
-        ["007", "7"],
-        ["1", "01"],
-    )
+    assert (batch.users.texts().to_pylist(), batch.items.texts().to_pylist()) == (["007", "7"], ["1", "01"])
 
 
 def test_the_line_format_is_read_packed_or_not(tmp_path):
@@ -163,10 +155,7 @@ def test_the_line_format_is_read_packed_or_not(tmp_path):
 def test_integer_ids_become_decimal(tmp_path):
     pq.write_table(pa.table({"user": [1], "item": [2**40]}), tmp_path / "a.parquet")
     batch = next(iter(read_interactions(Sources(interactions=("a.parquet",)), tmp_path)))
-    assert (batch.users.texts().to_pylist(), batch.items.texts().to_pylist()) == (
-        ["1"],
-        [str(2**40)],
-    )
+    assert (batch.users.texts().to_pylist(), batch.items.texts().to_pylist()) == (["1"], [str(2**40)])
 
 
 @pytest.mark.parametrize(
@@ -177,10 +166,7 @@ def test_integer_ids_become_decimal(tmp_path):
         ({"user": pa.nulls(2, pa.string()), "item": ["b", "c"]}, r"user: no id \(2, e.g. item 'b'"),
         ({"user": [""], "item": ["b"]}, "user: an id of 0 or more than 256 bytes"),
         ({"user": ["x" * 257], "item": ["b"]}, "more than 256 bytes.*'x{256}"),
-        (
-            {"user": ["x"], "item": ["b"], "timestamp": ["noon"]},
-            "timestamp: no time that can be read",
-        ),
+        ({"user": ["x"], "item": ["b"], "timestamp": ["noon"]}, "timestamp: no time that can be read"),
     ],
 )
 def test_a_source_that_cannot_be_right_is_refused_by_name(tmp_path, columns, message_pattern):
@@ -266,12 +252,7 @@ def test_wide_features_make_slices_smaller(config, tmp_path, monkeypatch):
 
     slices = slice_shard(folder, 0, 1, tmp_path / "scratch")
     namings = slice_shard(
-        folder,
-        0,
-        1,
-        tmp_path / "naming",
-        slice_rows_max=3,
-        file_kinds=user_naming_kinds(BASE_FILE_KINDS),
+        folder, 0, 1, tmp_path / "naming", slice_rows_max=3, file_kinds=user_naming_kinds(BASE_FILE_KINDS)
     )
 
     assert len(slices.numbers) >= 2
@@ -319,10 +300,7 @@ def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path,
     assert not list(folder.glob(".slices*"))
 
 
-@given(
-    st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=200, unique=True).map(sorted),
-    st.data(),
-)
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=200, unique=True).map(sorted), st.data())
 def test_every_hash_is_found_where_it_lies(hashes, data):
     """Evenly spread or not: what is crowded or lone takes longer, no other place."""
     sorted_hashes = np.array(hashes, np.uint64)
@@ -360,10 +338,7 @@ def test_a_collision_within_a_slice_is_seen(config, tmp_path, monkeypatch):
 
 
 def test_features_are_aligned_with_their_entities(config, tmp_path):
-    pq.write_table(
-        pa.table({"user": ["u4", "only-features", "007"], "age": [40, 50, 7]}),
-        tmp_path / "users.parquet",
-    )
+    pq.write_table(pa.table({"user": ["u4", "only-features", "007"], "age": [40, 50, 7]}), tmp_path / "users.parquet")
     config = replace(config, sources=replace(config.sources, user_features="users.parquet"))
     PartitionJob(NightInput(config, item_table(ITEMS)), tmp_path / "work", feature_columns=["age"]).run()
     ages: dict[str, int | None] = {}

@@ -17,12 +17,7 @@ from precompute.partitions.shard_files import (
     shard_of,
     shard_paths,
 )
-from precompute.partitions.shard_input import (
-    ShardPieces,
-    group_rows_by_entity,
-    join_shard_inputs,
-    read_shard,
-)
+from precompute.partitions.shard_input import ShardPieces, group_rows_by_entity, join_shard_inputs, read_shard
 from precompute.partitions.user_tables import USER_IDS_SCHEMA
 
 SHARDS, SHARD = 3, 1
@@ -69,10 +64,7 @@ def test_pieces_together_are_the_shard(tmp_path: Path) -> None:
     total = SHARDS * len(pieces.numbers)
     for number, part in zip(pieces.numbers, parts, strict=True):
         assert (shard_of(part.hashes, total) == number).all()
-    whole_shard, joined_pieces = (
-        read_shard(tmp_path, SHARD, history_limit=LIMIT),
-        join_shard_inputs(parts),
-    )
+    whole_shard, joined_pieces = (read_shard(tmp_path, SHARD, history_limit=LIMIT), join_shard_inputs(parts))
     assert len(whole_shard.hashes) > 100
     assert joined_pieces.ids.equals(whole_shard.ids)
     for name in ("hashes", "indptr", "ordinals"):

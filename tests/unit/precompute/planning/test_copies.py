@@ -35,9 +35,7 @@ def shape(**layouts: Any) -> Any:
 
 def sample(times: list[int], owners: list[int], users: int) -> Any:
     return SimpleNamespace(
-        times=np.array(times),
-        owner_indices=np.array(owners),
-        ids=[str(user) for user in range(users)],
+        times=np.array(times), owner_indices=np.array(owners), ids=[str(user) for user in range(users)]
     )
 
 
@@ -88,10 +86,7 @@ def test_with_more_items_than_may_enter_everybody_is_computed_and_nothing_is_dea
 
 
 def test_lists_of_items_are_touched_by_their_own_length() -> None:
-    with_items = shape(
-        user_topk=("user", Layout("topk", 100, "f2")),
-        item_similar=("item", Layout("topk", 50, "f2")),
-    )
+    with_items = shape(user_topk=("user", Layout("topk", 100, "f2")), item_similar=("item", Layout("topk", 50, "f2")))
     (short,) = copying_nights(TIMINGS, shape(), 0.1, 0.001, np.array([10]))
     (forecast,) = copying_nights(TIMINGS, with_items, 0.1, 0.001, np.array([10]))
 
@@ -112,10 +107,7 @@ def test_active_users_are_those_of_the_last_day_before_the_cut() -> None:
 def test_what_is_stated_goes_first_and_without_times_a_tenth_is_assumed() -> None:
     drawn_sample = sample([0, 0], [0, 1], users=2)
 
-    assert find_changed_share(0.25, drawn_sample, None) == (
-        0.25,
-        "25.0% of the users changed, as stated",
-    )
+    assert find_changed_share(0.25, drawn_sample, None) == (0.25, "25.0% of the users changed, as stated")
     changed_share, note = find_changed_share(None, drawn_sample, None)
     assert changed_share == USERS_CHANGED_SHARE and "assumed" in note
     assert find_active_share(sample([], [], users=2), None) is None

@@ -68,10 +68,7 @@ def rows_of(sources, base):
     interactions_by_user: dict[str, list[tuple[str, int]]] = {}
     for batch in read_interactions(sources, base):
         for row in zip(
-            batch.users.texts().to_pylist(),
-            batch.items.texts().to_pylist(),
-            batch.times.tolist(),
-            strict=True,
+            batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), batch.times.tolist(), strict=True
         ):
             interactions_by_user.setdefault(row[0], []).append(row[1:])
     return interactions_by_user

@@ -141,10 +141,7 @@ def test_what_cannot_hold_the_generations_of_a_peak_is_refused_by_name(changes, 
 
 
 def test_one_node_of_a_cluster_that_is_too_small_refuses_the_plan():
-    nodes = (
-        RedisNode("primary a", 0.7, 2 * GB, "maxmemory"),
-        RedisNode("primary b", 0.3, 2 * GB, "maxmemory"),
-    )
+    nodes = (RedisNode("primary a", 0.7, 2 * GB, "maxmemory"), RedisNode("primary b", 0.3, 2 * GB, "maxmemory"))
 
     failed = [verdict for verdict in room(nodes=nodes) if not verdict.passed]
 
@@ -155,17 +152,7 @@ def test_one_node_of_a_cluster_that_is_too_small_refuses_the_plan():
 def timings(**stages):
     no_time_spent = TimeSpent()
     embed = TimeSpent(1.0, 1.0)
-    return Timings(
-        embed,
-        no_time_spent,
-        no_time_spent,
-        no_time_spent,
-        no_time_spent,
-        stages,
-        1.0,
-        "",
-        no_time_spent,
-    )
+    return Timings(embed, no_time_spent, no_time_spent, no_time_spent, no_time_spent, stages, 1.0, "", no_time_spent)
 
 
 @pytest.mark.parametrize(("rate", "seconds"), [(100.0, 1 + 12.0), (1000.0, 1 + 4.0)])

@@ -11,8 +11,4 @@ def test_clusters_find_separate_directions():
 
     best_clustering = max(clusterings, key=lambda groups: len(np.unique(groups)))
 
-    assert [len(np.unique(best_clustering[start : start + 20])) for start in (0, 20, 40)] == [
-        1,
-        1,
-        1,
-    ]
+    assert [len(np.unique(best_clustering[start : start + 20])) for start in (0, 20, 40)] == [1, 1, 1]

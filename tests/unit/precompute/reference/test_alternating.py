@@ -79,8 +79,7 @@ def test_of_more_users_than_fit_a_random_part_trains_vectors_much_like_all(data,
 
     is_popular, scores = data.item_degrees > 5, sampled_vectors @ sampled_vectors.T
     likeness = np.corrcoef(
-        scores[is_popular][:, is_popular].ravel(),
-        (usual @ usual.T)[is_popular][:, is_popular].ravel(),
+        scores[is_popular][:, is_popular].ravel(), (usual @ usual.T)[is_popular][:, is_popular].ravel()
     )
     assert 0.7 < likeness[0, 1] < 0.9999
 

@@ -73,16 +73,16 @@ def test_the_base_is_the_newest_that_fits(stored_generations: list[StoredGenerat
     fitting = [name for name in verified if named[name][2] and named[name][3]]
     same_bundle_names = [name for name in fitting if named[name][4]]
     if same_bundle_names:
-        assert base_generation is not None and (
-            base_generation.generation,
-            base_generation.has_lists,
-        ) == (same_bundle_names[0], True)
+        assert base_generation is not None and (base_generation.generation, base_generation.has_lists) == (
+            same_bundle_names[0],
+            True,
+        )
         assert no_base_reason == ""
     elif fitting:
-        assert base_generation is not None and (
-            base_generation.generation,
-            base_generation.has_lists,
-        ) == (fitting[0], False)
+        assert base_generation is not None and (base_generation.generation, base_generation.has_lists) == (
+            fitting[0],
+            False,
+        )
         assert no_base_reason == OTHER_BUNDLE_REASON
     else:
         assert base_generation is None and no_base_reason == (
@@ -124,10 +124,7 @@ def test_a_base_has_a_model_of_the_same_bytes_that_is_fed_in_the_same_way(
     # Given a base whose bundle had these models
     base_models = {name: SimpleNamespace(digest=digest, spec=spec) for name, (digest, spec) in models.items()}
     earlier = BaseGeneration(
-        cast(Any, None),
-        cast(Any, {}),
-        cast(Any, SimpleNamespace(models=base_models)),
-        has_lists=True,
+        cast(Any, None), cast(Any, {}), cast(Any, SimpleNamespace(models=base_models)), has_lists=True
     )
 
     # When this night has a model of that name

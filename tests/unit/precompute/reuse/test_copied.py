@@ -126,21 +126,8 @@ def test_histories_are_put_together_in_hash_order(found: list[User], seed: int) 
 
 def test_a_user_of_a_shard_without_base_users_is_computed() -> None:
     # Given a base of few users, none of whom had a hash of this shard
-    kept_shard = BaseShard(
-        np.empty(0, HASH_AND_DIGEST),
-        np.empty(0, np.int64),
-        {},
-        np.empty(0, np.bool_),
-    )
-    reuse = ShardReuse(
-        kept_shard,
-        None,
-        {},
-        np.empty(0, np.bool_),
-        np.empty((0, 2), np.float32),
-        True,
-        None,
-    )
+    kept_shard = BaseShard(np.empty(0, HASH_AND_DIGEST), np.empty(0, np.int64), {}, np.empty(0, np.bool_))
+    reuse = ShardReuse(kept_shard, None, {}, np.empty(0, np.bool_), np.empty((0, 2), np.float32), True, None)
     entities = ShardInput(pa.array(["ann"]), np.array([7], np.uint64), np.array([0, 1]), np.array([3]), {})
 
     decisions = reuse.decide(entities, np.array([9], np.uint64), range(1 << 64))
@@ -164,8 +151,5 @@ def test_every_user_of_the_base_with_the_same_input_is_copied_the_first_included
     decisions = reuse.decide(entities, np.array([30, 70, 90], np.uint64), range(1 << 64))
 
     # Then only the third is computed
-    assert decisions.copied_hashes.tolist() == [3, 7] and decisions.copied_positions.tolist() == [
-        0,
-        1,
-    ]
+    assert decisions.copied_hashes.tolist() == [3, 7] and decisions.copied_positions.tolist() == [0, 1]
     assert decisions.checked_rows.tolist() == [2] and decisions.unchanged_positions.tolist() == [-1]

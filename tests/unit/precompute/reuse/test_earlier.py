@@ -17,12 +17,7 @@ from cache.format.item_table import ItemTable
 from precompute.config.settings import NightConfig, Sources, parse_time
 from precompute.partitions.digests import digest_users
 from precompute.partitions.night_input import NightInput
-from precompute.partitions.partition import (
-    UNKNOWN_ITEMS_SEED,
-    EarlierPartition,
-    PartitionJob,
-    PartitionResult,
-)
+from precompute.partitions.partition import UNKNOWN_ITEMS_SEED, EarlierPartition, PartitionJob, PartitionResult
 from precompute.partitions.shard_files import HASH_COLUMN, TOUCHED_KIND, read_stream, shard_paths
 from precompute.partitions.shard_input import read_shard
 from precompute.partitions.user_tables import USER_FEATURES_SOURCE
@@ -38,9 +33,7 @@ NAMELESS = ["x0", "x1"]
 """Items that no catalogue has."""
 
 click = st.tuples(
-    st.sampled_from([*USERS, None, ""]),
-    st.sampled_from([*CATALOGUE_IDS, *NAMELESS]),
-    st.integers(1, 1_799),
+    st.sampled_from([*USERS, None, ""]), st.sampled_from([*CATALOGUE_IDS, *NAMELESS]), st.integers(1, 1_799)
 )
 good = st.tuples(st.sampled_from(USERS), st.sampled_from([*CATALOGUE_IDS, *NAMELESS]), st.integers(1, 1_799))
 late = st.tuples(st.sampled_from(USERS), st.sampled_from(CATALOGUE_IDS), st.integers(1_800, 1_899))
@@ -98,10 +91,7 @@ def taken_over(night: Night, files: int, items: ItemTable) -> EarlierPartition:
     lost_item_ids = [
         item_id for item_id, ordinal in zip(base_item_ids, new_ordinals.tolist(), strict=True) if ordinal < 0
     ]
-    interaction_counts, unusable = (
-        night.partition_result.interaction_counts,
-        night.partition_result.unusable,
-    )
+    interaction_counts, unusable = (night.partition_result.interaction_counts, night.partition_result.unusable)
     stayed = len(new_ordinals) == items.count and bool((new_ordinals == np.arange(len(new_ordinals))).all())
     return EarlierPartition(
         folder=night.folder, seed=night.partition_result.seed, files=files,
@@ -142,18 +132,11 @@ def dump_counts(interaction_counts: Any) -> dict[str, Any]:
     withdrawn_items=st.sets(st.sampled_from(CATALOGUE_IDS[1:]), max_size=3), new_item_count=st.integers(0, 2),
 )  # fmt: skip
 def test_taking_over_gives_what_reading_all_gives(
-    first: Clicks,
-    more: list[Clicks],
-    fresh: list[Clicks],
-    withdrawn_items: set[str],
-    new_item_count: int,
+    first: Clicks, more: list[Clicks], fresh: list[Clicks], withdrawn_items: set[str], new_item_count: int
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        ages = {
-            "user": [*USERS[::2], USERS[0], "only-here", None],
-            "age": [1, 2, None, 4, 5, 6, 7, 8],
-        }
+        ages = {"user": [*USERS[::2], USERS[0], "only-here", None], "age": [1, 2, None, 4, 5, 6, 7, 8]}
         pq.write_table(pa.table(ages), root / "users.parquet")
         for number, clicks in enumerate([first, *more]):
             write(root, number, clicks)
@@ -178,10 +161,7 @@ def test_taking_over_gives_what_reading_all_gives(
         assert set(full_night.partition_result.interaction_counts.unknown) <= set(
             incremental_night.partition_result.interaction_counts.unknown
         )
-        assert (
-            incremental_night.partition_result.users,
-            incremental_night.partition_result.seed,
-        ) == (
+        assert (incremental_night.partition_result.users, incremental_night.partition_result.seed) == (
             full_night.partition_result.users,
             full_night.partition_result.seed,
         )
@@ -194,10 +174,7 @@ def test_taking_over_gives_what_reading_all_gives(
         }
         assert changed_hashes <= incremental_night.touched()
         repeated_night = partitioned(
-            root,
-            "again",
-            ids,
-            taken_over(incremental_night, 1 + len(more) + len(fresh), incremental_night.items),
+            root, "again", ids, taken_over(incremental_night, 1 + len(more) + len(fresh), incremental_night.items)
         )
         assert repeated_night.inputs() == full_inputs and repeated_night.touched() == set()
         assert dump_counts(repeated_night.partition_result.interaction_counts) == dump_counts(

@@ -120,8 +120,7 @@ def test_a_list_holds_what_is_lost(lists: list[list[int]], lost: list[bool]) -> 
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), min_size=1, max_size=8),
-    st.permutations(range(12)),
+    st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), min_size=1, max_size=8), st.permutations(range(12))
 )
 def test_items_are_numbered_by_their_places(lists: list[list[int]], places: list[int]) -> None:
     records = records_of(lists)

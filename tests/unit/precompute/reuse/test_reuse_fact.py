@@ -14,20 +14,14 @@ from precompute.reuse.reuse_fact import MEASURED_USERS, build_reuse_fact
 
 def made(base: str | None) -> Build:
     """A build whose `begin` chose this base."""
-    reports = {
-        "begin": {"base": {**NO_BASE_ENTRY, "generation": base}},
-        "embed_items": {"copied": 5},
-    }
+    reports = {"begin": {"base": {**NO_BASE_ENTRY, "generation": base}}, "embed_items": {"copied": 5}}
     return cast(Build, SimpleNamespace(need_report=reports.__getitem__, store=None))
 
 
 def shard(copied: int, computed: int, seconds: float) -> ShardReport:
     """Report of a shard's step."""
     report = {
-        "users": {
-            "reasons": {"copied": copied, "inputs": computed},
-            "seconds": {"tower": seconds, "topk": seconds},
-        },
+        "users": {"reasons": {"copied": copied, "inputs": computed}, "seconds": {"tower": seconds, "topk": seconds}},
         "items": {"copied": 3},
     }
     return cast(ShardReport, report)
@@ -56,10 +50,7 @@ def test_only_the_last_nights_are_kept(earlier: dict[str, Any]) -> None:
 
     nights = build_reuse_fact(made("g"), [shard(0, 1, 0.0)])["nights"]
 
-    assert len(nights) == REUSE_NIGHTS_MAX and [night["spared_s"] for night in nights[:2]] == [
-        1.0,
-        2.0,
-    ]
+    assert len(nights) == REUSE_NIGHTS_MAX and [night["spared_s"] for night in nights[:2]] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(("computed", "user_s"), [(MEASURED_USERS, 16.0 / MEASURED_USERS), (MEASURED_USERS - 1, 0.25)])

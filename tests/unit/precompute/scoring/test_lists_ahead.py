@@ -79,10 +79,7 @@ def test_lists_of_a_value_are_the_best_items_that_have_it(
 
 def test_mean_scores_are_those_of_the_defaults() -> None:
     rng = np.random.default_rng(5)
-    vectors, users = (
-        rng.standard_normal((5_000, 7), np.float32),
-        rng.standard_normal((9, 7), np.float32),
-    )
+    vectors, users = (rng.standard_normal((5_000, 7), np.float32), rng.standard_normal((9, 7), np.float32))
     items: Any = SimpleNamespace(count=5_000, vectors=vectors, ids_of=lambda ordinals: ordinals.tolist())
     for metric in ("inner_product", "cosine"):
         ids, scores = find_favourites(items, users, metric, 50)

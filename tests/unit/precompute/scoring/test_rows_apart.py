@@ -33,9 +33,7 @@ class Odd:
 
 
 @given(st.lists(st.integers(-3, 3), max_size=40))
-def test_rows_that_raise_are_found_and_the_others_have_their_outputs(
-    numbers: list[int],
-) -> None:
+def test_rows_that_raise_are_found_and_the_others_have_their_outputs(numbers: list[int]) -> None:
     tower, input_numbers = Odd(), np.array(numbers, np.int64)
 
     outputs, raised = run_isolating_failures(tower, {"home": input_numbers})

@@ -56,8 +56,7 @@ def test_lists_are_made_for_those_who_have_a_vector(monkeypatch: pytest.MonkeyPa
 
 def test_a_model_without_a_finite_output_is_named_before_its_int8_form_is_made() -> None:
     tower: Any = SimpleNamespace(
-        name="risk.fp32.onnx",
-        run=lambda inputs: np.full((len(inputs["age"]), 2), np.nan, np.float32),
+        name="risk.fp32.onnx", run=lambda inputs: np.full((len(inputs["age"]), 2), np.nan, np.float32)
     )
 
     with pytest.raises(BundleError, match=r"no output of risk\.fp32\.onnx is finite, on none of 5"):

@@ -86,10 +86,7 @@ def test_numbers_in_a_dictionary_become_decimal():
     [
         (pa.array([b"a"]).dictionary_encode(), "is binary; ids are strings.*as strings"),
         (pa.array([1.5]).dictionary_encode(), "is double; ids are strings.*as Int64"),
-        (
-            pa.DictionaryArray.from_arrays(pa.array([0, 5]), pa.array(["a"]), safe=False),
-            "out of bounds",
-        ),
+        (pa.DictionaryArray.from_arrays(pa.array([0, 5]), pa.array(["a"]), safe=False), "out of bounds"),
     ],
 )
 def test_a_column_that_holds_no_ids_is_refused_by_name(column, message_pattern):
@@ -105,19 +102,11 @@ def test_a_column_that_holds_no_ids_is_refused_by_name(column, message_pattern):
         (pa.array([None, "a"]).dictionary_encode(), [0], "who: no id"),
         (pa.nulls(2), [0, 1], "who: no id"),
         (pa.array([None, 7]), [0], "who: no id"),
-        (
-            pa.DictionaryArray.from_arrays(pa.array([0, 1, 1]), pa.array(["a", None])),
-            [1, 2],
-            "who: no id",
-        ),
+        (pa.DictionaryArray.from_arrays(pa.array([0, 1, 1]), pa.array(["a", None])), [1, 2], "who: no id"),
         (pa.array([b"a", b"\xff"]).view(pa.string()), [1], "who: an id that is not UTF-8"),
         (pa.array([b"\xed\xa0\x80", b"\xc3\xa9"]).view(pa.string()), [0], "not UTF-8"),
         (pa.array(["a", "", "x" * 257], pa.large_string()), [1, 2], "of 0 or more than 256"),
-        (
-            pa.DictionaryArray.from_arrays(pa.array([1, 0]), pa.array(["", "a"])),
-            [1],
-            "of 0 or more than 256",
-        ),
+        (pa.DictionaryArray.from_arrays(pa.array([1, 0]), pa.array(["", "a"])), [1], "of 0 or more than 256"),
     ],
 )
 def test_rows_without_a_usable_id_are_separated(column, rows, expected_reason):

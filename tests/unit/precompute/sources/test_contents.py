@@ -38,10 +38,7 @@ def read(folder, *names, **settings):
 
 def write(folder, name="a.parquet", **columns):
     rows = len(next(iter(columns.values())))
-    ids = {
-        "user": [f"u{row}" for row in range(rows)],
-        "item": [f"i{row}" for row in range(rows)],
-    }
+    ids = {"user": [f"u{row}" for row in range(rows)], "item": [f"i{row}" for row in range(rows)]}
     pq.write_table(pa.table({**ids, **columns}), folder / name)
 
 
@@ -84,12 +81,7 @@ def test_moments_as_digits_are_read_with_a_remark(tmp_path, kind, value, seconds
 @pytest.mark.parametrize("kind", NUMBERS)
 @pytest.mark.parametrize(
     ("values", "unit"),
-    [
-        ([19_675, 19_676], "days"),
-        ([45_244, 45_245, 0], "days"),
-        ([2023], "years"),
-        ([202311], "months"),
-    ],
+    [([19_675, 19_676], "days"), ([45_244, 45_245, 0], "days"), ([2023], "years"), ([202311], "months")],
 )
 def test_numbers_that_are_no_seconds_are_refused_with_what_to_write(tmp_path, kind, values, unit):
     name = write_times(tmp_path, kind, values)
@@ -147,13 +139,7 @@ def test_a_time_of_bigquery_is_a_time(tmp_path, kind, text):
 
 def test_spark_s_times_beyond_range_are_left_out_and_counted(tmp_path):
     far, near = dt.datetime(9999, 12, 31), dt.datetime.fromtimestamp(SECONDS)  # noqa: DTZ001, DTZ006
-    table = pa.table(
-        {
-            "user": ["a", "b"],
-            "item": ["i", "j"],
-            "timestamp": pa.array([far, near], pa.timestamp("us")),
-        }
-    )
+    table = pa.table({"user": ["a", "b"], "item": ["i", "j"], "timestamp": pa.array([far, near], pa.timestamp("us"))})
     pq.write_table(table, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
     pairs, times, report = read(tmp_path, "a.parquet")
     assert pairs == [("b", "j")] and abs(times[0] - SECONDS * 10**6) <= DAY_US
@@ -399,8 +385,7 @@ def test_what_settings_call_lines_are_lines(tmp_path, line):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["u1 i1 i2\nu2 i3 i4\n", "1 10\n2 20\n", "1 2 3\n4 5 6 7\n8\n", "1 2 3\n", "1\ti1\n2\ti2\n"],
+    "text", ["u1 i1 i2\nu2 i3 i4\n", "1 10\n2 20\n", "1 2 3\n4 5 6 7\n8\n", "1 2 3\n", "1\ti1\n2\ti2\n"]
 )
 def test_lines_of_ids_are_read(tmp_path, text):
     (tmp_path / "a.txt").write_text("\ufeff" + text)
@@ -533,8 +518,7 @@ def test_times_whose_last_digits_a_spreadsheet_dropped_are_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "form"),
-    [("%d%m%Y", "ddmmyyyy"), ("%m%d%Y", "mmddyyyy"), ("%y%m%d", "yymmdd"), ("%Y%j", "yyyyddd")],
+    ("pattern", "form"), [("%d%m%Y", "ddmmyyyy"), ("%m%d%Y", "mmddyyyy"), ("%y%m%d", "yymmdd"), ("%Y%j", "yyyyddd")]
 )
 @pytest.mark.parametrize("kind", ["csv", pa.int64()])
 def test_digits_that_may_be_several_dates_are_refused_with_what_to_write(tmp_path, kind, pattern, form):

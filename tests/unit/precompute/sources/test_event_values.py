@@ -17,12 +17,7 @@ from cache.format.manifest import EntityKind
 from cache.format.stream_position import Position
 from precompute.events.files import EventValues, newest_vector_by_item
 from precompute.sources.columns import Ids
-from precompute.sources.features import (
-    NO_ENTITY_VALUES,
-    EntityValues,
-    digest_of_event_values,
-    with_event_values,
-)
+from precompute.sources.features import NO_ENTITY_VALUES, EntityValues, digest_of_event_values, with_event_values
 from precompute.sources.unusable import UnusableRows
 
 TYPES = {
@@ -34,10 +29,7 @@ FITTING: dict[str, st.SearchStrategy[Any]] = {
     "coded": st.sampled_from(["x", "y", "z"]), "taste": st.lists(st.sampled_from([0.5, 2]), max_size=2),
 }  # fmt: skip
 ROW = st.fixed_dictionaries({name: st.none() | strategy for name, strategy in FITTING.items()})
-WANTED_ATTRIBUTES: dict[EntityKind, Collection[str]] = {
-    "user": {"country"},
-    "item": {"price", "stock"},
-}
+WANTED_ATTRIBUTES: dict[EntityKind, Collection[str]] = {"user": {"country"}, "item": {"price", "stock"}}
 VALUES = st.dictionaries(
     st.sampled_from([b"a", b"b", b"c", b"d"]),
     st.fixed_dictionaries({}, optional={name: st.none() | strategy for name, strategy in FITTING.items()}),
@@ -62,21 +54,14 @@ def rows_of(feature_batches: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("abc"), ROW), min_size=1, max_size=6),
-    VALUES,
-    st.integers(1, 4),
-    st.booleans(),
+    st.lists(st.tuples(st.sampled_from("abc"), ROW), min_size=1, max_size=6), VALUES, st.integers(1, 4), st.booleans()
 )
 def test_the_table_is_the_one_with_these_values(told: Any, values: EntityValues, size: int, adds: bool) -> None:
     ids, rows = [id_and_row[0] for id_and_row in told], [id_and_row[1] for id_and_row in told]
     unusable = UnusableRows()
 
     feature_batches = with_event_values(
-        batches(ids, rows, size),
-        values,
-        kind="user",
-        unusable=unusable,
-        addable_ids=values if adds else (),
+        batches(ids, rows, size), values, kind="user", unusable=unusable, addable_ids=values if adds else ()
     )
 
     expected_rows = [(id_, row | dict(values.get(id_.encode(), {}))) for id_, row in told]

@@ -115,10 +115,7 @@ def test_a_link_to_a_file_that_is_read_is_not_read_again(tmp_path: Path) -> None
     [
         ("lake/clicks/_delta_log/00000000000000000000.json", "a Delta table"),
         ("lake/clicks/metadata/v2.metadata.json", "an Iceberg table"),
-        (
-            "lake/clicks/metadata/00001-0b9b3f0e-6c0e-4f8e-9b7e-1c2d3e4f5a6b.metadata.json",
-            "an Iceberg table",
-        ),
+        ("lake/clicks/metadata/00001-0b9b3f0e-6c0e-4f8e-9b7e-1c2d3e4f5a6b.metadata.json", "an Iceberg table"),
         ("lake/clicks/.hoodie/hoodie.properties", "a Hudi table"),
         ("lake/clicks/_spark_metadata/0", "the output of a Spark stream"),
     ],
@@ -187,10 +184,7 @@ def test_folders_and_files_with_brackets_in_their_names_are_read(
 ) -> None:
     path_prefix = write_files([f"{name}/a [1].csv", f"{name}/b.csv"])
 
-    assert files_read(tmp_path, f"{path_prefix}{name}/*.csv") == [
-        f"{name}/a [1].csv",
-        f"{name}/b.csv",
-    ]
+    assert files_read(tmp_path, f"{path_prefix}{name}/*.csv") == [f"{name}/a [1].csv", f"{name}/b.csv"]
     assert files_read(tmp_path, f"{path_prefix}{name}/a [1].csv") == [f"{name}/a [1].csv"]
     assert files_read(tmp_path, f"{path_prefix}{name}") == [f"{name}/a [1].csv", f"{name}/b.csv"]
 

@@ -53,9 +53,7 @@ def test_one_id_with_a_fifth_of_the_rows_is_named(tmp_path: Path) -> None:
     assert remark.startswith("the user '0' has 23% of all rows")
 
 
-def test_items_that_come_only_once_are_reported_with_fields_that_hold_several(
-    tmp_path: Path,
-) -> None:
+def test_items_that_come_only_once_are_reported_with_fields_that_hold_several(tmp_path: Path) -> None:
     rows = [f"u{row},i{row} j{row} k{row},{NOW_S}" for row in range(200)]
 
     (remark,) = plausibility_remarks(shape_of(tmp_path, rows))

@@ -111,28 +111,12 @@ def test_the_cut_drops_no_row_of_a_column_in_milliseconds_silently(tmp_path):
         ("a.csv", b"", "cannot read"),
         ("a.csv", b"user,item\na\n", "more or fewer columns than the header .*line '2'"),
         ("a.txt.gz", gzip.compress(b"u1 i1\n" * 1000, mtime=0)[:-10], "cut off"),
-        (
-            "a.csv.gz",
-            gzip.compress(b"user,item\n" + b"u1,i1\n" * 1000, mtime=0)[:-20],
-            "cannot read",
-        ),
-        (
-            "a.txt.gz",
-            gzip.compress(b"u1 i1\n", mtime=0)[:10] + b"\xff" * 20,
-            "compressed data is damaged",
-        ),
+        ("a.csv.gz", gzip.compress(b"user,item\n" + b"u1,i1\n" * 1000, mtime=0)[:-20], "cannot read"),
+        ("a.txt.gz", gzip.compress(b"u1 i1\n", mtime=0)[:10] + b"\xff" * 20, "compressed data is damaged"),
         ("a.txt.gz", b"u1 i1\n", "not compressed with gzip, as its name says"),
         ("a.parquet", b"PAR1 and nothing else PAR1", "cannot read"),
-        (
-            "a.csv",
-            b"user,item,weight\na,b,high\n",
-            "weight: a weight that is no number .*weights are numbers",
-        ),
-        (
-            "a.csv",
-            b"user,item,timestamp\na,b,2024/01/02 03:04\n",
-            "timestamp: no time that can be read .*ISO 8601",
-        ),
+        ("a.csv", b"user,item,weight\na,b,high\n", "weight: a weight that is no number .*weights are numbers"),
+        ("a.csv", b"user,item,timestamp\na,b,2024/01/02 03:04\n", "timestamp: no time that can be read .*ISO 8601"),
         ("a.csv", b"user,item,timestamp\na,b,\nc,d,\n", "timestamp: no time .*fill them in"),
         ("a.csv", b"user,thing\na,b\n", "no column 'item'; it has user, thing"),
         ("a.what", b"", "cannot tell the format"),
@@ -266,10 +250,7 @@ def test_what_a_driver_raises_is_worth_another_try_and_shows_no_secret(tmp_path,
     (source_file,) = source_files((url,), tmp_path)
     monkeypatch.setattr(MemoryFileSystem, "_open", fails)
 
-    for read_it in (
-        lambda: digest_files([source_file]),
-        lambda: list(read_interactions(Sources((url,)), tmp_path)),
-    ):
+    for read_it in (lambda: digest_files([source_file]), lambda: list(read_interactions(Sources((url,)), tmp_path))):
         with pytest.raises(StoreError, match="Throttled: SlowDown") as failed:
             read_it()
         assert "hush" not in str(failed.value)

@@ -10,12 +10,7 @@ from precompute.sources.columns import Ids
 from precompute.sources.repeated_rows import RepeatedRows
 
 
-def add(
-    repeated: RepeatedRows,
-    path: Path,
-    rows: NDArray[np.int64],
-    times: NDArray[np.int64] | None = None,
-) -> None:
+def add(repeated: RepeatedRows, path: Path, rows: NDArray[np.int64], times: NDArray[np.int64] | None = None) -> None:
     """Add rows by their numbers."""
     users, items = (
         pa.array([f"{kind}{row % count}" for row in rows.tolist()]) for kind, count in (("u", 997), ("i", 89))

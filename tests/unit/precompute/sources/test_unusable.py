@@ -29,10 +29,7 @@ def read(folder, name, unusable):
         (user, item, int(time) // 10**6)
         for batch in batches
         for user, item, time in zip(
-            batch.users.texts().to_pylist(),
-            batch.items.texts().to_pylist(),
-            batch.times,
-            strict=True,
+            batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), batch.times, strict=True
         )
     ]
 
@@ -90,10 +87,7 @@ def test_a_line_that_is_not_utf_8_costs_only_itself(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"u1 i1 caf\xe9\n" + b"x" * 300 + b" i1 i2\nu2 i2\n")
     unusable = UnusableRows()
     assert [row[:2] for row in read(tmp_path, "a.txt", unusable)] == [("u1", "i1"), ("u2", "i2")]
-    assert reasons(unusable) == {
-        "item: an id that is not UTF-8": 1,
-        "user: an id of 0 or more than 256 bytes": 2,
-    }
+    assert reasons(unusable) == {"item: an id that is not UTF-8": 1, "user: an id of 0 or more than 256 bytes": 2}
 
 
 def test_rows_of_a_feature_table_without_an_id_are_left_out(tmp_path):
@@ -107,8 +101,7 @@ def test_rows_of_a_feature_table_without_an_id_are_left_out(tmp_path):
 def test_a_source_of_which_no_row_can_be_used_is_refused_with_what_to_do(tmp_path):
     milliseconds = [at * 1000 for _, _, at in GOOD]
     pq.write_table(
-        pa.table({"user": ["a", "b"], "item": ["c", "d"], "timestamp": milliseconds}),
-        tmp_path / "a.parquet",
+        pa.table({"user": ["a", "b"], "item": ["c", "d"], "timestamp": milliseconds}), tmp_path / "a.parquet"
     )
     with pytest.raises(SourceError, match=r"none of the 2 rows of a\.parquet .*divide milliseconds"):
         read(tmp_path, "a.parquet", UnusableRows())
@@ -169,11 +162,7 @@ def test_values_that_an_input_cannot_hold_cost_only_their_rows():
     }  # fmt: skip
     texts = InputSpec("x", "feature", "string", column="land")
     feature_values = read_feature_values(pa.array([b"de", b"\xff", None]).view(pa.string()), texts)
-    assert feature_values.numbers.tolist() == ["de", "", ""] and feature_values.usable.tolist() == [
-        True,
-        False,
-        False,
-    ]
+    assert feature_values.numbers.tolist() == ["de", "", ""] and feature_values.usable.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -203,10 +192,7 @@ def test_a_row_is_counted_once_however_many_models_take_its_column(tmp_path):
         age, age, replace(age, name="age"),
     ]  # fmt: skip
     config = NightConfig(
-        base=str(tmp_path),
-        sources=Sources(user_features="users.parquet"),
-        feature_text_bytes=4_096,
-        shards=1,
+        base=str(tmp_path), sources=Sources(user_features="users.parquet"), feature_text_bytes=4_096, shards=1
     )
     unusable = UnusableRows()
     (tmp_path / "parts").mkdir()

@@ -7,13 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache.config.timetable import (
-    NIGHT_STAGES,
-    NIGHT_STEPS,
-    PRELIMINARY_STEPS,
-    SEALING_STEP,
-    STEPS_TIMED_APART,
-)
+from cache.config.timetable import NIGHT_STAGES, NIGHT_STEPS, PRELIMINARY_STEPS, SEALING_STEP, STEPS_TIMED_APART
 from cache.errors import ModelFailed
 from precompute.builds import reports
 from precompute.cli.parser import STEPS_WITHIN_SCORE, build_command_parser
@@ -34,9 +28,7 @@ def test_every_step_is_a_module_named_after_it() -> None:
         assert callable(step.run) and callable(step.in_night), name
 
 
-def test_a_model_that_cannot_be_run_ends_a_night_by_the_name_of_the_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_that_cannot_be_run_ends_a_night_by_the_name_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Night) -> StepRow:
         raise ModelFailed("user_tower.onnx cannot be run on age [2]: no such code")
 
@@ -84,10 +76,7 @@ def test_every_step_has_a_command(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("file", "after"),
-    [
-        ("dags/nightly_precompute.py", "What it does:"),
-        ("docs/explanation/life-of-a-night.md", "## The steps"),
-    ],
+    [("dags/nightly_precompute.py", "What it does:"), ("docs/explanation/life-of-a-night.md", "## The steps")],
 )
 def test_documents_name_the_steps_in_their_order(file: str, after: str) -> None:
     text = (ROOT / file).read_text().partition(after)[2].partition("retire")[0] + "retire"

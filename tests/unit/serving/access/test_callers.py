@@ -85,15 +85,9 @@ def test_a_token_beyond_ascii_is_known_in_both_encodings() -> None:
         assert callers.identify([(b"authorization", header_value)]).name == "default"
 
 
-def test_a_thousand_wrong_tokens_all_cost_the_same_comparisons(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thousand_wrong_tokens_all_cost_the_same_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     compare_digest, digest_of = hmac.compare_digest, hashlib.sha256
-    callers, compared, hashed = (
-        make_callers(token="sesame"),
-        list[tuple[bytes, bytes]](),
-        list[int](),
-    )
+    callers, compared, hashed = (make_callers(token="sesame"), list[tuple[bytes, bytes]](), list[int]())
 
     def compare(left_digest: bytes, right_digest: bytes) -> bool:
         compared.append((left_digest, right_digest))

@@ -151,10 +151,7 @@ def test_two_names_for_one_token_and_too_many_are_refused(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="at most 256"):
         read_tokens(written(tmp_path / "b", excess_entries))
     with pytest.raises(ConfigError, match="at most 256"):
-        write_tokens(
-            tmp_path / "c",
-            {name: TokenEntry(sha256=DIGEST, scopes=("read",)) for name in excess_entries},
-        )
+        write_tokens(tmp_path / "c", {name: TokenEntry(sha256=DIGEST, scopes=("read",)) for name in excess_entries})
 
 
 def test_changes_of_one_file_wait_for_one_another(tmp_path: Path) -> None:

@@ -45,11 +45,7 @@ def test_a_change_is_in_force_at_the_next_look(tmp_path: Path) -> None:
     write_tokens(path, {"ben": entry("b")})
 
     assert token_watch.reload_if_changed() and token_watch.callers is not initial_callers
-    assert [name_of(token_watch.callers, token) for token in ("a", "b", "sesame")] == [
-        "",
-        "ben",
-        "default",
-    ]
+    assert [name_of(token_watch.callers, token) for token in ("a", "b", "sesame")] == ["", "ben", "default"]
     assert not token_watch.reload_if_changed()
 
 

@@ -132,10 +132,7 @@ class Process:
 
     def __init__(self, gate: Admission, load: float, seconds: float, calm_s: float) -> None:
         rng = np.random.default_rng(0)
-        rates = (
-            (load * self.CAPACITY_PER_S, 0.0, seconds),
-            (0.5 * self.CAPACITY_PER_S, seconds, calm_s),
-        )
+        rates = ((load * self.CAPACITY_PER_S, 0.0, seconds), (0.5 * self.CAPACITY_PER_S, seconds, calm_s))
         self.due = np.concatenate(
             [began_at + np.cumsum(rng.exponential(1 / r, int(r * t))) for r, began_at, t in rates]
         )
@@ -220,12 +217,8 @@ def test_the_share_is_kept_exactly_and_spread_evenly(share: float, of: int) -> N
         assert abs(sum(is_admitted[:upto]) - share * upto) < 1 + 1e-6
 
 
-@given(
-    st.lists(st.tuples(st.floats(0, 2), st.floats(0, 0.5)), max_size=200),
-)
-def test_the_share_stays_between_none_and_all_whatever_is_seen(
-    seen: list[tuple[float, float]],
-) -> None:
+@given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 0.5)), max_size=200))
+def test_the_share_stays_between_none_and_all_whatever_is_seen(seen: list[tuple[float, float]]) -> None:
     valve, clock = Valve(TARGET_S, INTERVAL_S), FakeClock()
 
     for wait, passed in seen:
@@ -263,11 +256,7 @@ async def test_overload_leaves_live_out_and_says_so_and_only_for_new_work() -> N
 
     world.infer = infer  # type: ignore[method-assign]
     inferences = LiveInferences(
-        cast(MicroBatcher, world),
-        world.tiers,
-        overlay_ttl_s=600.0,
-        outage_ttl_s=15.0,
-        admit=lambda: is_open,
+        cast(MicroBatcher, world), world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, admit=lambda: is_open
     )
     ladder = Ladder(world.tiers, inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock)
     served = ServedGenerations(world.snapshot())
@@ -284,11 +273,7 @@ async def test_overload_leaves_live_out_and_says_so_and_only_for_new_work() -> N
     assert await run_loop_until(lambda: inferences.flights.shared_count == 1)
     goes_on.set()
     assert [(await task)["source"] for task in (first, joiner)] == ["live", "live"]
-    shed, stored_answer, known_answer = (
-        await look_up("other"),
-        await look_up("new"),
-        await look_up("u3"),
-    )
+    shed, stored_answer, known_answer = (await look_up("other"), await look_up("new"), await look_up("u3"))
 
     assert (shed["source"], shed["reason"], shed["live"]) == (
         "default", "not_in_generation", "overloaded",
@@ -323,11 +308,7 @@ async def test_the_oldest_input_tells_how_much_of_its_time_it_has_waited() -> No
 
 
 async def test_a_pulse_sees_every_long_iteration_and_ends() -> None:
-    clock, observations, loop = (
-        FakeClock(),
-        list[tuple[float, float, float]](),
-        asyncio.get_running_loop(),
-    )
+    clock, observations, loop = (FakeClock(), list[tuple[float, float, float]](), asyncio.get_running_loop())
     enough = asyncio.Event()
 
     def observe(turn_s: float, model_wait: float, now_s: float) -> None:

@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 
 from serving.admission.controller import Admission
-from serving.admission.work_pacer import (
-    CallerGone,
-    WorkPacer,
-    noted_wait_s,
-    store_wait,
-    wait_for_next_portion,
-)
+from serving.admission.work_pacer import CallerGone, WorkPacer, noted_wait_s, store_wait, wait_for_next_portion
 from serving.http.asgi_app import AsgiApp
 from tests.fakes import FakeClock
 from tests.unit.serving.world import PATHS, gate_of
@@ -283,15 +277,11 @@ async def collect_messages(app: AsgiApp, name: str, is_gone: Callable[[], bool] 
     return messages
 
 
-async def test_nothing_is_done_and_nothing_sent_for_a_client_that_has_gone(
-    clock: FakeClock,
-) -> None:
+async def test_nothing_is_done_and_nothing_sent_for_a_client_that_has_gone(clock: FakeClock) -> None:
     app, worked, admission = front(clock, work_s=0.01)
 
     answers = await asyncio.gather(
-        collect_messages(app, "first"),
-        collect_messages(app, "gone", lambda: True),
-        collect_messages(app, "last"),
+        collect_messages(app, "first"), collect_messages(app, "gone", lambda: True), collect_messages(app, "last")
     )
 
     assert worked == ["first", "last"] and [len(messages) for messages in answers] == [2, 0, 2]

@@ -49,10 +49,7 @@ def row(field: AnswerField) -> str:
 
 def test_the_reference_page_has_every_field_and_no_other() -> None:
     page = (ROOT / "docs/reference/http-api.md").read_text()
-    every = [
-        *map(row, declared_fields(Answer)),
-        *map(row, declared_fields(Ranking)[len(declared_fields(Origin)) :]),
-    ]
+    every = [*map(row, declared_fields(Answer)), *map(row, declared_fields(Ranking)[len(declared_fields(Origin)) :])]
     page_rows = [line for line in page.splitlines() if line.startswith("| `") and line.count("|") == 6]
 
     assert "\n".join(page_rows) == "\n".join(every)

@@ -247,17 +247,11 @@ def test_what_anybody_answers_is_garbled_at_worst(raw: bytes, rows: int) -> None
     [
         ({}, Forms("json", "json")),
         ({"content-type": "application/vnd.apache.arrow.stream"}, Forms("arrow", "json")),
-        (
-            {"content-type": "Application/JSON; charset=utf-8", "accept": "*/*"},
-            Forms("json", "json"),
-        ),
+        ({"content-type": "Application/JSON; charset=utf-8", "accept": "*/*"}, Forms("json", "json")),
         ({"content-type": "application/x-www-form-urlencoded"}, Forms("json", "json")),
         ({"accept": "application/vnd.apache.arrow.stream"}, Forms("json", "arrow")),
         ({"accept": "*/*, application/vnd.apache.arrow.stream"}, Forms("json", "arrow")),
-        (
-            {"accept": "application/json;q=0.5,application/vnd.apache.arrow.stream; q=0.4"},
-            Forms("json", "json"),
-        ),
+        ({"accept": "application/json;q=0.5,application/vnd.apache.arrow.stream; q=0.4"}, Forms("json", "json")),
         ({"accept": "text/html, application/*;q=0.1"}, Forms("json", "json")),
         ({"accept": "text/html"}, 406),
         ({"accept": "application/json;q=0"}, 406),

@@ -58,9 +58,7 @@ async def test_every_request_has_its_own_deadline() -> None:
     assert sender.deadlines == [10.0, 15.0, 20.0] and receipt.accepted == 3
 
 
-def test_the_blocking_client_waits_as_long_as_all_requests_may_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_blocking_client_waits_as_long_as_all_requests_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     run = LoopThread.run
 

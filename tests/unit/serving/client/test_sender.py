@@ -78,10 +78,7 @@ class Script:
 
 def client(reply: Reply, clock: Clock | None = None, **policy: Any) -> AsyncClient:
     return AsyncClient(
-        URL,
-        policy=Policy(**policy),
-        pace=(clock or Clock()).pace(),
-        transport=httpx.MockTransport(reply),
+        URL, policy=Policy(**policy), pace=(clock or Clock()).pace(), transport=httpx.MockTransport(reply)
     )
 
 
@@ -129,10 +126,7 @@ async def test_retry_after_is_kept_and_counts_against_the_deadline() -> None:
     await client(script, clock, deadline_ms=5_000, told_share=0.9).lookup("t", "u-1")
 
     (slept,) = clock.slept
-    assert 2.0 < slept <= 2.5 and get_deadlines_ms(script) == [
-        4_500,
-        int((5_000 - slept * 1_000) * 0.9),
-    ]
+    assert 2.0 < slept <= 2.5 and get_deadlines_ms(script) == [4_500, int((5_000 - slept * 1_000) * 0.9)]
 
 
 async def test_retry_after_may_be_a_date() -> None:
@@ -165,12 +159,7 @@ async def test_an_outage_does_not_multiply_the_load() -> None:
 
 
 async def test_feedback_that_may_have_been_counted_is_not_sent_again() -> None:
-    for fault in (
-        httpx.ReadError("x"),
-        httpx.WriteError("x"),
-        make_error_response(503),
-        make_error_response(502),
-    ):
+    for fault in (httpx.ReadError("x"), httpx.WriteError("x"), make_error_response(503), make_error_response(502)):
         script = Script([fault])
         with pytest.raises((Unreachable, Unavailable)):
             await client(script).feedback("click", generation="g-1")
@@ -184,11 +173,7 @@ async def test_feedback_that_never_left_is_sent_again() -> None:
     assert await client(script).feedback("click", canary_key=7, count=2) == "canary"
 
     assert len({request.content for request in script.requests}) == 1
-    assert orjson.loads(script.requests[0].content) == {
-        "event": "click",
-        "count": 2,
-        "canary_key": "7",
-    }
+    assert orjson.loads(script.requests[0].content) == {"event": "click", "count": 2, "canary_key": "7"}
 
 
 @pytest.mark.parametrize(

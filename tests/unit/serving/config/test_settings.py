@@ -17,12 +17,7 @@ def test_the_environment_outranks_the_file_and_the_command_line_both(tmp_path: P
         'namespace = "shop"\nartifacts = "store"\nshards = 8\n'
         '[serving]\nport = 1\ndeadline_ms = 5\nprecision = "fp32"\n'
     )
-    environ = {
-        "LARDER_CONFIG": str(file),
-        "LARDER_PORT": "2",
-        "REDIS_URL": "redis://r",
-        "LARDER_TOKEN": "",
-    }
+    environ = {"LARDER_CONFIG": str(file), "LARDER_PORT": "2", "REDIS_URL": "redis://r", "LARDER_TOKEN": ""}
 
     config = ServingConfig.load(environ, port=3, host=None)
 
@@ -79,19 +74,14 @@ def test_one_file_leads_night_and_service_to_the_same_places(tmp_path: Path, tex
     (tmp_path / "larder.toml").write_text(text)
     environment = {"LARDER_CONFIG": str(tmp_path / "larder.toml")}
 
-    service, night = (
-        ServingConfig.load(environment),
-        NightConfig.configured({}, tmp_path / "larder.toml"),
-    )
+    service, night = (ServingConfig.load(environment), NightConfig.configured({}, tmp_path / "larder.toml"))
 
     assert service.store().url == night.store().url
     assert Path(service.state) == night.path(night.state)
     assert service.namespace == night.namespace
 
 
-def test_one_schedule_above_the_sections_is_the_nights_the_services_and_the_dags(
-    tmp_path: Path,
-) -> None:
+def test_one_schedule_above_the_sections_is_the_nights_the_services_and_the_dags(tmp_path: Path) -> None:
     file = tmp_path / "larder.toml"
     file.write_text('schedule = "30 1 * * *"\ntimezone = "Europe/Berlin"\nschedule_grace_s = 60\n')
     environment = {"LARDER_CONFIG": str(file)}
@@ -103,9 +93,7 @@ def test_one_schedule_above_the_sections_is_the_nights_the_services_and_the_dags
     assert (night.schedule, night.timezone) == ("30 1 * * *", "Europe/Berlin")
 
 
-def test_files_of_tokens_and_tls_are_relative_to_the_settings_file_or_the_current_folder(
-    tmp_path: Path,
-) -> None:
+def test_files_of_tokens_and_tls_are_relative_to_the_settings_file_or_the_current_folder(tmp_path: Path) -> None:
     file = tmp_path / "larder.toml"
     file.write_text('[serving]\ntokens_file = "t.json"\ntls_certificate = "c"\ntls_key = "/k"\n')
 

@@ -70,10 +70,7 @@ async def test_reports_of_two_workers_add_up_to_one_fleet_view(world: World) -> 
     world.second_worker.count(4)
     await world.publish_all()
     world.first_worker.count(10)  # not told yet: the worker that is asked knows it all the same
-    own_reading, theirs = (
-        await world.first_worker.fleet_view.read(),
-        await world.second_worker.fleet_view.read(),
-    )
+    own_reading, theirs = (await world.first_worker.fleet_view.read(), await world.second_worker.fleet_view.read())
 
     assert own_reading.trouble is None and (requests(own_reading), requests(theirs)) == (17, 7)
     assert sum(counts["r"] for counts in own_reading.recent_counts_by_start.values()) == 17
@@ -181,11 +178,7 @@ async def test_a_silent_worker_is_not_shown_and_later_taken_out(world: World) ->
 
 async def test_rows_of_other_versions_spoil_nothing(world: World) -> None:
     now_s = world.clock()
-    world.redis.hashes[KEYS.workers] |= {
-        b"older": orjson.dumps({"at": now_s}),
-        b"broken": b"{",
-        b"strange": b"[1]",
-    }
+    world.redis.hashes[KEYS.workers] |= {b"older": orjson.dumps({"at": now_s}), b"broken": b"{", b"strange": b"[1]"}
     world.redis.hashes[KEYS.bin(int(now_s) // BIN_S * BIN_S)] |= {b"older": b"?", b"x": b"[1,2]"}
     world.first_worker.count(2)
     reading = await world.first_worker.fleet_view.read()

@@ -20,14 +20,7 @@ from serving.dashboard.counters import (
     shown_totals,
     unpack,
 )
-from serving.events.counts import (
-    ACCEPTED,
-    REFUSAL_REASONS,
-    REJECTION_REASONS,
-    REPEATED,
-    EventCounts,
-    counts_by_field,
-)
+from serving.events.counts import ACCEPTED, REFUSAL_REASONS, REJECTION_REASONS, REPEATED, EventCounts, counts_by_field
 from serving.metrics.registry import Metrics
 from serving.requests.answers import Source
 

@@ -3,13 +3,7 @@
 from typing import Any
 
 from serving.dashboard.aggregator import FleetReading, draw_bin
-from serving.dashboard.document import (
-    DASHBOARD_SCHEMA,
-    SETTLED_S,
-    build_document,
-    summarise_redis,
-    summarise_replicas,
-)
+from serving.dashboard.document import DASHBOARD_SCHEMA, SETTLED_S, build_document, summarise_redis, summarise_replicas
 from serving.metrics.collectors import refine_bounds
 
 BOUNDS = refine_bounds((0.001, 1.0))
@@ -44,9 +38,7 @@ def test_workers_add_up() -> None:
         999_000: draw_bin({"a:l2": 7}, BOUNDS)
     }
     dashboard_document = make_document(
-        FleetReading(NOW_S, None, workers, rows, bins),
-        archive=([LIVE_GENERATION], []),
-        roles={"live": "g2"},
+        FleetReading(NOW_S, None, workers, rows, bins), archive=([LIVE_GENERATION], []), roles={"live": "g2"}
     )
 
     assert set(dashboard_document) == set(DASHBOARD_SCHEMA["properties"])
@@ -75,11 +67,7 @@ def test_a_replica_is_as_far_as_the_last_of_its_workers() -> None:
         "replica": "a", "workers": 2, "generation": "g1", "epoch": 1, "ready": False, "stale": None,
         "degraded": None, "seen_s": 4.0, "failed": "no room",
     }  # fmt: skip
-    assert (second_replica["replica"], second_replica["generation"], second_replica["ready"]) == (
-        "b",
-        "g2",
-        True,
-    )
+    assert (second_replica["replica"], second_replica["generation"], second_replica["ready"]) == ("b", "g2", True)
 
 
 def test_a_cluster_is_the_sum_of_its_nodes() -> None:
@@ -96,18 +84,8 @@ def test_a_cluster_is_the_sum_of_its_nodes() -> None:
 
 
 def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
-    events_row = {
-        "up": 1.0,
-        "durability": "always",
-        "demanded": "any",
-        "lag_s": 0.5,
-        "counted_until": "30-0",
-    }
-    workers = {
-        "w1": worker(events=events_row),
-        "w2": worker(events=events_row | {"lag_s": 3.0}),
-        "w3": worker(),
-    }
+    events_row = {"up": 1.0, "durability": "always", "demanded": "any", "lag_s": 0.5, "counted_until": "30-0"}
+    workers = {"w1": worker(events=events_row), "w2": worker(events=events_row | {"lag_s": 3.0}), "w3": worker()}
     bins = {
         999_980: {"a:l1": 6, "a:live": 4, "w": 5, "c": 2, "d": 300_000, "v:accepted": 7, "v:in_future": 1},
         999_990: {"v:accepted": 2, "y:events_full": 3, "c": 1},
@@ -126,11 +104,7 @@ def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
         "answers": 5, "answers_share": 0.5, "list_change": 0.1,
     }  # fmt: skip
     assert set(dashboard_document["events"]) == set(DASHBOARD_SCHEMA["properties"]["events"]["anyOf"][0]["properties"])
-    assert dashboard_document["series"]["events"] == {
-        "accepted": [7],
-        "repeated": [0],
-        "rejected": [1],
-    }
+    assert dashboard_document["series"]["events"] == {"accepted": [7], "repeated": [0], "rejected": [1]}
 
 
 def test_without_events_the_document_has_none() -> None:

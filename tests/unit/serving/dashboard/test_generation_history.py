@@ -44,26 +44,12 @@ class Night:
         self.store.write(generation_path(generation, "manifest.json"), manifest.to_bytes())
 
     def release(
-        self,
-        action: Any,
-        generation: str,
-        reason: str = "",
-        *,
-        is_done: bool = True,
-        abandoned: bool = False,
+        self, action: Any, generation: str, reason: str = "", *, is_done: bool = True, abandoned: bool = False
     ) -> None:
         self.releases += 1
         number = self.releases
         record = Release(
-            number * 10,
-            action,
-            generation,
-            None,
-            "a",
-            5_000.0 + number,
-            reason,
-            number=number,
-            abandoned=abandoned,
+            number * 10, action, generation, None, "a", 5_000.0 + number, reason, number=number, abandoned=abandoned
         )
         self.store.write(intent_path(number), record.to_bytes())
         if is_done:
@@ -85,11 +71,7 @@ def test_a_generation_is_shown_with_its_release_gates_and_size(night: Night) -> 
     night.release("publish", G2, is_done=False)
     generation = night.read({G1: {"state": "live", "at": 1.0, "reason": ""}})[0][G1]
 
-    assert (generation["state"], generation["epoch"], generation["published_at"]) == (
-        "live",
-        10,
-        5_001.0,
-    )
+    assert (generation["state"], generation["epoch"], generation["published_at"]) == ("live", 10, 5_001.0)
     assert (generation["data_until"], generation["bytes"], generation["records"]) == (1_000, 500, 0)
     assert [gate["verdict"] for gate in generation["gates"]] == ["passed", "overridden", "failed"]
     assert generation["gates"][2] == {
@@ -118,9 +100,7 @@ def test_remarks_about_the_inputs_of_a_night_are_shown(night: Night) -> None:
     assert generations[G2]["remarks"] == []
 
 
-def test_steps_stand_in_the_order_of_a_night_with_the_late_ones_from_their_own_files(
-    night: Night,
-) -> None:
+def test_steps_stand_in_the_order_of_a_night_with_the_late_ones_from_their_own_files(night: Night) -> None:
     night.make(G1)
     for step, seconds in (("load", 7.0), ("publish", 1.5)):
         times_json = orjson.dumps({"began_at": 1.0, "seconds": seconds})
@@ -153,17 +133,11 @@ def test_without_a_registry_states_are_what_the_records_prove(night: Night) -> N
     night.release("refuse", G3, "recall is too low")
     generations, _ = night.read()
 
-    assert [generations[generation_id]["state"] for generation_id in (G1, G2, G3)] == [
-        "superseded",
-        "live",
-        "refused",
-    ]
+    assert [generations[generation_id]["state"] for generation_id in (G1, G2, G3)] == ["superseded", "live", "refused"]
     assert generations[G3]["reason"] == "recall is too low" and generations[G3]["bytes"] is None
 
 
-def test_without_a_registry_abandoned_canaries_and_rolled_back_generations_are_shown_as_such(
-    night: Night,
-) -> None:
+def test_without_a_registry_abandoned_canaries_and_rolled_back_generations_are_shown_as_such(night: Night) -> None:
     night.release("publish", G1)
     night.release("publish", G2)
     night.release("roll_back", G1)
@@ -205,8 +179,7 @@ def test_it_is_bounded_and_survives_a_broken_store(night: Night) -> None:
 def test_a_night_that_failed_stands_first_with_its_error(night: Night) -> None:
     night.make(G1)
     night.store.write(
-        FILE_OF_FAILURE,
-        orjson.dumps({"step": "load", "generation": None, "at": 9.0, "error": "refused: full"}),
+        FILE_OF_FAILURE, orjson.dumps({"step": "load", "generation": None, "at": 9.0, "error": "refused: full"})
     )
 
     _, (failed, earlier) = night.read()
@@ -221,8 +194,7 @@ def test_a_night_that_failed_stands_first_with_its_error(night: Night) -> None:
 def test_a_night_that_failed_with_its_files_keeps_its_times(night: Night) -> None:
     night.make(G1)
     night.store.write(
-        FILE_OF_FAILURE,
-        orjson.dumps({"step": "publish", "generation": G1, "at": 9.0, "error": "conflict: late"}),
+        FILE_OF_FAILURE, orjson.dumps({"step": "publish", "generation": G1, "at": 9.0, "error": "conflict: late"})
     )
 
     _, (failed,) = night.read()

@@ -22,13 +22,7 @@ def lines(body: Any) -> list[str]:
 def body() -> Any:
     document: Any = well(bins=40)
     answers = document["totals"]["answers"]
-    document["lately"] = {
-        "seconds": 300,
-        "requests": 9,
-        "answers": answers,
-        "misses": {},
-        "latency": {},
-    }
+    document["lately"] = {"seconds": 300, "requests": 9, "answers": answers, "misses": {}, "latency": {}}
     document["verdict"]["also"] = []
     return document
 

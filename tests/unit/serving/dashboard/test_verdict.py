@@ -54,11 +54,7 @@ def lately(**counts: int) -> dict[str, Any]:
 def test_all_is_well() -> None:
     dashboard_verdict = build_verdict(body())
 
-    assert (dashboard_verdict["level"], dashboard_verdict["advice"], dashboard_verdict["also"]) == (
-        "ok",
-        None,
-        [],
-    )
+    assert (dashboard_verdict["level"], dashboard_verdict["advice"], dashboard_verdict["also"]) == ("ok", None, [])
     assert dashboard_verdict["sentence"] == (
         f"All is well: generation {G1} is live on 1 replica and 90.0% of the answers of the last "
         "minutes came from cache."
@@ -72,12 +68,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "Redis cannot be asked (connection refused)",
         "larder restore",
     ),
-    "breaker": (
-        {"breakers": {"closed": 3, "half_open": 1, "open": 1}},
-        "bad",
-        "2 workers left Redis alone",
-        "SLOWLOG",
-    ),
+    "breaker": ({"breakers": {"closed": 3, "half_open": 1, "open": 1}}, "bad", "2 workers left Redis alone", "SLOWLOG"),
     "not ready": (
         {"replicas": [replica(), replica(replica="b", ready=False, failed="no room")]},
         "bad",
@@ -87,12 +78,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "another store": (
         {
             "replicas": [
-                replica(
-                    replica="b",
-                    ready=False,
-                    generation=None,
-                    failed=f"generation {G1} has no manifest in /x",
-                )
+                replica(replica="b", ready=False, generation=None, failed=f"generation {G1} has no manifest in /x")
             ]
         },
         "bad",
@@ -100,14 +86,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "b has another artefact store: correct LARDER_ARTIFACTS",
     ),
     "failed night": (
-        {
-            "nights": [
-                {
-                    "generation": G1,
-                    "failure": {"step": "load", "at": 0.0, "error": "refused: Redis is full."},
-                }
-            ]
-        },
+        {"nights": [{"generation": G1, "failure": {"step": "load", "at": 0.0, "error": "refused: Redis is full."}}]},
         "warn",
         f"The last night failed at 1970-01-01 00:00 UTC in the step load ({G1}): refused: Redis is full; what is live",
         "larder night again",
@@ -131,24 +110,13 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "restore",
     ),
     "an emptied Redis": (
-        {
-            "replicas": [replica(stale="pointer_vanished")],
-            "lately": lately(hits=500, fallbacks=500),
-        },
+        {"replicas": [replica(stale="pointer_vanished")], "lately": lately(hits=500, fallbacks=500)},
         "bad",
         "Redis came back without its pointer",
         "larder restore",
     ),
     "refused": (
-        {
-            "generations": [
-                {
-                    "generation": G1,
-                    "state": "refused",
-                    "gates": [{"rule": "recall", "verdict": "failed"}],
-                }
-            ]
-        },
+        {"generations": [{"generation": G1, "state": "refused", "gates": [{"rule": "recall", "verdict": "failed"}]}]},
         "warn",
         "refused by recall",
         "override",
@@ -164,24 +132,14 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "refused by a gate, what is live stays",
         "override",
     ),
-    "apart": (
-        {"replicas": [replica(), replica(generation=G2)]},
-        "warn",
-        f"2 generations: {G2}, {G1}",
-        "restart",
-    ),
+    "apart": ({"replicas": [replica(), replica(generation=G2)]}, "warn", f"2 generations: {G2}, {G1}", "restart"),
     "fallback": (
         {"lately": lately(hits=900, fallbacks=100)},
         "warn",
         "10.0% of the answers are from the previous generation or defaults (2.0% before), mostly because of cold_start",
         "miss reasons",
     ),
-    "fallback, much": (
-        {"lately": lately(hits=500, fallbacks=500)},
-        "bad",
-        "50.0% of the answers",
-        "live path",
-    ),
+    "fallback, much": ({"lately": lately(hits=500, fallbacks=500)}, "bad", "50.0% of the answers", "live path"),
     "hit rate": (
         {"lately": lately(hits=700, live=280, fallbacks=20)},
         "warn",
@@ -243,17 +201,9 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "stream of events is full: events were refused 1 time in",
         "larder night",
     ),
-    "events, filling": (
-        {"events": events(stream_bytes=80)},
-        "warn",
-        "stream of events is 80% full",
-        "stream_bytes",
-    ),
+    "events, filling": ({"events": events(stream_bytes=80)}, "warn", "stream of events is 80% full", "stream_bytes"),
     "events, behind": (
-        {
-            "events": events(lag_s=12.25, held_bytes=100),
-            "replicas": [replica(), replica(stale="events_behind")],
-        },
+        {"events": events(lag_s=12.25, held_bytes=100), "replicas": [replica(), replica(stale="events_behind")]},
         "warn",
         "a worker is 12.2 s behind, its memory for events 100% full",
         "larder night",
@@ -270,12 +220,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "5.5% of the events were rejected, mostly as in_future",
         "mend what sends them",
     ),
-    "overload": (
-        {"queue": {"shed_lately": 40}},
-        "warn",
-        "40 inferences or requests were left out",
-        "LARDER_WORKERS",
-    ),
+    "overload": ({"queue": {"shed_lately": 40}}, "warn", "40 inferences or requests were left out", "LARDER_WORKERS"),
 }
 
 
@@ -292,10 +237,7 @@ def test_what_is_wrong_is_said_with_its_remedy(name: str) -> None:
 QUIET: dict[str, dict[str, Any]] = {
     "few answers": {"lately": lately(fallbacks=199)},
     "no history": {"lately": lately(live=1_000), "earlier": {"answers": answers(hits=10)}},
-    "always so": {
-        "lately": lately(hits=500, fallbacks=500),
-        "earlier": {"answers": answers(5_000, 0, 5_000)},
-    },
+    "always so": {"lately": lately(hits=500, fallbacks=500), "earlier": {"answers": answers(5_000, 0, 5_000)}},
     "better than before": {"lately": lately(hits=1_000)},
     "no limit": {"redis": {"used_bytes": 99, "limit_bytes": None, "policy": "volatile-lru"}},
     "unknown memory": {"redis": {"used_bytes": None, "limit_bytes": None, "policy": None}},
@@ -310,9 +252,7 @@ QUIET: dict[str, dict[str, Any]] = {
     "few events": {"events": events(results={"accepted": 1, "too_many": 198})},
     "events of who was erased": {"events": events(results={"accepted": 500, "erased": 500})},
     "another refusal": {"events": events(refused={"overloaded": 3})},
-    "events not looked at": {
-        "events": dict.fromkeys(events()) | {"results": {}, "refused": {}},
-    },
+    "events not looked at": {"events": dict.fromkeys(events()) | {"results": {}, "refused": {}}},
 }
 
 

@@ -114,8 +114,7 @@ async def test_a_full_stream_refuses_the_call_and_others_are_tried_for_themselve
     acceptor = make_acceptor(redis)
 
     errors = await asyncio.gather(
-        *(acceptor.accept(events(*[b"x"] * EVENTS_PER_CALL)) for _ in range(2)),
-        return_exceptions=True,
+        *(acceptor.accept(events(*[b"x"] * EVENTS_PER_CALL)) for _ in range(2)), return_exceptions=True
     )
 
     assert [type(error) for error in errors] == [EventsFull] * 2 and len(redis.calls) == 2
@@ -160,9 +159,7 @@ async def test_events_beyond_the_bound_are_refused_unsent(monkeypatch: pytest.Mo
     await acceptor.accept(events(b"x" * 8))
 
 
-async def test_what_an_outage_refused_takes_no_room_of_what_comes_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_an_outage_refused_takes_no_room_of_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
     # Given an outage that ended what waited
     monkeypatch.setattr(acceptor_module, "WAITING_BYTES_MAX", 10)
     redis = FakeEventsRedis()

@@ -32,8 +32,7 @@ def overview(persistence: str | None, published_until: str | None, *, is_held: b
     )  # fmt: skip
     intake = SimpleNamespace(
         redis=SimpleNamespace(
-            found_durability=persistence and SimpleNamespace(persistence=persistence),
-            demanded_durability="always",
+            found_durability=persistence and SimpleNamespace(persistence=persistence), demanded_durability="always"
         ),
         counts=SimpleNamespace(value_by_gauge=dict.fromkeys(GAUGES, 1.0)),
     )
@@ -70,11 +69,7 @@ def test_every_figure_is_that_of_the_last_worker() -> None:
     merged_row = merge_event_rows([row(), None, late, row(stream_bytes=50.0)])
 
     assert merged_row is not None and set(merged_row) == {*EVENT_NUMBER_FIELDS, *EVENT_TEXT_FIELDS}
-    assert (merged_row["lag_s"], merged_row["held_bytes"], merged_row["stream_bytes"]) == (
-        7.5,
-        900.0,
-        50.0,
-    )
+    assert (merged_row["lag_s"], merged_row["held_bytes"], merged_row["stream_bytes"]) == (7.5, 900.0, 50.0)
     # By position, not by text: "9-9" is before "20-1".
     assert (merged_row["counted_until"], merged_row["published_until"]) == ("9-9", "3-0")
 
@@ -83,11 +78,7 @@ def test_one_worker_whose_redis_keeps_too_little_speaks_for_all() -> None:
     merged_row = merge_event_rows([row(), row(up=0.0, durability="none"), row()])
 
     assert merged_row is not None
-    assert (merged_row["up"], merged_row["durability"], merged_row["demanded"]) == (
-        False,
-        "none",
-        "everysec",
-    )
+    assert (merged_row["up"], merged_row["durability"], merged_row["demanded"]) == (False, "none", "everysec")
 
 
 def test_what_no_worker_has_looked_at_is_not_known() -> None:

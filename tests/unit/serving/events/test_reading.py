@@ -117,10 +117,7 @@ def test_others_of_the_request_are_read_all_the_same() -> None:
 
 
 def test_events_of_erased_or_blocked_users_are_rejected_without_naming_them() -> None:
-    for blocklist in (
-        Blocklist(users=frozenset([b"u-1"])),
-        Blocklist(entities=frozenset([b"u-1"])),
-    ):
+    for blocklist in (Blocklist(users=frozenset([b"u-1"])), Blocklist(entities=frozenset([b"u-1"]))):
         read_events = read(COMPLETE_EVENT, blocklist=blocklist)
 
         assert [rejection.reason for rejection in read_events.rejected] == ["erased"]

@@ -29,9 +29,7 @@ def intake(error: Exception) -> EventIntake:
     return EventIntake(parts, parts, parts, parts, parts, counts, Blocklist, time.time, time.monotonic)
 
 
-async def test_a_refused_request_does_not_name_the_redis_of_events(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_refused_request_does_not_name_the_redis_of_events(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(EventsUnavailable) as raised, _translate_errors():
         raise RedisConnectionError(WHERE)
 

@@ -23,10 +23,7 @@ LASTS_S = 5.0
 
 def experiment(name: str = "e", other_namespace: str = "second", sample: float = 1.0) -> Experiment:
     halves = allot_buckets({}, {"a": 0.5, "b": 0.5})
-    arms = (
-        ExperimentArm("a", "own", 0.5, halves["a"]),
-        ExperimentArm("b", other_namespace, 0.5, halves["b"]),
-    )
+    arms = (ExperimentArm("a", "own", 0.5, halves["a"]), ExperimentArm("b", other_namespace, 0.5, halves["b"]))
     return Experiment(name, f"own/{name}", 0.5, ((0, 5_000),), arms, 1.0, 2.0, None, sample)
 
 

@@ -21,9 +21,7 @@ async def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 
-async def test_a_namespace_is_held_while_an_experiment_names_it_and_a_while_longer(
-    scene: Scene,
-) -> None:
+async def test_a_namespace_is_held_while_an_experiment_names_it_and_a_while_longer(scene: Scene) -> None:
     await scene.refresh_and_settle()
     assert scene.arms.routing is None and not scene.own_service.follower.holder.divided
 
@@ -81,9 +79,7 @@ async def test_no_arm_serves_what_the_own_namespace_blocks(scene: Scene) -> None
     assert scene.get_other_blocklist("second") is after
 
 
-async def test_what_is_blocked_while_an_arm_starts_is_in_force_before_it_answers(
-    scene: Scene,
-) -> None:
+async def test_what_is_blocked_while_an_arm_starts_is_in_force_before_it_answers(scene: Scene) -> None:
     scene.starts.clear()
     scene.write(experiment())
     await scene.arms.refresh()
@@ -101,9 +97,7 @@ async def test_what_is_blocked_while_an_arm_starts_is_in_force_before_it_answers
     assert scene.get_other_blocklist("second") is untold
 
 
-async def test_an_arm_that_cannot_enforce_a_blocklist_is_left_out_and_does_not_hinder_others(
-    scene: Scene,
-) -> None:
+async def test_an_arm_that_cannot_enforce_a_blocklist_is_left_out_and_does_not_hinder_others(scene: Scene) -> None:
     scene.write(experiment(), OTHER_EXPERIMENT)
     await scene.refresh_and_settle()
     holder = scene.opened["second"].service.follower.holder
@@ -268,9 +262,7 @@ async def test_a_version_that_cannot_be_read_leaves_the_last_in_force_marked(sce
     assert not scene.own_service.follower.concerns
 
 
-async def test_a_namespace_that_cannot_be_started_is_tried_again_ever_less_often(
-    scene: Scene,
-) -> None:
+async def test_a_namespace_that_cannot_be_started_is_tried_again_ever_less_often(scene: Scene) -> None:
     scene.failing.add("second")
     scene.write(experiment())
     await scene.refresh_and_settle()

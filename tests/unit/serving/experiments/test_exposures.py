@@ -52,9 +52,7 @@ def keys_of(arm_line: dict[str, Any]) -> list[str]:
     return [key for key, _ in arm_line["exposures"]]
 
 
-async def test_a_key_is_written_once_an_hour_per_arm_and_every_request_is_counted(
-    tmp_path: Path,
-) -> None:
+async def test_a_key_is_written_once_an_hour_per_arm_and_every_request_is_counted(tmp_path: Path) -> None:
     log, store, clock = log_of(tmp_path)
 
     for key in (b"a", b"b", b"a"):
@@ -97,10 +95,7 @@ async def test_a_store_that_fails_delays_and_repeats_nothing(tmp_path: Path) -> 
 
     named_lines = lines(store)
     assert sum(arm_line["requests"] for _, arm_line in named_lines) == 2
-    assert sorted(key for _, arm_line in named_lines for key, _ in arm_line["exposures"]) == [
-        "a",
-        "b",
-    ]
+    assert sorted(key for _, arm_line in named_lines for key, _ in arm_line["exposures"]) == ["a", "b"]
     assert log.internal_counters()["exposure_writes_failed"] == 2
 
 

@@ -16,9 +16,7 @@ from tests.unit.serving.world import World
 NOWHERE: Any = None
 
 
-async def test_checksums_that_do_not_come_keep_no_caller_and_few_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_checksums_that_do_not_come_keep_no_caller_and_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explainer, "_CHECKSUMS_TIMEOUT_S", 0.0)
     snapshot = World().snapshot()
     table = snapshot.manifest.tables["user_topk"]

@@ -14,10 +14,7 @@ from tests.unit.serving.fast_http.test_connection import Connection, Front, Tran
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_peer_that_has_closed_its_side_is_seen_whatever_it_sent_before(is_closed: bool) -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listening,
-        socket.create_connection(listening.getsockname()) as peer,
-    ):
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as peer:
         peer.sendall(b"POST / HTTP/1.1\r\n")
         accepted, _ = listening.accept()
         if is_closed:

@@ -40,9 +40,7 @@ def test_bytes_are_given_back_when_a_peer_has_taken_them(unread: Any) -> None:
     assert unread.held_bytes == 0
 
 
-def test_peers_that_have_waited_longest_are_cut_off_until_there_is_room(
-    unread: Any,
-) -> None:
+def test_peers_that_have_waited_longest_are_cut_off_until_there_is_room(unread: Any) -> None:
     peers = [Peer() for _ in range(6)]
     for number, peer in enumerate(peers):
         unread.add(peer, number * SLOW_READER_S)

@@ -14,13 +14,7 @@ import pytest
 from cache.config.serving import PeerBounds
 from serving.http.connections import BEHIND_BYTES_MAX
 from serving.http.http1_protocol import PIECE_BYTES
-from tests.unit.serving.fast_http.test_connection import (
-    KEEP_ALIVE_BLOCK,
-    Connection,
-    Front,
-    Transport,
-    get,
-)
+from tests.unit.serving.fast_http.test_connection import KEEP_ALIVE_BLOCK, Connection, Front, Transport, get
 
 BOUNDS = PeerBounds(head_bytes=2_000, head_fields=10, connections_max=4, connections_new_max=3)
 LINE = b"GET /other HTTP/1.1\r\n"
@@ -37,9 +31,7 @@ class Unread(Transport):
         self.unsent_bytes, self.is_aborted = 0, False
         self._extra = {
             "socket": SimpleNamespace(
-                setsockopt=lambda *_: None,
-                getsockname=lambda: ("a", 1),
-                getpeername=lambda: ("a", 2),
+                setsockopt=lambda *_: None, getsockname=lambda: ("a", 1), getpeername=lambda: ("a", 2)
             )
         }
 
@@ -195,9 +187,7 @@ def test_so_many_requests_may_be_asked_at_once_and_more_end_the_connection() -> 
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_a_pipeline_beyond_the_bound_is_refused_behind_the_answers_to_what_is_within(
-    more: int,
-) -> None:
+def test_a_pipeline_beyond_the_bound_is_refused_behind_the_answers_to_what_is_within(more: int) -> None:
     async def test() -> None:
         connection = opened()
         connection.protocol.data_received(get(b"/other") * (BOUNDS.pipeline_max + more))
@@ -392,9 +382,7 @@ def test_the_rest_of_a_body_whose_request_is_answered_has_to_come() -> None:
 
 
 @pytest.mark.parametrize("is_closing", [False, True])
-def test_who_takes_nothing_of_its_answers_is_cut_off_and_who_is_slow_is_not(
-    is_closing: bool,
-) -> None:
+def test_who_takes_nothing_of_its_answers_is_cut_off_and_who_is_slow_is_not(is_closing: bool) -> None:
     async def test() -> None:
         connection = opened()
         transport = unread(connection)
@@ -456,13 +444,7 @@ def open_another_connection(wire: Any) -> Connection:
 def test_of_those_that_ask_nothing_the_oldest_has_to_go() -> None:
     async def test() -> None:
         connections = open_connections(5, asks=False)
-        assert [unread(connection).is_aborted for connection in connections] == [
-            True,
-            True,
-            False,
-            False,
-            False,
-        ]
+        assert [unread(connection).is_aborted for connection in connections] == [True, True, False, False, False]
 
     run(test)
 
@@ -475,10 +457,7 @@ def test_beyond_the_connection_limit_one_is_refused_unless_another_asks_nothing(
         assert not any(connection.transport.is_closed for connection in asking)
         for connection in (asking[0], one_more):
             connection.protocol.connection_lost(None)
-        silent, next_ = (
-            open_another_connection(asking[1].protocol),
-            open_another_connection(asking[1].protocol),
-        )
+        silent, next_ = (open_another_connection(asking[1].protocol), open_another_connection(asking[1].protocol))
         assert unread(silent).is_aborted and not next_.transport.is_closed
 
     run(test)

@@ -22,9 +22,7 @@ async def run_loop_iterations(count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_as_many_as_make_a_group_make_the_next_ones_wait_for_company(
-    coalescer: GetCoalescer,
-) -> None:
+async def test_as_many_as_make_a_group_make_the_next_ones_wait_for_company(coalescer: GetCoalescer) -> None:
     assert not any(coalescer.note_arrival() for _ in range(GROUP_SIZE_MIN))
     await run_loop_iterations(3)
 

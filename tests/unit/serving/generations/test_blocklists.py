@@ -146,9 +146,7 @@ async def test_what_another_namespace_blocks_is_tried_again_as_well(
     assert blocked(scene) == {"i2"}
 
 
-async def test_what_is_blocked_while_a_replica_loads_is_in_force_when_it_answers(
-    scene: Scene,
-) -> None:
+async def test_what_is_blocked_while_a_replica_loads_is_in_force_when_it_answers(scene: Scene) -> None:
     scene.redis.live_pointer = pointer(A, 1)
 
     def block() -> None:

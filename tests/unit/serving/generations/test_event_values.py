@@ -131,9 +131,7 @@ async def test_a_generation_that_cannot_take_a_value_over_costs_no_other_and_can
     assert (await scene.shelf.open_staged(A)).generation == A
 
 
-async def test_values_that_were_read_again_are_in_force_though_newer_ones_are(
-    scene: Stocked,
-) -> None:
+async def test_values_that_were_read_again_are_in_force_though_newer_ones_are(scene: Stocked) -> None:
     await scene.publish(pointer(A, 1))
     add_event(scene, 150, "i3", stock=False)
     await scene.updater.apply_new_values()
@@ -157,9 +155,7 @@ async def test_what_is_opened_later_knows_them_at_once(scene: Stocked) -> None:
     assert out_of_stock(scene.shelf.live) == {"i5"}
 
 
-async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_again(
-    scene: Stocked,
-) -> None:
+async def test_one_that_lacks_forgotten_values_takes_none_until_all_are_there_again(scene: Stocked) -> None:
     await scene.publish(pointer(B, 1))
     add_event(scene, 150, "i3", stock=False)
     add_event(scene, 250, "i5", stock=False)
@@ -249,14 +245,9 @@ def results(scene: Stocked) -> Iterator[tuple[str, float]]:
                 yield sample.labels["result"], sample.value
 
 
-async def test_a_new_item_on_which_the_tower_raised_is_tried_again_when_it_is_time(
-    tmp_path: Path,
-) -> None:
+async def test_a_new_item_on_which_the_tower_raised_is_tried_again_when_it_is_time(tmp_path: Path) -> None:
     scene = Stocked(tmp_path)
-    looks_input, is_full = (
-        InputSpec("looks", "feature", "float32", column="looks", width=DIMS),
-        True,
-    )
+    looks_input, is_full = (InputSpec("looks", "feature", "float32", column="looks", width=DIMS), True)
 
     def run(inputs: Any) -> Any:
         if is_full:

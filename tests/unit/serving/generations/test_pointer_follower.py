@@ -186,9 +186,7 @@ async def test_a_lost_redis_leaves_the_replica_ready_and_marked(scene: Scene) ->
     assert scene.follower.stale is None
 
 
-async def test_a_redis_that_goes_away_while_a_generation_loads_is_said_when_it_is_served(
-    scene: Scene,
-) -> None:
+async def test_a_redis_that_goes_away_while_a_generation_loads_is_said_when_it_is_served(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
 
     def lose_redis() -> None:
@@ -203,9 +201,7 @@ async def test_a_redis_that_goes_away_while_a_generation_loads_is_said_when_it_i
     assert scene.follower.stale is None
 
 
-async def test_without_redis_a_replica_starts_from_the_newest_completed_release(
-    scene: Scene,
-) -> None:
+async def test_without_redis_a_replica_starts_from_the_newest_completed_release(scene: Scene) -> None:
     scene.release(A, 1)
     scene.release(B, 2, A)
     intent = Release(3, "publish", C, B, "a", 3.0)
@@ -286,9 +282,7 @@ async def test_strangers_hear_of_a_model_that_does_not_open_by_one_word(scene: S
     assert scene.follower.health.to_public_json()["degraded"] == "no_model"
 
 
-async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loading(
-    scene: Scene,
-) -> None:
+async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loading(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     change_blocklist(scene.store, block_items=[b"i3"], block_entities=[b"u1"])
 
@@ -321,9 +315,7 @@ async def test_an_announcement_at_the_very_end_keeps_nothing_running(scene: Scen
     assert all(task.done() for task in scene.refresher._tasks) and not scene.redis.beats
 
 
-async def test_a_cancellation_lost_in_a_client_library_does_not_stop_the_stop(
-    scene: Scene,
-) -> None:
+async def test_a_cancellation_lost_in_a_client_library_does_not_stop_the_stop(scene: Scene) -> None:
     async def forgetful() -> tuple[bytes | None, bytes | None]:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
@@ -413,9 +405,7 @@ async def test_a_store_that_goes_away_takes_no_block_back(scene: Scene) -> None:
     assert scene.refresher.blocklist_read_at == read_at
 
 
-async def test_a_first_generation_that_cannot_be_loaded_leaves_the_previous_answering(
-    scene: Scene,
-) -> None:
+async def test_a_first_generation_that_cannot_be_loaded_leaves_the_previous_answering(scene: Scene) -> None:
     scene.release(A, 1)
     scene.broken.add(B)
 
@@ -432,9 +422,7 @@ async def test_a_first_generation_that_cannot_be_loaded_leaves_the_previous_answ
     assert scene.held == [B, A] and scene.follower.health.ready and scene.follower.stale is None
 
 
-async def test_what_cannot_be_loaded_without_redis_is_not_read_again_at_every_look(
-    scene: Scene,
-) -> None:
+async def test_what_cannot_be_loaded_without_redis_is_not_read_again_at_every_look(scene: Scene) -> None:
     scene.release(A, 1)
     scene.broken.add(A)
     scene.redis.down = True

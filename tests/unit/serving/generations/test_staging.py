@@ -55,9 +55,7 @@ async def test_the_swap_to_what_is_ready_loads_nothing(scene: Scene) -> None:
     assert scene.redis.beats[-1]["swapped_at"] == scene.timer() + REDIS_AHEAD_S
 
 
-async def test_a_replica_looks_ten_times_a_second_only_while_something_is_staged(
-    scene: Scene,
-) -> None:
+async def test_a_replica_looks_ten_times_a_second_only_while_something_is_staged(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     assert scene.refresher.pointer_poll_s() == 1
 
@@ -135,9 +133,7 @@ async def test_never_more_than_previous_live_and_one_more(scene: Scene) -> None:
     assert alive_count_max == 3
 
 
-async def test_what_cannot_be_made_ready_is_said_with_its_reason_and_tried_again(
-    scene: Scene,
-) -> None:
+async def test_what_cannot_be_made_ready_is_said_with_its_reason_and_tried_again(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     scene.broken.add(B)
 
@@ -175,9 +171,7 @@ async def test_before_anything_is_live_what_is_staged_is_held_all_the_same(scene
     assert scene.opened == [A] and scene.held == [A]
 
 
-async def test_a_pointer_that_moves_while_the_next_is_loading_waits_for_that_load(
-    scene: Scene,
-) -> None:
+async def test_a_pointer_that_moves_while_the_next_is_loading_waits_for_that_load(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     await scene.refresher.send_heartbeat()
     gate = threading.Event()
@@ -231,9 +225,7 @@ async def test_a_blocklist_reaches_what_is_staged(scene: Scene) -> None:
     assert served is not None and all(len(snapshot.blocked) == 1 for snapshot in served.snapshots)
 
 
-async def test_a_load_that_outlasts_the_bound_drains_and_a_retry_in_time_does_not(
-    scene: Scene,
-) -> None:
+async def test_a_load_that_outlasts_the_bound_drains_and_a_retry_in_time_does_not(scene: Scene) -> None:
     await scene.publish(pointer(A, 1))
     scene.broken.add(B)
     await scene.publish(pointer(B, 2, A))

@@ -71,11 +71,7 @@ def test_who_does_not_read_holds_no_place(method: str) -> None:
 @pytest.mark.parametrize("is_known", [False, True])
 def test_of_a_stranger_no_body_is_read_however_late_the_service_is(is_known: bool) -> None:
     async def run() -> None:
-        app, sent_messages, read = (
-            front(is_known=is_known, is_behind=True),
-            list[Any](),
-            list[int](),
-        )
+        app, sent_messages, read = (front(is_known=is_known, is_behind=True), list[Any](), list[int]())
 
         async def receive() -> Any:
             read.append(1)

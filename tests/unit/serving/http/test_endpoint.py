@@ -15,9 +15,7 @@ from serving.metrics.registry import Metrics
 from serving.requests.context import CALLER_KEY
 
 
-async def test_an_outage_of_redis_does_not_tell_callers_where_it_is(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_an_outage_of_redis_does_not_tell_callers_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
     async def explain(_request: Any, _started: float) -> object:
         where = "Redis: Error 111 connecting to redis.internal:6379. Connection refused."
         raise TierUnavailable(where, reason="connection")

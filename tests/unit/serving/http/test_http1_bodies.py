@@ -67,10 +67,7 @@ def test_chunks_in_pieces_are_one_body(chunks: list[tuple[str, bytes]], trailers
     assert (body, behind, is_complete) == (judge.body, BEHIND, True)
 
 
-@given(
-    st.binary(max_size=60) | st.text("0123456789abcdefG;\r\n x", max_size=40).map(str.encode),
-    st.integers(0, 60),
-)
+@given(st.binary(max_size=60) | st.text("0123456789abcdefG;\r\n x", max_size=40).map(str.encode), st.integers(0, 60))
 def test_bytes_that_the_parser_refuses_are_refused(sent: bytes, place: int) -> None:
     judge = Judge()
     try:

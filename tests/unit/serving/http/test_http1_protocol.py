@@ -106,9 +106,7 @@ def test_a_peer_that_never_closes_is_cut_off(opened: Callable[[], Connection], m
     run(test)
 
 
-def test_a_server_that_stops_waits_for_no_peer_that_was_refused(
-    opened: Callable[[], Connection],
-) -> None:
+def test_a_server_that_stops_waits_for_no_peer_that_was_refused(opened: Callable[[], Connection]) -> None:
     async def test() -> None:
         connection = opened()
         connection.protocol.data_received(MALFORMED_REQUEST)
@@ -118,9 +116,7 @@ def test_a_server_that_stops_waits_for_no_peer_that_was_refused(
     run(test)
 
 
-def test_an_answer_that_was_asked_to_be_the_last_closes_at_once(
-    opened: Callable[[], Connection],
-) -> None:
+def test_an_answer_that_was_asked_to_be_the_last_closes_at_once(opened: Callable[[], Connection]) -> None:
     async def test() -> None:
         connection = opened()
         connection.protocol.data_received(get(b"/other", b"\r\nHost: a\r\nConnection: close\r\n\r\n"))
@@ -154,9 +150,7 @@ def test_all_that_was_asked_before_is_answered_before_a_refusal(
     run(test)
 
 
-def test_a_few_peers_that_have_closed_their_side_are_answered_at_once(
-    opened: Callable[[], Connection],
-) -> None:
+def test_a_few_peers_that_have_closed_their_side_are_answered_at_once(opened: Callable[[], Connection]) -> None:
     async def test() -> None:
         for _ in range(3):
             connections = [opened() for _ in range(http1_protocol.HALF_CLOSED_PEERS_MAX + 3)]
@@ -175,9 +169,7 @@ def test_a_few_peers_that_have_closed_their_side_are_answered_at_once(
     run(test)
 
 
-def test_a_peer_that_asks_nothing_and_closes_its_side_is_closed(
-    opened: Callable[[], Connection],
-) -> None:
+def test_a_peer_that_asks_nothing_and_closes_its_side_is_closed(opened: Callable[[], Connection]) -> None:
     async def test() -> None:
         connection = opened()
         assert not connection.protocol.eof_received()

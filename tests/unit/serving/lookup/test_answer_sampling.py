@@ -5,12 +5,7 @@ import random
 import pytest
 
 from cache.model.input_preparation import LiveInput
-from serving.engine.answer_observer import (
-    SAMPLE_QUEUE_BYTES_MAX,
-    SAMPLE_QUEUE_MAX,
-    AnswerSample,
-    AnswerSampler,
-)
+from serving.engine.answer_observer import SAMPLE_QUEUE_BYTES_MAX, SAMPLE_QUEUE_MAX, AnswerSample, AnswerSampler
 
 PICK = AnswerSample("g1", "t", b"u1", "l1", "batch", 0.0)
 
@@ -54,11 +49,7 @@ def test_a_full_queue_drops_and_counts() -> None:
     for _ in range(SAMPLE_QUEUE_MAX + 7):
         sampler.put(PICK)
 
-    assert (len(sampler), sampler.sampled_count, sampler.dropped_count) == (
-        SAMPLE_QUEUE_MAX,
-        SAMPLE_QUEUE_MAX,
-        7,
-    )
+    assert (len(sampler), sampler.sampled_count, sampler.dropped_count) == (SAMPLE_QUEUE_MAX, SAMPLE_QUEUE_MAX, 7)
     assert sampler.next() == PICK and len(sampler) == SAMPLE_QUEUE_MAX - 1
     sampler.clear()
     assert sampler.next() is None

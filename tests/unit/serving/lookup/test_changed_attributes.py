@@ -12,14 +12,7 @@ from cache.filters.expression import read_filter
 from cache.filters.filtering import Filtering
 from cache.format.directory import Directory
 from cache.format.ids import fingerprints, hash_ids
-from cache.format.manifest import (
-    FACET_PREFIX,
-    IncludedEvents,
-    NamedFilter,
-    Producer,
-    Table,
-    TablePart,
-)
+from cache.format.manifest import FACET_PREFIX, IncludedEvents, NamedFilter, Producer, Table, TablePart
 from cache.records import Layout, encode_topk
 from cache.tiers.reads import SnapshotView
 from serving.engine.entity import find_plain_record_key, with_filter_table
@@ -59,10 +52,7 @@ def brands(world: World) -> Snapshot:
         filters={"stocked": NamedFilter(stocked, {"user_topk": stocked_table})},
         events=IncludedEvents("0-0", 10, {"brands": "brand"}),
     )
-    directories = {
-        **initial_snapshot.directories,
-        facet.entity: Directory(SEED, [0], [hashes[order]]),
-    }
+    directories = {**initial_snapshot.directories, facet.entity: Directory(SEED, [0], [hashes[order]])}
     filtering = Filtering(attributes, world.items.vectors, filter_by_name={"stocked": read_filter(stocked)})
     return dataclasses.replace(
         initial_snapshot, manifest=manifest, directories=directories, part_by_class={Filtering: filtering},

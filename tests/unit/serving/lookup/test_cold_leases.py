@@ -8,13 +8,7 @@ import pytest
 
 from cache.errors import TierUnavailable
 from cache.format.redis_keys import Keyspace
-from cache.l2.commands import (
-    GIVEN_BACK_LEASE_VALUE,
-    LEASE_DONE_PREFIX,
-    LeaseSwap,
-    LeaseTake,
-    OverlayRead,
-)
+from cache.l2.commands import GIVEN_BACK_LEASE_VALUE, LEASE_DONE_PREFIX, LeaseSwap, LeaseTake, OverlayRead
 from serving.engine.inference import LiveInferences
 from serving.engine.ladder import Ladder
 from serving.engine.leases import LEASE_REST_S, LeaseManager
@@ -93,13 +87,9 @@ async def test_a_cold_answer_is_led_after_one_question(service: Service) -> None
     assert lease_value == LEASE_DONE_PREFIX + service.lease_commands[0][1]
 
 
-async def test_every_stranger_of_a_batch_has_its_own_lease_and_known_ids_have_none(
-    service: Service,
-) -> None:
+async def test_every_stranger_of_a_batch_has_its_own_lease_and_known_ids_have_none(service: Service) -> None:
     lookup = ask(
-        entity("u1", history=ids("i1")),
-        *(entity(f"n{n}", history=ids("i1")) for n in range(3)),
-        entity("nothing sent"),
+        entity("u1", history=ids("i1")), *(entity(f"n{n}", history=ids("i1")) for n in range(3)), entity("nothing sent")
     )
 
     assert await service(lookup) == ["l2", "live", "live", "live", "default"]
@@ -107,9 +97,7 @@ async def test_every_stranger_of_a_batch_has_its_own_lease_and_known_ids_have_no
     assert len(service.world.remote.calls) == 1
 
 
-async def test_the_same_stranger_twice_in_a_batch_is_computed_once_without_waiting(
-    service: Service,
-) -> None:
+async def test_the_same_stranger_twice_in_a_batch_is_computed_once_without_waiting(service: Service) -> None:
     stranger_entity = entity("stranger", history=ids("i1"))
 
     assert await service(ask(stranger_entity, stranger_entity)) == ["live", "live"]
@@ -166,9 +154,7 @@ async def test_a_lease_without_an_answer_ends_at_once(service: Service) -> None:
     )
 
 
-async def test_who_asks_for_an_answer_that_is_being_computed_joins_without_a_lease(
-    service: Service,
-) -> None:
+async def test_who_asks_for_an_answer_that_is_being_computed_joins_without_a_lease(service: Service) -> None:
     service.gate = asyncio.Event()
     first = asyncio.create_task(service(stranger()))
     for _ in range(5):
@@ -200,9 +186,7 @@ async def test_no_lease_is_asked_for_in_an_outage_or_while_redis_is_slow(service
     assert service.lead.counts.led == 1 and len(service.lease_commands) == 1
 
 
-async def test_leases_are_asked_for_after_the_read(
-    service: Service,
-) -> None:
+async def test_leases_are_asked_for_after_the_read(service: Service) -> None:
     assert await service(stranger()) == ["live"]
     assert service.lead.counts.led == len(service.lease_commands) == 1
     assert [type(command) for call in service.world.remote.calls for command in call] == [OverlayRead]

@@ -33,16 +33,7 @@ from serving.generations.snapshot import Snapshot
 from serving.requests.answers import Source
 from serving.requests.options import RequestOptions
 from serving.requests.reasons import LiveReason
-from tests.unit.serving.world import (
-    GENERATION,
-    ITEMS,
-    SCORED_AT,
-    FakePredictor,
-    World,
-    ask,
-    entity,
-    ids,
-)
+from tests.unit.serving.world import GENERATION, ITEMS, SCORED_AT, FakePredictor, World, ask, entity, ids
 
 
 class EventWorld(World):
@@ -69,9 +60,7 @@ def clicks(world: EventWorld, user: str, item: str, at: int = 1) -> None:
     assert world.newer_events.users.add(Position(at, 0), event)
 
 
-async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_for_events(
-    world: EventWorld,
-) -> None:
+async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_for_events(world: EventWorld) -> None:
     snapshot = with_events(world)
     clicks(world, "stranger", "i3")
 
@@ -94,9 +83,7 @@ def test_without_a_model_every_job_of_a_batch_is_unavailable(world: EventWorld, 
     assert {outcome.reason for outcome in outcomes} == {LiveReason.NO_MODEL}
 
 
-def test_events_change_nothing_where_the_generation_takes_none_for_the_table(
-    world: EventWorld,
-) -> None:
+def test_events_change_nothing_where_the_generation_takes_none_for_the_table(world: EventWorld) -> None:
     clicks(world, "u1", "i3")
     without, events_snapshot = world.snapshot(), with_events(world)
     lists, vectors = (events_snapshot.manifest.tables[name] for name in ("user_topk", "user_vector"))
@@ -140,9 +127,7 @@ def new_items(*ids: str) -> NewItems:
     return NewItems(len(ITEMS), items, vectors, tuple(new_item.raw_id for new_item in items))
 
 
-async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_others_share(
-    world: EventWorld,
-) -> None:
+async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_others_share(world: EventWorld) -> None:
     snapshot = dataclasses.replace(with_events(world), new_items=new_items("new-0", "new-1"))
     clicks(world, "stranger", "new-0")
 
@@ -153,9 +138,7 @@ async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_other
     assert job.newer_input is None and job.eligible_new_items.excluded_numbers - {-1} == {len(ITEMS) + 1}
 
 
-async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(
-    world: EventWorld,
-) -> None:
+async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(world: EventWorld) -> None:
     snapshot = dataclasses.replace(with_events(world), new_items=new_items("new-0"))
     sampler = world.ladder.observer.sampler = AnswerSampler(1_000)
 
@@ -190,15 +173,10 @@ def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: Ev
         for snapshot in (plain_snapshot, country_snapshot)
     }
     assert newer_events.changes(plain_snapshot, table, b"u1")
-    assert [counted_events and counted_events.events for counted_events in counts.values()] == [
-        1,
-        2,
-    ]
+    assert [counted_events and counted_events.events for counted_events in counts.values()] == [1, 2]
 
 
-def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(
-    world: EventWorld,
-) -> None:
+def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(world: EventWorld) -> None:
     newer_events = world.newer_events
     home = InputSpec("home", "feature", "int64", column="country")
     country_snapshot, plain_snapshot = with_events(world, home), with_events(world)
@@ -219,10 +197,7 @@ def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(
     assert then is not None and counted_now is not None and counted_without_features is not None
     assert (then.is_past, then.is_approximate, then.events) == (True, True, 1)
     assert (counted_now.is_past, counted_now.is_approximate, counted_now.events) == (True, False, 2)
-    assert (counted_without_features.is_past, counted_without_features.is_approximate) == (
-        True,
-        False,
-    )
+    assert (counted_without_features.is_past, counted_without_features.is_approximate) == (True, False)
 
 
 async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: EventWorld) -> None:
@@ -296,12 +271,7 @@ class TakesWhatIsSent:
         return self.predictor.prepare_all(table, [event_input.caller_input or LiveInput() for event_input in inputs])
 
     def predict(
-        self,
-        table: str,
-        batch: Sequence[PreparedInput],
-        prints: Sequence[int],
-        scored_at: int,
-        new: Sequence[Any],
+        self, table: str, batch: Sequence[PreparedInput], prints: Sequence[int], scored_at: int, new: Sequence[Any]
     ) -> list[bytes]:
         """One record each."""
         no_ordinals = np.empty(0, np.int64)
@@ -355,10 +325,7 @@ def values_of(answer: Mapping[str, Any]) -> list[float]:
 def reads(world: World) -> list[tuple[int, int]]:
     """Numbers of records and of overlays that were read from Redis, for all trips to it."""
     return [
-        (
-            sum(isinstance(read, PageRead) for read in trip),
-            sum(isinstance(read, OverlayRead) for read in trip),
-        )
+        (sum(isinstance(read, PageRead) for read in trip), sum(isinstance(read, OverlayRead) for read in trip))
         for trip in world.remote.calls
     ]
 
@@ -381,11 +348,7 @@ async def test_a_user_with_a_record_and_events_gets_the_record_whatever_is_sent(
     assert values_of(plain_answer) == values_of(features_answer) == STORED_VALUES
     assert features_answer["live"] == LiveReason.NO_USABLE_INPUT and features_answer["approximate"] is True
     assert (features_answer["events"], features_answer["producer"]) == (1, "batch")
-    assert {**plain_answer, "source": None, "values": None} == {
-        **features_answer,
-        "source": None,
-        "values": None,
-    }
+    assert {**plain_answer, "source": None, "values": None} == {**features_answer, "source": None, "values": None}
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -420,9 +383,7 @@ async def test_records_of_a_batch_are_looked_for_in_one_trip(values: WorldOfValu
     assert reads(values) == [(4, 0), (0, 4)]
 
 
-async def test_a_record_out_of_reach_leaves_the_answer_to_what_is_sent(
-    values: WorldOfValues,
-) -> None:
+async def test_a_record_out_of_reach_leaves_the_answer_to_what_is_sent(values: WorldOfValues) -> None:
     # Given a user with a record whose page is not in Redis
     snapshot = with_values(values)
     page = values.remote.pages.pop((GENERATION, VALUES, 0))

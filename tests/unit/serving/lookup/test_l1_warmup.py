@@ -29,12 +29,7 @@ class FakeReads:
     read: list[tuple[str, int]] = field(default_factory=list)
 
     async def get_many(
-        self,
-        view: SnapshotView,
-        record_keys: Sequence[RecordKey],
-        deadline: float,
-        *,
-        is_counted: bool,
+        self, view: SnapshotView, record_keys: Sequence[RecordKey], deadline: float, *, is_counted: bool
     ) -> Sequence[ReadResult]:
         assert not is_counted
         self.timer.tick(self.takes_s)
@@ -107,10 +102,7 @@ async def test_another_generation_starts_over() -> None:
 
     await bench.warming(bench.coming, bench.old)
 
-    assert [generation for generation, _ in bench.reads.read] == [
-        bench.old.generation,
-        bench.coming.generation,
-    ]
+    assert [generation for generation, _ in bench.reads.read] == [bench.old.generation, bench.coming.generation]
     assert bench.hottest_call_count == 2
 
 

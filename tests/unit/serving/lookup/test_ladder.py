@@ -16,18 +16,7 @@ from serving.engine.rendering.answer_fields import prediction_from_record
 from serving.generations.served_set import ServedGenerations
 from serving.requests.answers import Source
 from serving.requests.errors import Problem
-from tests.unit.serving.world import (
-    DATA_UNTIL,
-    GENERATION,
-    OLDER,
-    USERS,
-    WIDTH,
-    World,
-    ask,
-    entity,
-    ids,
-    night_list,
-)
+from tests.unit.serving.world import DATA_UNTIL, GENERATION, OLDER, USERS, WIDTH, World, ask, entity, ids, night_list
 
 
 @pytest.fixture
@@ -118,9 +107,7 @@ async def test_an_input_without_an_id_is_answered_under_its_digest(world: World)
     assert first["id"] is None and (first["source"], second["source"]) == ("live", "l1")
 
 
-async def test_another_input_for_the_same_unknown_id_is_a_miss_and_computed_anew(
-    world: World,
-) -> None:
+async def test_another_input_for_the_same_unknown_id_is_a_miss_and_computed_anew(world: World) -> None:
     served = ServedGenerations(world.snapshot())
     await look_up(world, served, entity("nobody", history=ids("i1")))
 
@@ -146,9 +133,7 @@ async def test_callers_with_different_inputs_never_share_an_inference(world: Wor
     assert lists[0] == lists[2] != lists[1] == lists[3] and len(world.jobs) == 2
 
 
-async def test_fresh_computes_although_stored_and_keeps_nothing_over_the_batch(
-    world: World,
-) -> None:
+async def test_fresh_computes_although_stored_and_keeps_nothing_over_the_batch(world: World) -> None:
     served = ServedGenerations(world.snapshot())
     known_user = entity("u3", history=ids("i7"))
 
@@ -193,8 +178,7 @@ async def test_history_exclusions_and_blocked_items_appear_from_no_source(world:
     blocked_item, excluded = night_list("u3")[0], world.ids(night_list("u3")[1:2])
     seen_items = world.ids(night_list("u3")[2:3])
     snapshot = world.snapshot(
-        blocked=frozenset({blocked_item}),
-        blocklist=Blocklist(1, frozenset(ids(*world.ids([blocked_item])))),
+        blocked=frozenset({blocked_item}), blocklist=Blocklist(1, frozenset(ids(*world.ids([blocked_item]))))
     )
     previous = world.snapshot(OLDER, blocked=frozenset({blocked_item}))
     exclusions = {*world.ids([blocked_item]), *excluded, *seen_items}
@@ -223,10 +207,7 @@ async def test_a_blocked_entity_gets_defaults_or_null_even_with_a_history(world:
     history = ids("i1")
 
     top, vector = await look_up(
-        world,
-        served,
-        entity("u3", history=history),
-        entity("u3", "user_vector", history=history),
+        world, served, entity("u3", history=history), entity("u3", "user_vector", history=history)
     )
 
     assert (top["source"], top["reason"]) == ("default", "entity_blocked")
@@ -258,9 +239,7 @@ async def test_every_source_answers_what_those_before_it_cannot(world: World) ->
     ]  # of L2, and then of L1
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
     for served, requested_entity in zip(
-        (served_with_previous, ServedGenerations(bare, previous), ServedGenerations(bare)),
-        entities[1:],
-        strict=True,
+        (served_with_previous, ServedGenerations(bare, previous), ServedGenerations(bare)), entities[1:], strict=True
     ):
         answer_lists.append(await look_up(world, served, requested_entity))
 
@@ -327,12 +306,7 @@ async def test_a_late_model_costs_the_caller_its_answer_not_its_deadline(world: 
     started = get_loop_time()
 
     answer = (
-        await look_up(
-            world,
-            ServedGenerations(world.snapshot()),
-            entity("x", history=ids("i1")),
-            deadline_s=0.08,
-        )
+        await look_up(world, ServedGenerations(world.snapshot()), entity("x", history=ids("i1")), deadline_s=0.08)
     )[0]
 
     # C10: bounded waiting, and the flight is gone with its last waiter.
@@ -352,9 +326,7 @@ async def test_a_model_that_raises_leaves_every_entity_with_an_answer(world: Wor
     assert answers[0]["live"] == "failed"
 
 
-async def test_a_generation_without_a_model_still_answers_from_pages_and_defaults(
-    world: World,
-) -> None:
+async def test_a_generation_without_a_model_still_answers_from_pages_and_defaults(world: World) -> None:
     served = ServedGenerations(world.snapshot(predictor=None, degraded="broken"))
 
     answers = await look_up(world, served, entity("u1"), entity("x", history=ids("i1")))
@@ -389,20 +361,14 @@ async def test_default_neighbours_leave_out_the_item_itself(world: World) -> Non
     world.remote.fails_with = TierUnavailable("gone", reason="connection")
     popular = world.ids([0])[0]
 
-    answer = (
-        await look_up(
-            world,
-            ServedGenerations(world.snapshot(predictor=None)),
-            entity(popular, "item_similar"),
-        )
-    )[0]
+    answer = (await look_up(world, ServedGenerations(world.snapshot(predictor=None)), entity(popular, "item_similar")))[
+        0
+    ]
 
     assert answer["source"] == "default" and popular not in answer["items"]
 
 
-async def test_what_no_generation_could_answer_is_refused_before_any_tier_is_asked(
-    world: World,
-) -> None:
+async def test_what_no_generation_could_answer_is_refused_before_any_tier_is_asked(world: World) -> None:
     served = ServedGenerations(world.snapshot())
     wrong = [
         (ask(entity("u1", "nothing")), 404, "unknown_table"),
@@ -435,9 +401,7 @@ async def test_a_record_of_another_format_is_a_miss_and_not_an_error(world: Worl
     assert (live["source"], live["reason"]) == ("live", "corrupt")
 
 
-async def test_inputs_that_never_repeat_cost_one_inference_and_one_read_per_request(
-    world: World,
-) -> None:
+async def test_inputs_that_never_repeat_cost_one_inference_and_one_read_per_request(world: World) -> None:
     served = ServedGenerations(world.snapshot())
 
     # C18: all misses; L1 and its negative side stay within their bounds.
@@ -457,9 +421,7 @@ def damaged(world: World, user: str, items: list[int]) -> bytes:
     return rows.tobytes()
 
 
-async def test_a_damaged_record_costs_its_own_entity_the_answer_and_only_until_it_is_repaired(
-    world: World,
-) -> None:
+async def test_a_damaged_record_costs_its_own_entity_the_answer_and_only_until_it_is_repaired(world: World) -> None:
     served = ServedGenerations(world.snapshot())
     good = world.remote.pages[GENERATION, "user_topk", 0]
     world.remote.pages[GENERATION, "user_topk", 0] = damaged(world, "u3", [0xFFFFFFF0, 1, 2, 3, 4])
@@ -544,9 +506,7 @@ async def test_a_known_user_is_answered_from_the_night_whatever_is_sent_and_howe
     assert not world.jobs
 
 
-async def test_a_list_of_similar_items_used_up_by_a_history_goes_on_from_the_item_itself(
-    world: World,
-) -> None:
+async def test_a_list_of_similar_items_used_up_by_a_history_goes_on_from_the_item_itself(world: World) -> None:
     served = ServedGenerations(world.snapshot())
     stored_items = (await look_up(world, served, entity("i3", "item_similar")))[0]["items"]
     seen_items = ids(*stored_items[:3])
@@ -568,9 +528,7 @@ async def test_a_list_of_similar_items_used_up_by_a_history_goes_on_from_the_ite
     assert busy["items"] == stored_items[2:] and busy["short"]
 
 
-async def test_a_strangers_list_of_which_nothing_is_left_gives_way_to_what_else_is_popular(
-    world: World,
-) -> None:
+async def test_a_strangers_list_of_which_nothing_is_left_gives_way_to_what_else_is_popular(world: World) -> None:
     served = ServedGenerations(world.snapshot(), world.snapshot(OLDER))
     new = entity("new", history=ids("i1"))
 
@@ -604,10 +562,7 @@ async def test_what_a_known_user_had_by_the_night_comes_back_from_no_rung(world:
     had_ordinals = night_list("u3")[:2]
     had_items = {*world.ids(had_ordinals)}
     live = world.snapshot(seen_items=FakeSeenItems(*had_ordinals))
-    served, served_with_previous = (
-        ServedGenerations(live),
-        ServedGenerations(live, world.snapshot(OLDER)),
-    )
+    served, served_with_previous = (ServedGenerations(live), ServedGenerations(live, world.snapshot(OLDER)))
     key = (GENERATION, "user_topk", 0)
     page = world.remote.pages.pop(key)
     history = ids("i2")

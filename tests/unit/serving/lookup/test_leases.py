@@ -249,11 +249,7 @@ async def test_only_answers_that_are_stored_and_may_be_anothers_are_led(leads: b
     world = World()
     lead = LeaseManager(world.remote, world.tiers, KEYS, wait_s=WAIT_S)
     inferences = LiveInferences(
-        cast(MicroBatcher, world),
-        world.tiers,
-        overlay_ttl_s=600.0,
-        outage_ttl_s=15.0,
-        leases=lead if leads else None,
+        cast(MicroBatcher, world), world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=lead if leads else None
     )
     ladder = Ladder(world.tiers, inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock)
     served = ServedGenerations(world.snapshot())

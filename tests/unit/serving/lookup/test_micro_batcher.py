@@ -10,13 +10,7 @@ import pytest
 
 from cache.model.input_preparation import LiveInput
 from serving.engine.batch_inference import compute
-from serving.engine.micro_batcher import (
-    ComputedRecord,
-    InferenceJob,
-    InferenceOutcome,
-    LiveUnavailable,
-    MicroBatcher,
-)
+from serving.engine.micro_batcher import ComputedRecord, InferenceJob, InferenceOutcome, LiveUnavailable, MicroBatcher
 from serving.generations.snapshot import Snapshot
 from tests.fakes import FakeClock
 from tests.unit.serving.world import World, ids
@@ -49,9 +43,7 @@ async def test_what_one_turn_submits_travels_in_one_batch(executor: ThreadPoolEx
     assert len({outcome.record for outcome in outcomes}) == 3 and batches.queued == batches.queued_bytes == 0
 
 
-async def test_a_lone_job_starts_at_once_and_later_ones_gather_meanwhile(
-    executor: ThreadPoolExecutor,
-) -> None:
+async def test_a_lone_job_starts_at_once_and_later_ones_gather_meanwhile(executor: ThreadPoolExecutor) -> None:
     world = World()
     snapshot, gate = world.snapshot(), threading.Event()
     world.predictor.gate = gate
@@ -69,10 +61,7 @@ async def test_a_lone_job_starts_at_once_and_later_ones_gather_meanwhile(
 
 async def test_generations_and_tables_never_share_a_batch(executor: ThreadPoolExecutor) -> None:
     world = World()
-    first_snapshot, second_snapshot = (
-        world.snapshot(),
-        world.snapshot("20261119T000000Z-000000000002"),
-    )
+    first_snapshot, second_snapshot = (world.snapshot(), world.snapshot("20261119T000000Z-000000000002"))
     batches = batcher(executor)
 
     await asyncio.gather(
@@ -115,9 +104,7 @@ async def test_a_poisoned_input_is_found_in_a_few_runs(executor: ThreadPoolExecu
     assert len(world.predictor.batches) <= 2 * 6 + 1
 
 
-async def test_a_full_queue_refuses_at_once_by_count_and_by_bytes(
-    executor: ThreadPoolExecutor,
-) -> None:
+async def test_a_full_queue_refuses_at_once_by_count_and_by_bytes(executor: ThreadPoolExecutor) -> None:
     world = World()
     snapshot, gate = world.snapshot(), threading.Event()
     world.predictor.gate = gate
@@ -158,9 +145,7 @@ async def test_a_job_whose_caller_left_is_not_computed(executor: ThreadPoolExecu
     assert batches.queued == 0
 
 
-async def test_a_job_that_cannot_end_in_time_is_refused_and_not_computed(
-    executor: ThreadPoolExecutor,
-) -> None:
+async def test_a_job_that_cannot_end_in_time_is_refused_and_not_computed(executor: ThreadPoolExecutor) -> None:
     # Given batches that are known to take a second
     world = World()
     snapshot, clock = world.snapshot(), FakeClock(100.0)
@@ -184,9 +169,7 @@ async def test_a_job_that_cannot_end_in_time_is_refused_and_not_computed(
     assert batches.hopeless_count == 1 and batches.queued == batches.queued_bytes == 0
 
 
-async def test_a_wrong_estimate_does_not_stop_the_model_for_good(
-    executor: ThreadPoolExecutor,
-) -> None:
+async def test_a_wrong_estimate_does_not_stop_the_model_for_good(executor: ThreadPoolExecutor) -> None:
     world = World()
     snapshot, clock = world.snapshot(), FakeClock(100.0)
     seconds = iter([60.0])

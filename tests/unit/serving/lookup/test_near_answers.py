@@ -59,9 +59,7 @@ async def test_a_near_answer_says_so_and_is_kept_nowhere(world: NearWorld) -> No
     assert not world.remote.writes and len(world.tiers.local_tier) == 0
 
 
-async def test_its_lease_is_returned_so_that_no_process_waits_for_an_unstored_answer(
-    world: NearWorld,
-) -> None:
+async def test_its_lease_is_returned_so_that_no_process_waits_for_an_unstored_answer(world: NearWorld) -> None:
     await look_up(world, entity("nobody", history=ids("i1")))
 
     lease_take, back = world.remote.lease_commands

@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
-from serving.metrics.collectors import (
-    BUCKET_RATIO,
-    LOWEST_BOUND_S,
-    SecondsHistogram,
-    quantile,
-    refine_bounds,
-)
+from serving.metrics.collectors import BUCKET_RATIO, LOWEST_BOUND_S, SecondsHistogram, quantile, refine_bounds
 
 COARSE = (0.0001, 0.00025, 0.001, 0.05, 2.5, 10)
 BOUNDS = refine_bounds(COARSE)

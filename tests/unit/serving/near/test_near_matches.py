@@ -105,9 +105,7 @@ def test_an_exact_index_proves_lists_where_the_policy_trusts_nothing() -> None:
     assert {near_record.distance for near_record in near_records} == {None}
 
 
-def test_a_reused_list_has_its_own_scores_and_leaves_out_what_is_its_own(
-    predictor: Predictor,
-) -> None:
+def test_a_reused_list_has_its_own_scores_and_leaves_out_what_is_its_own(predictor: Predictor) -> None:
     near, sources = matches(), drawn(400)
     run(near, snapshot(predictor), sources)
     blocked = (3, 5)
@@ -127,9 +125,7 @@ def test_a_reused_list_has_its_own_scores_and_leaves_out_what_is_its_own(
     assert marked > 50
 
 
-def test_another_blocklist_forgets_the_answers_and_keeps_what_was_learned(
-    predictor: Predictor,
-) -> None:
+def test_another_blocklist_forgets_the_answers_and_keeps_what_was_learned(predictor: Predictor) -> None:
     near, sources = matches(), drawn(400)
     run(near, snapshot(predictor), sources)
     trusted = near.outcome_counts_by_table[LISTS]["reuse"]
@@ -142,9 +138,7 @@ def test_another_blocklist_forgets_the_answers_and_keeps_what_was_learned(
     assert trusted and any(near_record.distance is not None for near_record in later_records)
 
 
-def test_what_is_unblocked_by_another_namespace_is_in_proven_lists_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_unblocked_by_another_namespace_is_in_proven_lists_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cache.model.candidate_search._BLOCKED_FILTERED_ABOVE", 2)
     near, predictor = matches(error=0.0001), wide_predictor()
     sources = drawn(400, length=48)

@@ -4,24 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.unit.serving.near.streams import (
-    ERROR,
-    RunCounts,
-    opposites,
-    paraphrases,
-    run_histories,
-    run_texts,
-    turning,
-)
+from tests.unit.serving.near.streams import ERROR, RunCounts, opposites, paraphrases, run_histories, run_texts, turning
 
 Run = Callable[[int, int], RunCounts]
 STREAMS: dict[str, tuple[Run, float]] = {
     "texts": (lambda inputs, seed: run_texts(paraphrases(seed), inputs, seed), 0.1),
     "histories": (run_histories, 0.25),
-    "histories, exact index": (
-        lambda inputs, seed: run_histories(inputs, seed, is_exact=True),
-        0.25,
-    ),
+    "histories, exact index": (lambda inputs, seed: run_histories(inputs, seed, is_exact=True), 0.25),
 }
 """A stream, and the share of it that is answered without computing, at least, in 100,000 inputs."""
 

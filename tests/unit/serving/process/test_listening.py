@@ -56,9 +56,7 @@ async def listening_on(servers: Servers, count: int, tls: Any = None) -> Listeni
     return listening
 
 
-async def test_a_renewal_that_fails_leaves_the_old_sockets_and_nothing_besides(
-    servers: Servers,
-) -> None:
+async def test_a_renewal_that_fails_leaves_the_old_sockets_and_nothing_besides(servers: Servers) -> None:
     listening = await listening_on(servers, 2)
     old, open_files_before = list(servers.servers), open_files()
     servers.is_broken = True
@@ -75,9 +73,7 @@ async def test_a_renewal_that_fails_leaves_the_old_sockets_and_nothing_besides(
     listening.leave()
 
 
-async def test_a_closed_socket_that_cannot_be_listened_on_again_is_tried_at_the_next_look(
-    servers: Servers,
-) -> None:
+async def test_a_closed_socket_that_cannot_be_listened_on_again_is_tried_at_the_next_look(servers: Servers) -> None:
     listening = await listening_on(servers, 1)
     servers.servers[0].close()
     await asyncio.sleep(0)

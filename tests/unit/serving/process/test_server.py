@@ -69,9 +69,7 @@ async def asked(address: tuple[str, int]) -> bytes:
     return status_line
 
 
-def test_a_listening_socket_that_was_closed_is_opened_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_listening_socket_that_was_closed_is_opened_again(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         async with serving() as (server, address):
             assert b"200" in await asked(address)
@@ -176,9 +174,7 @@ def test_a_system_that_allows_no_more_files_leaves_room_for_fewer_connections(
     assert "room for 768 connections instead of 8192" in caplog.text
 
 
-def test_a_server_admits_as_many_connections_as_there_is_room_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_admits_as_many_connections_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serving.app.raise_file_limit", lambda connections_max: connections_max // 2)
     config = ServingConfig(artifacts="nowhere", connections_max=200)
 

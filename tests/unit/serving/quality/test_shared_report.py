@@ -54,9 +54,7 @@ def row(generation: str, **changes: Any) -> bytes:
     ],
     ids=str,
 )
-async def test_a_row_told_otherwise_costs_neither_the_others_nor_the_page(
-    changes: dict[str, Any],
-) -> None:
+async def test_a_row_told_otherwise_costs_neither_the_others_nor_the_page(changes: dict[str, Any]) -> None:
     world, redis, results = World(), FakeRedis(), QualityResults()
     live = world.snapshot()
     results.begin_release(live, NOW)

@@ -125,8 +125,7 @@ async def test_a_filter_waits_no_longer_than_its_request_and_is_not_begun_for_no
     first = asyncio.create_task(filters.evaluate(snapshot, "first", 30.0))
     assert await eventually(lambda: _truth(filtering.names == ["first"]))
     late = await asyncio.gather(
-        *(filters.evaluate(snapshot, f"late {number}", 0.01) for number in range(20)),
-        return_exceptions=True,
+        *(filters.evaluate(snapshot, f"late {number}", 0.01) for number in range(20)), return_exceptions=True
     )
     cancelled_task = asyncio.create_task(filters.evaluate(snapshot, "left", 30.0))
     await asyncio.sleep(0)
@@ -174,9 +173,7 @@ async def test_under_overload_no_costly_filter_is_begun(
     assert refused.value.status == 503 and filtering.names == []
 
 
-async def test_work_of_other_parts_in_threads_waits_behind_no_filter(
-    executor: ThreadPoolExecutor,
-) -> None:
+async def test_work_of_other_parts_in_threads_waits_behind_no_filter(executor: ThreadPoolExecutor) -> None:
     """Blocklists are put in force in asyncio's own threads, of which there are cores + 4."""
     filtering = Filtering()
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)

@@ -30,8 +30,7 @@ def told() -> Iterator[None]:
 def flag(world: World, snapshot: Snapshot, table: str, user: str) -> np.ndarray:
     """Sets the flag in the stored record of a user; returns all records of the table."""
     rows = np.frombuffer(
-        world.remote.pages[snapshot.generation, table, 0],
-        snapshot.manifest.tables[table].layout.dtype,
+        world.remote.pages[snapshot.generation, table, 0], snapshot.manifest.tables[table].layout.dtype
     ).copy()
     rows["flags"][world.user_raws.index(user.encode())] |= BIT
     world.remote.pages[snapshot.generation, table, 0] = rows.tobytes()
@@ -78,8 +77,4 @@ def test_a_row_without_an_answer_gets_no_flag_and_stays_absent():
     records, _ = encode_records(of, fingerprints, (items, scores), np.array([True, False, True]), 5, flags)
 
     assert records["flags"].tolist() == [NIGHTLY_FLAGS | BIT, ABSENT_FLAGS, NIGHTLY_FLAGS]
-    assert (encode_topk(of, fingerprints, items, scores, 5, flags=flags)["flags"] & BIT).tolist() == [
-        BIT,
-        BIT,
-        0,
-    ]
+    assert (encode_topk(of, fingerprints, items, scores, 5, flags=flags)["flags"] & BIT).tolist() == [BIT, BIT, 0]

@@ -41,9 +41,7 @@ def test_other_files_in_the_folder_are_no_versions(store: ArtefactStore) -> None
     assert newest_blocklist(store, -1) == (written_blocklist, None)
 
 
-def test_a_newest_version_that_cannot_be_read_leaves_the_one_below_it_and_says_why(
-    store: ArtefactStore,
-) -> None:
+def test_a_newest_version_that_cannot_be_read_leaves_the_one_below_it_and_says_why(store: ArtefactStore) -> None:
     readable = write(store, 4)
     write(store, 5, calls_itself=4)
     store.write("blocklist/000000000006.json", b"damaged")

@@ -16,13 +16,7 @@ from serving.generations.served_set import ServedGenerations
 from serving.requests.errors import Problem
 from serving.requests.json_fields import read_id
 from serving.requests.models import FeedbackReport
-from serving.requests.options import (
-    Limits,
-    RequestedArm,
-    RequestOptions,
-    query_options,
-    with_headers,
-)
+from serving.requests.options import Limits, RequestedArm, RequestOptions, query_options, with_headers
 from serving.requests.parsing import feedback_from_json, lookup_from_json
 from serving.traffic.canary import COUNTED_EVENTS_MAX, CanaryMetrics, CanaryRouter
 from tests.unit.serving.world import GENERATION, LIMITS, OLDER, World, ask, entity
@@ -198,9 +192,7 @@ def test_another_canary_is_counted_from_nothing() -> None:
 
 
 @pytest.mark.parametrize("later", [Canary(OLDER, 100.0, 6.0), Canary(GENERATION, 50.0, 5.0)])
-def test_a_request_under_way_does_not_count_for_the_canary_that_began_meanwhile(
-    later: Canary,
-) -> None:
+def test_a_request_under_way_does_not_count_for_the_canary_that_began_meanwhile(later: Canary) -> None:
     running = Runs(Canary(GENERATION, 100.0, 5.0))
     _, served, _ = scene()
     registry = CollectorRegistry()
@@ -213,10 +205,7 @@ def test_a_request_under_way_does_not_count_for_the_canary_that_began_meanwhile(
 
     report = trial.report()
     assert part is not None and report is not None
-    assert {arm: arm_report["requests"] for arm, arm_report in report["arms"].items()} == {
-        "live": 0,
-        "canary": 0,
-    }
+    assert {arm: arm_report["requests"] for arm, arm_report in report["arms"].items()} == {"live": 0, "canary": 0}
     text = generate_latest(registry)
     line = f'larder_canary_requests_total{{arm="{part.arm}"}} 1'
     assert line.encode() in text  # of all canaries
@@ -259,13 +248,7 @@ def test_feedback_that_cannot_be_counted_is_refused_with_its_field(body: bytes, 
 def test_feedback_is_one_event_unless_it_says_more() -> None:
     for body, expected_feedback in (
         (b'{"event": "click", "generation": "a"}', FeedbackReport("a", None, None, "click", 1)),
-        (
-            b'{"event": "buy", "canary_key": 7, "count": 5}',
-            FeedbackReport(None, b"7", None, "buy", 5),
-        ),
-        (
-            b'{"event": "buy", "arm": "e=a"}',
-            FeedbackReport(None, None, RequestedArm("e", "a"), "buy", 1),
-        ),
+        (b'{"event": "buy", "canary_key": 7, "count": 5}', FeedbackReport(None, b"7", None, "buy", 5)),
+        (b'{"event": "buy", "arm": "e=a"}', FeedbackReport(None, None, RequestedArm("e", "a"), "buy", 1)),
     ):
         assert feedback_from_json(orjson.loads(body)) == expected_feedback

@@ -64,10 +64,7 @@ def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
         facts={"reuse": {**night, "base": "g", "why": "", "read_because": "", "nights": [night]}},
     )  # fmt: skip
     release_watch = releases()
-    release_watch.last_time_by_action, release_watch.refused_rules = (
-        {"publish": 7.0},
-        frozenset({"skew"}),
-    )
+    release_watch.last_time_by_action, release_watch.refused_rules = ({"publish": 7.0}, frozenset({"skew"}))
     release_watch.failure = NightFailure("score, shard 3", None, 9.0, "refused: full")
     value = registered(manifest, RedisMemory(FakeRedis()), release_watch).get_sample_value
 

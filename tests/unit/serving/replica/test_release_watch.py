@@ -40,9 +40,7 @@ def judged(store: ArtefactStore, generation: str, **rules: bool) -> None:
     store.write(generation_path(generation, "manifest.json"), manifest.to_bytes())
 
 
-async def test_the_newest_of_each_action_is_told_and_an_intent_is_none(
-    store: ArtefactStore,
-) -> None:
+async def test_the_newest_of_each_action_is_told_and_an_intent_is_none(store: ArtefactStore) -> None:
     write(store, ("publish", A), ("pin", A), ("publish", B))
     write(store, ("roll_back", A), is_done=False)
     watch = ReleaseWatch(store, THREADS)

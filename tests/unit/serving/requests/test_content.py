@@ -11,12 +11,7 @@ import pytest
 
 from serving.requests.errors import Problem
 from serving.requests.options import Limits
-from serving.requests.parsing import (
-    lookup_from_body,
-    peek_content,
-    pop_content,
-    run_in_thread_if_large,
-)
+from serving.requests.parsing import lookup_from_body, peek_content, pop_content, run_in_thread_if_large
 
 LIMITS = Limits(1_000, 100, 100, 300, 10_000)
 BODIES = [b"a" * 1_000, b'{"entities": [1.5], "k": "many"}', b'{"entities": ["u1"], "k": 5} ' * 2]

@@ -111,9 +111,7 @@ def stream(columns: dict[str, pa.Array], batches: int) -> bytes:
 
 
 @pytest.mark.parametrize("columns", [{}, {"x": pa.array([], pa.float32())}])
-def test_a_stream_of_other_columns_is_refused_before_its_batches_are_read(
-    columns: dict[str, pa.Array],
-) -> None:
+def test_a_stream_of_other_columns_is_refused_before_its_batches_are_read(columns: dict[str, pa.Array]) -> None:
     raw = stream(columns, 0)[:-8] + b"whatever stands here" * 1_000
 
     with pytest.raises(Problem) as caught:

@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from serving.requests.errors import Problem
 from serving.requests.models import FeedbackReport, LookupRequest, ScoreRequest
 from serving.requests.options import Limits, with_headers
-from serving.requests.parsing import (
-    feedback_from_json,
-    lookup_from_body,
-    lookup_from_url,
-    pop_content,
-    score_from_json,
-)
+from serving.requests.parsing import feedback_from_json, lookup_from_body, lookup_from_url, pop_content, score_from_json
 from tests.unit.serving.world import LIMITS
 
 PREFIX = b"/v1/lookup/"
@@ -113,10 +107,7 @@ def test_all_histories_and_exclude_together_are_limited() -> None:
     allowed = {"entities": [*half, "b"], "exclude": ["y"] * 50}
 
     assert len(lookup_body(orjson.dumps(allowed), "t", limits).entities) == 2
-    for body in (
-        {"entities": half * 2, "exclude": ["y"]},
-        {"entities": half * 3},
-    ):
+    for body in ({"entities": half * 2, "exclude": ["y"]}, {"entities": half * 3}):
         with pytest.raises(Problem) as caught:
             lookup_body(orjson.dumps(body), "t", limits)
         assert (caught.value.status, caught.value.reason) == (422, "too_many_ids")
@@ -228,15 +219,7 @@ def test_a_deadline_is_the_tighter_of_body_and_header_and_never_above_the_limit(
 
 
 def test_what_is_null_counts_as_not_sent() -> None:
-    options = [
-        "k",
-        "exclude",
-        "deadline_ms",
-        "fresh",
-        "max_age_seconds",
-        "generation",
-        "canary_key",
-    ]
+    options = ["k", "exclude", "deadline_ms", "fresh", "max_age_seconds", "generation", "canary_key"]
     entity = {"id": "a", "history": None, "features": None}
     body = {"entities": [entity], **dict.fromkeys(options)}
     of_key = {"canary_key": "u", "generation": None, "event": "click", "count": None}

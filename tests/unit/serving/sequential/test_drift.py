@@ -49,11 +49,7 @@ def test_drift_is_found_within_a_stated_number_of_samples(
 
 @pytest.mark.parametrize(
     "draw",
-    [
-        lambda rng: FLOOR,
-        lambda rng: float(rng.random() < FLOOR),
-        lambda rng: float(rng.beta(8.5, 1.5)),
-    ],
+    [lambda rng: FLOOR, lambda rng: float(rng.random() < FLOOR), lambda rng: float(rng.beta(8.5, 1.5))],
     ids=["constant", "all or nothing", "spread"],
 )
 def test_a_false_alarm_is_as_rare_as_it_says_at_the_very_edge(draw: Draw) -> None:

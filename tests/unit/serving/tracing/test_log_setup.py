@@ -16,22 +16,8 @@ from serving.process.log_setup import (
     TextFormatter,
     passwords_of,
 )
-from serving.requests.context import (
-    CURRENT_RECORD,
-    ParentSpan,
-    RequestFacts,
-    RequestRecord,
-    StageTime,
-    note_stage,
-)
-from serving.tracing.observer import (
-    RequestLog,
-    accepted_id,
-    log,
-    new_request_id,
-    request_of,
-    server_timing,
-)
+from serving.requests.context import CURRENT_RECORD, ParentSpan, RequestFacts, RequestRecord, StageTime, note_stage
+from serving.tracing.observer import RequestLog, accepted_id, log, new_request_id, request_of, server_timing
 from tests.fakes import FakeClock
 
 SECRETS = Redactor({"t0k3n"} | passwords_of(
@@ -104,11 +90,7 @@ def test_a_line_is_one_object_that_names_the_request_and_the_worker() -> None:
 
     assert "\n" not in line
     assert line_fields["message"] == "two\nlines 5" and line_fields["level"] == "warning"
-    assert (line_fields["request_id"], line_fields["trace_id"], line_fields["worker"]) == (
-        "req-1",
-        "a" * 32,
-        3,
-    )
+    assert (line_fields["request_id"], line_fields["trace_id"], line_fields["worker"]) == ("req-1", "a" * 32, 3)
 
 
 def test_a_request_that_is_over_is_in_no_line_and_takes_no_stage() -> None:
@@ -149,9 +131,7 @@ def test_a_storm_of_one_kind_is_bounded_says_so_and_hides_no_other() -> None:
     assert orjson.loads(JsonFormatter(SECRETS).format(passed_records[0]))["dropped"] == 100_000 - BURST_RECORDS
 
 
-def test_errors_and_slow_requests_are_always_told_and_a_share_of_the_others(
-    lines: list[logging.LogRecord],
-) -> None:
+def test_errors_and_slow_requests_are_always_told_and_a_share_of_the_others(lines: list[logging.LogRecord]) -> None:
     draws = iter([0.5, 0.05, 0.5])
     journal = RequestLog(sampled_share=0.1, slow_s=1.0, draw=lambda: next(draws))
     for status, seconds in ((200, 0.1), (200, 0.2), (404, 0.3), (200, 1.0), (500, 0.4), (503, 2.0)):
@@ -163,9 +143,7 @@ def test_errors_and_slow_requests_are_always_told_and_a_share_of_the_others(
     assert levels_and_seconds == [("INFO", 0.2), ("WARNING", 1.0), ("ERROR", 0.4), ("ERROR", 2.0)]
 
 
-def test_a_line_of_a_request_says_where_time_went_and_never_whose_it_was(
-    lines: list[logging.LogRecord],
-) -> None:
+def test_a_line_of_a_request_says_where_time_went_and_never_whose_it_was(lines: list[logging.LogRecord]) -> None:
     request_record = RequestRecord(0.0, "r", status=200, body=b'{"id":"u-secret","source":"l2","generation":"g"}')
     request_record.stages += [StageTime("stored", 1.0, 0.25, 1), StageTime("stored", 2.0, 0.5, 1)]
     RequestLog(sampled_share=1.0, slow_s=9.0).write(logging.INFO, request_record, ASKED, 1.0)

@@ -127,9 +127,7 @@ async def test_tables_that_the_live_generation_lacks_are_not_told(replica: Repli
     assert dict(replica.redis.reports[0].name_counts) == {user(1): 1}
 
 
-async def test_what_is_blocked_is_not_told_and_what_was_told_before_is_taken_back(
-    replica: Replica,
-) -> None:
+async def test_what_is_blocked_is_not_told_and_what_was_told_before_is_taken_back(replica: Replica) -> None:
     replica.recent.extend([user(1), user(2)])
     await replica.sketch.report()
     replica.block(users=frozenset({b"u2"}), entities=frozenset({b"u3"}))
@@ -144,9 +142,7 @@ async def test_what_is_blocked_is_not_told_and_what_was_told_before_is_taken_bac
     assert len(replica.redis.reports) == 2
 
 
-async def test_without_redis_a_report_is_lost_but_what_must_go_still_goes_later(
-    replica: Replica,
-) -> None:
+async def test_without_redis_a_report_is_lost_but_what_must_go_still_goes_later(replica: Replica) -> None:
     replica.recent.append(user(2))
     await replica.sketch.report()
     replica.block(users=frozenset({b"u2"}))
@@ -170,9 +166,7 @@ async def test_a_replica_without_a_generation_tells_nothing(replica: Replica) ->
     assert replica.redis.reports == []
 
 
-async def test_what_is_hot_is_asked_of_redis_clock_and_nothing_when_it_is_gone(
-    replica: Replica,
-) -> None:
+async def test_what_is_hot_is_asked_of_redis_clock_and_nothing_when_it_is_gone(replica: Replica) -> None:
     replica.redis.answers = [user(3)]
     assert await replica.sketch.hottest() == [user(3)]
     assert replica.redis.asked == [2]

@@ -131,11 +131,7 @@ async def test_strangers_are_answered_without_a_question_and_kept_as_ever(servic
     (repeated_answer,) = await service(stranger())
     (other_answer,) = await Service(World(remote=service.world.remote))(stranger())
 
-    assert [answer["source"] for answer in (first, repeated_answer, other_answer)] == [
-        "live",
-        "l1",
-        "l2",
-    ]
+    assert [answer["source"] for answer in (first, repeated_answer, other_answer)] == ["live", "l1", "l2"]
     assert first["reason"] == "not_in_generation" and repeated_answer.get("reason") is None
     assert first["items"] == repeated_answer["items"] == other_answer["items"]
     assert len(service.world.remote.calls) == 1  # the other's
@@ -183,9 +179,7 @@ async def test_what_is_stored_answers_when_the_model_cannot(service: Service) ->
     assert default_answer["live"] == "busy"
 
 
-async def test_under_overload_nothing_is_looked_for_that_is_hardly_ever_there(
-    service: Service,
-) -> None:
+async def test_under_overload_nothing_is_looked_for_that_is_hardly_ever_there(service: Service) -> None:
     service.admits = False
 
     (answer,) = await service(stranger())

@@ -268,8 +268,5 @@ def test_every_part_of_a_command_is_preceded_by_asking() -> None:
     assert count == 6 and packed.count(b"ASKING") == 3
     assert packed.replace(b"*1\r\n$6\r\nASKING\r\n", b"") == packed_without_asking
 
-    answers = unpack(
-        [AskingCommand(overlay), AskingCommand(page)],
-        [b"OK", 1500, b"OK", b"value", b"OK", b"page"],
-    )
+    answers = unpack([AskingCommand(overlay), AskingCommand(page)], [b"OK", 1500, b"OK", b"value", b"OK", b"page"])
     assert answers == [Overlay(b"value", 1.5), b"page"]
