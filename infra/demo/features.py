@@ -55,24 +55,18 @@ def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles
     user_table = _read_constant(reference.user_tower.path, "table")
     item_vectors = _read_constant(reference.item_tower.path, "table")
     item_ids = [raw.decode() for raw in reference.item_ids]
-    row_by_item = {item_spec: row for row, item_spec in enumerate(item_ids)}
-    history_sums = [
-        user_table[[row_by_item[item_spec] for item_spec in items]].sum(axis=0) for items in histories.values()
-    ]
-    user_countries = [profiles.users[user_spec]["country"] for user_spec in histories]
+    row_by_item = {item: row for row, item in enumerate(item_ids)}
+    history_sums = [user_table[[row_by_item[item] for item in items]].sum(axis=0) for items in histories.values()]
+    user_countries = [profiles.users[user]["country"] for user in histories]
     countries, country_means = label_means(user_countries, np.stack(history_sums))
-    item_categories = [profiles.items[item_spec]["category"] for item_spec in item_ids]
+    item_categories = [profiles.items[item]["category"] for item in item_ids]
     categories, category_means = label_means(item_categories, item_vectors)
     axes, item_count = np.array([1], np.int64), np.array(len(item_ids), np.int64)
     padded_item_vectors = np.pad(item_vectors, ((0, 1), (0, 0)))
     user_constants: ConstantByName = {"axes": axes, "means": country_means, "table": user_table}
     user_constants["pad"] = item_count.astype(np.int32)
-    item_constants: ConstantByName = {
-        "axes": axes,
-        "means": category_means,
-        "table": padded_item_vectors,
-        "count": item_count,
-    }
+    item_constants: ConstantByName = {"axes": axes, "means": category_means, "table": padded_item_vectors}
+    item_constants["count"] = item_count
     user_nodes = _label_encoder_node("code", "country", countries) + USER_NODES_TEXT
     item_code = _label_encoder_node("code", "category", categories)
     item_nodes = item_code + _label_encoder_node("row", "item", item_ids) + ITEM_NODES_TEXT
