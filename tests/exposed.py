@@ -78,7 +78,7 @@ class _EmptyHolder:
 
 
 class _Follower:
-    newer_events, limit_bytes, lag_s = NewerEvents(), 0, staticmethod(float)
+    newer_events, held_bytes_max, lag_s = NewerEvents(), 0, staticmethod(float)
     count_new_items_without_vector = staticmethod(int)
 
 

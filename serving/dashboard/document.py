@@ -365,10 +365,10 @@ def summarise_replicas(workers: Iterable[Worker], now_s: float) -> list[dict[str
     workers_by_replica: dict[str, list[Worker]] = {}
     for worker in workers:
         workers_by_replica.setdefault(str(worker["replica"]), []).append(worker)
-    rows_by_replica = []
+    replica_rows = []
     for replica_name, replica_workers in sorted(workers_by_replica.items()):
         oldest_epoch_worker = min(replica_workers, key=lambda worker: worker["epoch"] or 0)
-        rows_by_replica.append(
+        replica_rows.append(
             {
                 "replica": replica_name,
                 "workers": len(replica_workers),
@@ -381,7 +381,7 @@ def summarise_replicas(workers: Iterable[Worker], now_s: float) -> list[dict[str
                 "failed": _first_value(replica_workers, "failed"),
             }
         )
-    return rows_by_replica
+    return replica_rows
 
 
 def _first_value(replica_workers: Iterable[Worker], field_name: str) -> str | None:

@@ -98,7 +98,7 @@ class Outcomes:
             lines = str(report.longrepr).strip().splitlines()
             errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")]
             text = errors[0] if errors else lines[-1]
-            kind = "skipped" if report.skipped_by_reason else "collection"
+            kind = "skipped" if report.skipped else "collection"
             if text.startswith(("ImportError", "ModuleNotFoundError")):
                 kind = "import"
             elif _LACKS_A_NAME.search(text):
@@ -146,7 +146,7 @@ class Outcomes:
                 self._tests_shown_by_product.add(test)
             text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             self._write(Outcome(test, kind, text)._asdict())
-        elif report.skipped_by_reason or (report.passed and report.when == "call"):
+        elif report.skipped or (report.passed and report.when == "call"):
             self._write(Outcome(test, report.outcome, str(report.longrepr or ""))._asdict())
         return report
 

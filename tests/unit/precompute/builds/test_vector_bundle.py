@@ -113,7 +113,7 @@ def test_a_fold_is_chosen_by_few_users_of_many(
 ) -> None:
     config = with_clicks(config, users, items, DAY)
     sample_sizes: list[int] = []
-    monkeypatch.setattr(vector_bundle, "USERS_MAX", 7)
+    monkeypatch.setattr(vector_bundle, "FOLD_USERS_MAX", 7)
 
     def record_sizes(items: Any, users: Any, clicks: Any, **more: Any) -> Any:
         sample_sizes.extend((len(users.ids), clicks.matrix.shape[0], clicks.matrix.nnz))
@@ -159,7 +159,7 @@ def test_clicks_of_strangers_alone_choose_no_fold_and_end_no_night(
     pq.write_table(table.set_column(0, "user", strangers), config.path("clicks.parquet"))
 
     (remark,) = remarks_of(make_bundle_of(config, "everybody"))
-    monkeypatch.setattr(vector_bundle, "USERS_MAX", 7)
+    monkeypatch.setattr(vector_bundle, "FOLD_USERS_MAX", 7)
 
     assert "not one click is of a known user on a known item" in remark
     assert remarks_of(make_bundle_of(config, "sample")) == []

@@ -1,6 +1,7 @@
 """Events beside a team's own rows in a partition: in the order of their times and positions, whoever adds them."""
 
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,14 @@ class Sandbox:
         return {user: list(history.items()) for user, history in history_by_user.items()}
 
 
+def without_remarks(report: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The counts of a report of unusable rows: rows that repeat each other are looked for in the files that are read."""
+    return {
+        source: {name: count for name, count in counts.items() if name != "remarks"}
+        for source, counts in report.items()
+    }
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.lists(click, min_size=1, max_size=12), Files, st.lists(st.lists(click, max_size=8), max_size=2),
@@ -139,4 +148,4 @@ def test_events_stand_at_their_times_whatever_was_taken_over(
             incremental_partition.interaction_counts.popularity.tolist()
             == full_partition.interaction_counts.popularity.tolist()
         )
-        assert incremental_partition.unusable == full_partition.unusable
+        assert without_remarks(incremental_partition.unusable) == without_remarks(full_partition.unusable)

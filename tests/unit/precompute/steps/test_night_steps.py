@@ -49,7 +49,7 @@ def test_what_is_timed_apart_is_what_the_steps_time() -> None:
         str(ast.literal_eval(call.args[1]))
         for file in STEPS.glob("*.py")
         for call in ast.walk(ast.parse(file.read_text()))
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "timed"
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "record_step_time"
     }
 
     assert timed == set(STEPS_TIMED_APART)
@@ -60,7 +60,9 @@ def test_the_manifest_is_made_from_the_reports_of_the_steps_before() -> None:
     needed_reports = [
         str(getattr(reports, call.args[0].id))
         for call in ast.walk(ast.parse((ROOT / "precompute/builds/seal.py").read_text()))
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "build.need" and isinstance(call.args[0], ast.Name)
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) == "build.need_report"
+        and isinstance(call.args[0], ast.Name)
     ]
 
     assert {*needed_reports} == {*steps_before_seal} - {"score"}
