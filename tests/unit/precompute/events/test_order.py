@@ -108,7 +108,7 @@ class Sandbox:
 
 
 def without_remarks(report: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The counts of a report of unusable rows: rows that repeat each other are looked for in the files that are read."""
+    """Counts of a report of unusable rows; rows that repeat each other are looked for in the files that are read."""
     return {
         source: {name: count for name, count in counts.items() if name != "remarks"}
         for source, counts in report.items()
