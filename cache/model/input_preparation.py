@@ -83,13 +83,15 @@ def prepare_all(
         except InvalidInput as error:
             prepared_inputs.append(error.with_traceback(None))  # which holds this list, and so itself
             continue
-        is_usable = not (
+        has_required_inputs = not (
             ("feature" in binds and source.features is None)
             or ("item_index" in binds and item_index < 0)
             or (binds == {"history"} and not len(history))
         )
         prepared_inputs.append(
-            PreparedInput(table, history, features, item_index, excluded_ordinals, dropped_count) if is_usable else None
+            PreparedInput(table, history, features, item_index, excluded_ordinals, dropped_count)
+            if has_required_inputs
+            else None
         )
     return prepared_inputs
 
@@ -99,11 +101,11 @@ def keep_last_occurrences(history: Sequence[bytes]) -> list[bytes]:
     return list(dict.fromkeys(reversed(history)))[::-1]
 
 
-def _drop_unknown(numbers: NDArray[np.int64], ends: Sequence[int]) -> tuple[NDArray[np.int64], list[int]]:
+def _drop_unknown(numbers: NDArray[np.int64], row_offsets: Sequence[int]) -> tuple[NDArray[np.int64], list[int]]:
     """The numbers that are not -1, and where each row of them ends."""
     is_known = numbers >= 0
     known_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_known)])
-    return numbers[is_known], known_counts[np.asarray(ends)].tolist()
+    return numbers[is_known], known_counts[np.asarray(row_offsets)].tolist()
 
 
 def check_features(inputs: Sequence[InputSpec], features: Mapping[str, FeatureValue]) -> dict[str, FeatureValue]:

@@ -176,15 +176,15 @@ class Tower:
         )
         if histories is None:
             padded_lengths: tuple[int, ...] = (0,)
-            bucket_by_row = np.zeros(row_count_of(inputs), np.int64)
+            length_bucket_by_row = np.zeros(row_count_of(inputs), np.int64)
         else:
             padded_lengths = self.buckets
-            bucket_by_row = np.minimum(
+            length_bucket_by_row = np.minimum(
                 np.searchsorted(padded_lengths, np.diff(histories.indptr)), len(padded_lengths) - 1
             )
-        for length_index in np.flatnonzero(np.bincount(bucket_by_row)).tolist():
+        for length_index in np.flatnonzero(np.bincount(length_bucket_by_row)).tolist():
             padded_length = padded_lengths[length_index]
-            bucket_rows = np.flatnonzero(bucket_by_row == length_index)
+            bucket_rows = np.flatnonzero(length_bucket_by_row == length_index)
             numbers_per_row = max(1, padded_length) * self.spec.output_dims
             rows_at_once = max(1, min(tile.rows_max, tile.numbers_max // numbers_per_row))
             for start in range(0, len(bucket_rows), rows_at_once):

@@ -419,14 +419,9 @@ def check_user_tower(
             metric,
         )
         for input_name, stranger_vector_parts in stranger_vectors_by_input.items():
-            vectors_without_input = np.concatenate(stranger_vector_parts)
+            ablated_vectors = np.concatenate(stranger_vector_parts)
             shares_without_input = shares_above_random(
-                vectors_without_input,
-                item_vectors,
-                compared_item_vectors,
-                all_held_out_items,
-                len(sampled_users),
-                metric,
+                ablated_vectors, item_vectors, compared_item_vectors, all_held_out_items, len(sampled_users), metric
             )
             gains.append(InputGain(input_name, shares_with_input, shares_without_input))
         mean_share = round(float(np.nanmean(shares_with_input)), 4)

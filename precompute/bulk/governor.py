@@ -206,11 +206,11 @@ class Governor:
         self._is_calibrated = True
         self._bytes_to_make_up += self.throttle.floor * (self._timer() - started_at)
 
-    def _measure_idle(self, seconds: float) -> list[float]:
+    def _measure_idle(self, idle_period_s: float) -> list[float]:
         """Measure round trips during an idle period."""
         self._pause(SETTLE_S)
         self._watcher.round_trips()
-        self._pause(seconds)
+        self._pause(idle_period_s)
         self._next_piece_at = self._timer()
         return self._watcher.round_trips()
 

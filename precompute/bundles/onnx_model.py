@@ -89,15 +89,15 @@ class OnnxModel:
 
 def read_model(model_path: Path) -> onnx.ModelProto:
     """Read a model with all weights into memory; a weights file (`demand_weights`) may be a hard link."""
-    model = onnx.load(model_path, load_external_data=False)
-    for tensor in _external_tensors_of(model):
+    loaded_model = onnx.load(model_path, load_external_data=False)
+    for tensor in _external_tensors_of(loaded_model):
         external_info = ExternalDataInfo(tensor)
         with (model_path.parent / external_info.location).open("rb") as weights_file:
             weights_file.seek(external_info.offset or 0)
             tensor.raw_data = weights_file.read(external_info.length or -1)
         tensor.ClearField("external_data")
         tensor.data_location = TensorProto.DEFAULT
-    return model
+    return loaded_model
 
 
 def stated_classes(graph: onnx.GraphProto, class_count: int) -> tuple[str, ...]:

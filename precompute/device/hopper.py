@@ -198,8 +198,8 @@ def _load_kernels(chunk_count: int, device: torch.device) -> HopperKernels | Non
                 "LEAST": ROUND_UP_SUMMAND,
             }
             encode = _load_function("encode", compile_kernel("encode", encode_constants), 0)
-            above_constants = ring_constants_of_width | {"SPLITS": SPLITS, "LANES": BLOCK_GROUPS}
-            above = _load_function("above", compile_kernel("above", above_constants), shared_bytes)
+            above_kernel_constants = ring_constants_of_width | {"SPLITS": SPLITS, "LANES": BLOCK_GROUPS}
+            above = _load_function("above", compile_kernel("above", above_kernel_constants), shared_bytes)
             exact = _load_function("exact", compile_kernel("exact", {}), _EXACT_SHARED_BYTES)
     except (ImportError, OSError, RuntimeError) as error:
         _log.warning("%s is searched by Triton's kernels, which are slower: %s", device, error)

@@ -132,32 +132,36 @@ def _note_left_out_vectors(
 
 
 def _usable_values(
-    config: NightConfig, bundle: Bundle, entity_kind: EntityKind, values_by_entity: EntityValues, unusable: UnusableRows
+    config: NightConfig,
+    bundle: Bundle,
+    entity_kind: EntityKind,
+    attribute_values_by_entity: EntityValues,
+    unusable: UnusableRows,
 ) -> EntityValues:
     for model in bundle.models:
-        if not values_by_entity or model.entity != entity_kind or not model.spec.features:
+        if not attribute_values_by_entity or model.entity != entity_kind or not model.spec.features:
             continue
         trial = _ModelTrial.of(config, bundle, model)
-        values_by_id: dict[bytes, Mapping[str, Any]] = dict(values_by_entity)
-        concerned_ids = trial.concerned_ids(values_by_entity)
+        values_by_id: dict[bytes, Mapping[str, Any]] = dict(attribute_values_by_entity)
+        concerned_ids = trial.concerned_ids(attribute_values_by_entity)
         for batch_start in range(0, len(concerned_ids), ENTITIES_AT_ONCE):
             batch_values_by_id = {
-                entity_id: values_by_entity[entity_id]
+                entity_id: attribute_values_by_entity[entity_id]
                 for entity_id in concerned_ids[batch_start : batch_start + ENTITIES_AT_ONCE]
             }
             unusable.count_checked(trial.source, len(batch_values_by_id))
             for entity_id in trial.left_out(batch_values_by_id, unusable):
                 values_by_id[entity_id] = {
                     attribute_name: attribute_value
-                    for attribute_name, attribute_value in values_by_entity[entity_id].items()
+                    for attribute_name, attribute_value in attribute_values_by_entity[entity_id].items()
                     if attribute_name not in trial.columns
                 }
-        values_by_entity = {
+        attribute_values_by_entity = {
             entity_id: value_by_attribute
             for entity_id, value_by_attribute in values_by_id.items()
             if value_by_attribute
         }
-    return values_by_entity
+    return attribute_values_by_entity
 
 
 @dataclass(frozen=True, slots=True, eq=False)

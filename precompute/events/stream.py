@@ -65,7 +65,7 @@ Entry = tuple[bytes, dict[bytes, bytes]]
 class EventStores:
     """Store of the namespace that the events are of, and those of its arms."""
 
-    home_store: ArtefactStore
+    namespace_store: ArtefactStore
     namespace: str
     arms: tuple[ArtefactStore, ...] = ()
 
@@ -80,7 +80,7 @@ class EventStores:
 
     def iter_generation_positions(self) -> Iterator[Position]:
         """Yield the positions up to which generations have events; ones without events of this stream have none."""
-        for store in (self.home_store, *self.arms):
+        for store in (self.namespace_store, *self.arms):
             for generation in filter(GENERATION_PATTERN.fullmatch, store.names("generations")):
                 end_text: str | None
                 try:
@@ -105,7 +105,7 @@ class EventStores:
         """True while a generation has no manifest yet."""
         return any(
             "manifest.json" not in store.names(generation_path(generation))
-            for store in (self.home_store, *self.arms)
+            for store in (self.namespace_store, *self.arms)
             for generation in filter(GENERATION_PATTERN.fullmatch, store.names("generations"))
         )
 
@@ -190,7 +190,7 @@ def merge_files(stores: EventStores) -> int:
     repeat after a crash anywhere, and concurrently: groups follow from the names of files, so all hosts make the
     same. Erased entities are left out.
     """
-    merged_count, store = 0, stores.home_store
+    merged_count, store = 0, stores.namespace_store
     if not stores.is_any_in_the_making():
         erased_entities = ErasedEntities.of(all_erasures(store))
         for file_group in _mergeable_groups(stores)[: -_GROUPS_PER_NIGHT_MAX - 1 : -1]:
@@ -214,7 +214,7 @@ def _mergeable_groups(stores: EventStores) -> list[list[TakenFile]]:
     if (oldest_position := min(stores.iter_generation_positions(), default=None)) is None:
         return []
     file_groups: list[list[TakenFile]] = []
-    file_pairs = pairwise(list_taken_files(stores.home_store))  # a file ends where the next one begins
+    file_pairs = pairwise(list_taken_files(stores.namespace_store))  # a file ends where the next one begins
     for is_old, pair_run in groupby(
         file_pairs, lambda pair: pair[0].until_position is None and pair[1].after <= oldest_position
     ):
@@ -365,7 +365,7 @@ def trim_stream(stores: EventStores, client: "redis.Redis", keys: Keyspace, *, k
     Returns how many. If that is uncertain, all are kept. In a stream of more than half of `stream_bytes` age does not
     count: a full stream refuses all new events.
     """
-    trim_positions = [last_taken_position(stores.home_store), *stores.iter_generation_positions()]
+    trim_positions = [last_taken_position(stores.namespace_store), *stores.iter_generation_positions()]
     if int(client.memory_usage(keys.events) or 0) <= stream_bytes // 2:
         seconds, micros = client.time()
         trim_positions.append(Position(max(0, int((seconds + micros / 1e6 - keep_s) * 1000)), 0))

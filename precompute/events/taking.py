@@ -32,7 +32,7 @@ def run(config: NightConfig) -> TakenEvents:
     if not config.events.enabled:
         raise ConfigError("[events] enabled is false: there are no events to take over", field="events")
     stores, keys = EventStores.of(config), config.of_events().keyspace()
-    store = stores.home_store
+    store = stores.namespace_store
     erased_entities = ErasedEntities.of(all_erasures(store))
     forget_in_files(
         store, erased_entities, newest_alone=True

@@ -90,11 +90,11 @@ def write_feature_files(
             addable_ids=event_values,
         )
     usable_count_by_input = dict.fromkeys(input_specs, 0)
-    row_count = 0
+    read_row_count = 0
     shard_file_paths = [path for n in range(config.shards) for path in shard_paths(folder, n, ("features",))]
     with ShardFiles(shard_file_paths, file_schema, ranges_per_file=range_count_per_shard(config.shards)) as shard_files:
         for ids, column_by_name in batches:
-            row_count += len(ids)
+            read_row_count += len(ids)
             column_by_name = _without_long_texts(config, ids, column_by_name, input_specs, unusable_rows)
             for column_name in feature_columns:
                 column_specs = [input_spec for input_spec in usable_count_by_input if input_spec.column == column_name]
@@ -109,10 +109,10 @@ def write_feature_files(
                 table, user_hashes = table.filter(pa.array(is_kept)), user_hashes[is_kept]
             shard_files.write(table, range_of(user_hashes, config.shards))
     for input_spec, usable_count in usable_count_by_input.items():
-        if row_count and not usable_count:
+        if read_row_count and not usable_count:
             raise SourceError(
                 f"{config.sources.user_features}: column {input_spec.column!r} has no value that the model's input "
-                f"{input_spec.name!r} can use, in none of {row_count:,} rows",
+                f"{input_spec.name!r} can use, in none of {read_row_count:,} rows",
                 column=input_spec.column,
             )
 

@@ -144,11 +144,11 @@ class PageFile(GrowingFile):
     file, and flush written data to disk; they keep at most PIECES_BEHIND pieces.
     """
 
-    def __init__(self, path: Path, layout: Layout, page_bytes: int) -> None:
+    def __init__(self, path: Path, record_layout: Layout, page_bytes: int) -> None:
         super().__init__(path)
-        self.layout = layout
+        self.layout = record_layout
         self.count = 0
-        self._page_bytes = records_per_page(layout, page_bytes) * layout.size_bytes
+        self._page_bytes = records_per_page(record_layout, page_bytes) * record_layout.size_bytes
         self._page_checksums: list[int] = []
         self._partial_page = bytearray()
         self._sha256 = hashlib.sha256()

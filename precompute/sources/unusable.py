@@ -100,7 +100,7 @@ class UnusableRows:
         self._checked_rows_by_source: dict[str, int] = {}
         self._reasons_by_source: dict[str, dict[str, ReasonReport]] = {}
         self._remarks_by_source: dict[str, list[str]] = {}
-        self._named_ids_by_source: dict[str, set[str]] = {}
+        self._remark_ids_by_source: dict[str, set[str]] = {}
         self._lock = Lock()
 
     def count_checked(self, source_name: str, row_count: int) -> None:
@@ -163,7 +163,7 @@ class UnusableRows:
     def remark(self, source_name: str, remark_text: str, named_ids: Iterable[str] = ()) -> None:
         """Notes a sentence on how the rows of a source were read, each once, and the ids that it names."""
         with self._lock:
-            self._named_ids_by_source.setdefault(source_name, set()).update(named_ids)
+            self._remark_ids_by_source.setdefault(source_name, set()).update(named_ids)
             source_remarks = self._remarks_by_source.setdefault(source_name, [])
             if remark_text not in source_remarks:
                 source_remarks.append(remark_text)
@@ -205,7 +205,7 @@ class UnusableRows:
         }
         if remarks := self.remarks(source_name):
             report["remarks"] = remarks
-        if named_ids := sorted(self._named_ids_by_source.get(source_name, ())):
+        if named_ids := sorted(self._remark_ids_by_source.get(source_name, ())):
             report["named"] = named_ids
         return report
 

@@ -151,10 +151,10 @@ def in_night(night: Night) -> StepRow:
     left_out_note = f"; left out, for there are no interactions: {left_out_text}" if left_out_text else ""
     remark_lines = "".join(f"\nnote: {remark}" for remark in result.get("remarks", ()))
     unjudged_rules = result.get("not_judged", ())
-    summary = f"{result['gates'] - len(unjudged_rules)} gates passed"
+    gates_text = f"{result['gates'] - len(unjudged_rules)} gates passed"
     if unjudged_rules:
-        summary += f", {len(unjudged_rules)} not judged"
-    return StepRow(result, f"{summary}{left_out_note}{remark_lines}")
+        gates_text += f", {len(unjudged_rules)} not judged"
+    return StepRow(result, f"{gates_text}{left_out_note}{remark_lines}")
 
 
 def _demand_verifiable(build: Build, releases: Releases) -> None:

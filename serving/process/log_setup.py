@@ -61,12 +61,12 @@ class Redactor:
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
 
-    def __call__(self, log_text: str) -> str:
+    def __call__(self, masked_text: str) -> str:
         """Return the text with secrets masked, cut if it is too long."""
         for secret in self._secrets:
-            log_text = log_text.replace(secret, _MASK_TEXT)
-        log_text = _BEARER_PATTERN.sub(rf"\g<1>{_MASK_TEXT}", mask_secrets(log_text))
-        return log_text if len(log_text) <= TEXT_LENGTH_MAX else f"{log_text[:TEXT_LENGTH_MAX]}... (cut)"
+            masked_text = masked_text.replace(secret, _MASK_TEXT)
+        masked_text = _BEARER_PATTERN.sub(rf"\g<1>{_MASK_TEXT}", mask_secrets(masked_text))
+        return masked_text if len(masked_text) <= TEXT_LENGTH_MAX else f"{masked_text[:TEXT_LENGTH_MAX]}... (cut)"
 
 
 def passwords_of(*urls: str) -> set[str]:

@@ -175,16 +175,16 @@ class AnswerField:
     @property
     def json_schema(self) -> dict[str, Any]:
         """JSON schema of the value."""
-        value_schema: dict[str, Any] = {"description": self.declaration.meaning}
+        field_schema: dict[str, Any] = {"description": self.declaration.meaning}
         if self.declaration.schema_format is not None:
-            value_schema["format"] = self.declaration.schema_format
+            field_schema["format"] = self.declaration.schema_format
         allowed_values = list(Source) if self.type is Source else get_args(self.type)
         if allowed_values and get_origin(self.type) is not tuple and self.type is not Numbers:
-            return value_schema | {"enum": [*map(str, allowed_values), *[None] * self.declaration.is_nullable]}
+            return field_schema | {"enum": [*map(str, allowed_values), *[None] * self.declaration.is_nullable]}
         json_type = _JSON_NAME_BY_TYPE.get(self.type, "array")
         if json_type == "array":
-            value_schema["items"] = {"type": "number" if self.type is Numbers else "string"}
-        return value_schema | {"type": [json_type, "null"] if self.declaration.is_nullable else json_type}
+            field_schema["items"] = {"type": "number" if self.type is Numbers else "string"}
+        return field_schema | {"type": [json_type, "null"] if self.declaration.is_nullable else json_type}
 
 
 def declared_fields(answer_class: type[Origin]) -> tuple[AnswerField, ...]:

@@ -253,8 +253,8 @@ def read_arrow_lookup(body: bytes, limits: Limits) -> ArrowLookup:
     try:
         # One more than allowed is enough to tell.
         cutter = loader.kernels.cut_texts
-        rows_max = limits.max_batch + 1
-        frame = read_frame(body, rows_max, as_bytes=True, cutter=cutter, check_fields=_check_column)
+        read_rows_max = limits.max_batch + 1
+        frame = read_frame(body, read_rows_max, as_bytes=True, cutter=cutter, check_fields=_check_column)
     except MalformedStream as error:
         raise unprocessable("invalid_arrow", f"the body is no Arrow IPC stream of ids: {error}", "body") from error
     except UnsupportedStream as error:

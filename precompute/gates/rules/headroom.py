@@ -116,11 +116,11 @@ def memory_room(
     `arms_bytes` are mapped for the arms of experiments.
     """
     size_bytes = generation_count * mapped_bytes
-    arms_text = f", arms of experiments {arms_bytes:,}" if arms_bytes else ""
+    arms_bytes_text = f", arms of experiments {arms_bytes:,}" if arms_bytes else ""
     return at_least(
         available_bytes / max(1, size_bytes + arms_bytes),
         threshold,
-        f"{available_bytes:,} bytes available, {generation_count} generations map {size_bytes:,}{arms_text}",
+        f"{available_bytes:,} bytes available, {generation_count} generations map {size_bytes:,}{arms_bytes_text}",
     )
 
 
