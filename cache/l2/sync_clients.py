@@ -137,7 +137,7 @@ def clone_client(
         own_pool = create_pool(connection_class=client_pool.connection_class, **settings)
         return check_replies(redis.Redis(connection_pool=own_pool))
     changed_settings.pop("retry", None)
-    url, settings = client.named
+    url, settings = client.url_and_settings
     cluster = Cluster(url, {**settings, **changed_settings})
     nodes_manager = cluster.nodes_manager
     nodes_manager.connection_pool_class = partial(create_pool, **BOUNDED_POOL_SETTINGS)

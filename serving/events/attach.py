@@ -50,7 +50,7 @@ _EVENT_FIELD_SCHEMAS: Json = {
     "user": ID_SCHEMA,
     "item": ID_SCHEMA,
     "time": {
-        "anyOf": [{"type": "string", "maxLength": 64}, {"type": "number", "minimum": 0}],
+        "anyOf": [{"type": "string", "maxLength": 64}, {"type": "number", "minimum": 0}, {"type": "null"}],
         "description": "When it happened: ISO 8601 (UTC without a zone) or seconds since 1970; by default now",
     },
     "id": NamedSchema(
@@ -80,7 +80,7 @@ _EVENT_FIELD_SCHEMAS: Json = {
 }
 
 
-_NULLABLE_FIELDS = ("user", "item", "time", "type", "weight", "attributes", "features", "vector")
+_NULLABLE_FIELDS = ("user", "item", "type", "weight", "attributes", "features", "vector")
 
 
 _EVENT_SCHEMA = schemas.closed_object_schema(

@@ -120,11 +120,11 @@ class World:
 
 
 def meanwhile(monkeypatch, owner, name, action):
-    """Run `action` once, just after (or, for Control.move, just before) the next call of `owner.name`."""
+    """Run `action` once, just after (or, for Control.move_pointer, just before) the next call of `owner.name`."""
     real, first = getattr(owner, name), [True]
 
     def call(*arguments, **options):
-        is_action_first = name == "move"
+        is_action_first = name == "move_pointer"
         if is_action_first and first and first.pop():
             action()
         answer = real(*arguments, **options)

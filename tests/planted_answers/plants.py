@@ -56,13 +56,7 @@ PLANTS = (
     Plant(
         "click_ends_live_answer",
         "a user with interactions but without a record is not answered live any more after a click",
-        (
-            Change(
-                _ENTITY,
-                "            and self.position >= 0\n            and self.reason != MissReason.NOT_IN_GENERATION\n",
-                "            and self.position >= 0\n",
-            ),
-        ),
+        (Change(_ENTITY, "self.position >= 0 and self.reason != MissReason.NOT_IN_GENERATION", "self.position >= 0"),),
     ),
     Plant(
         "known_user_turns_to_sent_history",
@@ -81,8 +75,8 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "            seen_ordinals,\n            *event_exclusions,\n",
-                "            *event_exclusions,\n",
+                "context.excluded_ordinals(snapshot), seen_ordinals, *event_exclusions",
+                "context.excluded_ordinals(snapshot), *event_exclusions",
             ),
         ),
     ),

@@ -66,9 +66,11 @@ def tie_is_no(patch: Patch, month: Month) -> None:
 def with_floors(change: Callable[[Any, Any, Any], Any]) -> Callable[[Patch, Month], None]:
     def plant(patch: Patch, month: Month) -> None:
         for module in (shard_reuse, item_records):
-            real = module.floors
+            real = module.find_score_floors
             patch.setattr(
-                module, "floors", lambda layout, records, real=real: change(layout, records, real(layout, records))
+                module,
+                "find_score_floors",
+                lambda layout, records, real=real: change(layout, records, real(layout, records)),
             )
 
     return plant
@@ -141,11 +143,11 @@ def new_user_is_copied(patch: Patch, month: Month) -> None:
 
 
 def texts_stay(patch: Patch, month: Month) -> None:
-    patch.setattr(item_records, "same_inputs", lambda base, model, digests, base_ordinals: base_ordinals >= 0)
+    patch.setattr(item_records, "find_same_inputs", lambda base, model, digests, base_ordinals: base_ordinals >= 0)
 
 
 def vectors_stay(patch: Patch, month: Month) -> None:
-    patch.setattr(items, "same_inputs", lambda base, model, digests, base_ordinals: base_ordinals >= 0)
+    patch.setattr(items, "find_same_inputs", lambda base, model, digests, base_ordinals: base_ordinals >= 0)
 
 
 def damage_unseen(patch: Patch, month: Month) -> None:

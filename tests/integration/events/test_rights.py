@@ -78,7 +78,7 @@ async def test_the_service_takes_events_in_with_the_readers_rights(
     server: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, socket = server
-    for setting, value in (("CLAIM_EVERY_S", 0.05), ("CLAIM_AFTER_MS", 1), ("FORGET_AFTER_MS", 0)):
+    for setting, value in (("CLAIM_EVERY_S", 0.05), ("CLAIM_AFTER_MS", 1), ("FORGET_CONSUMER_AFTER_MS", 0)):
         monkeypatch.setattr(inbox_module, setting, value)
     url = f"unix://larder-reader:reads@{socket}"
     with client(socket, "larder-producer", "produces") as producer:

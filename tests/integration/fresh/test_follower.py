@@ -108,7 +108,7 @@ async def test_a_full_memory_takes_no_more_in_says_so_and_goes_on_when_there_is_
     await stream.steps(3)
 
     assert stream.items("u7") == [b"new"] and stream.notes[-1] is None
-    assert stream.newer_events.users.last == after.number
+    assert stream.newer_events.users.last_number == after.number
     stream.client.close()
 
 

@@ -60,9 +60,9 @@ async def test_as_many_bytes_are_held_as_the_stream_may_have(
 ) -> None:
     bounds: list[int] = []
 
-    def recorded(*args: Any, limit_bytes: int, **more: Any) -> EventFollower:
-        bounds.append(limit_bytes)
-        return EventFollower(*args, held_bytes_max=limit_bytes, **more)
+    def recorded(*args: Any, held_bytes_max: int, **more: Any) -> EventFollower:
+        bounds.append(held_bytes_max)
+        return EventFollower(*args, held_bytes_max=held_bytes_max, **more)
 
     monkeypatch.setattr(attach, "EventFollower", recorded)
     async with serving(published[0].config, events=EVENTS):

@@ -46,7 +46,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         return evaluate(filtering, filter_)
 
     monkeypatch.setattr(Filtering, "evaluate", waiting)
-    for limit in ("_INLINE_COST", "_INLINE_ITEMS"):  # by what a release decides where a filter is worked out
+    for limit in ("_INLINE_COMPARISONS_MAX", "_INLINE_ITEMS"):  # by what a release decides where a filter is worked out
         monkeypatch.setattr(f"serving.filters.filtered_lookup.{limit}", -1, raising=False)
     yield filter_gate
     filter_gate.open()

@@ -221,7 +221,7 @@ def test_no_night_of_such_a_model_begins_while_a_replica_cannot_read_it(config):
 
 
 def test_a_store_that_lets_the_last_writer_win_is_refused_before_anything_is_read(config, monkeypatch):
-    for reader in ("chosen_bundle", "pin"):
+    for reader in ("chosen_bundle", "digest_files"):
         monkeypatch.setattr(begin, reader, lambda _of, reader=reader: pytest.fail(reader))
     overwriting = f"{Overwriting.protocol}://{uuid.uuid4().hex}"
 

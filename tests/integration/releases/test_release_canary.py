@@ -122,7 +122,9 @@ def test_only_one_verified_newer_generation_is_tried_out_next_to_a_live_one(worl
 def test_a_canary_refused_between_look_and_move_is_not_tried_out(world, monkeypatch):
     world.publish(A)
     world.load(B)
-    meanwhile(monkeypatch, Control, "move", lambda: moves.refuse(world.releases, B, reason="bad", attempt="gate"))
+    meanwhile(
+        monkeypatch, Control, "move_pointer", lambda: moves.refuse(world.releases, B, reason="bad", attempt="gate")
+    )
     with pytest.raises(Conflict, match="tried out: it is refused"):
         moves.start_canary(world.releases, B, 5.0, "try")
     assert world.live().canary is None

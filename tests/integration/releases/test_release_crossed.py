@@ -71,7 +71,7 @@ def test_a_roll_back_never_lands_on_a_generation_retired_meanwhile(world, monkey
         retire(world.releases, A, attempt="sweep")
         world.client.set(world.keys.page(A, "score", 3), b"streamed by the roll back meanwhile")
 
-    meanwhile(monkeypatch, Control, "move", retire_target)
+    meanwhile(monkeypatch, Control, "move_pointer", retire_target)
     with pytest.raises(Conflict, match="retired by now"):
         moves.roll_back(world.releases, to=A, reason="bad", attempt=world.attempt())
     assert world.live().generation == C and not pages_of(world, A)
@@ -85,7 +85,7 @@ def test_a_publish_never_lands_on_a_generation_refused_meanwhile(world, monkeypa
     def refuse_generation():
         moves.refuse(world.releases, B, reason="bad", attempt="gate")
 
-    meanwhile(monkeypatch, Control, "move", refuse_generation)
+    meanwhile(monkeypatch, Control, "move_pointer", refuse_generation)
     with pytest.raises(Conflict, match="refused by now"):
         moves.publish(world.releases, B, attempt=world.attempt())
     assert world.live().generation == A
@@ -204,7 +204,7 @@ def test_a_mover_that_looked_before_anothers_move_never_replaces_it(world, monke
             with pytest.raises(KeyboardInterrupt):
                 moves.publish(world.releases, B, attempt="dies")
 
-    meanwhile(monkeypatch, Control, "move", publish_and_die)
+    meanwhile(monkeypatch, Control, "move_pointer", publish_and_die)
     with pytest.raises(Conflict, match="another publisher"):
         moves.publish(world.releases, C, attempt="late")
     assert world.live().generation == B

@@ -152,7 +152,7 @@ def test_an_older_snapshot_after_a_restore_that_died_unconfirmed_leads_readers_o
     assert pointer.generation == A and pointer.epoch > unconfirmed_pointer.epoch
 
 
-@pytest.mark.parametrize("overtaken_method", ["record", "move"])
+@pytest.mark.parametrize("overtaken_method", ["record", "move_pointer"])
 def test_a_restore_that_another_overtook_before_redis_was_lost_again_starts_over(world, monkeypatch, overtaken_method):
     """Readers may have followed the other one: nothing that was noted earlier may lead them back."""
     world.publish(A, B)
