@@ -119,9 +119,8 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "        context.excluded_ordinals(snapshot)\n        | pending.history_in(snapshot).item_numbers\n"
-                "        | snapshot.blocked\n",
-                "        pending.history_in(snapshot).item_numbers\n        | snapshot.blocked\n",
+                "context.excluded_ordinals(snapshot) | pending.history_in(snapshot).item_numbers | snapshot.blocked",
+                "pending.history_in(snapshot).item_numbers | snapshot.blocked",
             ),
         ),
     ),
