@@ -16,6 +16,7 @@ ADDED_FIELDS: Final = frozenset(
         "ExplainedNewItem",
         "background_failing",
         "overlap_at_20_newest",
+        "untimed",
     }
 )
 """Fields of JSON documents that the frozen commit does not have."""
@@ -35,6 +36,12 @@ ADDED_AT: Final[Mapping[str, frozenset[str]]] = {
     "body.components.schemas.HeldGeneration.required": frozenset({"entities", "tables", "models", "indexes"}),
 }
 """Names that are new at one place alone: what answers had, and OpenAPI did not say."""
+
+
+WIDENED_AT: Final = frozenset(
+    f"body.components.schemas.Event.properties.{field_name}" for field_name in ("time", "type", "attributes")
+)
+"""Schemas that allow more than those of the frozen commit: null, which the service took all along."""
 
 
 def without_added(left: Any, right: Any, path: str) -> Any:
