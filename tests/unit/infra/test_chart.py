@@ -265,7 +265,7 @@ def test_the_autoscaler_goes_by_processor_time_and_by_the_queue_where_it_is_conf
     queue = metrics("everything")[1]["pods"]
     assert queue["target"] == {"type": "AverageValue", "averageValue": "10m"}
     name = queue["metric"]["name"].removeprefix("larder_")
-    assert f'"{name}"' in (ROOT / "serving/metrics/collectors.py").read_text()
+    assert f'"{name}"' in (ROOT / "serving/admission/controller.py").read_text()
     assert "replicas" not in objects("least")["Deployment"]["spec"]
     assert objects("fixed")["Deployment"]["spec"]["replicas"] == 3
 
