@@ -238,7 +238,6 @@ class TokenWatch(Collector):
         self._counts_by_name: dict[str, CallerCounts] = {}
         self._loaded_version = self._version()
         self.is_stale = False
-        self._logged_refusal: tuple[FileVersion, str] | None = None
         self.callers = self._build_callers(None if self._tokens_path is None else read_tokens(self._tokens_path))
 
     @contextlib.asynccontextmanager
@@ -283,16 +282,14 @@ class TokenWatch(Collector):
             return version, error
 
     def _put_in_force(self, version: FileVersion, tokens: TokenEntries | ConfigError) -> bool:
-        self.is_stale = isinstance(tokens, ConfigError)
         if isinstance(tokens, ConfigError):
-            if (version, tokens.message) != self._logged_refusal:
+            if not (self.is_stale and version == self._loaded_version):
                 log.error("the tokens in force stay as they were: %s", tokens.message)
-            self._logged_refusal = version, tokens.message
-            self._loaded_version = version
+            self.is_stale, self._loaded_version = True, version
             return False
-        self._logged_refusal = None
         self.callers = self._build_callers(tokens)
-        self._loaded_version = version  # last of all: what was not put in force is read again at the next look
+        # Last of all: what was not put in force is read again at the next look.
+        self.is_stale, self._loaded_version = False, version
         log.info("%d tokens of %s are in force", len(tokens), self._tokens_path)
         return True
 

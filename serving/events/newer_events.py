@@ -175,10 +175,9 @@ class NewerEvents(NewerInputs):
         """
         if options.max_events == 0:
             return
-        events_of_night = snapshot.part(GenerationEvents)
-        if options.as_of is not None and events_of_night is not None and options.as_of < events_of_night.until_number:
+        if options.as_of is not None and (events_of_night := snapshot.part(GenerationEvents)) is not None:
             for case in cases:
-                case.is_before_night = True
+                case.is_before_night = options.as_of < events_of_night.until_number
         _include_new_items(snapshot, cases, options)
         packed, pacer = self.packed, YieldPacer()
         undecided_answers = []

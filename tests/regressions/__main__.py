@@ -30,10 +30,10 @@ CASE_TIMEOUT_S = 120.0
 # A process of pytest that has written nothing for this long hangs where no alarm ends it.
 SILENCE_S = 300.0
 
-NAMES_OF_BEFORE = "c297e29d"
+OLD_NAMES_COMMIT = "c297e29d"
 """The last commit whose tests use the names of older code."""
 
-EARLIER = {"^": "~4", "~4": "~12", "~12": "~30"}
+EARLIER_ANCESTOR = {"^": "~4", "~4": "~12", "~12": "~30"}
 """Where a test that passes at an ancestor of its commit is tried next: the mend was committed before it."""
 
 # Kinds of failure, the strongest proof first: what the product answered, then that it lacked a name of today.
@@ -69,7 +69,7 @@ class Row(NamedTuple):
         return self.kind in RED
 
 
-class Place(NamedTuple):
+class FindingRun(NamedTuple):
     """Where the test of a finding is run: the commit of the code, that of the tests, and the test's id there."""
 
     code_commit: str
@@ -86,14 +86,14 @@ def commit_of(finding: Finding) -> str:
 
 def first_commit_with(text: str, folder: str) -> str:
     """The first commit with another count of a text in a folder, abbreviated; empty if there is none."""
-    return git("log", "--format=%h", "--reverse", f"-S{text}", "--", folder).partition("\n")[0]
+    return run_git("log", "--format=%h", "--reverse", f"-S{text}", "--", folder).partition("\n")[0]
 
 
 @cache
-def mended_at(finding: Finding) -> str:
+def tests_commit_of(finding: Finding) -> str:
     """The commit whose tests show a finding: that of its test, or of its row if the test is older and was added to."""
     commit = commit_of(finding)
-    if commit != "not committed" and not is_ancestor(commit, NAMES_OF_BEFORE):
+    if commit != "not committed" and not is_ancestor(commit, OLD_NAMES_COMMIT):
         return commit
     return first_commit_with(f"{finding.text}\t", str(TABLES.relative_to(ROOT)))
 
@@ -104,20 +104,20 @@ def is_ancestor(commit: str, other_commit: str) -> bool:
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
-def git(*arguments: str) -> str:
+def run_git(*arguments: str) -> str:
     """What git says in this repository."""
     command = ["git", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def places(selected_findings: list[Finding], commit: str) -> dict[Finding, Place]:
+def find_runs(selected_findings: list[Finding], commit: str) -> dict[Finding, FindingRun]:
     """Where each test is run."""
     tests_by_text: defaultdict[str, list[str]] = defaultdict(list)
     test_by_function: dict[str, str] = {}
-    for finding in findings_at(NAMES_OF_BEFORE):
+    for finding in findings_at(OLD_NAMES_COMMIT):
         tests_by_text[finding.text].append(finding.test)
         test_by_function[finding.function] = finding.test
-    place_by_finding = {}
+    run_by_finding = {}
     for finding in selected_findings:
         if not finding.has_test:
             continue
@@ -125,15 +125,15 @@ def places(selected_findings: list[Finding], commit: str) -> dict[Finding, Place
             tests = tests_by_text[finding.text]
             test = tests[0] if len(tests) == 1 else None
         if test is not None:
-            place_by_finding[finding] = Place(commit, NAMES_OF_BEFORE, test)
-        elif mended := mended_at(finding):
-            place_by_finding[finding] = Place(f"{mended}^", mended, test_at(mended, finding))
-    return place_by_finding
+            run_by_finding[finding] = FindingRun(commit, OLD_NAMES_COMMIT, test)
+        elif mended := tests_commit_of(finding):
+            run_by_finding[finding] = FindingRun(f"{mended}^", mended, test_at(mended, finding))
+    return run_by_finding
 
 
 def test_at(commit: str, finding: Finding) -> str:
     """The test's id at the commit that brought it, where its file may have had another path."""
-    found = git("grep", "-l", f"def {finding.function}(", commit, "--", "tests")
+    found = run_git("grep", "-l", f"def {finding.function}(", commit, "--", "tests")
     module = found.partition("\n")[0].partition(":")[2]
     return f"{module}::{finding.test.partition('::')[2]}"
 
@@ -141,8 +141,8 @@ def test_at(commit: str, finding: Finding) -> str:
 def findings_at(commit: str) -> list[Finding]:
     """The lines of the tables at an older commit."""
     folder = TABLES.relative_to(ROOT)
-    names = git("ls-tree", "--name-only", commit, f"{folder}/").splitlines()
-    texts = [git("show", f"{commit}:{name}") for name in names if name.endswith(".tsv")]
+    names = run_git("ls-tree", "--name-only", commit, f"{folder}/").splitlines()
+    texts = [run_git("show", f"{commit}:{name}") for name in names if name.endswith(".tsv")]
     return [Finding(*line.split("\t")) for text in texts for line in text.splitlines()]
 
 
@@ -156,11 +156,11 @@ def worktree(commit: str, tests_commit: str, folder: Path | None, environment: s
     """A worktree of `commit` with the tests of another and an environment; a folder that is named is kept."""
     with tempfile.TemporaryDirectory() as temporary_folder:
         tree = folder or Path(temporary_folder) / "tree"
-        git("worktree", "prune")
+        run_git("worktree", "prune")
         try:
             if not tree.exists():
                 note(f"a worktree of {commit}")
-                git("worktree", "add", "--quiet", "--detach", "--force", str(tree), commit)
+                run_git("worktree", "add", "--quiet", "--detach", "--force", str(tree), commit)
             demand_commit(tree, commit)
             shutil.rmtree(tree / "tests", ignore_errors=True)
             with tempfile.TemporaryFile() as archive:
@@ -174,12 +174,12 @@ def worktree(commit: str, tests_commit: str, folder: Path | None, environment: s
         finally:
             if folder is None:
                 with contextlib.suppress(subprocess.CalledProcessError):
-                    git("worktree", "remove", "--force", str(tree))
+                    run_git("worktree", "remove", "--force", str(tree))
 
 
 def demand_commit(tree: Path, commit: str) -> None:
     """Raise SystemExit where a folder that is used again holds another commit."""
-    head, wanted = (git("-C", str(tree), "rev-parse", "HEAD"), git("rev-parse", f"{commit}^{{commit}}"))
+    head, wanted = (run_git("-C", str(tree), "rev-parse", "HEAD"), run_git("rev-parse", f"{commit}^{{commit}}"))
     if head != wanted:
         raise SystemExit(f"{tree} holds {head.strip()}, not {commit}: name another folder")
 
@@ -298,20 +298,20 @@ def summary(rows: list[Row]) -> Iterator[str]:
 
 
 def rows_of(
-    selected_findings: list[Finding], place_by_finding: dict[Finding, Place], outcomes: dict[Place, Outcome]
+    selected_findings: list[Finding], run_by_finding: dict[Finding, FindingRun], outcomes: dict[FindingRun, Outcome]
 ) -> list[Row]:
     """A row for each finding whose test has ended, or that has none."""
     rows = []
     for finding in selected_findings:
-        place = place_by_finding.get(finding)
+        finding_run = run_by_finding.get(finding)
         if not finding.has_test:
             reason = finding.test.removeprefix("none:").strip()
             rows.append(Row(finding.text, "", "", "", "none", reason))
-        elif place is None:
+        elif finding_run is None:
             rows.append(Row(finding.text, finding.test, commit_of(finding), "", "gone", ""))
-        elif place in outcomes:
-            _, kind, text = outcomes[place]
-            rows.append(Row(finding.text, finding.test, commit_of(finding), place.code_commit, kind, text))
+        elif finding_run in outcomes:
+            _, kind, text = outcomes[finding_run]
+            rows.append(Row(finding.text, finding.test, commit_of(finding), finding_run.code_commit, kind, text))
     return rows
 
 
@@ -348,45 +348,45 @@ def main() -> int:
     selected_findings = [
         finding for finding in findings() if options.only in finding.text or options.only in finding.test
     ]
-    place_by_finding = places(selected_findings, options.commit)
+    run_by_finding = find_runs(selected_findings, options.commit)
     todays_modules: defaultdict[str, list[str]] = defaultdict(list)
-    for finding in place_by_finding:
+    for finding in run_by_finding:
         todays_modules[finding.module].append(finding.test)
     missing_tests = gone_tests(todays_modules)
     known_outcomes = red_before(options.json) if options.again else {}
-    outcomes: dict[Place, Outcome] = {}
-    pending: defaultdict[tuple[str, str], defaultdict[str, list[Place]]] = defaultdict(lambda: defaultdict(list))
-    for finding, place in place_by_finding.items():
+    outcomes: dict[FindingRun, Outcome] = {}
+    pending: defaultdict[tuple[str, str], defaultdict[str, list[FindingRun]]] = defaultdict(lambda: defaultdict(list))
+    for finding, finding_run in run_by_finding.items():
         if finding.test in missing_tests:
-            outcomes[place] = Outcome(place.test, "gone", "")
+            outcomes[finding_run] = Outcome(finding_run.test, "gone", "")
         elif finding.test in known_outcomes:
-            outcomes[place] = known_outcomes[finding.test]
-        elif place not in (places_of_module := pending[place[:2]][place.test.partition("::")[0]]):
-            places_of_module.append(place)
+            outcomes[finding_run] = known_outcomes[finding.test]
+        elif finding_run not in (runs_of_module := pending[finding_run[:2]][finding_run.test.partition("::")[0]]):
+            runs_of_module.append(finding_run)
     while pending:
         (code_commit, tests_commit), modules = pending.popitem()
         tree = options.tree.resolve() if options.tree and code_commit == options.commit else None
         with worktree(code_commit, tests_commit, tree, options.environment) as folder:
-            for number, (module, module_places) in enumerate(modules.items(), 1):
+            for number, (module, module_runs) in enumerate(modules.items(), 1):
                 begun_at = time.monotonic()
-                tests = [place.test for place in module_places]
+                tests = [finding_run.test for finding_run in module_runs]
                 of_module = outcomes_of(folder, module, tests, options.case_timeout)
-                outcomes |= {place: of_module[place.test] for place in module_places}
+                outcomes |= {finding_run: of_module[finding_run.test] for finding_run in module_runs}
                 kinds = Counter(outcome.kind for outcome in of_module.values())
                 counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
                 elapsed_s = time.monotonic() - begun_at
                 note(f"{code_commit} {number}/{len(modules)} {module}: {counts} ({elapsed_s:.0f} s)")
                 if options.json:
-                    write_rows(options.json, rows_of(selected_findings, place_by_finding, outcomes))
-        for finding, place in place_by_finding.items():
-            ancestor = place.code_commit.removeprefix(place.tests_commit)
-            if place[:2] != (code_commit, tests_commit) or outcomes[place].kind != "passed":
+                    write_rows(options.json, rows_of(selected_findings, run_by_finding, outcomes))
+        for finding, finding_run in run_by_finding.items():
+            ancestor = finding_run.code_commit.removeprefix(finding_run.tests_commit)
+            if finding_run[:2] != (code_commit, tests_commit) or outcomes[finding_run].kind != "passed":
                 continue
-            if (earlier := EARLIER.get(ancestor)) is not None:
-                earlier_place = place._replace(code_commit=f"{tests_commit}{earlier}")
-                place_by_finding[finding] = earlier_place
-                pending[earlier_place[:2]][place.test.partition("::")[0]].append(earlier_place)
-    rows = rows_of(selected_findings, place_by_finding, outcomes)
+            if (earlier := EARLIER_ANCESTOR.get(ancestor)) is not None:
+                earlier_run = finding_run._replace(code_commit=f"{tests_commit}{earlier}")
+                run_by_finding[finding] = earlier_run
+                pending[earlier_run[:2]][finding_run.test.partition("::")[0]].append(earlier_run)
+    rows = rows_of(selected_findings, run_by_finding, outcomes)
     lines = [*table(rows), "", *summary(rows)]
     print(*lines, sep="\n")
     if options.output:

@@ -318,6 +318,7 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
             last_required = filled_bounds[-required_counts[row]]
             # More than fit may reach the limit that so many halvings find: then only those above it are kept.
             resolution = (filled_bounds[-1] - filled_bounds[0]) * 2.0**-13
+            assert len(kept_numbers) >= (filled_bounds > last_required + resolution).sum()
             if (filled_bounds >= last_required - resolution).sum() <= capacity:
                 assert len(kept_numbers) >= min(required_counts[row], len(filled_bounds))
                 assert left_out[row].item() <= last_required
