@@ -16,7 +16,7 @@ from precompute.releases.release_log import Releases
 from tests.opened import open_generation
 
 COMPARED = ("directory/", "items/", "tables/", "defaults.json")
-"""What invariant 9 asks for: directory, items, pages and defaults."""
+"""Bytes of a generation that a repeated night must reproduce: directory, items, pages and defaults."""
 
 
 @dataclass(frozen=True, slots=True)

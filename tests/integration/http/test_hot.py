@@ -258,7 +258,7 @@ def test_answers_of_a_stale_replica_say_so(ways: Ways, users: list[str]) -> None
 
 
 def test_sources_sum_to_entities_and_latencies_to_answers(ways: Ways, users: list[str]) -> None:
-    """Invariant 6, over both ways."""
+    """Over both ways."""
     for is_fast in (True, False, True):
         for request in (get(users[0]), get("nobody"), post({"entities": [*users[:20], "nobody"]})):
             assert ways.send(request, is_fast=is_fast).status == 200

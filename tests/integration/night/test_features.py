@@ -218,7 +218,7 @@ def test_calibration_takes_the_first_shard_with_usable_input(config):
 
 
 def test_a_live_path_that_answers_otherwise_refuses_the_night(config, monkeypatch):
-    """Invariant 8 for a tower with features: the gate compares, it does not wave through."""
+    """A gate of a tower with features compares: it does not let everything pass."""
     with_towers(config, from_history_and_country)
     monkeypatch.setattr(
         skew, "_feature_as_sent", lambda source, column, row: (source.features[column][row].as_py() + 1) % 5

@@ -1,5 +1,5 @@
 """kill -9 at random points of every step, a service under traffic beside it: readers see nothing of it, and a
-re-run ends exactly where a twin ends that was never disturbed (invariant 9).
+re-run ends exactly where a twin ends that was never disturbed.
 """
 
 import itertools

@@ -164,8 +164,8 @@ def test_a_file_that_changed_on_disk_is_noticed_before_publishing(config):
     assert live(config) is None
 
 
-def test_p3_a_gate_that_raises_hangs_or_lacks_its_input_lets_nothing_pass(config, tmp_path):
-    """PITFALLS P3: fail closed."""
+def test_a_gate_that_raises_hangs_or_lacks_its_input_lets_nothing_pass(config, tmp_path):
+    """Fail closed."""
     generation = build_verified(config, DATA_UNTIL)
     manifest, root = open_generation(config.store(), generation)
     release = threading.Event()
@@ -199,8 +199,8 @@ def test_p3_a_gate_that_raises_hangs_or_lacks_its_input_lets_nothing_pass(config
     release.set()
 
 
-def test_p11_loading_costs_one_command_per_page_not_per_entity(config, own_redis):
-    """PITFALLS P11: bulk only."""
+def test_loading_costs_one_command_per_page_not_per_entity(config, own_redis):
+    """Bulk only."""
     config = replace(config, redis_url=own_redis.url)
     generation = build_verified(config, DATA_UNTIL)
     manifest = read_manifest(config.store(), generation)
@@ -215,7 +215,7 @@ def test_p11_loading_costs_one_command_per_page_not_per_entity(config, own_redis
     assert keys <= pages + 3
 
 
-def test_p15_loading_is_refused_before_redis_runs_full(config, own_redis):
+def test_loading_is_refused_before_redis_runs_full(config, own_redis):
     config = replace(config, redis_url=own_redis.url)
     with connect(own_redis.url, 5.0) as client:
         client.config_set("maxmemory", client.info("memory")["used_memory"] + 100_000)
@@ -226,8 +226,7 @@ def test_p15_loading_is_refused_before_redis_runs_full(config, own_redis):
         assert not list(client.scan_iter(f"larder:1:{config.namespace}:g:*"))
 
 
-def test_p9_no_key_belongs_to_a_generation_that_the_registry_does_not_know(config):
-    """Invariant 3."""
+def test_no_key_belongs_to_a_generation_that_the_registry_does_not_know(config):
     publish_night(config, DATA_UNTIL)
     publish_night(config, NEXT)
     with connect(config.redis_url, 5.0) as client:
@@ -238,8 +237,8 @@ def test_p9_no_key_belongs_to_a_generation_that_the_registry_does_not_know(confi
     assert generations_in_redis and generations_in_redis <= registered_generations
 
 
-def test_p5_p14_and_p20_the_manifest_names_index_recall_model_and_vocabulary_of_one_build(config):
-    """PITFALLS P5, P14: one manifest over tables, index and model; recall measured and stored."""
+def test_the_manifest_names_index_recall_model_and_vocabulary_of_one_build(config):
+    """One manifest over tables, index and model; recall measured and stored."""
     manifest = read_manifest(config.store(), build_verified(config, DATA_UNTIL))
     assert set(manifest.indexes) == {"inner_product", "cosine"}
     assert all(index.recall is not None and index.recall > 0.99 for index in manifest.indexes.values())
@@ -249,7 +248,7 @@ def test_p5_p14_and_p20_the_manifest_names_index_recall_model_and_vocabulary_of_
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
 
 
-def test_p17_records_of_a_shard_do_not_depend_on_how_many_threads_made_them(config):
+def test_records_of_a_shard_do_not_depend_on_how_many_threads_made_them(config):
     manifest_of_one_thread = read_manifest(config.store(), build_verified(replace(config, threads=1), DATA_UNTIL))
     moved = replace(config, threads=2, artifacts="elsewhere", namespace=f"{config.namespace}-2")
     two = read_manifest(moved.store(), build_verified(moved, DATA_UNTIL))
@@ -415,8 +414,8 @@ def pages_of(client, config, generation, table):
     return sorted(client.scan_iter(pattern), key=lambda key: int(key.rsplit(b":", 1)[1]))
 
 
-def test_p6_publish_reads_records_back_before_the_pointer_moves(config, monkeypatch):
-    """PITFALLS P6: success is what a reader can read back, even after pages of a wrong length were loaded again."""
+def test_publish_reads_records_back_before_the_pointer_moves(config, monkeypatch):
+    """Success is what a reader can read back, even after pages of a wrong length were loaded again."""
     first = publish_night(config, DATA_UNTIL)
     build: BuildId = {"generation": build_verified(config, NEXT)}
 
@@ -676,7 +675,7 @@ def test_overlays_make_way_for_pages(config, own_redis):
 
 
 def test_a_gate_that_hangs_does_not_hold_up_the_end_of_the_program(config):
-    """PITFALLS P3, seen from the shell: giving up is also the end."""
+    """Seen from the shell: giving up is also the end."""
     program = (
         "import time\n"
         "from cache.errors import NotJudged\n"

@@ -46,8 +46,8 @@ def test_publishing_again_changes_nothing(world):
     assert not moved.has_moved and world.live() == pointer_before
 
 
-def test_p19_older_data_is_never_published_over_newer(world):
-    """PITFALLS P19: clears and backfills do not reorder generations."""
+def test_older_data_is_never_published_over_newer(world):
+    """Clears and backfills do not reorder generations."""
     world.load(A)
     world.publish(B)
     with pytest.raises(Conflict, match="older than"):
@@ -67,8 +67,8 @@ def test_only_a_verified_generation_is_published(world, state):
     assert world.live().generation == A
 
 
-def test_p4_and_p21_rolling_back_twice_never_meets_a_bad_generation(world):
-    """PITFALLS P4, P21: previous is the newest superseded one, never one rolled back."""
+def test_rolling_back_twice_never_meets_a_bad_generation(world):
+    """Previous is the newest superseded one, never one rolled back."""
     world.publish(A, B, C)
     moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     assert all_releases(world.store)[-1].reason == "bad"
@@ -93,7 +93,7 @@ def test_a_rolled_back_generation_returns_after_a_new_verification_only(world):
 
 
 def test_a_later_night_can_be_published_after_a_rollback(world):
-    """PITFALLS P4 (Venice #2785): a stale guard must not block the next push."""
+    """A stale guard must not block the next push."""
     world.publish(A, B)
     moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
     world.publish(C)
@@ -172,7 +172,7 @@ def test_a_crash_between_intent_and_move_leaves_the_live_one(world, monkeypatch)
 
 
 def test_pages_never_expire_and_are_verified_where_they_are(world):
-    """Invariant 4, the loader's marks, and PITFALLS P2: no expiry empties the store after a broken night."""
+    """The loader marks what it writes, and no expiry empties the store after a broken night."""
     manifest = world.load(A)
     assert world.pages() == set(page_keys(world.keys, manifest))
     assert {world.client.ttl(key) for key in world.pages()} == {-1}

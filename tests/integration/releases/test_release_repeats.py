@@ -20,7 +20,7 @@ def world(tmp_path, redis_url, keyspace):
         yield World(ArtefactStore(str(tmp_path)), client, keyspace)
 
 
-def test_p19_a_retry_after_a_newer_publish_has_succeeded_and_publishes_nothing(world):
+def test_a_retry_after_a_newer_publish_has_succeeded_and_publishes_nothing(world):
     world.publish(A)
     world.load(B)
     moves.publish(world.releases, B, attempt="run-b")

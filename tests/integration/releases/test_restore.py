@@ -118,8 +118,8 @@ def test_a_restore_names_what_redis_alone_knew(world):
     assert describe_forgotten_facts(world.releases, view_before, pointer) == []
 
 
-def test_p22_a_pointer_from_an_older_snapshot_is_not_trusted(world):
-    """PITFALLS P22: Redis restored from an old snapshot must not take readers or publishers back."""
+def test_a_pointer_from_an_older_snapshot_is_not_trusted(world):
+    """Redis restored from an old snapshot must not take readers or publishers back."""
     world.publish(A)
     old = world.client.get(world.keys.live)
     world.publish(B)

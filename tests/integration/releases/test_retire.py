@@ -24,8 +24,8 @@ def world(tmp_path, redis_url, keyspace) -> Iterator[World]:
         yield World(ArtefactStore(str(tmp_path)), client, keyspace)
 
 
-def test_p8_and_p9_retiring_removes_every_key_and_file_and_nothing_else(world):
-    """PITFALLS P8, P9: keys come from the manifest, in small batches; a swept generation leaves nothing."""
+def test_retiring_removes_every_key_and_file_and_nothing_else(world):
+    """Keys come from the manifest, in small batches; a swept generation leaves nothing."""
     world.publish(A, B, C, D)
     world.clock.now_s += 100
     assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
@@ -178,7 +178,7 @@ def test_what_is_being_retired_cannot_be_pinned(world):
 
 @pytest.mark.parametrize("state", [GenerationState.BEGUN, GenerationState.LOADED, GenerationState.VERIFIED])
 def test_an_unfinished_night_is_abandoned_and_removed_once_it_is_old_news(world, state):
-    """PITFALLS P9: nothing is left behind for ever."""
+    """Nothing is left behind for ever."""
     world.load(A)
     world.control.set_row(A, RegistryRow(state, world.clock()))
     world.load(D)

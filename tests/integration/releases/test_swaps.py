@@ -1,4 +1,4 @@
-"""Publishes and rollbacks under concurrent requests (PITFALLS P1): nothing mixed, lost, or from the past."""
+"""Publishes and rollbacks under concurrent requests: nothing mixed, lost, or from the past."""
 
 import asyncio
 import itertools

@@ -82,7 +82,7 @@ async def test_publishes_and_rollbacks_under_traffic_mix_nothing_and_lose_nothin
         assert await follows(app, second)
         assert await asyncio.to_thread(roll_back, night) == first
         assert await follows(app, first)
-        # C2, P21: from here on nothing comes from the generation that was rolled back.
+        # From here on nothing comes from the generation that was rolled back.
         late = await app.post("/v1/lookup/user_topk", {"entities": [*users, "nobody"]})
         assert {answer["generation"] for answer in late["answers"]} == {first}
         entity_count += len(users) + 1
@@ -118,7 +118,7 @@ async def test_what_callers_asked_most_is_in_l1_before_the_swap(app: Running, ni
     assert await follows(app, second)
     answers = (await app.post("/v1/lookup/user_topk", {"entities": users}))["answers"]
 
-    # C14: no herd on Redis at the flip.
+    # No herd on Redis at the flip.
     assert {(answer["source"], answer["generation"]) for answer in answers} == {("l1", second)}
 
 
@@ -202,7 +202,7 @@ async def test_a_redis_that_hangs_costs_a_deadline_and_then_nothing(night: Night
             answers.append(await app.get(f"/v1/lookup/user_topk/{user}", k=3))
             slow.append(loop.time() - started)
 
-        # C10: bounded waits, then the breaker spares even those; nobody is refused.
+        # Bounded waits, then the breaker spares even those; nobody is refused.
         assert {answer["source"] for answer in answers} == {"default"}
         assert max(slow) < 1.0 and min(slow[-2:]) < 0.05
         assert {answer["reason"] for answer in answers} == {"l2_timeout", "breaker_open"}

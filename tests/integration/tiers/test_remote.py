@@ -142,7 +142,7 @@ async def test_a_turn_too_large_for_one_pipeline_is_split_between_callers(redis_
 async def test_an_overlay_is_written_with_its_expiry_and_read_with_what_is_left(
     remote: RemoteTier, client: redis.Redis
 ) -> None:
-    """C1: life is read with the value, and no overlay is ever without an end."""
+    """Life is read with the value, and no overlay is ever without an end."""
     payload = bytes(range(256)) + b"\r\n$5\r\n"
     write = OverlayWrite("g", "t", "00ff", payload, 30.0)
 
@@ -166,7 +166,7 @@ async def test_every_overlay_written_expires_however_short_its_life(remote: Remo
 
 
 async def test_an_overlay_without_expiry_has_no_life_left(remote: RemoteTier, client: redis.Redis) -> None:
-    """C1: somebody else's key is not promoted for ever."""
+    """Somebody else's key is not promoted for ever."""
     client.set(remote.control.keyspace.overlay("g", "t", "aa"), b"x")
 
     assert await answers_of(remote, [OverlayRead("g", "t", "aa")]) == [Overlay(b"x", 0.0)]
@@ -199,7 +199,7 @@ async def test_a_key_of_the_wrong_type_is_an_error_of_that_read_alone(remote: Re
 
 
 async def test_cancelled_callers_never_leave_another_one_their_answer(remote: RemoteTier) -> None:
-    """C16: hundreds of reads, a third of them cancelled at random moments; each answer is its asker's."""
+    """Hundreds of reads, a third of them cancelled at random moments; each answer is its asker's."""
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
 
@@ -230,7 +230,6 @@ async def elapsed_after(seconds: float) -> float:
 async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_no_caller(
     own_redis: RedisServer,
 ) -> None:
-    """C10, C16."""
     keyspace = Keyspace("paused")
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
         for page in range(4):
@@ -275,7 +274,6 @@ async def test_one_stall_is_one_failure_whatever_waited_for_it(own_redis: RedisS
 
 
 async def test_a_callers_shorter_deadline_ends_its_wait_and_keeps_the_connection(own_redis: RedisServer) -> None:
-    """C10, C16."""
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=5.0, connections_max=1), Keyspace("a"))
     await answers_of(remote, [read_of(0, 0)])
 
@@ -324,7 +322,6 @@ def test_a_reply_that_came_while_the_loop_was_busy_is_not_late(
 
 
 async def test_a_dead_redis_is_reported_at_once_then_left_alone_then_probed(own_redis: RedisServer) -> None:
-    """C10."""
     clock = [0.0]
     breaker = Breaker(threshold=3, cooldown_s=5.0, timer=lambda: clock[0])
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=1.0), Keyspace("a"), breaker)
@@ -408,7 +405,7 @@ async def test_what_is_under_way_ends_when_the_tier_is_closed(own_redis: RedisSe
 
 
 async def test_more_commands_than_may_be_under_way_are_shed(redis_url: str, loaded: Keyspace) -> None:
-    """C10, C12: a slow Redis does not become a queue in this process."""
+    """A slow Redis does not become a queue in this process."""
     config = RemoteConfig(redis_url, deadline_s=2.0, commands_in_flight_max=10)
     remote = RemoteTier(config, loaded)
 
@@ -435,7 +432,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
     ids=["whole", "one-too-many", "cut-off", "garbage", "closed"],
 )
 async def test_a_server_that_breaks_the_protocol_loses_its_connection(reply: bytes, good: bool) -> None:
-    """C16: an unasked-for reply would be taken for the next caller's."""
+    """An unasked-for reply would be taken for the next caller's."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while command := await reader.read(4096):
@@ -468,7 +465,7 @@ async def test_a_server_that_breaks_the_protocol_loses_its_connection(reply: byt
 async def test_the_protocol_is_the_one_that_is_named_and_news_arrive_in_both(
     redis_url: str, loaded: Keyspace, client: redis.Redis, protocol: int
 ) -> None:
-    """C15: a changed default of the client library must not silence what keeps readers current."""
+    """A changed default of the client library must not silence what keeps readers current."""
     url = redis_url if protocol == 2 else f"{redis_url}?protocol=3"
     remote = RemoteTier(RemoteConfig(url, deadline_s=2.0), loaded)
     assert await answers_of(remote, [read_of(0, 0)]) == [record_of(0, 0)]
@@ -496,7 +493,7 @@ async def test_the_protocol_is_the_one_that_is_named_and_news_arrive_in_both(
 async def test_listening_survives_a_silence_longer_than_any_timeout(
     redis_url: str, keyspace: Keyspace, client: redis.Redis
 ) -> None:
-    """C15: news are rare, and a listener that timed out would be told nothing."""
+    """News are rare, and a listener that timed out would be told nothing."""
     config = RemoteConfig(redis_url, control_timeout_s=0.05)
     remote = RemoteTier(config, keyspace)
     listening = asyncio.ensure_future(anext(remote.control.subscribe()))

@@ -119,7 +119,7 @@ class Replicas:
 
 
 async def test_what_was_put_comes_back_byte_for_byte(tier: Tier) -> None:
-    """C13: as immutable bytes."""
+    """As immutable bytes."""
     record = NIGHT.live_record("ada")
     assert await tier.get(NIGHT, GENERATION, "ada") is None
 
@@ -130,7 +130,6 @@ async def test_what_was_put_comes_back_byte_for_byte(tier: Tier) -> None:
 
 
 async def test_another_entity_table_or_generation_has_none_of_it(tier: Tier) -> None:
-    """C2, C4."""
     await tier.put(NIGHT, GENERATION, "ada", NIGHT.live_record("ada"), 60)
 
     assert await tier.get(NIGHT, GENERATION, "bob") is None
@@ -146,7 +145,7 @@ async def test_a_later_record_takes_the_place_of_an_earlier_one(tier: Tier) -> N
 
 
 async def test_no_copy_outlives_the_life_it_was_given(tier: Tier) -> None:
-    """C1: also not one that a reader promoted shortly before the end."""
+    """Also not one that a reader promoted shortly before the end."""
     loop = asyncio.get_running_loop()
     await tier.put(NIGHT, GENERATION, "ada", NIGHT.live_record("ada"), SHORT_S)
     ends_at = loop.time() + SHORT_S

@@ -161,8 +161,8 @@ def test_a_record_without_an_answer_is_no_record_to_decode():
             decode_record(layout, raw)
 
 
-def test_c17_another_format_or_length_is_corrupt():
-    """PITFALLS C17: the format number stands in the record."""
+def test_another_format_or_length_is_corrupt():
+    """The format number stands in the record."""
     layout = Layout("value", 2, "f4")
     raw = encode_numbers(layout, FINGERPRINTS[:1], np.ones((1, 2), "f4"), 0)[0].tobytes()
     assert peek_format(raw) == 1 and peek_fingerprint(raw) == 1

@@ -35,7 +35,7 @@ def test_every_hash_is_found_at_its_rank_and_no_other_is(present, absent, shards
 
 @pytest.mark.parametrize("value", [2**53 + 1, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1])
 def test_neighbours_that_float64_cannot_distinguish_are_distinguished(value):
-    """FACTS: numpy compares uint64 with a Python int in float64."""
+    """numpy compares uint64 with a Python int in float64."""
     neighbours = [neighbour for neighbour in (value - 1, value + 1) if neighbour < 2**64]
     hash_directory = directory(neighbours, 2)
     assert hash_directory.find(value) == -1

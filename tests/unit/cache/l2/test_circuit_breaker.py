@@ -7,7 +7,6 @@ from tests.fakes import FakeClock
 
 
 def test_opens_after_as_many_failures_in_a_row_as_the_threshold_says() -> None:
-    """C10."""
     breaker = Breaker(threshold=3, timer=FakeClock())
 
     for _ in range(2):

@@ -116,7 +116,7 @@ def test_every_reply_becomes_the_answer_of_its_own_command() -> None:
 
 
 def test_two_processes_ask_for_the_same_keys_whatever_their_hash_seed() -> None:
-    """C6: Python's own `hash` differs between processes and may be part of nothing that is shared."""
+    """Python's own `hash` differs between processes and may be part of nothing that is shared."""
     program = (
         "from cache.format.ids import *; from cache.format.redis_keys import *; from cache.l2.commands import *\n"
         "raw = canonical_id('ada')\n"

@@ -186,7 +186,7 @@ def test_warming_runs_every_table(world):
 
 
 def test_a_bundle_with_shuffled_items_gives_the_same_answers(bundle, tmp_path):
-    # Given the same model with its vocabulary in another order (pitfall P20)
+    # Given the same model with its vocabulary in another order
     shuffled = shuffle(bundle, tmp_path / "shuffled")
     original_world, theirs = (
         make_predictor(bundle, tmp_path / "a", precision="fp32"),

@@ -61,7 +61,7 @@ def test_padding_depends_on_the_rows_own_length_only(model):
 
 
 def test_int8_answers_are_bitwise_the_same_in_batches_of_1_to_4096(model, tmp_path):
-    # Given a quantized tower and many histories (pitfall P7)
+    # Given a quantized tower and many histories
     histories = make_histories(4096, longest=60)
     int8 = tmp_path / "int8.onnx"
     quantize_tower(model, SPEC, {"history": histories.select_rows(np.arange(200))}, int8)

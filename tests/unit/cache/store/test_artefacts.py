@@ -148,8 +148,8 @@ def no_links(self, target):
     raise PermissionError("this file system has no links")
 
 
-def test_p13_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
-    """PITFALLS P13: never written in place."""
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    """Never written in place."""
     store = ArtefactStore(str(tmp_path))
     store.write("index", b"old")
 

@@ -15,7 +15,7 @@ def key(number: int, generation: str = "g", table: str = "t") -> LocalKey:
 
 
 def test_returns_the_very_record_that_was_put() -> None:
-    """C13: immutable bytes, never a copy that a caller could edit."""
+    """Immutable bytes, never a copy that a caller could edit."""
     local = LocalTier(100_000)
     entry = Entry(b"record", 1)
 
@@ -28,7 +28,7 @@ def test_returns_the_very_record_that_was_put() -> None:
 
 
 def test_generation_and_table_are_part_of_the_key() -> None:
-    """C2: a record of another generation is another record, so nothing is ever invalidated."""
+    """A record of another generation is another record, so nothing is ever invalidated."""
     local = LocalTier(100_000)
     local.put(key(1), Entry(b"a", 1))
 
@@ -49,7 +49,6 @@ def test_the_least_recently_used_record_goes_first() -> None:
 
 
 def test_an_entry_is_gone_at_the_very_end_of_its_life() -> None:
-    """C1."""
     clock = FakeClock()
     local = LocalTier(100_000, clock)
     local.put(key(1), Entry(b"a", 1, b"digest", clock() + 5))
@@ -73,7 +72,6 @@ def test_a_record_of_the_night_has_no_end() -> None:
 
 
 def test_overwriting_with_a_larger_record_stays_within_the_bound() -> None:
-    """C12."""
     local = LocalTier(room_for(4, 100))
     for number in range(4):
         local.put(key(number), Entry(bytes(100), number))
@@ -85,7 +83,7 @@ def test_overwriting_with_a_larger_record_stays_within_the_bound() -> None:
 
 
 def test_a_record_larger_than_the_tier_is_left_out_and_takes_its_predecessor_along() -> None:
-    """C12: after a refused overwrite the old value must not be served as if it were the new one."""
+    """After a refused overwrite the old value must not be served as if it were the new one."""
     local = LocalTier(room_for(1, 100))
     local.put(key(1), Entry(b"old", 1))
 
@@ -105,7 +103,6 @@ steps = st.lists(
 def test_the_accounted_bytes_are_those_of_the_entries_whatever_happens(
     script: list[tuple[str, int, int]], max_bytes: int
 ) -> None:
-    """C12."""
     clock = FakeClock()
     local = LocalTier(max_bytes, clock)
 
@@ -128,7 +125,7 @@ def test_the_accounted_bytes_are_those_of_the_entries_whatever_happens(
 
 @pytest.mark.parametrize("count", [20_000, 44_000])
 def test_resident_bytes_exceed_the_accounted_ones_by_five_percent_at_most(count: int) -> None:
-    """C12: the constant per entry covers what the interpreter really spends, also just after dictionaries grew."""
+    """The constant per entry covers what the interpreter really spends, also just after dictionaries grew."""
     local = LocalTier(1 << 30)
     tracemalloc.start()
     for number in range(count):
@@ -142,7 +139,7 @@ def test_resident_bytes_exceed_the_accounted_ones_by_five_percent_at_most(count:
 
 @pytest.mark.parametrize("count", [10_000, 22_000])
 def test_ready_answers_are_accounted_for_like_records(count: int) -> None:
-    """C12, with a record and its ready answer for each id."""
+    """With a record and its ready answer for each id."""
     local = LocalTier(1 << 30)
     tracemalloc.start()
     for number in range(count):
@@ -161,7 +158,7 @@ def test_ready_answers_are_accounted_for_like_records(count: int) -> None:
 def test_under_churn_real_memory_stays_within_five_percent_of_the_budget(
     record_bytes: int, max_bytes: int, has_ready: bool
 ) -> None:
-    """C12: tables that Python grows for keys which come and go are part of the budget."""
+    """Tables that Python grows for keys which come and go are part of the budget."""
     rng = random.Random(record_bytes)
     rounds = 5 * max_bytes // (record_bytes + 400) + 100
     tracemalloc.start()

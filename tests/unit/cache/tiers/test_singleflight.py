@@ -73,7 +73,6 @@ async def test_different_keys_do_not_wait_for_one_another() -> None:
 
 
 async def test_cancelling_the_first_caller_cancels_no_other() -> None:
-    """C7."""
     flights, work = SingleFlight[str, int](), Work()
     first, second = (asyncio.create_task(flights.do("key", work)) for _ in range(2))
     await run_loop_iterations()
@@ -87,7 +86,6 @@ async def test_cancelling_the_first_caller_cancels_no_other() -> None:
 
 
 async def test_the_work_is_cancelled_when_the_last_caller_has_left() -> None:
-    """C7."""
     flights, work = SingleFlight[str, int](), Work()
     callers = [asyncio.create_task(flights.do("key", work)) for _ in range(3)]
     await run_loop_iterations()
@@ -100,7 +98,6 @@ async def test_the_work_is_cancelled_when_the_last_caller_has_left() -> None:
 
 
 async def test_a_newcomer_does_not_board_work_that_is_being_cancelled() -> None:
-    """C7."""
     flights, new = SingleFlight[str, int](), Work(2)
     let_go = asyncio.Event()
 
@@ -122,7 +119,7 @@ async def test_a_newcomer_does_not_board_work_that_is_being_cancelled() -> None:
 
 
 async def test_an_error_reaches_every_caller_and_the_next_one_starts_afresh() -> None:
-    """C7, C11: a failed leader leaves nobody waiting, and nothing of it is kept."""
+    """A failed leader leaves nobody waiting, and nothing of it is kept."""
     flights, broken = SingleFlight[str, int](), Work(error=ValueError("broken"))
     callers = [asyncio.create_task(flights.do("key", broken)) for _ in range(3)]
     await run_loop_iterations()
@@ -137,7 +134,6 @@ async def test_an_error_reaches_every_caller_and_the_next_one_starts_afresh() ->
 
 
 async def test_work_cancelled_from_outside_is_an_error_to_its_callers_and_not_their_cancellation() -> None:
-    """C7."""
     flights = SingleFlight[str, int]()
     inner: list[asyncio.Future[int]] = []
 
@@ -155,7 +151,7 @@ async def test_work_cancelled_from_outside_is_an_error_to_its_callers_and_not_th
 
 
 async def test_many_keys_take_off_together_and_join_what_is_under_way() -> None:
-    """C9: a follower is counted as shared, once."""
+    """A follower is counted as shared, once."""
     flights = SingleFlight[str, int]()
     key_batches: list[Sequence[str]] = []
     go = asyncio.Event()
@@ -219,7 +215,7 @@ def cancellations(draw: st.DrawFn) -> list[tuple[int, int]]:
 def test_every_order_of_cancellations_leaves_the_remaining_callers_with_the_outcome(
     cancelled: list[tuple[int, int]], joins: list[int], ends_at: int, fails: bool, work_turns: int
 ) -> None:
-    """C7: a cancel at every await, by any caller, before, while and after the work ends."""
+    """A cancel at every await, by any caller, before, while and after the work ends."""
 
     async def run() -> None:
         flights = SingleFlight[str, int]()

@@ -74,7 +74,7 @@ async def test_a_lone_read_shares_the_flight_of_other_readers_and_is_counted(ben
         asyncio.create_task(bench.cache.get(view, record_key)),
     ]
     await run_loop_iterations()
-    callers[0].cancel()  # C7: takes nobody along
+    callers[0].cancel()  # takes nobody along
     await run_loop_iterations()
     bench.remote.gate.set()
 
@@ -115,7 +115,7 @@ async def test_a_page_that_is_not_there_is_a_miss_of_its_own_kind(bench: Bench) 
 
 
 async def test_another_entitys_record_is_a_counted_corrupt_miss_and_is_not_kept(bench: Bench) -> None:
-    """C4, C16: a reply that belongs to somebody else is never an answer."""
+    """A reply that belongs to somebody else is never an answer."""
     record_key = NIGHT.record_key(KNOWN_ID)
     wrong = record_key._replace(position=NIGHT.record_key(NIGHT.ids[4]).position)
 
@@ -125,7 +125,7 @@ async def test_another_entitys_record_is_a_counted_corrupt_miss_and_is_not_kept(
 
 
 async def test_an_id_whose_hash_collides_with_a_known_one_gets_no_answer_even_from_l1(bench: Bench) -> None:
-    """C4: the hash is not the identity; the fingerprint inside the record is compared on every read."""
+    """The hash is not the identity; the fingerprint inside the record is compared on every read."""
     known_key = NIGHT.record_key(KNOWN_ID)
     await bench.get(known_key)
 
@@ -135,7 +135,7 @@ async def test_an_id_whose_hash_collides_with_a_known_one_gets_no_answer_even_fr
 
 
 async def test_a_record_of_another_format_is_not_read(bench: Bench) -> None:
-    """C17: during a rolling deploy two formats may meet; the number in the record decides."""
+    """During a rolling deploy two formats may meet; the number in the record decides."""
     pages = bench.remote.pages
     for name, page in pages.items():
         size = NIGHT.layout.size_bytes
@@ -180,7 +180,7 @@ async def test_a_live_answer_stands_in_where_the_night_has_none(bench: Bench) ->
 
 
 async def test_format_and_generation_are_part_of_every_key(bench: Bench) -> None:
-    """C2, C17: what a late write leaves under an old generation is never seen under a new one."""
+    """What a late write leaves under an old generation is never seen under a new one."""
     stranger = NIGHT.record_key(STRANGER)
     bench.cache.put_live(VIEW, stranger, NIGHT.live_record(STRANGER), DIGEST_A, 60)
     await bench.cache.aclose()
@@ -197,7 +197,7 @@ async def test_format_and_generation_are_part_of_every_key(bench: Bench) -> None
 async def test_why_redis_did_not_answer_is_the_reason_of_the_miss(
     bench: Bench, reason: str, missed: MissReason
 ) -> None:
-    """C10, C11: and nothing is remembered of it."""
+    """And nothing is remembered of it."""
     bench.remote.fails_with = TierUnavailable("no", reason=reason)
 
     known_key, stranger = NIGHT.record_key(KNOWN_ID), NIGHT.record_key(STRANGER)
@@ -209,7 +209,6 @@ async def test_why_redis_did_not_answer_is_the_reason_of_the_miss(
 
 
 async def test_a_caller_whose_deadline_is_over_does_not_read(bench: Bench) -> None:
-    """C10."""
     outcome = await bench.cache.get(VIEW, NIGHT.record_key(KNOWN_ID), bench.clock() - 1)
 
     assert outcome == Miss(MissReason.L2_TIMEOUT)
@@ -217,7 +216,6 @@ async def test_a_caller_whose_deadline_is_over_does_not_read(bench: Bench) -> No
 
 
 async def test_a_callers_deadline_ends_only_its_own_waiting(bench: Bench) -> None:
-    """C7, C10."""
     bench.remote.gate = asyncio.Event()
     patient = asyncio.create_task(bench.get(NIGHT.record_key(KNOWN_ID)))
     await run_loop_iterations()
@@ -231,7 +229,7 @@ async def test_a_callers_deadline_ends_only_its_own_waiting(bench: Bench) -> Non
 
 
 async def test_ten_thousand_callers_of_one_cold_key_cost_one_read(bench: Bench) -> None:
-    """C9: each is counted once, as answered from L2; that they shared a read is counted apart."""
+    """Each is counted once, as answered from L2; that they shared a read is counted apart."""
     bench.remote.gate = asyncio.Event()
     callers = [asyncio.create_task(bench.get(NIGHT.record_key(KNOWN_ID))) for _ in range(10_000)]
     await run_loop_iterations()
@@ -246,7 +244,6 @@ async def test_ten_thousand_callers_of_one_cold_key_cost_one_read(bench: Bench) 
 
 
 async def test_a_cancelled_caller_cancels_no_other(bench: Bench) -> None:
-    """C7."""
     bench.remote.gate = asyncio.Event()
     callers = [asyncio.create_task(bench.get(NIGHT.record_key(KNOWN_ID))) for _ in range(3)]
     await run_loop_iterations()
@@ -294,7 +291,6 @@ async def test_unknown_ids_evict_nothing_from_l1(bench: Bench) -> None:
 
 
 async def test_an_overlay_lives_here_no_longer_than_in_redis(bench: Bench) -> None:
-    """C1."""
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
     bench.clock.tick(7)
 
@@ -307,7 +303,7 @@ async def test_an_overlay_lives_here_no_longer_than_in_redis(bench: Bench) -> No
 
 
 async def test_an_overlay_whose_reply_came_late_lives_no_longer_for_that(bench: Bench) -> None:
-    """C1: what was left of its life was left when Redis was asked."""
+    """What was left of its life was left when Redis was asked."""
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
     bench.remote.gate = asyncio.Event()
     reading = asyncio.create_task(bench.get(NIGHT.record_key(STRANGER)))
@@ -321,7 +317,7 @@ async def test_an_overlay_whose_reply_came_late_lives_no_longer_for_that(bench: 
 
 
 async def test_a_write_that_waited_does_not_outlive_its_answer(bench: Bench) -> None:
-    """C1: 256 travel at a time, the rest waits for its turn; what has no life left by then is dropped."""
+    """256 travel at a time, the rest waits for its turn; what has no life left by then is dropped."""
     bench.remote.gate = asyncio.Event()
     for number in range(257):
         id_ = f"stranger-{number}"
@@ -337,7 +333,6 @@ async def test_a_write_that_waited_does_not_outlive_its_answer(bench: Bench) -> 
 
 
 async def test_an_overlay_without_life_left_is_expired_and_not_kept(bench: Bench) -> None:
-    """C1."""
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
     bench.remote.left_at_most_s = 0.0
 
@@ -347,7 +342,6 @@ async def test_an_overlay_without_life_left_is_expired_and_not_kept(bench: Bench
 
 @pytest.mark.parametrize("tier", ["l1", "l2"])
 async def test_an_answer_computed_from_another_input_is_a_miss(bench: Bench, tier: str) -> None:
-    """C19."""
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
     if tier == "l1":
         await bench.get(NIGHT.record_key(STRANGER))
@@ -358,7 +352,7 @@ async def test_an_answer_computed_from_another_input_is_a_miss(bench: Bench, tie
 
 
 async def test_callers_with_different_inputs_share_a_read_and_not_an_answer(bench: Bench) -> None:
-    """C19: the read of the stored record is one, what each may take from it is judged for each."""
+    """The read of the stored record is one, what each may take from it is judged for each."""
     bench.store_overlay(STRANGER, DIGEST_A, ttl_s=10)
 
     hit, miss = await asyncio.gather(
@@ -446,7 +440,6 @@ async def test_a_damaged_record_can_be_forgotten(bench: Bench) -> None:
 
 
 async def test_while_a_page_is_missing_a_live_answer_serves_only_those_who_sent_its_input(bench: Bench) -> None:
-    """C19."""
     bench.remote.pages.clear()
     record_key = NIGHT.record_key(KNOWN_ID, DIGEST_A)
 
@@ -486,7 +479,7 @@ async def test_an_empty_look_up_that_arrives_late_does_not_hide_a_newer_answer(b
 
 
 async def test_only_whole_live_records_of_the_entity_itself_are_kept(bench: Bench) -> None:
-    """C11: no default, no partial answer and nobody else's is ever stored."""
+    """No default, no partial answer and nobody else's is ever stored."""
     record_key = NIGHT.record_key(STRANGER)
     good = NIGHT.live_record(STRANGER)
     batch = await bench.get(NIGHT.record_key(KNOWN_ID))
@@ -508,7 +501,7 @@ async def test_an_overlay_of_another_layout_is_corrupt(bench: Bench) -> None:
 
 
 async def test_feature_keys_are_compared_in_all_their_128_bits(bench: Bench) -> None:
-    """C3, C4: the key of an id-less request is the digest of its input."""
+    """The key of an id-less request is the digest of its input."""
     record_key = NIGHT.record_key(STRANGER, DIGEST_A)._replace(key=DIGEST_A)
     bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER), DIGEST_A, 30)
     await bench.cache.aclose()
@@ -569,7 +562,6 @@ async def test_warming_fills_l1_and_counts_no_request(bench: Bench) -> None:
 
 
 async def test_l1_stays_within_its_bytes_when_everybody_comes_by() -> None:
-    """C12."""
     bench = Bench(max_bytes=room_for(5, NIGHT.layout.size_bytes))
 
     for id_ in NIGHT.ids * 2:
@@ -594,7 +586,7 @@ actions = st.lists(
 def test_every_request_has_one_outcome_and_no_answer_belongs_to_another_input(
     script: list[tuple[str, int, bytes | None]],
 ) -> None:
-    """C9, C19: whatever happens, outcomes sum to requests and an answer is the asker's own."""
+    """Whatever happens, outcomes sum to requests and an answer is the asker's own."""
 
     async def run() -> None:
         bench = Bench(max_bytes=room_for(4, NIGHT.layout.size_bytes))

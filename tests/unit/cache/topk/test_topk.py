@@ -135,7 +135,7 @@ def test_progress_counts_every_user_once():
 
 
 def test_memory_does_not_grow_with_the_number_of_users(engine, monkeypatch):
-    # Given tiles of 64 users (pitfall P16)
+    # Given tiles of 64 users
     monkeypatch.setattr(flat, "_CHUNK_CANDIDATES_MAX", 5000)
 
     def peak(users):

@@ -28,7 +28,7 @@ def test_recall_is_measured_through_the_file_as_written(tmp_path, vectors, kind,
 
     report = build_index(vectors, metric, path, kind)
 
-    # Pitfall P14: the same figure when the index is opened again
+    # The same figure when the index is opened again
     reopened_recall = measure_recall(Searcher.open(path, metric, count=4000), vectors, sample_queries(vectors))
     assert reopened_recall == report.recall
     assert report.recall > 0.85

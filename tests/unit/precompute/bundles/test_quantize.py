@@ -1,4 +1,4 @@
-"""int8 towers: what becomes int8, how far they agree, and that no batch mate matters (pitfall P7)."""
+"""int8 towers: what becomes int8, how far they agree, and that no batch mate matters."""
 
 import numpy as np
 import onnx

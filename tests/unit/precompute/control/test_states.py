@@ -37,8 +37,8 @@ def test_publishing_supersedes_and_rolling_back_returns():
     assert ledger.previous is None
 
 
-def test_p21_previous_is_never_the_generation_rolled_back():
-    """PITFALLS P21: a, b, c published, c rolled back to b: previous is a."""
+def test_previous_is_never_the_generation_rolled_back():
+    """Of a, b, c published, c rolled back to b: previous is a."""
     history = [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "publish", "c")]
     ledger = fold_releases([*history, release(4, "roll_back", "b")])
     assert (ledger.live_generation, ledger.previous, ledger.state("c")) == ("b", "a", GenerationState.ROLLED_BACK)

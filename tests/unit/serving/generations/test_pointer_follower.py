@@ -49,7 +49,7 @@ async def test_after_a_rollback_the_bad_generation_is_held_no_more(scene: Scene)
 
     await scene.publish(pointer(A, 3, None))
 
-    # P21: previous is what the pointer says, not what happened to be live before.
+    # Previous is what the pointer says, not what happened to be live before.
     assert scene.held == [A] and scene.opened == [A, B]
     assert scene.follower.served is not None and scene.follower.served.live.epoch == 3
 
@@ -78,7 +78,7 @@ async def test_a_generation_rolled_back_while_it_loads_is_never_served(scene: Sc
     scene.on_open = roll_back_meanwhile
     await scene.publish(pointer(B, 2, A))
 
-    # P21: the load was under way when the bad generation was taken back.
+    # The load was under way when the bad generation was taken back.
     assert scene.opened == [A, B] and live == [A] and scene.follower.epoch == 3
 
 
@@ -107,7 +107,7 @@ async def test_a_pointer_that_vanished_or_went_back_is_ignored_and_marked(
 
     await scene.publish(next_pointer)
 
-    # P22, P23: nothing is followed, nothing drained; it is only said.
+    # Nothing is followed, nothing drained; it is only said.
     assert scene.held == [A] and scene.follower.stale == stale_reason and scene.follower.health.ready
     await scene.publish(pointer(C, 6, A))
     assert scene.held == [C, A] and scene.follower.stale is None

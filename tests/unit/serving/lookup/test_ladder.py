@@ -75,7 +75,7 @@ async def test_an_unknown_id_without_input_gets_defaults_that_are_never_kept(wor
     answers = [(await look_up(world, served, entity("nobody")))[0] for _ in range(2)]
     vector = (await look_up(world, served, entity("nobody", "user_vector")))[0]
 
-    # C11: asked twice, the second time is still a default and nothing was written.
+    # Asked twice, the second time is still a default and nothing was written.
     assert [answer["source"] for answer in answers] == ["default"] * 2
     assert [answer["reason"] for answer in answers] == ["not_in_generation"] * 2
     assert vector["vector"] is None and vector["source"] == "default"
@@ -128,7 +128,7 @@ async def test_callers_with_different_inputs_never_share_an_inference(world: Wor
         )
     )
 
-    # C19: one inference per (key, input digest).
+    # One inference per (key, input digest).
     lists = [tuple(call_answers[0]["items"]) for call_answers in answers]
     assert lists[0] == lists[2] != lists[1] == lists[3] and len(world.jobs) == 2
 
@@ -272,7 +272,7 @@ async def test_one_missing_id_costs_the_others_of_its_batch_nothing(world: World
 
     answers = await look_up(world, ServedGenerations(world.snapshot()), *entities)
 
-    # P10: an outcome per entity.
+    # An outcome per entity.
     assert [entity_row["id"] for entity_row in answers] == [entity_row.id for entity_row in entities]
     assert [answer["source"] for answer in answers] == ["l2"] * len(USERS) + ["default"] * 2
     assert len(world.remote.calls) == 1
@@ -288,7 +288,7 @@ async def test_sources_sum_to_entities_and_misses_to_what_was_not_stored(world: 
     world.remote.fails_with = TierUnavailable("slow", reason="timeout")
     await look_up(world, served, *[entity(name) for name in USERS])
 
-    # C9: one outcome per entity, followers of a flight included.
+    # One outcome per entity, followers of a flight included.
     total = 3 * len(mixed) + len(USERS)
     answered, missed = counts(world, "answers"), counts(world, "misses")
     assert sum(answered.values()) == sum(counts(world, "entities").values()) == total
@@ -309,7 +309,7 @@ async def test_a_late_model_costs_the_caller_its_answer_not_its_deadline(world: 
         await look_up(world, ServedGenerations(world.snapshot()), entity("x", history=ids("i1")), deadline_s=0.08)
     )[0]
 
-    # C10: bounded waiting, and the flight is gone with its last waiter.
+    # Bounded waiting, and the flight is gone with its last waiter.
     assert answer["source"] == "default" and answer["live"] == "timeout"
     assert get_loop_time() - started < 0.5
     await asyncio.sleep(0)
@@ -336,7 +336,7 @@ async def test_a_generation_without_a_model_still_answers_from_pages_and_default
 
 
 async def test_the_live_answer_of_one_generation_is_unknown_to_the_next(world: World) -> None:
-    # C2: the key of what is written names the generation that the request captured.
+    # The key of what is written names the generation that the request captured.
     old, new = ServedGenerations(world.snapshot(OLDER)), ServedGenerations(world.snapshot())
 
     await look_up(world, old, entity("x", history=ids("i1")))
@@ -392,7 +392,7 @@ async def test_a_record_of_another_format_is_a_miss_and_not_an_error(world: Worl
     page = bytearray(world.remote.pages[GENERATION, "user_topk", 0])
     size = served.live.manifest.tables["user_topk"].layout.size_bytes
     for start in range(0, len(page), size):
-        page[start + 14] = 2 << 4  # C17: written by a program of the next format
+        page[start + 14] = 2 << 4  # written by a program of the next format
     world.remote.pages[GENERATION, "user_topk", 0] = bytes(page)
 
     default_answer, live = await look_up(world, served, entity("u1"), entity("u2", history=ids("i1")))
@@ -404,7 +404,7 @@ async def test_a_record_of_another_format_is_a_miss_and_not_an_error(world: Worl
 async def test_inputs_that_never_repeat_cost_one_inference_and_one_read_per_request(world: World) -> None:
     served = ServedGenerations(world.snapshot())
 
-    # C18: all misses; L1 and its negative side stay within their bounds.
+    # All misses; L1 and its negative side stay within their bounds.
     for number in range(150):
         await look_up(world, served, entity(f"x{number}", history=ids(f"i{number % 20}")))
 
@@ -431,7 +431,7 @@ async def test_a_damaged_record_costs_its_own_entity_the_answer_and_only_until_i
     world.remote.pages[GENERATION, "user_topk", 0] = good
     repaired = (await look_up(world, served, entity("u3")))[0]
 
-    # P10, and nothing of it stays in L1.
+    # And nothing of it stays in L1.
     assert (damaged_answer["source"], damaged_answer["reason"]) == ("default", "corrupt")
     assert {answer["source"] for answer in other_answers} == {"l2"}
     assert repaired["source"] == "l2" and "reason" not in repaired

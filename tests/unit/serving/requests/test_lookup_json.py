@@ -156,7 +156,7 @@ def test_ids_in_a_body_are_strings_or_integers_and_nothing_is_inferred() -> None
 
 
 def test_one_and_one_point_nought_and_true_are_not_the_same_id() -> None:
-    # C5: floats and booleans are refused rather than folded into an integer.
+    # Floats and booleans are refused rather than folded into an integer.
     for value in (b"1.0", b"true", b"null", b"[]", b"123456789012345678901234567890"):
         status, _, field = refused(b'{"entities": [{"id": %b}]}' % value)
         assert status == 422 and field is not None and field.startswith("entities[0]")
