@@ -47,8 +47,8 @@ _SAMPLED_OWN_ITEMS: Final = 64
 """Number of the generation's own items whose vectors are checked for larger numbers; checking all would take long."""
 
 _FIXED_ITEMS_MESSAGE: Final = (
-    "the item tower of the live generation takes an item's index, so its items are those of the bundle: train or "
-    "import the bundle anew with the item, or let a tower compute its vector from features"
+    "the item tower of the live generation takes an item's index, so it cannot have new items: train or "
+    "import the bundle again with the item, or use a tower that computes vectors from features"
 )
 
 
