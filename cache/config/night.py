@@ -424,7 +424,7 @@ class NightConfig(SharedConfig):
             check_name("the name of a table and a filter, with a dot between them,", f"{table}.{name}")
         if len(self.filtered) < len(self._filtered()) or self.filtered.keys() & self.tables.keys():
             raise ConfigError(
-                "two tables would have the same name: a table made under a filter is called TABLE.FILTER", field="filters"
+                "two tables would have the same name: a filter's tables are called TABLE.FILTER", field="filters"
             )
 
     def _check_facets(self) -> None:

@@ -69,11 +69,12 @@ class SharedConfig(Timetable):
             raise ConfigError(f"redis_url must start with {', '.join(_REDIS_URL_SCHEMES)}", field="redis_url")
         if self.events_url and not self.events_url.startswith(_REDIS_URL_SCHEMES[:3]):
             raise ConfigError(
-                f"events_url must name a single server and start with {', '.join(_REDIS_URL_SCHEMES[:3])}", field="events_url"
+                f"events_url must name one server and start with {', '.join(_REDIS_URL_SCHEMES[:3])}",
+                field="events_url",
             )
         if self.events.enabled and self.events_redis.startswith(_REDIS_URL_SCHEMES[3:]):
             raise ConfigError(
-                "events need a single server, and redis_url names a Redis Cluster, or sentinels, whose failover may lose "
+                "events need one server, and redis_url names a Redis Cluster, or sentinels, whose failover may lose "
                 "accepted events: set LARDER_EVENTS_URL to a separate server",
                 field="events_url",
             )

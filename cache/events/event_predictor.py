@@ -193,7 +193,9 @@ class EventPredictor:
                     self._prepare_one(table, event_input, user_input, indices[start:end], interacted_items)
                 )
             except InvalidInput as error:
-                prepared_inputs.append(error.with_traceback(None))  # break the reference cycle: the traceback holds this list
+                prepared_inputs.append(
+                    error.with_traceback(None)
+                )  # break the reference cycle: the traceback holds this list
         return prepared_inputs
 
     def has_input(self, table: str, event_input: EventInput) -> bool:

@@ -148,7 +148,9 @@ class UserEvents:
             packed = new_packed_by_user.get(user)
             if packed is None:
                 del packed_by_user[user]
-            elif packed_by_user.get(user) != packed:  # keep the bytes object if it is equal, as ready answers compare by identity
+            elif (
+                packed_by_user.get(user) != packed
+            ):  # keep the bytes object if it is equal, as ready answers compare by identity
                 packed_by_user[user] = packed
             if not count % ENTITIES_AT_ONCE:
                 yield

@@ -150,4 +150,6 @@ def read_taken_position(store: ArtefactStore) -> Position:
     try:
         return STREAM_BEGINNING if position_json is None else Position.parse(orjson.loads(position_json)["until"])
     except (orjson.JSONDecodeError, InvalidInput, KeyError, TypeError) as error:
-        raise CorruptArtefact(f"{TAKEN_POSITION_PATH} does not contain a position: {error}", path=TAKEN_POSITION_PATH) from error
+        raise CorruptArtefact(
+            f"{TAKEN_POSITION_PATH} does not contain a position: {error}", path=TAKEN_POSITION_PATH
+        ) from error

@@ -95,9 +95,7 @@ class _FilterReader:
         if self.node_count > NODES_MAX:
             raise _filter_error(f"a filter has at most {NODES_MAX} expressions", field_path, limit=NODES_MAX)
         if depth > DEPTH_MAX:
-            raise _filter_error(
-                f"expressions may be nested at most {DEPTH_MAX} deep", field_path, limit=DEPTH_MAX
-            )
+            raise _filter_error(f"expressions may be nested at most {DEPTH_MAX} deep", field_path, limit=DEPTH_MAX)
         if not isinstance(json_value, dict) or len(json_value) != 1:
             raise _filter_error(
                 'an expression is a JSON object with one operator, such as {"<": ["price", 20]}', field_path

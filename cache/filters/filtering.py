@@ -76,7 +76,9 @@ class UnknownAttribute(InvalidFilter):
 
 def unknown_attribute_error(name: str, kind_by_attribute: Mapping[str, str], field_path: str) -> UnknownAttribute:
     """Return the error for an unknown attribute, with the attributes that exist and their kinds."""
-    kinds_clause = f"; they have {', '.join(kind_by_attribute)}" if kind_by_attribute else " in this generation, nor any other"
+    kinds_clause = (
+        f"; they have {', '.join(kind_by_attribute)}" if kind_by_attribute else " in this generation, nor any other"
+    )
     return UnknownAttribute(
         f"items have no attribute {name!r}{kinds_clause}", field=field_path, attributes=dict(kind_by_attribute)
     )

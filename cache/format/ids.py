@@ -37,7 +37,8 @@ def canonical_id(raw_id: object) -> bytes:
         raise InvalidId("an id must be valid Unicode (it holds a lone surrogate)") from error
     if not 1 <= len(id_bytes) <= ID_BYTES_MAX:
         raise InvalidId(
-            f"an id must have 1 to {ID_BYTES_MAX} bytes of UTF-8, this one has {len(id_bytes)}", size_bytes=len(id_bytes)
+            f"an id must have 1 to {ID_BYTES_MAX} bytes of UTF-8, this one has {len(id_bytes)}",
+            size_bytes=len(id_bytes),
         )
     return id_bytes
 
