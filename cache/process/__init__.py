@@ -1,4 +1,5 @@
-"""Processes and their host: a Redis of one's own, children that die with their parent, cores, interrupts, loops.
+"""Processes and their host: a Redis server for local use, child processes that end with their parent, cores,
+interrupts, background loops.
 
 Start at `redis_server`.
 """
