@@ -377,7 +377,9 @@ def decode_record(layout: Layout, record: bytes | memoryview, item_count: int | 
     With `item_count`, the number of items in the catalogue, also checks that all ordinals are smaller.
     """
     if len(record) != layout.size_bytes:
-        raise CorruptArtefact(f"a record must have {layout.size_bytes} bytes, this one has {len(record)}", size_bytes=len(record))
+        raise CorruptArtefact(
+            f"a record must have {layout.size_bytes} bytes, this one has {len(record)}", size_bytes=len(record)
+        )
     # Read each field separately: a structured scalar would take longer than all other work here.
     fingerprint, scored_at, count, flags, exponent = unpack_header(record)
     if flags >> FORMAT_SHIFT != RECORD_FORMAT or count > layout.width:

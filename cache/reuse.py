@@ -56,7 +56,7 @@ class Reuse:
 
     @property
     def recent_total(self) -> UsersByReason:
-        """Return the sum over all nights: numbers of users added up, and the mean of the seconds saved per user."""
+        """Sum of the users of all these nights, and the mean of the seconds saved per night."""
         spared_s = sum(night.spared_s for night in self.nights)
         return UsersByReason(
             _sum_users_by_reason(night.users for night in self.nights), spared_s / max(1, len(self.nights))

@@ -82,7 +82,9 @@ def prepare_all(
             raw_features = source.features
             features = {} if raw_features is None else check_features(spec.features, raw_features)
         except InvalidInput as error:
-            prepared_inputs.append(error.with_traceback(None))  # break the reference cycle: the traceback holds this list
+            prepared_inputs.append(
+                error.with_traceback(None)
+            )  # break the reference cycle: the traceback holds this list
             continue
         has_required_inputs = not (
             ("feature" in binds and source.features is None)

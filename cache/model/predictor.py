@@ -77,7 +77,9 @@ class Predictor:
         precisions = {name: model_precision for name, (model_precision, _) in file_by_model.items()}
         fallback_reason = None if accelerator is None else accelerator.missing_reason()
         if accelerator is not None and fallback_reason is None and "int8" in precisions.values():
-            fallback_reason = f"{accelerator.provider} supports few of the operators of int8 models: set precision to fp32"
+            fallback_reason = (
+                f"{accelerator.provider} supports few of the operators of int8 models: set precision to fp32"
+            )
         if fallback_reason is not None:
             accelerator = None
         towers: dict[str, Tower] = {}

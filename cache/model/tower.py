@@ -235,7 +235,9 @@ def _session_options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:
     session_options = ort.SessionOptions()
     session_options.intra_op_num_threads = threads
     session_options.inter_op_num_threads = 1
-    session_options.log_severity_level = 4  # errors are raised as exceptions; logging each value that an event set would fill the log
+    session_options.log_severity_level = (
+        4  # errors are raised as exceptions; logging each value that an event set would fill the log
+    )
     # A pool that spins while idle would take cores from the event loop.
     session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session_options.add_session_config_entry("session.inter_op.allow_spinning", "0")
