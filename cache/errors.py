@@ -102,8 +102,10 @@ class TierUnavailable(LarderError):
 
 
 class NotJudged(LarderError):
-    """A gate could not be judged because a dependency did not answer in time. The generation is not refused; judge it
-    again."""
+    """A gate could not be judged because a dependency did not answer in time.
+
+    The generation is not refused; judge it again.
+    """
 
     code = "not_judged"
 

@@ -179,8 +179,7 @@ def plain_answer_bits() -> int:
 
 
 def is_answer_of(record: bytes | memoryview, fingerprint: int) -> bool:
-    """Return whether the record has the format that this program reads and belongs to the entity with that
-    fingerprint."""
+    """Return whether the record has the current format and belongs to the entity with that fingerprint."""
     return (
         record[_FLAGS_OFFSET] >> FORMAT_SHIFT == RECORD_FORMAT
         and int.from_bytes(record[_FINGERPRINT_SLICE], "little") == fingerprint
@@ -306,8 +305,7 @@ def encode_topk(
     *,
     flags: Flags = 0,
 ) -> NDArray[Any]:
-    """Encode records[n] from ordinals uint32[n, m <= K] (NO_ITEM: unused, at the end) and their scores float32[n,
-    m]."""
+    """Encode records[n] from ordinals uint32[n, m <= K] (at the end NO_ITEM: unused) and scores float32[n, m]."""
     records = _blank_records(layout, fingerprints, scored_at, flags)
     used_mask = items != NO_ITEM
     records["items"] = NO_ITEM

@@ -1,5 +1,4 @@
-"""Fact `reuse` of a manifest: how many users' records a night copied or computed, for which reasons, and the time
-saved."""
+"""Fact `reuse` of a manifest: how many users' records a night copied or computed, why, and the time saved."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

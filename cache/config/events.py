@@ -12,8 +12,10 @@ Durability = Literal["any", "everysec", "always"]
 
 @section
 class EventsConfig:
-    """Settings of events, in `[events]`: the service accepts events and answers with them; the next night reads
-    them."""
+    """Settings of events, in `[events]`: the service accepts events and answers with them.
+
+    The next night reads them.
+    """
 
     enabled: bool = False
     """True if the service accepts events; generations made while this is set also store the inputs that users' lists

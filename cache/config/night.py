@@ -121,8 +121,10 @@ class TableConfig:
 
 @section
 class FilterConfig:
-    """Filter that requests may refer to by name, in `[filters.NAME]`; it applies to generations made after it was
-    configured."""
+    """Filter that requests may refer to by name, in `[filters.NAME]`.
+
+    It applies to generations made after it was configured.
+    """
 
     filter: dict[str, Any]
     """Expression as requests send it, such as `{"<" = ["price", 20]}`."""
@@ -134,8 +136,7 @@ class FilterConfig:
 
 @section
 class FacetConfig:
-    """Table of the best items for each value of an attribute, in `[facets.NAME]`, ranked by the score of the
-    defaults."""
+    """Table of the best items for each value of an attribute, in `[facets.NAME]`, by the score of the defaults."""
 
     attribute: NonEmptyText
     """Attribute of items, a text or a list of texts; its values are the ids of the table."""
@@ -271,8 +272,7 @@ class GovernorConfig:
 
 @section
 class CanaryConfig:
-    """Settings of a canary, in `[canary]`: a generation answers a share of the requests, then is published or
-    abandoned.
+    """Settings of a canary, in `[canary]`: a generation on trial with a share of the requests.
 
     It is published if each arm answered enough requests for enough keys and, with each key counted once, no figure
     moved beyond its limit. It is abandoned if a figure exceeds its limit by more than chance. With too few counts to
@@ -458,10 +458,9 @@ class NightConfig(SharedConfig):
 
     @classmethod
     def configured(cls, environ: Mapping[str, str], path: str | Path | None = None, **overrides: Any) -> Self:
-        """Load from the file (default: the one that LARDER_CONFIG names), then the environment, then overrides; later
-        ones win.
+        """Load from the file (default: the one that LARDER_CONFIG names), then the environment, then overrides.
 
-        Unknown names in the file are errors, so that a typo cannot pass.
+        Later ones win. Unknown names in the file are errors, so that a typo cannot pass.
         """
         from cache.config.reading import ConfigFile, read_section
 

@@ -31,8 +31,10 @@ class ConfigFile:
 
     @classmethod
     def named(cls, environ: Mapping[str, str], path: str | Path | None = None) -> Self:
-        """Return the given file, else the one that LARDER_CONFIG names, else an empty one; raise ConfigError if it
-        cannot be read."""
+        """Return the given file, else the one that LARDER_CONFIG names, else an empty one.
+
+        Raises ConfigError if it cannot be read.
+        """
         if not (config_path := path or environ.get("LARDER_CONFIG")):
             return cls()
         try:
@@ -59,8 +61,10 @@ class ConfigFile:
         return {name: self.document[name] for name in fields_of(section_class) if name in self.document}
 
     def resolve_path(self, path: str) -> str:
-        """Return a relative path as absolute, from the file's folder; a URL, or a path that is not from a file, is
-        returned unchanged."""
+        """Return a relative path as absolute, from the file's folder.
+
+        A URL, or a path that is not from a file, is returned unchanged.
+        """
         return path if self.path is None or "://" in path else str(self.path.parent.absolute() / path)
 
 

@@ -1,5 +1,4 @@
-"""Generator of the reference page of `larder.toml`: `python -m cache.config.reference >
-docs/reference/configuration.md`."""
+"""Reference page of `larder.toml`: `python -m cache.config.reference > docs/reference/configuration.md`."""
 
 import sys
 from collections.abc import Collection, Iterator

@@ -1,5 +1,4 @@
-"""Sections of settings: frozen pydantic dataclasses whose errors are one line with the setting, the value and the
-remedy."""
+"""Sections of settings: frozen pydantic dataclasses whose errors name setting, value and remedy in one line."""
 
 import ast
 import difflib

@@ -19,10 +19,10 @@ ClientCertificates = Literal["off", "optional", "required"]
 
 @section
 class NearConfig:
-    """Near-match reuse for inputs that no tier knows, in `[serving.near.TABLE]`; a table without such a section has no
-    reuse.
+    """Near-match reuse for inputs that no tier knows, in `[serving.near.TABLE]`.
 
-    The answer to a similar input is reused and marked `near` if its measured error is within the bound.
+    A table without such a section has no reuse. The answer to a similar input is reused and marked `near` if its
+    measured error is within the bound.
     """
 
     error: Annotated[float, Field(ge=0.0001, le=0.5)] = 0.01
@@ -273,8 +273,7 @@ class ServingConfig(SharedConfig, PeerBounds):
 
     @classmethod
     def load(cls, environ: Mapping[str, str], **overrides: Any) -> Self:
-        """Load the defaults, then the [serving] section of the TOML file LARDER_CONFIG, then the environment, then
-        overrides.
+        """Load defaults, [serving] of the TOML file LARDER_CONFIG, the environment and overrides; later ones win.
 
         namespace, artifacts, redis_url, state and schedule are top-level keys of the file, which the night reads as
         well. Raises ConfigError for an unreadable file, an unknown setting or a value of the wrong type.

@@ -134,8 +134,7 @@ class Schedule:
         return self.tick_before(now_s - self.grace_s)
 
     def is_missing(self, now_s: float, created_at: float | None) -> bool:
-        """Return True if the live generation (created at `created_at`; None: there is none) is older than the newest
-        due tick.
+        """Return whether the live generation (None: there is none) was created before the newest due tick.
 
         A creation time in the future also counts as missing.
         """

@@ -1,5 +1,4 @@
-"""Control keys in Redis (pointer, registry, heartbeats, staging note): their values, and the only code that moves the
-pointer."""
+"""Values of the control keys in Redis (pointer, registry, heartbeats, staging note), and the moves of the pointer."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -251,8 +250,7 @@ class Control:
         row_by_generation: Mapping[str, RegistryRow],
         allowed_states: Collection[GenerationState] = (),
     ) -> Pointer | None:
-        """Compare-and-set the pointer: return the current pointer if the move took effect (now or in an earlier try),
-        else None.
+        """Compare-and-set the pointer; return it if the move took effect (now or in an earlier try), else None.
 
         Raises Conflict if the target's row is retired or in none of the `allowed_states`, or if the row of its canary
         is not verified.
@@ -280,11 +278,10 @@ class Control:
         expected_epoch: int,
         unless_named_as: Literal["", "live", "previous"] = "",
     ) -> bool:
-        """Write rows if the pointer still has this epoch (0: there is no pointer), else return False; retired rows are
-        final.
+        """Write rows if the pointer still has this epoch (0: there is no pointer), else return False.
 
-        With `unless_named_as`, raises Conflict if the pointer names one of these generations as live or canary (with
-        "previous", also as the previous one).
+        Retired rows are final. With `unless_named_as`, raises Conflict if the pointer names one of these generations as
+        live or canary (with "previous", also as the previous one).
         """
         arguments: list[Any] = [str(expected_epoch), unless_named_as]
         for generation, row in row_by_generation.items():
@@ -405,8 +402,10 @@ def written_versions() -> dict[str, int]:
 
 
 def demand_readers(control: Control, version_by_format: Mapping[str, int], writer_clause: str) -> None:
-    """Raise Refused, naming a live replica that cannot read one of the versions; `writer_clause` says who writes
-    them."""
+    """Raise Refused, naming a live replica that cannot read one of the versions.
+
+    `writer_clause` says who writes them.
+    """
     for replica in (*control.replicas(), *_under_older_keys(control)):
         for name, version in version_by_format.items():
             oldest, newest_version = replica.readable_versions.get(name, FIRST_VERSION_RANGE)
@@ -432,8 +431,10 @@ def demand_readers_of_night(control: Control) -> None:
 
 
 def _under_older_keys(control: Control) -> list[Replica]:
-    """Return live replicas whose heartbeats are under keys of an older version; they cannot read this release's
-    pointer."""
+    """Return live replicas whose heartbeats are under keys of an older version.
+
+    They cannot read this release's pointer.
+    """
     older_replicas: list[Replica] = []
     now_s = control.time()
     for version in range(FORMATS[KEYS].oldest_readable, FORMATS[KEYS].written):

@@ -139,8 +139,7 @@ def demand_allowed(action: str, generation: str, state: GenerationState | None) 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Summary of the completed releases: the live generation, the superseded ones, and those that must not be used
-    again.
+    """Summary of the completed releases: the live generation, superseded generations, and unusable ones.
 
     `live_epoch` is the epoch of the newest pointer written, a canary's included; `epoch` the newest of any record.
     `left_epoch_by_generation`: epoch of the move that replaced a live generation; orders generations where the clock

@@ -51,14 +51,12 @@ class Event:
 
     @property
     def is_in_history(self) -> bool:
-        """True if the event is part of its user's history: like a night, skip interactions with a weight of 0 or
-        less."""
+        """Whether the event is part of its user's history; as in a night, its weight must be above 0."""
         return self.kind == "interaction" and self.weight > 0
 
     @property
     def set_values(self) -> Mapping[str, Any]:
-        """Values by name that the event sets for its user or item: an item's features and the attributes, which take
-        precedence."""
+        """Values by name that the event sets: an item's features, and attributes, which take precedence."""
         if not self.features:
             return self.attributes or {}
         return {**self.features, **(self.attributes or {})}

@@ -35,16 +35,14 @@ _NO_ORDINALS = np.empty(0, np.int64)
 
 
 class TimedItems(NamedTuple):
-    """Interactions of a user: item ordinals int64 (-1: unknown to the generation), and times in microseconds since
-    1970."""
+    """Interactions of a user: item ordinals int64 (-1: unknown item), and times in microseconds since 1970."""
 
     item_ordinals: NDArray[np.int64]
     times_us: NDArray[np.int64]
 
 
 class MergedHistory(NamedTuple):
-    """Merged history of a user: ordinals int64 for the model, oldest first, and ordinals int64 of all items that the
-    user had."""
+    """Merged history of a user: ordinals int64 for the model, oldest first, and ordinals of all items seen."""
 
     model_history: NDArray[np.int64]
     seen_items: NDArray[np.int64]
@@ -137,8 +135,10 @@ class EventPredictor:
         threads: int = 1,
         cores: Sequence[int] = (),
     ) -> Self | None:
-        """Open the user models in fp32, in addition to those of `predictor`; return None if newer events change no
-        answers."""
+        """Open the user models in fp32, in addition to those of `predictor`.
+
+        Returns None if newer events change no answers.
+        """
         tables = {name: manifest.tables[name] for name in features_by_changed_table(manifest)}
         tables = {name: table for name, table in tables.items() if predictor.supports(name)}
         if not tables or manifest.events is None:
@@ -342,8 +342,7 @@ class GenerationEvents:
         return None if self.item_tower is None else self.item_tower.inputs
 
     def can_compute(self, table: Table, position: int) -> bool:
-        """Return whether the table's answer for the user at this position (-1: none) can be computed with newer
-        events."""
+        """Return whether the answer for the user at this position (-1: none) can be computed with newer events."""
         if self.predictor is None or not self.predictor.supports(table.name):
             return False
         is_list_of_known = table.kind == "topk" and position >= 0

@@ -180,8 +180,7 @@ class FixedItems(UnfitNewItem):
 
 @dataclass(frozen=True, slots=True)
 class NewItemInputs:
-    """Input that an event must bring for a new item: `features` of the item tower, a vector of `dims` numbers, or
-    neither.
+    """Input that an event must bring for a new item: tower `features`, a vector of `dims` numbers, or neither.
 
     `vector_abs_max` is the largest absolute number that its vector may contain. The feature `id_column` (empty: none)
     is the item's own id, which the event need not repeat.
@@ -207,7 +206,8 @@ class NewItemInputs:
         """Raise UnfitNewItem (`field`) if the event brings an item that the generation's models cannot use."""
         if len(event.set_values) > VALUES_PER_ENTITY_MAX:
             raise UnfitNewItem(
-                f"it has {len(event.set_values)} features and attributes, at most {VALUES_PER_ENTITY_MAX} of one item are kept",
+                f"it has {len(event.set_values)} features and attributes, at most {VALUES_PER_ENTITY_MAX} of one item "
+                "are kept",
                 field="features",
             )
         if self.features:
@@ -226,9 +226,8 @@ class NewItemInputs:
                 )
             if not (largest := max(map(abs, event.vector))) <= self.vector_abs_max:
                 raise UnfitNewItem(
-                    f"its vector has a number of {largest:g}, at most {self.vector_abs_max:,.0f} is allowed: lists with it "
-                    "would "
-                    "have no precision left for other scores",
+                    f"its vector has a number of {largest:g}, at most {self.vector_abs_max:,.0f} is allowed: lists "
+                    "with it would have no precision left for other scores",
                     field="vector",
                 )
         else:
@@ -252,9 +251,7 @@ class NewItemInputs:
         if missing_columns := [column for column in columns if column not in features]:
             raise UnfitNewItem(
                 f"{requirement}: {', '.join(missing_columns)} is missing; send all of them with a new item, and the "
-                "changed "
-                "values "
-                "of a known item as attributes",
+                "changed values of a known item as attributes",
                 field="features",
             )
         try:

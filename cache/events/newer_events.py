@@ -132,8 +132,10 @@ class UserEvents:
         return forgotten_count
 
     def replace_contents(self, replacement: "UserEvents") -> None:
-        """Replace the contents by those of `replacement`, which must not be used afterwards; lookups continue
-        meanwhile."""
+        """Replace the contents by those of `replacement`, which must not be used afterwards.
+
+        Lookups continue meanwhile.
+        """
         deque(self.replace_in_turns(replacement), maxlen=0)
 
     def replace_in_turns(self, replacement: "UserEvents") -> Iterator[None]:
@@ -343,8 +345,10 @@ class AttributeEvents:
         deque(self.prepend_in_turns(earlier_events), maxlen=0)
 
     def prepend_in_turns(self, earlier_events: "AttributeEvents") -> Iterator[None]:
-        """Add the values of `earlier_events`, yielding between batches of entities; add no event before the iterator
-        ends."""
+        """Add the values of `earlier_events`, yielding between batches of entities.
+
+        Add no event before the iterator ends.
+        """
         merged_items = yield from self._merge_earlier(self._packed_by_item, earlier_events._packed_by_item)
         merged_users = yield from self._merge_earlier(self._packed_by_user, earlier_events._packed_by_user)
         self._packed_by_item, self._packed_by_user = merged_items, merged_users

@@ -1,5 +1,4 @@
-"""Stream of accepted events in Redis, deduplicated and bounded, and the position up to which nights have taken it
-over."""
+"""Stream of accepted events in Redis, deduplicated and bounded, and the position up to which nights took it over."""
 
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -75,8 +74,7 @@ stream's bound still holds, and accepted entries are deleted from the inbox righ
 
 
 class StreamBounds(NamedTuple):
-    """Bounds: of the stream in bytes, of an id's life in milliseconds, and of the events of one user (or item) within
-    that life."""
+    """Bounds: bytes of the stream, milliseconds of an id's life, and events of one user (or item) within that life."""
 
     stream_bytes_max: int
     life_ms: int

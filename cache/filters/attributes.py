@@ -76,8 +76,7 @@ class TextDictionary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttributeColumn:
-    """Column of one attribute: one value per item, or with `offsets` the codes of an item's texts, between its
-    offsets."""
+    """Column of one attribute: a value per item, or with `offsets` an item's text codes, between its offsets."""
 
     kind: AttributeKind
     values: NDArray[Any]
@@ -85,8 +84,7 @@ class AttributeColumn:
     dictionary: TextDictionary | None = None
 
     def mask_having_text(self, text: str, ordinals: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return bool [len(ordinals)]: which of these items have a text, in a column of one or several texts per
-        item."""
+        """Return a mask of the ordinals whose items have a text, in a column of one or several texts per item."""
         code = -1 if self.dictionary is None else self.dictionary.code_of(text)
         if code < 0:
             return np.zeros(len(ordinals), np.bool_)
@@ -366,8 +364,10 @@ class _TextCodes:
         return cls(dictionary, code_by_text, new_texts, np.array(insertion_indexes, np.int64))
 
     def renumber(self, column: AttributeColumn, values: NDArray[np.uint32]) -> AttributeColumn:
-        """Return the column with these codes, renumbered by the order of the texts; texts that no item has are
-        dropped."""
+        """Return the column with these codes, renumbered by the order of the texts.
+
+        Texts that no item has are dropped.
+        """
         count, new_count = len(self.dictionary), len(self.new_texts)
         used_codes = np.zeros(count + new_count + 1, np.bool_)
         used_codes[np.minimum(values, count + new_count)] = True
@@ -384,8 +384,7 @@ class _TextCodes:
         return replace(column, values=values, dictionary=self._merge_dictionary(used_mask))
 
     def _merge_dictionary(self, used_mask: NDArray[np.bool_]) -> TextDictionary:
-        """Return the dictionary of kept and new texts, copied in runs of consecutive kept texts, which are mostly
-        long."""
+        """Return the dictionary of kept and new texts, copied in runs of consecutive kept texts."""
         data, offsets, count = (self.dictionary.data, self.dictionary.offsets.astype(np.int64), len(used_mask))
         # A dropped text ends a run like a new text, but adds nothing.
         cut_points = [

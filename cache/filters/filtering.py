@@ -1,5 +1,4 @@
-"""Filters over the items of one generation: cached masks of the items that pass, and search for the best of these
-items."""
+"""Filters over the items of one generation: cached masks of the items that pass, and search for the best of them."""
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -85,8 +84,10 @@ def unknown_attribute_error(name: str, kind_by_attribute: Mapping[str, str], fie
 
 
 class MaskCache:
-    """Cache of the items that pass each filter in one generation, the least recently used dropped first;
-    thread-safe."""
+    """Cache of the items that pass each filter in one generation, the least recently used dropped first.
+
+    Thread-safe.
+    """
 
     def __init__(self, attributes: ItemAttributes, bytes_max: int) -> None:
         self.attributes = attributes
@@ -273,8 +274,10 @@ class SubsetSearch:
     def _candidates(
         self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric
     ) -> NDArray[np.int64]:
-        """Return the ordinals that may be among the best k, given rounding errors; all of them if a bound is not
-        finite."""
+        """Return the ordinals that may be among the best k, given rounding errors.
+
+        Returns all of them if a bound is not finite.
+        """
         kernel_arguments = (np.ascontiguousarray(vector, np.float32), self._vectors, ordinals.astype(np.int64))
         scores: NDArray[np.float32] = np.frombuffer(loader.kernels.dots(*kernel_arguments), np.float32)
         vector_length = float(np.sqrt(np.dot(vector, vector)))
@@ -379,8 +382,10 @@ class Filtering:
         return 0 if resolved_filter is None else mask_cost(resolved_filter.root_expression, self.attributes)
 
     def evaluate(self, filter_: Filter | str) -> FilterMask:
-        """Return the items that pass; raise InvalidFilter for a filter that does not fit the attributes, or an unknown
-        name."""
+        """Return the items that pass.
+
+        Raises InvalidFilter for a filter that does not fit the attributes, or an unknown name.
+        """
         resolved_filter = self._filter_by_name.get(filter_) if isinstance(filter_, str) else filter_
         if resolved_filter is None:
             raise unknown_filter_error(str(filter_), self._filter_by_name)
@@ -394,8 +399,10 @@ class Filtering:
         k: int,
         metric: Metric,
     ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-        """Return (ordinals uint32, scores float32) of the best k items that pass and are not excluded, best first; may
-        be fewer."""
+        """Return (ordinals uint32, scores float32) of the best k items that pass and are not excluded, best first.
+
+        There may be fewer than k.
+        """
         ordinals = filter_mask.ordinals()
         if len(exclusions):
             ordinals = ordinals[~np.isin(ordinals, exclusions)]

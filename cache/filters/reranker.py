@@ -54,8 +54,7 @@ class Reranker:
 def _least_alike(
     relevance: NDArray[np.float64], units: NDArray[np.float32], weight: float, room: "_ValueQuota", k: int
 ) -> list[int]:
-    """Choose at most k positions by maximal marginal relevance: relevance less similarity to the items chosen
-    before."""
+    """Choose at most k positions by maximal marginal relevance: relevance less similarity to items chosen before."""
     worth, likeness = weight * relevance, np.zeros(len(units), np.float32)
     chosen_positions: list[int] = []
     for _ in range(len(units)):

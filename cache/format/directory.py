@@ -74,8 +74,7 @@ class Directory:
     def page_locations(
         self, positions: NDArray[np.int64], first_pages: NDArray[np.int64], records_per_page: int, record_bytes: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the pages int64[n] and byte offsets int64[n] of records with `record_bytes` bytes, `records_per_page`
-        to a page."""
+        """Return the pages int64[n] and byte offsets int64[n] of records of `record_bytes` bytes."""
         page_numbers, offsets = self._hashes.locate(positions, first_pages, records_per_page, record_bytes)
         return np.frombuffer(page_numbers, np.int64), np.frombuffer(offsets, np.int64)
 

@@ -1,5 +1,4 @@
-"""Item table: ids, vectors and model indices by ordinal (the position of an item's hash), and ids as JSON for
-answers."""
+"""Item table: ids, vectors and model indices by ordinal (the position of an item's hash), and ids as JSON."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -138,8 +137,10 @@ class ItemTable:
         return Ordinals(ordinals)
 
     def _equals_stored_ids(self, raw_ids: Sequence[bytes], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
-        """Return whether each of `raw_ids` equals the stored bytes between its start and end; one comparison for
-        all."""
+        """Return whether each of `raw_ids` equals the stored bytes between its start and end.
+
+        Compares all of them at once.
+        """
         if not raw_ids:
             return True
         lengths = ends - starts
@@ -220,8 +221,10 @@ class ItemJsonTexts:
 
 
 class ItemJsonRows:
-    """Cache that joins many lists of ids as JSON; the longest id has `longest_id_bytes` bytes, `ids_of` reads missing
-    ids."""
+    """Cache that joins many lists of ids as JSON.
+
+    The longest id has `longest_id_bytes` bytes, `ids_of` reads missing ids.
+    """
 
     def __init__(
         self, count: int, longest_id_bytes: int, ids_of: Callable[[NDArray[np.uint32]], Sequence[str]]
@@ -229,8 +232,10 @@ class ItemJsonRows:
         self._text_table = TextTable(count, longest_id_bytes + len('"",'), _JSON_PAD, _id_json, ids_of)
 
     def of(self, ordinals: NDArray[np.uint32]) -> list[bytes] | None:
-        """Return one comma-separated line per row of uint32[n, k], k > 0; None if any id's JSON is longer than the
-        id."""
+        """Return one comma-separated line per row of uint32[n, k], k > 0.
+
+        Returns None if any id's JSON is longer than the id.
+        """
         text_slots = self._text_table.text_slots(ordinals)
         if text_slots is None:
             return None
@@ -272,8 +277,10 @@ class TextTable:
         self._filled_count = 0
 
     def text_slots(self, ordinals: NDArray[np.uint32]) -> NDArray[np.int32] | None:
-        """Return slots of the ordinals' texts, valid until the next call; None if a text is too long or there are too
-        many."""
+        """Return slots of the ordinals' texts, valid until the next call.
+
+        Returns None if a text is too long or there are too many.
+        """
         found_slots = self._slots.take(ordinals)
         if np.count_nonzero(found_slots) == found_slots.size:
             return found_slots

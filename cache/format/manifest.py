@@ -66,8 +66,10 @@ class Artefact:
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """Attribute of items as a column by ordinal; texts are codes into `names`, `offsets` delimits the lists of several
-    values."""
+    """Attribute of items as a column by ordinal.
+
+    Texts are codes into `names`, `offsets` delimits the lists of several values.
+    """
 
     kind: AttributeKind
     values: Artefact

@@ -14,8 +14,7 @@ NAME_PATTERN: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 
 
 def hash_hex(key: int | bytes) -> str:
-    """Return the last part of an overlay key: 16 hex digits for an entity hash, 32 for the digest of an input without
-    id."""
+    """Return the end of an overlay key: 16 hex digits for an entity hash, 32 for the digest of an input without id."""
     return key.hex() if isinstance(key, bytes) else f"{key:016x}"
 
 
@@ -50,13 +49,11 @@ class Keyspace:
         return f"larder:{version}:{{{self.namespace}}}:replicas"
 
     def hot_names(self, hour: int) -> str:
-        """Return the key of a sorted set for one hour (hours since 1970, Redis' clock): table and id, scored by
-        requests."""
+        """Return the key of a sorted set for one hour (since 1970, Redis' clock): table and id, scored by requests."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:hot:{hour}"
 
     def bin(self, start_s: int) -> str:
-        """Return the key of a hash for the dashboard: worker -> its counts in the interval that begins at `start_s`
-        (Unix seconds)."""
+        """Return the key of a dashboard hash: worker -> its counts in the interval from `start_s` (Unix seconds)."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:dash:{start_s}"
 
     @property
@@ -65,8 +62,7 @@ class Keyspace:
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:dash:workers"
 
     def cold_names(self, day: int) -> str:
-        """Return the key of a sorted set for one day: table and id of ids outside the live generation, scored by
-        requests."""
+        """Return the key of a sorted set for one day: table and id, unknown to the generation, scored by requests."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:cold:{day}"
 
     def read(self, generation: str, table: str) -> str:

@@ -1,5 +1,4 @@
-"""L2 on a Redis Cluster: one tier per node, commands distributed to nodes, and the control plane on the control keys'
-node."""
+"""L2 on a Redis Cluster: one tier per node, commands distributed to nodes, and the control plane."""
 
 import asyncio
 import contextlib
@@ -82,8 +81,10 @@ class ClusterTier:
         return self.submit((command,), itemgetter(0))
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
-        """Store each overlay; return None for each success, else the error. Leases, whose nodes may differ, are marked
-        afterwards."""
+        """Store each overlay; return None for each success, else the error.
+
+        Leases, whose nodes may differ, are marked afterwards.
+        """
         if not writes:
             return []
         answers = await self.submit([write._replace(lease_mark=None) for write in writes], list)
@@ -98,8 +99,10 @@ class ClusterTier:
         return failures
 
     async def page(self, read: PageRead) -> bytes | None:
-        """Read a page or a part of it from its node, on a connection without readers' commands; None if there is
-        none."""
+        """Read a page or a part of it from its node, on a connection without readers' commands.
+
+        Returns None if there is none.
+        """
         return await self.nodes.call_owner(self._slots.slot_of_command(read), lambda tier: tier.page(read))
 
     def bound_s(self) -> float:
@@ -189,10 +192,9 @@ class Nodes:
             await self.refresh()
 
     async def call_owner(self, slot: int, call: Callable[[RemoteTier], Awaitable[T]]) -> T:
-        """Return the result of a call on the node that serves a slot, for callers without a deadline; raise
-        TierUnavailable.
+        """Return the result of a call on the node that serves a slot, for callers without a deadline.
 
-        A redirected call is repeated once after a lookup of the map.
+        Raises TierUnavailable. A redirected call is repeated once after a lookup of the map.
         """
         await self.ready()
         try:
@@ -205,8 +207,10 @@ class Nodes:
         return await call(self._tier_serving(slot))
 
     async def refresh(self) -> None:
-        """Look up the slot map now; concurrent calls share one lookup. Raise TierUnavailable if no node returns a
-        map."""
+        """Look up the slot map now; concurrent calls share one lookup.
+
+        Raises TierUnavailable if no node returns a map.
+        """
         if self._is_closed:
             raise TierUnavailable("this client was closed", reason="connection")
         await asyncio.shield(self._start_refresh())
@@ -322,8 +326,10 @@ class ClusterControl(ControlPlane):
         return replies
 
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
-        """Yield a channel's messages from one node, to which the cluster relays those of all; after an error use the
-        next node."""
+        """Yield a channel's messages from one node, to which the cluster relays those of all.
+
+        After an error use the next node.
+        """
         await self._nodes.ready()
         tiers = self._nodes.tiers
         tier = tiers[self._subscription_count % len(tiers)]
@@ -447,8 +453,10 @@ class Scatter:
             self._end()
 
     def _follow_redirections(self, indexes: Sequence[int], redirect_count: int) -> None:
-        """Send redirected commands again; the keys of a failed node are misses, and a lookup of the map is
-        scheduled."""
+        """Send redirected commands again.
+
+        The keys of a failed node are misses, and a lookup of the map is scheduled.
+        """
         indexes_by_target: dict[tuple[str, bool], list[int]] = {}
         for index in indexes:
             answer = self._answers[index]

@@ -47,8 +47,10 @@ _COMMANDS_PER_DEADLINE = 500
 
 
 def deadline_for(base_s: float, command_count: int) -> float:
-    """Return the deadline in seconds for `command_count` commands; `base_s` is that of one. Many commands take
-    longer."""
+    """Return the deadline in seconds for `command_count` commands; `base_s` is that of one.
+
+    Many commands take longer.
+    """
     return base_s * (1 + command_count / _COMMANDS_PER_DEADLINE)
 
 
@@ -110,8 +112,10 @@ class LeaseTake(NamedTuple):
 
 
 class LeaseSwap(NamedTuple):
-    """Compare-and-set of a lease's value from `expected_value`; the answer is the new value, or None if the value
-    differs."""
+    """Compare-and-set of a lease's value from `expected_value`.
+
+    The answer is the new value, or None if the value differs.
+    """
 
     key: str
     expected_value: bytes
@@ -317,8 +321,7 @@ def pack_lease(command: Lease) -> bytes:
 
 
 def pack_lease_mark(lease_mark: LeaseMark) -> bytes:
-    """Format the command that marks a lease as done, even if another process holds it now, since the answer is
-    stored."""
+    """Format the command that marks a lease as done, whoever holds it: the answer is stored."""
     key, value = lease_mark.key.encode(), LEASE_DONE_PREFIX + lease_mark.token
     return b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n%b" % (
         len(key), key, len(value), value, _LEASE_DONE_EXPIRY,
@@ -372,8 +375,10 @@ class Frames(Sequence[bytes]):
 
     @classmethod
     def merge(cls, indexes_and_frames: Sequence[tuple[Sequence[int], "Frames"]]) -> "Frames":
-        """Merge several runs of replies of equal length into one; each run comes with its replies' indexes in the
-        result."""
+        """Merge several runs of replies of equal length into one.
+
+        Each run comes with its replies' indexes in the result.
+        """
         reply_count, payload_bytes = (
             sum(len(indexes) for indexes, _ in indexes_and_frames),
             indexes_and_frames[0][1]._payload_bytes,

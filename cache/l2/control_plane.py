@@ -40,8 +40,10 @@ class ControlPlane(Protocol):
         ...
 
     async def execute_on_servers(self, *command: CommandArgument) -> list[Any]:
-        """Return every server's reply to a command without a key; for a server without one a TierUnavailable, which is
-        not raised."""
+        """Return every server's reply to a command without a key.
+
+        For a server without a reply the element is a TierUnavailable, which is not raised.
+        """
         ...
 
     def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
@@ -63,8 +65,7 @@ class ControlPlane(Protocol):
         return float(seconds) + float(microseconds) / 1e6
 
     async def heartbeat(self, payload: bytes, beat_at_s: float, previous_payload: bytes | None = None) -> None:
-        """Register a replica's generations: add `payload` to the sorted set of replicas, scored `beat_at_s` (Redis'
-        time).
+        """Register a replica's generations: add `payload` to the replicas, scored `beat_at_s` (Redis' time).
 
         Replaces `previous_payload` atomically, even while Redis is at maxmemory.
         """
@@ -87,8 +88,7 @@ class ControlPlane(Protocol):
         return replies
 
     async def eviction_policy(self) -> str:
-        """Return `maxmemory-policy` of the first answering server that may evict pages (`allkeys-*`), else of any
-        server."""
+        """Return `maxmemory-policy` of the first server that may evict pages (`allkeys-*`), else of any server."""
         replies = await self.execute_on_servers("INFO", "memory")
         policies = [str(reply.get("maxmemory_policy", "")) for reply in replies if type(reply) is dict]
         if not policies:
@@ -97,10 +97,10 @@ class ControlPlane(Protocol):
 
 
 class ServerControl(ControlPlane):
-    """Control plane of one server, over `pool`; `renew` closes the readers' connections if the server has become a
-    replica.
+    """Control plane of one server, over `pool`.
 
-    A server that became a replica keeps its connections and answers reads; only a write reveals the change.
+    `renew` closes the readers' connections if the server has become a replica. A server that became a replica keeps its
+    connections and answers reads; only a write reveals the change.
     """
 
     def __init__(self, keyspace: Keyspace, pool: ConnectionPool, renew: Callable[[], None]) -> None:

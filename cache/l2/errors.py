@@ -50,8 +50,7 @@ def error_from_reply(reply: Any) -> TierUnavailable:
 
 @contextmanager
 def as_unavailable() -> Iterator[None]:
-    """Convert errors of Redis and its connection to TierUnavailable, so that readers use the next source of the
-    ladder."""
+    """Convert errors of Redis and its connection to TierUnavailable, on which readers use the next source."""
     try:
         yield
     except (exceptions.RedisError, OSError) as error:

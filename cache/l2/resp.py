@@ -131,8 +131,7 @@ def _unreadable_reply_error(error: Exception) -> InvalidResponse:
 
 
 def _check_greeting(reply: Any) -> None:
-    """Raise WrongReply unless this is a valid reply to HELLO, since redis-py reads the protocol version from it
-    unchecked."""
+    """Raise WrongReply unless this is a valid reply to HELLO, which redis-py does not check."""
     if not isinstance(reply, Exception):
         checked_reply("HELLO", reply)
 
@@ -455,8 +454,7 @@ REPLY_SHAPES: Final[Mapping[str, ReplyShape]] = {
 
 
 def check_replies(client: Client) -> Client:
-    """Make a client, and the pipelines that it opens, raise WrongReply for a reply that does not have its command's
-    shape.
+    """Make a client and its pipelines raise WrongReply for a reply that does not have its command's shape.
 
     redis-py does not check replies: one of another type would cause an AttributeError or TypeError in the code that
     uses it.
@@ -469,8 +467,10 @@ def check_replies(client: Client) -> Client:
 
 
 def checked_reply(command: str, reply: Any, shape: ReplyShape | None = None) -> Any:
-    """Return the reply to a command sent by RESP2; raise WrongReply unless it has the shape (default:
-    REPLY_SHAPES')."""
+    """Return the reply to a command sent by RESP2.
+
+    Raises WrongReply unless it has the shape (default: REPLY_SHAPES').
+    """
     shape = REPLY_SHAPES[command] if shape is None else shape
     if not shape.resp2_check(reply):
         refuse_reply(command, reply, shape.description)

@@ -1,5 +1,4 @@
-"""Synchronous clients of one Redis server or of a cluster, and the connection for steps, whose errors contain a
-remedy."""
+"""Synchronous clients of one Redis server or of a cluster, and the connection for steps of the night."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,8 +44,10 @@ def open_client(url: str, **settings: Any) -> "redis.Redis":
 def connect(
     url: str | None, timeout_s: float, variable: str = "REDIS_URL", *, namespace: str = ""
 ) -> Iterator["redis.Redis"]:
-    """Yield a synchronous client; its errors become Larder's, with a remedy that names the variable or the
-    namespace."""
+    """Yield a synchronous client.
+
+    Its errors become Larder's, with a remedy that names the variable or the namespace.
+    """
     if not url:
         raise ConfigError(f"no Redis is configured: set {variable}, or run through a command that starts one")
     try:
@@ -132,8 +133,7 @@ def disconnect(client: "redis.Redis") -> None:
 def clone_client(
     client: "redis.Redis", create_pool: PoolFactory = redis.ConnectionPool, **changed_settings: Any
 ) -> Any:
-    """Return a client of the same server or cluster with its own connections, from `create_pool`, and other
-    settings."""
+    """Return a client of the same server or cluster with its own connections and other settings."""
     if not isinstance(client, Cluster):
         client_pool = client.connection_pool
         settings = {**client_pool.connection_kwargs, **BOUNDED_POOL_SETTINGS, **changed_settings}

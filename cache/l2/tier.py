@@ -50,8 +50,10 @@ _REMEMBERED_ROUND_TRIPS = 1_024
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """Settings: `url` may include TLS, ACL user, database; a read ends within `deadline_s`, connecting may take
-    longer."""
+    """Settings: `url` may include TLS, ACL user, database.
+
+    A read ends within `deadline_s`, connecting may take longer.
+    """
 
     url: str
     deadline_s: float = 0.02
@@ -232,8 +234,10 @@ class RemoteTier:
         return deadline_for(self.config.deadline_s + SECOND_LOOK_S, command_count)
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
-        """Return the 99th percentile of round trips in ms, failures included, in the last `within_s`; None without
-        any."""
+        """Return the 99th percentile of round trips in ms, failures included, in the last `within_s`.
+
+        Returns None without any.
+        """
         window_start_s = time.monotonic() - within_s
         round_trip_times_s = sorted(
             elapsed_s for landed_at, elapsed_s in self._round_trips if landed_at >= window_start_s

@@ -36,8 +36,7 @@ def jaccard(first_items: Iterable[Hashable], second_items: Iterable[Hashable]) -
 
 
 def recalls(expected_ids: NDArray[Any], retrieved_ids: NDArray[Any]) -> NDArray[np.float64]:
-    """Return float64 [n]: the share of each row of `expected_ids` [n, k] that is in the same row of `retrieved_ids` [n,
-    m]."""
+    """Return float64 [n]: the share of each row of `expected_ids` [n, k] in that row of `retrieved_ids` [n, m]."""
     pairs = zip(expected_ids.tolist(), retrieved_ids.tolist(), strict=True)
     return np.array([overlap(expected_row, retrieved_row, len(expected_row)) for expected_row, retrieved_row in pairs])
 
@@ -67,8 +66,10 @@ def absolute_errors(approximate: NDArray[np.floating], exact: NDArray[np.floatin
 
 
 def relative_errors(approximate: NDArray[np.floating], exact: NDArray[np.floating]) -> ErrorSummary:
-    """Summarize errors as shares of the largest absolute exact number; in the numbers' unit if all exact numbers are
-    0."""
+    """Summarize errors as shares of the largest absolute exact number.
+
+    If all exact numbers are 0, the errors are in the numbers' unit.
+    """
     largest_exact = float(np.abs(exact).max()) or 1.0
     errors = absolute_errors(approximate, exact)
     return ErrorSummary(errors.largest_error / largest_exact, errors.mean_error / largest_exact)

@@ -112,7 +112,9 @@ class Searcher:
 @dataclass(frozen=True, slots=True, eq=False)
 class ListSearch:
     """Search for lists of `width` items in two steps: `candidates`, which may be skipped, and `rank_candidates`.
-    Thread-safe."""
+
+    Thread-safe.
+    """
 
     searcher: Searcher
     items: ItemTable

@@ -28,8 +28,7 @@ class FilterMask:
         return mask
 
     def append_mask(self, appended_mask: "FilterMask", item_count: int) -> "FilterMask":
-        """Return this mask of `item_count` items followed by the mask of further items, numbered from `item_count`
-        on."""
+        """Return this mask of `item_count` items followed by the mask of further items."""
         full_byte_count = item_count >> 3
         last_bits = np.unpackbits(self.packed_bits[full_byte_count:], count=item_count & 7, bitorder="little")
         appended_bits = np.unpackbits(appended_mask.packed_bits, bitorder="little")

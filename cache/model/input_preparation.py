@@ -32,8 +32,10 @@ class LiveInput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedInput:
-    """Input for a tower; items in `excluded` are left out of the answer, `unknown_id_count` ids are unknown to the
-    model."""
+    """Input for a tower.
+
+    Items in `excluded` are left out of the answer, `unknown_id_count` ids are unknown to the model.
+    """
 
     table: str
     history: NDArray[np.int64]

@@ -1,5 +1,4 @@
-"""New items of a generation, unknown to its night: their numbers, which follow the generation's ordinals, and
-vectors."""
+"""New items of a generation, unknown to its night: their numbers, which follow the ordinals, and vectors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -94,8 +93,10 @@ class NewItems:
         ]
 
     def numbers_of(self, raw_ids: Sequence[bytes], ordinals: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return int64 [n]: the number of each id, given `ordinals` among the generation's own items; -1 for an unknown
-        id."""
+        """Return int64 [n]: the number of each id, given `ordinals` among the generation's own items.
+
+        Returns -1 for an unknown id.
+        """
         if not self.items or not (ordinals < 0).any():
             return ordinals
         pairs = zip(raw_ids, ordinals.tolist(), strict=True)

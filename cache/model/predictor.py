@@ -1,5 +1,7 @@
-"""Live inference: opens and warms a generation's models; runs tower, candidate search and exact re-score; encodes
-records."""
+"""Live inference: opens and warms a generation's models, and computes records with them.
+
+A record takes a tower, a candidate search and an exact re-score.
+"""
 
 import hashlib
 import logging
@@ -64,8 +66,7 @@ class Predictor:
         cores: Sequence[int] = (),
         accelerator: Accelerator | None = None,
     ) -> Self:
-        """Load the models and indexes of the tables' producers, with `threads` per inference and search and towers on
-        `cores`.
+        """Load the models and indexes of the tables' producers; `threads` per inference and search, towers on `cores`.
 
         A model that the night could not quantize runs in fp32; `precisions` shows this. If the `accelerator` cannot be
         used, or would leave most of an int8 model to the processor, the towers run on the processor, and
@@ -105,8 +106,10 @@ class Predictor:
     def with_fp32_models(
         self, models: Mapping[str, Model], generation_folder: Path, *, threads: int = 1, cores: Sequence[int] = ()
     ) -> "Predictor":
-        """Return a predictor of the same generation with only these models, in fp32; it shares this predictor's
-        indexes."""
+        """Return a predictor of the same generation with only these models, in fp32.
+
+        It shares this predictor's indexes.
+        """
         towers = {}
         for name, model in models.items():
             if self.precisions.get(name) == "fp32":
@@ -140,8 +143,10 @@ class Predictor:
         return prepared
 
     def prepare_all(self, table: str, sources: Sequence[LiveInput]) -> list[PreparedInput | InvalidInput | None]:
-        """Prepare many inputs at once; returns, not raises, an InvalidInput for each input that the model does not
-        accept."""
+        """Prepare many inputs at once.
+
+        Returns, not raises, an InvalidInput for each input that the model does not accept.
+        """
         return prepare_all(table, self._tower(table).spec, self._items, sources, self._history_limit)
 
     def predict(
@@ -192,8 +197,7 @@ class Predictor:
         return all(input_spec.bind == "feature" and input_spec.dtype == "float32" for input_spec in inputs)
 
     def sent_vectors(self, table: str, batch: Sequence[PreparedInput]) -> NDArray[np.float32]:
-        """Return the features, float32 [n, dims], concatenated, of inputs to a model that takes only float32
-        features."""
+        """Return the concatenated features, float32 [n, dims], for a model that takes only float32 features."""
         columns = [
             stack_features(input_spec, [prepared.features[input_spec.name] for prepared in batch])
             for input_spec in self._tower(table).spec.inputs

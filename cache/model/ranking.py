@@ -63,8 +63,7 @@ def score(
 
 
 def pack_sort_keys(scores: NDArray[np.float32], ordinals: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return the sort key uint64 of each pair, ordered like (score, -ordinal): higher is better, never 0 for a real
-    pair.
+    """Return the sort key uint64 of each pair, ordered like (score, -ordinal); higher is better, 0 means none.
 
     One integer sort settles ties as well, and numpy sorts integers with SIMD.
     """
@@ -82,8 +81,10 @@ def top_sort_keys(sort_keys: NDArray[np.uint64], k: int) -> NDArray[np.uint64]:
 
 
 def unpack_sort_keys(sort_keys: NDArray[np.uint64], k: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """Return (ordinals, scores), each [n, k], from `top_sort_keys`' keys; key 0 and missing columns are unused
-    slots."""
+    """Return (ordinals, scores), each [n, k], from `top_sort_keys`' keys.
+
+    Key 0 and missing columns are unused slots.
+    """
     ordinals = np.full((len(sort_keys), k), NO_ITEM, np.uint32)
     scores = np.zeros((len(sort_keys), k), np.float32)
     used_mask = sort_keys != _UNUSED_KEY

@@ -22,8 +22,10 @@ _ONNX_PROVIDER_BY_NAME: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """GPU on which ONNX Runtime should run models: `provider` is cuda or tensorrt; `memory_max_bytes` 0: all of its
-    memory."""
+    """GPU on which ONNX Runtime should run models: `provider` is cuda or tensorrt.
+
+    `memory_max_bytes` 0: all of its memory.
+    """
 
     provider: str
     device_number: int = 0
@@ -51,8 +53,10 @@ class Accelerator:
         )
 
     def providers(self) -> list[Any]:
-        """Return providers for a session, in the order of trial; TF32 is off, as its rounding would fail the agreement
-        gates."""
+        """Return providers for a session, in the order of trial.
+
+        TF32 is off, as its rounding would fail the agreement gates.
+        """
         provider_options: dict[str, Any] = {"device_id": self.device_number, "use_tf32": 0}
         if self.memory_max_bytes:
             provider_options["gpu_mem_limit"] = self.memory_max_bytes

@@ -76,8 +76,7 @@ class Histories:
     def pad_rows(
         self, row_indexes: NDArray[np.int64], length: int, pad: int, dtype: str, buffer: NDArray[Any] | None = None
     ) -> NDArray[np.int32] | NDArray[np.int64]:
-        """Return a matrix [len(rows), length], in `buffer` if given: each row's last `length` indices, followed by
-        `pad`."""
+        """Return a matrix [len(rows), length], in `buffer` if given: each row's last `length` indices, then `pad`."""
         ends = self.indptr[row_indexes + 1]
         kept_counts = np.minimum(ends - self.indptr[row_indexes], length)
         slot_indexes = np.arange(length)

@@ -103,8 +103,10 @@ def padded_lengths_up_to(max_length: int) -> tuple[int, ...]:
 
 
 def check_padded_lengths(file_name: str, session: Any, spec: TowerSpec) -> tuple[int, ...]:
-    """Return the padded lengths of histories for an ONNX session; raise BundleError naming both sides if it does not
-    fit."""
+    """Return the padded lengths of histories for an ONNX session.
+
+    Raises BundleError naming both sides if it does not fit.
+    """
     onnx_input_by_name = {onnx_input.name: onnx_input for onnx_input in session.get_inputs()}
     spec_by_name = {input_spec.name: input_spec for input_spec in spec.inputs}
     if not spec_by_name or onnx_input_by_name.keys() != spec_by_name.keys():

@@ -33,8 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Load `kernels`, the functions that this process uses, at first use; raise ConfigError for a bad
-    LARDER_COLUMNS."""
+    """Load `kernels`, the functions that this process uses, at first use.
+
+    Raises ConfigError for a bad LARDER_COLUMNS.
+    """
     if name != "kernels":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = module = load_kernels(os.environ)

@@ -35,8 +35,7 @@ on."""
 
 
 class HashParts:
-    """Sorted hashes of an entity set: the first hash of each part, and its uint64 hashes, whose buffers stay
-    exported."""
+    """Sorted hashes of an entity set: each part's first hash, and its uint64 hashes, whose buffers stay exported."""
 
     def __init__(self, first_hashes: tuple[int, ...], hash_parts: tuple[Buffer, ...], /) -> None:
         # With a Python int numpy would compare in float64, which is wrong above 2**53: use uint64 throughout.
@@ -97,8 +96,10 @@ class ReplyScanner:
         self._is_refused = False
 
     def admits(self, received: Buffer, /) -> bool:
-        """Scan the next bytes; return False from the first byte on with which a reply announces more than the
-        bounds."""
+        """Scan the next bytes.
+
+        Returns False from the first byte on with which a reply announces more than the bounds.
+        """
         received = self._incomplete_header + bytes(received)
         offset, received_bytes, self._incomplete_header = 0, len(received), b""
         while offset < received_bytes and not self._is_refused:
@@ -147,8 +148,10 @@ def hashes(ids: Sequence[bytes], seed: int, /) -> Buffer:
 
 
 def text_hashes(_data: Buffer, _cuts: Buffer, _seed: int, /) -> Buffer | None:
-    """Hash the texts between int32 cuts (64-bit xxh3); None unless cuts ascend within the data and no text is too
-    long."""
+    """Hash the texts between int32 cuts (64-bit xxh3).
+
+    Returns None unless cuts ascend within the data and no text is too long.
+    """
     return None
 
 
@@ -206,8 +209,10 @@ def records_of(
     record_format: int,
     /,
 ) -> tuple[Buffer, int]:
-    """Copy `count` records, one every `stride_bytes`; return also how many have the format and the expected
-    fingerprint."""
+    """Copy `count` records, one every `stride_bytes`.
+
+    Also returns how many have the format and the expected fingerprint.
+    """
     headers = np.ndarray((count,), HEADER_DTYPE, data, first_offset, (stride_bytes,))
     sound_mask = headers["flags"] >> FORMAT_SHIFT == record_format
     sound_mask &= headers["fingerprint"] == np.frombuffer(fingerprints, np.uint64)
@@ -282,8 +287,7 @@ def stream(
     _after: bytes,
     /,
 ) -> bytes | None:
-    """Format an Arrow IPC stream: leading bytes, metadata with its numbers filled in, 8-byte aligned buffers,
-    `after`."""
+    """Format an Arrow IPC stream: leading bytes, metadata with its numbers, 8-byte aligned buffers, `after`."""
     return None
 
 
@@ -299,8 +303,7 @@ def plain_record_mask(
     item_count: int,
     /,
 ) -> Buffer:
-    """Return a byte per record: 1 if it has `expected_flags`, at least `count_min` numbers, all finite, and known
-    items."""
+    """Return a byte per record: 1 for `expected_flags`, `count_min` or more numbers, all finite, and known items."""
     records, _ = _records_and_layout(rows, width, is_list, is_half)
     counts = records["count"]
     usable_mask = (records["flags"] & flag_mask == expected_flags) & (counts >= count_min) & (counts <= width)

@@ -1,5 +1,4 @@
-"""Processes and their host: a Redis server for local use, child processes that end with their parent, cores,
-interrupts, background loops.
+"""Processes and their host: a local Redis server, child processes, cores, interrupts, background loops.
 
 Start at `redis_server`.
 """

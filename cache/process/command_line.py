@@ -48,8 +48,10 @@ def install_command(extra: str) -> str:
 
 
 def missing_extra(dependent: str, extra: str, *modules: str) -> str | None:
-    """Return the message about top-level `modules` that `dependent` needs and that are missing; None if all are
-    installed."""
+    """Return the message about top-level `modules` that `dependent` needs and that are missing.
+
+    Returns None if all are installed.
+    """
     absent_modules = [module for module in modules if find_spec(module) is None]
     if not absent_modules:
         return None

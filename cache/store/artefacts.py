@@ -1,5 +1,4 @@
-"""Artefact store: a local folder or any fsspec URL, with files written atomically, and this host's copies of its
-files."""
+"""Artefact store: a local folder or any fsspec URL, with atomic writes, and this host's copies of its files."""
 
 import contextlib
 import errno
@@ -103,8 +102,10 @@ class ArtefactStore:
         return True
 
     def demand_write_once(self) -> None:
-        """Raise StoreError if the store cannot create files exclusively; call before hours of work that depend on
-        it."""
+        """Raise StoreError if the store cannot create files exclusively.
+
+        Call this before long work that depends on exclusive creation.
+        """
         self.write_once(PROBE_OBJECT_NAME, b"")
 
     def names(self, path: str) -> list[str]:
@@ -200,8 +201,10 @@ def generation_path(generation: str, path: str = "") -> str:
 
 
 def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
-    """Read a finished generation's manifest; raise UnknownGeneration without one, CorruptArtefact for another
-    generation's."""
+    """Read a finished generation's manifest.
+
+    Raises UnknownGeneration without one, CorruptArtefact for another generation's.
+    """
     manifest_bytes = store.read(generation_path(generation, "manifest.json"))
     if manifest_bytes is None:
         raise UnknownGeneration(f"generation {generation} {NO_MANIFEST_WORDS} {store.url}", generation=generation)
@@ -437,8 +440,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def file_version(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes when the file, or the target of a link, is replaced or written; None without a
-    file."""
+    """Return a value that changes when the file, or the target of a link, is replaced or written.
+
+    Returns None without a file.
+    """
     try:
         file_stat = path.stat()
     except OSError:
@@ -447,10 +452,10 @@ def file_version(path: Path) -> tuple[int, int, int] | None:
 
 
 def last_change_time(path: Path) -> float:
-    """Return the time of the last change of a file, or of anything in a folder, in Unix seconds; 0 if it does not
-    exist.
+    """Return the time of the last change of a file, or of anything in a folder, in Unix seconds.
 
-    Uses the inode's change time: a copied file keeps the modification time of its original.
+    Returns 0 if it does not exist. Uses the inode's change time: a copied file keeps the modification time of its
+    original.
     """
     newest_change_at = 0.0
     for entry_path in (path, *path.rglob("*")) if path.is_dir() else (path,):

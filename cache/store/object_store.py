@@ -1,5 +1,4 @@
-"""Object store behind a URL, through its fsspec driver: exclusive creation, tested with a probe, and conversion of
-errors."""
+"""Object store behind a URL, through its fsspec driver: exclusive creation, its test, and conversion of errors."""
 
 import contextlib
 import functools

@@ -138,8 +138,7 @@ class Pointer:
         return pointer
 
     def _check(self) -> None:
-        """Raise TypeError for a field of the wrong type: a replica that followed the pointer would fail at every
-        poll."""
+        """Raise TypeError for a field of the wrong type, with which replicas would fail at every poll."""
         canary = self.canary
         generations = [self.generation, *filter(None, (self.previous, canary and canary.generation))]
         if not all(

@@ -64,10 +64,10 @@ class Versions(Generic[Value]):
         return self.first_value if version_bytes is None else self.parse(version_bytes)
 
     def change(self, store: ArtefactStore, change: Callable[[Value], Value]) -> Value:
-        """Apply `change` to the newest version and write the result as the next version; retry if another writer was
-        first.
+        """Apply `change` to the newest version and write the result as the next version.
 
-        An unchanged value is not written. Raises Conflict after WRITE_TRIES_MAX attempts.
+        Retries if another writer was first. An unchanged value is not written. Raises Conflict after WRITE_TRIES_MAX
+        attempts.
         """
         for _ in range(WRITE_TRIES_MAX):
             latest_value = self.latest(store)

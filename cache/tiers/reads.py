@@ -345,8 +345,10 @@ class FlightKeys:
         self._table_numbers = itertools.count(1)
 
     def start(self, generation: str, table: str) -> int:
-        """Return the table's offset for 64-bit hashes; a table that was forgotten gets a new offset, never another
-        table's."""
+        """Return the table's offset for 64-bit hashes.
+
+        A table that was forgotten gets a new offset, never another table's.
+        """
         table_offset = self._offset_by_table.get((generation, table))
         if table_offset is None:
             if len(self._offset_by_table) >= _NUMBERED_TABLES_MAX:

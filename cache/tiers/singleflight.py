@@ -1,5 +1,7 @@
-"""Request coalescing: one computation per key at a time, shared by all callers; cancelling a caller affects no
-other."""
+"""Request coalescing: one computation per key at a time, shared by all callers.
+
+Cancelling a caller affects no other.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence

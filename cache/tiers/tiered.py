@@ -122,8 +122,10 @@ class TieredCache:
         return results
 
     async def get_rows(self, view: SnapshotView, record_keys: RecordKeys, deadline: float | None) -> Rows:
-        """Return rows for entities of one table that the night knows; `deadline` None: only L2's own deadline
-        applies."""
+        """Return rows for entities of one table that the night knows.
+
+        `deadline` None: only L2's own deadline applies.
+        """
         rows = await self._row_reader.read(view, record_keys, self._remaining_s(deadline))
         for index, outcome in rows.result_by_index.items():
             if isinstance(outcome, Miss):
@@ -505,10 +507,10 @@ def _flight_records(record_keys: RecordKeys, answers: Sequence[L2Result]) -> Fli
 
 
 class WriteBehind:
-    """Queue of overlay writes, each of which is stored, fails or is dropped; no retries, since overlays can be
-    recomputed.
+    """Queue of overlay writes, each of which is stored, fails or is dropped.
 
-    The time in the queue is subtracted from an overlay's life, so that it expires together with the answer.
+    Nothing is retried, since overlays can be recomputed. The time in the queue is subtracted from an overlay's life, so
+    that it expires together with the answer.
     """
 
     def __init__(

@@ -48,8 +48,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedItems:
-    """Items in the layout of `native/state.h`: longest first, in groups of 16, as 8-bit codes with certified error
-    bounds.
+    """Items in the layout of `native/state.h`: longest first, in groups of 16, as 8-bit codes with error bounds.
 
     A place is an item's position in this order; empty places pad the last groups.
     """
@@ -134,8 +133,7 @@ class PackedItems:
 
 
 def _packing_order(compared_vectors: NDArray[np.float32], compared_lengths: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return ordinals by descending length, and within a tile by largest component, so that items of a group share a
-    scale."""
+    """Return ordinals by descending length, within a tile by largest component, so that groups share a scale."""
     length_order = np.argsort(-compared_lengths, kind="stable")
     peaks = np.abs(compared_vectors).max(axis=1)[length_order]
     tile_numbers = np.arange(len(length_order)) // TILE_ITEMS

@@ -119,8 +119,10 @@ class FlatChunk:
     def _settle_rows(
         self, rows: slice, products: NDArray[np.float32], candidates: NDArray[np.int64], bounds: NDArray[np.float64]
     ) -> TopLists:
-        """Drop excluded items, keep slightly more than K candidates, re-score and certify them; score all items for
-        failed rows."""
+        """Drop excluded items, keep slightly more than K candidates, re-score and certify them.
+
+        For rows that fail, all items are scored.
+        """
         compared_items, k = self._compared_items, self._k
         user_vectors, candidates = self._user_vectors[rows], candidates[rows]
         exclusions = self._excluded.select_rows(np.arange(len(self._user_vectors))[rows])

@@ -1,5 +1,4 @@
-"""Experiments of a namespace: which arm serves which keys, and confidence intervals for the ratio of two arms'
-rates."""
+"""Experiments of a namespace: which arm serves which keys, and intervals for the ratio of two arms' rates."""
 
 import math
 import re
@@ -44,8 +43,7 @@ RATE_RATIO_EFFECT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ExperimentArm:
-    """Arm of an experiment: the namespace that answers, its share of the experiment's keys, and the buckets of that
-    share."""
+    """Arm of an experiment: the namespace that answers, its share of the experiment's keys, and their buckets."""
 
     name: str
     namespace: str
@@ -211,8 +209,7 @@ def latest_experiments(store: ArtefactStore) -> Experiments:
 
 
 def change_experiments(store: ArtefactStore, change: Callable[[Experiments], Experiments]) -> Experiments:
-    """Apply `change` to the newest version and write the result with the last ENDED_EXPERIMENTS_MAX ended
-    experiments."""
+    """Apply `change` to the newest version and write it with the last ENDED_EXPERIMENTS_MAX ended experiments."""
 
     def apply_change(experiments: Experiments) -> Experiments:
         changed_experiments = change(experiments)

@@ -81,11 +81,10 @@ def whole_bucket_counts(fraction_by_name: Mapping[str, float]) -> dict[str, int]
 def allot_buckets(
     ranges_by_name: Mapping[str, BucketRanges], fraction_by_name: Mapping[str, float]
 ) -> dict[str, BucketRanges]:
-    """Return each name's buckets for its new share, in the order of `fraction_by_name`; owners that are not named lose
-    theirs.
+    """Return each name's buckets for its new share, in the order of `fraction_by_name`.
 
-    A shrinking owner gives up its last buckets; a growing one takes the first free ones: buckets move only if a share
-    changes. Raises ValueError if the shares sum to more than 1.
+    Owners that are not named lose theirs. A shrinking owner gives up its last buckets; a growing one takes the first
+    free ones: buckets move only if a share changes. Raises ValueError if the shares sum to more than 1.
     """
     count_by_name = whole_bucket_counts(fraction_by_name)
     if sum(count_by_name.values()) > BUCKET_COUNT:
