@@ -480,7 +480,7 @@ def checked_reply(command: str, reply: Any, shape: ReplyShape | None = None) -> 
 def refuse_reply(command: str, reply: Any, expected_shape: str) -> NoReturn:
     """Raise WrongReply with the command, the reply, and the expected shape."""
     shown_command = "EXEC" if command == "_" else command
-    raise WrongReply(f"{shown_command} was answered with {reply_excerpt(reply)}; expected {expected_shape}")
+    raise WrongReply(f"{shown_command} was answered by {reply_excerpt(reply)}, not by {expected_shape}")
 
 
 @contextmanager
@@ -490,7 +490,7 @@ def refusing_unreadable(command: str, expected_shape: str) -> Iterator[None]:
         yield
     except UNREADABLE_REPLY_ERRORS as error:
         raise WrongReply(
-            f"{command} was not answered with {expected_shape} ({type(error).__name__}: {_shorten(str(error))})"
+            f"{command} was not answered by {expected_shape} ({type(error).__name__}: {_shorten(str(error))})"
         ) from error
 
 

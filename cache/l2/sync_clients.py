@@ -92,7 +92,7 @@ class Cluster(RedisCluster):
             )
         except UNREADABLE_REPLY_ERRORS as error:  # redis-py reads the first map before `check_replies` can apply
             raise RedisClusterException(
-                f"CLUSTER SLOTS was not answered with a slot map ({type(error).__name__}: {error})"
+                f"CLUSTER SLOTS was not answered by a slot map ({type(error).__name__}: {error})"
             ) from error
         self._check_nodes()
 
