@@ -1,4 +1,4 @@
-"""Common ground of writer and reader: stored bytes, the two tiers, and the one live path.
+"""Code that both the night and the service use: stored bytes, the two tiers, and the live path.
 
 Start at `format` and `tiers`.
 """

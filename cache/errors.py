@@ -1,21 +1,21 @@
-"""Errors that a caller of Larder may meet; each has a stable code and the facts behind its message."""
+"""Errors that callers of Larder may receive; each has a stable code, and details for its message."""
 
 import re
 from typing import ClassVar
 
 TOKEN_PREFIX = "larder_"  # noqa: S105  no token itself
-"""Beginning of every token that is made here, by which texts are searched for them."""
+"""Prefix of every token that Larder generates, by which tokens are found in texts."""
 
 _TOKEN_PATTERN = re.compile(rf"\b{TOKEN_PREFIX}[A-Za-z0-9_-]{{43}}(?![A-Za-z0-9_-])")
 SECRET_OPTIONS = ("password", "sentinel_password")
-"""Options of a Redis' URL that are passwords."""
+"""Options in the URL of a Redis that are passwords."""
 
 _SECRET_OPTION_PATTERN = re.compile(rf"([?&](?:{'|'.join(SECRET_OPTIONS)})=)[^&#\s'\"]+")
 _URL_PASSWORD_PATTERN = re.compile(r"(://[^/\s:@'\"]*:)[^/\s@'\"]+@")
 
 
 def mask_secrets(text: str) -> str:
-    """The text with a mask in place of the passwords of any URL in it, and of any token that was made here."""
+    """Return the text with a mask in place of passwords in URLs and of tokens that Larder generated."""
     if TOKEN_PREFIX in text:
         text = _TOKEN_PATTERN.sub(f"{TOKEN_PREFIX}***", text)
     if "password=" in text:
@@ -24,9 +24,9 @@ def mask_secrets(text: str) -> str:
 
 
 class LarderError(Exception):
-    """Base of all of Larder's own errors; `details` holds the numbers and names behind the message.
+    """Base class of all of Larder's own errors; `details` holds the numbers and names in the message.
 
-    No message has a password in it: stores are named by their URL, and messages go to probes, heartbeats and callers.
+    Messages contain no password, since they go to probes, heartbeats and callers: stores are named by a URL without it.
     """
 
     code: ClassVar[str] = "larder_error"
@@ -38,7 +38,7 @@ class LarderError(Exception):
 
 
 class InvalidInput(LarderError):
-    """The caller's input is invalid and would be refused again."""
+    """The caller's input is invalid; sending it again fails again."""
 
     code = "invalid_input"
 
@@ -56,23 +56,23 @@ class ConfigError(LarderError):
 
 
 class SourceError(LarderError):
-    """An input file of the night cannot be used as it is."""
+    """An input file of the night cannot be used."""
 
     code = "source_error"
 
 
 class BundleError(LarderError):
-    """A model bundle is incomplete, was altered, or does not fit its tables."""
+    """A model bundle is incomplete or altered, or does not fit its tables."""
 
     code = "bundle_error"
 
 
 class ModelFailed(BundleError):
-    """ONNX Runtime opened a model and cannot run it on an input."""
+    """ONNX Runtime opened a model but cannot run it on an input."""
 
 
 class CorruptArtefact(LarderError):
-    """Bytes that do not match their checksum, size or format."""
+    """Bytes do not match their checksum, size or format."""
 
     code = "corrupt_artefact"
 
@@ -84,13 +84,13 @@ class UnknownFormat(CorruptArtefact):
 
 
 class UnfitValue(LarderError):
-    """A number does not fit its record's dtype (non-finite, too large, or lost to zero)."""
+    """A number does not fit its record's dtype: it is not finite, too large, or would become zero."""
 
     code = "unfit_value"
 
 
 class StoreError(LarderError):
-    """The artefact store, a source or a bundle cannot be read or written now; a retry may succeed."""
+    """The artefact store, a source or a bundle cannot be read or written at the moment; a retry may succeed."""
 
     code = "store_error"
 
@@ -102,13 +102,16 @@ class TierUnavailable(LarderError):
 
 
 class NotJudged(LarderError):
-    """A gate could not be judged: a dependency did not answer, or not in time. Nothing is refused; judge again."""
+    """A gate could not be judged because a dependency did not answer in time.
+
+    The generation is not refused; judge it again.
+    """
 
     code = "not_judged"
 
 
 class Refused(LarderError):
-    """A step that would have harmed readers was not taken; `rule`, `value` and `threshold` say why."""
+    """A step was not taken because it would have harmed readers; `rule`, `value` and `threshold` say why."""
 
     code = "refused"
 

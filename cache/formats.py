@@ -1,6 +1,6 @@
-"""Formats that cross between releases: the version that this release writes of each, and those that it reads. Pure.
+"""Formats shared by several releases: the version that this release writes of each, and those that it reads. Pure.
 
-`docs/reference/formats.md` says who writes and reads each, and what becomes of a version that is not read.
+`docs/reference/formats.md` says which programs write and read each, and what happens to an unreadable version.
 """
 
 from collections.abc import Mapping
@@ -12,13 +12,14 @@ THIS_RELEASE: Final = "0.2.0.dev0"
 """Name of this release, as in pyproject.toml; heartbeats and refusals contain it."""
 
 FORMAT_FIELD: Final = "format"
-"""Field of a version. A document without it has version 1: release 0.1.0 wrote none, and refuses unknown fields."""
+"""Field with the version. A document without it has version 1: release 0.1.0 wrote no version, and refuses unknown
+fields."""
 
 
 class Format(NamedTuple):
-    """Format by name: the version written, the oldest and newest that are read, whether the service reads it.
+    """Format: its name, the version written, the oldest and newest version read, and whether the service reads it.
 
-    Support window: `oldest_readable` is at most what the release before wrote.
+    Support window: `oldest_readable` is at most the version that the preceding release wrote.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Format(NamedTuple):
 
     @property
     def reads(self) -> str:
-        """Versions that are read, in words."""
+        """Versions that are read, as text."""
         return (
             str(self.newest_readable)
             if self.oldest_readable == self.newest_readable
@@ -55,8 +56,8 @@ FORMATS: Final[dict[str, Format]] = {
     format_.name: format_
     for format_ in (
         Format(KEYS, is_served=True),
-        # And all files of a generation that it lists. Version 5 where events are taken in, 4 where filters are
-        # declared, 3 where items have attributes, 2 where a model has weights beside it, else 1.
+        # Also the version of all files that the manifest lists. Written: 5 if events are accepted, 4 if filters are
+        # declared, 3 if items have attributes, 2 if a model has a second file of weights, else 1.
         Format(MANIFEST, newest_readable=5, is_served=True),
         Format(RECORD, is_served=True),
         Format(POINTER, is_served=True),
@@ -71,10 +72,10 @@ FORMATS: Final[dict[str, Format]] = {
         Format(STAGES),
     )
 }
-"""Every format with a version, by name."""
+"""Every versioned format by name."""
 
 FIRST_RELEASE: Final = "0.1.0"
-"""Release whose heartbeats list no formats: it reads version 1 of each."""
+"""Release whose heartbeats list no formats; it reads version 1 of each."""
 
 
 def served_formats() -> dict[str, tuple[int, int]]:
@@ -87,7 +88,7 @@ def served_formats() -> dict[str, tuple[int, int]]:
 
 
 def version_stamp(name: str) -> dict[str, int]:
-    """The version field of a document; nothing for version 1, see FIELD."""
+    """Return the version field of a document; empty for version 1, see FORMAT_FIELD."""
     written = FORMATS[name].written
     return {} if written == 1 else {FORMAT_FIELD: written}
 
@@ -98,14 +99,14 @@ def version_of(document: Mapping[str, object]) -> object:
 
 
 def unreadable_reason(name: str, version: object, document_name: str = "") -> str | None:
-    """Reason in one line why this release does not read a version, with the remedy; None if it does."""
+    """Explain in one line, with the remedy, why this release does not read a version; None if it does."""
     format_ = FORMATS[name]
     if type(version) is int and format_.oldest_readable <= version <= format_.newest_readable:
         return None
     remedy = (
-        "an older Larder than the release before this one wrote it: run that release in between"
+        "it was written by a release older than the preceding one: run the preceding release first"
         if type(version) is int and version < format_.oldest_readable
-        else "a newer Larder wrote it: upgrade this program first"
+        else "it was written by a newer release: upgrade this program first"
     )
     document_words = document_name or f"the {name}"
     return (
@@ -114,6 +115,6 @@ def unreadable_reason(name: str, version: object, document_name: str = "") -> st
 
 
 def demand_readable(name: str, version: object, document_name: str = "") -> None:
-    """Raises UnknownFormat for a version that this release does not read. `document_name`: the document, in words."""
+    """Raise UnknownFormat for a version that this release does not read; `document_name` is the document, in words."""
     if (reason := unreadable_reason(name, version, document_name)) is not None:
         raise UnknownFormat(reason, format=name, version=version)

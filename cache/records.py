@@ -1,6 +1,6 @@
-"""Records: the one description of their bytes, the rounding of their numbers, and the codec made from both. Pure.
+"""Records: the only description of their bytes, the rounding of their numbers, and the codec for both. Pure.
 
-All that knows a record's bytes follows `Layout` and the header here, the C sources included.
+All other code, the C sources included, takes the byte layout from `Layout` and the header here.
 """
 
 import functools
@@ -19,36 +19,36 @@ Kind = Literal["topk", "vector", "value"]
 Precision = Literal["f2", "f4", "i1"]
 
 Flags = int | NDArray[np.uint8]
-"""Bits of the low nibble, of all records or of each."""
+"""Flag bits (the low nibble): of one record or an array of them."""
 
 RECORD_FORMAT: Final = FORMATS[RECORD].written
 """Format of a record, the high nibble of its flags: 1 to 14."""
 
 HEADER_BYTES: Final = 16
-"""Size of the header; the payload follows at once."""
+"""Size of the header in bytes; the payload follows directly."""
 
 FORMAT_SHIFT: Final = 4
 
 FLAG_LIVE: Final = 1
-"""Flag of a record that live inference wrote."""
+"""Flag of a record written by live inference."""
 
 FLAG_APPROXIMATE: Final = 2
-"""Flag of a live record whose list was found by the index, where a night would have searched exactly."""
+"""Flag of a live record whose list came from the index, where a night would search exactly."""
 
 BIT_BY_ANSWER_FLAG: Final[dict[str, int]] = {"approximate": FLAG_APPROXIMATE}
-"""Bits that an answer reports, by field; a record with any of them is never rendered unparsed."""
+"""Bits that answers report, by answer field; a record with any of them is decoded before it is rendered."""
 
 NIGHTLY_FLAGS: Final = RECORD_FORMAT << FORMAT_SHIFT
-"""Flags of a record that the night wrote."""
+"""Flags of a record written by the night."""
 
 WRITER_BITS: Final = 0xF << FORMAT_SHIFT | FLAG_LIVE
-"""Mask of the flag bits for format and writer: under it, every record of a night equals NIGHTLY_FLAGS."""
+"""Mask of the flag bits for format and writer; all nightly records equal NIGHTLY_FLAGS under this mask."""
 
 ABSENT_FLAGS: Final = 0xF0
-"""Flags of a record without an answer: a format that no reader takes for an answer."""
+"""Flags of a record without an answer: readers do not accept its format as an answer."""
 
 NO_ITEM: Final = 0xFFFFFFFF
-"""Ordinal that marks an unused slot of a top-K record; never leaves the service."""
+"""Ordinal of an unused slot in a top-K record; never part of an answer."""
 
 NUMBER_DTYPE_BY_PRECISION: Final[dict[Precision, np.dtype[Any]]] = {
     name: np.dtype(name).newbyteorder("<") for name in get_args(Precision)
@@ -58,26 +58,27 @@ ORDINAL_DTYPE: Final = np.dtype("<u4")
 SCALE_DTYPE: Final = np.dtype("<f4")
 
 NUMBER_STEP_BY_PRECISION: Final[dict[Precision, float]] = {"f2": 2.0**-10, "f4": 2.0**-22, "i1": 1 / 127}
-"""Spacing of stored numbers, as a share of the largest of their record."""
+"""Step between stored numbers, as a share of the largest number in the record."""
 
 SAFE_EXPONENT: Final = 111
-"""Greatest exponent at which any float16 times its record's power of two stays within float32."""
+"""Largest exponent with which every float16 times the record's power of two fits float32."""
 
 DIGEST_BYTES: Final = 16
-"""Size of the digest of an input, which follows the record in an overlay."""
+"""Size in bytes of an input's digest, which follows the record in an overlay."""
 
 _TOP_EXPONENT: Final = 15
-"""Exponent of the largest number: float16 holds up to 65504 < 2**16, so a record's largest is in [2**14, 2**15)."""
+"""Exponent of the largest number: float16 holds up to 65504 < 2**16, so a record's largest number is scaled to [2**14,
+2**15)."""
 
 _FLOAT32_EXPONENT_MAX: Final = 127
-"""Greatest power of two (exponent) in float32."""
+"""Largest exponent of a power of two in float32."""
 
 _INT8_STEPS: Final = np.float32(127)
-"""Steps of int8 from zero to the largest of a record."""
+"""Number of int8 steps from zero to the largest number of a record."""
 
 
 class HeaderField(NamedTuple):
-    """A number in the header: numpy's dtype, struct's code, and the offset in bytes."""
+    """Number in the header: numpy's dtype, struct's code, and the offset in bytes."""
 
     name: str
     dtype: str
@@ -86,11 +87,11 @@ class HeaderField(NamedTuple):
 
 
 HEADER_FIELDS: Final = (
-    HeaderField("fingerprint", "<u8", "Q", 0),  # of the id, see `cache.format.ids`
+    HeaderField("fingerprint", "<u8", "Q", 0),  # of the id, see `cache.format.ids.fingerprint`
     HeaderField("scored_at", "<u4", "I", 8),  # Unix seconds
-    HeaderField("count", "<u2", "H", 12),  # numbers that are used
+    HeaderField("count", "<u2", "H", 12),  # number of used slots
     HeaderField("flags", "u1", "B", 14),  # high nibble: the format; low nibble: FLAG_...
-    HeaderField("exponent", "i1", "b", 15),  # power of two of float16 numbers
+    HeaderField("exponent", "i1", "b", 15),  # exponent of the power of two by which float16 numbers are multiplied
 )
 
 HEADER_DTYPE: Final = np.dtype([(header_field.name, header_field.dtype) for header_field in HEADER_FIELDS])
@@ -99,21 +100,22 @@ OFFSET_BY_FIELD: Final = {header_field.name: header_field.offset for header_fiel
     "payload": HEADER_BYTES,
     "format_shift": FORMAT_SHIFT,
 }
-"""Offsets by name, in bytes, and the shift of the format in the flags, which the C sources have to agree with."""
+"""Offsets in bytes by field name, and the shift of the format in the flags; the C sources must have the same
+numbers."""
 
 unpack_header = struct.Struct("<" + "".join(header_field.code for header_field in HEADER_FIELDS)).unpack_from
-"""Function from a record to the header's numbers, in their order."""
+"""Function from a record to the header's numbers, in the order of the fields."""
 
 _FLAGS_OFFSET: Final = OFFSET_BY_FIELD["flags"]
 _FINGERPRINT_SLICE: Final = slice(OFFSET_BY_FIELD["fingerprint"], OFFSET_BY_FIELD["fingerprint"] + 8)
 
 
-@dataclass(frozen=True)  # no slots: what follows from the fields is kept beside them
+@dataclass(frozen=True)  # no slots: cached properties need a __dict__
 class Layout:
-    """Shape and precision of a table's records; `width` is K, the dimensions or the number of labels.
+    """Shape and precision of a table's records; `width` is K, the number of dimensions or the number of labels.
 
-    Half-precision numbers are stored as value * 2**-exponent, so that the largest of a record uses the upper end of
-    float16: 11 bits each, fewer for those below 2**-28 of the largest.
+    Half-precision numbers are stored as value * 2**-exponent, so that the largest number of a record uses the upper end
+    of float16: 11 bits per number, fewer for numbers below 2**-28 of the largest.
     """
 
     kind: Kind
@@ -126,7 +128,7 @@ class Layout:
         if self.precision == "i1" and self.kind != "vector":
             raise ConfigError(f"a {self.kind} record is stored as f2 or f4, not i1")
         if not 1 <= self.width <= 65535:
-            raise ConfigError(f"a record holds 1 to 65535 numbers, not {self.width}", width=self.width)
+            raise ConfigError(f"a record must have 1 to 65535 numbers, not {self.width}", width=self.width)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -135,7 +137,7 @@ class Layout:
 
     @functools.cached_property
     def size_bytes(self) -> int:
-        """Bytes per record."""
+        """Size of a record in bytes."""
         return self.dtype.itemsize
 
 
@@ -151,33 +153,33 @@ def _layout_dtype(kind: Kind, width: int, precision: Precision) -> np.dtype[Any]
 
 
 def peek_fingerprint(record: bytes | memoryview) -> int:
-    """The fingerprint, without decoding the rest."""
+    """Return the fingerprint without decoding the rest of the record."""
     return int.from_bytes(record[_FINGERPRINT_SLICE], "little")
 
 
 def peek_format(record: bytes | memoryview) -> int:
-    """The record's format number."""
+    """Return the record's format number."""
     return record[_FLAGS_OFFSET] >> FORMAT_SHIFT
 
 
 def is_live(record: bytes | memoryview) -> bool:
-    """True if live inference wrote the record."""
+    """Return whether live inference wrote the record."""
     return bool(record[_FLAGS_OFFSET] & FLAG_LIVE)
 
 
 def are_nightly(flags: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Mask bool[n] of the records that the night wrote in this program's format, from their flags[n]."""
+    """Return bool[n]: which records the night wrote in this program's format, from their flags[n]."""
     nightly_mask: NDArray[np.bool_] = flags & WRITER_BITS == NIGHTLY_FLAGS
     return nightly_mask
 
 
 def plain_answer_bits() -> int:
-    """Bits of the flags in which a record that may be rendered unread equals NIGHTLY_FLAGS."""
+    """Return the flag bits in which a record must equal NIGHTLY_FLAGS to be rendered without decoding."""
     return functools.reduce(operator.or_, BIT_BY_ANSWER_FLAG.values(), WRITER_BITS)
 
 
 def is_answer_of(record: bytes | memoryview, fingerprint: int) -> bool:
-    """True if the record is of the format that this program reads, and of the entity with that fingerprint."""
+    """Return whether the record has the current format and belongs to the entity with that fingerprint."""
     return (
         record[_FLAGS_OFFSET] >> FORMAT_SHIFT == RECORD_FORMAT
         and int.from_bytes(record[_FINGERPRINT_SLICE], "little") == fingerprint
@@ -185,14 +187,14 @@ def is_answer_of(record: bytes | memoryview, fingerprint: int) -> bool:
 
 
 def are_answers_of(records: NDArray[Any], fingerprints: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Mask bool[n] of `is_answer_of`, from records[n] and as many fingerprints."""
+    """Return bool[n], `is_answer_of` for records[n] and their fingerprints."""
     readable_mask = records["flags"] >> FORMAT_SHIFT == RECORD_FORMAT
     sound_mask: NDArray[np.bool_] = readable_mask & (records["fingerprint"] == fingerprints)
     return sound_mask
 
 
 def is_absent(record: bytes | memoryview, fingerprint: int) -> bool:
-    """True if this is the record of that entity and marks it as without an answer."""
+    """Return whether the record belongs to that entity and marks it as without an answer."""
     return (
         len(record) > _FLAGS_OFFSET
         and record[_FLAGS_OFFSET] == ABSENT_FLAGS
@@ -203,8 +205,7 @@ def is_absent(record: bytes | memoryview, fingerprint: int) -> bool:
 def quantize(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float32]) -> None:
     """Write numbers float32[n, width] into records[n]; raise UnfitValue for a number that the precision cannot hold.
 
-    Of a vector some numbers may become zero, as long as one does not: that is rounding, far under the precision of
-    the others.
+    In a vector some numbers may become zero, unless all do: that is rounding, far below the precision of the others.
     """
     _check_finite(numbers)
     if layout.precision == "f4":
@@ -220,7 +221,7 @@ def quantize(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float32]
 
 
 def unfit_rows(layout: Layout, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Mask bool[n] of the rows that `quantize` refuses with UnfitValue for this layout."""
+    """Return bool[n]: the rows for which `quantize` raises UnfitValue with this layout."""
     finite_mask = np.asarray(np.isfinite(numbers).all(axis=1))
     unfit_mask: NDArray[np.bool_] = ~finite_mask
     if layout.precision == "f4":
@@ -238,7 +239,7 @@ def unfit_rows(layout: Layout, numbers: NDArray[np.float32]) -> NDArray[np.bool_
 
 
 def dequantize(layout: Layout, records: NDArray[Any], dtype: type[np.floating[Any]]) -> NDArray[Any]:
-    """Numbers[n, width] of records[n], unused slots included, in float32 or float64."""
+    """Return the numbers[n, width] of records[n], unused slots included, in float32 or float64."""
     numbers = records["numbers"].astype(dtype)
     if layout.precision == "f2":
         numbers *= np.ldexp(dtype(1), records["exponent"].astype(np.int32))[:, None]
@@ -257,9 +258,9 @@ def _store_as_float16(layout: Layout, records: NDArray[Any], numbers: NDArray[np
     # frexp: largest = fraction * 2**e with fraction in [0.5, 1), so value * 2**(15 - e) lies in [2**14, 2**15).
     exponents = np.frexp(np.abs(numbers).max(axis=1, initial=0))[1] - _TOP_EXPONENT
     if exponents.size and (int(exponents.min()) < -128 or int(exponents.max()) > 127):
-        raise UnfitValue("a record's numbers need an exponent outside -128..127", rule="overflow")
+        raise UnfitValue("a record's numbers would need an exponent outside -128..127", rule="overflow")
     halves = _halves(numbers, -exponents)
-    # Of truths: numbers are counted slowly, and hold the interpreter's lock.
+    # Count booleans: counting non-zero numbers is slow and holds the interpreter's lock.
     if np.count_nonzero(halves.view(np.uint16) & 0x7FFF != 0) != np.count_nonzero(numbers != 0):
         _check_no_underflow(layout, numbers, halves)
     records["exponent"] = exponents
@@ -267,9 +268,9 @@ def _store_as_float16(layout: Layout, records: NDArray[Any], numbers: NDArray[np
 
 
 def _halves(numbers: NDArray[np.float32], exponents: NDArray[np.int32]) -> NDArray[np.float16]:
-    """`numbers * 2**powers` per row, rounded once: to float16.
+    """Return `numbers * 2**powers` per row, rounded once, to float16.
 
-    The product is exact in float32 where the power itself is one: all that falls below its normal numbers is zero in
+    The product is exact in float32 if the power itself fits float32: results below its normal numbers are zero in
     float16 as well.
     """
     if exponents.max(initial=0) <= _FLOAT32_EXPONENT_MAX:
@@ -282,7 +283,7 @@ def _check_no_underflow(layout: Layout, numbers: NDArray[np.float32], halves: ND
     if lost_mask.any():
         row = int(np.flatnonzero(lost_mask.any(axis=1))[0])
         raise UnfitValue(
-            f"row {row} spans more than float16 holds: a non-zero number would become zero (store it as f4)",
+            f"row {row} spans a larger range than float16 holds: a non-zero number would become zero (store it as f4)",
             rule="underflow",
             row=row,
         )
@@ -304,7 +305,7 @@ def encode_topk(
     *,
     flags: Flags = 0,
 ) -> NDArray[Any]:
-    """Records[n] from ordinals uint32[n, m <= K] (NO_ITEM = unused, at the end) and their scores float32[n, m]."""
+    """Encode records[n] from ordinals uint32[n, m <= K] (at the end NO_ITEM: unused) and scores float32[n, m]."""
     records = _blank_records(layout, fingerprints, scored_at, flags)
     used_mask = items != NO_ITEM
     records["items"] = NO_ITEM
@@ -319,10 +320,11 @@ def encode_topk(
 def encode_numbers(
     layout: Layout, fingerprints: NDArray[np.uint64], numbers: NDArray[np.float32], scored_at: int, *, flags: Flags = 0
 ) -> NDArray[Any]:
-    """Records[n] from vectors float32[n, dims], or from one number per label, float32[n, labels].
+    """Encode records[n] from vectors float32[n, dims], or from one number per label, float32[n, labels].
 
-    A component of a vector below half of the smallest number of its record's range (2**-39 of the largest) becomes
-    zero: that is rounding, far under the precision of the others. A vector whose numbers would *all* vanish is refused.
+    A component of a vector below half of the smallest number in its record's range (2**-39 of the largest) becomes
+    zero: that is rounding, far below the precision of the others. Raises UnfitValue for a vector of which *all* numbers
+    would become zero.
     """
     records = _blank_records(layout, fingerprints, scored_at, flags)
     records["count"] = layout.width
@@ -331,7 +333,7 @@ def encode_numbers(
 
 
 def absent_records(layout: Layout, fingerprints: NDArray[np.uint64], scored_at: int) -> NDArray[Any]:
-    """Records[n] of entities that have one in another table of their directory, but no answer in this one."""
+    """Return records[n] for entities that have an answer in another table of their directory, but none in this one."""
     records = _blank_records(layout, fingerprints, scored_at, 0)
     records["flags"] = ABSENT_FLAGS
     if layout.kind == "topk":
@@ -348,7 +350,7 @@ def _blank_records(layout: Layout, fingerprints: NDArray[np.uint64], scored_at: 
 
 
 class Record(NamedTuple):
-    """Decoded record; arrays hold only used slots, `items` is None unless it is a top-K record."""
+    """Decoded record; arrays contain only used slots, `items` is None unless it is a top-K record."""
 
     fingerprint: int
     scored_at: int
@@ -358,23 +360,25 @@ class Record(NamedTuple):
 
     @property
     def live(self) -> bool:
-        """True if live inference wrote it."""
+        """Whether live inference wrote the record."""
         return bool(self.flags & FLAG_LIVE)
 
     @property
     def answer_flags(self) -> dict[str, bool]:
-        """Fields of the answer that its flags say are true."""
+        """Answer fields that the record's flags set to true."""
         return {name: True for name, bit in BIT_BY_ANSWER_FLAG.items() if self.flags & bit}
 
 
 def decode_record(layout: Layout, record: bytes | memoryview, item_count: int | None = None) -> Record:
-    """The record in `record`; raises CorruptArtefact for a wrong length, format or count and for damaged numbers.
+    """Decode a record; raise CorruptArtefact for a wrong size, format or count and for damaged numbers.
 
-    Who knows the catalogue says how many items it has: no ordinal may reach that.
+    With `item_count`, the number of items in the catalogue, also checks that all ordinals are smaller.
     """
     if len(record) != layout.size_bytes:
-        raise CorruptArtefact(f"a record has {layout.size_bytes} bytes, this one {len(record)}", size_bytes=len(record))
-    # Field by field: a structured scalar costs more than everything else here.
+        raise CorruptArtefact(
+            f"a record must have {layout.size_bytes} bytes, this one has {len(record)}", size_bytes=len(record)
+        )
+    # Read each field separately: a structured scalar would take longer than all other work here.
     fingerprint, scored_at, count, flags, exponent = unpack_header(record)
     if flags >> FORMAT_SHIFT != RECORD_FORMAT or count > layout.width:
         raise CorruptArtefact(
@@ -389,12 +393,12 @@ def decode_record(layout: Layout, record: bytes | memoryview, item_count: int | 
     if layout.kind == "topk":
         items = np.frombuffer(record, ORDINAL_DTYPE, layout.width, HEADER_BYTES)[:count]
         if count and item_count is not None and np.maximum.reduce(items) >= item_count:
-            raise CorruptArtefact(f"a record names item {int(items.max())} of {item_count}", rule="ordinal")
+            raise CorruptArtefact(f"a record contains item {int(items.max())} of {item_count}", rule="ordinal")
     return Record(fingerprint=fingerprint, scored_at=scored_at, flags=flags, numbers=numbers, items=items)
 
 
 def _numbers_of(layout: Layout, record: bytes | memoryview, count: int, exponent: int) -> NDArray[np.float32]:
-    """The first `count` numbers of one record, float32[count]; infinite where they exceed float32."""
+    """Return the first `count` numbers of one record, float32[count]; infinite if they exceed float32."""
     width, precision = layout.width, layout.precision
     number_dtype = NUMBER_DTYPE_BY_PRECISION[precision]
     numbers_offset = len(record) - width * number_dtype.itemsize
@@ -403,7 +407,7 @@ def _numbers_of(layout: Layout, record: bytes | memoryview, count: int, exponent
         return np.ldexp(numbers, exponent)
     if precision == "f4":
         return numbers
-    with np.errstate(over="ignore", invalid="ignore"):  # who asked judges what overflows
+    with np.errstate(over="ignore", invalid="ignore"):  # callers check for overflow
         if precision == "f2":
             return np.ldexp(numbers, exponent)
         scaled_numbers: NDArray[np.float32] = numbers * np.frombuffer(record, SCALE_DTYPE, 1, HEADER_BYTES)[0]
@@ -411,14 +415,14 @@ def _numbers_of(layout: Layout, record: bytes | memoryview, count: int, exponent
 
 
 def pack_overlay(record: bytes, digest: bytes) -> bytes:
-    """An overlay value: the record, then the 16-byte digest of the input it was computed from."""
+    """Return an overlay's value: the record, then the 16-byte digest of the input from which it was computed."""
     if len(digest) != DIGEST_BYTES:
-        raise ValueError(f"an input digest has {DIGEST_BYTES} bytes, not {len(digest)}")
+        raise ValueError(f"an input digest must have {DIGEST_BYTES} bytes, not {len(digest)}")
     return record + digest
 
 
 def unpack_overlay(layout: Layout, overlay_value: bytes) -> tuple[bytes, bytes] | None:
-    """(record, input digest), or None when the value is not an overlay of this layout."""
+    """Return (record, input digest), or None if the value is not an overlay of this layout."""
     if len(overlay_value) != layout.size_bytes + DIGEST_BYTES:
         return None
     return overlay_value[: layout.size_bytes], overlay_value[layout.size_bytes :]

@@ -1,50 +1,50 @@
-"""The fact `reuse` of a manifest: how many users a night copied or computed, for which reason, and the time spared."""
+"""Fact `reuse` of a manifest: how many users' records a night copied or computed, why, and the time saved."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
 REUSE_FACT: Final = "reuse"
-"""Name of the fact in manifests."""
+"""Name of the fact in a manifest."""
 REUSE_NIGHTS_MAX: Final = 14
-"""Number of nights in a manifest's history, its own the last."""
+"""Number of nights in a manifest's reuse history, including its own, the last."""
 REUSE_REASONS: Final = ("copied", "inputs", "lost", "entered", "computed")
-"""Reasons in the order in which they are shown; `computed`: of a night, or a shard, that had nothing to copy from."""
+"""Reasons in display order; `computed`: by a night, or a shard, that had nothing to copy from."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsersByReason:
-    """Users by reason and seconds spared, of one night or of several."""
+    """Number of users by reason, and seconds saved, of one night or of several."""
 
     users: Mapping[str, int]
     spared_s: float
 
     @property
     def copied_share(self) -> float | None:
-        """Share of the users whose records were copied; None where there is no user."""
+        """Share of the users whose records were copied; None without users."""
         total = sum(self.users.values())
         return self.users["copied"] / total if total else None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able form."""
+        """Return a dict for JSON."""
         return {"users": dict(self.users), "share": self.copied_share, "spared_s": self.spared_s}
 
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Copies of one night, and of the nights it follows from: `nights`, its own the last."""
+    """Reuse of one night, and of the nights before it: `nights`, its own last."""
 
     night: UsersByReason
     base: str | None
     not_copied_because: str
-    """Reason why lists could not be copied; empty where they could."""
+    """Why lists could not be copied; empty if they could."""
     read_because: str
-    """Reason why all source files were read; empty where only new ones were."""
+    """Why all source files were read; empty if only new files were."""
     nights: tuple[UsersByReason, ...]
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self | None:
-        """Copies as a manifest's facts have them; None where they have none, or another version's."""
+        """Read from a manifest's facts; None if the fact is missing or has another version."""
         try:
             fact = facts[REUSE_FACT]
             nights = tuple(map(_read_users_by_reason, fact["nights"]))[-REUSE_NIGHTS_MAX:]
@@ -55,14 +55,14 @@ class Reuse:
 
     @property
     def recent_total(self) -> UsersByReason:
-        """All of its nights as one: their users added up, and the mean of the seconds that each was spared."""
+        """Sum of the users of all these nights, and the mean of the seconds saved per night."""
         spared_s = sum(night.spared_s for night in self.nights)
         return UsersByReason(
             _sum_users_by_reason(night.users for night in self.nights), spared_s / max(1, len(self.nights))
         )
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able form: the night, and `recent_total` with the number of its nights."""
+        """Return a dict for JSON: the night, and `recent_total` with the number of its nights."""
         return {
             **self.night.to_json(), "base": self.base, "why": self.not_copied_because,
             "read_because": self.read_because,

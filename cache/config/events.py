@@ -1,4 +1,4 @@
-"""Settings of fresh events: the section `[events]`, which night and service share."""
+"""Settings of events: the section `[events]`, which the night and the service share."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -12,46 +12,54 @@ Durability = Literal["any", "everysec", "always"]
 
 @section
 class EventsConfig:
-    """Fresh events of users, in `[events]`: taken in by the service, answered with at once, read by the next night."""
+    """Settings of events, in `[events]`: the service accepts events and answers with them.
+
+    The next night reads them.
+    """
 
     enabled: bool = False
-    """True if events are taken in; generations made from then on hold what their users' lists were computed from."""
+    """True if the service accepts events; generations made while this is set also store the inputs that users' lists
+    were computed from."""
     namespace: str = ""
-    """Namespace whose events count; empty: the own one. Nights of an experiment's arm name their control's."""
+    """Namespace whose events are used; empty: this namespace's own. Nights of an experiment's arm name the control's
+    namespace."""
     durability: Durability = "any"
-    """Demand on Redis before an event is accepted: `always` has written it to disk, `everysec` does within a second,
-    `any` whatever that Redis' own settings say (the answer tells)."""
+    """Durability that Redis must have before an event is accepted: `always` (written to disk first), `everysec`
+    (written within a second) or `any` (any setting of that Redis; the answer states it)."""
     stream_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
-    """Bytes of Redis that accepted events may take; beyond it more are refused, 429 `events_full`. Room comes when
-    nights have taken events over and all generations that are kept have them, so it has to hold what comes within
-    `keep` + 2 nights. Each worker of the service keeps up to as many bytes of them in memory."""
+    """Largest size of accepted events in Redis, in bytes; when it is reached, further events are refused with 429
+    `events_full`. Space becomes free when nights have taken events over and all kept generations include them, so it
+    must hold the events of `keep` + 2 nights. Each worker of the service keeps up to the same number of bytes in
+    memory."""
     keep_s: PositiveFloat = 172_800.0
-    """Seconds for which an event's id makes a repetition none, and for which events that a night has are kept."""
+    """Seconds for which an event's id is remembered, to ignore repetitions, and for which events that a night has taken
+    over are kept."""
     keep_values_days: PositiveFloat = 7.0
-    """Days before a night's cut within which an attribute must have been set by an event to count in it; from then on
-    the team's table counts again. More than lie between two exports of the table."""
+    """Days before a night's cut within which an event must have set an attribute for the night to use that value; for
+    older values the feature table counts again. Must exceed the time between two exports of the feature table."""
     of_one: Count = 1_000
-    """Number of events of one user, or of one item, within `keep_s`; more are rejected as `too_many`."""
+    """Largest number of events of one user, or of one item, within `keep_s`; further ones are rejected as
+    `too_many`."""
     event_bytes: Annotated[int, Field(ge=256, le=4_096)] = 4_096
-    """Bytes of the largest event, no more than 4,096: the stream's bytes are judged by a sample, which errs where sizes
-    differ much."""
+    """Largest size of one event in bytes, at most 4,096: the stream's size is estimated from a sample, which is wrong
+    if event sizes differ much."""
     batch: PositiveInt = 1_000
-    """Number of events in one request."""
+    """Largest number of events in one request."""
     ahead_s: NonNegativeFloat = 300.0
     """Seconds that an event's time may be ahead of the service's clock."""
     rejected: Count = 10_000
-    """Number of rejected events that are kept with their reasons, the newest."""
+    """Number of rejected events that are kept with their reasons; newer ones replace the oldest."""
     exact_bytes: Annotated[int, Field(ge=0)] = 256 << 20
-    """Bytes of item vectors up to which answers with events are searched exactly; of a larger catalogue the index
-    answers, and they are marked `approximate`. Each worker needs as much again, and a quarter."""
+    """Bytes of item vectors up to which answers with events come from an exact search; a larger catalogue is searched
+    by the index, and its answers are marked `approximate`. Each worker needs 1.25 times these bytes in addition."""
 
     new_items: Count = 1_024
-    """Number of items that events brought and no night has seen, the newest, which answers may name; of these each
-    worker keeps ids and vectors, and compares them with every list that it computes."""
+    """Largest number of new items (items that an event brought and no night knows) that answers may name; the newest
+    are kept. Each worker keeps their ids and vectors and compares them with every list that it computes."""
 
     @classmethod
     def configured(cls, environ: Mapping[str, str]) -> "EventsConfig":
-        """The section [events] of the file that LARDER_CONFIG names."""
+        """Return the section [events] of the file that LARDER_CONFIG names."""
         from cache.config.reading import ConfigFile, read_section
 
         file = ConfigFile.named(environ)

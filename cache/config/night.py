@@ -1,4 +1,4 @@
-"""Settings of a night: those above the sections of `larder.toml`, its sections, and thresholds of gates."""
+"""Settings of a night: top-level keys of `larder.toml`, sections, and thresholds of gates."""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ LISTS: Final = ("user_topk", "item_similar")
 """Kinds of tables that hold lists."""
 
 REDIS_HEADROOM_RULE: Final = "redis_headroom"
-"""Id of the gate rule about room in Redis, as manifests, overrides, metrics and alerts have it."""
+"""Id of the gate rule about free memory in Redis; used in manifests, overrides, metrics and alerts."""
 
 DISK_HEADROOM_RULE: Final = "disk_headroom"
 """Id of the gate rule about disk space on the hosts of replicas."""
@@ -45,16 +45,17 @@ class Sources:
     """Inputs of the night, in `[sources]`; paths may hold wildcards and are relative to the configuration file."""
 
     interactions: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
-    """Files, folders with all below, wildcards or fsspec URLs of what users did; may be empty with `user_vectors` or
-    `user_features`."""
+    """Interactions of users: files, folders (read recursively), wildcards or fsspec URLs; may be empty if
+    `user_vectors` or `user_features` is set."""
     format: SourceFormat = "auto"
-    """Format of those files; `auto` goes by their names."""
+    """Format of these files; `auto` derives it from the file name."""
     separator: Annotated[str, Field(min_length=1, max_length=1)] = ","
-    """Sign between the fields of a CSV file, such as a semicolon or a tab."""
+    """Character between the fields of a CSV file, such as a semicolon or a tab."""
     quote: Annotated[str, BeforeValidator(_sign), Field(max_length=1)] = '"'
-    """Sign around values of a CSV file that hold separators or line breaks; empty, or false: no value has one."""
+    """Character around values of a CSV file that hold separators or line breaks; empty or false: values are not
+    quoted."""
     escape: Annotated[str, BeforeValidator(_sign), Field(max_length=1)] = ""
-    """Sign before a quote that is part of a value of a CSV file, such as a backslash; empty: the quote is doubled."""
+    """Character before a quote inside a value of a CSV file, such as a backslash; empty: the quote is doubled."""
     user_column: NonEmptyText = "user"
     """Column of user ids, in every file that has them."""
     item_column: NonEmptyText = "item"
@@ -68,15 +69,16 @@ class Sources:
     item_features: str | None = None
     """Feature table of items, which is the catalogue."""
     item_attributes: tuple[str, ...] = ()
-    """Columns of `item_features` that requests may filter by."""
+    """Columns of `item_features` by which requests may filter."""
     category_column: str = "category"
     """Column of an item's category."""
     user_vectors: str | None = None
-    """Vectors of users, of the bundle's dimensions: they are scored from these instead of by its user tower."""
+    """Vectors of users, with the bundle's dimensions; users are scored from these vectors instead of by the bundle's
+    user tower."""
     item_vectors: str | None = None
-    """Vectors of items, of which a night makes its bundle; `bundle` is not set then."""
+    """Vectors of items, from which the night makes its bundle; `bundle` must not be set then."""
     vector_column: NonEmptyText = "vector"
-    """Column of vectors, lists of numbers."""
+    """Column of vectors (lists of numbers)."""
     vector_metric: Literal["inner_product", "cosine"] = "inner_product"
     """Measure by which `item_vectors` are compared."""
 
@@ -88,12 +90,12 @@ class Sources:
         for name, other_setting in (("quote", "separator"), ("escape", "separator"), ("escape", "quote")):
             if signs[name] and signs[name] == signs[other_setting]:
                 raise ConfigError(
-                    f"{name} and {other_setting} are both {signs[name]!r}: a sign has one meaning", field=name
+                    f"{name} and {other_setting} are both {signs[name]!r}: use different characters", field=name
                 )
 
     @property
     def names_users(self) -> bool:
-        """True if there is a table of users that a night can answer for: one of features is enough for some models."""
+        """True if a source names users; for some models the feature table of users is enough."""
         return bool(self.interactions or self.user_vectors or self.user_features)
 
 
@@ -102,35 +104,39 @@ class TableConfig:
     """Table to build, in `[tables.NAME]`; `kind` decides which of the other settings apply."""
 
     kind: Literal["user_topk", "user_vector", "item_vector", "item_similar", "value"]
-    """Kind of its records."""
+    """Kind of the table's records."""
     k: Annotated[int, Field(ge=1, le=1000)] = 100
     """Number of items of a list."""
     precision: Precision = "f2"
-    """Precision of stored numbers: float16, float32 or, of vectors alone, int8."""
+    """Precision of stored numbers: float16, float32 or, for vectors only, int8."""
     value: str | None = None
     """Model output that a table of kind `value` holds."""
     metric: Literal["inner_product", "cosine"] | None = None
-    """Measure of a list."""
+    """Measure by which a list is ranked."""
 
     def __post_init__(self) -> None:
         if self.kind == "value" and not self.value:
-            raise ConfigError('a value table names its model output, e.g. value = "user_affinity"', field="value")
+            raise ConfigError('a value table must name its model output, e.g. value = "user_affinity"', field="value")
 
 
 @section
 class FilterConfig:
-    """Filter that requests call by its name, in `[filters.NAME]`; it belongs to the generations made from then on."""
+    """Filter that requests may refer to by name, in `[filters.NAME]`.
+
+    It applies to generations made after it was configured.
+    """
 
     filter: dict[str, Any]
     """Expression as requests send it, such as `{"<" = ["price", 20]}`."""
     tables: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
-    """Tables of lists (kinds `user_topk` and `item_similar`) of which another one is made and loaded, of the best that
-    passes: requests under the name are answered from it. `larder plan` says from how many on it pays."""
+    """Tables of lists (kinds `user_topk` and `item_similar`) for which a second table is built and loaded, with the
+    best items that pass the filter; requests with this filter are answered from it. `larder plan` says from how many
+    lookups on this pays off."""
 
 
 @section
 class FacetConfig:
-    """Table of the best items with each value of an attribute, in `[facets.NAME]`, by the score of the defaults."""
+    """Table of the best items for each value of an attribute, in `[facets.NAME]`, by the score of the defaults."""
 
     attribute: NonEmptyText
     """Attribute of items, a text or a list of texts; its values are the ids of the table."""
@@ -140,70 +146,72 @@ class FacetConfig:
 
 @section
 class GateThresholds:
-    """Thresholds that a generation must reach before it may be published; shares are 0 to 1."""
+    """Thresholds that a generation must meet before it may be published; shares are between 0 and 1."""
 
     unusable_rows: NonNegativeFloat = 0.001
-    """Share left out of the worst source or table, at most; one row always may be, unless it is 0."""
+    """Largest share of rows left out of any source or table; one row may always be left out, unless this is 0."""
     unknown_items: NonNegativeFloat = 0.5
-    """Share of interactions with items that the catalogue does not have, at most; events are not judged."""
+    """Largest share of interactions with items that the catalogue does not have; events are not counted."""
     coverage_of_source: NonNegativeFloat = 0.95
-    """Share of users with an answer, in the worst table."""
+    """Smallest share of users with an answer, in any table."""
     coverage_of_live: NonNegativeFloat = 0.8
-    """Number of users with an answer, as a share of the live generation's."""
+    """Smallest ratio of the number of users with an answer to that of the live generation."""
     items_of_live: NonNegativeFloat = 0.8
-    """Number of items, as a share of the live generation's, at least."""
+    """Smallest ratio of the number of items to that of the live generation."""
     items_of_live_most: NonNegativeFloat = 1.5
-    """Number of items, as a share of the live generation's, at most: one that grows so fast may be a wrong one."""
+    """Largest ratio of the number of items to that of the live generation: faster growth suggests a wrong catalogue."""
     short_lists: NonNegativeFloat = 0.05
-    """Share of lists with fewer items than asked for though the catalogue has enough, at most."""
+    """Largest share of lists with fewer items than `k` although the catalogue has enough."""
     empty_lists: NonNegativeFloat = 0.01
-    """Share of lists without any item, at most."""
+    """Largest share of lists without any item."""
     index_recall: NonNegativeFloat = 0.9
-    """Recall of the index in the worst stratum."""
+    """Smallest recall of the index, in any stratum."""
     int8_overlap: NonNegativeFloat = 0.9
-    """Overlap of lists and labels of int8 models with those of fp32."""
+    """Smallest overlap of lists and labels of int8 models with those of fp32 models."""
     int8_cosine: NonNegativeFloat = 0.98
-    """Cosine of vectors of int8 models with those of fp32."""
+    """Smallest cosine of vectors of int8 models with those of fp32 models."""
     skew_overlap: NonNegativeFloat = 0.9
-    """Overlap of lists of the live path with the records."""
+    """Smallest overlap of lists of the live path with the records."""
     skew_cosine: NonNegativeFloat = 0.95
-    """Cosine of vectors of the live path with the records."""
+    """Smallest cosine of vectors of the live path with the records."""
     exact: NonNegativeFloat = 0.995
-    """Share of records of a sample that equal a recomputation in float64."""
+    """Smallest share of sampled records that equal a recomputation in float64."""
     top_items: NonNegativeFloat = 0.8
-    """Share of all slots that the top 1 % of items hold, at most."""
+    """Largest share of all list slots that the top 1 % of items hold."""
     single_item: NonNegativeFloat = 0.5
-    """Share of all slots that one item holds, at most."""
+    """Largest share of all list slots that one item holds."""
     distinct_lists: NonNegativeFloat = 0.05
-    """Share of lists that differ from each other, at least."""
+    """Smallest share of distinct lists among all lists."""
     score_psi: NonNegativeFloat = 0.25
-    """Shift of scores and of values against the live generation (PSI), at most."""
+    """Largest shift of scores and values against the live generation (PSI)."""
     score_psi_retrained: NonNegativeFloat = 1.0
-    """Shift of scores and of values with a changed bundle, at most."""
+    """Largest shift of scores and values if the bundle has changed (PSI)."""
     list_jaccard: NonNegativeFloat = 0.4
-    """Similarity of lists to those of the live generation (Jaccard), at least."""
+    """Smallest similarity of lists to those of the live generation (Jaccard)."""
     list_jaccard_retrained: NonNegativeFloat = 0.2
-    """Similarity of lists with a changed bundle, at least."""
+    """Smallest similarity of lists if the bundle has changed (Jaccard)."""
     top_items_of_live: NonNegativeFloat = 1.5
-    """Ratio of the top items' share to that of the live generation, at most."""
+    """Largest ratio of the top items' share to that of the live generation."""
     distinct_lists_of_live: NonNegativeFloat = 0.7
-    """Ratio of distinct lists to those of the live generation, at least."""
+    """Smallest ratio of distinct lists to those of the live generation."""
     stale_lists: NonNegativeFloat = 0.9
-    """Share of unchanged lists among users with new interactions, at most."""
+    """Largest share of unchanged lists among users with new interactions."""
     heldout_of_live: NonNegativeFloat = 0.7
-    """Ratio of recall of interactions newer than the cut to that of the live generation, at least."""
+    """Smallest ratio of recall to that of the live generation, for interactions newer than the cut."""
     heldout_recall: NonNegativeFloat = 0.0
-    """Recall of interactions newer than the cut, at least."""
+    """Smallest recall of interactions newer than the cut."""
     redis_headroom: NonNegativeFloat = 0.95
-    """Share of Redis' memory used, at most."""
+    """Largest share of Redis' memory that is used."""
     disk_headroom: NonNegativeFloat = 1.0
-    """Free disk on the host of every live replica, in multiples of the bytes that readers map."""
+    """Smallest free disk space on the host of any live replica, in multiples of the bytes that readers map."""
     memory_headroom: NonNegativeFloat = 1.0
-    """Free memory on the host of every live replica, in multiples of the bytes that readers map."""
+    """Smallest free memory on the host of any live replica, in multiples of the bytes that readers map."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds of one gate, beyond what reading the generation's bytes once takes at the governor's `floor_mib_s`."""
+    """Seconds that one gate may take, in addition to one read of the generation's bytes at the governor's
+    `floor_mib_s`."""
     total_timeout_s: PositiveFloat = 1800.0
-    """Seconds of all gates, beyond what reading the generation's bytes three times takes at that rate."""
+    """Seconds that all gates may take, in addition to three reads of the generation's bytes at the governor's
+    `floor_mib_s`."""
 
 
 @section
@@ -211,23 +219,24 @@ class ReferenceConfig:
     """Trainer of the reference bundle, in `[reference]`."""
 
     dims: Annotated[int, Field(ge=1, le=4096)] = 256
-    """Dimensions of a vector at most; fewer are taken where they find as much."""
+    """Largest number of dimensions of a vector; fewer are used if they reach the same recall."""
     choose: bool = True
-    """True if method, numbers and dimensions are those that find most of held-out histories; else they are fixed."""
+    """True if the trainer chooses method, parameters and dimensions by their recall of held-out histories; false: they
+    are fixed."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
-    """Seed of its random numbers."""
+    """Seed of the trainer's random numbers."""
     programs: bool = False
-    """True if the bundle carries torch.export programs, too."""
+    """True if the bundle also contains torch.export programs."""
 
 
 @section
 class FlipConfig:
-    """Wait of a publish for readers, in `[flip]`."""
+    """Wait for replicas during a publish, in `[flip]`."""
 
     wait_s: PositiveFloat = 120.0
     """Seconds that a publish waits for all live replicas to be ready."""
     replicas_min: NonNegativeInt = 0
-    """Number of ready replicas that is enough once `wait_s` is over; 0: every live one must be ready."""
+    """Number of ready replicas that suffices after `wait_s`; 0: every live replica must be ready."""
 
 
 @section
@@ -235,23 +244,23 @@ class GovernorConfig:
     """Limits on bulk work on Redis, in `[governor]`."""
 
     p99_factor: Annotated[float, Field(gt=1)] = 1.25
-    """Readers' p99 beside bulk work, in multiples of what it is when idle."""
+    """Readers' p99 latency during bulk work, as a multiple of their p99 while Redis is idle."""
     readers: Literal["auto", "always", "never"] = "auto"
-    """True if Redis has readers: `auto` looks for them, the others decide."""
+    """Whether Redis has readers: `auto` detects them, `always` and `never` assume the answer."""
     floor_mib_s: PositiveFloat = 16.0
-    """Rate that bulk work never goes below (MiB/s), so that a night always ends."""
+    """Rate in MiB/s below which bulk work never falls, so that a night always ends."""
     ceiling_mib_s: NonNegativeFloat = 0.0
-    """Rate that it never goes above (MiB/s) with readers; 0: no limit."""
+    """Rate in MiB/s that bulk work never exceeds; 0: no limit."""
     piece_bytes: Annotated[int, Field(ge=1024, le=8 << 20)] = 16 * 1024
-    """Bytes of a piece in which pages travel while there are readers."""
+    """Bytes of one piece of a page sent while there are readers."""
     probe_ms: PositiveFloat = 1.0
-    """Milliseconds between the records that a probe reads."""
+    """Milliseconds between two reads of the latency probe."""
     idle_s: PositiveFloat = 1.5
-    """Seconds for which idle latency is measured, before the first piece and in a rest of every step."""
+    """Seconds for which idle latency is measured before the first piece."""
     replica_lag_mib: PositiveFloat = 32.0
-    """Bytes (MiB) that Redis' own replicas may fall behind."""
+    """MiB that Redis' own replicas may fall behind."""
     yield_cpu: bool = True
-    """True if the loading thread gives way to everything else on its host."""
+    """True if the loading thread runs at idle priority, below all other programs on its host."""
 
     def __post_init__(self) -> None:
         if 0 < self.ceiling_mib_s < self.floor_mib_s:
@@ -263,31 +272,31 @@ class GovernorConfig:
 
 @section
 class CanaryConfig:
-    """Settings of a canary, in `[canary]`: a generation gets a share of the requests, then is published or abandoned.
+    """Settings of a canary, in `[canary]`: a generation on trial with a share of the requests.
 
-    It is published if each arm answered enough requests for enough keys, and, each key counted once, nothing moved
-    beyond its limit. What is above its limit by more than chance abandons it; where too little was counted to tell, it
-    goes on for up to `wait_max_s` and is then left running for a person to decide.
+    It is published if each arm answered enough requests for enough keys and, with each key counted once, no figure
+    moved beyond its limit. It is abandoned if a figure exceeds its limit by more than chance. With too few counts to
+    decide, it continues for up to `wait_max_s` and then runs on until a person decides.
     """
 
     percent: Annotated[float, Field(gt=0, le=100)] = 5.0
     """Share of the requests, in percent."""
     wait_s: PositiveFloat = 3600.0
-    """Seconds until it is judged."""
+    """Seconds until the canary is judged."""
     wait_max_s: PositiveFloat = 86_400.0
-    """Seconds until a person must decide."""
+    """Seconds after which a person must decide."""
     requests_min: Count = 1000
-    """Number of requests that each arm must have answered."""
+    """Smallest number of requests that each arm must have answered."""
     keys_min: Count = 200
-    """Number of keys that each arm must have answered."""
+    """Smallest number of keys that each arm must have answered."""
     source_shift_max: NonNegativeFloat = 0.05
-    """Shift of the mix of sources, at most (total variation, 0 to 1)."""
+    """Largest shift of the mix of sources (total variation, 0 to 1)."""
     score_psi_max: NonNegativeFloat = 0.1
-    """Shift of top scores (PSI), at most."""
+    """Largest shift of top scores (PSI)."""
     feedback_event: str = ""
     """Name of the feedback event that is counted; empty: none."""
     feedback_ratio_min: NonNegativeFloat = 0.9
-    """Rate of that event per request, at least this share of the rate under the live generation."""
+    """Smallest ratio of that event's rate per request to its rate under the live generation."""
 
 
 def _default_tables() -> dict[str, TableConfig]:
@@ -302,47 +311,48 @@ def _default_tables() -> dict[str, TableConfig]:
 
 @section
 class NightConfig(SharedConfig):
-    """Everything a night needs to know. `semantic` names the part that decides the result."""
+    """All settings of a night; `semantic` returns those that decide its result."""
 
     FROM_ENVIRONMENT: ClassVar = (*(SharedConfig.FROM_ENVIRONMENT or ()), "device", "device_tasks")
 
     bundle: NonEmptyText = DEFAULT_BUNDLE
-    """Bundle of models to score with: a folder or an fsspec URL."""
+    """Model bundle to score with: a folder or an fsspec URL."""
     data_until: str | None = None
-    """Cut of the data (ISO 8601; UTC without a zone): what happened from then on is left out."""
+    """Cut of the data (ISO 8601; UTC without a zone): data from this time on is left out."""
     shards: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Number of shards that users are scored in; Airflow maps no more."""
+    """Number of shards in which users are scored; Airflow maps at most this many tasks."""
     page_bytes: Annotated[int, Field(ge=4 * _KIB, le=8 * _KIB * _KIB)] = 256 * _KIB
     """Bytes of a page of records."""
     load_chunk_bytes: Annotated[int, Field(ge=1, le=512 * _KIB * _KIB)] = 1024 * _KIB
-    """Bytes sent to Redis at once, which takes no larger value."""
+    """Bytes of one command to Redis; a larger value is sent in several."""
     index: Literal["auto", "flat", "ivf", "hnsw"] = "auto"
-    """Index of candidates; `auto` goes by the number of items."""
+    """Index of candidates; `auto` decides by the number of items."""
     history_limit: Count = 100_000
-    """Number of items of a user's history, the newest."""
+    """Number of newest items kept of a user's history."""
     featured_users: bool | Literal["auto"] = "auto"
-    """Whether users whom the feature table alone names get records, from a model that takes features beside a history:
-    all (true), none (false), or with `auto` all unless they are more than the other users."""
+    """Whether users who appear only in the feature table get records, from a model that takes features besides a
+    history: true (all), false (none), or `auto` (all, unless they outnumber the other users)."""
     reuse: Literal["auto", "off"] = "auto"
-    """Copying of records whose inputs did not change since a verified generation; `off` computes all of them."""
+    """Copying of records whose inputs did not change since a verified generation; `off` computes all records."""
     keep: NonNegativeInt = 1
-    """Number of superseded generations left for roll backs; the previous one always is."""
+    """Number of superseded generations kept for roll backs; the previous one is always kept."""
     threads: NonNegativeInt = 0
-    """Number of threads; 0: as many as affinity and the control group's `cpu.max` leave."""
+    """Number of threads; 0: as many as CPU affinity and the control group's `cpu.max` allow."""
     device: str = "auto"
-    """Device that scoring runs on: `auto` takes all GPUs that torch (extra `gpu`) sees, `off` the processor; `cuda`,
-    `cuda:1` and `cpu` (torch without a GPU: for tests) are demanded. The lists of given vectors have the same bits."""
+    """Device for scoring: `auto` uses all GPUs that torch (extra `gpu`) sees, `off` the processor; `cuda`, `cuda:1` and
+    `cpu` (torch without a GPU: for tests) must be available. Lists from given vectors have the same bits on all
+    devices."""
     device_tasks: Annotated[int, Field(ge=1, le=64)] = 1
-    """Number of scoring tasks that share a GPU: each takes such a part of its memory. Slots of the pool `gpu` by the
-    GPUs of a worker's host."""
+    """Number of scoring tasks that share a GPU; each takes an equal part of its memory. Set it to the slots of the pool
+    `gpu` divided by the GPUs of a worker's host."""
     redis_timeout_s: PositiveFloat = 30.0
-    """Seconds that Redis may take for an answer."""
+    """Seconds that Redis may take to reply."""
     superseded_grace_s: NonNegativeFloat = 60.0
-    """Seconds that a superseded generation is kept for readers that still have it."""
+    """Seconds that a superseded generation is kept for readers that still use it."""
     abandon_after_s: NonNegativeFloat = 86_400.0
-    """Seconds until a generation that was begun and not published counts as abandoned."""
+    """Seconds after which an unpublished generation counts as abandoned."""
     overlay_ttl_s: PositiveFloat = 86_400.0
-    """Longest life of a stored live answer, in seconds, where no replica tells a longer one."""
+    """Longest life of a stored live answer in seconds, unless a replica reports a longer one."""
     warm_timeout_s: PositiveFloat = 30.0
     """Seconds that `warm` may take."""
     sources: Sources = Field(default_factory=Sources)
@@ -367,7 +377,7 @@ class NightConfig(SharedConfig):
         if self.sources.item_vectors and self.bundle != DEFAULT_BUNDLE:
             raise ConfigError(
                 f"bundle ({self.bundle}) and sources.item_vectors ({self.sources.item_vectors}) are both set: a night "
-                "makes its bundle of the vectors, or takes the one; leave one out",
+                "either makes its bundle from the vectors or takes the given one; leave one out",
                 field="bundle",
             )
         kinds = {table_config.kind for table_config in self.tables.values()}
@@ -378,7 +388,7 @@ class NightConfig(SharedConfig):
             )
         if self.sources.item_attributes and "user_topk" in kinds and "user_vector" not in kinds:
             raise ConfigError(
-                "a filtered list that the stored one is too short for is found by the user's vector: add a table of "
+                "if the stored list is too short after filtering, the search needs the user's vector: add a table of "
                 "kind user_vector, or leave sources.item_attributes out",
                 field="item_attributes",
             )
@@ -397,7 +407,7 @@ class NightConfig(SharedConfig):
 
     @property
     def filtered(self) -> dict[str, tuple[str, str]]:
-        """Tables made under filters, by their own names: the table that is asked, and the filter."""
+        """Tables made under filters, by their own names, with the requested table and the filter."""
         return {f"{table}.{name}": (table, name) for table, name in self._filtered()}
 
     def _filtered(self) -> list[tuple[str, str]]:
@@ -414,7 +424,7 @@ class NightConfig(SharedConfig):
             check_name("the name of a table and a filter, with a dot between them,", f"{table}.{name}")
         if len(self.filtered) < len(self._filtered()) or self.filtered.keys() & self.tables.keys():
             raise ConfigError(
-                "two tables would have one name: those made under a filter are called TABLE.FILTER", field="filters"
+                "two tables would have the same name: a filter's tables are called TABLE.FILTER", field="filters"
             )
 
     def _check_facets(self) -> None:
@@ -431,9 +441,9 @@ class NightConfig(SharedConfig):
                 )
 
     def semantic(self) -> bytes:
-        """Canonical bytes of the settings that decide what a generation holds."""
+        """Return canonical bytes of the settings that decide the contents of a generation."""
         names = ["namespace", "shards", "page_bytes", "index", "history_limit", "tables", "sources"]
-        # A night without them keeps its id.
+        # If absent, leave them out, so that the id of such a night does not change.
         names += [name for name in ("filters", "facets") if getattr(self, name)]
         defaults = fields_of(NightConfig)
         names += [
@@ -448,9 +458,9 @@ class NightConfig(SharedConfig):
 
     @classmethod
     def configured(cls, environ: Mapping[str, str], path: str | Path | None = None, **overrides: Any) -> Self:
-        """The file (without a path the one that LARDER_CONFIG names), the environment over it, overrides over both.
+        """Load from the file (default: the one that LARDER_CONFIG names), then the environment, then overrides.
 
-        Unknown names in the file are errors, so that a typo cannot pass.
+        Later ones win. Unknown names in the file are errors, so that a typo cannot pass.
         """
         from cache.config.reading import ConfigFile, read_section
 
@@ -460,7 +470,7 @@ class NightConfig(SharedConfig):
 
 
 def parse_time(text: str) -> datetime:
-    """An ISO 8601 time as UTC; one without a zone is UTC."""
+    """Parse an ISO 8601 time to UTC; a time without a zone is taken as UTC."""
     try:
         time = iso_time(text)
     except ValueError as error:

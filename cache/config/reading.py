@@ -16,9 +16,10 @@ from cache.errors import ConfigError, mask_secrets
 
 Kind = TypeVar("Kind")
 PATH_SETTINGS = frozenset({"artifacts", "state", "tokens_file", "tls_certificate", "tls_key", "tls_client_ca"})
-"""Settings that are paths: those of a file are relative to its folder, those of the environment to the current one."""
+"""Settings that are paths; a relative path in a file starts at the file's folder, one in the environment at the current
+folder."""
 SECRET_SETTINGS = frozenset({"token", "redis_url", "events_url", "artifacts"})
-"""Settings that hold a secret: a URL does if a password is in it."""
+"""Settings that hold a secret; a URL counts if it contains a password."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,10 @@ class ConfigFile:
 
     @classmethod
     def named(cls, environ: Mapping[str, str], path: str | Path | None = None) -> Self:
-        """The given file, else the one that LARDER_CONFIG names, else none; raises ConfigError if it cannot be read."""
+        """Return the given file, else the one that LARDER_CONFIG names, else an empty one.
+
+        Raises ConfigError if it cannot be read.
+        """
         if not (config_path := path or environ.get("LARDER_CONFIG")):
             return cls()
         try:
@@ -46,7 +50,7 @@ class ConfigFile:
         return cls(Path(config_path), document)
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """Return the values of a section, none if the file has no such section."""
+        """Return the values of a section; empty if the file has no such section."""
         section_values = self.document.get(name, {})
         if not isinstance(section_values, Mapping):
             raise ConfigError(f"{self.path} [{name}] must be a section of settings, not {section_values!r}", field=name)
@@ -57,14 +61,17 @@ class ConfigFile:
         return {name: self.document[name] for name in fields_of(section_class) if name in self.document}
 
     def resolve_path(self, path: str) -> str:
-        """Return a relative path as absolute, from the file's folder; unchanged for a URL or without a file."""
+        """Return a relative path as absolute, from the file's folder.
+
+        A URL, or a path that is not from a file, is returned unchanged.
+        """
         return path if self.path is None or "://" in path else str(self.path.parent.absolute() / path)
 
 
 def _decode_text(file_bytes: bytes) -> str:
     """Decode a file's text and drop byte order marks, which editors write in UTF-8 and PowerShell in UTF-16."""
     encoding = "utf-16" if file_bytes.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
-    # TOML knows pairs of CR and LF for line breaks, and no others than these and LF.
+    # TOML accepts CR LF and LF as line breaks, but not CR.
     return file_bytes.decode(encoding).lstrip("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -166,14 +173,14 @@ def _refuse_secrets(file_values: Mapping[str, Any], origin_of: Callable[[str], s
     for name in file_values.keys() & SECRET_SETTINGS:
         if name == "token" or mask_secrets(str(file_values[name])) != str(file_values[name]):
             raise ConfigError(
-                f"{origin_of(name)}: {name} with a password or token is read from the environment alone: set "
+                f"{origin_of(name)}: {name} with a password or token is read from the environment only: set "
                 f"{variable(name)}",
                 field=name,
             )
 
 
 def _build_sections(annotation: Any, file_value: Any, origin: str) -> Any:
-    """Build the nested sections of a file's value; lists and times stay plain values."""
+    """Build the nested sections of a file's value; lists and times are kept as plain values."""
     if is_section(annotation):
         if not isinstance(file_value, Mapping):
             raise ConfigError(f"{origin} must be a section of settings, not {file_value!r}")

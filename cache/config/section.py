@@ -1,4 +1,4 @@
-"""Sections of settings: frozen pydantic dataclasses whose errors are one line that names setting, value and remedy."""
+"""Sections of settings: frozen pydantic dataclasses whose errors name setting, value and remedy in one line."""
 
 import ast
 import difflib
@@ -27,7 +27,7 @@ _SECTION_CONFIG = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 @dataclass_transform(frozen_default=True, field_specifiers=(Field,))
 def section(plain_class: type[Kind]) -> type[Kind]:
-    """Frozen dataclass of one section; its constructor raises ConfigError for a value that it may not hold."""
+    """Make a class the frozen dataclass of a section; its constructor raises ConfigError for an invalid value."""
     section_class = dataclass(frozen=True, config=_SECTION_CONFIG)(plain_class)
     checked_init = cast(Callable[..., None], section_class.__init__)
 
@@ -43,18 +43,18 @@ def section(plain_class: type[Kind]) -> type[Kind]:
 
 
 def fields_of(section_class: type[Any]) -> dict[str, FieldInfo]:
-    """The fields of a section by name, those that no file may set left out."""
+    """Return the fields of a section by name, without those that no file may set."""
     field_by_name: dict[str, FieldInfo] = section_class.__pydantic_fields__
     return {name: field for name, field in field_by_name.items() if name != "base"}
 
 
 def variable(name: str) -> str:
-    """The environment variable of a setting that may come from there."""
+    """Return the environment variable of a setting."""
     return "REDIS_URL" if name == "redis_url" else f"LARDER_{name.upper()}"
 
 
 def variables(section_class: type[Any]) -> dict[str, str]:
-    """Environment variables of a section, by setting; sections within it have none."""
+    """Return the environment variables of a section by setting; nested sections have none."""
     environment_settings = getattr(section_class, "FROM_ENVIRONMENT", ())
     named_settings = (
         fields_of(section_class).keys() - sections_of(section_class).keys()
@@ -65,7 +65,7 @@ def variables(section_class: type[Any]) -> dict[str, str]:
 
 
 def sections_of(kind: type[Any]) -> dict[str, type[Any]]:
-    """Sections within a section, by name: their class, or for a table of sections the class of each."""
+    """Return the classes of nested sections by name; for a table of sections, the class of its values."""
     class_by_name = {
         name: (get_args(field.annotation) or (field.annotation,))[-1] for name, field in fields_of(kind).items()
     }
@@ -86,12 +86,12 @@ def meanings(kind: type[Any]) -> dict[str, str]:
 
 
 def is_section(annotation: Any) -> bool:
-    """True for a class that `section` made."""
+    """Return True for a class made by `section`."""
     return isinstance(annotation, type) and is_pydantic_dataclass(annotation)
 
 
 def type_in_words(annotation: Any) -> str:
-    """Values that a setting of this annotated type may have, bounds left out."""
+    """Describe the values that a setting of this annotated type may have, without bounds."""
     origin, type_arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_in_words(type_arguments[0])
@@ -107,7 +107,7 @@ def type_in_words(annotation: Any) -> str:
 
 
 def bounds_in_words(field: FieldInfo) -> str:
-    """Bounds of a setting, "" without any."""
+    """Describe the bounds of a setting; empty if it has none."""
     bound_by_name: dict[str, Any] = {
         name: getattr(constraint, name)
         for constraint in _iter_metadata(field)
@@ -138,7 +138,7 @@ def _iter_metadata(field: FieldInfo) -> Iterator[Any]:
 
 
 def refusal(error: ValidationError, section_class: type[Any]) -> ConfigError:
-    """Line about the first thing that is wrong; its `field` is the setting."""
+    """Describe the first error in one line; the error's `field` is the setting."""
     first_error = error.errors(include_url=False)[0]
     location = first_error["loc"][0]
     name = location if isinstance(location, str) else list(fields_of(section_class))[location]

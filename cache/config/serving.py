@@ -1,4 +1,4 @@
-"""Settings of the service: the section `[serving]`, the bounds on what one peer may cost, and near-match reuse."""
+"""Settings of the service: the section `[serving]`, bounds on the cost of one peer, and near-match reuse."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -19,52 +19,55 @@ ClientCertificates = Literal["off", "optional", "required"]
 
 @section
 class NearConfig:
-    """Near-match reuse for inputs that no tier knows, in `[serving.near.TABLE]`; a table without a section has none.
+    """Near-match reuse for inputs that no tier knows, in `[serving.near.TABLE]`.
 
-    The answer to a near input is reused, marked `near`, where its error is shown to be within the bound.
+    A table without such a section has no reuse. The answer to a similar input is reused and marked `near` if its
+    measured error is within the bound.
     """
 
     error: Annotated[float, Field(ge=0.0001, le=0.5)] = 0.01
-    """Share of the reused answers that may differ from live's: in the first label, or by more than `overlap` allows."""
+    """Largest share of reused answers that may differ from the live model's: in the first label, or by more than
+    `overlap` allows."""
     overlap: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of live's list that a reused one has at least, else it counts as different."""
+    """Smallest share of the live model's list that a reused list must contain; otherwise it counts as different."""
     entries: Annotated[int, Field(ge=16, le=65_536)] = 2_048
-    """Number of recent answers that are kept of each kind of input (history, features or both), of each worker: 4 bytes
-    for each dimension of the vector, and 8 for each item of a list."""
+    """Number of recent answers that each worker keeps for each kind of input (history, features or both); one takes 4
+    bytes per dimension of the vector and 8 per item of a list."""
 
 
 @section
 class PeerBounds:
-    """Bounds on what one peer may cost, in `[serving]`: heads, bodies, pipelines, connections, and their times."""
+    """Bounds on the cost of one peer, in `[serving]`: heads, bodies, pipelines, connections, and their time limits."""
 
     head_bytes: PositiveInt = 32 << 10
-    """Bytes of a request's target and header fields, trailers included; more is refused with 431, and the connection is
-    closed."""
+    """Largest size of a request's target and header fields in bytes, trailers included; a larger one is refused with
+    431, and the connection is closed."""
     head_fields: PositiveInt = 100
-    """Number of header fields of a request; more is refused like too many bytes."""
+    """Largest number of header fields of a request; more are refused like a head that is too large."""
     head_timeout_s: PositiveFloat = 10.0
-    """Seconds that a connection may wait before its first request begins, and each head may take to arrive; then the
-    connection is closed, with 408 if a head had begun. This and the two other times of connections are kept to within a
-    second."""
+    """Seconds that a connection may wait before its first request begins, and that each head may take to arrive; then
+    the connection is closed, with 408 if a head had begun. This and the two other time limits of connections are
+    accurate to a second."""
     body_timeout_s: PositiveFloat = 10.0
-    """Seconds that a request body may take to arrive whole; then 408 `body_timeout`, and the connection is closed.
-    The rest of a body that is not read because its request is answered has as long."""
+    """Seconds that a whole request body may take to arrive; then the answer is 408 `body_timeout`, and the connection
+    is closed. If a request is answered before its body is read, the rest of the body has the same time."""
     write_timeout_s: PositiveFloat = 10.0
-    """Seconds in which a peer must take 64 KiB of its answers; a slower one is cut off."""
+    """Seconds within which a peer must take 64 KiB of its answers; the connection of a slower peer is closed."""
     answers_bytes: PositiveInt = 64 << 20
-    """Bytes of answers to all requests of a worker together that peers have not taken yet, where one connection has
-    64 KiB or more of them; beyond it connections whose peers have let theirs wait for a second are cut off, and while
-    that is not enough batches are refused with 503 `overloaded`."""
+    """Bytes of answers that peers have not taken yet, of all requests of a worker on connections with 64 KiB or more of
+    them. Beyond this, connections whose peers have taken nothing for a second are closed; while that does not suffice,
+    batches are refused with 503 `overloaded`."""
     idle_timeout_s: PositiveFloat = 5.0
     """Seconds that a connection is kept after its last answer."""
     pipeline_max: PositiveInt = 16
-    """Number of requests of one connection that are not answered yet, of which 64 KiB of bodies may wait; beyond
-    that one more answer is sent and the connection closed."""
+    """Largest number of unanswered requests of one connection, whose waiting bodies may take 64 KiB; beyond that, one
+    more answer is sent and the connection is closed."""
     connections_max: PositiveInt = 8_192
-    """Number of connections of a worker, where as many files may be open (the soft limit is raised as far as the
-    hard one allows, 256 are left for everything else); one more is closed with 503."""
+    """Largest number of connections of a worker; a further one is closed with 503. The limit of open files also bounds
+    it: the soft limit is raised as far as the hard limit allows, and 256 files are reserved for other uses."""
     connections_new_max: PositiveInt = 4_096
-    """Number of these that have not sent the head of a request so far; for one more the oldest of them is closed."""
+    """Largest number of connections that have not sent the head of a request yet; for a further one the oldest of them
+    is closed."""
 
 
 @section
@@ -74,177 +77,180 @@ class ServingConfig(SharedConfig, PeerBounds):
     FROM_ENVIRONMENT: ClassVar = None
 
     redis_url: str = ""
-    """Redis, as above the sections; empty: a server is started and stopped with the service."""
+    """Redis, as at the top level of the file; empty: a server is started and stopped with the service."""
 
     host: str = "127.0.0.1"
     """Address to bind; anything but loopback needs `LARDER_TOKEN`, `tokens_file` or `--insecure`."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
-    """Port to bind; 0 is any free one."""
+    """Port to bind; 0: any free port."""
     token: str = Field(default="", repr=False)
-    """Secret that callers send as `Authorization: Bearer ...`; from the environment alone. It has
-    every scope and no quota, and is called `default`."""
+    """Secret that callers send as `Authorization: Bearer ...`; may be set in the environment only. It has every scope
+    and no quota, and its name is `default`."""
     tokens_file: str = ""
     """File of named tokens with scopes, quotas and expiry, as `larder tokens` writes it; read again within a
     second of a change. Empty: none."""
     tls_certificate: str = ""
-    """File of the service's certificate and those between it and its root, PEM; the service then speaks HTTPS alone.
-    Read again within two seconds of a change, as are the two below. Empty: plain HTTP."""
+    """PEM file of the service's certificate and the intermediate certificates; the service then accepts HTTPS only.
+    This file and the next two are read again within two seconds of a change. Empty: plain HTTP."""
     tls_key: str = ""
-    """File of the certificate's private key, PEM, without a passphrase."""
+    """PEM file of the certificate's private key, without a passphrase."""
     tls_client_ca: str = ""
-    """File of the authorities whose client certificates are accepted, PEM."""
+    """PEM file of the authorities whose client certificates are accepted."""
     tls_client: ClientCertificates = "off"
-    """Certificates that callers show: `required` of all, probes and Prometheus included; `optional`: a wrong one is
-    refused, none is not. They take no token's place."""
+    """Whether callers must show a certificate: `required`: all must, including probes and Prometheus; `optional`: a
+    wrong one is refused, a missing one is not. A certificate does not replace a token."""
     insecure: bool = False
-    """True if others may reach the service without a token."""
+    """True if other hosts may reach the service without a token."""
     workers: PositiveInt = 1
-    """Number of processes that answer on the one port; each is a replica of its own, with L1, connections and
-    threads of its own, while a generation's files are mapped once for all."""
+    """Number of processes that answer on the port; each is a separate replica with its own L1, connections and threads,
+    but they share the mapped files of a generation."""
 
     l1_bytes: PositiveInt = 256 << 20
-    """Bytes of the in-process tier, records and bookkeeping included; of each worker."""
+    """Bytes of the in-process tier of each worker, records and bookkeeping included."""
     negative_entries: PositiveInt = 100_000
-    """Number of unknown ids remembered as unknown."""
+    """Largest number of ids remembered as unknown."""
     negative_ttl_s: PositiveFloat = 5.0
-    """Seconds for which they are."""
+    """Seconds for which an id is remembered as unknown."""
     overlay_ttl_s: PositiveFloat = 600.0
-    """Life of a record that live inference wrote through, in seconds."""
+    """Life in seconds of a record that live inference stored in Redis."""
     overlay_reads: OverlayReads = "auto"
-    """Policy for overlay reads. `auto`: while inputs of new ids hardly ever come again, stored live answers are
-    looked for in one of 16 cases; `always`: each time, with a lease, so that no two replicas compute the same one."""
+    """Policy for overlay reads. `auto`: while inputs of new ids rarely repeat, stored live answers are looked up in one
+    of 16 cases; `always`: each time, with a lease, so that no two replicas compute the same answer."""
     outage_ttl_s: PositiveFloat = 15.0
-    """Life of live answers for known entities while Redis is away, in seconds."""
+    """Life in seconds of live answers for known entities while Redis is unavailable."""
     lease_wait_ms: Annotated[float, Field(ge=0, le=60_000)] = 200.0
-    """Milliseconds that a replica waits for another one that computes the same cold answer before it computes itself; a
-    dead one is waited for half as long. 0: no leases, replicas do not wait for each other."""
+    """Milliseconds that a replica waits for another replica that computes the same cold answer, before it computes the
+    answer itself; it waits half as long for a dead one. 0: no leases, replicas do not wait for each other."""
 
     deadline_ms: PositiveFloat = 300.0
-    """Deadline of a request that names none, in milliseconds."""
+    """Deadline in milliseconds of a request that sets none."""
     deadline_max_ms: PositiveFloat = 10_000.0
-    """Longest deadline that a request may name, in milliseconds."""
+    """Longest deadline in milliseconds that a request may set."""
     l2_deadline_ms: PositiveFloat = 75.0
-    """Longest wait for Redis within it, in milliseconds."""
+    """Longest wait for Redis within the deadline, in milliseconds."""
     l2_connections: PositiveInt = 2
     """Number of connections for reads."""
     breaker_threshold: PositiveInt = 5
-    """Number of failures in a row before Redis is left alone."""
+    """Number of consecutive failures after which Redis is not asked."""
     breaker_cooldown_s: PositiveFloat = 1.0
-    """Seconds for which it is."""
+    """Seconds for which Redis is then not asked."""
 
     precision: Precision = "int8"
-    """Precision of the live towers; on a GPU fp32, of whose int8 operators it has few."""
+    """Precision of the live towers; use fp32 on a GPU, which supports few of the int8 operators."""
     live_provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
-    """ONNX Runtime's provider for the live towers; one of a GPU (the first visible one) wants onnxruntime-gpu in the
-    place of onnxruntime. Where it cannot be used they run on the processor, and log and `/v1/generations` say why."""
+    """ONNX Runtime's provider for the live towers; a GPU provider (the first visible GPU) needs onnxruntime-gpu instead
+    of onnxruntime. If it cannot be used, the towers run on the processor, and the log and `/v1/generations` say why."""
     live_workers: PositiveInt = 1
     """Number of threads that run the model."""
     live_threads: PositiveInt = 1
-    """Number of threads within one inference and one search (ONNX Runtime, FAISS); they never spin."""
+    """Number of threads within one inference and one search (ONNX Runtime, FAISS); they do not busy-wait."""
     live_cores: str = ""
-    """Cores like `2,3` or `4-7` that the model's threads stay on; empty: any. On several NUMA nodes: one process per
-    node under `numactl --cpunodebind=N --membind=N`, its cores of that node (`lscpu -e`)."""
+    """Cores for the model's threads, such as `2,3` or `4-7`; empty: any. With several NUMA nodes, run one process per
+    node under `numactl --cpunodebind=N --membind=N` and name cores of that node (`lscpu -e`)."""
     live_nice: Annotated[int, Field(ge=0, le=19)] = 10
-    """Steps that the model's threads stand behind those that answer; 0 where other programs keep the cores busy and the
-    model must keep its share (Linux): the model computes beside answers, not after them."""
+    """Niceness of the model's threads relative to the threads that answer (Linux). 0: equal priority, for hosts where
+    other programs keep the cores busy and the model must keep its share."""
     live_batch: PositiveInt = 256
-    """Number of inputs per inference at most; fewer where more could not end before the first deadline."""
+    """Largest number of inputs per inference; fewer if a larger batch could not end before the first deadline."""
     live_queue: PositiveInt = 2_048
-    """Number of inputs that may wait for the model."""
+    """Largest number of inputs that may wait for the model."""
     live_queue_bytes: PositiveInt = 32 << 20
-    """Bytes that may wait for the model; more goes down the ladder."""
+    """Largest total size of inputs that may wait for the model, in bytes; further inputs go down the ladder."""
 
     queue_target_ms: PositiveFloat = 20.0
-    """Milliseconds that a turn of the event loop, or the wait of a request for its turn, may take throughout an
-    interval before live is left out of more and more answers (`live: "overloaded"`); where next to no live answer is
-    left to leave out, and at once at five times this, batches and ids that are not stored are refused more and more,
-    503 `overloaded` with `Retry-After`."""
+    """Milliseconds that an iteration of the event loop, or a request's wait for the loop, may take throughout an
+    interval. Beyond that, a growing share of answers is made without the live model (`live: "overloaded"`). When almost
+    none are left, and at once at five times this value, a growing share of batches and of ids that are not stored is
+    refused with 503 `overloaded` and `Retry-After`."""
     queue_interval_ms: PositiveFloat = 100.0
-    """Length of that interval in milliseconds; after one above the target the share of live shrinks in proportion,
-    after one below it grows, by a tenth first and by twice as much each time."""
+    """Length of that interval in milliseconds. After an interval above the target the live model's share shrinks in
+    proportion; after one below, it grows, by a tenth first and by twice as much each time."""
     requests_max: PositiveInt = 4_096
-    """Number of requests that may be below L1 at once; more are refused with 503 `overloaded` and `Retry-After`."""
+    """Largest number of requests below L1 at once; further ones are refused with 503 `overloaded` and `Retry-After`."""
 
     poll_s: PositiveFloat = 1.0
-    """Seconds between looks at the pointer, beside listening for changes."""
+    """Seconds between polls of the pointer; changes are announced as well."""
     blocklist_poll_s: PositiveFloat = 1.0
     """Seconds between polls of the blocklist."""
     heartbeat_s: PositiveFloat = 1.0
-    """Seconds between heartbeats, which tell the night what this replica holds."""
+    """Seconds between heartbeats, which report this replica's generations to the night."""
     sketch_s: Annotated[float, Field(ge=0, le=3_600)] = 5.0
-    """Seconds between additions of the ids that were asked for most to the sketch in Redis, from which a replica that
-    starts, or flips, reads ahead; they lie there for up to three hours. 0: no sketch, neither written nor read."""
+    """Seconds between two reports of the most requested ids to the sketch in Redis, from which a replica preloads at
+    its start and after a flip; an id stays there for up to three hours. 0: no sketch is written or read."""
     figures_s: PositiveFloat = 15.0
-    """Seconds between readings of the release records and of Redis' memory for `/metrics`."""
+    """Seconds between two reads of the release records and of Redis' memory for `/metrics`."""
     dashboard_s: Annotated[float, Field(ge=0, le=5)] = 2.0
-    """Seconds between reports of each worker's counts to Redis, for `/dashboard/data` of every replica (some 250 KB of
-    Redis per worker, gone after an hour). 0: no dashboard, neither reported nor shown."""
+    """Seconds between reports of each worker's counts to Redis, for `/dashboard/data` of every replica (about 250 KB of
+    Redis per worker, which expire after an hour). 0: no dashboard."""
     quality_s: Annotated[float, Field(ge=0, le=3_600)] = 5.0
-    """Seconds between reports to Redis of quality figures, entities read and requests in vain; 0: no reports."""
+    """Seconds between reports to Redis of quality figures, of entities read and of ids requested but not known; 0: no
+    reports."""
     quality_per_mille: Annotated[float, Field(ge=0, le=1_000)] = 1.0
-    """Share of the answers served that is computed once more by the live model, per mille, off the path of requests;
-    0: no sampling."""
+    """Share of the served answers that the live model computes once more, in per mille, outside of requests; 0: no
+    sampling."""
     quality_cpu_share: PositiveFloat = 0.001
-    """Share of one core that this may cost each worker in processor time; what does not fit is dropped and counted."""
+    """Largest share of one core that these computations may take in each worker; samples beyond it are dropped and
+    counted."""
     drain_s: PositiveFloat = 10.0
-    """Most seconds of a stop. The service is not ready from then on, answers what still comes, and ends once no request
-    has come for a quarter of a second. A balancer that does not look at `/readyz` (nginx by itself) sends on, and a
-    stop takes all of them."""
+    """Longest duration of a stop in seconds. The service reports that it is not ready, still answers requests, and ends
+    once no request has come for a quarter of a second. If a balancer does not check `/readyz` (nginx by default),
+    requests keep coming and a stop takes the full time."""
     load_bound_s: PositiveFloat = 60.0
-    """Seconds that a replica that has seen a newer generation may take to load it; after that it is not ready."""
+    """Seconds that a replica may take to load a newer generation after it has seen it; then the replica is not
+    ready."""
     observe: bool = True
-    """True if answers that lie ready in L1 are counted, and the advisor runs; `false` to measure what observing
-    costs."""
+    """True if ready answers of L1 are counted and the advisor runs; set to false to measure the cost of both."""
     fast_http: bool = True
-    """False: every request goes through uvicorn, the routes and the ladder, as if nothing were there for speed alone.
-    What one peer may cost is then bounded by uvicorn alone."""
+    """False: every request takes the general path through uvicorn, the routes and the ladder, without the shortcuts.
+    The cost of one peer is then bounded by uvicorn only."""
     advisor_keys: Annotated[int, Field(ge=0, le=1 << 20)] = 65_536
-    """Number of records that the L1 size advisor samples at most, of each worker; about 12 MiB. 0: no advisor."""
+    """Largest number of records that the L1 size advisor samples in each worker; takes about 12 MiB. 0: no advisor."""
 
     log: LogForm = "text"
-    """Form of a log line. `json`: one object a line on standard error (`time`, `level`, `logger`, `message`, of
-    requests also `request_id`, `trace_id`, `table`, `status`, `seconds`, `sources`, `stages`). Neither form ever
-    holds the token or a password, nor an entity's id."""
+    """Format of log lines. `json`: one object per line on standard error (`time`, `level`, `logger`, `message`, and for
+    requests `request_id`, `trace_id`, `table`, `status`, `seconds`, `sources`, `stages`). No format ever contains the
+    token, a password or an entity's id."""
     log_share: UnitInterval = 0.001
-    """Share of the requests that succeed in time that get a line; plain single lookups that L1 or Redis answers
-    never do."""
+    """Share of successful, timely requests that are logged; simple single lookups answered by L1 or Redis are never
+    logged."""
     log_slow_ms: PositiveFloat = 1_000.0
-    """Milliseconds beyond which a request always gets a line, as does every status of 500 and more."""
+    """Milliseconds beyond which a request is always logged, as is every request with a status of 500 or more."""
     log_lines_per_s: PositiveFloat = 5.0
-    """Lines a second of each place in the program, after a burst of 20; the next one says how many were `dropped`."""
+    """Lines per second of each log statement, after a burst of 20; the next line says how many were `dropped`."""
     server_timing: bool = True
-    """True if the header `Server-Timing` has stage times; a plain single lookup that L1 or Redis answers is sure to
-    have them, and `X-Request-Id`, only if the request has a header `X-Larder-Timing`."""
+    """True if the header `Server-Timing` has stage times; a simple single lookup answered by L1 or Redis is guaranteed
+    to have them, and `X-Request-Id`, only if the request has a header `X-Larder-Timing`."""
     traces: bool = False
-    """True if OpenTelemetry spans are sent over OTLP/HTTP; needs the extra `otel`. Where they go, and the service's
-    name, is said by OpenTelemetry's own variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_HEADERS`,
+    """True if OpenTelemetry spans are sent over OTLP/HTTP; needs the extra `otel`. OpenTelemetry's own variables set
+    their target and the service's name (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_EXPORTER_OTLP_HEADERS`,
     `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_BSP_*`)."""
     traces_share: UnitInterval = 0.01
-    """Share of the requests without a `traceparent` that begin a trace; one with a valid `traceparent` is traced if its
+    """Share of the requests without a valid `traceparent` that begin a trace; a request with one is traced if its
     caller says so."""
     traces_ids: bool = False
-    """True if the entity of a single lookup goes into its span (`larder.entity`)."""
+    """True if the span of a single lookup contains the entity (`larder.entity`)."""
 
     body_bytes: PositiveInt = 8 << 20
-    """Bytes of the largest request body."""
+    """Largest size of a request body in bytes."""
     bodies_bytes: PositiveInt = 64 << 20
-    """Bytes of the bodies of all requests of a worker together; a body beyond it is refused with 503 `overloaded`."""
+    """Largest total size in bytes of the bodies of all requests of a worker; a body beyond it is refused with 503
+    `overloaded`."""
     max_batch: PositiveInt = 1_000
-    """Number of entities per request."""
+    """Largest number of entities per request."""
     max_history: PositiveInt = 10_000
-    """Number of history ids per entity."""
+    """Largest number of history ids per entity."""
     max_exclude: PositiveInt = 10_000
-    """Number of excluded ids per request."""
+    """Largest number of excluded ids per request."""
     max_ids: PositiveInt = 50_000
-    """Number of ids per request in all: every history and `exclude` together."""
+    """Largest total number of ids per request: all histories and `exclude` together."""
     max_numbers: PositiveInt = 100_000
-    """Number of values of features per request in all: each number of a list, each feature that is none. A JSON body
-    with more lists, objects, texts and numbers than `max_ids` + 2 x `max_numbers` + 8 x `max_batch` + 64 is refused
-    unread (422 `too_many_values`), as is an Arrow stream of more than 64 record batches."""
+    """Largest total number of feature values per request: each number of a list, and each feature that is not a list. A
+    JSON body with more lists, objects, texts and numbers than `max_ids` + 2 x `max_numbers` + 8 x `max_batch` + 64 is
+    refused before it is parsed (422 `too_many_values`), as is an Arrow stream of more than 64 record batches."""
 
     boost_max: Annotated[float, Field(ge=1, le=1_000)] = 4.0
-    """Largest factor of a boost that a request may send, and by its reciprocal the smallest; 1: none but declared
-    ones, whose factors are theirs."""
+    """Largest factor of a boost in a request; its reciprocal is the smallest. 1: requests may only name declared
+    re-rankings, whose factors are not bounded by this."""
     rerank: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Re-rankings that requests may name, one section each with `boost`, `diversify` or both, such as
     `[serving.rerank.varied]` with `diversify = {attribute = "brand", most = 2}`."""
@@ -267,10 +273,10 @@ class ServingConfig(SharedConfig, PeerBounds):
 
     @classmethod
     def load(cls, environ: Mapping[str, str], **overrides: Any) -> Self:
-        """Defaults, then the [serving] section of the TOML file LARDER_CONFIG, then the environment, then overrides.
+        """Load defaults, [serving] of the TOML file LARDER_CONFIG, the environment and overrides; later ones win.
 
-        namespace, artifacts, redis_url, state and schedule stand above the file's sections, where the night reads them.
-        Raises ConfigError for an unreadable file, an unknown setting or a value of the wrong type.
+        namespace, artifacts, redis_url, state and schedule are top-level keys of the file, which the night reads as
+        well. Raises ConfigError for an unreadable file, an unknown setting or a value of the wrong type.
         """
         from cache.config.reading import ConfigFile, read_section
 
@@ -294,12 +300,12 @@ class ServingConfig(SharedConfig, PeerBounds):
 
     @property
     def sampled_keys(self) -> int:
-        """Bound of the advisor's sample, 0 without one."""
+        """Largest number of keys that the advisor samples; 0 without an advisor."""
         return self.advisor_keys if self.observe else 0
 
     @property
     def sampled_per_mille(self) -> float:
-        """Share of the answers that is judged, per mille; 0 where nothing is observed."""
+        """Share of answers that is computed once more, in per mille; 0 if `observe` is false."""
         return self.quality_per_mille if self.observe else 0
 
     @property
@@ -323,7 +329,7 @@ class ServingConfig(SharedConfig, PeerBounds):
             return False
 
     def require_guard(self) -> None:
-        """Raises ConfigError when others could reach the service and no token keeps them out."""
+        """Raise ConfigError if other hosts could reach the service and no token is set."""
         if not (self.is_loopback or self.has_tokens or self.insecure):
             raise ConfigError(
                 f"{self.host} can be reached from elsewhere: set LARDER_TOKEN or tokens_file, or pass --insecure on "
@@ -333,7 +339,7 @@ class ServingConfig(SharedConfig, PeerBounds):
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """Cores of "0-3,8", in order; none for "". Raises ConfigError for anything else."""
+    """Parse "0-3,8" to cores in order, "" to none. Raises ConfigError for anything else."""
     cores: set[int] = set()
     for part in filter(None, text.replace(" ", "").split(",")):
         first, dash, last = part.partition("-")

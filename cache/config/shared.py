@@ -32,32 +32,32 @@ class SharedConfig(Timetable):
     )  # fmt: skip
 
     namespace: str = "default"
-    """Part of every Redis key: several installations can share one Redis. 1 to 64 letters, digits, dots, hyphens or
-    underscores, the first one no dot."""
+    """Part of every Redis key, so that several installations can share one Redis: 1 to 64 letters, digits, dots,
+    hyphens or underscores; not starting with a dot."""
     artifacts: NonEmptyText = ".larder/artifacts"
-    """Artefact store: a folder with hard links (a local disk, NFS) or any fsspec URL (install its driver) of a store
-    that creates objects exclusively (S3, GCS, Azure, what honours `If-None-Match`), which is tried at first use; the
-    truth that Redis is rebuilt from. Each namespace has a folder of its own in it. A URL with a password stands in the
-    environment alone."""
+    """Artefact store, from which Redis can be rebuilt: a folder on a file system with hard links (a local disk, NFS),
+    or any fsspec URL (install its driver) of a store that creates objects exclusively (S3, GCS, Azure, any that honours
+    `If-None-Match`); this is tested at first use. Each namespace has its own folder in the store. A URL with a password
+    may be set in the environment only."""
     state: Annotated[NonEmptyText, BeforeValidator(_path_as_text)] = ".larder"
-    """The one folder that local runs write to: logs, sockets, copies of remote artefacts."""
+    """Folder that local runs write to: logs, sockets, copies of remote artefacts. They write nowhere else."""
     ephemeral_state: bool = False
-    """True if that folder ends with the program (a pod without a volume): its copies are not recorded in the store,
-    so no erasure waits for them."""
+    """True if that folder is deleted when the program ends (a pod without a volume): its copies are not recorded in the
+    store, so no erasure waits for them."""
     redis_url: str | None = None
-    """Redis: `redis://`, `rediss://` or `unix://`; for a Redis Cluster `redis+cluster://` or `rediss+cluster://`
-    with one or more nodes (`host:port,host:port`); under Sentinel `redis+sentinel://` or `rediss+sentinel://` with
-    sentinels and the service that they watch (`host:port,host:port/mymaster`). One with a password stands in the
-    environment alone. Unset means that a server is started and stopped with the command."""
+    """Redis: `redis://`, `rediss://` or `unix://`; for a Redis Cluster `redis+cluster://` or `rediss+cluster://` with
+    one or more nodes (`host:port,host:port`); under Sentinel `redis+sentinel://` or `rediss+sentinel://` with sentinels
+    and the service that they watch (`host:port,host:port/mymaster`). A URL with a password may be set in the
+    environment only. If unset, a server is started and stopped with the command."""
     events_url: str = ""
-    """Redis of events, one server of its own with `appendonly yes`; empty: the same as `redis_url`. One with a password
-    stands in the environment alone, as LARDER_EVENTS_URL."""
+    """Redis for events, a separate single server with `appendonly yes`; empty: the same as `redis_url`. A URL with a
+    password may be set in the environment only, as LARDER_EVENTS_URL."""
     events: EventsConfig = Field(default_factory=EventsConfig)
     actor: str = ""
     """Name that the audit log records for a command's caller; empty: the system's user and host."""
     feature_text_bytes: Annotated[int, Field(ge=4_096, le=1 << 20)] = 65_536
-    """Bytes of UTF-8 of the longest text in a feature. Nights treat a longer one as missing and count it, the service
-    refuses a request that holds one (422 `feature_too_long`)."""
+    """Largest size of a text in a feature, in bytes of UTF-8. Nights treat a longer text as missing and count it; the
+    service refuses a request that contains one (422 `feature_too_long`)."""
     base: str = "."
 
     def __post_init__(self) -> None:
@@ -65,16 +65,17 @@ class SharedConfig(Timetable):
         if self.events.namespace:
             check_name("events.namespace", self.events.namespace)
         if self.redis_url and not self.redis_url.startswith(_REDIS_URL_SCHEMES):
-            # Not the value itself: it may hold a password.
-            raise ConfigError(f"redis_url starts with {', '.join(_REDIS_URL_SCHEMES)}", field="redis_url")
+            # Do not show the value: it may contain a password.
+            raise ConfigError(f"redis_url must start with {', '.join(_REDIS_URL_SCHEMES)}", field="redis_url")
         if self.events_url and not self.events_url.startswith(_REDIS_URL_SCHEMES[:3]):
             raise ConfigError(
-                f"events_url is one server: it starts with {', '.join(_REDIS_URL_SCHEMES[:3])}", field="events_url"
+                f"events_url must name one server and start with {', '.join(_REDIS_URL_SCHEMES[:3])}",
+                field="events_url",
             )
         if self.events.enabled and self.events_redis.startswith(_REDIS_URL_SCHEMES[3:]):
             raise ConfigError(
-                "events lie in one server, and redis_url names a Redis Cluster, or sentinels, whose failover may lose "
-                "what was accepted: set LARDER_EVENTS_URL to one beside it",
+                "events need one server, and redis_url names a Redis Cluster, or sentinels, whose failover may lose "
+                "accepted events: set LARDER_EVENTS_URL to a separate server",
                 field="events_url",
             )
         if is_sentinel(self.redis_url or ""):
@@ -87,7 +88,7 @@ class SharedConfig(Timetable):
 
     @property
     def events_redis(self) -> str:
-        """URL of the Redis that holds events; empty if neither `events_url` nor `redis_url` is set."""
+        """Return the URL of the Redis that holds events; empty if neither `events_url` nor `redis_url` is set."""
         return self.events_url or self.redis_url or ""
 
     def store(self) -> ArtefactStore:
@@ -109,7 +110,7 @@ class SharedConfig(Timetable):
 
 
 def check_name(subject: str, name: str) -> None:
-    """Raises ConfigError unless `name` is fit for Redis keys and folder names alike."""
+    """Raise ConfigError unless `name` is valid in Redis keys and folder names."""
     if not NAME_PATTERN.fullmatch(name):
         raise ConfigError(
             f"{subject} has 1 to 64 letters, digits, dots, hyphens or underscores and does not start with a dot: "

@@ -1,6 +1,6 @@
-"""Timetable of nights: their steps, the cron by which they are due, and how often the DAG tries its tasks.
+"""Timetable of nights: their steps, the cron by which they are due, and the retries of the DAG's tasks.
 
-Imports neither numpy nor anything else that is heavy: every task parses its DAG file again.
+Imports nothing large, such as numpy: every task parses its DAG file again.
 """
 
 import copy
@@ -33,36 +33,39 @@ NIGHT_STAGES = (
     ("warm",),
     ("retire",),
 )
-"""Stages of a night, one after the other; the steps of one stage run side by side."""
+"""Stages of a night, in order; the steps of one stage run in parallel."""
 
 PRELIMINARY_STEPS = ("take_events",)
-"""Steps before the night's own, where events are taken in: no generation has a name yet."""
+"""Steps before those of the night, if events are accepted; no generation id exists yet."""
 
 NIGHT_STEPS = tuple(chain.from_iterable(NIGHT_STAGES))
-"""Names of all steps: of their modules in `precompute.steps`, their reports, and their times."""
+"""Names of all steps; modules in `precompute.steps`, reports and times are named after them."""
 
 SEALING_STEP = "load"
-"""The first step that needs the manifest: it holds reports and times of the steps before."""
+"""The first step that needs the manifest, which contains the reports and times of earlier steps."""
 
 STEPS_TIMED_APART = ("assemble", "load", "publish", "warm")
-"""Steps whose times are in a file of their own, not in the manifest (`verify` adds its own there)."""
+"""Steps whose times are stored in a separate file, not in the manifest (`verify` adds its own times to the
+manifest)."""
 
 DEFAULT_CRON, DEFAULT_TIMEZONE, DEFAULT_GRACE_S = "0 3 * * *", "UTC", 10_800.0
-"""Schedule where no other is set."""
+"""Schedule if none is set."""
 
 GRACE_MAX_S = 366 * 86_400.0
 
 CLOCKS_APART_S = 300.0
-"""Seconds by which builder's, publisher's and reader's clocks may differ; beyond, a generation is another tick's."""
+"""Seconds by which the clocks of builder, publisher and reader may differ; with a larger difference a generation is
+attributed to another tick."""
 
 MISSED_TICKS_MAX = 9
-"""Greatest number of missed ticks that is counted exactly."""
+"""Largest number of missed ticks that is counted exactly."""
 
 RETRY_BACK_OFF = 2.0
 """Factor by which Airflow's pause grows from one retry of a task to the next."""
 
 _SEARCHED_AHEAD_MAX_S = 40 * 366 * 86_400.0
-"""Seconds searched ahead: a 29th of February on a given weekday comes within 28 years, 40 around a year like 2100."""
+"""Seconds searched ahead: a 29th of February on a given weekday recurs within 28 years, or 40 years around a year like
+2100."""
 
 _DAY = timedelta(days=1)
 _RANDOM_FIELD_PATTERN = re.compile(r"(?:^|[\s,])[rR]")
@@ -70,10 +73,10 @@ _RANDOM_FIELD_PATTERN = re.compile(r"(?:^|[\s,])[rR]")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A cron of five fields in an IANA time zone; a generation may take `grace_s` to appear after its tick.
+    """Cron of five fields in an IANA time zone; a generation may appear up to `grace_s` after its tick.
 
-    A local time that a change of clocks skips is due that much later, one that comes twice is due the second time;
-    a cron of every hour is due in both. Raises ConfigError for what no tick can be computed from.
+    A local time that a clock change skips is due as much later as the clock moves; a local time that occurs twice is
+    due the second time; with an hourly cron, both are due. Raises ConfigError if no tick can be computed.
     """
 
     cron: str = DEFAULT_CRON
@@ -94,14 +97,14 @@ class Schedule:
         object.__setattr__(self, "_is_hourly", self._parsed.expanded[1] == ["*"])
 
     def tick_before(self, at: float) -> float:
-        """The last tick at or before `at`; both Unix seconds."""
-        # Ticks are whole seconds, and probes, which anybody may send, ask about the same few again and again.
+        """Return the last tick at or before `at`; both in Unix seconds."""
+        # Ticks are whole seconds: with rounding, the frequent probes find the result cached.
         return _tick_before(self, math.floor(at))
 
     def _tick_before(self, unix_seconds: int) -> float:
         moment = datetime.fromtimestamp(unix_seconds, UTC)
         local_time = moment.astimezone(self._zone).replace(tzinfo=None)
-        # Where clocks go back near `at`, later wall times may have come earlier: those are looked at as well.
+        # When clocks go back near `at`, a later wall time may have come earlier; check those wall times as well.
         clock_change_slack = self._clock_change_slack(moment)
         latest_tick: datetime | None = None
         for wall_time in self._wall_times_before(local_time + clock_change_slack):
@@ -114,12 +117,12 @@ class Schedule:
         return latest_tick.timestamp()
 
     def tick_after(self, at: float) -> float:
-        """The first tick after `at`, both Unix seconds, to the second."""
+        """Return the first tick after `at`; both in Unix seconds, accurate to the second."""
         previous_tick, step_s = self.tick_before(at), 60.0
         while self.tick_before(at + step_s) <= previous_tick:
             step_s *= 2
             if step_s > _SEARCHED_AHEAD_MAX_S:
-                raise ConfigError(f"schedule {self.cron!r} has no tick in the next years")
+                raise ConfigError(f"schedule {self.cron!r} has no tick in the next 40 years")
         low, high = at, at + step_s
         while high - low > 0.5:
             middle = (low + high) / 2
@@ -127,18 +130,18 @@ class Schedule:
         return self.tick_before(high)
 
     def due_tick(self, now_s: float) -> float:
-        """The newest tick whose generation should exist by `now_s`: its grace has passed."""
+        """Return the newest tick whose grace period has passed by `now_s`, so that its generation should exist."""
         return self.tick_before(now_s - self.grace_s)
 
     def is_missing(self, now_s: float, created_at: float | None) -> bool:
-        """True if the live generation (created at `created_at`; None: there is none) is older than the newest due tick.
+        """Return whether the live generation (None: there is none) was created before the newest due tick.
 
-        A generation that claims to be from the future proves nothing either.
+        A creation time in the future also counts as missing.
         """
         return self.count_missed(now_s, created_at, missed_max=1) > 0
 
     def count_missed(self, now_s: float, created_at: float | None, *, missed_max: int = MISSED_TICKS_MAX) -> int:
-        """Number of due ticks that no live generation has followed, at most `missed_max`."""
+        """Return the number of due ticks since the live generation was created, at most `missed_max`."""
         if created_at is None or created_at > now_s + CLOCKS_APART_S:
             return missed_max
         due_tick, missed_count = self.due_tick(now_s), 0
@@ -157,9 +160,9 @@ class Schedule:
         return max(utc_offsets) - min(utc_offsets)
 
     def _wall_times_before(self, latest_wall_time: datetime) -> Iterator[datetime]:
-        """Matching wall times at or before `latest_wall_time`, newest first."""
+        """Yield matching wall times at or before `latest_wall_time`, newest first."""
         start = latest_wall_time.replace(microsecond=0) + timedelta(seconds=1)
-        cron = copy.copy(self._parsed)  # parsing it again takes as long as all the rest
+        cron = copy.copy(self._parsed)  # parsing takes as long as all other work here
         cron.set_current(start, force=True)
         while True:
             try:
@@ -169,9 +172,9 @@ class Schedule:
             yield wall_time
 
     def _utc_moments(self, wall_time: datetime) -> list[datetime]:
-        """UTC moments at which the wall clock shows this time."""
+        """Return the UTC moments at which the wall clock shows this time and a tick is due."""
         first, second = (wall_time.replace(tzinfo=self._zone, fold=fold).astimezone(UTC) for fold in (0, 1))
-        if first > second:  # skipped; the later reading of it is the moment after the gap
+        if first > second:  # a skipped time; the later of the two values is the moment after the gap
             return [] if self._is_hourly else [first]
         return [first, second] if self._is_hourly else [second]
 
@@ -193,13 +196,13 @@ def _load_zone(name: str) -> ZoneInfo:
 
 
 def _parse_cron(cron: str) -> croniter:
-    """The cron as croniter reads it, once it has proved to have ticks."""
+    """Parse the cron and check that it has ticks."""
     try:
         parsed = croniter(cron, start_time=datetime(2026, 1, 1))  # noqa: DTZ001  wall times have no zone
         if len(parsed.expanded) != 5:
-            raise ValueError("it has not five fields")
+            raise ValueError("it does not have five fields")
         if _RANDOM_FIELD_PATTERN.search(cron):
-            raise ValueError("R is another time for each program that reads it")
+            raise ValueError("R means a random time, which differs between programs")
         parsed.get_prev(datetime)
     except (CroniterError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -212,14 +215,14 @@ def _parse_cron(cron: str) -> croniter:
 
 @section
 class Timetable:
-    """Schedule of generations, above the file's sections."""
+    """Schedule of generations, at the top level of the file."""
 
     FROM_ENVIRONMENT: ClassVar[tuple[str, ...] | None] = ("schedule", "timezone", "schedule_grace_s")
 
     schedule: str = DEFAULT_CRON
     """Cron (five fields) of the DAG `nightly_precompute`; the service expects a generation after each of its ticks."""
     timezone: str = DEFAULT_TIMEZONE
-    """IANA name of the zone that the cron is in. Skipped and repeated local times are due as Airflow has them."""
+    """IANA name of the cron's time zone. Skipped and repeated local times are due as in Airflow."""
     schedule_grace_s: float = DEFAULT_GRACE_S
     """Seconds that a generation may take after its tick before it counts as missing; 0 to 31,622,400 (366 days)."""
 
@@ -227,12 +230,12 @@ class Timetable:
         self.nights()
 
     def nights(self) -> Schedule:
-        """Schedule by which generations should exist."""
+        """Return the schedule by which generations should exist."""
         return Schedule(self.schedule, self.timezone, self.schedule_grace_s)
 
     @classmethod
     def configured(cls, environ: Mapping[str, str]) -> "Timetable":
-        """The timetable of the file that LARDER_CONFIG names, below the environment."""
+        """Return the timetable of the file that LARDER_CONFIG names; the environment overrides it."""
         from cache.config.reading import ConfigFile, read_section
 
         file = ConfigFile.named(environ)
@@ -241,44 +244,43 @@ class Timetable:
 
 @section
 class DagConfig:
-    """Retries, time limits and end of the DAG `nightly_precompute`, in `[dag]`.
+    """Retries, time limits and publication of the DAG `nightly_precompute`, in `[dag]`.
 
-    What a try that was cut off has loaded, or read back, the next one does not do again.
+    A retry does not repeat what an interrupted try has already loaded or read back.
     """
 
     FROM_ENVIRONMENT: ClassVar = ("retry_delay_s",)
 
     publish: Literal["all", "canary"] = "all"
-    """Readers whom a night publishes to: all, or with `canary` a share of the requests first, by the DAG `canary`,
-    which has to be unpaused. A first generation is published to all: there is nothing to compare it with. Read where
-    DAG files are parsed."""
+    """Whether a night publishes to all requests (`all`), or first to a share of them by the DAG `canary` (`canary`),
+    which must be unpaused. A first generation is published to all, as there is none to compare it with. Read when DAG
+    files are parsed."""
     retries: NonNegativeInt = 5
-    """Number of tries after a failed one."""
+    """Number of retries after a failed try."""
     retry_delay_s: PositiveFloat = 10.0
-    """Seconds until the next try, twice as long before the one after that, and so on; read where DAG files are
-    parsed."""
+    """Seconds before the first retry, doubled for each further one; read when DAG files are parsed."""
     retry_delay_max_s: PositiveFloat = 600.0
-    """Longest such pause, in seconds."""
+    """Longest pause before a retry, in seconds."""
     timeout_s: PositiveFloat = 3600.0
     """Seconds that one try of a task may take."""
     score_timeout_s: PositiveFloat = 10_800.0
     """Seconds that one try of scoring one shard may take."""
     load_timeout_s: PositiveFloat = 14_400.0
-    """Seconds that one try of `load` or `publish` may take, and one of a task of the DAG `canary`; beside readers a
-    load takes up to its bytes at `[governor] floor_mib_s` (16 MiB/s: 230 GB in 4 hours)."""
+    """Seconds that one try of `load`, `publish` or a task of the DAG `canary` may take; while there are readers, a load
+    may proceed at `[governor] floor_mib_s` only (16 MiB/s: 230 GB in 4 hours)."""
     verify_timeout_s: PositiveFloat = 14_400.0
-    """Seconds that one try of `verify` may take, which is about as long as the load."""
+    """Seconds that one try of `verify` may take; it takes about as long as the load."""
 
     @classmethod
     def configured(cls, environ: Mapping[str, str]) -> "DagConfig":
-        """The section [dag] of the file that LARDER_CONFIG names; LARDER_RETRY_DELAY_S wins over it."""
+        """Return the section [dag] of the file that LARDER_CONFIG names; LARDER_RETRY_DELAY_S overrides it."""
         from cache.config.reading import ConfigFile, read_section
 
         file = ConfigFile.named(environ)
         return read_section(cls, file.section("dag"), file, environ, section_name="dag")
 
     def defaults(self) -> dict[str, Any]:
-        """Airflow's `default_args` of all tasks."""
+        """Return Airflow's `default_args` of all tasks."""
         return {
             "retries": self.retries,
             "retry_delay": timedelta(seconds=self.retry_delay_s),

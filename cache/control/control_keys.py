@@ -1,4 +1,4 @@
-"""Values of the control keys in Redis (pointer, registry, heartbeats, staging note), and the only pointer writer."""
+"""Values of the control keys in Redis (pointer, registry, heartbeats, staging note), and the moves of the pointer."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -31,10 +31,11 @@ from cache.l2.sync_clients import client_for_key, primary_clients
 from cache.store.releases import Pointer
 
 REPLICA_DEAD_S = 3.0
-"""Seconds without a heartbeat (three missed beats) after which a replica is gone; a beat so far ahead counts alike."""
+"""Seconds without a heartbeat (three missed beats) after which a replica counts as gone; so does one whose heartbeat is
+as far in the future."""
 
 REPLICA_FORGOTTEN_S = 86_400.0
-"""Seconds of silence after which a heartbeat is dropped."""
+"""Seconds without a heartbeat after which a replica is removed from the set."""
 
 FIRST_VERSION_RANGE = (1, 1)
 """Oldest and newest version that a replica reads of a format if its heartbeat does not list the format."""
@@ -59,14 +60,14 @@ class Staging:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
-        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
+        """Parse the result of `to_bytes`; raise CorruptArtefact for anything else."""
         try:
             data = orjson.loads(raw)
             demand_readable(STAGING_NOTE, version_of(data))
             data.pop(FORMAT_FIELD, None)
             note = cls(**data)
             if not (isinstance(note.generation, str) and isinstance(note.until, int | float)):
-                raise TypeError("generation is a string, until a number")
+                raise TypeError("generation must be a string, until a number")
         except (orjson.JSONDecodeError, TypeError, AttributeError) as error:
             raise CorruptArtefact(f"not a staging note: {error}") from error
         return note
@@ -81,15 +82,15 @@ class RegistryRow:
     reason: str = ""
 
     def to_bytes(self) -> bytes:
-        """JSON as stored."""
+        """JSON as stored in Redis."""
         fields = {"state": self.state, "at": self.at, "reason": self.reason}
         return orjson.dumps(fields | version_stamp(REGISTRY_ROW))
 
     @classmethod
     def from_bytes(cls, row_bytes: bytes) -> "RegistryRow":
-        """Reads `to_bytes`; raises ValueError, TypeError, KeyError or AttributeError for anything else.
+        """Parse the result of `to_bytes`; raise ValueError, TypeError, KeyError or AttributeError for anything else.
 
-        UnknownFormat for one of another release.
+        Raises UnknownFormat for a row of another release's format.
         """
         row_fields = orjson.loads(row_bytes)
         demand_readable(REGISTRY_ROW, version_of(row_fields))
@@ -100,10 +101,11 @@ class RegistryRow:
 class Replica:
     """A serving replica's last heartbeat; times are Redis' own, Unix seconds.
 
-    `ready_generations`: loaded and warmed, `failure_by_generation`: generation -> why it cannot be loaded there,
-    `l2_p99_ms`: over the last few seconds, `canary`: what it counted while one runs, `overlay_ttl_s`: how long its
-    overlays live at most, `memory_available_bytes` and `disk_free_bytes`: what its host, or its container, has left,
-    `release`: of its program, `readable_versions`: oldest and newest version that it reads, by format.
+    `ready_generations`: loaded and warmed generations. `failure_by_generation`: generation -> why the replica cannot
+    load it. `l2_p99_ms`: latency over the last few seconds. `canary`: the replica's counts while a canary runs.
+    `overlay_ttl_s`: longest life of its overlays. `memory_available_bytes`, `disk_free_bytes`: what is left on its
+    host, or in its container. `release`: release of its program. `readable_versions`: oldest and newest version that it
+    reads, by format.
     """
 
     name: str
@@ -125,9 +127,9 @@ class Replica:
 
     @classmethod
     def from_beat(cls, heartbeat_bytes: bytes, beat_at: float) -> "Replica":
-        """Reads a heartbeat's payload; raises ValueError, TypeError, KeyError or AttributeError for anything else.
+        """Parse a heartbeat's payload; raise ValueError, TypeError, KeyError or AttributeError for anything else.
 
-        UnknownFormat for one of another release.
+        Raises UnknownFormat for a heartbeat of another release's format.
         """
         heartbeat_fields = orjson.loads(heartbeat_bytes)
         demand_readable(HEARTBEAT, version_of(heartbeat_fields), f"replica {heartbeat_fields['replica']}")
@@ -148,10 +150,11 @@ class Replica:
         )  # fmt: skip
 
 
-# Allowed at full memory: publishing and rolling back must work exactly when Redis is in trouble. An own attempt
-# found in place, under a later epoch than the mover saw, means that the reply to an earlier, successful call was lost.
-# The rows are looked at here because a retirement or a refusal may have come in since the mover looked: 2 = the
-# target may not, 0 = look again. What a roll back jumps over may be retired by now: that row is final.
+# Allowed at maxmemory, because publishing and rolling back must work when Redis is in trouble. If the pointer already
+# holds this attempt under a later epoch than expected, an earlier call succeeded and its reply was lost. The rows are
+# checked here because a retirement or refusal may have happened since the caller read them. Results: 1 = moved, 2 = the
+# target's state forbids the move, 0 = read again. A retired row is final and is not overwritten, for example by a roll
+# back.
 _MOVE_SCRIPT = """#!lua flags=allow-oom
 local found = redis.call('GET', KEYS[1])
 local to = cjson.decode(ARGV[2])
@@ -194,7 +197,7 @@ redis.call('PUBLISH', KEYS[3], 'pointer')
 return {1, ARGV[2]}
 """
 
-# Rows change only while the pointer is the one that the writer looked at; a retired row is final.
+# Rows change only while the pointer has the epoch that the caller read; a retired row is final.
 _WRITE_ROWS_SCRIPT = """#!lua flags=allow-oom
 local found = redis.call('GET', KEYS[1])
 local pointer = found and cjson.decode(found)
@@ -247,9 +250,9 @@ class Control:
         row_by_generation: Mapping[str, RegistryRow],
         allowed_states: Collection[GenerationState] = (),
     ) -> Pointer | None:
-        """Compare-and-set: the pointer now in place if the move took effect (now or by an earlier try), else None.
+        """Compare-and-set the pointer; return it if the move took effect (now or in an earlier try), else None.
 
-        Raises Conflict when the target's row is retired or in none of the `allowed_states` states, and when a canary's
+        Raises Conflict if the target's row is retired or in none of the `allowed_states`, or if the row of its canary
         is not verified.
         """
         states = f" {' '.join(sorted(allowed_states))} " if allowed_states else ""
@@ -264,7 +267,7 @@ class Control:
             state, generation = (reply_text.decode(errors="replace") for reply_text in reply[1:3])
             attempted_move = "made live" if generation == target_pointer.generation else "tried out"
             raise Conflict(
-                f"{generation} cannot be {attempted_move}: it is {state} by now", generation=generation, state=state
+                f"{generation} cannot be {attempted_move}: its state is now {state}", generation=generation, state=state
             )
         return Pointer.from_bytes(pointer_bytes) if outcome_code else None
 
@@ -275,9 +278,10 @@ class Control:
         expected_epoch: int,
         unless_named_as: Literal["", "live", "previous"] = "",
     ) -> bool:
-        """Write rows if the pointer is still of this epoch (0: there is none), else False; retired ones stay so.
+        """Write rows if the pointer still has this epoch (0: there is no pointer), else return False.
 
-        Raises Conflict when the pointer names one of them as live or canary (or, with "previous", as that).
+        Retired rows are final. With `unless_named_as`, raises Conflict if the pointer names one of these generations as
+        live or canary (with "previous", also as the previous one).
         """
         arguments: list[Any] = [str(expected_epoch), unless_named_as]
         for generation, row in row_by_generation.items():
@@ -287,11 +291,11 @@ class Control:
             "EVAL", self.client.eval(_WRITE_ROWS_SCRIPT, len(keys), *keys, *arguments), COUNT_SHAPE
         )
         if outcome_code == 2:
-            raise Conflict(f"the pointer names one of {', '.join(row_by_generation)}: readers depend on it")
+            raise Conflict(f"the pointer names one of {', '.join(row_by_generation)}, which readers use")
         return bool(outcome_code)
 
     def rows(self) -> dict[str, RegistryRow]:
-        """The whole registry; raises CorruptArtefact for a row that cannot be read."""
+        """Return the whole registry by generation; raise CorruptArtefact for a row that cannot be read."""
         row_by_field: Any = self.client.hgetall(self.keyspace.generations)
         rows_by_generation = {}
         for raw_generation, row_bytes in row_by_field.items():
@@ -315,20 +319,20 @@ class Control:
         self.client.hset(self.keyspace.generations, generation, row.to_bytes())
 
     def drop_row(self, generation: str) -> None:
-        """Forget a generation; only when no overlay of it can still live."""
+        """Remove a generation's row; call only when none of its overlays can still exist."""
         self.client.hdel(self.keyspace.generations, generation)
 
     def announce(self, topic: Literal["pointer", "blocklist", "experiments"]) -> None:
-        """Publish a topic, so that listening replicas poll now instead of at their next interval."""
+        """Publish a topic on the channel, so that listening replicas poll at once."""
         self.client.publish(self.keyspace.channel, topic)
 
     def time(self) -> float:
-        """Redis' own clock, Unix seconds: what heartbeats and staging notes are compared with."""
+        """Return Redis' clock in Unix seconds, with which heartbeats and staging notes are compared."""
         seconds, microseconds = client_for_key(self.client, self.keyspace.live).time()
         return float(seconds) + float(microseconds) / 1e6
 
     def replicas(self, now_s: float | None = None) -> list[Replica]:
-        """Return the replicas that have not missed three beats; skip, and log once, a value that is no heartbeat."""
+        """Return the replicas that have not missed three beats; skip a malformed heartbeat and log it once."""
         return self.replicas_under(self.keyspace.replicas, self.time() if now_s is None else now_s)
 
     def replicas_under(self, key: str, now_s: float) -> list[Replica]:
@@ -343,22 +347,22 @@ class Control:
             except (ValueError, TypeError, KeyError, AttributeError):
                 if payload not in self._logged_payloads:
                     self._logged_payloads.add(payload)
-                    log.warning("%s holds what is no heartbeat: %.80r", key, payload)
+                    log.warning("%s holds a malformed heartbeat: %.80r", key, payload)
                 continue
             replica_by_name[replica.name] = replica
         return list(replica_by_name.values())
 
     def silent_replicas(self, now_s: float | None = None) -> int:
-        """Number of heartbeats of the last day whose replicas have missed three beats since."""
+        """Return the number of heartbeats of the last day whose replicas have missed three beats since."""
         now_s = self.time() if now_s is None else now_s
-        # ZCOUNT is not among the rights that infra/redis.conf gives the loader.
+        # infra/redis.conf does not grant ZCOUNT to the loader.
         silent_payloads: Any = self.client.zrangebyscore(
             self.keyspace.replicas, now_s - REPLICA_FORGOTTEN_S, f"({now_s - REPLICA_DEAD_S!r}"
         )
         return len(silent_payloads)
 
     def forget_dead_replicas(self, now_s: float | None = None, after_s: float = REPLICA_FORGOTTEN_S) -> int:
-        """Drop heartbeats older than a day or ahead of Redis' clock; a living replica returns with its next beat."""
+        """Remove heartbeats older than a day or ahead of Redis' clock; a living replica's next beat adds it again."""
         now_s = self.time() if now_s is None else now_s
         remove_by_score: Any = self.client.zremrangebyscore
         score_after_now = f"({now_s + REPLICA_DEAD_S!r}"
@@ -367,7 +371,7 @@ class Control:
         )
 
     def check_policy(self) -> str:
-        """The eviction policy (of a cluster, the first node's); refuses one that could evict published pages."""
+        """Return the eviction policy (in a cluster, the first node's); raise if it could evict published pages."""
         policies = {name: _read_eviction_policy(server) for name, server in primary_clients(self.client).items()}
         for name, policy in policies.items():
             if not policy.startswith(("volatile-", "noeviction")):
@@ -387,7 +391,7 @@ def _read_eviction_policy(server: "redis.Redis") -> str:
     try:
         policy_settings: Any = server.config_get("maxmemory-policy")
         return str(policy_settings.get("maxmemory-policy", ""))
-    except redis.exceptions.RedisError:  # managed services forbid CONFIG; INFO says it as well
+    except redis.exceptions.RedisError:  # managed services forbid CONFIG; INFO also has the policy
         memory_info: Any = server.info("memory")
         return str(memory_info.get("maxmemory_policy", ""))
 
@@ -398,7 +402,10 @@ def written_versions() -> dict[str, int]:
 
 
 def demand_readers(control: Control, version_by_format: Mapping[str, int], writer_clause: str) -> None:
-    """Raises Refused, naming a live replica that cannot read one of the versions; `writer_clause` lists them."""
+    """Raise Refused, naming a live replica that cannot read one of the versions.
+
+    `writer_clause` says who writes them.
+    """
     for replica in (*control.replicas(), *_under_older_keys(control)):
         for name, version in version_by_format.items():
             oldest, newest_version = replica.readable_versions.get(name, FIRST_VERSION_RANGE)
@@ -424,7 +431,10 @@ def demand_readers_of_night(control: Control) -> None:
 
 
 def _under_older_keys(control: Control) -> list[Replica]:
-    """Return live replicas that beat under keys of an older version; they cannot read this release's pointer."""
+    """Return live replicas whose heartbeats are under keys of an older version.
+
+    They cannot read this release's pointer.
+    """
     older_replicas: list[Replica] = []
     now_s = control.time()
     for version in range(FORMATS[KEYS].oldest_readable, FORMATS[KEYS].written):

@@ -1,4 +1,4 @@
-"""Comparison of the artefact store with Redis: whether a release record of the store explains the pointer."""
+"""Check that the artefact store and Redis belong together: a release record in the store must explain the pointer."""
 
 from typing import TYPE_CHECKING
 
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 
 def unexplained_pointer_message(epoch: int) -> str:
-    """Describe a pointer of this epoch that no release record explains."""
+    """Return the message for a pointer of this epoch that no release record explains."""
     return f"Redis holds a pointer of epoch {epoch} that no release record explains; is this its artefact store?"
 
 
 def store_mismatch(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> str | None:
-    """Describe a pointer in Redis that the configured store does not explain, with the remedy; None if it does.
+    """Describe the mismatch if the store has no record for Redis' pointer, with the remedy; None if it has one.
 
-    None also without a Redis or a pointer, or if Redis cannot be asked: nothing can be compared. Raises ConfigError if
-    the user of Redis has no rights in this namespace.
+    Also returns None without a Redis or a pointer, or if Redis cannot be asked, as nothing can be compared. Raises
+    ConfigError if the Redis user has no rights in this namespace.
     """
     if not redis_url:
         return None
     try:
-        # The pointer first: its record was written before it.
+        # Read the pointer first: its record was written before it.
         with connect(redis_url, timeout_s, namespace=config.namespace) as client:
             pointer = Control(client, config.keyspace()).read_pointer()
     except (TierUnavailable, CorruptArtefact):
@@ -49,6 +49,6 @@ def store_mismatch(config: "SharedConfig", redis_url: str | None, timeout_s: flo
 
 
 def demand_own_store(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> None:
-    """Raise Conflict before a command writes into the store of another Redis; see `store_mismatch`."""
+    """Raise Conflict before a command writes into a store that belongs to another Redis; see `store_mismatch`."""
     if (mismatch := store_mismatch(config, redis_url, timeout_s)) is not None:
         raise Conflict(mismatch)

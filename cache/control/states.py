@@ -1,4 +1,4 @@
-"""State machine of a generation: its transitions, and the ledger that a history of releases adds up to. Pure."""
+"""State machine of a generation: its transitions, and the ledger computed from a history of releases. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,8 @@ def _all_to(target: GenerationState, *states: GenerationState | None) -> dict[Ge
 _REJECTED_STATES = (GenerationState.REFUSED, GenerationState.ROLLED_BACK, GenerationState.ABANDONED)
 
 TRANSITIONS: Final[Mapping[str, Mapping[GenerationState | None, GenerationState]]] = {
-    # Retries find their own work; what was rejected stays so, however often it is made, until it is verified again.
+    # A retry may find its own work done. A rejected generation stays rejected when it is built again, until it is
+    # verified.
     "begin": _all_to(GenerationState.BEGUN, None)
     | _same_states(*UNFINISHED_STATES, GenerationState.REFUSED, GenerationState.ABANDONED),
     "load": _all_to(GenerationState.LOADED, None, GenerationState.BEGUN)
@@ -65,25 +66,25 @@ STATE_OF_REPLACED: Final[Mapping[str, GenerationState]] = {
     "publish": GenerationState.SUPERSEDED, "restore": GenerationState.SUPERSEDED,
     "roll_back": GenerationState.ROLLED_BACK,
 }  # fmt: skip
-"""Action -> state of the formerly live generation when another one takes its place.
+"""Action -> state of the formerly live generation when another one replaces it.
 
-A roll back also jumps over all generations that were live after its target: they all become rolled back.
+A roll back also sets all generations that were live after its target to rolled back.
 """
 
 STATES_BY_ACTION: Final[Mapping[str, frozenset[GenerationState]]] = {
     action: frozenset(state for state in rows if state is not None) for action, rows in TRANSITIONS.items()
 }
-"""Action -> states of the generation from which it may be taken."""
+"""Action -> states of the generation in which it is allowed."""
 
 
 VERB_BY_ACTION: Final = {"canary": "start a canary of"}
-"""Action -> verb phrase for messages, for actions whose name is no verb."""
+"""Action -> verb phrase for messages, if the action's name is not a verb."""
 
 
 def remedy_of(action: str, generation: str, state: GenerationState | None) -> str:
-    """Return the remedy for an action that the state does not allow; empty if there is none."""
+    """Return the remedy to append to the error about a forbidden action; empty if there is none."""
     program = "larder"
-    go_back_remedy = f"; go back to it with `{program} roll-back --to {generation}`"
+    go_back_remedy = f"; return to it with `{program} roll-back --to {generation}`"
     verify_remedy = f"; run `{program} verify {generation}` first"
     match action, state:
         case (("publish" | "canary" | "verify"), GenerationState.SUPERSEDED):
@@ -114,7 +115,7 @@ def remedy_of(action: str, generation: str, state: GenerationState | None) -> st
             return go_back_remedy
         case "begin", GenerationState.ROLLED_BACK:
             return (
-                "; a night of the same inputs makes the same lists: change these, or let it go live all the same by "
+                "; a night of the same inputs makes the same lists: change the inputs, or publish it anyway by "
                 f"`{program} verify {generation}` and `{program} publish {generation}`"
             )
         case (("override" | "refuse" | "retire"), GenerationState.LIVE):
@@ -138,12 +139,12 @@ def demand_allowed(action: str, generation: str, state: GenerationState | None) 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Summary of the completed releases: the live generation, the superseded ones, and those never to be used again.
+    """Summary of the completed releases: the live generation, superseded generations, and unusable ones.
 
     `live_epoch` is the epoch of the newest pointer written, a canary's included; `epoch` the newest of any record.
-    `left_epoch_by_generation`: the epoch of the move that took readers away; it orders what clocks (`superseded_at`)
-    may not. `pin_expiry_by_generation`: generation -> expiry in Unix seconds, None = never. `overrides_by_generation`:
-    generation -> rule -> reason.
+    `left_epoch_by_generation`: epoch of the move that replaced a live generation; orders generations where the clock
+    times in `superseded_at` may not. `pin_expiry_by_generation`: generation -> expiry in Unix seconds, None: never.
+    `overrides_by_generation`: generation -> rule -> reason.
     """
 
     live_generation: str | None = None
@@ -157,16 +158,16 @@ class Ledger:
     canary: Canary | None = None
 
     def state(self, generation: str) -> GenerationState | None:
-        """The state that release records prove; None when they do not mention the generation."""
+        """Return the state according to the release records; None if they do not mention the generation."""
         return self.state_by_generation.get(generation)
 
     @property
     def previous(self) -> str | None:
-        """The newest superseded generation; never a refused, rolled-back or retired one."""
+        """Newest superseded generation; never a refused, rolled-back or retired one."""
         return newest_superseded(self.state_by_generation, self.left_epoch_by_generation)
 
     def is_pinned(self, generation: str, now_s: float) -> bool:
-        """True if a pin holds the generation at `now_s` (Unix seconds)."""
+        """Return whether a pin protects the generation at `now_s` (Unix seconds)."""
         if generation not in self.pin_expiry_by_generation:
             return False
         expires_at = self.pin_expiry_by_generation[generation]
@@ -176,7 +177,7 @@ class Ledger:
 def newest_superseded(
     state_by_generation: Mapping[str, GenerationState], left_epoch_by_generation: Mapping[str, int]
 ) -> str | None:
-    """The generation that a rollback would land on."""
+    """Return the generation to which a roll back would return; None without one."""
     superseded_generations = [
         generation for generation, state in state_by_generation.items() if state is GenerationState.SUPERSEDED
     ]
@@ -184,7 +185,7 @@ def newest_superseded(
 
 
 def fold_releases(releases: Sequence[Release]) -> Ledger:
-    """The ledger of a history; an intent that was never completed changes nothing but the epoch."""
+    """Compute the ledger of a history; an intent that was never completed only advances the epoch."""
     state_by_generation: dict[str, GenerationState] = {}
     superseded_at_by_generation: dict[str, float] = {}
     left_epoch_by_generation: dict[str, int] = {}
@@ -208,7 +209,7 @@ def fold_releases(releases: Sequence[Release]) -> Ledger:
                     release.at,
                     release.epoch,
                 )
-                if action == "roll_back":  # what let it pass then does not let it pass again
+                if action == "roll_back":  # its overrides end with the roll back
                     overrides_by_generation.pop(replaced_generation, None)
             state_by_generation[generation] = GenerationState.LIVE
             superseded_at_by_generation.pop(generation, None)
@@ -228,14 +229,15 @@ def fold_releases(releases: Sequence[Release]) -> Ledger:
         elif action == "override":
             overrides_by_generation.setdefault(generation, {})[release.rule] = release.reason
         elif action == "retire":
-            # A fact by now, whatever the records say: its files are going. What is live was made so before that.
+            # Files of a retired generation are being removed, so its state is final. The live generation was made live
+            # before that.
             if generation != live_generation:
                 state_by_generation[generation] = GenerationState.RETIRED
                 superseded_at_by_generation.pop(generation, None)
                 left_epoch_by_generation.pop(generation, None)
         else:
-            # A judgement that comes late changes nothing: what readers follow is decided by the pointer alone, what
-            # is removed stays removed. Of what no record mentions yet, only the registry knew how far it was.
+            # A late judgement changes nothing: the pointer alone decides what readers follow, and a retirement is
+            # final. The earlier states of a generation without records are only in the registry; it counts as loaded.
             prior_state = state_by_generation.get(generation, GenerationState.LOADED)
             if (state := TRANSITIONS[action].get(prior_state)) is not None:
                 state_by_generation[generation] = state
@@ -255,7 +257,7 @@ def fold_releases(releases: Sequence[Release]) -> Ledger:
 def _jumped_over(
     target: str, state_by_generation: Mapping[str, GenerationState], left_epoch_by_generation: Mapping[str, int]
 ) -> list[str]:
-    """Generations that were live after the target last was: landing there again would go forward."""
+    """Return superseded generations that were live after the target; a later roll back to them would go forward."""
     target_epoch = left_epoch_by_generation.get(target, 0)
     return [
         generation

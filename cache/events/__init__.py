@@ -1,4 +1,4 @@
-"""Events since a generation was made: interactions and attribute changes, each with its position in the stream.
+"""Events that came after a generation's cut: interactions and attribute changes, each with its position in the stream.
 
 Start at `event`.
 """

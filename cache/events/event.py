@@ -1,4 +1,4 @@
-"""Event as a value, and the bytes that it has in the stream. Pure."""
+"""Event as a value, and its encoding in the stream. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ _TIME_US_END: Final = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Event: an interaction of a user with an item, or attributes of a user alone, or of an item alone.
+    """Event: an interaction of a user with an item, or attribute values of a user or of an item.
 
-    `id` makes it idempotent: of two with the same `source_id` and id the second is ignored. `at_us` is when it
-    happened, microseconds since 1970. `attributes` are values set for the user or the item. An item alone may bring
-    `features` or a `vector` along, which make it answerable before a night knows it.
+    `id` makes the event idempotent: of two events with the same `source_id` and `id` the second is ignored. `at_us` is
+    its time in microseconds since 1970. `attributes` are values set for the user or the item. An event of an item alone
+    may contain `features` or a `vector`, so that answers can name the item before a night knows it.
     """
 
     id: str
@@ -38,25 +38,25 @@ class Event:
 
     @property
     def kind(self) -> EventKind:
-        """Kind of the event: an interaction has a user and an item."""
+        """Kind of the event; an interaction has a user and an item."""
         if self.user is not None and self.item is not None:
             return "interaction"
         return "item" if self.user is None else "user"
 
     @property
     def source_id(self) -> bytes:
-        """Id of the event's user, else of its item, by which events are bounded and deduplicated."""
+        """Id of the event's user, else of its item; events are bounded and deduplicated per source."""
         raw_id = self.item if self.user is None else self.user
         return b"" if raw_id is None else raw_id
 
     @property
     def is_in_history(self) -> bool:
-        """True if it is part of its user's history: nights leave interactions of weight 0 or less out, too."""
+        """Whether the event is part of its user's history; as in a night, its weight must be above 0."""
         return self.kind == "interaction" and self.weight > 0
 
     @property
     def set_values(self) -> Mapping[str, Any]:
-        """Values by name that it sets for the user or the item; features of an item are some, attributes go before."""
+        """Values by name that the event sets: an item's features, and attributes, which take precedence."""
         if not self.features:
             return self.attributes or {}
         return {**self.features, **(self.attributes or {})}
@@ -78,7 +78,7 @@ class Event:
 
     @classmethod
     def from_bytes(cls, event_bytes: bytes) -> Self:
-        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
+        """Parse the result of `to_bytes`; raise CorruptArtefact for anything else."""
         try:
             document = orjson.loads(event_bytes)
             user, item, vector = document.get("user"), document.get("item"), document.get("vector")
@@ -94,7 +94,7 @@ class Event:
                 None if vector is None else tuple(vector),
             )
             if event.user is None and event.item is None:
-                raise ValueError("it is of no user and no item")
+                raise ValueError("it has neither a user nor an item")
             if not (
                 isinstance(event.id, str)
                 and isinstance(event.at_us, int)
@@ -102,7 +102,7 @@ class Event:
                 and isinstance(event.weight, int | float)
                 and isinstance(event.type, str | None)
             ):
-                raise ValueError("its id and type are texts, its time and weight numbers")
+                raise ValueError("its id and type must be texts, its time and weight numbers")
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptArtefact(f"not an event: {error}") from error
         return event

@@ -1,6 +1,6 @@
-"""Answers with newer events, as the next night would compute them: merged history, fp32 tower, exact search.
+"""Answers that include newer events, computed as the next night would: merged history, fp32 tower, exact search.
 
-Synchronous, and thread-safe.
+Synchronous and thread-safe.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,14 +35,14 @@ _NO_ORDINALS = np.empty(0, np.int64)
 
 
 class TimedItems(NamedTuple):
-    """Rows of a user: ordinals int64, -1 for an item that the generation does not know, and when each happened, µs."""
+    """Interactions of a user: item ordinals int64 (-1: unknown item), and times in microseconds since 1970."""
 
     item_ordinals: NDArray[np.int64]
     times_us: NDArray[np.int64]
 
 
 class MergedHistory(NamedTuple):
-    """History int64, oldest first, as models are given it, and all items int64 that the user ever had."""
+    """Merged history of a user: ordinals int64 for the model, oldest first, and ordinals of all items seen."""
 
     model_history: NDArray[np.int64]
     seen_items: NDArray[np.int64]
@@ -51,12 +51,12 @@ class MergedHistory(NamedTuple):
 def merge_histories(
     published_histories: Sequence[TimedItems], newer_events: Sequence[TimedItems], history_limit: int
 ) -> list[MergedHistory]:
-    """Merge the published history of each user with the events after its position, as a night groups rows.
+    """Merge each user's published history with the events after its position, in the same way as a night.
 
-    Of each user `published_histories` has the items oldest first, each once, with when it happened last; `newer_events`
-    are in the order of their positions. Rows are ordered by time, those of one time as they came; of an item that comes
-    again the last row counts; models are given the newest `history_limit` items. Many users at once pay the fixed cost
-    of numpy's calls once.
+    Each of `published_histories` has its items oldest first, each item once, with its latest time; `newer_events` are
+    in order of position. Interactions are sorted by time; those with equal times keep their order. If an item recurs,
+    its last interaction counts. `model_history` has the newest `history_limit` items. Merge many users in one call:
+    numpy's cost per call is then paid once.
     """
     histories_and_events = [
         timed_items for pair in zip(published_histories, newer_events, strict=True) for timed_items in pair
@@ -72,9 +72,9 @@ def merge_histories(
     user_rows = np.repeat(np.arange(len(row_counts)), row_counts)
     time_order = np.lexsort((times_us, user_rows))
     ordinals, user_rows = ordinals[time_order], user_rows[time_order]
-    # So wide that -1 is nobody else's item either.
+    # The factor leaves room for -1: no pair collides with another user's.
     user_item_pairs = user_rows * (int(ordinals.max(initial=0)) + 2) + ordinals
-    # Not by `np.unique`: for one user its fixed cost is that of everything else here.
+    # `np.unique` would double the time for one user.
     rows_by_pair = user_item_pairs.argsort(kind="stable")
     sorted_pairs = user_item_pairs[rows_by_pair]
     last_mask = np.ones(len(sorted_pairs), np.bool_)
@@ -95,9 +95,9 @@ def merge_histories(
 class EventInput(NamedTuple):
     """Newer events of a user, and the position of the user's nightly input in its directory; -1: no nightly input.
 
-    `caller_input` replaces the nightly input, before the events, for a user without a record and without an input that
-    the model takes. `user_values` are attributes that events set for the user. Items of events that are among the
-    `new_items` count as in the next night.
+    For a user without a record and without an input that the model takes, `caller_input` replaces the nightly input.
+    `user_values` are attributes that events set for the user. If an event's item is among the `new_items`, it counts as
+    it will in the next night.
     """
 
     position: int
@@ -109,7 +109,7 @@ class EventInput(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EventPredictor:
-    """Models of one generation that newer events go through, in full precision."""
+    """Full-precision models of one generation, for answers that include newer events."""
 
     predictor: Predictor
     items: ItemTable
@@ -120,7 +120,7 @@ class EventPredictor:
     scorers: Mapping[Metric, Scorer]
     """Exact search over the items, by metric; empty if the vectors take too much memory."""
     answers_without_history: bool
-    """True if a night answers a user without a history by features alone."""
+    """True if a night answers a user without a history from features alone."""
 
     @classmethod
     def open(
@@ -135,7 +135,10 @@ class EventPredictor:
         threads: int = 1,
         cores: Sequence[int] = (),
     ) -> Self | None:
-        """Open the user models in fp32, besides those of `predictor`; None if newer events change no answers."""
+        """Open the user models in fp32, in addition to those of `predictor`.
+
+        Returns None if newer events change no answers.
+        """
         tables = {name: manifest.tables[name] for name in features_by_changed_table(manifest)}
         tables = {name: table for name, table in tables.items() if predictor.supports(name)}
         if not tables or manifest.events is None:
@@ -159,7 +162,7 @@ class EventPredictor:
         return table in self.tables
 
     def prepare_all(self, table: str, inputs: Sequence[EventInput]) -> list[PreparedInput | InvalidInput | None]:
-        """Prepares many inputs at once; None for one that is not enough for the table's model."""
+        """Prepare many inputs at once; None for an input that does not suffice for the table's model."""
         events = [event for event_input in inputs for event in event_input.events]
         item_ids = [event.item for event in events]
         ordinals, item_count = self.items.ordinals_of(item_ids), self.items.count
@@ -176,7 +179,7 @@ class EventPredictor:
             self.history_limit,
         )
         history_ordinals = np.concatenate([_NO_ORDINALS, *(history.model_history for history in merged_histories)])
-        # A new item takes its place among the newest, and the model knows none: as where the next night has it.
+        # A new item counts towards the history limit, but the model does not know it: the same holds in the next night.
         indices = self.items.model_indices_of(Ordinals(np.where(history_ordinals < item_count, history_ordinals, -1)))
         prepared_inputs: list[PreparedInput | InvalidInput | None] = []
         end = 0
@@ -190,7 +193,9 @@ class EventPredictor:
                     self._prepare_one(table, event_input, user_input, indices[start:end], interacted_items)
                 )
             except InvalidInput as error:
-                prepared_inputs.append(error.with_traceback(None))  # which holds this list, and so itself
+                prepared_inputs.append(
+                    error.with_traceback(None)
+                )  # break the reference cycle: the traceback holds this list
         return prepared_inputs
 
     def has_input(self, table: str, event_input: EventInput) -> bool:
@@ -205,10 +210,10 @@ class EventPredictor:
         scored_at: int,
         eligible_by_row: Sequence[EligibleNewItems] = (),
     ) -> list[bytes]:
-        """Predicts one record per input, marked live, and approximate where the index found the list.
+        """Predict one record per input, flagged live, and approximate if its list came from the index.
 
-        Lists have the `eligible_by_row` items of each input among them. What is blocked stays in it, as in a night's
-        list: whoever answers leaves it out. Raises UnfitValue.
+        Lists include the new items that `eligible_by_row` allows for each input. Blocked items stay in the list, as in
+        a night's list; callers remove them. Raises UnfitValue.
         """
         user_vectors, manifest_table = self.predictor.vectors(batch), self.tables[table]
         if manifest_table.kind != "topk":
@@ -226,7 +231,7 @@ class EventPredictor:
         return self.predictor.lists(table, ranked, fingerprints, scored_at)
 
     def warm(self) -> None:
-        """Run every table once, so that no request pays for the first time."""
+        """Run every table once, so that no request pays the cost of a first run."""
         for name, spec in self.spec_by_table.items():
             if not self.items.count:
                 continue
@@ -266,8 +271,8 @@ class EventPredictor:
 def features_by_changed_table(manifest: Manifest) -> dict[str, tuple[InputSpec, ...]]:
     """Return the user tables whose answers newer events change, with the features that their models take.
 
-    These are lists, and tables computed from a history or from features. A vector that a user brought along does not
-    change: `GenerationEvents.changes_answer` tells these users apart.
+    These are tables of lists, and tables computed from a history or from features. A list from a vector that the user's
+    source provides does not change: `GenerationEvents.changes_answer` handles these users.
     """
     features_by_table = {}
     for name, table in manifest.tables.items():
@@ -283,17 +288,17 @@ def features_by_changed_table(manifest: Manifest) -> dict[str, tuple[InputSpec, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationEvents:
-    """Events of a generation, up to position number `until_number`, and the tables whose answers later events change.
+    """Events that a generation includes, up to position number `until_number`, and the tables that later events change.
 
-    `tables` lists for each table the features that its model takes: other attributes of a user change no answer.
-    `predictor` is None without a working model. Lists of users who brought their vectors along are not computed.
+    `tables` has, for each table, the features that its model takes: other attributes of a user change no answer.
+    `predictor` is None without a working model. Lists of users with given vectors are not recomputed.
     """
 
     until_number: int
     tables: Mapping[str, Sequence[InputSpec]]
     predictor: EventPredictor | None = None
     item_tower: NewItemTower | None = None
-    """Makes vectors of new items; None without working models."""
+    """Computes vectors of new items; None without working models."""
 
     @classmethod
     def of(cls, manifest: Manifest, namespace: str = "") -> Self | None:
@@ -321,7 +326,7 @@ class GenerationEvents:
         threads: int = 1,
         cores: Sequence[int] = (),
     ) -> Self:
-        """Return a copy with warmed-up models in fp32, besides those of `predictor`."""
+        """Return a copy with warmed-up fp32 models, in addition to those of `predictor`."""
         event_predictor = EventPredictor.open(
             manifest, generation_folder, items, seen_items, predictor,
             exact_search_bytes_max=exact_search_bytes_max, threads=threads, cores=cores,
@@ -333,18 +338,18 @@ class GenerationEvents:
 
     @property
     def new_item_inputs(self) -> NewItemInputs | None:
-        """Input that makes an unknown item answerable; None without working models."""
+        """Input that an event must bring for a new item; None without working models."""
         return None if self.item_tower is None else self.item_tower.inputs
 
     def can_compute(self, table: Table, position: int) -> bool:
-        """True if the table's answer for the user at this position (-1: none) can be computed from newer events."""
+        """Return whether the answer for the user at this position (-1: none) can be computed with newer events."""
         if self.predictor is None or not self.predictor.supports(table.name):
             return False
         is_list_of_known = table.kind == "topk" and position >= 0
         return not (is_list_of_known and self.predictor.seen_items.has_brought_vector(position))
 
     def has_input(self, table: Table, event_input: EventInput) -> bool:
-        """True if the night's input of a user and the newer events suffice for the table's model."""
+        """Return whether a user's nightly input and newer events suffice for the table's model."""
         if event_input.position < 0:
             return False
         return (
@@ -354,9 +359,9 @@ class GenerationEvents:
         )
 
     def changes_answer(self, table: Table, position: int, seen_items: SeenItems | None) -> bool:
-        """True if newer events change the table's answer for the user at this position (-1: none).
+        """Return whether newer events change the table's answer for the user at this position (-1: none).
 
-        A night takes a vector that the user brought along as it is, whatever the user did.
+        A night uses a user's given vector unchanged, whatever the user's interactions are.
         """
         if table.name not in self.tables:
             return False

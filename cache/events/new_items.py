@@ -1,4 +1,4 @@
-"""New items that events brought: kept within bounds, and the vectors that a generation's models make of them."""
+"""New items that events brought, kept within bounds, and the vectors that a generation's models compute for them."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,37 +25,38 @@ ITEM_TOWER_MODEL: Final = "item_tower"
 """Name of the item tower among a manifest's models."""
 
 ITEM_VECTORS_FACT: Final = "item_vectors"
-"""Fact of a manifest: its items are a table of vectors besides the bundle, which takes a row for each new item."""
+"""Fact of a manifest: its items come from a table of vectors, and an event must bring a new item's vector."""
 
 ITEM_COLUMN_FACT: Final = "item_column"
-"""Fact of a manifest: the column of ids in its feature table of items, if a model of items takes it as a feature."""
+"""Fact of a manifest: the id column of its feature table of items, if an item model takes it as a feature."""
 
 NEW_VECTOR_ABS_MAX: Final = 65_504.0
-"""Largest number of an item's vector that an event brought or made: scores far beyond all others would leave no list
-any precision."""
+"""Largest absolute number in a new item's vector: far higher scores than all others would leave a list's other scores
+without precision."""
 
 TOWER_RETRY_PAUSES_S: Final = (1.0, 8.0, 60.0)
-"""Seconds until a retry of an input on which the tower raised: errors of memory and time pass, others never do. After
-the last retry it is refused."""
+"""Seconds until each retry of an input on which the tower raised: errors of memory and time pass, others never do.
+After the last retry the input is refused."""
 
 _ITEM_OVERHEAD_BYTES: Final = 180
-"""Memory of an item besides its id and vector, about."""
+"""Approximate memory of an item besides its id and vector."""
 
 _NEW_ITEMS_AT_ONCE: Final = 256
 
 _SAMPLED_OWN_ITEMS: Final = 64
-"""Own items whose vectors show whether there is a bound: reading all would take long."""
+"""Number of the generation's own items whose vectors are checked for larger numbers; checking all would take long."""
 
 _FIXED_ITEMS_MESSAGE: Final = (
-    "the item tower of the live generation takes an item's index, so its items are those of the bundle: train or "
-    "import the bundle anew with the item, or let a tower compute its vector from features"
+    "the item tower of the live generation takes an item's index, so it cannot have new items: train or "
+    "import the bundle again with the item, or use a tower that computes vectors from features"
 )
 
 
 class NewItemEvents:
-    """Items of events that have `features` or a `vector`, the newest `items_max` of them: the oldest are dropped first.
+    """Items that events brought with `features` or a `vector`; the newest `items_max` are kept.
 
-    Positions only grow. The features themselves are values of `AttributeEvents`, where later ones count as well.
+    Events must be added in order of position. Features are kept in `AttributeEvents`, since later events may change
+    them.
     """
 
     def __init__(self, items_max: int = sys.maxsize) -> None:
@@ -68,7 +69,7 @@ class NewItemEvents:
         """Number of items that were dropped to make room for newer ones."""
         self._items_max = items_max
         self._evicted_until = 0
-        # In the order of the newest positions, newest last.
+        # By newest position, newest last.
         self._item_by_id: dict[bytes, NewItem] = {}
 
     def __len__(self) -> int:
@@ -78,7 +79,7 @@ class NewItemEvents:
         return raw_id in self._item_by_id
 
     def add(self, position: Position, event: Event) -> bool:
-        """Takes the next event in; False for one that was there, True also where it brings no item."""
+        """Add the next event; False if its position was added before, True even if it brings no item."""
         number = position.number
         if number <= self.last_number:
             return False
@@ -96,11 +97,11 @@ class NewItemEvents:
         return True
 
     def list_items_after(self, number: int) -> list[NewItem]:
-        """Items behind this position's number, in the order of their positions."""
+        """Return items after this position number, in order of position."""
         return [item for item in self._item_by_id.values() if item.position_number > number]
 
     def drop_until(self, number: int) -> int:
-        """Forgets items up to this position's number; how many they were."""
+        """Forget items up to this position number; return how many were forgotten."""
         dropped_ids = [raw_id for raw_id, item in self._item_by_id.items() if item.position_number <= number]
         for raw_id in dropped_ids:
             self.forget(raw_id)
@@ -117,7 +118,7 @@ class NewItemEvents:
         self.version += 1
 
     def prepend(self, earlier_events: "NewItemEvents") -> None:
-        """Add the items of `earlier_events`, of earlier positions, that are not among these."""
+        """Add the items of `earlier_events`, whose positions are earlier, unless they are here already."""
         newer_by_id = self._item_by_id
         earlier_by_id = {
             raw_id: item for raw_id, item in earlier_events._item_by_id.items() if raw_id not in newer_by_id
@@ -132,7 +133,7 @@ class NewItemEvents:
         self.version += 1
 
     def forget(self, raw_id: bytes) -> None:
-        """Forgets an item, for one that was erased."""
+        """Forget the item, because it was erased."""
         if self._pop_item(raw_id) is not None:
             self.version += 1
 
@@ -150,13 +151,13 @@ class NewItemEvents:
         while len(self._item_by_id) > self._items_max:
             number = next(iter(self._item_by_id.values())).position_number
             self._pop_item(next(iter(self._item_by_id)))
-            if number > self._evicted_until:  # not once more where the stream is read again
+            if number > self._evicted_until:  # do not count it again if the stream is read again
                 self._evicted_until = number
                 self.evicted_count += 1
 
 
 def brings_item(event: Event) -> bool:
-    """True if the event makes its item answerable."""
+    """Return whether the event brings its item's features or vector, so that answers can name the item."""
     return bool(event.features) or event.vector is not None
 
 
@@ -166,23 +167,23 @@ def _item_bytes(item: NewItem) -> int:
 
 
 class UnfitNewItem(InvalidInput):
-    """A new item that the models of a generation cannot answer with."""
+    """The models of a generation cannot use a new item."""
 
     code = "unfit_item"
 
 
 class FixedItems(UnfitNewItem):
-    """A new item where the models know those alone that they were made of."""
+    """The models of a generation cannot use any new item: they only know the items they were made from."""
 
     code = "fixed_items"
 
 
 @dataclass(frozen=True, slots=True)
 class NewItemInputs:
-    """Input that makes an item answerable: `features` of the item tower, a vector of `dims` numbers, or neither.
+    """Input that an event must bring for a new item: tower `features`, a vector of `dims` numbers, or neither.
 
-    `vector_abs_max` is the largest number that its vector may have. The feature `id_column` (empty: none) is the item's
-    own id, which the event names already.
+    `vector_abs_max` is the largest absolute number that its vector may contain. The feature `id_column` (empty: none)
+    is the item's own id, which the event need not repeat.
     """
 
     features: tuple[InputSpec, ...] = ()
@@ -192,7 +193,7 @@ class NewItemInputs:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Self:
-        """Input by a manifest's item tower."""
+        """Build from a manifest's item tower."""
         if manifest.facts.get(ITEM_VECTORS_FACT):
             return cls(dims=manifest.items.dims)
         model = manifest.models.get(ITEM_TOWER_MODEL)
@@ -202,10 +203,11 @@ class NewItemInputs:
         return cls(spec.features, id_column=manifest.facts.get(ITEM_COLUMN_FACT, ""))
 
     def check(self, event: Event) -> None:
-        """Raises UnfitNewItem (`field`) for an event that brings an item which cannot be answered with."""
+        """Raise UnfitNewItem (`field`) if the event brings an item that the generation's models cannot use."""
         if len(event.set_values) > VALUES_PER_ENTITY_MAX:
             raise UnfitNewItem(
-                f"it has {len(event.set_values)} features and attributes, {VALUES_PER_ENTITY_MAX} of one item are kept",
+                f"it has {len(event.set_values)} features and attributes, at most {VALUES_PER_ENTITY_MAX} of one item "
+                "are kept",
                 field="features",
             )
         if self.features:
@@ -213,7 +215,7 @@ class NewItemInputs:
         elif self.dims:
             if event.vector is None:
                 raise UnfitNewItem(
-                    "items of the live generation are a table of vectors, no tower makes one of features: send a "
+                    "items of the live generation come from a table of vectors, without a tower for features: send a "
                     f"vector of {self.dims} numbers",
                     field="features",
                 )
@@ -224,9 +226,8 @@ class NewItemInputs:
                 )
             if not (largest := max(map(abs, event.vector))) <= self.vector_abs_max:
                 raise UnfitNewItem(
-                    f"its vector has a number of {largest:g}, {self.vector_abs_max:,.0f} at most is allowed: lists in "
-                    "which it "
-                    "stood would keep no precision for other scores",
+                    f"its vector has a number of {largest:g}, at most {self.vector_abs_max:,.0f} is allowed: lists "
+                    "with it would have no precision left for other scores",
                     field="vector",
                 )
         else:
@@ -238,21 +239,19 @@ class NewItemInputs:
         requirement = f"the item tower of the live generation takes {', '.join(columns)}"
         if event.vector is not None:
             raise UnfitNewItem(
-                f"{requirement} and makes the vector itself: send these as features, and no vector", field="vector"
+                f"{requirement} and computes the vector itself: send these as features, and no vector", field="vector"
             )
         features, item_id = event.features or {}, (event.item or b"").decode()
         if (repeated_id := features.get(self.id_column, item_id)) not in (item_id, _as_whole_number(item_id)):
             raise UnfitNewItem(
-                f"features.{self.id_column} is {repeated_id!r}, and the event is of item {item_id!r}: leave that "
-                "feature out, the item tower takes the item's id",
+                f"features.{self.id_column} is {repeated_id!r}, but the event's item is {item_id!r}: leave that "
+                "feature out, the item's id is used",
                 field=f"features.{self.id_column}",
             )
         if missing_columns := [column for column in columns if column not in features]:
             raise UnfitNewItem(
-                f"{requirement}: {', '.join(missing_columns)} is missing; send all of them with a new item, and what "
-                "changes "
-                "of one "
-                "that is known as attributes",
+                f"{requirement}: {', '.join(missing_columns)} is missing; send all of them with a new item, and the "
+                "changed values of a known item as attributes",
                 field="features",
             )
         try:
@@ -262,14 +261,14 @@ class NewItemInputs:
             raise UnfitNewItem(f"{requirement}: {error.message}", field=field) from error
 
     def with_id(self, values: Mapping[str, Any], item_id: str) -> Mapping[str, Any]:
-        """Values by column, with the item's id where a model takes it."""
+        """Return the values with the item's id added if a model takes it."""
         return with_item_id(values, item_id, self.features, self.id_column)
 
 
 def with_item_id(
     values: Mapping[str, Any], item_id: str, inputs: Sequence[InputSpec], id_column: str
 ) -> Mapping[str, Any]:
-    """Values that events set for an item, by column; its id, and nothing else, is that of the column of ids."""
+    """Return the values by column, with `id_column` set to the item's id; an event cannot set another value for it."""
     dtypes = {input_spec.dtype for input_spec in inputs if input_spec.column == id_column}
     if not dtypes:
         return values
@@ -277,13 +276,13 @@ def with_item_id(
 
 
 def _as_whole_number(item_id: str) -> int | str:
-    """A whole number for the decimal form of one, else the id itself."""
+    """Return the integer for a decimal id, else the id itself."""
     return int(item_id) if item_id.isdecimal() and item_id.isascii() else item_id
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewItemTower:
-    """Item tower that computes vectors of new items as the night does; without a tower, events carry the vectors."""
+    """Item tower that computes vectors of new items as the night does; without one, events bring the vectors."""
 
     inputs: NewItemInputs
     tower: AnyTower | None = None
@@ -292,10 +291,10 @@ class NewItemTower:
     def open(
         cls, manifest: Manifest, generation_folder: Path, items: ItemTable, *, threads: int, cores: Sequence[int]
     ) -> Self:
-        """Opens the item tower in fp32 where items are made of features; `items` are the generation's own.
+        """Open the item tower in fp32 if items are computed from features; `items` are the generation's own.
 
-        Where theirs go beyond NEW_VECTOR_ABS_MAX a tower's vectors are not bounded, and others by theirs, as by the
-        night.
+        If their numbers exceed NEW_VECTOR_ABS_MAX, a tower's vectors are unbounded, and given vectors are bounded by
+        the generation's largest number, as in the night.
         """
         inputs = NewItemInputs.of(manifest)
         largest_number = float(np.abs(items.vectors[:_SAMPLED_OWN_ITEMS]).max(initial=0))
@@ -316,11 +315,11 @@ class NewItemTower:
         previous_items: NewItems = NO_NEW_ITEMS,
         now_s: float = 0.0,
     ) -> NewItems:
-        """New `candidate_items` that the generation's models can take; `now_s` is monotonic.
+        """Compute the vectors of those `candidate_items` that the generation lacks and its models can take.
 
-        `values_by_item` are what events set for each, by column. Vectors of `previous_items` whose inputs are the same
-        stay. Anybody sends events: an item that the tower raises on costs the others nothing, and is tried again after
-        TOWER_RETRY_PAUSES_S.
+        `now_s` is monotonic. `values_by_item` has the values that events set for each item, by column. Vectors of
+        `previous_items` with unchanged inputs are reused. Events are untrusted: an item on which the tower raises does
+        not affect the others, and is tried again after TOWER_RETRY_PAUSES_S.
         """
         known_mask = item_table.ordinals_of([item.raw_id for item in candidate_items]) >= 0
         unknown_items = [
@@ -391,7 +390,7 @@ class NewItemTower:
         return bool(np.isfinite(vector).all() and np.abs(vector).max(initial=0) <= self.inputs.vector_abs_max)
 
     def _item_input(self, item: NewItem, values: Mapping[str, Any]) -> tuple[bytes, Any]:
-        """Return (key of the item's input, the input itself); the key is empty where no model can take the item."""
+        """Return (key of the item's input, the input); the key is empty if no model can take the item."""
         if self.inputs.features:
             values = self.inputs.with_id(values, item.raw_id.decode())
             features = merge_features({}, values, self.inputs.features)
@@ -403,7 +402,7 @@ class NewItemTower:
         return b"", None
 
     def _run_tower(self, rows: Sequence[Any]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """(vectors, mask of the rows on which the tower raised)."""
+        """Return (vectors, mask of the rows on which the tower raised)."""
         if self.tower is None:
             return np.array(rows, np.float32), np.zeros(len(rows), np.bool_)
         feature_rows = [check_features(self.inputs.features, features) for features in rows]

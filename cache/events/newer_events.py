@@ -1,4 +1,4 @@
-"""In-memory store of newer events: events of users, packed, and the newest attribute values that events set."""
+"""In-memory store of newer events: packed events of users, and the newest attribute values that events set."""
 
 import heapq
 import struct
@@ -21,28 +21,29 @@ ENTITIES_AT_ONCE: Final = 256
 """Users, items or values handled between two yields of a job that shares the event loop."""
 
 VALUES_PER_ENTITY_MAX: Final = 64
-"""Attributes kept per user or item, those set last: many attributes must not make every next event slow to add."""
+"""Attributes kept per user or item, those set last; with an unlimited number, every further event would be slow to
+add."""
 
 _RECENT_ITEMS_MAX: Final = 4_096
-"""Items that are checked one by one."""
+"""Number of recently changed items that are checked one by one."""
 
 _USER_OVERHEAD_BYTES: Final = 180
-"""Memory of a user besides the id and the packed events, about."""
+"""Approximate memory of a user besides the id and the packed events."""
 
 _ENTITY_OVERHEAD_BYTES: Final = 180
-"""Memory of an entity besides id and packed values, about."""
+"""Approximate memory of an entity besides the id and the packed values."""
 
 _USER_EVENT_TAIL_FORMAT: Final = struct.Struct("<qQH")
-"""Behind an item's id: when it happened (microseconds), the position's number, and bytes of the id."""
+"""Format of the bytes after an item's id: event time (microseconds), position number, and length of the id in bytes."""
 
 _VALUES_HEADER_FORMAT: Final = struct.Struct("<Q")
-"""Number of the newest position before an entity's values, which are JSON: `{attribute: [number, value]}`."""
+"""Format of the newest position number, which precedes an entity's values as JSON: `{attribute: [number, value]}`."""
 
 
 class UserEvent(NamedTuple):
-    """Event of a user: item, time (microseconds), and position number.
+    """Event of a user: item, time (microseconds since 1970), and position number.
 
-    The item is empty if the event set attributes of the user, whose values `AttributeEvents` has.
+    The item is empty if the event set attributes of the user, whose values are in `AttributeEvents`.
     """
 
     item: bytes
@@ -51,9 +52,9 @@ class UserEvent(NamedTuple):
 
 
 class UserEvents:
-    """Events of users since some position; a lookup for a user without events costs one dictionary access.
+    """Events of users after some position; a lookup for a user without events costs one dictionary access.
 
-    Positions only grow: an event at or before the last position was added before and is ignored.
+    Events must be added in order of position; one at or before the last position is ignored.
     """
 
     def __init__(self) -> None:
@@ -61,9 +62,9 @@ class UserEvents:
         self.last_number = 0
         """Number of the newest position that was added."""
         self.complete_after_number = 0
-        """Number of the position after which all events up to `last_number` are here."""
+        """Position number after which all events up to `last_number` are present."""
         self.packed_by_user: dict[bytes, bytes] = {}
-        """Packed events by user; a user's bytes object changes with each event of the user, and only then."""
+        """Packed events by user; a user's bytes object is replaced only when the user has another event."""
 
     def __len__(self) -> int:
         """Return the number of users with events."""
@@ -131,11 +132,14 @@ class UserEvents:
         return forgotten_count
 
     def replace_contents(self, replacement: "UserEvents") -> None:
-        """Take over the contents of `replacement`, which must not be used afterwards; lookups go on meanwhile."""
+        """Replace the contents by those of `replacement`, which must not be used afterwards.
+
+        Lookups continue meanwhile.
+        """
         deque(self.replace_in_turns(replacement), maxlen=0)
 
     def replace_in_turns(self, replacement: "UserEvents") -> Iterator[None]:
-        """Take over the contents of `replacement`, yielding every ENTITIES_AT_ONCE users.
+        """Replace the contents by those of `replacement`, yielding every ENTITIES_AT_ONCE users.
 
         Until the generator ends, some users have their old events and others the new ones.
         """
@@ -146,7 +150,9 @@ class UserEvents:
             packed = new_packed_by_user.get(user)
             if packed is None:
                 del packed_by_user[user]
-            elif packed_by_user.get(user) != packed:  # who has the same keeps the very object
+            elif (
+                packed_by_user.get(user) != packed
+            ):  # keep the bytes object if it is equal, as ready answers compare by identity
                 packed_by_user[user] = packed
             if not count % ENTITIES_AT_ONCE:
                 yield
@@ -190,7 +196,7 @@ class AttributeValue(NamedTuple):
 
 
 class NewerValues(NamedTuple):
-    """Values set between two positions, by number, still packed: usable in any thread."""
+    """Values set between two position numbers, still packed: usable in any thread."""
 
     after_number: int
     until_number: int
@@ -206,7 +212,7 @@ class NewerValues(NamedTuple):
 
 
 class ValuesOfItems(NamedTuple):
-    """Values of items set after a position, by number, still packed: usable in any thread."""
+    """Values of items set after a position number, still packed: usable in any thread."""
 
     after_number: int
     packed_by_item: Mapping[bytes, bytes]
@@ -220,8 +226,8 @@ class ValuesOfItems(NamedTuple):
 class AttributeEvents:
     """Newest attribute values of items and users; a lookup for one without values costs one dictionary access.
 
-    Positions only grow. Beyond VALUES_PER_ENTITY_MAX the oldest values of an entity are dropped; callers bound the
-    total memory.
+    Events must be added in order of position. Beyond VALUES_PER_ENTITY_MAX the oldest values of an entity are dropped;
+    callers bound the total memory.
     """
 
     def __init__(self) -> None:
@@ -229,12 +235,12 @@ class AttributeEvents:
         self.last_number = 0
         """Number of the newest position that was added."""
         self.complete_after_number = 0
-        """Number of the position after which all values up to `last_number` are here, but for those dropped."""
+        """Position number after which all values up to `last_number` are present, except for dropped values."""
         self.newest_item_number = 0
         """Number of the newest position that set a value of an item."""
         self.refusal_count = 0
         """Number of events for which older values of their entity were dropped."""
-        # Each in the order of the newest positions, newest last.
+        # By newest position, newest last.
         self._packed_by_item: dict[bytes, bytes] = {}
         self._packed_by_user: dict[bytes, bytes] = {}
 
@@ -270,14 +276,14 @@ class AttributeEvents:
         return True
 
     def item_values_since(self, number: int) -> NewerValues:
-        """Return the values of items set after this position; the cost is small, however many there are."""
+        """Return the values of items set after this position; cheap, however many there are."""
         until_number = max(number, self.newest_item_number)
         newer_values: list[tuple[bytes, bytes]] = []
         for item_id, packed in islice(reversed(self._packed_by_item.items()), _RECENT_ITEMS_MAX):
             if _newest_position_number(packed) <= number:
                 return NewerValues(number, until_number, tuple(reversed(newer_values)))
             newer_values.append((item_id, packed))
-        # All of them, in one piece of C code: which are newer is told where they are unpacked.
+        # Copy all of them in one C call; unpacking selects the newer ones.
         return NewerValues(number, until_number, tuple(self._packed_by_item.items()))
 
     def values_of_user(self, user: bytes, number: int) -> dict[str, Any]:
@@ -335,11 +341,14 @@ class AttributeEvents:
         self.refusal_count = max(self.refusal_count, replacement.refusal_count)
 
     def prepend(self, earlier_events: "AttributeEvents") -> None:
-        """Add the values of `earlier_events`, which has earlier positions; values set here win."""
+        """Add the values of `earlier_events`, whose positions are earlier; values set here take precedence."""
         deque(self.prepend_in_turns(earlier_events), maxlen=0)
 
     def prepend_in_turns(self, earlier_events: "AttributeEvents") -> Iterator[None]:
-        """Add the values of `earlier_events`, yielding between batches of entities; add no event before the end."""
+        """Add the values of `earlier_events`, yielding between batches of entities.
+
+        Add no event before the iterator ends.
+        """
         merged_items = yield from self._merge_earlier(self._packed_by_item, earlier_events._packed_by_item)
         merged_users = yield from self._merge_earlier(self._packed_by_user, earlier_events._packed_by_user)
         self._packed_by_item, self._packed_by_user = merged_items, merged_users
@@ -394,9 +403,9 @@ def _unpack_values(packed: bytes) -> dict[str, list[Any]]:
 
 
 def _pack_values(number: int, numbered_values: dict[str, list[Any]]) -> bytes:
-    """Pack the values of one entity, whose newest position has this number; keep the newest VALUES_PER_ENTITY_MAX.
+    """Pack the values of one entity with this newest position number; keep the newest VALUES_PER_ENTITY_MAX.
 
-    The choice depends on the stream alone, not on how far back a process has read it: replicas agree.
+    The choice depends only on the stream, not on where a process began to read it, so replicas agree.
     """
     if len(numbered_values) > VALUES_PER_ENTITY_MAX:
         newest_values = heapq.nlargest(
@@ -421,9 +430,9 @@ def merge_features(
 ) -> dict[str, FeatureValue] | None:
     """Merge published and newer values into features by column; None if an input of the model is missing.
 
-    `published_features` is the user's row of the generation, `values` what `AttributeEvents.values_of_user` has behind
-    its position; `feature_inputs` are the feature inputs of the model. A value that an input cannot take counts as
-    missing, as in a night.
+    `published_features` is the user's row in the generation; `values` are the user's newer values from
+    `AttributeEvents.values_of_user`; `feature_inputs` are the feature inputs of the model. A value that an input cannot
+    take counts as missing, as in a night.
     """
     feature_by_column: dict[str, FeatureValue] = {}
     for input_spec in feature_inputs:
@@ -437,7 +446,7 @@ def merge_features(
 
 
 def takes_any_attribute(values: Mapping[str, Any], inputs: Sequence[InputSpec]) -> bool:
-    """True if the model takes one of these attributes, so that their newer values count as newer events."""
+    """Return whether the model takes one of these attributes, so that newer values of them count as newer events."""
     return any(input_spec.column in values for input_spec in inputs)
 
 

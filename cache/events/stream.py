@@ -1,4 +1,4 @@
-"""The stream of accepted events in Redis: each once and within bounds, and how far nights have taken it over."""
+"""Stream of accepted events in Redis, deduplicated and bounded, and the position up to which nights took it over."""
 
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -13,7 +13,7 @@ from cache.format.stream_position import STREAM_BEGINNING, Position
 from cache.store.artefacts import ArtefactStore
 
 STREAM_FULL_PREFIX: Final = "FULL"
-"""Beginning of the error when the stream takes no more."""
+"""Prefix of the error for a full stream."""
 
 TAKEN_POSITION_PATH: Final = "events/taken.json"
 """Store path of the position up to which nights have taken events over."""
@@ -65,16 +65,16 @@ end
 for _, id in ipairs(again) do redis.call('PEXPIRE', id, life) end
 return told
 """
-"""Script that accepts events: its effects are one transaction in Redis' log, so a crash leaves an event with its id, or
-neither."""
+"""Script that accepts events. Redis logs its effects as one transaction, so that after a crash both an event and its id
+exist, or neither."""
 
 ACCEPT_SCRIPT_AT_MAXMEMORY: Final = "#!lua flags=allow-oom" + ACCEPT_SCRIPT
-"""ACCEPT_SCRIPT for the inbox, run even at Redis' maxmemory: otherwise nothing would ever empty the inbox. The stream's
-bound still holds, and accepted entries are deleted right after."""
+"""ACCEPT_SCRIPT for the inbox, which runs even at Redis' maxmemory: otherwise the inbox could never be emptied. The
+stream's bound still holds, and accepted entries are deleted from the inbox right after."""
 
 
 class StreamBounds(NamedTuple):
-    """Bounds of the stream in bytes, of an id's life in milliseconds, and on events of one user (or item) within it."""
+    """Bounds: bytes of the stream, milliseconds of an id's life, and events of one user (or item) within that life."""
 
     stream_bytes_max: int
     life_ms: int
@@ -89,7 +89,7 @@ class AcceptOutcome(NamedTuple):
 
 
 class PackedEvent(NamedTuple):
-    """Event as the script takes it: keys of its id and of its source, and its bytes."""
+    """Event as the script's arguments: keys of its id and of its source, and its bytes."""
 
     id_key: bytes
     source_key: bytes
@@ -97,8 +97,8 @@ class PackedEvent(NamedTuple):
 
 
 def pack_event(keyspace: Keyspace, event: Event) -> PackedEvent:
-    """Return an event packed for the stream; may run in any thread, as packing a batch takes milliseconds."""
-    # A user and an item may have one id, and an id may hold any byte: the kind and the length tell them apart.
+    """Pack an event for the stream; callable in any thread, since packing a batch takes milliseconds."""
+    # A user and an item may have the same id, and an id may contain any byte: include kind and length.
     kind_byte = b"i" if event.user is None else b"u"
     kind_and_source = kind_byte + len(event.source_id).to_bytes(2, "big") + event.source_id
     return PackedEvent(
@@ -111,7 +111,7 @@ def pack_event(keyspace: Keyspace, event: Event) -> PackedEvent:
 def accept_script_arguments(
     keyspace: Keyspace, bounds: StreamBounds, events: Sequence[PackedEvent], known_position: Position = STREAM_BEGINNING
 ) -> tuple[list[bytes], list[Any]]:
-    """(KEYS, ARGV) of the script for some events, in their order; they follow the `known_position`."""
+    """Return the script's (KEYS, ARGV) for events in order, to be added after `known_position`."""
     keys, argv = [keyspace.events.encode()], [*map(str, (*bounds, known_position))]
     for event in events:
         keys += event[:2]
@@ -128,19 +128,19 @@ def read_outcomes(replies: Sequence[bytes]) -> list[AcceptOutcome]:
 
 
 def event_of_entry(fields: dict[bytes, bytes]) -> Event:
-    """The event of a stream entry; raises CorruptArtefact."""
+    """Parse the event of a stream entry; raise CorruptArtefact."""
     return Event.from_bytes(fields.get(EVENT_FIELD, b""))
 
 
 def write_taken_position(store: ArtefactStore, position: Position) -> None:
-    """Writes the position up to which nights have taken events over, unless it is there."""
+    """Write the position up to which nights have taken events over, if it has changed."""
     position_json = orjson.dumps({"until": str(position)})
     if store.read(TAKEN_POSITION_PATH) != position_json:
         store.write(TAKEN_POSITION_PATH, position_json)
 
 
 def read_taken_position(store: ArtefactStore) -> Position:
-    """Return the position up to which nights have taken events over, `STREAM_BEGINNING` before any.
+    """Return the position up to which nights have taken events over, `STREAM_BEGINNING` before the first.
 
     Raises StoreError, and CorruptArtefact for a malformed file.
     """
@@ -148,4 +148,6 @@ def read_taken_position(store: ArtefactStore) -> Position:
     try:
         return STREAM_BEGINNING if position_json is None else Position.parse(orjson.loads(position_json)["until"])
     except (orjson.JSONDecodeError, InvalidInput, KeyError, TypeError) as error:
-        raise CorruptArtefact(f"{TAKEN_POSITION_PATH} names no position: {error}", path=TAKEN_POSITION_PATH) from error
+        raise CorruptArtefact(
+            f"{TAKEN_POSITION_PATH} does not contain a position: {error}", path=TAKEN_POSITION_PATH
+        ) from error

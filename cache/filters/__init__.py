@@ -1,4 +1,4 @@
-"""Filters over the attributes of a generation's items, and other orders of a list.
+"""Filters over the attributes of a generation's items, and re-rankings of lists.
 
 Start at `expression`.
 """

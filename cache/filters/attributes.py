@@ -1,4 +1,4 @@
-"""Attributes of a generation's items: typed columns by ordinal, mapped from its files or with some values set anew."""
+"""Attributes of a generation's items: typed columns by ordinal, mapped from its files or copied with changed values."""
 
 import math
 from bisect import bisect_left
@@ -17,13 +17,13 @@ from cache.format.iso_times import iso_time
 from cache.format.manifest import AttributeKind, Manifest
 
 NO_CODE: Final = np.uint32(0xFFFF_FFFF)
-"""Code of a text that an item does not have."""
+"""Code that means: the item has no text."""
 
 NO_FLAG: Final = 2
-"""Value of a flag that an item does not have."""
+"""Value that means: the item has no flag."""
 
 NO_TIME: Final = np.iinfo(np.int64).min
-"""Value of a time that an item does not have; of a number it is NaN."""
+"""Value that means: the item has no time. For numbers, NaN means the same."""
 
 DTYPE_BY_KIND: Final[Mapping[AttributeKind, str]] = {
     "text": "<u4", "texts": "<u4", "number": "<f8", "flag": "u1", "time": "<i8",
@@ -45,12 +45,12 @@ _EXACT_NUMBER_MAX: Final = 2**53
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 _ParsedValue = tuple[Any, str | None]
-"""(value in the form that the column keeps, reason why the column cannot hold the value); None for either."""
+"""(value in the column's representation or None, reason why the column cannot hold the value or None)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextDictionary:
-    """Texts of a column, each once, in the order of their UTF-8: code c is bytes `offsets[c]` to `offsets[c + 1]`."""
+    """Distinct texts of a column, in the order of their UTF-8: code c is bytes `offsets[c]` to `offsets[c + 1]`."""
 
     data: NDArray[np.uint8]
     offsets: NDArray[np.uint64]
@@ -59,11 +59,11 @@ class TextDictionary:
         return len(self.offsets) - 1
 
     def text_bytes(self, code: int) -> bytes:
-        """UTF-8 of a code's text."""
+        """Return the UTF-8 of a code's text."""
         return self.data[int(self.offsets[code]) : int(self.offsets[code + 1])].tobytes()
 
     def code_of(self, text: str) -> int:
-        """Code of a text, -1 if no item has it; found by halving."""
+        """Return the code of a text, -1 if no item has it; binary search."""
         encoded_text, low, high = text.encode(errors="replace"), 0, len(self)
         while low < high:
             middle = (low + high) // 2
@@ -76,7 +76,7 @@ class TextDictionary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttributeColumn:
-    """Column of one attribute: a value for each item, or with `texts` codes between an item's offsets."""
+    """Column of one attribute: a value per item, or with `offsets` an item's text codes, between its offsets."""
 
     kind: AttributeKind
     values: NDArray[Any]
@@ -84,7 +84,7 @@ class AttributeColumn:
     dictionary: TextDictionary | None = None
 
     def mask_having_text(self, text: str, ordinals: NDArray[Any]) -> NDArray[np.bool_]:
-        """Mask of the items of a list that have a text, in a column of one or several."""
+        """Return a mask of the ordinals whose items have a text, in a column of one or several texts per item."""
         code = -1 if self.dictionary is None else self.dictionary.code_of(text)
         if code < 0:
             return np.zeros(len(ordinals), np.bool_)
@@ -104,7 +104,7 @@ class ItemAttributes:
 
     @classmethod
     def open(cls, root: Path, manifest: Manifest) -> Self:
-        """Maps the columns that a manifest lists."""
+        """Map the columns that a manifest lists."""
         return cls.of_files(
             root,
             {
@@ -118,7 +118,7 @@ class ItemAttributes:
     def of_files(
         cls, root: Path, files_by_attribute: Mapping[str, tuple[AttributeKind, Mapping[str, str]]], item_count: int
     ) -> Self:
-        """Maps columns from the kind of each and the paths of its files, by their names in `Attribute`."""
+        """Map columns from their kinds and the paths of their files, by the files' names in `Attribute`."""
         return cls(
             item_count,
             {
@@ -129,7 +129,7 @@ class ItemAttributes:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Kinds of the attributes, for refusals."""
+        """Kinds of the attributes by name, for error messages."""
         return {name: column.kind for name, column in sorted(self.columns.items())}
 
 
@@ -149,7 +149,7 @@ def _open_column(root: Path, kind: AttributeKind, path_by_part: Mapping[str, str
 
 
 def parse_time_us(value: object) -> int | None:
-    """Microseconds since 1970 of ISO 8601 (UTC without a zone) or Unix seconds; None for anything else."""
+    """Convert ISO 8601 (UTC without a zone) or Unix seconds to microseconds since 1970; None for anything else."""
     if isinstance(value, str):
         try:
             time = iso_time(value)
@@ -162,7 +162,7 @@ def parse_time_us(value: object) -> int | None:
 
 
 class ItemValue(NamedTuple):
-    """Value set for an item by its ordinal, None to clear it; of several of one attribute the last counts."""
+    """Value to set for an item by ordinal, None to clear it; of several for the same attribute the last counts."""
 
     ordinal: int
     attribute: str
@@ -171,9 +171,9 @@ class ItemValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedColumns:
-    """Item attributes after a set of values, with the names of the changed attributes and the values that do not fit.
+    """Item attributes with some values set, names of the changed attributes, and items whose values do not fit.
 
-    A value that its attribute cannot hold leaves the item without that attribute, as in the table of a night.
+    A value that does not fit its attribute clears it for that item, as in a night.
     """
 
     attributes: ItemAttributes
@@ -181,11 +181,11 @@ class ChangedColumns:
     unfit_ordinals: Mapping[str, Mapping[str, tuple[int, ...]]]
     """Ordinals by attribute and reason."""
     unknown_count: int
-    """Number of values of attributes that the items do not have."""
+    """Number of values for attributes that the items do not have."""
 
 
 def set_item_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> ChangedColumns:
-    """Sets the values; columns of which none differs are the very same ones."""
+    """Return the attributes with the values set; columns that do not change are the same objects."""
     values_by_attribute: dict[str, dict[int, Any]] = {}
     unknown_count = 0
     for ordinal, attribute, value in values:
@@ -210,7 +210,7 @@ def set_item_values(attributes: ItemAttributes, values: Iterable[ItemValue]) -> 
 
 
 def attributes_of_new_items(attributes: ItemAttributes, values_by_item: Sequence[Mapping[str, Any]]) -> ItemAttributes:
-    """Return columns of the same attributes for new items only, a row for each mapping in `values_by_item`."""
+    """Return columns of the same attributes for new items only, one row per mapping in `values_by_item`."""
     item_count = len(values_by_item)
     blank_columns = {name: _blank_column(column.kind, item_count) for name, column in attributes.columns.items()}
     item_values = [
@@ -222,7 +222,7 @@ def attributes_of_new_items(attributes: ItemAttributes, values_by_item: Sequence
 
 
 def _blank_column(kind: AttributeKind, item_count: int) -> AttributeColumn:
-    """A column of `item_count` items that all lack the attribute."""
+    """Return a column in which none of `item_count` items has the attribute."""
     if kind not in ("text", "texts"):
         return AttributeColumn(kind, np.full(item_count, _ABSENT_VALUE_BY_KIND[kind], DTYPE_BY_KIND[kind]))
     empty_dictionary = TextDictionary(np.empty(0, np.uint8), np.zeros(1, np.uint64))
@@ -336,17 +336,17 @@ _SETTER_BY_KIND: Final[Mapping[AttributeKind, Callable[[AttributeColumn, Mapping
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TextCodes:
-    """Codes of the texts to be set in a column: known texts keep their code, new texts get the codes behind these."""
+    """Codes for texts that are set in a column: known texts keep their code, new texts get the codes after those."""
 
     dictionary: TextDictionary
     code_by_text: Mapping[bytes, int]
     new_texts: Sequence[bytes]
     insert_positions: NDArray[np.int64]
-    """Number of the names before each new text."""
+    """Number of the dictionary's texts before each new text."""
 
     @classmethod
     def of(cls, column: AttributeColumn, texts: Sequence[bytes]) -> "_TextCodes":
-        """Finds the texts among the names of a column."""
+        """Look the texts up in the dictionary of a column."""
         dictionary = column.dictionary
         assert dictionary is not None  # noqa: S101 - a column of texts has them
         code_by_text: dict[bytes, int] = {}
@@ -364,7 +364,10 @@ class _TextCodes:
         return cls(dictionary, code_by_text, new_texts, np.array(insertion_indexes, np.int64))
 
     def renumber(self, column: AttributeColumn, values: NDArray[np.uint32]) -> AttributeColumn:
-        """The column with these codes, renumbered by the order of the texts; names that no item has any more leave."""
+        """Return the column with these codes, renumbered by the order of the texts.
+
+        Texts that no item has are dropped.
+        """
         count, new_count = len(self.dictionary), len(self.new_texts)
         used_codes = np.zeros(count + new_count + 1, np.bool_)
         used_codes[np.minimum(values, count + new_count)] = True
@@ -381,9 +384,9 @@ class _TextCodes:
         return replace(column, values=values, dictionary=self._merge_dictionary(used_mask))
 
     def _merge_dictionary(self, used_mask: NDArray[np.bool_]) -> TextDictionary:
-        """Names that are kept and the new ones, joined piece by piece: mostly a few long ones."""
+        """Return the dictionary of kept and new texts, copied in runs of consecutive kept texts."""
         data, offsets, count = (self.dictionary.data, self.dictionary.offsets.astype(np.int64), len(used_mask))
-        # A name that left ends a piece as a new one does, and has no text in its place.
+        # A dropped text ends a run like a new text, but adds nothing.
         cut_points = [
             (index, 1, text) for index, text in zip(self.insert_positions.tolist(), self.new_texts, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""Parser of filter expressions: JSON within bounds; an error names the path of the wrong part. Pure."""
+"""Parser of filter expressions: JSON within bounds; an error names the path of the part that is wrong. Pure."""
 
 import math
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ Comparison = Literal["==", "in", "<", "<=", ">", ">=", "contains", "exists"]
 Scalar = str | int | float | bool
 
 DEPTH_MAX: Final = 8
-"""Levels of nested combinations."""
+"""Largest depth of nested combinations."""
 NODES_MAX: Final = 32
-"""Comparisons and combinations of one filter: each is a pass over all items."""
+"""Largest number of comparisons and combinations in one filter: each one reads a value of every item."""
 VALUES_MAX: Final = 1_000
-"""Values of all comparisons of a filter together."""
+"""Largest total number of values in the comparisons of a filter."""
 TEXT_BYTES_MAX: Final = 256
-"""Bytes of the UTF-8 of a value or a name."""
+"""Largest size of a value or a name in bytes of UTF-8."""
 
 _COMPARISONS: Final = get_args(Comparison)
 _COMBINATIONS: Final = ("and", "or", "not")
@@ -55,7 +55,7 @@ Expression = ComparisonNode | CombinationNode
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Expression of a filter, and bytes that are equal for equal filters."""
+    """Parsed filter, and its canonical bytes, which are equal for equal filters."""
 
     root_expression: Expression
     canonical_bytes: bytes
@@ -95,9 +95,7 @@ class _FilterReader:
         if self.node_count > NODES_MAX:
             raise _filter_error(f"a filter has at most {NODES_MAX} expressions", field_path, limit=NODES_MAX)
         if depth > DEPTH_MAX:
-            raise _filter_error(
-                f"expressions stand at most {DEPTH_MAX} deep in one another", field_path, limit=DEPTH_MAX
-            )
+            raise _filter_error(f"expressions may be nested at most {DEPTH_MAX} deep", field_path, limit=DEPTH_MAX)
         if not isinstance(json_value, dict) or len(json_value) != 1:
             raise _filter_error(
                 'an expression is a JSON object with one operator, such as {"<": ["price", 20]}', field_path
@@ -132,7 +130,7 @@ class _FilterReader:
             self._count_values(1, field_path)
             return ComparisonNode(operator, attribute, (_checked_scalar(comparand, f"{field_path}[1]"),), field_path)
         if not isinstance(comparand, list) or not comparand:
-            raise _filter_error("in takes an attribute and a list of one or more values", f"{field_path}[1]")
+            raise _filter_error("in takes a list of an attribute and a list of one or more values", f"{field_path}[1]")
         self._count_values(len(comparand), f"{field_path}[1]")
         values = (_checked_scalar(raw_value, f"{field_path}[1][{index}]") for index, raw_value in enumerate(comparand))
         return ComparisonNode(operator, attribute, tuple(values), field_path)
@@ -140,7 +138,7 @@ class _FilterReader:
     def _count_values(self, added_count: int, field_path: str) -> None:
         self.value_count += added_count
         if self.value_count > VALUES_MAX:
-            raise _filter_error(f"a filter compares with at most {VALUES_MAX} values", field_path, limit=VALUES_MAX)
+            raise _filter_error(f"a filter may compare with at most {VALUES_MAX} values", field_path, limit=VALUES_MAX)
 
 
 def _checked_attribute_name(raw_name: object, field_path: str) -> str:

@@ -1,4 +1,4 @@
-"""Filters over the items of one generation: cached masks of the items that pass, and the best of these for a vector."""
+"""Filters over the items of one generation: cached masks of the items that pass, and search for the best of them."""
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -48,41 +48,46 @@ OPERATORS_BY_KIND: Final[Mapping[AttributeKind, tuple[str, ...]]] = {
     "flag": _EQUALITY_OPERATORS,
     "time": _ORDER_OPERATORS,
 }
-"""Kind -> operators that its attributes take."""
+"""Kind of an attribute -> operators that it supports."""
 
 MASKS_BYTES_MAX = 64 << 20
-"""Bytes that may be kept of filters, of each generation and process: a million items take 125 KB for each."""
+"""Largest size of cached masks in bytes, per generation and process: one mask takes 125 KB per million items."""
 
 _COMPARE_BY_OPERATOR: Final[Mapping[str, Callable[[Any, Any], Mask]]] = {
     "<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal,
 }  # fmt: skip
 
 _MASK_OVERHEAD_BYTES: Final = 1_024
-"""Bytes of an entry besides its bits: its key, and the objects around both."""
+"""Bytes of a cache entry besides its mask: the key and the Python objects."""
 
 _TEXTS_COST: Final = 20
-"""Cost of one of several texts of an item, relative to comparing a number."""
+"""Cost of comparing one of several texts of an item, relative to comparing a number."""
 
 _DIRECTLY_RANKED_MAX: Final = 512
-"""Items that are ranked without a look at which may matter."""
+"""Number of items up to which all are ranked, without choosing candidates first."""
 
 
 class UnknownAttribute(InvalidFilter):
-    """An attribute that the generation's items do not have; `details["attributes"]` has those there are."""
+    """The generation's items do not have the attribute; `details["attributes"]` has the attributes that exist."""
 
     code = "unknown_attribute"
 
 
 def unknown_attribute_error(name: str, kind_by_attribute: Mapping[str, str], field_path: str) -> UnknownAttribute:
-    """Refusal of an attribute by its name, with the kinds of those that items have."""
-    kinds_clause = f"; they have {', '.join(kind_by_attribute)}" if kind_by_attribute else " here, nor any other"
+    """Return the error for an unknown attribute, with the attributes that exist and their kinds."""
+    kinds_clause = (
+        f"; they have {', '.join(kind_by_attribute)}" if kind_by_attribute else " in this generation, nor any other"
+    )
     return UnknownAttribute(
         f"items have no attribute {name!r}{kinds_clause}", field=field_path, attributes=dict(kind_by_attribute)
     )
 
 
 class MaskCache:
-    """Items that each distinct filter lets pass in one generation, the latest filters kept; for any thread."""
+    """Cache of the items that pass each filter in one generation, the least recently used dropped first.
+
+    Thread-safe.
+    """
 
     def __init__(self, attributes: ItemAttributes, bytes_max: int) -> None:
         self.attributes = attributes
@@ -92,13 +97,13 @@ class MaskCache:
         self._lock = threading.Lock()
 
     def get_cached(self, filter_: Filter) -> FilterMask | None:
-        """Items that pass, where that is known already."""
+        """Return the items that pass if they are cached, else None."""
         with self._lock:
             cached_mask = self._cached_masks.get(filter_.canonical_bytes)
         return None if cached_mask is None else cached_mask[0]
 
     def carry_over(self, attributes: ItemAttributes, changed_attributes: Set[str]) -> "MaskCache":
-        """Return masks over other columns, with the cached masks of filters that compare no changed attribute."""
+        """Return a cache for changed columns, with the masks of filters that compare no changed attribute."""
         masks = MaskCache(attributes, int(self._cached_masks.maxsize))
         with self._lock:
             for key, cached_mask in self._cached_masks.items():
@@ -107,7 +112,7 @@ class MaskCache:
         return masks
 
     def of(self, filter_: Filter) -> FilterMask:
-        """Items that pass; raises InvalidFilter for a filter that does not fit the attributes."""
+        """Return the items that pass; raise InvalidFilter for a filter that does not fit the attributes."""
         filter_mask = self.get_cached(filter_)
         if filter_mask is None:
             filter_mask = FilterMask.of(mask_of(filter_.root_expression, self.attributes))
@@ -118,10 +123,10 @@ class MaskCache:
 
 
 def mask_cost(expression: Expression, attributes: ItemAttributes) -> int:
-    """Estimate of the work of `mask_of`, in comparisons of one number: 2,000 take about a microsecond."""
+    """Return the estimated cost of `mask_of`, in comparisons of one number: 2,000 take about a microsecond."""
     if isinstance(expression, ComparisonNode):
         column = attributes.columns.get(expression.attribute)
-        if column is None:  # refused at once
+        if column is None:  # mask_of will refuse it at once
             return 0
         comparison_count = max(1, len(expression.values))
         return len(column.values) * (_TEXTS_COST if column.kind == "texts" else comparison_count)
@@ -242,23 +247,23 @@ def _unfit_comparison_error(comparison: ComparisonNode, expected_kind: str) -> I
 
 
 class SubsetSearch:
-    """Best items of a catalogue of vectors float32 [items, dims], of those that the caller names; for any thread."""
+    """Search for the best items, among given ordinals, in vectors float32 [items, dims]; thread-safe."""
 
     def __init__(self, vectors: NDArray[np.float32]) -> None:
         self._vectors = vectors
 
     @cached_property
     def _vector_lengths(self) -> NDArray[np.float32]:
-        """Length of each item's vector, float32 [items]; found once."""
+        """Lengths of the items' vectors, float32 [items]; computed once."""
         lengths: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", self._vectors, self._vectors))
         return lengths
 
     def search(
         self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric = "inner_product"
     ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-        """(ordinals uint32, scores float32) of the best k of `ordinals`, fewer if they are fewer.
+        """Return (ordinals uint32, scores float32) of the best `min(k, len(ordinals))` of `ordinals`.
 
-        Order and bits are those of `cache.model.ranking.rank` over all of them.
+        Order and bits are those of `cache.model.ranking.rank` over all `ordinals`.
         """
         result_count = min(k, len(ordinals))
         if len(ordinals) > max(_DIRECTLY_RANKED_MAX, 4 * k):
@@ -269,7 +274,10 @@ class SubsetSearch:
     def _candidates(
         self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric
     ) -> NDArray[np.int64]:
-        """Return the ordinals that may be among the best k given rounding; all where numbers are out of bounds."""
+        """Return the ordinals that may be among the best k, given rounding errors.
+
+        Returns all of them if a bound is not finite.
+        """
         kernel_arguments = (np.ascontiguousarray(vector, np.float32), self._vectors, ordinals.astype(np.int64))
         scores: NDArray[np.float32] = np.frombuffer(loader.kernels.dots(*kernel_arguments), np.float32)
         vector_length = float(np.sqrt(np.dot(vector, vector)))
@@ -284,7 +292,7 @@ class SubsetSearch:
             magnitude = 1.0
         else:
             magnitude = vector_length * float(candidate_lengths.max())
-        # Both sums are off by less than this, in whatever order they are added; the length of a cosine as much again.
+        # Bound of both sums' rounding errors in any order of addition, doubled for the length in a cosine.
         rounding_error_max = 4 * (len(vector) + 64) * 2.0**-23 * magnitude
         kth_index = len(scores) - k
         kth_score = float(np.partition(scores, kth_index)[kth_index])
@@ -294,13 +302,13 @@ class SubsetSearch:
 
 
 class UnknownFilter(InvalidFilter):
-    """A name that the generation has no filter of; `details["declared"]` has those there are."""
+    """The generation has no filter of that name; `details["declared"]` has the names that exist."""
 
     code = "unknown_filter"
 
 
 def unknown_filter_error(name: str, declared: Collection[str] = ()) -> UnknownFilter:
-    """Refusal of a filter by its name, with the names of those that the generation has."""
+    """Return the error for an unknown filter, with the names that exist."""
     declared_names = sorted(declared)
     return UnknownFilter(
         f"this generation has no filter {name[:64]!r}; there are {', '.join(declared_names) or 'none'}",
@@ -309,7 +317,7 @@ def unknown_filter_error(name: str, declared: Collection[str] = ()) -> UnknownFi
 
 
 class Filtering:
-    """Filters over a generation's items, sent or called by their names in its manifest; for any thread."""
+    """Filters over a generation's items, sent by requests or named in the manifest; thread-safe."""
 
     def __init__(
         self,
@@ -320,23 +328,23 @@ class Filtering:
     ) -> None:
         self.attributes = attributes
         self.changed_attributes: frozenset[str] = frozenset()
-        """Attributes of which some item has another value than the night wrote."""
+        """Attributes that have another value than the night wrote, for any item."""
         self.new_items_filtering: Filtering | None = None
-        """Filtering of the items behind these, which events brought."""
+        """Filtering of the new items that events brought; their numbers follow those of the generation's own items."""
         self._filter_by_name = filter_by_name or {}
         self._masks = MaskCache(attributes, bytes_max)
         self._subset_search = SubsetSearch(vectors)
 
     @classmethod
     def open(cls, generation_folder: Path, manifest: Manifest, items: ItemTable) -> Self | None:
-        """Maps the attributes of a generation; None where its items have none."""
+        """Map the attributes of a generation; None if its items have none."""
         if not manifest.items.attributes:
             return None
         filter_by_name = {name: read_filter(named_filter.expression) for name, named_filter in manifest.filters.items()}
         return cls(ItemAttributes.open(generation_folder, manifest), items.vectors, filter_by_name=filter_by_name)
 
     def with_item_values(self, values: Iterable[ItemValue]) -> tuple[Self, ChangedColumns]:
-        """Return a filtering with these item values set, and the columns that changed; itself where none changed."""
+        """Return a filtering with these item values set, and the changed columns; itself if nothing changed."""
         changed_columns = set_item_values(self.attributes, values)
         if not changed_columns.changed_attributes:
             return self, changed_columns
@@ -349,7 +357,7 @@ class Filtering:
         return filtering, changed_columns
 
     def with_new_items(self, values: Sequence[Mapping[str, Any]], vectors: NDArray[np.float32]) -> Self:
-        """Filtering of these items, and behind them of new ones with the attributes and vectors [n, dims] of each."""
+        """Return a filtering of the same items followed by new items with these attributes and vectors [n, dims]."""
         filtering = copy(self)
         filtering.new_items_filtering = None
         if len(values):
@@ -358,23 +366,26 @@ class Filtering:
         return filtering
 
     def may_differ(self, name: str) -> bool:
-        """True if a declared filter may let other items pass than it did in the night."""
+        """Return whether a declared filter may pass other items than it did in the night."""
         declared_filter = self._filter_by_name.get(name)
         return declared_filter is not None and not declared_filter.attributes.isdisjoint(self.changed_attributes)
 
     def get_cached(self, filter_: Filter | str) -> FilterMask | None:
-        """Items that pass, where that is known already."""
+        """Return the items that pass if they are cached, else None."""
         resolved_filter = self._filter_by_name.get(filter_) if isinstance(filter_, str) else filter_
         filter_mask = None if resolved_filter is None else self._masks.get_cached(resolved_filter)
         return None if filter_mask is None else self._append_new_items_mask(filter_mask, filter_)
 
     def evaluation_cost(self, filter_: Filter | str) -> int:
-        """Estimate of the work of `evaluate` where nothing is kept, in comparisons of one number."""
+        """Return the estimated cost of `evaluate` without a cached mask, in comparisons of one number."""
         resolved_filter = self._filter_by_name.get(filter_) if isinstance(filter_, str) else filter_
         return 0 if resolved_filter is None else mask_cost(resolved_filter.root_expression, self.attributes)
 
     def evaluate(self, filter_: Filter | str) -> FilterMask:
-        """Items that pass; raises InvalidFilter for one that does not fit the attributes, or an unknown name."""
+        """Return the items that pass.
+
+        Raises InvalidFilter for a filter that does not fit the attributes, or an unknown name.
+        """
         resolved_filter = self._filter_by_name.get(filter_) if isinstance(filter_, str) else filter_
         if resolved_filter is None:
             raise unknown_filter_error(str(filter_), self._filter_by_name)
@@ -388,7 +399,10 @@ class Filtering:
         k: int,
         metric: Metric,
     ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-        """(ordinals uint32, scores float32) of the best k that pass and are no `exclusions`; there may be fewer."""
+        """Return (ordinals uint32, scores float32) of the best k items that pass and are not excluded, best first.
+
+        There may be fewer than k.
+        """
         ordinals = filter_mask.ordinals()
         if len(exclusions):
             ordinals = ordinals[~np.isin(ordinals, exclusions)]

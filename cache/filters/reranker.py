@@ -1,4 +1,4 @@
-"""Re-ranking of candidates by a request's boosts and its bound on likeness. Pure."""
+"""Re-ranking of candidates by a request's boosts and its bounds on similarity. Pure."""
 
 from collections import Counter
 from itertools import islice
@@ -14,9 +14,9 @@ from cache.model.filter_mask import FilterMask
 
 
 class Reranker:
-    """Re-ranking of one generation's items; for any thread.
+    """Re-ranks items of one generation; thread-safe.
 
-    Ties stay in the order of the candidates, so that a list is the same whenever it is made.
+    Ties keep the order of the candidates, so that results are deterministic.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Reranker:
         self._vectors = vectors
 
     def rerank(self, ordinals: NDArray[np.uint32], scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-        """Return positions int64 of at most k candidates in their new order; the candidates come best first."""
+        """Return positions int64 of at most k candidates in their new order; the candidates must come best first."""
         boosted = scores.astype(np.float64)
         for filter_mask, factor in self._boosts:
             mask = filter_mask.among(ordinals)
@@ -54,7 +54,7 @@ class Reranker:
 def _least_alike(
     relevance: NDArray[np.float64], units: NDArray[np.float32], weight: float, room: "_ValueQuota", k: int
 ) -> list[int]:
-    """Choose at most k positions by maximal marginal relevance: relevance less likeness to the items chosen before."""
+    """Choose at most k positions by maximal marginal relevance: relevance less similarity to items chosen before."""
     worth, likeness = weight * relevance, np.zeros(len(units), np.float32)
     chosen_positions: list[int] = []
     for _ in range(len(units)):
@@ -69,7 +69,7 @@ def _least_alike(
 
 
 class _ValueQuota:
-    """Count of chosen items by value; an item without the attribute counts for none."""
+    """Count of chosen items per attribute value; an item without the attribute is not counted."""
 
     def __init__(self, column: AttributeColumn | None, items_per_value_max: int, ordinals: NDArray[np.uint32]) -> None:
         self._column = column
@@ -78,7 +78,7 @@ class _ValueQuota:
         self._counts: Counter[Any] = Counter()
 
     def try_add(self, position: int) -> bool:
-        """Count the item if none of its values has reached the limit; return whether it was counted."""
+        """Count the item and return True, unless one of its values has reached the limit."""
         if self._column is None:
             return True
         values = _values(self._column, self._ordinals[position])
@@ -93,7 +93,7 @@ def _values(column: AttributeColumn, ordinal: int) -> tuple[Any, ...]:
         first, last = int(column.offsets[ordinal]), int(column.offsets[ordinal + 1])
         return tuple(set(column.values[first:last].tolist()))
     value = column.values[ordinal].item()
-    return () if value == _ABSENT.get(column.kind) or value != value else (value,)  # NaN: no number
+    return () if value == _ABSENT.get(column.kind) or value != value else (value,)  # NaN: the item has no number
 
 
 _ABSENT: Final = {"text": int(NO_CODE), "flag": NO_FLAG, "time": int(NO_TIME)}
@@ -110,13 +110,13 @@ def _column(diversify: Diversify, attributes: ItemAttributes | None) -> Attribut
 
 
 def _scaled(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scale scores to 0 to 1; all become 1 if they are equal."""
+    """Scale scores to the range 0 to 1; if all are equal, they become 1."""
     span = np.ptp(scores) if len(scores) else 0.0
     return (scores - scores.min()) / span if span > 0 else np.ones_like(scores)
 
 
 def _units(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Scale vectors to length 1; vectors of length 0 stay zero and are like no other."""
+    """Scale vectors to length 1; vectors of length 0 stay zero and are similar to no other."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     units: NDArray[np.float32] = np.zeros_like(vectors)
     np.divide(vectors, lengths, out=units, where=lengths > 0)

@@ -1,4 +1,4 @@
-"""Parser of re-rankings: boosts of scores, then a bound on the likeness of an answer's items. Pure."""
+"""Parser of re-rankings: boosts of scores, then bounds on the similarity of an answer's items. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from cache.errors import InvalidInput
 from cache.filters.expression import TEXT_BYTES_MAX, Filter, InvalidFilter, read_filter
 
 BOOSTS_MAX: Final = 8
-"""Boosts of one request; each has a filter."""
+"""Largest number of boosts in one request; each has a filter."""
 
 _RERANKING_FIELDS: Final = ("boost", "diversify")
 _BOOST_FIELDS: Final = ("filter", "factor")
@@ -32,9 +32,9 @@ class Boost:
 
 @dataclass(frozen=True, slots=True)
 class Diversify:
-    """Bounds on how alike an answer's items are: `per_value_max` of one value of an attribute, `mmr` on their vectors.
+    """Bounds on the similarity of an answer's items: `per_value_max` items per attribute value, `mmr` on their vectors.
 
-    `mmr` is the weight of an item's score against its likeness to what is chosen already (Carbonell and Goldstein,
+    `mmr` is the weight of an item's score against its similarity to the items chosen before (Carbonell and Goldstein,
     "The use of MMR, diversity-based reranking", SIGIR 1998).
     """
 
@@ -45,33 +45,34 @@ class Diversify:
 
 @dataclass(frozen=True, slots=True)
 class Reranking:
-    """Boosts of a request, and the bound on likeness that is applied after them."""
+    """Boosts of a request, and the similarity bounds applied after them."""
 
     boosts: tuple[Boost, ...] = ()
     diversify: Diversify | None = None
 
     @property
     def is_heavy(self) -> bool:
-        """True if it takes a product with all candidates for each chosen item."""
+        """Whether each chosen item costs a product with all candidates."""
         return self.diversify is not None and self.diversify.mmr is not None
 
     @property
     def part_names(self) -> str:
-        """Names of the parts for the answer: `boost`, `diversify` or `boost+diversify`."""
+        """Names of the parts, for the answer: `boost`, `diversify` or `boost+diversify`."""
         return "+".join((("boost",) if self.boosts else ()) + (("diversify",) if self.diversify else ()))
 
 
 def read_reranking(json_value: object, boost_max: float) -> Reranking:
     """Parse a JSON value, such as `{"boost": [{"filter": {...}, "factor": 2}], "diversify": {"mmr": 0.7}}`.
 
-    Factors are within 1 / `boost_max` to `boost_max`. Raises InvalidReranking, or InvalidFilter for a boost's filter.
+    Factors must be within 1 / `boost_max` and `boost_max`. Raises InvalidReranking, or InvalidFilter for a boost's
+    filter.
     """
     fields = _checked_fields(json_value, "", _RERANKING_FIELDS)
     if not fields:
-        raise _reranking_error("a re-ranking has boost, diversify or both", "")
+        raise _reranking_error("a re-ranking must have boost, diversify or both", "")
     raw_boosts = fields.get("boost", ())
     if not isinstance(raw_boosts, list | tuple) or ("boost" in fields and not raw_boosts):
-        raise _reranking_error("boost is a list of one or more boosts", "boost")
+        raise _reranking_error("boost must be a list of one or more boosts", "boost")
     if len(raw_boosts) > BOOSTS_MAX:
         raise _reranking_error(f"there are at most {BOOSTS_MAX} boosts", "boost", limit=BOOSTS_MAX)
     boosts = tuple(_parse_boost(raw_boost, f"boost[{index}]", boost_max) for index, raw_boost in enumerate(raw_boosts))
@@ -83,7 +84,7 @@ def _parse_boost(json_value: object, field_path: str, boost_max: float) -> Boost
     factor = _checked_number(fields.get("factor"), f"{field_path}.factor")
     if not 1 / boost_max <= factor <= boost_max:
         raise _reranking_error(
-            f"factor is {1 / boost_max:g} to {boost_max:g} here, not {factor:g}",
+            f"factor must be {1 / boost_max:g} to {boost_max:g}, not {factor:g}",
             f"{field_path}.factor",
             limit=boost_max,
         )
@@ -98,17 +99,17 @@ def _parse_diversify(json_value: object) -> Diversify:
     fields = _checked_fields(json_value, field_path, _DIVERSIFY_FIELDS)
     attribute, items_per_value_max, mmr = (fields.get(name) for name in _DIVERSIFY_FIELDS)
     if (attribute is None) != (items_per_value_max is None) or (attribute is None and mmr is None):
-        raise _reranking_error("diversify has attribute and most, or mmr, or all three", field_path)
+        raise _reranking_error("diversify must have attribute and most, or mmr, or all three", field_path)
     if attribute is not None and (
         not isinstance(attribute, str) or len(attribute.encode(errors="replace")) > TEXT_BYTES_MAX
     ):
-        raise _reranking_error("attribute is the name of one", f"{field_path}.attribute")
+        raise _reranking_error("attribute must be the name of an attribute", f"{field_path}.attribute")
     if items_per_value_max is not None and (
         isinstance(items_per_value_max, bool) or not isinstance(items_per_value_max, int) or items_per_value_max < 1
     ):
-        raise _reranking_error("most is a whole number, 1 or more", f"{field_path}.most")
+        raise _reranking_error("most must be a whole number, 1 or more", f"{field_path}.most")
     if mmr is not None and not 0 < (mmr := _checked_number(mmr, f"{field_path}.mmr")) <= 1:
-        raise _reranking_error(f"mmr is above 0, up to 1, not {mmr:g}", f"{field_path}.mmr")
+        raise _reranking_error(f"mmr must be above 0 and at most 1, not {mmr:g}", f"{field_path}.mmr")
     return Diversify(attribute, items_per_value_max, mmr)
 
 
@@ -136,7 +137,7 @@ def _reranking_error(message: str, field_path: str, **details: object) -> Invali
 
 
 def with_error_path(error: InvalidFilter, outer_path: str) -> InvalidFilter:
-    """Return a copy of the error whose field starts with `outer_path`, for a filter nested at that path."""
+    """Return a copy of the error with `outer_path` before its field, for a filter nested at that path."""
     inner_field = error.details.get("field")
     details = error.details | {"field": outer_path if inner_field is None else f"{outer_path}.{inner_field}"}
     return type(error)(error.message, **details)

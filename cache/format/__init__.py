@@ -1,4 +1,4 @@
-"""Stored bytes: keys, records, directory, manifest and the item table, as writer and reader agree on them.
+"""Stored bytes that the night writes and the service reads: keys, records, directory, manifest and item table.
 
-Golden files in the tests hold these bytes. Start at `redis_keys` and `directory`.
+The tests check these bytes against golden files. Start at `redis_keys` and `directory`.
 """

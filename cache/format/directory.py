@@ -1,4 +1,4 @@
-"""The directory: sorted entity hashes; the position of a hash is the position of its record."""
+"""Directory: sorted hashes of entities; the position of a hash is the position of its record."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ from cache.native import loader, pure
 
 
 def map_file(path: Path, dtype: str, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
-    """Map a file as a read-only array in shared memory; a plain array, since every access to a memmap costs more.
+    """Map a file as a read-only array in shared memory.
 
-    Without a shape, an empty file, which cannot be mapped, gives an empty array.
+    Returns a plain array, because every access to numpy's memmap class costs more. For an empty file, which cannot be
+    mapped, returns an empty array if no shape is given.
     """
     if shape is None and not path.stat().st_size:
         return np.empty(0, dtype)
@@ -30,7 +31,7 @@ class Directory:
     def __init__(self, seed: int, first_hashes: Sequence[int], hash_parts: Sequence[NDArray[np.uint64]]) -> None:
         self.seed = seed
         self.hash_parts = tuple(hash_parts)
-        # bisect beats numpy on one number
+        # bisect is faster than numpy for one number
         self._first_hashes = list(map(int, first_hashes))
         self._part_starts = list(accumulate(map(len, hash_parts), initial=0))
         self.count = self._part_starts[-1]
@@ -38,7 +39,7 @@ class Directory:
 
     @classmethod
     def open(cls, root: Path, entities: EntitySet) -> Self:
-        """Maps the parts listed in a manifest; raises CorruptArtefact when a file's length does not fit its count."""
+        """Map the parts listed in a manifest; raise CorruptArtefact if a file's size does not fit its count."""
         parts = []
         for part in entities.parts:
             hash_file = root / part.file.path
@@ -51,7 +52,7 @@ class Directory:
         return cls(entities.seed, [part.first_hash for part in entities.parts], parts)
 
     def find(self, entity_hash: int) -> int:
-        """The position of a hash, or -1."""
+        """Return the position of a hash, or -1."""
         shard = bisect_right(self._first_hashes, entity_hash) - 1
         hash_part = self.hash_parts[shard]
         part_position = int(hash_part.searchsorted(np.uint64(entity_hash)))
@@ -60,23 +61,23 @@ class Directory:
         return -1
 
     def find_many(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """int64[n] positions, -1 where a hash is absent."""
+        """Return the positions int64[n] of hashes, -1 for an absent one."""
         if hashes.dtype != np.uint64:
-            raise TypeError(f"hashes are uint64, not {hashes.dtype}")
+            raise TypeError(f"hashes must be uint64, not {hashes.dtype}")
         return np.frombuffer(self._hashes.find(np.ascontiguousarray(hashes)), np.int64)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """(part, position within the part) of a global position."""
+        """Return (part, position within the part) for a global position."""
         part_index = bisect_right(self._part_starts, position) - 1
         return part_index, position - self._part_starts[part_index]
 
     def page_locations(
         self, positions: NDArray[np.int64], first_pages: NDArray[np.int64], records_per_page: int, record_bytes: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Places of records of `record_bytes` bytes, `records_per_page` in a page: int64[n] pages, int64[n] offsets."""
+        """Return the pages int64[n] and byte offsets int64[n] of records of `record_bytes` bytes."""
         page_numbers, offsets = self._hashes.locate(positions, first_pages, records_per_page, record_bytes)
         return np.frombuffer(page_numbers, np.int64), np.frombuffer(offsets, np.int64)
 
     def hashes(self) -> NDArray[np.uint64]:
-        """All hashes in order, as one array in memory."""
+        """Return all hashes in order, as one array in memory."""
         return np.concatenate(self.hash_parts) if self.hash_parts else np.empty(0, np.uint64)

@@ -15,7 +15,8 @@ ID_BYTES_MAX = 256
 HASH_SPACE = 1 << 64
 """Number of possible hashes and of possible fingerprints."""
 FINGERPRINT_SEED = 0x9E3779B97F4A7C15
-"""Hash seed independent of every directory seed: a record proves whose it is even if the directory is wrong."""
+"""Hash seed that differs from every directory seed: a record's fingerprint identifies its entity even if the directory
+is wrong."""
 
 _TAG_BY_TYPE = {"str": b"s", "int": b"i", "float": b"f", "bool": b"b", "vector": b"v", "texts": b"t"}
 
@@ -23,7 +24,7 @@ FeatureValue = str | int | float | bool | tuple[float, ...] | tuple[str, ...]
 
 
 def canonical_id(raw_id: object) -> bytes:
-    """Bytes of an id: UTF-8 of a string, decimal form of an integer; raises InvalidId for all else."""
+    """Return the bytes of an id: UTF-8 of a string, decimal form of an integer; raise InvalidId for anything else."""
     if isinstance(raw_id, str):
         id_text = raw_id
     elif isinstance(raw_id, int) and not isinstance(raw_id, bool):
@@ -36,47 +37,49 @@ def canonical_id(raw_id: object) -> bytes:
         raise InvalidId("an id must be valid Unicode (it holds a lone surrogate)") from error
     if not 1 <= len(id_bytes) <= ID_BYTES_MAX:
         raise InvalidId(
-            f"an id has 1 to {ID_BYTES_MAX} bytes of UTF-8, this one has {len(id_bytes)}", size_bytes=len(id_bytes)
+            f"an id must have 1 to {ID_BYTES_MAX} bytes of UTF-8, this one has {len(id_bytes)}",
+            size_bytes=len(id_bytes),
         )
     return id_bytes
 
 
 def hash_id(id_bytes: bytes, seed: int) -> int:
-    """64-bit xxh3 of an id: its place in a directory."""
+    """Return the 64-bit xxh3 of an id, by which a directory finds it."""
     return xxhash.xxh3_64_intdigest(id_bytes, seed)
 
 
 def hash_ids(ids: Sequence[bytes], seed: int) -> NDArray[np.uint64]:
-    """uint64[n] of `hash_id`."""
+    """Return `hash_id` of each id, uint64[n]."""
     id_list = ids if type(ids) is list else list(ids)
     hash_bytes = loader.kernels.hashes(id_list, seed)
-    if hash_bytes is None:  # longer than what is compiled takes
+    if hash_bytes is None:  # longer than the compiled function supports
         hash_bytes = pure.hashes(id_list, seed)
     return np.frombuffer(hash_bytes, np.uint64)
 
 
 def have_id_lengths(ids: list[bytes]) -> bool:
-    """True if every one has a length that an id may have (1 to 256 bytes)."""
+    """Return whether every id has an allowed length (1 to 256 bytes)."""
     return loader.kernels.are_ids(ids, ID_BYTES_MAX)
 
 
 def fingerprint(id_bytes: bytes) -> int:
-    """64-bit identity stored inside a record, from a seed of its own."""
+    """Return the 64-bit identity stored inside a record, from a separate seed."""
     return xxhash.xxh3_64_intdigest(id_bytes, FINGERPRINT_SEED)
 
 
 def fingerprints(ids: Sequence[bytes]) -> NDArray[np.uint64]:
-    """uint64[n] of `fingerprint`."""
+    """Return `fingerprint` of each id, uint64[n]."""
     return hash_ids(ids, FINGERPRINT_SEED)
 
 
 def input_digest(
     model_digest: str, history: Sequence[bytes] | None, features: Mapping[str, FeatureValue] | None
 ) -> bytes:
-    """16 bytes that differ whenever the model, the history or any feature differs.
+    """Return 16 bytes that differ whenever the model, the history or any feature differs.
 
-    Every part is typed and length-prefixed, so no two inputs share an encoding: 1, 1.0, True and "1" are four
-    values, an empty history is not a missing one. Raises InvalidInput for NaN and infinities; -0.0 is 0.0.
+    Every part is typed and length-prefixed, so that different inputs have different encodings: 1, 1.0, True and "1" are
+    four values, and an empty history differs from a missing one. -0.0 counts as 0.0. Raises InvalidInput for NaN and
+    infinities.
     """
     hasher = xxhash.xxh3_128(_length_prefixed(model_digest.encode()))
     if history is None:
@@ -123,13 +126,13 @@ def _encode_finite(name: str, value: float) -> bytes:
 
 def _encode_texts(name: str, value: Sequence[object]) -> bytes:
     if not all(isinstance(element, str) for element in value):
-        raise InvalidInput(f"feature {name!r} holds texts beside other values", field=name)
+        raise InvalidInput(f"feature {name!r} mixes texts with other values", field=name)
     return struct.pack("<I", len(value)) + b"".join(_length_prefixed(str(element).encode()) for element in value)
 
 
 def _encode_finite_numbers(name: str, value: Sequence[object]) -> bytes:
     if not all(isinstance(element, int | float) for element in value):
-        raise InvalidInput(f"feature {name!r} holds numbers beside other values", field=name)
+        raise InvalidInput(f"feature {name!r} mixes numbers with other values", field=name)
     numbers = [element + 0.0 for element in value]  # type: ignore[operator]  # as above
     if not all(map(math.isfinite, numbers)):
         _encode_finite(name, next(number for number in numbers if not math.isfinite(number)))

@@ -1,4 +1,4 @@
-"""Times of ISO 8601 as callers and files write them."""
+"""Parser of ISO 8601 times."""
 
 from datetime import UTC, datetime
 

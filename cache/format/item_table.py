@@ -1,4 +1,4 @@
-"""The item table: an item's ordinal is the position of its hash; vectors, and ids as the bytes of answers."""
+"""Item table: ids, vectors and model indices by ordinal (the position of an item's hash), and ids as JSON."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,28 +15,30 @@ from cache.format.ids import hash_id, hash_ids
 from cache.format.manifest import Manifest
 
 Ordinals = NewType("Ordinals", NDArray[np.int64])
-"""Positions in a generation's item table; -1 = unknown."""
+"""Positions in a generation's item table; -1: unknown."""
 
 ModelIndices = NewType("ModelIndices", NDArray[np.int64])
-"""Positions in a bundle's own vocabulary; -1 = the model does not know the item."""
+"""Positions in a bundle's own vocabulary; -1: unknown to the model."""
 
 ONE_WIDTH_BYTES_MAX = 61
-"""Bytes of the longest id kept at one width: beyond it, most gathered bytes would be padding."""
+"""Largest id size in bytes for which texts are stored at one width; with longer ids most of the bytes would be
+padding."""
 
 TEXT_ROWS_MAX = 1 << 18
-"""Number of texts that a TextTable keeps, at most 16 MB; when it is exceeded, it is emptied and starts again."""
+"""Largest number of texts in a TextTable (at most 16 MB); when it is exceeded, the table is emptied and filled
+again."""
 
 JSON_TEXTS_MAX = 1 << 18
-"""Number of ids that ItemJsonTexts keeps, about 25 MB; when it is exceeded, the cache is emptied and starts again."""
+"""Largest number of ids in ItemJsonTexts (about 25 MB); when it is exceeded, the cache is emptied and filled again."""
 
 _OFFSETS_AT_ONCE = 1 << 18
 
 _JSON_PAD, _JSON_END = b"\0", b"\n"
-"""Bytes that no JSON string holds as they are."""
+"""Bytes that no JSON string contains unescaped."""
 
 
 class IdBytes(NamedTuple):
-    """The ids of uint32[n, k] ordinals, and where each begins and the last one ends, int32[n * k + 1] as bytes."""
+    """Ids of ordinals uint32[n, k], joined, and their offsets int32[n * k + 1] as bytes."""
 
     joined_ids: bytes
     offset_bytes: bytes
@@ -44,21 +46,21 @@ class IdBytes(NamedTuple):
 
     @classmethod
     def of(cls, joined_ids: bytes, id_sizes: NDArray[np.int32]) -> Self:
-        """Ids from their joined bytes `joined_ids` and the size of each in bytes, int32[n, k]."""
+        """Build from joined ids and the size of each id in bytes, int32[n, k]."""
         offsets = np.zeros(id_sizes.size + 1, np.int32)
         np.add.accumulate(id_sizes.ravel(), dtype=np.int32, out=offsets[1:])
         return cls(joined_ids, offsets.tobytes(), id_sizes.shape[-1])
 
     @property
     def id_sizes(self) -> NDArray[np.int32]:
-        """Bytes of each id, int32[n, k]."""
+        """Size of each id in bytes, int32[n, k]."""
         offsets = np.frombuffer(self.offset_bytes, np.int32)
         id_sizes: NDArray[np.int32] = offsets[1:] - offsets[:-1]
         return id_sizes.reshape(-1, self.ids_per_row) if self.ids_per_row else id_sizes.reshape(0, 0)
 
 
 class SharedIdArrays(NamedTuple):
-    """The bytes of all ids, and where each begins and the last one ends."""
+    """Bytes of all ids, and the offsets at which they start, with the end of the last one."""
 
     ids: NDArray[np.uint8]
     offsets: NDArray[np.uint64]
@@ -81,8 +83,8 @@ class ItemTable:
         self._model_index = model_index
         self._offsets = offsets
         self._ids = ids.data
-        # Not a method of this very table: nothing here may wait for the collector of cycles, which passes over what
-        # was frozen, so every flip would leave a catalogue behind.
+        # Not a bound method: it would form a reference cycle with this table. The garbage collector ignores frozen
+        # objects, so every flip would leak a catalogue.
         ids_of = partial(_ids_of, self._ids, offsets)
         longest_id_bytes = _longest_id_bytes(offsets)
         self.json_texts = ItemJsonTexts(self.count, ids_of, longest_id_bytes=longest_id_bytes)
@@ -92,7 +94,7 @@ class ItemTable:
 
     @classmethod
     def open(cls, root: Path, manifest: Manifest) -> Self:
-        """Maps the item files of a generation."""
+        """Map the item files of a generation."""
         files = manifest.items
         return cls(
             Directory.open(root, manifest.entity_sets["item"]),
@@ -103,25 +105,25 @@ class ItemTable:
         )
 
     def raw_id(self, ordinal: int) -> bytes:
-        """The id's bytes."""
+        """Return the bytes of the id."""
         return bytes(self._ids[int(self._offsets[ordinal]) : int(self._offsets[ordinal + 1])])
 
     def id_of(self, ordinal: int) -> str:
-        """The external id."""
+        """Return the external id."""
         return self.raw_id(ordinal).decode()
 
     def ids_of(self, ordinals: NDArray[np.uint32] | Ordinals) -> list[str]:
-        """External ids in the order of `ordinals`."""
+        """Return external ids in the order of `ordinals`."""
         return _ids_of(self._ids, self._offsets, ordinals)
 
     def ordinal_of(self, id_bytes: bytes) -> int:
-        """The ordinal of an id, or -1; the id itself is compared, not only its hash."""
+        """Return the ordinal of an id, or -1; compares the id itself in addition to its hash."""
         ordinal = self.directory.find(hash_id(id_bytes, self.directory.seed))
         return ordinal if ordinal >= 0 and self.raw_id(ordinal) == id_bytes else -1
 
     def ordinals_of(self, raw_ids: Sequence[bytes]) -> Ordinals:
-        """int64[n] ordinals, -1 where an id is unknown."""
-        if len(raw_ids) < 8:  # below that, numpy's fixed cost per call exceeds the searches
+        """Return ordinals int64[n], -1 for an unknown id."""
+        if len(raw_ids) < 8:  # with fewer ids, numpy's fixed cost per call exceeds that of single searches
             return Ordinals(np.array([self.ordinal_of(raw) for raw in raw_ids], np.int64))
         ordinals = self.directory.find_many(hash_ids(raw_ids, self.directory.seed))
         hit_indexes = np.flatnonzero(ordinals >= 0)
@@ -135,7 +137,10 @@ class ItemTable:
         return Ordinals(ordinals)
 
     def _equals_stored_ids(self, raw_ids: Sequence[bytes], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
-        """True if each of `raw_ids` equals the id bytes between its start and its end; all are compared at once."""
+        """Return whether each of `raw_ids` equals the stored bytes between its start and end.
+
+        Compares all of them at once.
+        """
         if not raw_ids:
             return True
         lengths = ends - starts
@@ -148,7 +153,7 @@ class ItemTable:
         return stored_bytes == b"".join(raw_ids)
 
     def model_indices_of(self, ordinals: Ordinals) -> ModelIndices:
-        """Maps ordinals to the model's own indices, the only place that does; -1 stays -1."""
+        """Map ordinals to the model's own indices; -1 stays -1. Nothing else does this mapping."""
         is_known = ordinals >= 0
         return ModelIndices(np.where(is_known, self._model_index[np.where(is_known, ordinals, 0)], -1))
 
@@ -171,9 +176,9 @@ def _longest_id_bytes(offsets: NDArray[np.uint64]) -> int:
 
 
 class ItemJsonTexts:
-    """Each ordinal's id as a JSON string; `ids_of` reads those that are new.
+    """Cache of ids as JSON strings by ordinal; `ids_of` reads ids that are not cached.
 
-    JSON of ids none of which is longer than `longest_id_bytes` bytes is kept at one width.
+    If `longest_id_bytes` is small enough, the texts are stored at one width.
     """
 
     def __init__(
@@ -189,13 +194,13 @@ class ItemJsonTexts:
             self._json_rows = ItemJsonRows(count, longest_id_bytes, ids_of)
 
     def lines(self, ordinals: NDArray[np.uint32]) -> list[bytes]:
-        """A comma-separated line of texts for each row of ordinals uint32[n, k]."""
+        """Return one comma-separated line of texts per row of ordinals uint32[n, k]."""
         if self._json_rows is not None and (lines := self._json_rows.of(ordinals)) is not None:
             return lines
         return [b",".join(row) for row in self.rows(ordinals)]
 
     def rows(self, ordinals: NDArray[np.uint32]) -> list[list[bytes]]:
-        """Texts[n][k] of ordinals uint32[n, k], all of them below the table's count."""
+        """Return texts[n][k] for ordinals uint32[n, k], all of them below the table's count."""
         json_by_ordinal = self._json_by_ordinal
         if json_by_ordinal is None:
             json_by_ordinal = self._json_by_ordinal = np.full(self._count, None, object)
@@ -216,7 +221,10 @@ class ItemJsonTexts:
 
 
 class ItemJsonRows:
-    """Lists of ids as JSON, many at once; the longest id has `longest_id_bytes` bytes, `ids_of` reads new ones."""
+    """Cache that joins many lists of ids as JSON.
+
+    The longest id has `longest_id_bytes` bytes, `ids_of` reads missing ids.
+    """
 
     def __init__(
         self, count: int, longest_id_bytes: int, ids_of: Callable[[NDArray[np.uint32]], Sequence[str]]
@@ -224,7 +232,10 @@ class ItemJsonRows:
         self._text_table = TextTable(count, longest_id_bytes + len('"",'), _JSON_PAD, _id_json, ids_of)
 
     def of(self, ordinals: NDArray[np.uint32]) -> list[bytes] | None:
-        """A comma-separated line of each of uint32[n, k], k > 0; None if an id's JSON is longer than the id."""
+        """Return one comma-separated line per row of uint32[n, k], k > 0.
+
+        Returns None if any id's JSON is longer than the id.
+        """
         text_slots = self._text_table.text_slots(ordinals)
         if text_slots is None:
             return None
@@ -232,7 +243,7 @@ class ItemJsonRows:
         padded_lines = np.empty((len(ordinals), row_bytes + 1), np.uint8)
         padded_texts = np.frombuffer(self._text_table.texts(text_slots), np.uint8)
         padded_lines[:, :-1] = padded_texts.reshape(-1, row_bytes)
-        padded_lines[:, 0] = _JSON_PAD[0]  # the comma before the first
+        padded_lines[:, 0] = _JSON_PAD[0]  # remove the comma before the first text
         padded_lines[:, -1] = _JSON_END[0]
         return padded_lines.tobytes().translate(None, _JSON_PAD).split(_JSON_END)[:-1]
 
@@ -242,10 +253,9 @@ def _id_json(id_: str) -> bytes:
 
 
 class TextTable:
-    """Cache of texts by item, all of one width, so that many are gathered like numbers.
+    """Cache of texts by item, stored at one width, so that numpy can gather many at once.
 
-    A text has at most `width` bytes and is filled up with `pad_byte`, which no text holds; `ids_of` reads ids that are
-    new.
+    A text has at most `width` bytes and is padded with `pad_byte`, which no text contains; `ids_of` reads missing ids.
     """
 
     def __init__(
@@ -262,12 +272,15 @@ class TextTable:
         self._ids_of = ids_of
         self._capacity = min(count, TEXT_ROWS_MAX)
         self._slots = np.zeros(count, np.int32)
-        """Slot of each ordinal in `_texts`; 0: not there."""
+        """Slot of each ordinal in `_texts`; 0: not cached."""
         self._texts = np.zeros(self._capacity + 1, f"V{width}")
         self._filled_count = 0
 
     def text_slots(self, ordinals: NDArray[np.uint32]) -> NDArray[np.int32] | None:
-        """Slots of the ordinals' texts, valid until the next call; None if a text is too long or there are too many."""
+        """Return slots of the ordinals' texts, valid until the next call.
+
+        Returns None if a text is too long or there are too many.
+        """
         found_slots = self._slots.take(ordinals)
         if np.count_nonzero(found_slots) == found_slots.size:
             return found_slots
@@ -276,7 +289,7 @@ class TextTable:
         return found_slots if np.count_nonzero(found_slots) == found_slots.size else None
 
     def texts(self, slots: NDArray[np.int32]) -> bytes:
-        """Texts in these slots, one after another, each with its padding."""
+        """Return the texts in these slots, joined, each with its padding."""
         return self._texts.take(slots).tobytes()
 
     def _cache_new(self, ordinals: NDArray[np.uint32]) -> None:

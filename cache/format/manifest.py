@@ -19,7 +19,7 @@ AttributeKind = Literal["text", "texts", "number", "flag", "time"]
 EntityKind = Literal["user", "item"]
 
 MANIFEST_FORMAT: Final = FORMATS[MANIFEST].written
-"""Version of the manifest's fields and of the files it lists; the records in the pages have a version of their own."""
+"""Version of the manifest's fields and of the files it lists; records have a separate version."""
 
 FORMAT_WITH_WEIGHTS: Final = 2
 """Version of a manifest with a model whose weights are in a second file."""
@@ -31,26 +31,26 @@ FORMAT_WITH_FILTERS: Final = 4
 """Version of a manifest with named filters or facets."""
 
 FORMAT_WITH_EVENTS: Final = 5
-"""Version of a manifest that says which events the generation includes, and lists the users' inputs."""
+"""Version of a manifest that states which events the generation includes and lists the users' inputs."""
 
 FEATURE_ONLY_USERS_FACT: Final = "featured_users"
-"""Fact of a manifest that is true if users who appear only in the feature table were computed."""
+"""Fact of a manifest: true if users who appear only in the feature table have records."""
 
 FACET_PREFIX: Final = "facet."
-"""Prefix of the entity set of a facet's values; the table's name follows."""
+"""Prefix of the entity set of a facet's values; the table's name is appended."""
 
 GENERATION_PATTERN = re.compile(r"[0-9]{8}T[0-9]{6}Z-[0-9a-f]{12}")
 """Generation id: `data_until` in UTC, then a digest of configuration, bundle and inputs."""
 
 CUT_CHARS = len("20260131T000000Z")
-"""Characters of `data_until` in a generation id, so older data sorts first."""
+"""Number of characters of `data_until` in a generation id; ids with older data sort first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Artefact:
     """File of a generation: path relative to the generation's root, size in bytes and SHA-256.
 
-    Raises ValueError for a path that could lead out of that root: files are fetched, written and hashed by it.
+    Raises ValueError for a path that could lead outside that root, because files are fetched, written and hashed at it.
     """
 
     path: str
@@ -59,14 +59,17 @@ class Artefact:
 
     def __post_init__(self) -> None:
         path: object = self.path
-        # One file below a folder, on every system and object store.
+        # Paths must name a file below the folder on every system and object store.
         if not isinstance(path, str) or {"\\", "\0"} & set(path) or {"", ".", ".."} & set(path.split("/")):
-            raise ValueError(f"{path!r} is no path below a generation")
+            raise ValueError(f"{path!r} is not a path below a generation")
 
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """Attribute of items as a column by ordinal; texts are codes into `names`, `offsets` delimits lists of values."""
+    """Attribute of items as a column by ordinal.
+
+    Texts are codes into `names`, `offsets` delimits the lists of several values.
+    """
 
     kind: AttributeKind
     values: Artefact
@@ -84,7 +87,7 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class ItemFiles:
-    """Files of the item table: ids by ordinal, vectors, model index of each item, and attributes by name."""
+    """Files of the item table: ids by ordinal, vectors, model indices, and attributes by name."""
 
     ids: Artefact
     offsets: Artefact
@@ -99,9 +102,9 @@ class ItemFiles:
 class SeenPart:
     """Histories of a shard's users, in the order of its directory: each user's end (uint64), and item ordinals.
 
-    Oldest first. Where events are taken in, `times` (int64, microseconds since 1970) says when each happened last, and
-    `features`, with each user's end (uint64), has the other inputs of the user tower, as JSON. Where users may
-    bring a vector along, `brought` is 1 for each who did (uint8), else 0.
+    Histories are oldest first. If events are accepted, `times` (int64, microseconds since 1970) has the latest time of
+    each item, and `features`, with `feature_ends` (each user's end, uint64), has the other inputs of the user tower as
+    JSON. If a source gives users' vectors, `brought` (uint8) is 1 for each user with one, else 0.
     """
 
     ends: Artefact
@@ -113,7 +116,7 @@ class SeenPart:
 
     @classmethod
     def of(cls, files: Iterable[Artefact]) -> Self:
-        """Build from files, each identified by its ending, such as `seen/0000.ends`."""
+        """Build from files, identified by their endings, such as `seen/0000.ends`."""
         return cls(**{file.path.rpartition(".")[2]: file for file in files})
 
     @property
@@ -125,10 +128,10 @@ class SeenPart:
 
 @dataclass(frozen=True, slots=True)
 class IncludedEvents:
-    """Events that a generation includes: all up to a position; and the history length that its models were given.
+    """Events that a generation includes: all up to a position. Also the history length that its models were given.
 
-    `facets` has the attribute of each facet's table: events may set it anew. `namespace` is the namespace of the
-    stream that the position belongs to; empty: the generation's own.
+    `facets` has the attribute of each facet's table, whose values events may change. `namespace` is the namespace of
+    the position's stream; empty: the generation's own.
     """
 
     until: str
@@ -169,7 +172,7 @@ class TablePart:
 
 @dataclass(frozen=True, slots=True)
 class Producer:
-    """Producer of a table's records that are not stored: its kind, model and index."""
+    """Producer of live records for a table: its kind, model and index."""
 
     kind: Literal["topk", "similar", "tower", "value", "none"]
     model: str | None = None
@@ -195,21 +198,21 @@ class Table:
 
     @property
     def is_facet(self) -> bool:
-        """True if the entities are values of an attribute, which no model can compute."""
+        """Whether the entities are values of an attribute, for which no model can compute a record."""
         return self.entity.startswith(FACET_PREFIX)
 
     @property
     def page_bytes(self) -> int:
-        """Size of a full page."""
+        """Size of a full page in bytes."""
         return self.records_per_page * self.layout.size_bytes
 
     @property
     def pages(self) -> int:
-        """Pages of all parts."""
+        """Number of pages of all parts."""
         return sum(part.pages for part in self.parts)
 
     def locate_record(self, part_index: int, position: int) -> tuple[int, int]:
-        """(page, byte offset in it) of the record at `position` within part `part_index`."""
+        """Return (page, byte offset in the page) of the record at `position` within part `part_index`."""
         page_number, slot_in_page = divmod(position, self.records_per_page)
         return self.parts[part_index].first_page + page_number, slot_in_page * self.layout.size_bytes
 
@@ -218,7 +221,7 @@ class Table:
 class Model:
     """ONNX model of the generation; `spec` is the JSON of a `cache.model.tower.TowerSpec`.
 
-    `weights` is the file of weights that `fp32` could not hold, if there is one; the int8 form never has one.
+    `weights` is the file for weights that did not fit into `fp32`, if there is one; the int8 form never has one.
     """
 
     name: str
@@ -237,7 +240,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A FAISS index over the item vectors, position = ordinal."""
+    """FAISS index over the item vectors; positions are ordinals."""
 
     metric: Literal["inner_product", "cosine"]
     kind: str
@@ -247,9 +250,9 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class NamedFilter:
-    """Named filter that requests refer to: the expression as a request could send it.
+    """Named filter for requests, with the expression in the form of a request.
 
-    `tables` holds the lists made under this filter, by the name of the table that a request asks for.
+    `tables` has the tables of lists made under this filter, by the name of the requested table.
     """
 
     expression: Mapping[str, Any]
@@ -283,17 +286,17 @@ class Manifest:
     format: int = MANIFEST_FORMAT
 
     def to_bytes(self) -> bytes:
-        """Readable JSON with sorted keys: equal manifests are equal bytes."""
+        """Return readable JSON with sorted keys: equal manifests have equal bytes."""
         document = asdict(self)
         for model in document["models"].values():
-            if model["weights"] is None:  # format 1 has no such field
+            if model["weights"] is None:  # format 1 lacks this field
                 del model["weights"]
-        if not document["seen"] and not document["items"].get("attributes"):  # nor has format 2 these
+        if not document["seen"] and not document["items"].get("attributes"):  # format 2 lacks these fields
             del document["seen"]
             document["items"].pop("attributes", None)
-        if not document["filters"]:  # nor has format 3 this
+        if not document["filters"]:  # format 3 lacks this field
             del document["filters"]
-        if document["events"] is None:  # nor has format 4 these
+        if document["events"] is None:  # format 4 lacks these fields
             del document["events"]
             for part in document.get("seen", ()):
                 for name in ("times", "feature_ends", "features", "brought"):
@@ -304,7 +307,7 @@ class Manifest:
 
     @staticmethod
     def from_bytes(manifest_bytes: bytes) -> "Manifest":
-        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
+        """Parse the result of `to_bytes`; raise CorruptArtefact for anything else."""
         try:
             document = orjson.loads(manifest_bytes)
             demand_readable(MANIFEST, document["format"], f"the manifest of {document.get('generation')}")
@@ -313,7 +316,7 @@ class Manifest:
             raise CorruptArtefact(f"not a manifest: {error}") from error
 
     def artefacts(self) -> list[Artefact]:
-        """Every file a serving host needs; pages live in Redis and stay in the store."""
+        """Return every file that a serving host needs; files of pages are not needed, since pages are in Redis."""
         items = self.items
         files = [items.ids, items.offsets, items.vectors, items.model_index, self.defaults]
         files += [artefact for attribute in items.attributes.values() for artefact in attribute.parts().values()]
@@ -326,18 +329,18 @@ class Manifest:
 
     @property
     def stored_tables(self) -> dict[str, Table]:
-        """All tables with pages, by their own names: those that requests name, and those made under filters."""
+        """All tables with pages by their own names: those that requests name, and those made under filters."""
         filtered_tables = [table for named_filter in self.filters.values() for table in named_filter.tables.values()]
         return {**self.tables, **{table.name: table for table in filtered_tables}}
 
     def pages(self) -> list[Artefact]:
-        """Every file of pages and their checksums."""
+        """Return every file of pages and their checksums."""
         parts = [part for table in self.stored_tables.values() for part in table.parts]
         return [artefact for part in parts for artefact in (part.file, part.sums)]
 
 
 @cache
 def _manifest_adapter() -> "TypeAdapter[Manifest]":
-    from pydantic import TypeAdapter  # 0.1 s that who only names a manifest is spared
+    from pydantic import TypeAdapter  # takes 0.1 s; not needed to build a manifest
 
     return TypeAdapter(Manifest)

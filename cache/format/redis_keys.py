@@ -7,20 +7,20 @@ from typing import Final
 from cache.formats import FORMATS, KEYS
 
 KEYSPACE_VERSION: Final = FORMATS[KEYS].written
-"""Version of all keys in Redis; a release with another version ignores these keys."""
+"""Version of all keys in Redis; releases with another version do not read these keys."""
 
 NAME_PATTERN: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
-"""Name of a namespace, a table or a filter: fit for keys and folder names alike."""
+"""Pattern for names of namespaces, tables and filters: valid in keys and folder names."""
 
 
 def hash_hex(key: int | bytes) -> str:
-    """The overlay key's last part: 16 hex digits for an entity hash, 32 for an id-less feature key."""
+    """Return the end of an overlay key: 16 hex digits for an entity hash, 32 for the digest of an input without id."""
     return key.hex() if isinstance(key, bytes) else f"{key:016x}"
 
 
 @dataclass(frozen=True, slots=True)
 class Keyspace:
-    """Redis keys of one namespace; control keys share a slot in Redis Cluster, pages and overlays spread."""
+    """Redis keys of one namespace. In Redis Cluster the control keys share a slot; pages and overlays are spread."""
 
     namespace: str
 
@@ -31,7 +31,7 @@ class Keyspace:
 
     @property
     def next(self) -> str:
-        """Key of the staging note, which names the generation that replicas are to hold ready."""
+        """Key of the staging note, which names the generation that replicas should prepare."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:next"
 
     @property
@@ -41,28 +41,28 @@ class Keyspace:
 
     @property
     def replicas(self) -> str:
-        """Key of the sorted set of serving replicas, by time of heartbeat."""
+        """Key of the sorted set of replicas' heartbeats, scored by time."""
         return self.replicas_of(KEYSPACE_VERSION)
 
     def replicas_of(self, version: int) -> str:
-        """Return the key of the replicas under another version of the keys."""
+        """Return the key of replicas' heartbeats under another version of the keys."""
         return f"larder:{version}:{{{self.namespace}}}:replicas"
 
     def hot_names(self, hour: int) -> str:
-        """Return the key of a sorted set: table and id, by requests in one hour (since 1970, Redis' clock)."""
+        """Return the key of a sorted set for one hour (since 1970, Redis' clock): table and id, scored by requests."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:hot:{hour}"
 
     def bin(self, start_s: int) -> str:
-        """Return the key of a hash for the dashboard: worker -> its counts in the seconds from `start_s` (Unix) on."""
+        """Return the key of a dashboard hash: worker -> its counts in the interval from `start_s` (Unix seconds)."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:dash:{start_s}"
 
     @property
     def workers(self) -> str:
-        """Key of a hash for the dashboard: worker -> its counts since the start, and its state."""
+        """Key of a hash for the dashboard: worker -> its counts since its start, and its state."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:dash:workers"
 
     def cold_names(self, day: int) -> str:
-        """Return the key of a sorted set: table and id, by requests in one day, of ids not in the live generation."""
+        """Return the key of a sorted set for one day: table and id, unknown to the generation, scored by requests."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:cold:{day}"
 
     def read(self, generation: str, table: str) -> str:
@@ -71,7 +71,7 @@ class Keyspace:
 
     @property
     def quality(self) -> str:
-        """Key of a hash: replica -> its measured quality of answers, as JSON."""
+        """Key of a hash: replica -> measured quality of its answers, as JSON."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:quality"
 
     @property
@@ -86,40 +86,40 @@ class Keyspace:
 
     @property
     def inbox(self) -> str:
-        """Key of the stream that producers may write events to, and from which the service accepts them."""
+        """Key of the stream to which producers may write events; the service accepts events from it."""
         return f"{self.events}:inbox"
 
     @property
     def rejected_events(self) -> str:
-        """Key of the stream of rejected entries, with reasons."""
+        """Key of the stream of rejected events, with reasons."""
         return f"{self.events}:rejected"
 
     @property
     def event_ids(self) -> bytes:
-        """Key prefix of the ids of accepted events; 16 bytes of a digest follow."""
+        """Prefix of the keys of accepted events' ids; 16 bytes of a digest follow."""
         return f"{self.events}:id:".encode()
 
     @property
     def event_sources(self) -> bytes:
-        """Key prefix of the counts of events by user; 16 bytes of a digest follow."""
+        """Prefix of the keys of event counts by user; 16 bytes of a digest follow."""
         return f"{self.events}:of:".encode()
 
     def page(self, generation: str, table: str, page_number: int) -> str:
-        """Key of one page of a table."""
+        """Return the key of one page of a table."""
         return f"larder:{KEYSPACE_VERSION}:{self.namespace}:g:{generation}:{table}:{page_number}"
 
     def pages(self, generation: str, table: str) -> bytes:
-        """Return the key prefix of all pages of a table; the page number follows."""
+        """Return the prefix of the keys of a table's pages; the page number follows."""
         return f"larder:{KEYSPACE_VERSION}:{self.namespace}:g:{generation}:{table}:".encode()
 
     def loaded(self, generation: str) -> str:
-        """Return the key of a hash: "table/part" -> digest of the pages that are wholly in Redis."""
+        """Return the key of a hash: "table/part" -> digest of the pages that are completely in Redis."""
         return f"larder:{KEYSPACE_VERSION}:{self.namespace}:g:{generation}:loaded"
 
     def overlay(self, generation: str, table: str, hash_hex: str) -> str:
-        """Return the key of one record written through by live inference."""
+        """Return the key of one record that live inference stored."""
         return f"larder:{KEYSPACE_VERSION}:{self.namespace}:w:{generation}:{table}:{hash_hex}"
 
     def lease(self, generation: str, table: str, hash_hex: str, digest: bytes) -> str:
-        """Return the key of the lease on computing one input's overlay; starts like the overlay's key, for ACLs."""
+        """Return the key of the lease for computing one overlay; has the same prefix as the overlay's key, for ACLs."""
         return f"{self.overlay(generation, table, hash_hex)}:{digest.hex()}"

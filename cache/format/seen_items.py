@@ -1,4 +1,4 @@
-"""Memory-mapped histories, times and features of users as of the night, by the user's directory position."""
+"""Memory-mapped inputs of users as of the night (histories, times, features), by position in the user directory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +13,9 @@ from cache.format.manifest import Manifest, SeenPart
 
 
 class UserInput(NamedTuple):
-    """Input of a user as a night had it: ordinals int64 oldest first, when each happened last, and features by column.
+    """Input of a user as of the night: item ordinals int64 oldest first, their latest times, and features by column.
 
-    Times are int64 microseconds since 1970, 0 where none was given.
+    Times are int64 microseconds since 1970; 0: unknown.
     """
 
     item_ordinals: NDArray[np.int64]
@@ -55,7 +55,7 @@ def _row_slice(ends: NDArray[np.uint64], shard_row: int) -> slice:
 
 
 class SeenItems:
-    """Ordinals that each user had, and inputs where events are taken in: mapped arrays per shard."""
+    """Item ordinals of each user's history, and other inputs if events are accepted: arrays mapped per shard."""
 
     def __init__(self, directory: Directory, parts: list[_ShardHistories]) -> None:
         self._directory = directory
@@ -63,25 +63,25 @@ class SeenItems:
 
     @classmethod
     def open(cls, root: Path, manifest: Manifest, users: Directory) -> Self | None:
-        """Maps the parts that a manifest lists; None where it lists none."""
+        """Map the parts that a manifest lists; None if it lists none."""
         if not manifest.seen:
             return None
         return cls(users, [_ShardHistories.open(root, part) for part in manifest.seen])
 
     def ordinals_of(self, position: int) -> NDArray[np.int64]:
-        """Ordinals of the user at a position of the directory, int64."""
+        """Return the item ordinals int64 of the user at a position of the directory."""
         shard, shard_row = self._directory.locate(position)
         part = self._parts[shard]
         return part.items[_row_slice(part.ends, shard_row)].astype(np.int64)
 
     def has_brought_vector(self, position: int) -> bool:
-        """True if the user at a position of the directory brought a vector along."""
+        """Return whether the vector of the user at a position of the directory came from a source."""
         shard, shard_row = self._directory.locate(position)
         vector_flags = self._parts[shard].has_own_vector
         return vector_flags is not None and bool(vector_flags[shard_row])
 
     def input_of(self, position: int) -> UserInput:
-        """Input of the user at a position of the directory; the manifest must say which events it has."""
+        """Return the input of the user at a position of the directory; the manifest must include events."""
         shard, shard_row = self._directory.locate(position)
         part = self._parts[shard]
         history_slice = _row_slice(part.ends, shard_row)

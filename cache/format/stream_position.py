@@ -1,4 +1,4 @@
-"""Position in the event stream, as a manifest, a request and an answer name it. Pure."""
+"""Position in the event stream, in the form of manifests, requests and answers. Pure."""
 
 import re
 from typing import Final, NamedTuple, Self
@@ -10,27 +10,27 @@ _SEQUENCE_BITS: Final = 20
 
 
 class Position(NamedTuple):
-    """Milliseconds since 1970 by Redis' clock, and a number within them; each event's is greater than all before it."""
+    """Position: milliseconds since 1970 by Redis' clock, and a sequence number; greater than all earlier positions."""
 
     ms: int
     sequence: int
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """Reads Redis' id of a stream entry, such as 1700000000000-3; raises InvalidInput for anything else."""
+        """Parse Redis' id of a stream entry, such as 1700000000000-3; raise InvalidInput for anything else."""
         id_match = _POSITION_TEXT.fullmatch(text.decode("ascii", "replace") if isinstance(text, bytes) else text)
         if id_match is None or int(id_match[2]) >> _SEQUENCE_BITS:
-            raise InvalidInput(f"{text!r} is no position of an event, such as 1700000000000-0")
+            raise InvalidInput(f"{text!r} is not the position of an event, such as 1700000000000-0")
         return cls(int(id_match[1]), int(id_match[2]))
 
     @property
     def number(self) -> int:
-        """The position as one number of 64 bits, in the same order."""
+        """Position as one 64-bit number, in the same order."""
         return self.ms << _SEQUENCE_BITS | self.sequence
 
     @classmethod
     def from_number(cls, number: int) -> Self:
-        """Undoes `number`."""
+        """Convert from `number`."""
         return cls(number >> _SEQUENCE_BITS, number & ((1 << _SEQUENCE_BITS) - 1))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""L2 on a Redis Cluster: a tier for each node, commands scattered over them, and the control plane of the home node."""
+"""L2 on a Redis Cluster: one tier per node, commands distributed to nodes, and the control plane."""
 
 import asyncio
 import contextlib
@@ -45,19 +45,21 @@ from cache.l2.slots import (
 from cache.l2.tier import Keep, PipelinePart, RemoteConfig, RemoteTier
 
 REDIRECTS_MAX: Final = 3
-"""Redirections that a command follows: from a stale map to the old owner, from there to the new one, and one more."""
+"""Redirections that a command follows: from an outdated map to the old owner, from there to the new owner, and one
+more."""
 
 REFRESH_PAUSE_S: Final = 1.0
-"""Seconds between two lookups of the slot map that errors ask for: a dead node costs one lookup per second."""
+"""Shortest time in seconds between two lookups of the slot map after errors: a dead node costs one lookup per
+second."""
 
 _CACHED_TABLES_MAX: Final = 16
-_NO_SLOT_MAP_MESSAGE: Final = "no node of the Redis Cluster has told yet who serves which slot"
+_NO_SLOT_MAP_MESSAGE: Final = "no node of the Redis Cluster has returned a slot map yet"
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class ClusterTier:
-    """Data plane of a Redis Cluster: sends each command to its key's node; a dead node costs only its own keys."""
+    """Data plane of a Redis Cluster: sends each command to its key's node; a dead node affects only its own keys."""
 
     def __init__(self, config: RemoteConfig, keyspace: Keyspace, new_breaker: Callable[[], Breaker] = Breaker) -> None:
         self.nodes = Nodes(config, keyspace, new_breaker)
@@ -67,7 +69,7 @@ class ClusterTier:
 
     @property
     def stats(self) -> DataPlaneStats:
-        """Counts of all nodes together, and the worst of their breaker states."""
+        """Sum of the nodes' counts, and the worst of their breaker states."""
         return self.nodes.stats
 
     def submit(self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]) -> asyncio.Future[T]:
@@ -75,11 +77,14 @@ class ClusterTier:
         return Scatter(commands, keep, self.nodes, self._slots, self._config.deadline_s).send()
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
-        """Send a command to the node that holds the lease; return a future of the answer."""
+        """Send a command to the node that serves the lease's key; return a future of the answer."""
         return self.submit((command,), itemgetter(0))
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
-        """Store each overlay; return None for a success, else the error. Leases, on other nodes, are marked after."""
+        """Store each overlay; return None for each success, else the error.
+
+        Leases, whose nodes may differ, are marked afterwards.
+        """
         if not writes:
             return []
         answers = await self.submit([write._replace(lease_mark=None) for write in writes], list)
@@ -90,11 +95,14 @@ class ClusterTier:
             if write.lease_mark is not None and failure is None
         ]
         if lease_marks:
-            await self.submit(lease_marks, list)  # without it the lease ends by itself
+            await self.submit(lease_marks, list)  # if the mark fails, the lease expires
         return failures
 
     async def page(self, read: PageRead) -> bytes | None:
-        """Read a page or a part of it from its node, None if there is none; no reader waits for this connection."""
+        """Read a page or a part of it from its node, on a connection without readers' commands.
+
+        Returns None if there is none.
+        """
         return await self.nodes.call_owner(self._slots.slot_of_command(read), lambda tier: tier.page(read))
 
     def bound_s(self) -> float:
@@ -116,21 +124,21 @@ class ClusterTier:
         await asyncio.gather(*[tier.connect_ahead() for tier in self.nodes.tiers])
 
     async def aclose(self) -> None:
-        """Close every connection; pending reads end as unavailable."""
+        """Close every connection; pending reads end with TierUnavailable."""
         await self.nodes.aclose()
 
 
 def open_tier(config: RemoteConfig, keyspace: Keyspace, new_breaker: Callable[[], Breaker]) -> DataPlane:
-    """Open the data plane for the URL of L2: of one server, or of a Redis Cluster."""
+    """Open the data plane for the URL of L2: for a single server or for a Redis Cluster."""
     if is_cluster(config.url):
         return ClusterTier(config, keyspace, new_breaker)
     return RemoteTier(config, keyspace, new_breaker())
 
 
 class Nodes:
-    """Registry of one tier per master, each with its own connections and breaker: a dead one delays no other.
+    """Tiers of a cluster's masters, each with its own connections and breaker, so that a dead node delays no other.
 
-    The map is looked up again whenever a node redirects or fails; a redirection counts at once.
+    The slot map is looked up again after any redirection or failure; the slot of a redirection changes at once.
     """
 
     def __init__(self, config: RemoteConfig, keyspace: Keyspace, new_breaker: Callable[[], Breaker]) -> None:
@@ -153,7 +161,7 @@ class Nodes:
 
     @property
     def stats(self) -> DataPlaneStats:
-        """Stats of all nodes together; counts of former nodes are included, so that counters never fall."""
+        """Sum of the stats of all nodes, former nodes included, so that counters never fall."""
         return sum((tier.stats for tier in self._tier_by_address.values()), self._retired_stats)
 
     def of_slot(self, slot: int) -> RemoteTier | None:
@@ -184,9 +192,9 @@ class Nodes:
             await self.refresh()
 
     async def call_owner(self, slot: int, call: Callable[[RemoteTier], Awaitable[T]]) -> T:
-        """Return the result of a call on the node that serves a slot, at leisure; raise TierUnavailable.
+        """Return the result of a call on the node that serves a slot, for callers without a deadline.
 
-        A redirected call is repeated once after a lookup of the map.
+        Raises TierUnavailable. A redirected call is repeated once after a lookup of the map.
         """
         await self.ready()
         try:
@@ -199,13 +207,16 @@ class Nodes:
         return await call(self._tier_serving(slot))
 
     async def refresh(self) -> None:
-        """Look up the slot map now; concurrent calls share one lookup. Raise TierUnavailable if no node has a map."""
+        """Look up the slot map now; concurrent calls share one lookup.
+
+        Raises TierUnavailable if no node returns a map.
+        """
         if self._is_closed:
             raise TierUnavailable("this client was closed", reason="connection")
         await asyncio.shield(self._start_refresh())
 
     async def aclose(self) -> None:
-        """Closes every tier."""
+        """Close every tier."""
         self._is_closed = True
         if self._refresh_task is not None:
             self._refresh_task.cancel()
@@ -230,12 +241,12 @@ class Nodes:
     def _finish_refresh(self, task: "asyncio.Task[None]") -> None:
         self._refresh_task = None
         if not task.cancelled():
-            task.exception()  # whoever awaits it is told; nobody else has to be
+            task.exception()  # mark the exception as retrieved: the awaiting callers receive it
 
     async def _refresh_map(self) -> None:
-        """Adopt the first map without a gap, else the fullest: a node that came back empty knows only itself."""
+        """Adopt the first complete map, else the one with most slots: a node that restarted empty knows only itself."""
         fullest_owners: SlotOwners = {}
-        # Those that are out of order last: each may cost a time-out.
+        # Ask nodes with an open breaker last: each may cost a time-out.
         shuffled_tiers = sorted(self._tier_by_address.items(), key=lambda _: random.random())
         for address, tier in sorted(
             shuffled_tiers, key=lambda address_and_tier: address_and_tier[1].breaker.state != "closed"
@@ -271,7 +282,8 @@ class Nodes:
             None if address is None else tier_by_address[address] for address in map(owners.get, range(SLOT_COUNT))
         ]
         absent_addresses = set(self._tier_by_address) - set(tier_by_address)
-        # A node that left may still owe replies, and a slot on its way names one that serves nothing yet.
+        # Close a node's tier only if two maps in a row lack it: it may still owe replies, and a node that is taking
+        # over its first slot is in no map yet.
         for address in absent_addresses & self._unlisted_addresses:
             self._retire(self._tier_by_address.pop(address))
         self._unlisted_addresses = absent_addresses & set(self._tier_by_address)
@@ -287,7 +299,7 @@ class Nodes:
 
 
 class ClusterControl(ControlPlane):
-    """Control plane of the node that serves the control keys, wherever they move."""
+    """Control plane on the node that serves the control keys, which follows them when they move."""
 
     def __init__(self, keyspace: Keyspace, nodes: Nodes) -> None:
         self.keyspace = keyspace
@@ -296,7 +308,7 @@ class ClusterControl(ControlPlane):
         self._subscription_count = 0
 
     async def execute(self, *command: CommandArgument) -> Any:
-        """Return the reply of the control keys' node to a command."""
+        """Return the reply to a command from the node of the control keys."""
         return await self._nodes.call_owner(self._home_slot, lambda tier: tier.control.execute(*command))
 
     async def execute_all(self, commands: Sequence[tuple[CommandArgument, ...]]) -> list[Any]:
@@ -304,7 +316,7 @@ class ClusterControl(ControlPlane):
         return await self._nodes.call_owner(self._home_slot, lambda tier: tier.control.execute_all(commands))
 
     async def execute_on_servers(self, *command: CommandArgument) -> list[Any]:
-        """Return the reply of every node; a node without a reply contributes a TierUnavailable, which is not raised."""
+        """Return every node's reply; for a node without one a TierUnavailable, which is returned, not raised."""
         await self._nodes.ready()
         calls = (tier.control.execute(*command) for tier in self._nodes.tiers)
         replies = await asyncio.gather(*calls, return_exceptions=True)
@@ -314,7 +326,10 @@ class ClusterControl(ControlPlane):
         return replies
 
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
-        """Yield a channel's messages from one node, which relays those of all; after an error try the next node."""
+        """Yield a channel's messages from one node, to which the cluster relays those of all.
+
+        After an error use the next node.
+        """
         await self._nodes.ready()
         tiers = self._nodes.tiers
         tier = tiers[self._subscription_count % len(tiers)]
@@ -325,7 +340,7 @@ class ClusterControl(ControlPlane):
 
 
 class CommandSlots:
-    """Slots of commands' keys; slots of a table's pages are cached."""
+    """Slots of the keys of commands; caches the slots of a table's pages."""
 
     def __init__(self, keyspace: Keyspace) -> None:
         self._keyspace = keyspace
@@ -359,7 +374,7 @@ class CommandSlots:
 
 
 class Scatter:
-    """Commands scattered over nodes; ends when the last node has answered or hit its own deadline.
+    """Commands distributed over nodes; ends when each node has answered or reached its own deadline.
 
     Redirected commands are sent on, at most `REDIRECTS_MAX` times and within `redirect_window_s` of the first
     redirection.
@@ -397,11 +412,11 @@ class Scatter:
 
     def _expect(self, part_count: int) -> None:
         unavailable = TierUnavailable("Redis did not answer in time", reason="timeout")
-        self._answers = [unavailable] * len(self._commands)  # also what has not landed at the window's end
+        self._answers = [unavailable] * len(self._commands)  # also for answers missing at the end of the window
         self._pending_part_count = part_count
 
     def _take_all_answers(self, answers: Sequence[L2Result]) -> None:
-        if isinstance(answers, Frames):  # as they are, for who reads columns
+        if isinstance(answers, Frames):  # unchanged, for callers that read columns
             self._caller_part.land(answers)
             return
         self._expect(1)
@@ -413,13 +428,13 @@ class Scatter:
         self._take_answers(indexes, REDIRECTS_MAX, [unavailable] * len(indexes))
 
     def _take_answers(self, indexes: Sequence[int], redirect_count: int, answers: Sequence[L2Result]) -> None:
-        if self.result.done():  # by whoever left, or by the window's end
+        if self.result.done():  # by a cancelled caller or the end of the window
             return
         try:
             self._merge_results(indexes, redirect_count, answers)
-        except Exception as error:  # whatever a node said: who waits has no other end
-            log.exception("what a node answered cannot be taken")
-            strange_answer_error = TierUnavailable(f"a strange answer: {error!r}", reason="connection")
+        except Exception as error:  # whatever a node sent, the waiting caller must get a result
+            log.exception("the answer of a node cannot be read")
+            strange_answer_error = TierUnavailable(f"an unreadable answer: {error!r}", reason="connection")
             self._caller_part.land([strange_answer_error] * len(self._commands))
 
     def _merge_results(self, indexes: Sequence[int], redirect_count: int, answers: Sequence[L2Result]) -> None:
@@ -438,7 +453,10 @@ class Scatter:
             self._end()
 
     def _follow_redirections(self, indexes: Sequence[int], redirect_count: int) -> None:
-        """Send redirected commands on; keys of a failed node become misses, and the map is looked up soon."""
+        """Send redirected commands again.
+
+        The keys of a failed node are misses, and a lookup of the map is scheduled.
+        """
         indexes_by_target: dict[tuple[str, bool], list[int]] = {}
         for index in indexes:
             answer = self._answers[index]
@@ -460,11 +478,11 @@ class Scatter:
             )
 
     def _end(self) -> None:
-        """End with the answers so far; a command still under way counts as timed out or as redirected too often."""
+        """End with the answers so far; pending commands count as timed out or as redirected too often."""
         if self._window_timer is not None:
             self._window_timer.cancel()
         if sum(len(indexes) for indexes, _ in self._indexes_and_frames) == len(self._commands):
-            self._caller_part.land(Frames.merge(self._indexes_and_frames))  # for who reads columns
+            self._caller_part.land(Frames.merge(self._indexes_and_frames))  # for callers that read columns
             return
         for indexes, frames in self._indexes_and_frames:
             for index, payload in zip(indexes, frames.payloads(), strict=True):

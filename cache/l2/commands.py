@@ -1,4 +1,4 @@
-"""Redis commands of the read path as bytes, leases included, and their replies as values. Pure."""
+"""Redis commands of the read path as bytes, leases included, and the conversion of replies to values. Pure."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -14,18 +14,20 @@ from cache.l2.errors import error_from_reply
 from cache.native import loader
 
 COMMANDS_PER_OVERLAY_READ: Final = 2
-"""Commands sent, and replies expected, for one `OverlayRead`: remaining life, and value."""
+"""Number of commands and replies for one `OverlayRead`: remaining life, and value."""
 
 LEASE_DONE_PREFIX = b"done:"
-"""Prefix of the value of a lease whose answer is stored."""
+"""Prefix of a lease's value after its answer has been stored."""
 
 GIVEN_BACK_LEASE_VALUE = b""
-"""Value of a lease whose leader gave up; it stays for one millisecond."""
+"""Value of a lease whose holder gave up; it expires after one millisecond."""
 
 LEASE_DONE_LIFE_MS = 2_000
-"""Milliseconds that a lease says "done": longer than the gap between a process's overlay miss and its lease request."""
+"""Milliseconds for which a lease says "done": longer than the time from a process's overlay miss to its lease
+request."""
 
-# Any value is only ever replaced by who has seen it. Removing would need a right (DEL) that would reach overlays too.
+# A value is only replaced by a process that knows it. Deleting would need the right DEL, which would also allow
+# deleting overlays.
 _LEASE_SWAP_SCRIPT = b"""if redis.call('GET', KEYS[1]) == ARGV[1] then
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 return ARGV[2]
@@ -45,7 +47,10 @@ _COMMANDS_PER_DEADLINE = 500
 
 
 def deadline_for(base_s: float, command_count: int) -> float:
-    """Return the deadline in s for `command_count`, given that of one: sending and answering many takes longer."""
+    """Return the deadline in seconds for `command_count` commands; `base_s` is that of one.
+
+    Many commands take longer.
+    """
     return base_s * (1 + command_count / _COMMANDS_PER_DEADLINE)
 
 
@@ -60,7 +65,7 @@ class PageRead(NamedTuple):
 
 
 class PageReads(Sequence[PageRead]):
-    """Batch of reads of one table: a sequence that creates each `PageRead` only when it is accessed.
+    """Batch of reads of one table: a sequence that creates a `PageRead` only when it is accessed.
 
     `page_numbers` and `offsets` are int64[n].
     """
@@ -94,11 +99,11 @@ Read = PageRead | OverlayRead
 
 
 class LeaseTake(NamedTuple):
-    """Request for a lease of `life_ms`; the answer is None if it was taken, else the current value.
+    """Request for a lease of `life_ms`; the answer is None if it was granted, else the current value.
 
-    A lease says which process computes a cold answer: one key per entity and input. It is taken with `SET NX GET PX`,
-    renewed and given back by compare-and-set, and marked done in the same pipeline that stores the answer. Values are
-    the leader's token, LEASE_DONE_PREFIX and its token, or empty (given back).
+    A lease determines which process computes a cold answer; there is one key per entity and input. It is taken with
+    `SET NX GET PX`, renewed and given back by compare-and-set, and marked done in the pipeline that stores the answer.
+    Its value is the holder's token, LEASE_DONE_PREFIX with that token, or empty (given back).
     """
 
     key: str
@@ -107,7 +112,10 @@ class LeaseTake(NamedTuple):
 
 
 class LeaseSwap(NamedTuple):
-    """Compare-and-set of a lease from `expected_value`; the answer is the new value, None if it has another one."""
+    """Compare-and-set of a lease's value from `expected_value`.
+
+    The answer is the new value, or None if the value differs.
+    """
 
     key: str
     expected_value: bytes
@@ -129,9 +137,9 @@ _LEASE_TYPES = (LeaseTake, LeaseSwap)
 
 
 class OverlayWrite(NamedTuple):
-    """Overlay record to store for `ttl_s` seconds; replaces one computed from an older input.
+    """Overlay record to store for `ttl_s` seconds; replaces an overlay of an older input.
 
-    `lease_mark` is the lease under which it was computed, if any.
+    `lease_mark` is the lease under which it was computed, if there was one.
     """
 
     generation: str
@@ -143,14 +151,14 @@ class OverlayWrite(NamedTuple):
 
 
 class Overlay(NamedTuple):
-    """Overlay record as read, with its remaining life in seconds; 0 if it is about to expire."""
+    """Overlay record and its remaining life in seconds; 0 if it is about to expire."""
 
     payload: bytes
     ttl_s: float
 
 
 class AskingCommand(NamedTuple):
-    """Command for a node that is about to take over the key's slot; each part is preceded by `ASKING`."""
+    """Command for a node that is taking over the key's slot; each part is preceded by `ASKING`."""
 
     command: "Command"
 
@@ -160,7 +168,7 @@ L2Result = bytes | Overlay | TierUnavailable | None
 
 
 class Packer:
-    """Formatter of commands as RESP; caches repeated parts, which beats redis-py's packing by a factor of three."""
+    """Formatter of commands as RESP; caches repeated parts, which makes it three times as fast as redis-py."""
 
     def __init__(self, keyspace: Keyspace) -> None:
         self._keyspace = keyspace
@@ -205,11 +213,11 @@ class Packer:
     def _pack_overlay_read(self, read: OverlayRead) -> tuple[bytes, bytes]:
         key = self._keyspace.overlay(read.generation, read.table, read.hash_hex).encode()
         key = b"$%d\r\n%b\r\n" % (len(key), key)
-        # Life first: if the value is replaced in between, the life read is the shorter one.
+        # Read the life first: if the value is replaced in between, the shorter of the two lives is returned.
         return b"*2\r\n$4\r\nPTTL\r\n" + key, b"*2\r\n$3\r\nGET\r\n" + key
 
     def _pack_asking(self, pieces: list[bytes], command: Command) -> int:
-        """Add a command whose parts are each preceded by `ASKING`; return the number of replies to expect."""
+        """Append a command whose parts are each preceded by `ASKING`; return the number of replies to expect."""
         packed_parts = (
             self._pack_overlay_read(command) if isinstance(command, OverlayRead) else (self.pack((command,))[0],)
         )
@@ -232,7 +240,7 @@ class Packer:
     def _cache_write_fragments(
         self, generation: str, table: str, hash_digits: int, payload_bytes: int
     ) -> tuple[bytes, bytes]:
-        """Format and cache the bytes before the hash, and between hash and payload, of writes of this size."""
+        """Format and cache the bytes before the hash, and those between hash and payload, for writes of this size."""
         if len(self._write_fragments) >= _CACHED_WRITE_FORMATS_MAX:
             self._write_fragments.clear()
         overlay_key_prefix = self._keyspace.overlay(generation, table, "").encode()
@@ -262,8 +270,8 @@ class Packer:
 
 
 def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Result]:
-    """Convert replies to answers, one per command; the replies must be those to `Packer.pack(commands)`."""
-    if type(replies) is Frames:  # every one of them is a record
+    """Convert replies to answers, one per command; the replies must belong to `Packer.pack(commands)`."""
+    if type(replies) is Frames:  # all replies are records
         return replies
     answers: list[L2Result] = []
     remaining_replies = iter(replies)
@@ -279,11 +287,11 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Re
             answers.append(reply)
             continue
         elif type(command) is OverlayWrite and command.lease_mark is not None:
-            next(remaining_replies)  # the mark's: without it the lease ends by itself
+            next(remaining_replies)  # the lease mark's reply; if the mark fails, the lease expires
         elif type(command) in _LEASE_TYPES and not isinstance(reply, hiredis.ReplyError):
-            # None would mean that it was taken.
+            # None would mean that the lease was granted.
             is_sound = reply is None or type(reply) is bytes
-            answers.append(reply if is_sound else error_from_reply(f"{type(reply)} for a lease"))
+            answers.append(reply if is_sound else error_from_reply(f"{type(reply)} as the reply to a lease command"))
             continue
         elif type(command) is AskingCommand:
             parts_count = COMMANDS_PER_OVERLAY_READ if isinstance(command.command, OverlayRead) else 1
@@ -293,13 +301,13 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Re
             ]
             answers.extend(unpack((command.command,), command_replies))
             continue
-        # An absent page answers GETRANGE with an empty string, so a wrong length means that it is not there.
+        # GETRANGE returns an empty string for an absent page: any other length than that of the record means a miss.
         answers.append(error_from_reply(reply) if isinstance(reply, hiredis.ReplyError) else None)
     return answers
 
 
 def pack_lease(command: Lease) -> bytes:
-    """Format a lease command: `SET NX GET PX` for a new lease, or a script that swaps its value."""
+    """Format a lease command: `SET NX GET PX` for a new lease, or the script that swaps its value."""
     key, life_ms = command.key.encode(), b"%d" % command.life_ms
     if isinstance(command, LeaseTake):
         token = command.token
@@ -313,7 +321,7 @@ def pack_lease(command: Lease) -> bytes:
 
 
 def pack_lease_mark(lease_mark: LeaseMark) -> bytes:
-    """Format the command that marks a lease as done, even if another process leads by now: the answer is stored."""
+    """Format the command that marks a lease as done, whoever holds it: the answer is stored."""
     key, value = lease_mark.key.encode(), LEASE_DONE_PREFIX + lease_mark.token
     return b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n%b" % (
         len(key), key, len(value), value, _LEASE_DONE_EXPIRY,
@@ -321,9 +329,9 @@ def pack_lease_mark(lease_mark: LeaseMark) -> bytes:
 
 
 class Frames(Sequence[bytes]):
-    """Replies of equal length, kept in the receive buffer without an object for each.
+    """Replies of equal length, kept as one buffer, without an object for each reply.
 
-    They are `reply_count` RESP bulk strings of `payload_bytes` bytes, one behind the other in `reply_buffer`.
+    `reply_buffer` has `reply_count` consecutive RESP bulk strings of `payload_bytes` bytes.
     """
 
     __slots__ = ("_payload_bytes", "_payload_offset", "_reply_buffer", "_reply_count", "_stride_bytes")
@@ -345,7 +353,7 @@ class Frames(Sequence[bytes]):
         return self._reply_buffer[payload_start : payload_start + self._payload_bytes]
 
     def payloads(self) -> list[bytes]:
-        """Return the payloads of all replies in order, each a copy."""
+        """Return copies of all payloads in order."""
         data, payload_bytes, end_offset = (
             self._reply_buffer,
             self._payload_bytes,
@@ -357,7 +365,7 @@ class Frames(Sequence[bytes]):
         ]
 
     def select_range(self, first_reply_index: int, reply_count: int) -> "Frames":
-        """Return `count` replies from `first` on as a view of the same buffer; raise IndexError beyond the last."""
+        """Return `count` replies from index `first` on, sharing the buffer; raise IndexError beyond the last reply."""
         if first_reply_index + reply_count > self._reply_count:
             raise IndexError(first_reply_index + reply_count)
         buffer_reply_index = (
@@ -367,7 +375,10 @@ class Frames(Sequence[bytes]):
 
     @classmethod
     def merge(cls, indexes_and_frames: Sequence[tuple[Sequence[int], "Frames"]]) -> "Frames":
-        """Merge runs of replies of equal length into one, by the index of each reply in the result."""
+        """Merge several runs of replies of equal length into one.
+
+        Each run comes with its replies' indexes in the result.
+        """
         reply_count, payload_bytes = (
             sum(len(indexes) for indexes, _ in indexes_and_frames),
             indexes_and_frames[0][1]._payload_bytes,
@@ -391,7 +402,7 @@ class Frames(Sequence[bytes]):
     def checked_records(
         self, dtype: np.dtype[Any], fingerprints: NDArray[np.uint64], record_format: int
     ) -> NDArray[Any] | None:
-        """Return all replies as records; None unless all have `record_format` and their expected fingerprints."""
+        """Return all replies as records, or None unless all have `record_format` and the expected fingerprints."""
         if dtype.itemsize != self._payload_bytes:
             return None
         record_buffer, sound_count = loader.kernels.records_of(

@@ -1,4 +1,4 @@
-"""Control plane of L2: pointer, heartbeats, announcements and INFO, by redis-py at leisure."""
+"""Control plane of L2: pointer, heartbeats, announcements and INFO, through redis-py and without tight deadlines."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -14,8 +14,8 @@ from cache.l2.resp import TEXT_SHAPE, check_replies, checked_reply, refuse_reply
 
 CommandArgument = str | bytes | float
 
-# Allowed at full memory: a replica that cannot say that it lives looks dead, and what it holds would be retired. The
-# new payload before the old one goes: at no moment may what is held look as if it were not.
+# Allowed at maxmemory: a replica without heartbeats counts as dead, and its generations would be retired. Add the new
+# payload before removing the old one, so that the replica's generations are registered at every moment.
 _HEARTBEAT_SCRIPT = """#!lua flags=allow-oom
 redis.call('ZADD', KEYS[1], ARGV[1], ARGV[2])
 if ARGV[3] and ARGV[3] ~= ARGV[2] then redis.call('ZREM', KEYS[1], ARGV[3]) end
@@ -24,31 +24,34 @@ return 1
 
 
 class ControlPlane(Protocol):
-    """Commands on a namespace's control keys; everything here raises TierUnavailable.
+    """Commands on a namespace's control keys; all of them raise TierUnavailable.
 
-    The first four are how servers are reached, and all that one server and a cluster do in ways of their own.
+    Only the first four methods differ between a single server and a cluster.
     """
 
     keyspace: Keyspace
 
     async def execute(self, *command: CommandArgument) -> Any:
-        """The reply to a command on a control key."""
+        """Return the reply to a command on a control key."""
         ...
 
     async def execute_all(self, commands: Sequence[tuple[CommandArgument, ...]]) -> list[Any]:
-        """Replies to all commands on control keys, in one round trip; the first refusal is raised."""
+        """Return the replies to commands on control keys, in one round trip; raise the first error reply."""
         ...
 
     async def execute_on_servers(self, *command: CommandArgument) -> list[Any]:
-        """The reply of every server to a command without a key; TierUnavailable, not raised, of one without a reply."""
+        """Return every server's reply to a command without a key.
+
+        For a server without a reply the element is a TierUnavailable, which is not raised.
+        """
         ...
 
     def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
-        """Messages of a channel, the keyspace's own unless named: b"pointer", b"next" and the like."""
+        """Yield messages of a channel (default: the keyspace's channel), such as b"pointer" and b"next"."""
         ...
 
     async def watch(self) -> tuple[bytes | None, bytes | None]:
-        """Read the live pointer's JSON and the staging note's at one moment; None for a missing one."""
+        """Read the live pointer's JSON and the staging note's in one command; None for a missing value."""
         pointer_and_note = await self.execute("MGET", self.keyspace.live, self.keyspace.next)
         if len(pointer_and_note) != 2:
             with as_unavailable():
@@ -57,14 +60,14 @@ class ControlPlane(Protocol):
         return cast(bytes | None, pointer), cast(bytes | None, staging_note)
 
     async def time(self) -> float:
-        """Redis' own clock, Unix seconds: replicas and publishers may run on hosts whose clocks differ."""
+        """Return Redis' clock in Unix seconds: the clocks of replicas and publishers may differ."""
         seconds, microseconds = await self.execute("TIME")
         return float(seconds) + float(microseconds) / 1e6
 
     async def heartbeat(self, payload: bytes, beat_at_s: float, previous_payload: bytes | None = None) -> None:
-        """Register a replica's generations: a member of the sorted set of replicas, scored `beat_at_s` (Redis' time).
+        """Register a replica's generations: add `payload` to the replicas, scored `beat_at_s` (Redis' time).
 
-        It replaces the replica's payload `previous_payload`, in one step, also while Redis is at maxmemory.
+        Replaces `previous_payload` atomically, even while Redis is at maxmemory.
         """
         replicas_key, previous_payloads = (
             self.keyspace.replicas,
@@ -73,11 +76,11 @@ class ControlPlane(Protocol):
         await self.execute("EVAL", _HEARTBEAT_SCRIPT, 1, replicas_key, beat_at_s, payload, *previous_payloads)
 
     async def sign_off(self, payload: bytes) -> None:
-        """Takes a replica's last payload away; Redis removes at maxmemory too."""
+        """Remove a replica's last payload; Redis allows this at maxmemory, too."""
         await self.execute("ZREM", self.keyspace.replicas, payload)
 
     async def infos(self) -> list[dict[str, Any]]:
-        """`INFO` of every server."""
+        """Return the `INFO` of every server."""
         replies = await self.execute_on_servers("INFO")
         for reply in replies:
             if isinstance(reply, TierUnavailable):
@@ -85,7 +88,7 @@ class ControlPlane(Protocol):
         return replies
 
     async def eviction_policy(self) -> str:
-        """`maxmemory-policy` of the first answering server that may evict pages (`allkeys-*`), else of any."""
+        """Return `maxmemory-policy` of the first server that may evict pages (`allkeys-*`), else of any server."""
         replies = await self.execute_on_servers("INFO", "memory")
         policies = [str(reply.get("maxmemory_policy", "")) for reply in replies if type(reply) is dict]
         if not policies:
@@ -94,9 +97,10 @@ class ControlPlane(Protocol):
 
 
 class ServerControl(ControlPlane):
-    """Control plane of one server, over `pool`; `renew` has readers leave a server that became a replica in place.
+    """Control plane of one server, over `pool`.
 
-    Such a one keeps its connections and answers reads; only a write tells.
+    `renew` closes the readers' connections if the server has become a replica. A server that became a replica keeps its
+    connections and answers reads; only a write reveals the change.
     """
 
     def __init__(self, keyspace: Keyspace, pool: ConnectionPool, renew: Callable[[], None]) -> None:
@@ -105,7 +109,7 @@ class ServerControl(ControlPlane):
         self._renew = renew
 
     async def execute(self, *command: CommandArgument) -> Any:
-        """The reply to any command."""
+        """Return the reply to any command."""
         with as_unavailable():
             async with self._leave_if_read_only():
                 return await self._client.execute_command(*command)  # type: ignore[no-untyped-call]
@@ -120,7 +124,7 @@ class ServerControl(ControlPlane):
             raise
 
     async def execute_all(self, commands: Sequence[tuple[CommandArgument, ...]]) -> list[Any]:
-        """Replies to all commands, in one round trip; the first refusal is raised."""
+        """Return the replies to all commands, in one round trip; raise the first error reply."""
         with as_unavailable():
             async with self._leave_if_read_only(), self._client.pipeline(transaction=False) as pipeline:
                 for command in commands:
@@ -128,15 +132,15 @@ class ServerControl(ControlPlane):
                 return await pipeline.execute()
 
     async def execute_on_servers(self, *command: CommandArgument) -> list[Any]:
-        """The reply of this one server, or the TierUnavailable that it is without."""
+        """Return this server's reply, or a TierUnavailable, as the only element."""
         try:
             return [await self.execute(*command)]
         except TierUnavailable as error:
             return [error]
 
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
-        """Messages of a channel; ends with TierUnavailable when the connection does."""
-        # Around the end of the subscription, too: it may meet a connection that is gone.
+        """Yield messages of a channel; raises TierUnavailable when the connection ends."""
+        # Covers the end of the subscription as well: its connection may be gone.
         with as_unavailable(), refusing_unreadable("SUBSCRIBE", "a message"):
             async with self._client.pubsub(ignore_subscribe_messages=True) as subscription:
                 await subscription.subscribe(channel or self.keyspace.channel)
@@ -144,5 +148,5 @@ class ServerControl(ControlPlane):
                     yield checked_reply("SUBSCRIBE", message["data"], TEXT_SHAPE)
 
     async def aclose(self) -> None:
-        """End commands under way and close the pool."""
+        """End pending commands and close the pool."""
         await self._client.aclose(close_connection_pool=True)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 class DataPlaneStats:
     """Counts of pipelines and commands since the start, of commands `shed` under load, and the breaker's state.
 
-    Of several servers the counts add up; `breaker` is the worst state.
+    For several servers, counts are summed and `breaker` is the worst state.
     """
 
     batches: int = 0
@@ -40,7 +40,7 @@ class DataPlaneStats:
 
 
 class DataPlane(Protocol):
-    """Data plane for one event loop: reads and writes are batched by loop iteration and bounded in time; no retries."""
+    """Data plane for one event loop: commands of one loop iteration are batched and have a deadline; no retries."""
 
     @property
     def control(self) -> ControlPlane:
@@ -55,8 +55,8 @@ class DataPlane(Protocol):
     def submit(self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]) -> asyncio.Future[T]:
         """Send at least one command; return a future of `keep` applied to the answers, one per command.
 
-        `keep` runs the moment they land; it needs no task. An answer is the record or overlay, None where there is
-        none, or why it is not known.
+        `keep` runs as soon as the answers arrive, without a task. An answer is the record or overlay, None if there is
+        none, or the error that prevented the read.
         """
         ...
 
@@ -69,16 +69,16 @@ class DataPlane(Protocol):
         ...
 
     async def page(self, read: PageRead) -> bytes | None:
-        """Read a page or a part of it, None if there is none, on a connection that no reader waits for.
+        """Read a page or a part of it, on a connection without readers' commands; None if there is none.
 
         Raises TierUnavailable.
         """
         ...
 
     async def connect_ahead(self) -> None:
-        """Open a connection to each server before the first read, whose deadline would be too short for it.
+        """Open a connection to each server before the first read, whose deadline may be too short for connecting.
 
-        Raises nothing: reads report a server that is away.
+        Raises nothing: later reads report an unavailable server.
         """
         ...
 
@@ -87,21 +87,21 @@ class DataPlane(Protocol):
         ...
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
-        """Return the 99th percentile in ms of round trips in the last `within_s`, failures included; None without any.
+        """Return the 99th percentile of round trips in ms in the last `within_s`, failures included; None without any.
 
-        Of several servers the slowest one's.
+        For several servers, return the highest.
         """
         ...
 
     async def aclose(self) -> None:
-        """Close every connection; pending reads end as unavailable."""
+        """Close every connection; pending reads end with TierUnavailable."""
         ...
 
 
 class Breaker:
-    """Circuit breaker: opens after `threshold` failures in a row; after `cooldown_s` allows one probe at a time.
+    """Circuit breaker: opens after `threshold` consecutive failures; after `cooldown_s` it allows one probe at a time.
 
-    Callers report `note_success` or `note_failure` of each allowed call; an unreported probe blocks others for one
+    Callers report `note_success` or `note_failure` for each allowed call; an unreported probe blocks others for one
     cooldown.
     """
 
@@ -109,7 +109,7 @@ class Breaker:
         self, threshold: int = 5, cooldown_s: float = 1.0, timer: Callable[[], float] = time.monotonic
     ) -> None:
         if threshold < 1:
-            raise ValueError(f"a breaker opens after at least one failure, not {threshold}")
+            raise ValueError(f"the threshold of a breaker must be at least 1, not {threshold}")
         self.state: BreakerState = "closed"
         self.opened = 0
         self._threshold = threshold
@@ -119,7 +119,7 @@ class Breaker:
         self._next_probe_at = 0.0
 
     def allow(self) -> bool:
-        """Return whether a call may be made now; True after the cooldown starts a probe."""
+        """Return whether a call may be made now; after the cooldown, returning True starts a probe."""
         if self.state == "closed":
             return True
         now_s = self._timer()
@@ -130,14 +130,14 @@ class Breaker:
         return True
 
     def note_success(self) -> None:
-        """Record an answered call: close the breaker and forget the failures."""
+        """Record an answered call: close the breaker and reset the count of failures."""
         self.state = "closed"
         self._failures_in_a_row = 0
 
     def note_failure(self) -> None:
-        """Record a call without an answer; open the breaker at the threshold or if it was a probe."""
+        """Record a call without an answer; open the breaker at the threshold or if the call was a probe."""
         self._failures_in_a_row += 1
-        # A straggler from before the opening must not prolong it, or steady traffic would postpone every probe.
+        # A call sent before the breaker opened must not prolong it, or steady traffic would postpone every probe.
         if self.state == "half_open" or (self.state == "closed" and self._failures_in_a_row >= self._threshold):
             self.state = "open"
             self.opened += 1

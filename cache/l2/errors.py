@@ -1,4 +1,4 @@
-"""Translation of Redis' errors into Larder's: for readers, for the steps of a night, and for redirections."""
+"""Conversion of Redis' errors to Larder's: for readers, for steps of the night, and for redirections."""
 
 import re
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ from cache.l2.slots import SLOT_COUNT, join_address
 HANDLER_CLOSED_MESSAGE = "the handler is closed"
 """End of the RuntimeError that uvloop raises if the transport closed before the command was written."""
 
-# An IPv6 address comes without brackets; a host that is empty or `?` does not say where.
+# The pattern accepts an IPv6 address without brackets; an empty host or `?` does not name the target.
 _REDIRECT_PATTERN = re.compile(r"(MOVED|ASK) ([0-9]{1,5}) (\[?[\w.:%-]+\]?):([0-9]{1,5})(?: |$)", re.ASCII)
 
 NO_USER_HINT = " (the URL names no user, as in redis://USER:PASSWORD@HOST)"
 
 _KEY_REFUSED_PATTERN = re.compile("access (a|one of the) keys?")
-"""Pattern in the error for a user who may run the command, and not on this key."""
+"""Pattern of the error for a user who may run the command but not on this key."""
 
 
 class Redirected(TierUnavailable):
-    """A redirection: the key is at `address` from now on (`MOVED`), or this once (`ASK`)."""
+    """Redirection: the key is at `address` from now on (`MOVED`), or for this command only (`ASK`)."""
 
     def __init__(self, message: str, *, slot: int, address: str, is_ask: bool) -> None:
         super().__init__(message, reason="connection")
@@ -33,12 +33,12 @@ class Redirected(TierUnavailable):
 
 
 def is_redirect(reply: Any) -> bool:
-    """True if an error reply is a redirection, which a healthy node sends."""
+    """Return whether an error reply is a redirection, which a healthy node may send."""
     return str(reply).startswith(("MOVED ", "ASK "))
 
 
 def error_from_reply(reply: Any) -> TierUnavailable:
-    """Convert an error reply to Redirected or TierUnavailable; every reply converts, so that no read waits for ever."""
+    """Convert any error reply to Redirected or TierUnavailable, so that no read waits forever."""
     message = f"Redis refused: {reply}"
     if redirect_match := _REDIRECT_PATTERN.match(str(reply)):
         kind, slot, host, port = redirect_match.groups()
@@ -50,7 +50,7 @@ def error_from_reply(reply: Any) -> TierUnavailable:
 
 @contextmanager
 def as_unavailable() -> Iterator[None]:
-    """Convert errors of Redis and its connection to TierUnavailable, so that readers go down the ladder."""
+    """Convert errors of Redis and its connection to TierUnavailable, on which readers use the next source."""
     try:
         yield
     except (exceptions.RedisError, OSError) as error:
@@ -65,9 +65,9 @@ def as_unavailable() -> Iterator[None]:
 
 @contextmanager
 def translate_redis_errors(shown_url: str = "", variable: str = "REDIS_URL", namespace: str = "") -> Iterator[None]:
-    """Convert Redis errors to ones with a remedy for the operator; `shown_url` is the URL without its password.
+    """Convert Redis errors to Larder's, with a remedy for the operator; `shown_url` is the URL without its password.
 
-    `variable` is the environment variable that holds the URL, `namespace` the one whose keys are used.
+    `variable` is the environment variable that holds the URL, `namespace` the namespace whose keys are used.
     """
     try:
         yield
@@ -133,5 +133,5 @@ def _error_with_remedy(error: Exception, variable_and_url: str, variable: str, n
                 "the step again"
             )
         case _:
-            message = f"Redis refused a command: {error}; run the step again once that is over"
+            message = f"Redis refused a command: {error}; correct the cause, then run the step again"
     return TierUnavailable(message, reason="connection")

@@ -1,4 +1,4 @@
-"""Connections to one Redis server, which belong to no caller, and the bounded pool that sends pipelines on them."""
+"""Connections to one Redis server, shared by all callers, and the bounded pool that sends pipelines on them."""
 
 import asyncio
 from collections import deque
@@ -19,28 +19,28 @@ Replies = Sequence[Any]
 SECOND_LOOK_S = 0.001
 
 _RECONNECT_PAUSE_S = 1.0
-"""Seconds between a refused connection and the next attempt, while other connections are open."""
+"""Seconds from a refused connection to the next attempt, while other connections are open."""
 
 _RENEWAL_PAUSE_S = 5.0
-"""Seconds between two renewals of all connections because the server accepts no writes."""
+"""Seconds between two renewals of all connections, if the server accepts no writes."""
 
 _NOT_ENOUGH_DATA = object()
 
 
 @dataclass(slots=True, eq=False)
 class Pipeline:
-    """Commands sent together; `landed` runs exactly once, with all replies or with the error."""
+    """Commands sent together; `landed` is called exactly once, with all replies or with the error."""
 
     packed: bytes
     count: int
     landed: Callable[[Replies | TierUnavailable], None]
     length: int = 0
-    """Payload size in bytes of every reply if no record is missing; 0 if it is not known."""
+    """Payload size in bytes that every reply has if no record is missing; 0 if unknown."""
     timer: asyncio.TimerHandle | None = None
     connection: "PipelineConnection | None" = None
 
     def land(self, outcome: Replies | TierUnavailable) -> None:
-        """End the pipeline: cancel its timer and pass the outcome to `landed`."""
+        """End the pipeline: cancel its timer and call `landed` with the outcome."""
         if self.timer is not None:
             self.timer.cancel()
         self.landed(outcome)
@@ -49,15 +49,15 @@ class Pipeline:
 class PipelineConnection(asyncio.Protocol):
     """Protocol on the transport of a connection that redis-py opened, with its TLS, ACL and database settings.
 
-    No caller ever reads from it, so none can leave it one reply behind: a reply nobody waits for any more is read
-    and dropped, and what cannot be trusted (time-out, protocol error) is closed with everything on it.
+    Callers do not read from the connection, so a cancelled caller cannot leave replies out of step: its reply is read
+    and dropped. After a time-out or a protocol error the connection is closed, and all its pipelines fail.
     """
 
     def __init__(self, redis_connection: AbstractConnection, on_lost: Callable[["PipelineConnection"], None]) -> None:
         writer = redis_connection._writer
         if writer is None:
             raise TierUnavailable("the connection is not open", reason="connection")
-        # Held for its life: redis-py closes the socket when the connection object goes.
+        # Keep a reference: redis-py closes the socket when its connection object is collected.
         self.redis_connection = redis_connection
         self._on_lost = on_lost
         self._reader = hiredis.Reader(notEnoughData=_NOT_ENOUGH_DATA)
@@ -71,33 +71,33 @@ class PipelineConnection(asyncio.Protocol):
 
     @property
     def pipelines_in_flight(self) -> int:
-        """Number of pipelines sent and not yet answered."""
+        """Number of pipelines sent but not yet answered."""
         return len(self._pipelines)
 
     @property
     def commands(self) -> int:
-        """Number of commands sent and not yet answered."""
+        """Number of commands sent but not yet answered."""
         return sum(pipeline.count for pipeline in self._pipelines)
 
     @property
     def is_closing(self) -> bool:
-        """True if the connection takes no more pipelines."""
+        """True if the connection accepts no more pipelines."""
         return self._transport.is_closing()
 
     def send(self, pipeline: Pipeline) -> None:
-        """Send the pipeline; its replies come after those of the pipelines already under way."""
+        """Send the pipeline; its replies follow those of the pipelines already sent."""
         pipeline.connection = self
         self._pipelines.append(pipeline)
         self._transport.write(pipeline.packed)
 
     def abort(self, error: TierUnavailable) -> None:
-        """Close the connection at once; every pipeline under way ends with `error`."""
+        """Close the connection at once; every pending pipeline ends with `error`."""
         self._close_error = self._close_error or error
         self._transport.abort()
         self._fail_all()
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser and end every pipeline whose last reply has come."""
+        """Feed the parser and end every pipeline whose last reply has arrived."""
         gets = self._reader.gets
         if self._incomplete_frames or (self._pipelines and self._pipelines[0].length):
             data = self._feed_frames(data)
@@ -121,7 +121,7 @@ class PipelineConnection(asyncio.Protocol):
                 self._replies = []
                 self._pipelines.popleft().land(replies)
             if self._reader.has_data() and type(gets()) is not hiredis.PushNotification:
-                self.abort(TierUnavailable("a reply that nobody asked for", reason="connection"))
+                self.abort(TierUnavailable("an unexpected reply", reason="connection"))
         except Exception as error:  # HiredisError; TypeError for a map whose key is a list
             self.abort(TierUnavailable(f"not the Redis protocol: {error}", reason="connection"))
 
@@ -141,7 +141,7 @@ class PipelineConnection(asyncio.Protocol):
         return data
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End every pipeline under way and report the connection as lost; called once the socket is closed."""
+        """End every pending pipeline and report the connection as lost; called when the socket has been closed."""
         self._close_error = self._close_error or TierUnavailable(
             f"connection lost: {exc or 'closed by the server'}", reason="connection"
         )
@@ -156,12 +156,12 @@ class PipelineConnection(asyncio.Protocol):
 
 
 class PipelinePool:
-    """Pool of connections that sends each pipeline on an idle connection, else on the one with the fewest.
+    """Pool that sends each pipeline on an idle connection, else on the one with the fewest pending pipelines.
 
-    It opens connections up to `max_connections`.
+    It opens up to `max_connections` connections.
 
-    A pipeline lands within `deadline_s`, more if it is large or behind others, and about a millisecond.
-    In a Redis Cluster there is one pool per node.
+    A pipeline ends within `deadline_s` and about a millisecond, or later if it is large or others precede it. A Redis
+    Cluster has one pool per node.
     """
 
     def __init__(self, pool: ConnectionPool, deadline_s: float, max_connections: int) -> None:
@@ -171,7 +171,7 @@ class PipelinePool:
         self._deadline_s = deadline_s
         self._max_connections = max_connections
         self._connections: list[PipelineConnection] = []
-        # Insertion order: pipelines that came before the first connection was open.
+        # By order of insertion: pipelines that were sent before the first connection was open.
         self._waiting_pipelines: dict[Pipeline, None] = {}
         self._connect_task: asyncio.Task[None] | None = None
         self._refused_until_s = 0.0
@@ -202,27 +202,27 @@ class PipelinePool:
         connection.send(pipeline)
 
     async def connect_ahead(self) -> None:
-        """Open a connection if there is none, and wait for the outcome, however long it takes; raises nothing."""
+        """Open a connection if there is none, and wait for the outcome without a time limit; raises nothing."""
         if not self._connections:
             self._start_connecting()
         if (connect_task := self._connect_task) is not None:
             await asyncio.wait({connect_task})
 
     def renew(self) -> None:
-        """Close all connections to a server that accepts no writes: its name may lead to another server by now.
+        """Close all connections to a server that accepts no writes: its name may resolve to another server by now.
 
-        Pipelines under way end as unavailable. Does nothing within `_RENEWAL_PAUSE_S` of the last renewal: there may be
-        no other server.
+        Pending pipelines end with TierUnavailable. Does nothing within `_RENEWAL_PAUSE_S` of the last renewal, since
+        there may be no other server.
         """
         now_s = asyncio.get_running_loop().time()
         if now_s < self._renewed_at_s + _RENEWAL_PAUSE_S:
             return
         self._renewed_at_s = now_s
         for connection in tuple(self._connections):
-            connection.abort(TierUnavailable("Redis takes no writes any more", reason="connection"))
+            connection.abort(TierUnavailable("Redis accepts no writes any more", reason="connection"))
 
     async def aclose(self) -> None:
-        """Close every connection; pipelines under way end as unavailable."""
+        """Close every connection; pending pipelines end with TierUnavailable."""
         if self._connect_task is not None:
             self._connect_task.cancel()
             await asyncio.gather(self._connect_task, return_exceptions=True)
@@ -242,7 +242,7 @@ class PipelinePool:
         try:
             await redis_connection.connect()  # type: ignore[no-untyped-call]
             connection = PipelineConnection(redis_connection, self._drop_connection)
-        except Exception as error:  # RedisError, OSError, or whatever a strange greeting makes of redis-py
+        except Exception as error:  # RedisError, OSError, or any error that an unexpected greeting causes in redis-py
             await redis_connection.disconnect(nowait=True)
             self._refused_until_s = asyncio.get_running_loop().time() + _RECONNECT_PAUSE_S
             self._fail_waiting(TierUnavailable(f"cannot connect: {error}", reason="connection"))
@@ -266,8 +266,8 @@ class PipelinePool:
     def _expire(self, pipeline: Pipeline, deadline_s: float, is_second_look: bool) -> None:
         loop = asyncio.get_running_loop()
         if not is_second_look:
-            # A loop that was blocked (garbage collection, a long callback) fires its timers before it has looked
-            # at its sockets: the reply may have been lying there all along, and a large one takes several reads.
+            # After a blocking call (garbage collection, a long callback) the loop runs its timers before it polls its
+            # sockets: the reply may already have arrived, and a large one takes several reads.
             second_look_s = deadline_for(SECOND_LOOK_S, pipeline.count)
             pipeline.timer = loop.call_later(second_look_s, self._expire, pipeline, deadline_s, True)
             return

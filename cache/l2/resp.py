@@ -1,4 +1,4 @@
-"""Checks of Redis' replies: bounds before memory is allocated, and the shape that the command's reply must have."""
+"""Checks of Redis' replies: bounds before memory is allocated, and the shape required for the command."""
 
 import re
 import reprlib
@@ -22,7 +22,7 @@ ReplyCheck = Callable[[Any], bool]
 UNREADABLE_REPLY_ERRORS: Final = (
     ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
 )  # fmt: skip
-"""Python exceptions that code raises when it reads a reply of an unexpected type, UnicodeDecodeError included."""
+"""Exceptions that Python code raises when it reads a reply of an unexpected type, UnicodeDecodeError included."""
 
 _EXCERPT_CHARS: Final = 80
 _BYTES_TYPES: Final = frozenset([bytes])
@@ -31,25 +31,25 @@ _POSITION_PATTERN: Final = re.compile(rb"[0-9]+-[0-9]+")
 
 
 class ReplyBounds(NamedTuple):
-    """Bounds of one reply: announced elements, nested ones included, and bytes of one payload."""
+    """Bounds of one reply: number of announced elements, nested ones included, and bytes of one payload."""
 
     elements_max: int
     payload_bytes_max: int
 
 
 RECORD_REPLY_BOUNDS: Final = ReplyBounds(elements_max=1_024, payload_bytes_max=64 << 20)
-"""Bounds for the read path, whose replies are one string or number each; a server may push lists."""
+"""Bounds for the read path, whose replies are one string or number; a server may push lists."""
 
 COMMAND_REPLY_BOUNDS: Final = ReplyBounds(elements_max=1 << 20, payload_bytes_max=512 << 20)
 """Bounds for all other commands.
 
-The longest list that is asked for is a slot map (at most 16,384 ranges with some ten elements each) or a registry; for
-a million elements hiredis takes 8 MiB. 512 MiB is the longest string that Redis keeps (`proto-max-bulk-len`).
+The longest requested list is a slot map (at most 16,384 ranges of about ten elements) or a registry; for a million
+elements hiredis allocates 8 MiB. 512 MiB is the longest string that Redis stores (`proto-max-bulk-len`).
 """
 
 
 def create_reply_scanner(bounds: ReplyBounds) -> Any:
-    """Create a scanner of one connection's replies; call `admits(data)` before a parser gets the same bytes."""
+    """Create a scanner for one connection's replies; call `admits(data)` before a parser receives the same bytes."""
     return loader.kernels.ReplyScanner(*bounds)
 
 
@@ -61,8 +61,8 @@ def bounds_refusal(bounds: ReplyBounds) -> str:
 class BoundedReader(hiredis.Reader):
     """hiredis.Reader whose `feed` raises its `protocolError` for a reply that announces more than the bounds.
 
-    For `*2147483647\r\n`, 13 bytes, hiredis makes a list of 2**31 places at once: 16 GiB of address space, and
-    freeing it holds the process for 9 to 24 s. A payload (`$`) it makes room for only as its bytes come.
+    For the 13 bytes `*2147483647\r\n`, hiredis allocates a list of 2**31 elements: 16 GiB of address space, and freeing
+    it blocks the process for 9 to 24 s. For a payload (`$`) it allocates memory only as bytes arrive.
     """
 
     def __init__(self, bounds: ReplyBounds, **settings: Any) -> None:
@@ -80,11 +80,11 @@ class BoundedReader(hiredis.Reader):
 
 
 class BoundedParser(_HiredisParser):
-    """Parser for redis-py's blocking connections, over a bounded reader.
+    """Parser with bounded replies for redis-py's blocking connections.
 
-    redis-py takes a parser's class for each connection, and makes the reader as it connects. What hiredis and redis-py
-    can make no reply of, such as a map whose keys are lists, is an InvalidResponse here, and so is a greeting that is
-    no map.
+    redis-py takes a parser class for each connection and creates the reader when it connects. This class raises
+    InvalidResponse for a reply that hiredis and redis-py cannot convert, such as a map whose keys are lists, and for a
+    greeting that is not a map.
     """
 
     def on_connect(self, connection: Any, **settings: Any) -> None:
@@ -106,7 +106,7 @@ class BoundedParser(_HiredisParser):
 
 
 class AsyncBoundedParser(_AsyncHiredisParser):
-    """Parser for redis-py's connections on an event loop, over a bounded reader."""
+    """Parser with bounded replies for redis-py's asyncio connections."""
 
     def on_connect(self, connection: Any) -> None:
         """Start to read from a newly opened connection."""
@@ -131,7 +131,7 @@ def _unreadable_reply_error(error: Exception) -> InvalidResponse:
 
 
 def _check_greeting(reply: Any) -> None:
-    """Raise WrongReply unless this is a reply to HELLO: redis-py reads the protocol from it without a check."""
+    """Raise WrongReply unless this is a valid reply to HELLO, which redis-py does not check."""
     if not isinstance(reply, Exception):
         checked_reply("HELLO", reply)
 
@@ -150,7 +150,7 @@ def _bounded_reader(parser: BoundedParser | AsyncBoundedParser, connection: Any)
 
 BOUNDED_POOL_SETTINGS: Final[dict[str, Any]] = {
     "parser_class": BoundedParser,
-    # With these notifications, which RESP3 turns on, a pool hands out connections on which replies are left over.
+    # With these notifications, which RESP3 enables, a pool could hand out connections with unread replies.
     "maint_notifications_config": MaintNotificationsConfig(enabled=False),
 }
 """Settings of a redis-py pool whose connections have bounded replies."""
@@ -160,7 +160,7 @@ ASYNC_BOUNDED_POOL_SETTINGS: Final[dict[str, Any]] = {"parser_class": AsyncBound
 
 
 def bound_replies(client: Client) -> Client:
-    """Bound the replies of a client that has no connection yet; return the client."""
+    """Bound the replies of a client that has not connected yet; return the client."""
     settings = ASYNC_BOUNDED_POOL_SETTINGS if isinstance(client, redis.asyncio.Redis) else BOUNDED_POOL_SETTINGS
     client.connection_pool.connection_kwargs.update(settings)
     return client
@@ -169,13 +169,13 @@ def bound_replies(client: Client) -> Client:
 class WrongReply(InvalidResponse, ResponseError):
     """A reply does not have its command's shape.
 
-    A ResponseError as well: redis-py's pipelines then read the replies behind it, so that none of them is taken for the
+    Also a ResponseError: then redis-py's pipelines read the remaining replies, so that none of them is taken for the
     reply to a later command.
     """
 
 
 class ReplyShape(NamedTuple):
-    """Shape of a command's reply in words, and its check by protocol version."""
+    """Shape of a command's reply in words, and its check per protocol version."""
 
     description: str
     resp2_check: ReplyCheck
@@ -219,7 +219,7 @@ def _is_pong(reply: Any) -> bool:
 
 
 def _is_info(reply: Any) -> bool:
-    # A section without fields, as Keyspace of an empty server, is its heading alone.
+    # A section without fields, such as Keyspace of an empty server, consists of its heading.
     return type(reply) is bytes and (b":" in reply or reply.startswith(b"# "))
 
 
@@ -248,7 +248,7 @@ def _is_map(reply: Any) -> bool:
 
 
 def _is_whole_number(value: Any) -> bool:
-    # Redis sends the numbers of TIME as texts, others send integers.
+    # Redis sends the numbers of TIME as strings, other servers send integers.
     return _is_count(value) or (type(value) is bytes and value.isdigit())
 
 
@@ -291,7 +291,7 @@ def _is_position_or_nothing(reply: Any) -> bool:
 
 
 def _is_stream_entry(value: Any) -> bool:
-    # Without fields it was deleted, and is still some consumer's.
+    # An entry without fields was deleted but is still pending for a consumer.
     return (
         type(value) is list
         and len(value) == 2
@@ -354,7 +354,7 @@ def _is_list_of_commands(reply: Any) -> bool:
 
 
 def _is_pointer_move_result(reply: Any) -> bool:
-    """True for a reply of the script that moves the pointer: a status number, and one or two texts about it."""
+    """True for a reply of the script that moves the pointer: a status number, and one or two texts."""
     if type(reply) is not list or not reply or not _is_text_list(reply[1:]):
         return False
     return (type(reply[0]), len(reply)) == (int, 3 if reply[0] == 2 else 2)
@@ -390,7 +390,7 @@ SCORED_MEMBERS_SHAPE: Final = _shape("members with their scores", _is_flat_score
 
 ENTRIES_SHAPE: Final = _shape("entries of a stream", _is_stream_entries)
 STREAMS_SHAPE: Final = _shape("streams with entries", _is_streams, _is_map_of_streams)
-POINTER_MOVE_SHAPE: Final = _shape("how the move ended, and texts", _is_pointer_move_result)
+POINTER_MOVE_SHAPE: Final = _shape("a status number and one or two texts", _is_pointer_move_result)
 SCRIPT_RESULT_SHAPE: Final = _shape("a count, a text, a list or nothing", _is_script_result)
 
 REPLY_SHAPES: Final[Mapping[str, ReplyShape]] = {
@@ -450,14 +450,14 @@ REPLY_SHAPES: Final[Mapping[str, ReplyShape]] = {
     "ZREVRANGE": MEMBERS_SHAPE,
     "_": _shape("OK, QUEUED or a list", _is_transaction_reply),
 }
-"""Shapes by command; `_` is redis-py's name for replies in a transaction, EXEC the last of them."""
+"""Shapes by command; redis-py uses `_` for replies within a transaction, of which EXEC's is the last."""
 
 
 def check_replies(client: Client) -> Client:
-    """Make a client, and the pipelines that it opens, raise WrongReply for a reply without its command's shape.
+    """Make a client and its pipelines raise WrongReply for a reply that does not have its command's shape.
 
-    redis-py takes a reply as it comes: one of another type ends as an AttributeError or TypeError where it is used
-    first.
+    redis-py does not check replies: one of another type would cause an AttributeError or TypeError in the code that
+    uses it.
     """
     is_resp2 = str(client.connection_pool.connection_kwargs.get("protocol")) == "2"
     callbacks: Any = client.response_callbacks
@@ -467,7 +467,10 @@ def check_replies(client: Client) -> Client:
 
 
 def checked_reply(command: str, reply: Any, shape: ReplyShape | None = None) -> Any:
-    """Return the reply to a command sent by RESP2; raise WrongReply unless it has the shape (default: the table's)."""
+    """Return the reply to a command sent by RESP2.
+
+    Raises WrongReply unless it has the shape (default: REPLY_SHAPES').
+    """
     shape = REPLY_SHAPES[command] if shape is None else shape
     if not shape.resp2_check(reply):
         refuse_reply(command, reply, shape.description)
@@ -475,19 +478,19 @@ def checked_reply(command: str, reply: Any, shape: ReplyShape | None = None) -> 
 
 
 def refuse_reply(command: str, reply: Any, expected_shape: str) -> NoReturn:
-    """Raise WrongReply, which names the command, the reply, and the shape that it had to have."""
+    """Raise WrongReply with the command, the reply, and the expected shape."""
     shown_command = "EXEC" if command == "_" else command
     raise WrongReply(f"{shown_command} was answered by {reply_excerpt(reply)}, not by {expected_shape}")
 
 
 @contextmanager
 def refusing_unreadable(command: str, expected_shape: str) -> Iterator[None]:
-    """Raise WrongReply in place of a Python exception in the block, which reads a reply to `command`."""
+    """Convert a Python exception in the block, which reads a reply to `command`, to WrongReply."""
     try:
         yield
     except UNREADABLE_REPLY_ERRORS as error:
         raise WrongReply(
-            f"{command} was answered by what is not {expected_shape} ({type(error).__name__}: {_shorten(str(error))})"
+            f"{command} was not answered by {expected_shape} ({type(error).__name__}: {_shorten(str(error))})"
         ) from error
 
 
@@ -500,7 +503,7 @@ def info_number(info: Mapping[str, Any], info_field: str, default: int | None = 
 
 
 class _ReplyExcerpt(reprlib.Repr):
-    """Excerpt of a reply of any size, made of its first elements and bytes only."""
+    """Excerpt of a reply of any size; visits only its first elements and bytes."""
 
     def repr_bytes(self, value: bytes, _level: int) -> str:
         return repr(value[:_EXCERPT_CHARS])

@@ -1,4 +1,4 @@
-"""Redis under Sentinel: URLs that list the sentinels, and connections that ask them for the primary as they open."""
+"""Redis under Sentinel: URLs with sentinels, and connections that ask them for the primary's address when they open."""
 
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -23,7 +23,7 @@ SENTINEL_PORT: Final = 26_379
 """Port of a sentinel whose address has none."""
 
 SENTINEL_TIMEOUT_S: Final = 0.5
-"""Seconds to wait for one sentinel before the next is asked."""
+"""Seconds to wait for one sentinel before the next one is asked."""
 
 _SENTINEL_URL_OPTIONS: Final = ("sentinel_username", "sentinel_password")
 
@@ -35,25 +35,25 @@ class SentinelGroup:
     addresses: tuple[tuple[str, int], ...]
     service: str
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Connection settings, which may hold the sentinels' password."""
+    """Connection settings, which may contain the sentinels' password."""
 
 
 def is_sentinel(url: str) -> bool:
-    """True if a URL lists sentinels, which know the primary's address."""
+    """Return whether a URL lists sentinels."""
     return url.startswith(SENTINEL_URL_SCHEMES)
 
 
 def read_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     """Return the sentinels in a URL, and redis-py's settings for connections to the primary.
 
-    A URL is `redis+sentinel://user:password@host:port,host:port/service/database`. With `rediss+sentinel://` both
-    speak TLS, by the same options. Raises ConfigError, which repeats no part of the URL: a password that is not
-    percent-encoded may reach into any.
+    A URL is `redis+sentinel://user:password@host:port,host:port/service/database`. With `rediss+sentinel://` both kinds
+    of connections use TLS, with the same options. Raises ConfigError; its message contains no part of the URL, since a
+    password that is not percent-encoded may extend into any part.
     """
     try:
         return _parse_sentinel_url(url)
-    except ValueError:  # of urllib and of redis-py; its text may hold the password, too
-        raise _url_error("the URL of a Redis under Sentinel, or an option behind its ?, cannot be read") from None
+    except ValueError:  # Not chained: the text of an error of urllib or redis-py may contain the password.
+        raise _url_error("the URL of a Redis under Sentinel, or an option after its ?, cannot be read") from None
 
 
 def _parse_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
@@ -63,11 +63,11 @@ def _parse_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
     service, _, database = url_parts.path.strip("/").partition("/")
     if not service:
         raise _url_error(
-            "the URL of a Redis under Sentinel ends in the name of its service, redis+sentinel://host:port/SERVICE"
+            "the URL of a Redis under Sentinel must end with the name of its service, redis+sentinel://host:port/SERVICE"
         )
     if "@" in service or (database and not database.isdecimal()):
         raise _url_error(
-            "the URL of a Redis under Sentinel has no database's number behind its service, or an @ in its name"
+            "the URL of a Redis under Sentinel has no database number after its service, or an @ in its name"
         )
     url_options = parse_qsl(url_parts.query)
     primary_url_parts = url_parts._replace(
@@ -97,7 +97,7 @@ def _parse_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
 
 
 def is_tls(group: SentinelGroup) -> bool:
-    """True if the connections to sentinels and primary use TLS."""
+    """Whether the connections to sentinels and primary use TLS."""
     return bool(group.settings.get("ssl"))
 
 
@@ -118,9 +118,9 @@ def _url_error(message: str) -> ConfigError:
 
 
 class PrimaryConnection(redis.Connection):
-    """Connection to the primary: asks the sentinels for its address whenever it opens.
+    """Connection to the primary: asks the sentinels for its address each time it opens.
 
-    So any pool of redis-py works, and after a failover the next connection leads to the new primary.
+    This works with every pool of redis-py; after a failover the next connection goes to the new primary.
     """
 
     def __init__(self, *, sentinels: SentinelGroup, **settings: Any) -> None:
@@ -130,7 +130,8 @@ class PrimaryConnection(redis.Connection):
     def _connect(self) -> Any:
         group = self._sentinels
         sentinel_settings = {**_timeout_settings(), "retry": Retry(NoBackoff(), 0), **group.settings}
-        # One for each connection: redis-py's puts its sentinels in another order as it asks, and threads share none.
+        # One instance per connection: redis-py's Sentinel reorders its sentinels while it asks them and is not
+        # thread-safe.
         with Sentinel(group.addresses, sentinel_kwargs=sentinel_settings) as sentinels:  # type: ignore[no-untyped-call]
             for client in sentinels.sentinels:
                 check_replies(bound_replies(client))
@@ -142,11 +143,11 @@ class PrimaryConnection(redis.Connection):
 
 
 class PrimarySSLConnection(PrimaryConnection, redis.SSLConnection):
-    """TLS connection to the primary that sentinels name."""
+    """TLS connection to the primary that the sentinels name."""
 
 
 class AsyncPrimaryConnection(Connection):
-    """Connection to the primary that sentinels name, for an event loop."""
+    """asyncio connection to the primary that the sentinels name."""
 
     def __init__(self, *, sentinels: SentinelGroup, **settings: Any) -> None:
         self._sentinels = sentinels
@@ -166,7 +167,7 @@ class AsyncPrimaryConnection(Connection):
 
 
 class AsyncPrimarySSLConnection(AsyncPrimaryConnection, SSLConnection):
-    """TLS connection to the primary that sentinels name, for an event loop."""
+    """asyncio TLS connection to the primary that the sentinels name."""
 
 
 def primary_pool(url: str, **settings: Any) -> redis.ConnectionPool:
@@ -179,7 +180,7 @@ def primary_pool(url: str, **settings: Any) -> redis.ConnectionPool:
 
 
 def async_primary_pool(url: str, **settings: Any) -> redis.asyncio.ConnectionPool:
-    """Return a pool of connections to the primary, for an event loop."""
+    """Return a pool of asyncio connections to the primary."""
     group, connection_settings = read_sentinel_url(url)
     connection_class = AsyncPrimarySSLConnection if is_tls(group) else AsyncPrimaryConnection
     return redis.asyncio.ConnectionPool(
@@ -188,7 +189,7 @@ def async_primary_pool(url: str, **settings: Any) -> redis.asyncio.ConnectionPoo
 
 
 def _primary_not_found(group: SentinelGroup) -> redis.ConnectionError:
-    """Return the error for a service without a known primary; redis-py's own text would list its clients."""
+    """Return the error for a service without a known primary; redis-py's own text would list client objects."""
     addresses = ", ".join(f"{host}:{port}" for host, port in group.addresses)
     return redis.ConnectionError(f"no sentinel of {addresses} names a primary of {group.service!r}")
 

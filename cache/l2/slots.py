@@ -1,4 +1,4 @@
-"""Slots of a Redis Cluster: URLs that name one, and which node serves which slot. Pure."""
+"""Slots of a Redis Cluster: URLs of a cluster, and the owners of its slots. Pure."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -18,14 +18,14 @@ SlotOwners = dict[int, str]
 
 
 def is_cluster(url: str) -> bool:
-    """True if a URL says that its server is a node of a Redis Cluster."""
+    """Return whether a URL says that its server is a node of a Redis Cluster."""
     return url.startswith(CLUSTER_URL_SCHEMES)
 
 
 def seed_urls(url: str) -> list[str]:
-    """A plain URL of each node that `redis+cluster://user:password@host:port,host:port` names.
+    """Return a plain URL of each node in `redis+cluster://user:password@host:port,host:port`.
 
-    Raises ConfigError, which never repeats the URL: it may hold a password.
+    Raises ConfigError, whose message never contains the URL, as that may contain a password.
     """
     scheme, _, location = url.partition("+cluster://")
     url_parts = urlsplit(f"{scheme}://{location}")
@@ -41,32 +41,34 @@ def seed_urls(url: str) -> list[str]:
             raise ConfigError(f"{host!r} in the URL of a Redis Cluster is not host:port", field="redis_url")
         node_urls.append(node_parts.geturl())
     if url_parts.path not in ("", "/", "/0"):
-        raise ConfigError(f"a Redis Cluster has database 0 only, its URL ends in {url_parts.path!r}", field="redis_url")
+        raise ConfigError(
+            f"a Redis Cluster has database 0 only, but its URL ends with {url_parts.path!r}", field="redis_url"
+        )
     return node_urls
 
 
 def address_of(url: str) -> str:
-    """ "host:port" of a plain URL."""
+    """Return "host:port" of a plain URL."""
     url_parts = urlsplit(url)
     return join_address(url_parts.hostname or "", url_parts.port or 6379)
 
 
 def join_address(host: str, port: int) -> str:
-    """ "host:port", with brackets around an IPv6 address."""
+    """Return "host:port", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def node_url(seed_url: str, address: str) -> str:
-    """The URL of another node, with the credentials and options of a seed's."""
+    """Return the URL of another node, with the credentials and options of a seed's URL."""
     url_parts = urlsplit(seed_url)
     user, at_sign, _ = url_parts.netloc.rpartition("@")
     return url_parts._replace(netloc=f"{user}{at_sign}{address}").geturl()
 
 
 def owners_from_reply(reply: Sequence[Any], node_address: str) -> SlotOwners:
-    """The slot map in a reply to `CLUSTER SLOTS`; `node_address`, "host:port", answered it.
+    """Parse the slot map in a reply to `CLUSTER SLOTS`, which the node at `node_address` ("host:port") sent.
 
-    A node that does not know its own address, or is told to keep it (`?`), is where it was asked.
+    A node without a known address (empty or `?`) is taken to be at `node_address`.
     """
     node_host = node_address.rpartition(":")[0].strip("[]")
     owners: SlotOwners = {}
@@ -78,7 +80,7 @@ def owners_from_reply(reply: Sequence[Any], node_address: str) -> SlotOwners:
 
 
 class PageSlots(dict[int, int]):
-    """Page number -> slot, of one table of one generation."""
+    """Page number -> slot, for one table of one generation."""
 
     def __init__(self, keyspace: Keyspace, generation: str, table: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Synchronous clients of one Redis server or of a cluster, and the connection of steps, whose errors say what to do."""
+"""Synchronous clients of one Redis server or of a cluster, and the connection for steps of the night."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,17 +20,17 @@ from cache.l2.sentinel import is_sentinel, primary_pool
 from cache.l2.slots import SLOT_COUNT, address_of, is_cluster, join_address, seed_urls
 
 CLUSTER_RETRIES = 2
-"""Times that a command is sent again after an error, each time by a new slot map."""
+"""Number of retries of a command after an error, each with a new slot map."""
 
 PoolFactory = Callable[..., redis.ConnectionPool]
 
 
 def open_client(url: str, **settings: Any) -> "redis.Redis":
-    """A client of the server at `url`, of the primary that its sentinels name, or of its cluster.
+    """Return a client of the server at `url`, of the primary that its sentinels name, or of its cluster.
 
-    Of a cluster it takes commands on keys as `redis.Redis` does.
+    A cluster's client accepts commands on keys as `redis.Redis` does.
 
-    Raises ConfigError or ValueError for a URL that cannot be used, redis-py's errors when no node of a cluster answers.
+    Raises ConfigError or ValueError for an invalid URL, and redis-py's errors if no node of a cluster answers.
     """
     if is_sentinel(url):
         return check_replies(redis.Redis.from_pool(primary_pool(url, **settings, **BOUNDED_POOL_SETTINGS)))
@@ -44,7 +44,10 @@ def open_client(url: str, **settings: Any) -> "redis.Redis":
 def connect(
     url: str | None, timeout_s: float, variable: str = "REDIS_URL", *, namespace: str = ""
 ) -> Iterator["redis.Redis"]:
-    """A synchronous client; its errors become Larder's, with a remedy that names the variable, or the namespace."""
+    """Yield a synchronous client.
+
+    Its errors become Larder's, with a remedy that names the variable or the namespace.
+    """
     if not url:
         raise ConfigError(f"no Redis is configured: set {variable}, or run through a command that starts one")
     try:
@@ -60,7 +63,7 @@ def connect(
 
 
 def _without_password(url: str) -> str:
-    """A URL without its password."""
+    """Return a URL without its password."""
     credentials, at_sign, host_and_port = urlsplit(url).netloc.rpartition("@")
     user = credentials.partition(":")[0]
     netloc = f"{user}@{host_and_port}" if at_sign and user else host_and_port
@@ -68,9 +71,9 @@ def _without_password(url: str) -> str:
 
 
 class Cluster(RedisCluster):
-    """redis-py's client of a Redis Cluster, which can be opened once more with connections of its own.
+    """redis-py's client of a Redis Cluster, which `clone_client` can open again with its own connections.
 
-    It needs no full coverage: with a node down, work on the others' keys goes on.
+    Full coverage is not required: with a node down, commands on the other nodes' keys still work.
     """
 
     def __init__(self, url: str, settings: dict[str, Any]) -> None:
@@ -83,18 +86,18 @@ class Cluster(RedisCluster):
                 require_full_coverage=False,
                 retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), CLUSTER_RETRIES),
                 maint_notifications_config=MaintNotificationsConfig(enabled=False),
-                # Of the settings of a parser redis-py hands none on to the connections to nodes.
+                # redis-py does not pass the parser's settings on to the connections to nodes.
                 connection_pool_class=partial(redis.ConnectionPool, **BOUNDED_POOL_SETTINGS),
                 **settings,
             )
-        except UNREADABLE_REPLY_ERRORS as error:  # the first map is read before a client could be checked
+        except UNREADABLE_REPLY_ERRORS as error:  # redis-py reads the first map before `check_replies` can apply
             raise RedisClusterException(
-                f"CLUSTER SLOTS was answered by what is not a slot map ({type(error).__name__}: {error})"
+                f"CLUSTER SLOTS was not answered by a slot map ({type(error).__name__}: {error})"
             ) from error
         self._check_nodes()
 
     def _check_nodes(self) -> None:
-        """Has the clients of all nodes, also of those that are met later, check their replies."""
+        """Check the replies of the clients of all nodes, including nodes that are discovered later."""
         nodes_manager = self.nodes_manager
         create_redis_node = nodes_manager.create_redis_node
 
@@ -108,7 +111,7 @@ class Cluster(RedisCluster):
                 check_replies(node.redis_connection)
 
     def close(self) -> None:
-        """Closes every connection to every node, which redis-py's own leaves to the garbage collector."""
+        """Close every connection to every node; redis-py's own `close` leaves them to the garbage collector."""
         for node in self.nodes_manager.nodes_cache.values():
             if node.redis_connection is not None:
                 disconnect(node.redis_connection)
@@ -120,7 +123,7 @@ def _startup_node(url: str) -> ClusterNode:
 
 
 def disconnect(client: "redis.Redis") -> None:
-    """Close every connection of a client, also where its pool was handed to it."""
+    """Close every connection of a client, even if its pool was passed to it."""
     if isinstance(client, Cluster):
         client.close()
     else:
@@ -130,7 +133,7 @@ def disconnect(client: "redis.Redis") -> None:
 def clone_client(
     client: "redis.Redis", create_pool: PoolFactory = redis.ConnectionPool, **changed_settings: Any
 ) -> Any:
-    """A client of the same server or cluster whose connections are its own, from `create_pool`, with other settings."""
+    """Return a client of the same server or cluster with its own connections and other settings."""
     if not isinstance(client, Cluster):
         client_pool = client.connection_pool
         settings = {**client_pool.connection_kwargs, **BOUNDED_POOL_SETTINGS, **changed_settings}
@@ -149,7 +152,7 @@ def clone_client(
 
 
 def primary_clients(client: "redis.Redis") -> dict[str, "redis.Redis"]:
-    """A plain client of each server that takes writes: "primary", in a cluster "primary host:port"."""
+    """Return a plain client of each server that accepts writes by name: "primary", in a cluster "primary host:port"."""
     if not isinstance(client, Cluster):
         return {"primary": client}
     return {
@@ -159,7 +162,7 @@ def primary_clients(client: "redis.Redis") -> dict[str, "redis.Redis"]:
 
 
 def client_for_key(client: "redis.Redis", key: str) -> "redis.Redis":
-    """A plain client of the server that holds `key`."""
+    """Return a plain client of the server that holds `key`."""
     if not isinstance(client, Cluster):
         return client
     return client.get_redis_connection(client.get_node_from_key(key))
@@ -168,7 +171,7 @@ def client_for_key(client: "redis.Redis", key: str) -> "redis.Redis":
 def group_keys_by_server(
     client: "redis.Redis", keys: Sequence[str] | Sequence[bytes]
 ) -> Iterable[tuple["redis.Redis", Sequence[int]]]:
-    """A plain client of each server that holds some of these keys, and the places of those in `keys`."""
+    """Return a plain client of each server that holds some of these keys, with the indexes of its keys in `keys`."""
     if not isinstance(client, Cluster):
         return [(client, range(len(keys)))]
     group_by_node: dict[str, tuple[redis.Redis, list[int]]] = {}
@@ -182,7 +185,7 @@ def group_keys_by_server(
 
 
 def compute_keyspace_shares(client: "redis.Redis") -> dict[str, float]:
-    """Share of the keyspace, of 1, that is each server's own, by the names of `primary_clients`."""
+    """Return each server's share of the keyspace, 0 to 1, by the names of `primary_clients`."""
     if not isinstance(client, Cluster):
         return {"primary": 1.0}
     nodes_by_slot = client.nodes_manager.slots_cache
@@ -194,9 +197,9 @@ def compute_keyspace_shares(client: "redis.Redis") -> dict[str, float]:
 
 
 class BulkConnections:
-    """Connections out of the client's pools, taken when first wanted, for as long as the `with` block lasts.
+    """Connections from the client's pools, taken at first use and returned at the end of the `with` block.
 
-    One to each server, for commands of bulk work that are sent ahead of their replies.
+    One per server, for bulk commands that are sent before earlier replies have arrived.
     """
 
     def __init__(self) -> None:
@@ -207,12 +210,12 @@ class BulkConnections:
 
     def __exit__(self, error_class: object, *_: object) -> None:
         for pool, connection in self._connection_by_pool.items():
-            if error_class is not None:  # replies may still be on their way: it serves nothing more
+            if error_class is not None:  # replies may still be pending: the connection must not be used again
                 connection.disconnect()
             pool.release(connection)
 
     def connection_to(self, server: "redis.Redis") -> Any:
-        """The connection to a server, always the same."""
+        """Return the connection to a server, always the same one."""
         pool = server.connection_pool
         if pool not in self._connection_by_pool:
             self._connection_by_pool[pool] = pool.get_connection()

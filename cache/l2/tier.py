@@ -37,18 +37,23 @@ from cache.l2.sentinel import async_primary_pool, is_sentinel
 log = logging.getLogger(__name__)
 
 RESP_VERSION = 2
-"""RESP version, explicit as redis-py's default has changed. Reads need no push messages; subscribing works in both."""
+"""RESP version, explicit because redis-py's default has changed. Reads need no push messages; subscribing works with
+both versions."""
 
 _CONTROL_CONNECTIONS_MAX = 16
-"""Connections for all but readers' pipelines: a dozen background commands may run at once, and page reads."""
+"""Largest number of connections for everything but readers' pipelines: about a dozen concurrent background commands,
+and page reads."""
 
 _REMEMBERED_ROUND_TRIPS = 1_024
-"""Number of round trips remembered: every heartbeat reports the slowest of the last seconds."""
+"""Number of round trips kept: every heartbeat reports the p99 of the last seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
-    """Settings: `url` may carry TLS, ACL user, database; a read ends within `deadline_s`, connecting may be slower."""
+    """Settings: `url` may include TLS, ACL user, database.
+
+    A read ends within `deadline_s`, connecting may take longer.
+    """
 
     url: str
     deadline_s: float = 0.02
@@ -73,23 +78,23 @@ class PipelinePart:
     answers: asyncio.Future[Any]
     keep: Keep
     length: int = 0
-    """Payload size in bytes of every reply if no record is missing; 0 if replies differ in size."""
+    """Payload size in bytes that every reply has if no record is missing; 0 if the replies' sizes differ."""
 
     def land(self, answers: Sequence[L2Result]) -> None:
-        """Set the future to `keep(answers)`, or to the error that it raises, unless the caller has cancelled."""
-        # A caller that left has cancelled its future; its replies end here.
+        """Set the future to `keep(answers)`, or to the exception that it raises, unless the caller has cancelled it."""
+        # The caller has cancelled its future: drop the replies.
         if self.answers.done():
             return
         try:
             future_result = self.keep(answers)
-        except Exception as error:  # costs one caller its answer, and none of the others of this turn
+        except Exception as error:  # fails only this caller, not the others of this loop iteration
             self.answers.set_exception(error)
         else:
             self.answers.set_result(future_result)
 
 
 class RemoteTier:
-    """Data plane of one server: one pipeline per event-loop iteration, on connections that belong to no caller.
+    """Data plane of one server: one pipeline per event-loop iteration, on connections shared by all callers.
 
     Nothing is retried. Use it in one event loop only.
     """
@@ -123,12 +128,12 @@ class RemoteTier:
         )
 
     def submit(self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]) -> asyncio.Future[T]:
-        """Send at least one command; return a future of `keep` applied to the answers the moment they land."""
+        """Send at least one command; return a future of `keep` applied to the answers as soon as they arrive."""
         loop = asyncio.get_running_loop()
         answers_future: asyncio.Future[T] = loop.create_future()
         if self._commands_in_flight + len(commands) > self.config.commands_in_flight_max:
             self._shed_command_count += len(commands)
-            shed_error = TierUnavailable(f"{self._commands_in_flight} commands are under way", reason="timeout")
+            shed_error = TierUnavailable(f"{self._commands_in_flight} commands are pending", reason="timeout")
             answers_future.set_result(keep([shed_error] * len(commands)))
             return answers_future
         payload_bytes = 0
@@ -142,7 +147,7 @@ class RemoteTier:
             packed_commands, reply_count = self._packer.pack(commands)
         self._commands_in_flight += reply_count
         if not self._queued_parts:
-            # Runs after every callback that is ready now, so whoever reads in this turn travels along.
+            # Runs after all callbacks that are ready now, so that reads of the same loop iteration share the pipeline.
             loop.call_soon(self._flush)
         self._queued_parts.append(
             PipelinePart(commands, packed_commands, reply_count, answers_future, keep, payload_bytes)
@@ -162,7 +167,7 @@ class RemoteTier:
         queued_parts, self._queued_parts = self._queued_parts, []
         parts: list[PipelinePart] = []
         reply_count = 0
-        # What is answered at one length lies together: such replies need no parser.
+        # Group replies of equal length: they need no parser.
         for part in sorted(queued_parts, key=attrgetter("length")) if len(queued_parts) > 1 else queued_parts:
             if parts and (reply_count + part.count > self.config.batch_commands_max or part.length != parts[0].length):
                 self._send(parts, reply_count)
@@ -173,7 +178,7 @@ class RemoteTier:
 
     def _send(self, parts: list[PipelinePart], reply_count: int) -> None:
         if not self.breaker.allow():
-            self._answer_all(parts, TierUnavailable("Redis is resting", reason="breaker_open"))
+            self._answer_all(parts, TierUnavailable("the circuit breaker is open", reason="breaker_open"))
             return
         self._batch_count += 1
         self._command_count += reply_count
@@ -192,14 +197,15 @@ class RemoteTier:
         landed_at = time.monotonic()
         self._round_trips.append((landed_at, landed_at - sent_at))
         if isinstance(outcome, TierUnavailable):
-            # All that was under way on a connection fails as one: the stall counts, not how much waited for it.
+            # All pending pipelines of a connection fail together; count one failure, however many there were.
             if outcome is not self._counted_failure:
                 self._counted_failure = outcome
                 self.breaker.note_failure()
             self._answer_all(parts, outcome)
             return
         if all(isinstance(reply, hiredis.ReplyError) and not is_redirect(reply) for reply in outcome):
-            # Loading, no permission: there, but no use. Of writes alone it says nothing of reads: out of memory, say.
+            # The server answers but cannot serve (loading, no permission). For writes alone, such as out of memory,
+            # this says nothing about reads.
             has_reads = any(isinstance(command, Read) for part in parts for command in part.commands)
             self.breaker.note_failure() if has_reads else self.breaker.note_success()
         else:
@@ -228,7 +234,10 @@ class RemoteTier:
         return deadline_for(self.config.deadline_s + SECOND_LOOK_S, command_count)
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
-        """Return the 99th percentile in ms of round trips, failures too, in the last `within_s`; None without any."""
+        """Return the 99th percentile of round trips in ms, failures included, in the last `within_s`.
+
+        Returns None without any.
+        """
         window_start_s = time.monotonic() - within_s
         round_trip_times_s = sorted(
             elapsed_s for landed_at, elapsed_s in self._round_trips if landed_at >= window_start_s
@@ -236,7 +245,7 @@ class RemoteTier:
         return 1000 * round_trip_times_s[(99 * len(round_trip_times_s)) // 100] if round_trip_times_s else None
 
     async def page(self, read: PageRead) -> bytes | None:
-        """Read a page or a part of it, None if there is none, on a connection that no reader waits for."""
+        """Read a page or a part of it, on a connection without readers' commands; None if there is none."""
         key = self.control.keyspace.page(read.generation, read.table, read.page_number)
         last_byte = read.offset + read.length - 1
         page_part = cast(bytes, await self.control.execute("GETRANGE", key, read.offset, last_byte))
@@ -247,7 +256,7 @@ class RemoteTier:
         await self.pool.connect_ahead()
 
     async def aclose(self) -> None:
-        """Close every connection; pending reads end as unavailable."""
+        """Close every connection; pending reads end with TierUnavailable."""
         await self.pool.aclose()
         await self.control.aclose()
 
@@ -255,7 +264,7 @@ class RemoteTier:
 def _unpack_or_fail(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Result]:
     try:
         return unpack(commands, replies)
-    except Exception as error:  # one part's strange reply must not leave the others of its batch without an end
-        log.exception("a reply of Redis cannot be read")
-        unreadable_error = TierUnavailable(f"a reply that cannot be read: {error!r}", reason="connection")
+    except Exception as error:  # an unreadable reply of one part must not leave the other parts of its batch waiting
+        log.exception("cannot read a reply of Redis")
+        unreadable_error = TierUnavailable(f"an unreadable reply: {error!r}", reason="connection")
         return [unreadable_error] * len(commands)

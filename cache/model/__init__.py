@@ -1,4 +1,4 @@
-"""The live path: towers in ONNX Runtime, candidates from FAISS, ranking, and the checks of their inputs.
+"""Live path: towers in ONNX Runtime, candidates from FAISS, ranking, and checks of their inputs.
 
 Start at `predictor`.
 """

@@ -1,4 +1,4 @@
-"""Candidate search in a generation's FAISS index, and lists by exact scores of candidates; positions are ordinals."""
+"""Candidate search in a generation's FAISS index, and lists ranked by exact scores; index positions are ordinals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from cache.format.item_table import ItemTable
 from cache.model.input_preparation import PreparedInput
 from cache.model.ranking import Metric, rank, score
 
-faiss: Any = faiss_module  # its type stubs lag behind what the module has
+faiss: Any = faiss_module  # faiss' type stubs are incomplete
 Vectors = NDArray[np.float32]
 Ordinals = NDArray[np.int64]
 
@@ -22,7 +22,7 @@ RankedLists = tuple[NDArray[np.uint32], Vectors]
 """Ordinals and scores [n, width], best first; unused slots are NO_ITEM and 0."""
 
 _QUERIES_PER_CALL = 16
-"""Queries per FAISS call: more would select another kernel, which changes the last bits."""
+"""Queries per FAISS call: with more, FAISS selects another kernel, whose last bits differ."""
 
 _ROWS_AT_ONCE = 1 << 16
 _EXTRA_CANDIDATES_MIN = 32
@@ -39,7 +39,8 @@ class Searcher:
         self.is_exact = isinstance(concrete_index, faiss.IndexFlat)
         is_graph = isinstance(concrete_index, faiss.IndexHNSW)
         self.depth_max: int = concrete_index.hnsw.efSearch if is_graph else self.count
-        """Number of candidates up to which a larger request explores no more and finds the same ones first."""
+        """Number of candidates up to which a larger request explores no further and returns the same candidates
+        first."""
         self._index = index
         self._threads = threads
 
@@ -47,7 +48,7 @@ class Searcher:
     def open(cls, path: Path, metric: Metric, *, count: int | None = None, threads: int = 1) -> Self:
         """Map an index file; raise CorruptArtefact if it is malformed or does not hold `count` vectors."""
         try:
-            # The only flag with which processes share the index's memory.
+            # Only with this flag do processes share the index's memory.
             index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
         except RuntimeError as error:
             raise CorruptArtefact(f"{path.name} is not a FAISS index: {error}") from error
@@ -62,8 +63,8 @@ class Searcher:
     def fetch(self, k: int, excluded: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of candidates that each row needs for k answers after its own exclusions, int64 [n].
 
-        Rounded up by the row's own numbers only (k plus a power of two), so that rows with like needs
-        search together and no row's answer depends on the others.
+        Depends only on the row itself (k plus a power of two): rows with similar needs are searched together, and no
+        row's answer depends on the others.
         """
         extra_counts = 1 << np.ceil(np.log2(np.maximum(excluded + 16, _EXTRA_CANDIDATES_MIN))).astype(np.int64)
         counts: NDArray[np.int64] = np.minimum(k + extra_counts, self.count)
@@ -74,13 +75,13 @@ class Searcher:
     ) -> NDArray[np.int64]:
         """Search for the best candidates; return ordinals int64 [n, count], padded with -1.
 
-        Many blocked ordinals are filtered inside the index; a few are cheaper to over-fetch.
+        If many ordinals are blocked, the index filters them; a few are handled by fetching more candidates.
         """
-        # OpenMP keeps this per thread; searches come from any thread of a pool.
+        # OpenMP keeps this setting per thread; any thread of a pool may search.
         faiss.omp_set_num_threads(self._threads)
         if self.metric == "cosine":
             query_lengths = np.linalg.norm(queries, axis=1, keepdims=True)
-            # A model may give infinity for a blank input, such as the logarithm of a price of 0.
+            # For a blank input a model may return infinity, for example the logarithm of a price of 0.
             with np.errstate(invalid="ignore"):
                 queries = (queries / np.where(query_lengths > 0, query_lengths, 1)).astype(np.float32)
         ordinals = np.empty((len(queries), count), np.int64)
@@ -93,7 +94,7 @@ class Searcher:
 
     @staticmethod
     def should_filter(blocked: NDArray[np.int64]) -> bool:
-        """True if so many items are blocked that the index should skip them itself."""
+        """Return whether so many items are blocked that the index should filter them."""
         return len(blocked) > _BLOCKED_FILTERED_ABOVE
 
     def _parameters_without(self, blocked: NDArray[np.int64]) -> Any:
@@ -110,14 +111,17 @@ class Searcher:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListSearch:
-    """Search for lists of `width` items, in two steps, so that the first can be skipped. Thread-safe."""
+    """Search for lists of `width` items in two steps: `candidates`, which may be skipped, and `rank_candidates`.
+
+    Thread-safe.
+    """
 
     searcher: Searcher
     items: ItemTable
     width: int
 
     def excluded(self, batch: Sequence[PreparedInput], blocked: Ordinals) -> list[Ordinals]:
-        """Return the ordinals that the re-score excludes from each list; the index itself skips many blocked ones."""
+        """Return the ordinals to exclude from each list when ranking; if many are blocked, the index filters those."""
         if not len(blocked) or self.searcher.should_filter(blocked):
             return [prepared.excluded for prepared in batch]
         return [np.concatenate([prepared.excluded, blocked]) for prepared in batch]
@@ -139,7 +143,7 @@ class ListSearch:
     def rank_candidates(
         self, vectors: Vectors, candidates: Sequence[Ordinals], excluded: Sequence[Ordinals]
     ) -> RankedLists:
-        """Rank each input's candidates by exact score, without its exclusions."""
+        """Rank each input's candidates by exact score, without its excluded items."""
         ordinals = np.empty((len(vectors), self.width), np.uint32)
         scores = np.empty((len(vectors), self.width), np.float32)
         counts = [len(row_candidates) for row_candidates in candidates]
@@ -155,7 +159,7 @@ class ListSearch:
         return ordinals, scores
 
     def lists(self, batch: Sequence[PreparedInput], vectors: Vectors, blocked: Ordinals) -> RankedLists:
-        """Return the list of each input, by both steps."""
+        """Return the list of each input, from both steps."""
         excluded = self.excluded(batch, blocked)
         candidates = self.candidates(vectors, self.counts(excluded), blocked)
         return self.rank_candidates(vectors, candidates, excluded)
@@ -166,9 +170,9 @@ class ListSearch:
         return scores[:, 0]
 
     def score_change_max(self) -> float | None:
-        """Return the largest change of an item's score over a distance of one; None unless the index is exact.
+        """Return a bound on the change of an item's score per unit of vector distance; None unless the index is exact.
 
-        The length of the longest item (Cauchy-Schwarz). It reads all vectors: call it once.
+        The bound is the length of the longest item (Cauchy-Schwarz). Reads all vectors: call it once.
         """
         if not self.searcher.is_exact:
             return None
@@ -185,8 +189,8 @@ class ListSearch:
 def _rows_by_count(counts: Sequence[int]) -> list[tuple[int, list[int]]]:
     """Return each distinct count with its rows, smallest count first.
 
-    For the rows of a live batch this is cheaper than `np.unique` with a mask for each count: 1 against 12 us for one
-    row, 2 against 9 us for 16, and as much for 64.
+    For the rows of a live batch this is faster than `np.unique` with a mask for each count: 1 instead of 12 us for one
+    row, 2 instead of 9 us for 16, and the same for 64.
     """
     rows_by_count: dict[int, list[int]] = {}
     for row, count in enumerate(counts):

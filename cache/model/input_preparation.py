@@ -1,4 +1,4 @@
-"""Preparation of callers' inputs for a tower: features checked, histories mapped, a whole batch at once. Pure."""
+"""Preparation of callers' inputs for a tower, in batches: features are checked, history ids mapped to indices. Pure."""
 
 import math
 import sys
@@ -15,7 +15,7 @@ from cache.format.item_table import ItemTable, Ordinals
 from cache.model.tower_spec import InputSpec, TowerSpec
 
 HISTORY_LIMIT: Final = "history_limit"
-"""Fact of a manifest: the number of newest history items that its night's models were given."""
+"""Fact of a manifest: the number of newest history items that models were given in the night."""
 
 _INTEGER_RANGES = {name: np.iinfo(name) for name in ("int32", "int64")}
 _FLOAT_MAX = float(np.finfo(np.float32).max)
@@ -23,7 +23,7 @@ _FLOAT_MAX = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class LiveInput:
-    """Input that a caller sent to compute from; `item` is the ordinal of an item table's entity."""
+    """Input that a caller sent for a live answer; `item` is the ordinal if the table's entities are items."""
 
     history: tuple[bytes, ...] | None = None
     features: Mapping[str, FeatureValue] | None = None
@@ -32,7 +32,10 @@ class LiveInput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedInput:
-    """Input for its tower; `excluded` never appears in the answer, the model lacks `unknown_id_count` ids."""
+    """Input for a tower.
+
+    Items in `excluded` are left out of the answer, `unknown_id_count` ids are unknown to the model.
+    """
 
     table: str
     history: NDArray[np.int64]
@@ -45,10 +48,10 @@ class PreparedInput:
 def prepare_all(
     table: str, spec: TowerSpec, items: ItemTable, sources: Sequence[LiveInput], history_limit: int = sys.maxsize
 ) -> list[PreparedInput | InvalidInput | None]:
-    """Prepare each input: ready for the tower, None if nothing usable was sent, or InvalidInput for its features.
+    """Prepare each input: for the tower, None if it contains nothing usable, or InvalidInput for its features.
 
-    Of a history the tower is given the newest `history_limit` items, as by night; all of it is excluded. One look-up
-    serves all histories, so that the fixed cost of numpy's calls is paid once per batch.
+    The tower receives the newest `history_limit` items of a history, as in the night; the whole history is excluded
+    from the answer. All histories are mapped together, so that numpy's cost per call is paid once per batch.
     """
     ids: list[bytes] = []
     ends = [0]
@@ -81,7 +84,9 @@ def prepare_all(
             raw_features = source.features
             features = {} if raw_features is None else check_features(spec.features, raw_features)
         except InvalidInput as error:
-            prepared_inputs.append(error.with_traceback(None))  # which holds this list, and so itself
+            prepared_inputs.append(
+                error.with_traceback(None)
+            )  # break the reference cycle: the traceback holds this list
             continue
         has_required_inputs = not (
             ("feature" in binds and source.features is None)
@@ -97,19 +102,19 @@ def prepare_all(
 
 
 def keep_last_occurrences(history: Sequence[bytes]) -> list[bytes]:
-    """History with each item once, where it stood last, as the night groups its histories."""
+    """Return a history with each item once, at its last position, as the night does."""
     return list(dict.fromkeys(reversed(history)))[::-1]
 
 
 def _drop_unknown(numbers: NDArray[np.int64], row_offsets: Sequence[int]) -> tuple[NDArray[np.int64], list[int]]:
-    """The numbers that are not -1, and where each row of them ends."""
+    """Return the numbers other than -1, and the end offset of each row among them."""
     is_known = numbers >= 0
     known_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_known)])
     return numbers[is_known], known_counts[np.asarray(row_offsets)].tolist()
 
 
 def check_features(inputs: Sequence[InputSpec], features: Mapping[str, FeatureValue]) -> dict[str, FeatureValue]:
-    """Values by input name; raises InvalidInput (`field`) for a missing, unknown or unfit feature."""
+    """Return the values by input name; raise InvalidInput (`field`) for a missing, unknown or unfit feature."""
     spec_by_column = {str(input_spec.column): input_spec for input_spec in inputs}
     for name in features:
         if name not in spec_by_column:
@@ -124,7 +129,7 @@ def check_features(inputs: Sequence[InputSpec], features: Mapping[str, FeatureVa
 
 
 def stack_features(input_spec: InputSpec, values: Sequence[FeatureValue]) -> NDArray[Any]:
-    """Array of a feature's values for a batch, [n] or [n, width]."""
+    """Stack a feature's values for a batch into an array [n] or [n, width]."""
     return np.array(values, object if input_spec.dtype == "string" else input_spec.dtype)
 
 
@@ -132,7 +137,7 @@ def _fitting_value(input_spec: InputSpec, value: FeatureValue) -> FeatureValue:
     if input_spec.width is None:
         return _scalar_value(input_spec, value)
     if input_spec.width == 1 and not isinstance(value, tuple):
-        # Libraries export inputs of one column as [n, 1]; a table and a caller have the value alone.
+        # Libraries export inputs of one column as [n, 1]; tables and callers provide the single value.
         return (_scalar_value(input_spec, value),)  # type: ignore[return-value]
     if not isinstance(value, tuple) or len(value) != input_spec.width:
         unit = "texts" if input_spec.dtype == "string" else "numbers"
@@ -140,7 +145,7 @@ def _fitting_value(input_spec: InputSpec, value: FeatureValue) -> FeatureValue:
         raise InvalidInput(
             f"feature {input_spec.column!r} takes {input_spec.width} {unit}, not {actual_kind}", field=input_spec.column
         )
-    # One look per distinct type, not per number: a batch may hold millions of them.
+    # Check each distinct type once, not each number: a batch may contain millions of numbers.
     for value_type in set(map(type, value)):
         _scalar_value(input_spec, value_type(0))
     if input_spec.dtype != "string":

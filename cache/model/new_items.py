@@ -1,4 +1,4 @@
-"""Items that a generation answers with though its night did not know them: numbers behind its own, and vectors."""
+"""New items of a generation, unknown to its night: their numbers, which follow the ordinals, and vectors."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _NO_VECTORS: Final = np.empty((0, 0), np.float32)
 
 
 class NewItem(NamedTuple):
-    """Item that an event brought: the number of its newest position, and its vector if it came with one."""
+    """Item that an event brought: number of its newest position, and its vector if the event had one."""
 
     raw_id: bytes
     position_number: int
@@ -29,20 +29,20 @@ class NewItem(NamedTuple):
 
 
 class NextTry(NamedTuple):
-    """Input on which the models raised: how often, and from when on they are asked again (monotonic seconds)."""
+    """Next try of an input on which the models raised: number of tries so far, and the time of the next (monotonic)."""
 
     try_count: int
     retry_at_s: float
 
 
-@dataclass(frozen=True, eq=False)  # no slots: the numbers by id are kept beside the fields
+@dataclass(frozen=True, eq=False)  # no slots: cached properties need a __dict__
 class NewItems:
     """New items of one generation, in the order of their positions, with vectors float32 [n, dims].
 
-    Their numbers begin behind the generation's own items, at `first_number`: of two equal scores that of an own item
-    comes first, then the earlier one. `input_keys` are what each vector was made of, and with the positions name the
-    whole; the models could make none of what is `refused_inputs`, and are not asked again. On what `next_try_by_input`
-    they raised, which may pass. `left_out_ids` are the ids of both.
+    Their numbers start at `first_number`, after the generation's own items: among equal scores the generation's own
+    items come first, then older new items. `input_keys` identify the input of each vector; together with the positions
+    they identify this object. The models cannot use `refused_inputs`, which are not tried again. They raised on the
+    inputs in `next_try_by_input`, which are tried again. `left_out_ids` are the ids of both kinds of inputs.
     """
 
     first_number: int = 0
@@ -58,17 +58,17 @@ class NewItems:
 
     @property
     def newest_number(self) -> int:
-        """Number of the newest one's position; 0 without any."""
+        """Position number of the newest item; 0 without any."""
         return self.items[-1].position_number if self.items else 0
 
     @cached_property
     def retry_at(self) -> float:
-        """Time of the first next try, monotonic; infinite without any."""
+        """Monotonic time of the earliest next try; infinite without any."""
         return min((next_try.retry_at_s for next_try in self.next_try_by_input.values()), default=math.inf)
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest of ids, positions and inputs: answers of equal digests had the same new items; empty without any."""
+        """Digest of ids, positions and inputs: equal for answers with the same new items; empty without any."""
         if not self.items:
             return b""
         hasher = xxhash.xxh3_128()
@@ -79,11 +79,11 @@ class NewItems:
 
     @cached_property
     def number_by_id(self) -> Mapping[bytes, int]:
-        """Numbers by id."""
+        """Number of each item, by id."""
         return {item.raw_id: self.first_number + index for index, item in enumerate(self.items)}
 
     def ids_of(self, item_table: ItemTable, numbers: NDArray[np.uint32]) -> list[str]:
-        """External ids by number, of the generation's own items too."""
+        """Return external ids by number, including numbers of the generation's own items."""
         if not self.items or not (is_new := numbers >= self.first_number).any():
             return item_table.ids_of(numbers)
         ids = iter(item_table.ids_of(numbers[~is_new]))
@@ -93,7 +93,10 @@ class NewItems:
         ]
 
     def numbers_of(self, raw_ids: Sequence[bytes], ordinals: NDArray[np.int64]) -> NDArray[np.int64]:
-        """int64 [n] numbers of items whose `ordinals` among the generation's own are known, -1 for no item."""
+        """Return int64 [n]: the number of each id, given `ordinals` among the generation's own items.
+
+        Returns -1 for an unknown id.
+        """
         if not self.items or not (ordinals < 0).any():
             return ordinals
         pairs = zip(raw_ids, ordinals.tolist(), strict=True)
@@ -101,7 +104,7 @@ class NewItems:
         return np.array(numbers, np.int64)
 
     def up_to(self, position: int) -> Self:
-        """Return only the new items up to the position number `position`; their own numbers do not change."""
+        """Return only the new items up to position number `position`; their numbers do not change."""
         count = sum(item.position_number <= position for item in self.items)
         if count == len(self.items):
             return self
@@ -115,7 +118,7 @@ class NewItems:
         excluded_numbers: frozenset[int],
         metric: Metric,
     ) -> None:
-        """Puts new items but the `excluded_numbers` into one row of lists found for a vector, in place."""
+        """Insert new items, except `excluded_numbers`, into one row of lists for a vector, in place."""
         remaining_indexes = [
             index for index in range(len(self.items)) if self.first_number + index not in excluded_numbers
         ]
@@ -133,13 +136,13 @@ class NewItems:
 
 
 NO_NEW_ITEMS: Final = NewItems()
-"""New items of a generation without any."""
+"""No new items."""
 
 
 class EligibleNewItems(NamedTuple):
-    """New items that one answer may name, and numbers of items that it leaves out.
+    """New items that one answer may name, and numbers of items to leave out.
 
-    `own_fingerprint` is the fingerprint of the record that the same input has without them.
+    `own_fingerprint` is the fingerprint of the record for the same input without new items.
     """
 
     items: NewItems = NO_NEW_ITEMS
@@ -157,9 +160,9 @@ def merge_new_items(
     metric: Metric,
     layout: Layout,
 ) -> RankedLists:
-    """Lists with the new items of each row among them; the lists that come in stay as they are.
+    """Return copies of the lists with each row's new items merged in.
 
-    So does a row whose scores a record of this layout would not hold with them: anybody sends events.
+    A row stays unchanged if its new scores would not fit a record of this layout, since events are untrusted.
     """
     if not any(len(row_items.items) for row_items in eligible_by_row):
         return ranked

@@ -1,4 +1,7 @@
-"""Live inference: opens and warms the models of a generation; tower, candidate search, exact re-score, record."""
+"""Live inference: opens and warms a generation's models, and computes records with them.
+
+A record takes a tower, a candidate search and an exact re-score.
+"""
 
 import hashlib
 import logging
@@ -65,9 +68,9 @@ class Predictor:
     ) -> Self:
         """Load the models and indexes of the tables' producers; `threads` per inference and search, towers on `cores`.
 
-        A model that the night could not quantize runs in fp32, and `precisions` says so. Where the `accelerator` cannot
-        be used, or would leave most of an int8 model to the processor, the towers run there, and `fallback_reason` says
-        why.
+        A model that the night could not quantize runs in fp32; `precisions` shows this. If the `accelerator` cannot be
+        used, or would leave most of an int8 model to the processor, the towers run on the processor, and
+        `fallback_reason` says why.
         """
         model_names = {table.producer.model for table in manifest.tables.values()}
         models = {name: model for name, model in manifest.models.items() if name in model_names}
@@ -75,7 +78,9 @@ class Predictor:
         precisions = {name: model_precision for name, (model_precision, _) in file_by_model.items()}
         fallback_reason = None if accelerator is None else accelerator.missing_reason()
         if accelerator is not None and fallback_reason is None and "int8" in precisions.values():
-            fallback_reason = f"{accelerator.provider} has few of the operators of int8 models: set precision to fp32"
+            fallback_reason = (
+                f"{accelerator.provider} supports few of the operators of int8 models: set precision to fp32"
+            )
         if fallback_reason is not None:
             accelerator = None
         towers: dict[str, Tower] = {}
@@ -101,7 +106,10 @@ class Predictor:
     def with_fp32_models(
         self, models: Mapping[str, Model], generation_folder: Path, *, threads: int = 1, cores: Sequence[int] = ()
     ) -> "Predictor":
-        """Return a predictor of the same generation with only these models, in fp32; it shares this one's indexes."""
+        """Return a predictor of the same generation with only these models, in fp32.
+
+        It shares this predictor's indexes.
+        """
         towers = {}
         for name, model in models.items():
             if self.precisions.get(name) == "fp32":
@@ -114,11 +122,11 @@ class Predictor:
 
     @property
     def providers(self) -> dict[str, str]:
-        """Names of ONNX Runtime's provider by model: cpu, cuda or tensorrt."""
+        """Name of ONNX Runtime's provider of each model: cpu, cuda or tensorrt."""
         return {name: tower.provider for name, tower in self._towers.items()}
 
     def supports(self, table: str) -> bool:
-        """True if the table has a producer whose model and index are loaded."""
+        """Return whether the table has a producer whose model and index are loaded."""
         manifest_table = self._tables.get(table)
         if manifest_table is None or manifest_table.producer.model not in self._towers:
             return False
@@ -135,7 +143,10 @@ class Predictor:
         return prepared
 
     def prepare_all(self, table: str, sources: Sequence[LiveInput]) -> list[PreparedInput | InvalidInput | None]:
-        """Prepare many inputs at once; return an InvalidInput, not raised, for each that the model does not take."""
+        """Prepare many inputs at once.
+
+        Returns, not raises, an InvalidInput for each input that the model does not accept.
+        """
         return prepare_all(table, self._tower(table).spec, self._items, sources, self._history_limit)
 
     def predict(
@@ -181,12 +192,12 @@ class Predictor:
         return _split_records(layout, encode_numbers(layout, fingerprint_array, outputs, scored_at, flags=FLAG_LIVE))
 
     def takes_floats_only(self, table: str) -> bool:
-        """True if the table's model takes only float32 features."""
+        """Return whether the table's model takes only float32 features."""
         inputs = self._tower(table).spec.inputs
         return all(input_spec.bind == "feature" and input_spec.dtype == "float32" for input_spec in inputs)
 
     def sent_vectors(self, table: str, batch: Sequence[PreparedInput]) -> NDArray[np.float32]:
-        """Return the float32 [n, dims] features sent to a model that takes only float32 features, side by side."""
+        """Return the concatenated features, float32 [n, dims], for a model that takes only float32 features."""
         columns = [
             stack_features(input_spec, [prepared.features[input_spec.name] for prepared in batch])
             for input_spec in self._tower(table).spec.inputs
@@ -210,7 +221,7 @@ class Predictor:
         return scores
 
     def warm(self) -> None:
-        """Run every supported table once at each padded length, so that no request pays for the first time."""
+        """Run every supported table once at each padded length, so that no request pays the cost of a first run."""
         for name, table in self._tables.items():
             if not self.supports(name) or not self._items.count:
                 continue
@@ -250,7 +261,7 @@ def open_warmed(
 ) -> Predictor:
     """Open the models in `generation_folder` and run each of them once; raise ONNX Runtime's errors.
 
-    Replicas open models with it, and so does the gate that judges a generation before it is published.
+    Used by replicas, and by the gate that checks a generation before it is published.
     """
     predictor = Predictor.open(
         manifest, generation_folder, items, precision=precision, threads=threads, cores=cores, accelerator=accelerator
@@ -268,7 +279,7 @@ def open_predictor(
     cores: Sequence[int],
     accelerator: Accelerator | None,
 ) -> tuple[Predictor | None, str | None, str | None]:
-    """Return (warmed predictor or None, error without one, reason for the processor in place of the accelerator)."""
+    """Return (warmed predictor or None, error if there is none, reason why the processor replaces the accelerator)."""
     generation_folder = store.local(generation_path(manifest.generation))
 
     def open_on(device: Accelerator | None) -> Predictor:
@@ -282,13 +293,13 @@ def open_predictor(
         try:
             predictor = open_on(accelerator)
             fallback_reason = predictor.fallback_reason
-        except Exception as error:  # a GPU fails for lack of memory, an operator or a driver
+        except Exception as error:  # a GPU may lack memory, an operator or a driver
             if accelerator is None:
                 raise
             log.warning("generation %s: models failed on %s", manifest.generation, accelerator.provider, exc_info=error)
             predictor = open_on(None)
             fallback_reason = f"the models failed on {accelerator.provider} ({type(error).__name__}, see the log)"
-    except Exception as error:  # a broken model must not take the stored answers along
+    except Exception as error:  # stored answers must work without a model
         log.exception("generation %s has no working model", manifest.generation)
         return None, _error_text(error), None
     if fallback_reason is not None:
@@ -299,12 +310,12 @@ def open_predictor(
 def open_event_models(
     store: ArtefactStore, manifest: Manifest, open_models: Callable[[], EventModels], fallback_models: EventModels
 ) -> tuple[EventModels, str | None]:
-    """Return (models for newer events, or `fallback_models` if they failed to open; the error)."""
+    """Return (models for newer events, or `fallback_models` if they failed to open; the error or None)."""
     try:
         for artefact in [file for model in manifest.models.values() for file in model.fp32_files]:
             fetch_checked(store, manifest.generation, artefact)
         return open_models(), None
-    except Exception as error:  # as with the predictor
+    except Exception as error:  # stored answers must work without a model
         log.exception("generation %s has no working model for newer events", manifest.generation)
         return fallback_models, _error_text(error)
 

@@ -1,4 +1,4 @@
-"""The exact re-score that the night and the live path share: same vectors, same bits, same order. Pure."""
+"""Exact re-score, shared by the night and the live path: same vectors, same bits, same order. Pure."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -23,10 +23,10 @@ def rank(
     *,
     metric: Metric = "inner_product",
 ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """The best k of each row's candidates: (ordinals uint32 [n, k], scores float32 [n, k]).
+    """Return the best k of each row's candidates: (ordinals uint32 [n, k], scores float32 [n, k]).
 
-    `candidates` int64 [n, c] holds distinct ordinals per row, -1 = unused; `excluded` has one array of
-    ordinals per row. Order: score descending, then ordinal ascending; unused slots are NO_ITEM and 0.
+    `candidates` int64 [n, c] has distinct ordinals per row, -1: unused; `excluded` has one array of ordinals per row.
+    Order: score descending, then ordinal ascending; unused slots are NO_ITEM and 0.
     """
     sort_keys = np.empty(candidates.shape, np.uint64)
     rows_at_once = max(1, _GATHERED_NUMBERS_MAX // max(1, candidates.shape[1] * item_vectors.shape[1]))
@@ -47,12 +47,12 @@ def score(
     candidates: NDArray[np.int64],
     metric: Metric = "inner_product",
 ) -> NDArray[np.float32]:
-    """float32 [n, c] scores of each row's candidates; unused ones (-1) get a meaningless number.
+    """Return the scores of each row's candidates, float32 [n, c]; those of unused candidates (-1) are meaningless.
 
-    einsum, not BLAS: its sum over a vector has one order whatever stands beside it, so a pair's score
-    has the same bits in any batch, in any tile and with any number of threads.
+    Uses einsum, not BLAS: it sums each vector in a fixed order, so that a pair's score has the same bits in any batch,
+    in any tile and with any number of threads.
     """
-    # As a plain array: a memory map's own class is slow to index.
+    # Convert from memmap, which is slow to index.
     candidate_vectors = np.asarray(item_vectors)[np.maximum(candidates, 0)]
     scores: NDArray[np.float32] = np.einsum("nd,ncd->nc", user_vectors, candidate_vectors)
     if metric == "cosine":
@@ -63,9 +63,9 @@ def score(
 
 
 def pack_sort_keys(scores: NDArray[np.float32], ordinals: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Sort key uint64 of each pair, which sorts like (score, -ordinal): higher is better, never 0 for a real pair.
+    """Return the sort key uint64 of each pair, ordered like (score, -ordinal); higher is better, 0 means none.
 
-    One integer sort then settles ties as well, and numpy sorts integers with SIMD.
+    One integer sort settles ties as well, and numpy sorts integers with SIMD.
     """
     score_bits = (scores + np.float32(0)).view(np.uint32)  # -0.0 + 0.0 is 0.0
     ordered_bits = np.where(score_bits >> 31, ~score_bits, score_bits | np.uint32(0x80000000))
@@ -74,14 +74,17 @@ def pack_sort_keys(scores: NDArray[np.float32], ordinals: NDArray[np.int64]) -> 
 
 
 def top_sort_keys(sort_keys: NDArray[np.uint64], k: int) -> NDArray[np.uint64]:
-    """The largest k keys of each row in descending order [n, min(k, c)]."""
+    """Return the largest k keys of each row in descending order [n, min(k, c)]."""
     if sort_keys.shape[1] > 2 * k:
         sort_keys = np.partition(sort_keys, sort_keys.shape[1] - k, axis=1)[:, -k:]
     return np.sort(sort_keys, axis=1)[:, ::-1][:, :k]
 
 
 def unpack_sort_keys(sort_keys: NDArray[np.uint64], k: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """(ordinals, scores), each [n, k], from `top_sort_keys`'s keys; key 0 and missing columns are unused slots."""
+    """Return (ordinals, scores), each [n, k], from `top_sort_keys`' keys.
+
+    Key 0 and missing columns are unused slots.
+    """
     ordinals = np.full((len(sort_keys), k), NO_ITEM, np.uint32)
     scores = np.zeros((len(sort_keys), k), np.float32)
     used_mask = sort_keys != _UNUSED_KEY
@@ -97,11 +100,11 @@ def unpack_sort_keys(sort_keys: NDArray[np.uint64], k: int) -> tuple[NDArray[np.
 def _exclusion_mask(
     candidates: NDArray[np.int64], excluded: Sequence[NDArray[np.int64]], item_count: int
 ) -> NDArray[np.bool_]:
-    """True where a candidate is excluded for its own row; one sorted search for the whole batch."""
+    """Return a mask of candidates that are excluded for their own row; one sorted search for the whole batch."""
     exclusion_counts = np.fromiter((len(row_exclusions) for row_exclusions in excluded), np.int64, len(excluded))
     rows = np.repeat(np.arange(len(excluded)), exclusion_counts)
     ordinals = np.concatenate([*excluded, np.empty(0, np.int64)])
-    # An unknown ordinal (-1) would otherwise land on the last item of the row before.
+    # An unknown ordinal (-1) would give the key of the last item of the previous row.
     is_known = (ordinals >= 0) & (ordinals < item_count)
     excluded_keys = np.sort(rows[is_known] * item_count + ordinals[is_known])
     if not len(excluded_keys):
@@ -113,7 +116,7 @@ def _exclusion_mask(
 
 
 def unit_rows(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rows divided by their length; zero rows stay zero."""
+    """Return rows divided by their length; zero rows stay zero."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit_vectors: NDArray[np.float32] = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
     return unit_vectors

@@ -1,11 +1,11 @@
-"""ONNX Runtime: its telemetry off, and the provider that runs a model: the processor's, or that of a GPU."""
+"""ONNX Runtime: disables its telemetry and selects the provider that runs a model, on the processor or a GPU."""
 
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-# setdefault: wheels since 1.29 report every session; who wants it says so in the environment.
+# Wheels since 1.29 report every session. setdefault: the environment can enable it.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import onnxruntime as ort
@@ -22,14 +22,17 @@ _ONNX_PROVIDER_BY_NAME: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """GPU that ONNX Runtime is asked to run models on: `provider` is cuda or tensorrt; 0 bytes is all its memory."""
+    """GPU on which ONNX Runtime should run models: `provider` is cuda or tensorrt.
+
+    `memory_max_bytes` 0: all of its memory.
+    """
 
     provider: str
     device_number: int = 0
     memory_max_bytes: int = 0
 
     def missing_reason(self) -> str | None:
-        """Reason why this ONNX Runtime cannot use it, as far as that is known before a model is opened."""
+        """Return why this ONNX Runtime cannot use the GPU, as far as known before a model is opened; None if it can."""
         if _ONNX_PROVIDER_BY_NAME[self.provider] in ort.get_available_providers():
             return None
         return (
@@ -39,18 +42,21 @@ class Accelerator:
         )
 
     def fallback_reason(self, used_providers: Iterable[str]) -> str | None:
-        """Reason why models run elsewhere though ONNX Runtime has the provider; None where all `used_providers` it."""
+        """Return why models do not run on the GPU although ONNX Runtime has the provider; None if all of them do."""
         other_providers = sorted({provider for provider in used_providers if provider != self.provider})
         if not other_providers:
             return None
         return (
             f"ONNX Runtime could not load {_ONNX_PROVIDER_BY_NAME[self.provider]} for device {self.device_number} "
             "and took "
-            f"{', '.join(other_providers)}: check the driver, CUDA, cuDNN and TensorRT that this release wants"
+            f"{', '.join(other_providers)}: check the driver, CUDA, cuDNN and TensorRT that this release needs"
         )
 
     def providers(self) -> list[Any]:
-        """Providers as a session takes them, in the order in which it tries them; TF32 would cost the agreement."""
+        """Return providers for a session, in the order of trial.
+
+        TF32 is off, as its rounding would fail the agreement gates.
+        """
         provider_options: dict[str, Any] = {"device_id": self.device_number, "use_tf32": 0}
         if self.memory_max_bytes:
             provider_options["gpu_mem_limit"] = self.memory_max_bytes
@@ -61,6 +67,6 @@ class Accelerator:
 
 
 def first_provider_of(session: ort.InferenceSession) -> str:
-    """Return the provider that a session tries first: cpu where the GPU's provider could not be loaded."""
+    """Return the provider that the session tries first: cpu if the GPU's provider could not be loaded."""
     onnx_name = session.get_providers()[0]
     return next((name for name, onnx_provider in _ONNX_PROVIDER_BY_NAME.items() if onnx_provider == onnx_name), CPU)

@@ -1,4 +1,4 @@
-"""ONNX model with inputs bound by name, run so that a row's output never depends on its batch."""
+"""ONNX model with inputs bound by name; a row's output does not depend on its batch."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,16 +22,17 @@ class Tile:
     numbers_max: int
 
     def halved(self) -> "Tile":
-        """Return a tile of half the numbers and half the rows, at least one."""
+        """Return a tile with half the numbers and half the rows, at least one row."""
         return Tile(max(1, self.rows_max // 2), self.numbers_max // 2)
 
 
 CPU_TILE = Tile(4096, 1 << 21)
-"""Tile for a processor: 8 MB fit its caches, and memory stays bounded."""
+"""Tile for a processor: its 8 MB fit the caches, and memory stays bounded."""
 
 
 _NUMPY_REPEAT_MAX = 1 << 14
-"""Number of values up to which `np.repeat` is faster than a sum; it holds the GIL, which other threads need."""
+"""Number of values up to which `np.repeat` is used; for more, a cumulative sum releases the GIL, which other threads
+need."""
 
 
 def repeat_values(values: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -55,7 +56,7 @@ class Histories:
 
     @classmethod
     def of(cls, rows: Sequence[NDArray[np.int64] | Sequence[int]]) -> Self:
-        """Build histories from one sequence per row."""
+        """Build from one sequence per row."""
         lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
         indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         if not indptr[-1]:
@@ -91,7 +92,7 @@ Inputs = Mapping[str, Histories | NDArray[Any]]
 
 
 def _error_remedy(error: str) -> str:
-    """Return a remedy to append to an error of ONNX Runtime; empty if the error's text suffices."""
+    """Return a remedy to append to an error of ONNX Runtime; empty if the error needs none."""
     if "Failed to construct locale" in error:
         return "; export it for the locale that every host has: options={TfidfVectorizer: {'locale': 'C'}}"
     return ""
@@ -120,16 +121,16 @@ class Tower:
         cores: Sequence[int] = (),
         accelerator: Accelerator | None = None,
     ) -> Self:
-        """Load a model; raise BundleError with both sides if a name, dtype or shape does not fit.
+        """Load a model; raise BundleError with both sides if a name, dtype or shape does not fit its specification.
 
-        `threads` run one inference, the caller's being one of them; the others stay on `cores`, if any are named. On an
-        `accelerator`, if its provider can be loaded, other rows may change a row's last bits; see `provider`.
+        `threads` run one inference, including the caller's thread; the others are pinned to `cores`, if any are given.
+        On an `accelerator`, if its provider can be loaded, other rows may change a row's last bits; see `provider`.
         """
         session_options = _session_options(threads, cores)
         providers = ["CPUExecutionProvider"] if accelerator is None else accelerator.providers()
         try:
             session = ort.InferenceSession(str(path), session_options, providers=providers)
-        except Exception as error:  # ONNX Runtime's errors share no base class of their own
+        except Exception as error:  # ONNX Runtime's errors have no common base class
             reason = " ".join(str(error).split())
             raise BundleError(
                 f"{path.name} is not a model that ONNX Runtime opens: {reason}{_error_remedy(reason)}"
@@ -139,9 +140,8 @@ class Tower:
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
         """Run the model; return float32 [n, output_dims].
 
-        Histories are padded to a length that their own length decides (powers of two up to
-        `max_length`), and run grouped by it: so neither padding nor order of summation depends on
-        the batch.
+        Histories are padded to a length that depends only on their own length (powers of two up to `max_length`) and
+        run in groups of equal padded length: neither padding nor the order of summation depends on the batch.
         """
         outputs = np.empty((row_count_of(inputs), self.spec.output_dims), np.float32)
         for row_indexes, feed in self.batches(inputs, self._buffers):
@@ -149,10 +149,10 @@ class Tower:
         return outputs
 
     def run_batch(self, feed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
-        """Run the model for one batch of `batches`; raise ModelFailed, or MemoryError if there is no room for it."""
+        """Run the model for one batch of `batches`; raise ModelFailed, or MemoryError if memory is too small."""
         try:
             outputs: NDArray[np.float32] = self._session.run([self.spec.output], feed)[0]
-        except Exception as error:  # ONNX Runtime's errors share no base class of their own
+        except Exception as error:  # ONNX Runtime's errors have no common base class
             if "allocate" in str(error) or "out of memory" in str(error):
                 raise MemoryError(f"{self.name}: {error}") from error
             error_lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -165,10 +165,10 @@ class Tower:
     def batches(
         self, inputs: Inputs, buffers: "_HistoryBuffers | None" = None, tile: Tile | None = None
     ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]]:
-        """Yield (row numbers, ONNX Runtime's input arrays) of each batch that `run` runs.
+        """Yield (row indexes, ONNX Runtime's input arrays) for each batch that `run` runs.
 
-        A single row is fed twice, and the first output used: sums over a single row, and products with one, take other
-        code, whose last bits differ. A `tile` other than that of a processor is a device's.
+        A single row is passed twice, and its first output is used: for one row ONNX Runtime uses other code for sums
+        and products, whose last bits differ. For a GPU, pass another `tile` than the processor's.
         """
         tile = tile or CPU_TILE
         histories = next(
@@ -213,9 +213,9 @@ class Tower:
 
 
 class _HistoryBuffers(threading.local):
-    """Buffers for padded histories, per thread and input: made once for the largest batch so far, then reused.
+    """Buffers for padded histories, per thread and input, sized for the largest batch so far and reused.
 
-    A tile bounds it: 16 MB at most.
+    The tile bounds a buffer to 16 MB.
     """
 
     def __init__(self) -> None:
@@ -234,12 +234,14 @@ def _session_options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:
     session_options = ort.SessionOptions()
     session_options.intra_op_num_threads = threads
     session_options.inter_op_num_threads = 1
-    session_options.log_severity_level = 4  # its errors are raised: a value that an event set would fill the log
-    # An idle pool that spins would take the cores from the event loop beside it.
+    session_options.log_severity_level = (
+        4  # errors are raised as exceptions; logging each value that an event set would fill the log
+    )
+    # A pool that spins while idle would take cores from the event loop.
     session_options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session_options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     if cores and threads > 1:
-        # ONNX Runtime counts processors from 1, and wants a set for each thread but the caller's own.
+        # ONNX Runtime numbers processors from 1, and needs a set for each thread except the caller's.
         thread_affinity = ",".join(str(core + 1) for core in cores)
         affinities = ";".join([thread_affinity] * (threads - 1))
         session_options.add_session_config_entry("session.intra_op_thread_affinities", affinities)
@@ -273,7 +275,7 @@ class AnyTower(Protocol):
 def run_isolating_failures(tower: AnyTower, inputs: Inputs) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return (outputs float32 [n, output_dims], mask of the rows on which the model raises, which are NaN).
 
-    The model runs again on halves until each failing row is alone; the other rows keep their outputs.
+    The model runs again on halves until each failing row is isolated; the other rows keep their outputs.
     """
     row_count = row_count_of(inputs)
     outputs = np.full((row_count, tower.spec.output_dims), np.nan, np.float32)
@@ -283,7 +285,7 @@ def run_isolating_failures(tower: AnyTower, inputs: Inputs) -> tuple[NDArray[np.
         row_indexes = pending_rows.pop()
         try:
             outputs[row_indexes] = tower.run(select_input_rows(inputs, row_indexes))
-        except Exception:  # ONNX Runtime's errors share no base class of their own
+        except Exception:  # ONNX Runtime's errors have no common base class
             if len(row_indexes) == 1:
                 failed_mask[row_indexes] = True
             else:

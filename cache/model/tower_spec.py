@@ -1,4 +1,4 @@
-"""Specification of a tower: its inputs, the source of each, and its output; the check of a model against it."""
+"""Specification of a tower: its inputs, the source of each, and its output; and the check of a model against it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -16,7 +16,7 @@ _PADDED_LENGTH_MIN = 16
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """ONNX input's specification: int [n, length] for a history, [n] for an index, [n] or [n, width] for a feature."""
+    """ONNX input: int [n, length] for a history, [n] for an index, [n] or [n, width] for a feature."""
 
     name: str
     bind: InputBinding
@@ -31,7 +31,7 @@ class InputSpec:
             raise BundleError(f"history input {self.name!r} needs max_length and pad", input=self.name)
         if self.bind != "feature" and self.dtype not in ("int32", "int64"):
             raise BundleError(
-                f"{self.bind} input {self.name!r} holds indices: int32 or int64, not {self.dtype}", input=self.name
+                f"{self.bind} input {self.name!r} must hold indices, int32 or int64, not {self.dtype}", input=self.name
             )
         if self.bind == "feature" and not self.column:
             raise BundleError(f"feature input {self.name!r} names no column", input=self.name)
@@ -39,7 +39,7 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class TowerSpec:
-    """Specification of a tower's inputs and output: the part of `bundle.json` that is copied into the manifest."""
+    """Specification of a tower's inputs and output: the part of `bundle.json` that the manifest contains."""
 
     inputs: tuple[InputSpec, ...]
     output: str
@@ -47,16 +47,16 @@ class TowerSpec:
 
     @property
     def history(self) -> InputSpec | None:
-        """The history input, if the tower has one."""
+        """History input, if the tower has one."""
         return next((input_spec for input_spec in self.inputs if input_spec.bind == "history"), None)
 
     @property
     def features(self) -> tuple[InputSpec, ...]:
-        """Inputs that are filled from the caller's feature columns."""
+        """Inputs that are filled from feature columns."""
         return tuple(input_spec for input_spec in self.inputs if input_spec.bind == "feature")
 
     def blank_features(self) -> dict[str, FeatureValue]:
-        """A value for each feature input, by input name: 0, an empty text, or a list of `width` of them."""
+        """Blank value of each feature input, by input name: 0, an empty text, or a list of `width` such values."""
         value_by_input: dict[str, FeatureValue] = {}
         for input_spec in self.features:
             if input_spec.dtype == "string":
@@ -66,7 +66,7 @@ class TowerSpec:
         return value_by_input
 
     def to_json(self) -> dict[str, Any]:
-        """JSON object of the specification, as in `bundle.json` and the manifest."""
+        """Return the specification as a JSON object, as in `bundle.json` and the manifest."""
         return {
             "inputs": [asdict(input_spec) for input_spec in self.inputs],
             "output": self.output,
@@ -75,7 +75,7 @@ class TowerSpec:
 
     @classmethod
     def from_json(cls, spec_document: Mapping[str, Any]) -> Self:
-        """Reads `to_json`; raises BundleError for anything else."""
+        """Parse the result of `to_json`; raise BundleError for anything else."""
         field_names = [field.name for field in fields(InputSpec)]
         try:
             for raw_input in spec_document["inputs"]:
@@ -93,7 +93,7 @@ class TowerSpec:
 
 
 def padded_lengths_up_to(max_length: int) -> tuple[int, ...]:
-    """Padded lengths: powers of two from 16, ending with `max_length` itself."""
+    """Return the padded lengths: powers of two from 16, ending with `max_length` itself."""
     padded_lengths = []
     padded_length = _PADDED_LENGTH_MIN
     while padded_length < max_length:
@@ -103,7 +103,10 @@ def padded_lengths_up_to(max_length: int) -> tuple[int, ...]:
 
 
 def check_padded_lengths(file_name: str, session: Any, spec: TowerSpec) -> tuple[int, ...]:
-    """Padded lengths of histories in an ONNX session; raises BundleError naming both sides where it does not fit."""
+    """Return the padded lengths of histories for an ONNX session.
+
+    Raises BundleError naming both sides if it does not fit.
+    """
     onnx_input_by_name = {onnx_input.name: onnx_input for onnx_input in session.get_inputs()}
     spec_by_name = {input_spec.name: input_spec for input_spec in spec.inputs}
     if not spec_by_name or onnx_input_by_name.keys() != spec_by_name.keys():
@@ -113,7 +116,7 @@ def check_padded_lengths(file_name: str, session: Any, spec: TowerSpec) -> tuple
             specification=sorted(spec_by_name),
         )
     if sum(input_spec.bind == "history" for input_spec in spec.inputs) > 1:
-        raise BundleError(f"{file_name}: a tower has one history input at most")
+        raise BundleError(f"{file_name}: a tower may have one history input at most")
     padded_lengths: tuple[int, ...] = ()
     for input_name, input_spec in spec_by_name.items():
         onnx_type, shape = (onnx_input_by_name[input_name].type, list(onnx_input_by_name[input_name].shape))
@@ -157,7 +160,7 @@ def _check_output(file_name: str, session: Any, spec: TowerSpec) -> None:
     output_by_name = {onnx_output.name: onnx_output for onnx_output in session.get_outputs()}
     if spec.output not in output_by_name:
         raise BundleError(
-            f"{file_name} has the outputs {sorted(output_by_name)}, the specification wants {spec.output!r}",
+            f"{file_name} has the outputs {sorted(output_by_name)}, the specification requires {spec.output!r}",
             onnx=sorted(output_by_name),
             specification=spec.output,
         )

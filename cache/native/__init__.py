@@ -1,5 +1,5 @@
-"""Compiled functions for work that numpy and Python are too slow for, and their loader.
+"""Compiled functions for work that is too slow in numpy and Python, and their loader.
 
-The C sources are in this folder; every function has a twin in Python, in `pure`, that gives the same bytes.
-Start at `loader`.
+The C sources are in this folder. Each function has a counterpart in Python, in `pure`, with the same results. Start at
+`loader`.
 """

@@ -1,23 +1,23 @@
-/* What replies of a server announce, read before a parser makes room for it: see cache/l2/resp.py. */
+/* Sizes that a server's replies announce, checked before a parser allocates memory: see cache/l2/resp.py. */
 #ifndef LARDER_ANNOUNCED_H
 #define LARDER_ANNOUNCED_H
 
 #include "taken.h"
 
-/* Beyond any number of elements or bytes that a bound allows, and far from where arithmetic overflows. */
+/* Larger than any bound on elements or bytes, and far from arithmetic overflow. */
 #define BOUND_MAX ((Py_ssize_t)1 << 48)
 
-/* Where in the stream of replies it stands: within a payload (`skip` bytes are left of it), within a header (`kind` is
-   its first byte), or between two replies (`open` is 0). */
+/* State of the scanner: within a payload (`skip` bytes of it are left), within a header (`kind` is its first byte), or
+   between two replies (`open` is 0). */
 typedef struct {
     PyObject_HEAD
-    Py_ssize_t elements, payload; /* the bounds */
+    Py_ssize_t elements, payload; /* bounds */
     Py_ssize_t skip, open, announced, number, digits;
     int kind, is_number, is_return, is_refused;
 } scanner_object;
 
 #define NO_HEADER (-1)
-#define HEADER_MAX 64 /* digits from which on the parser, too, takes a header for no number */
+#define HEADER_MAX 64 /* number of digits from which the parser rejects a header */
 
 static PyObject *scanner_new(PyTypeObject *type, PyObject *args, PyObject *named) {
     Py_ssize_t elements, payload;
@@ -46,21 +46,21 @@ static void begin_header(scanner_object *self, unsigned char first) {
 }
 
 static void add_to_header(scanner_object *self, unsigned char next) {
-    /* A return that no newline follows is part of the line, and of no number. */
+    /* A carriage return without a newline is part of the line, but not of a number. */
     if (self->is_return || (next != '\r' && (next < '0' || next > '9'))) self->is_number = 0;
     self->is_return = next == '\r';
     if (!self->is_number || self->is_return) return;
     if (++self->digits >= HEADER_MAX) self->is_number = 0;
-    if (self->number <= BOUND_MAX) self->number = self->number * 10 + (next - '0'); /* saturates beyond every bound */
+    if (self->number <= BOUND_MAX) self->number = self->number * 10 + (next - '0'); /* saturate above every bound */
 }
 
-/* Whether what the whole header announces is within the bounds. */
+/* Whether the sizes in a complete header are within the bounds. */
 static int end_header(scanner_object *self) {
     int kind = self->kind, is_bulk = kind == '$' || kind == '=';
     self->kind = NO_HEADER;
     if (!self->open) self->open = 1, self->announced = 0;
     self->open--;
-    /* The parser refuses what is no number; a negative one announces nothing. */
+    /* The parser rejects a header that is not a number; a negative number announces nothing. */
     if (!self->is_number || !self->digits) return 1;
     if (is_bulk) {
         if (self->number > self->payload) return 0;
@@ -73,7 +73,7 @@ static int end_header(scanner_object *self) {
     return 1;
 }
 
-/* False from the first byte on with which something announces more than the bounds. */
+/* Scan the next bytes; False from the first byte on with which a reply announces more than the bounds. */
 static PyObject *scanner_admits(scanner_object *self, PyObject *sent) {
     taken data = {0};
     if (!take(sent, &data)) return NULL;

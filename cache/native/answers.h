@@ -1,4 +1,4 @@
-/* Answers as JSON: for each record the first `k` items and their scores, between pieces that Python wrote. */
+/* Answers as JSON: for each record the first `k` items and their scores, between texts that Python passes. */
 #ifndef LARDER_ANSWERS_H
 #define LARDER_ANSWERS_H
 
@@ -20,7 +20,7 @@ static char *piece(char *to, PyObject *bytes) {
     return memcpy(to, PyBytes_AS_STRING(bytes), (size_t)PyBytes_GET_SIZE(bytes)) + PyBytes_GET_SIZE(bytes);
 }
 
-/* Scores between commas, or NULL; what was never written is noted. */
+/* Scores separated by commas, or NULL; notes a number that was never written. */
 static char *json_scores(writing *now, Py_ssize_t row, char *to) {
     numbers_of(&now->all, row, now->k, now->scores);
     for (Py_ssize_t i = 0; i < now->k; i++) {
@@ -59,7 +59,7 @@ static int begin(writing *now, Py_ssize_t count) {
     return 1;
 }
 
-/* The JSON of one; NULL without an error where it cannot be written from here. */
+/* The JSON of one record; NULL without an error if this code cannot write it. */
 static PyObject *one(writing *now, Py_ssize_t row) {
     char *to = piece(piece(now->space, now->head), PyList_GET_ITEM(now->names, row));
     to = piece(to, now->middle);
@@ -86,8 +86,8 @@ static PyObject *every(writing *now, Py_ssize_t count) {
     return found;
 }
 
-/* A list of bytes: head, name, middle, items, after, scores, last, end; a tuple: numerals that are missing, by their keys;
-   None: it takes Python. */
+/* Return a list of bytes: head, name, middle, items, after, scores, last, end. A tuple: keys of missing numerals. None:
+   the caller must format the answers in Python. */
 static PyObject *answers(PyObject *module, PyObject *args) {
     PyObject *sent, *ids, *offsets, *numerals, *found = NULL;
     Py_ssize_t width;

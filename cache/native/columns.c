@@ -1,4 +1,5 @@
-/* What a batch of stored records costs per record, compiled; cache/native/loader.py says what stands in where it is not. */
+/* Compiled functions for the work per record in a batch of stored records; cache/native/loader.py selects their
+   replacement in Python if they are missing. */
 #include "announced.h"
 #include "answers.h"
 #include "dots.h"

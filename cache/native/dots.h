@@ -1,17 +1,17 @@
-/* Products of one vector with chosen rows of a matrix, where they lie: gathered first, they would be read twice. */
+/* Products of one vector with chosen rows of a matrix, which are read in place: gathering would read them twice. */
 #ifndef LARDER_DOTS_H
 #define LARDER_DOTS_H
 
 #include "products.h"
 #include "taken.h"
 
-#define AHEAD 4 /* rows that are on their way while one is multiplied */
+#define AHEAD 4 /* number of rows to prefetch while one is multiplied */
 
 static void prefetch_row(const any_f32 *row, Py_ssize_t dims) {
     for (Py_ssize_t i = 0; i < dims && i < 512; i += 16) __builtin_prefetch(row + i);
 }
 
-/* float32 products, as bytes, of `vector` [dims] and the rows `ordinals` (int64) of `matrix` [any number, dims]. */
+/* Return products, float32 as bytes, of `vector` [dims] and rows `ordinals` (int64) of `matrix` [any number, dims]. */
 static PyObject *dots(PyObject *module, PyObject *args) {
     PyObject *sent[3], *out = NULL;
     taken vector = {0}, matrix = {0}, chosen = {0};

@@ -1,10 +1,11 @@
-/* Keys of reads that are under way: many enter a dictionary, and leave it, in one pass. See cache/tiers/singleflight.py. */
+/* Keys of pending reads: many are inserted into a dictionary, and removed, per call: see cache/tiers/singleflight.py.
+   */
 #ifndef LARDER_FLIGHTS_H
 #define LARDER_FLIGHTS_H
 
 #include "taken.h"
 
-/* Puts `flight` under each of a list of keys that is not there yet; the places of the others. */
+/* Insert `flight` under each key that is absent; return the indexes of the other keys. */
 static PyObject *board(PyObject *module, PyObject *args) {
     PyObject *flights, *keys, *flight, *rest;
     (void)module;
@@ -26,7 +27,7 @@ static PyObject *board(PyObject *module, PyObject *args) {
     return rest;
 }
 
-/* Takes away each of a list of keys. */
+/* Remove each of a list of keys. */
 static PyObject *leave(PyObject *module, PyObject *args) {
     PyObject *flights, *keys;
     (void)module;

@@ -1,4 +1,4 @@
-/* XXH3, 64 bits, of ids up to 128 bytes, as github.com/Cyan4973/xxHash specifies it; longer ones are for its library. */
+/* 64-bit XXH3 of ids up to 128 bytes, as specified by github.com/Cyan4973/xxHash; longer ids need its library. */
 #ifndef LARDER_HASHES_H
 #define LARDER_HASHES_H
 
@@ -85,7 +85,7 @@ static uint64_t hash_of(const unsigned char *at, size_t size, uint64_t seed) {
     return avalanche(hash);
 }
 
-/* uint64 hash of each of a list of bytes; None if one is longer than what is known here. */
+/* Return the uint64 hash of each of a list of bytes; None if one is longer than this code supports. */
 static PyObject *hashes(PyObject *module, PyObject *args) {
     PyObject *ids, *found;
     unsigned long long seed;
@@ -105,7 +105,8 @@ static PyObject *hashes(PyObject *module, PyObject *args) {
     return found;
 }
 
-/* uint64 hash of each text between int32 cuts; None unless these rise within the data and no text is too long. */
+/* Return the uint64 hash of each text between int32 cuts; None unless these ascend within the data and no text is too
+   long. */
 static PyObject *text_hashes(PyObject *module, PyObject *args) {
     PyObject *sent, *sent_cuts, *found = NULL;
     unsigned long long seed;

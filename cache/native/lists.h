@@ -1,10 +1,10 @@
-/* Lists of items: their ids as an Arrow column has them, whole answers as JSON. */
+/* Lists of items: their ids as an Arrow column, and complete answers as JSON. */
 #ifndef LARDER_LISTS_H
 #define LARDER_LISTS_H
 
 #include "rows.h"
 
-/* The ids of a catalogue: their bytes, and uint64 offsets, one more than there are ids. */
+/* Ids of a catalogue: their bytes, and uint64 offsets, one more than there are ids. */
 typedef struct {
     taken bytes, offsets;
     const char *data;
@@ -27,7 +27,7 @@ static void give_catalogue(catalogue *from) {
     give(&from->offsets);
 }
 
-/* Bytes of an item's id, and where it lies; -1 if there is none. */
+/* Size of an item's id in bytes, and its position; -1 if there is no such item. */
 static int64_t id_of(const catalogue *from, uint32_t ordinal, const char **at) {
     if (ordinal >= from->count) return -1;
     uint64_t start = from->cuts[ordinal], end = from->cuts[ordinal + 1];
@@ -40,7 +40,7 @@ static const any_u32 *items_of(const records *all, Py_ssize_t row) {
     return (const any_u32 *)(all->data + row * all->size + HEADER);
 }
 
-/* (the ids of the first `k` items of each record one behind the other, int32 cuts between them: one more than ids). */
+/* Return (concatenated ids of the first `k` items of each record, int32 cuts: one more than ids). */
 static PyObject *names(PyObject *module, PyObject *args) {
     PyObject *sent, *ids, *offsets, *cuts = NULL, *data = NULL, *both = NULL;
     Py_ssize_t width, k;
@@ -75,7 +75,7 @@ static PyObject *names(PyObject *module, PyObject *args) {
     for (Py_ssize_t row = 0; row < all.count; row++)
         for (Py_ssize_t i = 0; i < k; i++) {
             int64_t size = id_of(&items, items_of(&all, row)[i], &id);
-            if (size < 0 || size > last - to) { /* the file changed meanwhile */
+            if (size < 0 || size > last - to) { /* the file changed during the call */
                 wrong("an item that the catalogue does not have");
                 goto end;
             }
@@ -91,10 +91,10 @@ end:
     return both;
 }
 
-#define NUMERAL 16 /* one byte for how many follow, 0: not written yet; then the text */
-#define DROPPED 13 /* bits of a float32 that a float16 times a power of two does not have */
+#define NUMERAL 16 /* one byte for the text's length (0: not written yet), then the text */
+#define DROPPED 13 /* low bits of a float32 that are 0 in a float16 times a power of two */
 
-/* The text of a number: NULL if it has bits that are not told apart; empty if it was not written yet. */
+/* The text of a number: NULL if one of the dropped bits is set; empty if it was not written yet. */
 static const char *numeral_of(const char *numerals, float number, uint32_t *key) {
     uint32_t bits;
     memcpy(&bits, &number, sizeof bits);
@@ -111,7 +111,7 @@ static int is_plain_text(const char *text, int64_t size) {
     return !bad;
 }
 
-/* `"id","id",...`, at most `room` bytes, or NULL where an id needs more than quotes. */
+/* Write `"id","id",...`, at most `room` bytes; NULL if an id needs escapes. */
 static char *json_items(const catalogue *items, const any_u32 *ordinals, Py_ssize_t k, char *to, int64_t room) {
     for (Py_ssize_t i = 0; i < k; i++) {
         const char *id = NULL;

@@ -1,4 +1,4 @@
-"""Loader of the compiled functions, or of `pure` where they were not built; the table of numbers they share."""
+"""Loader of the compiled functions, or of `pure` if they were not built, and the table of numerals that they share."""
 
 import importlib
 import logging
@@ -19,20 +19,24 @@ if TYPE_CHECKING:
     kernels = pure
 
 FUNCTIONS_VERSION = 6
-"""Version of the functions and their arguments: a build of other sources is ignored."""
+"""Version of the functions and their arguments; a build with another version is not used."""
 
 NUMERAL_DROPPED_BITS: Final = 13
-"""Number of low bits of a float32 that are 0 in a float16 times a power of two; a key of `Numerals` is what remains."""
+"""Number of low bits of a float32 that are 0 in a float16 times a power of two; the other bits are a key of
+`Numerals`."""
 
 NUMERAL_BYTES: Final = 16
-"""Bytes of `Numerals` for each number: how many follow, 0 where it was not written yet, then its text."""
+"""Bytes per number in `Numerals`: one byte with the text's length (0: not written yet), then the text."""
 
 _NUMERAL_TOO_LONG_MARK: Final = NUMERAL_BYTES
 _log = logging.getLogger(__name__)
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Load `kernels`, the functions that this process uses, at first use, which raises for a bad LARDER_COLUMNS."""
+    """Load `kernels`, the functions that this process uses, at first use.
+
+    Raises ConfigError for a bad LARDER_COLUMNS.
+    """
     if name != "kernels":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = module = load_kernels(os.environ)
@@ -40,9 +44,10 @@ def __getattr__(name: str) -> ModuleType:
 
 
 def load_kernels(environ: Mapping[str, str]) -> ModuleType:
-    """The compiled functions; `pure` if they are missing, of other sources, or LARDER_COLUMNS is off.
+    """Return the compiled functions; `pure` if they are missing or outdated, or if LARDER_COLUMNS is off.
 
-    Raises ConfigError unless that is auto or off, and for records laid out otherwise than in `cache.records`.
+    Raises ConfigError for a LARDER_COLUMNS other than auto or off, and if the compiled record layout differs from that
+    of `cache.records`.
     """
     columns_setting = environ.get("LARDER_COLUMNS", "auto")
     if columns_setting not in ("auto", "off"):
@@ -52,7 +57,7 @@ def load_kernels(environ: Mapping[str, str]) -> ModuleType:
     try:
         module = importlib.import_module("cache.native._columns")
     except ImportError as error:
-        _log.info("batches without what is compiled (%s)", error)
+        _log.info("batches are computed without the compiled functions (%s)", error)
         return pure
     if module.VERSION != FUNCTIONS_VERSION:
         _log.warning("cache.native._columns was built from other sources: install again")
@@ -73,16 +78,16 @@ def _demand_layout(compiled_layout: Mapping[str, int]) -> None:
 
 
 class Numerals:
-    """A table of numbers as JSON, each written once: 8 MiB of address space, of which only what is written is taken.
+    """Table of numbers as JSON texts, each written once: 8 MiB of address space; only written pages take memory.
 
-    A float16 times a power of two has so few values that each has a place of its own.
+    A float16 times a power of two has so few values that each has its own row.
     """
 
     def __init__(self) -> None:
         self.table: NDArray[np.uint8] = np.zeros((1 << (32 - NUMERAL_DROPPED_BITS), NUMERAL_BYTES), np.uint8)
 
     def write(self, keys: Iterable[int]) -> None:
-        """Writes numbers that are missing, finite ones; one whose text is too long is marked as such."""
+        """Write finite numbers that are missing; mark a number whose text is too long."""
         new_keys = np.unique(np.fromiter(keys, np.uint32))
         numbers = (new_keys << np.uint32(NUMERAL_DROPPED_BITS)).view(np.float32)
         number_texts = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")

@@ -1,4 +1,4 @@
-/* The sorted hashes of an entity set, part by part: many are searched in step, so that their cache misses overlap. */
+/* Sorted hashes of an entity set, in parts: many are searched in lockstep, so that their cache misses overlap. */
 #ifndef LARDER_PARTS_H
 #define LARDER_PARTS_H
 
@@ -51,7 +51,7 @@ static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *named) 
     return (PyObject *)self;
 }
 
-/* Of the part whose range holds the hash; what lies before the first is looked for there. */
+/* Find the part whose range contains the hash; a hash before the first part is searched in the first. */
 static Py_ssize_t part_of(const parts_object *self, uint64_t hash) {
     Py_ssize_t low = 1, high = self->count;
     while (low < high) {
@@ -69,7 +69,7 @@ typedef struct {
 } search;
 
 #define TOGETHER 128
-#define ALONE 2048 /* so many are searched without the interpreter */
+#define ALONE 2048 /* from this number of hashes on, search without the GIL */
 
 static void find_some(const parts_object *self, const any_u64 *wanted, Py_ssize_t count, any_i64 *out) {
     search all[TOGETHER];
@@ -95,14 +95,14 @@ static void find_some(const parts_object *self, const any_u64 *wanted, Py_ssize_
     }
 }
 
-/* int64 positions of uint64 hashes, -1 where one is absent. */
+/* Return int64 positions of uint64 hashes, -1 for an absent one. */
 static PyObject *parts_find(parts_object *self, PyObject *hashes) {
     taken given = {0};
     if (!take(hashes, &given)) return NULL;
     Py_ssize_t count = given.view.len / 8;
     PyObject *found = PyByteArray_FromStringAndSize(NULL, count * 8);
     any_i64 *out = found ? (any_i64 *)PyByteArray_AS_STRING(found) : NULL;
-    /* Nobody else has what is being filled, and what is read stays lent: many may take their time. */
+    /* The output is private and the input buffers stay exported, so the GIL may be released for many hashes. */
     PyThreadState *state = found && count > ALONE ? PyEval_SaveThread() : NULL;
     for (Py_ssize_t at = 0; found && at < count; at += TOGETHER) {
         Py_ssize_t some = count - at < TOGETHER ? count - at : TOGETHER;
@@ -113,7 +113,8 @@ static PyObject *parts_find(parts_object *self, PyObject *hashes) {
     return found;
 }
 
-/* (int64 pages, int64 offsets) of int64 positions: the first page of each part, records of a page, bytes of a record. */
+/* Return (int64 pages, int64 offsets) of int64 positions. Arguments: positions, first page of each part, records per
+   page, bytes per record. */
 static PyObject *parts_locate(parts_object *self, PyObject *args) {
     PyObject *sent, *sent_pages, *pages = NULL, *offsets = NULL, *both = NULL;
     long long per_page, size;

@@ -1,4 +1,4 @@
-/* Product of two vectors of floats, equal to other sums up to rounding only. */
+/* Product of two float vectors; other implementations' sums are equal except for rounding. */
 #ifndef LARDER_PRODUCTS_H
 #define LARDER_PRODUCTS_H
 
@@ -12,7 +12,7 @@ typedef int sixteen_places __attribute__((vector_size(64)));
 #define TURNED(vector, ...) __builtin_shuffle(vector, (sixteen_places){__VA_ARGS__})
 #endif
 
-/* In an order of summation that vectors like; the sums never leave their registers. */
+/* The order of summation suits vector instructions; the sums stay in registers. */
 static inline __attribute__((always_inline)) float near_dot(const float *a, const float *b, size_t dims) {
     sixteen one = {0}, two = {0};
     float rest = 0;

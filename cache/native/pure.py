@@ -1,8 +1,8 @@
-"""Pure-Python twins of the compiled functions: the same results with numpy, slower.
+"""Pure-Python counterparts of the compiled functions: the same results with numpy, but slower.
 
-None as a result means that the caller has to compute in its own general way, as it does where the compiled function
-returns None. If only None is returned here, the docstring says what the compiled function returns. `is_half`: records
-of float16, else of float32.
+The result None means that the caller must use its general implementation, as it also must when the compiled function
+returns None. For functions that always return None here, the docstring describes the compiled function. `is_half`:
+records of float16, else of float32.
 """
 
 from collections import deque
@@ -18,26 +18,27 @@ from numpy.typing import NDArray
 from cache.records import FORMAT_SHIFT, HEADER_DTYPE, Layout, dequantize
 
 Buffer = Any
-"""Object that exports its bytes as one contiguous buffer for the length of a call."""
+"""Object that exports its bytes as one contiguous buffer for the duration of a call."""
 _INT32_MAX = 2**31 - 1
 _BULK_PREFIXES, _PAIR_PREFIXES = (b"$", b"="), (b"%", b"|")
 _SIZED_PREFIXES = (*_BULK_PREFIXES, *_PAIR_PREFIXES, b"*", b"~", b">")
-"""First bytes of replies with a number in the header: of bytes, of pairs, or of elements."""
+"""First bytes of replies whose header has a number: of bytes, of pairs, or of elements."""
 _DIGITS_MAX = 19
-"""Digits of a header's number that are read: a longer number exceeds every bound already."""
+"""Largest number of digits that are read from a header; a longer number exceeds every bound."""
 _BOUND_MAX = 1 << 48
 _HEADER_BYTES = 64
-"""Number of digits from which on the parser, too, rejects a header."""
+"""Number of digits from which the parser rejects a header."""
 _INT64_MAX = 2**63 - 1
 DENSE_ROWS_RATIO = 2
-"""Rows per chosen row below which all rows are multiplied: gathering costs more than reading on."""
+"""If fewer than one in this many rows is not chosen, all rows are multiplied, since gathering costs more than reading
+on."""
 
 
 class HashParts:
-    """Sorted hashes of an entity set: the first hash of each part, and its uint64 hashes, which stay exported."""
+    """Sorted hashes of an entity set: each part's first hash, and its uint64 hashes, whose buffers stay exported."""
 
     def __init__(self, first_hashes: tuple[int, ...], hash_parts: tuple[Buffer, ...], /) -> None:
-        # A Python int makes numpy compare in float64 (wrong above 2**53): uint64 throughout.
+        # With a Python int numpy would compare in float64, which is wrong above 2**53: use uint64 throughout.
         self._first_hashes = np.array(first_hashes, np.uint64)
         self._hash_parts = [np.frombuffer(hash_part, np.uint64) for hash_part in hash_parts]
         self._part_starts = np.cumsum([0, *map(len, self._hash_parts)], dtype=np.int64)
@@ -66,7 +67,7 @@ class HashParts:
     ) -> tuple[Buffer, Buffer]:
         """Return (int64 pages, int64 offsets) of int64 positions.
 
-        Raises ValueError for a position that no part has, and for a result that does not fit 64 bits.
+        Raises ValueError for a position outside all parts, and for a result that does not fit 64 bits.
         """
         position_array = np.frombuffer(positions, np.int64)
         if position_array.size and not 0 <= position_array.min() <= position_array.max() < self._part_starts[-1]:
@@ -80,9 +81,10 @@ class HashParts:
 
 
 class ReplyScanner:
-    """Scanner of a server's replies for announced sizes, before a parser allocates memory; chunks may be cut anywhere.
+    """Scanner that checks the sizes announced in replies before a parser allocates memory; chunks may end anywhere.
 
-    `elements` bounds the elements that one reply may announce, nested ones included, `payload` the bytes of one string.
+    `elements` bounds the elements that one reply may announce, nested ones included; `payload` bounds one string's
+    bytes.
     """
 
     def __init__(self, elements_max: int, payload_bytes_max: int, /) -> None:
@@ -94,7 +96,10 @@ class ReplyScanner:
         self._is_refused = False
 
     def admits(self, received: Buffer, /) -> bool:
-        """Scan the next bytes; return False from the first one on with which a reply announces more than the bounds."""
+        """Scan the next bytes.
+
+        Returns False from the first byte on with which a reply announces more than the bounds.
+        """
         received = self._incomplete_header + bytes(received)
         offset, received_bytes, self._incomplete_header = 0, len(received), b""
         while offset < received_bytes and not self._is_refused:
@@ -104,7 +109,7 @@ class ReplyScanner:
             if offset == received_bytes:
                 break
             if (line_end := received.find(b"\r\n", offset)) < 0:
-                # Of a long line, which announces nothing, it only matters whether the next byte ends it.
+                # A long line announces nothing: only check whether the next byte ends it.
                 is_long = received_bytes - offset > _HEADER_BYTES + len(b"\r\n")
                 self._incomplete_header = b"+" + received[-1:] if is_long else received[offset:]
                 break
@@ -138,19 +143,22 @@ def _search_part(hash_part: NDArray[np.uint64], hashes: NDArray[np.uint64]) -> N
 
 
 def hashes(ids: Sequence[bytes], seed: int, /) -> Buffer:
-    """Return the 64-bit xxh3 of each id, however long; compiled, None if one is longer than 128 bytes."""
+    """Return the 64-bit xxh3 of each id. The compiled function returns None if an id is longer than 128 bytes."""
     return np.fromiter(map(xxhash.xxh3_64_intdigest, ids, repeat(seed)), np.uint64, len(ids))
 
 
 def text_hashes(_data: Buffer, _cuts: Buffer, _seed: int, /) -> Buffer | None:
-    """Hash the texts between int32 cuts (64-bit xxh3); None unless cuts rise within the data, or if one is too long."""
+    """Hash the texts between int32 cuts (64-bit xxh3).
+
+    Returns None unless cuts ascend within the data and no text is too long.
+    """
     return None
 
 
 def dots(vector: Buffer, matrix: Buffer, ordinals: Buffer, /) -> Buffer:
-    """Multiply `vector` [dims] with rows of `matrix` [rows, dims], by int64 ordinals; float32, up to rounding.
+    """Multiply `vector` [dims] with the rows `ordinals` (int64) of `matrix` [rows, dims]; float32 with rounding errors.
 
-    Raises ValueError for a row that is not there.
+    Raises ValueError for a row that does not exist.
     """
     query_vector, row_indexes = np.frombuffer(vector, np.float32), np.frombuffer(ordinals, np.int64)
     rows = np.frombuffer(matrix, np.float32).reshape(-1, len(query_vector))
@@ -162,12 +170,12 @@ def dots(vector: Buffer, matrix: Buffer, ordinals: Buffer, /) -> Buffer:
 
 
 def are_ids(ids: list[bytes], length_max: int, /) -> bool:
-    """True if every element is bytes of a length that an id may have: 1 to `length_max`."""
+    """Return whether every element is bytes with a length from 1 to `length_max`."""
     return all(isinstance(raw, bytes) and 0 < len(raw) <= length_max for raw in ids)
 
 
 def could_be(received: bytes, count: int, payload_bytes: int, /) -> bool:
-    """True if `received` is a prefix of, or starts with, `count` bulk strings of `payload_bytes` bytes."""
+    """Return whether `received` starts with, or is a prefix of, `count` bulk strings of `payload_bytes` bytes."""
     string_head, line_end = b"$%d\r\n" % payload_bytes, b"\r\n"
     stride_bytes = len(string_head) + payload_bytes + len(line_end)
     full_count = min(count, len(received) // stride_bytes)
@@ -177,7 +185,7 @@ def could_be(received: bytes, count: int, payload_bytes: int, /) -> bool:
         == line_end * full_count
     ):
         return False
-    # A reply of another length shows in its first bytes: none is waited for in vain.
+    # A reply of another length is detected by its first bytes, without waiting for more.
     partial_head = (
         received[full_count * stride_bytes : full_count * stride_bytes + len(string_head)]
         if full_count < count
@@ -187,7 +195,7 @@ def could_be(received: bytes, count: int, payload_bytes: int, /) -> bool:
 
 
 def _bytes_at_steps(data: bytes, first_offset: int, count: int, piece_bytes: int, stride_bytes: int) -> bytes:
-    """Return `piece_bytes` bytes at `first_offset` and at each `stride_bytes` from there."""
+    """Return `piece_bytes` bytes at `first_offset` and at each following multiple of `stride_bytes`."""
     return np.ndarray((count,), f"V{piece_bytes}", data, first_offset, (stride_bytes,)).tobytes()
 
 
@@ -201,7 +209,10 @@ def records_of(
     record_format: int,
     /,
 ) -> tuple[Buffer, int]:
-    """Copy `count` records, one every `stride_bytes`; return also how many have the format and their fingerprint."""
+    """Copy `count` records, one every `stride_bytes`.
+
+    Also returns how many have the format and the expected fingerprint.
+    """
     headers = np.ndarray((count,), HEADER_DTYPE, data, first_offset, (stride_bytes,))
     sound_mask = headers["flags"] >> FORMAT_SHIFT == record_format
     sound_mask &= headers["fingerprint"] == np.frombuffer(fingerprints, np.uint64)
@@ -219,7 +230,7 @@ def spread(
 
 
 def board(flight_by_key: dict[Any, Any], keys: list[Any], flight: object, /) -> list[int]:
-    """Insert `flight` under each key that is absent; return the positions of the other keys."""
+    """Insert `flight` under each key that is absent; return the indexes of the other keys."""
     joined_indexes: list[int] = []
     for index, key in enumerate(keys):
         if key in flight_by_key:
@@ -254,12 +265,12 @@ def _getrange_tail(offset: int, record_bytes: int) -> bytes:
 
 
 def cut_texts(_data: Buffer, _cuts: Buffer, /) -> list[bytes] | None:
-    """Return the texts between int32 cuts; None unless these rise within the data, and each is UTF-8."""
+    """Return the texts between int32 cuts; None unless these ascend within the data and each text is UTF-8."""
     return None
 
 
 def joined(_texts: Any, /) -> tuple[bytes, bytes] | None:
-    """Concatenate a list of bytes to (int32 cuts, bytes); None if the list holds anything else."""
+    """Concatenate a list of bytes to (int32 cuts, bytes); None if the list contains anything else."""
     return None
 
 
@@ -276,7 +287,7 @@ def stream(
     _after: bytes,
     /,
 ) -> bytes | None:
-    """Format an Arrow IPC stream: leading bytes, metadata with its numbers, each buffer 8-byte aligned, `after`."""
+    """Format an Arrow IPC stream: leading bytes, metadata with its numbers, 8-byte aligned buffers, `after`."""
     return None
 
 
@@ -292,7 +303,7 @@ def plain_record_mask(
     item_count: int,
     /,
 ) -> Buffer:
-    """Return a byte per record: 1 if whole, `expected_flags` in `flag_mask`, `count_min` numbers and known items."""
+    """Return a byte per record: 1 for `expected_flags`, `count_min` or more numbers, all finite, and known items."""
     records, _ = _records_and_layout(rows, width, is_list, is_half)
     counts = records["count"]
     usable_mask = (records["flags"] & flag_mask == expected_flags) & (counts >= count_min) & (counts <= width)
@@ -300,7 +311,7 @@ def plain_record_mask(
     if is_half:
         usable_mask &= records["exponent"] <= safe_exponent
     if is_list:
-        # Beyond a record's count its slots are no item: only what is used must be of the catalogue.
+        # Slots beyond a record's count hold no item: check only the used slots against the catalogue.
         used_mask = np.arange(width) < counts[:, None]
         usable_mask &= ~((records["items"] >= item_count) & used_mask).any(axis=1)
     return usable_mask
@@ -313,7 +324,7 @@ def numbers(rows: Buffer, width: int, is_list: bool, is_half: bool, k: int, /) -
 
 
 def names(rows: Buffer, width: int, is_half: bool, k: int, ids: Buffer, offsets: Buffer, /) -> tuple[bytes, bytes]:
-    """Return (concatenated ids of the first `k` items of each record, int32 cuts, one more than ids)."""
+    """Return (concatenated ids of the first `k` items of each record, int32 cuts: one more than ids)."""
     ordinals = _records_and_layout(rows, width, True, is_half)[0]["items"][:, :k].ravel().astype(np.int64)
     id_offsets, id_bytes = np.frombuffer(offsets, np.int64), np.frombuffer(ids, np.uint8)
     if ordinals.max(initial=0) >= len(id_offsets) - 1:
@@ -346,7 +357,7 @@ def answers(
 ) -> list[bytes] | tuple[int, ...] | None:
     """Format each record as JSON: head, name, middle, items, after, scores, last, end.
 
-    A tuple: keys of numerals that are missing. None: an id or a number that the caller has to format.
+    A tuple has the keys of missing numerals. None: the caller must format an id or a number itself.
     """
     return None
 

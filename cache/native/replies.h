@@ -1,11 +1,11 @@
-/* Replies of one length as they lie in what came from a socket. Anybody may have sent it: see cache/l2/commands.py. */
+/* Replies of equal length in the bytes received from a socket, which are untrusted: see cache/l2/commands.py. */
 #ifndef LARDER_REPLIES_H
 #define LARDER_REPLIES_H
 
 #include "requests.h"
 #include "rows.h"
 
-/* `$<length>\r\n`; how many bytes that are. */
+/* Write `$<length>\r\n`; return its size in bytes. */
 static Py_ssize_t head_of(uint64_t length, char *to) {
     *to = '$';
     int digits = digits_of(length, to + 1);
@@ -13,7 +13,7 @@ static Py_ssize_t head_of(uint64_t length, char *to) {
     return digits + 3;
 }
 
-/* Whether data is the beginning of, or begins with, `count` bulk strings of `length` bytes. */
+/* Whether the data starts with, or is a prefix of, `count` bulk strings of `length` bytes. */
 static PyObject *could_be(PyObject *module, PyObject *args) {
     const char *data;
     Py_ssize_t size, count, length;
@@ -26,12 +26,12 @@ static PyObject *could_be(PyObject *module, PyObject *args) {
     for (Py_ssize_t i = 0; i < whole; i++, data += step, size -= step)
         if (memcmp(data, head, (size_t)before) || memcmp(data + before + length, "\r\n", 2)) Py_RETURN_FALSE;
     if (whole == count) Py_RETURN_TRUE;
-    /* A reply of another length shows in its first bytes: none is waited for in vain. */
+    /* A reply of another length is detected by its first bytes, without waiting for more. */
     return PyBool_FromLong(!memcmp(data, head, (size_t)(size < before ? size : before)));
 }
 
-/* (a copy of `count` records of `size` bytes at `first` and each `step` from there, how many are of `format` with
-   their uint64 fingerprint). */
+/* Return (copy of `count` records of `size` bytes at `first` and every `step` bytes from there, number of records with
+   `format` and their expected uint64 fingerprint). */
 static PyObject *records_of(PyObject *module, PyObject *args) {
     const char *data;
     Py_ssize_t room, first, step, count, size, sound = 0;
@@ -61,7 +61,7 @@ end:
     return both;
 }
 
-/* Whether a list of places is 0, 1, ... up to `count`, so that no record is left unwritten. */
+/* Whether a list of indexes is 0, 1, ... up to `count`, so that every record is written. */
 static int are_all_places(PyObject *places, Py_ssize_t count) {
     if (PyList_GET_SIZE(places) != count) return 0;
     for (Py_ssize_t i = 0; i < count; i++)
@@ -69,7 +69,7 @@ static int are_all_places(PyObject *places, Py_ssize_t count) {
     return 1;
 }
 
-/* `count` records of `size` bytes: those of `rows` at a list of places, others by their place in a dictionary, else
+/* Return `count` records of `size` bytes: `rows` at a list of indexes, others at their keys in a dictionary, else
    zeros. */
 static PyObject *spread(PyObject *module, PyObject *args) {
     Py_ssize_t count, size, next = 0;

@@ -1,4 +1,4 @@
-/* Many GETRANGEs of one table's pages, as Redis reads them; ids as an Arrow column has them. */
+/* Formatting of many GETRANGE commands for one table's pages, and ids of an Arrow column. */
 #ifndef LARDER_REQUESTS_H
 #define LARDER_REQUESTS_H
 
@@ -32,7 +32,7 @@ static char *bulk(char *to, const char *before, Py_ssize_t size, uint64_t number
     return copied(to, "\r\n", 2);
 }
 
-/* One command per page and offset: what a key begins with, int64 pages, int64 offsets, bytes to read at each. */
+/* Format one command per page and offset. Arguments: key prefix, int64 pages, int64 offsets, bytes to read. */
 static PyObject *getranges(PyObject *module, PyObject *args) {
     static const char head[] = "*4\r\n$8\r\nGETRANGE\r\n";
     const char *prefix;
@@ -75,7 +75,7 @@ end:
     return found;
 }
 
-/* Whether each of a list is bytes, at least one and at most so many. */
+/* Whether each element of a list is bytes with a length from 1 to a maximum. */
 static PyObject *are_ids(PyObject *module, PyObject *args) {
     PyObject *ids;
     Py_ssize_t most;
@@ -98,7 +98,8 @@ static int is_utf8(const char *text, Py_ssize_t size) {
     return decoded != NULL;
 }
 
-/* The texts between int32 cuts (one more than there are texts), as bytes; None unless all is sound, and each UTF-8. */
+/* Return the texts between int32 cuts (one more than texts) as bytes; None unless the cuts are valid and each text is
+   UTF-8. */
 static PyObject *cut_texts(PyObject *module, PyObject *args) {
     PyObject *sent, *sent_cuts, *found = NULL;
     taken given = {0}, ends = {0};

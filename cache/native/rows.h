@@ -1,10 +1,10 @@
-/* Stored records as they lie in memory: which of them are plain, and their numbers. */
+/* Stored records in memory: which of them can be rendered without decoding, and their numbers. */
 #ifndef LARDER_ROWS_H
 #define LARDER_ROWS_H
 
 #include "taken.h"
 
-/* As cache/records.py has them: the loader compares what `columns.c` tells of these. */
+/* Must equal cache/records.py: the loader compares these with the values that `columns.c` exports. */
 #define HEADER 16
 #define FINGERPRINT_AT 0
 #define COUNT_AT 12
@@ -12,7 +12,7 @@
 #define EXPONENT_AT 15
 #define FORMAT_SHIFT 4
 
-/* Records of `width` numbers, of 2 or 4 bytes each, behind as many ordinals if they are lists. */
+/* Layout of records with `width` numbers of 2 or 4 bytes each; in lists as many ordinals precede the numbers. */
 typedef struct {
     taken lent;
     const char *data;
@@ -61,8 +61,8 @@ static int are_listable(const char *record, unsigned used, uint32_t items) {
     return !bad;
 }
 
-/* A byte per record, 1: of the night (`flags` in the bits of `mask`), whole, at least `least` numbers, all of them
-   finite, `safe` exponent at most, no ordinal beyond `items`. */
+/* Return one byte per record: 1 if its `flags` bits in `mask` match, it has at least `least` numbers, all finite, an
+   exponent of at most `safe`, and no ordinal beyond `items`. */
 static PyObject *plain_record_mask(PyObject *module, PyObject *args) {
     PyObject *sent, *found = NULL;
     Py_ssize_t width;
@@ -88,7 +88,7 @@ end:
     return found;
 }
 
-/* 2 ** power, as numpy's ldexp has it, for any power that a signed byte holds. */
+/* 2 ** power, equal to numpy's ldexp, for any power that fits a signed byte. */
 static float power_of(int power) {
     uint32_t bits = power > -127 ? (uint32_t)(power + 127) << 23 : 1u << (power + 149);
     float found;
@@ -96,7 +96,7 @@ static float power_of(int power) {
     return found;
 }
 
-/* A float16 that is finite; without a float32 that is not normal, whatever the processor is told to do with those. */
+/* Convert a finite float16 without using subnormal float32 numbers, which the processor may be set to flush to zero. */
 static float half(uint16_t bits) {
     uint32_t size = bits & 0x7FFF, whole;
     float found;
@@ -108,7 +108,7 @@ static float half(uint16_t bits) {
     return bits & 0x8000 ? -found : found;
 }
 
-/* The first `k` numbers of a record that is plain. */
+/* Write the first `k` numbers of a plain record. */
 static void numbers_of(const records *all, Py_ssize_t row, Py_ssize_t k, any_f32 *to) {
     const char *record = all->data + row * all->size, *numbers = record + all->numbers_at;
     if (!all->is_half) {
@@ -119,7 +119,7 @@ static void numbers_of(const records *all, Py_ssize_t row, Py_ssize_t k, any_f32
     for (Py_ssize_t i = 0; i < k; i++) to[i] = half(((const any_u16 *)numbers)[i]) * power;
 }
 
-/* float32[n * k] as bytes. */
+/* Return float32[n * k] as bytes. */
 static PyObject *numbers(PyObject *module, PyObject *args) {
     PyObject *sent, *found = NULL;
     Py_ssize_t width, k;

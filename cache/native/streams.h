@@ -1,4 +1,4 @@
-/* An Arrow stream of one record batch, put together from its columns' buffers: see serving/arrow/writer.py. */
+/* Arrow stream of one record batch, assembled from its columns' buffers: see serving/arrow/writer.py. */
 #ifndef LARDER_STREAMS_H
 #define LARDER_STREAMS_H
 
@@ -12,7 +12,8 @@ static int put_numbers(char *head, Py_ssize_t room, Py_ssize_t at, const int64_t
 
 static int put_nodes(char *head, Py_ssize_t room, Py_ssize_t at, PyObject *nodes) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(nodes); i++) {
-        /* Any other object would run its __index__ here, which may change the buffers whose sizes are summed already. */
+        /* Only int: another object's __index__ would run here and could change the buffers whose sizes were already
+           summed. */
         if (!PyLong_Check(PyList_GET_ITEM(nodes, i))) return wrong("numbers of nodes are integers"), 0;
         int64_t number = PyLong_AsLongLong(PyList_GET_ITEM(nodes, i));
         if (PyErr_Occurred() || !put_numbers(head, room, at + 8 * i, &number, 1)) return 0;
@@ -20,7 +21,7 @@ static int put_nodes(char *head, Py_ssize_t room, Py_ssize_t at, PyObject *nodes
     return 1;
 }
 
-/* Before, metadata with its numbers, buffers padded to 8 bytes each, after. */
+/* Return leading bytes, metadata with its numbers, buffers padded to 8 bytes each, and trailing bytes. */
 static PyObject *stream(PyObject *module, PyObject *args) {
     const char *before, *metadata, *after;
     Py_ssize_t before_size, size, after_size, body_at, rows_at, nodes_at, buffers_at;
@@ -60,7 +61,7 @@ static PyObject *stream(PyObject *module, PyObject *args) {
     return found;
 }
 
-/* (int32 cuts, the bytes) of a list of bytes one behind the other; None if there are others among them. */
+/* Return (int32 cuts, concatenated bytes) of a list of bytes; None if the list contains anything else. */
 static PyObject *joined(PyObject *module, PyObject *texts) {
     int64_t total = 0;
     (void)module;

@@ -1,4 +1,4 @@
-/* Buffers that Python lends for the length of one call, and numbers that may lie anywhere in them. */
+/* Buffers that Python exports for the duration of one call, and unaligned numbers in them. */
 #ifndef LARDER_TAKEN_H
 #define LARDER_TAKEN_H
 
@@ -23,7 +23,7 @@ typedef struct {
     int is_taken;
 } taken;
 
-/* 1, or 0 with an error set. */
+/* Return 1, or 0 with an exception set. */
 static int take(PyObject *from, taken *to) {
     to->is_taken = PyObject_GetBuffer(from, &to->view, PyBUF_SIMPLE) == 0;
     return to->is_taken;

@@ -1,4 +1,4 @@
-"""Processes and their host: a Redis of one's own, children that die with their parent, cores, interrupts, loops.
+"""Processes and their host: a local Redis server, child processes, cores, interrupts, background loops.
 
 Start at `redis_server`.
 """

@@ -1,4 +1,4 @@
-"""Background loops that cannot end silently: an exception in a body is logged and counted, and the loop goes on."""
+"""Background loops that cannot end silently: an exception in a body is logged and counted, and the loop continues."""
 
 import asyncio
 import logging
@@ -10,11 +10,11 @@ from typing import Any, Final
 from cache.errors import LarderError, mask_secrets
 
 FAILING_AFTER_FAILURES: Final = 3
-"""Failures in a row from which on a loop counts as failing."""
+"""Number of consecutive failures from which on a loop counts as failing."""
 STEADY_AFTER_S: Final = 10.0
-"""Seconds that an endless body runs, after a failure, before its loop counts as well again."""
+"""Seconds that an endless body must run after a failure before its loop counts as healthy again."""
 PAUSE_MAX_S: Final = 1.0
-"""Longest pause after a failure: changes of a blocklist or a token file must not wait for longer."""
+"""Longest pause after a failure: changes of a blocklist or a token file must not wait longer."""
 _FIRST_PAUSE_S: Final = 0.05
 _CANCEL_AGAIN_S: Final = 0.1
 
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 
 def pause_s(failures_in_a_row: int) -> float:
-    """Seconds to wait after so many failures in a row: doubled each time, PAUSE_MAX_S at most."""
+    """Return the pause in seconds after so many consecutive failures: doubled each time, at most PAUSE_MAX_S."""
     return min(PAUSE_MAX_S, _FIRST_PAUSE_S * 2.0 ** min(failures_in_a_row - 1, 10))
 
 
 @dataclass(slots=True, eq=False)
 class BackgroundLoop:
-    """One loop: its body, the task that runs it, and its failures since the body last did well."""
+    """One loop: its body, the task that runs it, and its failures since the last success."""
 
     name: str
     body: LoopBody
@@ -38,7 +38,7 @@ class BackgroundLoop:
     last_error: str = ""
     """Last error of the body, for a log line."""
     iterations: int = 0
-    """Turns begun."""
+    """Number of iterations begun."""
     task: asyncio.Task[None] = field(init=False)
 
     @property
@@ -48,33 +48,33 @@ class BackgroundLoop:
 
 
 class BackgroundLoops:
-    """The background loops of one process; for its event loop only."""
+    """Background loops of one process; not thread-safe, for its event loop only."""
 
     def __init__(self) -> None:
         self.failure_count_by_loop: Counter[str] = Counter()
-        """Failures by the name of the loop, of those that have ended too."""
+        """Number of failures by loop name, including loops that have ended."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called whenever `error_by_failing_loop` may be another."""
+        """Called whenever `error_by_failing_loop` may have changed."""
         self._running: set[BackgroundLoop] = set()
 
     @property
     def running(self) -> tuple[BackgroundLoop, ...]:
-        """The loops that run now, by name."""
+        """Loops that run now, ordered by name."""
         return tuple(sorted(self._running, key=lambda loop: loop.name))
 
     @property
     def error_by_failing_loop(self) -> dict[str, str]:
-        """Last error by name, of the loops that keep failing."""
+        """Last error of each failing loop, by name."""
         return {loop.name: loop.last_error for loop in self.running if loop.is_failing}
 
     def start(
         self, name: str, body: LoopBody, *, wait: LoopBody | None = None, is_due: Callable[[], bool] | None = None
     ) -> asyncio.Task[None]:
-        """Start a loop on the running event loop: `wait`, then `body`, again and again; returns its task.
+        """Start a loop on the running event loop: `wait`, then `body`, repeatedly; return its task.
 
-        The loop ends when its task is cancelled, or when `is_due` says so before a turn; nothing else ends it. A body
-        that returns did well. Without `wait` and `is_due` a body may also run for ever: it did well after
-        STEADY_AFTER_S.
+        The loop ends only when its task is cancelled or when `is_due` returns False before an iteration. A body
+        succeeds when it returns. Without `wait` and `is_due` a body may also run forever; then it counts as successful
+        after STEADY_AFTER_S.
         """
         loop = BackgroundLoop(name, body)
         self.failure_count_by_loop[name] += 0
@@ -99,7 +99,7 @@ class BackgroundLoops:
                     await wait()
                 await loop.body()
             except asyncio.CancelledError as error:
-                # Raised by what the body awaits, as a closed executor does: nobody asked this loop to end.
+                # What the body awaits may raise this, such as a closed executor, although this loop was not cancelled.
                 if loop.task.cancelling():
                     raise
                 self._note_failure(loop, error)
@@ -117,9 +117,9 @@ class BackgroundLoops:
         self.failure_count_by_loop[loop.name] += 1
         loop.failures_in_a_row += 1
         loop.last_error = mask_secrets(str(error)) or type(error).__name__
-        # Each doubling alone: a loop that fails every second must not fill the log with tracebacks.
+        # Log only the 1st, 2nd, 4th, 8th failure and so on: a loop that fails every second must not fill the log.
         if not loop.failures_in_a_row & (loop.failures_in_a_row - 1):
-            # An error of Larder's says by itself what is wrong.
+            # Larder's own errors need no traceback.
             log.error(
                 "background loop %s failed (%d in a row); it runs again in %.2f s: %s",
                 loop.name, loop.failures_in_a_row, pause_s(loop.failures_in_a_row), loop.last_error,
@@ -131,7 +131,7 @@ class BackgroundLoops:
     def _note_success(self, loop: BackgroundLoop) -> None:
         was_failing, loop.failures_in_a_row = loop.is_failing, 0
         if was_failing:
-            log.warning("background loop %s does well again", loop.name)
+            log.warning("background loop %s has recovered", loop.name)
             self.on_change()
 
     def _discard_loop(self, loop: BackgroundLoop) -> None:
@@ -141,10 +141,10 @@ class BackgroundLoops:
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Task[None] | None]) -> None:
-    """Cancel tasks, and return once all of them have ended."""
+    """Cancel tasks and wait until all of them have ended."""
     pending = {task for task in tasks if task is not None}
     while pending:
-        # Again and again: a client library may lose a cancellation that meets its reply.
+        # Repeated, because a client library may lose a cancellation that coincides with its reply.
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)

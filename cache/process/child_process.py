@@ -1,4 +1,4 @@
-"""Child process that never outlives its parent, however the parent ends."""
+"""Child process that ends when its parent ends, for whatever reason."""
 
 import fcntl
 import os
@@ -14,11 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
-# The shell holds the reading end of a pipe. The kernel closes a writing end when its process dies,
-# kill -9 included, and `read` fails once the last one is closed; a line that somebody writes only
-# shows that the shell still reads. What is ended is the whole session, not only the group: Airflow
-# puts each task into a group of its own. A handler, unlike an ignored signal, is not inherited, so
-# only the shells survive the TERM that they send.
+# The shell holds the reading end of a pipe. The kernel closes a writing end when its process dies, even by kill -9, and
+# `read` fails once the last one is closed; a written line only proves that the shell still reads. The whole session is
+# ended, not only the process group, since Airflow puts each task into a separate group. A trap handler, unlike an
+# ignored signal, is not inherited, so only the shells survive the TERM that they send.
 _GUARD_SCRIPT = """
 exec 3<&0 </dev/null
 grace=$1; shift
@@ -52,7 +51,7 @@ _open_writing_ends: "weakref.WeakSet[PipeWritingEnd]" = weakref.WeakSet()
 
 @cache
 def _close_ends_in_children() -> None:
-    """Make forked children close the pipes: a living child must not keep a dead parent's server."""
+    """Make forked children close the pipes: a living child must not keep the server of a dead parent alive."""
 
     def close_all() -> None:
         for end in list(_open_writing_ends):
@@ -62,7 +61,7 @@ def _close_ends_in_children() -> None:
 
 
 class PipeWritingEnd:
-    """Writing end of a guard's pipe: the command runs for as long as one is open."""
+    """Writing end of a guard's pipe: the command runs while at least one is open."""
 
     def __init__(self, descriptor: int) -> None:
         """Take ownership of `descriptor`."""
@@ -71,7 +70,7 @@ class PipeWritingEnd:
         _open_writing_ends.add(self)
 
     def close(self) -> None:
-        """Close the end; a second call does nothing."""
+        """Close the end; further calls do nothing."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -80,15 +79,15 @@ class PipeWritingEnd:
 class NamedPipe:
     """Named pipe by which other processes keep a guarded command alive.
 
-    Callers of `open_ends` or `join` and of `is_held` must exclude one another by a lock of their own.
+    Callers of `open_ends`, `join` and `is_held` must hold a common lock.
     """
 
     def __init__(self, path: Path) -> None:
-        """Set the name; the pipe is not made yet."""
+        """Set the path; does not create the pipe."""
         self.path = path
 
     def create(self) -> bool:
-        """Make a new pipe under this name; False if the file system does not support pipes."""
+        """Create a new pipe at the path; return False if the file system does not support pipes."""
         self.path.unlink(missing_ok=True)
         try:
             os.mkfifo(self.path, 0o600)
@@ -98,7 +97,7 @@ class NamedPipe:
 
     def open_ends(self) -> tuple[int, int]:
         """Open a reading and a writing end."""
-        # Opened the plain way, each end would wait for the other one.
+        # Blocking opens would wait for each other.
         reading_end = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             writing_end = os.open(self.path, os.O_WRONLY)
@@ -109,10 +108,10 @@ class NamedPipe:
         return reading_end, writing_end
 
     def join(self, is_running: Callable[[], bool], *, wait_s_max: float) -> PipeWritingEnd | None:
-        """Open one more writing end; None if the guard has seen the last one closed, or is gone.
+        """Open another writing end; None if the guard has seen the last one closed, or does not run.
 
-        A guard that has seen that ends the command, however many ends are opened then. So a line is written, and only
-        a guard that still waits for the end reads it.
+        A guard that has seen this ends the command, even if writing ends are opened afterwards. Therefore write a line:
+        only a guard that still waits for the pipe's end reads it.
         """
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
@@ -135,7 +134,7 @@ class NamedPipe:
         return None
 
     def is_held(self) -> bool:
-        """True if any process has a writing end open."""
+        """Return whether any process has a writing end open."""
         try:
             reading_end = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:
@@ -155,10 +154,10 @@ def _unread_bytes(descriptor: int) -> int:
 
 
 class GuardedCommand:
-    """Command in a session of its own, which ends with all its processes when this process ends.
+    """Command in its own session, which ends with all its processes when this process ends.
 
-    Ctrl-C in the terminal does not reach it: its owner calls `stop`. With a named pipe it goes on until
-    the last process that has joined the pipe ends.
+    Ctrl-C in the terminal does not reach it: its owner calls `stop`. With a named pipe it continues until the last
+    process that has joined the pipe ends.
     """
 
     def __init__(
@@ -198,7 +197,7 @@ class GuardedCommand:
 
     @property
     def pid(self) -> int:
-        """Process id of the guard, which is also the id of the command's group."""
+        """Process id of the guard; also the id of the command's process group."""
         return self._guard_process.pid
 
     @property
@@ -208,7 +207,7 @@ class GuardedCommand:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status of the command, None while it runs."""
+        """Exit status of the command; None while it runs."""
         return self._guard_process.poll()
 
     def log_tail(self, line_count: int = 20) -> str:
@@ -218,11 +217,11 @@ class GuardedCommand:
         return ""
 
     def close_pipe_end(self) -> None:
-        """Close this process's end of the pipe; once no other process holds one, the guard ends its session."""
+        """Close this process's end of the pipe; when no process holds an end any more, the guard ends its session."""
         self._pipe_end.close()
 
     def stop(self) -> None:
-        """End the command and its whole session, and wait for it; a forked process only closes its pipe end."""
+        """End the command and its whole session and wait for it; in a forked process, only close its pipe end."""
         self.close_pipe_end()
         if os.getpid() != self._owner_pid:
             return

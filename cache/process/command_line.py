@@ -1,6 +1,6 @@
-"""Parts that all commands share: text that cannot steer a terminal, missing extras, interrupts, exit code, JSON.
+"""Functions shared by all commands: safe text for a terminal, missing extras, interrupts, exit codes, JSON.
 
-At its top it imports the standard library alone: `larder --help` waits for nothing else.
+The module itself imports only the standard library, so that `larder --help` is fast.
 """
 
 import re
@@ -13,22 +13,22 @@ from types import FrameType
 from typing import Any, Final
 
 FOUND_PROBLEM_EXIT_CODE: Final = 3
-"""Exit code of a command that succeeded and found a problem."""
+"""Exit code of a command that succeeded but found a problem."""
 
 DISTRIBUTION: Final = "larder-predictions"
-"""Name by which pip installs Larder; `larder` on the package index is another project."""
+"""Distribution name for pip; `larder` on the package index is another project."""
 
 PRECOMPUTE_MODULES: Final = ("onnx", "pyarrow", "rich", "scipy")
-"""Modules of the extra `precompute`."""
+"""Modules required by the extra `precompute`."""
 
 SERVING_MODULES: Final = ("fastapi", "httptools", "prometheus_client", "uvicorn")
-"""Modules of the extra `serving`."""
+"""Modules required by the extra `serving`."""
 
 INTERRUPT_AGAIN_S = 0.001
-"""Seconds until a swallowed interrupt is raised again."""
+"""Seconds after which a swallowed interrupt is raised again."""
 
-# Controls (C0 and C1), halves of surrogate pairs, the two separators of lines and of paragraphs, and what turns the
-# direction of writing round.
+# Control characters (C0 and C1), surrogates, line and paragraph separators, and characters that change the text
+# direction.
 _STEERING_CHARACTERS: Final = "\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 
 _STEERING_PATTERN: Final = re.compile(f"[{_STEERING_CHARACTERS}]")
@@ -36,8 +36,8 @@ _STEERING_IN_LINES_PATTERN: Final = re.compile(f"(?![\t\n])[{_STEERING_CHARACTER
 
 
 def json_text(document: Any) -> str:
-    """Return JSON of a command's result, for programs, indented for people."""
-    import orjson  # `larder --help` needs it for nothing
+    """Return a command's result as indented JSON."""
+    import orjson  # not needed by `larder --help`
 
     return orjson.dumps(document, option=orjson.OPT_INDENT_2).decode()
 
@@ -48,7 +48,10 @@ def install_command(extra: str) -> str:
 
 
 def missing_extra(dependent: str, extra: str, *modules: str) -> str | None:
-    """Message for an installation that lacks top-level `modules` which `dependent` needs; None if all are there."""
+    """Return the message about top-level `modules` that `dependent` needs and that are missing.
+
+    Returns None if all are installed.
+    """
     absent_modules = [module for module in modules if find_spec(module) is None]
     if not absent_modules:
         return None
@@ -59,10 +62,10 @@ def missing_extra(dependent: str, extra: str, *modules: str) -> str | None:
 def interrupts_never_swallowed(
     handler: Callable[[int, FrameType | None], object] = signal.default_int_handler,
 ) -> Iterator[None]:
-    """Raises an ignored KeyboardInterrupt again, by `handler`, while the block runs. For the main thread.
+    """Raise an ignored KeyboardInterrupt again, through `handler`, while the block runs; for the main thread only.
 
-    Python ignores what is raised in `__del__`, in callbacks of weak references and in those of its collector
-    (`sys.unraisablehook`); whoever pressed Ctrl-C just then would see a traceback and a process that goes on.
+    Python ignores exceptions in `__del__`, in weak reference callbacks and in garbage collector callbacks
+    (`sys.unraisablehook`): Ctrl-C at such a moment would print a traceback, and the process would continue.
     """
     previous_hook, previous_alarm_handler = (sys.unraisablehook, signal.signal(signal.SIGALRM, handler))
 
@@ -82,12 +85,12 @@ def interrupts_never_swallowed(
 
 
 def printable(text: str) -> str:
-    """An id, or another text within a line: steering characters as JSON writes them, `\\u001b`."""
+    """Escape control characters in an id or another text within a line, in JSON's notation such as `\u001b`."""
     return _STEERING_PATTERN.sub(_escape, text)
 
 
 def printable_lines(text: str) -> str:
-    """Escape control characters in text for a terminal, except line breaks and tabs. JSON stays the same JSON."""
+    """Escape control characters in text for a terminal, except line breaks and tabs. JSON keeps its meaning."""
     return _STEERING_IN_LINES_PATTERN.sub(_escape, text)
 
 

@@ -1,4 +1,4 @@
-"""Resources of this host, or of the container on it: usable cores, memory that programs can still have, free disk."""
+"""Resources of this host, or of its container: usable cores, available memory, free disk space."""
 
 import math
 import os
@@ -11,25 +11,28 @@ PROC_FOLDER, CGROUP_FOLDER = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def usable_cores(proc_folder: Path = PROC_FOLDER, cgroup_folder: Path = CGROUP_FOLDER) -> int:
-    """Number of usable cores, at least 1. In a container with 4 of 96 cores, 96 threads would only take turns."""
+    """Return the number of usable cores, at least 1.
+
+    With 4 of 96 cores in a container, 96 threads would only compete.
+    """
     has_affinity = hasattr(os, "sched_getaffinity")
     allowed_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, min([allowed_cores, *map(math.ceil, _cpu_quotas(proc_folder, cgroup_folder))]))
 
 
 def disk_free_bytes(folder: Path) -> int:
-    """Free bytes of the file system that holds a folder, or will."""
+    """Return the free bytes of the file system of a folder, which need not exist yet."""
     existing_folder = next(ancestor for ancestor in (folder, *folder.parents) if ancestor.exists())
     return shutil.disk_usage(existing_folder).free
 
 
 def memory_available_bytes(proc_folder: Path = PROC_FOLDER, cgroup_folder: Path = CGROUP_FOLDER) -> int:
-    """Return the memory still available here, cached files included: the least of the machine's and each cgroup's."""
+    """Return the available memory in bytes, file cache included: the minimum over the machine and each cgroup."""
     return min([_machine_available_bytes(proc_folder), *_cgroup_available_bytes(proc_folder, cgroup_folder)])
 
 
 def _cpu_quotas(proc_folder: Path, cgroup_folder: Path) -> Iterator[float]:
-    """Limits of each cgroup that this process is in, in cores; version 2, then version 1."""
+    """Return the limit of each cgroup of this process, in cores; version 2, then version 1."""
     for folder in (
         *_cgroup_folders(proc_folder, cgroup_folder, ""),
         *_cgroup_folders(proc_folder, cgroup_folder / "cpu", "cpu"),
@@ -45,7 +48,7 @@ def _cpu_quotas(proc_folder: Path, cgroup_folder: Path) -> Iterator[float]:
 
 
 def _machine_available_bytes(proc_folder: Path) -> int:
-    """Available bytes of the machine's memory; all of its memory where the system does not say."""
+    """Return the machine's available memory in bytes; its total memory if the system does not report it."""
     try:
         for line in (proc_folder / "meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -56,7 +59,7 @@ def _machine_available_bytes(proc_folder: Path) -> int:
 
 
 def _cgroup_available_bytes(proc_folder: Path, cgroup_folder: Path) -> Iterator[int]:
-    """Available bytes in each cgroup with a limit that this process is in; version 2, then version 1."""
+    """Return the available bytes of each cgroup of this process with a limit; version 2, then version 1."""
     for folder in _cgroup_folders(proc_folder, cgroup_folder, ""):
         yield from _read_cgroup_headroom(folder, "memory.max", "memory.current", "file", "shmem")
     memory_root = cgroup_folder / "memory"
@@ -67,9 +70,9 @@ def _cgroup_available_bytes(proc_folder: Path, cgroup_folder: Path) -> Iterator[
 
 
 def _cgroup_folders(proc_folder: Path, cgroup_root: Path, controller: str) -> list[Path]:
-    """The folder of the controller's group ("" in version 2) and those above it.
+    """Return the folder of the controller's cgroup (controller "" in version 2) and its parents.
 
-    In a container it is often the root alone, whatever the path says.
+    In a container often only the root exists, whatever the path says.
     """
     try:
         lines = (proc_folder / "self/cgroup").read_text().splitlines()
@@ -84,7 +87,10 @@ def _cgroup_folders(proc_folder: Path, cgroup_root: Path, controller: str) -> li
 def _read_cgroup_headroom(
     folder: Path, limit_file: str, usage_file: str, cache_field: str, shared_field: str
 ) -> Iterator[int]:
-    """Available bytes of one cgroup, none without a limit. File cache can be dropped; shared memory in it cannot."""
+    """Yield the available bytes of one cgroup, nothing without a limit.
+
+    File cache can be dropped, its shared memory cannot.
+    """
     try:
         limit_text, used_bytes = ((folder / limit_file).read_text().strip(), int((folder / usage_file).read_text()))
         name_value_pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())

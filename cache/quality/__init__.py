@@ -1,1 +1,1 @@
-"""Quality of answers: code shared by night and service that computes a sample of the answers once more."""
+"""Quality of answers: code that the night and the service use to recompute a sample of the answers."""

@@ -1,7 +1,7 @@
-"""The probe: inputs of a sample of users as the night had them, from which their answers can be computed once more.
+"""Probe: the nightly inputs of a sample of users, from which their answers can be recomputed.
 
-One file of a generation, named in the manifest's facts: an uncompressed `.npz` of the users with the lowest hashes (so:
-users at random), their histories as ordinals, oldest first, and the features of each as JSON. Readers need only numpy.
+One file of a generation, named in the manifest's facts: an uncompressed `.npz` of the users with the lowest hashes (a
+random sample), their histories as ordinals, oldest first, and each user's features as JSON. Readers need only numpy.
 """
 
 import io
@@ -23,7 +23,7 @@ from cache.store.artefacts import write_atomically
 PROBE_FILE: Final = "probe.npz"
 PROBE_FACT: Final = "probe"
 PROBE_USERS_MAX: Final = 8_192
-"""Number of users in the probe, some 2 MB at 50 items each; a smaller generation has all of its users in it."""
+"""Number of users in the probe, about 2 MB at 50 items each; a smaller generation has all of its users in the probe."""
 
 
 class ProbePart(NamedTuple):
@@ -43,10 +43,10 @@ def probe_part(
     features: Mapping[str, Any],
     row_indexes: NDArray[np.int64],
 ) -> ProbePart:
-    """The entities at `row_indexes`, ascending, of a shard in hash order; features are Arrow columns."""
+    """Return the entities at the ascending `row_indexes` of a shard in hash order; features are Arrow columns."""
     histories = [ordinals[indptr[row] : indptr[row + 1]] for row in row_indexes.tolist()]
     feature_names, columns = (list(features), [column.take(row_indexes) for column in features.values()])
-    # Row by row: a wide feature of all of them would be millions of Python numbers at once.
+    # Row by row: a wide feature of all users would need millions of Python numbers at once.
     feature_texts = [
         orjson.dumps({name: column[row].as_py() for name, column in zip(feature_names, columns, strict=True)})
         for row in range(len(row_indexes))
@@ -55,7 +55,7 @@ def probe_part(
 
 
 def write_probe(generation_folder: Path, parts: Sequence[ProbePart]) -> str:
-    """Writes the parts, in hash order, as one file; returns its path relative to `generation_folder`."""
+    """Write the parts, in hash order, as one file; return its path relative to `generation_folder`."""
     history_ends, joined_histories = _join_with_ends(
         [history for part in parts for history in part.histories], np.uint32
     )
@@ -75,7 +75,7 @@ def write_probe(generation_folder: Path, parts: Sequence[ProbePart]) -> str:
 
 
 def probe_bytes(user_count: int, mean_history_items: float) -> int:
-    """Approximate bytes of the file: a hash, two offsets, `{}` and so many ordinals for each user."""
+    """Estimate the file's size in bytes: a hash, two offsets, `{}` and so many ordinals per user."""
     return round(min(user_count, PROBE_USERS_MAX) * (8 + 16 + 2 + 4 * mean_history_items))
 
 
@@ -101,7 +101,7 @@ class Probe:
         return len(self._hashes)
 
     def input_of(self, entity_hash: int) -> LiveInput | None:
-        """The input of the user with this hash, as a caller would send it."""
+        """Return the input of the user with this hash, in a caller's form."""
         user_hash = np.uint64(entity_hash)
         row = int(self._hashes.searchsorted(user_hash))
         if row >= len(self._hashes) or self._hashes[row] != user_hash:
@@ -117,6 +117,6 @@ class Probe:
 
 
 def _join_with_ends(pieces: Sequence[NDArray[Any]], dtype: type[np.generic]) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Offsets where each piece begins and the last one ends, int64 [pieces + 1]; and the pieces joined."""
+    """Return int64 [pieces + 1], the offsets of the pieces and the end of the last one, and the joined pieces."""
     ends = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
     return ends, np.concatenate([*pieces, np.empty(0, dtype)]).astype(dtype)

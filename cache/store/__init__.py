@@ -1,4 +1,4 @@
-"""The artefact store: generations' files by checksum, release records, blocklist, experiments, a host's copies.
+"""Artefact store: generations' files with checksums, release records, blocklist, experiments, and hosts' copies.
 
 Start at `artefacts`.
 """

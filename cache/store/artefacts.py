@@ -1,4 +1,4 @@
-"""Artefact store: a local folder or any fsspec URL, with files written atomically, and this host's copies of them."""
+"""Artefact store: a local folder or any fsspec URL, with atomic writes, and this host's copies of its files."""
 
 import contextlib
 import errno
@@ -19,16 +19,17 @@ from cache.format.manifest import GENERATION_PATTERN, Artefact, Manifest
 from cache.store.object_store import PROBE_OBJECT_NAME, ObjectStore
 
 COPIES_FOLDER = "copies"
-"""Folder of the store with a record for each generation and each host that has copies of it."""
+"""Folder of the store with one record per generation and host that has copies of it."""
 
 COPY_IDLE_S = 3_600.0
-"""Seconds without a change before a copy is removed: a newer copy may belong to a build that runs on this host."""
+"""Seconds without a change before a copy may be removed: a copy that changed later may belong to a build on this
+host."""
 
 FETCH_TRIES = 3
-"""Number of attempts to fetch a file: a sweep may remove a folder while a copy is being written into it."""
+"""Number of attempts to fetch a file: a sweep may remove the folder into which a copy is being written."""
 
 NO_MANIFEST_WORDS = "has no manifest in"
-"""Words of the error about a generation that the store does not have; replicas report it by heartbeat."""
+"""Part of the error message for a generation that the store does not have; replicas report it by heartbeat."""
 
 _RECORDED_MARKER = ".recorded"
 _HOST_FILE = ".host"
@@ -42,8 +43,8 @@ log = logging.getLogger(__name__)
 class ArtefactStore:
     """Files under one root; paths are relative, with forward slashes.
 
-    `host_cache` is where files of a remote store are kept on this host; a local store needs none. `is_ephemeral`: that
-    folder ends with the program, so its copies are not recorded.
+    `host_cache` is the folder for files of a remote store on this host; a local store needs none. `is_ephemeral`: the
+    folder is deleted when the program ends, so that its copies are not recorded.
     """
 
     def __init__(self, url: str, host_cache: Path | None = None, *, is_ephemeral: bool = False) -> None:
@@ -53,7 +54,7 @@ class ArtefactStore:
         self.folder: Path | None = Path(url.removeprefix("file://")).absolute() if is_local else None
         root = self.folder or host_cache
         if root is None:
-            raise StoreError(f"{self.url} is a remote store and needs a folder for this host's copies")
+            raise StoreError(f"{self.url} is a remote store and needs a folder for copies on this host")
         self._root = root
         self.copies = (
             None if self._object_store is None else HostCopies(root, self._object_store, is_ephemeral=is_ephemeral)
@@ -101,11 +102,14 @@ class ArtefactStore:
         return True
 
     def demand_write_once(self) -> None:
-        """Raise StoreError if the store cannot create files exclusively: a check before hours of work that need it."""
+        """Raise StoreError if the store cannot create files exclusively.
+
+        Call this before long work that depends on exclusive creation.
+        """
         self.write_once(PROBE_OBJECT_NAME, b"")
 
     def names(self, path: str) -> list[str]:
-        """Return the names of the files and folders in a folder, sorted, without hidden ones (unfinished writes)."""
+        """Return the sorted names of the files and folders in a folder, without hidden ones (unfinished writes)."""
         try:
             if self._object_store is not None:
                 entry_names = self._object_store.names(path)
@@ -144,7 +148,7 @@ class ArtefactStore:
         return self.copies.sweep(lambda: self.names("generations"), in_use, cutoff_at=cutoff_at)
 
     def sweep_unfinished(self, *, cutoff_at: float) -> int:
-        """Remove files that killed writers left on this host (`.*.part`) before `cutoff_at`; return their number."""
+        """Remove files of killed writers on this host (`.*.part`) older than `cutoff_at`; return their number."""
         unfinished_paths = [path for path in self._root.rglob(".*.part") if 0.0 < last_change_time(path) < cutoff_at]
         for path in unfinished_paths:
             with contextlib.suppress(OSError):
@@ -152,7 +156,7 @@ class ArtefactStore:
         return len(unfinished_paths)
 
     def local(self, path: str) -> Path:
-        """Return the local path where this host has, or will write, a file; of a remote store, in the host cache."""
+        """Return the path of a file on this host, which need not exist yet; for a remote store in the host cache."""
         return self._root / path
 
     def fetch(self, path: str) -> Path:
@@ -169,7 +173,7 @@ class ArtefactStore:
                 self._object_store.get(path, draft_path)
                 put_in_place(draft_path, local_path)
             except FileNotFoundError as error:
-                if local_path.parent.is_dir():  # else swept while the copy was on its way
+                if local_path.parent.is_dir():  # otherwise a sweep removed the folder during the download
                     raise StoreError(f"{path} is not in {self.url}") from error
             except OSError as error:
                 raise StoreError(f"cannot fetch {path} from {self.url}: {error}") from error
@@ -197,21 +201,24 @@ def generation_path(generation: str, path: str = "") -> str:
 
 
 def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
-    """Read a finished generation's manifest; raise UnknownGeneration for none, CorruptArtefact for another's."""
+    """Read a finished generation's manifest.
+
+    Raises UnknownGeneration without one, CorruptArtefact for another generation's.
+    """
     manifest_bytes = store.read(generation_path(generation, "manifest.json"))
     if manifest_bytes is None:
         raise UnknownGeneration(f"generation {generation} {NO_MANIFEST_WORDS} {store.url}", generation=generation)
     manifest = Manifest.from_bytes(manifest_bytes)
     if manifest.generation != generation:
         raise CorruptArtefact(
-            f"the manifest of generation {generation} calls itself {manifest.generation!r}",
+            f"the manifest of generation {generation} names generation {manifest.generation!r}",
             path=generation_path(generation, "manifest.json"),
         )
     return manifest
 
 
 def fetch_checked(store: ArtefactStore, generation: str, artefact: Artefact) -> Path:
-    """Return a local file of a generation, checked against the manifest; raise CorruptArtefact if it differs.
+    """Return the local path of a generation's file, checked against the manifest; raise CorruptArtefact if it differs.
 
     A damaged copy of a remote store's file is downloaded once more.
     """
@@ -225,7 +232,7 @@ def fetch_checked(store: ArtefactStore, generation: str, artefact: Artefact) -> 
     except CorruptArtefact:
         if store.folder is not None:
             raise
-        # Unlinked, not overwritten: whoever has the damaged copy mapped keeps the bytes it saw.
+        # Unlink instead of overwriting: a process that has mapped the damaged copy keeps its bytes.
         local_path.unlink(missing_ok=True)
         store.fetch(store_path)
         check_file(generation_folder, artefact)
@@ -263,8 +270,8 @@ def sha256_of(path: Path) -> str:
 class HostCopies:
     """Copies of a remote store's files under `root`, recorded in the store unless the folder is `is_ephemeral`.
 
-    Erased data is gone only once no host holds a copy of it. Hosts share the store and nothing else, so each
-    records there of which generations it has files, before the first file comes and until the last one is gone.
+    Erased data is removed only when no host has a copy of it. Hosts share nothing but the store, so each records there
+    of which generations it has files, from before the first file is written until the last is removed.
     """
 
     def __init__(self, root: Path, objects: ObjectStore, *, is_ephemeral: bool) -> None:
@@ -275,7 +282,7 @@ class HostCopies:
 
     @property
     def host(self) -> str:
-        """Name of the host with an id of its state folder, stable for as long as the folder exists."""
+        """Name of the host and an id of its state folder; stable while the folder exists."""
         host_file = self._root / _HOST_FILE
         if not host_file.exists():
             host_name = "".join(c if c.isalnum() or c in "._" else "-" for c in socket.gethostname())
@@ -295,7 +302,7 @@ class HostCopies:
         )
 
     def record(self, generation: str) -> None:
-        """Record in the store that this host has, or is about to have, files of a generation; once per generation."""
+        """Record in the store that this host has, or will have, files of a generation; once per generation."""
         marker_path = self._root / "generations" / generation / _RECORDED_MARKER
         if self._is_ephemeral or marker_path.exists():
             return
@@ -305,22 +312,23 @@ class HostCopies:
         marker_path.touch()
 
     def try_to_record(self, generation: str) -> None:
-        """Record copies for callers that may only read the store, or can wait; one attempt per program if it fails."""
+        """Record copies, for callers that can do without; after a failure no further attempt in this process."""
         if generation in self._unrecorded_generations:
             return
         try:
             self.record(generation)
         except (StoreError, OSError) as error:
             self._unrecorded_generations.add(generation)
-            log.warning("copies of %s on this host stay unrecorded: %s", generation, error)
+            log.warning("cannot record copies of %s on this host: %s", generation, error)
 
     def sweep(
         self, list_stored: Callable[[], Iterable[str]], in_use: Collection[str], *, cutoff_at: float
     ) -> list[str]:
-        """Remove copies of generations that `list_stored` no longer has; return the generations removed.
+        """Remove copies of generations that `list_stored` does not return; return the generations removed.
 
-        Never one `in_use`, nor one that changed since `cutoff_at` (Unix seconds): it may be in the making here. A store
-        that shows no generation at all proves nothing and loses no copy. Mapped files live on until they are closed.
+        Keeps generations that are `in_use`, and those that changed since `cutoff_at` (Unix seconds), which may be under
+        construction. Removes nothing if the store lists no generation at all, which may be an error. Mapped files stay
+        valid until they are closed.
         """
         copied_generations = [generation for generation in self.generations() if generation not in in_use]
         stored_generations = set(list_stored()) if copied_generations else set()
@@ -334,7 +342,7 @@ class HostCopies:
         return removed_generations
 
     def drop(self, generation: str) -> bool:
-        """Remove the copies of a generation, then their record; False if a part could not be removed yet."""
+        """Remove the copies of a generation, then their record; return False if a part could not be removed yet."""
         folder = self._root / "generations" / generation
         if not folder.is_dir():
             return True
@@ -343,7 +351,7 @@ class HostCopies:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         if _copied_files(folder):
             return False
-        # The mark goes last: where a sweep dies, or may not write, the record is taken back by the next.
+        # Remove the marker last: if this sweep fails, the next one removes the record.
         if (folder / _RECORDED_MARKER).exists() and not self._unrecord(generation):
             return False
         shutil.rmtree(folder, ignore_errors=True)
@@ -355,13 +363,13 @@ class HostCopies:
         except FileNotFoundError:
             pass
         except StoreError as error:
-            log.warning("copies of %s are gone, their record is not: %s", generation, error)
+            log.warning("copies of %s are removed, but their record is not: %s", generation, error)
             return False
         return True
 
 
 def _copied_files(folder: Path) -> list[Path]:
-    with contextlib.suppress(FileNotFoundError):  # another program of this host sweeps, too
+    with contextlib.suppress(FileNotFoundError):  # another process on this host may be sweeping, too
         return [path for path in folder.iterdir() if path.name != _RECORDED_MARKER]
     return []
 
@@ -373,10 +381,10 @@ def copies_record_path(generation: str, host: str) -> str:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise StoreError with a remedy in place of a disk-full error; files finished before it stay."""
+    """Convert a disk-full error to StoreError with a remedy; files finished before it are kept."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # FAISS says it in the text of a RuntimeError
+    except (OSError, RuntimeError) as error:  # FAISS raises RuntimeError with the system's text
         disk_full_texts = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)]
         if (
             disk_error := next((error_text for error_text in disk_full_texts if error_text in str(error)), None)
@@ -390,14 +398,14 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes | memoryview) -> None:
-    """Write to a draft, fsync, rename: a reader or a crash sees the old file or the new one, never a part."""
+    """Write to a draft, fsync, rename: readers, and crashes, see the old file or the new one, never a part."""
     with disk_errors(path), open_draft(path) as draft_path:
         draft_path.write_bytes(data)
 
 
 @contextlib.contextmanager
 def open_draft(path: Path, put: Callable[[Path, Path], object] = os.replace) -> Iterator[Path]:
-    """Yield a draft path, which becomes `path` when the block succeeds: fsync, `put`, fsync of the folder."""
+    """Yield a draft path; when the block succeeds, fsync it, `put` it at `path`, and fsync the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft_path = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
@@ -413,7 +421,7 @@ def open_draft(path: Path, put: Callable[[Path, Path], object] = os.replace) -> 
 def link_or_copy_file(source: Path, path: Path) -> None:
     """Link or copy a file to another path, atomically.
 
-    `source` must never be written to again: where the file system can, both names are one file.
+    Do not write to `source` afterwards: if the file system supports links, both names are the same file.
     """
     with disk_errors(path), open_draft(path) as draft_path:
         try:
@@ -423,7 +431,7 @@ def link_or_copy_file(source: Path, path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames within a folder durable."""
+    """Make renames within a folder durable by fsync."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -432,7 +440,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def file_version(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes when the file, or the target of a link, is replaced or written; None for no file."""
+    """Return a value that changes when the file, or the target of a link, is replaced or written.
+
+    Returns None without a file.
+    """
     try:
         file_stat = path.stat()
     except OSError:
@@ -441,9 +452,10 @@ def file_version(path: Path) -> tuple[int, int, int] | None:
 
 
 def last_change_time(path: Path) -> float:
-    """Return the time of the last change of a file or anything in a folder, Unix seconds; 0 when it is gone.
+    """Return the time of the last change of a file, or of anything in a folder, in Unix seconds.
 
-    By the inode's own time: a copied file keeps the modification time of its original.
+    Returns 0 if it does not exist. Uses the inode's change time: a copied file keeps the modification time of its
+    original.
     """
     newest_change_at = 0.0
     for entry_path in (path, *path.rglob("*")) if path.is_dir() else (path,):
@@ -453,7 +465,7 @@ def last_change_time(path: Path) -> float:
 
 
 def put_in_place(draft_path: Path, target: Path) -> None:
-    """Move a draft to its target; a file already there stays, so that all workers map a single file."""
+    """Move a draft to its target unless a file exists there, so that all workers map the same file."""
     try:
         os.link(draft_path, target)
     except FileExistsError:
@@ -461,7 +473,7 @@ def put_in_place(draft_path: Path, target: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS_ERRNOS:
             raise
-        draft_path.rename(target)  # the same bytes: who has mapped the file before keeps it
+        draft_path.rename(target)  # the same bytes; a process that has mapped the old file keeps it
 
 
 def hard_link_remedy(error: OSError) -> str:
@@ -469,6 +481,6 @@ def hard_link_remedy(error: OSError) -> str:
     if error.errno not in _NO_LINKS_ERRNOS:
         return ""
     return (
-        ". This file system has no hard links, by which a record is written once and whole: put `artifacts` on one "
+        ". This file system has no hard links, which are needed to create a record atomically: put `artifacts` on one "
         "that has (a local disk, NFS), or name a bucket by its own URL (s3://, gs://, abfs://) instead of a mount"
     )

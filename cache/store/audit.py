@@ -1,7 +1,8 @@
-"""Audit log: actor, action and reason, written before the action, and its outcome, written after; append-only.
+"""Audit log: actor, action and reason, written before the action, and its outcome, written afterwards; append-only.
 
-A record is two write-once files, `audit/<number>.json` and `audit/<number>.outcome`. Numbers have no gaps, so one that
-is missing was removed; one without an outcome was interrupted. No record holds a token, a password or a user's id.
+A record consists of two write-once files, `audit/<number>.json` and `audit/<number>.outcome`. Numbers have no gaps, so
+that a missing number shows a removed record; a record without an outcome was interrupted. No record contains a token, a
+password or a user's id.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ ACTIONS: tuple[AuditedAction, ...] = get_args(AuditedAction)
 
 WRITE_TRIES_MAX = 64
 TEXT_CHARS_MAX = 1_000
-"""Characters of a reason, a subject or an error; a longer text is cut."""
+"""Largest number of characters of a reason, a subject or an error; longer texts are truncated."""
 
 _AUDIT_FOLDER = "audit"
 _INTENT_FILE_PATTERN = re.compile(r"([0-9]{12})\.json")
@@ -45,8 +46,8 @@ log = logging.getLogger(__name__)
 class AuditRecord:
     """Record of one action; times are Unix seconds.
 
-    `outcome` is "done", "failed", "interrupted" (the program ended in between), or "missing" or "unreadable" for such
-    a record.
+    `outcome` is "done", "failed", "interrupted" (the program ended during the action), or "missing" or "unreadable" for
+    such a record.
     """
 
     number: int
@@ -75,8 +76,8 @@ def audited(
 ) -> Iterator[dict[str, Any]]:
     """Record the intent, run the block, then record its outcome with the findings that the block adds to the dict.
 
-    Raises StoreError or Conflict, and the block is not run, if the intent cannot be written: nothing is done
-    unrecorded. An outcome that cannot be written is a warning: the record stays, without one.
+    Raises StoreError or Conflict without running the block if the intent cannot be written, so that no action is
+    unrecorded. If the outcome cannot be written, logs a warning, and the record stays without an outcome.
     """
     number = _write_intent(store, {
         "at": clock(), "actor": _printable_text(actor or user_and_host()), "action": action,
@@ -104,17 +105,18 @@ def audited(
         try:
             store.write_once(f"{_AUDIT_FOLDER}/{number:012d}.outcome", _json_bytes(outcome_document))
         except LarderError as error:
-            log.warning("how %s of %s ended is not in the audit log: %s", action, subject, error)
+            log.warning("cannot write the outcome of %s of %s to the audit log: %s", action, subject, error)
 
 
 def _write_intent(store: ArtefactStore, intent_fields: Mapping[str, Any]) -> int:
     number = 0
     for _ in range(WRITE_TRIES_MAX):
-        # The next one after a failure, too: what a listing does not show yet is taken all the same.
+        # Also go on to the next number after a failure: a number may be taken although the listing does not show it
+        # yet.
         number = max(number, *_record_numbers(store.names(_AUDIT_FOLDER)), 0) + 1
         if store.write_once(f"{_AUDIT_FOLDER}/{number:012d}.json", _json_bytes({"number": number, **intent_fields})):
             return number
-    raise Conflict(f"{WRITE_TRIES_MAX} other actions were written into the audit log at once; try again")
+    raise Conflict(f"{WRITE_TRIES_MAX} other actions were written to the audit log at the same time; try again")
 
 
 def audit_records(store: ArtefactStore) -> list[AuditRecord]:
@@ -139,7 +141,7 @@ def entity_digest(raw: bytes) -> str:
 
 
 def describe_blocked_ids(item_ids: list[bytes], entity_ids: list[bytes]) -> str:
-    """Return the subject of a blocklist change: items by name, entities by digest, the first of many."""
+    """Return the subject of a blocklist change: items by name, entities by digest; only the first of many."""
     phrases = []
     for kind, ids in (
         ("items", [item.decode() for item in item_ids]),
@@ -189,7 +191,7 @@ _INTENT_FIELDS = ("at", "actor", "action", "subject", "reason", "attempt")
 
 
 def _printable_text(text: str) -> str:
-    """Return the text as a printable line without secrets."""
+    """Return the text as one printable line without secrets."""
     printable_text = without_secrets(
         mask_secrets("".join(character if character.isprintable() else " " for character in text))
     )

@@ -1,4 +1,4 @@
-"""The blocklist: items and entities that must not be served, effective within seconds."""
+"""Blocklist: items and entities that must not be served; takes effect within seconds."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,9 +15,9 @@ from cache.store.write_once import Versioned, Versions
 
 @dataclass(frozen=True, slots=True)
 class Blocklist(Versioned):
-    """Version of the blocklist; a blocked item appears in no answer, a blocked entity gets none of its own.
+    """Version of the blocklist: a blocked item appears in no answer, and a blocked entity gets no answer.
 
-    `entities` are of whatever kind; `users` (the erased ones) leave an item of the same id alone.
+    `entities` may be of any kind; `users` (erased users) do not block an item of the same id.
     """
 
     items: frozenset[bytes] = frozenset()
@@ -25,7 +25,7 @@ class Blocklist(Versioned):
     users: frozenset[bytes] = frozenset()
 
     def with_all_of(self, added_blocklist: Self) -> Self:
-        """Return this version with the blocked ids of another namespace's blocklist added."""
+        """Return this version combined with another namespace's blocklist."""
         return replace(
             self,
             items=self.items | added_blocklist.items,
@@ -48,7 +48,7 @@ class Blocklist(Versioned):
 
     @classmethod
     def from_bytes(cls, blocklist_bytes: bytes) -> Self:
-        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
+        """Parse the result of `to_bytes`; raise CorruptArtefact for anything else."""
         try:
             document = orjson.loads(blocklist_bytes)
             demand_readable(BLOCKLIST, version_of(document))
@@ -64,7 +64,7 @@ BLOCKLIST_VERSIONS = Versions("blocklist", Blocklist(), Blocklist.from_bytes)
 
 
 def latest_blocklist(store: ArtefactStore) -> Blocklist:
-    """The blocklist in force."""
+    """Return the newest version of the blocklist."""
     return BLOCKLIST_VERSIONS.latest(store)
 
 
@@ -78,7 +78,7 @@ def change_blocklist(
     block_users: Iterable[bytes] = (),
     unblock_users: Iterable[bytes] = (),
 ) -> Blocklist:
-    """Write the next version; a concurrent change is merged, never lost."""
+    """Write the next version with the changes; a concurrent change is merged."""
     add_items, add_entities = frozenset(block_items), frozenset(block_entities)
     drop_items, drop_entities = frozenset(unblock_items), frozenset(unblock_entities)
     add_users, drop_users = frozenset(block_users), frozenset(unblock_users)

@@ -1,4 +1,4 @@
-"""Failure of the last night, a file of the store: nights write it, `larder status` and the service read it."""
+"""Failure of the last night, a file of the store: written by nights, read by `larder status` and the service."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -9,14 +9,14 @@ from cache.errors import LarderError
 from cache.store.artefacts import ArtefactStore
 
 NIGHT_FAILURE_PATH: Final = "night_failed.json"
-"""Path in the store of a namespace."""
+"""Path of the file in the store of a namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class NightFailure:
     """Step that raised, its generation (None before it has a name), the time in Unix seconds, and the error in words.
 
-    `is_refused`: a gate refused the generation, which the release records tell as well.
+    `is_refused`: a gate refused the generation, which release records state as well.
     """
 
     step: str
@@ -27,7 +27,7 @@ class NightFailure:
 
 
 def last_failure(store: ArtefactStore) -> NightFailure | None:
-    """Return the failure that no success followed; None without one, or if it cannot be read."""
+    """Return the failure unless a later night succeeded; None without one, or if it cannot be read."""
     try:
         failure_bytes = store.read(NIGHT_FAILURE_PATH)
         return None if not failure_bytes else NightFailure(**orjson.loads(failure_bytes))

@@ -1,4 +1,4 @@
-"""Object store behind a URL, through its fsspec driver: exclusive creation, checked by a probe, and Larder's errors."""
+"""Object store behind a URL, through its fsspec driver: exclusive creation, its test, and conversion of errors."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ import fsspec
 from cache.errors import StoreError
 
 PROBE_OBJECT_NAME = ".created-once"
-"""Name of the probe object: a store that refuses to create it a second time creates objects exclusively."""
+"""Name of the probe object: a store that refuses to create it a second time supports exclusive creation."""
 
 _ERROR_TEXT_CHARS_MAX = 500
 _HIDDEN_MARK = "***"
@@ -51,7 +51,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _translate_errors(self, operation: str, *, may_miss: bool = False) -> Iterator[None]:
-        """Raise StoreError for drivers' own errors (botocore's, gcsfs', Azure's), which are no OSError."""
+        """Convert drivers' own errors (botocore's, gcsfs', Azure's), which are not OSErrors, to StoreError."""
         try:
             yield
         except StoreError:
@@ -67,7 +67,7 @@ class ObjectStore:
         return StoreError(f"{failure}: {error_name}{error_text}".rstrip(": "))
 
     def _cause(self, error: BaseException) -> BaseException | None:
-        """Return the driver's error as the cause for tracebacks, None if it or its context shows a secret."""
+        """Return the driver's error as the cause for tracebacks; None if it, or its context, contains a secret."""
         chained_error: BaseException | None = error
         while chained_error is not None:
             if without_secrets(str(chained_error), self._secret_options()) != str(chained_error):
@@ -101,7 +101,7 @@ class ObjectStore:
             data_by_path = {}
             for path, url in zip(paths, urls, strict=True):
                 reply = reply_by_url.get(fs._strip_protocol(url))
-                if reply is None:  # a driver that names or leaves out in its own way: asked one by one
+                if reply is None:  # a driver that returns other names or leaves some out: read one by one
                     with contextlib.suppress(FileNotFoundError):
                         reply = fs.cat_file(url)
                 if isinstance(reply, bytes):
@@ -131,7 +131,7 @@ class ObjectStore:
                 except FileExistsError:
                     return False
         except StoreError:
-            # A refusal may come as another error (EINVAL of s3fs), and a success whose reply was lost as any.
+            # A refusal may be reported as another error (EINVAL of s3fs); a success whose reply was lost as any error.
             with contextlib.suppress(StoreError, FileNotFoundError):
                 return self.read(path) == data
             raise
@@ -140,7 +140,7 @@ class ObjectStore:
         except FileNotFoundError:
             is_same_data = False
         if not is_same_data:
-            raise self._not_exclusive(f"{location} is not what was just created")
+            raise self._not_exclusive(f"{location} does not have the content that was just written")
         return True
 
     def _not_exclusive(self, finding: str) -> StoreError:
@@ -159,7 +159,7 @@ class ObjectStore:
             return [name.rstrip("/").rsplit("/", 1)[-1] for name in fs.ls(url, detail=False)]
 
     def delete(self, path: str) -> None:
-        """Remove an object, or all objects in a folder."""
+        """Remove an object, or all objects below a folder."""
         with self._translate_errors(f"delete {path} in {self.display_url}", may_miss=True):
             fs, url = self._driver_and_url(path)
             fs.rm(url, recursive=True)
@@ -179,9 +179,9 @@ class ObjectStore:
 
 @functools.cache
 def demand_exclusive(url: str) -> None:
-    """Raise StoreError unless the store refuses to create an existing object; checked once per process and store.
+    """Raise StoreError unless the store refuses to create an existing object; tested once per process and store.
 
-    A store that ignores the condition lets the last of two writers of one release record win, unseen.
+    A store that ignores the condition would silently let the last of two writers of a release record win.
     """
     store = ObjectStore(url)
     if store._create(PROBE_OBJECT_NAME, _random_content()) and store._create(PROBE_OBJECT_NAME, _random_content()):
@@ -193,7 +193,7 @@ def _random_content() -> bytes:
 
 
 def without_secrets(text: str, known_secrets: Sequence[str] = ()) -> str:
-    """Replace passwords, keys, tokens and signed queries in the text, and all `known_secrets`."""
+    """Mask passwords, keys, tokens and signed queries in the text, and all `known_secrets`."""
     for secret in known_secrets:
         text = text.replace(secret, _HIDDEN_MARK)
     for pattern, replacement in _SECRET_REPLACEMENTS:

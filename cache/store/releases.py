@@ -1,4 +1,4 @@
-"""Release records: the write-once history of publishes, roll backs, refusals and pins."""
+"""Release records: write-once history of publishes, roll backs, refusals and pins."""
 
 import hashlib
 import re
@@ -22,30 +22,30 @@ MOVE_ACTIONS: frozenset[str] = frozenset({"publish", "roll_back", "restore"})
 """Actions that make a generation live."""
 
 POINTER_ACTIONS: frozenset[str] = MOVE_ACTIONS | {"canary", "end_canary"}
-"""Actions that write the pointer: an intent first, completed once the pointer has moved."""
+"""Actions that write the pointer: an intent is written first and completed when the pointer has moved."""
 
 LIST_TRIES = 3
-"""Number of times the records' folder is listed when one of them seems to be missing."""
+"""Number of times that the records' folder is listed while a record seems to be missing."""
 
 LAST_UNIX_SECOND = 253_402_300_799
-"""The end of the year 9999 in Unix seconds: later times have no date."""
+"""End of the year 9999 in Unix seconds: datetime supports no later times."""
 
 EPOCHS_END = 2**53
-"""Bound of epochs: from here on whole numbers are not exact in Lua, which compares them; none could follow the last."""
+"""Upper bound of epochs: from here on whole numbers are not exact in Lua, which compares epochs."""
 
-# Whatever else somebody leaves in the folder (notes, an editor's copy) is no record.
+# Other files in the folder (notes, an editor's copy) are not records.
 _INTENT_FILE_PATTERN = re.compile(r"(0|[1-9][0-9]*)\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Release record; `number` is its place in the history, from 1 on without gaps, so none lands before another.
+    """Release record; `number` is its position in the history, from 1 without gaps, so that none is inserted later.
 
-    `epoch` grows with it, `at` is Unix seconds. A record of an earlier version has no number: its place is its epoch.
-    Of a canary: `generation` is the one tried out, `percent` its share, `rule` the feedback event that decides,
-    `abandoned` how it ended. Of an override: `rule` is the gate's name. Of a retirement: `pages`, table -> how many, so
-    that pages which an older snapshot of Redis brings back can be removed when the manifest is long gone. Of an intent:
-    `expected`, the epoch of the pointer that it is to replace.
+    `epoch` increases with `number`; `at` is Unix seconds. Records of an earlier version have no number and are stored
+    under their epoch. A canary: `generation` is the one on trial, `percent` its share, `rule` the feedback event that
+    decides, `abandoned` the outcome. An override: `rule` is the gate's name. A retirement: `pages` has the number of
+    pages by table, so that pages from an older snapshot of Redis can be removed after the manifest. An intent:
+    `expected` is the epoch of the pointer to be replaced.
     """
 
     epoch: int
@@ -71,21 +71,21 @@ class Release:
         return self.number or self.epoch
 
     def to_bytes(self) -> bytes:
-        """JSON without `is_done`, which is the existence of a second file."""
+        """JSON without `is_done`, which is stored as the existence of a second file."""
         document = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "is_done"}
         document |= version_stamp(RELEASE_RECORD)
         return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, is_done: bool) -> Self:
-        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
+        """Parse the result of `to_bytes`; raise CorruptArtefact for anything else."""
         try:
             record = cls(**_checked_fields(RELEASE_RECORD, raw), is_done=is_done)
             numbers = (record.epoch, record.number)
             if not all(isinstance(number, int) for number in numbers) or not isinstance(record.generation, str):
-                raise TypeError("epoch and number are integers, generation is a string")
+                raise TypeError("epoch and number must be integers, generation a string")
             if record.action not in get_args(Action):
-                raise TypeError(f"no action is called {record.action!r}")
+                raise TypeError(f"there is no action {record.action!r}")
             if not _is_number(record.at, LAST_UNIX_SECOND):
                 raise TypeError(f"{record.at!r} is no time in Unix seconds")
         except (orjson.JSONDecodeError, TypeError, AttributeError) as error:
@@ -95,9 +95,9 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """A verified generation that answers `percent` of the requests, whole; since when, Unix seconds.
+    """Verified generation that answers `percent` of the requests; `since` is Unix seconds.
 
-    `event`: the feedback that decides about it, which every replica counts under its own name.
+    `event` is the feedback event that decides; every replica counts it by this name.
     """
 
     generation: str
@@ -108,7 +108,7 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """The value of the live key; `canary` is set while another generation is tried out."""
+    """Value of the pointer key; `canary` is set while another generation is on trial."""
 
     generation: str
     epoch: int
@@ -123,7 +123,7 @@ class Pointer:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
-        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
+        """Parse the result of `to_bytes`; raise CorruptArtefact for anything else."""
         try:
             pointer_fields = _checked_fields(POINTER, raw)
             pointer = cls(
@@ -138,7 +138,7 @@ class Pointer:
         return pointer
 
     def _check(self) -> None:
-        """Raise TypeError for a field that is not of its type: a replica that followed it would fail at every poll."""
+        """Raise TypeError for a field of the wrong type, with which replicas would fail at every poll."""
         canary = self.canary
         generations = [self.generation, *filter(None, (self.previous, canary and canary.generation))]
         if not all(
@@ -158,7 +158,7 @@ class Pointer:
 
 
 def _checked_fields(format_name: str, raw: bytes) -> dict[str, Any]:
-    """Return the fields of a document after checking its version: another version cannot be judged further."""
+    """Return the fields of a document after checking its version; fields of an unreadable version are not checked."""
     document: dict[str, Any] = orjson.loads(raw)
     demand_readable(format_name, version_of(document))
     return {field: field_value for field, field_value in document.items() if field != FORMAT_FIELD}
@@ -169,9 +169,9 @@ def _is_number(value: object, number_max: float) -> bool:
 
 
 def manifest_digest(manifest_bytes: bytes) -> str:
-    """Return the SHA-256 of a manifest without verdicts and timings, which a verification rewrites.
+    """Return the SHA-256 of a manifest without verdicts and timings, which a verification changes.
 
-    Raises CorruptArtefact for bytes that are no JSON object.
+    Raises CorruptArtefact for bytes that are not a JSON object.
     """
     try:
         manifest_fields = orjson.loads(manifest_bytes).items()
@@ -182,22 +182,23 @@ def manifest_digest(manifest_bytes: bytes) -> str:
 
 
 def intent_path(number: int) -> str:
-    """Store path of a release record."""
+    """Return the store path of a release record."""
     return f"releases/{number}.json"
 
 
 def done_path(number: int) -> str:
-    """Store path of the mark that a pointer move happened."""
+    """Return the store path of the file that marks a pointer move as done."""
     return f"releases/{number}.done"
 
 
 def all_releases(
     store: ArtefactStore, release_by_number: MutableMapping[int, Release] | None = None, *, should_pack: bool = False
 ) -> list[Release]:
-    """Read every record, oldest first. Records in `release_by_number` are not read again: a record never changes.
+    """Read all records, oldest first; records never change, so those in `release_by_number` are not read again.
 
-    `should_pack`: pack records that had to be read one by one, for later readers; readers of a store only read. Raises
-    CorruptArtefact, naming the file, for one that is missing or cannot be read: the live generation would be unknown.
+    `should_pack`: write a pack of records that were read one by one, for later readers; readers without write access
+    set it to False. Raises CorruptArtefact, naming the file, for a missing or unreadable record, since the live
+    generation would be unknown.
     """
     release_by_number = {} if release_by_number is None else release_by_number
     missing_number = 0
@@ -205,10 +206,10 @@ def all_releases(
         records = _list_releases(store, release_by_number, should_pack=should_pack)
         if not (missing_number := _missing_number(records)):
             return records
-        # A folder that grows while it is listed may show the newer of two files only.
+        # A listing of a growing folder may show the newer of two files without the older one.
     path = intent_path(missing_number)
     raise CorruptArtefact(
-        f"{path} in {store.url} is missing, though later records are there: put the file back from a copy of the store",
+        f"{path} in {store.url} is missing, although later records exist: put the file back from a copy of the store",
         path=path,
     )
 
@@ -239,7 +240,7 @@ def _list_releases(
 
 
 def _missing_number(records: Sequence[Release]) -> int:
-    """Return the number before the first record that does not follow the one before it: a lost record; 0 if none is."""
+    """Return the number of the first missing record; 0 if none is missing."""
     previous_number = 0
     for record in records:
         if record.number and record.number != previous_number + 1:
@@ -254,9 +255,9 @@ def _parse_release(
     try:
         record = Release.from_bytes(release_bytes, is_done=is_done)
         if record.stored_number != number:
-            raise CorruptArtefact(f"the record {record.stored_number} under another's name")
+            raise CorruptArtefact(f"the record {record.stored_number} is stored under another number")
         if record.epoch <= previous_epoch:
-            raise CorruptArtefact(f"its epoch {record.epoch} is not above {previous_epoch}, the one before")
+            raise CorruptArtefact(f"its epoch {record.epoch} is not above that of the record before, {previous_epoch}")
     except UnknownFormat as error:
         raise UnknownFormat(f"{intent_path(number)} in {store.url}: {error.message}") from error
     except CorruptArtefact as error:
@@ -270,17 +271,17 @@ def _parse_release(
 
 
 def newest_release(store: ArtefactStore) -> Release | None:
-    """The newest completed move of the pointer: where a replica starts when Redis cannot be asked."""
+    """Return the newest completed move of the pointer, which replicas follow at their start if Redis is unavailable."""
     return newest_move(all_releases(store))
 
 
 def newest_move(releases: Sequence[Release]) -> Release | None:
-    """The last completed publish, rollback or restore among records in order."""
+    """Return the last completed publish, roll back or restore among ordered records."""
     return next((release for release in reversed(releases) if release.action in MOVE_ACTIONS and release.is_done), None)
 
 
 def publication_time(releases: Sequence[Release], generation: str) -> float | None:
-    """Unix seconds at which the generation last became live; a restore brings it back and publishes nothing."""
+    """Return the time in Unix seconds at which the generation last became live; a restore does not count."""
     return max(
         (
             release.at
@@ -292,7 +293,7 @@ def publication_time(releases: Sequence[Release], generation: str) -> float | No
 
 
 def released_manifest_digest(releases: Sequence[Release], generation: str) -> str:
-    """Digest of the manifest as last published or verified again; empty when no record carries one."""
+    """Return the manifest's digest as last published or verified again; empty if no record has one."""
     return next(
         (
             release.manifest_sha256

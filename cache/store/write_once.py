@@ -1,4 +1,4 @@
-"""Write-once files of the store: versions of one value, and packs by which a long history is read in few requests."""
+"""Write-once files of the store: versions of one value, and packs that let a long history be read in few requests."""
 
 import contextlib
 import hashlib
@@ -13,12 +13,12 @@ from cache.errors import Conflict, LarderError
 from cache.store.artefacts import ArtefactStore
 
 WRITE_TRIES_MAX = 16
-"""Number of attempts at a change while other writers are faster."""
+"""Number of attempts at a change while other writers succeed first."""
 
 PACKED_FILES_MIN = 100
-"""Number of files outside any pack from which on a reader of all files packs them."""
+"""Number of files outside any pack from which on a reader of all files writes a pack."""
 
-# Whatever else somebody leaves in the folder (notes, an editor's copy) is no version.
+# Other files in the folder (notes, an editor's copy) are not versions.
 _VERSION_NAME_PATTERN = re.compile(r"([0-9]{12})\.json")
 
 _PACK_NAME_PATTERN = re.compile(r"pack-[0-9a-f]{16}\.json")
@@ -26,7 +26,7 @@ _PACK_NAME_PATTERN = re.compile(r"pack-[0-9a-f]{16}\.json")
 
 @dataclass(frozen=True, slots=True)
 class Versioned:
-    """Value that is kept in versions; number 0 before the first is written."""
+    """Value with numbered versions; number 0 before the first is written."""
 
     version: int = 0
 
@@ -40,9 +40,9 @@ Value = TypeVar("Value", bound=Versioned)
 
 @dataclass(frozen=True, slots=True)
 class Versions(Generic[Value]):
-    """Versions of one kind of value, `<folder>/<number>.json`, of which the newest is in force for every replica.
+    """Versions of one value, `<folder>/<number>.json`; the newest is in force for every replica.
 
-    `first_value` is in force before the first version, `parse` parses what `to_bytes` returns.
+    `first_value` is in force before the first version; `parse` converts from the bytes of `to_bytes`.
     """
 
     folder: str
@@ -50,7 +50,7 @@ class Versions(Generic[Value]):
     parse: Callable[[bytes], Value]
 
     def read_newest_number(self, store: ArtefactStore) -> int:
-        """Return the number of the version in force, 0 before the first; takes one listing, so it is cheap to poll."""
+        """Return the number of the version in force, 0 before the first; takes a single listing."""
         file_names = store.names(self.folder)
         return max(
             (int(file_match[1]) for name in file_names if (file_match := _VERSION_NAME_PATTERN.fullmatch(name))),
@@ -64,9 +64,10 @@ class Versions(Generic[Value]):
         return self.first_value if version_bytes is None else self.parse(version_bytes)
 
     def change(self, store: ArtefactStore, change: Callable[[Value], Value]) -> Value:
-        """Apply `change` to the newest version and write the result as the next; retry if another writer was faster.
+        """Apply `change` to the newest version and write the result as the next version.
 
-        An unchanged value is not written. Raises Conflict after WRITE_TRIES_MAX attempts.
+        Retries if another writer was first. An unchanged value is not written. Raises Conflict after WRITE_TRIES_MAX
+        attempts.
         """
         for _ in range(WRITE_TRIES_MAX):
             latest_value = self.latest(store)
@@ -87,7 +88,7 @@ def read_files(
 ) -> tuple[dict[str, bytes], set[str]]:
     """Read write-once files; return (contents of existing `requested_names` by name, names of those in no pack).
 
-    `listed_names`: all names in the folder. Two rounds of requests at most, however many files.
+    `listed_names` has all names in the folder. Takes at most two rounds of requests, however many files there are.
     """
     content_by_name: dict[str, bytes] = {}
     if requested_names:
@@ -107,10 +108,10 @@ def read_files(
 
 
 def pack_files(store: ArtefactStore, folder: str, content_by_name: Mapping[str, bytes]) -> None:
-    """Write these files as one pack if they are many and all could be read; a failure is ignored.
+    """Write these files as one pack if they are many and all were read; ignore a failure.
 
-    The files themselves stay where they are and stay the truth: whatever a pack lacks, or a pack that cannot be read,
-    costs requests and nothing else.
+    The files themselves are kept and remain authoritative: a pack that lacks files or cannot be read only costs
+    requests.
     """
     if len(content_by_name) < PACKED_FILES_MIN:
         return

@@ -1,4 +1,4 @@
-"""Lookup of a record through the tiers: L1 in this process, then L2 in Redis, read once for simultaneous requests.
+"""Lookup of a record through the tiers: L1 in this process, then L2 in Redis, with one read for concurrent requests.
 
 Start at `tiered`.
 """

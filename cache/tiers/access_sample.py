@@ -1,4 +1,4 @@
-"""Sample of the reads of L1: written by readers, consumed by the miss-ratio curve."""
+"""Sample of the reads of L1, from which the miss-ratio curve is computed."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ from cache.tiers.l1 import ENTRY_OVERHEAD_BYTES, LIVE_OVERHEAD_BYTES, ReadyAnswe
 from cache.tiers.reads import Hit, ReadResult, RecordKey, RecordKeys
 
 Access = tuple[int, int]
-"""Spot and size of a key's access; the size is negative if the key was stored, or moved, without a counted read."""
+"""Spot and size of an access to a key; the size is negative if the key was stored, or moved, without a counted read."""
 
 TRACED_READS_MAX = 16_384
-"""Number of reads kept until they are consumed; further reads push out the oldest."""
+"""Number of reads kept until they are consumed; further reads replace the oldest."""
 
 
 class AccessTrace(deque[Access]):
-    """Trace of sampled reads; any other read pays for one comparison with `greatest_sampled_spot`.
+    """Trace of sampled reads; other reads cost only one comparison with `greatest_sampled_spot`.
 
-    Sizes are bytes in L1, the place in the table left out. A spot is an id's fingerprint; its lower half also tells
-    tables and generations apart, so whether a key is sampled can be told from the fingerprint alone. `generation` is
-    the one that was begun last.
+    Sizes are bytes in L1 without the share of the hash table. A spot is an id's fingerprint; its lower half is combined
+    with table and generation, so that the fingerprint alone decides whether a key is sampled. `generation` is the
+    current one.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class AccessTrace(deque[Access]):
         self.sample_up_to(-1)
 
     def sample_up_to(self, greatest_spot: int) -> None:
-        """Sample spots up to `greatest_spot` from now on; -1: none."""
+        """Sample spots up to `greatest_spot` from now on; -1 samples none."""
         self.greatest_sampled_spot = greatest_spot
         self._greatest_sampled_spot = np.uint64(max(0, greatest_spot))
 
@@ -45,9 +45,9 @@ class AccessTrace(deque[Access]):
                 self.sample_up_to(HASH_SPACE - 1)
 
     def attach_access(self, generation: str, fingerprint: int, ready_answer: ReadyAnswer) -> ReadyAnswer:
-        """Return a ready answer of the live generation with the access that its readers record if the key is sampled.
+        """Return a ready answer of the live generation, with the access to record at each read if the key is sampled.
 
-        A key that is not sampled now is not until the next generation, so readers need not check again.
+        A key that is not sampled now stays so until the next generation, so that readers need not check again.
         """
         self.begin_generation(generation)
         if fingerprint > self.greatest_sampled_spot:
@@ -57,13 +57,13 @@ class AccessTrace(deque[Access]):
         return ready_answer._replace(access=(spot, entry_size_bytes(ready_answer)))
 
     def note_read(self, generation: str, record_key: RecordKey, outcome: ReadResult | None) -> None:
-        """Record a read and its outcome; ignore a record that is not found, as an L1 of any size would lack it."""
+        """Record a read and its outcome; ignore a record that does not exist, since an L1 of any size would lack it."""
         if record_key.fingerprint <= self.greatest_sampled_spot and type(outcome) is Hit:
             size_bytes = len(outcome.record) + ENTRY_OVERHEAD_BYTES + LIVE_OVERHEAD_BYTES * outcome.is_live
             self.append((record_key.fingerprint ^ _salt(generation, record_key.table.name), size_bytes))
 
     def note_reads(self, generation: str, record_keys: RecordKeys, result_by_index: Mapping[int, ReadResult]) -> None:
-        """Record a batch of reads; `result_by_index` has the outcomes that are no rows, by position."""
+        """Record a batch of reads; `result_by_index` has the outcomes that are not rows, by index."""
         if self.greatest_sampled_spot < 0:
             return
         indexes = (record_keys.fingerprints <= self._greatest_sampled_spot).nonzero()[0]
@@ -77,7 +77,7 @@ class AccessTrace(deque[Access]):
             self.extend(zip(spots, repeat(record_keys.table.layout.size_bytes + ENTRY_OVERHEAD_BYTES)))
 
     def note_put(self, generation: str, record_key: RecordKey, size_bytes: int) -> None:
-        """Record that a live record was stored for later readers."""
+        """Record that a live record was stored."""
         if record_key.fingerprint <= self.greatest_sampled_spot:
             spot = record_key.fingerprint ^ _salt(generation, record_key.table.name)
             self.append((spot, -(size_bytes + ENTRY_OVERHEAD_BYTES + LIVE_OVERHEAD_BYTES)))

@@ -11,17 +11,17 @@ import numpy as np
 from cachetools import TTLCache
 
 Absence = Literal["cold_start", "evicted", "expired", "flipped"]
-"""Reasons why L1 lacks a key: never held in this generation (or forgotten since), evicted, expired, or held only in the
+"""Reason why L1 lacks a key: never held in this generation (or no longer known), evicted, expired, or held only in the
 previous generation."""
 
 ENTRY_OVERHEAD_BYTES = 328
-"""Memory per entry besides the record and the table: key, entry, two numbers, and the allocator's rounding."""
+"""Memory per entry besides the record and the table: key, entry, two numbers, and allocator overhead."""
 
 LIVE_OVERHEAD_BYTES = 96
 """Memory that the digest and expiry of a live answer add to an entry."""
 
 READY_OVERHEAD_BYTES = 416
-"""Memory per ready answer besides its texts, request and id; its key is the request's own bytes."""
+"""Memory per ready answer besides its texts, request and id; the key is the request's bytes object."""
 
 EVICTED_SLOTS = 1 << 17
 """Slots of 8 bytes, 1 MiB in all: room for about the last hundred thousand evicted keys."""
@@ -29,20 +29,20 @@ EVICTED_SLOTS = 1 << 17
 EXPIRED_SLOTS = 1 << 13
 
 FLIPPED_WITHIN_S = 300.0
-"""Seconds after a flip in which a miss counts as `flipped` if L1 held the previous generation's record."""
+"""Seconds after a flip for which a miss counts as `flipped` if L1 held the previous generation's record."""
 
 _RECORDS_FILLED_AT_ONCE = 32
-"""Number of records by which the tier may briefly exceed its bound."""
+"""Largest number of records by which the tier may briefly exceed its bound."""
 
 _BOUND_TO_FILLED_RATIO = 64
-"""Smallest ratio of a tier's bound to the records filled in at once."""
+"""Smallest ratio of the tier's bound to the size of the records stored at once."""
 
 _VECTORISE_KEYS_MIN = 16
-"""Number of keys from which on numpy's fixed cost pays off."""
+"""Number of keys from which on numpy is faster despite its fixed cost."""
 
 
 class LocalKey(NamedTuple):
-    """Key of a record in L1; the generation is part of it, so nothing is ever invalidated."""
+    """Key of a record in L1; includes the generation, so that entries never need to be invalidated."""
 
     generation: str
     table: str
@@ -50,7 +50,7 @@ class LocalKey(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Record in L1; `digest` and `expires_at` (monotonic seconds) are None for a record of the night."""
+    """Record in L1; `digest` and `expires_at` (monotonic seconds) are None for a nightly record."""
 
     record: bytes
     fingerprint: int
@@ -59,12 +59,11 @@ class Entry(NamedTuple):
 
 
 class ReadyAnswer(NamedTuple):
-    """Answer as sent, except for its age, which goes between `body_head` and `body_tail`.
+    """Rendered answer except for its age, which is inserted between `body_head` and `body_tail`.
 
-    `state_stamp` is the state that the answer was made from: under any other stamp the answer is invalid.
-    `table_and_id`: table and id. `access`: its spot and bytes in the sample of L1's reads, if sampled. `user_events`:
-    the very bytes object of the user's events in memory: with another object the answer is invalid; `has_newer_events`:
-    it includes newer events.
+    `state_stamp` identifies the state from which the answer was made: with another stamp the answer is invalid.
+    `access`: spot and bytes in the sample of L1's reads, if sampled. `user_events`: the bytes object of the user's
+    events in memory: with another object the answer is invalid. `has_newer_events`: the answer includes newer events.
     """
 
     state_stamp: int
@@ -79,7 +78,7 @@ class ReadyAnswer(NamedTuple):
 
 
 def entry_size_bytes(entry: Entry | ReadyAnswer) -> int:
-    """Return the bytes of one entry without its place in the table."""
+    """Return the bytes of one entry, without its share of the hash table."""
     if isinstance(entry, ReadyAnswer):
         sent_bytes = len(entry.body_head) + len(entry.body_tail) + len(entry.request_bytes)
         return sent_bytes + len(entry.table_and_id[1]) + len(entry.user_events or b"") + READY_OVERHEAD_BYTES
@@ -90,13 +89,13 @@ def entry_size_bytes(entry: Entry | ReadyAnswer) -> int:
 class LocalTier:
     """LRU cache bounded by bytes; an expired entry is never returned.
 
-    The table is counted as it is, not per entry: under churn Python sizes it for three to six times what it holds.
+    The hash table's actual size counts: with many replacements, Python makes it three to six times as large as needed.
     """
 
     def __init__(self, max_bytes: int, timer: Callable[[], float] = time.monotonic) -> None:
         self.too_large_count = 0
         self.ready_tables: set[str] = set()
-        """Tables of which a ready answer was ever kept."""
+        """Tables for which a ready answer was ever kept."""
         self._timer = timer
         self.max_bytes = max_bytes
         self._entries: OrderedDict[LocalKey | bytes, Entry | ReadyAnswer] = OrderedDict()
@@ -128,7 +127,7 @@ class LocalTier:
         return [self.get(key) for key in keys] if any(entries) else entries
 
     def can_fit(self, size_bytes: int) -> bool:
-        """True if a record of this size fits at all; a larger one is counted by `put`."""
+        """Return whether a record of this size can be stored; `put` counts records that cannot."""
         return size_bytes + ENTRY_OVERHEAD_BYTES <= self.max_bytes
 
     def find_ready_answer(self, request: bytes) -> ReadyAnswer | None:
@@ -144,14 +143,14 @@ class LocalTier:
         self.put(ready_answer.request_bytes, ready_answer)
 
     def drop_access(self, ready_answer: ReadyAnswer) -> None:
-        """Remove the access of a ready answer that has left the sample, so that its readers record nothing."""
+        """Remove the access of a ready answer that is no longer sampled, so that its readers record nothing."""
         if self._find_entry(ready_answer.request_bytes) is ready_answer:
             self._entries[ready_answer.request_bytes] = ready_answer._replace(access=None)
 
     def fill(self, keys: Sequence[LocalKey], records: Sequence[bytes], fingerprints: Sequence[int]) -> None:
-        """Store records of one size of the night, making room for some of them at a time."""
+        """Store nightly records of one size, evicting after each few of them."""
         entries, entry_bytes = (self._entries, len(records[0]) + ENTRY_OVERHEAD_BYTES if records else 0)
-        # A table grows for those who come at once: in a small tier that would push out more than they need.
+        # The hash table grows for all records stored at once: in a small tier that would evict more than necessary.
         records_at_once = max(
             1, min(_RECORDS_FILLED_AT_ONCE, self.max_bytes // (_BOUND_TO_FILLED_RATIO * max(1, entry_bytes)))
         )
@@ -188,12 +187,12 @@ class LocalTier:
                 self._entries_bytes -= len(oldest_entry[0]) + ENTRY_OVERHEAD_BYTES
             else:
                 self._entries_bytes -= entry_size_bytes(oldest_entry)
-            if type(key) is not bytes:  # of a ready answer the record may still be here
+            if type(key) is not bytes:  # The key of a ready answer: L1 may still have the record
                 evicted_keys.append(key)
         if evicted_keys:
             self.eviction_history.evicted_keys.note_all(evicted_keys)
         if not entries:
-            entries.clear()  # an emptied table keeps its memory
+            entries.clear()  # without this, an emptied table keeps its memory
 
     def _remove_entry(self, key: LocalKey | bytes) -> None:
         if (entry := self._entries.pop(key, None)) is not None:
@@ -219,23 +218,23 @@ class LocalTier:
 
 
 class NegativeCache:
-    """Cache of keys that are stored nowhere; apart from L1, so that a flood of them evicts nothing."""
+    """Cache of keys that are stored nowhere; separate from L1, so that many of them evict no records."""
 
     def __init__(self, max_entries: int, ttl_s: float, timer: Callable[[], float] = time.monotonic) -> None:
-        # cachetools takes no entry into a cache of none.
+        # cachetools raises an error if an entry is added to a cache of size 0.
         self._keys: TTLCache[LocalKey, None] = TTLCache(max(0, max_entries), ttl_s, timer)
 
     def __contains__(self, key: LocalKey) -> bool:
         return key in self._keys
 
     def add(self, key: LocalKey) -> None:
-        """Remember the key for the cache's life; the least recently added key makes room."""
+        """Add the key for the cache's life; the least recently added key is evicted."""
         if self._keys.maxsize >= 1:
             self._keys[key] = None
 
     def discard(self, key: LocalKey) -> None:
-        """Forget the key, because a record for it exists now."""
-        if key in self._keys:  # nearly always not, and then at a third of what `pop` or `del` cost
+        """Remove the key, because a record for it exists now."""
+        if key in self._keys:  # the key is almost never present, and this check costs a third of `pop` or `del`
             self._keys.pop(key, None)
 
     def __len__(self) -> int:
@@ -243,9 +242,9 @@ class NegativeCache:
 
 
 class EvictionHistory:
-    """Bounded history of keys that left L1, which gives reasons for misses; `holds` tests whether L1 holds a key.
+    """Bounded history of keys that left L1, which gives the reason of a miss; `is_cached` returns whether L1 has a key.
 
-    Expiry outweighs eviction, and both outweigh a flip.
+    Expiry takes precedence over eviction, and both over a flip.
     """
 
     def __init__(
@@ -265,7 +264,7 @@ class EvictionHistory:
         self._last_flip = previous_generation, self._timer() + FLIPPED_WITHIN_S
 
     def find_reason(self, generation: str, table: str, key: int | bytes) -> Absence:
-        """Return the one reason why L1 lacked a key."""
+        """Return the reason why L1 lacked a key."""
         if self.expired_keys.is_empty and self.evicted_keys.is_empty and self._last_flip is None:
             return "cold_start"
         local_key = generation, table, key
@@ -280,7 +279,7 @@ class EvictionHistory:
         return "cold_start"
 
     def count_reasons(self, generation: str, table: str, keys: Sequence[int | bytes]) -> dict[Absence, int]:
-        """Count the keys that L1 lacked by reason; each key has exactly one."""
+        """Count the reasons why L1 lacked these keys; each key has exactly one reason."""
         if self.expired_keys.is_empty and self._previous_generation(generation) is None:
             if self.evicted_keys.is_empty:
                 return {"cold_start": len(keys)}
@@ -293,7 +292,7 @@ class EvictionHistory:
         return count_by_absence
 
     def has_expired(self, generation: str, table: str, key: int | bytes) -> bool:
-        """True if the key was held until it expired."""
+        """Return whether the key was held until it expired."""
         return not self.expired_keys.is_empty and (generation, table, key) in self.expired_keys
 
     def _previous_generation(self, generation: str) -> str | None:
@@ -307,7 +306,7 @@ class EvictionHistory:
 
 
 class LossyKeySet:
-    """Set of key hashes, one per slot: a later key overwrites an earlier one, so keys are forgotten, never made up."""
+    """Set of key hashes, one per slot: a later key overwrites an earlier one, so that keys may be forgotten."""
 
     def __init__(self, slot_count: int = EVICTED_SLOTS) -> None:
         self.is_empty = True

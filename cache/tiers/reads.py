@@ -1,4 +1,4 @@
-"""Reads of the tiers as values: record keys, commands for L2, checks of replies, outcomes and counters."""
+"""Reads of the tiers as values: record keys, commands for L2, checks of replies, results and counters."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -19,19 +19,19 @@ from cache.records import RECORD_FORMAT, is_absent, is_live, peek_fingerprint, p
 from cache.tiers.l1 import Entry, LocalKey
 
 Tier = Literal["l1", "l2"]
-"""Tiers: this process and Redis."""
+"""Tier that answered: this process or Redis."""
 
 FlightKey = int | tuple[int, bytes]
 _NUMBERED_TABLES_MAX = 4_096
 
 
 class DescribedEnum(StrEnum):
-    """Enumeration of the words of an answer field, each with its `meaning` in a sentence for documents."""
+    """Enumeration of the values of an answer field, each with its `meaning` as a sentence for documents."""
 
     meaning: str
 
     def __new__(cls, label: str, meaning: str, *_: object) -> Self:
-        """Make a member that equals its word."""
+        """Create a member that equals its label."""
         member = str.__new__(cls, label)
         member._value_ = label
         member.meaning = meaning
@@ -40,36 +40,36 @@ class DescribedEnum(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissTraits:
-    """Properties of a reason of a miss, by which the tiers, the ladder and the counts decide."""
+    """Properties of a miss reason, on which the tiers, the ladder and the counts depend."""
 
     is_internal: bool = False
-    """Answers, metrics and explanations say `not_in_generation`, and not how the absence was found."""
+    """Answers, metrics and explanations say `not_in_generation` instead."""
     is_nowhere: bool = False
-    """The night did not know the id, and nothing is stored for it."""
+    """The night did not know the id, and no record of it is stored."""
     is_outage: bool = False
-    """The nightly record exists but is out of reach for a while."""
+    """The nightly record exists but is temporarily unavailable."""
     allows_stand_in: bool = False
-    """An entity with a nightly position may for a while have a live answer of L1 instead."""
+    """A live answer in L1 may temporarily replace the nightly record of an entity."""
     is_looked_up: bool = False
-    """A lookup missed, whose input may be one that live computed a moment ago."""
+    """A lookup missed; the live model may recently have computed an answer for the same input."""
     is_shared: bool = False
-    """Another process may have the miss at this moment, too, and the answer is stored for both.
+    """Another process may have the same miss at this moment, and the answer is stored for both.
 
-    Not `fresh` and `too_old`: a stored answer of another process may be older than requested.
+    False for `fresh` and `too_old`: a stored answer of another process may be older than requested.
     """
     allows_stored: bool = False
-    """A stored record is still an answer if live has none."""
+    """A stored record may still be answered if the live model has no answer."""
     has_stored_answer: bool = False
-    """A request for a fresh answer was given a stored one: no miss."""
+    """Not a miss: a request for a fresh answer received a stored one."""
     holds_for_previous: bool = False
-    """The reason holds for the previous generation as well."""
+    """The reason applies to the previous generation as well."""
 
 
 _OUTAGE = MissTraits(is_outage=True, allows_stand_in=True)
 
 
 class MissReason(DescribedEnum):
-    """Reasons why an answer is no plain hit, the tiers' own first; each miss has exactly one.
+    """Reasons why an answer is not a simple hit, those of the tiers first; each miss has exactly one.
 
     `public` is the reason in answers, metrics and explanations.
     """
@@ -87,15 +87,19 @@ class MissReason(DescribedEnum):
     )
     NEGATIVE = (
         "negative",
-        "The same, remembered from another request",
+        "Like `not_in_generation`, remembered from another request",
         MissTraits(is_internal=True, is_nowhere=True, is_looked_up=True, is_shared=True),
     )
     UNREAD = (
         "overlay_unread",
-        "The same, and a stored live answer was not looked for",
+        "Like `not_in_generation`, without a lookup of stored live answers",
         MissTraits(is_internal=True, is_nowhere=True, is_looked_up=True),
     )
-    EXPIRED = ("expired", "The stored live answer to this id has ended", MissTraits(is_looked_up=True, is_shared=True))
+    EXPIRED = (
+        "expired",
+        "The stored live answer to this id has expired",
+        MissTraits(is_looked_up=True, is_shared=True),
+    )
     INPUT_CHANGED = (
         "input_changed",
         "The stored live answer was computed from another input",
@@ -103,33 +107,33 @@ class MissReason(DescribedEnum):
     )
     PAGE_MISSING = "page_missing", "The page of its record is not in Redis", _OUTAGE
     CORRUPT = "corrupt", "Its record in Redis is damaged", _OUTAGE
-    L2_TIMEOUT = "l2_timeout", "Redis did not answer in time, or the deadline left it none", _OUTAGE
+    L2_TIMEOUT = "l2_timeout", "Redis did not answer in time, or the deadline left no time to ask it", _OUTAGE
     L2_DOWN = "l2_down", "Redis cannot be reached", _OUTAGE
-    BREAKER_OPEN = ("breaker_open", "Redis failed several times and is not asked for a moment", _OUTAGE)
+    BREAKER_OPEN = ("breaker_open", "Redis failed several times in a row and is not asked for a short time", _OUTAGE)
 
-    NEWER_EVENTS = ("newer_events", "The user has newer events, and no answer that counts them is stored yet")
-    FRESH = "fresh", "A fresh answer was demanded"
-    TOO_OLD = ("too_old", "What is stored is older than `max_age_seconds`", MissTraits(allows_stored=True))
+    NEWER_EVENTS = ("newer_events", "The user has newer events, and no answer that includes them is stored yet")
+    FRESH = "fresh", "A fresh answer was requested"
+    TOO_OLD = ("too_old", "The stored answer is older than `max_age_seconds`", MissTraits(allows_stored=True))
     EXHAUSTED = (
         "exhausted",
-        "Nothing of a list is left without what is excluded, or fewer than k where live has more; see `short`, too",
+        "Exclusions leave nothing of the list, or fewer than k items where live has more; see also `short`",
         MissTraits(allows_stored=True, holds_for_previous=True),
     )
     FILTERED = (
         "filtered",
-        "Fewer than k of the list pass the filter, and no vector to search by could be had, or no time was left",
+        "Fewer than k items of the list pass the filter, and there was no vector to search by, or no time left",
     )
     ENTITY_BLOCKED = ("entity_blocked", "The id itself is on the blocklist", MissTraits(holds_for_previous=True))
-    INTERNAL_ERROR = "internal_error", "The service failed on this id, and has logged why"
+    INTERNAL_ERROR = "internal_error", "The service failed on this id and has logged the error"
 
     NOTHING_TO_COMPUTE_FROM = (
         "nothing_to_compute_from",
-        "A fresh answer was demanded and nothing was sent to compute it from: this is what is stored",
+        "A fresh answer was requested, but no input was sent to compute it from: this is the stored answer",
         MissTraits(has_stored_answer=True),
     )
     FRESH_UNAVAILABLE = (
         "fresh_unavailable",
-        "A fresh answer was demanded and live has none (`live` says why): this is what is stored",
+        "A fresh answer was requested, but live has none (`live` says why): this is the stored answer",
         MissTraits(has_stored_answer=True),
     )
 
@@ -140,7 +144,7 @@ for _reason in MissReason:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotView:
-    """Fields of a snapshot that a read needs, captured once per request."""
+    """Fields of a snapshot that a read needs; captured once per request."""
 
     generation: str
     directories: Mapping[str, Directory]
@@ -149,9 +153,9 @@ class SnapshotView:
 class RecordKey(NamedTuple):
     """Request for one entity's record in one table.
 
-    `key` is the hash of the id, or the 16-byte digest of an id-less input; `position` is -1 when the night did not
-    know it; `digest` is that of the input the caller sent, None if it sent none; `skips_overlay`: if L1 lacks the
-    record, do not read the overlay.
+    `key` is the hash of the id, or the 16-byte digest of an input without id. `position` is -1 if the night did not
+    know the id. `digest` is that of the caller's input, None without one. `skips_overlay`: if L1 lacks the record, do
+    not read the overlay.
     """
 
     table: Table
@@ -164,9 +168,9 @@ class RecordKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordKeys:
-    """Entities that the night knows, of callers that sent no input; the columns of as many `RecordKey`s.
+    """Entities that the night knows, for callers without an input; the columns of `RecordKey`s.
 
-    `positions` are int64[n], none of them negative; `fingerprints` uint64[n].
+    `positions` are int64[n], all non-negative; `fingerprints` uint64[n].
     """
 
     table: Table
@@ -179,7 +183,7 @@ class RecordKeys:
         return len(self.keys)
 
     def local_keys(self, generation: str) -> list[LocalKey]:
-        """Return the keys in L1: plain tuples, which are equal to and hash like the named ones."""
+        """Return the keys in L1, as plain tuples, which equal `LocalKey`s and have the same hashes."""
         key_tuples = zip(repeat(generation), repeat(self.table.name), self.keys)
         return cast(list[LocalKey], list(key_tuples))
 
@@ -199,9 +203,9 @@ class RecordKeys:
 
 
 class Hit(NamedTuple):
-    """Record with the expected fingerprint; `expires_at` (monotonic) is None for a record of the night.
+    """Record with the expected fingerprint; `expires_at` (monotonic) is None for a nightly record.
 
-    `reason` is set if this record stands in for one of the night that is out of reach for a while.
+    `reason` is set if the record replaces a nightly one that is temporarily unavailable.
     """
 
     record: bytes
@@ -212,7 +216,7 @@ class Hit(NamedTuple):
 
 
 class Miss(NamedTuple):
-    """Miss: no stored answer, and the reason."""
+    """No stored answer, and the reason."""
 
     reason: MissReason
 
@@ -222,10 +226,10 @@ ReadResult = Hit | Miss
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows that a read of `RecordKeys` returned, in their order.
+    """Rows that a read of `RecordKeys` returned, in order.
 
-    `records` are of the table's dtype, with the expected fingerprint; those at the positions in `result_by_index` mean
-    nothing. `is_l2`: bool[n], False if the row is from L1.
+    `records` have the table's dtype and the expected fingerprints; rows at the indexes in `result_by_index` are
+    undefined. `is_l2`: bool[n], False if the row is from L1.
     """
 
     records: NDArray[Any]
@@ -246,14 +250,14 @@ def judge_entry(entry: Entry, record_key: RecordKey, tier: Tier) -> ReadResult:
     """Check a tier's entry against the record key: a hit, corrupt, or computed from another input."""
     if entry.fingerprint != record_key.fingerprint:
         return MISS_BY_REASON[MissReason.CORRUPT]
-    # Whoever sent nothing may have what is stored; whoever sent something gets an answer to that.
+    # A caller without an input accepts any stored answer; a caller with an input needs an answer to that input.
     if entry.digest is not None and record_key.digest is not None and entry.digest != record_key.digest:
         return MISS_BY_REASON[MissReason.INPUT_CHANGED]
     return Hit(entry.record, tier, entry.digest is not None, entry.expires_at)
 
 
 def overlay_entry(record_key: RecordKey, overlay: Overlay, asked_at: float) -> Entry | Miss:
-    """Convert an overlay requested at `asked_at` (monotonic) to an entry, or to the reason of a miss."""
+    """Convert an overlay requested at `asked_at` (monotonic) to an entry, or to a miss with its reason."""
     record_and_digest = unpack_overlay(record_key.table.layout, overlay.payload)
     if record_and_digest is None or peek_format(record_and_digest[0]) != RECORD_FORMAT:
         return MISS_BY_REASON[MissReason.CORRUPT]
@@ -266,13 +270,13 @@ def overlay_entry(record_key: RecordKey, overlay: Overlay, asked_at: float) -> E
 
 
 def is_overlay_answer(record_key: RecordKey, overlay: Overlay, asked_at: float) -> bool:
-    """True if an overlay requested at `asked_at` (monotonic) holds an answer to exactly this input."""
+    """Return whether an overlay requested at `asked_at` (monotonic) is an answer to exactly this input."""
     entry = overlay_entry(record_key, overlay, asked_at)
     return isinstance(entry, Entry) and isinstance(judge_entry(entry, record_key, "l2"), Hit)
 
 
 def live_key(key: LocalKey, digest: bytes) -> LocalKey:
-    """Return the key in L1 of a live answer to this input, kept in addition to the record of the night."""
+    """Return the key in L1 of a live answer to this input, which is stored in addition to the nightly record."""
     raw_key = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
     return key._replace(key=raw_key + digest)
 
@@ -281,24 +285,24 @@ def check_live_record(record_key: RecordKey, record: bytes) -> None:
     """Raise ValueError unless this is a complete live record of the requested entity."""
     size_bytes = record_key.table.layout.size_bytes
     if len(record) != size_bytes:
-        raise ValueError(f"a record of {record_key.table.name} has {size_bytes} bytes, not {len(record)}")
+        raise ValueError(f"a record of {record_key.table.name} must have {size_bytes} bytes, not {len(record)}")
     if peek_fingerprint(record) != record_key.fingerprint or not is_live(record):
-        raise ValueError(f"not a live record of the wanted entity in {record_key.table.name}")
+        raise ValueError(f"not a live record of the requested entity in {record_key.table.name}")
 
 
 def unsound_reason(record: bytes, fingerprint: int) -> MissReason:
-    """Return the reason why a page's record is no answer: the night had none for this entity, or it is corrupt."""
+    """Return why a page's record is not an answer: the night had none for this entity, or the record is corrupt."""
     was_absent = is_absent(record, fingerprint)
     return MissReason.NOT_IN_GENERATION if was_absent else MissReason.CORRUPT
 
 
 def unavailable_miss(error: TierUnavailable) -> Miss:
-    """Return the miss for a read that L2 could not answer."""
+    """Return the miss for an error of L2."""
     return _MISS_BY_L2_REASON[str(error.details["reason"])]
 
 
 def reads_of(view: SnapshotView, record_keys: Sequence[RecordKey]) -> list[Read]:
-    """Return one read of L2 per record key, in order; consecutive keys of a table share its lookup."""
+    """Return one read of L2 per record key, in order; consecutive keys of the same table share its lookup."""
     reads: list[Read] = []
     table: Table | None = None
     table_name, size_bytes, records_per_page = "", 0, 1
@@ -319,7 +323,7 @@ def reads_of(view: SnapshotView, record_keys: Sequence[RecordKey]) -> list[Read]
 
 
 def page_reads(view: SnapshotView, record_keys: RecordKeys) -> PageReads:
-    """Return the reads of the records by page and offset, one per record key."""
+    """Return the reads of nightly records by page and offset, one per record key."""
     table = record_keys.table
     size_bytes = table.layout.size_bytes
     first_pages = np.array([part.first_page for part in table.parts], np.int64)
@@ -331,9 +335,9 @@ def page_reads(view: SnapshotView, record_keys: RecordKeys) -> PageReads:
 
 
 class FlightKeys:
-    """Integer keys of reads under way, which cost a dictionary a fraction of what tuples do.
+    """Integer keys of pending reads, which make dictionary operations much cheaper than tuples do.
 
-    Tables of generations are numbered, and the records in them from there on: no two records share a key.
+    Each table of a generation gets an offset, to which records' hashes are added: no two records share a key.
     """
 
     def __init__(self) -> None:
@@ -341,7 +345,10 @@ class FlightKeys:
         self._table_numbers = itertools.count(1)
 
     def start(self, generation: str, table: str) -> int:
-        """Return the table's offset for 64-bit hashes; a forgotten table gets a new one, never another table's."""
+        """Return the table's offset for 64-bit hashes.
+
+        A table that was forgotten gets a new offset, never another table's.
+        """
         table_offset = self._offset_by_table.get((generation, table))
         if table_offset is None:
             if len(self._offset_by_table) >= _NUMBERED_TABLES_MAX:
@@ -357,10 +364,10 @@ class FlightKeys:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of reads: every requested record is counted once, in `l1`, `l2_records` or one of `misses_by_reason`.
+    """Counters of reads: each requested record is counted once, in `l1`, `l2_records` or one of `misses_by_reason`.
 
-    `l1` sums records found there, `l1_records`, and ready answers, `ready_answers`. Ready answers are counted in
-    batches: `add_pending` adds the pending ones.
+    `l1` is the sum of `l1_records` and `ready_answers`. Ready answers are counted in batches; `add_pending` adds the
+    pending ones.
     """
 
     l1_records: int = 0
@@ -371,7 +378,7 @@ class Counters:
     add_pending: Callable[[], None] = lambda: None
 
     def count(self, outcomes: Sequence[ReadResult]) -> None:
-        """Add one request's outcomes."""
+        """Count the results of one request."""
         for outcome in outcomes:
             if type(outcome) is Miss:
                 self.misses_by_reason[outcome.reason] += 1
@@ -381,7 +388,7 @@ class Counters:
                 self.l2_records += 1
 
     def count_rows(self, is_l2: NDArray[np.bool_], result_by_index: Mapping[int, ReadResult]) -> None:
-        """Add rows by their tier; rows at the positions in `result_by_index` count by their outcomes."""
+        """Count rows by tier; rows at the indexes in `result_by_index` are counted by those results."""
         l2_count = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[index]) for index in result_by_index)
         self.l2_records += l2_count
         self.l1_records += len(is_l2) - l2_count - len(result_by_index)
@@ -394,5 +401,5 @@ class Counters:
 
     @property
     def total(self) -> int:
-        """Number of all outcomes."""
+        """Number of all results."""
         return self.l1 + self.l2_records + sum(self.misses_by_reason.values())

@@ -1,4 +1,4 @@
-"""Read path: L1, then one read per key from L2, singly or in batches; overlay writes in the background."""
+"""Read path: L1, then one L2 read per key, singly or in batches; overlays are written in the background."""
 
 import asyncio
 import functools
@@ -48,7 +48,7 @@ WriteOverlays = Callable[[Sequence[OverlayWrite]], Awaitable[list[TierUnavailabl
 _WRITES_AT_ONCE_MAX = 256
 
 _UNCHANGED_LIFE_WAIT_S = 0.001
-"""Seconds of waiting up to which a write keeps its original life."""
+"""Seconds up to which a write keeps its original life despite waiting."""
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ T = TypeVar("T")
 class TieredCache:
     """Both tiers as one: `get` reads one record, `get_many` several, `get_rows` a batch of one table as columns.
 
-    `flights` joins readers of the same key, whatever input each of them sent.
+    Readers of the same key share a flight, whatever inputs they sent.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TieredCache:
         self._timer = timer
 
     def peek(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
-        """Return the record if L1 has it, without awaiting; count a hit, and leave a miss to `get`."""
+        """Return the record if L1 has it, without awaiting; counts a hit, but not a miss, which `get` counts."""
         entry = self.local_tier.get(LocalKey(view.generation, record_key.table.name, record_key.key))
         if entry is None or not isinstance(read_result := judge_entry(entry, record_key, "l1"), Hit):
             return None
@@ -90,13 +90,13 @@ class TieredCache:
         return read_result
 
     def inspect(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
-        """Return the record if L1 has it; count nothing and keep the LRU order."""
+        """Return the record if L1 has it; counts nothing and keeps the LRU order."""
         entry = self.local_tier.inspect(LocalKey(view.generation, record_key.table.name, record_key.key))
         read_result = None if entry is None else judge_entry(entry, record_key, "l1")
         return read_result if isinstance(read_result, Hit) else None
 
     async def get(self, view: SnapshotView, record_key: RecordKey, deadline: float | None = None) -> ReadResult:
-        """Return the record or a miss; `deadline` is monotonic and this caller's own, None: L2's is enough."""
+        """Return the record or a miss; `deadline` is this caller's, monotonic; None: only L2's own deadline applies."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         if (outcome := self._read_local(key, record_key)) is None:
             outcome = self._judge_or_stand_in(key, await self._read_one(view, key, record_key, deadline), record_key)
@@ -106,7 +106,7 @@ class TieredCache:
     async def get_many(
         self, view: SnapshotView, record_keys: Sequence[RecordKey], deadline: float, *, is_counted: bool = True
     ) -> list[ReadResult]:
-        """Return outcomes, one per record key, in order; all that L1 lacks are read from L2 together."""
+        """Return one result per record key, in order; all records that L1 lacks are read from L2 together."""
         if len(record_keys) == 1 and is_counted:
             return [await self.get(view, record_keys[0], deadline)]
         keys = [LocalKey(view.generation, record_key.table.name, record_key.key) for record_key in record_keys]
@@ -122,7 +122,10 @@ class TieredCache:
         return results
 
     async def get_rows(self, view: SnapshotView, record_keys: RecordKeys, deadline: float | None) -> Rows:
-        """Return rows for entities of one table that the night knows; `deadline` None: L2's own deadline is enough."""
+        """Return rows for entities of one table that the night knows.
+
+        `deadline` None: only L2's own deadline applies.
+        """
         rows = await self._row_reader.read(view, record_keys, self._remaining_s(deadline))
         for index, outcome in rows.result_by_index.items():
             if isinstance(outcome, Miss):
@@ -133,11 +136,11 @@ class TieredCache:
         return rows
 
     async def read_overlay_again(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
-        """Read again an answer that another process may have stored for exactly this input; keep it in L1."""
+        """Look again for an answer to exactly this input, which another process may have stored; store it in L1."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         if isinstance(read_result := self._read_local(key, record_key), Hit):
             return read_result
-        self.local_tier.discard(key)  # an answer to another input, which a read would not replace
+        self.local_tier.discard(key)  # L1 has an answer to another input, which a regular read would not replace
         entry = await self._read_one(view, key, record_key, None)
         if isinstance(entry, Entry):
             self.negative_cache.discard(key)
@@ -145,7 +148,7 @@ class TieredCache:
         return outcome if isinstance(outcome, Hit) else None
 
     def probe(self, view: SnapshotView, record_key: RecordKey, on_reply: Callable[[bool], None]) -> None:
-        """Ask Redis whether it holds an answer to this input; L1 is not changed, `on_reply` gets the result."""
+        """Ask Redis whether it has an answer to this input; leaves L1 unchanged and passes the result to `on_reply`."""
         self.counters.l2_reads += 1
         asked_at = self._timer()
 
@@ -166,14 +169,14 @@ class TieredCache:
     ) -> None:
         """Store a live answer: in L1, and in L2 (in the background) only if the night did not know the entity.
 
-        `lease_mark` is the lease that ends when the answer is stored. Raises ValueError for anything but a whole live
-        record of this entity: defaults and partial answers are never stored.
+        `lease_mark` is the lease to mark as done when the answer is stored. Raises ValueError for anything but a
+        complete live record of this entity: defaults and partial answers are never stored.
         """
         check_live_record(record_key, record)
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         entry = Entry(record, record_key.fingerprint, digest, self._timer() + ttl_s)
         if record_key.position >= 0:
-            # Beside the batch record, never in its place: whoever sent nothing gets what the night computed.
+            # Stored in addition to the nightly record: callers without an input get the nightly record.
             self.local_tier.put(live_key(key, digest), entry)
             return
         self.local_tier.put(key, entry)
@@ -191,14 +194,14 @@ class TieredCache:
         )
 
     def discard(self, view: SnapshotView, record_key: RecordKey) -> None:
-        """Remove L1's entries of this entity, whose record turned out to be damaged."""
+        """Remove L1's entries of this entity, whose record is damaged."""
         key = LocalKey(view.generation, record_key.table.name, record_key.key)
         self.local_tier.discard(key)
         if record_key.digest is not None:
             self.local_tier.discard(live_key(key, record_key.digest))
 
     async def aclose(self, timeout_s: float = 1.0) -> None:
-        """Store the overlays still queued within `timeout_s`; count the others as dropped."""
+        """Store the queued overlays within `timeout_s`; count the others as dropped."""
         await self.write_behind.aclose(timeout_s)
 
     def _count(self, view: SnapshotView, record_keys: Sequence[RecordKey], outcomes: Sequence[ReadResult]) -> None:
@@ -207,11 +210,11 @@ class TieredCache:
             self.access_trace.note_read(view.generation, record_key, outcome)
 
     def _remaining_s(self, deadline: float | None) -> float | None:
-        """Return the seconds that a caller has for L2; None if L2's own deadline is enough."""
+        """Return the seconds left for reading L2; None if only L2's own deadline applies."""
         return None if deadline is None else deadline - self._timer()
 
     def _read_local(self, key: LocalKey, record_key: RecordKey) -> ReadResult | None:
-        """Return the outcome without L2; None if L2 must be read."""
+        """Return the result without L2; None if L2 must be read."""
         if (entry := self.local_tier.get(key)) is not None:
             return judge_entry(entry, record_key, "l1")
         if record_key.skips_overlay:
@@ -221,7 +224,7 @@ class TieredCache:
         return None
 
     def _judge_or_stand_in(self, key: LocalKey, entry: Entry | Miss, record_key: RecordKey) -> ReadResult:
-        """Return the outcome of a read of L2; if it gave no entry, L1's live answer to this input may replace it."""
+        """Return the result of a read of L2; if there is no entry, L1's live answer to this input may replace it."""
         if isinstance(entry, Entry):
             return judge_entry(entry, record_key, "l2")
         if record_key.position < 0 or record_key.digest is None or not entry.reason.traits.allows_stand_in:
@@ -230,7 +233,7 @@ class TieredCache:
         outcome = entry if live_entry is None else judge_entry(live_entry, record_key, "l1")
         if not isinstance(outcome, Hit):
             return entry
-        # Without a record of the night it is what is stored of this id, and no substitute.
+        # For an id without a nightly record, the live answer is a regular hit, not a replacement.
         reason = entry.reason if entry.reason.traits.is_outage else None
         return outcome._replace(reason=reason)
 
@@ -260,7 +263,7 @@ class TieredCache:
             return self._fetch(view, [pair_by_flight[flight_key] for flight_key in new])
 
         try:
-            # A flight ends within the tier's deadline; a caller's own, if shorter, ends nobody else's waiting.
+            # A flight ends within L2's deadline; a shorter deadline of one caller does not affect other callers.
             async with asyncio.timeout(remaining_s):
                 return await self.flights.do_many(flight_keys, work)
         except TimeoutError:
@@ -270,10 +273,10 @@ class TieredCache:
         self, view: SnapshotView, key_pairs: Sequence[tuple[LocalKey, RecordKey]]
     ) -> asyncio.Future[list[Entry | Miss]]:
         self.counters.l2_reads += len(key_pairs)
-        # What is left of a life is left from then on: an answer that comes late must not make it longer.
+        # The remaining life counts from the request: a late reply must not extend it.
         asked_at = self._timer()
 
-        # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
+        # L1 is filled before the flight ends, so that a later caller finds the record instead of reading again.
         def keep(answers: Sequence[L2Result]) -> list[Entry | Miss]:
             return [
                 self._keep_answer(key, record_key, answer, asked_at)
@@ -284,7 +287,7 @@ class TieredCache:
 
     def _fetch_one(self, view: SnapshotView, key: LocalKey, record_key: RecordKey) -> asyncio.Future[Entry | Miss]:
         self.counters.l2_reads += 1
-        asked_at = self._timer()  # as for many
+        asked_at = self._timer()  # as in `_fetch`
         return self._remote.submit(
             reads_of(view, (record_key,)), lambda answers: self._keep_answer(key, record_key, answers[0], asked_at)
         )
@@ -298,7 +301,7 @@ class TieredCache:
             return unavailable_miss(answer)
         elif record_key.position >= 0:
             return MISS_BY_REASON[MissReason.PAGE_MISSING]
-        # Written by this process while the read was under way: newer than what the read found.
+        # This process wrote the entry during the read: it is newer than the reply.
         elif (newer_entry := self.local_tier.get(key)) is not None:
             return newer_entry
         elif answer is None:
@@ -312,9 +315,9 @@ class TieredCache:
 
 
 class FlightRecords(Sequence[Entry | Miss]):
-    """Records of a flight of many keys: rows for its own caller, single entries for callers that joined.
+    """Records of a flight of many keys: rows for the caller that started it, single entries for callers that joined.
 
-    `rows[i]` means nothing if `miss_by_index` has `i`.
+    `rows[i]` is undefined if `miss_by_index` has `i`.
     """
 
     def __init__(self, rows: NDArray[Any], miss_by_index: dict[int, Miss]) -> None:
@@ -332,7 +335,7 @@ class FlightRecords(Sequence[Entry | Miss]):
 
 
 class RowReader:
-    """Reader of `RecordKeys` through both tiers; shares its flights with single reads."""
+    """Reader of `RecordKeys` through both tiers; shares flights with single reads."""
 
     def __init__(
         self,
@@ -349,7 +352,7 @@ class RowReader:
         self._counters = counters
 
     async def read(self, view: SnapshotView, record_keys: RecordKeys, remaining_s: float | None) -> Rows:
-        """Return rows, one per record key, or misses; `remaining_s` None: L2's own deadline is enough."""
+        """Return rows, one per record key, or misses; `remaining_s` None: only L2's own deadline applies."""
         entries = self._local.get_many(record_keys.local_keys(view.generation)) if self._local else ()
         if not any(entries):
             return await self._read(view, record_keys, remaining_s)
@@ -370,7 +373,7 @@ class RowReader:
         return rows
 
     async def _read(self, view: SnapshotView, record_keys: RecordKeys, remaining_s: float | None) -> Rows:
-        """Return rows from L2 alone; L2_TIMEOUT for all of them when `remaining_s` is over."""
+        """Return rows from L2 only; L2_TIMEOUT for all of them if `remaining_s` passes."""
 
         def work(new: Sequence[int]) -> asyncio.Future[Sequence[Entry | Miss]]:
             return self._fetch(view, record_keys.select(new))
@@ -422,7 +425,7 @@ class RowReader:
 
         def keep(answers: Sequence[L2Result]) -> Sequence[Entry | Miss]:
             landed = _flight_records(record_keys, answers)
-            # L1 is filled inside the flight: a caller that comes after it finds the record, not a second read.
+            # L1 is filled before the flight ends, so that a later caller finds the record instead of reading again.
             self._fill(view, record_keys, landed, answers)
             return landed
 
@@ -460,7 +463,7 @@ def _spread_rows(
     new_indexes: Sequence[int],
     record_by_index: dict[int, bytes],
 ) -> NDArray[Any]:
-    """Combine this flight's records at the indexes `new_indexes` with other flights' at theirs; zeros elsewhere."""
+    """Place this flight's records at `new_indexes` and other flights' records at their indexes; zeros elsewhere."""
     dtype = record_keys.table.layout.dtype
     indexes, rows = ([], b"") if flight_records is None else (list(new_indexes), flight_records.rows)
     record_buffer = loader.kernels.spread(len(record_keys), dtype.itemsize, rows, indexes, record_by_index)
@@ -468,7 +471,7 @@ def _spread_rows(
 
 
 def _checked_rows(record_keys: RecordKeys, records: NDArray[Any]) -> Rows:
-    """Return rows of L1 and other flights; a record with another entity's fingerprint is corrupt."""
+    """Return rows from L1 and other flights; a record with another entity's fingerprint is corrupt."""
     result_by_index: dict[int, ReadResult] = {}
     own_mask = records["fingerprint"] == record_keys.fingerprints
     if np.count_nonzero(own_mask) < len(own_mask):
@@ -477,7 +480,7 @@ def _checked_rows(record_keys: RecordKeys, records: NDArray[Any]) -> Rows:
 
 
 def _flight_records(record_keys: RecordKeys, answers: Sequence[L2Result]) -> FlightRecords:
-    """Convert answers to rows, each checked to be its entity's."""
+    """Convert answers to rows and check that each belongs to its entity."""
     layout = record_keys.table.layout
     miss_by_index: dict[int, Miss] = {}
     if type(answers) is Frames:
@@ -504,9 +507,10 @@ def _flight_records(record_keys: RecordKeys, answers: Sequence[L2Result]) -> Fli
 
 
 class WriteBehind:
-    """Queue of overlay writes, each of which ends as stored, failed or dropped; none is retried: it can be recomputed.
+    """Queue of overlay writes, each of which is stored, fails or is dropped.
 
-    Waiting shortens the life of what is written, so that it ends when the answer's does.
+    Nothing is retried, since overlays can be recomputed. The time in the queue is subtracted from an overlay's life, so
+    that it expires together with the answer.
     """
 
     def __init__(
@@ -531,7 +535,7 @@ class WriteBehind:
         return len(self._queue)
 
     def put(self, write: OverlayWrite) -> None:
-        """Queue the write, or drop it when `max_bytes` of payload are already waiting."""
+        """Queue the write; drop it if `max_bytes` of payload are already waiting."""
         if self._queued_bytes + len(write.payload) > self._max_bytes:
             self.dropped_count += 1
             return

@@ -1,4 +1,4 @@
-"""Compiled top-K (`native/topk.c`): the layout of items, the search for the library, its checks and its calls."""
+"""Compiled top-K (`native/topk.c`): the layout of items, the loading of the library, its checks and its calls."""
 
 import ctypes
 import functools
@@ -19,7 +19,7 @@ from cache.model.tower import Histories
 from cache.topk.flat import ComparableItems, TopLists, row_lengths_of
 
 K_MAX = 1000
-"""Largest k of a list."""
+"""Largest supported k."""
 
 LANES = 16
 TILE_GROUPS = 32
@@ -29,16 +29,17 @@ _TILES_PER_STEP = 2
 _BOUND_SLACK = 1e-5
 
 _LENGTH_FLOOR = 1e-12
-"""Length relative to the longest item; a shorter item is within the error of its codes."""
+"""Smallest relevant length, relative to the longest item's: a shorter item is within the rounding error of its
+codes."""
 
 _DIMS_MAX = 16_384  # sums of code products stay within 32 bits
 _ITEMS_MAX = 1 << 31
 _PORTABLE_LEVEL, _AVX2_LEVEL, _AMX_LEVEL = 0, 1, 3
 
-# A pair of products fits 16 bits; VNNI needs no such care.
+# A sum of two products must fit 16 bits; VNNI has no such limit.
 _LARGEST_CODE_BY_LEVEL = {_PORTABLE_LEVEL: 127, _AVX2_LEVEL: 63}
 
-# Between these nothing overflows, and what underflows is far below the rounding of the rest.
+# Within these limits nothing overflows, and terms that underflow are far below the rounding errors of the others.
 _PRODUCT_LIMITS = (1e-25, 1e37)
 
 _LENGTH_LIMITS = (1e-15, 1e18)
@@ -47,9 +48,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedItems:
-    """Items in the layout of `native/state.h`: longest first, in groups of 16, as 8-bit codes with certified errors.
+    """Items in the layout of `native/state.h`: longest first, in groups of 16, as 8-bit codes with error bounds.
 
-    Places are positions by falling length, -1 and 0 pad the last group.
+    A place is an item's position in this order; empty places pad the last groups.
     """
 
     vectors: NDArray[np.float32]
@@ -66,7 +67,7 @@ class PackedItems:
 
     @property
     def width(self) -> int:
-        """Codes per item, padding included."""
+        """Number of codes per item, padding included."""
         return int(self.codes.shape[1]) * 4
 
     @classmethod
@@ -79,10 +80,11 @@ class PackedItems:
         largest_code: int,
         width_multiple: int = 4,
     ) -> Self:
-        """Pack the vectors for scores and those for comparison (unit vectors for cosine), float32 [items, dims].
+        """Pack vectors for exact scores and for comparison (unit vectors for cosine), both float32 [items, dims].
 
-        `compared_lengths` float64 [items] are the lengths of `compared_vectors`; `score_divisors` float32 [items]
-        divide a score. Codes are -largest_code to largest_code; a multiple of `width_multiple` per item.
+        `compared_lengths` float64 [items] are the lengths of `compared_vectors`; scores are divided by `score_divisors`
+        float32 [items]. Codes range from -largest_code to largest_code; their number per item is a multiple of
+        `width_multiple`.
         """
         item_count, dims = compared_vectors.shape
         unit = 1.0 if score_divisors is not None else float(compared_lengths.max(initial=0)) or 1.0
@@ -122,7 +124,7 @@ class PackedItems:
         )  # fmt: skip
 
     def allowed_bits(self, allowed_mask: NDArray[np.bool_] | None) -> NDArray[np.uint16]:
-        """Return a bit mask of the places whose items are allowed, uint16 [groups]; `allowed_mask` is by ordinal."""
+        """Return a bit mask uint16 [groups] of the places with allowed items; `allowed_mask` is by ordinal."""
         allowed_places = np.zeros(len(self.ordinals), np.bool_)
         allowed_places[: len(self.rank_by_ordinal)] = (
             True if allowed_mask is None else allowed_mask[self.ordinals[: len(self.rank_by_ordinal)]]
@@ -131,7 +133,7 @@ class PackedItems:
 
 
 def _packing_order(compared_vectors: NDArray[np.float32], compared_lengths: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return ordinals by falling length; within a tile by largest component, so that a group shares its scale well."""
+    """Return ordinals by descending length, within a tile by largest component, so that groups share a scale."""
     length_order = np.argsort(-compared_lengths, kind="stable")
     peaks = np.abs(compared_vectors).max(axis=1)[length_order]
     tile_numbers = np.arange(len(length_order)) // TILE_ITEMS
@@ -149,7 +151,7 @@ def _upper_bounds(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class _LarderItems(ctypes.Structure):
-    """`larder_items` of native/state.h."""
+    """ctypes form of `larder_items` in native/state.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in
@@ -162,16 +164,16 @@ class _LarderItems(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """Compiled library at one instruction level: 0 any processor, 1 AVX2, 2 AVX-512 VNNI, 3 AMX.
+    """Compiled library at one instruction set level: 0: any processor, 1: AVX2, 2: AVX-512 VNNI, 3: AMX.
 
-    It is called without the GIL.
+    ctypes releases the GIL during calls.
     """
 
     library: ctypes.CDLL
     level: int
 
     def pack(self, compared: ComparableItems) -> PackedItems | None:
-        """Pack the items; None if they exceed the limits within which the kernel is exact."""
+        """Pack the items; return None if they exceed the limits within which the kernel is exact."""
         item_count, dims = compared.vectors.shape
         is_cosine = compared.metric == "cosine"
         score_lengths = scored_item_lengths(compared.vectors) if is_cosine else None
@@ -201,7 +203,7 @@ class Kernel:
         rows: slice,
         top_arrays: TopLists,
     ) -> None:
-        """Fill `rows` of `top_arrays`; shapes are checked by `Scorer.top`, all arrays contiguous."""
+        """Fill `rows` of `top_arrays`; `Scorer.top` checks the shapes; all arrays must be contiguous."""
         array_names = ("vectors", "lengths", "codes", "ordinals", "rank_by_ordinal", "scale", "residual",
                   "longest", "reach")  # fmt: skip
         items = _LarderItems(
@@ -231,7 +233,7 @@ class Kernel:
             raise MemoryError(f"no memory for the candidates of {rows.stop - rows.start} users")
 
     def same_bits(self, dims: int) -> bool:
-        """True if the kernel sums in the same order as this numpy, so that both give the same scores."""
+        """Return whether the kernel sums in the same order as this numpy, so that both compute the same scores."""
         rng = np.random.default_rng(dims)
         users = rng.standard_normal((1, dims), np.float32)
         items = rng.standard_normal((64, dims), np.float32)
@@ -240,22 +242,22 @@ class Kernel:
         numpy_scores = score(users, items, np.arange(64)[None])[0]
         is_equal = np.array_equal(kernel_scores.view(np.uint32), numpy_scores.view(np.uint32))
         if not is_equal:
-            _log.warning("the top-K kernel adds in another order than this numpy: not used")
+            _log.warning("the top-K kernel is not used, because it sums in another order than this numpy")
         return is_equal
 
 
 @functools.cache
 def find_kernel() -> Kernel | None:
-    """Return the kernel for this processor; None if it was not built, is switched off or has no use."""
+    """Return the kernel for this processor; None without one, or if it has no faster code for it."""
     loaded_kernel = load_kernel(os.environ)
     if loaded_kernel is not None and loaded_kernel.level > _PORTABLE_LEVEL:
         return loaded_kernel
-    _log.info("top-K without the compiled kernel: FAISS and numpy, several times slower")
+    _log.info("top-K runs without the compiled kernel, with FAISS and numpy, which is several times slower")
     return None
 
 
 def load_kernel(environ: Mapping[str, str], folder: Path = Path(__file__).parent) -> Kernel | None:
-    """Load the kernel in a folder at its best level; LARDER_KERNEL=off skips it, =0 to =3 sets the highest level."""
+    """Load the kernel in a folder at its best level; LARDER_KERNEL=off disables it, =0 to =3 sets the highest level."""
     level_setting = environ.get("LARDER_KERNEL", "auto")
     if level_setting not in ("auto", "off", "0", "1", "2", "3"):
         raise ConfigError(f"LARDER_KERNEL must be auto, off or 0 to 3, not {level_setting!r}")
@@ -275,23 +277,23 @@ def load_kernel(environ: Mapping[str, str], folder: Path = Path(__file__).parent
 
 
 def _load_library(folder: Path) -> ctypes.CDLL | None:
-    """Load the first library that this machine can load: a copied tree may also hold one of another machine."""
+    """Load the first library that this machine can load: a copied folder may also contain another machine's library."""
     for path in [folder / f"_topk{suffix}" for suffix in EXTENSION_SUFFIXES]:
         if path.exists():
             try:
                 return ctypes.CDLL(str(path))
             except OSError as error:
-                _log.warning("%s cannot be loaded (%s): install again", path.name, error)
+                _log.warning("cannot load %s (%s): install again", path.name, error)
     return None
 
 
 def scores_fit_mask(compared: ComparableItems, user_vectors: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return a mask of users float32 [n, dims] whose scores neither overflow nor underflow."""
+    """Return a mask of the users float32 [n, dims] whose scores neither overflow nor underflow."""
     return lengths_fit_mask(compared, row_lengths_of(user_vectors))
 
 
 def lengths_fit_mask(compared: ComparableItems, user_lengths: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return a mask of users with these lengths [n] whose scores neither overflow nor underflow."""
+    """Return a mask of the users, by their lengths [n], whose scores neither overflow nor underflow."""
     if compared.metric == "cosine":
         return _within_mask(user_lengths, _LENGTH_LIMITS)
     longest = compared.longest_length or 1.0
@@ -299,13 +301,13 @@ def lengths_fit_mask(compared: ComparableItems, user_lengths: NDArray[np.float64
 
 
 def scored_item_lengths(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return item lengths as `cache.model.ranking.score` computes them, float32 [items]."""
+    """Return lengths of items as `cache.model.ranking.score` computes them, float32 [items]."""
     item_lengths: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
     return item_lengths
 
 
 def _within_mask(values: NDArray[np.float64], limits: tuple[float, float]) -> NDArray[np.bool_]:
-    """Return a mask of the values that are inside the limits, or 0."""
+    """Return a mask of the values that are within the limits, or 0."""
     inside_mask: NDArray[np.bool_] = ((values > limits[0]) & (values < limits[1])) | (values == 0)
     return inside_mask
 

@@ -1,8 +1,8 @@
 """Exact top-K without the compiled kernel: FAISS products choose candidates, `cache.model.ranking` decides.
 
-What is excluded goes, K and a few remain and are re-scored; each list is then certified against the
-rounding of the products, and the few users whose list is not certain (ties in masses) are scored against
-every item. So the result does not depend on tiles, threads or the processor's products.
+Excluded items are dropped from the candidates, and slightly more than K of the rest are re-scored. Each list is then
+certified against the rounding errors of the products; the few users whose list is not certain (many ties) are scored
+against every item. So the result does not depend on tiles, threads or the processor's instructions.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cache.model.ranking import Metric, pack_sort_keys, rank, score, top_sort_keys, unit_rows, unpack_sort_keys
 from cache.model.tower import Histories
 
-faiss: Any = faiss_module  # its type stubs lag behind what the module has
+faiss: Any = faiss_module  # faiss' type stubs are incomplete
 
 TopLists = tuple[NDArray[np.uint32], NDArray[np.float32]]
 
@@ -26,12 +26,12 @@ _USERS_RANKED_AT_ONCE = 256
 _ITEMS_SCANNED_AT_ONCE = 8192
 _SPARE_CANDIDATES = 16
 _FLOAT32_ROUNDING = 2.0**-23
-"""Two float32 sums of d products differ by at most 2 * d * 2**-24 * |user| * |item|."""
+"""Bound of the rounding errors: two float32 sums of d products differ by at most 2 * d * 2**-24 * |user| * |item|."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComparableItems:
-    """Items as they are scored and as they are compared (unit vectors for cosine), with their lengths."""
+    """Items' vectors for scores and for comparison (unit vectors for cosine), with their lengths."""
 
     vectors: NDArray[np.float32]
     metric: Metric
@@ -40,20 +40,20 @@ class ComparableItems:
 
     @classmethod
     def of(cls, vectors: NDArray[np.float32], metric: Metric) -> Self:
-        """Items to compare, from float32 [items, dims] in ordinal order."""
+        """Build from float32 [items, dims] in ordinal order."""
         filtering = np.ascontiguousarray(unit_rows(vectors) if metric == "cosine" else vectors)
         return cls(vectors, metric, filtering, row_lengths_of(filtering))
 
     @property
     def longest_length(self) -> float:
-        """The length of the longest compared vector."""
+        """Length of the longest compared vector."""
         return float(self.compared_lengths.max(initial=0))
 
 
 def user_chunks(
     exclusion_counts: NDArray[np.int64], k: int, threads: int, shape: tuple[int, int]
 ) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """(rows, candidates to fetch): users with like numbers of exclusions together, in even parts.
+    """Yield (rows, number of candidates to fetch): users with similar numbers of exclusions, in chunks of similar size.
 
     `shape` is [items, dims].
     """
@@ -61,7 +61,7 @@ def user_chunks(
     start = 0
     while start < len(user_rows):
         remaining_count = len(user_rows) - start
-        # Smaller parts than this leave BLAS for a kernel that takes five times as long.
+        # For smaller chunks faiss does not use BLAS, but a kernel that takes five times as long.
         users_for_blas = faiss.cvar.distance_compute_blas_threshold // shape[1] + 1
         part_count = max(
             -(-remaining_count // max(_CHUNK_USERS_MAX, users_for_blas)),
@@ -75,7 +75,7 @@ def user_chunks(
 
 
 class FlatChunk:
-    """Users with like numbers of exclusions against all items."""
+    """Search for users with similar numbers of exclusions over all items."""
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class FlatChunk:
         self._candidate_count = candidate_count
 
     def run(self) -> TopLists:
-        """Top K of the chunk's users."""
-        # One OpenMP thread (a setting of the calling thread) under each of our own: its teams spin
-        # at barriers, which on shared cores made two threads slower than one.
+        """Return the top K of the chunk's users."""
+        # Each of our threads uses one OpenMP thread (a setting of the calling thread): OpenMP's teams spin at barriers,
+        # which on shared cores made two threads slower than one.
         faiss.omp_set_num_threads(1)
         products, candidates = faiss.knn(
             self._queries,
@@ -104,7 +104,7 @@ class FlatChunk:
             self._candidate_count,
             metric=faiss.METRIC_INNER_PRODUCT,
         )
-        # No item that is not a candidate scores more than this, but for rounding.
+        # Except for rounding errors, no item outside the candidates scores more than this.
         bounds = products[:, -1].astype(np.float64)
         if self._candidate_count >= len(self._compared_items.vectors):
             bounds[:] = -np.inf
@@ -119,7 +119,10 @@ class FlatChunk:
     def _settle_rows(
         self, rows: slice, products: NDArray[np.float32], candidates: NDArray[np.int64], bounds: NDArray[np.float64]
     ) -> TopLists:
-        """Drop exclusions, keep K and a few, re-score, certify; scan the rows that fail."""
+        """Drop excluded items, keep slightly more than K candidates, re-score and certify them.
+
+        For rows that fail, all items are scored.
+        """
         compared_items, k = self._compared_items, self._k
         user_vectors, candidates = self._user_vectors[rows], candidates[rows]
         exclusions = self._excluded.select_rows(np.arange(len(self._user_vectors))[rows])
@@ -166,7 +169,7 @@ class FlatChunk:
 def _rank_all_items(
     compared_items: ComparableItems, user_vector: NDArray[np.float32], excluded_ordinals: NDArray[np.int64], k: int
 ) -> TopLists:
-    """Top K of one user against every item, in tiles: for ties in masses and vectors without direction."""
+    """Return the top K of one user over every item, in tiles: for many ties and vectors of length 0."""
     item_count = len(compared_items.vectors)
     sort_keys = np.empty(0, np.uint64)
     allowed_mask = np.ones(item_count, np.bool_)
@@ -176,12 +179,12 @@ def _rank_all_items(
         scores = score(user_vector[None], compared_items.vectors, ordinals[None], compared_items.metric)[0]
         sort_keys = top_sort_keys(np.concatenate([sort_keys, pack_sort_keys(scores, ordinals)])[None], k)[0]
         if not user_vector.any() and len(sort_keys) == k:
-            break  # every score is zero: the first k ordinals are the answer
+            break  # every score is zero: the result is the first k ordinals
     top_lists = unpack_sort_keys(sort_keys[None], k)
     return top_lists[0][0], top_lists[1][0]
 
 
 def row_lengths_of(vectors: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Euclidean lengths of the rows, summed in float64."""
+    """Return the Euclidean lengths of the rows, summed in float64."""
     row_lengths: NDArray[np.float64] = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))
     return row_lengths

@@ -1,6 +1,7 @@
 """Exact top-K of all items for many users: by the compiled kernel, or by FAISS where it was not built.
 
-Both give the same bits: candidates are certified against rounding, and `cache.model.ranking`'s scores decide.
+Both give the same bits: candidates are certified against rounding errors, and `cache.model.ranking` computes the
+scores.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +27,7 @@ Part = TypeVar("Part")
 
 
 class AnyScorer(Protocol):
-    """Items ready to be searched exactly, wherever that is computed: the same lists with the same bits."""
+    """Items prepared for exact search on any device; all implementations return the same lists with the same bits."""
 
     def top(
         self,
@@ -38,12 +39,12 @@ class AnyScorer(Protocol):
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> TopLists:
-        """Top K of each user: (ordinals uint32 [n, k], scores float32 [n, k]), as `Scorer.top` gives them."""
+        """Return the top K of each user: (ordinals uint32 [n, k], scores float32 [n, k]), as `Scorer.top` does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scorer:
-    """Items ready to be searched exactly: made once, used for every shard."""
+    """Items prepared for exact search; create it once for all shards."""
 
     compared_items: ComparableItems
     kernel_and_items: tuple[Kernel, PackedItems] | None
@@ -52,11 +53,11 @@ class Scorer:
     def of(
         cls, vectors: NDArray[np.float32], metric: Metric = "inner_product", *, engine: Kernel | bool = True
     ) -> Self:
-        """Scorer of finite float32 [items, dims] in ordinal order.
+        """Prepare finite vectors float32 [items, dims] in ordinal order.
 
-        `engine` True takes the kernel where it is usable, False FAISS; a kernel, that one.
+        `engine`: True selects the kernel if it is usable, False selects FAISS; a kernel selects that kernel.
         """
-        item_vectors = np.asarray(vectors)  # a memory map's own class is slow to index
+        item_vectors = np.asarray(vectors)  # convert from memmap, which is slow to index
         _check_shape("items", item_vectors, None)
         _check_values("items", item_vectors)
         compared_items = ComparableItems.of(np.ascontiguousarray(item_vectors), metric)
@@ -74,12 +75,12 @@ class Scorer:
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> TopLists:
-        """(ordinals uint32 [n, k], scores float32 [n, k]) for finite users float32 [n, dims].
+        """Return (ordinals uint32 [n, k], scores float32 [n, k]) for finite users float32 [n, dims].
 
-        `excluded` holds ordinals per user (unknown ones are -1), `allowed` bool [items] says which
-        items may appear at all. Score descending, ties by ordinal; where fewer than k items remain,
-        NO_ITEM and 0. `progress` is told how many users each step finished. Memory beside the result
-        does not depend on the number of users. Raises ConfigError for anything of another shape.
+        `excluded` has ordinals per user (unknown ones are -1); `allowed` bool [items] restricts the items. Order: score
+        descending, then ordinal ascending; if fewer than k items remain, the other slots are NO_ITEM and 0. `progress`
+        is called with the number of users that each step finished. Memory besides the result does not depend on the
+        number of users. Raises ConfigError for arguments of another shape.
         """
         users, exclusions = check_arguments(self.compared_items, users, k, excluded, allowed)
         report_progress = progress or (lambda _: None)
@@ -152,7 +153,7 @@ class Scorer:
         threads: int,
         report_progress: Callable[[int], None],
     ) -> TopLists:
-        """Top K among the ordinals `allowed_ordinals` (ascending, so ties fall as they would among all)."""
+        """Return the top K among `allowed_ordinals`, which ascend, so that ties are ordered as among all items."""
         allowed_scorer = Scorer.of(
             self.compared_items.vectors[allowed_ordinals], self.compared_items.metric, engine=False
         )
@@ -178,7 +179,7 @@ def check_arguments(
 ) -> tuple[NDArray[np.float32], Histories]:
     """Return contiguous user vectors and each user's exclusions; raise ConfigError for arguments that do not fit.
 
-    Whether users are finite is looked at only with `check_finite`.
+    Checks for non-finite users only with `check_finite`.
     """
     if not 1 <= k <= K_MAX:
         raise ConfigError(f"k must be 1 to {K_MAX}, not {k}", k=k)
@@ -194,9 +195,9 @@ def check_arguments(
 
 
 def user_slabs(user_count: int, threads: int) -> Iterator[slice]:
-    """Rows for one thread at a time, fewer towards the end, so that the threads end together.
+    """Yield rows for one thread at a time, fewer towards the end, so that the threads end at about the same time.
 
-    Guided self-scheduling (Polychronopoulos and Kuck, IEEE Trans. Computers 1987), in half its steps.
+    Guided self-scheduling (Polychronopoulos and Kuck, IEEE Trans. Computers 1987), with half its step size.
     """
     min_slab_users = min(_LEAST_USERS, -(-user_count // threads))
     start = 0
@@ -209,7 +210,7 @@ def user_slabs(user_count: int, threads: int) -> Iterator[slice]:
 def _run_all(
     run: Callable[[Part], int], parts: Iterable[Part], threads: int, report_progress: Callable[[int], None]
 ) -> None:
-    if threads == 1:  # a thread for one lookup would cost as much as its search
+    if threads == 1:  # for a single lookup a thread would cost as much as the search
         for part in parts:
             report_progress(run(part))
         return
@@ -221,7 +222,7 @@ def _run_all(
 def _check_shape(name: str, vectors: NDArray[np.float32], dims: int | None) -> None:
     if vectors.dtype != np.float32 or vectors.ndim != 2 or not vectors.shape[1]:
         raise ConfigError(
-            f"{name} must be a float32 matrix with a row each, not {vectors.dtype} "
+            f"{name} must be a float32 matrix with a row for each, not {vectors.dtype} "
             f"{list(vectors.shape)}; convert with astype"
         )
     if dims is not None and vectors.shape[1] != dims:
@@ -229,7 +230,7 @@ def _check_shape(name: str, vectors: NDArray[np.float32], dims: int | None) -> N
 
 
 def _check_values(name: str, vectors: NDArray[np.float32]) -> None:
-    # A sum of squares is finite only if all are; the rare sum that overflows is looked at closely.
+    # A sum of squares is finite only if all numbers are; if it overflows, check each number.
     flat_numbers = vectors.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
         is_suspect = not np.isfinite(np.dot(flat_numbers, flat_numbers))
@@ -249,7 +250,7 @@ def _check_histories(exclusions: Histories, user_count: int) -> None:
     if not has_shape or (exclusions.indptr[1:] < exclusions.indptr[:-1]).any():
         raise ConfigError(
             f"excluded must have one history for each of {user_count} users, not {len(exclusions)}, with "
-            f"indptr rising from 0 to {len(exclusions.indices)}"
+            f"indptr ascending from 0 to {len(exclusions.indices)}"
         )
     if exclusions.indptr.dtype != np.int64 or exclusions.indices.dtype != np.int64:
         raise ConfigError(f"excluded must hold int64, not {exclusions.indptr.dtype}/{exclusions.indices.dtype}")

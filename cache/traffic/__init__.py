@@ -1,1 +1,1 @@
-"""Traffic: the experiments of a namespace, and splits of requests for canaries and experiments."""
+"""Traffic: a namespace's experiments, and splits of requests for canaries and experiments."""

@@ -1,4 +1,4 @@
-"""Experiments of a namespace: which arms take which keys, and the interval of the ratio of two arms' rates."""
+"""Experiments of a namespace: which arm serves which keys, and intervals for the ratio of two arms' rates."""
 
 import math
 import re
@@ -16,34 +16,34 @@ from cache.store.write_once import Versioned, Versions
 from cache.traffic.split import BUCKET_COUNT, BucketOwners, BucketRanges
 
 EXPERIMENT_NAME_PATTERN = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-"""Names of experiments and arms: they are labels of metrics and names of folders."""
+"""Pattern of names of experiments and arms, which are used as metric labels and folder names."""
 
 RUNNING_EXPERIMENTS_MAX = 8
-"""Experiments that run at once."""
+"""Largest number of experiments that run at the same time."""
 
 ARMS_MAX = 8
-"""Arms of one experiment."""
+"""Largest number of arms of one experiment."""
 
 ARM_NAMESPACES_MAX = 8
-"""Namespaces that a replica holds in addition to its own, for all experiments together."""
+"""Largest number of namespaces that a replica loads in addition to its own, for all experiments together."""
 
 ENDED_EXPERIMENTS_MAX = 64
-"""Ended experiments that a version lists, the latest; versions before it have them all."""
+"""Largest number of ended experiments in a version, the latest ones; earlier versions still contain the others."""
 
 EXPERIMENTS_FOLDER = "experiments"
 
 EXPOSURES_FOLDER = "exposures"
-"""Folder of the exposure log: parts as replicas write them, and a folder for each experiment."""
+"""Folder of the exposure log: parts that replicas write, and a folder for each experiment."""
 
 RATE_RATIO_ALPHA = 0.05
 
 RATE_RATIO_EFFECT = 0.1
-"""Deviation of the logarithm of a ratio for which intervals are shortest: effects of about 10 %."""
+"""Standard deviation of the logarithm of the ratio for which the intervals are shortest: effects of about 10 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExperimentArm:
-    """Arm of an experiment: the namespace that answers, and its share of the experiment's keys with their buckets."""
+    """Arm of an experiment: the namespace that answers, its share of the experiment's keys, and their buckets."""
 
     name: str
     namespace: str
@@ -53,10 +53,10 @@ class ExperimentArm:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Experiment: its share of all keys with their buckets, and its arms; times are Unix seconds.
+    """Experiment: its share of all keys, the buckets of that share, and its arms; times are Unix seconds.
 
-    `salt` draws its arms, apart from those of every other. One that is not started yet is held ready by replicas and
-    answers nobody. `sample`: share of its keys whose exposures are written down.
+    `salt` seeds the assignment of keys to arms, independently of other experiments. Replicas load an experiment before
+    it is started; until then it answers no requests. `sample`: share of its keys whose exposures are logged.
     """
 
     name: str
@@ -71,17 +71,17 @@ class Experiment:
 
     @property
     def is_over(self) -> bool:
-        """True once it was stopped."""
+        """Whether the experiment was stopped."""
         return self.stopped_at is not None
 
     @property
     def is_running(self) -> bool:
-        """True while it answers requests."""
+        """Whether the experiment answers requests."""
         return self.started_at is not None and not self.is_over
 
     @property
     def owners(self) -> BucketOwners:
-        """Arm of each key, whether or not the experiment has the key."""
+        """Arm of each key, whether or not the key belongs to the experiment."""
         return BucketOwners(self.salt, {arm.name: arm.buckets for arm in self.arms})
 
     def arm(self, name: str) -> ExperimentArm | None:
@@ -91,9 +91,9 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Experiments(Versioned):
-    """Version of a namespace's experiments, which divide one set of buckets among them: no bucket is in two.
+    """Version of a namespace's experiments, which share one set of buckets; no bucket belongs to two experiments.
 
-    `salt` draws the buckets. The `holdout` is no experiment's, ever.
+    `salt` seeds the assignment of keys to buckets. The `holdout` never belongs to an experiment.
     """
 
     salt: str = ""
@@ -103,7 +103,7 @@ class Experiments(Versioned):
 
     @property
     def current(self) -> tuple[Experiment, ...]:
-        """Experiments that are not over, oldest first."""
+        """Experiments that have not been stopped, oldest first."""
         return tuple(experiment for experiment in self.experiments if not experiment.is_over)
 
     @property
@@ -113,15 +113,15 @@ class Experiments(Versioned):
 
     @property
     def owners(self) -> BucketOwners:
-        """Experiment of each key, by name; those that are held ready have theirs already."""
+        """Experiment name of each key; includes experiments that have not started yet."""
         return BucketOwners(self.salt, {experiment.name: experiment.buckets for experiment in self.current})
 
     def find(self, name: str) -> Experiment | None:
-        """The experiment of that name, over or not."""
+        """Return the experiment of that name, stopped or not; None if there is none."""
         return next((experiment for experiment in self.experiments if experiment.name == name), None)
 
     def namespaces(self, own_namespace: str) -> tuple[str, ...]:
-        """Namespaces of all arms that are not over, without one's `own_namespace`, in their order."""
+        """Return the namespaces of all arms of current experiments, except `own_namespace`, in order."""
         arm_namespaces = [arm.namespace for experiment in self.current for arm in experiment.arms]
         return tuple(namespace for namespace in dict.fromkeys(arm_namespaces) if namespace != own_namespace)
 
@@ -133,7 +133,7 @@ class Experiments(Versioned):
 
     @classmethod
     def from_bytes(cls, experiments_bytes: bytes) -> Self:
-        """Reads `to_bytes`; raises CorruptArtefact for anything else."""
+        """Parse the result of `to_bytes`; raise CorruptArtefact for anything else."""
         try:
             document = orjson.loads(experiments_bytes)
             demand_readable(EXPERIMENTS, version_of(document))
@@ -150,7 +150,7 @@ class Experiments(Versioned):
         return experiments
 
     def _check(self) -> None:
-        """Raises ValueError where a bucket would be two owners': replicas could not agree."""
+        """Raise ValueError if a bucket has two owners, since replicas could then disagree."""
         _demand_disjoint([self.holdout, *(experiment.buckets for experiment in self.current)])
         for experiment in self.current:
             _demand_disjoint([arm.buckets for arm in experiment.arms])
@@ -182,14 +182,14 @@ def _experiment_from_json(document: Mapping[str, Any]) -> Experiment:
 
 def _checked_name(raw_name: object) -> str:
     if not isinstance(raw_name, str) or not EXPERIMENT_NAME_PATTERN.fullmatch(raw_name):
-        raise ValueError(f"{raw_name!r} is no name of an experiment or an arm")
+        raise ValueError(f"{raw_name!r} is not a name for an experiment or an arm")
     return raw_name
 
 
 def _ranges_from_json(json_ranges: Any) -> BucketRanges:
     ranges = tuple((int(start), int(stop)) for start, stop in json_ranges)
     if any(not 0 <= start < stop <= BUCKET_COUNT for start, stop in ranges):
-        raise ValueError(f"{json_ranges} are no ranges of {BUCKET_COUNT} buckets")
+        raise ValueError(f"{json_ranges} are not ranges of {BUCKET_COUNT} buckets")
     return ranges
 
 
@@ -204,12 +204,12 @@ EXPERIMENTS_VERSIONS = Versions(EXPERIMENTS_FOLDER, Experiments(), Experiments.f
 
 
 def latest_experiments(store: ArtefactStore) -> Experiments:
-    """The version in force."""
+    """Return the newest version."""
     return EXPERIMENTS_VERSIONS.latest(store)
 
 
 def change_experiments(store: ArtefactStore, change: Callable[[Experiments], Experiments]) -> Experiments:
-    """Apply `change` to the newest version and write the result; of ended ones the last ENDED_EXPERIMENTS_MAX stay."""
+    """Apply `change` to the newest version and write it with the last ENDED_EXPERIMENTS_MAX ended experiments."""
 
     def apply_change(experiments: Experiments) -> Experiments:
         changed_experiments = change(experiments)
@@ -224,12 +224,12 @@ def change_experiments(store: ArtefactStore, change: Callable[[Experiments], Exp
 
 
 def exposure_part_path(hour: int, replica: str, part_number: int) -> str:
-    """Store path of a part of an hour (since 1970), the `part_number`th of a replica."""
+    """Return the store path of the exposures of one hour (hours since 1970), the `part_number`th part of a replica."""
     return f"{EXPOSURES_FOLDER}/parts/{hour}.{replica}-{part_number}.json"
 
 
 class RateRatio(NamedTuple):
-    """Rate of one arm over that of another, with the bounds that hold at all looks with probability 1 - alpha."""
+    """Rate of one arm over that of another, and bounds that hold at all times together with probability 1 - alpha."""
 
     ratio: float
     low: float
@@ -239,14 +239,14 @@ class RateRatio(NamedTuple):
 def rate_ratio(
     events: float, requests: float, base_events: float, base_requests: float, alpha: float = RATE_RATIO_ALPHA
 ) -> RateRatio | None:
-    """Events per request over those of a base; None while either has none: then nothing bounds the ratio.
+    """Return the ratio of the arm's events per request to the base's; None if a count is 0, which leaves it unbounded.
 
-    The interval holds at every look at once: whoever looks each hour is not fooled more. Events are Poisson counts, so
-    the logarithm of the ratio of two rates has about the variance v = 1/a + 1/b. Mixed over effects of a normal
-    distribution with the deviation RATE_RATIO_EFFECT, the likelihood ratio is a martingale where the ratio is the true
-    one, and exceeds 1/alpha with at most the probability alpha, ever (Robbins, "Statistical methods related to the law
-    of the iterated logarithm", 1970; Johari, Koomen, Pekelis and Walsh, "Always valid inference", 2022). Events of one
-    key that hang together vary more than that.
+    The interval holds at all times together: evaluating it often does not increase the error probability. Events are
+    Poisson counts, so the logarithm of the ratio of two rates has approximately the variance v = 1/a + 1/b. Averaged
+    over effects from a normal distribution with the standard deviation RATE_RATIO_EFFECT, the likelihood ratio is a
+    martingale at the true ratio and ever exceeds 1/alpha with at most the probability alpha (Robbins, "Statistical
+    methods related to the law of the iterated logarithm", 1970; Johari, Koomen, Pekelis and Walsh, "Always valid
+    inference", 2022). Correlated events of one key vary more than this model assumes.
     """
     if min(events, requests, base_events, base_requests) <= 0:
         return None

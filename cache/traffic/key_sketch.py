@@ -1,4 +1,4 @@
-"""HyperLogLog sketch of keys, which several replicas unite: how many different keys they counted together."""
+"""HyperLogLog sketch of keys; replicas unite their sketches to count the distinct keys of all."""
 
 import base64
 import binascii
@@ -16,7 +16,7 @@ _LINEAR_COUNTING_MAX = 2.5 * _REGISTER_COUNT
 
 
 class KeySketch:
-    """Sketch of the keys whose 64-bit hashes were added; its count is off by 5 % (one standard error) at most."""
+    """Sketch of the keys whose 64-bit hashes were added; the standard error of its count is at most 5 %."""
 
     def __init__(self, registers: bytes = bytes(_REGISTER_COUNT)) -> None:
         self._registers = bytearray(registers)
@@ -30,14 +30,14 @@ class KeySketch:
 
     @classmethod
     def unite(cls, sketches: Iterable[Self]) -> Self:
-        """Return the sketch of all keys that any of these has."""
+        """Return the sketch of the union of all these sets of keys."""
         union = cls()
         for sketch in sketches:
             union._registers = bytearray(map(max, union._registers, sketch._registers))
         return union
 
     def count(self) -> float:
-        """Estimate the number of different keys."""
+        """Estimate the number of distinct keys."""
         estimate = _BIAS_CORRECTION * _REGISTER_COUNT**2 / sum(2.0**-rank for rank in self._registers)
         empty_registers = self._registers.count(0)
         if estimate <= _LINEAR_COUNTING_MAX and empty_registers:
@@ -45,12 +45,12 @@ class KeySketch:
         return estimate
 
     def to_text(self) -> str:
-        """Registers in base64."""
+        """Return the registers in base64."""
         return base64.b64encode(self._registers).decode()
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Reads `to_text`; raises ValueError for anything else."""
+        """Parse the result of `to_text`; raise ValueError for anything else."""
         try:
             registers = base64.b64decode(text, validate=True)
         except binascii.Error as error:

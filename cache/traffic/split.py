@@ -7,7 +7,7 @@ from itertools import groupby
 import xxhash
 
 BUCKET_COUNT = 10_000
-"""Number of buckets that all keys are spread over: a share is a whole number of them, 0.01 % each."""
+"""Number of buckets over which all keys are spread; a share is a whole number of buckets of 0.01 % each."""
 
 BucketRanges = tuple[tuple[int, int], ...]
 """Ascending ranges of buckets as (first, one past the last)."""
@@ -17,23 +17,23 @@ _HASH_SPACE = 2**64
 
 @dataclass(frozen=True, slots=True)
 class KeySplit:
-    """Share of `percent` of all keys, drawn anew for every canary generation: no caller is always in the canary."""
+    """Share of `percent` of all keys, which differs between canary generations: no caller is always in the canary."""
 
     seed: int
     hash_limit: int
 
     @classmethod
     def of(cls, salt: str, percent: float) -> "KeySplit":
-        """Return the split for a salt; a canary's salt is the id of its generation."""
+        """Build from a salt; a canary's salt is its generation id."""
         return cls(split_seed(salt), round(_HASH_SPACE * (percent / 100.0)))
 
     def has_key(self, key: bytes) -> bool:
-        """True if the key is in the share. A larger percentage keeps all keys of a smaller one."""
+        """Return whether the key is in the share. A larger percentage keeps all keys of a smaller one."""
         return key_hash(key, self.seed) < self.hash_limit
 
 
 class BucketOwners:
-    """Owners of the `BUCKET_COUNT` buckets of keys; None for a bucket without owner."""
+    """Owners of the `BUCKET_COUNT` buckets of keys; None for a bucket without an owner."""
 
     __slots__ = ("_names", "_owners", "_seed")
 
@@ -46,7 +46,7 @@ class BucketOwners:
                 self._owners[start:stop] = bytes([owner_number]) * (stop - start)
 
     def owner_of(self, key: bytes) -> str | None:
-        """Return the name of the owner of the key's bucket, None without owner."""
+        """Return the name of the owner of the key's bucket; None without an owner."""
         return self._names[self._owners[key_hash(key, self._seed) * BUCKET_COUNT // _HASH_SPACE]]
 
 
@@ -66,9 +66,9 @@ def bucket_count(ranges: BucketRanges) -> int:
 
 
 def whole_bucket_counts(fraction_by_name: Mapping[str, float]) -> dict[str, int]:
-    """Convert fractions to whole numbers of buckets with the same sum; those rounded down most get one more."""
+    """Convert fractions to whole numbers of buckets with the same sum, by the largest remainders."""
     exact_count_by_name = {name: fraction * BUCKET_COUNT for name, fraction in fraction_by_name.items()}
-    # Sums of floats: 0.1 * 3 is no whole number of buckets but for its last digits.
+    # 1e-6 compensates for floating-point errors: 0.1 * 3 is not exactly a whole number of buckets.
     count_by_name = {name: int(exact_count + 1e-6) for name, exact_count in exact_count_by_name.items()}
     remaining_count = round(sum(exact_count_by_name.values())) - sum(count_by_name.values())
     for name in sorted(exact_count_by_name, key=lambda name: count_by_name[name] - exact_count_by_name[name])[
@@ -81,10 +81,10 @@ def whole_bucket_counts(fraction_by_name: Mapping[str, float]) -> dict[str, int]
 def allot_buckets(
     ranges_by_name: Mapping[str, BucketRanges], fraction_by_name: Mapping[str, float]
 ) -> dict[str, BucketRanges]:
-    """Return each name's buckets for its new share, in the order of `fraction_by_name`; other names lose all of theirs.
+    """Return each name's buckets for its new share, in the order of `fraction_by_name`.
 
-    A shrinking owner gives up its last buckets; a growing one takes the first free ones: a bucket moves only if a share
-    does. Raises ValueError when the shares are more than 1.
+    Owners that are not named lose theirs. A shrinking owner gives up its last buckets; a growing one takes the first
+    free ones: buckets move only if a share changes. Raises ValueError if the shares sum to more than 1.
     """
     count_by_name = whole_bucket_counts(fraction_by_name)
     if sum(count_by_name.values()) > BUCKET_COUNT:

@@ -1,6 +1,6 @@
-"""Sketches of requests in Redis: the most requested ids of this hour and the last.
+"""Sketches of requests in Redis: the most requested ids of the current window and the one before.
 
-One for ids that the night knows, by the hour (HOT), one for the others, by the day (COLD).
+HOT_WINDOW: ids that the night knows, per hour. COLD_WINDOW: other ids, per day.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,12 +12,12 @@ from cache.l2.resp import SCORED_MEMBERS_SHAPE, checked_reply
 
 HOUR_S = 3_600
 HOT_LIFE_S = 2 * HOUR_S
-"""Seconds to the expiry, from an hour's last report: no id stays longer than three hours after it was asked for."""
+"""Seconds from an hour's last report to the expiry: no id is kept for more than three hours after its last request."""
 DAY_S = 86_400
 
 
 class Window(NamedTuple):
-    """Time window of one sketch key: the seconds it covers, and its expiry after its last report."""
+    """Time window of a sketch: the seconds that it covers, and the seconds from its last report to its expiry."""
 
     seconds: int
     life_s: int
@@ -25,19 +25,20 @@ class Window(NamedTuple):
 
 HOT_WINDOW = Window(HOUR_S, HOT_LIFE_S)
 COLD_WINDOW = Window(DAY_S, 2 * DAY_S)
-"""Daily window, so that two nights may read it; no id stays longer than three days after it was asked for."""
+"""Daily window, kept so long that two nights may read it; no id is kept for more than three days after its last
+request."""
 
 MEMBERS_MAX = 4_096
-"""Members kept per window (hour or day); the least counted are evicted first."""
+"""Largest number of members kept per window; those with the lowest counts are evicted."""
 
 MEMBERS_READ_AT_ONCE = 256
-"""Members in one reply: 0.1 ms of Redis, which readers wait for, and 1 to 3 ms of the event loop that reads it."""
+"""Members per reply: takes 0.1 ms of Redis, for which readers wait, and 1 to 3 ms of the reading event loop."""
 
 EntityName = tuple[str, bytes]
-"""A table and the raw id of an entity."""
+"""Table name and raw id of an entity."""
 
-# One script and not a pipeline: at no moment is there more than `MEMBERS_MAX`, or an hour that does not expire. What
-# must go goes first: at maxmemory Redis refuses the rest.
+# A script instead of a pipeline: the sketch never has more than `MEMBERS_MAX` members or lacks an expiry. Removals come
+# first, because at maxmemory Redis refuses the other commands.
 REPORT_SCRIPT = """
 local last = 3 + 2 * ARGV[3]
 for at = last + 1, #ARGV do
@@ -51,9 +52,9 @@ redis.call('EXPIRE', KEYS[1], ARGV[2])
 
 
 class HotKeyReport(NamedTuple):
-    """Request counts of a replica since its last report; `removed_names` must not be in the sketch.
+    """Request counts of a replica since its last report; `removed_names` are removed from the sketch.
 
-    `window_number` is the number of the window that it counts for.
+    `window_number` is the window to which the counts belong.
     """
 
     window_number: int
@@ -62,7 +63,7 @@ class HotKeyReport(NamedTuple):
     window: Window = HOT_WINDOW
 
     def arguments(self) -> list[Any]:
-        """ARGV of `REPORT_SCRIPT`."""
+        """Return ARGV of `REPORT_SCRIPT`."""
         arguments: list[Any] = [MEMBERS_MAX, self.window.life_s, len(self.name_counts)]
         for name, count in self.name_counts:
             arguments += count, sketch_member_of(name)
@@ -70,20 +71,20 @@ class HotKeyReport(NamedTuple):
 
 
 def window_number_of(unix_seconds: float, window: Window = HOT_WINDOW) -> int:
-    """The hour (or day) that a moment (Unix seconds, Redis' clock) counts for."""
+    """Return the number of the window that contains a time (Unix seconds, Redis' clock)."""
     return int(unix_seconds // window.seconds)
 
 
 def sketch_member_of(name: EntityName) -> bytes:
-    """Sketch member of an entity, `table:id`; no table has a colon in its name."""
+    """Return the sketch member of an entity, `table:id`; no table name contains a colon."""
     return b"%b:%b" % (name[0].encode(), name[1])
 
 
 def hottest_names(replies_by_window: Iterable[Sequence[bytes]]) -> list[EntityName]:
-    """The names of all hours, most asked first; each hour is what ZREVRANGE WITHSCORES replied."""
+    """Return the names of all windows, most requested first; each window is a reply of ZREVRANGE WITHSCORES."""
     count_by_member: dict[bytes, float] = {}
     for replies in replies_by_window:
-        # Read in pieces, between which members may have changed places: each counts once.
+        # A reply is read in pieces, between which members may change places: count each member once.
         for sketch_member, count in dict(zip(replies[::2], replies[1::2], strict=True)).items():
             count_by_member[sketch_member] = count_by_member.get(sketch_member, 0.0) + float(count)
     ranked_members = sorted(count_by_member, key=count_by_member.__getitem__, reverse=True)[:MEMBERS_MAX]
@@ -92,7 +93,7 @@ def hottest_names(replies_by_window: Iterable[Sequence[bytes]]) -> list[EntityNa
 
 
 class SharedHotKeys:
-    """Sketches of one namespace, which all its replicas add to; everything here raises TierUnavailable."""
+    """Sketches of one namespace, shared by its replicas; all methods raise TierUnavailable."""
 
     def __init__(self, control: ControlPlane) -> None:
         self._control = control
@@ -103,14 +104,14 @@ class SharedHotKeys:
         await self._control.execute("EVAL", REPORT_SCRIPT, len(keys), *keys, *report.arguments())
 
     async def fetch_names(self, window_number: int, window: Window = HOT_WINDOW) -> list[EntityName]:
-        """Return the most requested names of all replicas in this window and the last, hottest first.
+        """Return the names most requested from all replicas in this window and the one before, most requested first.
 
-        For COLD windows these are names that no generation knew; `window_number` is the window's number.
+        For COLD_WINDOW these are ids that no generation knew. `window_number` is the window's number.
         """
         return hottest_names([await self._fetch_members(key) for key in self._sketch_keys(window_number, window)])
 
     def _sketch_keys(self, window_number: int, window: Window) -> tuple[str, str]:
-        """Return the keys of a window's sketch and of the one before."""
+        """Return the keys of the sketches of a window and of the window before."""
         keyspace = self._control.keyspace
         key_of_window = keyspace.cold_names if window is COLD_WINDOW else keyspace.hot_names
         return key_of_window(window_number), key_of_window(window_number - 1)

@@ -1,4 +1,4 @@
-"""Miss-ratio curve of LRU from a sample of keys: SHARDS (Waldspurger et al., FAST 2015), of fixed size."""
+"""Miss-ratio curve of an LRU cache from a fixed-size sample of keys: SHARDS (Waldspurger et al., FAST 2015)."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -8,21 +8,21 @@ from itertools import accumulate, islice
 from cache.format.ids import HASH_SPACE
 
 _THRESHOLD_STEP = 1 << 32
-"""Granularity of the threshold: the upper half of a spot decides, the lower half only tells keys apart."""
+"""Granularity of the threshold: the upper half of a spot decides about sampling, the lower half identifies the key."""
 
 _BLOCK_BITS = 7
 _SLOTS_PER_BLOCK = 1 << _BLOCK_BITS
 
 
 class MissRatioCurve:
-    """Estimate of the hit ratios of LRU caches with the given `capacities` (ascending), in the unit of the sizes.
+    """Estimate of the hit ratios of LRU caches with the given `capacities` (ascending), in the unit of the keys' sizes.
 
-    A key is known by its spot, a uniform hash in [0, 2^64): it is in the sample if its spot is at most
-    `greatest_sampled_spot`. At the beginning every key is; when there are more than `keys_max`, the one with the
-    greatest spot leaves, and the threshold falls to it. A distance is the touched size of the sample divided by its
-    rate, and each read counts for as many as the sample stands for. SHARDS-adj: reads that the sample has too few or
-    too many of, compared with all, count as ones of the shortest distance. Keys deeper than the largest capacity are
-    dropped: no cache would hold them.
+    A key is identified by its spot, a uniform hash in [0, 2^64), and sampled if its spot is at most
+    `greatest_sampled_spot`. At first all keys are sampled; when there are more than `keys_max`, the key with the
+    greatest spot is removed, and the threshold is lowered to it. A reuse distance is the size of the sampled keys
+    touched since, divided by the sampling rate, and each sampled read has the weight 1 / rate. SHARDS-adj: the
+    difference between the number of reads and the weight of the sampled reads is added to the shortest distance. Keys
+    deeper than the largest capacity are dropped, since no cache would hold them.
     """
 
     def __init__(self, capacities: Sequence[int], keys_max: int) -> None:
@@ -31,13 +31,13 @@ class MissRatioCurve:
         self._capacities = tuple(capacities)
         self._keys_max = keys_max
         self._stack = RecencyStack(keys_max)
-        self._negated_spot_heap: list[int] = []  # a heap of negated spots
+        self._negated_spot_heap: list[int] = []  # negated, because heapq provides min-heaps
         self.rate = 1.0
-        """Share of all keys that is sampled."""
+        """Sampled share of all keys."""
         self._hit_weights = [0.0] * (len(capacities) + 1)
         self._sampled_weight = self._answerable_reads = 0.0
         self.reads = 0.0
-        """Number of counted reads, aged."""
+        """Number of counted reads, reduced by `age`."""
 
     @property
     def keys(self) -> int:
@@ -45,15 +45,15 @@ class MissRatioCurve:
         return len(self._stack)
 
     def count(self, hit_count: int, reads: int) -> None:
-        """Count reads of sampled and other keys; `hit_count` of them the largest capacity would answer."""
+        """Count reads of sampled and other keys; the largest capacity would answer `hit_count` of them."""
         self._answerable_reads += hit_count
         self.reads += reads
 
     def record_touches(self, touches: Sequence[tuple[int, int]], slot_bytes: int = 0) -> None:
-        """Record touches in order, at most `keys_max`: a key's spot and its size, to which `slot_bytes` is added.
+        """Record at most `keys_max` touches in order: a key's spot and its size, to which `slot_bytes` is added.
 
-        A size is negative if the key was stored, or moved, without a counted read.
-        Keys that are not in the sample are ignored; a store moves its key, and counts for nothing.
+        A size is negative if the key was stored, or moved, without a counted read. Keys outside the sample are ignored;
+        storing a key moves it to the top without counting a read.
         """
         stack = self._stack
         if len(touches) > stack.remaining_slots:
@@ -92,7 +92,7 @@ class MissRatioCurve:
             self._lower_threshold(int(rate * HASH_SPACE))
 
     def restart(self) -> None:
-        """Forget the keys and sample all new ones; the reads so far stay counted."""
+        """Forget the keys and sample all keys again; counted reads are kept."""
         self._stack = RecencyStack(self._keys_max)
         self._negated_spot_heap = []
         self.greatest_sampled_spot, self.rate = HASH_SPACE - 1, 1.0
@@ -111,7 +111,7 @@ class MissRatioCurve:
         return [round(count / self.rate) for count in self._stack.key_counts_within(depths)]
 
     def _lower_threshold(self, spot: int) -> None:
-        """Lower the threshold to the spot's multiple of `_THRESHOLD_STEP`, and forget the keys above it."""
+        """Lower the threshold to a multiple of `_THRESHOLD_STEP` at or below the spot, and forget the keys above it."""
         self.greatest_sampled_spot = max(_THRESHOLD_STEP, spot // _THRESHOLD_STEP * _THRESHOLD_STEP) - 1
         self.rate = (self.greatest_sampled_spot + 1) / HASH_SPACE
         negated_spots = self._negated_spot_heap
@@ -127,11 +127,11 @@ class MissRatioCurve:
 
 
 class RecencyStack:
-    """LRU stack (Mattson et al., 1970) of at most `keys_max` keys, each with its bytes.
+    """LRU stack (Mattson et al., 1970) of at most `keys_max` keys with their sizes in bytes.
 
-    A touch takes the next of `2 * keys_max` slots, whose bytes are also summed by blocks: so the bytes above a key cost
-    two short sums, near the top of the stack almost nothing. When no slots are `remaining_slots`, `close_up` moves the
-    keys together; it takes 0.2 us per key.
+    Each touch takes the next of `2 * keys_max` slots, whose bytes are also summed by blocks: the bytes above a key are
+    two short sums, which near the top of the stack are almost free. When `remaining_slots` is 0, `close_up` moves the
+    keys together, which takes 0.2 us per key.
     """
 
     def __init__(self, keys_max: int) -> None:
@@ -177,7 +177,7 @@ class RecencyStack:
         return bytes_above
 
     def forget(self, key: int) -> None:
-        """Remove a key that is in the stack."""
+        """Remove a key from the stack, which must contain it."""
         slot = self._slot_by_key.pop(key)
         self._bytes_by_block[slot >> _BLOCK_BITS] -= self._bytes_by_slot[slot]
         self._bytes_by_slot[slot] = 0

@@ -1,4 +1,4 @@
-/* Memory for one block of users: their candidates, their codes and what they exclude. */
+/* Memory for one block of users: their candidates, codes and exclusions. */
 #ifndef LARDER_BLOCK_H
 #define LARDER_BLOCK_H
 
@@ -9,7 +9,7 @@
 typedef struct {
     work_space work;
     scan_function *scan;
-    int rows; /* a chunk's codes lie in rows */
+    int rows; /* whether a chunk's codes are stored in rows */
     user_state *users;
     user_state **active;
     user_chunk *chunks;

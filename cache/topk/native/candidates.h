@@ -1,4 +1,5 @@
-/* A user's candidates: a threshold from the k-th best lower bound, exact scores only where bounds leave doubt. */
+/* A user's candidates: the threshold is the k-th best lower bound; exact scores are computed only where bounds overlap.
+   */
 #ifndef LARDER_CANDIDATES_H
 #define LARDER_CANDIDATES_H
 
@@ -62,7 +63,7 @@ static inline void prefetch_vector(const larder_items *items, uint32_t place) {
     for (int64_t byte = 0; byte < items->dims * 4 && byte < 2048; byte += 64) __builtin_prefetch(at + byte);
 }
 
-/* Candidates known by their codes alone get bounds that are a rounding apart. */
+/* Replace bounds from codes by bounds from vectors, which differ only by the rounding error. */
 ALWAYS void refine(const work_space *work, user_state *user) {
     const larder_items *items = work->items;
     size_t dims = (size_t)items->dims;
@@ -78,7 +79,7 @@ ALWAYS void refine(const work_space *work, user_state *user) {
     user->refined = user->count;
 }
 
-/* Keys of all candidates that `least` does not exclude, best first; returns how many matter. */
+/* Compute keys of all candidates that `least` does not exclude, best first; return the number of relevant ones. */
 static uint32_t sorted_keys(const work_space *work, user_state *user) {
     const larder_items *items = work->items;
     uint32_t found = 0;
@@ -93,7 +94,7 @@ static uint32_t sorted_keys(const work_space *work, user_state *user) {
     return found < work->k ? found : work->k;
 }
 
-/* Ties in masses: only the best k by key stay. */
+/* Many ties: keep only the best k by key. */
 static void keep_best(const work_space *work, user_state *user) {
     uint32_t kept = sorted_keys(work, user);
     for (uint32_t i = 0; i < kept; i++) {
@@ -108,7 +109,7 @@ static void keep_best(const work_space *work, user_state *user) {
     user->count = user->refined = kept;
 }
 
-/* Makes room: always leaves a quarter of it. */
+/* Free at least a quarter of the capacity. */
 ALWAYS void shrink_body(const work_space *work, user_state *user, int final) {
     if (user->count > 2 * work->k) tighten(user, work->k);
     refine(work, user);

@@ -1,7 +1,7 @@
-/* What decides: float32 scores in one fixed order of summation, and keys that sort like (score, -ordinal).
+/* Exact float32 scores in one fixed order of summation, and keys that sort like (score, -ordinal).
  *
- * `exact_dot` adds in the order of numpy's einsum on x86-64 (four lanes, sixteen numbers a turn, last lane
- * group first); the caller compares the bits before it relies on them. Compiled without any extension of the
+ * `exact_dot` adds in the order of numpy's einsum on x86-64 (four lanes, sixteen numbers per iteration, last lane
+ * group first); the caller compares the bits before it relies on them. Compiled without any extensions of the
  * instruction set, so no multiply-add can be fused.
  */
 #ifndef LARDER_EXACT_H
@@ -65,7 +65,7 @@ static inline float score_of(uint64_t key) {
 
 static inline uint32_t ordinal_of(uint64_t key) { return UINT32_MAX - (uint32_t)key; }
 
-/* Descending, in place; `spare` has room for as many. A merge of runs of 16: no worst case. */
+/* Sort in place, descending; `spare` has room for as many keys. Merges runs of 16: no quadratic worst case. */
 static void sort_down(uint64_t *keys, uint64_t *spare, size_t count) {
     for (size_t start = 0; start < count; start += 16) {
         size_t end = start + 16 < count ? start + 16 : count;

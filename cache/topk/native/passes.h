@@ -1,7 +1,7 @@
 /* The first pass: sums of products of 8-bit codes for a chunk of users and a tile of items.
  *
- * Each variant is compiled for the instructions it names and chosen at run time; they add whole numbers, so
- * all find the same sums.
+ * Each variant is compiled for the instructions in its name and chosen at run time. All add integers, so
+ * all compute the same sums.
  */
 #ifndef LARDER_PASSES_H
 #define LARDER_PASSES_H
@@ -38,7 +38,7 @@ static void scan_plain(const work_space *work, user_chunk *chunk, int64_t first,
 
 #define FOR_AVX2 __attribute__((target("avx2")))
 #if defined(__clang__)
-#define WIDE "" /* clang ignores all of an attribute that names a width */
+#define WIDE "" /* clang ignores the whole attribute if it names a width */
 #else
 #define WIDE ",prefer-vector-width=512"
 #endif
@@ -49,7 +49,7 @@ FOR_AVX2 static void shrink_avx2(const void *work, user_state *user, int final) 
     shrink_body(work, user, final);
 }
 
-/* Codes of items stay below 128 here, so that a pair of products fits 16 bits. */
+/* Item codes must be below 128 here, so that the sum of two products fits 16 bits. */
 FOR_AVX2 static void scan_avx2(const work_space *work, user_chunk *chunk, int64_t first, int64_t end) {
     const larder_items *items = work->items;
     const __m256i ones = _mm256_set1_epi16(1);
@@ -93,7 +93,7 @@ FOR_VNNI static void shrink_vnni(const void *work, user_state *user, int final) 
     shrink_body(work, user, final);
 }
 
-/* In place: from the intrinsic, gcc 12 makes a copy of each sum. */
+/* In place: for the intrinsic, gcc 12 copies each sum. */
 #define ADD_PRODUCTS(sum, items, user) __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(items), "v"(user))
 #define USERS 8
 #define GROUPS 2
@@ -142,18 +142,18 @@ FOR_VNNI static void scan_vnni(const work_space *work, user_chunk *chunk, int64_
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Whether the processor multiplies tiles of codes and the kernel lets this process use their registers. */
+/* Whether the processor has tile instructions and the operating system lets this process use their registers. */
 static int amx_usable(void) {
     unsigned a, b, c, d, tiles = 1u << 24, codes = 1u << 25;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & tiles) || !(d & codes)) return 0;
     return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
 }
 
-/* Eight tiles of 16 rows and 64 bytes, for the calling thread. */
+/* Configure eight tiles of 16 rows and 64 bytes for the calling thread. */
 FOR_AMX static void amx_begin(void) {
     uint8_t shape[64] __attribute__((aligned(64))) = {1};
     for (int tile = 0; tile < 8; tile++) shape[16 + 2 * tile] = 64, shape[48 + tile] = 16;
-    __asm__ volatile("" : : "r"(shape) : "memory"); /* gcc takes the shape for 8 bytes */
+    __asm__ volatile("" : : "r"(shape) : "memory"); /* gcc assumes that the configuration has 8 bytes */
     _tile_loadconfig(shape);
 }
 

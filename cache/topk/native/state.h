@@ -1,7 +1,7 @@
-/* What the passes share: the items as `precompute.packing` lays them out, and what is known of each user.
+/* Data shared by the passes: the items in the layout of `cache.topk.compiled.PackedItems`, and the state of each user.
  *
- * All bounds are relative: to the user's length, and to the longest item's. A candidate's score lies between
- * its `lower` and `upper`; those of the first `refined` candidates come from vectors, the others' from codes.
+ * All bounds are relative to the product of the user's length and the longest item's. A candidate's score is between
+ * its `lower` and `upper`; for the first `refined` candidates these come from vectors, for the others from codes.
  */
 #ifndef LARDER_STATE_H
 #define LARDER_STATE_H
@@ -9,10 +9,10 @@
 #include <math.h>
 #include <stdint.h>
 
-#define LANES 16       /* items side by side in a vector: one group */
-#define CHUNK 16       /* users that meet a tile together */
-#define TILE_GROUPS 32 /* groups between two looks at who is done */
-#define TILE_BITS 9    /* a place's tile begins above them: LANES * TILE_GROUPS == 1 << TILE_BITS */
+#define LANES 16       /* items per vector register: one group */
+#define CHUNK 16       /* users processed together per tile */
+#define TILE_GROUPS 32 /* groups between two checks for users that are done */
+#define TILE_BITS 9    /* number of a place's bits within its tile: LANES * TILE_GROUPS == 1 << TILE_BITS */
 #define ALWAYS static inline __attribute__((always_inline))
 
 typedef struct {
@@ -22,9 +22,9 @@ typedef struct {
     const uint32_t *ordinals;  /* [groups * LANES], by place: longest item first */
     const uint32_t *places;    /* [items], by ordinal */
     const float *scale;        /* [groups] */
-    const float *residual;     /* [groups], the most that a vector differs from its codes */
+    const float *residual;     /* [groups], largest distance of a vector from its codes */
     const float *longest;      /* [groups] */
-    const float *reach;        /* [tiles], the longest item from this tile on */
+    const float *reach;        /* [tiles], length of the longest item from this tile on */
     const uint16_t *allowed;   /* [groups], one bit per item */
     int64_t items, groups, dims, width, offset;
     double unit;               /* length of the longest item, 1 for cosine */
@@ -34,17 +34,17 @@ typedef struct {
     const float *vector;
     float *lower, *upper;
     uint32_t *place;
-    uint64_t *gone; /* places excluded, by tile: the next tile's are the last */
+    uint64_t *gone; /* excluded places, by tile; those of the next tile are at the end */
     int8_t *codes;
-    double per_score; /* from a score to a relative bound */
-    uint64_t least;   /* key that at least k candidates reach, 0 while unknown */
+    double per_score; /* factor from a score to a relative bound */
+    uint64_t least;   /* key that at least k candidates reach, 0: unknown */
     uint32_t count, kept, refined, gone_count, slot;
     int32_t shift;
     float threshold, own_length, scale, length, error;
     uint16_t banned[TILE_GROUPS];
 } user_state;
 
-/* Up to CHUNK users, transposed for vector arithmetic; an unused lane's threshold is infinite. */
+/* Up to CHUNK users, transposed for vector instructions; the threshold of an unused lane is infinite. */
 typedef struct {
     float threshold[CHUNK], length[CHUNK], error[CHUNK], per_scale[CHUNK];
     int32_t shift[CHUNK];
@@ -55,7 +55,7 @@ typedef struct {
 typedef struct {
     const larder_items *items;
     uint32_t k, room, step;
-    float rounding; /* relative error of an exact score, per length */
+    float rounding; /* relative error of an exact score, per unit of length */
     uint64_t *keys, *spare;
     void (*shrink)(const void *work, user_state *user, int final);
 } work_space;
@@ -67,7 +67,7 @@ ALWAYS int32_t limit_of(float threshold, float length, float error, float per_sc
     return (int32_t)(sum - fabsf(sum) * 0x1p-20f) - 3 + shift;
 }
 
-/* For each user of a chunk the smallest sum of code products that may still matter in a group. */
+/* For each user of a chunk, the smallest sum of code products in a group that may still be relevant. */
 ALWAYS void limits(const larder_items *items, const user_chunk *chunk, int64_t group, int32_t *out) {
     float residual = items->residual[group], longest = items->longest[group];
     float per_item = 1.0f / items->scale[group];
@@ -76,7 +76,7 @@ ALWAYS void limits(const larder_items *items, const user_chunk *chunk, int64_t g
                           chunk->shift[u], residual, longest, per_item);
 }
 
-/* Candidates of one group enter; `bits` says which lanes reached the limit. */
+/* Add candidates of one group; `bits` has a bit for each lane that reached the limit. */
 ALWAYS void offer(const work_space *work, user_chunk *chunk, int u, int64_t group, uint32_t bits,
                   const int32_t *sums) {
     user_state *user = chunk->user[u];

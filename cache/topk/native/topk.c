@@ -1,12 +1,12 @@
-/* The exact top-k of all items for many users; `cache.topk.compiled` describes the arguments and checks them. */
+/* Exact top-k of all items for many users; `cache.topk.compiled` describes and checks the arguments. */
 #include "block.h"
 
-#define BLOCK 256 /* users whose candidates are held at once */
-#define STEP 32   /* new candidates that are worth a better threshold */
+#define BLOCK 256 /* number of users whose candidates are in memory at once */
+#define STEP 32   /* number of new candidates after which the threshold is improved */
 
 enum { PLAIN, AVX2, VNNI, AMX };
 
-/* The best variant that this processor runs. */
+/* Best variant that this processor can run. */
 int larder_level(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
@@ -22,7 +22,7 @@ int larder_level(void) {
     return PLAIN;
 }
 
-/* Exact scores as the kernel adds them, for comparison: out[i] of a[dims] and row i of b[count, dims]. */
+/* Exact scores in the kernel's order of summation, for comparison: out[i] of a[dims] and row i of b[count, dims]. */
 void larder_dots(const float *a, const float *b, int64_t count, int64_t dims, float *out) {
     for (int64_t i = 0; i < count; i++) out[i] = exact_dot(a, b + i * dims, (size_t)dims);
 }
@@ -64,7 +64,7 @@ static int is_zero(const float *vector, int64_t dims) {
     return 1;
 }
 
-/* Without direction every score is zero: the first k ordinals that are left. */
+/* For a user of length 0 every score is zero: take the first k remaining ordinals. */
 static void first_ordinals(const block_space *space, user_state *user, uint32_t *ordinals, float *scores) {
     const larder_items *items = space->work.items;
     uint32_t found = 0, left = user->gone_count;
@@ -92,7 +92,7 @@ static void exclude(const larder_items *items, user_state *user, const int64_t *
         if (*from >= 0 && *from < items->items) user->gone[user->gone_count++] = items->places[*from];
 }
 
-/* Places excluded in the order of their tiles, the first tile last, by counting tiles: a byte of their numbers a turn. */
+/* Sort excluded places by tile, the first tile last: radix sort by one byte of the tile number per pass. */
 static void order_by_tile(user_state *user, uint64_t *spare, int64_t items) {
     uint64_t *from = user->gone, *to = spare;
     for (int shift = TILE_BITS; items >> shift; shift += 8) {
@@ -145,7 +145,7 @@ static int64_t gather(block_space *space, int64_t count) {
     return chunks;
 }
 
-/* Drops whoever can gain nothing from items as short as these; returns how many go on. */
+/* Drop users that cannot gain from items of at most this length; return the number of remaining users. */
 static int64_t still_active(block_space *space, int64_t count, float longest) {
     int64_t kept = 0;
     float most = longest * (1 + space->work.rounding) + 1e-12f;
@@ -177,7 +177,7 @@ static void scan_block(block_space *space, int64_t active) {
     }
 }
 
-/* 0, or 1 where memory ran out. Row r excludes gone[starts[r]:starts[r + 1]]. */
+/* Return 0, or 1 if memory ran out. Row r excludes gone[starts[r]:starts[r + 1]]. */
 int larder_topk(const larder_items *items, const float *users, int64_t count, const int64_t *starts,
                 const int64_t *gone, int64_t k, int level, uint32_t *ordinals, float *scores) {
     block_space space = {0};

@@ -18,7 +18,7 @@ from tests.audit.values import Json, Vector
 from tests.audit.world import draw_looks
 
 VECTORS = "docs/how-to/import/vectors.md: "
-TABLES = "docs/reference/configuration.md: Precision of stored numbers: float16, float32 or, of vectors alone, int8"
+TABLES = "docs/reference/configuration.md: Precision of stored numbers: float16, float32 or, for vectors only, int8"
 NEAR = "docs/how-to/reuse-near-answers.md: "
 
 

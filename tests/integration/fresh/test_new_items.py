@@ -313,7 +313,7 @@ async def test_what_the_model_cannot_take_is_refused_at_once(
     async with serving(other_config, events=other_config.events) as app:
         receipt = await send(app, [{"id": "1", "item": "new", "vector": [0.5] * 16}])
         assert [rejection["reason"] for rejection in receipt["rejected"]] == ["fixed_items"]
-        assert "import the bundle anew with the item" in receipt["rejected"][0]["detail"]
+        assert "import the bundle again with the item" in receipt["rejected"][0]["detail"]
 
 
 async def test_a_blocked_item_has_no_value_and_gets_none_from_any_source(stream: Stream) -> None:

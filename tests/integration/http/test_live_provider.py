@@ -102,7 +102,7 @@ def test_int8_models_are_not_said_to_run_on_a_gpu_that_has_few_of_their_operator
 
     assert predictor is not None and degraded is None and predictor.precisions["user_tower"] == "int8"
     assert accelerators and set(accelerators) == {None}
-    assert fallback == "cuda has few of the operators of int8 models: set precision to fp32"
+    assert fallback == "cuda supports few of the operators of int8 models: set precision to fp32"
 
 
 def test_models_that_fail_on_a_gpu_run_on_the_processor(

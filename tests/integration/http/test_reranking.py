@@ -251,7 +251,7 @@ async def test_only_lists_are_put_in_order(
 
 def test_a_declared_one_that_is_none_stops_the_service_before_it_starts() -> None:
     config = ServingConfig(rerank={"varied": {"diversify": {"most": 2}}})
-    with pytest.raises(ConfigError, match=r"\[serving\.rerank\.varied\.diversify\]: diversify has"):
+    with pytest.raises(ConfigError, match=r"\[serving\.rerank\.varied\.diversify\]: diversify must have"):
         check_configured_files(config)
 
 

@@ -64,11 +64,11 @@ def test_the_line_names_format_versions_and_remedy(monkeypatch: pytest.MonkeyPat
 
     assert unreadable_reason(MANIFEST, 2) is None
     assert unreadable_reason(MANIFEST, 4, "the manifest of g") == (
-        f"the manifest of g has manifest format 4, this release ({THIS_RELEASE}) reads 2 to 3; a newer Larder wrote "
-        "it: "
+        f"the manifest of g has manifest format 4, this release ({THIS_RELEASE}) reads 2 to 3; it was written by "
+        "a newer release: "
         "upgrade this program first"
     )
-    assert "run that release in between" in str(unreadable_reason(MANIFEST, 1))
+    assert "run the preceding release first" in str(unreadable_reason(MANIFEST, 1))
 
 
 def test_a_newer_pointer_is_no_damaged_one() -> None:

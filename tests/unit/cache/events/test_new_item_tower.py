@@ -48,17 +48,17 @@ LONG = {"looks": (0.5,) * DIMS}
     ("inputs", "event", "code", "field", "says"),
     [
         (manifest(LOOKS_INPUT), brings(vector=(1.0,)), "unfit_item", "vector",
-        "takes looks and makes the vector itself"),
+        "takes looks and computes the vector itself"),
         (manifest(LOOKS_INPUT), brings(features={"size": 1}), "unfit_item", "features", "looks is missing"),
         (manifest(LOOKS_INPUT), brings(features={"looks": (1.0,)}), "unfit_item", "features.looks", "takes 16 numbers"),
         (
             manifest(LOOKS_INPUT),
             brings(features=LONG, attributes={f"a{at}": 1 for at in range(VALUES_PER_ENTITY_MAX)}),
-            "unfit_item", "features", "65 features and attributes, 64",
+            "unfit_item", "features", "65 features and attributes, at most 64",
         ),
-        (manifest(INDEX), brings(features=LONG), "fixed_items", "features", "import the bundle anew"),
+        (manifest(INDEX), brings(features=LONG), "fixed_items", "features", "import the bundle again"),
         (manifest(INDEX, LOOKS_INPUT), brings(vector=(1.0,)), "fixed_items", "vector", "takes an item's index"),
-        (manifest(), brings(vector=(1.0,)), "fixed_items", "vector", "import the bundle anew"),
+        (manifest(), brings(vector=(1.0,)), "fixed_items", "vector", "import the bundle again"),
         (
             manifest(INDEX, **{ITEM_VECTORS_FACT: True}), brings(vector=(1.0, 2.0)),
             "unfit_item", "vector", "vectors of 4 numbers, not 2",

@@ -46,7 +46,7 @@ def test_with_tls_servers_and_sentinels_are_asked_by_the_same_options() -> None:
         ("redis+sentinel://u:secret@a:0/m", "address 1"),
         ("redis+sentinel://u:secret@/m", "address 1"),
         ("redis+sentinel://u:secret@a,/m", "address 2"),
-        ("redis+sentinel://u:secret@a/m/x", "database's number"),
+        ("redis+sentinel://u:secret@a/m/x", "database number"),
         ("redis+sentinel://:x/y/cdsecret@h:26379/m", "percent-encode"),
         ("redis+sentinel://u:5/secret@h:26379", "percent-encode"),
         ("redis+sentinel://:secret/x@h:26379/m", "percent-encode"),

@@ -281,5 +281,5 @@ def test_a_binary_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 def test_no_server_anywhere_names_the_ways_out(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such server"):
+    with pytest.raises(ConfigError, match="names no server that exists"):
         find_server({"PATH": str(tmp_path), "LARDER_REDIS_SERVER": "redis-server"})

@@ -37,7 +37,7 @@ def test_a_refusal_reported_by_an_error_of_the_drivers_own_is_a_refusal(tmp_path
 
 
 def test_what_was_created_and_is_not_there_is_an_error_and_no_success(tmp_path):
-    with pytest.raises(StoreError, match="is not what was just created"):
+    with pytest.raises(StoreError, match="does not have the content that was just written"):
         store_of(Forgetful, tmp_path).write_once("releases/1.json", b"ours")
 
 

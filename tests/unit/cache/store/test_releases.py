@@ -130,7 +130,7 @@ def test_a_record_under_anothers_name_is_refused(tmp_path: Any) -> None:
     store = ArtefactStore(str(tmp_path))
     store.write(intent_path(1), replace(FIRST, number=2).to_bytes())
 
-    with pytest.raises(CorruptArtefact, match="the record 2 under another's name") as refused:
+    with pytest.raises(CorruptArtefact, match="the record 2 is stored under another number") as refused:
         all_releases(store)
     assert refused.value.details["path"] == "releases/1.json"
 
