@@ -224,7 +224,7 @@ class Releases:
             view = self.view()
             current_state = view.state(generation)
             if current_state is GenerationState.RETIRED:
-                raise Conflict(f"{generation} was retired while the night was making it", generation=generation)
+                raise Conflict(f"{generation} was retired while it was being made", generation=generation)
             rows = {generation: RegistryRow(state_after_step.get(current_state, state), self.clock())}
             if current_state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
                 return

@@ -186,8 +186,8 @@ def odd_figures_remarks(figures: InteractionFigures) -> list[str]:
         )
     if figures.early and figures.newest_us >= YEAR_1990_US:
         odd_remarks.append(
-            f"{figures.early:,} of {figures.rows:,} rows have a time before 1980, others a later one: is it another "
-            "unit, or a placeholder for none?"
+            f"{figures.early:,} of {figures.rows:,} rows have a time before 1980, others a later one: is it in another "
+            "unit, or a placeholder for a missing time?"
         )
     if 0 < figures.untimed < figures.rows:
         untimed_share = figures.untimed / figures.rows

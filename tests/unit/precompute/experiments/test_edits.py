@@ -54,7 +54,7 @@ def test_a_repeat_is_the_same_and_anything_else_of_that_name_is_refused() -> Non
         ((("a", "second", 0.5), ("b", "third", 0.5)), 0.2, "own namespace"),
         ((("a", "default", 0.5), ("b", "default", 0.5)), 0.2, "own namespace"),
         ((("a", "default", 0.5), ("b", "second", 0.6)), 0.2, "sum to 1, not to 1.1"),
-        ((("a", "default", -0.5), ("b", "second", 1.5)), 0.2, "parts of their experiment"),
+        ((("a", "default", -0.5), ("b", "second", 1.5)), 0.2, "must sum to 1"),
         ((("a", "default", 0.5), ("b", "second", 0.5)), 0.0, "--share is above 0"),
         ((("a", "default", 0.5), ("b", "second", 0.5)), float("nan"), "--share is above 0"),
     ],
