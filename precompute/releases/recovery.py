@@ -71,7 +71,7 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
         except (LarderError, OSError) as error:
             report["unmended"] = str(error)
             report["next"] = (
-                f"readers follow {pointer.generation}, but its pages could not all be read back and repaired: as soon  "
+                f"readers follow {pointer.generation}, but its pages could not all be read back and repaired: as soon "
                 "as they can be, run `larder restore`"
             )
     return report

@@ -793,7 +793,7 @@ def demand_lines_of_ids(path: SourceFile) -> None:
             f"{path} begins with a comment, {format_case_value(first_lines[0])!r}: lines are read as `user item item "
             "...`, so "
             "remove "
-            "comments out"
+            "comments"
         )
     if reason := _odd_signs_reason([line for line in first_lines if line.strip()]):
         raise SourceError(

@@ -657,6 +657,6 @@ def _remarks_on_late_training(bundle: Bundle, cut: str | None) -> list[str]:
     remark = (
         f"the model was trained on interactions up to {trained_until}, but `heldout_recall` judges by those after "
         f"{cut}, so "
-        f"so the recall is too high: train it with `larder train --data-until {cut}`"
+        f"the recall is too high: train it with `larder train --data-until {cut}`"
     )
     return [remark]
