@@ -280,7 +280,7 @@ def test_a_type_that_holds_no_ids_is_refused_with_what_to_do(column, message_pat
 
 def test_a_weight_with_a_comma_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "a.csv").write_text("user;item;weight\nu;i;4,5\n")
-    with pytest.raises(SourceError, match="weights are numbers, with a point"):
+    with pytest.raises(SourceError, match="weights are numbers, with a decimal point"):
         read(tmp_path, "a.csv", separator=";")
 
 
