@@ -1,4 +1,4 @@
-"""Inputs of a night cut into shards by hash: the catalogue of items, users' histories, the sample held out.
+"""Inputs of a night, divided into shards by hash: item catalogue, users' histories and features, holdout sample.
 
 Start at `catalogue` and `partition`.
 """

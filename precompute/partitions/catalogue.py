@@ -1,4 +1,4 @@
-"""Catalogue: which items a generation knows, in ordinal order, with their vectors and feature columns."""
+"""Catalogue: the items of a generation in ordinal order, with their vectors and feature columns."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -58,11 +58,11 @@ ITEM_FEATURES_SOURCE = "item_features"
 """Name of the feature table of items in reports."""
 
 FEATURE_ROWS_AT_ONCE = 1 << 14
-"""Items whose values are read at once: a text becomes a Python object, of which no step holds one for each item."""
+"""Items whose values are read at once. It bounds memory, since each text becomes a Python object."""
 
 
 class CatalogueFields(TypedDict):
-    """Catalogue as the report of `begin` has it; items of shard `s` are `bounds[s]` to `bounds[s + 1]`."""
+    """Fields on the catalogue in the report of `begin`; shard `s` holds items `bounds[s]` to `bounds[s + 1]`."""
 
     item_seed: int
     items: int
@@ -71,7 +71,7 @@ class CatalogueFields(TypedDict):
 
 
 def feature_inputs(bundle: Bundle, entity: EntityKind) -> list[InputSpec]:
-    """Inputs that models of one kind of entities take from feature columns."""
+    """Return the inputs that the models of this kind of entity take from feature columns."""
     return _feature_inputs(bundle.models, entity)
 
 
@@ -80,7 +80,7 @@ def _feature_inputs(models: Sequence[BundleModel], entity: EntityKind) -> list[I
 
 
 def needs_item_index(bundle: Bundle) -> bool:
-    """True if a model of items can only answer for items of the bundle's own vocabulary."""
+    """True if a model of items takes an item index, so that it knows only the items of the bundle's vocabulary."""
     return any(
         input_spec.bind == "item_index"
         for model in bundle.models
@@ -101,15 +101,13 @@ def write_catalogue(
     event_item_ids: Collection[bytes] = (),
     unusable: UnusableRows | None = None,
 ) -> CatalogueFields:
-    """Write ids, offsets, model indices and the item directory; return the seed and counts, also of items left out.
+    """Write ids, offsets, model indices and the item directory; return the seed, the counts and the shards' bounds.
 
-    The items are those of the feature table if there is one, with those that events `event_item_ids`, else the
-    bundle's. An item that the models cannot answer for (not in their vocabulary, where they want an index; or among
-    `left_out_ids`, Arrow strings) is left out and counted; an erased one is just not there. A row without an id, with
-    one
-    that came before, or whose features (with the `event_values` that events set) the item tower cannot use is left out
-    and
-    noted in `unusable`.
+    The items are those of the feature table and `event_item_ids`; without a feature table, those of the bundle's
+    vocabulary. Erased items are dropped. Items for which the models have no output are left out and counted: they are
+    not in the vocabulary although a model takes an item index, or they are among `left_out_ids` (Arrow strings). A row
+    is left out and noted in `unusable` if it has no id, if an earlier row has its id, or if the item tower cannot use
+    its features (with the `event_values` that events set).
     """
     vocabulary = bundle.vocabulary
     unusable_rows = UnusableRows() if unusable is None else unusable
@@ -145,9 +143,9 @@ def write_catalogue(
 
 
 def answerable_item_mask(bundle: Bundle, item_ids: Any) -> NDArray[np.bool_]:
-    """Mask of Arrow strings: the items that the models can answer for, as far as their vocabulary decides.
+    """Return bool [n]: the Arrow strings that are in the vocabulary; all of them if no model takes an item index.
 
-    Raises SourceError if it is none of them.
+    Raises SourceError if no string is in the vocabulary.
     """
     if not needs_item_index(bundle):
         return np.ones(len(item_ids), np.bool_)
@@ -168,7 +166,10 @@ def read_feature_items(
     event_item_ids: Collection[bytes],
     unusable_rows: UnusableRows,
 ) -> Any:
-    """Items of the feature table that the item tower can use, each once: its first row counts."""
+    """Return the ids of the feature table's items that the item tower can use, each once: its first row counts.
+
+    Returns None if no feature table is configured.
+    """
     if not config.sources.item_features:
         return None
     path = source_file(config.sources.item_features, config.path("."))
@@ -195,7 +196,7 @@ def read_feature_items(
         ],
         pa.string(),
     )
-    # What an event set wrongly is noted where the columns are pinned.
+    # Unusable values of events are noted when the feature columns are pinned.
     for ids, column_by_name in with_event_values(
         table_batches, event_values, kind="item", unusable=UnusableRows(), inputs=_feature_inputs(models, "item"),
         addable_ids=event_item_ids,
@@ -220,7 +221,7 @@ def read_feature_items(
                 unusable_rows,
             )
         )
-    if event_item_ids and not feature_columns:  # no column says anything of them: their vectors are in the bundle
+    if event_item_ids and not feature_columns:  # such items need no features: the bundle has their vectors
         event_id_texts = pa.array(sorted(raw_id.decode() for raw_id in event_item_ids), pa.string())
         is_in_table = pc.is_in(event_id_texts, value_set=pa.chunked_array(id_chunks, pa.string()).combine_chunks())
         id_chunks.append(event_id_texts.filter(pc.invert(is_in_table)))
@@ -239,9 +240,9 @@ def read_feature_items(
 def _demand_any_rows(
     table_batches: Iterable[tuple[Ids, dict[str, Any]]], path: SourceFile
 ) -> Iterator[tuple[Ids, dict[str, Any]]]:
-    """The batches of a table of items; raises SourceError where these have no rows.
+    """Yield the batches of a table of items; raise SourceError if the table has no rows.
 
-    The catalogue is never the whole vocabulary instead: that has every item that was withdrawn since the model learnt.
+    The whole vocabulary is no substitute: it includes items that were withdrawn after the model was trained.
     """
     row_count = 0
     for ids, column_by_name in table_batches:
@@ -249,8 +250,8 @@ def _demand_any_rows(
         yield ids, column_by_name
     if not row_count:
         raise SourceError(
-            f"{path} has no rows, so no item could be recommended: write the items that may be, or leave "
-            "sources.item_features out for all that the model knows",
+            f"{path} has no rows, so no item could be recommended: write the items that may be recommended, or remove "
+            "sources.item_features to use all items that the model knows",
             path=str(path),
         )
 
@@ -264,9 +265,9 @@ def _usable_value_mask(
     is_changed: NDArray[np.bool_],
     unusable_rows: UnusableRows,
 ) -> NDArray[np.bool_]:
-    """Mask of rows with every value; those that say nothing are noted, missing ones too: an item needs them.
+    """Return bool [rows], True for rows with a usable value for every input; note the other rows, also missing values.
 
-    Those that events changed are noted as of the events.
+    Rows with values set by events (`is_changed`) are noted under the events' source.
     """
     usable_mask = np.ones(len(item_ids), np.bool_)
     events_source = f"{EVENTS_SOURCE_PREFIX}.{ITEM_FEATURES_SOURCE}"
@@ -286,7 +287,7 @@ def _usable_value_mask(
             bad_mask_by_reason = {
                 f"{spec.column}: {TEXT_TOO_LONG_REASON}": is_long,
                 **bad_mask_by_reason,
-            }  # the first reason counts
+            }  # first, as only a row's first reason is counted
         for source, source_mask in (
             (ITEM_FEATURES_SOURCE, usable_mask & ~is_changed),
             (events_source, usable_mask & is_changed),
@@ -305,7 +306,7 @@ def _text_hasher_of(hasher: HashIds) -> Callable[[Any, int], NDArray[np.uint64]]
 
 
 def _write_id_files(generation_folder: Path, id_texts: Any, row_order: NDArray[np.int64]) -> None:
-    """The ids in this order, and where each begins and the last one ends."""
+    """Write the ids in this order, and offsets: the start of each id, then the end of the last one."""
     large_texts = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in id_texts.chunks])
     _, offsets_buffer, text_buffer = large_texts.take(pa.array(row_order)).buffers()
     id_offsets = np.frombuffer(offsets_buffer, np.int64)[: len(row_order) + 1]
@@ -314,7 +315,7 @@ def _write_id_files(generation_folder: Path, id_texts: Any, row_order: NDArray[n
 
 
 def item_id_texts(items: ItemTable) -> Any:
-    """The ids of all items in ordinal order, as chunks of Arrow strings over the mapped file."""
+    """Return the ids of all items in ordinal order, as chunks of Arrow strings over the mapped file."""
     id_bytes, id_offsets = items.shared_ids
     id_chunks = []
     for first_item in range(0, items.count, CHUNK_ROWS_MAX):
@@ -327,18 +328,18 @@ def item_id_texts(items: ItemTable) -> Any:
 
 
 def ordinals_of_texts(items: ItemTable, id_texts: Any) -> NDArray[np.int64]:
-    """int64[n]: `ItemTable.ordinals_of` of chunked Arrow strings, some of them at a time."""
+    """Return `ItemTable.ordinals_of` the chunked Arrow strings, int64[n]; chunks are looked up one after the other."""
     chunk_ordinals = [np.asarray(items.ordinals_of(to_raw_ids(chunk))) for chunk in id_texts.chunks]
     return np.concatenate([np.empty(0, np.int64), *chunk_ordinals])
 
 
 def directory_file_path(entity_kind: str, shard: int) -> str:
-    """Path of one directory part."""
+    """Return the path of one part of the directory, relative to the generation's folder."""
     return f"directory/{entity_kind}/{shard:04d}.u64"
 
 
 def open_items(generation_folder: Path, catalogue_fields: CatalogueFields, *, dims: int = 0) -> ItemTable:
-    """The item table of a build; with `dims`, its vectors as well."""
+    """Open the item table of a build, with its vectors if `dims` is not 0."""
     shard_bounds = catalogue_fields["bounds"]
     shard_count = len(shard_bounds) - 1
     directory_parts = [
@@ -365,7 +366,7 @@ def open_items(generation_folder: Path, catalogue_fields: CatalogueFields, *, di
 def most_popular_items(
     items: ItemTable, interaction_counts: NDArray[np.int64], item_limit: int
 ) -> tuple[Sequence[str], list[float]]:
-    """The k most popular items and their share of all interactions; ties by ordinal."""
+    """Return the `item_limit` most popular items and each one's share of all interactions; ties by ordinal."""
     popular_ordinals = np.lexsort((np.arange(items.count), -interaction_counts))[: min(item_limit, items.count)]
     total_interactions = max(1, int(interaction_counts.sum()))
     return items.ids_of(popular_ordinals.astype(np.uint32)), [
@@ -374,7 +375,7 @@ def most_popular_items(
 
 
 class ItemFeatures:
-    """Inputs that one model of items takes from feature columns, as `write_item_features` left these."""
+    """Inputs that one model of items takes from the feature columns written by `write_item_features`."""
 
     def __init__(self, column_by_name: Mapping[str, Any], spec: TowerSpec, item_count: int) -> None:
         self._column_by_name = column_by_name
@@ -383,7 +384,7 @@ class ItemFeatures:
 
     @classmethod
     def open(cls, features_path: Path, spec: TowerSpec, count: int) -> Self:
-        """Maps the columns of all `count` items; a model without features needs no file."""
+        """Map the columns of all `count` items; a model without features needs no file."""
         if not spec.features:
             return cls({}, spec, count)
         with pa.memory_map(str(features_path)) as source:
@@ -395,7 +396,7 @@ class ItemFeatures:
         )
 
     def of(self, ordinals: NDArray[np.int64]) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
-        """(values of these ordinals by the tower's input names, which of them have all); the others' mean nothing."""
+        """Return (values by input name, mask of ordinals with all inputs); values outside the mask are undefined."""
         has_all_inputs, values_by_input, arrow_rows = (np.ones(len(ordinals), np.bool_), {}, pa.array(ordinals))
         for input_spec in self._input_specs:
             column = self._column_by_name[str(input_spec.column)].take(arrow_rows).combine_chunks()
@@ -405,7 +406,7 @@ class ItemFeatures:
         return values_by_input, has_all_inputs
 
     def usable(self) -> NDArray[np.bool_]:
-        """bool [items]: the items that have every input."""
+        """Return bool [items]: the items that have every input."""
         usable_masks = [self.of(rows)[1] for rows in _row_ranges(self._item_count)]
         return np.concatenate([np.empty(0, np.bool_), *usable_masks])
 
@@ -420,11 +421,10 @@ def write_item_features(
     event_item_ids: Collection[bytes] = (),
     unusable: UnusableRows | None = None,
 ) -> str | None:
-    """Pin the feature columns that models of items want, a row per ordinal; the file, None when none is wanted.
+    """Write the feature columns of all item models, one row per ordinal; return the file, None without features.
 
-    They have the `event_values` that events set, and items that events `event_item_ids` these alone. Those that a
-    value model
-    cannot use are noted: the item has no record of it.
+    Values that events set (`event_values`) replace the table's; items of `event_item_ids` without a row get only values
+    set by events. Values that a value model cannot use are noted: the item gets no record of that model.
     """
     input_specs = feature_inputs(bundle, "item")
     feature_columns = sorted({str(input_spec.column) for input_spec in input_specs})
@@ -465,10 +465,10 @@ def columns_by_ordinal(
     input_specs: Sequence[InputSpec] = (),
     unusable: UnusableRows | None = None,
 ) -> dict[str, Any]:
-    """Columns of a feature table as Arrow arrays with a value for each item, null for one that is not in it.
+    """Return feature columns as Arrow arrays with one value per ordinal, null for an item without a row.
 
-    With the `event_values` that events set; those that their column cannot hold, or one of `input_specs` not use, are
-    noted.
+    Values that events set (`event_values`) replace the table's. Event values that do not fit their column's type, or
+    that one of `input_specs` cannot use, are noted.
     """
     unusable_rows = UnusableRows() if unusable is None else unusable
     table_batches = read_features(path, id_column, feature_columns)
@@ -476,7 +476,7 @@ def columns_by_ordinal(
         table_batches, event_values, kind="item", unusable=unusable_rows, inputs=input_specs, addable_ids=event_item_ids
     ))  # fmt: skip
     row_ordinals = np.concatenate([_ordinals_in_pieces(items, ids.texts()) for ids, _ in batches])
-    matched_indexes = np.flatnonzero(row_ordinals >= 0)[::-1]  # of an item that comes twice, its first row
+    matched_indexes = np.flatnonzero(row_ordinals >= 0)[::-1]  # reversed: of repeated rows the first one counts
     row_by_ordinal = np.full(items.count, -1, np.int64)
     row_by_ordinal[row_ordinals[matched_indexes]] = matched_indexes
     arrow_rows = pa.array(row_by_ordinal, mask=row_by_ordinal < 0)
@@ -496,7 +496,7 @@ def _note_unusable_values(
     unusable: UnusableRows,
     text_bytes_max: int,
 ) -> None:
-    """Note a column's values that one of its inputs cannot use; a row is looked at once."""
+    """Note a column's values that one of its inputs cannot use, each row once."""
     unusable.count_checked(source_name := f"{ITEM_FEATURES_SOURCE}.{column_name}", len(item_column))
     for row_range in _row_ranges(len(item_column)):
         first_ordinal = int(row_range[0])

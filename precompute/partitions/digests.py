@@ -1,8 +1,8 @@
-"""Digests of inputs: 64 bits for the data that a model, and its list, use of one user or item.
+"""Digests of inputs: 64 bits for all data from which a user's or an item's records are computed.
 
-Two inputs that differ have one digest with a chance of 2**-64: numbers are mixed by the finalizer of SplitMix64
-(Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), texts by xxh3, and the parts of a row are
-added after each was mixed with its position.
+Different inputs have the same digest with probability 2**-64. Numbers are mixed by the finalizer of SplitMix64 (Steele,
+Lea, Flood, "Fast splittable pseudorandom number generators", 2014), texts are hashed by xxh3, and the parts of a row
+are each mixed with their position and then summed.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ def digest_value_rows(value_digests: Digests, row_starts: NDArray[np.int64]) -> 
 
 
 def digest_column(column: Any) -> Digests:
-    """Return digests [rows] of an Arrow array of texts, numbers, times, booleans, or lists of them; null is a value."""
+    """Return digests [rows] of an Arrow array of texts, numbers, times, booleans, or their lists; null has a digest."""
     if isinstance(column, pa.ChunkedArray):
         return np.concatenate([np.empty(0, np.uint64), *map(digest_column, column.chunks)])
     arrow_type = column.type
@@ -83,7 +83,7 @@ def digest_column(column: Any) -> Digests:
 
 
 def digest_columns(column_by_name: Mapping[str, Any], row_count: int) -> Digests:
-    """Return digests [count] of the rows of named columns, independent of the columns' order."""
+    """Return digests [rows] of the rows of named columns, independent of the columns' order."""
     row_digests = np.zeros(row_count, np.uint64)
     for name, column in column_by_name.items():
         (name_digest,) = text_hashes(pa.array([name]), 0)
@@ -92,9 +92,9 @@ def digest_columns(column_by_name: Mapping[str, Any], row_count: int) -> Digests
 
 
 def digest_users(shard_input: ShardInput, item_hashes: Digests) -> Digests:
-    """Return digests [entities] of a night's data on each: id, the history by the items' hashes, features, vector.
+    """Return digests [entities] of each user's data: id, item hashes of the history, features, vector.
 
-    If the night publishes the times of histories, these too: copied and computed users have the same ones.
+    Times of histories are included if the night publishes them, so that a copied user's published times are correct.
     """
     user_digests = digest_value_rows(item_hashes[shard_input.ordinals], shard_input.indptr)
     user_digests ^= mix_bits(text_hashes(shard_input.ids, FINGERPRINT_SEED))

@@ -1,4 +1,4 @@
-"""Grouping of a shard's rows by entity, by the hashes that name it. Pure."""
+"""Grouping of a shard's rows by the hash of their entity. Pure."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from precompute.partitions.shard_files import HASH_COLUMN
 
 
 def distinct_hashes(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """(each of them once, sorted; a row of each): as `np.unique`, whose sort is stable and five times slower."""
+    """Return (sorted distinct hashes, one row of each); five times as fast as `np.unique`, whose sort is stable."""
     hash_order = np.argsort(hashes)
     sorted_hashes = hashes[hash_order]
     is_first = np.ones(len(sorted_hashes), np.bool_)
@@ -19,9 +19,9 @@ def distinct_hashes(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], NDA
 
 
 def positions_of_hashes(sorted_hashes: NDArray[np.uint64], query_hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Places of `query_hashes` in the sorted `sorted_hashes`, int64; raises CorruptArtefact for one not among them.
+    """Return int64 positions of `query_hashes` in `sorted_hashes`; raise CorruptArtefact for a hash that is missing.
 
-    Hashes are spread evenly, so their leading bits say nearly where: an interpolation search, all of them at once.
+    Vectorised interpolation search: hashes are evenly distributed, so their leading bits give nearly the position.
     """
     if not len(query_hashes):
         return np.empty(0, np.int64)
@@ -42,11 +42,11 @@ def positions_of_hashes(sorted_hashes: NDArray[np.uint64], query_hashes: NDArray
 
 
 def _unnamed_users_error() -> CorruptArtefact:
-    return CorruptArtefact("the partition has rows of users that it does not name: begin the night again")
+    return CorruptArtefact("the partition has rows of users whose ids it lacks: begin the night again")
 
 
 def order_if_distinct(hashes: NDArray[np.uint64]) -> NDArray[np.int64] | None:
-    """The order that sorts the hashes of distinct ids, or None when two of them share one (take the next seed)."""
+    """Return the order that sorts the hashes of distinct ids; None if two ids have the same hash (try another seed)."""
     hash_order = np.argsort(hashes, kind="stable")
     sorted_hashes = hashes[hash_order]
     return None if (sorted_hashes[1:] == sorted_hashes[:-1]).any() else hash_order
@@ -55,9 +55,9 @@ def order_if_distinct(hashes: NDArray[np.uint64]) -> NDArray[np.int64] | None:
 def order_by_user_and_time(
     user_of_row: NDArray[np.int64], time_of_row: NDArray[np.int64], event_positions: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Return the order of `np.lexsort((time_of_row, user_of_row))`: numpy has a radix sort for numbered users.
+    """Return the order of `np.lexsort((time_of_row, user_of_row))`, faster: numpy has a radix sort for uint16 digits.
 
-    Rows of one time are in the order of their positions, if they have any: the team's come first, then events.
+    Rows with the same time are ordered by event position: rows of source files (0) first, then events.
     """
     if event_positions is None or not event_positions.any():
         row_order = np.argsort(time_of_row, kind="stable")
@@ -72,9 +72,9 @@ def order_by_user_and_time(
 
 
 def last_occurrence_mask(user_of_row: NDArray[np.int64], ordinal_of_row: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Mask of the rows that are the last occurrence of their (user, item) pair.
+    """Return bool [rows], True for the last occurrence of each (user, item) pair.
 
-    Values alone are sorted several times faster than an order is found: that is for the rows whose pair comes again.
+    np.sort is several times as fast as np.argsort, so only rows of repeated pairs go through argsort.
     """
     pair_codes = user_of_row * (int(ordinal_of_row.max(initial=0)) + 1) + ordinal_of_row
     sorted_pairs = np.sort(pair_codes)
@@ -93,7 +93,7 @@ def last_occurrence_mask(user_of_row: NDArray[np.int64], ordinal_of_row: NDArray
 
 
 def first_row_of_hashes(sorted_hashes: NDArray[np.uint64], arrow_table: Any) -> NDArray[np.int64]:
-    """Return the first row of each of the sorted hashes in a table, -1 for a hash without one."""
+    """Return the table's first row for each of the sorted hashes, -1 for a hash without a row."""
     hash_positions = positions_of_hashes(sorted_hashes, np.asarray(arrow_table.column(HASH_COLUMN)))
     first_rows = np.full(len(sorted_hashes), -1)
     first_rows[hash_positions[::-1]] = np.arange(len(hash_positions))[::-1]
@@ -101,20 +101,20 @@ def first_row_of_hashes(sorted_hashes: NDArray[np.uint64], arrow_table: Any) -> 
 
 
 class DistinctHashes:
-    """Distinct hashes, brought together now and then."""
+    """Set of distinct hashes, collected in batches and merged when they outgrow the set."""
 
     def __init__(self) -> None:
         self._distinct_hashes = np.empty(0, np.uint64)
         self._new_batches: list[NDArray[np.uint64]] = []
 
     def add(self, hashes: NDArray[np.uint64]) -> None:
-        """Takes some in."""
+        """Add hashes, repeated ones allowed."""
         self._new_batches.append(hashes)
         if sum(map(len, self._new_batches)) > max(1 << 16, len(self._distinct_hashes)):
             self.all()
 
     def all(self) -> NDArray[np.uint64]:
-        """Each of them once, sorted."""
+        """Return all distinct hashes, sorted."""
         self._distinct_hashes = np.unique(np.concatenate([self._distinct_hashes, *self._new_batches]))
         self._new_batches = []
         return self._distinct_hashes

@@ -1,4 +1,4 @@
-"""Holdout: interactions after the cut, of a bounded sample of users, which the night is judged by."""
+"""Holdout: interactions after the cut of a bounded sample of users, by which the gates judge the night."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ HOLDOUT_ITEMS_MAX: Final = 50
 
 
 class Holdout:
-    """Collector of interactions after the cut; keeps users with the smallest fingerprints, independent of row order."""
+    """Collector of interactions after the cut of the users with the smallest fingerprints, in any row order."""
 
     def __init__(self, users_max: int = HOLDOUT_USERS_MAX) -> None:
         self._users_max = users_max
@@ -55,7 +55,7 @@ class Holdout:
             self._fingerprint_limit = self._fingerprint_by_user[sampled_users[-1]] + 1
 
     def write(self, generation_folder: Path) -> str:
-        """Write the file in a generation's folder, even if it is empty, which is then known; return its path."""
+        """Write the file in a generation's folder; return its path. An empty file means that nothing was held out."""
         self._trim_users()
         item_list_by_user = {user_name: list(items) for user_name, items in self._items_by_user.items()}
         write_atomically(generation_folder / HOLDOUT_FILE, orjson.dumps(item_list_by_user))

@@ -1,4 +1,4 @@
-"""Marks of entities with values from a further input: their unusable rows are counted separately."""
+"""Marks: files of the entities for which events set values; their unusable rows are counted separately."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +13,7 @@ from cache.store.artefacts import write_atomically
 
 
 def marks_file_path(kind: EntityKind) -> str:
-    """Return the path, in a generation's folder, of the sorted fingerprints of users, or items, with event values."""
+    """Return the path, in a generation's folder, of the sorted fingerprints of the users or items with event values."""
     return f"work/set_by_events/{kind}.u64"
 
 
@@ -25,6 +25,6 @@ def write_marks(generation_folder: Path, kind: EntityKind, raw_ids: Iterable[byt
 
 
 def marked_mask(marks_path: Path, entity_fingerprints: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Return bool [n], whether each fingerprint is in the file."""
+    """Return bool [n]: the fingerprints that are in the file."""
     is_marked: NDArray[np.bool_] = np.isin(entity_fingerprints, map_file(marks_path, "<u8"))
     return is_marked

@@ -1,4 +1,4 @@
-"""Input of a night: its sources, and from a feature in addition to them files, interactions and values of entities."""
+"""Input of a night: its sources, and what a feature adds to them: files, interactions and values of entities."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from precompute.sources.readers import Interactions
 from precompute.sources.unusable import UnusableRows
 
 FurtherInteractions = Callable[[int, UnusableRows], Iterator[Interactions]]
-"""Function that yields batches of further interactions, from one of their files on; events have positions."""
+"""Function that yields batches of a feature's interactions from this file number on; events have positions."""
 
 
 def no_further_interactions(_first_file: int, _unusable: UnusableRows) -> Iterator[Interactions]:
@@ -24,10 +24,10 @@ def no_further_interactions(_first_file: int, _unusable: UnusableRows) -> Iterat
 
 
 class NightValues(NamedTuple):
-    """Values that events set, as a night uses them: models' inputs, and `attributes` of items for filters.
+    """Values that events set, by use: inputs of models for users and items, and `attributes` of items for filters.
 
-    `event_item_ids` are items that events made answerable, `unlisted` those of them that are in no table of the team's;
-    `users_digest` is that of the users' values.
+    `event_item_ids` are items for which events set all inputs that the models need; `unlisted` are those of them that
+    no source table has. `users_digest` is the digest of the users' values.
     """
 
     users: EntityValues
@@ -41,7 +41,7 @@ class NightValues(NamedTuple):
 NO_EVENT_VALUES: Final = NightValues(NO_ENTITY_VALUES, NO_ENTITY_VALUES, NO_ENTITY_VALUES, frozenset(), frozenset(), "")
 
 CollectValues = Callable[[NightConfig, Bundle, ErasedEntities, UnusableRows, int], NightValues]
-"""Function that returns values up to a cut (Unix seconds); drops those of erased entities, notes unusable ones."""
+"""Function that returns the values set up to a cut (Unix seconds), without erased entities; notes unusable values."""
 
 
 def collect_no_values(
@@ -52,7 +52,7 @@ def collect_no_values(
 
 
 class TakenEvents(TypedDict):
-    """Result of `take_events`: position up to which files have all events, and counts of this try."""
+    """Result of `take_events`: the position up to which the files have all events, and the counts of this run."""
 
     events_until: str
     events: int
@@ -76,9 +76,9 @@ class EventFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class FurtherInput:
-    """Further input as `begin` lists it; `newest_s` is the Unix time of its newest entry, None if unknown.
+    """Input that a feature adds; `newest_s` is the Unix time of its newest entry, None if unknown.
 
-    `facts` are fields of the report.
+    `facts` are fields of the report of `begin`.
     """
 
     files: tuple[SourceFile, ...] = ()
@@ -93,10 +93,10 @@ NO_FURTHER_INPUT: Final = FurtherInput()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NightInput:
-    """Input of a night: the sources up to a cut, a feature's further input, whatever its time, and erased entities.
+    """Input of a night: the sources up to a cut, a feature's further input without a cut, and the erased entities.
 
-    `files` are the team's files of interactions, None for those that the sources name; `pinned` are all input files
-    with their checksums, interactions first.
+    `files` are the files of interactions, None for those that the sources name; `pinned` are all input files with their
+    checksums, interactions first.
     """
 
     config: NightConfig

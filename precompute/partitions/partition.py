@@ -1,4 +1,4 @@
-"""Partition: one pass over the sources that writes every entity's rows into the file of its hash shard."""
+"""Partition: one pass over the sources that writes each user's rows into the file of the shard that has its hash."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -75,16 +75,16 @@ UNKNOWN_ITEMS_FILE = "work/unknown_items.u64"
 """Sorted uint64 hashes of the item ids in interactions that the catalogue lacks."""
 
 UNKNOWN_ITEMS_SEED = 0
-"""Seed of these hashes."""
+"""Seed of the hashes of unknown items."""
 
 UNKNOWN_EXAMPLES_MAX = 2
-"""Unknown items that are named."""
+"""Examples of unknown items that reports name, at most."""
 
 SHARDS_COUNTED_AT_ONCE = 2
-"""Shards whose entities are counted at once: each takes COUNTED_ROWS_AT_ONCE of memory."""
+"""Shards whose entities are counted at once: each needs memory for COUNTED_ROWS_AT_ONCE rows."""
 
 OPEN_FILES_PER_SHARD = 2
-"""Files of each shard open for writing at the same time: rows and ids (and touched users)."""
+"""Files of each shard that are open for writing at once: rows and ids. A taken-over partition adds touched users."""
 
 _ROWS_SCHEMA = pa.schema([(HASH_COLUMN, pa.uint64()), ("ordinal", pa.int32()), ("time", pa.int64())])
 _POSITIONED_ROWS_SCHEMA = _ROWS_SCHEMA.append(pa.field(POSITION_COLUMN, pa.int64()))
@@ -93,9 +93,9 @@ _TOUCHED_SCHEMA = pa.schema([(HASH_COLUMN, pa.uint64())])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InteractionCounts:
-    """Counts of interactions: all before the cut, those with unknown items, those of each item, and those after it.
+    """Counts of interactions: all before the cut, with unknown items, per item, and after the cut (`late`).
 
-    `unknown` are the hashes of the unknown items' ids, sorted.
+    `unknown` are the sorted hashes of the unknown items' ids.
     """
 
     interactions: int
@@ -105,7 +105,7 @@ class InteractionCounts:
     late: int
     rows: RowCounts
     unknown_examples: tuple[str, ...] = ()
-    """Some of the unknown items that the team's interactions name."""
+    """Some unknown items that the interaction files name; items of events are never examples."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +115,7 @@ class PartitionResult:
     seed: int
     users: int
     featured: int
-    """Users among these that only the feature table names."""
+    """Users, counted in `users` too, that only the feature table names."""
     interaction_counts: InteractionCounts
     unusable: UnusableReport
     took_over: bool
@@ -123,10 +123,11 @@ class PartitionResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlierPartition:
-    """Partition of an earlier night, made of the first `files` of the team's interactions and `event_files` of events.
+    """Partition of an earlier night, made from the first `files` interaction and `event_files` event files.
 
-    `new_ordinals` int64 [its items] are their ordinals now, -1 for a removed item, None if all stayed;
-    `lost_item_hashes` are hashes of the removed items' ids. The counts, and `unusable` by source, are of its rows.
+    `new_ordinals` int64 [earlier items] maps the earlier ordinals to this night's, -1 for a removed item; None if no
+    ordinal changed. `lost_item_hashes` are hashes of the removed items' ids. The counts, and `unusable` by source, are
+    of the earlier rows.
     """
 
     folder: Path
@@ -144,7 +145,7 @@ class EarlierPartition:
     unknown_examples: tuple[str, ...] = ()
 
     def rows(self, shard: int) -> Iterator[tuple[Any, NDArray[np.uint64]]]:
-        """Yield batches of a shard's rows with this night's ordinals, and the users who lost an item."""
+        """Yield (batch of a shard's rows with this night's ordinals, hashes of its users who lost an item)."""
         (rows_path,) = shard_paths(self.folder, shard, ("rows",))
         for batch in read_batches(rows_path):
             if self.new_ordinals is None:
@@ -160,12 +161,12 @@ class EarlierPartition:
             yield pa.record_batch(new_columns, schema=batch.schema), np.unique(affected_hashes)
 
     def batches(self, shard: int, file_kind: str) -> Iterator[Any]:
-        """Yield batches of another file of a shard, unchanged."""
+        """Yield the batches of a shard's file of this kind, unchanged."""
         (file_path,) = shard_paths(self.folder, shard, (file_kind,))
         yield from read_batches(file_path)
 
     def remap_counts(self, item_count: int) -> tuple[NDArray[np.int64], int, NDArray[np.uint64]]:
-        """Return (popularity int64 [items], rows without a known item, hashes of unknown ids), all for this night."""
+        """Return this night's (popularity int64 [items], count of rows without a known item, hashes of unknown ids)."""
         if self.new_ordinals is None:
             return self.popularity.copy(), self.unknown_items, self.unknown
         popularity = np.zeros(item_count, np.int64)
@@ -181,7 +182,7 @@ class EarlierPartition:
     def take_over(
         self, shard_count: int, folder: Path, rows_files: ShardFiles, ids_files: ShardFiles, touched_files: ShardFiles
     ) -> None:
-        """Copy its rows, ids and other files into the files of this night's partition."""
+        """Copy the rows, ids and other files into this night's partition; record the users who lost an item."""
         for shard in range(shard_count):
             for batch, affected_hashes in self.rows(shard):
                 rows_files.extend(shard, [batch])
@@ -196,7 +197,7 @@ class EarlierPartition:
 
 
 def partition_file_paths(has_user_vectors: bool, shard_count: int) -> list[str]:
-    """Return the paths of the files of a partition, with the counts that a later night takes over."""
+    """Return the paths of all files of a partition, and of the count files that a later night takes over."""
     return [
         *(
             f"work/partition/{shard:04d}.{file_kind}"
@@ -209,7 +210,7 @@ def partition_file_paths(has_user_vectors: bool, shard_count: int) -> list[str]:
 
 
 class UserCounts(NamedTuple):
-    """Counts of a shard's users in the sources, and of those that only the feature table names."""
+    """Counts of a shard's users in all sources, and of the users that only the feature table names."""
 
     named: int
     featured: int
@@ -219,10 +220,10 @@ class UserCounts(NamedTuple):
 class PartitionJob:
     """Partition of a night's input into the Arrow files of each shard (`file_kinds_in`), below `folder`.
 
-    Values that one of `feature_inputs` cannot use are counted, those of further `feature_columns` are not. Vectors of
-    users, if the night has any, must have `dims` numbers. `needs_history`: no model answers for a user without a
-    history, so users whom events made known by features alone are not counted. The `holdout` gets interactions after
-    the cut.
+    Values that one of `feature_inputs` cannot use are counted; values of further `feature_columns` are not checked.
+    Users' vectors, if the night has any, must have `dims` numbers. With `needs_history`, no model answers for a user
+    without a history, so users known only from features set by events are not counted. The `holdout` collects
+    interactions after the cut.
     """
 
     night: NightInput
@@ -237,12 +238,12 @@ class PartitionJob:
     hasher: HashIds = hash_ids
 
     def run(self, earlier: EarlierPartition | None = None, *, seed: int = 0) -> PartitionResult:
-        """Write the files, trying seeds until no id collides.
+        """Write the files; retry with the next seed until no two ids have the same hash.
 
-        The rows of an `earlier` partition are taken over, source files that are not in it are read, and the users whose
-        inputs differ from then are recorded (TOUCHED_KIND). Erased entities are in no file, nor in the holdout.
-        Raises ConfigError where this process may not open a file for each shard, SourceError for an input that no row
-        can fill.
+        The rows of an `earlier` partition are taken over, only source files that it lacks are read, and the users whose
+        inputs changed since are recorded (TOUCHED_KIND). Erased entities are in no file and not in the holdout. Raises
+        ConfigError if this process may not open a file for each shard, SourceError if no row has a usable value for an
+        input.
         """
         night, shard_count = self.night, self.night.config.shards
         erased, user_values = night.erased, night.values.users
@@ -266,7 +267,7 @@ class PartitionJob:
                     )
             else:
                 note_event_values(night, feature_columns, self.feature_inputs, unusable_rows, self.lists)
-            # What is taken over was counted when it was read.
+            # Repeated rows of an earlier partition are already counted in its report.
             counted_unusable = unusable_rows if earlier is None else UnusableRows()
             event_user_hashes = np.empty(0, np.uint64)
             if self.needs_history and user_values:
@@ -349,7 +350,7 @@ def _partition_interactions(
         all_batches = chain(source_batches, job.night.further.interactions(first_file, unusable_rows))
 
         def place_batch(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
-            """Return a batch with the hashes of its users' names and an ordinal, -1 = unknown, for each item name."""
+            """Return the batch, the hashes of its user names, and the ordinal of each item name (-1 if unknown)."""
             user_hashes = hash_id_names(batch.users, seed, job.hasher)
             return batch, user_hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
 
@@ -371,7 +372,7 @@ def _partition_interactions(
             unknown_item_rows += len(ordinals) - len(known_ordinals)
             job.progress(row_count)
             if batch.positions is not None and len(known_ordinals) < len(ordinals):
-                # Anybody sends events: users of items that nobody knows would make the coverage as low as they like.
+                # Any caller can send events: rows with unknown items must not lower the coverage that a gate judges.
                 batch = batch.only(ordinals >= 0)
                 user_hashes, ordinals = hash_id_names(batch.users, seed, job.hasher), known_ordinals
             row_counts.add(user_hashes[batch.users.codes], batch.times)
@@ -402,9 +403,9 @@ def _count_users(
     event_user_hashes: NDArray[np.uint64],
     user_forms: IdForms,
 ) -> UserCounts | None:
-    """Count a shard's entities, None if two share a hash; note those that a table repeats, and all in `user_forms`.
+    """Count a shard's users, None if two share a hash; note repeated users, and add all ids to `user_forms`.
 
-    Not those in `event_user_hashes` (sorted hashes) that only features name.
+    Users in `event_user_hashes` (sorted) that only features name are not counted.
     """
     with scratch_folder(folder) as scratch_path:
         naming_kinds = user_naming_kinds(file_kinds_in(folder, shard))
@@ -430,7 +431,7 @@ def _count_users(
 
 
 def note_repeated_users(source_name: str, user_table: Any, unusable_rows: UnusableRows) -> None:
-    """Note rows of users that an earlier row named: the first one counts."""
+    """Note rows of users that an earlier row of the table has: only the first row counts."""
     user_hashes = np.asarray(user_table.column(HASH_COLUMN))
     hash_order = np.argsort(user_hashes, kind="stable")
     sorted_hashes = user_hashes[hash_order]
@@ -443,7 +444,7 @@ def note_repeated_users(source_name: str, user_table: Any, unusable_rows: Unusab
 
 
 def write_count_files(generation_folder: Path, interaction_counts: InteractionCounts) -> list[str]:
-    """Write counts of interactions by item, and the unknown items, for a night that takes this partition over."""
+    """Write interaction counts by item, and the unknown items, for a later night that takes this partition over."""
     write_atomically(generation_folder / POPULARITY_FILE, interaction_counts.popularity.astype("<i8").tobytes())
     write_atomically(generation_folder / UNKNOWN_ITEMS_FILE, interaction_counts.unknown.astype("<u8").tobytes())
     return [POPULARITY_FILE, UNKNOWN_ITEMS_FILE]

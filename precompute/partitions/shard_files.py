@@ -1,4 +1,4 @@
-"""Partition on disk: one Arrow stream per hash range."""
+"""Files of a partition: one Arrow stream per shard and kind of data."""
 
 import os
 import resource
@@ -16,57 +16,57 @@ from cache.errors import ConfigError
 from cache.store.artefacts import sync_folder
 
 BASE_FILE_KINDS = ("rows", "ids", "features")
-"""Kinds of files, each with a HASH_COLUMN: interactions, users' ids once per batch of the sources, and features."""
+"""Kinds of files, each with a HASH_COLUMN: interactions; users' ids, once per batch of the sources; features."""
 
 PARTITION_FOLDER = "work/partition"
-"""Folder of the partition in the generation's folder."""
+"""Folder of the partition, relative to the generation's folder."""
 
 USER_VECTORS_KIND = "vectors"
-"""Kind of file of a partition with vectors of users."""
+"""Kind of file with users' vectors."""
 
 TOUCHED_KIND = "touched"
-"""Kind of file of a partition that took an earlier one over: hashes of users whose inputs differ from then."""
+"""Kind of file in a partition that took over an earlier one: hashes of the users whose inputs changed since."""
 
 SPARE_DESCRIPTORS = 512
-"""Descriptors for all other uses: sources, artefacts, Redis, libraries."""
+"""File descriptors reserved for other uses: sources, artefacts, Redis, libraries."""
 
 OPEN_FILES_MAX = 1 << 20
 
 RANGES_PER_SHARD_MAX = 256
-"""Most hash ranges in whose order the rows of a shard's batches are: a slice is then a piece of each batch."""
+"""Most hash ranges by which the rows of a shard's batches are ordered, so that a slice is one piece of each batch."""
 
 RANGES_MAX = 1 << 16
-"""Most hash ranges of all shards: their numbers are uint16, for which numpy has a radix sort."""
+"""Most hash ranges of all shards together: their numbers are uint16, for which numpy has a radix sort."""
 
 HASH_COLUMN = "xxh3(user)"
-"""Column with the hash of a row's user under the partition's seed."""
+"""Column with the hash of the row's user under the partition's seed."""
 
 POSITION_COLUMN = "position"
-"""Column of rows with the position of their event, if events are taken in; 0 for a row of the team's own files."""
+"""Column with the position of the row's event, if events are read; 0 for a row of a source file."""
 
 
 def first_hash(shard: int, shard_count: int) -> int:
-    """Return the first hash of a shard's range of the 64-bit hash."""
+    """Return the first 64-bit hash of a shard's range."""
     return -((-shard << 64) // shard_count)
 
 
 def shard_of(hashes: NDArray[np.uint64], shard_count: int) -> NDArray[np.int64]:
-    """Return int64[n], the shard whose range holds each hash."""
+    """Return int64[n], the shard of each hash."""
     first_hashes = np.array([first_hash(shard, shard_count) for shard in range(shard_count)], np.uint64)
-    # The upper half of a hash names its range, or the one before it: no search, however many ranges there are.
+    # The upper half of a hash gives its range or the range before it, so no search is needed.
     guessed_shards = ((hashes >> np.uint64(32)) * np.uint64(shard_count) >> np.uint64(32)).astype(np.int64)
     next_shards = np.minimum(guessed_shards + 1, shard_count - 1)
     return np.where(hashes >= first_hashes[next_shards], next_shards, guessed_shards)
 
 
 def range_count_per_shard(shard_count: int) -> int:
-    """Return the number of hash ranges that order each shard's batches, a power of two."""
+    """Return the number of hash ranges by which each shard's batches are ordered, a power of two."""
     range_limit = max(1, min(RANGES_PER_SHARD_MAX, RANGES_MAX // max(1, shard_count)))
     return 1 << (range_limit.bit_length() - 1)
 
 
 def range_of(hashes: NDArray[np.uint64], shard_count: int) -> NDArray[np.uint16]:
-    """Return uint16[n], the hash range of each hash; `range_count_per_shard` of them form a shard."""
+    """Return uint16[n], the hash range of each hash; a shard consists of `range_count_per_shard` ranges."""
     return shard_of(hashes, shard_count * range_count_per_shard(shard_count)).astype(np.uint16)
 
 
@@ -76,17 +76,17 @@ def shard_paths(folder: Path, shard: int, file_kinds: Sequence[str] = BASE_FILE_
 
 
 def partition_file_kinds(has_user_vectors: bool) -> tuple[str, ...]:
-    """Return the kinds of files of a partition."""
+    """Return the kinds of files of a partition, with or without users' vectors."""
     return (*BASE_FILE_KINDS, USER_VECTORS_KIND) if has_user_vectors else BASE_FILE_KINDS
 
 
 def file_kinds_in(folder: Path, shard: int) -> tuple[str, ...]:
-    """Return the kinds of files that a shard has here."""
+    """Return the kinds of files that a shard has in this folder."""
     return partition_file_kinds(shard_paths(folder, shard, (USER_VECTORS_KIND,))[0].exists())
 
 
 def user_naming_kinds(file_kinds: Sequence[str]) -> tuple[str, ...]:
-    """Return the kinds that identify users: all but their interactions."""
+    """Return the kinds of files with users' ids: all but interactions."""
     return tuple(file_kinds[1:])
 
 
@@ -99,18 +99,18 @@ def read_stream(path: Path) -> Any:
 def read_batches(path: Path, *, column_indexes: Sequence[int] | None = None) -> Iterator[Any]:
     """Yield the Arrow batches of a file, one in memory at a time; `column_indexes` selects columns by index."""
     options = pa.ipc.IpcReadOptions(included_fields=None if column_indexes is None else list(column_indexes))
-    with pa.OSFile(str(path)) as source:  # a map would count as ours, once it is read
+    with pa.OSFile(str(path)) as source:  # a map would count as this process's memory
         yield from pa.ipc.open_stream(source, options=options)
 
 
 def count_rows(path: Path) -> int:
-    """Return the number of rows of a file without reading them."""
+    """Return the number of rows of a file from its batches' metadata."""
     with pa.memory_map(str(path)) as source:
         return sum(batch.num_rows for batch in pa.ipc.open_stream(source))
 
 
 def allow_open_files(file_count: int) -> None:
-    """Raise the limit so that `file_count` + SPARE_DESCRIPTORS files may be open; ConfigError if it is not allowed."""
+    """Raise the limit of open files to `file_count` + SPARE_DESCRIPTORS; raise ConfigError if that is not allowed."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed_descriptors, descriptor_limit = (
         file_count + SPARE_DESCRIPTORS,
@@ -120,7 +120,7 @@ def allow_open_files(file_count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed_descriptors, hard_limit))
     elif soft_limit != resource.RLIM_INFINITY and soft_limit < needed_descriptors:
         raise ConfigError(
-            f"{needed_descriptors} files would be open at once, this process may open {descriptor_limit}: raise "
+            f"{needed_descriptors} files would be open at once, but this process may open {descriptor_limit}: raise "
             "`ulimit -n`, or set fewer "
             "shards",
             field="shards",
@@ -128,15 +128,15 @@ def allow_open_files(file_count: int) -> None:
 
 
 class ShardFiles:
-    """Writer of Arrow streams, one per hash range, to drafts that are renamed when all are complete."""
+    """Writer of Arrow streams, one per hash range or several; drafts are renamed when all are complete."""
 
     def __init__(self, paths: Sequence[Path], schema: Any, *, is_synced: bool = True, ranges_per_file: int = 1) -> None:
-        """Open the drafts; each file holds so many consecutive `ranges_per_file` of hashes.
+        """Open the drafts; each file holds `ranges_per_file` consecutive hash ranges.
 
         `is_synced`: sync files to disk before renaming, since a truncated stream reads like a complete one.
         """
         self._paths, self._is_synced, self._ranges_per_file = paths, is_synced, ranges_per_file
-        # Names of its own: a task that was given up on may still be writing while its retry runs.
+        # Drafts have unique names: a task that timed out may still be writing while its retry runs.
         draft_token = secrets.token_hex(4)
         self._draft_paths = [path.with_name(f".{path.name}.{draft_token}.part") for path in paths]
         self._schema = schema
@@ -152,9 +152,9 @@ class ShardFiles:
     def write(self, rows_table: Any, range_numbers: NDArray[np.integer]) -> None:
         """Write each row of `rows_table` to the file of its range number; rows of one range keep their order.
 
-        Rows of numbers that have no file are left out.
+        Rows whose range number has no file are dropped.
         """
-        range_numbers = range_numbers.astype(np.uint16, copy=False)  # for which numpy has a radix sort
+        range_numbers = range_numbers.astype(np.uint16, copy=False)  # numpy has a radix sort for uint16
         range_order = np.argsort(range_numbers, kind="stable")
         sorted_rows = rows_table.take(pa.array(range_order))
         first_ranges = np.arange(len(self._paths), dtype=np.int64) * self._ranges_per_file
@@ -167,7 +167,7 @@ class ShardFiles:
                 writer.write_table(sorted_rows.slice(first_row, end_row - first_row))
 
     def extend(self, file_index: int, batches: Iterable[Any]) -> None:
-        """Append all rows of Arrow batches to the file of this number."""
+        """Append all rows of Arrow batches to the file of this index."""
         for batch in batches:
             self._writers[file_index].write_batch(batch)
 

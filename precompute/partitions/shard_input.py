@@ -1,4 +1,4 @@
-"""Input of one shard: its rows of the partition grouped by entity, a bounded number of rows at a time."""
+"""Input of one shard: the shard's rows of the partition grouped by entity, a bounded number of rows at a time."""
 
 import mmap
 import secrets
@@ -44,19 +44,19 @@ from precompute.sources.columns import Ids, native_text_hashes
 HashIds = Callable[[Sequence[bytes], int], NDArray[np.uint64]]
 
 SLICE_ROWS_MAX = 1 << 20
-"""Rows grouped at once: some 150 MB of memory meanwhile."""
+"""Rows grouped at once; grouping them takes about 150 MB of memory."""
 
 SLICE_BYTES_MAX = 256 << 20
-"""Bytes of a shard's files grouped at once, which bounds a slice of users with many features."""
+"""Bytes of a shard's files grouped at once; bounds the slices of users with many features."""
 
 PIECE_ROWS = 1 << 17
-"""Rows of a shard grouped in one piece: the columns, and their sort, stay in a core's caches."""
+"""Rows of a shard grouped in one piece: the columns and their sort fit into a core's caches."""
 
 PIECE_ROWS_PER_BATCH_MIN = 512
-"""Rows that a piece takes of each batch, on average at least: below it, handling them costs more than their sort."""
+"""Least mean number of rows that a piece takes from each batch: with fewer, slicing costs more than sorting."""
 
 SLICE_FILES_MAX = 256
-"""Files written at once; more slices take two passes."""
+"""Slice files written at once; more slices take two passes."""
 
 _LOW_BITS_MASK = (1 << 20) - 1
 
@@ -66,7 +66,7 @@ COUNTED_ROWS_AT_ONCE = 4 * SLICE_ROWS_MAX
 
 @dataclass(frozen=True, slots=True)
 class ShardSlices:
-    """Consecutive hash ranges of one shard, each a pair of files in a folder, numbered as shards are."""
+    """Consecutive hash ranges of one shard; each is a number, like a shard's, with its own files in `folder`."""
 
     folder: Path
     numbers: range
@@ -76,8 +76,8 @@ class ShardSlices:
 class ShardInput:
     """Entities in hash order; `ordinals[indptr[i]:indptr[i + 1]]` is entity i's history, oldest first.
 
-    Their ids are Arrow strings in one array, so that Python handles none of the millions singly. The history is
-    complete, so that no item of it is recommended again; models are given the newest `history_limit` items.
+    The ids are one Arrow array of strings, since millions of Python objects would be slow. Histories are complete,
+    because lists must leave out every item that the user had; models get the newest `history_limit` items.
     """
 
     ids: Any
@@ -87,14 +87,14 @@ class ShardInput:
     features: dict[str, Any]
     history_limit: int = sys.maxsize
     vectors: NDArray[np.float32] | None = None
-    """Vectors [entities, dims] that users bring, NaN for a user without one; None if the sources have none."""
+    """Vectors [entities, dims] from the table of users' vectors, NaN for a user without one; None without a table."""
     times: NDArray[np.int64] | None = None
-    """Times of the histories' items, when each happened last, in microseconds; None if no events are taken in."""
+    """Microseconds since 1970 of each history item's last interaction; None if events are not read."""
     answers_without_history: bool = False
-    """True if a model of histories and features answers an entity without a history by its features."""
+    """True if a model of histories and features answers for an entity without a history by its features alone."""
 
     def select_rows(self, entity_rows: NDArray[np.int64]) -> "ShardInput":
-        """Return some of the entities, in the order given."""
+        """Return the input of these entities, in the order given."""
         histories = Histories(self.indptr, self.ordinals).select_rows(entity_rows)
         times = None if self.times is None else Histories(self.indptr, self.times).select_rows(entity_rows)
         return ShardInput(
@@ -111,7 +111,7 @@ class ShardInput:
 
     @property
     def has_vector(self) -> NDArray[np.bool_]:
-        """Mask of the entities that bring their vector along, bool [entities]."""
+        """Mask of the entities whose vector the sources give, bool [entities]."""
         if self.vectors is None:
             return np.zeros(len(self.ids), np.bool_)
         return ~np.isnan(self.vectors[:, 0])
@@ -119,7 +119,7 @@ class ShardInput:
 
 @contextmanager
 def scratch_folder(parent_folder: Path) -> Iterator[Path]:
-    """Yield a folder for slices, created on demand and removed at the end; after a kill it is swept by its name."""
+    """Yield a folder for slices, not created yet, removed at the end; `retire` sweeps those of killed processes."""
     scratch_path = parent_folder / f".slices.{secrets.token_hex(4)}.part"
     try:
         yield scratch_path
@@ -137,12 +137,12 @@ def slice_shard(
     file_kinds: Sequence[str] | None = None,
     first_slices_max: int | None = None,
 ) -> ShardSlices:
-    """Return the shard if no larger than a slice (`slice_rows_max` or SLICE_ROWS_MAX, SLICE_BYTES_MAX), else slices.
+    """Return the shard itself if it is no larger than one slice, else slices of it.
 
-    The slices are files in `scratch_path`, so memory does not grow with the shard; one entity's rows stay together,
-    however many they are. With `first_slices_max` only so many slices are written, those of the lowest hashes. Without
-    `file_kinds`
-    all kinds of the shard are sliced.
+    A slice has at most `slice_rows_max` (default SLICE_ROWS_MAX) rows and SLICE_BYTES_MAX bytes, but all rows of one
+    entity are in one slice. Slices are files in `scratch_path`, so memory does not grow with the shard. With
+    `first_slices_max`, only that many slices are written, those with the lowest hashes. Without `file_kinds`, all kinds
+    of files are sliced.
     """
     file_kinds = file_kinds or file_kinds_in(folder, shard)
     file_paths = shard_paths(folder, shard, file_kinds)
@@ -182,12 +182,12 @@ def slice_shard(
 def _split_shard_files(
     folder: Path, shard: int, target_folder: Path, numbers: range, total_ranges: int, file_kinds: Sequence[str]
 ) -> None:
-    """Split a shard's files into `total_ranges` hash ranges, of which only those in `numbers` are written."""
+    """Split a shard's files into `total_ranges` hash ranges; only the ranges in `numbers` are written."""
     target_folder.mkdir(parents=True, exist_ok=True)
     allow_open_files(len(numbers))
     bound_numbers = range(numbers.start, min(numbers.stop + 1, total_ranges))
     first_hashes = np.array([first_hash(range_number, total_ranges) for range_number in bound_numbers], np.uint64)
-    # Who there is can be told without what is known of them.
+    # Kinds that name users, if sliced alone, are only needed for their ids and hashes.
     column_indexes = [0, 1] if tuple(file_kinds) == user_naming_kinds(file_kinds_in(folder, shard)) else None
     for file_kind in file_kinds:
         target_paths = [
@@ -196,7 +196,7 @@ def _split_shard_files(
             for target_path in shard_paths(target_folder, range_number, (file_kind,))
         ]
         (source_path,) = shard_paths(folder, shard, (file_kind,))
-        with pa.OSFile(str(source_path)) as source:  # a map would count as ours, once it is read
+        with pa.OSFile(str(source_path)) as source:  # a map would count as this process's memory
             options = pa.ipc.IpcReadOptions(included_fields=column_indexes)
             stream = pa.ipc.open_stream(source, options=options)
             with ShardFiles(target_paths, stream.schema, is_synced=False) as range_files:
@@ -210,7 +210,7 @@ def write_selected_users(folder: Path, shard: int, user_hashes: NDArray[np.uint6
     """Write the rows of the users with these sorted hashes to a folder in `scratch_path`; return the folder."""
     target_folder = scratch_path / "alone"
     target_folder.mkdir(parents=True, exist_ok=True)
-    may_match = np.zeros(_LOW_BITS_MASK + 1, np.bool_)  # most of the others are told from these by their last bits
+    may_match = np.zeros(_LOW_BITS_MASK + 1, np.bool_)  # a filter by the hashes' low bits drops most other rows
     may_match[(user_hashes & np.uint64(_LOW_BITS_MASK)).astype(np.int64)] = True
     for file_kind in file_kinds_in(folder, shard):
         (source_path,), (target_path,) = (
@@ -238,24 +238,24 @@ def write_selected_users(folder: Path, shard: int, user_hashes: NDArray[np.uint6
 
 
 def hash_id_rows(ids: Ids, hash_seed: int, hasher: HashIds = hash_ids) -> NDArray[np.uint64]:
-    """Return uint64[rows]; each distinct id is hashed once."""
+    """Return the hash of each row's id, uint64[rows]; each distinct id is hashed once."""
     return hash_id_names(ids, hash_seed, hasher)[ids.codes]
 
 
 def hash_id_names(ids: Ids, hash_seed: int, hasher: HashIds = hash_ids) -> NDArray[np.uint64]:
-    """Return uint64[names]."""
+    """Return the hash of each distinct id, uint64[names]."""
     return ids.hashes(hash_seed) if hasher is hash_ids else hasher(ids.raws(), hash_seed)
 
 
 def count_distinct_ids(slices: ShardSlices) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of distinct (ids, hashes) of each naming slice: equal unless two ids share a hash."""
+    """Yield counts of (distinct ids, distinct hashes) of each slice's users; equal unless two ids share a hash."""
     for slice_number in slices.numbers:
         naming_kinds = user_naming_kinds(file_kinds_in(slices.folder, slice_number))
         user_tables = [read_stream(path) for path in shard_paths(slices.folder, slice_number, naming_kinds)]
         user_hashes = np.concatenate([np.asarray(table.column(HASH_COLUMN)) for table in user_tables])
         id_chunks = [chunk for table in user_tables for chunk in table.column("user").chunks]
         chunk_fingerprints = [native_text_hashes(chunk, FINGERPRINT_SEED) for chunk in id_chunks if len(chunk)]
-        if any(fingerprints is None for fingerprints in chunk_fingerprints):  # without what is compiled
+        if any(fingerprints is None for fingerprints in chunk_fingerprints):  # no compiled extension
             all_ids = pa.chunked_array(id_chunks, pa.string())
             yield len(pc.unique(all_ids)), len(distinct_hashes(user_hashes)[0])
         else:
@@ -263,7 +263,10 @@ def count_distinct_ids(slices: ShardSlices) -> Iterator[tuple[int, int]]:
 
 
 def _count_distinct_pairs(hashes: NDArray[np.uint64], fingerprints: NDArray[np.uint64]) -> tuple[int, int]:
-    """Return distinct (pairs, hashes); too many pairs if two have the same hash, as one sort needs less memory."""
+    """Return counts of distinct (pairs, hashes).
+
+    The sort is by hash alone, which needs less memory: if two ids share a hash, the first count may be too high.
+    """
     hash_order = np.argsort(hashes)
     sorted_hashes, fingerprints = hashes[hash_order], fingerprints[hash_order]
     is_new_hash = sorted_hashes[1:] != sorted_hashes[:-1]
@@ -287,7 +290,7 @@ class MappedStream:
         self.size_bytes = len(self._map)
 
     def find_ranges(self, first_hashes: NDArray[np.uint64], last_hashes: NDArray[np.uint64]) -> bool:
-        """Find the ranges with these first and last hashes in each batch; False if a batch is in another order."""
+        """Find each batch's rows of the ranges with these bounds (inclusive); False if a batch is out of order."""
         for batch in self._batches:
             batch_hashes = np.asarray(batch.column(HASH_COLUMN))
             range_starts = np.append(batch_hashes.searchsorted(first_hashes), len(batch_hashes))
@@ -309,7 +312,7 @@ class MappedStream:
         return True
 
     def table(self, range_index: int) -> Any:
-        """Return the rows of one range, by its index among all: slices of the mapped batches."""
+        """Return the rows of one range, by its index in the shard, as slices of the mapped batches."""
         batch_pieces = []
         for batch, starts in zip(self._batches, self._range_starts, strict=True):
             first_row, end_row = int(starts[range_index]), int(starts[range_index + 1])
@@ -318,22 +321,22 @@ class MappedStream:
         return pa.Table.from_batches(batch_pieces, self._schema)
 
     def let_go(self) -> None:
-        """Unmap the pages read so far: mapped pages count as this process's memory."""
+        """Drop the pages read so far from memory: mapped pages count as this process's memory."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardPieces:
-    """Consecutive hash ranges of one shard, numbered as shards are, each a piece of every batch of its files."""
+    """Consecutive hash ranges of one shard, numbered like shards; the rows of a range are one piece of every batch."""
 
     numbers: range
     slice_count: int
-    """Number of slices that the ranges make, each of about SLICE_ROWS_MAX or SLICE_BYTES_MAX."""
+    """Number of slices that the ranges form, each of about SLICE_ROWS_MAX or SLICE_BYTES_MAX."""
     streams: Mapping[str, MappedStream]
 
     @classmethod
     def open(cls, folder: Path, shard: int, shard_count: int) -> "ShardPieces | None":
-        """Open the pieces of a shard; None if its batches are not in the order of hash ranges, or are too large."""
+        """Open the pieces of a shard; None if its batches are not ordered by range, or a range would be too large."""
         file_kinds = file_kinds_in(folder, shard)
         file_paths = shard_paths(folder, shard, file_kinds)
         stream_by_kind = {kind: MappedStream(path) for kind, path in zip(file_kinds, file_paths, strict=True)}
@@ -360,27 +363,27 @@ class ShardPieces:
         return {kind: stream.table(range_index) for kind, stream in self.streams.items()}
 
     def let_go(self) -> None:
-        """Unmap the pages read so far of all files."""
+        """Drop the pages of all files read so far from memory."""
         for stream in self.streams.values():
             stream.let_go()
 
 
 def read_shard(folder: Path, shard: int, *, history_limit: int, answers_without_history: bool = False) -> ShardInput:
-    """Read a shard's rows and group them by entity: known items only, each once (its latest position)."""
+    """Read a shard's rows and group them by entity; histories hold known items, each once at its last interaction."""
     return group_rows_by_entity(
         read_tables_by_kind(folder, shard), history_limit=history_limit, answers_without_history=answers_without_history
     )
 
 
 def read_tables_by_kind(folder: Path, shard: int) -> dict[str, Any]:
-    """Read the rows of a shard, or of a slice in files of its own: an Arrow table for each kind of file."""
+    """Read the files of a shard or a slice: an Arrow table for each kind."""
     file_kinds = file_kinds_in(folder, shard)
     file_paths = shard_paths(folder, shard, file_kinds)
     return {kind: read_stream(path) for kind, path in zip(file_kinds, file_paths, strict=True)}
 
 
 def join_shard_inputs(shard_inputs: Sequence[ShardInput]) -> ShardInput:
-    """Concatenate the entities of several parts."""
+    """Concatenate the entities of several inputs."""
     if len(shard_inputs) == 1:
         return shard_inputs[0]
     history_lengths = np.concatenate([np.diff(shard_input.indptr) for shard_input in shard_inputs])
@@ -405,7 +408,7 @@ def join_shard_inputs(shard_inputs: Sequence[ShardInput]) -> ShardInput:
 def group_rows_by_entity(
     table_by_kind: Mapping[str, Any], *, history_limit: int, answers_without_history: bool = False
 ) -> ShardInput:
-    """Group the Arrow tables of a hash range by entity: known items only, each once."""
+    """Group a hash range's Arrow tables by entity; histories hold known items, each once at its last interaction."""
     file_kinds = tuple(table_by_kind)
     interaction_rows, ids_table, *user_tables = table_by_kind.values()
     user_ids_table = pa.concat_tables([ids_table, *(table.select(ids_table.column_names) for table in user_tables)])

@@ -1,4 +1,4 @@
-"""Overlapping stages of a stream: each runs in threads of its own, a bounded number of values ahead of the next."""
+"""Overlapping stages of a stream: each runs in its own threads, a bounded number of values ahead of the next stage."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -10,15 +10,15 @@ Result = TypeVar("Result")
 
 
 def _apply_to_popped(function: Callable[[Value], Result], values: list[Value]) -> list[Result]:
-    """Apply the function to the list's one value, popped so that it can be freed; return the result in a list."""
+    """Apply the function to the list's single value, popped so that it can be freed; return the result in a list."""
     return [function(values.pop())]
 
 
 class StreamStages:
-    """Threads of one stream; leaving the block stops them, even waiting ones, and joins them.
+    """Threads of one stream; leaving the `with` block stops and joins them.
 
-    A stage that is busy with a value finishes that value first. An exception in a stage reaches the stages after it,
-    and finally the consumer, once the values before it have been consumed.
+    A stage that is busy with a value finishes that value first. An exception in a stage reaches the later stages, and
+    finally the consumer, once the values before it have been consumed.
     """
 
     def __init__(self) -> None:
@@ -39,16 +39,16 @@ class StreamStages:
         """Yield `values`, computed in a thread that is at most `depth` finished values ahead."""
         thread, remaining_values = ThreadPoolExecutor(1), iter(values)
         self._threads_and_sources.append((thread, values))
-        # One more than wait: the one in the making.
+        # `depth` finished values, and one being computed.
         futures = deque(thread.submit(self._take_next, remaining_values) for _ in range(depth + 1))
         return self._yield_results(thread, remaining_values, futures)
 
     def map_values(
         self, function: Callable[[Value], Result], values: Iterable[Value], *, workers: int
     ) -> Iterator[Result]:
-        """Yield `function` of each value, in their order, computed by so many threads.
+        """Yield `function` of each value, in their order, computed by `workers` threads.
 
-        At most as many results as there are threads wait or are being computed, besides the one in use.
+        Besides the result in use, at most `workers` results are waiting or being computed.
         """
         if workers == 1:
             return self.run_ahead(map(function, values))
@@ -57,12 +57,12 @@ class StreamStages:
         def results() -> Iterator[Future[list[Result]]]:
             for value in values:
                 future = pool.submit(_apply_to_popped, function, [value])
-                del value  # kept by nobody here, however long it is worked on
+                del value  # no reference remains here, so the value can be freed
                 yield future
                 del future
 
         futures = self.run_ahead(results(), depth=workers - 1)
-        self._threads_and_sources.append((pool, None))  # after the thread that submits to it
+        self._threads_and_sources.append((pool, None))  # listed, and so stopped, after the thread that submits to it
         return (future.result().pop() for future in futures)
 
     @staticmethod
@@ -77,4 +77,4 @@ class StreamStages:
     ) -> Iterator[Value]:
         while next_values := futures.popleft().result():
             futures.append(thread.submit(self._take_next, remaining_values))
-            yield next_values.pop()  # kept by nobody here, however long it is used
+            yield next_values.pop()  # popped: no reference remains here, so the value can be freed

@@ -1,4 +1,4 @@
-"""Look at the tables of a night before it begins: rows that it would leave out, and ids that one table has alone."""
+"""Preview of a night's tables before the night: rows that it would leave out, and ids that only one table has."""
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -39,22 +39,22 @@ from precompute.sources.readers import Interactions, read_features, row_count
 from precompute.sources.unusable import UnusableRows
 
 LOOKED_ROWS_MAX: Final = 2_000_000
-"""Rows of interactions, and of a table, that are read; a night reads all."""
+"""Rows of interactions, and of a table, that the preview reads; a night reads all rows."""
 
 
 UNKNOWN_USERS_SHARE_MAX: Final = 0.99
-"""Share of interactions beyond which their users count as being in another form than those of a table."""
+"""Share of interactions with users unknown to a table, above which their ids count as having another form."""
 
 
 class TableRemarks(NamedTuple):
-    """Remarks on the tables; `is_refused` if a night would be, for ids of another form than those of interactions."""
+    """Remarks on the tables; `is_refused` if a night would be refused because ids differ in form between tables."""
 
     remarks: list[str]
     is_refused: bool
 
 
 def read_first_batches(interactions: Generator[Interactions, None, None]) -> tuple[list[Interactions], bool]:
-    """Return the batches of the first LOOKED_ROWS_MAX rows, about, and True if these are all."""
+    """Return the batches of about the first LOOKED_ROWS_MAX rows, and True if these are all rows."""
     batches, row_count = list[Interactions](), 0
     with closing(interactions) as closing_batches:
         for batch in closing_batches:
@@ -69,9 +69,9 @@ def read_first_batches(interactions: Generator[Interactions, None, None]) -> tup
 def preview_tables(
     config: NightConfig, bundle: Bundle | None, batches: Sequence[Interactions], unusable_rows: UnusableRows
 ) -> TableRemarks:
-    """Note the rows that the models cannot use, as the night counts them; return remarks on ids and on tables not read.
+    """Note the rows that the models cannot use, as a night does; return remarks on ids and on unread tables.
 
-    `bundle` is None if there is none, or if the night makes it. Raises SourceError as the night does.
+    `bundle` is None if there is none, or if the night trains it. Raises SourceError where the night would.
     """
     sources, remarks, is_refused = config.sources, list[str](), False
     id_tables = [("item", catalogue_in_words(sources), _read_item_ids(config, bundle, unusable_rows, remarks))]
@@ -84,14 +84,14 @@ def preview_tables(
             remarks += unknown_ids_remarks(
                 unknown_share, entity_kind, table_name, unknown_examples, id_texts[:UNKNOWN_EXAMPLES_MAX].to_pylist()
             )
-            # Users without features get no answer, which refuses a night if there is nobody else.
+            # Users without features get no answer; if all users lack them, the night is refused.
             threshold = config.gates.unknown_items if entity_kind == "item" else UNKNOWN_USERS_SHARE_MAX
             is_refused |= unknown_share is not None and unknown_share > threshold
     return TableRemarks([*remarks, *_id_forms_remarks(batches, id_tables)], is_refused)
 
 
 def _id_forms_remarks(batches: Sequence[Interactions], id_tables: Sequence[tuple[str, str, Any]]) -> list[str]:
-    """Return remarks on ids of several forms in interactions and tables."""
+    """Return remarks on ids that occur in several forms in interactions and tables."""
     forms_by_kind = {"user": IdForms("user"), "item": IdForms("item")}
     for batch in batches:
         forms_by_kind["user"].add(batch.users.names)
@@ -105,12 +105,12 @@ def _id_forms_remarks(batches: Sequence[Interactions], id_tables: Sequence[tuple
 def _is_small_enough(config: NightConfig, table_file: str, remarks: list[str]) -> bool:
     table_rows = row_count(source_file(table_file, config.path(".")))
     if table_rows > LOOKED_ROWS_MAX:
-        remarks.append(f"{table_file} has {table_rows:,} rows, which only a night reads")
+        remarks.append(f"{table_file} has {table_rows:,} rows, so only a night reads it")
     return table_rows <= LOOKED_ROWS_MAX
 
 
 def _read_item_ids(config: NightConfig, bundle: Bundle | None, unusable_rows: UnusableRows, remarks: list[str]) -> Any:
-    """Return the ids of the items that a night would know, None if they are not read."""
+    """Return the ids of the items that a night would know; None if the table is not read."""
     sources = config.sources
     if table_file := sources.item_features:
         if not _is_small_enough(config, table_file, remarks):
@@ -135,7 +135,7 @@ def _read_item_ids(config: NightConfig, bundle: Bundle | None, unusable_rows: Un
 def _read_user_ids(
     config: NightConfig, bundle: Bundle, unusable_rows: UnusableRows, remarks: list[str]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield (kind, table, ids) of the tables of users that the models take."""
+    """Yield (kind, table, ids) for each table of users that the models use."""
     sources, input_specs = config.sources, feature_inputs(bundle, "user")
     feature_columns = sorted({str(input_spec.column) for input_spec in input_specs})
     hash_names = partial(hash_id_rows, hash_seed=0, hasher=hash_ids)
@@ -168,7 +168,7 @@ def _read_written_users(folder: Path, file_kind: str, source_name: str, unusable
 
 
 def _unknown_share_and_examples(id_columns: Sequence[Ids], known_ids: Any) -> tuple[float | None, list[str]]:
-    """Return the share of rows whose id is not among the texts, None for too few, and examples of such ids."""
+    """Return the share of rows whose id is not in `known_ids`, None for too few rows, and examples of such ids."""
     row_count = unknown_rows = 0
     unknown_examples: dict[str, None] = {}
     for ids in id_columns:

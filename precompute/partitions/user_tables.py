@@ -1,4 +1,4 @@
-"""Tables of users that a night is given, features and vectors: into the partition, and vectors out of it again."""
+"""Tables of users, features and vectors: written to the partition, and vectors read from it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,10 +38,10 @@ from precompute.sources.readers import NO_COLUMNS_OF_LISTS, ColumnsOfLists, feat
 from precompute.sources.unusable import TEXT_TOO_LONG_REASON, UnusableRows
 
 USER_IDS_SCHEMA = pa.schema([("user", pa.string()), (HASH_COLUMN, pa.uint64())])
-"""Columns that all files of a partition's users begin with."""
+"""First columns of every file with a partition's users."""
 
 VECTOR_COLUMN = "vector"
-"""Column of the partition's vectors."""
+"""Column with the vectors in a partition's file."""
 
 USER_FEATURES_SOURCE = "user_features"
 """Name of the feature table of users in reports."""
@@ -62,9 +62,9 @@ def write_feature_files(
     erased: ErasedEntities = NO_ERASURES,
     columns_of_lists: ColumnsOfLists = NO_COLUMNS_OF_LISTS,
 ) -> None:
-    """Write each shard's file of feature columns, events' values included; note values that an input cannot use.
+    """Write each shard's file of feature columns, with values that events set; note values that an input cannot use.
 
-    Raises SourceError for an input that no row can fill.
+    Raises SourceError if no row has a usable value for an input.
     """
     file_schema: Any = USER_IDS_SCHEMA
     batches: Any = ()
@@ -111,8 +111,8 @@ def write_feature_files(
     for input_spec, usable_count in usable_count_by_input.items():
         if read_row_count and not usable_count:
             raise SourceError(
-                f"{config.sources.user_features}: column {input_spec.column!r} has no value that the model's input "
-                f"{input_spec.name!r} can use, in none of {read_row_count:,} rows",
+                f"{config.sources.user_features}: none of {read_row_count:,} rows has a value in column "
+                f"{input_spec.column!r} that the model's input {input_spec.name!r} can use",
                 column=input_spec.column,
             )
 
@@ -124,7 +124,7 @@ def note_event_values(
     unusable_rows: UnusableRows,
     columns_of_lists: ColumnsOfLists,
 ) -> None:
-    """Note unusable values set by events as `write_feature_files` does, where an earlier partition's are reused."""
+    """Note unusable values that events set, as `write_feature_files` does, for a reused partition."""
     event_values = night.values.users
     if feature_columns and event_values:
         table_schema = feature_schema(
@@ -141,7 +141,7 @@ def _without_long_texts(
     input_specs: Sequence[InputSpec],
     unusable_rows: UnusableRows,
 ) -> dict[str, Any]:
-    """The columns, in those of text inputs null for a text that the service would refuse; such rows are noted."""
+    """Return the columns, texts longer than `feature_text_bytes` (refused by the service) as null; note such rows."""
     shortened_columns = dict(column_by_name)
     for column_name in sorted({str(input_spec.column) for input_spec in input_specs if input_spec.dtype == "string"}):
         shortened_columns[column_name], is_long = without_long_texts(
@@ -158,9 +158,9 @@ def _without_long_texts(
 def _count_usable_values(
     ids: Ids, column_name: str, feature_column: Any, input_specs: Sequence[InputSpec], unusable_rows: UnusableRows
 ) -> list[tuple[InputSpec, int]]:
-    """Number of a batch's values that each input of a column can use; unusable ones are noted, missing ones are not.
+    """Return how many of a batch's values each input of a column can use; note unusable values, not missing ones.
 
-    A row is looked at once, and noted once, however many models take the column.
+    A row is noted once, however many models use the column.
     """
     unusable_rows.count_checked(source_name := f"{USER_FEATURES_SOURCE}.{column_name}", len(ids))
     values_by_input = {input_spec: read_feature_values(feature_column, input_spec) for input_spec in input_specs}
@@ -180,9 +180,9 @@ def write_vector_files(
     *,
     erased: ErasedEntities = NO_ERASURES,
 ) -> None:
-    """Write each shard's file of the vectors that have `dims` finite numbers; the others are noted.
+    """Write each shard's file of the vectors that have `dims` finite numbers; note the others.
 
-    Raises SourceError for a column that is not of such vectors, or where none can be used.
+    Raises SourceError if the column does not hold such vectors, or none of them can be used.
     """
     sources = config.sources
     path, column = source_file(str(sources.user_vectors), config.path(".")), sources.vector_column
@@ -222,7 +222,7 @@ def write_vector_files(
 
 
 def vectors_of_hashes(sorted_hashes: NDArray[np.uint64], vectors_table: Any) -> NDArray[np.float32]:
-    """Return [hashes, dims], the vector of each of the sorted hashes, NaN for a hash without one."""
+    """Return float32 [hashes, dims], the vector of each of the sorted hashes, NaN for a hash without one."""
     row_of_hash, dims = (
         first_row_of_hashes(sorted_hashes, vectors_table),
         vectors_table.schema.field(VECTOR_COLUMN).type.list_size,

@@ -1,4 +1,4 @@
-"""Sizes, memory and times of a night and its service, foretold from a sample of the real inputs.
+"""Forecast of a night's and its service's sizes, memory and times, from a sample of the real inputs.
 
 Start at `forecast`.
 """

@@ -1,4 +1,4 @@
-"""Capacity of each Redis node and each host for all generations of a peak: the gates' own arithmetic, asked early."""
+"""Capacity of each Redis node and host for all generations of a night's peak, by the arithmetic of the gates."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ GB = 10**9
 
 @dataclass(frozen=True, slots=True)
 class RedisNode:
-    """Server of Redis: which share of the pages comes to it, its limit, and what else it holds."""
+    """Redis server: the share of the pages that it stores, its memory limit, and the bytes of its other data."""
 
     name: str
     page_share: float
@@ -36,9 +36,9 @@ class RedisNode:
 
 @dataclass(frozen=True, slots=True)
 class CapacityLimits:
-    """Limits to fit into; `memory_bytes` is a reader's host, `disk_bytes` the artefact store's place.
+    """Available room; `memory_bytes` of a reader's host, `disk_bytes` of the artefact store.
 
-    `arms` of experiments are served beside; what comes to their pages at a peak is among the nodes' other bytes.
+    `arms` are experiments' arms served besides; the growth of their pages at a peak is in the nodes' `other_bytes`.
     """
 
     nodes: tuple[RedisNode, ...]
@@ -56,7 +56,10 @@ def judge_capacity(
     mapped_bytes: int,
     disk_bytes: int,
 ) -> list[Verdict]:
-    """Verdicts on each node, then the host's memory and disk; sizes are of one generation, of which so many coexist."""
+    """Return the verdicts on each node, then on the host's memory and disk.
+
+    Sizes are of one generation, of which `generation_count` exist at the peak.
+    """
     node_measurements = [
         redis_room(
             node.name, node.other_bytes + round(generation_count * redis_bytes * node.page_share),
@@ -77,7 +80,7 @@ def judge_capacity(
 
 
 def demand_room(capacity_verdicts: list[Verdict]) -> None:
-    """Raises Refused naming all that does not fit; rule, value and threshold are the first one's."""
+    """Raise Refused naming everything that does not fit; its rule, value and threshold are the first failure's."""
     failed_verdicts = [verdict for verdict in capacity_verdicts if not verdict.passed]
     if failed_verdicts:
         first_failed = failed_verdicts[0]
@@ -101,9 +104,9 @@ def find_limits(
     host_gb: float | None = None,
     disk_gb: float | None = None,
 ) -> CapacityLimits:
-    """Return the given limits, else those reported by the configured Redis, this host and its disk.
+    """Return the given limits, else those of the configured Redis, this host and its disk.
 
-    Room taken by this namespace's own generations counts as free: the planned ones would take their place.
+    Room taken by this namespace's generations counts as free, since the planned ones would replace them.
     """
     store_folder = config.store().local("")
     stored_bytes = sum(path.stat().st_size for path in store_folder.rglob("*") if path.is_file())

@@ -1,7 +1,8 @@
-"""Measured rates of GPUs, and the time that a night would take on one of them.
+"""Measured rates of GPUs, and forecasts of a night's time on one of them.
 
-Imports neither torch nor numpy, and answers in microseconds. The numbers of `CARDS` are those of `tests/bench/results`:
-after a bench of a GPU, `python -m tests.bench.device.card_table` prints the table of its results.
+Imports neither torch nor numpy, so a forecast takes microseconds. The numbers of `CARDS` are from
+`tests/bench/results`; after a benchmark on a GPU, `python -m tests.bench.device.card_table` prints the entries for its
+results.
 """
 
 from collections.abc import Mapping
@@ -12,21 +13,21 @@ from cache.errors import ConfigError
 MEASURED_ITEMS = 1_000_000
 MEASURED_K = 100
 DEFAULT_CARD = "h200"
-"""Card for a plan if no GPU can be tried and none was named."""
+"""Card that a plan uses if no GPU can be measured and none is named."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListCost:
-    """Measured cost of one user's list with a million items of `dims` dimensions, K = 100, history excluded."""
+    """Measured cost of one user's list: a million items of `dims` dimensions, K = 100, history excluded."""
 
     dims: int
     users_per_s: int
     item_share: float
-    """Share of a list's time that grows with the number of items; the remaining time is the same for each user."""
+    """Share of a list's time that grows with the number of items; the remaining time is constant."""
 
     @property
     def item_dependent_s(self) -> float:
-        """Seconds of a list spent on a million items."""
+        """Seconds of a list that are spent on a million items."""
         return self.item_share / self.users_per_s
 
     @property
@@ -37,21 +38,21 @@ class ListCost:
 
 @dataclass(frozen=True, slots=True)
 class ShardCost:
-    """Measured cost of a night's steps up to its pages, with such a card and so many processor cores."""
+    """Measured cost of a night's steps up to its pages, with this card and `cores` processor cores."""
 
     users_per_s: int
-    """Users from the partition to pages on disk per second; overlaps with the lists, which may be the slower part."""
+    """Users per second from the partition to pages on disk; overlaps with the lists, which may be slower."""
     begin_users_per_s: int
-    """Users per second of pinning, reading and partitioning the sources."""
+    """Users per second whose sources are pinned, read and partitioned."""
     embed_numbers_per_s: int
-    """Numbers per second of item vectors: items times dimensions."""
+    """Numbers of item vectors (items times dimensions) embedded per second."""
     cores: int
     interactions_per_user: int
 
 
 @dataclass(frozen=True, slots=True)
 class CardForecast:
-    """Seconds of a night's scoring on a card; None for steps not measured on it."""
+    """Seconds of a night's scoring on a card; None for steps not measured on that card."""
 
     card: str
     users: int
@@ -80,11 +81,11 @@ class Card:
 
     name: str
     list_costs: tuple[ListCost, ListCost]
-    """Costs with few and with many dimensions; other numbers of dimensions are interpolated on a line."""
+    """Costs at few and at many dimensions; other dimensions are interpolated linearly."""
     shard_cost: ShardCost | None = None
 
     def list_seconds(self, item_count: int, dims: int) -> float:
-        """Return the seconds of one user's list: a part that grows with items and a constant one, linear in dims."""
+        """Return the seconds of one user's list: a part proportional to items plus a constant part, linear in dims."""
         low_dims_cost, high_dims_cost = self.list_costs
         dims_position = (dims - low_dims_cost.dims) / (high_dims_cost.dims - low_dims_cost.dims)
         item_dependent_s = (
@@ -95,7 +96,7 @@ class Card:
         return item_dependent_s + _interpolate(low_dims_cost.constant_s, high_dims_cost.constant_s, dims_position)
 
     def forecast_night(self, users: int, items: int, dims: int, k: int) -> CardForecast:
-        """Forecast the lists, and the steps up to their pages if those were measured."""
+        """Forecast the lists, and the steps up to the pages if those were measured on this card."""
         topk_s = users * self.list_seconds(items, dims)
         shard = self.shard_cost
         return CardForecast(
@@ -107,7 +108,7 @@ class Card:
         )  # fmt: skip
 
     def rate_in_words(self, k: int) -> str:
-        """Return the row of the table that a rate comes from, in words."""
+        """Describe the measurement that the rate comes from."""
         low_dims_cost = self.list_costs[0]
         text = (
             f"one {self.name} did {low_dims_cost.users_per_s:,} users/s with {MEASURED_ITEMS:,} items of "
@@ -122,9 +123,7 @@ class Card:
         if k != MEASURED_K:
             notes.append(f"lists of {k} were not measured: they count as lists of {MEASURED_K}")
         if not low_dims_cost.dims <= dims <= high_dims_cost.dims:
-            notes.append(
-                f"{dims} dimensions lie beyond the {low_dims_cost.dims} to {high_dims_cost.dims} that were measured"
-            )
+            notes.append(f"{dims} dimensions were not measured, {low_dims_cost.dims} to {high_dims_cost.dims} were")
         if item_count != MEASURED_ITEMS:
             notes.append(
                 f"{item_count:,} items are extrapolated from {MEASURED_ITEMS:,}: {low_dims_cost.item_share:.0%} of a "
@@ -141,7 +140,7 @@ class Card:
 
 
 def _interpolate(first: float, second: float, position: float) -> float:
-    """Interpolate on the line through `first` at 0 and `second` at 1; at least a tenth of the first."""
+    """Interpolate linearly between `first` at 0 and `second` at 1; the result is at least a tenth of `first`."""
     return max(first + position * (second - first), first / 10)
 
 
@@ -152,13 +151,13 @@ CARDS: Mapping[str, Card] = {
         ShardCost(256_682, 57_837, 14_595_211, cores=16, interactions_per_user=16),
     )
 }
-"""Measured cards by the name of their results' files."""
+"""Measured cards by the names of their result files."""
 
 
 def find_card(card_name_or_prefix: str, cards: Mapping[str, Card] = CARDS) -> Card:
-    """Return the card of a name, with or without the maker's, or with a unique prefix of it.
+    """Return the card of this name, with or without its manufacturer, or of a unique prefix of a name.
 
-    Raises ConfigError for others, with the known ones.
+    Raises ConfigError, listing the known cards, for any other name.
     """
     normalized_name = "-".join(card_name_or_prefix.lower().replace("-", " ").split()).removeprefix("nvidia-")
     if normalized_name in cards:

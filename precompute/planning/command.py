@@ -33,9 +33,9 @@ from precompute.sources.readers import read_features
 
 
 def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> OutputContent:
-    """Show the forecast; raise Refused if it would not fit."""
+    """Return the forecast; if it does not fit, print it and raise Refused."""
     plan_parameters = read_parameters(arguments)
-    if config.redis_url and arguments.redis_gb is None:  # before a minute's work
+    if config.redis_url and arguments.redis_gb is None:  # checked first, as the forecast takes about a minute
         with connect(config.redis_url, config.redis_timeout_s) as client:
             Control(client, config.keyspace()).check_policy()
     request_counts = None if arguments.requests is None else _count_requests(Path(arguments.requests), config)
@@ -59,14 +59,14 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
 
 
 def _count_requests(path: Path, config: NightConfig) -> NDArray[np.int64]:
-    """Count the rows of each user in a log, int64; raise SourceError for a log that is unreadable or names no user."""
+    """Count the requests of each user in a log, int64; raise SourceError if it is unreadable or names no user."""
     try:
         if path.suffix in (".parquet", ".pq"):
             user_id_chunks = [batch_ids.texts() for batch_ids, _ in read_features(path, config.sources.user_column, ())]
         else:
             read_options = pa.csv.ReadOptions(column_names=["user"])
             convert_options = pa.csv.ConvertOptions(column_types={"user": pa.string()})
-            parse_options = pa.csv.ParseOptions(quote_char=False)  # else a quote could take the lines behind it
+            parse_options = pa.csv.ParseOptions(quote_char=False)  # else a quote could swallow the following lines
             table = pa.csv.read_csv(path, read_options, parse_options, convert_options)
             user_id_chunks = table["user"].chunks
     except (OSError, pa.ArrowException) as error:
@@ -199,7 +199,7 @@ def _copying_table(night_forecast: Forecast) -> Table:
 
 
 def _break_even_in_words(filter_cost: FilterCost, qps: float | None) -> str:
-    """Describe from how many lookups, relative to the stated load, a filtered table pays off, and if it is made."""
+    """Describe the number of lookups from which a filtered table pays off, and whether the night makes it."""
     break_even_text = "never: no list is too short"
     if not math.isinf(filter_cost.pays_from_lookups):
         break_even_text = f"from {filter_cost.pays_from_lookups:,.0f} lookups a day"

@@ -1,4 +1,4 @@
-"""Row of the command `plan`; its options are in another module, which needs few libraries."""
+"""Row of the command `plan`; its options are in a module of their own, which imports few libraries."""
 
 import argparse
 

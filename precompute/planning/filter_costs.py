@@ -1,4 +1,4 @@
-"""Costs of tables under named filters: of making them, and of lookups without them, from a sample."""
+"""Costs of tables under named filters, measured on a sample: of making them, and of lookups without them."""
 
 import math
 import time
@@ -27,17 +27,17 @@ from precompute.scoring.shard_work import ShardWork
 from precompute.scoring.user_reading import read_users
 
 SHORT_LIST_ITEMS: Final = 10
-"""Items of a short list, such as one page of an application, which is costed besides the full list."""
+"""Items of a short list, such as one page of an application; its cost is shown besides that of a full list."""
 _SEARCH_COUNT: Final = 64
 _READ_COUNT: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
 class FilterCost:
-    """Cost of a table of lists under a named filter; shares are of a sample's lists, seconds of processors.
+    """Cost of a table of lists under a named filter, from a sample; seconds are processor seconds.
 
-    `short_share` is the share of lists of which fewer pass than they hold, so that a lookup of all of it is searched by
-    vectors; `short_share_at_ten` that of lists of which fewer than ten pass.
+    `short_share` is the share of lists with too few passing items to fill a list, so that a lookup of a full list
+    searches by vectors; `short_share_at_ten` is the share of lists with fewer than ten passing items.
     """
 
     name: str
@@ -53,12 +53,12 @@ class FilterCost:
 
     @property
     def pays_from_lookups(self) -> float:
-        """Number of lookups a day, of a full list, from which making it takes less than searching; else infinity."""
-        spared_s = self.short_share * (self.search_s + self.read_s)  # the search reads a vector first
+        """Full-list lookups a day from which making the table is cheaper; infinity if no list is short."""
+        spared_s = self.short_share * (self.search_s + self.read_s)  # a search reads the entity's vector first
         return self.night_s / spared_s if spared_s > 0 else math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-able form; `pays_from_lookups_a_day` is null if it never pays."""
+        """Return a JSON-able form; `pays_from_lookups_a_day` is null if the table never pays off."""
         return {
             "table": self.name,
             "made": self.is_made,
@@ -75,13 +75,13 @@ class FilterCost:
 
 
 SampledVectors = tuple[NDArray[np.float32], Histories]
-"""Vectors float32 [n, dims] of sampled entities, and the exclusions of each."""
+"""Vectors float32 [n, dims] of sampled entities, and each entity's excluded items."""
 
 
 def measure_filter_costs(
     trial: Trial, shape: NightShape, client: "redis.Redis", page_costs: Mapping[int, float]
 ) -> list[FilterCost]:
-    """Return the costs of each declared filter for each table of lists, made by the night or not."""
+    """Return the costs of every declared filter on every table of lists, whether the night makes that table or not."""
     config, bundle, begin_report = trial.build.config, trial.bundle, trial.begin_report
     if not config.filters:
         return []
@@ -135,7 +135,7 @@ def _sample_items(vectors: NDArray[np.float32]) -> SampledVectors:
 
 
 def _short_list_shares(lists: NDArray[np.uint32], mask: NDArray[np.bool_]) -> tuple[float, float]:
-    """Return the shares of the lists uint32 [n, k] with too few passing items for a full lookup, and for ten items."""
+    """Return the shares of the lists, uint32 [n, k], with fewer passing items than k, and than ten."""
     is_used = lists != NO_ITEM
     passing_counts = (mask[np.where(is_used, lists, 0)] & is_used).sum(axis=1)
     is_full, width = is_used.all(axis=1), lists.shape[1]
@@ -157,7 +157,7 @@ def _measure_search_s(
         excluded_ordinals = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
         searcher.search(queries[row], passing_ordinals[~np.isin(passing_ordinals, excluded_ordinals)], k, metric)
 
-    search(0)  # lengths are found once
+    search(0)  # the first search computes the vectors' lengths
 
     def all_of_them() -> None:
         for row in range(len(queries)):
@@ -167,7 +167,7 @@ def _measure_search_s(
 
 
 def _measure_read_s(client: "redis.Redis") -> float:
-    """Measure the median round trip of a record read from a Redis on this host, in seconds."""
+    """Measure the median round trip of reading a record from this host's Redis, in seconds."""
     key, read_times_s = "larder:plan:read", []
     client.set(key, bytes(64 << 10))
     for offset in range(_READ_COUNT):

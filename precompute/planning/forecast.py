@@ -58,19 +58,19 @@ from precompute.scoring.towers import demand_feature_types
 from precompute.sources.times import MICROSECONDS_PER_SECOND
 
 ITEMS_CHANGED_SHARES: Final = (0.0, 0.001, 0.01)
-"""Shares of changed items for which a plan shows a night, by default."""
+"""Shares of changed items for which a plan forecasts a night by default."""
 
 USERS_CHANGED_SHARE: Final = 0.1
-"""Share of changed users that is assumed by default for sources without times."""
+"""Share of changed users that a plan assumes for sources without times."""
 
 BUSY_RATIO = 2.0
-"""Ratio of wall time times cores to processor time above which a machine is busy: a quiet one has 1 to 1.5."""
+"""Ratio of (wall time x cores) to processor time above which a machine counts as busy; an idle one has 1 to 1.5."""
 
 COPY_BYTES_PER_USER = 17
-"""Bytes on disk for each user from whom a later night may copy: a hash, a digest, a reason."""
+"""Bytes on disk of each user's hash, digest and reason, which let a later night copy the user."""
 
 ANSWER_BYTES, ANSWER_ITEM_BYTES = 250, 14
-"""Approximate bytes of an answer in JSON besides its item ids: in all; and a score, quotes and commas for each."""
+"""Approximate bytes of a JSON answer without item ids: of the whole, and of each item's score, quotes and commas."""
 
 DAY_S = 86_400.0
 
@@ -83,15 +83,15 @@ EXACT_RANKS_MAX = 10_000
 BIN_GROWTH = 1.002
 
 _CHURNED_ENTRIES = (24_000, 28_000, 34_000, 40_000)
-"""Entries of the small L1: over one octave, since tables double, and large enough for four-byte indexes."""
+"""Entries of the small L1s that are measured: within one octave, as tables double; enough for four-byte indexes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyingNight:
-    """Forecast of a night that copies from the one before; shares of the users by the reason for computing them.
+    """Forecast of a night that copies from the previous one; shares of users by the reason for computing them.
 
-    With a share of the items these are bounds: as if all of it had left the histories and lists it was in, and as many
-    new items had come into others.
+    `lost` and `entered` are upper bounds: every changed item counts as gone from all histories and lists that had it,
+    and as many new items as entering other lists.
     """
 
     items_changed: float
@@ -102,7 +102,7 @@ class CopyingNight:
 
     @property
     def copied(self) -> float:
-        """Least share of the users that is copied."""
+        """Lower bound on the share of the users that is copied."""
         return max(0.0, 1 - self.inputs - self.lost - self.entered)
 
     def to_json(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class CopyingNight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Popularity:
-    """Popularity: `keys[i]` keys are requested with probability `shares[i]` each; all together 1."""
+    """Popularity: `key_counts[i]` keys have request probability `probabilities[i]` each; the total is 1."""
 
     probabilities: NDArray[np.float64]
     key_counts: NDArray[np.float64]
@@ -122,7 +122,7 @@ class Popularity:
 
 @dataclass(frozen=True, slots=True)
 class HitRates:
-    """Hit rates, 0 to 1: in the long run, and over the first requests to an empty L1; `entries` of a full one."""
+    """Hit rates, 0 to 1: `steady` in the long run, `from_cold` over the first day of an L1; `entries` when full."""
 
     max_bytes: int
     entries: float
@@ -142,7 +142,7 @@ class Forecast:
     timings: Timings
     load: TimeSpent
     load_s_max: float
-    """Seconds that loading may take at most while readers are served."""
+    """Upper bound on the seconds of loading while readers are served."""
     gpu_s: float
     gpu_rate_source: str
     hit_rates: Sequence[HitRates]
@@ -153,7 +153,7 @@ class Forecast:
 
     @property
     def is_busy(self) -> bool:
-        """True if other programs used this machine's cores meanwhile, so that wall times are too long."""
+        """True if other programs used this machine's cores during the measurement, so that wall times are too long."""
         scoring = self.timings.total
         return scoring.wall_s * usable_cores() > BUSY_RATIO * scoring.cpu_s
 
@@ -199,10 +199,10 @@ def forecast(
     *,
     progress: Progress = quiet,
 ) -> Forecast:
-    """Draw the sample, score it, load pages of that size into a Redis of our own, and add up.
+    """Draw a sample, score it, load pages of its sizes into a temporary Redis, and extrapolate.
 
-    `request_counts`: how often a log has each user; None: by `parameters.zipf`. The namespace is neither read nor
-    written.
+    `request_counts`: requests of each user in a log; None: popularity by `parameters.zipf`. The namespace in the
+    configured Redis is neither read nor written.
     """
     data_until = parameters.data_until or config.data_until
     cutoff_at = parse_time(data_until) if data_until else None
@@ -266,7 +266,7 @@ def judge_forecast(config: NightConfig, night_forecast: Forecast, limits: Capaci
 
 
 def resize_lists(config: NightConfig, bundle: Bundle, list_length: int | None) -> NightConfig:
-    """Return settings with users' lists of another length, for the tables that this bundle can fill."""
+    """Return settings with users' lists of this length, in the tables that the bundle can fill."""
     if list_length is None:
         return config
     tables = {
@@ -331,7 +331,7 @@ def _sum_file_bytes(paths: Iterable[Path]) -> int:
 
 
 def gpu_seconds(timings: Timings, users_per_s: float, shape: NightShape) -> float:
-    """Return the seconds of embedding plus those of lists at this rate, or of the slowest other stage if longer."""
+    """Return the seconds of embedding, plus those of lists at this rate or of the slowest other stage if longer."""
     table_kinds = {layout.kind for _, layout in shape.layouts.values()}
     entity_count = shape.users + (shape.items if "topk" in table_kinds else 0)
     slowest_stage_s = max(stage_s for stage, stage_s in timings.seconds_by_stage.items() if stage != "topk")
@@ -363,19 +363,19 @@ def _hit_rates_by_size(shape: NightShape, parameters: PlanParameters, popularity
 
 
 def find_changed_share(stated_share: float | None, sample: Sample, cutoff_at: datetime | None) -> tuple[float, str]:
-    """Return (share of the users that a night finds changed, its origin in words)."""
+    """Return (share of users whose inputs changed since the night before, the origin of that figure in words)."""
     if stated_share is not None:
         return stated_share, f"{stated_share:.1%} of the users changed, as stated"
     active_share = find_active_share(sample, cutoff_at)
     if active_share is None:
-        return (USERS_CHANGED_SHARE, f"{USERS_CHANGED_SHARE:.1%} of the users changed: assumed, nothing has a time")
-    return (active_share, f"{active_share:.1%} of the users did something in the last day before the cut")
+        return (USERS_CHANGED_SHARE, f"{USERS_CHANGED_SHARE:.1%} of the users changed: assumed, without times")
+    return (active_share, f"{active_share:.1%} of the users have an interaction in the last day before the cut")
 
 
 def find_active_share(sample: Sample, cutoff_at: datetime | None) -> float | None:
-    """Return the share of the sample's users with an interaction in the last day before the cut; None without times.
+    """Return the share of sampled users with an interaction in the last day before the cut; None without times.
 
-    Without a cut the day ends with the newest interaction.
+    Without a cut, the day ends at the newest interaction.
     """
     if not (sample.times > 0).any():
         return None
@@ -386,10 +386,10 @@ def find_active_share(sample: Sample, cutoff_at: datetime | None) -> float | Non
 
 
 def touched_share(item_count: int, changed_share: float, width: int) -> float:
-    """Return the share of the lists of `width` items that hold an item of any `changed_share` of all `item_count`.
+    """Return the share of lists of `width` items that hold at least one changed item.
 
-    1 - C(items - changed, width) / C(items, width): 1 - (1 - changed) ** width for lists much shorter than the
-    catalogue.
+    `changed_share` of all `item_count` items are changed. The share is 1 - C(items - changed, width) / C(items, width);
+    for lists much shorter than the catalogue that is about 1 - (1 - changed) ** width.
     """
     changed_count, width = changed_share * item_count, min(width, item_count)
     if changed_count + width > item_count:
@@ -405,9 +405,9 @@ def copying_night(
     changed_item_share: float,
     history_lengths: NDArray[np.int64],
 ) -> CopyingNight:
-    """Forecast the night after one that it copies from, in which these shares of the users and of the items changed.
+    """Forecast a night that copies from the previous one, after these shares of users and items changed.
 
-    `history_lengths` int64 are the numbers of different items of some users: with a removed item, inputs differ.
+    `history_lengths` int64 are the numbers of distinct items of some users: a removed item changes its users' inputs.
     """
     lost_share, entered_share = _lost_and_entered_shares(shape, "user", changed_item_share)
     touched_history_share = _mean_touched_share(shape.items, changed_item_share, history_lengths)
@@ -418,7 +418,7 @@ def copying_night(
         staying_share * entered_share,
     )
     computed_share = changed_input_share + lost_share + entered_share
-    # Who an item may enter is told by the vectors of all users.
+    # Any changed item may enter any list: the check needs the vectors of all users.
     remaining_share_by_stage = {
         "tower": 1.0 if changed_item_share else changed_input_share,
         "topk": min(1.0, computed_share + changed_item_share * (1 - computed_share)),
@@ -440,7 +440,7 @@ def copying_nights(
     changed_item_share: float | None,
     history_lengths: NDArray[np.int64],
 ) -> Sequence[CopyingNight]:
-    """Forecast the night for the stated share of items, else one for each of ITEMS_CHANGED."""
+    """Forecast the night for the stated share of changed items, else one night per share in ITEMS_CHANGED_SHARES."""
     changed_shares = ITEMS_CHANGED_SHARES if changed_item_share is None else (changed_item_share,)
     return [
         copying_night(timings, shape, changed_user_share, changed_share, history_lengths)
@@ -449,7 +449,7 @@ def copying_nights(
 
 
 def items_per_user(sample: Sample) -> NDArray[np.int64]:
-    """Return the number of different items of each user of the sample; int64 [users]."""
+    """Return the number of distinct items of each sampled user, int64 [users]."""
     if not len(sample.owner_indices):
         return np.zeros(len(sample.ids), np.int64)
     item_codes = np.asarray(pc.dictionary_encode(sample.items).indices, np.int64)
@@ -464,25 +464,25 @@ def _mean_touched_share(item_count: int, changed_share: float, widths: NDArray[n
 
 
 def _lost_and_entered_shares(shape: NightShape, entity: str, changed_share: float) -> tuple[float, float]:
-    """Return (lists that lose an item, other lists that one may enter) as shares of the lists of users, or of items."""
+    """Return (lists that lose an item, other lists that an item may enter) as shares of users' or items' lists."""
     width = sum(
         layout.width
         for table_entity, layout in shape.layouts.values()
         if table_entity == entity and layout.kind == "topk"
     )
     lost_share = touched_share(shape.items, changed_share, width)
-    # A new item is as likely in a list as any, so as many lists are entered as are left.
+    # A new item is as likely to be in a list as any other, so as many lists are entered as lose an item.
     entered_share = 1.0 if changed_share > ENTERING_SHARE_MAX and width else lost_share
     return lost_share, (1 - lost_share) * entered_share
 
 
 def zipf_popularity(user_count: int, exponent: float) -> Popularity:
-    """Return the popularity by Zipf's law, rank r in proportion to r ** -exponent; far ranks share bins of 0.2 %."""
+    """Return the popularity by Zipf's law: rank r is proportional to r ** -exponent; high ranks share bins of 0.2 %."""
     exact_count = min(user_count, EXACT_RANKS_MAX)
     bin_edges = [exact_count]
     while bin_edges[-1] < user_count:
         bin_edges.append(min(user_count, max(bin_edges[-1] + 1, int(bin_edges[-1] * BIN_GROWTH))))
-    # The midpoint rule: the sum over ranks a+1..b is the integral from a+1/2 to b+1/2.
+    # Midpoint rule: the sum over ranks a+1..b is the integral from a+1/2 to b+1/2.
     low_edges, high_edges = (np.array(bin_edges[:-1], np.float64) + 0.5, np.array(bin_edges[1:], np.float64) + 0.5)
     power = 1 - exponent
     bin_mass = np.log(high_edges / low_edges) if power == 0 else (high_edges**power - low_edges**power) / power
@@ -492,10 +492,10 @@ def zipf_popularity(user_count: int, exponent: float) -> Popularity:
 
 
 def estimate_popularity(request_counts: NDArray[np.int64], user_count: int) -> Popularity:
-    """Estimate popularity from how often a log has each seen user, of `user_count` in all.
+    """Estimate the popularity of `user_count` users from the number of requests of each user in a log.
 
-    Those never seen have together about the share of the log that users seen once have (Good, Biometrika 1953); each
-    user seen gives up the same part of a request for it.
+    The unseen users' total probability is about the share of requests by users seen once (Good, Biometrika 1953). Each
+    seen user's count is reduced by the same amount to make room for it.
     """
     requests_per_user, key_counts = np.unique(request_counts, return_counts=True)
     request_count, seen_count = int(request_counts.sum()), len(request_counts)
@@ -522,26 +522,27 @@ def l1_hit_rates(
 ) -> HitRates:
     """Return the hit rates of an L1 of `max_bytes` for one table of records.
 
-    `answer_bytes`: bytes of the ready answer of a single lookup, which is kept besides its record from the second
-    request on (0: none is, as for batches).
+    `answer_bytes`: bytes of a single lookup's rendered answer, which is cached besides the record from the second
+    request on; 0 if none is, as for batches.
 
     A least-recently-used cache behaves as if each entry stayed for one characteristic time T after its last use, T
     being such that the expected contents fill the cache (Che, Tung, Wang: Hierarchical Web Caching Systems, IEEE JSAC
-    2002; why it is so exact: Fricker, Robert, Roberts, ITC 2012). Times are counted in requests, which are independent
-    of each other.
+    2002; on its accuracy: Fricker, Robert, Roberts, ITC 2012). Time is counted in requests, which are independent of
+    each other.
     """
     table_entry_bytes = l1_table_bytes()
     record_entry_bytes = record_bytes + ENTRY_OVERHEAD_BYTES + table_entry_bytes
     answer_entry_bytes = answer_bytes + READY_OVERHEAD_BYTES + table_entry_bytes if answer_bytes else 0.0
 
     def contents(time: float) -> tuple[float, float]:
-        """Return the expected (entries, bytes)."""
+        """Return the expected (entries, bytes) at this characteristic time."""
         expected_requests = popularity.probabilities * time
         absent_probability = np.exp(-expected_requests)
         if not answer_entry_bytes:
             entries = float(popularity.key_counts @ (1 - absent_probability))
             return entries, record_entry_bytes * entries
-        # The record is used when it comes and when the answer is made of it; then only the answer is.
+        # The record is used by the first two requests, the second of which renders the answer; later ones use the
+        # answer.
         record_entries = float(
             popularity.key_counts @ ((1 + expected_requests) * absent_probability * (1 - absent_probability))
         )
@@ -560,7 +561,7 @@ def l1_hit_rates(
 
 
 def _characteristic_time(bytes_at: Callable[[float], float], max_bytes: int) -> float:
-    low, high = 0.0, 60.0  # log2 of requests
+    low, high = 0.0, 60.0  # log2 of a number of requests
     if bytes_at(2**high) <= max_bytes:
         return math.inf
     for _ in range(60):
@@ -577,7 +578,7 @@ def _steady_rate(popularity: Popularity, time: float) -> float:
 
 
 def _rate_from_cold(popularity: Popularity, time: float, request_count: float | None) -> float | None:
-    """Return the mean rate over the first requests: until T the cache fills up, then it is full."""
+    """Return the mean hit rate over the first requests: the cache fills up until T, then the rate is steady."""
     if request_count is None or request_count < 1:
         return None
     filling_requests = min(time, request_count)
@@ -591,7 +592,10 @@ def _rate_from_cold(popularity: Popularity, time: float, request_count: float | 
 
 @functools.cache
 def l1_table_bytes() -> float:
-    """Measure the bytes of an L1's table per entry under churn, which `entry_size_bytes` leaves out, on small L1s."""
+    """Measure the bytes of an L1's table per entry under churn, which `entry_size_bytes` leaves out.
+
+    Measured on small L1s.
+    """
     return fmean(_measure_table_bytes(entries) for entries in _CHURNED_ENTRIES)
 
 

@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from precompute.config.settings import NightConfig
 
 DESCRIPTION = (
-    "what a night and its service would need, from a sample of the real inputs: bytes in Redis, on readers' hosts and "
-    "on disk, minutes of scoring and loading, hit rates of L1; refused where the generations of a night at its peak "
-    "would not fit; with --card, only how long lists take on a GPU that was measured, at once and from a table"
+    "forecast of a night and its service, from a sample of the real inputs: bytes in Redis, on readers' hosts and "
+    "on disk, minutes of scoring and loading, hit rates of L1; fails if the generations of a night at its peak "
+    "would not fit; with --card, only the time of lists on a GPU with measured rates, without a sample"
 )
 
 SAMPLE_OPTIONS = (
     "qps", "processes", "requests", "zipf", "answer_bytes", "gpu_users_per_s", "users_changed", "items_changed",
     "redis_gb", "redis_nodes", "host_gb", "disk_gb", "sample", "seconds", "data_until", "l1_mb",
 )  # fmt: skip
-"""Options that have no meaning without a sample, and so not with --card."""
+"""Options that need a sample and are therefore refused with --card."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanParameters:
-    """Parameters of the plan. None: the inputs' own value, or not shown."""
+    """Parameters of the plan; None: the value is counted in the inputs, or the row is left out."""
 
     users: int | None = None
     items: int | None = None
@@ -50,32 +50,32 @@ class PlanParameters:
 
 
 def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
-    """Add the options of `plan`; omitted sizes are counted in the inputs. `card_command` runs for --card."""
+    """Add the options of `plan`; omitted sizes are counted in the inputs. `card_command` runs with --card."""
     default_parameters = PlanParameters()
     for option_name, value_type, metavar, help_text in (
         ("users", int, "N", "users (default: counted)"),
-        ("items", int, "N", "items; scoring is extrapolated from half of those there are and all of them"),
+        ("items", int, "N", "items; scoring is extrapolated from half and all of the existing items"),
         ("k", int, "N", "length of the users' lists"),
         ("dims", int, "N", "dimensions of the vectors; scoring is extrapolated in proportion"),
         ("qps", float, "QPS", "requests per second, of all processes"),
         ("processes", int, "N", "service processes, each with an L1 (default 1)"),
-        ("requests", str, "FILE", ("ids that were asked for, one row each: Parquet with the sources' user column, else "
-         "text, one a line")),
-        ("zipf", float, "S", ("without --requests: the user of rank r is asked for in proportion to r ** -S "
+        ("requests", str, "FILE", ("requested ids, one row per request: Parquet with the sources' user column, else "
+         "text, one per line")),
+        ("zipf", float, "S", ("without --requests: requests of the user of rank r are proportional to r ** -S "
          "(default 1.0)")),
-        ("answer-bytes", int, "N", ("bytes of a single lookup's answer, kept beside its record; 0 where only batches "
-         "are asked for (default: from K and the ids)")),
-        ("gpu-users-per-s", float, "RATE", "lists a second on GPUs (default: tried here, else of a table)"),
-        ("users-changed", float, "SHARE", ("of a night that copies: share of the users with other inputs (default: "
-         "those with an interaction in the last day before the cut; 0.1 where nothing has a time)")),
-        ("items-changed", float, "SHARE", ("of a night that copies: share of the items gone, new or changed (default: "
+        ("answer-bytes", int, "N", ("bytes of a single lookup's answer, cached besides its record; 0 if only batches "
+         "are requested (default: from K and the ids)")),
+        ("gpu-users-per-s", float, "RATE", "lists per second on GPUs (default: measured here, else from a table)"),
+        ("users-changed", float, "SHARE", ("for nights that copy: share of the users with changed inputs (default: "
+         "those with an interaction in the last day before the cut; 0.1 if no interaction has a time)")),
+        ("items-changed", float, "SHARE", ("for nights that copy: share of the items removed, new or changed (default: "
          "nights for 0, 0.001 and 0.01)")),
-        ("redis-gb", float, "GB", "memory of each Redis node, not the configured one's"),
-        ("redis-nodes", int, "N", "masters, with --redis-gb (default 1)"),
-        ("host-gb", float, "GB", "memory of a reader's host (default: free here)"),
-        ("disk-gb", float, "GB", "disk for the artefacts (default: free here)"),
-        ("sample", float, "SHARE", "share of the users (default 0.01, at least 1,024 users)"),
-        ("seconds", float, "S", "how long to time users and items, each (default 20)"),
+        ("redis-gb", float, "GB", "memory of each Redis node (default: as the configured Redis reports)"),
+        ("redis-nodes", int, "N", "primary nodes, with --redis-gb (default 1)"),
+        ("host-gb", float, "GB", "memory of a reader's host (default: free on this host)"),
+        ("disk-gb", float, "GB", "disk for the artefacts (default: free on this host)"),
+        ("sample", float, "SHARE", "share of the users in the sample (default 0.01, at least 1,024 users)"),
+        ("seconds", float, "S", "seconds to time the scoring of users, and of items (default 20)"),
         ("data-until", str, "TIME", "cut of the data, ISO 8601"),
     ):  # fmt: skip
         command.add_argument(
@@ -84,8 +84,8 @@ def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
         )  # fmt: skip
     command.add_argument(
         "--card", metavar="NAME", action=_ChooseCard, const=card_command,
-        help=(f"only the time of lists on a GPU that was measured ({', '.join(sorted(CARDS))}), from a table: with "
-        "--users, and --items and --dims unless the bundle says them"),
+        help=(f"only the time of lists on a GPU with measured rates ({', '.join(sorted(CARDS))}), from a table: with "
+        "--users, and --items and --dims unless the bundle has them"),
     )  # fmt: skip
     command.add_argument(
         "--l1-mb", type=int, nargs="+", metavar="MIB", default=list(default_parameters.l1_mib),
@@ -94,7 +94,7 @@ def add_options(command: argparse.ArgumentParser, card_command: object) -> None:
 
 
 class _ChooseCard(argparse.Action):
-    """Stores --card, and has another command answer, which needs neither a sample nor Redis."""
+    """Store --card and select the command that answers from a table, without a sample or Redis."""
 
     def __call__(
         self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _option: str | None = None
@@ -111,22 +111,22 @@ def read_parameters(arguments: argparse.Namespace) -> PlanParameters:
         option_value = getattr(arguments, option_name)
         if option_value is not None and not 0 < option_value < math.inf:
             option = f"--{option_name.replace('_', '-')}"
-            raise ConfigError(f"{option} is a number above 0, not {option_value:g}", field=option_name)
+            raise ConfigError(f"{option} must be a number above 0, not {option_value:g}", field=option_name)
     if arguments.sample > 1:
-        raise ConfigError(f"--sample is a share of 1, not {arguments.sample:g}", field="sample")
+        raise ConfigError(f"--sample must be above 0 and at most 1, not {arguments.sample:g}", field="sample")
     if min(arguments.l1_mb) < 1:
-        raise ConfigError("--l1-mb are sizes in MiB, from 1 on", field="l1_mb")
+        raise ConfigError("--l1-mb takes sizes of at least 1 MiB", field="l1_mb")
     if arguments.answer_bytes is not None and arguments.answer_bytes < 0:
-        raise ConfigError("--answer-bytes is 0 or more", field="answer_bytes")
+        raise ConfigError("--answer-bytes must be 0 or more", field="answer_bytes")
     if not 0 <= arguments.zipf <= 10:
-        raise ConfigError(f"--zipf is 0 to 10, not {arguments.zipf:g}", field="zipf")
+        raise ConfigError(f"--zipf must be 0 to 10, not {arguments.zipf:g}", field="zipf")
     for option_name in ("users_changed", "items_changed"):
         option_value = getattr(arguments, option_name)
         if option_value is not None and not 0 <= option_value <= 1:
             option = f"--{option_name.replace('_', '-')}"
-            raise ConfigError(f"{option} is a share of 1, not {option_value:g}", field=option_name)
+            raise ConfigError(f"{option} must be from 0 to 1, not {option_value:g}", field=option_name)
     if arguments.redis_nodes is not None and arguments.redis_gb is None:
-        raise ConfigError("--redis-nodes goes with --redis-gb, the memory of each", field="redis_nodes")
+        raise ConfigError("--redis-nodes needs --redis-gb, the memory of each node", field="redis_nodes")
     return PlanParameters(
         arguments.users, arguments.items, arguments.k, arguments.dims, arguments.qps,
         arguments.processes, arguments.sample, arguments.seconds, arguments.data_until,
@@ -136,7 +136,7 @@ def read_parameters(arguments: argparse.Namespace) -> PlanParameters:
 
 
 def demand_card_options(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for an option that --card leaves without a meaning, or without the number of users."""
+    """Raise ConfigError for an option that has no meaning with --card, or without the number of users."""
     default_parameters = PlanParameters()
     for option_name in SAMPLE_OPTIONS:
         unset_value = (
@@ -147,18 +147,17 @@ def demand_card_options(arguments: argparse.Namespace) -> None:
         if getattr(arguments, option_name) != unset_value:
             option = f"--{option_name.replace('_', '-')}"
             raise ConfigError(
-                f"{option} does not go with --card, which predicts from a table: leave one of them out",
-                field=option_name,
+                f"{option} cannot be used with --card, which reads a table: remove one of the two", field=option_name
             )
     if arguments.users is None:
-        raise ConfigError("--card counts nothing: say with --users how many users get lists", field="users")
+        raise ConfigError("--card counts no users: give their number with --users", field="users")
 
 
 def quick_answer(argv: Sequence[str]) -> str | None:
-    """The answer to the words behind `plan`, if they are --card with all its numbers.
+    """Return the answer to the arguments of `plan` if they name a card and all its numbers, else None.
 
-    It takes milliseconds, for neither settings nor libraries are read. None where the settings are needed, or something
-    is wrong, which the parser of all commands tells.
+    It takes milliseconds, since neither settings nor libraries are loaded. None also for invalid arguments: the full
+    parser then reports the error.
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--card", default="")
@@ -188,7 +187,7 @@ def plan_on_card(config: "NightConfig", arguments: argparse.Namespace, _progress
 
 
 def _find_card_sizes(config: "NightConfig", item_count: int | None, dims: int | None) -> tuple[int, int]:
-    """Return (items, dimensions) as given, else of the bundle."""
+    """Return (items, dimensions) as given, else from the bundle."""
     if item_count is not None and dims is not None:
         return item_count, dims
     from precompute.bundles.bundle import Bundle
@@ -197,7 +196,7 @@ def _find_card_sizes(config: "NightConfig", item_count: int | None, dims: int | 
         bundle = Bundle.open(config.path(config.bundle))
     except BundleError as error:
         raise ConfigError(
-            f"--card needs --items and --dims where no bundle says them: {error.message}",
+            f"--card needs --items and --dims if there is no bundle: {error.message}",
             field="items" if item_count is None else "dims",
         ) from error
     return item_count or bundle.items.count, dims or bundle.dims

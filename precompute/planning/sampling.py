@@ -1,4 +1,4 @@
-"""A sample of the users with all that they did, and how many there are, from two passes over the real inputs."""
+"""A sample of the users with all their rows, and the number of all users, from two passes over the real inputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,17 +28,17 @@ from precompute.sources.readers import (
 from precompute.sources.vocabulary import DistinctCounter
 
 SAMPLE_HASH_SEED = 0x5DEECE66D
-"""Independent of every directory seed, so that a shard is no sample."""
+"""Seed that no directory has, so that the sample is not just a part of one shard."""
 
 SAMPLED_USERS_MIN = 1024
 _INTERACTION_SCHEMA = pa.schema([("user", pa.string()), ("item", pa.string()), ("time", pa.int64())])
 OWNER_COLUMN = "\x1fowner"
-"""A column name that no table of features has."""
+"""Column name that no feature table has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """All rows of some users, numbered by `owner_indices`. `users` and `interactions` are those of all inputs."""
+    """All rows of the sampled users, numbered by `owner_indices`; `users` and `interactions` count all inputs."""
 
     users: int
     interactions: int
@@ -47,12 +47,15 @@ class Sample:
     items: Any
     times: NDArray[np.int64]
     features: Any
-    """Arrow table of user features, OWNER among them; None where the models want none."""
+    """Arrow table of user features with OWNER_COLUMN; None if the models take none."""
     vectors: Any = None
-    """Arrow table of users' vectors, OWNER among them; None where the night is given none."""
+    """Arrow table of users' vectors with OWNER_COLUMN; None if the sources have none."""
 
     def write(self, folder: Path, user_count: int, sources: Sources) -> Sources:
-        """Files of so many users: the sample over and over, under new names from the second time on."""
+        """Write files of `user_count` users and return sources that name them.
+
+        The sample is repeated as often as needed; repetitions have new user ids.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         copy_starts = range(0, user_count, len(self.ids))
         user_ids_of_copies = [self._copy_user_ids(copy) for copy in range(len(copy_starts))]
@@ -105,9 +108,9 @@ def draw_sample(
     cutoff_at: datetime | None = None,
     progress: Progress = quiet,
 ) -> Sample:
-    """Draw the users with the smallest hashes: `user_share` of them, at least USERS_MIN if there are so many.
+    """Draw the users with the smallest hashes: `user_share` of all, at least SAMPLED_USERS_MIN if there are so many.
 
-    `feature_columns` of the user features are those of the models; a user with features alone counts, too.
+    `feature_columns` are the models' columns of the user features; users that only have features count too.
     """
     distinct_users, interactions = DistinctCounter(), 0
     for batch in _read_interactions(config, cutoff_at):
@@ -118,12 +121,12 @@ def draw_sample(
         for user_ids, _ in feature_batches:
             distinct_users.add(user_ids.hashes(SAMPLE_HASH_SEED))
     if not distinct_users.count:
-        raise ConfigError("the sources name no entity at all; is sources.interactions right?")
+        raise ConfigError("the sources name no entity: check sources.interactions")
     sample_size = min(
         len(distinct_users.smallest_hashes), max(SAMPLED_USERS_MIN, round(user_share * distinct_users.count))
     )
     hash_max = distinct_users.smallest_hashes[sample_size - 1]
-    interaction_tables = [_INTERACTION_SCHEMA.empty_table()]  # of a night without interactions there are no others
+    interaction_tables = [_INTERACTION_SCHEMA.empty_table()]  # the only table of a night without interactions
     for batch in _read_interactions(config, cutoff_at):
         sampled_batch = batch.only(hash_id_rows(batch.users, SAMPLE_HASH_SEED) <= hash_max)
         interaction_tables.append(

@@ -19,39 +19,39 @@ NUMBER_BYTES = 4
 CHECKSUM_BYTES = 8
 
 TEXT_BYTES_FACTOR = 5
-"""Bytes of a number as text, of those that it has as one."""
+"""Ratio of a number's bytes as text to its bytes in binary."""
 
 REPORTS_BYTES = 40 << 10
-"""Manifest and reports of the steps, in a night of few shards."""
+"""Bytes of the manifest and the steps' reports, in a night of few shards."""
 
 _GRAPH_LINKS = 32
-"""Neighbours of the graph index; twice as many at its base."""
+"""Neighbours of a node of the graph index; the base level has twice as many."""
 
 PROCESS_BYTES: Final = 350 << 20
-"""Python with NumPy, Arrow, ONNX Runtime and FAISS."""
+"""Memory of a process with Python, NumPy, Arrow, ONNX Runtime and FAISS."""
 
 GROUPED_ROW_BYTES: Final = 150
-"""Bytes of a row while it is grouped: columns, orders of sorts and masks."""
+"""Bytes per row while rows are grouped: columns, sort orders and masks."""
 
 COUNTED_ROW_BYTES: Final = 64
-"""Bytes of a row whose user is counted: hashes, marks and their orders."""
+"""Bytes per row while users are counted: hashes, masks and sort orders."""
 
 CHUNKS_BYTES: Final = CHUNKS_MAX * CHUNK_BYTES
-"""Results of scoring under way, on a host of many cores."""
+"""Bytes of the results of chunks in progress, on a host of many cores."""
 
 TILE_BYTES: Final = 256 << 20
-"""Scores, keys and copies of one tile of items against all queries."""
+"""Bytes of scores, keys and copies of one tile of items against all queries."""
 
 COUNTED_ITEM_BYTES: Final = 160
-"""Bytes of an item's id in `begin` and `train`: itself twice, two hashes, orders and places, how often it came."""
+"""Bytes per item id in `begin` and `train`: the id twice, two hashes, sort orders and positions, and its count."""
 
 TRAINED_INTERACTION_BYTES: Final = 60
-"""Bytes of an interaction in `train`: two codes, and the sparse matrix with its copies."""
+"""Bytes per interaction in `train`: two codes, and the sparse matrix with its copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Pages of one table: in each of its `parts` the same number of full ones, and one for the remaining records."""
+    """Pages of one table: each part has `full_pages` full pages and a last one with the remaining records."""
 
     parts: int
     full_pages: int
@@ -60,7 +60,7 @@ class Pages:
 
     @classmethod
     def of(cls, record_count: int, part_count: int, layout: Layout, page_bytes: int) -> "Pages":
-        """Entities spread evenly over the parts, as their hashes do but for chance."""
+        """Lay out records that are evenly distributed over the parts, as hashes nearly are."""
         page_records = records_per_page(layout, page_bytes)
         full_pages, leftover_records = divmod(round(record_count / part_count), page_records)
         return cls(part_count, full_pages, page_records * layout.size_bytes, leftover_records * layout.size_bytes)
@@ -72,11 +72,11 @@ class Pages:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the records."""
+        """Bytes of all records."""
         return self.parts * (self.full_pages * self.full_page_bytes + self.last_page_bytes)
 
     def sum_costs(self, cost_by_page_bytes: Mapping[int, float]) -> float:
-        """Return the total cost of the pages, if a page of so many bytes costs `costs[bytes]`."""
+        """Return the total cost of the pages, where a page of n bytes costs `cost_by_page_bytes[n]`."""
         last_cost = cost_by_page_bytes[self.last_page_bytes] if self.last_page_bytes else 0.0
         return self.parts * (
             self.full_pages * (cost_by_page_bytes[self.full_page_bytes] if self.full_pages else 0.0) + last_cost
@@ -84,7 +84,7 @@ class Pages:
 
     @property
     def page_sizes(self) -> set[int]:
-        """The different sizes that occur."""
+        """The sizes in bytes that pages of this table have."""
         return {
             size
             for size, page_count in ((self.full_page_bytes, self.full_pages), (self.last_page_bytes, 1))
@@ -96,7 +96,8 @@ class Pages:
 class NightShape:
     """Shape of a night: entities with records, their layouts, and the sizes of ids and models.
 
-    `model_bytes` and `defaults_bytes` are those at hand, with `model_items` of `model_dims`.
+    `model_bytes` and `defaults_bytes` are those of the existing bundle, of `model_items` items of `model_dims`
+    dimensions.
     """
 
     users: int
@@ -113,16 +114,16 @@ class NightShape:
     index: IndexKind = "auto"
     defaults_bytes: int = 0
     work_bytes: int = 0
-    """Bytes of a night's files besides its artefacts: the partition of its sources, and the probe."""
+    """Bytes of a night's files that are no artefacts: the partition of its sources, and the probe."""
     interactions: int = 0
     feature_bytes: float = 0.0
-    """Bytes of a user's features; `item_feature_bytes` are an item's."""
+    """Bytes of a user's features."""
     item_feature_bytes: float = 0.0
     publishes_seen_items: bool = False
-    """True if items that users had are published, for filters; `publishes_inputs`: their whole inputs, for events."""
+    """True if the items of users' histories are published, for filters."""
     publishes_inputs: bool = False
     facets: Mapping[str, tuple[int, Layout]] = field(default_factory=dict)
-    """Number of values of each facet, and the layout of its lists."""
+    """Number of values and list layout of each facet."""
 
     def pages(self) -> dict[str, Pages]:
         """Pages of each table."""
@@ -141,13 +142,13 @@ class NightShape:
 
     @property
     def directory_bytes(self) -> int:
-        """Bytes of the hashes of all users and items, and of all values of facets."""
+        """Bytes of the hashes of all users, items and facet values."""
         value_count = sum(count for count, _ in self.facets.values())
         return HASH_BYTES * (self.users + self.items + value_count)
 
     @property
     def item_bytes(self) -> int:
-        """The item table: ids, where each begins and the last ends, the model's indices, vectors."""
+        """Bytes of the item table: ids, offsets, model indices, vectors."""
         id_bytes = round(self.item_id_bytes * self.items)
         return id_bytes + HASH_BYTES * (2 * self.items + 1) + self._vector_bytes
 
@@ -157,7 +158,7 @@ class NightShape:
 
     @property
     def index_bytes(self) -> int:
-        """FAISS files, one per metric; `auto` beyond the smallest catalogues as if it became an inverted file."""
+        """Bytes of the FAISS files, one per metric; a large catalogue with `auto` counts as an inverted file."""
         extra_bytes = 0
         if self.index == "ivf" or (self.index == "auto" and self.items >= FLAT_ITEMS_MAX):
             extra_bytes = HASH_BYTES * self.items + NUMBER_BYTES * self.dims * inverted_list_count(self.items)
@@ -167,13 +168,13 @@ class NightShape:
 
     @property
     def fp32_bytes(self) -> int:
-        """Models as handed over, which grow with items and dimensions."""
+        """Bytes of the fp32 models, which grow with items and dimensions."""
         growth = self.items * self.dims / (self.model_items * self.model_dims)
         return round(sum(self.model_bytes.values()) * growth)
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes that a reader's host holds of one generation; an int8 model keeps a scale per row of its tables."""
+        """Bytes that a reader's host maps of one generation; an int8 model has a scale per table row."""
         int8_bytes = round(self.fp32_bytes * (1 + NUMBER_BYTES / self.dims) / NUMBER_BYTES)
         model_bytes = self.fp32_bytes + int8_bytes
         return (
@@ -183,7 +184,7 @@ class NightShape:
 
     @property
     def input_bytes(self) -> int:
-        """Upper bound on the bytes of published user inputs: items count as often as they came, features as texts."""
+        """Upper bound on the bytes of published user inputs: every interaction counts, and features count as texts."""
         size_bytes = 0
         if self.publishes_seen_items or self.publishes_inputs:
             size_bytes += HASH_BYTES * self.users + NUMBER_BYTES * self.interactions
@@ -194,16 +195,16 @@ class NightShape:
 
     @property
     def disk_bytes(self) -> int:
-        """The generation's folder: also its pages with their checksums, its copy of the bundle, and its work files."""
+        """Bytes of the generation's folder: mapped files, pages with checksums, the bundle's copy, and work files."""
         checksum_bytes = CHECKSUM_BYTES * sum(table_pages.count for table_pages in self.pages().values())
         artefact_bytes = self.mapped_bytes + self.payload_bytes + checksum_bytes + self.fp32_bytes
         return artefact_bytes + self.work_bytes + REPORTS_BYTES
 
 
 def step_bytes(shape: NightShape) -> Mapping[str, int]:
-    """Resident memory at the peak of each step, by step; mapped files that the system may drop are counted as well.
+    """Return the peak resident memory of each step in bytes, mapped files that the system may drop included.
 
-    Vectors of items count once for each copy: as they are mapped, ready to be compared, inside a model or an index.
+    Item vectors count once for each copy: mapped, prepared for comparison, and inside a model or an index.
     """
     vector_bytes = NUMBER_BYTES * shape.items * shape.dims
     id_bytes = shape.items * COUNTED_ITEM_BYTES
@@ -211,7 +212,7 @@ def step_bytes(shape: NightShape) -> Mapping[str, int]:
     model_bytes = shape.fp32_bytes // max(1, len(shape.model_bytes))
     slice_bytes = _slice_bytes(shape)
     index_bytes = shape.index_bytes // max(1, shape.metric_count)
-    # All models at once, and the item tower beside them: each as its file is read, and as it is run.
+    # All models and the item tower at once, each twice: as the file is read, and as it is run.
     open_model_bytes = 2 * (shape.fp32_bytes + model_bytes)
     peak_bytes_by_step = {
         "train": shape.interactions * TRAINED_INTERACTION_BYTES + id_bytes + 6 * vector_bytes,
@@ -235,7 +236,7 @@ def _batch_bytes(shape: NightShape) -> int:
 
 
 def _slice_bytes(shape: NightShape) -> int:
-    """A slice while it is grouped: its rows, and three copies of its features."""
+    """Return the bytes of a slice while it is grouped: its rows, and three copies of its features."""
     interactions_per_shard = -(-shape.interactions // shape.shards)
     feature_bytes = round(shape.users / shape.shards * shape.feature_bytes)
     return min(interactions_per_shard, SLICE_ROWS_MAX) * GROUPED_ROW_BYTES + 3 * min(feature_bytes, SLICE_BYTES_MAX)

@@ -64,7 +64,7 @@ LOADED_BYTES_MAX = 256 << 20
 _RATE_REPEAT_COUNT = 3
 
 TRIAL_CUT = "2000-01-01T00:00:00Z"
-"""Cut that names the trial's generation; nothing is cut off by it."""
+"""Time that names the trial's generation; no data is left out by it."""
 
 REHEARSED_GENERATION = "20000101T000000Z-000000000000"
 
@@ -72,26 +72,26 @@ Result = TypeVar("Result")
 
 
 class TimeSpent(NamedTuple):
-    """Seconds by the clock, and of processor time of all threads."""
+    """Wall-clock seconds, and processor seconds of all threads."""
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
     def and_(self, other_spent: Self) -> "TimeSpent":
-        """Time of both, one after the other."""
+        """Return the time of both, one after the other."""
         return TimeSpent(self.wall_s + other_spent.wall_s, self.cpu_s + other_spent.cpu_s)
 
     def times(self, factor: float) -> "TimeSpent":
-        """Time of `factor` times as much."""
+        """Return the time of `factor` times the work."""
         return TimeSpent(self.wall_s * factor, self.cpu_s * factor)
 
     def in_parallel(self, run_count: int, at_once: int) -> "TimeSpent":
-        """Time of `count` times as much, `at_once` at a time."""
+        """Return the time of `run_count` times the work, `at_once` runs at a time."""
         return TimeSpent(self.wall_s * -(-run_count // at_once), self.cpu_s * run_count)
 
 
 class TimedRun(NamedTuple):
-    """Time that a run over so many entities or bytes took."""
+    """Time that a run over `amount` entities or bytes took."""
 
     amount: float
     spent: TimeSpent
@@ -99,7 +99,7 @@ class TimedRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeviceRate:
-    """Lists per second of the GPUs that a night scores on, and in words how that is known."""
+    """Lists per second on the GPUs that a night uses, and the origin of that figure in words."""
 
     users_per_s: float
     origin: str
@@ -107,7 +107,7 @@ class DeviceRate:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Times of a night's scoring; `seconds_by_stage` are the busy seconds of its overlapping stages for all users."""
+    """Times of a night's scoring; `seconds_by_stage` are busy seconds of its overlapping stages, for all users."""
 
     embed: TimeSpent
     prepare: TimeSpent
@@ -119,7 +119,7 @@ class Timings:
     """Share of the users that will have records."""
     note: str
     seal: TimeSpent
-    """Time that the load takes before its first page."""
+    """Time of the load before its first page."""
 
     @property
     def total(self) -> TimeSpent:
@@ -132,7 +132,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """Build of the sample in one shard, with its items embedded; `embed_time` is the time spent on that."""
+    """Build of the sample in one shard, with its items embedded, which took `embed_time`."""
 
     build: Build
     bundle: Bundle
@@ -140,25 +140,25 @@ class Trial:
     folder: Path
     embed_time: TimeSpent
     shards_at_once: int = 1
-    """Shards that the night's process will have under way at a time."""
+    """Shards that the night's process scores at a time."""
     scorers: Scorers = field(default_factory=lambda: Scorers(hooks=scoring_hooks()))
 
     @property
     def begin_report(self) -> BeginReport:
-        """Report of the first step."""
+        """Report of `begin`."""
         return self.build.need_report(BEGIN_REPORT)
 
     def measure_recorded_share(self) -> float:
-        """Share of the sample's users that will have records; to be asked first."""
+        """Return the share of the sample's users that will have records; call before `time_users`."""
         work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
         with scratch_folder(self.build.root / PARTITION_FOLDER) as scratch:
             kept_count = sum(len(chunk.ids) for chunk in read_users(work, scratch))
         return kept_count / max(1, work.counts["entities"])
 
     def time_users(self, user_count: int) -> tuple[TimeSpent, Mapping[str, float]]:
-        """Score so many users into pages; return the time, and how long each stage was busy.
+        """Score `user_count` users into pages; return the time, and each stage's busy seconds.
 
-        If shards overlap in a night, as many run at once, and the time is divided by their number.
+        If the night scores several shards at once, so does the trial, and the time is divided by their number.
         """
         config = self.build.config
         sources = self.sample.write(self.folder / "sources", user_count, config.sources)
@@ -178,30 +178,30 @@ class Trial:
         return spent.times(1 / self.shards_at_once), seconds[0]
 
     def time_items(self, item_count: int) -> TimeSpent:
-        """Scores so many items into pages."""
+        """Score `item_count` items into pages; return the time."""
         return measure_time(lambda: score_items(self.build, self.bundle, 0, self.scorers, quiet, items_max=item_count))[
             0
         ]
 
     def time_preparation(self) -> TimeSpent:
-        """The items made ready to be compared: once for all shards that one process scores."""
+        """Measure the preparation of the items for comparison, once for all shards of a process."""
         items = open_items(self.build.root, self.begin_report, dims=self.bundle.dims)
         tables = configured_tables(self.build.config, self.bundle).values()
         metrics = {metric_of(self.bundle, table) for table in tables if table.kind in ("user_topk", "item_similar")}
         return measure_time(lambda: [self.scorers.at(0).of(items, metric) for metric in metrics])[0]
 
     def time_opening(self) -> TimeSpent:
-        """Measure the time to open the bundle, as every shard does before it begins."""
+        """Measure the time to open the bundle, which every shard does first."""
         fetch_catalogue(self.build)
         return measure_time(lambda: open_bundle(self.build))[0]
 
     def time_sealing(self) -> TimeSpent:
-        """Time of the load before its first page: the bundle opened, the items' files described."""
+        """Measure the load's work before its first page: opening the bundle, describing the items' files."""
         files = (ITEM_IDS_FILE, ITEM_OFFSETS_FILE, MODEL_INDEX_FILE, ITEM_VECTORS_FILE)
         return self.time_opening().and_(measure_time(lambda: [self.build.describe(file) for file in files])[0])
 
     def encode_sample(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """(vectors of the first chunk of users, of all items)."""
+        """Return (vectors of the first chunk of users, vectors of all items)."""
         work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
         with scratch_folder(self.build.root / PARTITION_FOLDER) as scratch:
             chunk = work.add_tower_outputs(next(read_users(work, scratch)))
@@ -209,11 +209,11 @@ class Trial:
         return user_vectors, np.asarray(work.items.vectors)
 
     def measure_device_rate(self, device_setting: str, shape: NightShape, k: int) -> DeviceRate:
-        """Rate of the lists on the GPUs of this host, tried on one of them; without any, of one that was measured."""
+        """Return the rate of lists on this host's GPUs, measured on one of them; without a GPU, a rate from a table."""
         rate, table_rate = None, rate_from_table(shape.items, shape.dims, k)
         try:
             device_names = devices(device_setting)
-        except ConfigError:  # a plan is made elsewhere than the nights run
+        except ConfigError:  # the night's device is not on this host
             return replace(
                 table_rate, origin=f"{table_rate.origin}; device {device_setting!r} cannot be used on this host"
             )
@@ -227,7 +227,7 @@ class Trial:
         return DeviceRate(len(device_names) * rate.users_per_s / size_factor, origin)
 
     def measure_half_ratio(self, k: int) -> float:
-        """Measure the search time over all items divided by that over a random half of them, for some users."""
+        """Return the ratio of search times over all items and over a random half of them, for some users."""
         user_vectors, item_vectors = self.encode_sample()
         user_vectors = user_vectors[:SEARCHED_USERS]
         half_ordinals = np.random.default_rng(0).permutation(len(item_vectors))[: len(item_vectors) // 2]
@@ -242,7 +242,7 @@ class Trial:
 
 
 def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str) -> Trial:
-    """Begins the sample's build in a store of its own, in one shard, and embeds the items."""
+    """Build the sample in a temporary store, in one shard, and embed the items."""
     sources = sample.write(folder / "sources", len(sample.ids), config.sources)
     trial_config = replace(
         config, sources=sources, artifacts=str(folder / "artifacts"), state=str(folder / "state"),
@@ -258,7 +258,7 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
 def time_scoring(
     trial: Trial, shape: NightShape, *, source_users: int, seconds: float, progress: Progress = quiet
 ) -> Timings:
-    """Runs over two numbers of users and of items, the larger one for about `seconds` or a whole shard."""
+    """Time the scoring of two numbers of users and of items; the larger run takes about `seconds`, or a whole shard."""
     recorded_share, preparation_time, opening_time = (
         trial.measure_recorded_share(),
         trial.time_preparation(),
@@ -273,7 +273,7 @@ def time_scoring(
         return spent
 
     progress("time the scoring", 0, 2)
-    score(min(PROBE_COUNT, users_per_shard))  # the first opens what later ones find open
+    score(min(PROBE_COUNT, users_per_shard))  # not counted: the first run opens models and files
     user_time = _time_one_shard(score, users_per_shard, seconds, TIMED_USERS_MAX).times(shape.shards)
     progress("time the scoring", 1, 2)
     item_time = _time_one_shard(trial.time_items, -(-shape.items // shape.shards), seconds, trial_item_count)
@@ -313,7 +313,7 @@ def _time_one_shard(
 
 
 def _growth(trial: Trial, shape: NightShape, trial_item_count: int) -> tuple[float, float]:
-    """(power of the number of items, how much longer a list takes) with other items or dimensions than there are."""
+    """Return (exponent of the number of items, factor of a list's time) from the trial's to the night's shape."""
     list_lengths = [layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"]
     measured_exponent = float(np.log2(trial.measure_half_ratio(max(list_lengths, default=1))))
     exponent = min(1.0, max(0.0, measured_exponent))
@@ -333,15 +333,15 @@ def _extrapolation_note(
 
 
 def feature_columns(bundle: Bundle) -> list[str]:
-    """Columns of the user features that the models want."""
+    """Return the user feature columns that the models take."""
     models = [model for model in bundle.models if model.entity == "user"]
     return sorted({str(feature.column) for model in models for feature in model.spec.features})
 
 
 def rate_from_table(item_count: int, dims: int, k: int) -> DeviceRate:
-    """Rate of one GPU that was measured, for lists of so many items and dimensions.
+    """Return the measured rate of one GPU for lists of `dims` dimensions from `item_count` items.
 
-    What another K costs was not measured: it counts for nothing, and `origin` says so.
+    The cost of another K was not measured: it is ignored, and `origin` says so.
     """
     card = CARDS[DEFAULT_CARD]
     return DeviceRate(1 / card.list_seconds(item_count, dims), f"a table: {card.rate_in_words(k)}")
@@ -350,7 +350,7 @@ def rate_from_table(item_count: int, dims: int, k: int) -> DeviceRate:
 def rate_from_rehearsal(
     device: str, user_vectors: NDArray[np.float32], item_vectors: NDArray[np.float32], metric: Metric, k: int
 ) -> DeviceRate | None:
-    """Rate of a device of torch for some real users and all items; None where it cannot hold them, or without users."""
+    """Measure a torch device's rate for some users and all items; None without users or enough memory."""
     if not len(user_vectors):
         return None
     import torch
@@ -361,19 +361,19 @@ def rate_from_rehearsal(
     if scorer is None:
         return None
     measured_rates = []
-    for _ in range(_RATE_REPEAT_COUNT):  # the first warms it
+    for _ in range(_RATE_REPEAT_COUNT):  # the first run is the warm-up
         start_s = time.perf_counter()
         scorer.top(user_vectors, min(k, len(item_vectors)))
         measured_rates.append(len(user_vectors) / (time.perf_counter() - start_s))
     device_name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    return DeviceRate(max(measured_rates), f"a rehearsal on {device_name} here, {len(user_vectors):,} users")
+    return DeviceRate(max(measured_rates), f"measured on this host's {device_name} with {len(user_vectors):,} users")
 
 
 def measure_page_costs(client: "redis.Redis", keys: Keyspace, page_sizes: Iterable[int]) -> dict[int, int]:
-    """Memory that Redis takes for a page of each size: key, entry, value and what its allocator rounds up."""
+    """Return the memory that Redis takes for a page of each size: key, entry, value and allocator rounding."""
     memory_by_page_size = {}
     for page_size in sorted(set(page_sizes)):
-        # As long a key as any: allocators round up.
+        # The key is as long as any page's, since allocators round up.
         page_key = keys.page(REHEARSED_GENERATION, "user_topk", 100)
         client.set(page_key, bytes(page_size))
         memory_bytes: Any = client.memory_usage(page_key)
@@ -383,9 +383,10 @@ def measure_page_costs(client: "redis.Redis", keys: Keyspace, page_sizes: Iterab
 
 
 def time_load(config: NightConfig, shape: NightShape, client: "redis.Redis") -> TimeSpent:
-    """The night's own step, flat out, over pages of zeros; `config` has a store and a Redis that are for this alone.
+    """Time the night's own load step at full speed over pages of zeros; `config` has its own store and Redis.
 
-    As many parts as the night will have, at most LOADED_BYTES_MAX; beyond that on the line through that and a quarter.
+    The pages have as many parts as the night's, and at most LOADED_BYTES_MAX bytes; larger nights are extrapolated from
+    runs of that size and a quarter of it.
     """
     payload_share = min(1.0, LOADED_BYTES_MAX / max(1, shape.payload_bytes))
     small, large = (_time_load_of(config, shape, run_share, client) for run_share in (payload_share / 4, payload_share))
@@ -409,7 +410,7 @@ def _time_load_of(config: NightConfig, shape: NightShape, payload_share: float, 
 
 
 def _manifest_of_zeros(namespace: str, shape: NightShape, payload_share: float, folder: Path) -> Manifest:
-    """All tables in all their parts, each with this share of its records, in files that take no room."""
+    """Build a manifest of all tables in all parts, each with this share of its records, in sparse files."""
     tables = {}
     folder.mkdir(parents=True, exist_ok=True)
     for table_name, (entity, layout) in shape.layouts.items():
@@ -436,7 +437,10 @@ def _manifest_of_zeros(namespace: str, shape: NightShape, payload_share: float, 
 
 
 def measure_time(run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0) -> tuple[TimeSpent, Result]:
-    """Return the time of a run, and its result; `other_cpu_s` is the processor time of a process that works for it."""
+    """Return the time of a run, and its result.
+
+    `other_cpu_s` returns the processor seconds of another process that works for the run.
+    """
     wall_start_s, cpu_start_s = time.perf_counter(), time.process_time() + other_cpu_s()
     result = run()
     ended_at = time.perf_counter()
@@ -444,12 +448,12 @@ def measure_time(run: Callable[[], Result], other_cpu_s: Callable[[], float] = l
 
 
 def median_spent(run_times: Sequence[TimeSpent]) -> TimeSpent:
-    """The median of several runs of the same, each clock by itself."""
+    """Return the median of several equal runs, of each clock separately."""
     return TimeSpent(*(median(clock_seconds) for clock_seconds in zip(*run_times, strict=True)))
 
 
 def extrapolate(small: TimedRun, large: TimedRun, amount: float) -> TimeSpent:
-    """Extrapolation along the line through two runs, from the larger one on; fixed costs are in both."""
+    """Extrapolate linearly through two runs, starting at the larger one; fixed costs are in both."""
     amount_step = large.amount - small.amount
     if amount_step <= 0:
         return large.spent.times(amount / large.amount)

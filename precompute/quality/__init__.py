@@ -1,1 +1,1 @@
-"""Quality, at night: the probe, a sample of inputs from which the service recomputes answers."""
+"""Quality at night: the probe, a sample of inputs from which the service recomputes answers."""

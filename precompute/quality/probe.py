@@ -1,4 +1,4 @@
-"""Probe of a night: inputs of the first users that `quantize` reads, up to its size."""
+"""Probe of a night: the inputs of the first users that `quantize` reads, up to a fixed number."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,10 +13,10 @@ from precompute.partitions.shard_input import ShardInput
 
 
 class ProbeTaker:
-    """Collector of the parts of the probe from successive samples of users.
+    """Collector of the probe's parts from successive samples of users.
 
-    Users that brought a vector are in no probe: their lists were not computed from what they did, and another answer to
-    that would be no drift.
+    Users with a vector from the sources are left out: their lists were not computed from histories and features, so a
+    recomputed answer that differs would not mean drift.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class ProbeTaker:
         """Take the rows still needed from the `usable_rows`; return True if more are needed."""
         taken_rows = usable_rows[~users.has_vector[usable_rows]][: PROBE_USERS_MAX - self._user_count]
         if len(usable_rows) and not len(taken_rows):
-            return False  # a slice is of users at random: where one has none, there are next to none
+            return False  # a slice is a random sample: if it has no such user, there are hardly any
         if len(taken_rows):
             self._user_count += len(taken_rows)
             self._probe_parts.append(probe_part(users.hashes, users.indptr, users.ordinals, users.features, taken_rows))
@@ -42,5 +42,5 @@ class ProbeTaker:
 
 
 def probe_fact(build: Build, _reports: Sequence[ShardReport]) -> Mapping[str, Any]:
-    """Return the probe's file as a fact of the manifest; None without any users."""
+    """Return the probe's file as a fact of the manifest; None if the probe has no users."""
     return {PROBE_FACT: build.need_report(QUANTIZE_REPORT)["probe"]}

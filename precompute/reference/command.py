@@ -1,4 +1,4 @@
-"""Command `train`: makes the reference bundle, and measures its recall of held-out interactions."""
+"""Command `train`: trains the reference bundle and reports its recall of held-out interactions."""
 
 import argparse
 from typing import Any
@@ -10,7 +10,7 @@ from precompute.reference.train import train_reference
 
 
 def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> OutputContent:
-    """The reference bundle, trained on the configured sources."""
+    """Train the reference bundle on the configured sources; return the report."""
     training_report = train_reference(config, data_until=arguments.data_until, progress=progress)
     if arguments.json:
         return training_report
@@ -18,7 +18,7 @@ def train(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     if training_report["recall_at_20"] is not None:
         holdout_selection = "the latest" if training_report["held_out"] == "latest" else "chosen at random"
         report_lines.append(
-            f"{training_report['recall_at_20']:.0%} of the interactions that were held out ({holdout_selection}) stood "
+            f"{training_report['recall_at_20']:.0%} of the held-out interactions ({holdout_selection}) were "
             "among 20 suggestions: "
             f"the best of {training_report['shapes_tried']} models tried."
         )

@@ -1,4 +1,4 @@
-"""The reference model as `torch.export` programs: what `graphs` writes as ONNX. Needs torch (extra `gpu`)."""
+"""The reference model as `torch.export` programs, equal to the ONNX models of `graphs`. Needs torch (extra `gpu`)."""
 
 import io
 from collections.abc import Sequence
@@ -30,29 +30,29 @@ class _AffinityModel(_HistoryTower):
 
     def forward(self, history: Tensor) -> Tensor:
         summed = super().forward(history)
-        # Not `normalize`: of nothing at all it makes nothing, as ONNX does, without a smallest length.
+        # Unlike `normalize`, this has no minimum length: an empty history stays a zero vector, as in the ONNX model.
         length = summed.square().sum(dim=1, keepdim=True).sqrt()
         direction = summed / torch.where(length > 0, length, torch.ones_like(length))
         return torch.softmax(direction @ self.centroids, dim=1)
 
 
 def history_tower(history_rows: NDArray[np.float32]) -> bytes:
-    """history int32 [n, length] -> [n, dims]."""
+    """Return a program: history int32 [n, length] -> [n, dims]."""
     return _export_program(_HistoryTower(history_rows), 2)
 
 
 def item_tower(item_vectors: NDArray[np.float32]) -> bytes:
-    """item_index int32 [n] -> [n, dims]."""
+    """Return a program: item_index int32 [n] -> [n, dims]."""
     return _export_program(_ItemTower(item_vectors), 1)
 
 
 def affinity_model(history_rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> bytes:
-    """history int32 [n, length] -> probabilities [n, centroids]."""
+    """Return a program: history int32 [n, length] -> probabilities [n, centroids]."""
     return _export_program(_AffinityModel(history_rows, centroids), 2)
 
 
 def _export_program(module: nn.Module, axis_count: int) -> bytes:
-    """Serialised `torch.export` program of a module, with any number of rows and any length."""
+    """Return the serialised `torch.export` program of a module, for any number of rows and any length."""
     example_input = torch.zeros((3, 5)[:axis_count], dtype=torch.int32)
     dynamic_shapes: Sequence[dict[int, object]] = [dict.fromkeys(range(axis_count), torch.export.Dim.DYNAMIC)]
     program = torch.export.export(module.eval(), (example_input,), dynamic_shapes=tuple(dynamic_shapes))

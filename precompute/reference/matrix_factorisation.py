@@ -14,33 +14,33 @@ from cache.model.tower import Histories
 from cache.process.host import usable_cores
 
 USER_PART_COUNT = 8
-"""Parts of the users whose products are summed in this order, so that the bits do not depend on the cores."""
+"""Number of user ranges whose products are summed in a fixed order, so that results do not depend on the core count."""
 
 CHUNK_USERS_MAX = 32_768
-"""Users whose product with a basis is in a thread's memory at once."""
+"""Users whose product with a basis a thread holds in memory at once."""
 
 STRIP_ROWS = 8192
-"""Rows of a tall matrix that are rotated, or held in float64, at once."""
+"""Rows of a tall matrix that are rotated, or converted to float64, at once."""
 
 SPECTRAL_ROUNDS = 5
-"""Products by which a random basis converges to that of the largest singular values."""
+"""Rounds of subspace iteration from a random basis."""
 
 _EXTRA_DIMS = 32
 
 ALTERNATING_ROUNDS = 6
-"""Rounds of a training; with more, weakly regularised shapes would score lower."""
+"""Rounds of alternating least squares in a training; with more, weakly regularised shapes would score lower."""
 
 CONJUGATE_GRADIENT_STEPS = 2
-"""Steps of conjugate gradients in a half round."""
+"""Steps of conjugate gradients in each half round."""
 
 USER_NUMBERS_MAX = 1 << 28
-"""Numbers in all users' vectors at most, 1 GiB; of more users a random part trains the items' vectors."""
+"""Most numbers in all users' vectors, 1 GiB; of more users, a random sample trains the items' vectors."""
 
 BLOCK_NUMBERS = 1 << 20
-"""Numbers in the padded vectors of rows solved together: they stay in a core's cache."""
+"""Numbers in the padded vectors of rows that are solved together, so that they stay in a core's cache."""
 
 TINY = np.float32(1e-30)
-"""Summand that avoids 0 / 0, so that a solved row stays unchanged."""
+"""Lower bound of denominators; it avoids 0 / 0, so that a solved row stays unchanged."""
 
 USER_EXPONENTS = (0.5, 0.25)
 
@@ -59,13 +59,13 @@ FOLD_EXPONENTS = (0.0, 0.2)
 
 @dataclass(frozen=True, slots=True)
 class SpectralShape:
-    """Parameters of a model by the damped spectrum: exponents of degrees, the ridge, and the dimensions.
+    """Parameters of a damped spectral model: exponents of degrees, the ridge, and the dimensions.
 
     With R the 0/1 matrix of users and items and D their degrees, V and s are the top right singular vectors and values
     of D_u^-a R D_i^-b. A user is the sum of D_i^-b V f(s) over the history, an item is D_i^b V: the row is normalised,
-    projected onto the subspace, damped and brought back (PureSVD, Cremonesi et al., RecSys 2010, with the degree
+    projected onto the subspace, damped and scaled back (PureSVD, Cremonesi et al., RecSys 2010, with the degree
     normalisation of GF-CF, Shen et al., CIKM 2021). The damping f(s) = s^2 / (s^2 + ridge s_1^2) is that of a linear
-    autoencoder with a ridge penalty. One linear layer over the history, so any user folds in.
+    autoencoder with a ridge penalty. Since a user is one linear layer over the history, unseen users can be folded in.
     """
 
     user_exponent: float = 0.5
@@ -76,16 +76,17 @@ class SpectralShape:
 
 @dataclass(frozen=True, slots=True)
 class AlternatingShape:
-    """Parameters of a model by alternating least squares: weights, ridge and exponent of the fold, dimensions.
+    """Parameters of a model by alternating least squares: weights, ridge and exponent of the fold-in, dimensions.
 
-    Vectors u of users and v of items minimise, over interactions, the sum of (1 - u.v)^2; over all pairs, `others`
-    times that of (u.v)^2; and the regularisation times the squared length of each vector, times the weight of all its
-    terms (Hu, Koren and Volinsky, ICDM 2008, weighed as by Rendle et al., RecSys 2022). A half round improves the
-    vectors of one side by some steps of conjugate gradients from where they were (Takacs et al., RecSys 2011).
+    Vectors u of users and v of items minimise the sum of three terms: over interactions, (1 - u.v)^2; over all pairs,
+    `others` times (u.v)^2; and the squared length of each vector, times the regularisation, times the total weight of
+    the vector's terms (Hu, Koren and Volinsky, ICDM 2008, weighted as by Rendle et al., RecSys 2022). A half round
+    improves the vectors of one side by some steps of conjugate gradients from their current values (Takacs et al.,
+    RecSys 2011).
 
     With V the items' vectors and D_i their degrees, a user is the sum of D_i^-b V (others V'V + ridge reg w I)^-1 over
-    the history, w the mean weight of a user: the ridge regression that has seen nothing of the user but `others`, so
-    that any user folds in by one linear layer. The exponent b makes up for what it leaves out.
+    the history, w being the mean weight of a user: the ridge regression without the user's own quadratic terms, so that
+    one linear layer folds in any user. The exponent b compensates for the missing terms.
     """
 
     others: float = 0.01
@@ -98,7 +99,7 @@ class AlternatingShape:
 ModelShape = SpectralShape | AlternatingShape
 
 HistoryRowsAndItemVectors = tuple[NDArray[np.float32], NDArray[np.float32]]
-"""Rows whose sum over a history is the user, and the items' vectors, [items, dims] each."""
+"""Float32 [items, dims] each: rows whose sum over a history is the user's vector, and the items' vectors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +112,7 @@ class UserItemMatrix:
 
     @classmethod
     def of(cls, matrix: sp.csr_matrix) -> Self:
-        """Count the degrees of a 0/1 matrix."""
+        """Return the matrix with its degrees."""
         return cls(
             matrix,
             np.diff(matrix.indptr).astype(np.float64),
@@ -124,7 +125,7 @@ class UserItemMatrix:
         return len(self.item_degrees)
 
     def multiply_by_gram(self, basis: NDArray[np.float32], shape: SpectralShape) -> NDArray[np.float32]:
-        """Return float32 [items, width]: N'N basis of the normalised matrix N, which is never materialised."""
+        """Return float32 [items, width]: N'N times the basis, where the normalised matrix N is never materialised."""
         item_scales = degree_power(self.item_degrees, -shape.item_exponent).astype(np.float32)[:, None]
         user_weights = degree_power(self.user_degrees, -2 * shape.user_exponent).astype(np.float32)
         scaled_basis = np.ascontiguousarray(basis * item_scales)
@@ -149,7 +150,7 @@ class UserItemMatrix:
 def build_matrix(
     user_rows: NDArray[np.int64], item_rows: NDArray[np.int64], matrix_shape: Sequence[int]
 ) -> sp.csr_matrix:
-    """Build a 0/1 CSR matrix from pairs; repeated ones count once, columns ascend."""
+    """Build a 0/1 CSR matrix from pairs; repeated pairs count once, columns ascend."""
     ones = np.ones(len(user_rows), np.float32)
     matrix = sp.csr_matrix((ones, (user_rows, item_rows)), shape=tuple(matrix_shape))
     matrix.sum_duplicates()
@@ -159,7 +160,7 @@ def build_matrix(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spectrum:
-    """Right singular vectors float64 [items, width] and values [width], largest first; some more than requested."""
+    """Right singular vectors float64 [items, width] and values [width], largest first; a few more than requested."""
 
     vectors: NDArray[np.float64]
     values: NDArray[np.float64]
@@ -168,7 +169,7 @@ class Spectrum:
 def train_tables(
     user_item_matrix: UserItemMatrix, shapes: Iterable[ModelShape], rng: np.random.Generator
 ) -> Iterator[tuple[ModelShape, HistoryRowsAndItemVectors]]:
-    """Yield the tables of each shape; neighbouring shapes with the same training are trained once."""
+    """Yield the tables of each shape; adjacent shapes with the same training share it."""
     start_spectrum: Spectrum | None = None
     for training_shape_in_use, training_shapes in groupby(shapes, training_shape):
         if isinstance(training_shape_in_use, SpectralShape):
@@ -192,13 +193,16 @@ def train_tables(
 def compute_singular_vectors(
     user_item_matrix: UserItemMatrix, shape: SpectralShape, rng: np.random.Generator, *, round_count: int
 ) -> Spectrum:
-    """Compute top singular vectors of the normalised matrix by subspace iteration (Halko et al., 2011); signs fixed."""
+    """Compute top singular vectors of the normalised matrix by subspace iteration (Halko et al., 2011).
+
+    Signs are fixed: the largest component of each vector is positive.
+    """
     width = min(shape.dims + _EXTRA_DIMS, user_item_matrix.items)
     basis = rng.standard_normal((user_item_matrix.items, width), np.float32)
     for _ in range(round_count):
         basis = user_item_matrix.multiply_by_gram(orthonormalize(basis), shape)
     basis = orthonormalize(orthonormalize(basis))
-    # The last product also says how the subspace turns into singular vectors (Rayleigh and Ritz).
+    # This product also gives the rotation from the subspace to singular vectors (Rayleigh-Ritz).
     gram_basis = user_item_matrix.multiply_by_gram(basis, shape)
     squared_values, rotation = np.linalg.eigh(basis.T.astype(np.float64) @ gram_basis.astype(np.float64))
     vectors = basis.astype(np.float64) @ rotation[:, ::-1]
@@ -208,10 +212,10 @@ def compute_singular_vectors(
 
 
 def orthonormalize(basis: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return orthonormal columns that span those of a tall matrix; a dependent column becomes 0.
+    """Return orthonormal columns with the span of a tall matrix's columns; a dependent column becomes 0.
 
-    By the eigenvectors of the Gram matrix in float64, over the rows once: done twice it is exact (Stathopoulos and
-    Wu, SISC 2002), and 2.5 times as fast as a Householder QR of 41,000 x 288.
+    It uses the eigenvectors of the Gram matrix in float64 and reads the rows once. Applied twice it is exact
+    (Stathopoulos and Wu, SISC 2002), and 2.5 times as fast as a Householder QR of 41,000 x 288.
     """
     squared_lengths, eigenvectors = np.linalg.eigh(compute_gram(basis))
     is_independent = squared_lengths > squared_lengths[-1] * 1e-12
@@ -220,7 +224,7 @@ def orthonormalize(basis: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def compute_gram(matrix: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return Z'Z in float64 of a tall matrix, [width, width], over its rows once."""
+    """Return Z'Z of a tall matrix in float64, [width, width]; the rows are read once."""
     gram_sum = np.zeros((matrix.shape[1],) * 2)
     for first_row in range(0, len(matrix), STRIP_ROWS):
         strip_rows = matrix[first_row : first_row + STRIP_ROWS].astype(np.float64)
@@ -231,7 +235,7 @@ def compute_gram(matrix: NDArray[np.float32]) -> NDArray[np.float64]:
 def compute_spectral_tables(
     spectrum: Spectrum, item_degrees: NDArray[np.float64], shape: SpectralShape
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return (rows whose sum over a history is the user, vectors of the items), float32 [items, dims] each."""
+    """Return (rows whose sum over a history is the user's vector, items' vectors), float32 [items, dims] each."""
     singular_vectors, singular_values = (spectrum.vectors[:, : shape.dims], spectrum.values[: shape.dims])
     squared_values = np.square(singular_values)
     damping = squared_values / np.maximum(squared_values + shape.ridge * squared_values[0], 1e-30)
@@ -241,7 +245,7 @@ def compute_spectral_tables(
 
 
 def degree_power(degrees: NDArray[np.float64], exponent: float) -> NDArray[np.float64]:
-    """Return the degrees to an exponent; 0 stays 0."""
+    """Return the degrees raised to an exponent; 0 stays 0."""
     return np.power(degrees, exponent, out=np.zeros_like(degrees), where=degrees > 0)
 
 
@@ -252,7 +256,7 @@ def train_alternating_item_vectors(
     rng: np.random.Generator,
     round_count: int = ALTERNATING_ROUNDS,
 ) -> NDArray[np.float32]:
-    """Train item vectors float32 [items, dims] for some rounds, starting from the usual spectral shape's."""
+    """Train item vectors float32 [items, dims] for some rounds, starting from those of the default spectral shape."""
     matrix, users_max = user_item_matrix.matrix, USER_NUMBERS_MAX // shape.dims
     if matrix.shape[0] > users_max:
         matrix = matrix[np.sort(rng.choice(matrix.shape[0], users_max, replace=False))]
@@ -271,7 +275,7 @@ def train_alternating_item_vectors(
 def compute_fold_rows(
     item_vectors: NDArray[np.float32], user_item_matrix: UserItemMatrix, shape: AlternatingShape
 ) -> NDArray[np.float32]:
-    """Return the rows whose sum over a history is the user, float32 [items, dims]."""
+    """Return the rows whose sum over a history is the user's vector, float32 [items, dims]."""
     mean_user_weight = user_item_matrix.user_degrees.mean() + shape.others * user_item_matrix.items
     system_matrix = shape.others * compute_gram(item_vectors)
     system_matrix += shape.ridge * shape.regularization * mean_user_weight * np.eye(len(system_matrix))
@@ -281,7 +285,7 @@ def compute_fold_rows(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Side:
-    """One side of the matrix, users by items or items by users: each row's columns, regularisation, and blocks."""
+    """One side of the matrix (users by items, or items by users): each row's columns and regularisation."""
 
     histories: Histories
     lengths: NDArray[np.int64]
@@ -297,9 +301,9 @@ class _Side:
         return cls(histories, row_lengths, regularizations, shape.others)
 
     def improve_vectors(self, improved_vectors: NDArray[np.float32], other_vectors: NDArray[np.float32]) -> None:
-        """Improve them by steps of conjugate gradients with the other side's vectors; rows without a column stay 0.
+        """Improve vectors in place by conjugate gradients with the other side's vectors; rows without a column stay 0.
 
-        Both sides are rotated so that V'V is diagonal, which changes none of their products.
+        Both sides are rotated so that V'V is diagonal; the products of the two sides stay the same.
         """
         eigenvalues, rotation = np.linalg.eigh(compute_gram(other_vectors))
         for side_vectors in (improved_vectors, other_vectors):
@@ -327,7 +331,7 @@ class _Side:
             list(pool.map(solve, range(cores)))
 
     def _blocks(self, dims: int) -> list[NDArray[np.int64]]:
-        """Return blocks of rows of similar length, as many as fit into BLOCK_NUMBERS when padded, one at least."""
+        """Return blocks of rows of similar length: as many as fit into BLOCK_NUMBERS when padded, at least one row."""
         rows_by_length = np.argsort(self.lengths, kind="stable")
         rows_by_length = rows_by_length[np.searchsorted(self.lengths[rows_by_length], 1) :]
         row_blocks, first_index = [], 0
@@ -343,7 +347,10 @@ class _Side:
 def _improve_rows(
     solution: NDArray[np.float32], clicked_vectors: NDArray[np.float32], diagonal: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Step from x towards (Z'Z + D) x = Z'1, preconditioned by D; x, D [n, dims], Z the clicked [n, length, dims]."""
+    """Improve x towards (Z'Z + D) x = Z'1, preconditioned by D.
+
+    x and D are [n, dims]; Z are the vectors of the row's interactions, [n, length, dims].
+    """
 
     def times(search_direction: NDArray[np.float32]) -> NDArray[np.float32]:
         clicked_products = np.einsum("nld,nd->nl", clicked_vectors, search_direction)
@@ -369,12 +376,15 @@ def _improve_rows(
 
 
 def _row_products(left_rows: NDArray[np.float32], right_rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the products of the rows, [n, 1]."""
+    """Return the dot product of each pair of rows, [n, 1]."""
     return np.asarray(np.einsum("nd,nd->n", left_rows, right_rows)[:, None])
 
 
 def first_shapes(dims: int) -> list[ModelShape]:
-    """Return shapes that each need their own training, spectral ones first; alternating ones of one regularisation."""
+    """Return the shapes of the first trials: spectral ones, then alternating ones with the default regularisation.
+
+    Each needs its own training.
+    """
     exponents = product(USER_EXPONENTS, ITEM_EXPONENTS)
     return [
         *(SpectralShape(*exponent_pair, dims=dims) for exponent_pair in exponents),
@@ -383,14 +393,14 @@ def first_shapes(dims: int) -> list[ModelShape]:
 
 
 def shapes_by_regularization(shape: ModelShape) -> list[ModelShape]:
-    """Return an alternating shape with each regularisation; a spectral one alone."""
+    """Return an alternating shape with each regularisation; a spectral shape unchanged, as the only one."""
     if isinstance(shape, SpectralShape):
         return [shape]
     return [replace(shape, regularization=regularization) for regularization in REGULARIZATIONS]
 
 
 def shapes_by_fold(shape: ModelShape) -> list[ModelShape]:
-    """Return the shapes that one training gives, this one among them."""
+    """Return the shapes that share one training, including this shape."""
     if isinstance(shape, SpectralShape):
         return [replace(shape, ridge=ridge) for ridge in SPECTRAL_RIDGES]
     folds = product(FOLD_RIDGES, FOLD_EXPONENTS)
@@ -398,7 +408,7 @@ def shapes_by_fold(shape: ModelShape) -> list[ModelShape]:
 
 
 def training_shape(shape: ModelShape) -> ModelShape:
-    """Return the shape with the same training and the usual fold."""
+    """Return the shape with the same training and the default fold-in."""
     if isinstance(shape, SpectralShape):
         return replace(shape, ridge=SpectralShape().ridge)
     default_shape = AlternatingShape()
@@ -406,7 +416,7 @@ def training_shape(shape: ModelShape) -> ModelShape:
 
 
 def distance_from_usual(shape: ModelShape) -> float:
-    """Return the distance of a spectral shape's exponents from the usual ones; 0 for an alternating shape."""
+    """Return the distance of a spectral shape's exponents from the defaults; 0 for an alternating shape."""
     if isinstance(shape, AlternatingShape):
         return 0.0
     default_shape = SpectralShape()

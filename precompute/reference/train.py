@@ -54,47 +54,48 @@ AFFINITY_CLUSTERS = 16
 _CLUSTER_ROUNDS = 20
 
 UNKNOWN_CATEGORY = "unknown"
-"""Category of an item that has none."""
+"""Category of an item without one."""
 
 CUT_USERS_MAX = 8_000
-"""Users whose histories are cut: on Gowalla 3,000 chose other exponents with another seed."""
+"""Most users whose histories are cut: on Gowalla, 3,000 users chose different exponents with another seed."""
 
 SAMPLE_INTERACTIONS_MAX = 1_500_000
-"""Interactions at most on which shapes are compared."""
+"""Most interactions on which shapes are compared."""
 
 CUT_HISTORY_ITEMS_MIN = 5
-"""Items of a user whose history is cut."""
+"""Fewest items of a user whose history is cut."""
 
 DIMS_DIVISORS = (1, 2, 4, 8)
-"""Divisors of the dimensions that are tried with the training that won."""
+"""Divisors of the dimensions that are tried with the best training."""
 
 HELD_OUT_ITEMS_MIN = 15_000
-"""Items that are to be found; where one cut at random holds out fewer, there are more cuts."""
+"""Fewest held-out items; if one random cut holds out fewer, further cuts are made."""
 
 CUTS_MAX = 3
-"""Cuts at most."""
+"""Most cuts."""
 
 STANDARD_ERRORS_MAX = 2.0
-"""Standard errors of the users' differences within which a trial cannot distinguish two shapes."""
+"""Standard errors of the per-user differences within which a trial cannot distinguish two shapes."""
 
 ALTERNATING_MARGIN = 0.06
-"""Recall that alternating vectors must find more, relative to spectral ones: with less they may lose on later data."""
+"""Relative gain in recall that alternating vectors need over spectral ones; with less they may lose on later data."""
 
 FEWER_DIMS_LOSS_MAX = 0.002
-"""Recall that fewer dimensions may lose, relative to the best: less than the trial can measure."""
+"""Relative loss in recall allowed to fewer dimensions: less than the trial can measure."""
 
 InteractionArrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]
-"""Rows of users and of items, and times."""
+"""User numbers, item numbers and times, [n] each; times are None if unknown."""
 
 RecallsByShape = dict[ModelShape, list[NDArray[np.float64]]]
-"""Recall of each user, by shape and cut."""
+"""Recall of each user, for each cut, by shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferenceData:
-    """Interactions as pairs of rows (int64 [n] each); `categories` has one name per item, `times` int64 [n], if known.
+    """Interactions as user and item numbers (int64 [n] each), with `times` int64 [n] if known.
 
-    Texts may be Arrow strings: of a large catalogue a Python object each would take more than all else.
+    `categories` has one name per item. Texts may be Arrow strings: for a large catalogue, Python objects would take
+    more memory than all other data.
     """
 
     user_rows: NDArray[np.int64]
@@ -107,10 +108,11 @@ class ReferenceData:
 def train_reference(
     config: NightConfig, *, data_until: str | None = None, progress: Progress = quiet
 ) -> dict[str, Any]:
-    """Train on all interactions and put the bundle where the night reads it.
+    """Train on the configured interactions, and put the bundle where the night reads it.
 
-    With `data_until`, else that of the settings, only on older ones, and on those without a time (`untimed` of the
-    report): later ones, which judge the night, are not learnt. Raises ConfigError for a cut if none has a time.
+    With a cut (`data_until`, else that of the settings), only interactions before it are used, and those without a time
+    (`untimed` in the report): later ones judge the night. Raises ConfigError if there is a cut and no interaction has a
+    time.
     """
     start_s = time.perf_counter()
     if not config.sources.interactions:
@@ -132,7 +134,7 @@ def train_reference(
         progress("read interactions", row_count, 0)
     if not row_count:
         before_text = f" before {data_until}" if data_until else ""
-        raise SourceError(f"the sources hold no interaction to train on{before_text}")
+        raise SourceError(f"the sources have no interaction to train on{before_text}")
     interaction_times = np.concatenate(time_batches)
     untimed_count = int((interaction_times == 0).sum())
     if data_until and untimed_count == row_count:
@@ -172,7 +174,7 @@ def train_reference(
 
 
 def _read_categories(config: NightConfig, item_ids: Any) -> Any:
-    """Category of each item from the item features, as Arrow strings; None where they have no such column."""
+    """Return the category of each item from the item features, as Arrow strings; None without such a column."""
     sources, category_column = config.sources, config.sources.category_column
     if not sources.item_features:
         return None
@@ -188,7 +190,7 @@ def _read_categories(config: NightConfig, item_ids: Any) -> Any:
         item_row_parts.append(vocabulary.find_positions(item_ids_of_batch.texts()))
     row_category_codes, item_rows = category_names.codes(), np.concatenate(item_row_parts)
     category_codes = np.full(len(item_ids), -1, np.int64)
-    matched_indexes = np.flatnonzero(item_rows >= 0)[::-1]  # of an item that comes twice, its first row
+    matched_indexes = np.flatnonzero(item_rows >= 0)[::-1]  # reversed: of repeated rows the first one counts
     category_codes[item_rows[matched_indexes]] = row_category_codes[matched_indexes]
     category_texts = pc.fill_null(category_names.names.take(pa.array(category_codes, mask=category_codes < 0)), "")
     return pc.if_else(pc.equal(category_texts, ""), pa.scalar(UNKNOWN_CATEGORY, category_texts.type), category_texts)
@@ -206,9 +208,9 @@ def train(
 ) -> Bundle:
     """Train and write a bundle; the same data and seed give the same bytes on the same machine.
 
-    The shape is chosen (see `choose_shape`) unless it is given; `dims` is the most that a vector may have, and shrinks
-    to the smaller side of the matrix. Repeated interactions count once. `programs` writes each model as a torch.export
-    program too; raises ConfigError where torch is not installed.
+    Without `shape`, the shape is chosen (see `choose_shape`). `dims` is the maximum length of vectors; it is limited by
+    the smaller side of the matrix. Repeated interactions count once. `programs`: also write each model as a
+    torch.export program; raises ConfigError if torch is not installed.
     """
     if not len(data.user_rows):
         raise SourceError("there are no interactions to train on")
@@ -286,7 +288,7 @@ def _export_programs(
 
 
 def _iso_time(microseconds: int) -> str:
-    """Time of the newest interaction that was learnt from, in UTC."""
+    """Return the time in ISO 8601, UTC."""
     return (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=microseconds)).isoformat()
 
 
@@ -300,7 +302,7 @@ class ShapeTrial:
 
 @dataclass(frozen=True, slots=True)
 class ShapeChoice:
-    """Best shape, all trials, and their data; without trials the default shape."""
+    """Best shape, all trials, and sizes of their data; without trials the default shape."""
 
     shape: ModelShape
     trials: tuple[ShapeTrial, ...] = ()
@@ -320,7 +322,7 @@ class ShapeChoice:
         return "spectral" if isinstance(self.shape, SpectralShape) else "alternating"
 
     def row(self) -> dict[str, Any]:
-        """For a report."""
+        """Return the fields of the choice for a report."""
         return {
             "method": self.method,
             **asdict(self.shape),
@@ -335,7 +337,7 @@ class ShapeChoice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HoldoutCut:
-    """Interactions without the held-out ones, and for the users of `cut_users` the kept items and those to be found."""
+    """Interactions without the held-out ones; the kept and the held-out items (`targets`) of each cut user."""
 
     data: UserItemMatrix
     cut_users: NDArray[np.int64]
@@ -344,9 +346,9 @@ class HoldoutCut:
 
     @classmethod
     def of(cls, sample: InteractionArrays, item_count: int, rng: np.random.Generator) -> Self:
-        """Holds out a fifth of the items of at most CUT_USERS users."""
+        """Hold out a fifth of the items of at most CUT_USERS_MAX users."""
         user_rows, item_rows, interaction_times = sample
-        # By user, then as they happened (of a pair that comes twice the latest), or at random.
+        # Rows are ordered by user, then by time (only the latest of a repeated pair), or randomly without times.
         if interaction_times is None:
             user_rows, item_rows = np.divmod(np.unique(user_rows * item_count + item_rows), item_count)
             item_rows = item_rows[np.lexsort((rng.permutation(len(user_rows)), user_rows))]
@@ -373,7 +375,7 @@ class HoldoutCut:
         )
 
     def measure_recalls(self, history_rows_and_vectors: HistoryRowsAndItemVectors) -> NDArray[np.float64]:
-        """Recall@20 of each user by these tables."""
+        """Return recall@20 of each user by these tables."""
         ones = np.ones(len(self.input_histories.indices), np.float32)
         histories = sp.csr_matrix(
             (ones, self.input_histories.indices, self.input_histories.indptr),
@@ -395,20 +397,20 @@ def choose_shape(
     times: NDArray[np.int64] | None = None,
     progress: Progress = quiet,
 ) -> ShapeChoice:
-    """The shape with the highest recall; `dims` is the most that its vectors may have. Pairs and times are [n] each.
+    """Choose the shape with the highest recall; `dims` is the maximum length of its vectors. Pairs and times are [n].
 
-    Of some users a fifth of the items is held out: the latest where times are known, else at random, and more than once
-    where that is little. What the rest of the interactions gives with each shape is judged by recall@20 of that fifth.
-    A large data set is judged on a sample of its users.
+    A fifth of the items of some users is held out: the latest if times are known, else random ones, with several cuts
+    if a cut is small. Each shape is trained on the remaining interactions and judged by recall@20 of the held-out
+    items. A large data set is judged on a sample of its users.
 
-    One thing after the other, each for the best so far of both methods: exponents and weights, regularisations, folds.
-    The method that won is tried with fewer dimensions.
+    The search goes in stages, each for the best shape so far of both methods: exponents and weights, regularisations,
+    fold-ins. The better method is then tried with fewer dimensions.
     """
     sample = sample_interactions(user_rows, item_rows, times, rng)
     cuts = [HoldoutCut.of(sample, item_count, rng)]
     if not len(cuts[0].cut_users):
         return ShapeChoice(SpectralShape(dims=dims))
-    if times is None:  # what is latest can be held out only once
+    if times is None:  # the latest items can be held out only once
         further_cuts = min(CUTS_MAX, -(-HELD_OUT_ITEMS_MIN // len(cuts[0].targets.indices))) - 1
         cuts += [HoldoutCut.of(sample, item_count, rng) for _ in range(further_cuts)]
     recalls_by_shape: RecallsByShape = {}
@@ -455,7 +457,7 @@ def _try_shapes(
     rng: np.random.Generator,
     progress: Progress,
 ) -> None:
-    """Adds the recalls of shapes that were not tried yet."""
+    """Add the recalls of shapes that were not tried yet."""
     untried_shapes = [shape for shape in shapes if shape not in recalls_by_shape]
     for cut_index, cut in enumerate(cuts):
         for tried_count, (shape, tables) in enumerate(train_tables(cut.data, untried_shapes, rng)):
@@ -468,7 +470,7 @@ def _mean_recall(recalls: Sequence[NDArray[np.float64]]) -> float:
 
 
 def _best_of_methods(recalls_by_shape: RecallsByShape) -> list[ModelShape]:
-    """The first of each method, spectral before alternating."""
+    """Return the best shape of each method, spectral before alternating."""
     return [
         _best_shape(
             {shape: cut_recalls for shape, cut_recalls in recalls_by_shape.items() if isinstance(shape, shape_class)}
@@ -478,9 +480,9 @@ def _best_of_methods(recalls_by_shape: RecallsByShape) -> list[ModelShape]:
 
 
 def _best_shape(recalls_by_shape: Mapping[ModelShape, Sequence[NDArray[np.float64]]]) -> ModelShape:
-    """The best shape; one nearer to the usual is taken where it loses less than the trial can tell.
+    """Return the best shape, or a shape nearer to the default whose loss the trial cannot distinguish from 0.
 
-    That is STANDARD_ERRORS of the differences user by user.
+    That is a loss within STANDARD_ERRORS_MAX standard errors of the per-user differences.
     """
     user_recalls_by_shape = {shape: np.concatenate(cut_recalls) for shape, cut_recalls in recalls_by_shape.items()}
     best_shape = max(user_recalls_by_shape, key=lambda shape: float(user_recalls_by_shape[shape].mean()))
@@ -498,7 +500,7 @@ def sample_interactions(
     times: NDArray[np.int64] | None,
     rng: np.random.Generator,
 ) -> InteractionArrays:
-    """All interactions of as many users, drawn at random and numbered anew, as come to SAMPLE_INTERACTIONS."""
+    """Return the interactions of random users, at most SAMPLE_INTERACTIONS_MAX, with the users renumbered."""
     if len(user_rows) <= SAMPLE_INTERACTIONS_MAX:
         return user_rows, item_rows, times
     interaction_counts = np.bincount(user_rows)
@@ -522,7 +524,7 @@ def compute_affinities(
     categories: Sequence[str] | pa.Array | None,
     rng: np.random.Generator,
 ) -> tuple[NDArray[np.float32], tuple[str, ...]]:
-    """Unit centroids [n, dims] and their labels: the given categories, or clusters named by their top item."""
+    """Return unit centroids [n, dims] and their labels: the given categories, or clusters named by their top item."""
     directions = unit_rows(vectors)
     if categories is not None:
         coded_categories = pc.dictionary_encode(to_arrow_strings(categories))
@@ -546,7 +548,7 @@ def compute_affinities(
 def cluster_spherically(
     directions: NDArray[np.float32], cluster_count: int, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Cluster of each unit vector by spherical k-means (Dhillon and Modha, 2001)."""
+    """Return the cluster of each unit vector by spherical k-means (Dhillon and Modha, 2001)."""
     centres = directions[rng.choice(len(directions), cluster_count, replace=False)]
     cluster_by_vector = np.zeros(len(directions), np.int64)
     for _ in range(_CLUSTER_ROUNDS):

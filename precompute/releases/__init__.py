@@ -1,4 +1,4 @@
-"""Releases: which generation is live, by which moves, written down first.
+"""Releases: moves of the pointer to the live generation; each is recorded before it is made.
 
 Start at `release_log` and `moves`.
 """

@@ -32,7 +32,7 @@ _PUBLISHED_STATES = (GenerationState.LIVE, GenerationState.SUPERSEDED)
 
 @dataclass(frozen=True, slots=True)
 class MoveResult:
-    """Result of a move of the pointer; `has_moved` is False if this attempt, or another, had done it already."""
+    """Result of a move of the pointer; `has_moved` is False if this or another attempt had already made the move."""
 
     pointer: Pointer
     has_moved: bool
@@ -48,7 +48,7 @@ def publish(
 ) -> MoveResult:
     """Make a verified generation live; a repeat of the same publish changes nothing.
 
-    `verified`: see `prepare_publish`.
+    On `verified`, see `prepare_publish`.
     """
     result = prepare_publish(releases, generation, attempt=attempt, verified=verified, governor=governor)
     if result is not None:
@@ -69,7 +69,7 @@ def prepare_publish(
 ) -> MoveResult | None:
     """Stream the missing pages of a generation to be published; return the result if it was published already.
 
-    With verify's report (`verified`), raises Conflict if another generation is live than it was compared with.
+    With the report of `verify` (`verified`), raises Conflict if it names another live generation than the current one.
     """
     view = releases.view()
     if (earlier_pointer := pointer_of_attempt(view.history, "publish", attempt, generation)) is not None:
@@ -91,16 +91,16 @@ def _demand_publish(
     _demand_newer(generation, view.ledger.live_generation)
     _demand_gates(releases, generation, view.ledger.live_generation, verified)
     _demand_readers(releases, generation)
-    # No page may belong to a generation that the registry does not know.
+    # The registry must know the generation before its pages are in Redis.
     _write_missing_row(releases, generation, view)
     return None
 
 
 def roll_back(releases: Releases, *, to: str | None, reason: str, attempt: str) -> MoveResult:
-    """Make an earlier generation live again; the one rolled back can never return without re-verification.
+    """Make an earlier generation live again; the one rolled back needs another verification before it can return.
 
-    Before the move only its marks and the lengths of a sample of its pages are looked at, so readers see it within
-    a second however large it is; `repair_live` is to be called after it.
+    Before the move, only the target's registry row and a sample of its pages' lengths are checked, so readers follow
+    within a second whatever its size; call `repair_live` afterwards.
     """
     view = releases.view()
     if (earlier_pointer := pointer_of_attempt(view.history, "roll_back", attempt, to)) is not None:
@@ -117,8 +117,8 @@ def roll_back(releases: Releases, *, to: str | None, reason: str, attempt: str) 
     view = releases.view()
     if view.ledger.live_generation != rolled_back_id:
         raise Conflict(
-            f"{view.ledger.live_generation} became live while {target} was being checked; is it to be rolled back as "
-            "well?"
+            f"{view.ledger.live_generation} became live while {target} was being checked: to roll that back as "
+            "well, repeat the roll back"
         )
     if (live := _demand_roll_back(releases, target, view)) is not None:
         return MoveResult(live, has_moved=False)
@@ -128,7 +128,7 @@ def roll_back(releases: Releases, *, to: str | None, reason: str, attempt: str) 
 def repair_live(releases: Releases, generation: str, *, governor: Governor | None = None) -> list[str]:
     """Read the pages of the live generation back and repair damaged ones; return their keys.
 
-    Does nothing for a generation that is not live by now.
+    Does nothing if the generation is no longer live.
     """
     if (pointer := releases.control.read_pointer()) is None or pointer.generation != generation:
         return []
@@ -169,7 +169,7 @@ def _move_live(
         return _commit(releases, new_pointer, view, rows, action)
     except Conflict as error:
         if error.details.get("state") == GenerationState.RETIRED:
-            # Pages loaded for this move while a retirement removed them: nobody else would remove them.
+            # Pages loaded for this move while a retirement was removing them would otherwise stay in Redis.
             unlink_pages(releases.control.client, releases.control.keyspace, manifest, governor=governor)
         raise
 
@@ -186,12 +186,12 @@ def start_canary(
 ) -> MoveResult:
     """Let a verified generation answer `percent` of the requests beside the live one, or change that percentage.
 
-    `verified`: see `prepare_publish`.
+    On `verified`, see `prepare_publish`.
 
-    Raises Conflict when nothing is live, another canary runs, or the generation could not be published.
+    Raises Conflict if nothing is live, another canary runs, or the generation could not be published.
     """
     if not 0 < percent <= 100:
-        raise ConfigError(f"a canary's share is above 0 and at most 100 %, not {percent}")
+        raise ConfigError(f"a canary's share must be above 0 and at most 100 %, not {percent}")
     view = releases.view()
     if pointer_of_attempt(view.history, "canary", attempt, generation, percent) is not None:
         return MoveResult(_followed_pointer(view), has_moved=False)
@@ -217,11 +217,11 @@ def _demand_canary(releases: Releases, generation: str, view: ReleaseView, verif
     running_canary = view.ledger.canary
     if running_canary is not None and running_canary.generation != generation:
         raise Conflict(
-            f"{running_canary.generation} is being tried out: end that canary first",
+            f"{running_canary.generation} is running as a canary: end that canary first",
             generation=running_canary.generation,
         )
     if view.pointer is None:
-        raise Conflict("nothing is live that a canary could be compared with: publish it")
+        raise Conflict("no generation is live to compare a canary with: publish this one")
     demand_allowed("canary", generation, view.state(generation))
     _demand_newer(generation, view.ledger.live_generation)
     _demand_gates(releases, generation, view.ledger.live_generation, verified)
@@ -237,7 +237,7 @@ def end_canary(releases: Releases, attempt: str, reason: str = "", abandon: bool
     if pointer_of_attempt(view.history, "end_canary", attempt, None) is not None:
         return MoveResult(_followed_pointer(view), has_moved=False)
     if running_canary is None:
-        raise Conflict("no generation is being tried out")
+        raise Conflict("no canary is running")
     return _end_canary(releases, running_canary, view, attempt=attempt, reason=reason, abandon=abandon)
 
 
@@ -261,7 +261,7 @@ def _end_canary(
 
 
 def refuse(releases: Releases, generation: str, *, reason: str, attempt: str) -> None:
-    """Refuse a generation; a canary of it ends first, so that no request is answered from it any more."""
+    """Refuse a generation; if it runs as a canary, end the canary first, so that it answers no more requests."""
     for _ in range(LOOK_TRIES):
         view = releases.view()
         running_canary = view.ledger.canary
@@ -272,17 +272,17 @@ def refuse(releases: Releases, generation: str, *, reason: str, attempt: str) ->
         except Conflict:
             canary = releases.view().ledger.canary
             if canary is None or canary.generation != generation:
-                raise  # it is no canary that stands in the way
-    raise Conflict(f"{generation} was tried out again each time it was to be refused; try again")
+                raise  # the conflict has another cause than a canary
+    raise Conflict(f"{generation} became a canary again at each attempt to refuse it; try again")
 
 
 def _demand_gates(releases: Releases, generation: str, live: str | None, verified: VerifyReport | None) -> None:
-    """Raise Conflict unless all gates passed, and, with verify's report, against the current live generation."""
+    """Raise Conflict unless all gates passed, and the report of `verify`, if given, names the live generation."""
     with conflict_if_files_missing(generation):
         gates = read_manifest(releases.store, generation).gates
     failed_rules = [str(gate["rule"]) for gate in gates if not gate["passed"]]
     if failed_rules or not gates:
-        failure_text = f"failed {', '.join(failed_rules)}" if failed_rules else "ran through no gate"
+        failure_text = f"failed {', '.join(failed_rules)}" if failed_rules else "was judged by no gate"
         raise Conflict(f"{generation} {failure_text}: run `verify {generation}` first", generation=generation)
     if verified is not None and (baseline := verified.get("baseline")) != live:
         raise Conflict(
@@ -293,7 +293,7 @@ def _demand_gates(releases: Releases, generation: str, live: str | None, verifie
 
 
 def _demand_readers(releases: Releases, generation: str) -> None:
-    """Raise Refused unless every live replica can read that generation and this release's pointer."""
+    """Raise Refused unless every live replica can read the generation and the pointer that this release writes."""
     with conflict_if_files_missing(generation):
         manifest_format = read_manifest(releases.store, generation).format
     demand_readers(releases.control, {MANIFEST: manifest_format}, f"{generation} has")
@@ -326,9 +326,9 @@ def _commit(
     *,
     is_live_move: bool = True,
 ) -> MoveResult:
-    """Move the pointer to an intent's by compare-and-set, then record that it is done."""
+    """Move the pointer to that of a recorded intent by compare-and-set, then record that the move is done."""
     allowed_states = STATES_BY_ACTION[action] if is_live_move else (GenerationState.LIVE,)
-    # Much may have passed since the intent: what is superseded is superseded now.
+    # Much time may have passed since the intent, so rows get the time of the move.
     rows = {generation_id: replace(row, at=releases.clock()) for generation_id, row in rows.items()}
     _demand_unmoved(releases, new_pointer, view, action)
     moved_pointer = releases.control.move_pointer(
@@ -345,13 +345,13 @@ def _commit(
 
 
 def _demand_unmoved(releases: Releases, new_pointer: Pointer, view: ReleaseView, action: Action) -> None:
-    """Raise Conflict if another move came since: a Redis that lost its newest rows would not notice."""
+    """Raise Conflict if another move was made since the view: a Redis that lost its newest rows would not notice."""
     history = releases.history()
     ledger = fold_releases(history)
     if ledger.live_epoch != view.ledger.live_epoch:
         live_release = next(release for release in history if release.epoch == ledger.live_epoch)
         if live_release.attempt == new_pointer.attempt:
-            return  # a repeat of this very move, which the pointer recognises
+            return  # a repeat of this move, which `move_pointer` recognises
         raise Conflict("another publisher moved the pointer meanwhile; try again")
     if (
         action in MOVE_ACTIONS
@@ -372,7 +372,7 @@ def _demand_unmoved(releases: Releases, new_pointer: Pointer, view: ReleaseView,
 
 @contextmanager
 def conflict_if_files_missing(generation: str) -> Iterator[None]:
-    """Turn missing files of a generation into a Conflict that says so."""
+    """Turn missing files of a generation into a Conflict that names the generation."""
     try:
         yield
     except UnknownGeneration as error:
@@ -388,7 +388,7 @@ def _followed_pointer(view: ReleaseView) -> Pointer:
 
 
 def new_attempt() -> str:
-    """Name an attempt made from a shell."""
+    """Return a unique name for an attempt made from a shell."""
     return f"shell-{uuid.uuid4().hex[:12]}"
 
 
@@ -399,10 +399,11 @@ def pointer_of_attempt(
     generation: str | None,
     percent: float | None = None,
 ) -> Pointer | None:
-    """Return the pointer that this attempt made, None if it has not acted yet. `history`: settled, oldest first.
+    """Return the pointer that this attempt wrote, None if it has not acted yet. `history`: settled, oldest first.
 
-    A move that a later publish superseded counts as done. Raises Conflict if it was undone since. A verification
-    after that asks for a new publish or canary: an operator who clears a whole run keeps its name.
+    A move that a later publish superseded still counts. Raises Conflict if the move was undone since; but if the
+    generation was verified after that, a publish or canary returns None, since an operator who clears a whole run
+    repeats it under the same attempt.
     """
     attempt_release = next(
         (
@@ -432,7 +433,7 @@ def pointer_of_attempt(
     action_text = undoing_release.action.replace("_", " ")
     raise Conflict(
         (
-                f"this attempt did it at epoch {attempt_release.epoch}; since then {action_text} of "
+                f"this attempt made its move at epoch {attempt_release.epoch}; since then {action_text} of "
                 f"{undoing_release.generation} at epoch {undoing_release.epoch}: "
                 "use a new attempt"
 ),
@@ -447,7 +448,7 @@ def _is_done_or_verification(release: Release) -> bool:
 def _undoing_release(
     attempt_release: Release, history: Sequence[Release], later_releases: Sequence[Release]
 ) -> Release | None:
-    """Return the record that undid a move, None if it still holds."""
+    """Return the record that undid a move, None if the move still holds."""
     match attempt_release.action:
         case "publish":
             return _withdrawing_roll_back(attempt_release, history, later_releases)
@@ -486,7 +487,7 @@ def _undoing_release(
 def _withdrawing_roll_back(
     attempt_release: Release, history: Sequence[Release], later_releases: Sequence[Release]
 ) -> Release | None:
-    """Return the last roll back that took a published generation away, or jumped over it, unless it was restored."""
+    """Return the last roll back that withdrew a published generation; None if the generation was restored since."""
 
     def state_until(epoch: int) -> GenerationState | None:
         settling_releases = [

@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 
 
 def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str) -> dict[str, Any]:
-    """Make an earlier generation live again (the previous one unless named), then repair damaged pages of it.
+    """Make an earlier generation live again (by default the previous one), then repair its damaged pages.
 
-    Waits for no replica and reads no page before the move. Pages that cannot be repaired after it are reported as
-    `unmended`: readers have moved by then.
+    Before the move it waits for no replica and reads no page. Since readers have moved by then, pages that cannot be
+    repaired are only reported (`unmended`).
     """
     reason = demand_reason("a roll back", reason)
     with open_releases(config) as releases:
@@ -64,21 +64,21 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
         try:
             with (
                 translate_redis_errors(),
-                # Right beside the flip: going slower is better than being felt.
+                # Readers are just swapping: a slow repair is better than one that delays them.
                 open_governor(config.governor, releases.control, awake=False) as governor,
             ):
                 report["mended"] = moves.repair_live(releases, pointer.generation, governor=governor)
         except (LarderError, OSError) as error:
             report["unmended"] = str(error)
             report["next"] = (
-                f"readers follow {pointer.generation}, but its pages could not all be read back and repaired: once "
-                "that is possible, run `larder restore`"
+                f"readers follow {pointer.generation}, but its pages could not all be read back and repaired: as soon "
+                "as they can be, run `larder restore`"
             )
     return report
 
 
 def _describe_ended_overrides(history: Sequence[Release], epoch: int) -> list[str]:
-    """Describe overrides that the move of this epoch ended: what let a generation pass does not let it pass again."""
+    """Describe overrides that the move of this epoch ended: the next verification needs new ones."""
     overrides_before = fold_releases([release for release in history if release.epoch < epoch]).overrides_by_generation
     overrides_after = fold_releases([release for release in history if release.epoch <= epoch]).overrides_by_generation
     return [
@@ -90,8 +90,8 @@ def _describe_ended_overrides(history: Sequence[Release], epoch: int) -> list[st
 
 
 def _describe_left_bundle(config: NightConfig, history: Sequence[Release], pointer: Pointer) -> list[str]:
-    """Say that the next night uses the model that was left, if it does; empty where this cannot be told."""
-    from precompute.bundles.bundle_store import chosen_bundle_digest  # pyarrow waits for the move
+    """Return a remark if the next night uses the rolled-back model; empty if it does not, or that is unknown."""
+    from precompute.bundles.bundle_store import chosen_bundle_digest  # imported late: pyarrow must not delay the move
 
     left_id = fold_releases([release for release in history if release.epoch < pointer.epoch]).live_generation
     store, live_id = config.store(), pointer.generation
@@ -102,7 +102,7 @@ def _describe_left_bundle(config: NightConfig, history: Sequence[Release], point
             or chosen_bundle_digest(config) != left_manifest.bundle_digest
         ):
             return []
-    except (LarderError, OSError):  # readers have moved: a remark must not undo the report
+    except (LarderError, OSError):  # the move is done: a missing remark must not fail it
         return []
     bundle_path = generation_path(live_id, "bundle")
     remedy = f"copy {store.url}/{bundle_path} to this host and run `larder hand-over` with that folder"
@@ -117,7 +117,7 @@ def _describe_left_bundle(config: NightConfig, history: Sequence[Release], point
 
 
 def describe_rolled_back_model(releases: Releases, bundle_digest: str) -> list[str]:
-    """Remark on a night whose model is that of a generation that was rolled back, and not that of the live one."""
+    """Return a remark if a night's model is that of a rolled-back generation and not of the live one."""
     history = releases.history()
     ledger = fold_releases(history)
     rolled_back_ids = [
@@ -132,7 +132,7 @@ def describe_rolled_back_model(releases: Releases, bundle_digest: str) -> list[s
             }
             if read_manifest(releases.store, generation).bundle_digest != bundle_digest:
                 continue
-        except LarderError:  # retired, or unreadable: nothing can be said of it
+        except LarderError:  # retired or unreadable, so its model is unknown
             continue
         if len(bundle_digests) > 1:
             left_epoch = ledger.left_epoch_by_generation.get(generation)
@@ -142,7 +142,7 @@ def describe_rolled_back_model(releases: Releases, bundle_digest: str) -> list[s
 
 
 def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> dict[str, Any]:
-    """Rebuild a lost Redis from the artefact store: registry, pages, pointer under a new epoch."""
+    """Rebuild a lost Redis from the artefact store: registry, pages, pointer with a new epoch."""
     started_s, restored_bytes = time.perf_counter(), 0
 
     def advance(more_bytes: int) -> None:
@@ -176,17 +176,17 @@ def restore_redis(
     progress: BytesProgress = lambda _bytes: None,
     governor: Governor | None = None,
 ) -> tuple[Pointer, list[str], int]:
-    """Rebuild a lost Redis: registry, pages of live and previous, pointer under a new epoch.
+    """Rebuild a lost Redis: registry, pages of the live and previous generations, pointer with a new epoch.
 
-    Returns the pointer, the generations loaded and their bytes. Raises Conflict when nothing was ever published.
-    A publish or a roll back that comes in while pages stream is never undone: it starts over from the new live one.
-    If a writer died and it is unknown whether readers saw its move, they are led on under a new epoch; a roll
-    back that died so is carried out. A generation retired so long ago that no overlay of it can live gets no row.
+    Returns the pointer, the restored generations and the bytes loaded. Raises Conflict if nothing was ever published. A
+    publish or roll back during the restore is never undone: the restore starts over from the new live generation. If a
+    writer died before it was known whether readers saw its move, the pointer gets a new epoch; an unfinished roll back
+    is completed. A generation gets no registry row if it was retired so long ago that all its overlays have expired.
     """
     control = releases.control
 
     def is_urgent(generation: str) -> bool:
-        """True for a live generation with missing pages: it has no readers to be spared, they wait for it."""
+        """True for the live generation if its pages are missing: readers wait for it, so loading is not throttled."""
         return generation == restorable_ids[0] and is_missing(control, releases.store, generation)
 
     for _ in range(LOOK_TRIES):
@@ -203,10 +203,11 @@ def restore_redis(
             ledger_if_done = fold_releases([*view.history, replace(doubtful_roll_back, is_done=True)])
             target_ledger = without_retired(ledger_if_done, view.rows)
         restorable_ids = _restorable_generations(releases, view, target_ledger)
-        # Rows first: no page may belong to a generation that the registry does not know.
+        # The registry must know a generation before its pages are in Redis.
         if not control.write_rows(_registry_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch):
             continue
-        # An older snapshot brings pages back. What is only marked as retired may still have readers.
+        # A restored older snapshot of Redis may hold pages of retired generations. Generations that are only marked as
+        # retired may still have readers.
         for generation_id, state in fold_releases(view.history).state_by_generation.items():
             if state is GenerationState.RETIRED and (
                 generation_id in view.rows or has_pages_again(releases, generation_id, view.history)
@@ -235,13 +236,13 @@ def restore_redis(
         moved_pointer = _move_pointer(releases, view, restorable_ids, doubtful_roll_back, attempt=attempt)
         if moved_pointer is not None:
             return moved_pointer, restorable_ids, loaded_bytes
-    raise Conflict(f"releases were made {LOOK_TRIES} times while Redis was being restored; look at `status`")
+    raise Conflict(f"the releases changed {LOOK_TRIES} times while Redis was being restored; try again")
 
 
 def describe_forgotten_facts(releases: Releases, prior_view: ReleaseView, pointer: Pointer) -> list[str]:
-    """Describe facts that were lost with the registry and are in no release record, with the remedy.
+    """Describe facts that were lost with the registry and that no release record holds, with the remedy.
 
-    `prior_view`: the view before the restore, `pointer`: the one that the restore wrote.
+    `prior_view`: the view before the restore; `pointer`: the pointer that the restore wrote.
     """
     remarks = []
     canary = prior_view.ledger.canary
@@ -262,7 +263,7 @@ def describe_forgotten_facts(releases: Releases, prior_view: ReleaseView, pointe
 
 
 def _intents_in_doubt(view: ReleaseView) -> list[Release]:
-    """Return intents whose writer died: they may have moved the pointer before Redis forgot it."""
+    """Return intents of writers that died: they may have moved the pointer before Redis lost it."""
     live_epoch = view.ledger.live_epoch
     return [
         release
@@ -272,7 +273,7 @@ def _intents_in_doubt(view: ReleaseView) -> list[Release]:
 
 
 def _roll_back_in_doubt(view: ReleaseView) -> Release | None:
-    """Return the roll back that must be carried out: readers who followed it must not meet the bad generation again."""
+    """Return the unfinished roll back to complete: readers that followed it must not return to the bad generation."""
     for release in reversed(_intents_in_doubt(view)):
         is_sound = view.ledger.state(release.generation) is GenerationState.SUPERSEDED
         if release.action == "roll_back" and is_sound:
@@ -281,9 +282,10 @@ def _roll_back_in_doubt(view: ReleaseView) -> Release | None:
 
 
 def _registry_rows(releases: Releases, view: ReleaseView, overlay_ttl_s: float) -> dict[str, RegistryRow]:
-    """Return the registry rows that releases prove, and one for every unfinished night with files: it may still load.
+    """Return the registry rows that releases prove, and a row for every unfinished night with files.
 
-    A row with a later state than they prove is kept: its refusal may be about to be recorded.
+    An unfinished night may still load. A row with a later state than the releases prove is kept: its refusal may be
+    about to be recorded.
     """
     restored_at, ledger = releases.clock(), view.ledger
     overlay_life_s = overlay_life_s_max(releases, overlay_ttl_s)
@@ -312,7 +314,7 @@ def _registry_rows(releases: Releases, view: ReleaseView, overlay_ttl_s: float) 
 
 
 def _restorable_generations(releases: Releases, view: ReleaseView, target_ledger: Ledger) -> list[str]:
-    """Return the live generation, then the previous one if its files match the release."""
+    """Return the live generation, and the previous one if its files match the release."""
     live_id, previous_id = str(target_ledger.live_generation), target_ledger.previous
     try:
         releases.check_manifest(live_id, view.history)
@@ -323,7 +325,7 @@ def _restorable_generations(releases: Releases, view: ReleaseView, target_ledger
     try:
         releases.check_manifest(previous_id, view.history)
     except (UnknownGeneration, CorruptArtefact):
-        return [live_id]  # what only a rollback would need must not keep readers waiting
+        return [live_id]  # a missing previous generation only prevents roll backs, so readers need not wait for it
     return [live_id, previous_id]
 
 
@@ -342,11 +344,11 @@ def _move_pointer(
         attempt=attempt,
         reason="Redis was lost" if doubtful_roll_back is None else doubtful_roll_back.reason,
         previous=previous_id,
-        # What was known to be live, not what Redis held: whether this move is in doubt later hangs on it.
+        # The live epoch by the records, not only by Redis: it decides later whether this move is in doubt.
         expected=max(view.epoch, view.ledger.live_epoch),
     )
     if releases.history()[-1].stored_number != release.stored_number:
-        return None  # who came after us may have led readers on, and a Redis that was lost again would not tell
+        return None  # a later record's writer may have moved readers, unknown to a Redis lost again
     published_at = publication_time(view.history, live_id) or releases.clock()
     new_pointer = Pointer(live_id, release.epoch, previous_id, attempt, published_at=published_at)
     rows = {live_id: RegistryRow(GenerationState.LIVE, releases.clock())}
@@ -360,14 +362,14 @@ def _move_pointer(
         )
     except Conflict as error:
         if error.details.get("state") == "unknown":
-            return None  # its row was written before its pages: Redis was lost again, with both
+            return None  # the row was written before the pages: Redis was lost again, with both
         raise
     if moved_pointer is not None:
         releases.complete(moved_pointer.epoch)
     return moved_pointer
 
 
-# Only what was looked at is removed: a pointer that moved meanwhile is somebody's.
+# Compare and delete: a pointer that changed meanwhile belongs to another writer.
 _REMOVE_POINTER_SCRIPT = """#!lua flags=allow-oom
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('DEL', KEYS[1])
@@ -375,9 +377,9 @@ return redis.call('DEL', KEYS[1])
 
 
 def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress = quiet) -> dict[str, Any]:
-    """Remove a stray pointer and restore the live generation of the store; nothing, if nothing was ever published.
+    """Remove a stray pointer, then restore the store's live generation, if one was ever published.
 
-    The reason is recorded, under an epoch above the stray one, so that readers who saw that follow the next pointer.
+    The reason is recorded under an epoch above the stray pointer's, so that readers who saw it follow the next pointer.
     Raises ConfigError without a reason, Conflict if the releases explain the pointer or there is none.
     """
     reason = demand_reason("adopting a Redis", reason)
@@ -399,18 +401,18 @@ def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress 
             recorded_generation = (
                 stray_pointer.generation if GENERATION_PATTERN.fullmatch(stray_pointer.generation) else "unknown"
             )
-            # An intent that is never completed: it changes nothing but the epoch, and keeps the reason.
+            # This intent is never completed: it only raises the epoch and keeps the reason.
             releases.record(
                 "restore", recorded_generation, attempt=attempt, reason=f"adopted: {reason}",
                 expected=stray_pointer.epoch,
             )  # fmt: skip
         if not checked_reply("EVAL", client.eval(_REMOVE_POINTER_SCRIPT, 1, keys.live, raw_pointer), COUNT_SHAPE):
-            raise Conflict(f"the pointer in {keys.live} moved while it was looked at; look at `status`")
-        log.warning("removed from %s, since %s: %.200r", keys.live, reason, raw_pointer)
+            raise Conflict(f"the pointer in {keys.live} changed while it was being checked; try again")
+        log.warning("removed pointer %s, reason %s: %.200r", keys.live, reason, raw_pointer)
         _abandon_unproven(releases, ledger, reason)
     removed_text = raw_pointer.decode(errors="replace")[:200]
     if ledger.live_generation is None:
-        return {"removed": removed_text, "generation": None, "next": "the first night can publish"}
+        return {"removed": removed_text, "generation": None, "next": "run a night: it can publish"}
     return {"removed": removed_text, **restore(config, attempt=attempt, progress=progress)}
 
 
@@ -422,7 +424,7 @@ def _pointer_if_readable(raw_pointer: bytes) -> Pointer | None:
 
 
 def _abandon_unproven(releases: Releases, ledger: Ledger, reason: str) -> None:
-    """Abandon generations that only Redis has as published: they may be made and verified again, or swept."""
+    """Abandon generations that only Redis has as published: they can be made and verified again, or swept."""
     abandoned_at = releases.clock()
     rows = {
         generation: RegistryRow(GenerationState.ABANDONED, abandoned_at, f"adopted: {reason}")

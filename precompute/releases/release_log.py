@@ -1,8 +1,8 @@
-"""Release log: the history of one namespace, written first, and the entries that judge a generation or hold it.
+"""Release log: one namespace's history of moves, verdicts and pins; every entry is written before it takes effect.
 
-The truth is the release records in the artefact store; the pointer and the registry in Redis are their projection.
-An intent is written before the pointer moves and completed after, so a crash in between is settled by looking at
-the pointer: it carries the attempt and the epoch.
+The release records in the artefact store are authoritative; the pointer and the registry in Redis are derived from
+them. An intent is written before the pointer moves and completed afterwards. After a crash in between, the pointer,
+which carries attempt and epoch, shows whether the move was made.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,9 +32,9 @@ from precompute.config.settings import NightConfig
 EPOCH_TRIES = 100
 NOTE_TRIES = 10
 LOOK_TRIES = 5
-"""Attempts to read something that changed underneath."""
+"""Attempts to read state that other programs change at the same time."""
 
-# What the release records say about these outranks the registry, which may be lost or old.
+# States for which the release records outrank the registry, which may be lost or outdated.
 _PROVEN_STATES = frozenset(
     {
         GenerationState.LIVE,
@@ -46,13 +46,13 @@ _PROVEN_STATES = frozenset(
     }
 )
 
-# What a row may say before a record does, or without one; anything else in it is of an older Redis.
+# States that a row may have before, or without, a record; a row with another state is from an older Redis.
 _STATES_AHEAD_OF_RECORDS = UNFINISHED_STATES | {GenerationState.REFUSED}
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseView:
-    """Pointer, registry and history that belong together: the pointer did not move while they were read."""
+    """Consistent pointer, registry and history: the pointer did not move while they were read."""
 
     pointer: Pointer | None
     rows: dict[str, RegistryRow]
@@ -61,11 +61,11 @@ class ReleaseView:
 
     @property
     def epoch(self) -> int:
-        """The pointer's epoch, 0 when there is none."""
+        """The pointer's epoch, 0 without a pointer."""
         return self.pointer.epoch if self.pointer else 0
 
     def state(self, generation: str) -> GenerationState | None:
-        """State of a generation in all of it: see `generation_state`."""
+        """Return the state of a generation by the ledger and the registry: see `generation_state`."""
         return generation_state(generation, self.ledger, self.rows.get(generation))
 
     def demand_agreement(self) -> None:
@@ -79,9 +79,9 @@ class ReleaseView:
 
 
 class Releases:
-    """The release history of one namespace, and the one way to add an entry to it.
+    """The release history of one namespace; all entries are written through this class.
 
-    Its clock is Redis' own unless another is given: publishers and sweepers run on hosts whose clocks may differ.
+    Times are those of Redis' clock by default, since publishers and sweepers run on hosts whose clocks may differ.
     """
 
     def __init__(self, store: ArtefactStore, control: Control, clock: Callable[[], float] | None = None) -> None:
@@ -91,13 +91,13 @@ class Releases:
         self._release_by_number: dict[int, Release] = {}
 
     def history(self) -> list[Release]:
-        """Every record, oldest first, whether its move is settled or not."""
+        """Return every record, oldest first, with settled and unsettled moves."""
         return all_releases(self.store, self._release_by_number, should_pack=True)
 
     def settle(self) -> list[Release]:
-        """Complete the intent whose move is proven by the pointer; the whole history, oldest first.
+        """Complete the intent whose move the pointer proves; return the whole history, oldest first.
 
-        No pointer is replaced before its own intent is completed (`demand_agreement`), so none is ever forgotten.
+        No pointer is replaced before its own intent is completed (`demand_agreement`), so no move is lost.
         """
         releases = self.history()
         open_intents = [release for release in releases if not release.is_done and release.action in POINTER_ACTIONS]
@@ -111,39 +111,39 @@ class Releases:
         return releases
 
     def ledger(self) -> Ledger:
-        """The settled history."""
+        """Return the ledger of the settled history."""
         return fold_releases(self.settle())
 
     def view(self) -> ReleaseView:
-        """Pointer and settled history of one moment; raises Conflict when the pointer never rests."""
+        """Return pointer, registry and settled history of one moment; raise Conflict if the pointer keeps moving."""
         for _ in range(LOOK_TRIES):
-            # The pointer first: its intent was written before it, so the history read after it knows it.
+            # The pointer is read first: its intent was written earlier, so the history includes it.
             pointer = self.control.read_pointer()
             history, rows = self.settle(), self.control.rows()
             if self.control.read_pointer() == pointer:
                 return ReleaseView(pointer, rows, history, without_retired(fold_releases(history), rows))
-        raise Conflict("the pointer moved each time it was looked at; try again")
+        raise Conflict("the pointer moved during each of several reads; try again")
 
     def state(self, generation: str, ledger: Ledger | None = None) -> GenerationState | None:
-        """State of a generation: proven by releases, else as the registry says."""
+        """Return the state of a generation: as proven by releases, else as in the registry."""
         return generation_state(generation, ledger or self.ledger(), self.control.rows().get(generation))
 
     def demand_agreement(self) -> None:
-        """Raise Conflict, naming both places and the remedy, unless Redis' pointer is the one that the store proves."""
+        """Raise Conflict, naming key, store and remedy, unless Redis' pointer is the one that the releases prove."""
         view = self.view()
         try:
             view.demand_agreement()
         except Conflict as error:
             remedy = ""
             if view.epoch > view.ledger.live_epoch:
-                remedy = '. If it is, and what it says is right, run `larder restore --adopt --reason "..."`'
+                remedy = '. If it is, and these releases are right, run `larder restore --adopt --reason "..."`'
             raise Conflict(
                 f"{error.message} (key {self.control.keyspace.live}, artefact store {self.store.url}){remedy}",
                 **error.details,
             ) from error
 
     def check_manifest(self, generation: str, history: list[Release]) -> None:
-        """Raises CorruptArtefact when the manifest is not the one that was released, UnknownGeneration if gone."""
+        """Raise CorruptArtefact if the manifest differs from the released one, UnknownGeneration if it is missing."""
         raw_manifest = self._raw_manifest(generation)
         if raw_manifest is None:
             raise UnknownGeneration(
@@ -153,7 +153,7 @@ class Releases:
         if released_digest and released_digest != stored_digest:
             raise CorruptArtefact(
                 (
-                    f"the manifest of {generation} has the digest {stored_digest}, its release record says "
+                    f"the manifest of {generation} has the digest {stored_digest}, but its release record has "
                     f"{released_digest}"
                 ),
                 generation=generation,
@@ -174,10 +174,10 @@ class Releases:
         pages: Mapping[str, int] | None = None,
         expected: int | None = None,
     ) -> Release:
-        """Write one entry: the next number, and an epoch greater than every earlier one and than the `expected`.
+        """Write one entry with the next number, and an epoch above every earlier one and above `expected`.
 
-        The number is the file's name, which only one writer gets: a delayed writer comes after entries written since,
-        never before them.
+        The number is the file's name, which only one writer gets, so a delayed writer's entry comes after all entries
+        written since.
         """
         raw_manifest = self._raw_manifest(generation)
         digest = "" if raw_manifest is None else manifest_digest(raw_manifest)
@@ -209,7 +209,7 @@ class Releases:
         raise Conflict(f"{EPOCH_TRIES} other releases were being written at the same time; try again")
 
     def complete(self, epoch: int) -> None:
-        """Write down that the pointer moved by the intent of this epoch."""
+        """Record that the pointer moved by the intent of this epoch."""
         for release in self.history():
             if release.epoch == epoch:
                 self.store.write_once(done_path(release.stored_number), b"")
@@ -217,7 +217,7 @@ class Releases:
     def note(self, generation: str, state: Literal[GenerationState.BEGUN, GenerationState.LOADED]) -> None:
         """Record a step of the night in the registry; raise Conflict if the generation was retired meanwhile.
 
-        A later or judged state stays unchanged.
+        A later state, or one that a gate or an operator set, stays unchanged.
         """
         state_after_step = TRANSITIONS["begin" if state is GenerationState.BEGUN else "load"]
         for _ in range(NOTE_TRIES):
@@ -233,10 +233,10 @@ class Releases:
                 if row is not None and row.state is GenerationState.RETIRED:
                     continue
                 return
-        raise Conflict(f"the pointer moved {NOTE_TRIES} times while {generation} was being noted; try again")
+        raise Conflict(f"the pointer moved {NOTE_TRIES} times while {generation}'s state was written; try again")
 
     def override(self, generation: str, *, rule: str, reason: str, attempt: str) -> None:
-        """Write down why a gate's failure is to be let pass by the generation's next verification.
+        """Record the reason why a gate's failure does not count in the generation's next verification.
 
         Raises ConfigError without a reason, Conflict for a generation that is published, retired or unknown.
         """
@@ -245,12 +245,12 @@ class Releases:
         self.record("override", generation, attempt=attempt, reason=reason, rule=rule)
 
     def mark_verified(self, generation: str, *, attempt: str) -> None:
-        """A passed verification; recorded as a release when it lifts an earlier refusal or rollback."""
+        """Record a passed verification, as a release if it lifts an earlier refusal, roll back or abandonment."""
         view = self.view()
         state, canary = view.ledger.state(generation), view.ledger.canary
         is_tried_out = canary is not None and canary.generation == generation
         if is_tried_out or state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
-            # Published by another run meanwhile: only its manifest, with the new verdicts, is another one.
+            # Another run published it meanwhile: the state stays, and the record has the new manifest's digest.
             self.record("verify", generation, attempt=attempt, reason="verified once more")
             return
         ledger = self._write_state(generation, GenerationState.VERIFIED).ledger
@@ -262,16 +262,17 @@ class Releases:
             self.record("verify", generation, attempt=attempt, reason="verified again")
 
     def pin(self, generation: str, *, reason: str, expires_at: float | None, attempt: str) -> None:
-        """Keep a generation from being retired."""
+        """Keep a generation from being retired; raise Conflict if it is being retired."""
         if self.store.read(generation_path(generation, "manifest.json")) is None:
             raise UnknownGeneration(f"generation {generation} is not in {self.store.url}", generation=generation)
         earlier_pins = self.ledger().pin_expiry_by_generation
         self.record("pin", generation, attempt=attempt, reason=reason, expires_at=expires_at)
-        # A retirement marks first and looks for pins after; here it is the other way round, so one sees the other.
+        # A retirement marks the row, then looks for pins; a pin is recorded, then the row is read: so one sees the
+        # other.
         row = self.control.rows().get(generation)
         if row is not None and row.state is GenerationState.RETIRED:
             if generation in earlier_pins:
-                # The earlier pin holds: a retirement that sees it takes its mark back.
+                # The earlier pin still holds: a retirement that sees it removes its mark.
                 self.record(
                     "pin", generation, attempt=attempt, reason=reason, expires_at=earlier_pins[generation]
                 )  # fmt: skip
@@ -280,15 +281,16 @@ class Releases:
             raise Conflict(f"{generation} is being retired", generation=generation)
 
     def unpin(self, generation: str, *, attempt: str) -> None:
-        """Lift a pin."""
+        """Remove a pin."""
         self.record("unpin", generation, attempt=attempt)
 
     def record_refusal(self, generation: str, *, reason: str, attempt: str) -> None:
-        """Write down that a generation must not go live; raises Conflict when readers depend on it already."""
-        # The row first: from here on no publisher that looked earlier can move the pointer to it.
+        """Record that a generation must not go live; raise Conflict if readers already depend on it."""
+        # The row is written first: then no publisher that checked earlier can move the pointer to the generation.
         self._write_state(generation, GenerationState.REFUSED, reason, action="refuse")
         self.record("refuse", generation, attempt=attempt, reason=reason)
-        # A Redis that lost the row meanwhile may have let such a publisher pass: say so, or write it again.
+        # If Redis lost the row meanwhile, such a publisher may have succeeded (then this raises), or the row is
+        # rewritten.
         row = self.control.rows().get(generation)
         if row is None or row.state in (*UNFINISHED_STATES, GenerationState.LIVE):
             self._write_state(generation, GenerationState.REFUSED, reason)
@@ -303,11 +305,11 @@ class Releases:
             if action is not None:
                 demand_allowed(action, generation, view.state(generation))
             rows = {generation: RegistryRow(state, self.clock(), reason)}
-            # A refused one must not be what the pointer names as previous: answers would fall back to it.
+            # A refused generation must not be the pointer's previous one, since answers would fall back to it.
             unless: Literal["live", "previous"] = "previous" if action == "refuse" else "live"
             if self.control.write_rows(rows, expected_epoch=view.epoch, unless_named_as=unless):
                 return view
-        raise Conflict("the pointer moved each time it was looked at; try again")
+        raise Conflict("the pointer moved during each of several reads; try again")
 
     def _raw_manifest(self, generation: str) -> bytes | None:
         return self.store.read(generation_path(generation, "manifest.json"))
@@ -315,7 +317,7 @@ class Releases:
 
 @contextmanager
 def open_releases(config: NightConfig) -> Iterator[Releases]:
-    """Opens the release history for the length of a step, over a connection of its own."""
+    """Yield the release history for the duration of a step, over its own connection."""
     with connect(config.redis_url, config.redis_timeout_s, namespace=config.namespace) as client:
         yield Releases(config.store(), Control(client, config.keyspace()))
 
@@ -323,7 +325,7 @@ def open_releases(config: NightConfig) -> Iterator[Releases]:
 def ledger_and_rows_after_move(
     view: ReleaseView, action: Action, generation: str, *, attempt: str, moved_at: float, reason: str = ""
 ) -> tuple[Ledger, dict[str, RegistryRow]]:
-    """The ledger that a move at the time `moved_at` would lead to, and the rows that it changes."""
+    """Return the ledger after a move at the time `moved_at`, and the registry rows that the move changes."""
     epoch = max(view.epoch, view.ledger.epoch) + 1
     done_release = Release(epoch, action, generation, None, attempt, moved_at, is_done=True)
     ledger_after = without_retired(fold_releases([*view.history, done_release]), view.rows)
@@ -336,7 +338,10 @@ def ledger_and_rows_after_move(
 
 
 def without_retired(ledger: Ledger, rows: Mapping[str, RegistryRow]) -> Ledger:
-    """A retirement marks its row before it is written down; from then on nothing may land on it."""
+    """Return the ledger with generations whose row is marked as retired in that state, except the live one.
+
+    A retirement marks the row before it writes its record; from then on no pointer may move to the generation.
+    """
     retired_ids = {generation_id for generation_id, row in rows.items() if row.state is GenerationState.RETIRED} - {
         ledger.live_generation
     }
@@ -348,18 +353,18 @@ def without_retired(ledger: Ledger, rows: Mapping[str, RegistryRow]) -> Ledger:
 
 
 def generation_state(generation: str, ledger: Ledger, row: RegistryRow | None) -> GenerationState | None:
-    """State of a generation: what releases prove, else what its registry row says, None when neither knows it."""
+    """Return the state of a generation: as proven by releases, else as in its row; None if neither has one."""
     proven_state = ledger.state(generation)
     if row is not None and row.state is GenerationState.RETIRED and proven_state is not GenerationState.LIVE:
         return GenerationState.RETIRED
-    # A refused or rolled-back generation that was loaded again stays what it is until it is verified.
+    # A refused or rolled-back generation that was loaded again keeps its state until it is verified.
     if row is None or proven_state in _PROVEN_STATES:
         return proven_state
     return row.state if proven_state is None or row.state in _STATES_AHEAD_OF_RECORDS else proven_state
 
 
 def demand_reason(action: str, reason: str | None) -> str:
-    """The reason without space around it; raises ConfigError for one that says nothing."""
+    """Return the stripped reason; raise ConfigError if it is empty."""
     if not (reason or "").strip():
-        raise ConfigError(f"{action} demands a reason (--reason): it is kept in the record", field="reason")
+        raise ConfigError(f"{action} needs a reason (--reason): it is kept in the record", field="reason")
     return str(reason).strip()

@@ -1,4 +1,4 @@
-"""A replicated Redis: which nodes there are, whether they are those that were verified, whether all have every page."""
+"""Replicated Redis: its nodes, whether they changed since verification, and whether all of them have every page."""
 
 import math
 import time
@@ -18,26 +18,26 @@ from precompute.bulk.reload import reload
 from precompute.releases.release_log import Releases
 
 WAIT_S_MAX = 0.5
-"""Seconds that one `WAIT` blocks its connection at most, so that no socket times out meanwhile."""
+"""Most seconds that one `WAIT` blocks its connection, so that no socket times out."""
 
 CONNECT_TIMEOUT_S = 1.0
 UNREACHABLE = "unreachable"
 
 RunIds = dict[str, str]
-"""Node -> its run id, which changes whenever it starts: "primary" (a cluster has several), replicas by address."""
+"""Node -> its run id, which changes at every start: "primary" (several in a cluster), replicas by address."""
 
 
 class VerifyReport(TypedDict, total=False):
-    """Report of `verify`: run ids of Redis' nodes, and the live generation that gates compared with; empty without."""
+    """Report of `verify`: run ids of Redis' nodes, and the live generation that gates compared with, if any."""
 
     run_ids: RunIds
     baseline: str | None
 
 
 def run_ids(client: "redis.Redis") -> RunIds:
-    """Run ids of the primary and each of its replicas; a replica that cannot be asked is `UNREACHABLE`.
+    """Return the run ids of the primaries and their replicas; `UNREACHABLE` for a replica that does not answer.
 
-    Verifying takes them before it reads pages back, and keeps them in its report.
+    `verify` takes them before it reads pages back, and keeps them in its report.
     """
     run_id_by_node = {}
     for primary_name, primary_client in primary_clients(client).items():
@@ -56,11 +56,12 @@ def confirm_pages(
     timeout_s: float,
     governor: Governor | None = None,
 ) -> list[str]:
-    """Make sure that every node has the verified pages; return the nodes that had changed. Raise Conflict otherwise.
+    """Make sure that every node has the verified pages; return the nodes that were restarted since verification.
 
-    To be called right before a publish moves the pointer, with verify's report (work/verified.json, None when there
-    is none). If a node started since, or that is unknown, all pages are read back and repaired; then all replicas
-    must have caught up within `timeout_s`. Without replicas, and with the same primary, it costs two commands.
+    Call it right before a publish moves the pointer, with verify's report (work/verified.json, None if there is none).
+    If a node was restarted since, or that is unknown, all pages are read back and repaired. Then all replicas must
+    catch up within `timeout_s`, else it raises Conflict. Without replicas, and with the same primary, it costs two
+    commands.
     """
     if not GENERATION_PATTERN.fullmatch(generation):
         raise Conflict(f"{generation!r} is not a generation id", generation=generation)
@@ -77,7 +78,7 @@ def confirm_pages(
         wait_for_replicas(primary_client, timeout_s=max(0.0, deadline - time.monotonic()))
     if _primary_run_ids(run_ids(control.client)) != _primary_run_ids(current_run_ids):
         raise Conflict(
-            f"Redis was restarted while {generation} was being confirmed, nothing was published; publish again",
+            f"Redis was restarted while {generation} was being checked, nothing was published; publish again",
             generation=generation,
         )
     return changed_nodes
@@ -88,7 +89,7 @@ def _primary_run_ids(run_id_by_node: RunIds) -> RunIds:
 
 
 def wait_for_replicas(client: "redis.Redis", *, timeout_s: float, timer: Callable[[], float] = time.monotonic) -> int:
-    """Return once every replica has all that was written; how many there are. Raises Conflict after `timeout_s`."""
+    """Return the number of replicas once each of them has all writes; raise Conflict after `timeout_s`."""
     deadline, caught_up_count = timer() + timeout_s, 0
     while True:
         replica_info_by_address = _replica_info_by_address(client)
@@ -102,7 +103,7 @@ def wait_for_replicas(client: "redis.Redis", *, timeout_s: float, timer: Callabl
         left_s = deadline - timer()
         if not late_replicas:
             wait_ms = max(1, math.ceil(1000 * min(WAIT_S_MAX, max(left_s, 0.0))))
-            # On one connection: WAIT is about what that connection has seen written.
+            # PING and WAIT share a connection: WAIT covers only writes of its own connection.
             with client.pipeline(transaction=False) as pipeline:
                 pipeline.ping()
                 pipeline.wait(len(replica_info_by_address), wait_ms)
@@ -112,12 +113,12 @@ def wait_for_replicas(client: "redis.Redis", *, timeout_s: float, timer: Callabl
         elif left_s > 0:
             time.sleep(min(0.05, left_s))
         if left_s <= 0:
-            reason = f"{', '.join(late_replicas)} not online" if late_replicas else "the others lag or do not answer"
+            reason = f"{', '.join(late_replicas)} not online" if late_replicas else "others lag or do not answer"
             raise Conflict(
                 (
                     f"{caught_up_count} of {len(replica_info_by_address)} Redis replicas have every page after "
                     f"{timeout_s:g} s ({reason}), "
-                    "nothing was published; mend the replication or take those replicas away, then publish again"
+                    "so nothing was published; repair the replication or remove those replicas, then publish again"
                 ),
                 replicas=len(replica_info_by_address),
                 caught_up=caught_up_count,
@@ -125,7 +126,7 @@ def wait_for_replicas(client: "redis.Redis", *, timeout_s: float, timer: Callabl
 
 
 def _replica_info_by_address(client: "redis.Redis") -> dict[str, dict[str, Any]]:
-    """Return host and port -> the primary's fields on the replica."""
+    """Return "host:port" -> the primary's fields on that replica."""
     info: Any = client.info("replication")
     replica_count = info_number(info, "connected_slaves", 0)
     replica_infos = (info.get(f"slave{replica_number}") for replica_number in range(replica_count))
@@ -138,7 +139,7 @@ def _replica_info_by_address(client: "redis.Redis") -> dict[str, dict[str, Any]]
 
 
 def _fetch_run_id(client: "redis.Redis", host: str, port: int) -> str:
-    """A replica's run id, asked with the credentials of the primary's client."""
+    """Return a replica's run id, read with the credentials of the primary's client; UNREACHABLE on an error."""
     option_names = ("username", "password", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "protocol")
     pool = client.connection_pool
     options = {

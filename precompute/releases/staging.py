@@ -16,12 +16,12 @@ from cache.l2.resp import TEXT_OR_NOTHING_SHAPE, checked_reply
 from precompute.config.progress import Progress, quiet
 
 LEASE_S = 60.0
-"""Seconds that replicas hold a generation for a publisher that has stopped renewing its note."""
+"""Seconds that replicas hold a generation for a publisher that no longer renews its note."""
 RENEW_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 0.05
 
-# One publisher at a time; the note of a dead one is nobody's once its time is over, or once what it asked for is in
-# the pointer: its publisher died between the move and taking the note away.
+# One publisher at a time. Another's note may be replaced once it has expired, or once its generation is in the pointer:
+# then its publisher died between the move and the removal of the note.
 _STAGE_SCRIPT = """#!lua flags=allow-oom
 local found = redis.call('GET', KEYS[1])
 if found then
@@ -51,30 +51,33 @@ return 0
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Live replicas that are ready for a generation, and the others."""
+    """Live replicas that are ready for a generation, and those that are not."""
 
     ready: tuple[Replica, ...]
     waiting: tuple[Replica, ...]
 
     @classmethod
     def of(cls, generation: str, replicas: Sequence[Replica]) -> "Readiness":
-        """Sort replicas into ready and waiting by their last heartbeats."""
+        """Sort replicas by whether their last heartbeats report the generation as ready."""
         ready = tuple(replica for replica in replicas if generation in replica.ready_generations)
         return cls(ready, tuple(replica for replica in replicas if replica not in ready))
 
     def is_enough(self, flip: FlipConfig, *, is_over: bool) -> bool:
-        """True if all live ones, at least the minimum, are ready; once the wait `is_over`, a set minimum is enough."""
+        """True if all live replicas, and at least the minimum, are ready.
+
+        Once the wait `is_over`, a configured minimum suffices.
+        """
         if len(self.ready) < flip.replicas_min:
             return False
         return not self.waiting or (is_over and flip.replicas_min > 0)
 
     def describe_waiting(self, generation: str) -> str:
-        """Return the replicas that are not ready, each with its reason, as text."""
+        """Return the names of replicas that are not ready, each with its reason, as text."""
         reasons = [
             f"{replica.name}: {replica.failure_by_generation.get(generation, 'still loading')}"
             for replica in self.waiting
         ]
-        return "; ".join(reasons) or "no other is alive"
+        return "; ".join(reasons) or "no other replica is alive"
 
 
 class StagingNote:
@@ -84,7 +87,7 @@ class StagingNote:
         self._control = control
 
     def set(self, generation: str, attempt: str, *, lease_s: float = LEASE_S) -> Staging | None:
-        """Ask for a generation, or renew that; return another publisher's note that is in the way, else None."""
+        """Write or renew the note for a generation; return another publisher's note if that blocks it, else None."""
         noted_at = self._control.time()
         note = Staging(generation, attempt, noted_at + lease_s)
         keys = self._control.keyspace
@@ -96,12 +99,12 @@ class StagingNote:
         return None if blocking_note is None else Staging.from_bytes(blocking_note)
 
     def clear(self, attempt: str, generation: str = "") -> None:
-        """Remove the own staging note, or any publisher's about `generation`."""
+        """Remove this attempt's staging note, or any publisher's note for `generation`."""
         keys = self._control.keyspace
         self._control.client.eval(_UNSTAGE_SCRIPT, 2, keys.next, keys.channel, attempt, generation)
 
     def get(self) -> Staging | None:
-        """Return the note in force, None without one."""
+        """Return the current note; None if there is none or it has expired."""
         raw_note: Any = self._control.client.get(self._control.keyspace.next)
         note = None if raw_note is None else Staging.from_bytes(raw_note)
         return None if note is None or note.until <= self._control.time() else note
@@ -117,10 +120,10 @@ def staged(
     progress: Progress = quiet,
     lease_s: float = LEASE_S,
 ) -> Iterator[Readiness]:
-    """Hold the generation ready on all live replicas during the block; raise Conflict, naming those that are not.
+    """Hold the generation ready on all live replicas during the block; raise Conflict naming unready replicas.
 
-    Without any live replica, and no minimum, there is none to wait for. Dead ones are forgotten. In any case the note
-    is removed afterwards, or expires.
+    Without any live replica, and without a configured minimum, it does not wait. Dead replicas are removed from the
+    registry. The note is removed afterwards, or expires.
     """
     staging_note = StagingNote(control)
     started_at, renew_at, rival_staging = time.monotonic(), 0.0, None
@@ -162,7 +165,7 @@ def _staging_conflict(
     return Conflict(
         f"{generation} was not published: after {flip.wait_s:g} s {len(readiness.ready)} of {replica_count} live "
         "replicas are "
-        f"ready, {flip.replicas_min or 'all'} must be ({readiness.describe_waiting(generation)}); mend them or stop "
+        f"ready, {flip.replicas_min or 'all'} must be ({readiness.describe_waiting(generation)}); repair or stop "
         "them, or set "
         "[flip] replicas_min to publish without them",
         generation=generation,

@@ -26,12 +26,12 @@ from precompute.releases.release_log import LOOK_TRIES, Releases, ReleaseView
 
 ABANDON_AFTER_S = 86_400.0
 ROW_KEPT_S = 2 * 86_400.0
-"""Seconds that a row is kept: longer than any step's time-out, so a load that ran during the retirement has ended."""
+"""Seconds that a row is kept: longer than any step's timeout, so any load that ran during the retirement has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """Result of a sweep: generations removed, generations spared because they came into use, and Redis keys removed."""
+    """Result of a sweep: generations removed, generations kept because they came into use, Redis keys removed."""
 
     retired: tuple[str, ...] = ()
     spared: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ def sweep(
                     generation_being_made=generation_being_made,
                     governor=governor,
                 )
-            except Conflict:  # pinned, held or live again since it was looked at: another time
+            except Conflict:  # pinned, held or live again since it was selected: a later sweep retries
                 spared_ids.append(generation)
             progress("retire", generation_index + 1, len(sweepable_generations))
     return SweepResult(
@@ -91,9 +91,9 @@ def sweepable(
 ) -> list[str]:
     """Return the unneeded generations: not live, previous, canary, pinned, held by a replica, or just superseded.
 
-    A generation superseded in the future of this clock was superseded just now. The newest `keep` superseded ones stay
-    for rollbacks, at least one. Unfinished ones go once they are older than the live one and were not touched
-    for `abandon_after_s`, or at once when `generation_being_made` replaces them.
+    A generation whose time of supersession is in the future counts as just superseded. The newest `keep` superseded
+    generations, at least one, are kept for roll backs. Unfinished generations are unneeded once they are older than the
+    live one and unchanged for `abandon_after_s`, or at once if `generation_being_made` replaces them.
     """
     view, checked_at = releases.view(), releases.clock()
     ledger = view.ledger
@@ -106,7 +106,7 @@ def sweepable(
         *superseded_ids[: retained_count(keep)],
         *_generations_in_use(releases),
     }
-    protected_ids.add(generation_being_made)  # made once more, perhaps, after it was refused
+    protected_ids.add(generation_being_made)  # it may be a refused generation that is made again
     for canary in (ledger.canary, view.pointer and view.pointer.canary):
         protected_ids |= {canary.generation} if canary is not None else set()
     if view.pointer is not None:
@@ -116,7 +116,8 @@ def sweepable(
         for generation_id in releases.store.names("generations")
         if GENERATION_PATTERN.fullmatch(generation_id)
     }
-    # A row without files is all that is left of a night that broke at once; a retired one waits for its overlays.
+    # A row without files remains of a night that failed at once; the row of a retired generation waits for its overlays
+    # to expire.
     registered_ids = {
         generation_id for generation_id, row in view.rows.items() if row.state is not GenerationState.RETIRED
     }
@@ -134,14 +135,14 @@ def sweepable(
 
 
 def _seconds_since_left(releases: Releases, generation: str, view: ReleaseView) -> float:
-    """Return the seconds since a pointer last named it; infinite for one that was never live.
+    """Return the seconds since a pointer last named the generation; infinite if it was never live.
 
-    A clock that was ahead then, and is set right, keeps nothing for ever: a later move of the pointer bounds it.
+    A clock that was ahead and is corrected keeps no generation forever: a later move of the pointer bounds its time.
     """
     left_at = view.ledger.superseded_at.get(generation)
     if left_at is None:
         return math.inf
-    row = view.rows.get(generation)  # written when the pointer moved, the record before that
+    row = view.rows.get(generation)  # row: written when the pointer moved; record: written before the move
     left_at = max(left_at, left_at if row is None else row.at)
     left_epoch = view.ledger.left_epoch_by_generation.get(generation, 0)
     later_move_times = [
@@ -172,7 +173,7 @@ def _is_abandoned(
     if view.state(generation) not in (None, *UNFINISHED_STATES):
         return False
     if generation_being_made is not None and generation[:CUT_CHARS] < generation_being_made[:CUT_CHARS]:
-        return True  # newer data replaces it: nights come one at a time
+        return True  # newer data replaces it, as nights run one at a time
     if live is None or generation[:CUT_CHARS] >= live[:CUT_CHARS]:
         return False  # it can still be published
     if row is not None:
@@ -180,7 +181,7 @@ def _is_abandoned(
     try:
         touched_at = float(read_manifest(releases.store, generation).created_at)
     except UnknownGeneration:
-        # Nothing says how old it is, so its age counts from now.
+        # Its age is unknown, so it counts from now.
         releases.control.write_rows(
             {generation: RegistryRow(GenerationState.BEGUN, releases.clock())}, expected_epoch=view.epoch
         )
@@ -200,7 +201,7 @@ def retire(
 ) -> int:
     """Remove a generation's pages, then its files; return the number of Redis keys. Safe to repeat after a crash.
 
-    Marked and recorded first: from then on no rollback can make the generation live.
+    The retirement is marked and recorded first: from then on no roll back can make the generation live.
     """
     _mark_retired(
         releases, generation, attempt=attempt, grace_s=grace_s, abandon_after_s=abandon_after_s,
@@ -219,9 +220,10 @@ def retire(
 def unlink_recorded(
     releases: Releases, generation: str, history: Sequence[Release], *, governor: Governor | None = None
 ) -> int:
-    """Remove the pages that its retirement recorded, also ones that were loaded again since; return the number of keys.
+    """Remove the pages that a generation's retirement recorded; return the number of keys.
 
-    With readers around, pages go one at a time, each at the price of a piece: their sizes are unknown.
+    Pages loaded again since are removed too. With readers around, pages are removed one at a time, each paced like a
+    whole piece, since their sizes are unknown.
     """
     page_count_by_table, keys = (_recorded_page_counts(generation, history), releases.control.keyspace)
     page_keys = (
@@ -244,7 +246,7 @@ def unlink_recorded(
 def note_loaded(releases: Releases, generation: str, *, governor: Governor | None = None) -> None:
     """Record in the registry that a generation is loaded; raise Conflict if it was retired meanwhile.
 
-    Its pages are then removed again, since the retirement may have ended before they came.
+    In that case its pages are removed again, since the retirement may have ended before they were loaded.
     """
     try:
         releases.note(generation, GenerationState.LOADED)
@@ -254,14 +256,14 @@ def note_loaded(releases: Releases, generation: str, *, governor: Governor | Non
 
 
 def unlink_if_retired(releases: Releases, generation: str, *, governor: Governor | None = None) -> None:
-    """Remove pages that came into Redis while their generation was being retired, or after."""
+    """Remove pages that were loaded into Redis during or after their generation's retirement."""
     view = releases.view()
     if view.state(generation) is GenerationState.RETIRED:
         unlink_recorded(releases, generation, view.history, governor=governor)
 
 
 def has_pages_again(releases: Releases, generation: str, history: Sequence[Release]) -> bool:
-    """True if the first or the last page of any table of a retired generation, or its marks, are in Redis again."""
+    """True if Redis has the first or last page of any table of a retired generation, or the loaded marks, again."""
     keys, client = releases.control.keyspace, releases.control.client
     end_page_keys = [
         keys.page(generation, table, page)
@@ -273,7 +275,7 @@ def has_pages_again(releases: Releases, generation: str, history: Sequence[Relea
 
 
 def _recorded_page_counts(generation: str, history: Sequence[Release]) -> Mapping[str, int]:
-    """Return the number of pages of each table that the retirement of a generation recorded."""
+    """Return the number of pages per table that a generation's retirement recorded."""
     return next((release.pages for release in history if release.generation == generation and release.pages), {})
 
 
@@ -304,7 +306,7 @@ def _mark_retired(
         recorded_state = fold_releases(view.history).state(generation)
         if recorded_state is not GenerationState.RETIRED:
             _demand_unneeded(releases, generation, view.ledger)
-            if _seconds_since_left(releases, generation, view) < grace_s:  # live again since `sweepable` looked
+            if _seconds_since_left(releases, generation, view) < grace_s:  # live again since `sweepable`
                 raise Conflict(
                     f"cannot retire {generation}: readers may have left it less than {grace_s:g} s ago",
                     generation=generation,
@@ -313,11 +315,11 @@ def _mark_retired(
         if releases.control.write_rows(rows, expected_epoch=view.epoch, unless_named_as="previous"):
             break
     else:
-        raise Conflict("the pointer moved each time it was looked at; try again")
+        raise Conflict("the pointer moved during each of several reads; try again")
     if recorded_state is GenerationState.RETIRED:
         return
     try:
-        # A pin or a reader may have come between the look and the mark; none can come after it.
+        # A pin or a reader may have come between check and mark; none can come after the mark.
         _demand_unneeded(releases, generation, releases.ledger())
     except Conflict:
         if former_row is None:
@@ -341,7 +343,7 @@ def _demand_unneeded(releases: Releases, generation: str, ledger: Ledger) -> Non
 
 
 def overlay_life_s_max(releases: Releases, overlay_ttl_s: float) -> float:
-    """Return the longest life of an overlay in seconds: any replica's own, if more than configured."""
+    """Return the longest life of an overlay in seconds: the setting, or a replica's own value if that is longer."""
     overlay_ttls_s = [replica.overlay_ttl_s or 0.0 for replica in releases.control.replicas()]
     return max([overlay_ttl_s, *overlay_ttls_s])
 
@@ -349,9 +351,9 @@ def overlay_life_s_max(releases: Releases, overlay_ttl_s: float) -> float:
 def drop_old_rows(
     releases: Releases, *, overlay_ttl_s: float, kept_s: float = ROW_KEPT_S, governor: Governor | None = None
 ) -> int:
-    """Forget retired generations once the last overlay of them must have expired; return the number of rows.
+    """Remove rows of retired generations whose last overlay must have expired; return the number of rows.
 
-    Not before `kept_s`: pages that a slow load brings back can be found only by the row.
+    Rows are kept for at least `kept_s`: pages that a slow load brings back can be found only by the row.
     """
     row_life_s, checked_at = (max(kept_s, overlay_life_s_max(releases, overlay_ttl_s)), releases.clock())
     rows = releases.control.rows()
@@ -368,8 +370,8 @@ def drop_old_rows(
     dropped_count = 0
     for generation in expired_ids:
         if recorded_ledger.state(generation) is not GenerationState.RETIRED and generation in stored_ids:
-            continue  # marked by a sweep that died: what it left must be found, and only its row names it
-        # A Redis restored from an older snapshot may have pages again that were removed long ago.
+            continue  # A sweep died after marking it: only the row names its remaining pages and files.
+        # A Redis restored from an older snapshot may again have pages that were removed long ago.
         unlink_recorded(releases, generation, history, governor=governor)
         releases.control.drop_row(generation)
         dropped_count += 1

@@ -1,4 +1,4 @@
-"""Copies that a night may take from an earlier one: the base, what changed since, and the rule that decides.
+"""Copies from an earlier generation: the base, its changes to this night, and the rule that decides what is copied.
 
 Start at `prior` and `lists`.
 """

@@ -1,6 +1,6 @@
-"""Base of a night: an earlier generation whose records may be copied, in how far it fits, and its shards.
+"""Base of a night: an earlier generation whose records may be copied, what of it can be used, and its shards.
 
-Its parts raise CannotCopy, or an error about a damaged file; `prior.PriorIndex` alone handles both.
+Its parts raise CannotCopy, or an error about a damaged file; only `prior.PriorIndex` handles both.
 """
 
 from collections.abc import Mapping
@@ -39,26 +39,26 @@ from precompute.scoring.copies import HASH_AND_DIGEST, AllowedItemsFunction, Pub
 VERIFIED_STATES: Final = frozenset(
     {GenerationState.VERIFIED, GenerationState.LIVE, GenerationState.SUPERSEDED, GenerationState.ROLLED_BACK}
 )
-"""States of a generation whose gates have passed; one that was rolled back holds what its inputs gave all the same."""
+"""States of a generation whose gates have passed; the records of a rolled-back one are still correct for its inputs."""
 
 REUSE_OFF_REASON, NO_VERIFIED_BASE_REASON, OTHER_SETTINGS_REASON, OTHER_BUNDLE_REASON = (
     "[night] reuse is off",
     "there is no verified generation to copy from",
-    "other settings than the last nights'",
-    "another bundle than the last nights'",
+    "the settings differ from those of earlier nights",
+    "the bundle differs from those of earlier nights",
 )
 
 
 class CannotCopy(Exception):
-    """Some data of the base cannot be copied, for the reason that is the message; it is read or computed instead."""
+    """Some data of the base cannot be copied, for the reason in the message, and is read or computed instead."""
 
 
-OTHER_PROGRAMS_REASON: Final = "other programs or another device computed it"
+OTHER_PROGRAMS_REASON: Final = "it was computed by other programs or another device"
 
 
-@dataclass(frozen=True, eq=False)  # no slots: the item table is kept beside the fields
+@dataclass(frozen=True, eq=False)  # no slots: `cached_property` needs a `__dict__`
 class BaseGeneration:
-    """A verified generation of the same settings; `has_lists`: also of the same bundle, so all its tables count."""
+    """Verified generation with the same settings; `has_lists`: with the same bundle, so lists may be copied."""
 
     build: Build
     begin_report: BeginReport
@@ -66,14 +66,14 @@ class BaseGeneration:
     has_lists: bool
 
     def demand_changes(self, embed_report: EmbedItemsReport) -> None:
-        """Raise CannotCopy without changes of the items since this base."""
+        """Raise CannotCopy unless `embed_items` compared this night's items with this base's."""
         if not self.has_changes(embed_report):
-            raise CannotCopy("items were not compared with those of this base")
+            raise CannotCopy("this night's items were not compared with this base's")
 
     def has_changes(self, embed_report: EmbedItemsReport) -> bool:
-        """Whether `embed_items`, by its report, wrote how this night's items differ from this base's.
+        """True if `embed_items` wrote, by its report, how this night's items differ from this base's.
 
-        A `begin` that ends late may have chosen another base since: numbers of items would mean others.
+        A late attempt of `begin` may have chosen another base since, whose ordinals mean other items.
         """
         return bool(embed_report["changes"]) and embed_report.get("base") == self.manifest.generation
 
@@ -94,7 +94,7 @@ class BaseGeneration:
 
     @cached_property
     def items(self) -> ItemTable:
-        """Item table of the base with vectors, verified once; raises CorruptArtefact for a file that differs."""
+        """Item table of the base with vectors, checked once; raises CorruptArtefact for a file that differs."""
         item_files = self.manifest.items
         for artefact in (item_files.ids, item_files.offsets, item_files.vectors, item_files.model_index):
             self.fetch(artefact)
@@ -103,9 +103,9 @@ class BaseGeneration:
         return ItemTable.open(self.build.root, self.manifest)
 
     def demand_dims(self, dims: int) -> None:
-        """Raise CannotCopy if its items have vectors of another length."""
+        """Raise CannotCopy if the base's item vectors have another length."""
         if self.manifest.items.dims != dims:
-            raise CannotCopy("its vectors have another length")
+            raise CannotCopy("its item vectors have another length")
 
     def fetch(self, artefact: Artefact) -> Path:
         """Fetch a file of the base; raise CorruptArtefact if it differs from the manifest or a report."""
@@ -119,7 +119,7 @@ class BaseGeneration:
         return self.fetch(Artefact(file_name, **file_entry))
 
     def report(self, report_name: ReportName[ReportT]) -> ReportT | None:
-        """Report of a step of it, None if there is none; raises CorruptArtefact for one that cannot be read."""
+        """Return a step's report of the base, None if there is none; raise CorruptArtefact if it is unreadable."""
         try:
             return self.build.read_report(report_name)
         except StoreError:
@@ -130,14 +130,14 @@ class BaseGeneration:
             ) from error
 
     def read_allowed_by_table(self, allowed_items: AllowedItemsFunction) -> Mapping[str, NDArray[np.bool_]]:
-        """Return masks of the items that its lists drew from; raise CorruptArtefact for a damaged attribute."""
+        """Return masks of the items allowed in the base's lists; raise CorruptArtefact for a damaged attribute."""
         for attribute in self.manifest.items.attributes.values():
             for artefact in attribute.parts().values():
                 self.fetch(artefact)
         return allowed_items(self.build)
 
     def has_model(self, model: BundleModel) -> bool:
-        """True if the base's bundle had this model with the same inputs: the same columns, as long a history."""
+        """True if the base's bundle had this model with the same inputs: equal columns, equal length of history."""
         base_model = self.manifest.models.get(model.name)
         if base_model is None or base_model.digest != model.digest:
             return False
@@ -147,9 +147,10 @@ class BaseGeneration:
 def choose_base(
     releases: Releases, config: NightConfig, bundle: Bundle, *, making: str
 ) -> tuple[BaseGeneration | None, str]:
-    """(the base, why not all of it can be copied): the newest verified generation of the same bundle and settings.
+    """Return (base, reason why its lists cannot be copied): the newest verified generation of this bundle and settings.
 
-    Where none is of the same bundle, the newest of the same settings: vectors of items and values may still fit.
+    Without one of the same bundle, return the newest of the same settings: its item vectors and values may still be
+    copied.
     """
     if config.reuse == "off":
         return None, REUSE_OFF_REASON
@@ -175,7 +176,7 @@ def choose_base(
 
 
 def _read_generation(config: NightConfig, generation: str) -> tuple[Build, BeginReport, Manifest] | None:
-    """A generation's build, report and manifest; None where one of them is gone, damaged or of another Larder."""
+    """Return a generation's build, report and manifest; None if one is missing, damaged or of another format."""
     build = Build(config, config.store(), generation)
     try:
         begin_report = build.read_report(BEGIN_REPORT)
@@ -191,10 +192,10 @@ def _read_generation(config: NightConfig, generation: str) -> tuple[Build, Begin
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BaseShard:
-    """Users of one shard of the base, each with a digest, and the records of those that have any.
+    """Users of one shard of the base with their digests, and the records of those who have any.
 
-    `base_positions` int64 [users] are the positions of their records, -1 without one; `tables` are records by table,
-    `has_all_tables` a mask [records] of the users with an answer in every table.
+    `base_positions` int64 [users] are the positions of the users' records, -1 for a user without records; `tables` are
+    records by table; `has_all_tables` [records] is True for users with an answer in every table.
     """
 
     pairs: NDArray[Any]
@@ -205,7 +206,7 @@ class BaseShard:
 
     @classmethod
     def open(cls, base: BaseGeneration, shard: int, tables: Mapping[str, Table], computed_by: str) -> Self:
-        """Open the base's shard and verify every file."""
+        """Open the base's shard and check every file; raise CannotCopy if it cannot be used."""
         report_name = shard_report_name(shard)
         report = base.report(report_name)
         if report is None or report.get("computed_by") != computed_by:
@@ -213,7 +214,7 @@ class BaseShard:
         try:
             users_report = report["users"]
             if users_report.get("short"):
-                raise CannotCopy("lists of the base are short")
+                raise CannotCopy("some lists of the base are shorter than possible")
             digests_artefact, directory_artefact = (
                 Artefact(**users_report["inputs"]),
                 Artefact(**users_report["directory"]),
@@ -240,12 +241,12 @@ class BaseShard:
         return cls(digest_pairs, np.where(has_record, nearest_positions, -1), records_by_table, is_complete, published)
 
     def slice_between(self, hashes: range) -> slice:
-        """Users whose hashes are in a range."""
+        """Return the slice of the users whose hashes are in a range."""
         user_hashes = self.pairs["hash"]
         return slice(_first_position(user_hashes, hashes.start), _first_position(user_hashes, hashes.stop))
 
     def find(self, hashes: Digests) -> NDArray[np.int64]:
-        """int64 [n]: which of the users has each hash, -1 for none."""
+        """Return int64 [n], the row of the user with each hash, -1 if there is none."""
         user_hashes = self.pairs["hash"]
         if not len(user_hashes):
             return np.full(len(hashes), -1)
@@ -258,7 +259,7 @@ def _first_position(hashes: Digests, bound: int) -> int:
 
 
 def read_table_records(base: BaseGeneration, shard: int, table: Table) -> NDArray[Any]:
-    """Records of one shard of a table of the base; raises CorruptArtefact for a damaged file."""
+    """Return the records of one shard of a table of the base; raise CorruptArtefact for a damaged file."""
     part = table.parts[shard]
     path = base.fetch(part.file)
     if not part.count:

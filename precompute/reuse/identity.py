@@ -1,4 +1,4 @@
-"""Gate on records that were copied: computed again in full, by the night's own code, they have the same bytes."""
+"""Gate on copied records: computing them again with the night's own code gives the same bytes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,14 +22,14 @@ from precompute.scoring.shard_work import ShardWork
 from precompute.scoring.users import recompute_users
 
 USER_SAMPLE_SIZE: Final = 512
-"""Users with copied records that are computed again, over all shards that gates read."""
+"""Users with copied records that are computed again, over all shards that the gate samples."""
 ITEM_SAMPLE_SIZE: Final = 256
-"""Items that are computed again, likewise."""
+"""Items that are computed again, over all shards that the gate samples."""
 
 
 @integrity("identity")
 def identity(candidate: Candidate) -> Measurement:
-    """A random sample of the copied records has the bytes that computing them in full gives."""
+    """Compare a random sample of the copied records with records computed in full: their bytes must be equal."""
     build = candidate.build
     if build is None or (build.need_report(BEGIN_REPORT).get("base") or NO_BASE_ENTRY)["generation"] is None:
         return Measurement(True, 0, 0, "nothing was copied")
@@ -39,7 +39,7 @@ def identity(candidate: Candidate) -> Measurement:
     scorers = Scorers(build.config.device, build.config.device_tasks, hooks_without_prior)
     wrong_count, compared_count, note, skipped_shards = 0, 0, "", []
     for shard in shards:
-        # Another processor, or a GPU that is not here, gives a model's outputs other last bits.
+        # Another processor, or a GPU missing on this host, changes the last bits of a model's outputs.
         if build.need_report(shard_report_name(shard))["computed_by"] != computed_by(scorers.at(shard).device):
             skipped_shards.append(shard)
             continue
@@ -53,10 +53,10 @@ def identity(candidate: Candidate) -> Measurement:
             compared_count += 1
             wrong_count += not is_same
             if not (is_same or note):
-                note = f"the record of {entity_name} in {table} is not what computing it gives"
+                note = f"the record of {entity_name} in {table} differs from the computed one"
     summary = f"{compared_count:,} records computed again"
     if skipped_shards:
-        summary += f"; not those of shards {skipped_shards}, which other instructions or devices computed"
+        summary += f"; shards {skipped_shards} skipped, computed with other instructions or devices"
     return Measurement(not wrong_count, wrong_count, 0, note or summary)
 
 
@@ -66,7 +66,7 @@ def _seeded_rng(candidate: Candidate, shard: int, population_size: int, sample_s
 
 
 def _compare_users(candidate: Candidate, work: ShardWork, sample_size: int) -> Iterator[tuple[str, str, bool]]:
-    """(table, user, whether the bytes are the same) for some whose records were copied, or some of them."""
+    """Yield (table, user, whether the bytes are equal) for a sample of users with copied records."""
     build: Build = work.build
     if build.need_report(shard_report_name(work.number))["users"]["reasons"] is None:
         return
@@ -78,7 +78,7 @@ def _compare_users(candidate: Candidate, work: ShardWork, sample_size: int) -> I
     hashes = np.asarray(directory.hash_parts[work.number])[copied_rows]
     with scratch_folder(build.root / PARTITION_FOLDER) as scratch:
         recomputed_records_by_user_hash = recompute_users(work, hashes, scratch)
-    is_alike_by_model = build.need_report(EMBED_ITEMS_REPORT)["regrouped"]  # outputs of other models are not copied
+    is_alike_by_model = build.need_report(EMBED_ITEMS_REPORT)["regrouped"]  # no table of another model is copied
     for table_name, table in work.tables.items():
         if not is_alike_by_model.get(str(table.value) if table.kind == "value" else "user_tower"):
             continue
@@ -93,7 +93,7 @@ def _compare_users(candidate: Candidate, work: ShardWork, sample_size: int) -> I
 def _compare_items(
     candidate: Candidate, work: ItemWork, shard: int, sample_size: int
 ) -> Iterator[tuple[str, str, bool]]:
-    """(table, item, whether the bytes are the same) for some of the shard's items."""
+    """Yield (table, item, whether the bytes are equal) for a sample of the shard's items."""
     bounds = work.build.need_report(BEGIN_REPORT)["bounds"]
     ordinals = np.arange(bounds[shard], bounds[shard + 1])
     rng = _seeded_rng(candidate, shard, len(ordinals), sample_size)

@@ -1,4 +1,4 @@
-"""Partition of the base, where it may be taken over: then only source files that are new are read."""
+"""Partition of the base and the conditions for taking it over: then only new source files are read."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -29,18 +29,18 @@ from precompute.sources.plausibility import RowCounts
 from precompute.sources.readers import EVENT_INTERACTIONS_SOURCE, INTERACTIONS_SOURCE
 from precompute.sources.unusable import UNKNOWN_ITEMS_NAMED_FIELD
 
-ERASED_REASON: Final = "other erasures than the base left out"
-LATE_REASON: Final = "the base left out interactions from after its cut"
-CUT_REASON: Final = "the base's cut is not before this one"
-FILES_REASON: Final = "source files changed, vanished or came in between"
-TABLES_REASON: Final = "another table of users' features or vectors"
-VALUES_REASON: Final = "events set features of users since"
-BACK_REASON: Final = "an item is new that earlier interactions name"
-NAMED_ITEM_GONE_REASON: Final = "an item is gone that events name"
+ERASED_REASON: Final = "the erasures differ from the base's"
+LATE_REASON: Final = "the base left out interactions after its cut"
+CUT_REASON: Final = "the base's cut is after this night's, or one of them has none"
+FILES_REASON: Final = "source files were changed, removed or inserted"
+TABLES_REASON: Final = "a table of users' features or vectors changed"
+VALUES_REASON: Final = "events set users' features since"
+BACK_REASON: Final = "earlier interactions name a new item"
+NAMED_ITEM_GONE_REASON: Final = "events name a removed item"
 
 
 def interaction_file_count(config: NightConfig, inputs: Sequence[InputEntry]) -> int:
-    """Number of the inputs that are interactions, events among them: they come first, before the tables."""
+    """Return the number of inputs that are interactions, events included: they precede the tables."""
     sources = config.sources
     table_settings = (
         sources.user_features, sources.item_features, sources.user_vectors, sources.item_vectors,
@@ -49,7 +49,7 @@ def interaction_file_count(config: NightConfig, inputs: Sequence[InputEntry]) ->
 
 
 def user_table_checksums(config: NightConfig, inputs: Sequence[InputEntry]) -> list[str]:
-    """Checksums of the tables of users among the inputs."""
+    """Return the checksums of the tables of users among the inputs."""
     sources, interaction_count = config.sources, interaction_file_count(config, inputs)
     table_names = [
         table_name
@@ -64,7 +64,7 @@ def user_table_checksums(config: NightConfig, inputs: Sequence[InputEntry]) -> l
 
 
 def earlier_partition(base: BaseGeneration, night_input: NightInput) -> EarlierPartition:
-    """Return the base's partition for this night; raise CannotCopy with the reason for reading all source files."""
+    """Return the base's partition for this night; raise CannotCopy with the reason to read all source files."""
     begin_report, config = base.begin_report, night_input.config
     if list(begin_report.get("erased", ())) != list(night_input.erased.numbers):
         raise CannotCopy(ERASED_REASON)
@@ -82,7 +82,7 @@ def earlier_partition(base: BaseGeneration, night_input: NightInput) -> EarlierP
         raise CannotCopy(FILES_REASON)
     has_table = bool(config.sources.user_features or config.sources.user_vectors)
     if user_table_checksums(config, base_inputs) != user_table_checksums(config, night_input.pinned) or (
-        has_table and not base.has_lists  # another bundle wants other columns of it, or none
+        has_table and not base.has_lists  # another bundle takes other columns
     ):
         raise CannotCopy(TABLES_REASON)
     if begin_report.get("user_values", "") != night_input.values.users_digest:
@@ -91,14 +91,14 @@ def earlier_partition(base: BaseGeneration, night_input: NightInput) -> EarlierP
 
 
 def event_file_count(begin_report: EventFields) -> int:
-    """Number of files of events that a night read, by the report of `begin`."""
+    """Return the number of event files that a night read, by the report of `begin`."""
     return begin_report["events"]["files"] if "events" in begin_report else 0
 
 
 def _split_checksums(
     config: NightConfig, inputs: Sequence[InputEntry], event_count: int
 ) -> tuple[list[str], list[str]]:
-    """Checksums of the team's own interactions among the inputs, and of the files of events behind them."""
+    """Return the checksums of the interaction files among the inputs, and of the event files after them."""
     checksums = [input_entry["sha256"] for input_entry in inputs[: interaction_file_count(config, inputs)]]
     own_count = len(checksums) - event_count
     return checksums[:own_count], checksums[own_count:]
@@ -141,7 +141,10 @@ def _reuse_partition(
 
 
 def _named_by_events(base: BaseGeneration, shard_count: int, item_mask: NDArray[np.bool_]) -> bool:
-    """True if an event names one of these items: a night that reads all has neither its row nor a user of it alone."""
+    """True if an event names one of these items.
+
+    A night that reads all files would drop the event's row, and a user that only such rows name.
+    """
     for shard in range(shard_count):
         (path,) = shard_paths(base.build.root / PARTITION_FOLDER, shard, ("rows",))
         for batch in read_batches(path, column_indexes=(1, 3)):
@@ -152,7 +155,7 @@ def _named_by_events(base: BaseGeneration, shard_count: int, item_mask: NDArray[
 
 
 def _item_hashes(items: ItemTable, item_mask: NDArray[np.bool_]) -> NDArray[np.uint64]:
-    """Hashes, as a partition keeps those of unknown items, of the ids of some items."""
+    """Return the hashes of the ids of the items in the mask, as a partition stores those of unknown items."""
     if not item_mask.any():
         return np.empty(0, np.uint64)
     return text_hashes(item_id_texts(items), UNKNOWN_ITEMS_SEED)[item_mask]

@@ -1,4 +1,4 @@
-"""Records of items that are copied from the base, by the rule of users: an item's own vector is its input."""
+"""Records of items copied from the base, by the rule for users' lists: an item's own vector is its input."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from precompute.scoring.programs import computed_by
 
 
 def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
-    """Return the base's records for one shard of items that may be copied."""
+    """Return the base's records of one shard's items that may be copied; raise CannotCopy if there are none."""
     build, bundle, shard = scope.build, scope.bundle, scope.number
     tables, items = scope.tables, scope.items
     embed_report = build.need_report(EMBED_ITEMS_REPORT)
@@ -36,7 +36,7 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
     base_positions = base_ordinals[shard_ordinals] - first_base_ordinal
     base_positions[
         (base_positions < 0) | (base_positions >= end_base_ordinal - first_base_ordinal)
-    ] = -1  # another seed has put it into another shard
+    ] = -1  # with another hash seed, the item was in another shard
     records_by_table: dict[str, NDArray[Any]] = {}
     base_positions_by_table: dict[str, NDArray[np.int64]] = {}
     allowed_by_table = scope.allowed_items(build)
@@ -82,7 +82,7 @@ def _copyable_list_positions(
     shard_ordinals: NDArray[np.int64],
     items: ItemTable,
 ) -> NDArray[np.int64]:
-    """Places of lists of similar items, -1 where one is to be computed by the rule of lists."""
+    """Return the base positions of lists of similar items, -1 for a list that the rule says to compute."""
     copy_positions = np.full(len(base_positions), -1)
     if len(rule.entering_ordinals) > ENTERING_SHARE_MAX * items.count:
         return copy_positions

@@ -1,4 +1,4 @@
-"""Comparison of this night's items with the base's: same, removed and changed ones, and copied vectors."""
+"""Comparison of this night's items with the base's: same, removed and changed items, and copied vectors."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +20,20 @@ from precompute.scoring.copies import CopiedVectors
 from precompute.scoring.programs import computed_by
 
 BASE_ITEMS_FILE = "work/base_items.i64"
-"""File with the ordinals of the base's items in this night, -1 for a removed one; int64 [base items]."""
+"""File with this night's ordinal of each item of the base, -1 for a removed item; int64 [base items]."""
 CHANGED_ITEMS_FILE = "work/changed_items.u1"
-"""File with flags of this night's items whose vector the base lacks: new ones, and changed ones; [items]."""
+"""File with a flag for each item of this night, 1 if it is new or its vector changed since the base; uint8 [items]."""
 
 _ROWS_AT_ONCE = 1 << 16
 
 
 def find_new_ordinals(items: ItemTable, base_items: ItemTable) -> NDArray[np.int64]:
-    """Return the current ordinals of earlier items, -1 for a removed one; int64 [earlier items]."""
+    """Return the current ordinal of each earlier item, -1 for a removed one; int64 [earlier items]."""
     return ordinals_of_texts(items, item_id_texts(base_items))
 
 
 def invert_ordinals(new_ordinals: NDArray[np.int64], item_count: int) -> NDArray[np.int64]:
-    """Invert the mapping: return the earlier ordinals of the `item_count` current items, -1 for a new one."""
+    """Invert the mapping: return the earlier ordinal of each of the `item_count` current items, -1 for a new one."""
     base_ordinals = np.full(item_count, -1)
     kept_ordinals = np.flatnonzero(new_ordinals >= 0)
     base_ordinals[new_ordinals[kept_ordinals]] = kept_ordinals
@@ -43,9 +43,9 @@ def invert_ordinals(new_ordinals: NDArray[np.int64], item_count: int) -> NDArray
 def find_same_inputs(
     base: BaseGeneration, model: BundleModel, digests: Digests, base_ordinals: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return a mask of the items whose inputs of an item model equal the base's; none for another model.
+    """Return the mask of items with the same inputs of this item model as in the base; all False if the model differs.
 
-    `base_ordinals` are their ordinals in the base, -1 for a new one.
+    `base_ordinals` are the items' ordinals in the base, -1 for a new item.
     """
     if not base.has_model(model):
         return np.zeros(len(base_ordinals), np.bool_)
@@ -59,7 +59,7 @@ def find_same_inputs(
 def open_copied_vectors(
     base: BaseGeneration, bundle: Bundle, items: ItemTable, root: Path, device: str | None
 ) -> CopiedVectors:
-    """Return the vectors that can be copied from the base; `root` has this night's digests."""
+    """Return the item vectors that can be copied from the base; `root` has this night's digests."""
     model = bundle.item_tower
     base.demand_dims(bundle.dims)
     base_report = base.report(EMBED_ITEMS_REPORT)
@@ -77,7 +77,7 @@ def open_copied_vectors(
 class ItemChanges:
     """Changes of the items since the base.
 
-    `new_ordinals` is int64 [base items], `is_changed` bool [items] as they are written.
+    `new_ordinals` int64 [base items] and `is_changed` bool [items], as in BASE_ITEMS_FILE and CHANGED_ITEMS_FILE.
     """
 
     new_ordinals: NDArray[np.int64]
@@ -85,7 +85,7 @@ class ItemChanges:
 
     @classmethod
     def since(cls, base: BaseGeneration, items: ItemTable) -> Self:
-        """Compare the items, with their vectors, with the base's."""
+        """Compare the items and their vectors with the base's."""
         base.demand_dims(items.vectors.shape[1])
         base_items = base.items
         new_ordinals = find_new_ordinals(items, base_items)
@@ -116,13 +116,13 @@ class ItemChanges:
 
     @property
     def has_moved_items(self) -> bool:
-        """True if an ordinal of the base means another item now, or none."""
+        """True if an ordinal of the base means another item in this night, or none."""
         return len(self.new_ordinals) != len(self.is_changed) or bool(
             (self.new_ordinals != np.arange(len(self.new_ordinals))).any()
         )
 
     def compute_unlistable_mask(self, is_allowed: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-        """Return a mask [base items + 1] of items whose lists cannot be copied; the last entry is for free slots."""
+        """Return the mask [base items + 1] of items whose lists cannot be copied; the last entry is for free slots."""
         is_lost = np.zeros(len(self.new_ordinals) + 1, np.bool_)
         is_gone = self.new_ordinals < 0
         is_lost[:-1] = is_gone | self.is_changed[np.where(is_gone, 0, self.new_ordinals)]
@@ -133,7 +133,7 @@ class ItemChanges:
     def find_entering_items(
         self, was_allowed: NDArray[np.bool_] | None, is_allowed: NDArray[np.bool_] | None
     ) -> NDArray[np.int64]:
-        """Return ordinals of items that no list of the base could hold in this form: new, changed, or newly allowed."""
+        """Return ordinals of items that may enter lists since the base: new, changed or newly allowed ones."""
         can_enter = self.is_changed.copy()
         if is_allowed is not None and was_allowed is not None:
             is_formerly_allowed = np.zeros(len(self.is_changed), np.bool_)

@@ -1,7 +1,7 @@
-"""Rule of copied lists: none of the items was removed or changed, and no new or changed item can enter.
+"""Rule for copying lists: none of the items was removed or changed, and no new or changed item can enter.
 
-The score of an entering item is bounded from above, the stored list's last score from below: in doubt the list is
-computed. Pure.
+An entering item's score is bounded from above, the stored list's last score from below; in doubt, the list is computed.
+Pure.
 """
 
 from typing import Any, Final
@@ -14,22 +14,22 @@ from cache.model.tower import Histories
 from cache.records import Layout
 
 ENTERING_SHARE_MAX: Final = 1 / 16
-"""Share of the items that may be new or changed: with more of them nearly every list is touched."""
+"""Largest share of new or changed items; with more, nearly every list is affected."""
 
 _ITEMS_AT_ONCE = 1024
 _LISTS_AT_ONCE = 1 << 14
 _ROUNDING = 2.0**-24 * 1.01
-"""A float32 sum of d products is off by at most d * 2**-24 * |user| * |item|, and a little of second order."""
+"""A float32 sum of d products is off by at most d * 2**-24 * |user| * |item|, plus 1 % for higher orders."""
 _SUM_COUNT_BY_METRIC: Final[dict[Metric, int]] = {"inner_product": 2, "cosine": 3}
-"""Such sums between the bounded score and the stored one: both products; for cosine half of each square, too."""
+"""Number of such sums in the two compared scores: one product each; for cosine half of each squared length, too."""
 _OTHER_ROUNDINGS = 32
-"""Roundings besides the sums: of lengths and of their quotient, for cosine."""
+"""Roundings apart from the sums: for cosine, of the lengths and their quotient."""
 _SAFE_LENGTHS: Final = (1e-15, 1e18)
 """Lengths of vectors between which no square, and no sum of products in any order, under- or overflows in float32."""
 
 
 def find_lists_with_lost_items(records: NDArray[Any], is_lost: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a mask [n] of the lists with an item of `is_lost` [items + 1], whose last entry is for free slots."""
+    """Return the mask [n] of lists with an item in `is_lost` [items + 1], whose last entry is for free slots."""
     has_lost_item = np.zeros(len(records), np.bool_)
     if not is_lost.any():
         return has_lost_item
@@ -41,7 +41,7 @@ def find_lists_with_lost_items(records: NDArray[Any], is_lost: NDArray[np.bool_]
 
 
 def find_score_floors(layout: Layout, records: NDArray[Any]) -> NDArray[np.float64]:
-    """Return a lower bound [n] of the last score of each list before rounding; -inf for a list with a free slot."""
+    """Return a lower bound [n] of each list's last score before rounding; -inf for a list with a free slot."""
     last_numbers = records["numbers"][:, -1]
     if layout.precision == "f2":
         next_lower_numbers = np.nextafter(last_numbers, np.float16(-np.inf)).astype(np.float64)
@@ -59,10 +59,10 @@ def could_enter(
     exclusions: Histories,
     metric: Metric,
 ) -> NDArray[np.bool_]:
-    """Return a mask [n] of the users for whom one of these items may reach the list's `score_floors` [n].
+    """Return the mask [n] of users for whom one of the entering items may reach `score_floors` [n].
 
-    `user_vectors` float32 [n, dims] are the users', `entering_vectors` those of items with these `entering_ordinals`; a
-    user's `exclusions` cannot enter. Certain in one direction: for False, the item's own score is below the floor.
+    `user_vectors` float32 [n, dims]; `entering_vectors` are those of the items with `entering_ordinals`; a user's
+    `exclusions` cannot enter. False is certain: the item's score is below the floor. True is not.
     """
     can_enter = np.zeros(len(user_vectors), np.bool_)
     if not len(user_vectors) or not len(entering_ordinals):

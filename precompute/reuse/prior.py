@@ -1,4 +1,4 @@
-"""PriorIndex: what a night can copy of the base, and the one place that knows that something cannot be had."""
+"""PriorIndex: access to what a night can copy from its base; the only place that handles refusals to copy."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ DAMAGED_REASON: Final = "a file of the base is damaged or gone"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PriorIndex:
-    """What one build can copy of its base: the partition, vectors of items, records of users and of items.
+    """Data that one build can copy from its base: the partition, item vectors, records of users and items.
 
-    `reason` is the reason why there is no base, or why none of its lists can be copied.
+    `reason` says why there is no base, or why none of its lists can be copied.
     """
 
     base: BaseGeneration | None
@@ -54,7 +54,7 @@ class PriorIndex:
 
     @property
     def facts(self) -> PriorEntry:
-        """Return its fields of `base` in the report of `begin`."""
+        """Fields on the base in the report of `begin`."""
         has_lists = self.base is not None and self.base.has_lists
         return {"generation": self.generation, "has_lists": has_lists, "why": self.reason}
 
@@ -70,17 +70,17 @@ class PriorIndex:
             return None, DAMAGED_REASON
 
     def partition(self, night_input: NightInput) -> tuple[EarlierPartition | None, str]:
-        """Return (the base's partition, ""), or (None, the reason to read all source files)."""
+        """Return (the base's partition, ""), or (None, the reason why all source files must be read)."""
         return self._read_base(lambda base: earlier_partition(base, night_input))
 
     def item_vectors(self, bundle: Bundle, items: ItemTable, root: Path, device: str | None) -> CopiedVectors | None:
-        """Return vectors of items with the same input, by the digests below `root`."""
+        """Return the base's vectors of items with the same inputs, None without any; `root` has the digests."""
         return self._read_base(lambda base: open_copied_vectors(base, bundle, items, root, device))[0]
 
     def reproducible_models(
         self, build: Build, bundle: Bundle, items: ItemTable, device: str | None
     ) -> Mapping[str, bool]:
-        """Return by model of the base whether a row has the same bits in any batch."""
+        """Return, for each model that the base has too, whether a row has the same bits in any batch."""
         if self.base is None:
             return {}
         return find_regrouped_alike(build, self.base, bundle, items, device)
@@ -93,9 +93,9 @@ class PriorIndex:
         return changes is not None
 
     def user_copies(self, shard: ShardScope) -> UserCopies | None:
-        """Return the records of users; None if none of the shard can be copied."""
+        """Return the records of users that may be copied; None if the shard has none."""
         return self._read_base(lambda base: ShardReuse.open(base, shard))[0]
 
     def item_copies(self, shard: ShardScope) -> ItemCopies | None:
-        """Return the records of items; None if none of the shard can be copied."""
+        """Return the records of items that may be copied; None if the shard has none."""
         return self._read_base(lambda base: item_records(base, shard))[0]

@@ -1,4 +1,4 @@
-"""Texts on a night's copies: its base, and its users by reason."""
+"""Texts on a night's copies: its base, and the numbers of users by reason."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,13 +8,13 @@ from precompute.reuse.reuse_fact import users_by_reason
 
 _TEXT_BY_REASON = {
     "inputs": "for their inputs",
-    "lost": "for an item gone or changed",
-    "entered": "for one that may enter",
+    "lost": "for a removed or changed item in a list",
+    "entered": "for an item that may enter a list",
 }
 
 
 def users_in_words(count_by_reason: Mapping[str, int]) -> str:
-    """Users by reason, such as "360 copied, 40 computed (30 for their inputs, 10 for one that may enter)"."""
+    """Format users by reason, such as "360 copied, 40 computed (40 for their inputs)"."""
     copied_count = count_by_reason.get("copied", 0)
     computed_count = sum(count_by_reason.values()) - copied_count
     reason_text = ", ".join(
@@ -25,7 +25,7 @@ def users_in_words(count_by_reason: Mapping[str, int]) -> str:
 
 
 def base_in_words(base_entry: BaseEntry) -> str:
-    """Base of a night as the report of `begin` has it, or why there is none, or why all files were read."""
+    """Describe the base of a night, or why there is none, or why all files were read."""
     base, reason = base_entry["generation"], base_entry["why"]
     if base is None:
         return f"no copies: {reason}" if reason else "no copies"
@@ -36,12 +36,12 @@ def base_in_words(base_entry: BaseEntry) -> str:
 
 
 def base_remark(begin_report: BeginReport, _config: NightConfig) -> str:
-    """Return a line on the base, after a line break."""
+    """Return the description of the base, after a line break."""
     return f"\n{base_in_words(begin_report.get('base') or NO_BASE_ENTRY)}"
 
 
 def users_remark(reports: Sequence[ShardReport]) -> str:
-    """Return a line on users by reason, after a line break, from the reports of shards; empty without copies."""
+    """Return the numbers of users by reason from the shards' reports, after a line break; empty without copies."""
     count_by_reason = users_by_reason(reports)
     if sum(count_by_reason.values()) <= count_by_reason["computed"]:
         return ""

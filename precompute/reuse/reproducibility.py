@@ -1,4 +1,4 @@
-"""Reproducibility of a row in another batch: if a model's bits depend on the other rows, nothing of it is copied."""
+"""Reproducibility of a model's rows: if the bits of a row depend on the other rows of its batch, none is copied."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ from precompute.scoring.towers import (
 )
 
 REGROUPED_ROWS = 512
-"""Rows of a sample that are computed once more in other company."""
+"""Rows of a sample that are computed again in other batches."""
 
 _GROUP_SIZES = (1, 2, 3, 7, 33, 130)
 
@@ -39,7 +39,7 @@ _REGROUPING_SEED = 0
 def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inputs) -> bool:
     """True if the first rows have the same bits together, in another order, and in groups of several sizes.
 
-    A model's rows must not depend on the other rows of their batch, or its records are not copied.
+    Records of a model are copied only if its rows do not depend on the other rows of their batch.
     """
     row_count = min(REGROUPED_ROWS, row_count_of(inputs))
     batch_outputs = run(select_input_rows(inputs, np.arange(row_count)))
@@ -57,10 +57,11 @@ def is_regrouped_alike(run: Callable[[Inputs], NDArray[np.float32]], inputs: Inp
 def find_regrouped_alike(
     build: Build, base: BaseGeneration, bundle: Bundle, items: ItemTable, device: str | None
 ) -> dict[str, bool]:
-    """Return by model whether its rows have the same bits in any batch, tried on real inputs on its device.
+    """Return, for each model that the base has too, whether its rows have the same bits in any batch.
 
-    Records are copied only of models for which that is True. It is False for one without any inputs, and for one on a
-    GPU: its batches are larger than those tried here, and their size may decide the order of its sums.
+    Tried on real inputs, on the model's device. Records are copied only from models with True. It is False for a model
+    without usable inputs in the sample, and on a GPU: batches there are larger than those tried here, and their size
+    may decide the order of sums.
     """
     sample_users, alike_by_model = _read_sample_users(build), {}
     for model in bundle.models:
@@ -85,7 +86,7 @@ def find_regrouped_alike(
 
 
 def _read_sample_users(build: Build) -> ShardInput:
-    """Return some users of the first shard, those that its files name first."""
+    """Return the inputs of some users of the first shard: those that come first in its files."""
     fetch_partition(build, 0)
     folder, shard = build.root / PARTITION_FOLDER, 0
     with scratch_folder(folder) as scratch:

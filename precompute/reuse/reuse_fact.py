@@ -1,4 +1,4 @@
-"""The fact of a night's copies: users by reason, seconds spared, and the same of the nights before it."""
+"""Fact of a night's copies in the manifest: users by reason, seconds spared, and the same for earlier nights."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -11,7 +11,7 @@ from precompute.builds.reports import BEGIN_REPORT, EMBED_ITEMS_REPORT, NO_BASE_
 from precompute.scoring.copies import REASON_NAMES
 
 MEASURED_USERS: Final = 1_000
-"""Computed users from which on a night's own time for each is believed."""
+"""Computed users from which on a night's own seconds per user are used, instead of the base's."""
 
 
 def reuse_facts(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
@@ -20,10 +20,10 @@ def reuse_facts(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
 
 
 def build_reuse_fact(build: Build, reports: Sequence[ShardReport]) -> dict[str, Any]:
-    """The fact of a generation, from the reports of its shards.
+    """Build the fact of a generation's copies from the reports of its shards.
 
-    `users` by reason (all of them `computed` where nothing could be copied), `spared_s` the seconds that towers and
-    lists of those who were copied would have taken.
+    `users` are numbers by reason (all `computed` if nothing could be copied); `spared_s` are the seconds that towers
+    and lists would have taken for the copied users.
     """
     begin_report, embed_report = (build.need_report(BEGIN_REPORT), build.need_report(EMBED_ITEMS_REPORT))
     base = begin_report.get("base") or NO_BASE_ENTRY
@@ -45,7 +45,7 @@ def build_reuse_fact(build: Build, reports: Sequence[ShardReport]) -> dict[str, 
 
 
 def users_by_reason(reports: Iterable[ShardReport]) -> dict[str, int]:
-    """Users by reason of all shards; all of one where nothing could be copied are `computed`."""
+    """Return users by reason over all shards; in a shard without copies all users are `computed`."""
     count_by_reason = dict.fromkeys((*REASON_NAMES, "computed"), 0)
     for users_report in (report["users"] for report in reports):
         for reason, user_count in (users_report.get("reasons") or {"computed": users_report["scored"]}).items():
@@ -54,7 +54,7 @@ def users_by_reason(reports: Iterable[ShardReport]) -> dict[str, int]:
 
 
 def _read_base_fact(build: Build, generation: str | None) -> Mapping[str, Any]:
-    """The fact of the base, empty where there is none or it is gone."""
+    """Return the fact of the base's copies; empty if there is no base or it is gone."""
     if generation is None:
         return {}
     try:

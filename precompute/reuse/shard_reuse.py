@@ -1,4 +1,4 @@
-"""Reuse within one shard: which users are copied from the base, which are computed, and where each record goes."""
+"""Reuse within one shard: which users are copied from the base, which are computed, and where each record is."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ from precompute.scoring.programs import computed_by
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListRule:
-    """Rule of one table of lists: base items that no list may hold, and this night's items that may enter one."""
+    """Rule for a table of lists: base items that no copied list may hold, and items that may enter lists."""
 
     layout: Layout
     metric: Metric
@@ -54,28 +54,28 @@ class ListRule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardReuse:
-    """Shard of the base, compared with this night's."""
+    """Shard of the base, compared with this night's shard."""
 
     base_shard: BaseShard
     changes: ItemChanges | None
     list_rules: Mapping[str, ListRule]
     has_broken_list: NDArray[np.bool_]
-    """Mask [records] of the users with a list that cannot be copied, even with unchanged inputs."""
+    """Mask [records] of the users with a list that cannot be copied, even if their inputs are unchanged."""
     item_vectors: NDArray[np.float32]
     is_same_bundle: bool
-    """True if the base was made by this very bundle (`BaseGeneration.has_lists`)."""
+    """True if the base was made from the same bundle (`BaseGeneration.has_lists`)."""
     touched: Digests | None
-    """Sorted hashes of the users whose inputs have to be read; None for all."""
+    """Sorted hashes of the users whose inputs must be read; None: all users."""
 
     @classmethod
     def open(cls, base: BaseGeneration, scope: ShardScope) -> Self:
-        """Open the base's shard of users for comparison with this night's."""
+        """Open the base's shard of users for comparison with this night's; raise CannotCopy if none can be copied."""
         build, bundle, shard, tables = scope.build, scope.bundle, scope.number, scope.tables
         begin_report = build.need_report(BEGIN_REPORT)
         if base.begin_report["user_seed"] != begin_report["user_seed"]:
-            raise CannotCopy("its hashes are of other users")
+            raise CannotCopy("its users are hashed with another seed")
         if base.begin_report[FEATURE_ONLY_USERS_FACT] != begin_report[FEATURE_ONLY_USERS_FACT]:
-            raise CannotCopy("a user without a record there may have one now, of the same inputs")
+            raise CannotCopy("users without a record in it may now have one from the same inputs")
         fitting_tables = _find_fitting_tables(build, base, bundle, tables)
         base_table_by_name = {
             table_name: base.manifest.stored_tables[table_name]
@@ -83,12 +83,12 @@ class ShardReuse:
             if table_name in base.manifest.stored_tables
         }
         if not base_table_by_name:
-            raise CannotCopy("no table is of the same model")
+            raise CannotCopy("no table is from the same model")
         base_shard = BaseShard.open(base, shard, base_table_by_name, computed_by(scope.device))
         tower = bundle.user_tower
         publishes_features = build.config.events.enabled and bool(tower.spec.features)
         if publishes_features and not base.has_model(tower):
-            raise CannotCopy("the features that it published are of another user tower")
+            raise CannotCopy("its published features are those of another user tower")
         list_tables = {table_name: table for table_name, table in tables.items() if table.kind == "user_topk"}
         changes = ItemChanges.open(build) if base.has_changes(build.need_report(EMBED_ITEMS_REPORT)) else None
         if base_shard.published is not None or list_tables.keys() & base_table_by_name.keys():
@@ -119,19 +119,19 @@ class ShardReuse:
             None if _has_entering_items(list_rules) else _find_touched_hashes(build, shard, hashes[has_broken_list])
         )
         if touched is not None and 2 * len(touched) > len(base_shard.pairs):
-            touched = None  # to pick most of the users out takes longer than to look at all
+            touched = None  # selecting most of the users takes longer than reading all
         return cls(
             base_shard, changes, list_rules, has_broken_list, np.asarray(scope.items.vectors), base.has_lists, touched
         )
 
     @property
     def needs_vectors(self) -> bool:
-        """True if an item could enter lists, so that the vectors of copied users are needed, too."""
+        """True if an item may enter lists, so that vectors of unchanged users must be computed to check."""
         return _has_entering_items(self.list_rules) and not self.has_broken_list.all()
 
     @property
     def tables(self) -> Collection[str]:
-        """Tables of which the base's shard has records."""
+        """Tables of which the base's shard has records that may be copied."""
         return self.base_shard.tables.keys()
 
     @property
@@ -140,7 +140,7 @@ class ShardReuse:
         return self.list_rules.keys()
 
     def decide(self, entities: ShardInput, digests: Digests, hashes: range) -> CopyDecisions:
-        """Decide which users of a hash range, with these inputs, are checked, and which are copied unread."""
+        """Decide which users of a hash range, with these inputs, are checked, and which are copied without a check."""
         hash_slice = self.base_shard.slice_between(hashes)
         digest_pairs, base_positions = (self.base_shard.pairs[hash_slice], self.base_shard.base_positions[hash_slice])
         user_rows = self.base_shard.find(entities.hashes)
@@ -148,7 +148,7 @@ class ShardReuse:
         is_equal[is_equal] = self.base_shard.pairs["digest"][user_rows[is_equal]] == digests[is_equal]
         matched_positions = np.full(len(user_rows), -1)
         matched_positions[is_equal] = self.base_shard.base_positions[user_rows[is_equal]]
-        had_no_record = is_equal & (matched_positions < 0) & self.is_same_bundle  # and so has none now
+        had_no_record = is_equal & (matched_positions < 0) & self.is_same_bundle  # and has none now
         could_stay = matched_positions >= 0
         could_stay[could_stay] = ~self.has_broken_list[matched_positions[could_stay]]
         matched_positions[matched_positions >= 0] = np.where(
@@ -163,7 +163,7 @@ class ShardReuse:
             entities.hashes[is_copied],
             pair_with_digests(entities, digests),
         )
-        if self.touched is not None:  # the others were not even read
+        if self.touched is not None:  # users that are not touched were not read
             is_unread = ~np.isin(digest_pairs["hash"], entities.hashes)
             all_pairs = np.sort(np.concatenate([all_pairs, digest_pairs[is_unread]]), order="hash")
             is_unread &= base_positions >= 0
@@ -178,7 +178,7 @@ class ShardReuse:
     def enters(
         self, table_name: str, base_positions: NDArray[np.int64], vectors: NDArray[np.float32], exclusions: Histories
     ) -> NDArray[np.bool_]:
-        """Return a mask of the base's lists at `base_positions` that a new or changed item may enter."""
+        """Return the mask of the base's lists at `base_positions` that a new or changed item may enter."""
         rule = self.list_rules[table_name]
         return could_enter(
             vectors, self.item_vectors[rule.entering_ordinals], rule.entering_ordinals,
@@ -186,15 +186,15 @@ class ShardReuse:
         )  # fmt: skip
 
     def records(self, table_name: str, base_positions: NDArray[np.int64], cut_s: int) -> NDArray[Any]:
-        """Return the base's records for this night: with its cut `cut_s` (Unix seconds) and its ordinals."""
+        """Return the base's records with this night's cut `cut_s` (Unix seconds) and item ordinals."""
         copied_records: NDArray[Any] = self.base_shard.tables[table_name][base_positions]
-        copied_records["scored_at"] = cut_s  # a copy: an index of numbers makes one
+        copied_records["scored_at"] = cut_s  # safe: indexing by an array copies the records
         if table_name in self.list_rules and self.changes is not None and self.changes.has_moved_items:
             renumber_items(copied_records, self.changes.new_ordinals)
         return copied_records
 
     def read_inputs(self, base_positions: NDArray[np.int64]) -> PublishedInputs:
-        """Return the published inputs of users of the base, items by this night's ordinals."""
+        """Return the published inputs of these users of the base, with this night's item ordinals."""
         assert self.base_shard.published is not None  # noqa: S101 - or nobody asks
         assert self.changes is not None  # noqa: S101 - `open` saw to it
         inputs = self.base_shard.published.select_rows(base_positions)
@@ -209,7 +209,7 @@ def _has_entering_items(list_rules: Mapping[str, ListRule]) -> bool:
 def _find_fitting_tables(
     build: Build, base: BaseGeneration, bundle: Bundle, tables: Mapping[str, TableConfig]
 ) -> list[str]:
-    """Return the tables whose records may be copied: lists of the same bundle, all others of the same model."""
+    """Return the tables whose records may be copied: lists of the same bundle, other tables of the same model."""
     embed_report = build.need_report(EMBED_ITEMS_REPORT)
     is_alike_by_model = embed_report["regrouped"]
     has_same_vocabulary = base.manifest.facts.get("vocabulary_digest") == bundle.vocabulary_digest
@@ -228,9 +228,9 @@ def _find_fitting_tables(
 
 
 def _find_touched_hashes(build: Build, shard: int, broken_hashes: Digests) -> Digests | None:
-    """Return sorted hashes of users with newly read rows or a lost item (`begin` wrote these) and of broken ones.
+    """Return sorted hashes of the users whose inputs must be read; None: all users.
 
-    None if the inputs of all users have to be read.
+    They are the users whom `begin` recorded for newly read rows or a lost item, and those with a broken list.
     """
     begin_report = build.need_report(BEGIN_REPORT)
     if not begin_report["base"]["took_over"] or begin_report.get("user_vectors"):

@@ -1,4 +1,4 @@
-"""Copied shares of generations, for the command `status`."""
+"""Shares of copied users per generation, for the command `status`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,19 +9,19 @@ from precompute.reuse.reasons import users_in_words
 
 
 def reuse_field(manifest: Manifest) -> dict[str, Any] | None:
-    """Return the fact of copies as JSON; None if the manifest has none, or another version's."""
+    """Return the fact of copies as JSON; None if the manifest has none, or one of another version."""
     reuse = Reuse.of(manifest.facts)
     return None if reuse is None else reuse.to_json()
 
 
 def copied_share_text(reuse: Mapping[str, Any] | None) -> str:
-    """Format the share of the users whose records were copied; "-" if unknown."""
+    """Format the share of users whose records were copied; "-" if unknown."""
     copied_fraction = None if reuse is None else reuse["share"]
     return "-" if copied_fraction is None else f"{copied_fraction:.1%}"
 
 
 def copy_lines(status: Mapping[str, Any]) -> list[str]:
-    """Return lines on copies of the live generation, and of the last nights up to it."""
+    """Return lines on the copies of the live generation, and of the latest nights up to it."""
     reuse = next(
         (
             generation_status["reuse"]
@@ -32,7 +32,7 @@ def copy_lines(status: Mapping[str, Any]) -> list[str]:
     )
     if reuse is None:
         return []
-    recent_nights, reuse_line = (reuse["lately"], f"users of the live one: {users_in_words(reuse['users'])}")
+    recent_nights, reuse_line = (reuse["lately"], f"users of the live generation: {users_in_words(reuse['users'])}")
     if reuse["base"] is None:
         reuse_line += f": {reuse['why']}" if reuse["why"] else ""
     else:

@@ -1,4 +1,4 @@
-"""A shard scored: inputs bound to towers, users compared with items, pages of records written.
+"""Scoring of a shard: inputs bound to towers, users compared with items, pages of records written.
 
 Start at `users`.
 """

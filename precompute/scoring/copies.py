@@ -1,6 +1,6 @@
-"""Records that are copied from an earlier generation instead of being computed: decisions, places, and interfaces.
+"""Records copied from an earlier generation instead of computed: decisions, positions, and interfaces.
 
-A feature finds the generation and decides; scoring keeps an index of rows.
+A feature chooses the generation and decides; scoring keeps track of rows.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,28 +25,28 @@ from precompute.partitions.shard_input import ShardInput
 
 COPIED_REASON, INPUTS_REASON, ITEM_LOST_REASON, ENTERED_REASON = range(4)
 REASON_NAMES: Final = ("copied", "inputs", "lost", "entered")
-"""Reasons by number: copied; or computed for its inputs, for an item of its list, for one that could enter it."""
+"""Reasons by number: copied, or computed for changed inputs, a lost list item, or an item entering a list."""
 
 HASH_AND_DIGEST = np.dtype([("hash", "<u8"), ("digest", "<u8")])
-"""A user and the digest of the input: 16 bytes for each, in hash order."""
+"""A user's hash and the digest of the user's inputs, 16 bytes, in hash order."""
 
 
 def inputs_path(shard: int) -> str:
-    """Path of the digests of a shard's users."""
+    """Return the path of the digests of a shard's users."""
     return f"work/inputs/{shard:04d}.u64"
 
 
 def reasons_path(shard: int) -> str:
-    """Path of the reasons for which a shard's records were computed, or copied: a byte each, in hash order."""
+    """Return the path of the reasons why a shard's users were computed, or copied: a byte per user, in hash order."""
     return f"work/reasons/{shard:04d}.u1"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PublishedInputs:
-    """Inputs of users that a generation publishes where filters or events need them; None: not published.
+    """Inputs of users that a generation publishes if filters or events need them; None: not published.
 
-    `times` are those of the items, `feature_json` holds the other inputs of the user tower as JSON, `has_own_vector`
-    marks users with a vector of their own.
+    `times` belong to `seen_items`; `feature_json` holds the user tower's other inputs as JSON; `has_own_vector` marks
+    users whose vector comes from the sources.
     """
 
     seen_items: Histories
@@ -66,12 +66,12 @@ class PublishedInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyDecisions:
-    """Decisions on a hash range: which of its inputs are checked (`checked_rows`), and where the base has them.
+    """Decisions on the users of a hash range: which are checked (`checked_rows`), which are copied, and from where.
 
-    `unchanged_positions` int64 [rows], -1 for changed; `could_stay` marks those that are copied unless an item
-    enters their list. `copied_positions` int64 are the base's records of all others, in hash order, with their
-    `copied_hashes`; `copied_vector_count` of them brought a vector along. `digest_pairs` are all users with their
-    digests.
+    For checked users, `unchanged_positions` int64 [rows] are the base's records of those with unchanged inputs, -1 for
+    others, and `could_stay` marks users who are copied unless an item enters one of their lists. For the other copied
+    users, `copied_positions` int64 are the base's records and `copied_hashes` their hashes; `copied_vector_count` of
+    them have a vector from the sources. `digest_pairs` are all users of the range with their digests.
     """
 
     checked_rows: NDArray[np.int64]
@@ -84,7 +84,7 @@ class CopyDecisions:
 
     @classmethod
     def without_copies(cls, entities: ShardInput, digests: Digests) -> Self:
-        """Return decisions by which all users are computed."""
+        """Return decisions to compute all users."""
         user_count = len(entities.ids)
         no_positions, no_mask = np.full(user_count, -1), np.zeros(user_count, np.bool_)
         return cls(
@@ -93,16 +93,16 @@ class CopyDecisions:
         )  # fmt: skip
 
     def inputs_of(self, entities: ShardInput) -> ShardInput:
-        """Return the inputs of the users that are checked."""
+        """Return the inputs of the checked users."""
         return entities if len(self.checked_rows) == len(entities.ids) else entities.select_rows(self.checked_rows)
 
 
 @dataclass(slots=True, eq=False)
 class CopiedUsers:
-    """Positions of a hash range's users: `hashes` [m] of all, `rows` [n] of the chunk's own among them, ascending.
+    """Users of a hash range: `hashes` [m] of all, and `rows` [n] of the chunk's own (computed) users, ascending.
 
-    `copied_positions` int64 [m] are the base's records of the others, -1 for the chunk's own. `unchanged_positions`
-    int64 [n] are the base's records of its own users with unchanged inputs, -1 for the others.
+    `copied_positions` int64 [m] are the base's records of copied users, -1 for own users. `unchanged_positions` int64
+    [n] are the base's records of own users with unchanged inputs, -1 for others.
     """
 
     hashes: Digests
@@ -110,7 +110,7 @@ class CopiedUsers:
     rows: NDArray[np.int64]
     unchanged_positions: NDArray[np.int64]
     could_stay: NDArray[np.bool_]
-    """Own users that are copied unless an item enters one of their lists, bool [n]."""
+    """Own users who are copied unless an item enters one of their lists, bool [n]."""
     has_entering_item: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
 
     @classmethod
@@ -130,7 +130,7 @@ class CopiedUsers:
         )
 
     def split(self, users_max: int) -> Iterator[tuple[Self, slice]]:
-        """Yield pieces of at most `users_max` users, with the own ones of each."""
+        """Yield (piece of at most `users_max` users, slice of its own users)."""
         for first_user in range(0, len(self.hashes), users_max):
             end_user = min(first_user + users_max, len(self.hashes))
             own_slice = slice(*np.searchsorted(self.rows, [first_user, end_user]).tolist())
@@ -141,7 +141,10 @@ class CopiedUsers:
             ), own_slice  # fmt: skip
 
     def stay(self, stay_mask: NDArray[np.bool_]) -> None:
-        """Mark own users of a mask as copied after all; into a list of the other candidates an item entered."""
+        """Mark the own users in the mask as copied after all.
+
+        An item may enter a list of each candidate that is not in the mask.
+        """
         self.copied_positions[self.rows[stay_mask]] = self.unchanged_positions[stay_mask]
         computed_mask = ~stay_mask
         self.has_entering_item = self.could_stay[computed_mask]
@@ -149,7 +152,7 @@ class CopiedUsers:
         self.could_stay = self.could_stay[computed_mask]
 
     def reason_numbers(self) -> NDArray[np.uint8]:
-        """Return the reasons [m] by number."""
+        """Return the number of each user's reason, uint8 [m]."""
         reason_numbers = np.full(len(self.hashes), COPIED_REASON, np.uint8)
         entered = self.has_entering_item if len(self.has_entering_item) else np.zeros(len(self.rows), np.bool_)
         reason_numbers[self.rows] = np.where(
@@ -163,7 +166,7 @@ class CopiedUsers:
         return np.flatnonzero(self.copied_positions >= 0)
 
     def merge_inputs(self, own: PublishedInputs, copied: PublishedInputs) -> PublishedInputs:
-        """Merge the chunk's own users' inputs with those of the copied users; only own ones that are published."""
+        """Merge the own users' published inputs with the copied users'; what is None for own users stays None."""
         has_own_vector = None
         if own.has_own_vector is not None:
             assert copied.has_own_vector is not None  # noqa: S101 - the base has the same settings
@@ -178,7 +181,7 @@ class CopiedUsers:
         )
 
     def merge_histories(self, own_histories: Histories, copied_histories: Histories | None) -> Histories:
-        """Merge histories of the chunk's own and of the copied users."""
+        """Merge histories of own and of copied users into hash order."""
         assert copied_histories is not None  # noqa: S101 - the base has the same settings
         merged_indptr = np.concatenate([own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]])
         history_order = np.empty(len(self.hashes), np.int64)
@@ -190,7 +193,7 @@ class CopiedUsers:
 
 
 def pair_with_digests(entities: ShardInput, digests: Digests) -> NDArray[Any]:
-    """Return users with their digests, HASH_AND_DIGEST [n]."""
+    """Return the users' hashes with their digests, HASH_AND_DIGEST [n]."""
     pairs = np.empty(len(entities.ids), HASH_AND_DIGEST)
     pairs["hash"], pairs["digest"] = entities.hashes, digests
     return pairs
@@ -198,7 +201,7 @@ def pair_with_digests(entities: ShardInput, digests: Digests) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopiedVectors:
-    """Vectors of items that the base has: `base_ordinals[i]` is item i's row there, -1 for one to be computed."""
+    """Item vectors of the base: `base_ordinals[i]` is item i's row in `vectors`, -1 if it must be computed."""
 
     base_ordinals: NDArray[np.int64]
     vectors: NDArray[np.float32]
@@ -209,12 +212,12 @@ class UserCopies(Protocol):
 
     @property
     def touched(self) -> Digests | None:
-        """Sorted hashes of the users whose inputs have to be read; None for all."""
+        """Sorted hashes of the users whose inputs must be read; None: all users."""
         ...
 
     @property
     def tables(self) -> Collection[str]:
-        """Tables of which it has records."""
+        """Tables of which there are records."""
         ...
 
     @property
@@ -223,13 +226,13 @@ class UserCopies(Protocol):
         ...
 
     def decide(self, entities: ShardInput, digests: Digests, hashes: range) -> CopyDecisions:
-        """Decide which users of a hash range, with these inputs, are checked, and which are copied unread."""
+        """Decide which users of a hash range, with these inputs, are checked, and which are copied without a check."""
         ...
 
     def enters(
         self, table_name: str, base_positions: NDArray[np.int64], vectors: NDArray[np.float32], exclusions: Histories
     ) -> NDArray[np.bool_]:
-        """Return a mask of the lists at `base_positions` that a new or changed item may enter."""
+        """Return the mask of the lists at `base_positions` that a new or changed item may enter."""
         ...
 
     def records(self, table_name: str, base_positions: NDArray[np.int64], cut_s: int) -> NDArray[Any]:
@@ -237,13 +240,13 @@ class UserCopies(Protocol):
         ...
 
     def read_inputs(self, base_positions: NDArray[np.int64]) -> PublishedInputs:
-        """Return the published inputs of the users, items by this night's ordinals."""
+        """Return the published inputs of these users, with this night's item ordinals."""
         ...
 
 
 def renumber_items(records: NDArray[Any], new_ordinals: NDArray[np.int64]) -> None:
-    """Replace the item ordinals of lists by `new_ordinals` int64 [base items]; none of the items was removed."""
-    new_ordinal_by_base_ordinal = np.append(new_ordinals, -1).astype(np.uint32)  # -1 is NO_ITEM
+    """Replace the item ordinals in lists by `new_ordinals` int64 [base items]; none of the items may be removed."""
+    new_ordinal_by_base_ordinal = np.append(new_ordinals, -1).astype(np.uint32)  # as uint32, -1 is NO_ITEM
     records["items"] = new_ordinal_by_base_ordinal[np.minimum(records["items"], np.uint32(len(new_ordinals)))]
 
 
@@ -251,8 +254,8 @@ def renumber_items(records: NDArray[Any], new_ordinals: NDArray[np.int64]) -> No
 class ItemCopies:
     """Records of items of one shard that may be copied.
 
-    `base_positions_by_table`: int64 [items of the shard] by table, -1 to be computed. `new_ordinals` int64 [base
-    items] are the items' ordinals in this night, None if all stayed.
+    `base_positions_by_table`: int64 [items of the shard] by table, -1 for a record to compute. `new_ordinals` int64
+    [base items] are the items' ordinals in this night, None if no ordinal changed.
     """
 
     base_records_by_table: Mapping[str, NDArray[Any]]
@@ -260,7 +263,7 @@ class ItemCopies:
     new_ordinals: NDArray[np.int64] | None
 
     def select_records(self, table_name: str, base_positions: NDArray[np.int64], cut_s: int) -> NDArray[Any]:
-        """Some records of a table as this night has them, with its cut `cut_s` (Unix seconds)."""
+        """Return some records of a table with this night's cut `cut_s` (Unix seconds) and item ordinals."""
         records: NDArray[Any] = self.base_records_by_table[table_name][base_positions]
         records["scored_at"] = cut_s
         if self.new_ordinals is not None and "items" in (records.dtype.names or ()):
@@ -269,12 +272,12 @@ class ItemCopies:
 
 
 AllowedItemsFunction = Callable[[Build], Mapping[str, NDArray[np.bool_]]]
-"""Function that returns masks bool [items] of the allowed items by table; other tables may list all items."""
+"""Function that returns masks bool [items] of the allowed items by table; tables without a mask may list all items."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardScope:
-    """Shard of a build, with the tables of one entity to score, and the device (None: the processor)."""
+    """Shard of a build with the tables of one entity to score; `device` None is the processor."""
 
     build: Build
     bundle: Bundle
@@ -287,25 +290,25 @@ class ShardScope:
 
 
 class Prior(Protocol):
-    """Earlier generation from which one build copies; several threads may ask at once."""
+    """Earlier generation from which one build copies; thread-safe."""
 
     @property
     def facts(self) -> PriorEntry:
-        """Return its fields of `base` in the report of `begin`."""
+        """Fields on the base in the report of `begin`."""
         ...
 
     def partition(self, night_input: NightInput) -> tuple[EarlierPartition | None, str]:
-        """Return (its partition, ""), or (None, the reason to read all source files)."""
+        """Return (its partition, ""), or (None, the reason why all source files must be read)."""
         ...
 
     def item_vectors(self, bundle: Bundle, items: ItemTable, root: Path, device: str | None) -> CopiedVectors | None:
-        """Return vectors of items with the same input, by the digests below `root`."""
+        """Return the vectors of items with the same inputs; None if there are none. `root` has this night's digests."""
         ...
 
     def user_copies(self, shard: ShardScope) -> UserCopies | None:
-        """Return the records of users; None if none of the shard can be copied."""
+        """Return the records of users that may be copied; None if the shard has none."""
         ...
 
     def item_copies(self, shard: ShardScope) -> ItemCopies | None:
-        """Return the records of items; None if none of the shard can be copied."""
+        """Return the records of items that may be copied; None if the shard has none."""
         ...

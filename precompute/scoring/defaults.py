@@ -1,4 +1,4 @@
-"""Default lists for unknown users: the items that are popular, or have the best mean scores."""
+"""Default lists for unknown users: the most popular items, or those with the highest mean scores."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -34,9 +34,9 @@ def write_defaults(build: Build, bundle: Bundle, find_table_favourites: Callable
 
 
 def find_favourites(items: ItemTable, user_vectors: NDArray[np.float32], metric: Metric, k: int) -> Favourites:
-    """Return the k items with the highest mean score over users, float32 [n, dims], and the score; ties by ordinal.
+    """Return the k items with the highest mean score over users, float32 [n, dims], and the scores; ties by ordinal.
 
-    A mean of products with an item is the product with the mean.
+    The mean of products with an item equals the product with the mean vector.
     """
     mean_vector = (unit_rows(user_vectors) if metric == "cosine" else user_vectors).mean(axis=0, dtype=np.float64)
     item_vectors = np.asarray(items.vectors)
@@ -48,13 +48,13 @@ def find_favourites(items: ItemTable, user_vectors: NDArray[np.float32], metric:
 
 
 def compute_popularity_scores(popularity: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return the share of each item in all interactions, float32 [items], which is its score in the defaults."""
+    """Return each item's share of all interactions, float32 [items]: its score in the defaults."""
     item_shares: NDArray[np.float32] = (popularity / max(1, int(popularity.sum()))).astype(np.float32)
     return item_shares
 
 
 def compute_mean_scores(items: ItemTable, user_vectors: NDArray[np.float32], metric: Metric) -> NDArray[np.float32]:
-    """Return the mean score of each item over these users, float32 [items], for `find_favourites`."""
+    """Return each item's mean score over these users, float32 [items], computed as in `find_favourites`."""
     mean_vector = (unit_rows(user_vectors) if metric == "cosine" else user_vectors).mean(axis=0, dtype=np.float64)
     item_vectors = np.asarray(items.vectors)
     if metric == "cosine":

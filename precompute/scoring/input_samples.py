@@ -25,32 +25,32 @@ from precompute.partitions.shard_input import ShardInput, read_shard, scratch_fo
 from precompute.scoring.towers import bind_inputs, computes_feature_only_users, select_usable_inputs
 
 SAMPLE_ROWS_MAX = 512
-"""Entities on which a model is calibrated and compared, at most."""
+"""Most entities on which a model is calibrated and compared."""
 
 NAMED_USERS: Final = 2
-"""Users of each side that an error on ids of two forms names."""
+"""Users of each table that an error on ids of different forms names."""
 
 SAMPLE_SEED = 0
-"""Seed of drawn histories; the gates draw others."""
+"""Seed of drawn histories; gates use another seed."""
 
 DRAWN_USERS_MAX: Final = 512
-"""Users with drawn histories, at most."""
+"""Most users with drawn histories."""
 
 DRAWN_ITEMS_MAX: Final = 50
-"""Items of a drawn history, at most."""
+"""Most items of a drawn history."""
 
 GIVEN_VECTORS_MAX: Final = 8_192
-"""Users whose given vectors are averaged, at most."""
+"""Most users whose vectors from the sources are averaged."""
 
 FIRST_SLICE_COUNT = 4
-"""Slices written before more of a shard is: they nearly always suffice for the samples."""
+"""Slices of a shard that are written first: they nearly always suffice for the samples."""
 
 
 class SampleTaker(Protocol):
     """Collector of a feature's sample of the users whose inputs the step reads."""
 
     def take(self, entities: ShardInput, usable: NDArray[np.int64]) -> bool:
-        """Take rows from the `usable` ones of a slice, which fit the user tower; return True if more are needed."""
+        """Take rows of a slice from `usable`, whose inputs fit the user tower; return True if more are needed."""
         ...
 
     def finish(self, build: Build) -> SampleFields:
@@ -66,10 +66,10 @@ def sample_inputs(
     metric: Metric = "inner_product",
     sample_takers: Sequence[SampleTaker] = (),
 ) -> ShardInput:
-    """Return the real inputs of the first slice with any that the model can use; draw histories if no user has one.
+    """Return the inputs of the first slice with a user that the model can use.
 
-    `metric` is the bundle's, by which they are drawn. Each of the `sample_takers` gets slices until it needs no more,
-    and never drawn histories.
+    If the night has no histories, they are drawn by the bundle's `metric`. Each of the `sample_takers` gets slices
+    until it needs no more; takers get no drawn histories. Raises SourceError if no entity has the model's inputs.
     """
     if lacks_histories(build, model):
         return draw_histories(read_users_with_vectors(build), items, metric, seed=SAMPLE_SEED)
@@ -83,13 +83,13 @@ def sample_inputs(
             break
     if sample is None:
         raise SourceError(
-            f"no entity of the sources has the inputs that {model.name} wants" + _id_examples_in_words(build, model)
+            f"no entity of the sources has the inputs that {model.name} takes" + _id_examples_in_words(build, model)
         )
     return sample
 
 
 def _id_examples_in_words(build: Build, model: BundleModel) -> str:
-    """Return two users of interactions and two of the feature table, whose ids may have two forms; else nothing."""
+    """Return example users of interactions and of the feature table, whose ids may differ in form; "" without both."""
     if not build.config.sources.user_features or not model.spec.features:
         return ""
     examples_by_kind = {"ids": list[str](), "features": list[str]()}
@@ -105,12 +105,12 @@ def _id_examples_in_words(build: Build, model: BundleModel) -> str:
     )
     return (
         f": interactions have the users {interaction_examples}, {build.config.sources.user_features} has "
-        f"{table_examples}. Are the ids of both in one form? See `[sources] user_column`"
+        f"{table_examples}. Do both use the same form of ids? See `[sources] user_column`"
     )
 
 
 def sample_user_vectors(build: Build, bundle: Bundle, items: ItemTable) -> NDArray[np.float32]:
-    """Return float32 [n, dims]: vectors of real users, those they bring or up to 512 of the user tower in fp32."""
+    """Return float32 [n, dims]: vectors of real users, from the sources or from the fp32 user tower (up to 512)."""
     tower = bundle.user_tower
     if lacks_histories(build, tower):
         return read_given_vectors(build)
@@ -121,7 +121,7 @@ def sample_user_vectors(build: Build, bundle: Bundle, items: ItemTable) -> NDArr
 
 
 def read_given_vectors(build: Build) -> NDArray[np.float32]:
-    """Return float32 [n, dims]: vectors of all users that bring one, or of the 8,192 with the lowest hashes."""
+    """Return float32 [n, dims]: the vectors from the sources, of at most 8,192 users with the lowest hashes."""
     vectors_of_slices, vector_count = [], 0
     for entities in _read_slices(build):
         if entities.vectors is not None:
@@ -133,21 +133,21 @@ def read_given_vectors(build: Build) -> NDArray[np.float32]:
 
 
 def lacks_histories(build: Build, model: BundleModel) -> bool:
-    """True for a history model in a night without interactions, in which users bring vectors.
+    """True for a history model in a night with users' vectors and without interactions.
 
-    Users of the feature table alone are sampled unchanged: their history is empty.
+    Users of the feature table alone are sampled unchanged, with empty histories.
     """
     sources = build.config.sources
     return not sources.interactions and bool(sources.user_vectors) and model.spec.history is not None
 
 
 def read_users_with_vectors(build: Build) -> ShardInput:
-    """Return the users of the first slice in which any brings a vector; there is one, or `begin` had refused."""
+    """Return the users of the first slice with a vector from the sources; `begin` makes sure that there is one."""
     return next(entities for entities in _read_slices(build) if entities.has_vector.any())
 
 
 def _read_slices(build: Build) -> Iterator[ShardInput]:
-    """Yield all users in hash order (so: at random), a slice at a time; for the first few a shard is not rewritten."""
+    """Yield all users by slices in hash order, which is random; the first slices need no whole shard rewritten."""
     config, folder = build.config, build.root / PARTITION_FOLDER
     for shard in range(config.shards):
         fetch_partition(build, shard)
@@ -168,10 +168,10 @@ def _read_slices(build: Build) -> Iterator[ShardInput]:
 
 
 def draw_histories(entities: ShardInput, items: ItemTable, metric: Metric, *, seed: int) -> ShardInput:
-    """Draw histories for at most 512 users with a vector, evenly spread: 1 to 50 of each one's 100 best items.
+    """Draw histories for at most 512 users with a vector, evenly spread: 1 to 50 of each user's 100 best items.
 
-    Not any items: those of one history are alike, and a model calibrated on means of unlike ones would meet larger
-    numbers than it was made for.
+    Random items would not do: items of a real history are similar, and a model calibrated on means of dissimilar
+    vectors would meet larger numbers than calibrated for.
     """
     rows_with_vector = np.flatnonzero(entities.has_vector)
     sample_points = np.linspace(0, len(rows_with_vector) - 1, min(DRAWN_USERS_MAX, len(rows_with_vector)))
@@ -198,7 +198,7 @@ def draw_histories(entities: ShardInput, items: ItemTable, metric: Metric, *, se
 
 @dataclass(frozen=True, slots=True)
 class LiveModel:
-    """Int8 form of a model, if it has one, and its agreement with fp32."""
+    """Whether a model has an int8 form, and its agreement with fp32."""
 
     int8: bool
     agreement: Mapping[str, Any]
@@ -212,9 +212,9 @@ def quantize_models(
     *,
     item_features: Mapping[str, ItemFeatures],
 ) -> dict[str, LiveModel]:
-    """Write an int8 file for every fp32 one; a model with nothing to quantize stays fp32, which is reported.
+    """Write an int8 file for every fp32 model; a model with nothing to quantize stays fp32, with the reason reported.
 
-    `sample_for` gives a user model entities of which some have its inputs.
+    `sample_for` returns, for a user model, entities of which some have its inputs.
     """
     live_model_by_name = {}
     for model in bundle.models:
@@ -253,7 +253,7 @@ def quantize_models(
 def _user_inputs(model: BundleModel, items: ItemTable, sample: ShardInput) -> tuple[Inputs, Histories]:
     usable_rows, histories, features = select_usable_inputs(items, sample, {model.name: model.spec})
     if not len(usable_rows):
-        raise BundleError(f"no entity of the sample has the inputs that {model.name} wants", model=model.name)
+        raise BundleError(f"no entity of the sample has the inputs that {model.name} takes", model=model.name)
     sampled_rows = _spread_rows(usable_rows)
     inputs = bind_inputs(
         model.spec,
@@ -266,7 +266,7 @@ def _user_inputs(model: BundleModel, items: ItemTable, sample: ShardInput) -> tu
 def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -> Inputs:
     usable_ordinals = np.flatnonzero(features.usable())
     if not len(usable_ordinals):
-        raise BundleError(f"no item has the inputs that {model.name} wants", model=model.name)
+        raise BundleError(f"no item has the inputs that {model.name} takes", model=model.name)
     sampled_ordinals = _spread_rows(usable_ordinals)
     return bind_inputs(
         model.spec,
@@ -276,17 +276,17 @@ def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -
 
 
 def _spread_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return at most SAMPLE_ROWS of the rows, evenly spread."""
+    """Return at most SAMPLE_ROWS_MAX of the rows, evenly spread."""
     sample_points = np.linspace(0, len(rows) - 1, min(SAMPLE_ROWS_MAX, len(rows)))
     return rows[np.unique(sample_points.astype(np.int64))]
 
 
 def _select_finite(tower: Tower, inputs: Inputs, exclusions: Histories | None) -> tuple[Inputs, Histories | None]:
-    """Return the inputs without rows whose output is not finite: they have no record, and calibrate nothing."""
+    """Return the inputs without rows whose output is not finite: they get no record, so must not calibrate."""
     finite_rows = np.flatnonzero(np.isfinite(tower.run(inputs)).all(axis=1))
     if not len(finite_rows):
         raise BundleError(
-            f"no output of {tower.name} is finite, on none of {row_count_of(inputs):,} sampled inputs: was the model "
+            f"no output of {tower.name} is finite for any of {row_count_of(inputs):,} sampled inputs: was the model "
             "trained to its end, and are its features on the scale of the training?",
             model=tower.name,
         )

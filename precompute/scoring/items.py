@@ -40,7 +40,7 @@ from precompute.sources.features import EntityValues
 from precompute.sources.unusable import NOT_FINITE_REASON, PRECISION_REASON, UnusableRows
 
 ITEMS_AT_ONCE = 16_384
-"""Items scored at once: enough for the matrix product, bounded in memory."""
+"""Items scored at once: enough for an efficient matrix product, with bounded memory."""
 
 
 def lay_out_items(
@@ -54,11 +54,11 @@ def lay_out_items(
     values_by_item: EntityValues,
     event_item_ids: Collection[bytes],
 ) -> tuple[catalogue.CatalogueFields, str | None]:
-    """Write the catalogue and the columns of its features; returns its facts, and the columns' file if there is one.
+    """Write the catalogue and its feature columns; return its fields, and the file of columns if there is one.
 
-    Features have the `values_by_item` that events set, also those of items that these `event_item_ids`. Vectors of the
-    `prior` generation are known to be finite. An item whose vector is not is left out, and noted as an output of the
-    item tower; raises SourceError where that is every item.
+    Features include the `values_by_item` that events set, also for the items of `event_item_ids`, which the table
+    lacks. Items whose vector is not finite are left out and noted as outputs of the item tower; raises SourceError if
+    no vector is finite. Vectors copied from the `prior` generation are known to be finite.
     """
     catalogue_fields = catalogue.write_catalogue(
         config,
@@ -117,7 +117,7 @@ def _find_nonfinite(
 def embed_catalogue(
     tower: AnyTower, items: ItemTable, features: ItemFeatures, kept_vectors: CopiedVectors | None = None
 ) -> Iterator[NDArray[np.float32]]:
-    """Vectors of all items in ordinal order, float32 [some, dims] at a time; `kept_vectors` are copied."""
+    """Yield the vectors of all items in ordinal order, float32 [some, dims] at a time; `kept_vectors` are copied."""
     for ordinals in split_rows(np.arange(items.count)):
         if kept_vectors is None:
             yield item_outputs(tower, items, features, ordinals)[0]
@@ -132,7 +132,7 @@ def embed_catalogue(
 def item_outputs(
     tower: AnyTower, items: ItemTable, features: ItemFeatures, ordinals: NDArray[np.int64]
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """(outputs of a model of items for some, which of them have all inputs); raises SourceError naming an item."""
+    """Return (outputs of an item model, mask of items with all inputs); raise SourceError naming an item that fails."""
     inputs, is_usable = item_inputs(tower.spec, items, features, ordinals)
     return run_named(tower, inputs, lambda row: f"item {items.id_of(ordinals[row])!r}"), is_usable
 
@@ -140,7 +140,7 @@ def item_outputs(
 def item_inputs(
     spec: TowerSpec, items: ItemTable, features: ItemFeatures, ordinals: NDArray[np.int64]
 ) -> tuple[Inputs, NDArray[np.bool_]]:
-    """(inputs of some items for a model of items, which of them have all)."""
+    """Return (inputs of these items for an item model, mask of items with all inputs)."""
     features_by_input, is_usable = features.of(ordinals)
     return bind_inputs(
         spec, features=features_by_input, item_indices=items.model_indices_of(Ordinals(ordinals))
@@ -148,20 +148,20 @@ def item_inputs(
 
 
 def open_item_features(build: Build, spec: TowerSpec, item_count: int) -> ItemFeatures:
-    """Feature inputs of all items as `begin` pinned them."""
+    """Open the feature inputs of all items as `begin` pinned them."""
     features_path = build.fetch(ITEM_FEATURES_FILE) if spec.features else build.root / ITEM_FEATURES_FILE
     return ItemFeatures.open(features_path, spec, item_count)
 
 
 def split_rows(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Pieces of rows that are scored at once."""
+    """Yield the rows in pieces of at most ITEMS_AT_ONCE."""
     for first_row in range(0, len(rows), ITEMS_AT_ONCE):
         yield rows[first_row : first_row + ITEMS_AT_ONCE]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemWork:
-    """State that all tables of items of one shard share; `models`, `towers` and `features` are by table of values."""
+    """State shared by all item tables of one shard; `models`, `towers` and `features` are by table of values."""
 
     build: Build
     bundle: Bundle
@@ -190,7 +190,7 @@ class ItemWork:
         )  # fmt: skip
 
     def records(self, table_name: str, ordinals: NDArray[np.int64]) -> NDArray[Any]:
-        """Records of some items of a table, computed."""
+        """Compute the records of these items in a table."""
         table, items = self.tables[table_name], self.items
         layout = layout_of(self.bundle, table)
         if not len(ordinals):
@@ -222,7 +222,7 @@ class ItemWork:
     def records_with_copies(
         self, table_name: str, ordinals: NDArray[np.int64], base_records: ItemCopies | None, first_ordinal: int
     ) -> tuple[NDArray[Any], int]:
-        """(records of these items, how many were copied); `first_ordinal` is the first item of the shard."""
+        """Return (records of these items, number of copied ones); `first_ordinal` is that of the shard's first item."""
         base_positions = None if base_records is None else base_records.base_positions_by_table.get(table_name)
         if base_records is None or base_positions is None:
             return self.records(table_name, ordinals), 0
@@ -260,7 +260,7 @@ class ItemWork:
 def score_items(
     build: Build, bundle: Bundle, shard: int, scorers: Scorers, progress: Progress, *, items_max: int | None = None
 ) -> ItemScores:
-    """All item tables of one shard's hash range, or of its first `items_max` items; returns the shard's report.
+    """Score all item tables of one shard, or its first `items_max` items; return the shard's report.
 
     Records that may be copied are not computed.
     """

@@ -1,4 +1,4 @@
-"""Pages: answers encoded as records of a table, and records written as one file of pages per shard."""
+"""Pages: answers encoded as records of a table, and records written as one page file per shard."""
 
 import hashlib
 import os
@@ -22,13 +22,13 @@ from precompute.builds.reports import PagesEntry, file_entry
 from precompute.builds.tables import records_per_page
 
 Answers = tuple[NDArray[np.uint32], NDArray[np.float32]] | NDArray[np.float32]
-"""(ordinals, scores) of lists, or the numbers of vectors and values; a row for each entity."""
+"""(ordinals, scores) of lists, or the numbers of vectors and values; one row per entity."""
 
 RECORDS_AT_ONCE = 2048
-"""Records encoded at once."""
+"""Records encoded at once, so that intermediates stay in a core's caches."""
 
 UNSUMMED_PIECES_MAX = 2
-"""Pieces of a page file that wait for their checksums at most."""
+"""Most pieces of a page file that wait for their checksums."""
 
 
 def encode_records(
@@ -39,9 +39,10 @@ def encode_records(
     cut_s: int,
     flags: Flags = 0,
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Return (records[n], mask of answers that do not fit the precision); these and missing ones are absent records.
+    """Return (records [n], mask of answers that do not fit the precision).
 
-    An absent one has an answer in another table of the same entities only, and none of the `flags`.
+    Entities with such an answer, or with none, get an absent record, which has none of the `flags`: another table has
+    the entity's answer.
     """
     if has_answer.all():
         try:
@@ -63,7 +64,7 @@ def encode_records(
 def _encode(
     layout: Layout, fingerprints: NDArray[np.uint64], answers: Answers, cut_s: int, flags: Flags
 ) -> NDArray[Any]:
-    """Encode rows that all have answers, RECORDS_AT_ONCE at a time, so that intermediates stay in a core's caches."""
+    """Encode rows that all have answers, RECORDS_AT_ONCE at a time."""
     if len(fingerprints) <= RECORDS_AT_ONCE:
         return _encode_some(layout, fingerprints, answers, cut_s, flags)
     records = np.empty(len(fingerprints), layout.dtype)
@@ -72,7 +73,7 @@ def _encode(
         row_answers = (answers[0][rows], answers[1][rows]) if isinstance(answers, tuple) else answers[rows]
         some_flags = flags if isinstance(flags, int) else flags[rows]
         row_records = _encode_some(layout, fingerprints[rows], row_answers, cut_s, some_flags)
-        # As bytes: numpy copies records field by field.
+        # Copied as bytes, since numpy copies records field by field.
         records[rows].view(np.uint8)[:] = row_records.view(np.uint8)
     return records
 
@@ -86,7 +87,10 @@ def _encode_some(
 
 
 def find_finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return bool [n]; a sum is finite only if all are, so only a rare row without a finite sum is checked closely."""
+    """Return bool [n]: rows whose numbers are all finite.
+
+    A finite sum proves it; only rows with a non-finite sum, which are rare, are checked number by number.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         is_finite: NDArray[np.bool_] = np.isfinite(numbers.sum(axis=1))
     suspect_rows = np.flatnonzero(~is_finite)
@@ -95,12 +99,12 @@ def find_finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 
 class GrowingFile:
-    """Writer of a draft file, piece by piece, which is renamed when complete and dropped if the block fails."""
+    """Writer of a draft file, which is renamed when complete and removed if the `with` block fails."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own: a task that was given up on may still be writing while its retry runs.
+        # Unique name: a task that timed out may still be writing while its retry runs.
         self._temporary_path = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
         self._file = self._temporary_path.open("wb")
 
@@ -113,7 +117,7 @@ class GrowingFile:
             self._file.write(data)
 
     def write_array(self, array: NDArray[Any]) -> None:
-        """Append the bytes of an array [n]; it is not copied, which would hold up other threads."""
+        """Append the bytes of an array [n] without a copy, which would hold the GIL."""
         self.write(np.ascontiguousarray(array).view(np.uint8).data)
 
     def __exit__(self, error_type: object, *_: object) -> None:
@@ -130,7 +134,7 @@ class GrowingFile:
             self._drop()
 
     def _drop(self) -> None:
-        # Closing writes what is buffered, which fails once more where the disk is full.
+        # Closing writes the buffer, which fails again on a full disk.
         with suppress(OSError):
             self._file.close()
         self._temporary_path.unlink(missing_ok=True)
@@ -139,9 +143,9 @@ class GrowingFile:
 class PageFile(GrowingFile):
     """Writer of all pages of one shard of one table.
 
-    A page is a slice of the file: records are appended back to back, and every `records_per_page` of them a
-    checksum (xxh3-64) is kept for the `.sums` file. Background threads compute the checksums of pages and of the
-    file, and flush written data to disk; they keep at most PIECES_BEHIND pieces.
+    A page is a slice of the file: records are appended back to back, and a checksum (xxh3-64) of every
+    `records_per_page` records goes into the `.sums` file. Background threads compute the checksums of pages and file,
+    and flush written data to disk; at most UNSUMMED_PIECES_MAX pieces wait for them.
     """
 
     def __init__(self, path: Path, record_layout: Layout, page_bytes: int) -> None:
@@ -158,7 +162,7 @@ class PageFile(GrowingFile):
         self._sync_future: Future[None] | None = None
 
     def append(self, records: NDArray[Any]) -> None:
-        """Append records (dtype of the layout) in hash order; they must not change afterwards."""
+        """Append records (dtype of the layout) in hash order; the array must not change afterwards."""
         self.count += len(records)
         data = np.ascontiguousarray(records).view(np.uint8).data
         self.write(data)
@@ -168,7 +172,7 @@ class PageFile(GrowingFile):
         self._checksum_futures.append(self._checksum_pool.submit(self._add_to_checksums, data))
         if self._sync_future is None or self._sync_future.done():
             self._demand_synced()
-            # Left to the end, the disk would begin to write when the last record is there.
+            # Without early flushes, the disk would start writing only after the last record.
             self._sync_future = self._sync_pool.submit(os.fdatasync, self._file.fileno())
 
     def _demand_synced(self) -> None:
@@ -178,12 +182,12 @@ class PageFile(GrowingFile):
                 self._sync_future.result()
 
     def describe(self, artefact_path: str) -> Artefact:
-        """Return the manifest entry of the finished file under this name, of the written bytes."""
+        """Return the manifest entry of the finished file under this name, from the bytes written."""
         return Artefact(artefact_path, self._size_bytes, self._sha256.hexdigest())
 
     def _add_to_checksums(self, data: memoryview) -> None:
         self._sha256.update(data)
-        offset = min(-len(self._partial_page) % self._page_bytes, len(data))  # where the page under way ends
+        offset = min(-len(self._partial_page) % self._page_bytes, len(data))  # end of the page begun before
         self._partial_page += data[:offset]
         if len(self._partial_page) == self._page_bytes:
             self._page_checksums.append(xxhash.xxh3_64_intdigest(self._partial_page))
@@ -194,7 +198,7 @@ class PageFile(GrowingFile):
         self._partial_page += data[offset:]
 
     def __exit__(self, error_type: object, *_: object) -> None:
-        # Nobody may use the file's descriptor once it is closed.
+        # No thread may use the file descriptor once it is closed.
         for pool in (self._checksum_pool, self._sync_pool):
             pool.shutdown(cancel_futures=error_type is not None)
         if error_type is not None:

@@ -1,4 +1,4 @@
-"""Programs on which the bits of results depend: libraries, the kernel, the processor's instructions, a device."""
+"""Programs that decide the bits of results: libraries, the kernel, the processor's instructions, a device."""
 
 import functools
 import platform
@@ -14,13 +14,13 @@ _LIBRARIES = ("numpy", "onnxruntime", "onnxruntime-gpu", "faiss-cpu", "pyarrow")
 _DEVICE_LIBRARIES = ("torch", "triton")
 
 _INSTRUCTION_LINES = ("flags", "Features")
-"""Names of the line of instructions in /proc/cpuinfo, by architecture."""
+"""Names of the line with the instructions in /proc/cpuinfo, by architecture."""
 
 
 def computed_by(device: str | None = None) -> str:
     """Return the kernel's class, the processor's instructions, a torch device's class, and versions of libraries.
 
-    Results of two nights may be combined if these are equal.
+    Results of two nights may be combined only if these texts are equal.
     """
     library_names = (*_LIBRARIES, *(_DEVICE_LIBRARIES if device else ()))
     versions = [
@@ -36,7 +36,7 @@ def computed_by(device: str | None = None) -> str:
 
 @functools.cache
 def instructions_digest() -> str:
-    """Digest of the instructions that this processor has: libraries choose their code by them."""
+    """Return a digest of the instructions of this processor, by which libraries choose their code."""
     processor_name = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Scorers: the devices on which the shards of a build are encoded and compared, with their shared state."""
+"""Scorers: the devices on which a build's shards are encoded and compared with the items, with their shared state."""
 
 import threading
 from collections.abc import Callable
@@ -31,10 +31,10 @@ NO_HOOKS: Final = ScoringHooks()
 
 
 class ScoringDevice:
-    """Device on which some shards of one build are encoded and compared: one of torch, or (None) the processor.
+    """Device that encodes and compares some shards of one build: a torch device, or (None) the processor.
 
-    A user of the device's scorer holds `compute_slots`: several at once would only share the processor. A GPU
-    has two: while the lists of one are copied the other's are computed.
+    Threads that use the device's scorer hold one of its `compute_slots`. The processor has one slot, since several uses
+    would only compete for it. A GPU has two: while one's lists are copied to the host, the other's are computed.
     """
 
     def __init__(self, device: str | None, tasks: int = 1) -> None:
@@ -47,14 +47,14 @@ class ScoringDevice:
         self._tower_lock, self._scorer_lock = threading.Lock(), threading.Lock()
 
     def tower(self, build: Build, model: BundleModel) -> AnyTower:
-        """Return a model of the build, opened at first use; the caller may run it at once."""
+        """Return a model of the build, opened at first use; thread-safe."""
         with self._tower_lock:
             if model.name not in self._towers:
                 self._towers[model.name] = open_tower(build, model, self.device)
             return self._towers[model.name]
 
     def of(self, items: ItemTable, metric: Metric) -> AnyScorer:
-        """Return the scorer of the build's items, made at first use."""
+        """Return the scorer of the build's items, made at first use; thread-safe."""
         with self._scorer_lock:
             if metric not in self._scorer_by_metric:
                 self._scorer_by_metric[metric] = self._make_scorer(items, metric)
@@ -91,12 +91,12 @@ class Scorers:
             return self._bundle
 
     def user_copies(self, shard: ShardScope) -> UserCopies | None:
-        """Return the records of the shard's users that may be copied."""
+        """Return the records of the shard's users that may be copied; None if there are none."""
         prior = self._open_prior(shard.build)
         return None if prior is None else prior.user_copies(shard)
 
     def item_copies(self, shard: ShardScope) -> ItemCopies | None:
-        """Return the records of the shard's items that may be copied."""
+        """Return the records of the shard's items that may be copied; None if there are none."""
         prior = self._open_prior(shard.build)
         return None if prior is None else prior.item_copies(shard)
 
@@ -115,7 +115,7 @@ class Scorers:
         }
 
     def at(self, shard: int) -> ScoringDevice:
-        """Return the device of one shard, always the same: initially the one with the fewest unfinished shards."""
+        """Return a shard's device, always the same one: at first call, the device with the fewest unfinished shards."""
         with self._opening:
             if shard not in self._device_name_by_shard:
                 busy_devices = [

@@ -1,4 +1,4 @@
-"""Work on the users of one shard: its chunks, what they share, and the stages that compute, towers and then lists."""
+"""Work on the users of one shard: its chunks, their shared state, and the stages for towers and for lists."""
 
 import threading
 import time
@@ -33,29 +33,28 @@ from precompute.sources.columns import text_hashes
 from precompute.sources.unusable import NOT_FINITE_REASON, RowCase, UnusableRows
 
 CHUNK_USERS = 16_384
-"""Users scored at once: enough for the matrix product."""
+"""Users scored at once: enough for an efficient matrix product."""
 
 CHUNK_BYTES = 32 << 20
-"""Bytes that the results of a chunk may take on the processor."""
+"""Most bytes of a chunk's results on the processor."""
 
 CORES_PER_WORKER, WORKERS_MAX = 5, 4
-"""A stage whose chunks are worked on side by side has at most so many threads, each for so many cores of the host."""
+"""A stage that works on chunks in parallel has a thread for every 5 cores of the host, at most 4."""
 
 CHUNKS_MAX = 7 + 2 * WORKERS_MAX + 2
-"""Chunks of a shard under way at most: two being read, two compared, as many in the making or waiting as there are
-workers, twice, one in each thread that hands them on and the one that writes; and the records of two, unsummed."""
+"""Most chunks of a shard in progress: two being read, two compared, twice `workers` computed or waiting, one in each
+thread that passes chunks on and in the writing one; and the records of two that wait for checksums."""
 
 PARALLEL_STAGES = ("tower", "records")
-"""Stages of several threads."""
+"""Stages that run in several threads."""
 
 DEVICE_CHUNK_FACTOR = 4
-"""Chunks of a device are so many times larger, in users and bytes: it is idle before a chunk's first product and after
-its last."""
+"""Factor of a chunk's users and bytes on a device, which is idle before a chunk's first product and after its last."""
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Some users in hash order on their way from the partition to the pages."""
+    """Some users in hash order, on their way from the partition to the pages."""
 
     ids: Any
     """Arrow strings."""
@@ -63,40 +62,40 @@ class Chunk:
     histories: Histories
     features: Mapping[str, Mapping[str, NDArray[Any]]]
     is_usable_by_model: Mapping[str, NDArray[np.bool_]]
-    """Users with every input of each model; the others get no answer of it."""
+    """Mask of users with every input of the model; the others get no answer from it."""
     inputs: PublishedInputs
-    """Inputs that the generation publishes of them; the items in their histories also where it publishes none."""
+    """Inputs of the users that the generation publishes; `seen_items` is set even if nothing is published."""
     copied: CopiedUsers
-    """Places of these users among all of their hash range, and of those whose records are copied."""
+    """Positions of these users among all users of their hash range, and the users whose records are copied."""
     entities: int = 0
-    """Entities of the shard up to the end of this chunk, those without input included."""
+    """Entities of the shard up to the end of this chunk, including those without input."""
     total: int = 0
-    """Entities of the shard: exact with its last slice, estimated before."""
+    """Entities of the shard: exact in its last slice, else an estimate."""
     vectors: NDArray[np.float32] | None = None
-    """Vectors [users, dims] from the night's source of user vectors, a row of NaN for a user without one."""
+    """Vectors [users, dims] from the sources, a row of NaN for a user without one."""
     fingerprints: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     outputs_by_model: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     is_answered_by_model: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
-    """Users whose output of each model is finite."""
+    """Mask of users with a finite output of the model."""
     lists_by_table: dict[str, TopLists] = field(default_factory=dict)
     records_by_table: dict[str, NDArray[Any]] = field(default_factory=dict)
-    """Records of all users of the chunk's range by table, copied ones among them, in hash order."""
+    """Records of all users of the chunk's range by table, including copied ones, in hash order."""
     short_list_count: int = 0
-    """Lists with fewer items than they could have."""
+    """Lists with fewer items than possible."""
     unusable: UnusableRows = field(default_factory=UnusableRows)
-    """Rows that cannot be used: chunks are worked on side by side, and reports name the first in hash order."""
+    """Unusable rows of this chunk: chunks are processed in parallel, but reports name the first cases in hash order."""
 
     @property
     def seen_items(self) -> Histories:
-        """Items in the users' histories, which no list of theirs holds."""
+        """Items in the users' histories, which are excluded from their lists."""
         return self.inputs.seen_items
 
     def user_case(self, row: int) -> RowCase:
-        """Name of a user as a report gives it."""
+        """Return the fields that name a user in a report."""
         return {"user": self.ids[row].as_py()}
 
     def stay(self, stay_mask: NDArray[np.bool_]) -> None:
-        """Lets the users of a mask go, whose records are copied after all."""
+        """Remove the users in the mask from the chunk's own users, since their records are copied after all."""
         remaining_rows = np.flatnonzero(~stay_mask)
         self.copied.stay(stay_mask)
         self.ids = self.ids.take(pa.array(remaining_rows))
@@ -122,7 +121,7 @@ class Chunk:
             self.vectors = self.vectors[remaining_rows]
 
     def replace_given_vectors(self) -> None:
-        """Puts the vectors that the night was given in the place of the user tower's outputs."""
+        """Replace the user tower's outputs by the vectors from the sources, for users that have one."""
         if self.vectors is None:
             return
         has_vector = ~np.isnan(self.vectors[:, 0])
@@ -148,11 +147,11 @@ class ShardWork:
     counts: dict[str, int]
     unusable: UnusableRows
     allowed_masks: Mapping[str, NDArray[np.bool_]]
-    """Items that the lists of some tables are of, bool [items]; all of them where a table is not named."""
+    """Mask bool [items] of the items allowed in a table's lists; a table without a mask lists all items."""
     copies: UserCopies | None = None
-    """Records that may be copied; None: all are computed."""
+    """Records that may be copied; None: all records are computed."""
     seconds_lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the thread that adds to `seconds`."""
+    """Held while a thread adds to `seconds`."""
 
     @classmethod
     def of(cls, build: Build, bundle: Bundle, number: int, scorers: Scorers) -> "ShardWork":
@@ -189,9 +188,9 @@ class ShardWork:
 
     @property
     def chunk_users(self) -> int:
-        """Number of users in a chunk: at most CHUNK_USERS, fewer where their results would exceed CHUNK_BYTES.
+        """Number of users in a chunk: at most CHUNK_USERS, fewer if their results would exceed CHUNK_BYTES.
 
-        On a device ON_DEVICE times as many.
+        DEVICE_CHUNK_FACTOR times as many on a device.
         """
         user_bytes = 4 * self.bundle.dims + self.record_bytes
         device_factor = 1 if self.scoring_device.device is None else DEVICE_CHUNK_FACTOR
@@ -202,7 +201,7 @@ class ShardWork:
 
     @contextmanager
     def add_stage_time(self, stage: str) -> Iterator[None]:
-        """Add up the time of a stage, of several threads their mean: its time without the others."""
+        """Add the duration of the block to a stage's time, divided by the number of threads for a parallel stage."""
         start_s = time.perf_counter()
         yield
         seconds = (time.perf_counter() - start_s) / (self.worker_count if stage in PARALLEL_STAGES else 1)
@@ -211,7 +210,7 @@ class ShardWork:
 
     @property
     def worker_count(self) -> int:
-        """Number of threads that run the towers on this shard's chunks side by side, and of those that make records."""
+        """Number of threads that run the towers on this shard's chunks, and of those that encode records."""
         cores = self.build.config.threads or usable_cores()
         return max(1, min(WORKERS_MAX, cores // CORES_PER_WORKER))
 
@@ -221,12 +220,12 @@ class ShardWork:
         return sum(layout.size_bytes for layout in self.layouts.values())
 
     def open_towers_first(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """The chunks; the towers are opened while the first one is read."""
+        """Yield the chunks; the towers are opened while the first chunk is read."""
         self._towers()
         yield from chunks
 
     def add_tower_outputs(self, chunk: Chunk) -> Chunk:
-        """Adds the outputs of the towers to a chunk; its features are dropped, nothing needs them after."""
+        """Add the towers' outputs to a chunk and drop its features, which no later stage needs."""
         chunk.fingerprints = text_hashes(chunk.ids, FINGERPRINT_SEED)
         with self.add_stage_time("tower"):
             towers = self._towers()
@@ -245,12 +244,12 @@ class ShardWork:
         return chunk
 
     def _copies_all_tables(self, model: str) -> bool:
-        """True if the records of all tables of a model of values are copied, of whose inputs are as they were."""
+        """True if the records of all tables of this value model can be copied for users with unchanged inputs."""
         tables = [table_name for table_name, table in self.tables.items() if table.value == model]
         return self.copies is not None and set(self.copies.tables) >= set(tables)
 
     def _drop_copied_users(self, chunk: Chunk, copies: UserCopies) -> None:
-        """Users whose inputs and lists are as they were, and whose lists nothing can enter, are copied."""
+        """Mark users as copied whose inputs and lists are unchanged and whose lists no item can enter."""
         candidate_rows = np.flatnonzero(chunk.copied.could_stay)
         vectors, exclusions = (
             chunk.outputs_by_model["user_tower"][candidate_rows],
@@ -269,7 +268,7 @@ class ShardWork:
         chunk.stay(is_copied)
 
     def _outputs(self, chunk: Chunk, model_name: str, is_wanted: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """Return float32 [users, dims], NaN for users without an input or not wanted; note other non-finite rows."""
+        """Return float32 [users, dims], NaN for users without inputs or not wanted; note other non-finite rows."""
         tower = self._towers()[model_name]
         is_usable, features = (chunk.is_usable_by_model[model_name] & is_wanted, chunk.features.get(model_name, {}))
         usable_rows = np.flatnonzero(is_usable)
@@ -297,7 +296,7 @@ class ShardWork:
         return outputs
 
     def are_set_by_events(self, chunk: Chunk) -> NDArray[np.bool_]:
-        """Return a mask of a chunk's users for whom events set an input of a model, bool [users]."""
+        """Return the mask of a chunk's users for whom events set an input of a model, bool [users]."""
         if not self.build.config.events.enabled:
             return np.zeros(len(chunk.ids), np.bool_)
         return marked_mask(self.build.fetch(marks_file_path("user")), chunk.fingerprints)
@@ -306,13 +305,13 @@ class ShardWork:
         return {model_name: self.scoring_device.tower(self.build, model) for model_name, model in self.models.items()}
 
     def score_chunks(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-        """Chunks with the lists of each table of lists; the items are made ready while the first chunk is read."""
+        """Yield the chunks with their lists; the items are prepared while the first chunk is read."""
         with self.scoring_device.compute_slots:
             self._scorers()
         yield from map(self.add_lists, chunks)
 
     def add_lists(self, chunk: Chunk) -> Chunk:
-        """Adds the lists of each table of lists to a chunk."""
+        """Add the lists of each table of lists to a chunk."""
         if not len(chunk.ids):
             return chunk
         threads = self.build.config.threads or None
@@ -336,12 +335,12 @@ class ShardWork:
 
     @property
     def publishes_features(self) -> bool:
-        """True if the generation publishes the user tower's inputs besides the history, for each user."""
+        """True if the generation publishes each user's inputs of the user tower besides the history."""
         return self.build.config.events.enabled and bool(self.bundle.user_tower.spec.features)
 
     @property
     def seen_files(self) -> dict[str, str]:
-        """Files of the users' histories, by name in `SeenPart`: filters exclude these items, and events add to them."""
+        """Files of the users' published inputs by name in `SeenPart`, for filters and for events."""
         config = self.build.config
         if not (config.events.enabled or config.sources.item_attributes):
             return {}
@@ -353,7 +352,7 @@ class ShardWork:
 
 
 def spread_lists(user_count: int, rows: NDArray[np.int64], lists: TopLists) -> TopLists:
-    """Spread the lists of the users in `rows` over `user_count` users; the lists of the others are empty."""
+    """Place the lists of the users in `rows` among `user_count` users; the other users' lists are empty."""
     if len(rows) == user_count:
         return lists
     list_length = lists[0].shape[1]

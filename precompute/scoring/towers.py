@@ -1,4 +1,4 @@
-"""Towers of a night: inputs bound by name, run on the processor or on a GPU, compared with their ONNX file."""
+"""Towers of a night: inputs bound by name, models run on the processor, or on a GPU and compared with ONNX."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,18 +29,18 @@ from precompute.sources.unusable import format_case_value
 _log = logging.getLogger(__name__)
 
 FeaturesByModel = dict[str, dict[str, NDArray[Any]]]
-"""Features by model and input name: two models may give one input name to different columns."""
+"""Features by model and input name: two models may use one input name for different columns."""
 
 DEVICE_AGREEMENT = 1e-4
 """Largest deviation of a tower on a device from its ONNX file on the processor, relative to the largest number of the
 row: the tolerance of the gates `exact_numbers` and `item_vectors`."""
 
 DEVICE_LENGTH_AGREEMENT = 8e-6
-"""Length of the deviation of a user's vector, relative to the vector's. Two scores of a list then differ by twice this
-at most, which with the rounding of their sums is the tolerance of the gate `exact_lists`."""
+"""Length of the deviation of a user's vector, relative to the vector's length. Two scores of a list then differ by at
+most twice this, which together with the rounding of their sums is the tolerance of the gate `exact_lists`."""
 
 DEVICE_TILE = Tile(1 << 14, 1 << 27)
-"""Tile of a GPU: a whole chunk of users with short histories, 512 MiB of gathered float32."""
+"""Tile of a GPU: a whole chunk of users with short histories, or 512 MiB of gathered float32."""
 
 _VECTOR_TOWER = "user_tower"
 _COMPARED_ROWS = 64
@@ -53,16 +53,16 @@ def bind_inputs(
     features: Mapping[str, NDArray[Any]] | None = None,
     item_indices: NDArray[np.int64] | None = None,
 ) -> Inputs:
-    """A tower's inputs by name; `features` are by input name already."""
+    """Return a tower's inputs by name; `features` are keyed by input name."""
     inputs_by_name: dict[str, Histories | NDArray[Any]] = {}
     for input_spec in spec.inputs:
         if input_spec.bind == "history":
             if histories is None:
-                raise ConfigError(f"input {input_spec.name!r} wants a history, which this entity does not have")
+                raise ConfigError(f"input {input_spec.name!r} takes a history, but this entity has none")
             inputs_by_name[input_spec.name] = histories
         elif input_spec.bind == "item_index":
             if item_indices is None:
-                raise ConfigError(f"input {input_spec.name!r} wants an item index, which this entity does not have")
+                raise ConfigError(f"input {input_spec.name!r} takes an item index, but this entity has none")
             inputs_by_name[input_spec.name] = item_indices
         else:
             inputs_by_name[input_spec.name] = (features or {})[input_spec.name]
@@ -72,9 +72,9 @@ def bind_inputs(
 def prepare_inputs(
     items: ItemTable, entities: ShardInput, specs: Mapping[str, TowerSpec]
 ) -> tuple[dict[str, NDArray[np.bool_]], Histories, FeaturesByModel]:
-    """(which rows have every input of each model, histories in model indices, features).
+    """Return (mask by model of rows with every input, histories in model indices, features by model).
 
-    Feature values of rows that are not usable mean nothing.
+    Feature values of unusable rows are undefined.
     """
     model_indices = items.model_indices_of(Ordinals(entities.ordinals))
     is_usable_item = (model_indices >= 0) & _is_recent(entities)
@@ -96,26 +96,26 @@ def prepare_inputs(
 def select_usable_inputs(
     items: ItemTable, entities: ShardInput, specs: Mapping[str, TowerSpec]
 ) -> tuple[NDArray[np.int64], Histories, FeaturesByModel]:
-    """(rows with every input of all these models, the rest as `prepare_inputs`)."""
+    """Return (rows with every input of all these models, histories and features as in `prepare_inputs`)."""
     is_usable_by_model, histories, features = prepare_inputs(items, entities, specs)
     is_usable = np.logical_and.reduce([np.ones(len(entities.ids), np.bool_), *is_usable_by_model.values()])
     return np.flatnonzero(is_usable), histories, features
 
 
 def _is_recent(entities: ShardInput) -> NDArray[np.bool_]:
-    """Mask of the history items that are new enough to be given to a model, bool [len(ordinals)]."""
+    """Mask of the history items within the newest `history_limit` of their entity, bool [len(ordinals)]."""
     history_lengths = np.diff(entities.indptr)
     places_from_end = repeat_values(entities.indptr[1:], history_lengths) - np.arange(len(entities.ordinals))
     return np.asarray(places_from_end <= entities.history_limit, np.bool_)
 
 
 def computes_feature_only_users(build: Build) -> bool:
-    """True if the night computes users whom the feature table alone names; its `begin` decided."""
+    """True if the night computes users whom only the feature table names, as `begin` decided."""
     return bool(build.need_report(BEGIN_REPORT).get(FEATURE_ONLY_USERS_FACT, False))
 
 
 def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
-    """Raises SourceError for the first feature column that is not there, or whose type an input cannot be read from."""
+    """Raise SourceError for the first feature column that is missing, or whose type does not fit its input."""
     for model in bundle.models:
         for feature in model.spec.features:
             path = feature_file(config, model.entity, str(feature.column))
@@ -125,9 +125,10 @@ def demand_feature_types(config: NightConfig, bundle: Bundle) -> None:
 
 
 def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower:
-    """A model of the build, on the device of torch that is named or (None) the processor.
+    """Open a model of the build on the named torch device, or (None) on the processor.
 
-    On a device the bundle's program runs, without one ONNX Runtime's CUDA provider; without either the processor does.
+    On a device the bundle's exported program runs; without a program, ONNX Runtime's CUDA provider; without that, the
+    processor.
     """
     path, threads = fetch_model(build, model), build.config.threads or usable_cores()
     tower = Tower.open(path, model.spec, threads=threads)
@@ -142,9 +143,9 @@ def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower
 
 
 def run_named(tower: AnyTower, inputs: Inputs, row_in_words: Callable[[int], str]) -> NDArray[np.float32]:
-    """Outputs float32 [n, output_dims]; raises SourceError naming the first row on which the model cannot be run.
+    """Return outputs float32 [n, output_dims]; raise SourceError naming the first row on which the model fails.
 
-    `row_in_words` is of a row, such as "user 'ann'".
+    `row_in_words` names a row, as in "user 'ann'".
     """
     try:
         return tower.run(inputs)
@@ -156,7 +157,7 @@ def run_named(tower: AnyTower, inputs: Inputs, row_in_words: Callable[[int], str
             first_half = rows[: len(rows) // 2]
             rows = first_half if _does_raise(tower, inputs, first_half) else rows[len(rows) // 2 :]
         if not _does_raise(tower, inputs, rows):
-            raise  # it was not of a row: no memory, say
+            raise  # not due to a single row: out of memory, for example
         row = int(rows[0])
         value_by_column = {
             str(feature.column): np.asarray(inputs[feature.name])[row] for feature in tower.spec.features
@@ -167,7 +168,7 @@ def run_named(tower: AnyTower, inputs: Inputs, row_in_words: Callable[[int], str
         model = f"the model {error.details['model']}" if isinstance(error, ModelFailed) else "the model"
         raise SourceError(
             f"{row_in_words(row)}: {model} cannot be run on {inputs_text or 'its input'} "
-            f"({format_case_value(error_lines[0])}); correct the table, or leave the value out of it",
+            f"({format_case_value(error_lines[0])}); correct the value in the table, or remove it",
             columns=sorted(value_by_column),
         ) from error
 
@@ -181,16 +182,16 @@ def _does_raise(tower: AnyTower, inputs: Inputs, rows: NDArray[np.int64]) -> boo
 
 
 class DeviceModel(Protocol):
-    """A form of a model on its device."""
+    """Form of a model that runs on a device."""
 
     def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
-        """Outputs of each batch of inputs, in its own order; raises MemoryError where the device has no room."""
+        """Yield the outputs of each batch of inputs; raise MemoryError if the device's memory is too small."""
 
 
 class DeviceTower:
-    """Model on a device, fed like its ONNX file, and compared with it on its first rows.
+    """Model on a device, fed like its ONNX file; its first rows are compared with that file on the processor.
 
-    If it `may_fall_back`, because no setting asks for the device, it runs on the processor if they disagree.
+    If the two disagree, or the device fails, it continues on the processor if it `may_fall_back`, else it raises.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class DeviceTower:
         self._is_on_processor = False
 
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
-        """Outputs float32 [n, output_dims]; raises BundleError where the device and the processor disagree."""
+        """Return outputs float32 [n, output_dims]; raise BundleError if device and processor disagree."""
         outputs = None
         try:
             if not (self._is_compared or self._is_on_processor):
@@ -219,7 +220,7 @@ class DeviceTower:
                 raise
             self._fall_back(error.message)
         except RuntimeError as error:
-            from precompute.device.failures import is_of_device  # torch: here it was used
+            from precompute.device.failures import is_of_device  # torch is already loaded
 
             if not is_of_device(error):
                 raise
@@ -231,7 +232,7 @@ class DeviceTower:
         _log.warning("%s stays on the processor: %s", self._name, reason)
 
     def _run_on_device(self, inputs: Inputs) -> NDArray[np.float32] | None:
-        """Outputs of the device; None where it has no room for one row."""
+        """Return the device's outputs; None if its memory is too small for one row."""
         outputs = np.empty((row_count_of(inputs), self.spec.output_dims), np.float32)
         while True:
             tile = self._tile
@@ -239,10 +240,10 @@ class DeviceTower:
                 self._fill_outputs(outputs, inputs, tile)
             except MemoryError as error:
                 if tile.rows_max == 1:
-                    _log.warning("%s: %s; ONNX Runtime goes on", self._name, error)
+                    _log.warning("%s: %s; using ONNX Runtime instead", self._name, error)
                     return None
-                self._tile = tile.halved()  # of several callers each halves what it tried
-                _log.info("%s: out of memory with %s; going on with half", self._name, tile)
+                self._tile = tile.halved()  # concurrent callers each halve the tile that they tried
+                _log.info("%s: out of memory with %s; retrying with half of it", self._name, tile)
             else:
                 return outputs
 
@@ -258,7 +259,7 @@ class DeviceTower:
             outputs[rows_of_batches[batch_index]] = batch_outputs[: len(rows_of_batches[batch_index])]
 
     def _compare_with_processor(self, inputs: Inputs) -> None:
-        """Compares a few rows, but for those that are finite on neither: they get no answer."""
+        """Compare a few rows, except those that are finite on neither side, which get no answer anyway."""
         rows = np.arange(min(_COMPARED_ROWS, row_count_of(inputs)))
         probe_inputs = select_input_rows(inputs, rows)
         expected_outputs, device_outputs = (self._tower.run(probe_inputs), self._run_on_device(probe_inputs))
@@ -286,7 +287,7 @@ class DeviceTower:
             return
         raise BundleError(
             f"{self._name} on the device differs from its ONNX file on the processor by {error:.2g} of {scale_text}, "
-            f"at most {threshold:g} is allowed: export both from the same weights in float32, or set device to `off`",
+            f"more than {threshold:g}: export both from the same weights in float32, or set device to `off`",
             model=self._name,
             value=error,
             threshold=threshold,
@@ -294,20 +295,20 @@ class DeviceTower:
 
 
 class OnnxOnGpu:
-    """The ONNX file itself, by ONNX Runtime's provider for the GPU."""
+    """The ONNX file itself, run by ONNX Runtime's GPU provider."""
 
     def __init__(self, tower: Tower) -> None:
         self._tower = tower
         self._input_names = [input_spec.name for input_spec in tower.spec.inputs]
 
     def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
-        """Outputs of each batch; raises MemoryError where the provider's arena is full."""
+        """Yield the outputs of each batch; raise MemoryError if the provider's memory arena is full."""
         for feed in feeds:
             yield self._tower.run_batch(dict(zip(self._input_names, feed, strict=True)))
 
 
 def _open_on_device(build: Build, model: BundleModel, device: str) -> DeviceModel | str:
-    """The form of a model that runs on a device, or why none does."""
+    """Return the form of a model that runs on a device, or the reason why there is none."""
     if model.program is not None:
         demand_sha256(model.program, model.program_sha256)
         from precompute.device.program import Program
@@ -315,11 +316,11 @@ def _open_on_device(build: Build, model: BundleModel, device: str) -> DeviceMode
         return Program.open(model.program, [input_spec.name for input_spec in model.spec.inputs], device)
     device_kind, _, device_ordinal = device.partition(":")
     if device_kind != "cuda":
-        return f"its bundle has no program, and {device} is no GPU"
+        return f"its bundle has no program, and {device} is not a GPU"
     accelerator = Accelerator("cuda", int(device_ordinal))
     if (reason := accelerator.missing_reason()) is not None:
         return f"its bundle has no program, and {reason}"
-    # Each such model has an arena of its own, and torch is one more.
+    # Each such model has its own memory arena; torch has one more.
     arena_count = 1 + sum(bundle_model.program is None for bundle_model in open_bundle(build).models)
     limit_bytes = limit_gpu_memory(device, build.config.device_tasks * arena_count)
     accelerator = replace(accelerator, memory_max_bytes=limit_bytes)

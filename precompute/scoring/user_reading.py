@@ -1,4 +1,4 @@
-"""Reading of the users of a shard: slice by slice, into chunks of users that are computed or copied."""
+"""Reading of a shard's users: slice by slice, into chunks of users that are computed or copied."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -40,15 +40,15 @@ CORES_PER_READER, READERS_MAX = 3, 5
 """Cores of the host per reading thread of a shard, and the most such threads."""
 
 PIECES_PER_READER = 3
-"""Pieces of a shard under way, or waiting, for each reader; of slices, which are larger, there is one."""
+"""Pieces of a shard in progress or waiting per reader; of slices, which are larger, there is one per reader."""
 
 
 def read_users(work: ShardWork, scratch: Path, digests_file: GrowingFile | None = None) -> Iterator[Chunk]:
-    """Yield the shard's users for whom a model has its input; raise Refused if the disk has no room for them.
+    """Yield chunks of the shard's users for whom a model has inputs; raise Refused if the disk has no room for them.
 
-    A user without the history that a model needs is left out, unless the night computes featured users and a model
-    answers by features alone. An unusable feature costs the tables of the models that need it. If events are taken
-    in, a user with any history is included, even without an answer. Digests of the inputs go into `digests_file`.
+    A user without the history that a model needs is left out, unless the night computes users with features alone and a
+    model answers for them. An unusable feature only affects the tables of the models that take it. If events are read,
+    a user with any history is included, even without an answer. Digests of the inputs go into `digests_file`.
     """
     earlier_user_count = 0
     for slice_number, (entities, digests, hashes, remaining_slices) in enumerate(read_slices(work, scratch), 1):
@@ -70,26 +70,26 @@ def read_users(work: ShardWork, scratch: Path, digests_file: GrowingFile | None 
 
 
 def time_reads(work: ShardWork, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
-    """Yield the chunks of `read_users`; the time that each takes to come is that of reading."""
+    """Yield the chunks of `read_users`, and count the time until each arrives as reading."""
     while True:
         with work.add_stage_time("read"):
             chunk = next(chunks, None)
         if chunk is None:
             return
         yield chunk
-        del chunk  # kept by nobody here, however long it is used
+        del chunk  # no reference remains here, so the chunk can be freed
 
 
 def split_into_chunks(
     work: ShardWork, decisions: CopyDecisions, entities: ShardInput
 ) -> tuple[Iterator[tuple[Chunk, float]], int]:
-    """(chunks of those with an input, and of those that are kept, each with how far it reaches; users in all)."""
+    """Return (chunks of users with an input or copied, each with the share of users read so far; number of users)."""
     specs = {model_name: model.spec for model_name, model in work.models.items()}
     is_usable_by_model, histories, features = prepare_inputs(work.items, entities, specs)
-    # Whoever brings a vector along needs no tower for it.
+    # Users with a vector from the sources need no tower output.
     is_usable_by_model["user_tower"] &= ~entities.has_vector
     is_answerable = _is_answerable_by_any(is_usable_by_model, histories, specs) | entities.has_vector
-    if work.build.config.events.enabled:  # events are added to what such a user had, too
+    if work.build.config.events.enabled:  # the service adds events to these users' histories
         is_answerable |= np.diff(entities.indptr) > 0
     answerable_rows = np.flatnonzero(is_answerable)
     copied = CopiedUsers.of(decisions, entities.hashes, answerable_rows)
@@ -138,7 +138,10 @@ def split_into_chunks(
 def _is_answerable_by_any(
     is_usable_by_model: Mapping[str, NDArray[np.bool_]], histories: Histories, specs: Mapping[str, TowerSpec]
 ) -> NDArray[np.bool_]:
-    """bool [users]: a model can answer for the user; where one wants a history, the user has it or it does without."""
+    """Return bool [users]: some model can answer for the user.
+
+    If models take a history, the user must have one, or a model that takes histories must do without.
+    """
     is_answerable: NDArray[np.bool_] = np.logical_or.reduce(list(is_usable_by_model.values()))
     usable_with_history = [
         is_usable_by_model[model_name] for model_name, spec in specs.items() if spec.history is not None
@@ -149,7 +152,7 @@ def _is_answerable_by_any(
 
 
 def _count_copied(work: ShardWork, user_count: int, vector_count: int) -> None:
-    """Count outputs of users that are copied unread: they were checked when they were computed."""
+    """Count the outputs of users who are copied without a check: they were checked when they were computed."""
     if user_count:
         for model_name in work.models:
             output_count = user_count - (vector_count if model_name == "user_tower" else 0)
@@ -157,7 +160,7 @@ def _count_copied(work: ShardWork, user_count: int, vector_count: int) -> None:
 
 
 class Slice(NamedTuple):
-    """Users of one slice of a shard with their digests, the hashes that it spans, and how many slices come after it."""
+    """Users of one slice of a shard, their digests, the range of hashes, and the number of slices after it."""
 
     entities: ShardInput
     digests: Digests
@@ -166,7 +169,7 @@ class Slice(NamedTuple):
 
 
 def read_slices(work: ShardWork, scratch: Path) -> Iterator[Slice]:
-    """Yield each slice of the shard, in hash order; with copies perhaps only users whose inputs have to be read."""
+    """Yield the slices of the shard in hash order; with copies, maybe only users whose inputs must be read."""
     config, folder = work.build.config, work.build.root / PARTITION_FOLDER
     if work.copies is not None and work.copies.touched is not None:
         folder = write_selected_users(folder, work.number, work.copies.touched, scratch)
@@ -200,16 +203,15 @@ def read_slices(work: ShardWork, scratch: Path) -> Iterator[Slice]:
                 pieces.let_go()
             hashes = range(first_hash(first_part, part_count), first_hash(end_part, part_count))
             yield Slice(entities, digests, hashes, slice_count - slice_index - 1)
-            del entities, digests  # kept by nobody here, however long they are used
+            del entities, digests  # no references remain here, so the memory can be freed
 
 
 def _read_in_order(
     read: Callable[[int], ReadPart], part_numbers: range, parts_per_reader: int = 1
 ) -> Generator[ReadPart]:
-    """Yield values of a shard's parts in their order: on a host of few cores each is read on demand.
+    """Yield `read` of each part, in order; on a host with few cores, each is read on demand.
 
-    On others there are several readers, and as many parts for each under way, or waiting, as it may be
-    `parts_per_reader`.
+    On other hosts there are several readers, and up to `parts_per_reader` parts per reader in progress or waiting.
     """
     reader_count = min(READERS_MAX, usable_cores() // CORES_PER_READER)
     if reader_count < 2:
@@ -225,18 +227,18 @@ def _read_in_order(
                 read_part = futures.popleft().result()
                 futures.extend(pool.submit(read, part_number) for part_number in islice(unread_numbers, 1))
                 yield read_part
-                del read_part  # kept by nobody here, however long it is used
+                del read_part  # no reference remains here, so the part can be freed
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def feature_json_rows(spec: TowerSpec, features: Mapping[str, Any], is_published: NDArray[np.bool_]) -> Histories:
-    """Convert columns of features to rows of JSON by column, as callers send them; omit unusable values.
+    """Convert feature columns to one JSON object per row, as callers send features; omit unusable values.
 
-    The row is empty for a user who is not `is_published`, or has no such value.
+    The row is empty for a user who is not `is_published`, or who has no usable value.
     """
     features_of_rows: list[dict[str, Any]] = [{} for _ in is_published]
-    # Two inputs may read one column: a whole number is what both take.
+    # Two inputs may read one column; the integer input comes last, since whole numbers fit both.
     for feature in sorted(spec.features, key=lambda feature: feature.dtype != "float32"):
         column_name = str(feature.column)
         values = read_feature_values(features[column_name], feature)

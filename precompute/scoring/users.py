@@ -1,4 +1,4 @@
-"""Users of one shard scored: reading, encoding, comparing and writing overlap; files are in hash order."""
+"""Scoring of one shard's users: reading, encoding, comparing and writing overlap; files are in hash order."""
 
 import time
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from precompute.sources.unusable import PRECISION_REASON
 
 
 def score_users(build: Build, bundle: Bundle, shard: int, scorers: Scorers, progress: Progress) -> UserScores:
-    """All user tables of one shard; returns the shard's report. Memory does not depend on the number of users."""
+    """Score all user tables of one shard; return the shard's report. Memory does not depend on the number of users."""
     start_s = time.perf_counter()
     work = ShardWork.of(build, bundle, shard, scorers)
     directory_path, inputs_file_path = directory_file_path("user", shard), inputs_path(shard)
@@ -53,7 +53,7 @@ def score_users(build: Build, bundle: Bundle, shard: int, scorers: Scorers, prog
         reasons = None
         if work.copies is not None:
             reasons = stack.enter_context(GrowingFile(build.path(reasons_path(shard))))
-        stages = stack.enter_context(StreamStages())  # last, so stopped before anything they use is gone
+        stages = stack.enter_context(StreamStages())  # entered last, so stopped before the resources it uses are closed
         read_chunks = stages.run_ahead(time_reads(work, read_users(work, scratch, digests_file)))
         encoded_chunks = stages.map_values(
             work.add_tower_outputs, work.open_towers_first(read_chunks), workers=work.worker_count
@@ -84,7 +84,7 @@ def score_users(build: Build, bundle: Bundle, shard: int, scorers: Scorers, prog
 
 
 def add_records(work: ShardWork, chunk: Chunk) -> Chunk:
-    """Adds the records of each table to a chunk; its outputs and lists are dropped, nothing needs them after."""
+    """Add the records of each table to a chunk, and drop its outputs and lists, which no later stage needs."""
     with work.add_stage_time("records"):
         for table_name, table in work.tables.items():
             chunk_records = compute_own_records(work, table_name, table, chunk)
@@ -94,7 +94,7 @@ def add_records(work: ShardWork, chunk: Chunk) -> Chunk:
 
 
 def compute_own_records(work: ShardWork, table_name: str, table: TableConfig, chunk: Chunk) -> NDArray[Any]:
-    """Records of the chunk's own users."""
+    """Return the records of the chunk's own users in this table."""
     model = str(table.value) if table.kind == "value" else "user_tower"
     answers: Answers = chunk.outputs_by_model[model]
     has_answer = chunk.is_answered_by_model[model]
@@ -102,7 +102,7 @@ def compute_own_records(work: ShardWork, table_name: str, table: TableConfig, ch
         if not len(chunk.ids):
             return np.empty(0, work.layouts[table_name].dtype)
         answers = chunk.lists_by_table.pop(table_name)
-        if table_name not in work.allowed_masks:  # under a filter lists are short, and a gate knows how short
+        if table_name not in work.allowed_masks:  # lists under a filter may be short; a gate checks those
             possible_counts = np.minimum(table.k, work.items.count - np.diff(chunk.seen_items.indptr))
             is_short = (answers[0] != NO_ITEM).sum(axis=1) < possible_counts
             chunk.short_list_count += int((is_short & has_answer).sum())
@@ -124,7 +124,7 @@ def compute_own_records(work: ShardWork, table_name: str, table: TableConfig, ch
 
 
 def _with_copies(work: ShardWork, table_name: str, chunk: Chunk, chunk_records: NDArray[Any]) -> NDArray[Any]:
-    """Records of all users of a chunk's range."""
+    """Return the records of all users of a chunk's range, own and copied ones."""
     copied_users = chunk.copied
     copied_rows = copied_users.copied_rows
     if work.copies is None or not len(copied_rows):
@@ -162,7 +162,7 @@ def write_records(
 
 
 def write_inputs(work: ShardWork, chunk: Chunk, seen_file_by_part: Mapping[str, GrowingFile]) -> None:
-    """Writes the inputs of the users of a chunk's range, in hash order, copied ones among them."""
+    """Write the published inputs of the users of a chunk's range, own and copied ones, in hash order."""
     copied_users, inputs = chunk.copied, chunk.inputs
     copied_rows = copied_users.copied_rows
     if work.copies is not None and len(copied_rows):
@@ -179,13 +179,13 @@ def write_inputs(work: ShardWork, chunk: Chunk, seen_file_by_part: Mapping[str, 
 
 
 def _write_ends(work: ShardWork, count_name: str, rows: Histories, ends_file: GrowingFile) -> None:
-    """Write the position where each row ends, counted over all chunks."""
+    """Write the end offset of each row, counted over all chunks."""
     ends_file.write_array((work.counts[count_name] + rows.indptr[1:]).astype("<u8"))
     work.counts[count_name] += int(rows.indptr[-1])
 
 
 def recompute_users(work: ShardWork, hashes: NDArray[np.uint64], scratch: Path) -> dict[int, dict[str, bytes]]:
-    """Return the records of the users with these sorted hashes by hash and table, computed without copies."""
+    """Compute the records of the users with these sorted hashes, without copies; return bytes by hash and table."""
     folder = write_selected_users(work.build.root / PARTITION_FOLDER, work.number, hashes, scratch)
     history_limit, records_by_hash = work.build.config.history_limit, dict[int, dict[str, bytes]]()
     entities = read_shard(

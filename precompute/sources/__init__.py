@@ -1,4 +1,4 @@
-"""Readers of a team's Parquet and CSV files: ids, features, times, interactions, and counts of unusable rows.
+"""Readers of Parquet and CSV source files: ids, features, times, interactions, and counts of unusable rows.
 
 Start at `readers`.
 """

@@ -16,9 +16,9 @@ from precompute.sources import unusable
 from precompute.sources.files import SourceFile
 
 UnusableMaskByReason = dict[str, NDArray[np.bool_]]
-"""Reason -> mask of the rows that are unusable for it; no reason without a row."""
+"""Reason -> mask of the rows that are unusable for it; only reasons that apply to a row."""
 
-# Of Unicode 15, table 3-7; RE2 takes binary as bytes.
+# From Unicode 15, table 3-7; RE2 matches binary values as bytes.
 _UTF_8_PATTERN = (
     r"^(?:[\x00-\x7F]|[\xC2-\xDF][\x80-\xBF]|\xE0[\xA0-\xBF][\x80-\xBF]|[\xE1-\xEC\xEE\xEF][\x80-\xBF]{2}"
     r"|\xED[\x80-\x9F][\x80-\xBF]|\xF0[\x90-\xBF][\x80-\xBF]{2}|[\xF1-\xF3][\x80-\xBF]{3}"
@@ -31,22 +31,22 @@ MISSING_VALUE_WORDS = (
     "<NA>", "#NA", "N/A", "n/a", "#N/A", "#N/A N/A", "None", "none", "NONE", "<none>", "(none)", "undefined",
     "#NULL!", "#REF!", "#VALUE!", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN",
 )  # fmt: skip
-"""Texts that programs write for a missing value; `nil`, `na` and the like are also names, so they are not here."""
+"""Texts that programs write for a missing value; `nil`, `na` and the like may also be names, so they are not listed."""
 _DECIMAL_DIGITS_MAX = 76
 WHOLE_AS_FRACTION_PATTERN = r"^[+-]?(\d+(\.0+|,0{1,2})|\d([.,]\d+)?[eE][+]\d+)$"
-"""Pattern of whole numbers that a program wrote as fractions."""
+"""Pattern of whole numbers written as fractions, such as 42.0."""
 _WHOLE_NUMBER_PATTERN = r"^[+-]?\d+$"
 _FLOAT_SHARE_MAX = 0.9
-"""Share of a column's ids that must be such texts for it to be refused."""
+"""Share of such ids in a column from which on the column is refused."""
 _MIXED_FLOAT_SHARE_MAX = 0.05
-"""Share at which it is refused if all others are whole numbers, as in joined files: 17 and 17.0 are then one id."""
+"""Share of such ids from which on a column is refused if all others are whole numbers: 17 and 17.0 are one id."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ids:
-    """Column of ids, with distinct names: row r is `names[codes[r]]` (Arrow strings; int32 [rows]).
+    """Column of ids as codes of distinct names: row r is `names[codes[r]]` (Arrow strings; int32 [rows]).
 
-    Every name has a row: a statement on all names holds for all rows, and the other way round.
+    Every name has a row, so a statement about all names is one about all rows, and vice versa.
     """
 
     names: Any
@@ -72,7 +72,7 @@ class Ids:
         return len(self.codes)
 
     def raws(self) -> list[bytes]:
-        """Return the names as records' raw ids."""
+        """Return the names as raw ids, as records have them."""
         return to_raw_ids(self.names)
 
     def hashes(self, seed: int) -> NDArray[np.uint64]:
@@ -80,7 +80,7 @@ class Ids:
         return text_hashes(self.names, seed)
 
     def only(self, row_mask: NDArray[np.bool_]) -> Self:
-        """Return some of the rows."""
+        """Return the rows in the mask."""
         return type(self)(*_drop_unused_names(self.names, self.codes[row_mask]))
 
     def name_of(self, row: int) -> str:
@@ -95,7 +95,7 @@ class Ids:
 def _encode_by_sorting(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
     """Return (names, codes) by sorting hashes, faster than a hash table beyond the caches; None if not possible.
 
-    Two ids with one hash would become one, so a second hash of each row has to agree with it: 128 bits in all.
+    A second hash of each row must agree, 128 bits in all: otherwise two ids with the same hash would become one.
     """
     hashes, fingerprints = (native_text_hashes(texts, seed) for seed in (0, FINGERPRINT_SEED))
     if hashes is None or fingerprints is None:
@@ -113,7 +113,7 @@ def _encode_by_sorting(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
 
 
 def native_text_hashes(texts: Any, seed: int) -> NDArray[np.uint64] | None:
-    """Return uint64[n] of an Arrow string array; None without the compiled part, or for too long a text."""
+    """Return uint64[n] of an Arrow string array; None without the compiled extension, or if a text is too long."""
     _, offsets_buffer, text_buffer = texts.buffers()
     if offsets_buffer is None or text_buffer is None:
         return None
@@ -140,13 +140,13 @@ def to_arrow_strings(texts: Sequence[str] | pa.Array) -> Any:
 
 
 def to_raw_ids(id_texts: Any) -> list[bytes]:
-    """Return Arrow strings as records' raw ids."""
+    """Return Arrow strings as raw ids, as records have them."""
     raw_ids: list[bytes] = id_texts.cast(pa.binary()).to_pylist()
     return raw_ids
 
 
 def _drop_unused_names(names: Any, codes: NDArray[np.int32]) -> tuple[Any, NDArray[np.int32]]:
-    """Return the names that have a row, and the rows' codes among them."""
+    """Return the names that have a row, and the rows' codes for them."""
     used_name_mask = np.zeros(len(names), np.bool_)
     used_name_mask[codes] = True
     if used_name_mask.all():
@@ -165,11 +165,10 @@ def demand_columns(column_names: Sequence[str], required_names: Sequence[str], p
 
 
 def demand_unrepeated_column(column_names: Sequence[str], column_name: str, path: SourceFile) -> None:
-    """Raise SourceError for a name that more than one column has."""
+    """Raise SourceError for a name that several columns have."""
     if (count := list(column_names).count(column_name)) > 1:
         raise SourceError(
-            f"{path} has {count} columns {column_name!r}: which of them is meant? Leave one, or give the others "
-            "another name",
+            f"{path} has {count} columns {column_name!r}: which one is meant? Keep one, or rename the others",
             column=column_name,
         )
 
@@ -191,12 +190,12 @@ def normalise_column(column: Any) -> Any:
 
 
 def normalise_batch(batch: Any) -> Any:
-    """Return a record batch with normalised columns: not all other types can be filtered."""
+    """Return a record batch with normalised columns: Arrow cannot filter all other types."""
     return pa.RecordBatch.from_arrays([normalise_column(column) for column in batch.columns], batch.schema.names)
 
 
 def normalised_type(arrow_type: Any) -> Any:
-    """Return the type to which `normalise_column` converts columns of a type."""
+    """Return the type to which `normalise_column` converts columns of this type."""
     if isinstance(arrow_type, pa.BaseExtensionType):
         return normalised_type(arrow_type.storage_type)
     if pa.types.is_run_end_encoded(arrow_type):
@@ -232,9 +231,9 @@ def _decimals_as_texts(column: Any, path: SourceFile, column_name: str) -> Any:
 
 
 def read_ids(column: Any, path: SourceFile, column_name: str) -> tuple[Ids, UnusableMaskByReason]:
-    """Return the ids of a column, and masks of the rows without a usable id (whose ids are meaningless).
+    """Return the ids of a column, and masks of the rows without a usable id, whose ids are undefined.
 
-    Raises SourceError for a column of a type that holds no ids.
+    Raises SourceError if the column's type cannot hold ids.
     """
     column = normalise_column(column)
     is_dictionary = pa.types.is_dictionary(column.type)
@@ -265,14 +264,14 @@ def read_ids(column: Any, path: SourceFile, column_name: str) -> tuple[Ids, Unus
 
 
 def _demand_no_floats(id_texts: Any, arrow_type: Any, path: SourceFile, column_name: str) -> None:
-    """Raise SourceError for ids such as 42.0, which no request will ask for."""
+    """Raise SourceError for ids such as 42.0, which no request will have."""
     if not is_text_type(arrow_type) or not len(id_texts):
         return
     if (
         as_numpy_mask(pc.match_substring_regex(id_texts[:100], WHOLE_AS_FRACTION_PATTERN)).mean()
         < _MIXED_FLOAT_SHARE_MAX
     ):
-        return  # a look at all of them takes as long as the rest of reading
+        return  # checking all ids takes as long as the rest of reading
     is_float = as_numpy_mask(pc.match_substring_regex(id_texts, WHOLE_AS_FRACTION_PATTERN))
     float_share = is_float.mean()
     has_floats_among_whole_numbers = float_share >= _MIXED_FLOAT_SHARE_MAX and bool(
@@ -281,9 +280,9 @@ def _demand_no_floats(id_texts: Any, arrow_type: Any, path: SourceFile, column_n
     if float_share >= _FLOAT_SHARE_MAX or has_floats_among_whole_numbers:
         float_like_id = id_texts[int(is_float.argmax())].as_py()
         raise SourceError(
-            f"{path}: column {column_name!r} holds ids such as {float_like_id!r}: a program took whole numbers for "
+            f"{path}: column {column_name!r} holds ids such as {float_like_id!r}: a program converted whole numbers to "
             "fractions, as "
-            'pandas does where one is missing: write them as whole numbers (pandas: astype("Int64") before to_csv or '
+            'pandas does if values are missing: write them as whole numbers (pandas: astype("Int64") before to_csv or '
             "to_parquet; in spreadsheets format the column as text)",
             column=column_name,
         )
@@ -319,12 +318,12 @@ def _read_ids_by_row(column: Any, path: SourceFile, column_name: str) -> tuple[I
 
 
 def _missing_word_mask(texts: Any) -> Any:
-    """Return an Arrow mask of the strings, or binaries, that mean a missing value."""
+    """Return an Arrow mask of the strings, or binary values, that mean a missing value."""
     return pc.is_in(texts, value_set=pa.array(MISSING_VALUE_WORDS).cast(texts.type))
 
 
 def utf_8_mask(binary_column: Any) -> NDArray[np.bool_]:
-    """Return a mask of the rows of an Arrow binary array that are UTF-8 or missing."""
+    """Return the mask of the rows of an Arrow binary array that are UTF-8 or missing."""
     return as_numpy_mask(pc.fill_null(pc.match_substring_regex(binary_column, _UTF_8_PATTERN), True))
 
 
@@ -335,7 +334,7 @@ def is_text_type(arrow_type: Any) -> bool:
 
 def _id_type_remedy(arrow_type: Any) -> str:
     if pa.types.is_floating(arrow_type):
-        return " (pandas makes floats of integers where one is missing: write the column as Int64)"
+        return " (pandas converts integers to floats if values are missing: write the column as Int64)"
     if pa.types.is_nested(arrow_type) and not pa.types.is_struct(arrow_type):
         return " (write a row for each of a list's values: in pandas explode, in SQL unnest)"
     if pa.types.is_struct(arrow_type):

@@ -1,4 +1,4 @@
-"""CSV files as Arrow columns of texts: read in pieces of complete rows, quoted line breaks included."""
+"""CSV files as Arrow columns of texts: read in pieces of complete rows; quoted values may have line breaks."""
 
 import csv
 import re
@@ -20,29 +20,27 @@ from precompute.sources import files
 from precompute.sources.files import UTF_8_BYTE_ORDER_MARK, SourceFile, open_for_arrow
 
 PARSED_PIECE_BYTES = 1 << 21
-"""Bytes of a file that are parsed at once, more if one row is longer."""
+"""Bytes of a file that are parsed at once; more if one row is longer."""
 ROW_BYTES_MAX = 64 << 20
-"""Bytes of the longest row that is read; a quote open for longer counts as never closed."""
+"""Bytes of the longest row that is read; a quote that is open for longer counts as never closed."""
 SUSPECT_LINE_COUNT: Final = 4
-"""Lines of one quoted value that each look like a row, from which on a single value suffices to refuse a file."""
+"""Lines of a quoted value that all look like rows, from which on one such value is enough to refuse the file."""
 BLANK_CHARACTERS: Final = " \t\r\n\v\f"
-"""Characters to strip from an id or a column's name."""
+"""Characters to strip from ids and column names."""
 
 NO_COLUMN_NAMES_REASON: Final = "has no line of column names: put one above, e.g. user,item,timestamp"
-ROW_IN_QUOTES_REMEDY: Final = (
-    "each row stands between quotes as a whole: put them around single values, or leave them out"
-)
+ROW_IN_QUOTES_REMEDY: Final = "each row is quoted as a whole: quote single values instead, or remove the quotes"
 _NUMBER_OR_DATE_PATTERN = re.compile(r"[+-]?\d+(\.\d*)?$|\.\d+$|\d{4}-\d{2}-\d{2}")
 
 _UNCLOSED_QUOTE_REMEDY = (
-    'if quotes in this file do not enclose values, set [sources] quote = ""; if a backslash stands before quotes that '
+    'if quotes in this file do not enclose values, set [sources] quote = ""; if backslashes escape quotes that '
     'are part of a value, set escape = "\\\\"'
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Characters of a CSV file: between fields, around a value, and before an escaped character; b"": none."""
+    """Characters of a CSV file: field separator, quote, and escape; b"" for none."""
 
     separator: bytes
     quote: bytes
@@ -54,7 +52,7 @@ class Dialect:
         return cls(sources.separator.encode(), sources.quote.encode(), sources.escape.encode())
 
     def with_bare_quotes(self, csv_text: bytes) -> bytes:
-        """Return rows without characters before an opening quote: blanks, and byte order marks of joined files."""
+        """Return rows without blanks, and byte order marks of joined files, before an opening quote."""
         if UTF_8_BYTE_ORDER_MARK in csv_text:
             csv_text = csv_text.removeprefix(UTF_8_BYTE_ORDER_MARK).replace(b"\n" + UTF_8_BYTE_ORDER_MARK, b"\n")
         if not self.quote or self.separator + b" " + self.quote not in csv_text:
@@ -63,7 +61,7 @@ class Dialect:
         return re.sub(blanks_pattern, b"", csv_text)
 
     def with_nulls(self, csv_text: bytes) -> bytes:
-        r"""Return text in which a field `\N`, which an escape would make `N`, is empty."""
+        r"""Return the text with fields `\N` (null in MySQL) emptied, which would be read as an escaped `N`."""
         if not self.escape or (null_text := self.escape + b"N") not in csv_text:
             return csv_text
         boundary_characters = re.escape(self.separator) + rb"\r\n"
@@ -74,7 +72,7 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuotePositions:
-    """Quotes of a text that begins with a row: their offsets, and whether the text after each is within a value."""
+    """Offsets of the quotes in a text that begins with a row, and whether the text after each is within a value."""
 
     offsets: NDArray[np.int64]
     is_inside: NDArray[np.bool_]
@@ -82,7 +80,7 @@ class QuotePositions:
 
     @classmethod
     def of(cls, text_bytes: NDArray[np.uint8], dialect: Dialect, escaped_offsets: NDArray[np.int64]) -> Self:
-        """Find quotes by RFC 4180: one opens a value only at a field's start, two within a value are one."""
+        """Find quotes by RFC 4180: a quote opens a value only at a field's start; two within a value are one."""
         if not dialect.quote:
             return cls(np.empty(0, np.int64), np.empty(0, np.bool_))
         quote_offsets = np.flatnonzero(text_bytes == dialect.quote[0])
@@ -92,7 +90,7 @@ class QuotePositions:
         can_open |= quote_offsets == 0
         is_second = np.zeros(len(quote_offsets), np.bool_)
         is_second[1:] = quote_offsets[1:] - quote_offsets[:-1] == 1
-        # Where no quote stands within an unquoted value, every other one opens a value or is the second of two.
+        # If no unquoted value has a quote, every other quote opens a value or is the second of two.
         if (can_open | is_second)[::2].all():
             is_inside = np.append(is_second[1:], False)
             is_inside[::2] = True
@@ -100,7 +98,7 @@ class QuotePositions:
         return cls(quote_offsets, _states_after_quotes(can_open, is_second) != _OUTSIDE_VALUE)
 
     def mask_inside_values(self, offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return a mask of the offsets that are within a quoted value."""
+        """Return the mask of the offsets that are within a quoted value."""
         if not len(self.offsets):
             return np.zeros(len(offsets), np.bool_)
         preceding_quote_counts = np.searchsorted(self.offsets, offsets)
@@ -108,7 +106,7 @@ class QuotePositions:
 
     @property
     def unclosed_quote_offset(self) -> int | None:
-        """Offset of the quote whose value is not closed at the end of the text; None if there is none."""
+        """Offset of the quote whose value is not closed at the end of the text; None if all are closed."""
         if not len(self.offsets) or not self.is_inside[-1]:
             return None
         quotes_ending_outside = np.flatnonzero(~self.is_inside)
@@ -123,10 +121,10 @@ class QuotePositions:
 
 _OUTSIDE_VALUE, _INSIDE_VALUE, _FIRST_OF_TWO_QUOTES = 0, 1, 2
 _NEXT_STATE_BY_STEP = np.indices((3, 3, 3)).reshape(3, 27).T.astype(np.uint8)
-"""Result of a step, by its code, for each state: uint8 [27, 3]; a code has a digit to base 3 for each state."""
+"""State after a step, by step code and state before: uint8 [27, 3]. A code has one base-3 digit per state."""
 _STATE_DIGIT_FACTORS = np.array([9, 3, 1], np.uint8)
 _COMPOSED_STEP_CODES = (_NEXT_STATE_BY_STEP[:, _NEXT_STATE_BY_STEP] @ _STATE_DIGIT_FACTORS).T.copy()
-"""Code of one step and then another: uint8 [27, 27]."""
+"""Code of one step followed by another: uint8 [27, 27]."""
 _STEPS_SCANNED_AT_ONCE = 64
 
 
@@ -144,7 +142,7 @@ def _states_after_quotes(can_open: NDArray[np.bool_], is_second: NDArray[np.bool
 
 
 def _compose_step_prefixes(step_codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the codes of all steps up to each, composed: within rows of a matrix first, then from row to row."""
+    """Return the code of all steps up to each one, composed: within rows of a matrix first, then across rows."""
     if len(step_codes) <= 1:
         return step_codes
     matrix_row_count = -(-len(step_codes) // _STEPS_SCANNED_AT_ONCE)
@@ -161,9 +159,9 @@ def _compose_step_prefixes(step_codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CsvPiece:
-    """Complete rows of a file, the first of them in line `line`.
+    """Complete rows of a file; the first one is in line `line`.
 
-    `row_ends` are the offsets after each row, or None if no value holds a line break, so that every line ends one.
+    `row_ends` are the offsets after each row; None if no value has a line break, so that rows are lines.
     """
 
     text: bytes
@@ -172,11 +170,11 @@ class CsvPiece:
     row_ends: NDArray[np.int64] | None
 
     def line_number_of(self, offset: int) -> int:
-        """Return the number of the line with an offset of the text."""
+        """Return the number of the line at this offset of the text."""
         return self.line + self.text.count(self.line_break, 0, offset)
 
     def line_numbers_of_rows(self) -> NDArray[np.int64]:
-        """Return int64[rows], the number of each row's first line; empty lines between rows do not count."""
+        """Return int64[rows], the number of each row's first line; empty lines between rows are skipped."""
         line_ends = _line_ends(self.text, self.line_break)
         row_ends = line_ends if self.row_ends is None else self.row_ends
         row_starts = np.concatenate([np.zeros(1, np.int64), row_ends])
@@ -185,7 +183,7 @@ class CsvPiece:
         return np.asarray(self.line + np.searchsorted(line_ends, row_starts, "right"))
 
     def split_first_row(self) -> tuple[bytes, Self]:
-        """Return (the first row, the rows after it)."""
+        """Return (the first row, the piece with the remaining rows)."""
         if self.row_ends is None:
             first_row, row_break, _ = self.text.partition(self.line_break)
             first_row_end = len(first_row) + len(row_break)
@@ -201,7 +199,7 @@ class CsvPiece:
     def suspect_values(self, separator: bytes, field_count: int) -> tuple[int, list[tuple[int, int]]]:
         """Return (number of multi-line values, (first line, number of lines) of those that look like swallowed rows).
 
-        Each line of these has as many fields as a row, read without quotes: an unclosed quote runs on to the next one.
+        In the latter, each line has as many separators as a row: an unclosed quote runs on to the next quote.
         """
         if self.row_ends is None:
             return 0, []
@@ -220,14 +218,14 @@ class CsvPiece:
 
 
 class CsvFile:
-    """CSV file that is read once, front to back: the names of its columns, then its rows."""
+    """CSV file that is read once, front to back: its column names, then its rows."""
 
     def __init__(self, raw: Any, path: SourceFile, dialect: Dialect) -> None:
         self._byte_stream, self._source_file, self._dialect = raw, path, dialect
         self._unparsed_bytes, self._next_line_number, self._line_break = b"", 1, b"\n"
         header, self._first_piece = self._read_header()
         self.names: list[str] = _column_names_in(header, dialect, path)
-        """Names of the columns, without blanks around them."""
+        """Names of the columns, stripped of blanks."""
         self.has_long_values = self._first_piece.row_ends is not None
         """True if a value read so far holds a line break."""
 
@@ -240,7 +238,7 @@ class CsvFile:
             if not isinstance(path_or_stream, Path):
                 yield cls(path_or_stream, path, dialect)
                 return
-            # Arrow knows a compression by the small letters of its ending.
+            # Arrow only recognises a compression by a lower-case ending.
             compression = "gzip" if path_or_stream.suffix.lower() == ".gz" else "detect"
             with pa.input_stream(str(path_or_stream), compression=compression) as raw:
                 yield cls(raw, path, dialect)
@@ -248,8 +246,8 @@ class CsvFile:
     def batches(self, column_names: Sequence[str], skip_line: Callable[[int], None]) -> Iterator[Any]:
         """Yield record batches of the given columns, as stripped strings that may not be UTF-8.
 
-        `skip_line` is called with the line of each row of more or fewer fields than the header. Raises SourceError
-        naming the line of a quote that swallows rows.
+        `skip_line` is called with the line of each row that has more or fewer fields than the header. Raises
+        SourceError naming the line of a quote that swallows rows.
         """
         column_indexes = [self.names.index(name) for name in column_names]
         multi_line_count, suspect_count, first_suspect_line = 0, 0, 0
@@ -271,9 +269,9 @@ class CsvFile:
             raise self._unclosed_quote_error(first_suspect_line, 2)
 
     def find_line_of_names(self) -> tuple[int, list[str]] | None:
-        """Return (number, fields) of the first line below the header that has its names in another order, in any case.
+        """Return (number, fields) of the first line with the header's names in another order, ignoring case; else None.
 
-        It reads the rest of the file.
+        Reads the rest of the file.
         """
         header_names = [name.lower() for name in self.names]
         sorted_names = sorted(header_names)
@@ -313,19 +311,19 @@ class CsvFile:
         is_quoted = self._dialect.quote in csv_text if self._dialect.quote else False
         table = pa.csv.read_csv(
             pa.py_buffer(csv_text),
-            # Without threads, else rows have no numbers.
+            # Only without threads do rows have numbers.
             read_options=pa.csv.ReadOptions(
                 use_threads=False, column_names=number_titles, block_size=len(csv_text) + 1
             ),
             parse_options=pa.csv.ParseOptions(
                 delimiter=self._dialect.separator.decode(),
-                # What holds no quote is parsed in half the time.
+                # Text without quotes is parsed in half the time.
                 quote_char=self._dialect.quote.decode() if is_quoted else False,
                 escape_char=self._dialect.escape.decode() or False,
                 newlines_in_values=piece.row_ends is not None,
                 invalid_row_handler=note_skipped_row,
             ),
-            # Left alone, the reader infers types: "007" would become 7, and one odd time would end the file.
+            # By default the reader infers types: "007" would become 7, and one unusual time would end the reading.
             convert_options=pa.csv.ConvertOptions(
                 column_types=dict.fromkeys(read_titles, pa.binary()),
                 include_columns=read_titles,
@@ -358,7 +356,7 @@ class CsvFile:
         yield from self._read_pieces()
 
     def _read_pieces(self) -> Iterator[CsvPiece]:
-        """Yield the remaining file in pieces that end with a row."""
+        """Yield the rest of the file in pieces that end with a row."""
         is_file_read = False
         while not is_file_read:
             block = self._read_block(max(PARSED_PIECE_BYTES, len(self._unparsed_bytes)))
@@ -378,9 +376,9 @@ class CsvFile:
         return block
 
     def _find_row_ends(self, text: bytes, is_file_read: bool) -> tuple[int, NDArray[np.int64] | None]:
-        """Return (offset after the last complete row, offsets after each row if a value holds a line break).
+        """Return (offset after the last complete row, offsets after each row if a value has a line break, else None).
 
-        Raises SourceError for a quote that is not closed, or is escaped by a character that the settings do not name.
+        Raises SourceError for a quote that is not closed, or is escaped by a character that is not in the settings.
         """
         dialect = self._dialect
         present_signs = [sign for sign in (dialect.quote, dialect.escape) if sign and sign in text]
@@ -409,10 +407,10 @@ class CsvFile:
         ].any() else None
 
     def _demand_row_end(self, last_row_end: int, text: bytes) -> int:
-        """Return the end of the last complete row, 0 to read more first; raise SourceError beyond ROW_BYTES_MAX."""
+        """Return the end of the last complete row, 0 if more must be read; raise SourceError beyond ROW_BYTES_MAX."""
         if not last_row_end and len(text) > ROW_BYTES_MAX:
             raise SourceError(
-                f"{self._source_file}, line {self._next_line_number}: it is longer than {ROW_BYTES_MAX >> 20} MiB; is "
+                f"{self._source_file}, line {self._next_line_number}: longer than {ROW_BYTES_MAX >> 20} MiB; is "
                 "this a CSV file?"
             )
         return last_row_end
@@ -429,14 +427,14 @@ class CsvFile:
         if len(backslashed_offsets):
             line_number = self._next_line_number + bytes(text_bytes[: backslashed_offsets[0]]).count(self._line_break)
             raise SourceError(
-                f"{self._source_file}, line {line_number}: a backslash stands before a quote: set [sources] escape = "
+                f"{self._source_file}, line {line_number}: a backslash is before a quote: set [sources] escape = "
                 '"\\\\"',
                 line=line_number,
             )
 
 
 def is_like_a_row(column_names: Sequence[str]) -> bool:
-    """True if one of the names of columns is a number or a date, as in a file without a line of names."""
+    """True if a column name is a number or a date, as in a file without a line of names."""
     return any(_NUMBER_OR_DATE_PATTERN.match(column_name) for column_name in column_names)
 
 
@@ -461,7 +459,7 @@ def _split_row(row: str, dialect: Dialect) -> list[str]:
 
 
 def _line_ends(text: bytes, line_break: bytes, *, is_complete: bool = True) -> NDArray[np.int64]:
-    """Return the offsets after each line; the last line may lack its break if the text `is_complete`."""
+    """Return the offsets after each line; if the text `is_complete`, its last line may lack a line break."""
     line_ends = np.flatnonzero(np.frombuffer(text, np.uint8) == line_break[0]) + 1
     if is_complete and (not len(line_ends) or line_ends[-1] < len(text)):
         line_ends = np.append(line_ends, len(text))
@@ -469,14 +467,14 @@ def _line_ends(text: bytes, line_break: bytes, *, is_complete: bool = True) -> N
 
 
 def _mask_of_characters(characters: bytes, text_bytes: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Return a mask of the values that are one of some characters."""
+    """Return the mask of the bytes that are among the characters."""
     is_character = np.zeros(256, np.bool_)
     is_character[np.frombuffer(characters, np.uint8)] = True
     return np.asarray(is_character[text_bytes])
 
 
 def _escaped_offsets(text_bytes: NDArray[np.uint8], escape: bytes) -> NDArray[np.int64]:
-    """Return the offsets of escaped characters; in a run of escapes every other one is escaped itself."""
+    """Return the offsets of escaped characters; in a run of escapes, every other one is escaped itself."""
     if not escape:
         return np.empty(0, np.int64)
     escape_offsets = np.flatnonzero(text_bytes == escape[0])

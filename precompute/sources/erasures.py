@@ -1,7 +1,7 @@
-"""Erasures: entities that later nights must not hold, recorded once; in force until re-admitted with a reason.
+"""Erasures: entities that later nights must leave out, until they are re-admitted with a reason.
 
-A record keeps the id itself: each generation hashes with a seed of its own, so nothing less would find the entity in
-the generations that still hold it, nor in the sources of later nights.
+A record keeps the id itself: each generation hashes ids with its own seed, so a hash would not find the entity in
+existing generations or in later sources.
 """
 
 import re
@@ -34,7 +34,7 @@ _FILE_NAME_PATTERN = re.compile(r"[0-9]{12}\.(json|done|forgotten)")
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """Erasure request; times are Unix seconds, `was_blocked`: the id was on the blocklist already."""
+    """Erasure request; times are in Unix seconds. `was_blocked`: the id was already on the blocklist."""
 
     number: int
     entity: str
@@ -63,7 +63,7 @@ class Erasure:
 
 @dataclass(frozen=True, slots=True)
 class ErasedEntities:
-    """Entities that a night leaves out: those with an erasure in force when it began."""
+    """Entities that a night leaves out: those whose erasure was in force when it began."""
 
     users: frozenset[bytes] = frozenset()
     items: frozenset[bytes] = frozenset()
@@ -87,7 +87,10 @@ class ErasedEntities:
         )
 
     def digest(self, inputs_digest: str) -> str:
-        """Return a digest of the sources and the erased set, so that it changes the generation; unchanged if empty."""
+        """Return a digest of the sources' digest and the erased set, so that erasures change the generation's id.
+
+        Without erasures it is the sources' digest.
+        """
         if not (self.users or self.items):
             return inputs_digest
         digest_hasher = sha256(inputs_digest.encode())
@@ -104,7 +107,7 @@ class ErasedEntities:
         return batch.only(_kept_mask(batch.users, users) & _kept_mask(batch.items, items))
 
     def kept_users_mask(self, ids: Ids) -> NDArray[np.bool_]:
-        """Return a mask of the rows of user ids that are not erased."""
+        """Return the mask of rows with user ids that are not erased."""
         return _kept_mask(ids, self._erased_texts_by_side[0])
 
 
@@ -117,7 +120,7 @@ def _kept_mask(ids: Ids, erased_texts: Any) -> NDArray[np.bool_]:
 
 
 def all_erasures(store: ArtefactStore) -> list[Erasure]:
-    """Return every request, oldest first; raise CorruptArtefact for an unreadable one: none may be skipped."""
+    """Return all requests, oldest first; raise CorruptArtefact for an unreadable one, since none may be skipped."""
     file_names = frozenset(store.names(ERASURES_FOLDER))
     content_by_name, unpacked_names = read_files(
         store,
@@ -154,7 +157,7 @@ def request_erasure(
     was_blocked: bool = False,
     existing_erasures: Sequence[Erasure] | None = None,
 ) -> Erasure:
-    """Record a request, unless one is in force. `existing_erasures` were just read."""
+    """Record a request, unless one is in force. `existing_erasures` must have just been read."""
     for _ in range(WRITE_TRIES_MAX):
         erasures = all_erasures(store) if existing_erasures is None else existing_erasures
         if (existing_erasure := find_erasure(erasures, raw_id, kind)) is not None:
@@ -181,7 +184,7 @@ def mark_forgotten(store: ArtefactStore, erasure: Erasure, *, forgotten_at: floa
 
 
 def demand_unerased(store: ArtefactStore, raw_items: Collection[bytes]) -> None:
-    """Raise Conflict for an item that an erasure keeps blocked."""
+    """Raise Conflict for an item that must stay blocked because it is erased."""
     all_erased_items = ErasedEntities.of(all_erasures(store)).items if raw_items else frozenset()
     if erased_items := sorted(all_erased_items & frozenset(raw_items)):
         raise Conflict(
@@ -191,7 +194,7 @@ def demand_unerased(store: ArtefactStore, raw_items: Collection[bytes]) -> None:
 
 
 def describe_erased_users(store: ArtefactStore, raw_entities: Collection[bytes]) -> list[str]:
-    """Describe those of the entities that are erased users: they get no list, blocked or not."""
+    """Describe which of the entities are erased users: they get no list even if they are not blocked."""
     erased_users = ErasedEntities.of(all_erasures(store)).users if raw_entities else frozenset()
     return [
         f"user {raw_user.decode()!r} is erased and stays so; to re-admit: erase {raw_user.decode()} --forget --reason "
@@ -207,10 +210,10 @@ def _parse_erasure(content_by_name: Mapping[str, bytes], erasure_number: int) ->
         document.pop(FORMAT_FIELD, None)
         canonical_id(document["entity"])
         if document["number"] != erasure_number or document["kind"] not in ("user", "item"):
-            raise ValueError("number or kind do not fit")
+            raise ValueError("number or kind does not match")
         return Erasure(**document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptArtefact(f"{_erasure_path(erasure_number, 'json')} is no erasure: {error}") from error
+        raise CorruptArtefact(f"{_erasure_path(erasure_number, 'json')} is not an erasure: {error}") from error
 
 
 def _parse_closing_record(

@@ -1,4 +1,4 @@
-"""Feature columns as the arrays that models want, and values that events set put into them."""
+"""Feature columns as the arrays that models take, and values that events set in them."""
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from precompute.sources.columns import Ids, UnusableMaskByReason, as_numpy_mask,
 from precompute.sources.unusable import EVENTS_SOURCE_PREFIX, UnusableRows
 
 EntityValues = Mapping[bytes, Mapping[str, Any]]
-"""Newest values by id and attribute, None for one that was cleared."""
+"""Newest values by id and attribute; None for a cleared value."""
 
 NO_ENTITY_VALUES: Final[EntityValues] = MappingProxyType({})
 
@@ -32,7 +32,7 @@ _FeatureBatch = tuple[Ids, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FeatureValues:
-    """Model input, a row each: [n], or [n, width]; rows missing or in `unusable_mask_by_reason` mean nothing."""
+    """Values of a model input, a row per entity: [n] or [n, width]; missing or unusable rows are undefined."""
 
     numbers: NDArray[Any]
     missing: NDArray[np.bool_]
@@ -40,17 +40,20 @@ class FeatureValues:
 
     @property
     def usable(self) -> NDArray[np.bool_]:
-        """Mask of the rows that are neither missing nor bad, bool [n]."""
+        """Mask of the rows that are neither missing nor unusable, bool [n]."""
         is_usable: NDArray[np.bool_] = ~np.logical_or.reduce([self.missing, *self.unusable_mask_by_reason.values()])
         return is_usable
 
 
 def read_feature_values(column: Any, spec: InputSpec) -> FeatureValues:
-    """An Arrow array as an input; raises SourceError for what `demand_column_type` refuses, never for a row."""
+    """Return the input's values from an Arrow array; raise SourceError if the column's type does not fit.
+
+    Unusable rows are masked and raise nothing.
+    """
     demand_column_type(column.type, spec, "features")
     if spec.width is None:
         return _read_scalars(column, spec)
-    if not _is_list(column.type):  # one value a row, for an input [n, 1]
+    if not _is_list(column.type):  # scalars for an input [n, 1]
         scalar_values = _read_scalars(column, replace(spec, width=None))
         return replace(scalar_values, numbers=scalar_values.numbers.reshape(-1, 1))
     missing_mask, list_widths = as_numpy_mask(column.is_null()), pc.list_value_length(column)
@@ -98,7 +101,7 @@ def _read_scalars(column: Any, spec: InputSpec) -> FeatureValues:
 
 
 def union_of_masks(mask_mappings: Iterable[UnusableMaskByReason]) -> UnusableMaskByReason:
-    """Masks of several inputs of one column as one: by reason, the rows that any of them cannot use."""
+    """Merge the masks of several inputs of one column: by reason, the rows that any input cannot use."""
     union_by_reason: UnusableMaskByReason = {}
     for mask_by_reason in mask_mappings:
         for reason, row_mask in mask_by_reason.items():
@@ -127,7 +130,7 @@ def demand_column_type(arrow_type: Any, spec: InputSpec, table_name: str) -> Non
     if not fits_by_dtype[spec.dtype] or not has_right_width:
         shape_text = "" if spec.width is None else f", lists of width {spec.width}"
         raise SourceError(
-            f"{table_name}: column {spec.column!r} is {arrow_type}, the model's input {spec.name!r} wants "
+            f"{table_name}: column {spec.column!r} is {arrow_type}, but the model's input {spec.name!r} takes "
             f"{spec.dtype}{shape_text}",
             column=spec.column,
         )
@@ -138,7 +141,7 @@ def _is_list(arrow_type: Any) -> bool:
 
 
 def with_64_bit_offsets(column: Any) -> Any:
-    """The column with offsets of 64 bits: all rows of a catalogue hold more numbers than 32 bits can count."""
+    """Return the column with 64-bit offsets: a whole catalogue may have more values than 32 bits can count."""
     arrow_type = column.type
     if pa.types.is_list(arrow_type):
         return column.cast(pa.large_list(arrow_type.value_type))
@@ -148,7 +151,7 @@ def with_64_bit_offsets(column: Any) -> Any:
 
 
 def without_long_texts(column: Any, text_bytes_max: int) -> tuple[Any, NDArray[np.bool_]]:
-    """(The column with null for each row that holds a text of over `text_bytes_max`, mask of these rows, bool [n])."""
+    """Return (column with null for rows with a text longer than `text_bytes_max`, mask of these rows, bool [n])."""
     is_list = _is_list(column.type)
     if not is_text_type(column.type.value_type if is_list else column.type):
         return column, np.zeros(len(column), np.bool_)
@@ -163,7 +166,7 @@ def without_long_texts(column: Any, text_bytes_max: int) -> tuple[Any, NDArray[n
 
 
 def digest_of_event_values(event_values: EntityValues, column_names: Iterable[str]) -> str:
-    """Digest of the values of some attributes; empty where none was set."""
+    """Return the digest of the values of some attributes; empty if none was set."""
     attribute_names = set(column_names)
     values_by_id = {
         raw.decode(): digested_values
@@ -183,10 +186,10 @@ def with_event_values(
     inputs: Iterable[InputSpec] = (),
     addable_ids: Collection[bytes] = (),
 ) -> Iterator[_FeatureBatch]:
-    """Batches of a feature table whose columns have the values that events set.
+    """Yield the batches of a feature table with the values that events set in its columns.
 
-    A value that is not of its column's type, or that one of `inputs` cannot use, is noted as of the events, and then
-    there is none, as for one that was cleared. Of ids that no row has it `addable_ids` a row for these.
+    A value that does not fit its column's type, or that one of `inputs` cannot use, is noted under the events' source
+    and becomes null, like a cleared value. Ids of `addable_ids` without a row get a row if they have a value.
     """
     remaining_batches = iter(batches)
     first_batch = next(remaining_batches, None) if event_values else None
@@ -225,7 +228,7 @@ def with_event_values(
 def _new_ids_with_values(
     valued_ids: Sequence[bytes], has_row: Any, values_by_column: Mapping[str, Mapping[bytes, Any]]
 ) -> list[bytes]:
-    """Ids that no row had, and that have a value."""
+    """Return the ids that have a value and no row."""
     return [
         raw
         for raw, id_has_row in zip(valued_ids, has_row.tolist(), strict=True)
@@ -240,7 +243,7 @@ def read_event_values(
     input_specs: Sequence[InputSpec],
     unusable: UnusableRows,
 ) -> dict[str, dict[bytes, Any]]:
-    """Values by column and id, as Arrow takes them; None for one that was cleared, or cannot be used and is noted."""
+    """Return Arrow values by column and id; None for cleared values and unusable ones, which are noted."""
     values_by_column: dict[str, dict[bytes, Any]] = {name: {} for name in type_by_column}
     reasons_by_column: dict[str, dict[bytes, str]] = {name: {} for name in type_by_column}
     for raw, value_by_attribute in event_values.items():
@@ -269,7 +272,7 @@ def read_event_values(
 def _with_event_values(
     column: Any, row_id_indexes: Any, valued_ids: Sequence[bytes], value_by_id: Mapping[bytes, Any]
 ) -> Any:
-    """The column with the values of these ids; `row_id_indexes` has the index of each row's id among them, else -1."""
+    """Return the column with the values of these ids; `row_id_indexes` has each row's index in `valued_ids`, or -1."""
     changed_rows = [
         row for row in np.flatnonzero(row_id_indexes >= 0).tolist() if valued_ids[row_id_indexes[row]] in value_by_id
     ]
@@ -288,7 +291,7 @@ def _arrow_array(values: list[Any], arrow_type: Any) -> Any:
 
 
 def _fit_value(value: Any, arrow_type: Any) -> tuple[Any] | None:
-    """The value as Arrow takes it for a type that features have, in a tuple; None if it is of another kind."""
+    """Return the value converted for a feature's Arrow type, in a tuple; None if it does not fit."""
     if value is None:
         return (None,)
     if pa.types.is_dictionary(arrow_type):

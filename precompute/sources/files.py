@@ -1,7 +1,7 @@
 """Files that the sources name, local or behind an fsspec URL: selection of data files, and their digest.
 
-A folder is read with its subfolders, also one that a wildcard matches. Other programs' own files are no data; tables
-whose log says which of their files count are refused.
+Folders are read with their subfolders, also folders that a wildcard matches. Files of other programs, such as lock
+files, are ignored. Table formats whose log lists the valid files are refused.
 """
 
 import hashlib
@@ -26,18 +26,18 @@ from cache.store.object_store import without_secrets
 from precompute.config.settings import NightConfig
 
 COPY_BYTES_MIN = 4096
-"""Bytes from which on two files with the same bytes count as copies."""
+"""Smallest size of files with the same bytes that count as copies."""
 
 COMPARED_COPIES_MAX = 20
-"""Files of equal sizes that are compared before a night."""
+"""Most files of equal sizes that are compared before a night."""
 
 _NOTE_PREFIXES: Final = (".", "~", "#")
-"""Prefixes of other programs' files: hidden ones, lock files (`~$a.csv`), recovery files of editors (`#a.csv#`)."""
+"""Name prefixes of other programs' files: hidden files, lock files (`~$a.csv`), editors' recovery files (`#a.csv#`)."""
 
 _NOTE_SUFFIXES: Final = (
     "~", ".bak", ".crc", ".crdownload", ".lck", ".lock", ".part", ".partial", ".swp", ".temp", ".tmp", "._COPYING_",
 )  # fmt: skip
-"""Endings of backups, locks, checksums, and unfinished files."""
+"""Name endings of backups, locks, checksums, and unfinished files."""
 
 _NOTE_FOLDER_NAMES: Final = frozenset({"lost+found"})
 _SETTINGS_FILE_NAME: Final = "larder.toml"
@@ -47,7 +47,7 @@ _RECURSIVE_WILDCARD: Final = "**"
 _TABLE_KIND_BY_FOLDER: Final = {
     "_delta_log": "a Delta table", ".hoodie": "a Hudi table", "_spark_metadata": "the output of a Spark stream",
 }  # fmt: skip
-"""Folders that only a table of this kind has."""
+"""Folder name that only a table of this kind has -> the kind."""
 
 _ICEBERG_METADATA_PATTERN: Final = re.compile(r"(v\d+|\d{5}-[0-9a-f-]{36})(\.gz)?\.metadata\.json|version-hint\.text")
 
@@ -74,7 +74,7 @@ _REASON_BY_ENDING: Final = {
         _UNPACK_REMEDY,
     ),
 }  # fmt: skip
-"""Ending -> reason why such files are not read, and the remedy."""
+"""File name ending -> reason why such files are not read, with the remedy."""
 
 _REASON_BY_FIRST_BYTES: Final = (
     (b"PAR1\x15", "is Parquet by its first bytes: rename it to end in .parquet"),
@@ -96,7 +96,7 @@ _BLANK_BYTES: Final = b" \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """File behind an fsspec URL, with as much of a path's interface as readers use."""
+    """File behind an fsspec URL, with the part of a path's interface that readers use."""
 
     url: str
     fs: Any = field(compare=False, repr=False)
@@ -113,12 +113,12 @@ class RemoteFile:
 
     @property
     def suffixes(self) -> list[str]:
-        """Suffixes of the URL, like a path's."""
+        """All suffixes of the URL, like a path's."""
         return PurePosixPath(self.url).suffixes
 
     @contextmanager
     def open(self, _mode: str = "rb") -> Iterator[BinaryIO]:
-        """Open the file for reading bytes, with seeking. Raises StoreError for its driver's errors, also later ones."""
+        """Open the file for reading bytes, with seeking; raise StoreError for errors of its driver, also later ones."""
         with _driver_errors(self.url), self.fs.open(self.url, "rb") as opened:
             yield opened
 
@@ -131,7 +131,7 @@ SourceFile = Path | RemoteFile
 
 @contextmanager
 def open_for_arrow(file: SourceFile) -> Iterator[Any]:
-    """Yield input for Arrow's readers: the path of a local file, which they map, or an open remote one."""
+    """Yield the input for Arrow's readers: the path of a local file, which they map, or an open remote file."""
     if isinstance(file, Path):
         yield file
         return
@@ -141,9 +141,9 @@ def open_for_arrow(file: SourceFile) -> Iterator[Any]:
 
 
 def source_file(file_name: str, base_folder: Path) -> SourceFile:
-    """Return the file of this name, an URL or a path relative to `base_folder`, without checking that it exists.
+    """Return the file of this name, a URL or a path relative to `base_folder`; it need not exist.
 
-    Raises SourceError for a folder, and for a pattern that is the name of no file.
+    Raises SourceError for a folder, and for a pattern that is not itself the name of a file.
     """
     is_local = "://" not in file_name
     is_pattern = "*" in file_name and not (is_local and (base_folder / file_name).exists())
@@ -163,16 +163,15 @@ def feature_file(config: NightConfig, entity: EntityKind, column: str) -> Source
     setting_name = f"{entity}_features"
     if not (file_name := getattr(config.sources, setting_name)):
         raise SourceError(
-            f"the model wants the {entity} feature {column!r}, but sources.{setting_name} is not set", column=column
+            f"the model takes the {entity} feature {column!r}, but sources.{setting_name} is not set", column=column
         )
     return source_file(file_name, config.path("."))
 
 
 def source_files(patterns: Sequence[str], base_folder: Path) -> list[SourceFile]:
-    """Return the files that the patterns name, sorted within each, without repetitions.
+    """Return the files that the patterns name, sorted within each pattern, without repetitions.
 
-    `select_files` says which files of a folder are data, and which tables are refused. Raises SourceError for a
-    pattern without a file.
+    On data files in folders and refused tables, see `select_files`. Raises SourceError for a pattern without a file.
     """
     file_by_identity: dict[str, SourceFile] = {}
     checked_folders: set[str] = set()
@@ -190,7 +189,7 @@ def source_files(patterns: Sequence[str], base_folder: Path) -> list[SourceFile]
 
 @dataclass(frozen=True, slots=True)
 class InputFiles:
-    """Input files of a night as listed at its start: files that arrive later are for the next night."""
+    """Input files of a night as listed at its start; files that arrive later are for the next night."""
 
     interactions: tuple[SourceFile, ...] = ()
     events: tuple[SourceFile, ...] = ()
@@ -198,7 +197,7 @@ class InputFiles:
 
     @classmethod
     def of(cls, config: NightConfig, event_files: Sequence[SourceFile] = ()) -> Self:
-        """List all input files of a night but its bundle."""
+        """List all input files of a night except its bundle."""
         sources, base = config.sources, config.path(".")
         table_names = (sources.user_features, sources.item_features, sources.user_vectors, sources.item_vectors)
         table_files = (source_files([table_name], base) for table_name in table_names if table_name)
@@ -208,12 +207,12 @@ class InputFiles:
 
     @property
     def all(self) -> list[SourceFile]:
-        """Interactions, events behind them, then tables."""
+        """All files: interactions, then events, then tables."""
         return [*self.interactions, *self.events, *self.tables]
 
 
 def all_input_files(config: NightConfig, event_files: Sequence[SourceFile] = ()) -> list[SourceFile]:
-    """Return all inputs of a night but its bundle: interactions, then those of `event_files`, then tables."""
+    """Return all input files of a night except its bundle: interactions, then `event_files`, then tables."""
     return InputFiles.of(config, event_files).all
 
 
@@ -226,7 +225,7 @@ class InputEntry(TypedDict):
 
 
 def digest_files(files: Sequence[SourceFile]) -> tuple[str, list[InputEntry]]:
-    """Return the digest over the contents of all input files, and their list for the manifest."""
+    """Return the digest over the contents of the files, and their list for the manifest."""
     file_entries: list[InputEntry] = []
     for path in files:
         with path.open("rb") as file:
@@ -237,7 +236,7 @@ def digest_files(files: Sequence[SourceFile]) -> tuple[str, list[InputEntry]]:
 
 
 def digest_of(file_entries: Sequence[InputEntry]) -> str:
-    """Return the digest over the contents of input files, from the list that `pin` made."""
+    """Return the digest over the contents of the listed files."""
     digest_hasher = hashlib.sha256()
     for file_entry in file_entries:
         digest_hasher.update(bytes.fromhex(file_entry["sha256"]))
@@ -245,13 +244,13 @@ def digest_of(file_entries: Sequence[InputEntry]) -> str:
 
 
 def copies_remarks(file_entries: Sequence[InputEntry]) -> list[str]:
-    """Return remarks on files with the same bytes in a list of `pin`; small ones, such as headers, may be alike."""
+    """Return remarks on listed files with the same bytes; small files, such as headers alone, are ignored."""
     names_by_sha256: dict[str, list[str]] = {}
     for file_entry in file_entries:
         if file_entry["size_bytes"] >= COPY_BYTES_MIN:
             names_by_sha256.setdefault(file_entry["sha256"], []).append(file_entry["name"])
     return [
-        f"{' and '.join(copy_names[:3])} hold the same bytes, so their rows count {len(copy_names)} times: leave one "
+        f"{' and '.join(copy_names[:3])} hold the same bytes, so their rows count {len(copy_names)} times: keep one "
         "of them"
         for copy_names in names_by_sha256.values()
         if len(copy_names) > 1
@@ -259,7 +258,7 @@ def copies_remarks(file_entries: Sequence[InputEntry]) -> list[str]:
 
 
 def find_copy_remarks(files: Sequence[SourceFile]) -> list[str]:
-    """Return the remarks on copies before a night, from this host's files of equal size."""
+    """Return remarks on copies before a night, comparing local files of equal size."""
     files_by_size: dict[int, list[Path]] = {}
     for file in files:
         if isinstance(file, Path):
@@ -286,14 +285,14 @@ class FolderEntry(NamedTuple):
 
 
 class FolderStorage(Protocol):
-    """Interface of a file system that lists folders, local or behind a URL. Paths are its own, with slashes."""
+    """Interface of a file system that lists folders, local or behind a URL; paths use its own syntax, with slashes."""
 
     def children(self, folder: str) -> Iterable[FolderEntry]:
-        """Yield files and folders directly in a folder; none if the folder does not exist."""
+        """Yield the files and folders directly in a folder; none if the folder does not exist."""
         ...
 
     def descendants(self, folder: str) -> Iterable[FolderEntry]:
-        """Yield files and folders at any depth of a folder; it may skip other programs' own folders."""
+        """Yield the files and folders at any depth of a folder; folders of other programs may be skipped."""
         ...
 
     def exists(self, path: str) -> bool:
@@ -303,7 +302,7 @@ class FolderStorage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SelectedPaths:
-    """Paths below `folder` that a pattern names, sorted; `notes` matched it, too, but are no data."""
+    """Paths below `folder` that a pattern names, sorted; `notes` match it but are other programs' files."""
 
     folder: str
     paths: tuple[str, ...]
@@ -311,9 +310,9 @@ class SelectedPaths:
 
 
 def select_files(storage: FolderStorage, folder: str, pattern: str) -> SelectedPaths:
-    """Select the data files below a folder that a pattern of parts with slashes names; no wildcard: all of that folder.
+    """Select the data files below a folder that match a pattern; a pattern without wildcards selects its whole folder.
 
-    Raises SourceError for a table whose log says which of its files count.
+    Raises SourceError for a table whose log lists the valid files.
     """
     pattern_parts = [pattern_part for pattern_part in pattern.split("/") if pattern_part not in ("", ".")]
     folder, pattern_parts = _split_fixed_folder(storage, folder, pattern_parts)
@@ -341,7 +340,10 @@ def select_files(storage: FolderStorage, folder: str, pattern: str) -> SelectedP
 
 
 def _split_fixed_folder(storage: FolderStorage, folder: str, pattern_parts: Sequence[str]) -> tuple[str, list[str]]:
-    """Return (folder of a pattern's fixed first parts, remaining parts); a name with brackets may be a folder's."""
+    """Return (folder of the pattern's leading parts without wildcards, remaining parts).
+
+    A part with brackets counts as fixed if a folder has that name.
+    """
     remaining_parts = list(pattern_parts)
     while remaining_parts:
         part = remaining_parts[0]
@@ -355,7 +357,7 @@ def _split_fixed_folder(storage: FolderStorage, folder: str, pattern_parts: Sequ
 def _walk_matching(
     storage: FolderStorage, root_folder: str, relative_folder: str, pattern_parts: Sequence[str]
 ) -> Iterator[FolderEntry]:
-    """Yield entries that the remaining pattern may name, and those that mark a folder as a table with a log."""
+    """Yield the entries that the remaining pattern may match, and entries that mark a folder as a table with a log."""
     folder = f"{root_folder.rstrip('/')}/{relative_folder}".rstrip("/") or root_folder
     prefix = f"{relative_folder}/" if relative_folder else ""
     if not pattern_parts or pattern_parts[0] == _RECURSIVE_WILDCARD:
@@ -372,7 +374,7 @@ def _walk_matching(
 
 
 def _matches_pattern(path_parts: Sequence[str], pattern_parts: Sequence[str]) -> bool:
-    """True if a pattern's parts name the path, or a folder above it."""
+    """True if a pattern's parts match the path, or a folder above it."""
     if not pattern_parts or not path_parts:
         return not pattern_parts
     if pattern_parts[0] == _RECURSIVE_WILDCARD:
@@ -397,9 +399,9 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def is_data_name(name: str, *, is_folder: bool = False) -> bool:
-    """True if a file, or a folder, of this name holds data: prefix and ending are not another program's.
+    """True if a file or folder of this name holds data, by its prefix and ending.
 
-    Folders such as `_day=1` are values of a partition.
+    Folders such as `_day=1` hold a partition's data.
     """
     if name.startswith("_"):
         return is_folder and "=" in name
@@ -416,9 +418,9 @@ def table_kind_by_folder(entries: Iterable[FolderEntry]) -> dict[str, str]:
 
 
 def demand_plain_folder(storage: FolderStorage, folder: str, *, checked_folders: set[str]) -> None:
-    """Raise SourceError if a folder, or one above it, is a table whose log says which of its files count.
+    """Raise SourceError if a folder, or one above it, is a table whose log lists the valid files.
 
-    Folders in `checked_folders` are skipped, and those checked are added.
+    Folders in `checked_folders` are skipped; newly checked folders are added.
     """
     path = PurePosixPath(folder)
     for folder_path in (path, *path.parents):
@@ -427,7 +429,7 @@ def demand_plain_folder(storage: FolderStorage, folder: str, *, checked_folders:
         checked_folders.add(str(folder_path))
         try:
             kind = _table_kind_of(storage, str(folder_path))
-        except Exception:  # who may read the files may not be allowed to look at folders above them
+        except Exception:  # the user may lack permission to list the folders above
             return
         if kind is not None:
             raise refused_table_error(str(folder_path), kind)
@@ -443,9 +445,9 @@ def _table_kind_of(storage: FolderStorage, folder: str) -> str | None:
 
 
 def refused_table_error(folder: str, kind: str) -> SourceError:
-    """Return the error for a table whose log says which of its files count."""
+    """Return the error for a table whose log lists the valid files."""
     return SourceError(
-        f"{folder} is {kind}: its log says which of its files count, and Larder does not read that log. Write its rows "
+        f"{folder} is {kind}: its log lists the valid files, and Larder does not read that log. Write its rows "
         "as Parquet files into a folder of their own (Spark: df.write.parquet(...)) and name that",
         path=folder,
     )
@@ -462,7 +464,7 @@ def _local_files(pattern: str, base_folder: Path, checked_folders: set[str]) -> 
         paths = [Path(selection.folder, path) for path in selection.paths]
         _demand_matches(selection, str(full_path))
     for path in paths:
-        # Not `resolve`: a table's log lies beside the link that is read, too.
+        # Unlike `resolve`, this keeps links: a table's log may also be beside the link that is read.
         demand_plain_folder(storage, os.path.abspath(path.parent), checked_folders=checked_folders)  # noqa: PTH100
         yield os.path.realpath(path), path
 
@@ -474,7 +476,7 @@ def _remote_files(url: str, checked_folders: set[str]) -> Iterator[tuple[str, So
         fs.invalidate_cache()
         if fs.isfile(path):
             file_paths, folder = [path], PurePosixPath(path).parent.as_posix()
-        elif "://" in path:  # over HTTP a path is a URL, and a folder a page of links
+        elif "://" in path:  # over HTTP a path is a URL, and a folder is a page of links
             file_paths, folder = sorted(fs.glob(path)), ""
             file_paths = [name for name in file_paths if is_data_name(PurePosixPath(name).name)]
             _demand_matches(SelectedPaths("", tuple(file_paths)), without_secrets(url))
@@ -493,19 +495,19 @@ def _demand_matches(selection: SelectedPaths, pattern_text: str) -> None:
     if selection.paths:
         return
     examples = ", ".join(selection.notes[:3])
-    notes_text = f": what matches are notes of other programs by their names ({examples})" if examples else ""
+    notes_text = f": only files of other programs match, by their names ({examples})" if examples else ""
     raise SourceError(f"no source file matches {pattern_text}{notes_text}", pattern=pattern_text)
 
 
 class LocalStorage:
-    """File system of this host; links are followed, except for one to a folder above it."""
+    """File system of this host; links are followed, except links to a folder above."""
 
     def children(self, folder: str) -> Iterator[FolderEntry]:
         """Yield files and folders directly in a folder."""
         yield from (FolderEntry(dir_entry.name, dir_entry.is_dir()) for dir_entry in _list_folder(folder))
 
     def descendants(self, folder: str) -> Iterator[FolderEntry]:
-        """Yield files and folders at any depth, without the contents of other programs' own folders."""
+        """Yield files and folders at any depth, without the contents of other programs' folders."""
         return self._walk_below(folder, "", frozenset({os.path.realpath(folder)}))
 
     def exists(self, path: str) -> bool:
@@ -535,7 +537,7 @@ def _list_folder(folder: str) -> list[os.DirEntry[str]]:
 
 
 class RemoteStorage:
-    """Storage behind an fsspec URL, whose paths have no protocol."""
+    """File system behind an fsspec URL; its paths have no protocol."""
 
     def __init__(self, fs: Any) -> None:
         self.fs = fs
@@ -552,7 +554,7 @@ class RemoteStorage:
                 yield FolderEntry(PurePosixPath(name).name, entry["type"] == "directory")
 
     def descendants(self, folder: str) -> Iterator[FolderEntry]:
-        """Yield files and folders at any depth, by one listing."""
+        """Yield files and folders at any depth, from a single listing."""
         entry_by_path = self.fs.find(folder, withdirs=True, detail=True)
         listed_folder = folder.strip("/")
         for name, entry in entry_by_path.items():
@@ -566,7 +568,7 @@ class RemoteStorage:
 
 @contextmanager
 def _driver_errors(url: str) -> Iterator[None]:
-    """Raise StoreError for a driver's error that readers do not know; the step may be retried."""
+    """Raise StoreError for a driver's error that readers do not know, so that the step may be retried."""
     try:
         yield
     except (LarderError, OSError, EOFError, UnicodeDecodeError, zlib.error, pa.ArrowException):
@@ -585,13 +587,13 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def unreadable_name_reason(name: str) -> str | None:
-    """Return the reason why files of this name are not read, None if the name is fine."""
+    """Return the reason why files of this name are not read; None if they are."""
     base_name = name.lower().removesuffix(".gz")
     return next((reason for ending, reason in _REASON_BY_ENDING.items() if base_name.endswith(ending)), None)
 
 
 def unreadable_text_reason(first_bytes: bytes) -> str | None:
-    """Return the reason why a file with these first bytes is no UTF-8 text table, None if it may be one."""
+    """Return the reason why a file with these first bytes is not a UTF-8 text table; None if it may be one."""
     for magic, reason in _REASON_BY_FIRST_BYTES:
         if first_bytes.startswith(magic):
             return reason
@@ -615,7 +617,7 @@ def unreadable_text_reason(first_bytes: bytes) -> str | None:
 
 
 def is_unreadable_data_name(name: str) -> bool:
-    """True if a file that is not read holds data by its name; other ones, such as settings, may be JSON, too."""
+    """True if an unreadable file holds data by its name; other JSON files, for example, may be settings."""
     base_name = name.lower().removesuffix(".gz")
     if base_name.endswith((".jsonl", ".ndjson", ".jl", ".orc", ".avro", ".feather", ".arrow")):
         return True
@@ -626,7 +628,7 @@ def is_unreadable_data_name(name: str) -> bool:
 
 
 def find_row_separator(first_bytes: bytes) -> str | None:
-    """Return the separator that all first lines have equally often, None if there is none."""
+    """Return the separator that occurs equally often in all first lines; None if there is none."""
     lines = [line for line in first_bytes.split(b"\n")[:20] if line.strip()]
     if len(lines) > 2 and not first_bytes.endswith(b"\n"):
         lines.pop()
@@ -643,6 +645,6 @@ def separator_in_words(separator: str) -> str:
 
 
 def is_gzip(path: Path) -> bool:
-    """True if a file begins like one of gzip."""
+    """True if a file begins with gzip's magic bytes."""
     with path.open("rb") as file:
         return file.read(2) == b"\x1f\x8b"

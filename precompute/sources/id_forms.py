@@ -1,4 +1,4 @@
-"""Forms of ids: signs that hardly belong to them, and distinct ids that are probably one, in bounded memory."""
+"""Forms of ids: unusual characters in them, and distinct ids that are probably the same, in bounded memory."""
 
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from precompute.sources.columns import WHOLE_AS_FRACTION_PATTERN, Ids, as_numpy_mask, text_hashes
 
 IDS_COMPARED_MAX: Final = 1 << 21
-"""Distinct ids of a kind up to which `IdForms` compares all, by 8 bytes each, more for odd ones; else a share."""
+"""Distinct ids of a kind up to which `IdForms` compares all (8 bytes each, more for odd ones); beyond, a sample."""
 
 _IDS_FOLDED_AT_ONCE: Final = 1 << 18
-"""Ids handled at once."""
+"""Ids that are folded at once."""
 
 EXAMPLE_GROUPS_MAX: Final = 1_000
-"""Groups of ids among which an example without an erased id is looked for."""
+"""Groups of ids that are searched for an example without an erased id."""
 
 (_UPPER_BIT, _BLANK_BIT, _NON_ASCII_BIT, _QUOTE_BIT, _PLUS_BIT, _POINT_BIT, _CONTROL_BIT, _ESCAPE_BIT) = (
     1 << bit for bit in range(8)
@@ -37,7 +37,7 @@ _QUOTED_PATTERN = "^=?['‘’‚“”„\"«](.+)['‘’“”\"»]$"
 _THOUSANDS_PATTERN = r"^(\d{1,3}),(\d{3})(?:,(\d{3}))?$"
 _PADDED_NUMBER_PATTERN = r"^\+?0*(\d+)(?:\.0+|,0{1,2})?$"
 _VERSION_PATTERN = r"^\d+[.,]\d*[1-9]\d*$"
-_AS_TEXT_REMEDY = "write the column as text: in spreadsheets format it so"
+_AS_TEXT_REMEDY = "write the column as text (in spreadsheets, format it as text)"
 
 
 def _make_class_bit_of_byte() -> NDArray[np.uint8]:
@@ -51,7 +51,7 @@ _CLASS_BIT_OF_BYTE: Final = _make_class_bit_of_byte()
 
 
 class _ByteClasses(NamedTuple):
-    """Classes of the bytes of each of some names (uint8[n]), and their first and last bytes."""
+    """Classes of the bytes of each id (uint8[n]), and the ids' first and last bytes."""
 
     classes: NDArray[np.uint8]
     first: NDArray[np.uint8]
@@ -59,7 +59,7 @@ class _ByteClasses(NamedTuple):
 
     @classmethod
     def of(cls, id_texts: Any) -> "_ByteClasses":
-        """Look at Arrow strings, none of them empty."""
+        """Classify the bytes of Arrow strings, none of which may be empty."""
         _, offsets_buffer, text_buffer = id_texts.buffers()
         text_offsets = np.frombuffer(offsets_buffer, np.int32)[id_texts.offset : id_texts.offset + len(id_texts) + 1]
         text_bytes = np.frombuffer(text_buffer, np.uint8)
@@ -72,11 +72,11 @@ class _ByteClasses(NamedTuple):
         return cls(class_bits_of_ids, text_bytes[text_offsets[:-1]], text_bytes[text_offsets[1:] - 1])
 
     def rows_of(self, class_bits: int) -> NDArray[np.intp]:
-        """Return the names with a byte of one of the classes."""
+        """Return the rows of ids with a byte of one of the classes."""
         return np.flatnonzero(self.classes & np.uint8(class_bits))
 
     def number_rows(self) -> NDArray[np.intp]:
-        """Return the names with a point or a plus that begin as a number does and end with a digit."""
+        """Return the rows of ids with a point or a plus that begin like a number and end with a digit."""
         is_number = (self.classes & np.uint8(_POINT_BIT | _PLUS_BIT)) != 0
         return np.flatnonzero(is_number & (_is_digit(self.first) | (self.first < ord("."))) & _is_digit(self.last))
 
@@ -86,7 +86,7 @@ def _is_digit(byte_values: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 
 class _OddSign(NamedTuple):
-    """Pattern of ids with signs that hardly belong to them, the classes of its bytes, the signs, and advice."""
+    """Pattern of ids with unusual characters, the classes of their bytes, the characters in words, and advice."""
 
     pattern: str
     bits: int
@@ -96,28 +96,28 @@ class _OddSign(NamedTuple):
 
 _ODD_SIGNS: Final = (
     _OddSign(r"^[\s\pZ]|[\s\pZ]$", _BLANK_BIT | _NON_ASCII_BIT, "blanks around", "trim them in the file"),
-    _OddSign('^=".*"$', _QUOTE_BIT, 'a spreadsheet\'s ="..." around', f"leave it out; {_AS_TEXT_REMEDY}"),
+    _OddSign('^=".*"$', _QUOTE_BIT, 'a spreadsheet\'s ="..." around', f"remove it; {_AS_TEXT_REMEDY}"),
     _OddSign(
         "^['‘’‚“”„\"«].*['‘’“”\"»]$", _QUOTE_BIT | _NON_ASCII_BIT, "quotes around",
-        "leave them out in the file; in CSV [sources] quote names the one sign around values",
+        "remove them in the file; for CSV, [sources] quote names the quote character",
     ),
     _OddSign(
         r"^\d{1,3}(,\d{3})+$", _POINT_BIT, "commas between the thousands of", "write the numbers without them"
     ),
     _OddSign(
-        "^'[^']*$", _QUOTE_BIT, "a spreadsheet's apostrophe before", f"leave it out; {_AS_TEXT_REMEDY}"
+        "^'[^']*$", _QUOTE_BIT, "a spreadsheet's apostrophe before", f"remove it; {_AS_TEXT_REMEDY}"
     ),
     _OddSign(
-        r"[\x00-\x08\x0e-\x1f\x7f]", _CONTROL_BIT, "signs for control, such as zero bytes, in",
+        r"[\x00-\x08\x0e-\x1f\x7f]", _CONTROL_BIT, "control characters, such as zero bytes, in",
         "remove them in the file",
     ),
     _OddSign(
-        "&([a-z]+|#[0-9]+|#x[0-9a-fA-F]+);|%[0-9A-Fa-f]{2}", _ESCAPE_BIT, "escapes of web pages or addresses in",
-        "write the signs that they stand for, if other files have these",
+        "&([a-z]+|#[0-9]+|#x[0-9a-fA-F]+);|%[0-9A-Fa-f]{2}", _ESCAPE_BIT, "HTML or URL escapes in",
+        "write the characters themselves if other files have those",
     ),
-    _OddSign("[\u200b\u2060\ufeff\u00ad]", _NON_ASCII_BIT, "signs without width in", "remove them in the file"),
+    _OddSign("[\u200b\u2060\ufeff\u00ad]", _NON_ASCII_BIT, "zero-width characters in", "remove them in the file"),
     _OddSign(
-        "\ufffd", _NON_ASCII_BIT, "the sign \ufffd in",
+        "\ufffd", _NON_ASCII_BIT, "the replacement character \ufffd in",
         "it stands for text that could not be read when the file was written: write the file again, as UTF-8",
     ),
 )  # fmt: skip
@@ -125,13 +125,13 @@ _ODD_SIGNS: Final = (
 
 @dataclass(slots=True)
 class _RowCount:
-    """Rows whose ids have a form, and one such id."""
+    """Count of rows whose ids have a form, and one such id."""
 
     rows: int = 0
     example: str | None = None
 
     def add(self, ids: Ids, id_codes: NDArray[np.intp], hidden_ids: Collection[str]) -> None:
-        """Count the rows of some names."""
+        """Count the rows of these ids."""
         if not id_codes.size:
             return
         has_form = np.zeros(len(ids.names), np.bool_)
@@ -143,9 +143,9 @@ class _RowCount:
 
 
 class OddIds:
-    """Counts of a column's rows whose ids have signs that hardly belong to them, or are whole numbers as fractions.
+    """Counts of a column's rows whose ids have unusual characters, or are whole numbers written as fractions.
 
-    Ids that are `hidden_ids` are counted and not named.
+    Ids in `hidden_ids` are counted but never named.
     """
 
     def __init__(self, column: str, hidden_ids: Collection[str] = ()) -> None:
@@ -178,11 +178,11 @@ class OddIds:
                 yield self._remark(
                     f"{odd_sign.sign} its ids", row_count, f"they are part of the ids: {odd_sign.advice}"
                 )
-        # Among 1.0, 1.1 and 1.2 a whole number is a version.
+        # If ids such as 1.1 are more frequent than 1.0, both are versions.
         if self._whole_as_fraction_count.rows > self._version_count.rows:
             yield self._remark(
                 "whole numbers written as fractions", self._whole_as_fraction_count,
-                "the same id as a whole number is another id: write whole numbers (pandas: "
+                "1.0 and 1 are different ids: write whole numbers (pandas: "
                 f'astype("Int64") before to_csv or to_parquet; {_AS_TEXT_REMEDY})',
             )  # fmt: skip
 
@@ -199,17 +199,17 @@ class OddIds:
 
 
 def _codes_matching(id_texts: Any, id_codes: NDArray[np.intp], pattern: str) -> NDArray[np.intp]:
-    """Return those of some names that match a pattern."""
+    """Return the codes whose ids match a pattern."""
     if not id_codes.size:
         return id_codes
     return id_codes[as_numpy_mask(pc.match_substring_regex(id_texts.take(pa.array(id_codes)), pattern))]
 
 
 def fold_ids(id_texts: Any) -> tuple[NDArray[np.intp], Any]:
-    """Return (positions of the Arrow strings that differ from their folded form, these forms).
+    """Return (positions of the Arrow strings that differ from their folded form, the folded forms).
 
-    The form has composed letters (NFKC) in lower case, and neither blanks, quotes around it, nor a plus, leading zeros,
-    `.0` or commas between the thousands of a number.
+    The folded form is lower-case with composed letters (NFKC), without blanks and surrounding quotes, and in numbers
+    without a plus, leading zeros, `.0` and thousands separators.
     """
     byte_classes = _ByteClasses.of(id_texts)
     is_candidate = (byte_classes.classes & np.uint8(_UPPER_BIT | _BLANK_BIT | _NON_ASCII_BIT | _QUOTE_BIT)) != 0
@@ -239,9 +239,8 @@ def fold_ids(id_texts: Any) -> tuple[NDArray[np.intp], Any]:
 class IdForms:
     """Distinct ids of one kind that are probably one id in several forms; thread-safe.
 
-    Ids are known by the hashes of their folded forms (`fold`). Beyond `ids_compared_max` those with the smallest
-    hashes are
-    kept: forms of one id are kept together, or none of them.
+    Ids are represented by the hashes of their folded forms (`fold_ids`). Beyond `ids_compared_max`, only ids with the
+    smallest hashes are kept, so that all forms of an id are kept, or none.
     """
 
     kind: str
@@ -249,11 +248,11 @@ class IdForms:
     ids_compared_max: int = IDS_COMPARED_MAX
     _hash_limit: np.uint64 = field(default_factory=lambda: np.uint64(2**64 - 1))
     _plain_hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-    """Sorted hashes of ids that are their folded form."""
+    """Sorted hashes of ids that equal their folded form."""
     _odd_hash_pairs: NDArray[np.uint64] = field(default_factory=lambda: np.empty((0, 2), np.uint64))
-    """Hashes of the folded form, and of the id, of the other ids, sorted."""
+    """For the other ids: hashes of the folded form and of the id, sorted."""
     _odd_texts: Any = field(default_factory=lambda: pa.array([], pa.large_string()))
-    """The other ids."""
+    """Texts of the other ids, in the same order."""
     _new_plain_hashes: list[NDArray[np.uint64]] = field(default_factory=list)
     _new_odd_hash_pairs: list[NDArray[np.uint64]] = field(default_factory=list)
     _new_odd_texts: list[Any] = field(default_factory=list)
@@ -261,7 +260,7 @@ class IdForms:
     _lock: Any = field(default_factory=Lock)
 
     def add(self, id_texts: Any, hashes: NDArray[np.uint64] | None = None) -> None:
-        """Add Arrow strings, contiguous or chunked, repetitions included; `hashes` are theirs of the seed, if known."""
+        """Add Arrow strings, contiguous or chunked; `hashes` are their hashes under the seed, if known."""
         id_chunks = id_texts.chunks if isinstance(id_texts, pa.ChunkedArray) else [id_texts]
         hash_start = 0
         for chunk in id_chunks:
@@ -276,7 +275,7 @@ class IdForms:
                 self._add_chunk(id_part, part_hashes)
 
     def add_hashes(self, hashes: NDArray[np.uint64]) -> None:
-        """Add ids of which the hashes of the seed alone are known."""
+        """Add ids of which only the hashes under the seed are known."""
         with self._lock:
             self._new_plain_hashes.append(hashes[hashes <= self._hash_limit])
             self._note_new(len(self._new_plain_hashes[-1]))
@@ -324,7 +323,7 @@ class IdForms:
             )
 
     def remark(self, hidden_ids: Collection[str] = ()) -> tuple[str, Sequence[str]] | None:
-        """Return (remark on ids in several forms, the ids that it names, none in `hidden_ids`); None without any."""
+        """Return (remark on ids in several forms, the ids that it names, none of them hidden); None without any."""
         with self._lock:
             self._merge()
             group_starts = np.flatnonzero(
@@ -363,7 +362,7 @@ class IdForms:
     def _example(
         self, group_starts: NDArray[np.intp], has_plain_form: NDArray[np.bool_], hidden_ids: Collection[str]
     ) -> list[str]:
-        """Return two forms of one id, neither of them hidden; none if there is no such pair."""
+        """Return two forms of one id, neither of them hidden; empty if there is no such pair."""
         for group_start, has_plain in zip(
             group_starts[:EXAMPLE_GROUPS_MAX].tolist(), has_plain_form.tolist(), strict=False
         ):
@@ -375,6 +374,6 @@ class IdForms:
 
 
 def _id_in_words(id_text: str) -> str:
-    """Return an id as a message shows it: in escapes if its letters may be composed in two ways."""
+    """Return an id as messages show it: escaped if its letters can be composed in two ways."""
     is_one_form = unicodedata.normalize("NFC", id_text) == unicodedata.normalize("NFD", id_text)
     return repr(id_text) if is_one_form else ascii(id_text)

@@ -1,6 +1,6 @@
 """Plausibility of interactions: figures that `begin` counts once, and remarks on odd ones.
 
-An odd figure refuses no night: a person may know why it is right.
+An odd figure refuses no night, since it may be right.
 """
 
 import time
@@ -30,45 +30,45 @@ JUDGED_ROWS_MIN: Final = 20
 """Rows below which shares of rows are not judged."""
 
 ONE_ID_SHARE_MAX: Final = 0.2
-"""Share of all rows that a single user or item seldom has: such an id often stands for a missing one."""
+"""Share of all rows that a single user or item rarely has: such an id often stands for a missing one."""
 
 ITEMS_ONCE_SHARE_MAX: Final = 0.9
-"""Share of distinct items among rows from which on nearly each item comes once."""
+"""Ratio of distinct items to rows from which on nearly every item occurs once."""
 
 UNKNOWN_IDS_SHARE_MAX: Final = 0.2
-"""Share of rows whose ids another table lacks from which on the ids of both may have two forms."""
+"""Share of rows with ids unknown to another table, from which on the ids may differ in form."""
 
 SWAPPED_ITEMS_SHARE_MAX: Final = 0.5
-"""Share of items that are also users from which on columns may be swapped somewhere."""
+"""Share of items that are also users, from which on columns may be swapped in some rows."""
 
 LIST_FIELDS_SHARE_MAX: Final = 0.5
-"""Share of fields with several words from which on a column may hold lists."""
+"""Share of fields with several words, from which on a column may hold lists."""
 
 YEAR_1980_US: Final = YEAR_1980_S * MICROSECONDS_PER_SECOND
-"""Bound before which times among later ones indicate a second unit, or stand for none."""
+"""Times before this one, among later times, indicate another unit or a placeholder for a missing time."""
 
 YEAR_1990_US: Final = int(datetime(1990, 1, 1, tzinfo=UTC).timestamp()) * 1_000_000
-"""Bound before which all times indicate a wrong unit."""
+"""If all times are before this one, their unit is probably wrong."""
 
 GATE_USERS_MIN: Final = 100
 GATE_ITEMS_MIN: Final = 20
-"""Numbers of users and items below which the shares that gates judge vary by chance."""
+"""Numbers of users and items below which shares that gates judge vary by chance."""
 
 NIGHT_USERS_MIN: Final = 2
 NIGHT_ITEMS_MIN: Final = 2
-"""Numbers of users and items below which there is nothing to learn and nothing to recommend."""
+"""Numbers of users and items below which nothing can be learnt or recommended."""
 
 _SEVERAL_WORDS_PATTERN: Final = r"\S[\s,;|]+\S"
 
 _NO_TIME_US: Final = int(np.iinfo(np.int64).min)
 _USER_BUCKET_COUNT: Final = 1024
-"""Counters of users' rows, by the first bits of the hash: a user with many rows seldom shares a counter."""
+"""Number of counters of users' rows, by the first bits of the hash: users with many rows rarely share one."""
 
 _BUCKET_SHIFT: Final = np.uint64(64 - 10)
 
 
 class RowCountsReport(TypedDict):
-    """Counts of rows as the report of `begin` has them."""
+    """Counts of rows, as in the report of `begin`."""
 
     user_rows: list[int]
     untimed: int
@@ -90,12 +90,12 @@ class RowCounts:
     def of_report(cls, report: RowCountsReport) -> Self:
         """Read counts that `to_json` wrote."""
         user_rows = np.array(report["user_rows"], np.int64)
-        # Reports of 0.1 have no count of early times.
+        # Reports written by Larder 0.1 have no count of early times.
         early_count = int(report.get("early", 0))
         return cls(user_rows, int(report["untimed"]), int(report["newest_us"]), early_count)
 
     def add(self, user_hashes: NDArray[np.uint64], times_us: NDArray[np.int64]) -> None:
-        """Add rows: the hashes of their users, and their times in microseconds since 1970, 0 for none."""
+        """Add rows: their users' hashes, and times in microseconds since 1970, 0 for none."""
         self.user_rows += np.bincount((user_hashes >> _BUCKET_SHIFT).astype(np.int64), minlength=_USER_BUCKET_COUNT)
         self.untimed += int((times_us == 0).sum())
         self.newest_us = max(self.newest_us, _newest_us(times_us))
@@ -113,7 +113,7 @@ class RowCounts:
 
 @dataclass(frozen=True, slots=True)
 class InteractionFigures:
-    """Figures of a table of interactions, judged by `remarks`; reports omit its ids."""
+    """Figures of a table of interactions, for `plausibility_remarks`; reports omit the ids."""
 
     rows: int
     users: int
@@ -154,7 +154,7 @@ def plausibility_remarks(figures: InteractionFigures) -> list[str]:
 
 
 def odd_figures_remarks(figures: InteractionFigures) -> list[str]:
-    """Return the remarks except the one on few users or items."""
+    """Return the remarks on odd figures, without the one on too few users or items."""
     odd_remarks: list[str] = []
     if figures.rows < JUDGED_ROWS_MIN:
         return odd_remarks
@@ -162,32 +162,32 @@ def odd_figures_remarks(figures: InteractionFigures) -> list[str]:
         ("user", figures.users, figures.most_of_user, figures.user),
         ("item", figures.items, figures.most_of_item, figures.item),
     ):
-        # With few ids a fifth of the rows is no more than a share.
+        # With few ids, a fifth of the rows is normal.
         if top_row_count >= ONE_ID_SHARE_MAX * figures.rows and id_count >= 5 / ONE_ID_SHARE_MAX:
             subject = f"the {kind} {top_id!r}" if top_id is not None else f"one {kind}"
             odd_remarks.append(
-                f"{subject} has {top_row_count / figures.rows:.0%} of all rows: if that id stands for nobody in "
-                "particular, or for "
+                f"{subject} has {top_row_count / figures.rows:.0%} of all rows: if that id is a "
+                "placeholder, or stands for "
                 "a missing one, leave its rows out"
             )
     if figures.items >= ITEMS_ONCE_SHARE_MAX * figures.rows or figures.holds_lists:
         several_words_text = ", and most hold several words" if figures.holds_lists else ""
         odd_remarks.append(
-            f"{figures.items:,} items in {figures.rows:,} rows: nearly each comes once{several_words_text}, so "
+            f"{figures.items:,} items in {figures.rows:,} rows: nearly every item occurs once{several_words_text}, so "
             "nothing can be "
-            "learnt of them. Is the right column named, and does a row hold one item of one user?"
+            "learnt about them. Is the right column named, and does each row have one item of one user?"
         )
     tomorrow_us = int((time.time() + DAY_S) * MICROSECONDS_PER_SECOND)
     if figures.untimed < figures.rows and not YEAR_1990_US <= figures.newest_us <= tomorrow_us:
         newest_at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=figures.newest_us)
         odd_remarks.append(
-            f"the newest time is {newest_at:%Y-%m-%d}: times are read as seconds since 1970, or as dates; are they in "
+            f"the newest time is {newest_at:%Y-%m-%d}: times are read as seconds since 1970, or as dates; are these in "
             "another unit?"
         )
     if figures.early and figures.newest_us >= YEAR_1990_US:
         odd_remarks.append(
             f"{figures.early:,} of {figures.rows:,} rows have a time before 1980, others a later one: is it in another "
-            "unit, or does it stand for none?"
+            "unit, or a placeholder for a missing time?"
         )
     if 0 < figures.untimed < figures.rows:
         untimed_share = figures.untimed / figures.rows
@@ -195,15 +195,15 @@ def odd_figures_remarks(figures: InteractionFigures) -> list[str]:
             f"{untimed_share:.0%} of the" if untimed_share >= 0.01 else f"{figures.untimed:,} of {figures.rows:,}"
         )
         odd_remarks.append(
-            f"{untimed_rows_text} rows have no time, and count as the oldest of all, before any cut: fill the times in"
+            f"{untimed_rows_text} rows have no time, and count as the oldest of all, before any cut: add their times"
         )
     return odd_remarks
 
 
 def swapped_columns_remarks(batches: Sequence[Interactions]) -> list[str]:
-    """Return a remark if most items are users, too, as if the columns were swapped below some row; else none.
+    """Return a remark if most items are also users, as if the columns were swapped from some row on; else none.
 
-    Ids of digits alone are not compared: users and items are both counted from 1 often enough.
+    Ids of digits alone are not compared, since users and items are often both numbered from 1.
     """
     user_ids, item_ids = (
         pa.chunked_array([ids.names for ids in column_pair], pa.string()).unique()
@@ -222,29 +222,29 @@ def swapped_columns_remarks(batches: Sequence[Interactions]) -> list[str]:
 
 
 def unknown_item_share(interaction_rows: int, unknown_rows: int, event_rows: int) -> float | None:
-    """Return the share of the team's interactions whose item the catalogue lacks, at least; None for too few rows.
+    """Return a lower bound on the share of source interactions with an unknown item; None for too few rows.
 
-    All `event_rows` count as unknown: any caller may send events, which may not make the share larger.
+    All `event_rows` count as unknown: any caller may send events, which must not increase the share.
     """
     team_rows = interaction_rows - event_rows
     return None if team_rows < JUDGED_ROWS_MIN else max(0, unknown_rows - event_rows) / team_rows
 
 
 def catalogue_in_words(sources: Sources) -> str:
-    """Name the table, or the model, whose items a night knows."""
+    """Name the table, or the model, that defines the items of a night."""
     table = sources.item_features or sources.item_vectors
     return f"the catalogue ({table})" if table else "the model"
 
 
 def items_without_vector_remarks(kept_item_count: int, left_out_count: int, table_name: str) -> list[str]:
-    """Return a remark on items of a table that the model cannot answer for; none for a usual share."""
+    """Return a remark on a table's items for which the model has no vector; none if they are few."""
     item_count = kept_item_count + left_out_count
     if item_count < JUDGED_ROWS_MIN or left_out_count < UNKNOWN_IDS_SHARE_MAX * item_count:
         return []
     remark = (
         f"{left_out_count:,} of the {item_count:,} items of {table_name} are left out, since the model has no vector "
         "for them. Are "
-        "their ids in the form of the model's?"
+        "their ids in the same form as the model's?"
     )
     return [remark]
 
@@ -252,7 +252,7 @@ def items_without_vector_remarks(kept_item_count: int, left_out_count: int, tabl
 def unknown_ids_remarks(
     unknown_share: float | None, kind: str, table_name: str, unknown_ids: Sequence[str], known_ids: Sequence[str]
 ) -> list[str]:
-    """Return a remark on interactions whose ids a table lacks, with examples of both; none for a usual share."""
+    """Return a remark on interactions with ids that a table lacks, with examples of both; none if they are few."""
     if unknown_share is None or unknown_share < UNKNOWN_IDS_SHARE_MAX:
         return []
     examples = ""
@@ -260,17 +260,17 @@ def unknown_ids_remarks(
         interactions_text, table_text = (" and ".join(map(repr, ids)) for ids in (unknown_ids, known_ids))
         examples = f": interactions have {interactions_text}, {table_name} has {table_text}"
     remark = (
-        f"{unknown_share:.0%} of the interactions name {kind}s that {table_name} does not have{examples}; they count "
-        "for nothing. "
-        f"Are the ids of both in one form? See `[sources] {kind}_column`"
+        f"{unknown_share:.0%} of the interactions name {kind}s that {table_name} does not have{examples}; they are "
+        "ignored. "
+        f"Do both use the same form of ids? See `[sources] {kind}_column`"
     )
     return [remark]
 
 
 def few_in_words(user_count: int, item_count: int | None) -> str | None:
-    """Return a remark if gates' measures vary by chance for so few users or items; None if there are enough.
+    """Return a remark if there are so few users or items that gates' measures vary by chance; None if there are enough.
 
-    `item_count` is None if none are recommended: those of a classifier are its labels.
+    `item_count` is None if no items are recommended: a classifier's items are its labels.
     """
     if user_count >= GATE_USERS_MIN and (item_count is None or item_count >= GATE_ITEMS_MIN):
         return None
@@ -289,7 +289,7 @@ def demand_enough_ids(user_count: int, item_count: int) -> None:
         raise SourceError(
             f"too little data: {_counts_in_words(user_count, item_count)}; at least {NIGHT_USERS_MIN} users and "
             f"{NIGHT_ITEMS_MIN} items are "
-            f"needed, and lists say something from about {GATE_USERS_MIN} users and {GATE_ITEMS_MIN} items on",
+            f"needed, and lists are meaningful from about {GATE_USERS_MIN} users and {GATE_ITEMS_MIN} items on",
             users=user_count,
             items=item_count,
         )
@@ -298,12 +298,12 @@ def demand_enough_ids(user_count: int, item_count: int) -> None:
 def demand_several_items(
     user_of_row: NDArray[Any], user_count: int, item_of_row: NDArray[Any], item_count: int
 ) -> None:
-    """Raise SourceError if each user has one item, so that a model without categories has nothing to learn."""
+    """Raise SourceError if every user has one item, so that a model without categories cannot learn anything."""
     last_item_of_user = np.empty(user_count, np.int64)
     last_item_of_user[user_of_row] = item_of_row
     if (last_item_of_user[user_of_row] == item_of_row).all():
         raise SourceError(
-            f"too little data: each of the {user_count:,} users has one item, so no item is like another; at least "
+            f"too little data: each of the {user_count:,} users has one item, so no items are similar; at least "
             f"{NIGHT_USERS_MIN} users need {NIGHT_ITEMS_MIN} items or more. Is the right column named for users?",
             users=user_count,
             items=item_count,
@@ -311,7 +311,7 @@ def demand_several_items(
 
 
 def demand_times(sources: Sources, interaction_files: Sequence[SourceFile], data_until: str | None) -> None:
-    """Raise ConfigError for a chosen cut if the interactions have no column of times."""
+    """Raise ConfigError for a given cut if the interactions have no column of times."""
     if not interaction_files or data_until is None:
         return
     timestamp_column = sources.timestamp_column
@@ -323,10 +323,10 @@ def demand_times(sources: Sources, interaction_files: Sequence[SourceFile], data
 
 
 def chosen_cut_in_words(data_until: str) -> str:
-    """Return why a cut is of no use if no interaction has a time."""
+    """Return the reason why a cut has no effect if no interaction has a time."""
     return (
         f"data_until is {data_until}, but no interaction has a time, so nothing would be left out: name the column of "
-        "times in [sources] timestamp_column, or leave data_until out"
+        "times in [sources] timestamp_column, or remove data_until"
     )
 
 
@@ -344,7 +344,7 @@ def _counts_in_words(user_count: int, item_count: int | None) -> str:
 
 
 def has_lists_of_ids(id_texts: Any) -> bool:
-    """True if most fields of an id column seem to hold several ids: several words, hardly any of them repeated."""
+    """True if most fields of an id column seem to hold several ids: several words, hardly any field repeated."""
     if not (pa.types.is_string(id_texts.type) or pa.types.is_large_string(id_texts.type)):
         return False
     if len(id_texts) < JUDGED_ROWS_MIN:
@@ -358,16 +358,16 @@ def has_lists_of_ids(id_texts: Any) -> bool:
 def first_rows_remarks(
     sources: Sources, base_folder: Path, reported_reasons: Collection[str] = (HEADER_REASON,)
 ) -> list[str]:
-    """Describe how a night treats the first rows: refuses them, leaves some out, or how it reads them.
+    """Describe how a night treats the first rows: refuses them, leaves some out, or reads them in a special way.
 
-    Empty if it reads them all unchanged. Reasons in `reported_reasons` are left out.
+    Empty if it reads all of them unchanged. Reasons in `reported_reasons` are omitted.
     """
     unusable, odd_remarks = UnusableRows(), list[str]()
     try:
         with closing(read_interactions(sources, base_folder, unusable_rows=unusable)) as batches:
             for first_batch in islice(batches, 1):
                 figures = InteractionFigures.of_batch(first_batch)
-                # Lists in fields were told by the look at the columns already.
+                # Lists in fields are reported by the check of the columns.
                 odd_remarks = (
                     []
                     if figures.holds_lists

@@ -70,68 +70,68 @@ INTERACTIONS_SOURCE = "interactions"
 """Name of the interactions in reports."""
 
 EVENT_INTERACTIONS_SOURCE = f"{EVENTS_SOURCE_PREFIX}.{INTERACTIONS_SOURCE}"
-"""Name in reports of the interactions that events brought."""
+"""Name in reports of the interactions from events."""
 
 ColumnsOfLists = Mapping[str, Sequence[str]]
-"""Names of the columns that a table may have in place of a list of their values, by the list's name."""
+"""Columns that a table may have instead of a list column, by the list's name."""
 
 NO_COLUMNS_OF_LISTS: Final[ColumnsOfLists] = MappingProxyType({})
 
 BATCH_ROWS_MAX = 1 << 19
-"""Rows of a batch at most."""
+"""Most rows of a batch."""
 
 BATCH_BYTES_MAX = 128 << 20
-"""Bytes of a batch of features at most."""
+"""Most bytes of a batch of features."""
 
 READ_BUFFER_BYTES = 1 << 20
-"""Bytes of a feature table that are read at once."""
+"""Bytes of a feature table read at once."""
 
 CHECKED_LINES_MAX = 1_000
 """Lines of a text file that are checked before it is read as lines of ids."""
 
 TABLE_FIELD_COUNTS = range(3, 9)
-"""Numbers of fields that tables of interactions have."""
+"""Numbers of fields of a line that may be a row of a table."""
 
 _NUMBER_OR_TIME_PATTERN = re.compile(rb"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?$|\d{4}-\d{2}-\d{2}|\d{2}:\d{2}")
 ID_KINDS_MAX = 20
-"""Words before a colon up to which they may be kinds of ids."""
+"""Most distinct words before a colon that may be kinds of ids, as in `film:17`."""
 _NUMBER_PATTERN = re.compile(rb"[+-]?\d+(\.\d*)?")
 _NAMES_LINE_PATTERN = re.compile(
     rb"(user|customer|visitor|session)(_?id)?s? (item|product|movie|article)(_?id)?s?( .*)?", re.IGNORECASE
 )
-"""Pattern of a first line of lines of ids that names its columns."""
+"""Pattern of a first line, in a file of lines of ids, that names columns."""
 _COMMENT_PREFIXES = (b"# ", b"% ", b"// ")
-"""Prefixes of comment lines at the start of a text file, as in those of graphs and matrices."""
+"""Prefixes of comment lines at the start of a text file, as in files of graphs and matrices."""
 
 INT96_UNIT = "us"
-"""Unit of Spark's old times: in nanoseconds they wrap around beyond the year 2262, to 1816."""
+"""Unit for Spark's INT96 times: in nanoseconds, times after the year 2262 would wrap around."""
 
 PARQUET_LENGTH_BYTES = 4
-"""Bytes in a Parquet file for the length of each text outside a dictionary."""
+"""Bytes of a text's length in a Parquet file, outside of dictionaries."""
 
 _LIKE_NONE_PATTERN = r"^(\(not set\)|\(other\)|-+|\?+|#{3,}|nil|Nil|-1|unknown|Unknown|anonymous|Anonymous)$"
-"""Pattern of ids that programs write for a missing one, but that may also be names."""
+"""Pattern of ids that programs write for a missing value, but that may also be names."""
 LIKE_NONE_SHARE_MIN = 0.01
 LIKE_NONE_IDS_MAX = 5
-"""Such ids that are counted, and the share of the first rows from which one is named."""
+"""Such ids that are counted, at most; LIKE_NONE_SHARE_MIN is the share of the first rows from which one is named."""
 
 _READ_ERRORS = (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException)
 _PARQUET_MAGIC = b"PAR1"
 _SNIFFED_BYTES = 1 << 16
 _CUT_OFF_PATTERN = re.compile("Truncated compressed stream")
-"""Message of Arrow for a compressed file without its end."""
+"""Arrow's message for a truncated compressed file."""
 _NOT_GZIP_PATTERN = re.compile("incorrect header check|Not a gzipped file")
-"""Messages of readers for a file that ends in .gz but is not gzip."""
+"""Readers' messages for a file that ends in .gz but is not gzip."""
 
 _LASTING_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG})
-"""File system errors that a retry meets again."""
+"""File system errors that persist on a retry."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
-    """Batch of interactions: `users`, `items` and `times` int64 microseconds since 1970 (0 = not given).
+    """Batch of interactions; `times` are int64 microseconds since 1970, 0 if not given.
 
-    `positions` int64 are those of events in their stream; None for the team's own files.
+    `positions` int64 are those of events in their stream; None for source files.
     """
 
     users: Ids
@@ -140,7 +140,7 @@ class Interactions:
     positions: NDArray[np.int64] | None = None
 
     def only(self, row_mask: NDArray[np.bool_]) -> Self:
-        """Return some of the rows."""
+        """Return the rows in the mask."""
         positions = None if self.positions is None else self.positions[row_mask]
         return type(self)(self.users.only(row_mask), self.items.only(row_mask), self.times[row_mask], positions)
 
@@ -155,13 +155,11 @@ def read_interactions(
     skipped_file_count: int = 0,
     interaction_files: Sequence[SourceFile] | None = None,
 ) -> Generator[Interactions, None, None]:
-    """Yield batches of all interaction files; with `cutoff_at`, only strictly older rows and those without a time.
+    """Yield batches of interactions; with `cutoff_at`, only earlier rows and those without a time.
 
-    The `interaction_files` are those that `sources` name, unless they are listed here; the first `skipped_file_count`,
-    or all, are left out.
-    `take_late` is called with the other rows. Rows of weight 0 or less are not interactions and are left out; so are
-    unusable rows, which are counted in `unusable_rows`; remarks on odd ids and repeated rows go there, too, at the end
-    or
+    The files are `interaction_files`, by default those that `sources` name; the first `skipped_file_count` are skipped.
+    Later rows go to `take_late`. Rows with a weight of 0 or less are no interactions and are left out. Unusable rows
+    are left out and counted in `unusable_rows`, where remarks on odd ids and repeated rows are added at the end, or
     when the iterator is closed. Raises SourceError naming file and column, or if no row can be used.
     """
     odd_rows = None if unusable_rows is None else _OddRowsCollector(sources, unusable_rows)
@@ -197,9 +195,9 @@ def read_interactions(
 
 
 class _OddRowsCollector:
-    """Collector of remarks on odd ids and on repeated rows, over all rows of all files; they go into `unusable_rows`.
+    """Collector of remarks on odd ids and repeated rows, over all files, for `unusable_rows`.
 
-    An erased user's id must not be in a report, so no hidden id is named.
+    Reports must not have erased users' ids, so hidden ids are never named.
     """
 
     def __init__(self, sources: Sources, unusable_rows: UnusableRows) -> None:
@@ -220,7 +218,7 @@ class _OddRowsCollector:
                 self._remark_on_ids_like_none(ids, column)
 
     def note_remarks(self) -> None:
-        """Hand the remarks over."""
+        """Add the remarks to `unusable_rows`."""
         for odd_ids in self._odd_ids:
             for remark, named_ids in odd_ids.remarks():
                 self._unusable_rows.remark(INTERACTIONS_SOURCE, remark, named_ids)
@@ -235,7 +233,7 @@ class _OddRowsCollector:
                 self._unusable_rows.remark(
                     INTERACTIONS_SOURCE,
                     f"column {column!r} has the id {ids.names[id_code].as_py()!r} in {row_count:,} of its first "
-                    f"{len(ids.codes):,} rows: if it stands for none, leave these rows out",
+                    f"{len(ids.codes):,} rows: if it stands for a missing id, remove these rows",
                 )
 
 
@@ -259,7 +257,7 @@ def _usable_interactions(
     unusable_rows: UnusableRows,
     time_scale: TimeScale,
 ) -> Interactions:
-    """Return ids and times of a batch without unusable rows, which are noted."""
+    """Return ids and times of a batch's usable rows; note the others."""
     read_columns = arrow_batch.schema.names
     user_column, item_column, weight_column = (sources.user_column, sources.item_column, sources.weight_column)
     demand_columns(read_columns, (user_column, item_column), path)
@@ -309,13 +307,13 @@ def _usable_interactions(
 def _header_mask_by_reason(
     interactions: Interactions, arrow_batch: Any, file_columns: Sequence[str], path: SourceFile, sources: Sources
 ) -> UnusableMaskByReason:
-    """Return a mask of rows that repeat the column names, in any case, as in joined files.
+    """Return the mask of rows that repeat the column names, ignoring case, as in joined files.
 
-    Raises SourceError for one with the names in another order: the rows below it have other columns.
+    Raises SourceError for a header with the names in another order, since the rows below it have other columns.
     """
     lowered_titles = {title.strip(BLANK_CHARACTERS).lower() for title in file_columns}
     is_header = np.ones(len(interactions.times), np.bool_)
-    for ids in (interactions.items, interactions.users):  # items are fewer
+    for ids in (interactions.items, interactions.users):  # items first: there are fewer
         if not (title_codes := _codes_equal_to_titles(ids.names, lowered_titles)).size:
             return {}
         is_header &= np.isin(ids.codes, title_codes)
@@ -334,7 +332,7 @@ def _header_mask_by_reason(
 
 
 def _codes_equal_to_titles(id_texts: Any, lowered_titles: set[str]) -> NDArray[np.intp]:
-    """Return the positions of ids that are a column's name, in any case."""
+    """Return the codes of ids that equal a column's name, ignoring case."""
     title_lengths = pa.array(sorted({len(title.encode()) for title in lowered_titles}), pa.int32())
     same_length_codes = np.flatnonzero(as_numpy_mask(pc.is_in(pc.binary_length(id_texts), value_set=title_lengths)))
     lowered_ids = pc.ascii_lower(id_texts.take(pa.array(same_length_codes)))
@@ -344,7 +342,7 @@ def _codes_equal_to_titles(id_texts: Any, lowered_titles: set[str]) -> NDArray[n
 
 
 def _refuse_other_header(file_columns: Sequence[str], cells: Sequence[str], path: SourceFile, sources: Sources) -> None:
-    """Raise SourceError for a row of the column names in another order; in CSV, if a line is such a row."""
+    """Raise SourceError for a row of the column names in another order; for CSV, only if a line is such a row."""
     place_text = "one of its rows"
     if file_format_of(path, sources) == "csv":
         with CsvFile.opened(path, sources) as file:
@@ -355,13 +353,13 @@ def _refuse_other_header(file_columns: Sequence[str], cells: Sequence[str], path
     raise SourceError(
         f"{path}, {place_text} is another header: {','.join(cells)}: the rows below it have their columns in another "
         "order "
-        f"than {','.join(file_columns)}: write them into a file of their own",
+        f"than {','.join(file_columns)}: write them into a separate file",
         path=str(path),
     )
 
 
 def _python_value(column: Any, row: int) -> Any:
-    """Return a row's value as a Python object: bytes of a text, which may not be UTF-8."""
+    """Return a row's value as a Python object; texts as bytes, which may not be UTF-8."""
     arrow_value = column[row : row + 1]
     if pa.types.is_dictionary(arrow_value.type):
         arrow_value = arrow_value.dictionary_decode()
@@ -379,13 +377,12 @@ def read_features(
 ) -> Iterator[tuple[Ids, dict[str, Any]]]:
     """Yield batches (ids, {column: Arrow array}) of a Parquet feature table; raise SourceError for a missing column.
 
-    A column that the table lacks is made of those that `columns_of_lists` names for it. Rows without a usable id are
-    left out, and
-    noted in `unusable_rows` under `source_name`; so are remarks on odd ids.
+    A list column that the table lacks is built from the columns that `columns_of_lists` names for it. Rows without a
+    usable id are left out and noted in `unusable_rows` under `source_name`, as are remarks on odd ids.
     """
     unusable_rows = UnusableRows() if unusable_rows is None else unusable_rows
     odd_ids = OddIds(id_column, unusable_rows.hidden)
-    # Without a buffer a whole row group of a column is read at once.
+    # Without a buffer, a whole row group of a column would be read at once.
     open_parquet = partial(
         pa.parquet.ParquetFile, buffer_size=READ_BUFFER_BYTES, coerce_int96_timestamp_unit=INT96_UNIT
     )
@@ -423,7 +420,7 @@ def read_features(
 
 
 def _batch_row_count(metadata: Any) -> int:
-    """Return the rows of a batch, at most BATCH_ROWS_MAX and about BATCH_BYTES_MAX."""
+    """Return the rows per batch: at most BATCH_ROWS_MAX, and about BATCH_BYTES_MAX."""
     row_groups = (metadata.row_group(group_index) for group_index in range(metadata.num_row_groups))
     row_bytes: int = sum(group.total_byte_size for group in row_groups) // max(1, metadata.num_rows)
     return max(1, min(BATCH_ROWS_MAX, BATCH_BYTES_MAX // max(1, row_bytes)))
@@ -434,7 +431,7 @@ def feature_schema(
 ) -> Any:
     """Return the Arrow schema of a Parquet feature table, in the types read; raise SourceError for a missing column.
 
-    It has those of `columns` that `read_features` makes of others as well.
+    It includes list columns among `columns` that `read_features` builds from other columns.
     """
     with translate_read_errors(path), open_for_arrow(path) as raw:
         schema = pa.parquet.read_schema(raw)
@@ -450,8 +447,8 @@ def feature_schema(
                 ).type
             except pa.ArrowException as error:
                 raise SourceError(
-                    f"{path}: columns {', '.join(part_columns)} are read as one list {name!r}, and are not all "
-                    "numbers, or "
+                    f"{path}: columns {', '.join(part_columns)} are read as one list {name!r}, so they must be all "
+                    "numbers or "
                     f"all texts: {error}",
                     column=name,
                 ) from None
@@ -460,14 +457,14 @@ def feature_schema(
 
 
 def _source_columns_of(name: str, file_columns: Sequence[str], columns_of_lists: ColumnsOfLists) -> Sequence[str]:
-    """Return the columns of a table that a feature is read from: its own, else those that its list is made of."""
+    """Return the columns from which a feature is read: its own, else those of which its list consists."""
     part_columns = columns_of_lists.get(name, ())
     has_part = any(part_column in file_columns for part_column in part_columns)
     return (name,) if name in file_columns or not has_part else part_columns
 
 
 def _pack_columns(part_arrays: Sequence[Any]) -> Any:
-    """Return one column as it is, several as a column of lists: of texts, whole numbers or float64."""
+    """Return a single column unchanged, several as a column of lists: of texts, whole numbers or float64."""
     if len(part_arrays) == 1:
         return part_arrays[0]
     part_types = [part_array.type for part_array in part_arrays]
@@ -521,14 +518,14 @@ def translate_read_errors(path: SourceFile) -> Iterator[None]:
             case zlib.error() | gzip.BadGzipFile():
                 remedy = "its compressed data is damaged; copy it again"
             case OSError():
-                remedy = "is it whole, and may this user read it?"
+                remedy = "is it complete, and may this user read it?"
             case _:
                 remedy = _remedy_by_content(path)
         raise SourceError(f"cannot read {path}: {error} ({remedy})", path=str(path)) from error
 
 
 def _remedy_by_content(path: SourceFile) -> str:
-    """Return what to do about a file that its reader refused, by its name and first bytes."""
+    """Return a remedy for a file that its reader refused, by its name and first bytes."""
     try:
         with path.open("rb") as raw:
             first_bytes = raw.read(_SNIFFED_BYTES)
@@ -542,11 +539,11 @@ def _remedy_by_content(path: SourceFile) -> str:
             return f"it {reason}"
         if find_row_separator(first_bytes) is not None:
             return "it looks like rows of text: rename it to end in .csv"
-    return "is it whole, and of the format that its name or sources.format says?"
+    return "is it complete, and in the format that its name or sources.format says?"
 
 
 def _is_transient_error(error: Exception) -> bool:
-    """True if a disk or a network failed (EIO, a stale NFS handle), not the file; Arrow's own errors have no number."""
+    """True if a disk or a network failed (EIO, a stale NFS handle), not the file; Arrow's errors have no errno."""
     if isinstance(error, ConnectionError | TimeoutError):
         return True
     return isinstance(error, OSError) and error.errno is not None and error.errno not in _LASTING_ERRNOS
@@ -582,7 +579,7 @@ def column_names(path: SourceFile, sources: Sources) -> list[str] | None:
 
 
 def required_optional_columns(sources: Sources) -> list[str]:
-    """Return the columns of times and weights that settings name explicitly, which must exist."""
+    """Return the columns of times and weights that settings name explicitly, which must therefore exist."""
     default_sources = Sources()
     default_columns = ("", default_sources.timestamp_column, default_sources.weight_column)
     configured_columns = (sources.timestamp_column, sources.weight_column)
@@ -600,7 +597,7 @@ def demand_named_columns(file_columns: Sequence[str], sources: Sources, path: So
             raise SourceError(f"{path} {NO_COLUMN_NAMES_REASON}")
     further_remedy = ", or put a line of column names above if there is none" if is_csv else ""
     if is_csv and "" in file_columns:
-        further_remedy += "; is the first line a title? Leave it out"
+        further_remedy += "; is the first line a title? Remove it"
     for setting_name in setting_names:
         column_name = getattr(sources, setting_name)
         column_title = column_name.strip(BLANK_CHARACTERS) if is_csv else column_name
@@ -617,7 +614,7 @@ def demand_named_columns(file_columns: Sequence[str], sources: Sources, path: So
 
 
 def _are_pandas_numbers(file_columns: Sequence[str]) -> bool:
-    """True for the names 0, 1, 2 ..., which pandas gives to columns without one."""
+    """True for the names 0, 1, 2 ..., which pandas writes for columns without names."""
     return list(file_columns) == [str(number) for number in range(len(file_columns))]
 
 
@@ -626,21 +623,21 @@ def _is_padded(name: str) -> bool:
 
 
 def demand_same_columns(source_files: Sequence[SourceFile], sources: Sources) -> None:
-    """Raise SourceError naming a file that lacks a column of times or weights which another one has."""
+    """Raise SourceError naming a file that lacks a column of times or weights that another file has."""
     same_columns = SameColumnsCheck(sources)
     for path in source_files:
         same_columns.add(path, column_names(path, sources) or ())
 
 
 class SameColumnsCheck:
-    """Check that either all files have a column of times or weights, or none has."""
+    """Check that all files have the same optional columns, of times and of weights."""
 
     def __init__(self, sources: Sources) -> None:
         self._checked_columns = [*filter(None, (sources.timestamp_column, sources.weight_column))]
         self._first_file_columns: tuple[SourceFile, frozenset[str]] | None = None
 
     def add(self, path: SourceFile, file_columns: Sequence[str]) -> None:
-        """Add the next file; raise SourceError if its columns of times and weights differ from the first one's."""
+        """Add the next file; raise SourceError if its columns of times or weights differ from the first file's."""
         present_columns = frozenset(
             name
             for name in self._checked_columns
@@ -655,9 +652,9 @@ class SameColumnsCheck:
             lacking_file, having_file = (path, first_file) if name in first_columns else (first_file, path)
             setting_name = "timestamp_column" if name == self._checked_columns[0] else "weight_column"
             raise SourceError(
-                f"{lacking_file} has no column {name!r}, {having_file} has one: its rows would count as the oldest, "
+                f"{lacking_file} has no column {name!r}, but {having_file} has: its rows would count as the oldest, "
                 "or as "
-                f'positive: give it the column, or set [sources] {setting_name} = "" to read it from no file',
+                f'positive: add the column, or set [sources] {setting_name} = "" to read it from no file',
                 column=name,
             )
 
@@ -669,7 +666,7 @@ def _read_column_names(sources: Sources) -> list[str]:
 
 
 def parquet_batches(path: SourceFile, sources: Sources) -> Iterator[tuple[Any, Sequence[str]]]:
-    """Yield batches of the columns of a Parquet file that settings name, each with the names of all columns."""
+    """Yield (batch of the columns that settings name, all column names) of a Parquet file."""
     with open_for_arrow(path) as raw:
         metadata = pa.parquet.read_metadata(raw)
     file_columns = metadata.schema.to_arrow_schema().names
@@ -690,7 +687,7 @@ def parquet_batches(path: SourceFile, sources: Sources) -> Iterator[tuple[Any, S
 def _dictionary_columns(metadata: Any) -> set[str]:
     """Return the columns of a Parquet file that are dictionary-encoded throughout.
 
-    If the dictionary grew too large for its page, plain texts follow: looking those up costs more than sorting.
+    Once a dictionary is too large for its page, plain texts follow, and looking those up costs more than sorting.
     """
     if not metadata.num_row_groups:
         return set()
@@ -704,7 +701,7 @@ def _dictionary_columns(metadata: Any) -> set[str]:
 
 
 def csv_batches(path: SourceFile, sources: Sources, unusable_rows: UnusableRows) -> Iterator[tuple[Any, Sequence[str]]]:
-    """Yield batches of the columns of a CSV file that settings name, each with the names of all columns.
+    """Yield (batch of the columns that settings name, all column names) of a CSV file.
 
     Columns are strings that may not be UTF-8.
     """
@@ -719,10 +716,10 @@ def csv_batches(path: SourceFile, sources: Sources, unusable_rows: UnusableRows)
             remedy = ROW_IN_QUOTES_REMEDY
             if sources.separator not in file.names[0]:
                 remedy = (
-                    "if a row's fields stand between another sign than "
+                    "if fields are separated by another character than "
                     f"{separator_in_words(sources.separator)}, name it in [sources] separator; is the first line a "
                     "title? "
-                    "Leave it out"
+                    "Remove it"
                 )
             raise SourceError(f"{path} has one column, {file.names[0]!r}: {remedy}")
         demand_named_columns(file.names, sources, path)
@@ -740,7 +737,7 @@ def csv_batches(path: SourceFile, sources: Sources, unusable_rows: UnusableRows)
 
 
 def _without_rows(arrow_batch: Any, reason: str, bad_mask: Any, path: SourceFile, unusable_rows: UnusableRows) -> Any:
-    """Return rows without those of a mask, which are noted."""
+    """Return the rows outside the mask; note the others."""
     if bad_row_count := pc.sum(bad_mask).as_py():
         unusable_rows.count_checked(INTERACTIONS_SOURCE, bad_row_count)
         unusable_rows.note(INTERACTIONS_SOURCE, reason, bad_row_count, [{"file": path.name}])
@@ -749,13 +746,13 @@ def _without_rows(arrow_batch: Any, reason: str, bad_mask: Any, path: SourceFile
 
 
 def read_lines(path: SourceFile, sources: Sources) -> Iterator[tuple[Any, Sequence[str]]]:
-    """Yield batches of lines `user item item ...`, separated by blanks, each with the names of its columns."""
+    """Yield (batch, column names) of lines `user item item ...`, separated by blanks."""
     row_users: list[bytes] = []
     row_items: list[bytes] = []
     column_titles = [sources.user_column, sources.item_column]
 
     def make_batch() -> tuple[Any, Sequence[str]]:
-        # Not looked at here: a line that is not UTF-8 costs its own rows.
+        # Not checked here: a line that is not UTF-8 only loses its own rows.
         columns = (pa.array(ids, pa.binary()).view(pa.string()) for ids in (row_users, row_items))
         return pa.record_batch(list(columns), column_titles), column_titles
 
@@ -788,57 +785,57 @@ def _iterate_lines(path: SourceFile, raw: Any) -> Iterator[bytes]:
 
 
 def demand_lines_of_ids(path: SourceFile) -> None:
-    """Raise SourceError for a text file that looks like a table; one whose format is set is not checked."""
+    """Raise SourceError for a text file that looks like a table; not called if the format is set."""
     with path.open("rb") as raw:
         first_lines = [line.strip(b"\r\n") for line in islice(_iterate_lines(path, raw), CHECKED_LINES_MAX)]
     if first_lines and first_lines[0].startswith(_COMMENT_PREFIXES):
         raise SourceError(
             f"{path} begins with a comment, {format_case_value(first_lines[0])!r}: lines are read as `user item item "
             "...`, so "
-            "leave "
-            "comments out"
+            "remove "
+            "comments"
         )
     if reason := _odd_signs_reason([line for line in first_lines if line.strip()]):
         raise SourceError(
-            f"{path} {reason}: lines are read as `user item item ...`, with blanks between them: leave out what is no "
-            'id; if it belongs to the ids, set [sources] format = "lines"; if the lines are rows of a table, '
+            f"{path} {reason}: lines are read as `user item item ...`, with blanks between them: remove what is not an "
+            'id; if it is part of the ids, set [sources] format = "lines"; if the lines are rows of a table, '
             'format = "csv"'
         )
     if reason := table_like_reason([line for line in first_lines if line.strip()]):
         raise SourceError(
             f"{path} {reason}, not lines of `user item item ...`: put a line of column names above if there is none, "
-            'and set [sources] format = "csv" and separator to the sign between its fields; if lines of ids they are, '
+            'and set [sources] format = "csv" and separator to the character between fields; if they are lines of ids, '
             'set format = "lines"'
         )
 
 
 def _odd_signs_reason(lines: Sequence[bytes]) -> str | None:
-    """Return the signs around the ids of most lines, or the names above them, that would be read as ids; else None."""
+    """Return the reason why the lines have characters or names that would be read as ids; else None."""
     split_lines = [fields for fields in (line.split() for line in lines) if len(fields) > 1]
     if not split_lines:
         return None
-    # `user item` is left out and counted as a header.
+    # A first line `user item` is left out and counted as a header.
     if split_lines[0] != [b"user", b"item"] and _NAMES_LINE_PATTERN.fullmatch(b" ".join(split_lines[0])):
         return f"begins with column names, {format_case_value(b' '.join(split_lines[0]))!r}"
     for sign in (b",", b";"):
         if _is_majority(field.endswith(sign) for fields in split_lines for field in fields[:-1]):
-            return f"has {sign.decode()!r} behind its ids"
+            return f"has {sign.decode()!r} after its ids"
     if _is_majority(fields[0].endswith(b":") for fields in split_lines):
-        return "has ':' behind the first id of its lines"
+        return "has ':' after the first id of its lines"
     for sign in (b"[", b"(", b"{"):
         if _is_majority(fields[1].startswith(sign) for fields in split_lines):
             return f"has lists that begin with {sign.decode()!r}"
     for sign in (b"|", b":", b"->", b"=>", b"="):
         if _is_majority(fields[1] == sign for fields in split_lines):
-            return f"has {sign.decode()!r} behind the first id of its lines"
+            return f"has {sign.decode()!r} after the first id of its lines"
     partitioned_fields = [field.rpartition(b":") for fields in split_lines for field in fields[1:]]
-    # Ids such as `film:17` have few words before the colon.
+    # Prefixed ids such as `film:17` have few distinct words before the colon.
     if _is_majority(_NUMBER_PATTERN.fullmatch(value) is not None for _, _, value in partitioned_fields):
         key_parts, value_parts = ({value[part] for value in partitioned_fields} for part in (0, 2))
         if len(key_parts) > min(len(value_parts), ID_KINDS_MAX) and _is_majority(
             sign == b":" for _, sign, _ in partitioned_fields
         ):
-            return "has a value behind each id, after ':'"
+            return "has a value after each id and ':'"
     return None
 
 
@@ -848,7 +845,7 @@ def _is_majority(flags: Iterable[bool]) -> bool:
 
 
 def table_like_reason(lines: Sequence[bytes]) -> str | None:
-    """Return the reason why lines look like the rows of a table, None if they do not."""
+    """Return the reason why lines look like rows of a table; None if they do not."""
     if not lines:
         return None
     for separator in (b"::", b",", b";", b"|"):

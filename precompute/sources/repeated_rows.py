@@ -1,4 +1,4 @@
-"""Rows of interactions that come more than once, within a file or in two files, counted in bounded memory."""
+"""Repeated rows of interactions, within a file or in two files, counted in bounded memory."""
 
 from typing import Final
 
@@ -9,25 +9,25 @@ from precompute.sources.columns import Ids
 from precompute.sources.files import SourceFile
 
 ROWS_COMPARED_MAX: Final = 1 << 20
-"""Rows up to which all are compared, by 20 bytes each; of more, all rows of a share of the users."""
+"""Rows up to which all are compared, at 20 bytes each; of more rows, those of a sample of the users."""
 
 SHARED_ROWS_MIN: Final = 5
 SHARED_ROWS_SHARE_MIN: Final = 0.02
-"""Rows with a time that two files share, and their share of the smaller file, from which on the files overlap."""
+"""Rows with a time that two overlapping files share, at least, and their least share of the smaller file."""
 
 COPIED_ROWS_MIN: Final = 20
 COPIED_ROWS_SHARE_MIN: Final = 0.9
-"""The same for rows without times, which repeat now and then: the share is that of the larger file."""
+"""The same for rows without times, which may repeat; the share is that of the larger file."""
 
 REPEATED_ROWS_SHARE_MIN: Final = 0.01
-"""Share of rows with a time that repeat another one of their file, from which on this is odd."""
+"""Share of rows with a time that repeat a row of their file, from which on a remark is made."""
 
 _ITEM_HASH_FACTOR, _TIME_HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 _NO_HASH_LIMIT: Final = np.uint64(2**64 - 1)
 
 
 class RepeatedRows:
-    """Counts of rows with the user, item and time of another row, of all users or of those with the lowest hashes."""
+    """Counts of rows with the user, item and time of another row, for all users or those with the lowest hashes."""
 
     def __init__(self, rows_compared_max: int = ROWS_COMPARED_MAX) -> None:
         self._rows_compared_max, self._user_hash_limit = rows_compared_max, _NO_HASH_LIMIT
@@ -38,7 +38,7 @@ class RepeatedRows:
         self._oldest_us, self._newest_us = 0, 0
 
     def add(self, path: SourceFile, users: Ids, items: Ids, times: NDArray[np.int64]) -> None:
-        """Add the next rows of a file; those of one file come one after the other."""
+        """Add the next rows of a file; all rows of a file must be added before those of the next file."""
         if not self._source_files or self._source_files[-1] != path:
             self._source_files.append(path)
         if not len(times):
@@ -53,7 +53,7 @@ class RepeatedRows:
                 times[compared_rows],
             )
         row_user_hashes = user_hashes[user_codes]
-        # Both hashes are random, so a product and a sum of bits keep rows apart.
+        # The hashes are random, so combining products and sums of them keeps rows distinct.
         row_hashes = row_user_hashes ^ (items.hashes(0) * _ITEM_HASH_FACTOR)[item_codes]
         row_hashes ^= row_times.astype(np.uint64) * _TIME_HASH_FACTOR
         if not self._all_row_count:
@@ -83,11 +83,11 @@ class RepeatedRows:
         self._compared_row_count = len(self._user_hash_parts[0])
 
     def remarks(self) -> list[str]:
-        """Return remarks on files that hold the same rows, and on rows that repeat within their file."""
+        """Return remarks on files that share rows, and on rows that repeat within their file."""
         row_hashes, file_indexes = (np.concatenate(self._row_hash_parts), np.concatenate(self._file_index_parts))
         if not len(row_hashes):
             return []
-        order = np.argsort(row_hashes, kind="stable")  # files ascend among equal rows
+        order = np.argsort(row_hashes, kind="stable")  # stable: equal rows are in the order of files
         row_hashes, file_indexes = row_hashes[order], file_indexes[order]
         is_same = np.append(False, row_hashes[1:] == row_hashes[:-1])
         is_repeat = is_same & np.append(False, file_indexes[1:] == file_indexes[:-1])
@@ -100,7 +100,7 @@ class RepeatedRows:
     def _shared_in_words(
         self, row_hashes: NDArray[np.uint64], file_indexes: NDArray[np.int32], *, is_timed: bool
     ) -> list[str]:
-        """Return a remark on the two files with the most rows in common, if they are many; rows come once a file."""
+        """Return a remark on the two files that share the most rows, if many; each row counts once per file."""
         is_first = np.append(True, row_hashes[1:] != row_hashes[:-1])
         first_file_indexes = file_indexes[is_first][np.cumsum(is_first) - 1]
         file_count = len(self._source_files)
@@ -134,7 +134,7 @@ class RepeatedRows:
         more_pairs_text = (
             f" (and {other_pair_count} more pairs of files)" if (other_pair_count := int(is_odd.sum()) - 1) else ""
         )
-        remedy = "leave one of them" if is_same_content else "leave these out of one of them"
+        remedy = "keep one of them" if is_same_content else "remove these from one of them"
         return [
             (
                 f"{names}{more_pairs_text} hold {shared_text} ({_compared_columns_text(is_timed=is_timed)}), which "
@@ -146,7 +146,7 @@ class RepeatedRows:
         repeat_count = int(is_repeat.sum())
         if is_timed:
             is_odd = repeat_count >= max(SHARED_ROWS_MIN, REPEATED_ROWS_SHARE_MIN * len(is_repeat))
-        else:  # a user may click an item again, but hardly everybody on everything
+        else:  # a user may click an item again, but users rarely repeat all their clicks
             repeated_row_count = int((~is_repeat[:-1] & is_repeat[1:]).sum())
             is_odd = repeat_count >= COPIED_ROWS_MIN and repeated_row_count >= COPIED_ROWS_SHARE_MIN * (
                 len(is_repeat) - repeat_count
@@ -155,8 +155,8 @@ class RepeatedRows:
             return []
         remark = (
             f"{self._count_in_words(repeat_count)} of {self._all_row_count:,} rows repeat another row of their file "
-            f"({_compared_columns_text(is_timed=is_timed)}), and count once more each: if they are copies, leave them "
-            "out"
+            f"({_compared_columns_text(is_timed=is_timed)}), and each counts again: if they are copies, remove "
+            "them"
         )
         return [remark]
 

@@ -28,7 +28,7 @@ YEAR_1900_S = -2_208_988_800
 YEAR_1980_S = 315_532_800
 
 _MISSING_VALUE_TEXTS = pa.array(["", *MISSING_VALUE_WORDS])
-"""Spellings that programs use for a missing number or time."""
+"""Texts that programs write for a missing number or time."""
 _NUMBER_PATTERN = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 _ISO_TIME_PATTERN = (
     r"^\s*(?P<year>\d{4})-(?P<month>\d{2})-(?P<day>\d{2})(?:[T ](?P<hour>\d{2})(?::?(?P<minute>\d{2})"
@@ -36,9 +36,9 @@ _ISO_TIME_PATTERN = (
     r"(?:[Zz]|UTC|GMT|(?P<sign>[+-])(?P<zone_hour>\d{2}):?(?P<zone_minute>\d{2})?)?)?\s*$"
 )
 _LOST_DIGITS_PATTERN = r"^\d(\.\d{1,6})?[eE]\+\d{2}$"
-"""Pattern of numbers of ten digits or more of which a spreadsheet kept a few."""
+"""Pattern of numbers of ten digits or more that a spreadsheet rounded to a few digits."""
 _CHECKED_TEXTS_MAX = 1_000
-"""Texts of each batch that are checked for it."""
+"""Texts of each batch that are checked for rounded numbers."""
 _LATE_DATE_PATTERN = r"^\s*(2[2-9]\d\d|[3-9]\d{3})-(0[1-9]|1[0-2])-([0-2]\d|3[01])([T ]|\s*$)"
 _ISO_NUMBER_GROUPS = ("year", "month", "day", "hour", "minute", "second", "zone_hour", "zone_minute")
 
@@ -47,15 +47,15 @@ _TICKS_PER_SECOND_BY_UNIT = {"s": 1, "ms": 1_000, "us": MICROSECONDS_PER_SECOND,
 
 @dataclass(frozen=True, slots=True)
 class _DateDigits:
-    """Form of numbers that are a date's digits, such as 20231114, with the divisor that leaves the day's digits."""
+    """Form of numbers that are the digits of a date, such as 20231114."""
 
     form_text: str
     day_divisor: int
-    """Divisor that leaves year, month and day."""
+    """Divisor of a number that leaves year, month and day."""
     clock_digits: int
 
     def read(self, numbers: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return (int64 seconds since 1970, mask of the numbers of this form that are dates from 1900 on)."""
+        """Return (int64 seconds since 1970, mask of the numbers that are dates of this form from 1900 on)."""
         is_whole = (numbers >= 1900 * 10_000 * self.day_divisor) & (numbers < 2200 * 10_000 * self.day_divisor)
         moment_digits = np.where(is_whole, numbers, 19700101 * self.day_divisor).astype(np.int64)
         day_digits, clock_digits = (
@@ -83,43 +83,43 @@ _NON_SECOND_RANGES = (
     (726_834, 767_010, "numbers of days since the year 0"),
     (2_447_892, 2_488_070, "numbers of Julian days"),
 )
-"""Ranges of numbers that, if they dominate a column, are not seconds since 1970; days are those from 1990 on."""
+"""Ranges of numbers that, if they dominate a column, are not seconds since 1970; day numbers are from 1990 on."""
 _DIGIT_DATES_SHARE_MIN = 0.5
-"""Share of a column's first numbers that must be digits of dates for all of it to be read so."""
+"""Share of a column's first numbers that must be digits of dates for all of it to be read as dates."""
 
 
 _NON_SECONDS_SHARE_MIN = 0.95
-"""Share of a column's first numbers in such a range for the file to be refused; the others mark `never`."""
+"""Share of a column's first numbers in such a range from which on the file is refused; the rest may mark `never`."""
 _REFUSED_DAY_FORMS = (
-    # Divisors of year, month and day within the number, and the numbers of values behind each.
+    # For year, month and day: divisor within the number, and the modulus of the result.
     ("ddmmyyyy", (1, 10_000), (10_000, 100), (1_000_000, 100)),
     ("mmddyyyy", (1, 10_000), (1_000_000, 100), (10_000, 100)),
     ("yymmdd", (10_000, 100), (100, 100), (1, 100)),
 )
-"""Forms of dates as digits that are not read, since they are ambiguous: form, then year, month and day."""
+"""Forms of dates as digits that are refused as ambiguous: name, then year, month and day."""
 DIGIT_DATE_MIN = 19_000_101
 DIGIT_DATE_END = 22_000_101
-"""Bounds of dates as the digits yyyymmdd."""
+"""Bounds of dates as digits yyyymmdd; the end is exclusive."""
 _REFUSED_MOMENT_FORMS = (("yymmddhhmm", 100, 10_000_000_000_000), ("mmddhhmmss", 1, 10_000_000_000))
-"""Forms of moments as digits that are not read: form, factor that makes its last eight digits ddhhmmss, and bound."""
+"""Forms of moments as digits that are refused: name, factor that makes the last eight digits ddhhmmss, and bound."""
 _DISTINCT_MOMENTS_MIN = 20
-"""Distinct numbers of a column below which moments as digits may be chance, as their days are all one."""
+"""Distinct numbers of a column below which moments as digits may be chance."""
 _DISTINCT_NUMBERS_MIN = 5
-"""Distinct numbers of a column below which a form of digits may be chance."""
+"""Distinct numbers of a column below which dates as digits may be chance."""
 
 
 class TimeScale:
-    """Meaning of the numbers in a column of times, decided by its first ones and kept to its end."""
+    """Meaning of the numbers in a column of times, decided by the first batch and kept for the whole file."""
 
     def __init__(self, path: SourceFile, column_name: str, add_remark: Callable[[str], None] = lambda _: None) -> None:
         self._source_file, self._column_name, self._add_remark = path, column_name, add_remark
         self._date_digits: _DateDigits | None = None
         self._is_decided = False
         self._is_since_1980 = False
-        """True if most of the first numbers are seconds of 1980 or later: a date as digits is then none of them."""
+        """True if most of the first numbers are seconds from 1980 on, so that a date as digits is not one of them."""
 
     def microseconds(self, numbers: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return int64 microseconds since 1970, and a mask of valid times; raise SourceError for numbers of days."""
+        """Return int64 microseconds since 1970, and the mask of valid times; raise SourceError for other units."""
         if not self._is_decided:
             self._decide_meaning(numbers)
         if self._date_digits is None:
@@ -129,17 +129,17 @@ class TimeScale:
         return np.where(is_valid, seconds, 0) * MICROSECONDS_PER_SECOND, is_valid
 
     def note_lost_digits(self, texts: Any) -> None:
-        """Remark on numbers of which a spreadsheet kept a few digits, so that many times became one."""
+        """Remark on numbers that a spreadsheet rounded to a few digits, so that different times became equal."""
         is_short = pc.match_substring_regex(texts, _LOST_DIGITS_PATTERN)
         if pc.any(is_short).as_py():
             self._add_remark(
                 f"column {self._column_name!r} holds numbers such as {texts.filter(is_short)[0].as_py()!r}, whose "
                 "last digits "
-                "are lost, so that many times are one: in the spreadsheet format the column as whole numbers"
+                "are lost, so that different times are equal: format the column as whole numbers in the spreadsheet"
             )
 
     def _digit_date_mask(self, numbers: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return a mask of dates such as 20231114 among seconds, which would be in 1970."""
+        """Return the mask of dates such as 20231114 among seconds; as seconds they would be in 1970."""
         is_date = np.zeros(len(numbers), np.bool_)
         if self._is_since_1980:
             candidate_rows = np.flatnonzero((numbers >= DIGIT_DATE_MIN) & (numbers < DIGIT_DATE_END))
@@ -159,7 +159,7 @@ class TimeScale:
             if is_read.mean() > _DIGIT_DATES_SHARE_MIN:
                 self._date_digits = date_digits
                 self._add_remark(
-                    f"column {self._column_name!r} holds dates as {date_digits.form_text}: they are read so, as UTC"
+                    f"column {self._column_name!r} holds dates as {date_digits.form_text}: they are read as UTC"
                 )
                 return
         if form := _refused_day_form(nonzero_numbers) or _refused_moment_form(nonzero_numbers):
@@ -183,7 +183,7 @@ class TimeScale:
 
 
 def _refused_day_form(numbers: NDArray[np.float64]) -> str | None:
-    """Return the form of dates that are not read, if the numbers have one; else None."""
+    """Return the form of refused dates that the numbers have; None if they have none."""
     distinct_numbers = np.unique(numbers)
     if len(distinct_numbers) < _DISTINCT_NUMBERS_MIN or not (distinct_numbers == np.floor(distinct_numbers)).all():
         return None
@@ -206,7 +206,7 @@ def _refused_day_form(numbers: NDArray[np.float64]) -> str | None:
 
 
 def _refused_moment_form(numbers: NDArray[np.float64]) -> str | None:
-    """Return the form of moments that are not read, if the numbers have one; else None."""
+    """Return the form of refused moments that the numbers have; None if they have none."""
     distinct_numbers = np.unique(numbers)
     if not (distinct_numbers == np.floor(distinct_numbers)).all() or distinct_numbers[0] < 0:
         return None
@@ -227,7 +227,7 @@ def _refused_moment_form(numbers: NDArray[np.float64]) -> str | None:
 def positive_weight_mask(
     weights: Any, path: SourceFile, sources: Sources
 ) -> tuple[NDArray[np.bool_], UnusableMaskByReason]:
-    """Return masks of the rows with a weight above 0 (a missing one is not), and of those with an invalid weight."""
+    """Return the mask of rows with a weight above 0 (a missing weight is not), and masks of invalid weights."""
     weights = normalise_and_decode(weights)
     arrow_type, weight_column, reason = (
         weights.type,
@@ -243,7 +243,7 @@ def positive_weight_mask(
         is_number = as_numpy_mask(pc.fill_null(pc.is_finite(weights), True))
     else:
         raise SourceError(
-            f"{path}: column {weight_column!r} is {arrow_type}; weights are numbers. If it is no weight, name another "
+            f"{path}: column {weight_column!r} is {arrow_type}; weights are numbers. If this is none, name another "
             "column in "
             "sources.weight_column",
             column=weight_column,
@@ -255,9 +255,9 @@ def positive_weight_mask(
 def parse_times(
     time_column: Any, path: SourceFile, column_name: str, time_scale: TimeScale | None = None
 ) -> tuple[NDArray[np.int64], UnusableMaskByReason]:
-    """Return int64 microseconds since 1970, and masks of the rows without a usable time (theirs are meaningless).
+    """Return int64 microseconds since 1970, and masks of the rows without a usable time, whose times are undefined.
 
-    `time_scale` is that of the column's earlier batches. Raises SourceError for a column of a type that holds no times.
+    `time_scale` is that of the file's earlier batches. Raises SourceError if the column's type cannot hold times.
     """
     time_scale = TimeScale(path, column_name) if time_scale is None else time_scale
     time_column = normalise_and_decode(time_column)
@@ -276,7 +276,7 @@ def parse_times(
         raise SourceError(
             f"{path}: column {column_name!r}: timestamps are {arrow_type}; expected a time (in CSV: ISO 8601), or "
             "seconds since "
-            "1970: if it holds no times, name another column in sources.timestamp_column",
+            "1970: if this is not a column of times, name another column in sources.timestamp_column",
             column=column_name,
         )
     unread_mask = ~readable_mask & ~missing_mask
@@ -290,7 +290,7 @@ def parse_times(
 
 
 def _out_of_range_mask(time_texts: Any, unread_mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return a mask of the unread rows with dates of unsupported years, such as 9999-12-31 for `never`."""
+    """Return the mask of unread rows with dates in unsupported years, such as 9999-12-31 for `never`."""
     is_beyond = np.zeros(len(unread_mask), np.bool_)
     if (unread_rows := np.flatnonzero(unread_mask)).size:
         is_beyond[unread_rows] = as_numpy_mask(
@@ -306,7 +306,7 @@ def _timestamps_to_us(timestamps: Any) -> tuple[NDArray[np.int64], NDArray[np.bo
     ticks = np.asarray(pc.fill_null(timestamps.cast(pa.int64()), 0))
     readable_mask = (ticks >= YEAR_1900_S * ticks_per_second) & (ticks < YEAR_2200_S * ticks_per_second)
     ticks = np.where(readable_mask, ticks, 0)
-    # Digits below a microsecond are dropped: they could only break ties within one.
+    # Digits below a microsecond are dropped: they could only order times within one microsecond.
     if ticks_per_second > MICROSECONDS_PER_SECOND:
         return ticks // (ticks_per_second // MICROSECONDS_PER_SECOND), readable_mask
     return ticks * (MICROSECONDS_PER_SECOND // ticks_per_second), readable_mask
@@ -325,7 +325,7 @@ def _seconds_to_us(seconds: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np
 def parse_time_texts(
     time_texts: Any, time_scale: TimeScale | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Parse texts, numbers as in other columns or ISO 8601: (microseconds, mask of times, mask of missing ones)."""
+    """Parse numbers or ISO 8601 texts: return (microseconds, mask of valid times, mask of missing ones)."""
     time_texts = _valid_utf_8_texts(time_texts)
     missing_mask = as_numpy_mask(pc.is_in(time_texts, value_set=_MISSING_VALUE_TEXTS))
     time_texts = pc.if_else(pa.array(missing_mask), "0", time_texts)
@@ -345,13 +345,13 @@ def parse_time_texts(
 
 
 def _valid_utf_8_texts(texts: Any) -> Any:
-    """Return strings, empty for a missing or invalid UTF-8 text."""
+    """Return the texts as strings, empty for a missing or invalid UTF-8 text."""
     raw_texts = pc.fill_null(texts.cast(pa.large_binary()), b"")
     return pc.if_else(pa.array(utf_8_mask(raw_texts)), raw_texts, pa.scalar(b"", raw_texts.type)).cast(pa.string())
 
 
 def _parse_numbers(number_texts: Any) -> tuple[Any, NDArray[np.bool_]]:
-    """Parse texts: (float64 with nulls, mask of the rows with a finite number or a missing value)."""
+    """Parse texts: return (float64 with nulls, mask of rows with a finite number or a missing value)."""
     number_texts = pc.utf8_trim_whitespace(_valid_utf_8_texts(number_texts))
     is_missing, is_numeric = (
         pc.is_in(number_texts, value_set=_MISSING_VALUE_TEXTS),
@@ -363,7 +363,7 @@ def _parse_numbers(number_texts: Any) -> tuple[Any, NDArray[np.bool_]]:
 
 
 def _parse_iso_times(time_texts: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    for timestamp_type in (pa.timestamp("us"), pa.timestamp("us", "UTC")):  # all of one form: the fast way
+    for timestamp_type in (pa.timestamp("us"), pa.timestamp("us", "UTC")):  # fast path: all texts have one form
         try:
             return _timestamps_to_us(time_texts.cast(timestamp_type))
         except pa.ArrowInvalid:

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from cache.errors import SourceError
 
 CASES_MAX: Final = 10
-"""Maximum number of cases shown of each reason."""
+"""Most cases shown for each reason."""
 EVENTS_SOURCE_PREFIX: Final = "events"
-"""Prefix of sources whose values events set: any caller can send these, so they refuse no night."""
+"""Prefix of sources for values that events set: any caller can send these, so they never refuse a night."""
 ALL_IDS_SOURCE: Final = "ids"
 """Source of remarks on the ids of all sources together."""
 SHOWN_CHARACTERS_MAX: Final = 256
-"""Characters of an id that are shown: the whole id, so that an erased one is found."""
+"""Most characters of an id that are shown: enough for a whole id, so that erased ids can be found in reports."""
 
 NO_ID_REASON = "no id"
 ID_LENGTH_REASON = "an id of 0 or more than 256 bytes"
@@ -36,45 +36,45 @@ TEXT_TOO_LONG_REASON = "a text longer than feature_text_bytes"
 
 _TIME_REMEDY = (
     "times are a timestamp type, ISO 8601 texts, or numbers of seconds since 1970 up to the year 2200; divide "
-    "milliseconds by 1,000 and microseconds by 1,000,000; dates such as 20231114 are read where the column holds no "
+    "milliseconds by 1,000 and microseconds by 1,000,000; dates such as 20231114 are read if the column has no "
     "seconds"
 )
 _REMEDY_BY_REASON: Final = {
-    NO_ID_REASON: "an empty id is none, nor is a word that programs write for nothing, such as NULL, \\N, NaN or None: "
+    NO_ID_REASON: "empty ids, and words for a missing value such as NULL, \\N, NaN or None, are not ids: "
     "fill them in, or name another column in [sources]",
-    ID_LENGTH_REASON: "an id has 1 to 256 bytes: fill empty ones in, and shorten long ones, e.g. to a hash",
+    ID_LENGTH_REASON: "an id has 1 to 256 bytes: fill in empty ones, and shorten long ones, e.g. to a hash",
     FIELD_COUNT_REASON: "a row has as many fields as the header: a separator at its end makes one more; a field "
     "that holds the "
-    'separator stands between quotes; if quotes do not enclose values, set [sources] quote = ""',
+    'separator must be quoted; if quotes do not enclose values, set [sources] quote = ""',
     LINE_BREAK_REASON: 'is a quote not closed? If quotes do not enclose values, set [sources] quote = ""',
     NOT_UTF_8_REASON: "convert the file, e.g. with iconv -t utf-8",
-    NO_TIME_REASON: "fill them in, or name another column in sources.timestamp_column",
+    NO_TIME_REASON: "add the times, or name another column in sources.timestamp_column",
     NOT_A_TIME_REASON: _TIME_REMEDY,
     TIME_RANGE_REASON: _TIME_REMEDY,
     TEXT_TOO_LONG_REASON: "shorten it, or raise feature_text_bytes, for nights and the service alike",
-    NOT_A_NUMBER_REASON: "weights are numbers, with a point before their fraction: if it is no weight, name "
+    NOT_A_NUMBER_REASON: "weights are numbers, with a decimal point: if it is not a weight, name "
     "another column in "
     "sources.weight_column",
 }
 
 UNKNOWN_ITEMS_NAMED_FIELD: Final = "unknown_items_named"
-"""Field of reports and fact of a generation: items that the catalogue lacks, and that a remark names."""
+"""Field of reports and of a generation's facts: unknown items that a remark names."""
 
 RowCase = Mapping[str, str | None]
 """Fields that identify a row, as far as known: `user`, `item`, `file`, `line`."""
 
 
 class ReasonReport(TypedDict):
-    """Rows of a source that cannot be used for one reason, and some of them."""
+    """Count of a source's rows that cannot be used for one reason, and some cases."""
 
     rows: int
     cases: list[dict[str, str | None]]
 
 
 class SourceReport(TypedDict):
-    """Rows of a source that were checked, and those left out, by reason; `remarks` on how they were read.
+    """Counts of a source's rows: checked, left out, and by reason; `remarks` on how they were read.
 
-    `named` are the ids that remarks name.
+    `named` are the ids in the remarks.
     """
 
     rows: int
@@ -85,13 +85,13 @@ class SourceReport(TypedDict):
 
 
 UnusableReport = dict[str, SourceReport]
-"""Rows by source (or table), in reports and the manifest."""
+"""Counts of rows by source (or table), in reports and the manifest."""
 
 
 class UnusableRows:
     """Counts of checked and unusable rows, by source (or table) and reason; thread-safe.
 
-    Cases with one of the `hidden_ids` ids are counted, not named.
+    Cases with an id in `hidden_ids` are counted but not named.
     """
 
     def __init__(self, hidden_ids: Collection[bytes] = ()) -> None:
@@ -109,7 +109,7 @@ class UnusableRows:
             self._checked_rows_by_source[source_name] = self._checked_rows_by_source.get(source_name, 0) + row_count
 
     def note(self, source_name: str, reason: str, row_count: int, cases: Iterable[RowCase]) -> None:
-        """Counts rows of a source that cannot be used for this reason; `cases` name some of them."""
+        """Count rows of a source that cannot be used for this reason; `cases` name some of them."""
         with self._lock:
             report_by_reason = self._reasons_by_source.setdefault(source_name, {})
             reason_report = report_by_reason.setdefault(reason, {"rows": 0, "cases": []})
@@ -125,9 +125,9 @@ class UnusableRows:
         describe_row: Callable[[int], RowCase],
         is_event_row: NDArray[np.bool_] | None = None,
     ) -> NDArray[np.bool_]:
-        """Note masks by reason, each row under its first; return the mask of all bad rows.
+        """Note masks by reason, each row under its first reason; return the mask of all bad rows.
 
-        Bad rows in `is_event_row` are counted as checked, and left out, under events.
+        Bad rows in `is_event_row` are counted under the events' source, as checked and as left out.
         """
         if is_event_row is not None:
             event_mask_by_reason = {bad_reason: rows & is_event_row for bad_reason, rows in bad_mask_by_reason.items()}
@@ -152,7 +152,7 @@ class UnusableRows:
         return is_noted
 
     def add_report(self, report: UnusableReport) -> None:
-        """Add the counts of a `to_json` report."""
+        """Add the counts of a report from `to_json`."""
         for source_name, source_report in report.items():
             self.count_checked(source_name, source_report["rows"])
             for remark_text in source_report.get("remarks", ()):
@@ -161,7 +161,7 @@ class UnusableRows:
                 self.note(source_name, reason, reason_report["rows"], reason_report["cases"])
 
     def remark(self, source_name: str, remark_text: str, named_ids: Iterable[str] = ()) -> None:
-        """Notes a sentence on how the rows of a source were read, each once, and the ids that it names."""
+        """Add a sentence on how a source's rows were read, once, with the ids that it names."""
         with self._lock:
             self._remark_ids_by_source.setdefault(source_name, set()).update(named_ids)
             source_remarks = self._remarks_by_source.setdefault(source_name, [])
@@ -169,19 +169,19 @@ class UnusableRows:
                 source_remarks.append(remark_text)
 
     def remarks(self, source_name: str) -> list[str]:
-        """Sentences on how the rows of a source were read."""
+        """Return the remarks on how the rows of a source were read."""
         return list(self._remarks_by_source.get(source_name, ()))
 
     def remarks_of_all(self) -> list[str]:
-        """Sentences on how the rows of all sources were read."""
+        """Return the remarks on how the rows of all sources were read."""
         return [text for source in sorted(self._remarks_by_source) for text in self._remarks_by_source[source]]
 
     def left_out(self, source_name: str) -> int:
-        """Number of rows of a source that were noted."""
+        """Return the number of unusable rows of a source."""
         return sum(reason_report["rows"] for reason_report in self._reasons_by_source.get(source_name, {}).values())
 
     def demand_some(self, source_name: str, files_text: str) -> None:
-        """Raises SourceError where there are rows and not one of them can be used."""
+        """Raise SourceError if rows were checked and none of them can be used."""
         checked_rows = self._checked_rows_by_source.get(source_name, 0)
         if not checked_rows or self.left_out(source_name) < checked_rows:
             return
@@ -211,7 +211,7 @@ class UnusableRows:
 
 
 def merge_reports(reports: Iterable[UnusableReport]) -> UnusableReport:
-    """Several `to_json` as one."""
+    """Merge several reports from `to_json`."""
     unusable = UnusableRows()
     for report in reports:
         unusable.add_report(report)
@@ -219,7 +219,7 @@ def merge_reports(reports: Iterable[UnusableReport]) -> UnusableReport:
 
 
 def ids_named_in(report: UnusableReport) -> set[str]:
-    """Every id that a `to_json` names."""
+    """Return all ids that a report from `to_json` names."""
     remark_ids = {name for source_report in report.values() for name in source_report.get("named", ())}
     return remark_ids | {
         str(case[entity_kind])
@@ -232,14 +232,14 @@ def ids_named_in(report: UnusableReport) -> set[str]:
 
 
 def left_out_share(source_report: SourceReport, threshold: float) -> float:
-    """Share of a source's rows that are left out; a single one is none, unless the threshold is 0."""
+    """Return the share of a source's rows that are left out; 0 for a single row, unless the threshold is 0."""
     if source_report["left_out"] <= 1 and threshold > 0:
         return 0.0
     return source_report["left_out"] / max(1, source_report["rows"])
 
 
 def find_worst_source(report: Mapping[str, Any], threshold: float) -> tuple[str, float]:
-    """Source of a `to_json` of which the largest share is left out, and that share; events judge no night."""
+    """Return (name, share) of the source with the largest share left out; events never judge a night."""
     share_by_source = {
         name: left_out_share(source_report, threshold)
         for name, source_report in report.items()
@@ -250,7 +250,7 @@ def find_worst_source(report: Mapping[str, Any], threshold: float) -> tuple[str,
 
 
 def format_case_value(value: Any) -> str | None:
-    """A value as a case shows it: text, at most SHOWN_CHARACTERS_MAX characters of it."""
+    """Return a value as cases show it: a text of at most SHOWN_CHARACTERS_MAX characters, longer ones shortened."""
     if value is None:
         return None
     text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
@@ -263,6 +263,6 @@ def _format_example(cases: list[dict[str, str | None]]) -> str:
 
 
 def remedy(reason: str) -> str:
-    """Remedy for a reason, in brackets, empty if none is known; reasons of a column are `column: reason`."""
+    """Return the remedy for a reason in brackets, empty if none is known; a column's reason is `column: reason`."""
     remedy_text = _REMEDY_BY_REASON.get(reason.rpartition(": ")[2])
     return f" [{remedy_text}]" if remedy_text else ""

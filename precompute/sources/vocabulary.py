@@ -1,4 +1,4 @@
-"""Vocabularies: ids as numbers, in an order of their own or by first occurrence, and counts of distinct ones."""
+"""Vocabularies: ids as numbers, in a given order or by first occurrence, and counts of distinct ids."""
 
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
@@ -11,20 +11,20 @@ from cache.format.ids import FINGERPRINT_SEED
 from precompute.sources.columns import Ids, text_hashes
 
 CHUNK_ROWS_MAX = 1 << 18
-"""Ids handled at once; their texts fit offsets of 32 bits."""
+"""Ids processed at once, so that their texts fit 32-bit offsets."""
 
 SMALLEST_HASHES_MAX = 1 << 16
-"""Smallest hashes that a count of distinct ones keeps."""
+"""Smallest hashes that a count of distinct hashes keeps."""
 
 WAITING_BATCHES_MAX: Final = 64
-"""Batches whose names wait to be merged."""
+"""Batches whose names wait to be merged, at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
-    """Distinct ids in an order of their own: `texts` is a chunked Arrow array of strings.
+    """Distinct ids in a given order: `texts` is a chunked Arrow array of strings.
 
-    Ids are compared by 128 bits, as in `Ids.of`; 24 bytes each besides the texts.
+    Ids are compared by 128-bit hashes, as in `Ids.of`; 24 bytes each besides the texts.
     """
 
     texts: Any
@@ -61,15 +61,15 @@ class Vocabulary:
 
 
 def repeated_text_rows(arrow_texts: Any) -> NDArray[np.int64]:
-    """Return the rows, ascending, of Arrow strings whose text an earlier row has."""
+    """Return the rows, ascending, of Arrow strings that repeat the text of an earlier row."""
     hashes, fingerprints = text_hashes(arrow_texts, 0), text_hashes(arrow_texts, FINGERPRINT_SEED)
-    order = np.lexsort((fingerprints, hashes))  # stable
+    order = np.lexsort((fingerprints, hashes))  # stable, so an earlier row comes first
     is_repeat = (hashes[order][1:] == hashes[order][:-1]) & (fingerprints[order][1:] == fingerprints[order][:-1])
     return np.sort(order[1:][is_repeat])
 
 
 def to_string_chunks(column: Any) -> Any:
-    """Convert a column to strings in chunks of CHUNK_ROWS_MAX at most, each with offsets of 32 bits."""
+    """Convert a column to strings, in chunks of at most CHUNK_ROWS_MAX with 32-bit offsets."""
     chunks = [
         chunk.slice(start, CHUNK_ROWS_MAX).cast(pa.string())
         for chunk in column.chunks
@@ -79,9 +79,9 @@ def to_string_chunks(column: Any) -> Any:
 
 
 class DistinctCounter:
-    """Count of distinct 64-bit hashes, from the smallest of them: exact up to SMALLEST_HASHES_MAX, then within 0.4 %.
+    """Count of distinct 64-bit hashes from the smallest ones: exact up to SMALLEST_HASHES_MAX, then within 0.4 %.
 
-    The estimator is that of the k minimum values (Beyer et al., SIGMOD 2007).
+    The estimator is that of k minimum values (Beyer et al., SIGMOD 2007).
     """
 
     def __init__(self, hashes_max: int = SMALLEST_HASHES_MAX) -> None:
@@ -89,7 +89,7 @@ class DistinctCounter:
         self.smallest_hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
 
     def add(self, hashes: NDArray[np.uint64]) -> None:
-        """Add any number of hashes, repetitions included."""
+        """Add hashes, repeated ones allowed."""
         if len(self.smallest_hashes) == self._hashes_max:
             hashes = hashes[hashes < self.smallest_hashes[-1]]
         self.smallest_hashes = np.union1d(self.smallest_hashes, hashes)[: self._hashes_max]
@@ -105,7 +105,7 @@ class DistinctCounter:
 
 @dataclass(slots=True, eq=False)
 class NumberedIds:
-    """Ids numbered by first occurrence; 4 bytes for each row, and each text once."""
+    """Ids numbered by first occurrence; memory is 4 bytes per row, and each text once."""
 
     names: Any = field(default_factory=lambda: pa.array([], pa.large_string()))
     _codes: list[NDArray[np.int32]] = field(default_factory=list)
@@ -139,7 +139,7 @@ class NumberedIds:
 
 @dataclass(slots=True, eq=False)
 class HashedIds:
-    """Ids distinguished by their hashes alone, for grouping rows without their names."""
+    """Ids distinguished only by their hashes, for grouping rows without their names."""
 
     _hashes: list[NDArray[np.uint64]] = field(default_factory=list)
     _codes: list[NDArray[np.int32]] = field(default_factory=list)
@@ -150,7 +150,7 @@ class HashedIds:
         self._codes.append(ids.codes)
 
     def codes(self) -> tuple[NDArray[np.int64], int]:
-        """Return (int64[rows], a number from 0 for each row's id; the number of ids)."""
+        """Return (int64[rows], the number of each row's id, from 0; the number of distinct ids)."""
         distinct_hashes, distinct_positions = np.unique(np.concatenate(self._hashes), return_inverse=True)
         batch_starts = np.cumsum([0, *map(len, self._hashes)])
         code_batches = [

@@ -1,4 +1,4 @@
-"""Assembly of the shards: all are there; their pages are numbered, and nothing is sorted or moved."""
+"""Step `assemble`: checks that all shards were scored; their pages are numbered, nothing is sorted or moved."""
 
 from typing import TypedDict
 
@@ -20,7 +20,7 @@ class AssembleResult(TypedDict):
 @convert_disk_errors
 @with_host_copies
 def run(config: NightConfig, build: BuildId) -> AssembleResult:
-    """Check that every shard is there; raises Conflict, naming them, if some were not scored."""
+    """Check that every shard was scored; raise Conflict naming those that were not."""
     generation_build = Build.of(config, build)
     generation_build.need_report(BEGIN_REPORT)
     with record_step_time(generation_build, "assemble"):

@@ -103,7 +103,7 @@ ERASURE_TRIES_MAX = 10
 class BegunNight:
     """Night that begins: its input, and the products of its sub-steps (`READING`, `AFTER_READING`) once they have run.
 
-    `known_fields` are fields of the report that are known before, `early_remarks` remarks that are.
+    `known_fields` and `early_remarks` are fields of the report and remarks known before the sub-steps run.
     """
 
     build: Build
@@ -129,11 +129,11 @@ class BegunNight:
 
     @property
     def counts_clicks(self) -> bool:
-        """True if defaults are the items with the most clicks; else `embed_items` makes them."""
+        """True if the defaults are the most clicked items, written by `begin`; else `embed_items` computes them."""
         return bool(self.build.config.sources.interactions)
 
     def report_rows_read(self, rows: int) -> None:
-        """Report progress, and a model that does not open: now, not after hours of reading."""
+        """Report progress; raise the error of a model that cannot be opened now, not after hours of reading."""
         if self.bundle_pinning.done():
             self.bundle_pinning.result()
         self.progress("read interactions", rows, 0)
@@ -151,27 +151,28 @@ def run(
 ) -> BegunBuild:
     """Name the generation, pin its inputs, write the catalogue and partition the sources by hash range.
 
-    The cut is `data_until`, else the configuration's, else `run_after`: rows at or after it are left out, rows
-    without a time stay. Without any of these the generation is `named` after a time and nothing is cut. Events are read
-    up to a position, else all that were taken over; no cut leaves one out. If what is live is newer than a cut that
-    nobody chose, there is nothing to do: it is returned as already live, with the reason as `nothing_newer`.
+    The cut is `data_until`, else the setting, else `run_after`: rows at or after it are left out, rows without a time
+    are kept. Without a cut, the generation is `named` after a time and all rows count. Events are read up to a
+    position, by default all that are in files, also those after the cut. If the live generation is newer than a cut
+    that was not chosen explicitly, nothing is computed: the result names the live generation, with the reason in
+    `nothing_newer`.
     """
     data_until = data_until or config.data_until
     cut_time = data_until or run_after or named
     if cut_time is None:
-        raise ConfigError("a night needs a cut: give data_until, or the scheduler's run_after")
+        raise ConfigError("a night needs a cut: set data_until, or pass the scheduler's run_after")
     cut, night_further_input = parse_time(cut_time), further_input_reader()(config, events_until)
     if not config.sources.names_users:
         raise ConfigError(
             "sources.interactions is empty, and so are sources.user_vectors and sources.user_features: name the files "
             "the night is computed from, in the file given by --config or LARDER_CONFIG"
         )
-    with open_releases(config) as releases:  # before hours of work that could not be published
+    with open_releases(config) as releases:  # checked before hours of work that could not be published
         if cut_time is named:
-            # The clock of whoever wrote a file may be ahead, and so may a producer's position: what is named after such
-            # a time would keep all nights before it from being published.
+            # File times and event positions may come from a clock that is ahead. A generation named after such a time
+            # would keep all nights before that time from being published.
             clock_time = datetime.fromtimestamp(int(releases.clock()), UTC)
-            # What it has is as new as its further input.
+            # The generation is as new as its newest further input.
             newest_input_at = (
                 cut
                 if night_further_input.newest_s is None
@@ -189,9 +190,9 @@ def run(
     if not config.sources.item_vectors:
         with chosen_bundle(config) as bundle:
             return _begin(config, bundle, cut, night_further_input, input_files, cut_text=cut_text, progress=progress)
-    # Pinned first: what changes from here on, while its bundle is made too, is noticed.
+    # Pinned before the bundle is made, so that changes of the files from here on are noticed.
     pinned_inputs = digest_files(input_files.all)
-    # Events choose no bundle but by the vectors of new items: it stays for all nights over the same tables and these.
+    # Events affect the bundle only by the vectors of new items: it stays the same for all nights over these tables.
     non_event_digest = digest_of(
         [
             pinned_input
@@ -221,10 +222,10 @@ def run(
 def _already_live_report(
     store: ArtefactStore, config: NightConfig, live_generation: str, cut: datetime, *, is_named: bool
 ) -> BegunBuild:
-    """Return the step's result where the live generation is newer than the night would be."""
+    """Return the result of a night that is not computed because the live generation is newer."""
     if is_named:
         reason = (
-            f"nothing is newer: {live_generation} is live already, and the last change of an input is of "
+            f"no input is newer: {live_generation} is live already, and the last change of an input was at "
             f"{cut.isoformat()}; to "
             "compute it again all the same (for other settings), give --data-until"
         )
@@ -279,14 +280,15 @@ def _begin(
             demand_allowed("begin", generation, state)
             if state is None:
                 releases.note(generation, GenerationState.BEGUN)
-            rolled_back_remarks = describe_rolled_back_model(releases, bundle.digest)  # before their files go
+            rolled_back_remarks = describe_rolled_back_model(releases, bundle.digest)  # before `sweep`
             sweep(config, releases, attempt=generation, generation_being_made=generation)
             prior = prior_index().choose(releases, config, bundle, making=generation)
-        # Noted first, looked at again after: an erasure sees this generation, or is seen by it.
+        # An erasure is recorded first, then checks generations; this night is noted first, then checks erasures. So one
+        # sees the other.
         if ErasedEntities.of(all_erasures(store)) == erased_entities:
             break
     else:
-        raise Conflict("erasures were written each time they were looked at; run `begin` again")
+        raise Conflict("erasures were written during each of several attempts; run `begin` again")
     if build.read_report(BEGIN_REPORT) is None:
         for note_named in notes_on_new_generation():
             note_named(store, generation, erased_entities)
@@ -306,7 +308,7 @@ def _begin(
 
 
 def _prepare(night: BegunNight, sources_digest: str) -> None:
-    """Run all sub-steps, and write the report of `begin`: the fields that they return, and those known before."""
+    """Run all sub-steps and write the report of `begin`: their fields, and those known before."""
     started = time.perf_counter()
     report: dict[str, Any] = {**night.known_fields, **night.further_input.facts}
     unchanged = demand_unchanged_sources(sources_digest, night.input_files.all)
@@ -391,7 +393,7 @@ def _gather_remarks(night: BegunNight) -> RemarkFields:
     config, bundle, cut, facts = night.build.config, night.bundle, night.cut, night.known_fields
     items, partition_result, input_files = night.items, night.partition_result, night.input_files
     if not partition_result.users:
-        raise ConfigError("the sources name no entity at all; is sources.interactions right?")
+        raise ConfigError("the sources name no entity: check sources.interactions")
     if config.sources.interactions:
         demand_enough_ids(partition_result.users, items.count)
     list_tables = [table for table in config.tables.values() if table.kind != "value"]
@@ -455,7 +457,7 @@ def _finish_files(night: BegunNight) -> FileFields:
 
 
 class SubStep(NamedTuple):
-    """Part of `begin`, with the class of its fields of the report."""
+    """Part of `begin`, with the class of its report fields."""
 
     name: str
     run: Callable[[BegunNight], Mapping[str, Any]]
@@ -468,14 +470,14 @@ READING: Final = (
     SubStep("attributes of items", _write_attributes, AttributeFields),
     SubStep("users by shard", _partition_users, UserFields),
 )
-"""Sub-steps in their order while no source file may change; the bundle is copied beside them."""
+"""Sub-steps in order, during which no source file may change; the bundle is copied in parallel."""
 
 AFTER_READING: Final = (
     SubStep("remarks on the figures", _gather_remarks, RemarkFields),
     SubStep("defaults by clicks", _write_defaults, FacetFields),
     SubStep("files for the other steps", _finish_files, FileFields),
 )
-"""Sub-steps after them."""
+"""Sub-steps after `READING`."""
 
 
 def in_night(night: Night) -> StepRow:
@@ -499,9 +501,9 @@ def in_night(night: Night) -> StepRow:
 
 @contextmanager
 def demand_unchanged_sources(sources_digest: str, source_files: Sequence[SourceFile]) -> Iterator[None]:
-    """Raise StoreError if one of the files changed during the block, also if it could be read.
+    """Raise StoreError if one of the files changed during the block, even if it could be read.
 
-    Files that arrive meanwhile are not included: they are for the next night.
+    Files that arrive meanwhile do not count: they are for the next night.
     """
     with explain_changed_sources(sources_digest, source_files):
         yield
@@ -511,10 +513,10 @@ def demand_unchanged_sources(sources_digest: str, source_files: Sequence[SourceF
 
 @contextmanager
 def explain_changed_sources(sources_digest: str, source_files: Sequence[SourceFile]) -> Iterator[None]:
-    """Raise StoreError in place of an error in the block if files changed meanwhile: a retry may succeed."""
+    """Raise StoreError in place of an error in the block if files changed meanwhile, since a retry may succeed."""
     try:
         yield
-    except (SourceError, Refused, StoreError) as error:  # what is written over reads like damage
+    except (SourceError, Refused, StoreError) as error:  # a file that is being overwritten looks damaged
         if _are_sources_unchanged(sources_digest, source_files):
             raise
         raise _sources_changed_error() from error
@@ -532,14 +534,14 @@ def _sources_changed_error() -> StoreError:
 
 
 def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
-    """Copy a tested bundle into the generation, its models also under their own names.
+    """Copy a bundle into the generation, its models also under their own names, and try the models.
 
-    Returns its files, sorted; raises BundleError for a model that differs from the bundle's description.
+    Returns the bundle's files, sorted; raises BundleError for a model that differs from the bundle's description.
     """
     for model in bundle.models:
         for source_path, name, _ in model.files:
             link_or_copy_file(source_path, build.path(name))
-    # From where all other steps open them: what does not open there fails here, not hours later.
+    # Tried at the paths of later steps: a model that cannot be opened fails here, not hours later.
     bundle.try_models(lambda model: build.path(f"models/{model.name}.fp32.onnx"))
     bundle_file_names = sorted(
         path.relative_to(bundle.path).as_posix() for path in bundle.path.rglob("*") if path.is_file()
@@ -550,18 +552,18 @@ def pin_bundle(build: Build, bundle: Bundle) -> list[str]:
 
 
 def _demand_histories(config: NightConfig, bundle: Bundle) -> None:
-    """Raise ConfigError if users have features alone, and the model needs a history."""
+    """Raise ConfigError if users only have features, but the model needs a history."""
     sources = config.sources
     has_features_alone = not sources.interactions and not sources.user_vectors
     if has_features_alone and bundle.needs_history and not bundle.answers_without_history:
         raise ConfigError(
-            "sources.interactions is empty, and so is sources.user_vectors, and the model takes a history and no "
+            "sources.interactions and sources.user_vectors are empty, but the model takes a history and no "
             "features: name the files of interactions, or those of vectors of users"
         )
 
 
 def _describe_feature_only_users(begin_report: BeginReport) -> str:
-    """Describe the users of the feature table alone that get no records; empty without any."""
+    """Describe the users that only the feature table names and that get no records; empty if there are none."""
     feature_only_count = begin_report.get("featured", 0)
     if not feature_only_count or begin_report[FEATURE_ONLY_USERS_FACT] or not begin_report["answers_without_history"]:
         return ""
@@ -573,7 +575,7 @@ def _describe_feature_only_users(begin_report: BeginReport) -> str:
 
 
 def _computes_feature_only_users(config: NightConfig, bundle: Bundle, partition_result: PartitionResult) -> bool:
-    """True if users of the feature table alone are computed by a model that also takes histories."""
+    """True if users that only the feature table names are computed, by a model that also takes histories."""
     if not bundle.answers_without_history:
         return False
     if config.featured_users == "auto":
@@ -583,7 +585,7 @@ def _computes_feature_only_users(config: NightConfig, bundle: Bundle, partition_
 
 
 def _describe_rows_read(begin_report: BeginReport) -> str:
-    """Describe the numbers of interactions read, and of rows left out."""
+    """Describe how many interactions were read, and which rows were left out."""
     source_names = (INTERACTIONS_SOURCE, EVENT_INTERACTIONS_SOURCE)
     source_reports = [begin_report["unusable"][name] for name in source_names if name in begin_report["unusable"]]
     all_remarks = [
@@ -603,7 +605,7 @@ def _describe_rows_read(begin_report: BeginReport) -> str:
 
 
 def _data_shape(partition_result: PartitionResult, item_count: int) -> InteractionFigures:
-    """Return the figures of all rows that were read; without ids, since reports outlive an erasure."""
+    """Return the figures of all rows that were read, without ids, since reports outlive an erasure."""
     interaction_counts, row_counts = (partition_result.interaction_counts, partition_result.interaction_counts.rows)
     named_item_count = int((interaction_counts.popularity > 0).sum()) + len(interaction_counts.unknown)
     return InteractionFigures(
@@ -619,7 +621,7 @@ def _data_shape(partition_result: PartitionResult, item_count: int) -> Interacti
 
 
 def _remarks_on_ineffective_cut(night: BegunNight) -> list[str]:
-    """Return a remark on a cut if no interaction has a time."""
+    """Return a remark if there is a cut but no interaction has a time."""
     interaction_counts = night.partition_result.interaction_counts
     if (
         night.cut is None
@@ -635,7 +637,7 @@ def _remarks_on_ineffective_cut(night: BegunNight) -> list[str]:
 
 
 def _remarks_on_unknown_items(config: NightConfig, partition_result: PartitionResult, items: ItemTable) -> list[str]:
-    """Remark on interactions with items that the catalogue lacks, if they are many."""
+    """Return a remark if many interactions have items that the catalogue lacks."""
     interaction_counts = partition_result.interaction_counts
     event_report = partition_result.unusable.get(EVENT_INTERACTIONS_SOURCE)
     event_row_count = 0 if event_report is None else event_report["rows"]
@@ -648,13 +650,13 @@ def _remarks_on_unknown_items(config: NightConfig, partition_result: PartitionRe
 
 
 def _remarks_on_late_training(bundle: Bundle, cut: str | None) -> list[str]:
-    """Remark on a model trained on interactions after the cut, by which the night is judged."""
+    """Return a remark if the model was trained on interactions after the cut, by which gates judge the night."""
     trained_until = bundle.training.get("trained_until")
     if cut is None or trained_until is None or parse_time(trained_until) < parse_time(cut):
         return []
     remark = (
-        f"the model has learnt from interactions up to {trained_until}, and `heldout_recall` judges by those after "
+        f"the model was trained on interactions up to {trained_until}, but `heldout_recall` judges by those after "
         f"{cut}, so "
-        f"it says too much: train it with `larder train --data-until {cut}`"
+        f"the recall is too high: train it with `larder train --data-until {cut}`"
     )
     return [remark]

@@ -1,4 +1,4 @@
-"""Embedding of items: the item tower over the catalogue, once for all shards."""
+"""Step `embed_items`: runs the item tower over the catalogue, once for all shards."""
 
 import time
 
@@ -30,9 +30,9 @@ from precompute.steps.night import Night, StepRow
 @convert_disk_errors
 @with_host_copies
 def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> EmbedItemsReport:
-    """The item tower over the whole catalogue; every shard compares with these vectors.
+    """Write the vectors of all items, with which every shard compares; return the report.
 
-    In a night without interactions the defaults follow from them, which `begin` made otherwise.
+    In a night without interactions, also write the defaults, computed from the vectors; otherwise `begin` wrote them.
     """
     generation_build = Build.of(config, build)
     if (finished_report := generation_build.read_report(EMBED_ITEMS_REPORT)) is not None:
@@ -83,7 +83,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> E
 
 
 def _write_defaults(build: Build, bundle: Bundle, items: ItemTable) -> FacetFields:
-    """Write defaults and tables by scores for sources without popularity: the items with the best mean scores."""
+    """Write the defaults and score tables of sources without interactions: the items with the highest mean scores."""
     user_vectors = sample_user_vectors(build, bundle, items)
     write_defaults(build, bundle, lambda table: find_favourites(items, user_vectors, metric_of(bundle, table), table.k))
     build.finish(DEFAULTS)
@@ -110,7 +110,6 @@ def in_night(night: Night) -> StepRow:
         model_name for model_name, is_reproducible in report.get("regrouped", {}).items() if not is_reproducible
     ):
         summary += (
-            "\nnot copied, as last digits depend on which rows are computed together: "
-            f"{', '.join(irreproducible_models)}"
+            f"\nnot copied, since last digits depend on the other rows of a batch: {', '.join(irreproducible_models)}"
         )
     return StepRow(report, summary, item_count, "items", item_count * dims * 4)

@@ -1,4 +1,4 @@
-"""Indexes: FAISS over the item vectors, one for each metric, with the recall measured on real users."""
+"""Step `index`: builds a FAISS index over the item vectors for each metric, and measures its recall."""
 
 import time
 
@@ -34,7 +34,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> I
         for table in configured_tables(config, bundle).values()
         if table.kind in ("user_topk", "item_similar")
     })  # fmt: skip
-    # Recall is measured with vectors of users, for these are what the index is asked with.
+    # Recall is measured with users' vectors, since the index is searched with those.
     query_vectors = sample_user_vectors(generation_build, bundle, items)
     indexes: dict[str, IndexEntry] = {}
     for metric_index, metric in enumerate(metrics):

@@ -1,4 +1,4 @@
-"""Loading a generation: its pages into Redis, if Redis has room for them."""
+"""Step `load`: streams a generation's pages into Redis, if Redis has room for them."""
 
 import time
 from typing import Any, NotRequired, TypedDict
@@ -21,7 +21,7 @@ from precompute.steps.night import Night, StepRow
 
 
 class LoadResult(TypedDict):
-    """Result of the step: bytes of all pages, and of those that were moved; `remark` on a short time limit."""
+    """Result of the step: bytes of all pages, and of those streamed; `remark` on a short time limit."""
 
     generation: str
     bytes: int
@@ -32,7 +32,7 @@ class LoadResult(TypedDict):
 
 @with_host_copies
 def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> LoadResult:
-    """Stream all pages into Redis; parts that are there stay. Refused before Redis would run full."""
+    """Stream all missing pages into Redis; raise Refused if Redis has too little room."""
     generation_build, started = Build.of(config, build), time.perf_counter()
     manifest = write_manifest(generation_build, fact_functions())
     for artefact in manifest.pages():
@@ -69,7 +69,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> L
             if state in (None, GenerationState.BEGUN):
                 note_loaded(releases, generation_build.generation, governor=governor)
     seconds = time.perf_counter() - started
-    # Also where nothing was left to move: whoever moved it may have been killed before it could say so.
+    # Written even if no page was missing: an earlier attempt may have been killed before it wrote the report.
     if generation_build.read_report(LOAD_REPORT) is None:
         generation_build.report(LOAD_REPORT, LoadReport(seconds=seconds))
     result: LoadResult = {
@@ -87,7 +87,7 @@ def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
     result = run(night.config, night.build, progress=night.progress)
     loaded_bytes, size_bytes = result["loaded_bytes"], result["bytes"]
-    summary = "all pages" if loaded_bytes == size_bytes else f"{size_text(loaded_bytes)} moved, the rest was there"
+    summary = "all pages" if loaded_bytes == size_bytes else f"{size_text(loaded_bytes)} loaded, the rest was there"
     remark_line = f"\nnote: {remark}" if (remark := result.get("remark")) else ""
     return StepRow(result, f"{summary}{remark_line}", loaded_bytes, "B", size_bytes)
 

@@ -19,8 +19,8 @@ from precompute.config.settings import NightConfig
 class Night:
     """Values that any step may need; `generation` is empty before `begin`.
 
-    `data_until`, `run_after` and `named` are times (ISO 8601) as `begin` wants them. `attempt` names this try: a repeat
-    of a publish is recognised by it.
+    `data_until`, `run_after` and `named` are times (ISO 8601) for `begin`. `attempt` names this run, by which a
+    repeated publish is recognised.
     """
 
     config: NightConfig
@@ -33,13 +33,13 @@ class Night:
 
     @property
     def build(self) -> BuildId:
-        """Value that the steps after `begin` take."""
+        """Argument of the steps after `begin`."""
         return {"generation": self.generation}
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Result of a step and its row in a night's table: how many, and bytes, are 0 where they have no meaning.
+    """Result of a step and its row in a night's table; `count` and `size_bytes` are 0 if they have no meaning.
 
     `summary` may have several lines.
     """
@@ -51,7 +51,7 @@ class StepRow:
     size_bytes: int = 0
 
     def rate(self, seconds: float) -> str:
-        """Rate per second, for people; empty where nothing is counted."""
+        """Format the rate per second; empty if nothing was counted."""
         if not self.count:
             return ""
         per_second = self.count / max(seconds, 1e-9)
@@ -59,14 +59,14 @@ class StepRow:
 
 
 def find_step(step_name: str) -> Callable[[Night], StepRow]:
-    """The step of that name: `in_night` of its module in `precompute.steps`."""
+    """Return the step of that name: `in_night` of its module in `precompute.steps`."""
     run_step: Callable[[Night], StepRow] = import_module(f"precompute.steps.{step_name}").in_night
     return run_step
 
 
 def run_night(night: Night, last_step: str = NIGHT_STEPS[-1]) -> list[tuple[str, StepRow, float]]:
-    """Begin to `last_step`, each step with its row and seconds; ends early if this generation is live."""
-    devices(night.config.device)  # what is not there is said before anything is read
+    """Run the steps up to `last_step`; return each with its row and seconds. Ends early if this generation is live."""
+    devices(night.config.device)  # raises for a missing device before any file is read
     finished_steps: list[tuple[str, StepRow, float]] = []
     with hold_running_file(night.config) as note_step:
         for step_name in NIGHT_STEPS:

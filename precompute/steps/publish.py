@@ -1,4 +1,4 @@
-"""Publication: the pointer moved to a verified generation, once replicas hold it ready."""
+"""Step `publish`: moves the pointer to a verified generation, once replicas hold it ready."""
 
 from typing import Any, NotRequired, TypedDict
 
@@ -23,7 +23,7 @@ from precompute.steps.night import Night, StepRow
 
 
 class PublishResult(TypedDict):
-    """Result of the step: the pointer, and whether it was moved; `notes` on a generation that was published."""
+    """Result of the step: the pointer, and whether it was moved; `notes` on a publish."""
 
     generation: str
     epoch: int
@@ -34,11 +34,10 @@ class PublishResult(TypedDict):
 
 @with_host_copies
 def run(config: NightConfig, verified: BuildId, *, attempt: str, progress: Progress = quiet) -> PublishResult:
-    """Read a record of every table, wait until replicas hold the generation ready, move the pointer and read it back.
+    """Check a record of every table, wait until replicas hold the generation ready, move the pointer and read it back.
 
-    Raises Conflict, and nothing is published, when too few replicas become ready within
-    `flip.wait_s`, if replicas of Redis lag behind for that long, or when another generation is live than the one that
-    `verify` compared with.
+    Raises Conflict, without publishing, if too few replicas become ready within `flip.wait_s`, if replicas of Redis lag
+    for that long, or if another generation is live than the one that `verify` compared with.
     """
     build = Build.of(config, verified)
     manifest = write_manifest(build, fact_functions())
@@ -56,10 +55,11 @@ def run(config: NightConfig, verified: BuildId, *, attempt: str, progress: Progr
             for entity_set in manifest.entity_sets.values():
                 for part in entity_set.parts:
                     fetch_checked(build.store, build.generation, part.file)
-            # Before the pointer moves: afterwards it would be too late to find that nothing can be read.
+            # Checked before the pointer moves, since readers would fail after it.
             for table in manifest.stored_tables.values():
                 _check_last_record(build, manifest, table, releases.control)
-            # Reading everything back, where a node has started since, takes too long for replicas to stand by.
+            # Done before replicas are asked to wait: if a Redis node was restarted, all pages are read back, which
+            # takes long.
             wait_s = config.flip.wait_s
             confirm_pages(releases, build.generation, verify_report, timeout_s=wait_s, governor=governor)
             node_report: VerifyReport = {"run_ids": run_ids(releases.control.client)}
@@ -69,11 +69,12 @@ def run(config: NightConfig, verified: BuildId, *, attempt: str, progress: Progr
                     releases, build.generation, attempt=attempt, verified=verify_report, governor=governor
                 )
         else:
-            # A publisher killed right after its move left its note: replicas would hold the generation on its behalf.
+            # A publisher that was killed right after its move left its note, for which replicas would hold the
+            # generation.
             StagingNote(releases.control).clear(attempt, build.generation)
         live_pointer = releases.control.read_pointer()
         if live_pointer is None or live_pointer.epoch < move_result.pointer.epoch:
-            raise CorruptArtefact("the pointer that was written cannot be read back")
+            raise CorruptArtefact("the written pointer cannot be read back")
         audit_details["changed"] = move_result.has_moved
     return {
         "generation": move_result.pointer.generation,

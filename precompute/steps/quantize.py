@@ -1,4 +1,4 @@
-"""Quantization: int8 forms of the live models, compared with fp32 on real inputs, which features sample."""
+"""Step `quantize`: writes int8 versions of the live models, compared with fp32 on real inputs."""
 
 import time
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from precompute.steps.night import Night, StepRow
 @convert_disk_errors
 @with_host_copies
 def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> QuantizeReport:
-    """int8 versions of the live models, calibrated and compared with fp32 on a sample of real inputs."""
+    """Write int8 versions of the live models, calibrated and compared with fp32 on a sample; return the report."""
     generation_build = Build.of(config, build)
     if (finished_report := generation_build.read_report(QUANTIZE_REPORT)) is not None:
         return finished_report
@@ -99,6 +99,6 @@ def in_night(night: Night) -> StepRow:
 
 def _agreement_text(agreement: Mapping[str, Any]) -> str:
     if fp32_reason := agreement.get("why"):
-        return f"fp32 ({fp32_reason})"  # models of trees
+        return f"fp32 ({fp32_reason})"  # tree models
     overlap = f" overlap {agreement['overlap_at_20']:.4f}" if "overlap_at_20" in agreement else ""
     return f"{agreement.get('precision')}{overlap}"

@@ -1,4 +1,4 @@
-"""Step `retire`: removes generations that no reader and no roll back needs, and leftovers of killed programs."""
+"""Step `retire`: removes generations that no reader or roll back needs, and leftovers of killed programs."""
 
 from collections.abc import Collection
 from typing import NotRequired, TypedDict, cast
@@ -15,11 +15,11 @@ from precompute.releases.sweep import drop_old_rows, sweep
 from precompute.steps.night import Night, StepRow
 
 UNFINISHED_AGE_S_MAX = 86_400.0
-"""Seconds without a change after which an unfinished file counts as left over."""
+"""Seconds without a change after which an unfinished file counts as a leftover."""
 
 
 class RetireResult(TypedDict):
-    """Result of the step: generations retired and spared, and counts of removed keys, rows and leftovers.
+    """Result of the step: generations retired and spared, and numbers of removed keys, rows and leftovers.
 
     The other fields are those of features.
     """
@@ -35,7 +35,7 @@ class RetireResult(TypedDict):
 
 
 def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = quiet) -> RetireResult:
-    """Remove unneeded pages and files of generations, rows whose overlays are gone, and leftovers.
+    """Remove unneeded generations' pages and files, rows whose overlays have expired, and leftovers.
 
     Then sweep the stored data of each feature.
     """
@@ -62,7 +62,7 @@ def in_night(night: Night) -> StepRow:
 
 
 def find_needed_generations(releases: Releases) -> set[str]:
-    """Return the generations that a replica holds, that a night makes, or that are live or previous."""
+    """Return the generations that a replica holds, that are unfinished, or that are live or previous."""
     view = releases.view()
     held_generations = {
         generation for replica in releases.control.replicas() for generation in replica.held_generations
@@ -76,7 +76,7 @@ def find_needed_generations(releases: Releases) -> set[str]:
 
 
 def sweep_leftovers(config: NightConfig, releases: Releases, needed_generations: Collection[str]) -> int:
-    """Remove leftovers, by this host's own clock; return their number. Files of needed generations stay."""
+    """Remove leftovers, by the clock of Redis, except files of needed generations; return their number."""
     store, now_s, bundle = releases.store, releases.clock(), config.path(config.bundle)
     heal_swap(bundle)
     swept_copy_count = len(store.sweep_host_copies(needed_generations, cutoff_at=now_s - COPY_IDLE_S))

@@ -22,7 +22,7 @@ from precompute.scoring.users import score_users
 from precompute.steps.night import Night, StepRow
 
 SHARDS_PER_DEVICE = 2
-"""Shards under way for each GPU: one compared with the items, one read, encoded or written meanwhile."""
+"""Shards in progress per GPU: one is compared with the items while another is read, encoded or written."""
 
 
 class ShardResult(TypedDict):
@@ -39,9 +39,9 @@ class ShardResult(TypedDict):
 def run_shard(
     config: NightConfig, build: BuildId, shard: int, *, scorers: Scorers | None = None, progress: Progress = quiet
 ) -> ShardResult:
-    """Score one hash range of users and items into pages; a finished shard is not repeated.
+    """Score one shard's users and items into pages; a finished shard is not repeated.
 
-    A process that scores several shards of one build passes the same `scorers` to all.
+    A process that scores several shards of one build passes the same `scorers` to all calls.
     """
     generation_build = Build.of(config, build)
     finished_report = generation_build.read_report(shard_report_name(shard))
@@ -88,9 +88,9 @@ class _ShardStopped(Exception):
 
 @convert_disk_errors
 def run(config: NightConfig, build: BuildId, shards: Sequence[int], *, progress: Progress = quiet) -> list[ShardResult]:
-    """Run `run_shard` for each shard in one process: while one is compared, the next reads, encodes and writes.
+    """Run `run_shard` for each shard in one process: while one is compared, the next is read, encoded and written.
 
-    An exception in one ends the others at their next progress call; finished shards are found again.
+    An exception in one shard stops the others at their next progress call; a retry finds the finished shards.
     """
     scorers = Scorers(config.device, config.device_tasks, scoring_hooks())
     stop_event, progress_lock = threading.Event(), threading.Lock()
@@ -125,7 +125,7 @@ def run(config: NightConfig, build: BuildId, shards: Sequence[int], *, progress:
         except BaseException as error:
             stop_event.set()
             pool.shutdown(cancel_futures=True)
-            if isinstance(error, _ShardStopped):  # it ended before the one that failed did
+            if isinstance(error, _ShardStopped):  # the stopped shard ended before the failed one
                 raise failures[0] from None
             raise
     return [future.result() for future in shard_futures]

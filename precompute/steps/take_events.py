@@ -1,7 +1,7 @@
-"""Step `take_events`: writes the stream's events after the last file to files in the store, for `begin` to read.
+"""Step `take_events`: writes the stream's new events to files in the store, for `begin` to read.
 
-It has no generation yet, and runs only where events are taken in. Its result is passed to `begin`, so that a retry
-of that one reads the same events.
+It runs before the generation is named, and only if events are enabled. Its result is passed to `begin`, so that a retry
+of `begin` reads the same events.
 """
 
 from precompute.config.settings import NightConfig

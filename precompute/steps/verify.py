@@ -1,4 +1,4 @@
-"""Verifying a generation: its files and its gates, then refused or fit to be published."""
+"""Step `verify`: runs the gates over a generation, which is then refused or may be published."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ from precompute.steps.night import Night, StepRow
 
 
 class VerifyResult(TypedDict):
-    """Result of the step: number of gates, and the rules not judged and left out; `not_run`: why there are no gates."""
+    """Result of the step: number of gates, rules not judged, rules left out; `not_run`: why no gate ran."""
 
     generation: str
     gates: int
@@ -64,7 +64,7 @@ class VerifyResult(TypedDict):
 
 @with_host_copies
 def run(config: NightConfig, build: BuildId, *, attempt: str = "shell", progress: Progress = quiet) -> VerifyResult:
-    """Run every gate; a failed one refuses the generation for good, with a recorded reason.
+    """Run every gate; a failed gate refuses the generation, with a recorded reason.
 
     Raises NotJudged, and leaves the generation unchanged, if a dependency of a gate did not answer.
     """
@@ -76,15 +76,15 @@ def run(config: NightConfig, build: BuildId, *, attempt: str = "shell", progress
         if state in (GenerationState.LIVE, GenerationState.SUPERSEDED):
             return _verify_published(generation_build, releases, state)
         releases.demand_agreement()
-        if state in (None, GenerationState.BEGUN):  # Redis lost what `load` did, and perhaps was restored
+        if state in (None, GenerationState.BEGUN):  # Redis lost the loaded pages; it may have been restored since
             load.run(config, build)
             state = releases.state(generation_build.generation)
         demand_allowed("verify", generation_build.generation, state)
-        # Before any page is read back: a node that starts while the gates run counts as changed.
+        # Read before any page is read back: a node that restarts while the gates run then counts as changed.
         run_id_by_node = run_ids(releases.control.client)
         judged_verdicts = _judge(generation_build, manifest, releases, ledger.live_generation, progress)
         verdicts = apply_overrides(judged_verdicts, ledger.overrides_by_generation.get(generation_build.generation, {}))
-        # It may have gone live, or have been retired, while the gates ran: its manifest is then as released.
+        # If it went live or was retired while the gates ran, its manifest must stay as released.
         _demand_verifiable(generation_build, releases)
         left_out_rules = [gate.rule for gate in GATES if gate not in applicable_gates(manifest)]
         left_out_fact = {"gates_left_out": left_out_rules} if left_out_rules else {}
@@ -109,14 +109,14 @@ def run(config: NightConfig, build: BuildId, *, attempt: str = "shell", progress
             )
             if few_ids_remark := few_in_words(manifest.facts["users_in_source"], _listed_item_count(manifest)):
                 failure_text = f"{few_ids_remark}: {failure_text}"
-            # Refused before its verdicts are to be read: whatever dies in between, nobody publishes it.
+            # Refused before its verdicts are written: then no crash in between lets it be published.
             moves.refuse(releases, generation_build.generation, reason=failure_text, attempt=attempt)
             generation_build.store.write(manifest_path, manifest.to_bytes())
             raise Refused(
                 f"{generation_build.generation} is refused, the live generation stays: {failure_text}",
                 rule=failed_verdicts[0].rule, value=failed_verdicts[0].value, threshold=failed_verdicts[0].threshold,
             )  # fmt: skip
-        # The verdicts first: their baseline says nothing of older ones.
+        # Written before the baseline, which must not be combined with older verdicts.
         generation_build.store.write(manifest_path, manifest.to_bytes())
         report = VerifyReport(run_ids=run_id_by_node, baseline=ledger.live_generation)
         generation_build.report(VERIFY_REPORT, report)
@@ -139,7 +139,7 @@ def run(config: NightConfig, build: BuildId, *, attempt: str = "shell", progress
 
 
 def _listed_item_count(manifest: Manifest) -> int | None:
-    """Number of items that lists are made of; None if there are no lists, whose items may be a classifier's labels."""
+    """Return the number of items in lists; None without lists, when items may be a classifier's labels."""
     has_lists = any(table.kind == "topk" for table in manifest.tables.values())
     return manifest.entity_sets["item"].count if has_lists else None
 
@@ -148,7 +148,7 @@ def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
     result = run(night.config, night.build, attempt=night.attempt, progress=night.progress)
     left_out_text = ", ".join(result.get("gates_left_out", ()))
-    left_out_note = f"; left out, for there are no interactions: {left_out_text}" if left_out_text else ""
+    left_out_note = f"; left out, since there are no interactions: {left_out_text}" if left_out_text else ""
     remark_lines = "".join(f"\nnote: {remark}" for remark in result.get("remarks", ()))
     unjudged_rules = result.get("not_judged", ())
     gates_text = f"{result['gates'] - len(unjudged_rules)} gates passed"
@@ -158,7 +158,7 @@ def in_night(night: Night) -> StepRow:
 
 
 def _demand_verifiable(build: Build, releases: Releases) -> None:
-    """Raise Conflict if it can no longer be verified; remove pages that a gate may have loaded of a retired one."""
+    """Raise Conflict if the generation may no longer be verified; remove pages loaded since it was retired."""
     try:
         demand_allowed("verify", build.generation, releases.state(build.generation))
     except Conflict:
@@ -168,7 +168,10 @@ def _demand_verifiable(build: Build, releases: Releases) -> None:
 
 
 def _verify_published(build: Build, releases: Releases, state: GenerationState) -> VerifyResult:
-    """Judge a generation to be published by its gates; of a live one read the pages back. Raise CorruptArtefact."""
+    """Return the result for a live or superseded generation; of a live one, read the pages back.
+
+    Raises CorruptArtefact for damaged pages.
+    """
     result: VerifyResult = {"generation": build.generation, "gates": 0, "verified": state is GenerationState.LIVE}
     if state is not GenerationState.LIVE:
         return {**result, "not_run": f"it is {state}: a roll back to it reads its pages back"}
@@ -176,22 +179,22 @@ def _verify_published(build: Build, releases: Releases, state: GenerationState) 
         damaged_pages = find_damaged_pages(releases.control, releases.store, build.generation, governor=governor)
     if damaged_pages:
         raise CorruptArtefact(
-            f"{build.generation} is live, and {len(damaged_pages)} of its pages in Redis are not as stored "
-            f"({damaged_pages[0]} is one): "
+            f"{build.generation} is live, and {len(damaged_pages)} of its pages in Redis differ from the store "
+            f"({damaged_pages[0]} for example): "
             "run `larder restore`, which repairs them",
             pages=damaged_pages,
         )
-    return {**result, "not_run": "it is live: gates were not run, every page was read back"}
+    return {**result, "not_run": "it is live: no gate was run, but every page was read back"}
 
 
 def failure_reason(generation: str, verdict: Verdict) -> str:
-    """A failed verdict in words, with what would let it pass."""
+    """Describe a failed verdict, and what would let the generation pass."""
     baseline_text = f" (compared with {verdict.baseline})" if verdict.baseline else ""
     finding_text = f"{verdict.rule} is {verdict.value}, the threshold {verdict.threshold}{baseline_text} {verdict.note}"
     if verdict.rule in INTEGRITY_RULES:
         return f"{finding_text.strip()}: this rule protects integrity and cannot be overridden"
     return (
-        f"{finding_text.strip()}: if it is right all the same, run `larder override {generation} "
+        f"{finding_text.strip()}: if the value is acceptable, run `larder override {generation} "
         f'--rule {verdict.rule} --reason "..."`, then `larder verify {generation}`'
     )
 
@@ -199,7 +202,7 @@ def failure_reason(generation: str, verdict: Verdict) -> str:
 def _judge(
     build: Build, manifest: Manifest, releases: Releases, live_generation: str | None, progress: Progress
 ) -> Sequence[Verdict]:
-    """Return verdicts, files first: no other gate can open a file that differs from the manifest."""
+    """Return the verdicts. Files are judged first: other gates cannot use files that differ from the manifest."""
     started = time.monotonic()
     artefacts = [*manifest.artefacts(), *manifest.pages()]
     size_bytes = sum(artefact.size_bytes for artefact in artefacts)
@@ -221,7 +224,7 @@ def _judge(
         except Exception as error:
             if is_unanswered(error):
                 raise
-            # Whether it can be opened is what this rule asks.
+            # An error of any kind is what this rule reports.
             return Measurement(False, f"{type(error).__name__}: {error}", "readable")
         opened_candidates.append(candidate)
         note = "the manifest of the live generation cannot be read" if is_live_unreadable else ""
@@ -241,7 +244,7 @@ def _judge(
         if all(verdict.passed for verdict in verdicts):
             raise
     except NotJudged:
-        # What is wrong stays wrong, whatever did not answer: gates behind it may have choked on just that.
+        # A failed integrity rule stands even if something did not answer: its failure may be the reason.
         if all(verdict.passed for verdict in verdicts if verdict.rule in INTEGRITY_RULES):
             raise
     return verdicts
@@ -250,8 +253,8 @@ def _judge(
 def _open_candidate(
     build: Build, manifest: Manifest, releases: Releases, live_generation: str | None, pages_bytes: int
 ) -> tuple[Candidate, bool]:
-    """The candidate, and whether a live generation there should be cannot be compared with."""
-    # What is missing of the night's own notes is missed by the gates that look at it.
+    """Return the candidate, and True if there is a live generation whose manifest cannot be read."""
+    # Files of the night that are missing here are reported by the gates that need them.
     for shard in sampled_shards(manifest.entity_sets["user"]):
         with _skip_missing():
             fetch_partition(build, shard)
@@ -298,7 +301,7 @@ def _manifest_if_readable(build: Build, generation: str) -> Manifest | None:
 
 @contextmanager
 def _skip_missing() -> Iterator[None]:
-    """Go on without missing or damaged files; raise if the store does not answer, which proves nothing."""
+    """Continue without missing or damaged files; raise if the store does not answer, which proves nothing."""
     try:
         yield
     except LarderError as error:
@@ -307,7 +310,7 @@ def _skip_missing() -> Iterator[None]:
 
 
 def _redis_pages_bytes(build: Build, releases: Releases) -> int:
-    """Payload of all generations of which Redis may hold pages."""
+    """Return the page bytes of all generations whose pages may be in Redis."""
     manifests = [
         _manifest_if_readable(build, generation)
         for generation, row in releases.control.rows().items()

@@ -1,4 +1,4 @@
-"""Warming: the wait until every replica answers from the published generation."""
+"""Step `warm`: waits until every replica answers from the published generation."""
 
 import time
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ WARM_POLL_INTERVAL_S = 0.1
 
 
 class FlipFields(TypedDict):
-    """Milliseconds of replicas' swaps: between the first and the last (None below two), and behind the publish."""
+    """Milliseconds: `skew_ms` between the first and the last swap, `lag_ms` of each swap after the publish."""
 
     skew_ms: float | None
     lag_ms: dict[str, float]
 
 
 class WarmResult(FlipFields):
-    """Result of the step: number of replicas, and the names of those that do not follow."""
+    """Result of the step: number of replicas, and the names of those that do not follow yet."""
 
     generation: str
     replicas: int
@@ -32,9 +32,10 @@ class WarmResult(FlipFields):
 
 
 def run(config: NightConfig, build: BuildId) -> WarmResult:
-    """Wait, up to `warm_timeout_s`, until every live replica answers from the generation; how far apart they swapped.
+    """Wait, up to `warm_timeout_s`, until every live replica answers from the generation; return when they swapped.
 
-    `skew_ms`: between the first swap and the last, null below two; `lag_ms`: each one's behind `published_at`.
+    `skew_ms`: between the first and the last swap, None for fewer than two; `lag_ms`: of each swap after
+    `published_at`.
     """
     generation, started = build["generation"], time.perf_counter()
     with record_step_time(Build.of(config, build), "warm"), connect(config.redis_url, config.redis_timeout_s) as client:
@@ -55,7 +56,7 @@ def run(config: NightConfig, build: BuildId) -> WarmResult:
 
 
 def _flip_fields(pointer: Pointer | None, replicas: Sequence[Replica]) -> FlipFields:
-    """Skew and lags (ms) of the replicas there when the pointer moved; one that started later has not flipped."""
+    """Return skew and lags (ms) of the replicas that swapped; replicas that started after the move did not."""
     swapped_at_by_replica = {
         replica.name: replica.swapped_at
         for replica in replicas
@@ -75,7 +76,7 @@ def in_night(night: Night) -> StepRow:
     """Run the step; return its row in a night's table."""
     result = run(night.config, night.build)
     if not result["replicas"]:
-        return StepRow(result, "no replica is listening")
+        return StepRow(result, "no replica is running")
     follower_count = result["replicas"] - len(result["waiting"])
     skew_text = "" if result["skew_ms"] is None else f", {result['skew_ms']:.0f} ms apart"
     return StepRow(result, f"{follower_count} of {result['replicas']} replicas follow{skew_text}")

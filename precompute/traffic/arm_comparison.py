@@ -1,4 +1,4 @@
-"""Comparison of a canary's arm with live's: what both were counted to answer, bounds by chance, and the verdict."""
+"""Comparison of a canary's arm with the live arm: their counts, bounds of chance differences, and the verdict."""
 
 import math
 from collections import Counter
@@ -17,10 +17,10 @@ from precompute.releases.release_log import open_releases
 Verdict = Literal["publish", "abandon", "undecided"]
 
 CHANCE_PROBABILITY_MAX = 1e-4
-"""Highest probability that a difference between two arms of one generation counts as more than chance."""
+"""Largest probability that two arms of one generation show a difference that counts as more than chance."""
 
 EVIDENCE_KEYS_MIN = 100
-"""Least number of keys for evidence: the approximations of `ArmComparison` need some."""
+"""Fewest keys that count as evidence, since the approximations of `ArmComparison` need some."""
 
 _NORMAL_QUANTILE = NormalDist().inv_cdf(1 - CHANCE_PROBABILITY_MAX)
 
@@ -31,10 +31,10 @@ _PSI_SMOOTHING = 0.5
 
 @dataclass(slots=True)
 class CanaryArmTotals:
-    """Totals of one arm over all replicas: requests and feedback; per key, once, its source and top score's bucket.
+    """Totals of one arm over all replicas: requests, feedback, and sources and top scores of keys' first answers.
 
-    `keys`, `keys_by_answer_source`, `scores` and `score_sum` are estimates for the keys of each replica, added up;
-    `different_keys`: how many different keys these are; `effective_keys`: how many independent keys they are worth.
+    `keys`, `keys_by_answer_source`, `scores` and `score_sum` are sums of the replicas' estimates. `different_keys` is
+    the number of distinct keys, `effective_keys` the equivalent number of independent keys.
     """
 
     requests: int = 0
@@ -49,7 +49,7 @@ class CanaryArmTotals:
 
     @classmethod
     def of(cls, heartbeat_counts: Iterable[Mapping[str, Any]]) -> Self:
-        """Sum the heartbeats' counts of this arm."""
+        """Sum the counts of this arm from the replicas' heartbeats."""
         arm_totals, sketches, replica_keys_max = cls(), list[KeySketch](), 0.0
         for replica_counts in heartbeat_counts:
             arm_totals.requests += int(replica_counts["requests"])
@@ -73,16 +73,16 @@ class CanaryArmTotals:
         if len(sketches) == arm_totals._replica_count:
             united_key_count = KeySketch.unite(sketches).count()
             arm_totals.different_keys = min(max(united_key_count, replica_keys_max), arm_totals.keys)
-        else:  # a replica of an older release: its keys may be those of the others
+        else:  # a replica of an older release sends no sketch: its keys may be the same as others'
             arm_totals.different_keys = replica_keys_max
         return arm_totals
 
     @property
     def effective_keys(self) -> float:
-        """Effective number of keys, as if each had been counted once and with equal weight; at least so many.
+        """Lower bound on the effective number of keys, as if each had been counted once with equal weight.
 
-        With N counts of U different keys, each counted by at most R replicas, the squares of their counts add up to
-        U + (N - U)(R + 1) at most: N - U further counts, spread over as few keys as possible.
+        With N counts of U distinct keys, each counted by at most R replicas, the squared counts per key sum to at most
+        U + (N - U)(R + 1): N - U further counts, spread over as few keys as possible.
         """
         if not self.keys:
             return 0.0
@@ -91,33 +91,33 @@ class CanaryArmTotals:
 
     @property
     def mean_score(self) -> float | None:
-        """Mean over the best score of each key's first list; None without lists."""
+        """Mean of the best score of each key's first list; None without lists."""
         list_count = self.scores.total()
         return self.score_sum / list_count if list_count else None
 
 
 @dataclass(frozen=True, slots=True)
 class ArmComparison:
-    """Comparison of the canary's arm with live's, each measure with its bound by chance.
+    """Comparison of the canary's arm with the live arm; each measure has a bound on chance differences.
 
     `source_shift`: half the sum of the differences of shares, 0 to 1; `score_psi`: 0 = the same distribution.
-    `chance`: how large each of them may be between two arms of one generation. `feedback`: event -> its rate per
-    request under the canary over that under live, None without any under live; `feedback_chance`: how far below 1 that
+    `chance`: how large both may be between two arms of one generation. `feedback`: event -> its rate per
+    request of the canary divided by live's, None if live has none; `feedback_chance`: how far below 1 the ratio
     may be by chance.
 
-    The split is over keys, so keys are counted: each once, by its first answer. Counted by request, a handful of busy
+    Requests are split by key, so each key is counted once, by its first answer. Counted by request, a few busy
     keys would be most of either arm, and two arms of one generation would differ by their busy keys. A measure counts
     against the canary if it is above its limit and above the largest value of two arms of one generation by chance
-    (`CHANCE_PROBABILITY_MAX` of all such canaries at most); above its limit only, it leaves the question open.
+    (exceeded with probability `CHANCE_PROBABILITY_MAX`); if it is only above its limit, the question stays open.
     With n and m keys,
 
     - score_psi by chance is (1/n + 1/m) times a chi-square with bins - 1 degrees of freedom (Yurdakul and Naranjo,
     "Statistical properties of the population stability index", 2020; its quantile after Wilson and Hilferty, 1931),
-    - each share that source_shift sums differs by chance by at most what Bernstein's inequality allows,
-    - events are a Poisson count given how often they came under live; events of one key that hang together vary more.
+    - the chance difference of each share in source_shift is bounded by Bernstein's inequality,
+    - events are a Poisson count given live's count; dependent events of one key vary more.
 
     n is smaller than the number of keys counted, as one key may have been counted by every replica and replicas keep
-    samples of different rates (Kish's effective sample size). `keys` is the number of different keys over all replicas,
+    samples at different rates (Kish's effective sample size). `keys` is the number of distinct keys over all replicas,
     from their sketches.
     """
 
@@ -132,7 +132,7 @@ class ArmComparison:
 
     @classmethod
     def of(cls, live: CanaryArmTotals, canary: CanaryArmTotals) -> Self:
-        """Compare the two arms, each measure with its bound by chance."""
+        """Compare the two arms."""
         events = sorted({*live.feedback, *canary.feedback})
         feedback_ratio_by_event = {event: _feedback_ratio(event, live, canary) for event in events}
         return cls(
@@ -148,7 +148,7 @@ class ArmComparison:
 
 
 def compare(replicas: Sequence[Replica], canary: Canary) -> ArmComparison:
-    """Compare both arms over the live replicas; those without counts add nothing."""
+    """Compare both arms over the live replicas; replicas without counts are skipped."""
     arm_counts = [
         replica.canary["arms"]
         for replica in replicas
@@ -160,9 +160,9 @@ def compare(replicas: Sequence[Replica], canary: Canary) -> ArmComparison:
 
 
 def decide(comparison: ArmComparison, limits: CanaryConfig) -> tuple[Verdict, list[str]]:
-    """Decide: publish if every measure is within its limit, abandon on evidence against; return also the reasons.
+    """Return the verdict and its reasons: publish if every measure is within its limit, abandon on counterevidence.
 
-    Too small counts leave it undecided, with the missing ones.
+    If counts are too small, the verdict is undecided, and the reasons name them.
     """
     counterevidence: list[str] = []
     open_questions: list[str] = []
@@ -187,10 +187,10 @@ def decide(comparison: ArmComparison, limits: CanaryConfig) -> tuple[Verdict, li
             else:
                 open_questions.append(f"{finding}, but up to {chance_bound:.4f} may be chance with so few keys")
         elif not measure <= limit:
-            open_questions.append(f"{measure_name} is not known")
+            open_questions.append(f"{measure_name} is unknown")
     if limits.feedback_event:
         _judge_feedback(comparison, limits, counterevidence, open_questions)
-    # Two keys can differ by anything.
+    # A few keys prove nothing.
     if counterevidence and min(comparison.keys.values()) >= min(limits.keys_min, EVIDENCE_KEYS_MIN):
         return "abandon", counterevidence
     return ("undecided", counterevidence + open_questions) if counterevidence or open_questions else ("publish", [])
@@ -202,18 +202,18 @@ def _judge_feedback(
     event, min_ratio = limits.feedback_event, limits.feedback_ratio_min
     ratio = comparison.feedback.get(event)
     if ratio is None:
-        open_questions.append(f"nothing was reported as {event}")
+        open_questions.append(f"no {event} was reported")
     elif not ratio >= min_ratio:
         finding = f"{event} per request is {ratio:.4f} of live's, at least {min_ratio:g} is needed"
         chance_bound = comparison.feedback_chance[event]
         if ratio < 1 - chance_bound:
             counterevidence.append(finding)
         else:
-            open_questions.append(f"{finding}, but it may be chance down to {max(0.0, 1 - chance_bound):.4f}")
+            open_questions.append(f"{finding}, but values down to {max(0.0, 1 - chance_bound):.4f} may be chance")
 
 
 def mix_shift(first_counts: Mapping[str, int], second_counts: Mapping[str, int]) -> float:
-    """Return the total variation distance of two mixes."""
+    """Return the total variation distance of two distributions of counts."""
     first_total, second_total = sum(first_counts.values()), sum(second_counts.values())
     if not first_total or not second_total:
         return 0.0 if first_total == second_total else 1.0
@@ -225,7 +225,7 @@ def mix_shift(first_counts: Mapping[str, int], second_counts: Mapping[str, int])
 
 
 def shift_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
-    """Return the source_shift that two arms of one generation exceed at most `CHANCE_PROBABILITY_MAX` of the time."""
+    """Return the source_shift that arms of one generation exceed with probability `CHANCE_PROBABILITY_MAX`."""
     if not live.effective_keys or not canary.effective_keys:
         return math.inf
     answer_sources = {*live.keys_by_answer_source, *canary.keys_by_answer_source}
@@ -241,7 +241,10 @@ def shift_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
 
 
 def population_stability_index(expected_counts: Mapping[int, int], actual_counts: Mapping[int, int]) -> float:
-    """Return the population stability index over at most ten equal bins of `expected_counts`; inf if one is empty."""
+    """Return the population stability index over at most ten equal bins of `expected_counts`.
+
+    It is infinite if only one side is empty.
+    """
     expected_total, actual_total = sum(expected_counts.values()), sum(actual_counts.values())
     if not expected_total or not actual_total:
         return 0.0 if expected_total == actual_total else math.inf
@@ -260,12 +263,12 @@ def population_stability_index(expected_counts: Mapping[int, int], actual_counts
 
 
 def psi_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
-    """Return the score_psi that two arms of one generation exceed at most `CHANCE_PROBABILITY_MAX` of the time."""
+    """Return the score_psi that arms of one generation exceed with probability `CHANCE_PROBABILITY_MAX`."""
     if not live.effective_keys or not canary.effective_keys:
         return math.inf
     inverse_size_sum = 0.0
     for arm in (live, canary):
-        list_count = arm.scores.total() or arm.keys  # an arm without a single list is as sure as its keys are many
+        list_count = arm.scores.total() or arm.keys  # an arm without lists is as certain as its number of keys allows
         inverse_size_sum += arm.keys / (list_count * arm.effective_keys)
     freedom_degrees = _PSI_BINS - 1
     spread = 2 / (9 * freedom_degrees)
@@ -274,7 +277,7 @@ def psi_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
 
 
 def _feedback_ratio(event: str, live: CanaryArmTotals, canary: CanaryArmTotals) -> tuple[float | None, float]:
-    """Return (rate under the canary over that under live, how far below 1 that may be by chance)."""
+    """Return (canary's rate divided by live's, how far below 1 that may be by chance)."""
     if not live.feedback[event] or not live.requests or not canary.requests:
         return None, math.inf
     expected_events = live.feedback[event] * canary.requests / live.requests
@@ -284,7 +287,7 @@ def _feedback_ratio(event: str, live: CanaryArmTotals, canary: CanaryArmTotals) 
 
 
 def ending_remark(config: NightConfig, generation: str) -> str:
-    """Describe the canary that a publish of this generation ends; empty without one, or if it is the canary's own."""
+    """Describe the canary that publishing this generation ends; empty without one, or if it is of this generation."""
     with open_releases(config) as releases:
         pointer, replicas = releases.control.read_pointer(), releases.control.replicas()
     canary = None if pointer is None else pointer.canary

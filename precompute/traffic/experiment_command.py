@@ -39,7 +39,7 @@ def command(
         case "share":
             share_by_arm = dict(_parse_arm_share(arm_text) for arm_text in arguments.arm)
             if experiment_name is None and (arguments.holdout is None or share_by_arm or arguments.share is not None):
-                raise ConfigError("name the experiment, or give --holdout alone for that of all", field="name")
+                raise ConfigError("name the experiment, or give only --holdout, for all experiments", field="name")
             changed_experiments = experiments.change_shares(
                 config, experiment_name, key_share=arguments.share, share_by_arm=share_by_arm, holdout=arguments.holdout
             )
@@ -68,14 +68,14 @@ def parse_arm(arm_text: str) -> ArmOption:
     arm_name, equals, namespace_and_share = arm_text.partition("=")
     namespace, colon, share_text = namespace_and_share.rpartition(":")
     if not (arm_name and equals and namespace and colon):
-        raise ConfigError(f"--arm is NAME=NAMESPACE:SHARE, not {arm_text!r}", field="arm")
+        raise ConfigError(f"--arm must be NAME=NAMESPACE:SHARE, not {arm_text!r}", field="arm")
     return ArmOption(arm_name, namespace, _parse_share(share_text, arm_text))
 
 
 def _parse_arm_share(arm_text: str) -> tuple[str, float]:
     arm_name, equals, share_text = arm_text.partition("=")
     if not (arm_name and equals):
-        raise ConfigError(f"--arm of `share` is NAME=SHARE, not {arm_text!r}", field="arm")
+        raise ConfigError(f"--arm of `share` must be NAME=SHARE, not {arm_text!r}", field="arm")
     return arm_name, _parse_share(share_text, arm_text)
 
 
@@ -83,7 +83,7 @@ def _parse_share(share_text: str, arm_text: str) -> float:
     try:
         return float(share_text)
     except ValueError:
-        raise ConfigError(f"--arm ends with a share of 1, such as 0.5, not {arm_text!r}", field="arm") from None
+        raise ConfigError(f"--arm must end with a share such as 0.5, not {arm_text!r}", field="arm") from None
 
 
 def _demand_name(experiment_name: str | None) -> str:
@@ -93,7 +93,7 @@ def _demand_name(experiment_name: str | None) -> str:
 
 
 def change_to_json(experiments: Experiments, experiment_name: str | None) -> dict[str, Any]:
-    """Return the JSON-able outcome of a change: the version written, and the experiment's new state."""
+    """Return a change as JSON: the version written, and the experiment's new state."""
     experiment = None if experiment_name is None else experiments.find(experiment_name)
     return {
         "version": experiments.version,
@@ -112,7 +112,7 @@ def _experiment_summary(experiment: Experiment) -> dict[str, Any]:
 
 
 def render_status(experiments_status: dict[str, Any]) -> list[Table | str]:
-    """Render a status with a row for each arm."""
+    """Render a status as a table with a row for each arm."""
     table = Table("experiment", "arm", "namespace", "share", "generation", "requests", "events, over the control's")
     for experiment in experiments_status["experiments"]:
         for arm in experiment["arms"]:
@@ -133,7 +133,7 @@ def _event_text(event: str, count: int, arm: dict[str, Any]) -> str:
 
 
 def read_status(config: NightConfig, experiment_name: str | None = None) -> dict[str, Any]:
-    """Return the status of one experiment, or of all listed ones; raise Conflict for an unknown name."""
+    """Return the status of one experiment, or of all recorded ones; raise Conflict for an unknown name."""
     all_experiments = latest_experiments(config.store())
     if experiment_name is not None and all_experiments.find(experiment_name) is None:
         raise Conflict(f"there is no experiment {experiment_name!r}")
@@ -185,7 +185,7 @@ def _experiment_status(
 
 
 def event_ratios(control_totals: ArmTotals, arm_totals: ArmTotals) -> dict[str, Any]:
-    """Return the ratio of each event's rate to the control's, with bounds valid at all looks; null: unbounded."""
+    """Return each event's rate divided by the control's, with bounds valid at all looks; None: unbounded."""
     ratio_by_event = {}
     for event in sorted({*control_totals.feedback, *arm_totals.feedback}):
         ratio_interval = rate_ratio(
@@ -206,11 +206,11 @@ def _key_space_summary(all_experiments: Experiments) -> dict[str, Any]:
 
 
 def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
-    """Remove the keys of an ended experiment's namespaces from Redis; return their number, and the namespaces kept.
+    """Remove an ended experiment's namespaces from Redis; return the number of keys, and the namespaces kept.
 
-    The service's own namespace, those that another experiment names, and those with a live replica are kept. For
-    Redis it is like a loss: files and release records stay, and `larder restore` in such a namespace brings them
-    back. Raises Conflict for an experiment that is not over.
+    The service's own namespace, those of other experiments, and those with a live replica are kept. Files and release
+    records stay, so `larder restore` in such a namespace brings its keys back. Raises Conflict if the experiment is not
+    over.
     """
     all_experiments = latest_experiments(config.store())
     experiment = all_experiments.find(name)
@@ -234,7 +234,7 @@ def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
 
 
 def _free_namespace(releases: Releases, governor: Governor) -> int:
-    """Remove a namespace's keys: the pointer first, so that no replica starts, rows last: a retry needs them."""
+    """Remove a namespace's keys: the pointer first, so that no replica starts; rows last, since a retry needs them."""
     control, history = releases.control, releases.history()
     control.client.delete(control.keyspace.live, control.keyspace.next)
     removed_key_count = 0

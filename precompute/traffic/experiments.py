@@ -1,4 +1,4 @@
-"""Experiments: versions of their record, checks that arms match, and the room that arms take."""
+"""Experiments: changes of their record, checks that arms match, and the memory that arms need."""
 
 import time
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class ArmOption:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentOption:
-    """Requested experiment of the service's namespace `own_namespace`; raises ConfigError for an invalid one."""
+    """Requested experiment of the service's namespace `own_namespace`; raises ConfigError if invalid."""
 
     own_namespace: str
     name: str
@@ -62,15 +62,15 @@ class ExperimentOption:
         arm_names = [arm.name for arm in self.arms]
         for name in (self.name, *arm_names):
             if not EXPERIMENT_NAME_PATTERN.fullmatch(name):
-                raise ConfigError(f"{name!r} is no name: a letter, then up to 31 of a-z, 0-9, - and _", field="name")
+                raise ConfigError(f"{name!r} is not a name: a letter, then up to 31 of a-z, 0-9, - and _", field="name")
         if not 2 <= len(arm_names) <= ARMS_MAX or len(set(arm_names)) < len(arm_names):
             raise ConfigError(
-                f"an experiment has 2 to {ARMS_MAX} arms of different names, not {', '.join(arm_names) or 'none'}",
+                f"an experiment has 2 to {ARMS_MAX} arms with different names, not {', '.join(arm_names) or 'none'}",
                 field="arm",
             )
         if [arm.namespace for arm in self.arms].count(self.own_namespace) != 1:
             raise ConfigError(
-                f"one arm has the service's own namespace, {self.own_namespace!r}: it is what the others are compared "
+                f"one arm must have the service's own namespace, {self.own_namespace!r}, as the control to compare "
                 "with",
                 field="arm",
             )
@@ -79,7 +79,7 @@ class ExperimentOption:
         _demand_share("--sample", self.sample)
 
     def is_same(self, experiment: Experiment) -> bool:
-        """True if it equals the recorded experiment."""
+        """True if the recorded experiment has the same arms, shares and sample."""
         requested_arms = [(arm.name, arm.namespace, arm.share) for arm in self.arms]
         existing_arms = [(arm.name, arm.namespace, arm.share) for arm in experiment.arms]
         return (requested_arms, self.share, self.sample) == (existing_arms, experiment.share, experiment.sample)
@@ -94,8 +94,8 @@ def start(
 ) -> Experiments:
     """Let the arms answer their shares, once every live replica holds the live generations of their namespaces.
 
-    A repeat finds its own work, and continues waiting after a time-out. Raises Conflict for a name in use, a namespace
-    without a generation, tables that do not match, too few free keys, or replicas that do not become ready.
+    A repeat continues its own start, also after a timeout. Raises Conflict for a name in use, a namespace without a
+    live generation, tables that do not match, too few free keys, or replicas that do not become ready.
     """
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
@@ -135,7 +135,7 @@ def change_shares(
     share_by_arm: Mapping[str, float] | None = None,
     holdout: float | None = None,
 ) -> Experiments:
-    """Change shares: of an experiment, of its arms, of the holdout; no more keys move than shares change by."""
+    """Change the shares of an experiment, of its arms or of the holdout; only as many keys move as shares change."""
 
     def apply_shares(experiments: Experiments) -> Experiments:
         if experiment_name is not None and share_by_arm:
@@ -154,7 +154,7 @@ def change_shares(
 
 
 def stop(config: NightConfig, experiment_name: str, *, reason: str = "") -> Experiments:
-    """End an experiment: its keys are answered by the service's own namespace again; a repeat changes nothing."""
+    """End an experiment: its keys are answered from the service's own namespace again; a repeat changes nothing."""
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
         home_control = Control(client, config.keyspace())
@@ -169,7 +169,7 @@ def stop(config: NightConfig, experiment_name: str, *, reason: str = "") -> Expe
 
 
 def settings_for_namespace(config: NightConfig, namespace: str) -> NightConfig:
-    """Return these settings for an arm's namespace: the same store, the same Redis."""
+    """Return the settings for an arm's namespace: the same store and the same Redis."""
     return config if namespace == config.namespace else replace(config, namespace=namespace)
 
 
@@ -180,13 +180,13 @@ def _wait_for_replicas(
     wait_s: float,
     progress: Progress,
 ) -> None:
-    """Wait until every live replica answers from all namespaces; raise Conflict, naming those that do not."""
+    """Wait until every live replica answers from all namespaces; raise Conflict naming those that do not."""
     started_at = time.monotonic()
     while lacking_pairs := _lacking_replicas(home_control, control_by_namespace):
         if time.monotonic() - started_at >= wait_s:
             lacking_text = "; ".join(f"{replica_name}: {namespace}" for replica_name, namespace in lacking_pairs)
             raise Conflict(
-                f"experiment {experiment_name} answers nobody yet: after {wait_s:g} s not all replicas hold the "
+                f"experiment {experiment_name} has not started yet: after {wait_s:g} s not all replicas hold the "
                 "namespaces of its "
                 f"arms ({lacking_text}); start it again with the same arms once they do, or stop it",
                 experiment=experiment_name,
@@ -196,7 +196,7 @@ def _wait_for_replicas(
 
 
 def _lacking_replicas(home_control: Control, control_by_namespace: Mapping[str, Control]) -> list[tuple[str, str]]:
-    """Return the replicas that lack a namespace, with that namespace."""
+    """Return (replica, namespace) for each namespace that a live replica does not serve."""
     replica_names = sorted(replica.name for replica in home_control.replicas())
     lacking_pairs = []
     for namespace, control in control_by_namespace.items():
@@ -210,18 +210,18 @@ def _lacking_replicas(home_control: Control, control_by_namespace: Mapping[str, 
 def add_experiment(
     all_experiments: Experiments, experiment_option: ExperimentOption, *, holdout: float | None = None, at: float
 ) -> Experiments:
-    """Return the experiments with the requested one, not started yet; unchanged if it is recorded already.
+    """Return the experiments with the requested one, not started yet; unchanged if it is already recorded.
 
-    Raises Conflict for a name in use, too few free keys, or more than replicas may hold.
+    Raises Conflict for a name in use, too few free keys, or more namespaces than replicas may hold.
     """
     if (existing_experiment := all_experiments.find(experiment_option.name)) is not None:
         if existing_experiment.is_over:
-            raise Conflict(f"experiment {existing_experiment.name} is over, and a name is used once: take another")
+            raise Conflict(f"experiment {existing_experiment.name} is over, and names are used once: choose another")
         if not experiment_option.is_same(existing_experiment):
             raise Conflict(
-                f"experiment {existing_experiment.name} is there with other arms or shares: change these by "
+                f"experiment {existing_experiment.name} exists with other arms or shares: change these by "
                 "`experiment share`, or "
-                "take another name",
+                "choose another name",
                 experiment=existing_experiment.name,
             )
         return all_experiments
@@ -255,12 +255,12 @@ def add_experiment(
 def share_keys(
     all_experiments: Experiments, key_shares: Mapping[str, float], holdout: float | None = None
 ) -> Experiments:
-    """Return the experiments with these shares of all keys, the others unchanged; Conflict for too few free keys."""
+    """Return the experiments with these shares of all keys, others unchanged; raise Conflict for too few free keys."""
     for name, key_share in key_shares.items():
         current_experiment(all_experiments, name)
         _demand_share("--share", key_share)
     if holdout is not None and not 0 <= holdout < 1:
-        raise ConfigError(f"--holdout is from 0 to below 1, not {holdout:g}", field="holdout")
+        raise ConfigError(f"--holdout must be at least 0 and below 1, not {holdout:g}", field="holdout")
     target_shares = {_HOLDOUT_KEY: all_experiments.holdout_share if holdout is None else holdout}
     target_shares |= {
         experiment.name: key_shares.get(experiment.name, experiment.share) for experiment in all_experiments.current
@@ -294,7 +294,7 @@ def share_keys(
 
 
 def share_arms(all_experiments: Experiments, name: str, arm_shares: Mapping[str, float]) -> Experiments:
-    """Return the experiments with these shares of one experiment's arms; other arms keep theirs."""
+    """Return the experiments with these shares of one experiment's arms; other arms keep their shares."""
     experiment = current_experiment(all_experiments, name)
     for arm_name in arm_shares:
         if experiment.arm(arm_name) is None:
@@ -316,7 +316,7 @@ def share_arms(all_experiments: Experiments, name: str, arm_shares: Mapping[str,
 
 
 def begin_experiment(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
-    """Return the experiments with the named one running."""
+    """Return the experiments, with the named one running."""
     experiment = current_experiment(all_experiments, name)
     return (
         all_experiments if experiment.is_running else _with_changed(all_experiments, replace(experiment, started_at=at))
@@ -324,16 +324,16 @@ def begin_experiment(all_experiments: Experiments, name: str, *, at: float) -> E
 
 
 def end_experiment(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
-    """Return the experiments with the named one over, and its keys free."""
+    """Return the experiments, with the named one over and its keys free."""
     experiment = _require_experiment(all_experiments, name)
     return all_experiments if experiment.is_over else _with_changed(all_experiments, replace(experiment, stopped_at=at))
 
 
 def current_experiment(all_experiments: Experiments, name: str) -> Experiment:
-    """Return the experiment of that name; raise Conflict if there is none, or it is over."""
+    """Return the experiment of that name; raise Conflict if there is none or it is over."""
     experiment = _require_experiment(all_experiments, name)
     if experiment.is_over:
-        raise Conflict(f"experiment {name} is over: start another one")
+        raise Conflict(f"experiment {name} is over: start a new one")
     return experiment
 
 
@@ -355,15 +355,13 @@ def _with_changed(all_experiments: Experiments, changed_experiment: Experiment) 
 
 def _demand_share(option_name: str, fraction: float) -> None:
     if not 0 < fraction <= 1:
-        raise ConfigError(f"{option_name} is above 0 and at most 1, not {fraction:g}", field=option_name.lstrip("-"))
+        raise ConfigError(f"{option_name} must be above 0, at most 1, not {fraction:g}", field=option_name.lstrip("-"))
 
 
 def _demand_shares_sum_to_1(arm_shares: Mapping[str, float]) -> None:
     share_sum = sum(arm_shares.values())
     if not all(0 <= arm_share <= 1 for arm_share in arm_shares.values()) or abs(share_sum - 1) > _SUM_TOLERANCE:
-        raise ConfigError(
-            f"shares of arms are parts of their experiment and sum to 1, not to {share_sum:g}", field="arm"
-        )
+        raise ConfigError(f"shares of an experiment's arms must sum to 1, not to {share_sum:g}", field="arm")
 
 
 def published_manifest(store: ArtefactStore, control: Control) -> Manifest:
@@ -372,20 +370,19 @@ def published_manifest(store: ArtefactStore, control: Control) -> Manifest:
     pointer = control.read_pointer()
     if pointer is None:
         raise Conflict(
-            f"nothing is published in namespace {namespace!r} (no generation is live in its Redis keys, its files "
-            f"would lie in {store.url}): check its name, or run `larder night` with its own settings first",
+            f"nothing is published in namespace {namespace!r} (no generation is live in its Redis keys; its files "
+            f"would be in {store.url}): check its name, or run `larder night` with its own settings first",
             namespace=namespace,
         )
     return read_manifest(store, pointer.generation)
 
 
 def demand_match(home_manifest: Manifest, arm_manifest: Manifest) -> None:
-    """Raise Conflict unless an arm has each table of the service's own namespace, alike for callers.
+    """Raise Conflict unless an arm has the tables of the service's own namespace, with the same shape.
 
-    Kind, entity, width (k of a list, dimensions of a vector) and labels must be equal, and the attributes that
-    filters name, and the named filters, must exist: callers do not know which arm answers. Precision, model and items
-    may differ, and so may the expression of a named filter. If newer events count in one arm, those of the same
-    stream count in all.
+    Kind, entity, width (k of a list, dimensions of a vector) and labels must be equal, and the attributes that filters
+    use, and the named filters, must exist, since callers do not know which arm answers. Precision, model, items, and
+    the expressions of named filters may differ. If the service reads events, every arm must use the same stream.
     """
     for table_name, table in home_manifest.tables.items():
         expected_shape, arm_shape = (_table_shape(table), _table_shape(arm_manifest.tables.get(table_name)))
@@ -417,10 +414,10 @@ def demand_match(home_manifest: Manifest, arm_manifest: Manifest) -> None:
     if event_namespace is not None and _event_namespace(arm_manifest) != event_namespace:
         raise Conflict(
             (
-                    f"what is live in namespace {arm_manifest.namespace!r} was made without the events of "
+                    f"the live generation of namespace {arm_manifest.namespace!r} was made without the events of "
                     f"{event_namespace!r}, so its "
                     "answers "
-                    f'would count none: set enabled = true and namespace = "{event_namespace}" in [events] of its '
+                    f'would ignore events: set enabled = true and namespace = "{event_namespace}" in [events] of its '
                     'settings, '
                     "and run its night again"
 ),
@@ -447,7 +444,7 @@ def _shape_text(shape: Mapping[str, Any] | None) -> str:
 
 
 def compute_arm_rooms(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]:
-    """Return the room of each namespace, except the own one, that a current experiment names."""
+    """Return the memory needed by each namespace of a current experiment, except the service's own."""
     all_experiments = latest_experiments(config.store())
     rooms = []
     for namespace in all_experiments.namespaces(config.namespace):
@@ -477,6 +474,6 @@ def _generation_manifests(config: NightConfig, control: Control) -> list[Manifes
         if row.state is not GenerationState.RETIRED:
             try:
                 manifests.append(read_manifest(config.store(), generation))
-            except LarderError:  # one in the making has no pages yet
+            except LarderError:  # an unfinished generation has no pages yet
                 continue
     return manifests

@@ -1,7 +1,7 @@
-"""Exposure log of nights: one Parquet file for an experiment and hour, each key once for an arm.
+"""Exposure log of nights: one Parquet file per experiment and hour, with each key once per arm.
 
-A summary file has the counts, and the parts that it is made of: a part counts once, however often this runs.
-One at a time: `retire` of the service's own namespace, or the command.
+A summary file has the counts, and the names of the merged parts: a part counts once, however often this runs. Only one
+process may run it at a time: `retire` of the service's own namespace, or the command.
 """
 
 import io
@@ -25,38 +25,38 @@ from precompute.releases.release_log import Releases
 from precompute.sources.erasures import all_erasures
 
 LATE_PARTS_S = 900.0
-"""Seconds after an hour's end in which parts of it may still come; later ones are added to the file."""
+"""Seconds after an hour's end in which its parts may still arrive; later parts are added to the file."""
 
 EXPOSURE_SCHEMA = pa.schema([("key", pa.string()), ("arm", pa.string()), ("at", pa.timestamp("ms", tz="UTC"))])
 _PARTS_FOLDER = f"{EXPOSURES_FOLDER}/parts"
-# Whatever else somebody leaves in the folder is no part.
+# Other files in the folder are ignored.
 _PART_NAME = re.compile(r"([0-9]{1,12})\..*\.json")
 
 
 @dataclass(slots=True)
 class ArmTotals:
-    """Totals of one arm: requests, keys written down in each hour, events by name."""
+    """Totals of one arm: requests, exposed keys summed over hours, events by name."""
 
     requests: int = 0
     exposures: int = 0
     feedback: Counter[str] = field(default_factory=Counter)
 
     def add(self, counts: Mapping[str, Any]) -> None:
-        """Add the counts of a part or a summary; raise KeyError, TypeError or ValueError for a malformed one."""
+        """Add the counts of a part or a summary; raise KeyError, TypeError or ValueError if they are malformed."""
         self.requests += int(counts["requests"])
         self.feedback.update({str(event): int(count) for event, count in counts["feedback"].items()})
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able counts."""
+        """Return the totals as JSON."""
         return {"requests": self.requests, "exposures": self.exposures, "feedback": dict(sorted(self.feedback.items()))}
 
 
 def gather_exposures(
     store: ArtefactStore, *, gathered_at: float, erased_keys: Collection[bytes] = (), late_s: float = LATE_PARTS_S
 ) -> dict[str, int]:
-    """Make files of the parts of all hours that ended `late_s` ago, and remove the parts; how many there were.
+    """Merge the parts of all hours that ended `late_s` ago into files; return the numbers of hours, files and parts.
 
-    Keys in `erased_keys` are left out. Safe to repeat after a crash at any place.
+    Merged parts are removed, and keys in `erased_keys` are left out. Safe to repeat after a crash at any point.
     """
     file_count = part_count = 0
     part_names_by_hour = {
@@ -76,7 +76,7 @@ def gather_exposures(
 
 
 def gather_in_night(config: NightConfig, releases: Releases, _needed_generations: Collection[str]) -> dict[str, int]:
-    """Write files of the hours that ended; return `exposure_parts` for the step's report."""
+    """Merge the parts of the hours that ended; return `exposure_parts` for the step's report."""
     store = config.store()
     return {
         "exposure_parts": gather_exposures(store, gathered_at=releases.clock(), erased_keys=erased_users(store))[
@@ -86,13 +86,13 @@ def gather_in_night(config: NightConfig, releases: Releases, _needed_generations
 
 
 def erased_users(store: ArtefactStore) -> frozenset[bytes]:
-    """Users that no file may name: those whose erasures are in force."""
+    """Return the users that no file may name, whose erasures are in force."""
     erasures = all_erasures(store)
     return frozenset(erasure.raw for erasure in erasures if erasure.is_in_force and erasure.kind == "user")
 
 
 def read_totals_by_arm(store: ArtefactStore, experiment: str) -> dict[str, ArmTotals]:
-    """Totals by arm over all hours, those included of which there are parts only; keys of those are counted by part."""
+    """Return the totals by arm over all hours; in parts that are not merged yet, keys are counted per part."""
     totals_by_arm: dict[str, ArmTotals] = {}
     experiment_folder, merged_part_names = f"{EXPOSURES_FOLDER}/{experiment}", set[str]()
     summary_names = [summary_name for summary_name in store.names(experiment_folder) if summary_name.endswith(".json")]
@@ -121,7 +121,7 @@ def read_totals_by_arm(store: ArtefactStore, experiment: str) -> dict[str, ArmTo
 
 
 def forget_keys(store: ArtefactStore, keys: Collection[bytes]) -> int:
-    """Remove keys from all files and parts; how many of these held one of them."""
+    """Remove keys from all files and parts; return the number of files and parts that had one."""
     if not keys:
         return 0
     forgotten_keys, changed_file_count = {key.decode() for key in keys}, 0
@@ -163,7 +163,7 @@ def _merge_parts(
     parts: Iterable[tuple[str, list[dict[str, Any]]]],
     erased_keys: Collection[bytes],
 ) -> None:
-    """Add parts to an experiment's file of an hour, then to its summary: adding to the file twice adds nothing."""
+    """Merge parts into an experiment's file of an hour, then update its summary; a repeat changes nothing."""
     hour_path = f"{EXPOSURES_FOLDER}/{experiment}/{hour}"
     raw_summary = store.read(f"{hour_path}.json")
     summary = {"parts": [], "arms": {}} if raw_summary is None else _parse_document(f"{hour_path}.json", raw_summary)
@@ -204,7 +204,7 @@ def _exposure_table(arm: str, exposures: Iterable[tuple[str, float]]) -> pa.Tabl
 def _write_exposures(
     store: ArtefactStore, parquet_path: str, exposure_tables: list[pa.Table], erased_keys: Collection[bytes]
 ) -> pa.Table:
-    """The rows of an hour's file with these among them, written; by arm and key, each once, at its first time."""
+    """Add rows to an hour's file; return all its rows: each arm and key once, with its first time."""
     raw_parquet = store.read(parquet_path)
     existing_rows = (
         EXPOSURE_SCHEMA.empty_table()
@@ -222,7 +222,7 @@ def _write_exposures(
 
 
 def _without_keys(rows: pa.Table, removed_keys: Collection[bytes]) -> pa.Table:
-    """Return the rows without the rows of these keys."""
+    """Return the rows whose key is not removed."""
     removed_key_texts = pa.array(sorted(key.decode() for key in removed_keys), pa.string())
     return rows.filter(pc.invert(pc.is_in(rows["key"], value_set=removed_key_texts)))
 
@@ -242,7 +242,7 @@ def _exposed_experiments(store: ArtefactStore) -> list[str]:
 
 
 def _part_names_by_hour(store: ArtefactStore) -> dict[int, list[str]]:
-    """Names of the parts of each hour, in order."""
+    """Return the names of the parts by hour, in order."""
     part_names_by_hour: dict[int, list[str]] = {}
     for part_name in store.names(_PARTS_FOLDER):
         if name_match := _PART_NAME.fullmatch(part_name):
@@ -251,7 +251,7 @@ def _part_names_by_hour(store: ArtefactStore) -> dict[int, list[str]]:
 
 
 def _read_parts(store: ArtefactStore, part_names: Iterable[str]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Parts by name, each with the lines of its arms."""
+    """Return (name, arms' entries) of each part."""
     name_by_path = {f"{_PARTS_FOLDER}/{part_name}": part_name for part_name in part_names}
     raw_by_path = store.read_many(list(name_by_path))
     return [(name_by_path[path], _parse_document(path, raw)["arms"]) for path, raw in sorted(raw_by_path.items())]
@@ -264,7 +264,7 @@ def _parse_document(path: str, raw_document: bytes) -> dict[str, Any]:
             raise TypeError("it has no arms")
     except (orjson.JSONDecodeError, TypeError) as error:
         raise CorruptArtefact(
-            f"{path} is no part of the exposure log ({error}): put it back from a copy of the store, or remove it",
+            f"{path} is not a part of the exposure log ({error}): restore it from a backup of the store, or remove it",
             path=path,
         ) from error
     return document

@@ -1,1 +1,1 @@
-"""Usage, at night: what callers ask for and no night knows."""
+"""Usage at night: the ids that callers request and no generation knows."""

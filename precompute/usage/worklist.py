@@ -1,7 +1,7 @@
-"""Command `worklist`: ids that callers ask for and no night knows, most requested first.
+"""Command `worklist`: ids that callers request and no night knows, most requested first.
 
-The night scores all users with complete inputs in its sources; this command lists the others, so that the owner of the
-sources can add them. Order of scoring would change nothing: all of a generation is published at once.
+A night scores all users with complete inputs in its sources; this command lists other requested ids, so that the owner
+of the sources can add them. It does not change the order of scoring, since a generation is published as a whole.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from precompute.sources.erasures import all_erasures
 
 
 class WorklistRow(NamedTuple):
-    """Row of the worklist; `standing`: known (live generation, by now), coming (it acted after the cut) or no input."""
+    """Row of the worklist; `standing`: known (to the live generation), coming (acted after the cut) or no input."""
 
     table: str
     entity: str
@@ -40,9 +40,9 @@ class WorklistRow(NamedTuple):
 
 
 def worklist(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> OutputContent:
-    """Return the ids as a table, and write them to a file if one is named."""
+    """Return the ids as a table, and write them to a file if one is given."""
     if arguments.limit < 1:
-        raise ConfigError(f"--limit is 1 or more, not {arguments.limit}", field="limit")
+        raise ConfigError(f"--limit must be 1 or more, not {arguments.limit}", field="limit")
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
         control = Control(client, config.keyspace())
@@ -59,11 +59,11 @@ def worklist(config: NightConfig, arguments: argparse.Namespace, _progress: Prog
         table.add_row(row.table, Text(printable(row.entity)), str(row.reads), row.standing)
     count_by_standing = Counter(row.standing for row in worklist_rows)
     standings_text = ", ".join(f"{count} {standing}" for standing, count in count_by_standing.most_common())
-    return [table, f"{len(worklist_rows)} ids: {standings_text}" if worklist_rows else "nothing was asked for in vain"]
+    return [table, f"{len(worklist_rows)} ids: {standings_text}" if worklist_rows else "no unknown id was requested"]
 
 
 def read_cold_counts(control: Control) -> dict[EntityName, int]:
-    """Return counts of reads in vain by table and id, this day and the last, over all replicas."""
+    """Return the number of requests without an answer by table and id, today and yesterday, over all replicas."""
     current_day, read_count_by_id = (window_number_of(control.time(), COLD_WINDOW), Counter[EntityName]())
     for counted_day in (current_day, current_day - 1):
         key = control.keyspace.cold_names(counted_day)
@@ -77,7 +77,7 @@ def read_cold_counts(control: Control) -> dict[EntityName, int]:
 def make_rows(
     store: ArtefactStore, read_count_by_id: Mapping[EntityName, int], live_generation: str | None
 ) -> list[WorklistRow]:
-    """Return rows, most requested first, without blocked and erased ids that replicas reported."""
+    """Return the rows, most requested first, without blocked and erased ids."""
     excluded_ids = {erasure.raw for erasure in all_erasures(store) if erasure.is_in_force}
     blocklist = latest_blocklist(store)
     excluded_ids |= set(blocklist.entities) | set(blocklist.users) | set(blocklist.items)
@@ -91,7 +91,7 @@ def make_rows(
 
 
 class KnownEntities:
-    """Entities that the live generation knows, and those known to have acted after its cut (a bounded sample)."""
+    """Entities that the live generation knows, and a bounded sample of users who acted after its cut."""
 
     def __init__(self, store: ArtefactStore, live_generation: str | None) -> None:
         self._entity_by_table: dict[str, str] = {}
@@ -109,13 +109,13 @@ class KnownEntities:
                 self._directory_by_entity[name] = Directory.open(root, entity_set)
             store.fetch(generation_path(live_generation, holdout.HOLDOUT_FILE))
             self._coming_user_ids = frozenset(holdout.read_holdout(root))
-        except (StoreError, FileNotFoundError):  # the holdout, kept or not, decides no more than a word
+        except (StoreError, FileNotFoundError):  # a missing holdout only turns "coming" into "no input"
             return
         except LarderError as error:
-            err_console.print(f"{live_generation} cannot be looked at: {error.message}", markup=False)
+            err_console.print(f"{live_generation} cannot be read: {error.message}", markup=False)
 
     def standing(self, table: str, entity_id: bytes) -> str:
-        """Return the standing of an id: known, coming or no input."""
+        """Return the standing of an id: "known", "coming" or "no input"."""
         entity = self._entity_by_table.get(table)
         directory = self._directory_by_entity.get(str(entity))
         if directory is not None and directory.find(hash_id(entity_id, directory.seed)) >= 0:

@@ -223,7 +223,7 @@ def _reuse(day: int, draw: random.Random) -> Any:
     copied_share = users["copied"] / sum(users.values())
     return {
         "users": users, "share": copied_share, "spared_s": 1400 * copied_share, "base": f"night-{day + 1}",
-        "why": "another bundle than the last nights'" if day == 5 else "", "read_because": "",
+        "why": "the bundle differs from those of earlier nights" if day == 5 else "", "read_because": "",
         "lately": {
             "nights": 14, "users": {reason: 14 * n for reason, n in users.items()}, "share": 0.871, "spared_s": 1180.0,
         },

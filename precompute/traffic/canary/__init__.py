@@ -1,4 +1,4 @@
-"""Canaries: a share of the requests tries a verified generation, and figures decide what becomes of it.
+"""Canaries: a verified generation answers a share of the requests, and measures decide whether it is published.
 
 Start at `trial`.
 """

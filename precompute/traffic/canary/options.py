@@ -11,15 +11,15 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "generation",
         nargs="?",
-        help="to start with (default: the newest that is verified), or that publish or abandon must find running",
+        help="generation to start (default: the newest verified), or that publish or abandon must find running",
     )
     command.add_argument(
         "--percent",
         type=float,
-        help="share of the requests (default: that of the canary that runs, else percent of [canary]); a change of it "
-        "starts the counts anew",
+        help="share of the requests in % (default: that of the running canary, else percent of [canary]); a change "
+        "restarts the counts",
     )
-    command.add_argument("--reason", help="of abandon; kept in the release record")
+    command.add_argument("--reason", help="reason of abandon, kept in the release record")
     command.add_argument("--attempt")
 
 

@@ -48,12 +48,12 @@ def start(
 ) -> dict[str, Any]:
     """Let a verified generation (by default the newest) answer a share of the requests, once replicas hold it ready.
 
-    A canary that runs keeps its share unless another one is named, which starts its counts anew.
+    A running canary keeps its share unless another one is given, which restarts its counts.
 
-    Raises Conflict if there is none, if it may not be published either, or if replicas do not become ready.
+    Raises Conflict if there is no such generation, if it may not be published, or if replicas do not become ready.
     """
     if percent is not None and not 0 < percent <= 100:
-        raise ConfigError(f"percent is above 0 and at most 100, not {percent:g}", field="percent")
+        raise ConfigError(f"percent must be above 0 and at most 100, not {percent:g}", field="percent")
     with open_releases(config) as releases, open_governor(config.governor, releases.control) as governor:
         generation_id = generation or _newest_verified(releases.control)
         canary = _pointer_canary(releases.control)
@@ -65,7 +65,7 @@ def start(
             state = releases.state(generation_id)
             if state is not GenerationState.LIVE:
                 demand_allowed("canary", generation_id, state)
-            # What may not be published is not tried out either; pages that Redis has lost are streamed again.
+            # A canary must meet the conditions of a publish; pages that Redis has lost are streamed again.
             verify_report = Build.of(config, {"generation": generation_id}).read_report(VERIFY_REPORT) or {}
             move_result = moves.prepare_publish(
                 releases, generation_id, attempt=attempt, verified=verify_report, governor=governor
@@ -79,7 +79,7 @@ def start(
                 )  # fmt: skip
         else:
             StagingNote(releases.control).clear(attempt, generation_id)
-    restart_note = f"the share was {former_percent:g} %, so counting starts anew" if former_percent else None
+    restart_note = f"the share was {former_percent:g} %, so counting restarts" if former_percent else None
     return {"generation": generation_id, "percent": traffic_percent, **({"note": restart_note} if restart_note else {})}
 
 
@@ -107,7 +107,7 @@ def publish(
 ) -> dict[str, Any]:
     """Publish the canary's generation like any other; return also its current verdict.
 
-    Raises Conflict if another canary than the named one runs.
+    Raises Conflict if another canary than the given one runs.
     """
     with open_releases(config) as releases:
         canary = _demand_running_canary(releases.control, generation)
@@ -118,15 +118,15 @@ def publish(
 
 
 def abandon(config: NightConfig, generation: str | None = None, *, reason: str | None, attempt: str) -> dict[str, Any]:
-    """End the canary: live answers every request again, and the canary's generation is never published.
+    """End the canary: live answers every request again, and the generation needs another verification.
 
-    Raises ConfigError without a reason, Conflict if another canary than the named one runs.
+    Raises ConfigError without a reason, Conflict if another canary than the given one runs.
     """
     reason = demand_reason("abandoning a canary", reason)
     with open_releases(config) as releases:
-        # Whoever was killed right after ending it asks again, and finds its own work.
+        # A retry after a crash right after the end of the canary finds its own record.
         if (abandonment := _abandonment_by(releases, attempt, generation)) is not None:
-            moves.end_canary(releases, attempt, reason, abandon=True)  # a Conflict unless it still stands
+            moves.end_canary(releases, attempt, reason, abandon=True)  # Conflict if undone since
             return {"generation": abandonment.generation, "abandoned": abandonment.reason}
         generation_id = _demand_running_canary(releases.control, generation).generation
         moves.end_canary(releases, attempt, reason, abandon=True)
@@ -134,7 +134,7 @@ def abandon(config: NightConfig, generation: str | None = None, *, reason: str |
 
 
 def is_over(config: NightConfig, generation: str) -> bool:
-    """True if the canary has run for `wait_s` and can be decided about, or `wait_max_s`, or does not run any more."""
+    """True if the canary ran for `wait_s` and is decided, or for `wait_max_s`, or does not run."""
     with open_releases(config) as releases:
         canary = _pointer_canary(releases.control)
         if canary is None or canary.generation != generation:
@@ -149,7 +149,7 @@ def is_over(config: NightConfig, generation: str) -> bool:
 def publish_or_abandon(config: NightConfig, generation: str, *, attempt: str) -> dict[str, Any]:
     """Publish the canary, or abandon it and raise Refused with the reasons.
 
-    Raises Conflict, and leaves it running, while the counts are too small to decide.
+    Raises Conflict, and leaves the canary running, while the counts are too small to decide.
     """
     with open_releases(config) as releases:
         pointer = releases.control.read_pointer()
@@ -163,7 +163,7 @@ def publish_or_abandon(config: NightConfig, generation: str, *, attempt: str) ->
         verdict, reasons = decide(comparison, config.canary)
         if verdict == "undecided":
             raise Conflict(
-                f"{generation} goes on as a canary, for nothing decides about it yet: {'; '.join(reasons)}. Conclude "
+                f"{generation} stays a canary, since it is undecided: {'; '.join(reasons)}. Conclude "
                 "again later, or end it by `canary publish` or `canary abandon`",
                 **asdict(comparison),
             )
@@ -171,7 +171,7 @@ def publish_or_abandon(config: NightConfig, generation: str, *, attempt: str) ->
             reason = "canary: " + "; ".join(reasons)
             moves.end_canary(releases, attempt, reason, abandon=True)
             raise Refused(
-                f"{generation} was abandoned, the live generation goes on: {'; '.join(reasons)}",
+                f"{generation} was abandoned, the live generation stays: {'; '.join(reasons)}",
                 rule="canary",
                 **asdict(comparison),
             )
@@ -180,14 +180,14 @@ def publish_or_abandon(config: NightConfig, generation: str, *, attempt: str) ->
 
 
 def has_live(config: NightConfig) -> bool:
-    """True if a generation is live that a canary could be compared with."""
+    """True if there is a live generation to compare a canary with."""
     with open_releases(config) as releases:
         return releases.ledger().live_generation is not None
 
 
 def _newest_verified(control: Control) -> str:
     if (canary := _pointer_canary(control)) is not None:
-        return canary.generation  # a retry of the start
+        return canary.generation  # `start` is retried
     rows = control.rows()
     verified_ids = sorted(generation_id for generation_id, row in rows.items() if row.state is GenerationState.VERIFIED)
     if not verified_ids:
@@ -206,14 +206,14 @@ def _demand_running_canary(control: Control, generation: str | None = None) -> C
         raise Conflict(f"no canary{generation_clause} is running: start one with `canary start GENERATION`")
     if generation not in (None, canary.generation):
         raise Conflict(
-            f"no canary of {generation} is running: the one that runs is {canary.generation}",
+            f"no canary of {generation} is running: the running one is {canary.generation}",
             generation=canary.generation,
         )
     return canary
 
 
 def _abandonment_by(releases: Releases, attempt: str, generation: str | None) -> Release | None:
-    """Return the record of the canary that this attempt abandoned."""
+    """Return the record of the canary that this attempt abandoned, None without one."""
     return next(
         (
             release

@@ -56,7 +56,7 @@ def test_a_nights_table_says_what_was_copied_from_whom_and_why_others_were_not(m
 
     month.shorten(1)
     third = night(month, 2)
-    assert "; all files read: source files changed, vanished or came in between" in third["begin"]
+    assert "; all files read: source files were changed, removed or inserted" in third["begin"]
 
     month.config = replace(month.config, reuse="off")
     assert "no copies: [night] reuse is off" in night(month, 3)["begin"]
@@ -84,7 +84,7 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
     assert newest_generation["reuse"] == fact.to_json()
     assert previous_generation["reuse"]["share"] == 0.0 and previous_generation["reuse"]["base"] is None
     text = status_lines(month)
-    assert f"users of the live one: {users['copied']:,} copied, " in text
+    assert f"users of the live generation: {users['copied']:,} copied, " in text
     assert f"of the last 2 nights {fact.recent_total.copied_share:.1%} copied" in text
     assert f"{fact.night.copied_share:.1%}" in text and "s spared a night" in text
 

@@ -91,7 +91,7 @@ def test_an_experiment_is_started_shared_out_anew_and_stopped(namespaces: tuple[
     [
         (("start", *ARMS), ConfigError, "name the experiment"),
         (("start", "a", "--arm", "control={own}"), ConfigError, "NAME=NAMESPACE:SHARE"),
-        (("start", "a", "--arm", "control={own}:much"), ConfigError, "ends with a share"),
+        (("start", "a", "--arm", "control={own}:much"), ConfigError, "must end with a share"),
         (("start", "a", *ARMS[:3], "other=nowhere:0.5"), Conflict, "nothing is published in namespace 'nowhere'"),
         (("start", "a", *ARMS, "--share", "2"), ConfigError, "--share"),
         (("share", "nobody", "--share", "0.1"), Conflict, "no experiment 'nobody'"),

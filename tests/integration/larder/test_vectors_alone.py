@@ -57,7 +57,7 @@ def test_known_users_have_their_best_items_strangers_are_folded_in_and_a_night_f
 
     assert "none of interactions" in larder(folder, "check", environ=environ)
     night_output = larder(folder, "night", "--data-until", FIRST, environ=environ)
-    assert "left out, for there are no interactions: stale_lists, heldout_recall" in night_output
+    assert "left out, since there are no interactions: stale_lists, heldout_recall" in night_output
     with running(folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ) as url:
         look_up = asking(url)
         known_answers = look_up("user_topk", *everyone)

@@ -297,7 +297,7 @@ def test_a_run_before_what_is_live_computes_nothing_and_records_no_failure(confi
     for build in (scheduled, by_hand):
         assert (build["generation"], build["already_live"]) == (live, True)
     assert "newer than this run's time 2026-01-28T00:00:00+00:00" in scheduled["nothing_newer"]
-    assert "nothing is newer" in by_hand["nothing_newer"]
+    assert "no input is newer" in by_hand["nothing_newer"]
     steps = run_night(Night(config, "again", named=earlier))
     assert [(name, row.summary) for name, row, _ in steps] == [("begin", by_hand["nothing_newer"])]
     assert last_failure(config.store()) is None

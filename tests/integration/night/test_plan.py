@@ -71,12 +71,12 @@ def test_a_plan_on_a_card_takes_the_items_from_the_bundle_and_answers_from_a_tab
     [
         (("--card", "h9000", "--users", "5"), "no rates of a card 'h9000': measured were"),
         (("--card", "h200"), "say with --users how many users get lists"),
-        (("--card", "h200", "--users", "5", "--qps", "4"), "--qps does not go with --card"),
-        (("--card", "h200", "--users", "5", "--l1-mb", "8"), "--l1-mb does not go with --card"),
-        (("--card", "h200", "--users", "-5"), "--users is a number above 0"),
+        (("--card", "h200", "--users", "5", "--qps", "4"), "--qps cannot be used with --card"),
+        (("--card", "h200", "--users", "5", "--l1-mb", "8"), "--l1-mb cannot be used with --card"),
+        (("--card", "h200", "--users", "-5"), "--users must be a number above 0"),
         (
             ("--card", "h200", "--users", "5", "--bundle", "nowhere"),
-            "--card needs --items and --dims where no bundle says them",
+            "--card needs --items and --dims if there is no bundle",
         ),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_plan_foretells_the_bytes_of_the_night_that_follows(config):
 
 def test_a_larger_plan_is_extrapolated_and_says_so(config):
     smaller = json.loads(plan(config, "--json").stdout)
-    assert re.match("a table: one NVIDIA H200 did|a rehearsal on", smaller["scoring_gpu_how"])
+    assert re.match("a table: one NVIDIA H200 did|measured on this host", smaller["scoring_gpu_how"])
 
     larger = json.loads(
         plan(config, "--json", "--users", "60000", "--items", "1500", "--dims", "32", "--k", "100").stdout
@@ -211,12 +211,12 @@ def test_a_log_of_requests_replaces_zipf(config, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--sample", "2"), "--sample is a share of 1"),
-        (("--users", "0"), "--users is a number above 0"),
-        (("--redis-nodes", "3"), "--redis-nodes goes with --redis-gb"),
+        (("--sample", "2"), "--sample must be above 0 and at most 1"),
+        (("--users", "0"), "--users must be a number above 0"),
+        (("--redis-nodes", "3"), "--redis-nodes needs --redis-gb"),
         (("--requests", "nowhere.txt"), "nowhere.txt"),
-        (("--answer-bytes", "-1"), "--answer-bytes is 0 or more"),
-        (("--zipf", "-1"), "--zipf is 0 to 10"),
+        (("--answer-bytes", "-1"), "--answer-bytes must be 0 or more"),
+        (("--zipf", "-1"), "--zipf must be 0 to 10"),
     ],
 )
 def test_what_cannot_be_asked_is_said_at_once(config, options, message):

@@ -64,7 +64,7 @@ def test_a_canary_is_ended_only_under_its_own_name(tried: tuple[NightConfig, str
         ("canary", "publish", other_generation),
         ("canary", "abandon", other_generation, "--reason", "the wrong one named"),
     ):
-        with pytest.raises(Conflict, match=f"the one that runs is {generation}"):
+        with pytest.raises(Conflict, match=f"the running one is {generation}"):
             run(config, *line)
     with connect(config.redis_url, 5.0) as client:
         pointer = Control(client, config.keyspace()).read_pointer()

@@ -197,7 +197,7 @@ async def test_starting_a_canary_that_runs_keeps_its_share_unless_another_is_nam
     ten_percent_start = await asyncio.to_thread(trial.start, config, tried, percent=10.0, attempt="other")
 
     assert repeated_start == {"generation": tried, "percent": PERCENT}
-    assert ten_percent_start["percent"] == 10.0 and "counting starts anew" in ten_percent_start["note"]
+    assert ten_percent_start["percent"] == 10.0 and "counting restarts" in ten_percent_start["note"]
     with control_of(config) as control:
         pointer = control.read_pointer()
         assert pointer is not None and pointer.canary is not None

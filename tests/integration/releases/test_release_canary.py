@@ -77,7 +77,7 @@ def test_every_move_ends_a_canary(tried, how):
             lose_redis(tried)
             restore_redis(tried.releases, attempt="restore", chunk_bytes=1000)
     assert tried.live().canary is None and tried.releases.ledger().canary is None
-    with pytest.raises(Conflict, match="no generation is being tried out"):
+    with pytest.raises(Conflict, match="no canary is running"):
         moves.end_canary(tried.releases, "end")
 
 

@@ -41,7 +41,7 @@ def at(times: str, rows: list[str]) -> list[str]:
         (clicks() + [f"0,i{row % 40},1700000000" for row in range(300)], "the user '0' has 23% of all rows"),
         (
             [f"u{row % 100},i{row} j{row} k{row},1700000000" for row in range(200)],
-            "200 items in 200 rows: nearly each comes once, and most hold several words",
+            "200 items in 200 rows: nearly every item occurs once, and most hold several words",
         ),
         (at("{}", clicks()), "the newest time is 1970-01-01"),
         (at("2100-01-01", clicks()), "the newest time is 2100-01-01"),
@@ -93,14 +93,14 @@ def test_one_item_for_each_user_is_to_do_as_train_refuses_it(tmp_path: Path) -> 
     ("name", "content", "expected_message"),
     [
         ("a.parquet", b"", r"it is empty; copy it again"),
-        ("a.parquet", b"PAR1 and no more of it, alas", r"is it whole, and of the format"),
+        ("a.parquet", b"PAR1 and no more of it, alas", r"is it complete, and in the format"),
         ("a.parquet", b"ARROW1\x00\x00" * 9, r"is an Arrow file by its first bytes"),
         ("a.parquet", b"user,item\nu1,i1\n", r"it looks like rows of text: rename it to end in \.csv"),
         ("a.csv", "user,item,wo\u00f6\nu1,i1,x\n".encode("latin-1"), r"it is not UTF-8; convert it"),
         ("a.csv.gz", gzip.compress(b"user,item\nu1,i1\n" * 999, mtime=0)[:40], r"it is cut off; copy it again"),
         ("a.csv", b"245,1,1701329145\n234,38,1701044604\n", "has no line of column names: put one above"),
         ("a.csv", b"Export of clicks\nuser,item\nu1,i1\n", "is the first line a title"),
-        ("a.csv", b'"user,item"\n"u1,i1"\n', "each row stands between quotes as a whole"),
+        ("a.csv", b'"user,item"\n"u1,i1"\n', "each row is quoted as a whole"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_read_is_told_as_by_a_night(
@@ -152,7 +152,7 @@ def test_a_copy_of_a_file_is_said(tmp_path: Path) -> None:
     state, message = check_sources(config)
 
     assert state == "ok"
-    assert message.endswith("a (1).csv and a.csv hold the same bytes, so their rows count 2 times: leave one of them")
+    assert message.endswith("a (1).csv and a.csv hold the same bytes, so their rows count 2 times: keep one of them")
 
 
 def test_days_with_a_header_alone_are_no_copies(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_canary_that_differs_is_abandoned_and_the_reason_says_by_how_much(cana
         (arm(requests=99, clicks=10), "99 requests, at least 100 are needed"),
         (arm(keys=150, defaults=6), "150 keys, at least 200 are needed"),
         (arm(keys=250, defaults=25), "may be chance with so few keys"),
-        (arm(clicks=350), "it may be chance down to"),
+        (arm(clicks=350), "but values down to"),
         (CanaryArmTotals(), "canary answered 0 requests"),
         (arm(keys=20, defaults=20), "at least 200 are needed"),
     ],

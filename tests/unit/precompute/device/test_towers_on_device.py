@@ -204,7 +204,7 @@ def test_a_model_without_a_program_stays_on_the_processor_where_onnx_runtime_has
     refusal_reason = towers._open_on_device(build, model, "cuda:0")
 
     assert isinstance(refusal_reason, str) and "install onnxruntime-gpu" in refusal_reason
-    assert "cpu is no GPU" in str(towers._open_on_device(build, model, "cpu"))
+    assert "cpu is not a GPU" in str(towers._open_on_device(build, model, "cpu"))
 
 
 def test_models_without_a_program_and_torch_share_a_tasks_memory_out(monkeypatch: pytest.MonkeyPatch) -> None:

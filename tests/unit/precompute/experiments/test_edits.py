@@ -50,13 +50,13 @@ def test_a_repeat_is_the_same_and_anything_else_of_that_name_is_refused() -> Non
     [
         ((("control", "default", 1.0),), 0.2, "2 to 8 arms"),
         ((("a", "default", 0.5), ("a", "second", 0.5)), 0.2, "different names"),
-        ((("A", "default", 0.5), ("b", "second", 0.5)), 0.2, "no name"),
+        ((("A", "default", 0.5), ("b", "second", 0.5)), 0.2, "is not a name"),
         ((("a", "second", 0.5), ("b", "third", 0.5)), 0.2, "own namespace"),
         ((("a", "default", 0.5), ("b", "default", 0.5)), 0.2, "own namespace"),
         ((("a", "default", 0.5), ("b", "second", 0.6)), 0.2, "sum to 1, not to 1.1"),
-        ((("a", "default", -0.5), ("b", "second", 1.5)), 0.2, "parts of their experiment"),
-        ((("a", "default", 0.5), ("b", "second", 0.5)), 0.0, "--share is above 0"),
-        ((("a", "default", 0.5), ("b", "second", 0.5)), float("nan"), "--share is above 0"),
+        ((("a", "default", -0.5), ("b", "second", 1.5)), 0.2, "must sum to 1"),
+        ((("a", "default", 0.5), ("b", "second", 0.5)), 0.0, "--share must be above 0"),
+        ((("a", "default", 0.5), ("b", "second", 0.5)), float("nan"), "--share must be above 0"),
     ],
 )
 def test_what_can_be_no_experiment_is_refused(

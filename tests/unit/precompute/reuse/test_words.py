@@ -12,7 +12,7 @@ from precompute.reuse.reasons import base_in_words, users_in_words
     [
         ({"copied": 1_360, "inputs": 30, "lost": 6, "entered": 4}, (
             "1,360 copied, 40 computed (30 for their inputs, "
-            "6 for an item gone or changed, 4 for one that may enter)"
+            "6 for a removed or changed item in a list, 4 for an item that may enter a list)"
         )),
         ({"copied": 5, "inputs": 0}, "5 copied, 0 computed"),
         ({"copied": 0, "computed": 7}, "0 copied, 7 computed"),

@@ -59,5 +59,5 @@ def test_a_model_without_a_finite_output_is_named_before_its_int8_form_is_made()
         name="risk.fp32.onnx", run=lambda inputs: np.full((len(inputs["age"]), 2), np.nan, np.float32)
     )
 
-    with pytest.raises(BundleError, match=r"no output of risk\.fp32\.onnx is finite, on none of 5"):
+    with pytest.raises(BundleError, match=r"no output of risk\.fp32\.onnx is finite for any of 5"):
         _select_finite(tower, {"age": np.zeros(5)}, None)

@@ -67,7 +67,7 @@ def test_dates_as_digits_are_read_with_a_remark(tmp_path, kind):
     name = write_times(tmp_path, kind, [20231114, 20231115, 0, 20231399])
     _, times, report = read(tmp_path, name)
     assert times == [DAY_AT, DAY_AT + DAY_US]
-    assert report["remarks"] == ["column 'timestamp' holds dates as yyyymmdd: they are read so, as UTC"]
+    assert report["remarks"] == ["column 'timestamp' holds dates as yyyymmdd: they are read as UTC"]
     assert report["left_out"] == 2
 
 
@@ -280,7 +280,7 @@ def test_a_type_that_holds_no_ids_is_refused_with_what_to_do(column, message_pat
 
 def test_a_weight_with_a_comma_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "a.csv").write_text("user;item;weight\nu;i;4,5\n")
-    with pytest.raises(SourceError, match="weights are numbers, with a point"):
+    with pytest.raises(SourceError, match="weights are numbers, with a decimal point"):
         read(tmp_path, "a.csv", separator=";")
 
 
@@ -449,11 +449,11 @@ def test_a_header_again_is_no_row_in_whatever_case_and_format(tmp_path, name, na
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        (["u{0}, i1, i2, i{0}"], "has ',' behind its ids"),
-        (["u{0}: i1 i2 i{0}"], "has ':' behind the first id"),
+        (["u{0}, i1, i2, i{0}"], "has ',' after its ids"),
+        (["u{0}: i1 i2 i{0}"], "has ':' after the first id"),
         (["u{0} [i1 i2 i{0}]"], r"has lists that begin with '\['"),
-        (["u{0} | i1 i2 i{0}"], r"has '\|' behind the first id"),
-        (["u{0} i1:5 i2:5 i{0}:4"], "has a value behind each id"),
+        (["u{0} | i1 i2 i{0}"], r"has '\|' after the first id"),
+        (["u{0} i1:5 i2:5 i{0}:4"], "has a value after each id"),
         (["user items", "u{0} i1 i2 i{0}"], "begins with column names, 'user items'"),
         (["user_id item_id", "u{0} i1 i2 i{0}"], "begins with column names"),
     ],
@@ -476,13 +476,13 @@ def test_ids_of_lines_with_a_kind_before_a_colon_are_ids(tmp_path):
 @pytest.mark.parametrize(
     ("user", "told"),
     [
-        ("\u200bu{0}", "has signs without width in its ids in 30 of 30 rows"),
-        ("M\ufffdller{0}", "has the sign \ufffd in its ids in 30 of 30 rows"),
+        ("\u200bu{0}", "has zero-width characters in its ids in 30 of 30 rows"),
+        ("M\ufffdller{0}", "has the replacement character \ufffd in its ids in 30 of 30 rows"),
         ("\u201cu{0}\u201d", "has quotes around its ids in 30 of 30 rows"),
         ("'u{0}", "has a spreadsheet's apostrophe before its ids in 30 of 30 rows"),
-        ("u\x00{0}", "has signs for control, such as zero bytes, in its ids in 30 of 30 rows"),
-        ("a&amp;b{0}", "has escapes of web pages or addresses in its ids in 30 of 30 rows"),
-        ("a%20b{0}", "has escapes of web pages or addresses in its ids in 30 of 30 rows"),
+        ("u\x00{0}", "has control characters, such as zero bytes, in its ids in 30 of 30 rows"),
+        ("a&amp;b{0}", "has HTML or URL escapes in its ids in 30 of 30 rows"),
+        ("a%20b{0}", "has HTML or URL escapes in its ids in 30 of 30 rows"),
         ("(not set)", "has the id '(not set)' in 30 of its first 30 rows"),
         ("########", "has the id '########' in 30 of its first 30 rows"),
     ],
@@ -554,7 +554,7 @@ def test_a_date_that_means_never_is_out_of_range_in_csv_too(tmp_path):
 @pytest.mark.parametrize("text", ["# Undirected graph\nu1\ti1\n", "% matrix\nu1 i1\n"])
 def test_a_comment_above_lines_is_no_line(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
-    with pytest.raises(SourceError, match=r"begins with a comment.*leave comments out"):
+    with pytest.raises(SourceError, match=r"begins with a comment.*remove comments"):
         read(tmp_path, "a.txt")
 
 

@@ -133,7 +133,7 @@ def test_an_id_with_a_line_break_is_left_out_and_counted(tmp_path):
 
 def test_a_backslash_before_a_quote_is_refused_and_read_where_settings_name_it(tmp_path):
     write(tmp_path, 'user,item,title\nu1,i1,x\n"u\\"2",i2,"a \\"b\\", c"\nu3,\\N,x\nu4,i4,"5\\""\n')
-    with pytest.raises(SourceError, match=r"line 3: a backslash stands before a quote.*escape ="):
+    with pytest.raises(SourceError, match=r"line 3: a backslash is before a quote.*escape ="):
         read(tmp_path, "a.csv")
     pairs, report = read(tmp_path, "a.csv", escape="\\")
     assert pairs == [("u1", "i1"), ('u"2', "i2"), ("u4", "i4")]

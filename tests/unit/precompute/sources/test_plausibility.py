@@ -58,7 +58,7 @@ def test_items_that_come_only_once_are_reported_with_fields_that_hold_several(tm
 
     (remark,) = plausibility_remarks(shape_of(tmp_path, rows))
 
-    assert "200 items in 200 rows: nearly each comes once, and most hold several words" in remark
+    assert "200 items in 200 rows: nearly every item occurs once, and most hold several words" in remark
 
 
 def test_times_that_are_all_older_than_any_log_are_reported(tmp_path: Path) -> None:

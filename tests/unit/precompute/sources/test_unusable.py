@@ -176,7 +176,7 @@ def test_values_that_an_input_cannot_hold_cost_only_their_rows():
 )  # fmt: skip
 def test_a_column_that_no_row_can_be_read_from_is_refused_by_name(kind, dtype, width):
     spec = InputSpec("x", "feature", dtype, column="age", width=width)
-    with pytest.raises(SourceError, match=r"column 'age' is .* the model's input 'x' wants"):
+    with pytest.raises(SourceError, match=r"column 'age' is .* the model's input 'x' takes"):
         demand_column_type(kind, spec, "users.parquet")
 
 
