@@ -315,10 +315,7 @@ def _demand_same_dims(user_dims: int, item_dims: int) -> None:
 
 
 def _history_limits(example: Example, clicks: ClickMatrix | None) -> list[str]:
-    limits = [
-        f"use more than the last {example.max_length:,} items of a history (max_length of Example), or repeats of an "
-        "item"
-    ]
+    limits = [f"use more than the last {example.max_length:,} items of a history (max_length), or repeats of an item"]
     if clicks is not None and not clicks.is_ordered:
         limits.append("know the order of these clicks: they have no times; give a table with a column timestamp")
     return limits
