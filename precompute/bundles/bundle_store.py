@@ -175,8 +175,7 @@ def bundle_made_of(
     *,
     clock: Callable[[], float] = time.time,
 ) -> Iterator[Bundle]:
-    """Yield the stored bundle that was made from tables with this digest; else make one with `make_bundle`, and store
-    it.
+    """Yield the stored bundle made from tables with this digest; else make one with `make_bundle`, and store it.
 
     Storing it makes a repeated night on any host use the same bundle. It is not handed over, so a night that takes its
     bundle from the folder never uses it.
