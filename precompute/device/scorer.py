@@ -83,8 +83,7 @@ class DeviceScorer:
         dtype: torch.dtype | None = None,
         fused: bool | None = None,
     ) -> Self | None:
-        """Return a scorer as `Scorer.of` does; None, with the reason logged, if the device is unreliable or lacks
-        memory.
+        """Return a scorer as `Scorer.of` does; None, with the reason logged, if the device is unreliable or full.
 
         `dtype` is that of the products: half on a GPU, float32 elsewhere. `fused` False disables the kernels, True runs
         them also on devices that are not GPUs.
