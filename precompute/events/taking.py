@@ -100,7 +100,7 @@ def describe_taken_events(taken_events: TakenEvents) -> str:
     until_time = datetime.fromtimestamp(until_position.ms / 1000, UTC)
     summary = f"{taken_events['events']:,} events taken over, up to {until_time:%Y-%m-%dT%H:%M:%SZ} ({until_position})"
     if not until_position.ms:
-        summary = "0 events taken over: none has been accepted yet"
+        summary = "0 events taken over: none was accepted yet"
     count_by_reason = {
         "erased": taken_events["left_out"], "that are no events": taken_events["unreadable"],
     }  # fmt: skip
