@@ -9,7 +9,8 @@ from pathlib import Path
 _own_cache_path = Path(__file__).parents[1] / "cache/__init__.py"
 _cache_spec = find_spec("cache")
 if _cache_spec is None or Path(_cache_spec.origin or "") != _own_cache_path:
-    # The name is a common one: a cache.py in the working folder, or another distribution's, would be found first.
+    # The name is common: Python would first find a cache.py in the working folder, or the package of another
+    # distribution.
     _foreign_location = (
         None if _cache_spec is None else _cache_spec.origin or list(_cache_spec.submodule_search_locations or ())
     )

@@ -32,7 +32,10 @@ from precompute.config.settings import NightConfig, night_config
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
-    """Exit code: 0 done, 1 refused or failed, 2 wrong usage, 3 what `status` saw is not well, 130 interrupted."""
+    """Run a command and return its exit code.
+
+    0: done; 1: refused or failed; 2: wrong usage; 3: `status` found a problem; 130: interrupted.
+    """
     arguments = build_command_parser(prog).parse_args(argv)
     try:
         run_command = arguments.run.import_command()
@@ -52,7 +55,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
             json_text(command_output.content) if arguments.json and is_mapping else command_output.content, out_console
         )
     except KeyboardInterrupt:
-        err_console.print("interrupted; run the same command again to go on where it stopped")
+        err_console.print("interrupted; run the same command again to continue")
         return 130
     except Exception as error:
         _set_interrupt_handler(_exit_interrupted)
@@ -62,15 +65,15 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
 
 
 def _check_store(config: NightConfig, arguments: argparse.Namespace) -> None:
-    """Raise Conflict before a command writes into the store of another Redis; warn of one that would be new."""
-    # `restore --adopt` is for such a pointer.
+    """Raise Conflict before a command writes into the store of another Redis; warn if it would create a new store."""
+    # `restore --adopt` handles such a pointer.
     if arguments.store == "reads" or getattr(arguments, "adopt", False):
         return
     demand_own_store(config, config.redis_url, config.redis_timeout_s)
     store = config.store()
     if arguments.store == "writes" and not store.names(""):
         err_console.print(
-            f"the artefact store {store.url} is empty or new: if that is not the one of your nights, correct artifacts "
+            f"the artefact store {store.url} is empty or new: if your nights use another one, correct artifacts "
             "(LARDER_ARTIFACTS)",
             markup=False,
         )
@@ -84,7 +87,7 @@ def _explain(error: Exception, *, debug: bool) -> None:
             err_console.print(f"[red]{error.code}[/red]: ", end="")
             err_console.print(error.message, markup=False, highlight=False)
         case OSError():
-            err_console.print(f"this machine refused: {error}", markup=False)
+            err_console.print(f"the operating system refused: {error}", markup=False)
         case _:
             text = f"internal error: {type(error).__name__}: {error}".rstrip(": ")
             debug_hint = "" if debug else "; run with --debug for the traceback"
@@ -92,8 +95,8 @@ def _explain(error: Exception, *, debug: bool) -> None:
 
 
 def _raise_interrupt(_signal: int, _frame: FrameType | None) -> None:
-    # While the first is being honoured (a tile finishes, the server stops) a second one ends at once;
-    # the server's guard then takes it along.
+    # While the first interrupt is handled (a tile finishes, the server stops), a second one ends the program at once;
+    # the server's guard process then ends the server.
     _set_interrupt_handler(_exit_interrupted)
     raise KeyboardInterrupt
 
@@ -109,15 +112,15 @@ def _set_interrupt_handler(handler: Callable[[int, FrameType | None], None] | si
 
 def leave(exit_code: int) -> NoReturn:
     """End the program after `main`; a further interrupt ends it at once."""
-    _set_interrupt_handler(_exit_interrupted)  # a thread that hangs can still be left behind
+    _set_interrupt_handler(_exit_interrupted)  # a thread may still hang
     if any(thread.daemon for thread in threading.enumerate()):
-        # A gate that was interrupted may still be in ONNX Runtime: when Python ends, it ends such a thread within C++,
+        # An interrupted gate may still run in ONNX Runtime: at exit Python would end such a thread within C++ code,
         # which aborts the process.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
-    atexit.register(_set_interrupt_handler, signal.SIG_IGN)  # what is left is over in a moment
+    atexit.register(_set_interrupt_handler, signal.SIG_IGN)  # the remaining work takes a moment
     sys.exit(exit_code)
 
 

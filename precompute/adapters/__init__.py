@@ -1,4 +1,4 @@
-"""Fitted models of other libraries, each made a folder that a night reads: bundle, vectors of users, clicks, settings.
+"""Imports of fitted models of other libraries: each becomes a folder of bundle, users' vectors, clicks and settings.
 
 Start at `vectors`.
 """

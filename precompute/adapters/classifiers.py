@@ -40,22 +40,24 @@ from precompute.sources.plausibility import JUDGED_ROWS_MIN
 
 FEATURES_FILE = "user_features.parquet"
 TOLERANCE = 1e-4
-"""Largest difference from `expected`, absolute plus relative to it: float32 against the float64 of a library."""
+"""Largest allowed difference from `expected`, absolute plus relative: the model is float32, the library float64."""
 COLUMN_SHARE_TOLERANCE = 1e-6
-"""Further difference, relative to the column's largest value: float32 sums are rounded at the size of their terms."""
+"""Further allowed difference, relative to the column's largest value: a float32 sum is rounded at the size of its
+terms."""
 ROUNDING_SHARE_MAX = 1e-5
-"""Share of the column's largest value up to which differences are taken for rounding, not for other inputs."""
+"""Share of the column's largest value up to which a difference is taken for rounding, not for wrong inputs."""
 ROWS_AT_ONCE = 8_192
 LISTED_NAMES_MAX = 40
 """Number of columns that a message names."""
 REORDER_CHECK_ROWS_MAX = 2_000
-"""Number of rows on which the model of the import before is run as well, if labels have another order."""
+"""Number of rows on which the previous import's model is run as well, if the labels have another order."""
 _ROWS_DIFFER_REMEDY = (
-    "were the same rows given to both, the same columns in the order of the training, and the same codes for "
-    "categories?"
+    "were expected and the model computed from the same rows, the same columns in the order of the training, and the "
+    "same codes for categories?"
 )
 _ROUNDED_REMEDY = (
-    "differences so small against the largest value are float32's: train on a smaller scale (thousands, or a logarithm)"
+    "differences so small against the largest value are rounding errors of float32: train on a smaller scale "
+    "(thousands, or a logarithm)"
 )
 _TEXTS_DIFFER_REMEDY = (
     "exported tokenizers and lower-casing treat letters beyond ASCII in their own way; make texts lower-case ASCII "
@@ -63,13 +65,13 @@ _TEXTS_DIFFER_REMEDY = (
 )
 
 _SETTINGS_TEMPLATE = """\
-# Written by an import, and never over a file that is there. All settings: `python -m cache.config.reference`.
+# Written by an import; later imports do not change it. All settings: `python -m cache.config.reference`.
 bundle = "bundle"
 artifacts = "artifacts"
 state = "state"
 
 [sources]
-user_features = "{features}"     # who is scored: a row each; the next night reads it again
+user_features = "{features}"     # one row for each scored user; each night reads the file again
 
 [tables.{table}]
 kind = "value"
@@ -77,7 +79,7 @@ value = "{table}"
 precision = "f4"
 
 [serving]
-precision = "fp32"     # the model itself answers for ids without a row, as at night; not its smaller int8 form
+precision = "fp32"     # ids without a row get answers of the fp32 model, as at night, not of its int8 form
 """
 _DTYPE_BY_ONNX_TYPE: dict[int, InputDtype] = {
     onnx.TensorProto.FLOAT: "float32",
@@ -88,10 +90,10 @@ _DTYPE_BY_ONNX_TYPE: dict[int, InputDtype] = {
 
 
 LONG_TEXT_PLACEHOLDER: Final = "a text"
-"""What the report shows in place of a long text, which may be a person's."""
+"""Text that the report shows in place of a long text, which may be personal data."""
 
 SHOWN_TEXT_CHARS_MAX: Final = 40
-"""Characters of a text that the report shows at most."""
+"""Maximum characters of a text that the report shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,27 +104,27 @@ class ClassifierReport:
     table: str
     rows: int
     incomplete_rows: int
-    """Number of rows with a missing value: the night has no answer for them."""
+    """Number of rows with a missing value; a night stores no answer for them."""
     labels: tuple[str, ...]
     request: dict[str, Any]
-    """Features of the first row, as a request sends them; in place of a long text LONG_TEXT_PLACEHOLDER."""
+    """Features of the first usable row, as a request sends them; LONG_TEXT_PLACEHOLDER replaces a long text."""
     largest_difference: float | None
     is_again: bool
     seconds: float
     remark: str = ""
-    """Why the store could not be told to use this bundle, if it could not."""
+    """Reason why the bundle could not be handed over again; empty if it was, or if that was not needed."""
     limits: tuple[str, ...] = ()
-    """What rows of the table cannot have, or a night of them: those that are unusable."""
+    """Limits of a night of this table, such as rows that a night leaves out."""
     earlier_labels: tuple[str, ...] = ()
-    """Labels of the import before it, if they were others."""
+    """Labels of the previous import, if they differ."""
     classes: tuple[str, ...] = ()
-    """Classes as the model has them, in the order of the labels; empty if it has none."""
+    """Names of the classes in the model, in the order of the labels; empty if the model names none."""
     columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Columns of the table that each input of the model takes, in its order."""
+    """Columns of the table that each input of the model takes, in the input's order."""
     earlier_columns: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Columns of the inputs that took others, or in another order, at the import before it."""
+    """Columns at the previous import, for each input whose columns or their order have changed."""
     remarks: tuple[str, ...] = ()
-    """What kept settings say otherwise than this import."""
+    """Remarks on kept settings that do not fit this import."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON object."""
@@ -130,7 +132,7 @@ class ClassifierReport:
 
     def lines(self) -> list[str]:
         """Return the report as text lines."""
-        replacement_note = f"the import before it is replaced, its {SETTINGS_FILE} kept"
+        replacement_note = f"the previous import is replaced, its {SETTINGS_FILE} kept"
         return [
             f"{self.table}: {self.rows:,} rows, labels {', '.join(self.labels)}",
             *([f"{self.folder}: {replacement_note}"] if self.is_again else []),
@@ -140,19 +142,19 @@ class ClassifierReport:
             *self.remarks,
             *(f"cannot: {limit_text}" for limit_text in (self.remark, *self.limits) if limit_text),
             self._comparison_in_words(),
-            "a request about an id without a row sends features like " + orjson.dumps(self.request).decode(),
+            "a request for an id without a row sends features like " + orjson.dumps(self.request).decode(),
             f"next: cd {self.folder}, then larder check, larder night and larder serve",
         ]
 
     def _comparison_in_words(self) -> str:
         if self.largest_difference is not None:
-            return f"largest difference from what the library says: {self.largest_difference:.1e}"
+            return f"largest difference from the library's outputs: {self.largest_difference:.1e}"
         order_remarks = [
-            f"; {input_name} takes {_names_in_words(column_names)}: were these in this order in the training?"
+            f"; {input_name} takes {_names_in_words(column_names)}: did the training have them in this order?"
             for input_name, column_names in self.columns.items()
             if len(column_names) > 1
         ]
-        return "".join(["not compared with the library: give what it says of each row as `expected`", *order_remarks])
+        return "".join(["not compared with the library: give its output for each row as `expected`", *order_remarks])
 
     def _labels_in_words(self) -> list[str]:
         remarks = []
@@ -163,7 +165,8 @@ class ClassifierReport:
         if self.earlier_labels:
             earlier_text, current_text = ", ".join(self.earlier_labels), ", ".join(self.labels)
             remarks.append(
-                f"labels were {earlier_text}, and are {current_text} from the next night on: tell who reads values"
+                f"labels were {earlier_text}, and are {current_text} from the next night on: inform those who use the "
+                "values"
             )
         return remarks
 
@@ -180,7 +183,7 @@ class ClassifierReport:
     def _incomplete_in_words(self) -> list[str]:
         if not self.incomplete_rows:
             return []
-        remark = "rows lack a value and get no answer: fill it with what the model was trained with for a missing one"
+        remark = "rows lack a value and get no answer: fill in the value that stood for a missing one in the training"
         return [f"{self.incomplete_rows:,} {remark}"]
 
 
@@ -196,20 +199,20 @@ def from_classifier(
     output: str | None = None,
     expected: Any = None,
 ) -> ClassifierReport:
-    """Make a folder of a model in ONNX (a path, bytes or a ModelProto) and a table with a row for each id.
+    """Make a folder from an ONNX model (a path, bytes or a ModelProto) and a table with a row for each id.
 
-    `features` is a table of Arrow, pandas or polars, or the path of a Parquet or CSV file. A model with one input takes
-    `columns` side by side, by default all but `id_column`; each of several inputs takes the column of its name.
-    `output` is what the model gives for each label, by default its only float output, or the one named like
-    probabilities. `expected` [rows, labels] is what the library says of each row. Raises SourceError or BundleError,
-    naming what is wrong and the remedy; nothing is written then.
+    `features` is an Arrow, pandas or polars table, or the path of a Parquet or CSV file. A model with one input takes
+    all `columns` as one matrix, by default all but `id_column`; each of several inputs takes the column of its name.
+    `output` names the output with a number for each label, by default the only float output, or the one whose name
+    contains "prob". `expected` [rows, labels] is the library's output for each row. Raises SourceError or BundleError,
+    naming the cause and the remedy, and writes nothing then.
     """
     started_at, to = time.perf_counter(), Path(to)
     source_table = feature_table(features, "features", id_column)
     if id_column not in source_table.column_names:
         raise SourceError(
-            f"features has no column {id_column!r} of ids; it has {', '.join(source_table.column_names)}: name it by "
-            "id_column"
+            f"features has no column {id_column!r} of ids; it has {', '.join(source_table.column_names)}: give the "
+            "name of the id column as id_column"
         )
     ids = checked_ids(source_table[id_column], "user")
     _demand_labels(labels)
@@ -235,7 +238,7 @@ def from_classifier(
     try:
         user_tower = ModelFile(OnnxModel(onnx_bytes), spec)
         labelled_model = ModelFile(OnnxModel(onnx_bytes), spec, labels=tuple(labels))
-        # Labels are the items, with a unit vector each: the score of a label is what the model gives for it.
+        # Labels are the items, with unit vectors: the score of a label is the model's number for it.
         item_model = ModelFile(
             item_tower(np.eye(len(labels), dtype=np.float32)),
             TowerSpec((InputSpec("item_index", "item_index", "int32"),), "vector", len(labels)),
@@ -286,8 +289,8 @@ def from_classifier(
     if tried_rows.common_output is not None and len(usable_rows) >= JUDGED_ROWS_MIN:
         values = ", ".join(f"{value:g}" for value in tried_rows.common_output)
         limit = (
-            f"tell one row from another: all {len(usable_rows):,} rows get the same answer ({values}), and the gate "
-            "distinct_values refuses a night of it: was the model trained to its end, on these columns?"
+            f"distinguish rows: all {len(usable_rows):,} rows get the same answer ({values}), and the gate "
+            "distinct_values refuses such a night: was the training finished, and are these its columns?"
         )
         limits += (limit,)
     report = ClassifierReport(
@@ -325,54 +328,52 @@ def _demand_same_value_table(import_folder: Path, value_name: str) -> None:
             if (import_folder / SETTINGS_FILE).exists()
             else NightConfig()
         )
-    except LarderError:  # kept settings that `larder check` will name
+    except LarderError:  # `larder check` reports these settings
         return
     if config.tables == NightConfig().tables:
         return
     for table_name, table_config in config.tables.items():
         if table_config.kind == "value" and table_config.value != value_name:
             raise SourceError(
-                f"[tables.{table_name}] in {import_folder / SETTINGS_FILE} is of the value {table_config.value!r}, "
-                "and this import makes "
-                f"{value_name!r} alone: import with --table {table_config.value}, name another folder, or change the "
-                "file"
+                f"[tables.{table_name}] in {import_folder / SETTINGS_FILE} has the value {table_config.value!r}, but "
+                f"this import only makes {value_name!r}: import with --table {table_config.value}, name another "
+                "folder, or change the file"
             )
 
 
 def _demand_labels(labels: Sequence[str]) -> None:
     """Raise SourceError for labels that are missing, empty or repeated."""
     if not labels:
-        raise SourceError("labels are empty: give a name for each number that the model gives")
+        raise SourceError("labels are empty: give a name for each number of the model's output")
     for label_index, label in enumerate(labels):
         if not label:
             raise SourceError(f"label {label_index + 1} of {','.join(labels)} is empty: give it a name")
         if label in labels[:label_index]:
-            raise SourceError(f"label {label!r} is there twice: give each number a name of its own")
+            raise SourceError(f"label {label!r} is given twice: give each number a different name")
 
 
 def _demand_order_of_classes(labels: Sequence[str], class_names: tuple[str, ...]) -> None:
-    """Raise SourceError for a label that is one of the model's classes, at another place."""
+    """Raise SourceError for a label that is one of the model's classes, but at another position."""
     if any(
         label in class_names and class_names.index(label) != label_index for label_index, label in enumerate(labels)
     ):
         raise SourceError(
-            f"labels are {', '.join(labels)}, and the model's classes are {', '.join(class_names)}, in this order: "
-            "numbers would stand under wrong names; give the labels in the order of the classes"
+            f"labels are {', '.join(labels)}, but the model's classes are {', '.join(class_names)}, in this order: "
+            "numbers would have wrong names; give the labels in the order of the classes"
         )
 
 
 def _demand_order_of_columns(
     columns_by_input: Mapping[str, tuple[str, ...]], earlier_columns: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Raise SourceError for an input whose columns the table has in another order than at the import before."""
+    """Raise SourceError if the table has an input's columns in another order than at the previous import."""
     for input_name, column_names in columns_by_input.items():
         earlier_names = earlier_columns[input_name]
         if earlier_names != column_names and sorted(earlier_names) == sorted(column_names):
             raise SourceError(
                 f"columns of {input_name!r} are {_names_in_words(column_names)} in this table, and were "
-                f"{_names_in_words(earlier_names)} at the import "
-                "before, and a model takes them by their place: name them in the order of the training as "
-                "columns, or give expected"
+                f"{_names_in_words(earlier_names)} at the previous import, but the model takes columns by position: "
+                "name them as columns, in the order of the training, or give expected"
             )
 
 
@@ -388,7 +389,7 @@ def _shown_value(feature_value: object) -> object:
 
 
 def _names_in_words(names: Sequence[str]) -> str:
-    """Return the first names of a list, and the number of all where there are more."""
+    """Return the first names of a list, with the number of all names if some are left out."""
     names_text = ", ".join(names[:LISTED_NAMES_MAX])
     return names_text if len(names) <= LISTED_NAMES_MAX else f"{names_text}, ... ({len(names)} in all)"
 
@@ -396,10 +397,10 @@ def _names_in_words(names: Sequence[str]) -> str:
 def _demand_earlier_label_order(
     import_folder: Path, model: BundleModel, tower: Tower, input_by_name: Mapping[str, NDArray[Any]]
 ) -> None:
-    """Raise SourceError if labels have another order than before, and the numbers of a retrained model have not.
+    """Raise SourceError if the order of labels has changed, but not the order of a retrained model's outputs.
 
-    Two trainings say about the same of one row: where numbers are nearer to those of before by their place than by
-    their label, labels were given in a wrong order. The same model is imported again to correct labels.
+    Two trainings give similar outputs for the same row. If outputs are nearer to the earlier ones by position than by
+    label, the labels were given in a wrong order. The same model may be imported again to correct its labels.
     """
     try:
         earlier_model = Bundle.read(import_folder / BUNDLE_FOLDER).values[model.name]
@@ -410,48 +411,42 @@ def _demand_earlier_label_order(
             tower.run(input_by_name),
             Tower.open(earlier_model.path, earlier_model.spec).run(input_by_name),
         )
-    except (LarderError, KeyError):  # what cannot be compared proves nothing
+    except (LarderError, KeyError):  # without a comparison the order counts as right
         return
     reordered_outputs = earlier_outputs[:, [earlier_model.labels.index(label) for label in model.labels]]
     mean_error_by_place = float(np.abs(outputs - earlier_outputs).mean())
     mean_error_by_label = float(np.abs(outputs - reordered_outputs).mean())
     if mean_error_by_place < mean_error_by_label:
         raise SourceError(
-            f"labels are {', '.join(model.labels)}, and were {', '.join(earlier_model.labels)} at the import "
-            "before, "
-            "but the "
-            f"model's numbers have kept their places: over {len(outputs):,} rows they differ from those of "
-            f"before by {mean_error_by_place:.2g} by place, and by {mean_error_by_label:.2g} by label; give "
-            "the labels in the "
-            "order of before. "
-            f"If that order was wrong, import {BUNDLE_FOLDER}/{earlier_model.path.name} with the right one "
-            "first"
+            f"labels are {', '.join(model.labels)}, and were {', '.join(earlier_model.labels)} at the previous import, "
+            f"but the order of the model's numbers has not changed: over {len(outputs):,} rows they differ from the "
+            f"earlier ones by {mean_error_by_place:.2g} by position, and by {mean_error_by_label:.2g} by label; give "
+            "the labels in the earlier order. If that order was wrong, first import "
+            f"{BUNDLE_FOLDER}/{earlier_model.path.name} with the right order"
         )
 
 
 def _kept_settings_in_words(import_folder: Path, value_name: str) -> tuple[str, ...]:
-    """Return remarks on kept settings by which nights use another bundle or table, or make no table of the model."""
+    """Return remarks on kept settings with which nights use other files, or make no table of the model."""
     try:
         config = night_config(str(import_folder / SETTINGS_FILE))
-    except LarderError:  # `larder check` will name it
+    except LarderError:  # `larder check` reports these settings
         return ()
     remarks, features_file = [], config.sources.user_features
     if config.path(config.bundle).resolve() != (import_folder / BUNDLE_FOLDER).resolve():
         remarks.append(
-            f"nights use the bundle {config.bundle}, which {SETTINGS_FILE} names, not this import's: name "
-            f"{BUNDLE_FOLDER} there"
+            f"nights use the bundle {config.bundle} ({SETTINGS_FILE}), not the bundle of this import: set it to "
+            f"{BUNDLE_FOLDER}"
         )
     if all(table_config.value != value_name for table_config in config.tables.values()):
         remarks.append(
             f"nights make no table of {value_name}: {SETTINGS_FILE} has no [tables.{value_name}] with kind and value "
-            "(kind = "
-            f'"value", value = "{value_name}")'
+            f'(kind = "value", value = "{value_name}")'
         )
     if features_file is None or config.path(features_file).resolve() != (import_folder / FEATURES_FILE).resolve():
         remark = (
             f"nights read {features_file or 'no features'} ([sources] user_features in {SETTINGS_FILE}), not the rows "
-            "of "
-            f"this import, which are in {FEATURES_FILE}"
+            f"of this import, which are in {FEATURES_FILE}"
         )
         try:
             demand_feature_types(config, Bundle.read(import_folder / BUNDLE_FOLDER))
@@ -462,20 +457,20 @@ def _kept_settings_in_words(import_folder: Path, value_name: str) -> tuple[str, 
 
 
 def _no_usable_row_error(feature_table: Any, row_count: int) -> SourceError:
-    """Return the error of a table in which no row is complete, with the columns that have no value at all."""
+    """Return the error for a table without a complete row; it names the columns without any value."""
     empty_column_names = [
         repr(name)
         for name in feature_table.column_names
         if not _complete_row_mask(feature_table[name].combine_chunks()).any()
     ]
     reason = (
-        f"{', '.join(empty_column_names)} has no value in any"
+        f"{', '.join(empty_column_names)} has no value in any row"
         if empty_column_names
-        else "each lacks a value in a column"
+        else "each row lacks a value in a column"
     )
     return SourceError(
-        f"no row of features can be used, of {row_count:,}: {reason}: fill in what the model was trained with for a "
-        "missing value"
+        f"none of {row_count:,} rows of features can be used: {reason}: fill in the value that stood for a missing one "
+        "in the training"
     )
 
 
@@ -491,7 +486,7 @@ def _onnx_bytes(model: Any) -> bytes:
         return bytes(model.SerializeToString())
     raise SourceError(
         f"model is a {type(model).__name__}: export it to ONNX first (onnxmltools for XGBoost and LightGBM, skl2onnx "
-        "for scikit-learn), and give the path or what the export returned"
+        "for scikit-learn), and give the path or the result of the export"
     )
 
 
@@ -499,7 +494,7 @@ def _parse_graph(onnx_bytes: bytes) -> onnx.GraphProto:
     try:
         return onnx.load_from_string(onnx_bytes).graph
     except Exception as error:  # Protocol Buffers' errors share no base class
-        raise SourceError(f"model is no ONNX model: {error}") from None
+        raise SourceError(f"model is not an ONNX model: {error}") from None
 
 
 def _graph_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
@@ -510,7 +505,7 @@ def _graph_inputs(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
 def _columns_by_input(
     graph: onnx.GraphProto, feature_table: Any, columns: Sequence[str] | None
 ) -> dict[str, tuple[str, ...]]:
-    """Return the columns of the table that each input takes; raise SourceError for one that it lacks."""
+    """Return the columns that each input of the model takes; raise SourceError if the table lacks one of them."""
     input_names = [graph_input.name for graph_input in _graph_inputs(graph)]
     all_columns: tuple[str, ...] = tuple(feature_table.column_names if columns is None else columns)
     columns_by_input = {name: (name,) if len(input_names) > 1 else all_columns for name in input_names}
@@ -530,7 +525,7 @@ def _bind_inputs(
     requested_output: str | None,
     labels: Sequence[str],
 ) -> tuple[TowerSpec, dict[str, Any]]:
-    """The specification of the model, and its inputs for all rows, by input name, as Arrow columns."""
+    """Return the model's specification, and by input name an Arrow column with all rows of the input."""
     graph_inputs = _graph_inputs(graph)
     for graph_input in graph_inputs:
         if graph_input.type.tensor_type.elem_type not in _DTYPE_BY_ONNX_TYPE:
@@ -549,7 +544,7 @@ def _bind_inputs(
 
 
 def _output_name(graph: Any, requested_output: str | None, label_count: int) -> str:
-    """Name of the output with a number for each label."""
+    """Return the name of the output with a number for each label."""
     width_by_float_output = {
         graph_output.name: _width(graph_output)
         for graph_output in graph.output
@@ -567,20 +562,20 @@ def _output_name(graph: Any, requested_output: str | None, label_count: int) -> 
         )
     if len(output_names) != 1 or output_names[0] not in width_by_float_output:
         raise SourceError(
-            f"the model's outputs of numbers are {', '.join(width_by_float_output) or 'none'}: name the one with a "
-            "number for each label as output"
+            f"the model's float outputs are {', '.join(width_by_float_output) or 'none'}: give the name of the one "
+            "with a number for each label as output"
         )
     width = width_by_float_output[output_names[0]]
     if width is not None and width != label_count:
         raise SourceError(
-            f"output {output_names[0]!r} has {width} numbers, and there are {label_count} labels: give one label for "
-            "each, in the order of the model's classes"
+            f"output {output_names[0]!r} has {width} numbers, but there are {label_count} labels: give one label for "
+            "each number, in the order of the model's classes"
         )
     return output_names[0]
 
 
 def _width(value_info: Any) -> int | None:
-    """Number of columns of a matrix [rows, columns]; None of a vector [rows], or where the model does not say."""
+    """Return the number of columns of a matrix [rows, columns]; None for a vector [rows], or if it is not stated."""
     dimensions = value_info.type.tensor_type.shape.dim
     return int(dimensions[1].dim_value) or None if len(dimensions) > 1 else None
 
@@ -589,8 +584,8 @@ def _input_spec(graph_input: Any, column_names: Sequence[str]) -> InputSpec:
     dtype = _DTYPE_BY_ONNX_TYPE[graph_input.type.tensor_type.elem_type]
     if (axis_count := len(graph_input.type.tensor_type.shape.dim)) > 2:
         raise SourceError(
-            f"input {graph_input.name!r} of the model has {axis_count} axes, and features are rows and columns: "
-            "export the model with an input [rows, columns]"
+            f"input {graph_input.name!r} of the model has {axis_count} axes, but features are rows and columns: export "
+            "the model with an input [rows, columns]"
         )
     is_matrix = len(graph_input.type.tensor_type.shape.dim) > 1
     width = _width(graph_input)
@@ -598,8 +593,8 @@ def _input_spec(graph_input: Any, column_names: Sequence[str]) -> InputSpec:
         width = 1
     if width is not None and width != len(column_names):
         raise SourceError(
-            f"input {graph_input.name!r} of the model takes {width} columns, not the {len(column_names)} of features "
-            f"({', '.join(column_names)}): name those in the order of the training as columns"
+            f"input {graph_input.name!r} of the model takes {width} columns, but features has {len(column_names)} "
+            f"({', '.join(column_names)}): name the model's columns as columns, in the order of the training"
         )
     return InputSpec(
         graph_input.name, "feature", dtype, column=graph_input.name, width=len(column_names) if is_matrix else None
@@ -607,7 +602,7 @@ def _input_spec(graph_input: Any, column_names: Sequence[str]) -> InputSpec:
 
 
 def _input_column(feature_table: Any, input_spec: InputSpec) -> Any:
-    """The rows of an input as one Arrow column: values, or lists of them, null where a value is missing."""
+    """Return the rows of an input as one Arrow column of values, or of lists of values; null if a value is missing."""
     arrow_type = {"float32": pa.float32(), "string": pa.string()}.get(input_spec.dtype, pa.int64())
     column_parts = []
     for column_name in feature_table.column_names:
@@ -618,9 +613,8 @@ def _input_column(feature_table: Any, input_spec: InputSpec) -> Any:
             column_parts.append(column.cast(arrow_type, safe=arrow_type != pa.float32()))
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             raise SourceError(
-                f"features: column {column_name!r} is {column.type}, and input {input_spec.name!r} of the "
-                f"model takes {input_spec.dtype}: {error}; name the columns that the model was trained with "
-                "as columns"
+                f"features: column {column_name!r} is {column.type}, and input {input_spec.name!r} of the model takes "
+                f"{input_spec.dtype}: {error}; name the columns of the training as columns"
             ) from None
     if input_spec.width is None or (input_spec.dtype == "string" and input_spec.width == 1):
         return column_parts[0]
@@ -632,7 +626,7 @@ def _input_column(feature_table: Any, input_spec: InputSpec) -> Any:
 
 
 def _complete_row_mask(feature_column: Any) -> NDArray[np.bool_]:
-    """Mask of the rows in which no value is missing or NaN."""
+    """Return a mask of the rows in which no value is missing, NaN or infinite."""
     values = feature_column.flatten() if pa.types.is_fixed_size_list(feature_column.type) else feature_column
     has_value: NDArray[np.bool_] = np.asarray(pc.is_valid(values))
     if pa.types.is_floating(values.type):
@@ -641,7 +635,7 @@ def _complete_row_mask(feature_column: Any) -> NDArray[np.bool_]:
 
 
 def _model_input(feature_column: Any, input_spec: InputSpec, rows: NDArray[np.int64]) -> NDArray[Any]:
-    """The input as the model takes it."""
+    """Return the rows of an input as the array that the model takes."""
     selected_column = feature_column.take(pa.array(rows))
     if pa.types.is_fixed_size_list(selected_column.type):
         selected_column = selected_column.flatten()
@@ -653,9 +647,9 @@ def _model_input(feature_column: Any, input_spec: InputSpec, rows: NDArray[np.in
 class TriedRows:
     """Result of a run over all usable rows.
 
-    `largest_difference`: the largest from `expected`, None if nothing was compared; `nonfinite_row_count`: rows with
-    an output that is
-    not finite; `common_output`: the output of every row, if it is one and the same.
+    `largest_difference` is the largest difference from `expected`, None if nothing was compared; `nonfinite_row_count`
+    is the number of rows with an output that is not finite; `common_output` is the output of every row if all are
+    equal.
     """
 
     largest_difference: float | None
@@ -666,11 +660,10 @@ class TriedRows:
 def _try_rows(
     tower: Tower, column_by_input: Mapping[str, Any], expected_values: Any, ids: Any, usable_rows: NDArray[np.int64]
 ) -> TriedRows:
-    """Run the model on all usable rows, of which there is one at least.
+    """Run the model on all usable rows, of which there must be at least one.
 
-    Raises SourceError for a row on which the model fails, for outputs of which none is finite, for an
-    `expected_values` that
-    is not finite, and for outputs beyond the tolerance; it names the first id.
+    Raises SourceError if the model fails on a row, if no output is finite, if `expected_values` are not finite, or if
+    outputs differ from them by more than the tolerance; the error names the first such id.
     """
     expected_outputs = _expected_outputs(expected_values, ids, usable_rows, tower.spec.output_dims)
     outputs = np.empty((len(usable_rows), tower.spec.output_dims), np.float32)
@@ -687,7 +680,7 @@ def _try_rows(
     nonfinite_row_count = int((~np.isfinite(outputs).all(axis=1)).sum())
     if nonfinite_row_count == len(usable_rows):
         raise SourceError(
-            f"no output of the model is finite, on none of {len(usable_rows):,} rows: was it trained to its end, and "
+            f"the model's output is not finite for any of {len(usable_rows):,} rows: was the training finished, and "
             "are the columns in the order of the training?"
         )
     common_output = outputs[0] if (outputs == outputs[0]).all() else None
@@ -696,7 +689,7 @@ def _try_rows(
     differences = np.abs(outputs - expected_outputs)
     largest_by_label = np.abs(expected_outputs).max(axis=0)
     tolerances = TOLERANCE + TOLERANCE * np.abs(expected_outputs) + COLUMN_SHARE_TOLERANCE * largest_by_label
-    is_beyond_tolerance = ~(differences <= tolerances)  # also where the output is not a number
+    is_beyond_tolerance = ~(differences <= tolerances)  # true for NaN, too
     if (is_differing_row := is_beyond_tolerance.any(axis=1)).any():
         row = int(is_differing_row.argmax())
         label_index = int(is_beyond_tolerance[row].argmax())
@@ -709,11 +702,10 @@ def _try_rows(
         elif _has_odd_letters(column_by_input, int(usable_rows[row])):
             remedy = _TEXTS_DIFFER_REMEDY
         raise SourceError(
-            f"the model differs from expected by more than {TOLERANCE:g} plus {TOLERANCE:.2%} of the value "
-            f"plus {COLUMN_SHARE_TOLERANCE:.4%} of the column's largest for {int(is_differing_row.sum()):,} "
-            f"of {len(usable_rows):,} rows, at most by {largest_text}, first for "
-            f"{ids[int(usable_rows[row])].as_py()!r}, of which the model says "
-            f"{float(outputs[row, label_index]):.7g} and expected "
+            f"the model differs from expected by more than {TOLERANCE:g} plus {TOLERANCE:.2%} of the value plus "
+            f"{COLUMN_SHARE_TOLERANCE:.4%} of the column's largest value for {int(is_differing_row.sum()):,} of "
+            f"{len(usable_rows):,} rows, at most by {largest_text}, first for {ids[int(usable_rows[row])].as_py()!r}: "
+            f"the model gives {float(outputs[row, label_index]):.7g}, expected is "
             f"{float(expected_outputs[row, label_index]):.7g}: {remedy}"
         )
     return TriedRows(float(differences.max()), nonfinite_row_count, common_output)
@@ -722,7 +714,7 @@ def _try_rows(
 def _expected_outputs(
     expected_values: Any, ids: Any, usable_rows: NDArray[np.int64], label_count: int
 ) -> NDArray[np.float64] | None:
-    """Return what the library says of usable rows, float64 [n, labels]; raise SourceError for another shape or NaN."""
+    """Return the library's outputs for usable rows, float64 [n, labels]; raise SourceError for another shape or NaN."""
     if expected_values is None:
         return None
     matrix = np.asarray(expected_values, np.float64)
@@ -730,16 +722,15 @@ def _expected_outputs(
         matrix = matrix[:, None]
     if matrix.shape != (len(ids), label_count):
         raise SourceError(
-            f"expected is {list(matrix.shape)}, {[len(ids), label_count]} is wanted: what predict_proba says of each "
-            "row"
+            f"expected has the shape {list(matrix.shape)}, but needs {[len(ids), label_count]}: the output of "
+            "predict_proba for each row"
         )
     expected_outputs: NDArray[np.float64] = matrix[usable_rows]
     if not (is_finite := np.isfinite(expected_outputs).all(axis=1)).all():
         value_text = "NaN" if np.isnan(expected_outputs).any() else "infinity"
         raise SourceError(
             f"expected holds {value_text} in {int((~is_finite).sum()):,} rows, first for "
-            f"{ids[int(usable_rows[is_finite.argmin()])].as_py()!r}: give what the library says of these "
-            "rows, or "
+            f"{ids[int(usable_rows[is_finite.argmin()])].as_py()!r}: give the library's outputs for these rows, or "
             "leave the rows out"
         )
     return expected_outputs

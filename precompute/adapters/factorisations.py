@@ -1,7 +1,7 @@
-"""Import of models whose scores are products of vectors: implicit, LightFM, scikit-learn, RecTools.
+"""Import of models whose scores are inner products of vectors: implicit, LightFM, scikit-learn, RecTools.
 
-No library is imported: the attributes and methods of fitted objects are used, or, of implicit, the .npz file that
-`model.save` writes.
+The libraries are not imported: attributes and methods of fitted objects are used, or for implicit the .npz file of
+`model.save`.
 """
 
 import inspect
@@ -21,17 +21,18 @@ from precompute.adapters.vectors import NO_NEW_ITEM_LIMIT, import_vectors
 
 _IMPLICIT_ATTRIBUTES = ("user_factors", "item_factors", "regularization", "alpha")
 
-_FEATURES_LIMIT = "use features of a user or item live: they are in the vectors, as of this import"
+_FEATURES_LIMIT = "use features of a user or item live: they are part of the vectors, as of this import"
 
 
 def from_implicit(
     model: Any, user_items: Any, *, to: str | Path, user_ids: Any = None, item_ids: Any = None, seed: int = 0
 ) -> ImportReport:
-    """Make a folder of a fitted model of implicit (or the .npz file of one) and the matrix that it was fitted on.
+    """Make a folder from a fitted model of implicit (or its .npz file) and the matrix that it was fitted on.
 
-    Ids are in the order of the matrix' rows and columns (default: their numbers). Known users are scored from their
-    factors, exactly as `recommend(filter_already_liked_items=True)` does; a stranger's history is folded into ALS as
-    `recalculate_user` would, by the usual confidence of a click. Raises SourceError for a model that was not fitted.
+    Ids are in the order of the matrix' rows and columns (default: row and column numbers). Known users are scored from
+    their factors, exactly as `recommend(filter_already_liked_items=True)` does; an unknown user's history becomes a
+    vector of ALS as by `recalculate_user`, with the median confidence for each click. Raises SourceError for a model
+    that was not fitted.
     """
     attribute_by_name = (
         _saved_implicit(Path(model)) if isinstance(model, str | Path) else _attributes_of_implicit(model)
@@ -52,7 +53,8 @@ def from_implicit(
         folds.append(_als_fold(item_vectors.rows, float(attribute_by_name["regularization"]), confidence))
         if clicks.is_weighted:
             limits.append(
-                f"weigh the clicks of a stranger's history: each counts {confidence:g}, alpha times the median weight"
+                f"weigh the clicks of an unknown user's history: each counts {confidence:g}, alpha times the median "
+                "weight"
             )
     return import_vectors(
         Path(to), item_vectors, user_vectors, clicks, folds=folds, model=model_title, cannot=limits, seed=seed
@@ -70,12 +72,12 @@ def from_lightfm(
     item_features: Any = None,
     seed: int = 0,
 ) -> ImportReport:
-    """Make a folder of a fitted LightFM model, its interactions [users, items], and the features that it was fitted on.
+    """Make a folder from a fitted LightFM model, its interactions [users, items], and the features of its training.
 
-    Ids are in the order of the interactions' rows and columns (default: their numbers). Known users are scored as
-    `predict` does, biases included: an item is [embedding, bias, 1], a user [embedding, 1, bias]. A stranger's history
-    becomes a vector by mean or ridge, by held-out recall@20. Raises SourceError for a model that was not fitted, or
-    features that are not the model's.
+    Ids are in the order of the interactions' rows and columns (default: row and column numbers). Known users are scored
+    as `predict` does, biases included: an item is [embedding, bias, 1], a user [embedding, 1, bias]. An unknown user's
+    history becomes a vector by mean or ridge, whichever has the higher held-out recall@20. Raises SourceError for a
+    model that was not fitted, or for features of another model.
     """
     remedy = "call fit first, and give the features that it was fitted on"
     user_bias, user_rows = _call_model(lambda: model.get_user_representations(user_features), remedy)
@@ -98,12 +100,12 @@ def from_sklearn(
     user_vectors: Any = None,
     seed: int = 0,
 ) -> ImportReport:
-    """Make a folder of scikit-learn's TruncatedSVD or NMF and the scipy matrix [users, items] that it was fitted on.
+    """Make a folder from scikit-learn's TruncatedSVD or NMF and the scipy matrix [users, items] that it was fitted on.
 
-    Known users are scored as `inverse_transform(transform(user_items))` does. With TruncatedSVD a stranger's vector is
-    exact, the sum of the history's columns of `components_`; with NMF it is their mean or a ridge, by held-out
-    recall@20. `user_vectors` is what `fit_transform` returned, if it is at hand. Raises SourceError for a model that
-    was not fitted, or is neither.
+    Known users are scored as `inverse_transform(transform(user_items))` does. With TruncatedSVD an unknown user's
+    vector is exact: the sum of the history's columns of `components_`. With NMF it is computed by mean or ridge,
+    whichever has the higher held-out recall@20. `user_vectors`, if given, is the result of `fit_transform`. Raises
+    SourceError for a model that was not fitted, or is of another class.
     """
     if getattr(model, "components_", None) is None:
         raise SourceError("the model has no components_: call fit before it is imported")
@@ -116,9 +118,9 @@ def from_sklearn(
     checked_user_ids = None if user_ids is None else checked_ids(user_ids, "user")
     clicks = ClickMatrix.of(user_items, checked_user_ids, item_vectors.ids)
     if user_vectors is None:
-        # What was given, not the clicks: those leave weights below 0 out, which the model saw.
+        # The given matrix, not the clicks: the clicks lack weights below 0, which the model was fitted on.
         weights = user_items if sp.issparse(user_items) else clicks.matrix
-        user_vectors = _call_model(lambda: model.transform(weights), "give what it was fitted on")
+        user_vectors = _call_model(lambda: model.transform(weights), "give the matrix that the model was fitted on")
     checked_user_vectors = EntityVectors.of(clicks.users, user_vectors, "user")
     folds, limits = [], [NO_NEW_ITEM_LIMIT]
     if is_svd:
@@ -127,7 +129,9 @@ def from_sklearn(
             HistoryFold("the model's own projection", projection_rows, 0.0, None, np.zeros_like(projection_rows[0]))
         )
         if clicks.is_weighted:
-            limits.append(f"weigh the clicks of a stranger's history: each counts {clicks.median_weight:g}, the median")
+            limits.append(
+                f"weigh the clicks of an unknown user's history: each counts {clicks.median_weight:g}, the median"
+            )
     model_title = f"scikit-learn {type(model).__name__}"
     return import_vectors(
         Path(to), item_vectors, checked_user_vectors, clicks, folds=folds, model=model_title, cannot=limits, seed=seed
@@ -135,17 +139,18 @@ def from_sklearn(
 
 
 def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) -> ImportReport:
-    """Make a folder of a fitted RecTools model that has vectors (ALS, BPR, LightFM, PureSVD, DSSM) and its Dataset.
+    """Make a folder from a fitted RecTools model that has vectors (ALS, BPR, LightFM, PureSVD, DSSM) and its Dataset.
 
-    Ids are the dataset's external ones. ALS without features folds a stranger's history in as `from_implicit` does; the
-    others by mean or ridge, by held-out recall@20. DSSM ranks by Euclidean distance: its items become
-    [vector, -length squared / 2], which an inner product ranks in the same order. Raises SourceError for other models.
+    Ids are the external ones of the dataset. ALS without features computes an unknown user's vector as `from_implicit`
+    does; all other models by mean or ridge, whichever has the higher held-out recall@20. DSSM ranks by Euclidean
+    distance: its items become [vector, -length squared / 2], which an inner product ranks in the same order. Raises
+    SourceError for other models.
     """
     model_name = type(model).__name__
     if not hasattr(model, "get_vectors"):
         raise SourceError(
-            f"RecTools' {model_name} has no get_vectors: EASE is from_item_weights of model.weight.T, "
-            "others cannot be imported"
+            f"RecTools' {model_name} has no get_vectors: for EASE call from_item_weights with model.weight.T; other "
+            "models without vectors cannot be imported"
         )
     wants_dataset = bool(inspect.signature(model.get_vectors).parameters)
     user_vectors, item_vectors = _call_model(
@@ -153,8 +158,8 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
         "call fit first, and give the dataset that it was fitted on",
     )
     clicks = dataset.get_user_item_matrix(include_weights=True)
-    clicks.resize(len(user_vectors), len(item_vectors))  # who never clicked has a row at the end, or no vector
-    # What was not in any interaction comes last in both, and some models have no vectors of it.
+    clicks.resize(len(user_vectors), len(item_vectors))  # users without a click have rows at the end, or no vector
+    # Users and items without an interaction come last in both maps, and some models have no vectors for them.
     ids_by_side = tuple(
         id_map.external_ids[: len(side_vectors)]
         for id_map, side_vectors in ((dataset.user_id_map, user_vectors), (dataset.item_id_map, item_vectors))
@@ -169,7 +174,7 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
         item_vectors = np.asarray(item_vectors)
         user_vectors = np.column_stack([user_vectors, np.ones(len(user_vectors), np.float32)])
         item_vectors = np.column_stack([item_vectors, np.square(item_vectors, dtype=np.float64).sum(axis=1) / -2])
-        limits.append("score by distance: a score orders a user's items and says nothing else")
+        limits.append("show distances: the order of a user's scores is right, their values mean nothing else")
     elif distance_name != "DOT":
         raise SourceError(f"{model_name} ranks by {distance_name}: give its vectors to from_vectors")
     return _import_vector_pair(
@@ -178,11 +183,13 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
 
 
 def _als_fold(item_factors: NDArray[np.float32], regularization: float, confidence: float) -> HistoryFold:
-    """Return the fold-in of ALS for implicit feedback, with one confidence for every click."""
+    """Return the fold-in of ALS for implicit feedback, with the same confidence for every click."""
     factors_f8 = item_factors.astype(np.float64)
     eigenvalues, eigenvectors = np.linalg.eigh(factors_f8.T @ factors_f8 + regularization * np.eye(factors_f8.shape[1]))
     if eigenvalues[0] <= 0:
-        raise SourceError("the items' factors span less than their dimensions, and regularization is 0: set it above 0")
+        raise SourceError(
+            "the items' factors do not span all their dimensions, and regularization is 0: set it above 0"
+        )
     inverse_root = (eigenvectors / np.sqrt(eigenvalues)) @ eigenvectors.T
     return HistoryFold(
         "the model's own equations",
@@ -206,9 +213,10 @@ def _saved_implicit(path: Path) -> Mapping[str, Any]:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in _IMPLICIT_ATTRIBUTES if name in file.files}
     except (OSError, ValueError, EOFError) as error:
-        if "pickle" in str(error).lower():  # numpy says how it would be read all the same
+        if "pickle" in str(error).lower():  # numpy's message recommends loading the file with pickle
             raise SourceError(
-                f"{path} is pickled, and would run whatever code is in it: give the .npz file that `model.save` writes"
+                f"{path} is pickled, and loading it would run any code in it: give the .npz file that `model.save` "
+                "writes"
             ) from None
         raise SourceError(f"{path}: {error}; give the .npz file that `model.save` writes") from None
 
@@ -223,7 +231,7 @@ def _import_vector_pair(
     limit_texts: list[str],
     seed: int,
 ) -> ImportReport:
-    """Check the vectors of users and items and write their folder; `ids_by_side` of users and of items."""
+    """Check the vectors of users and items and write their folder; `ids_by_side` are the ids of users and of items."""
     user_vectors, item_vectors = (
         EntityVectors.of(ids_by_side[0], user_matrix, "user"),
         EntityVectors.of(ids_by_side[1], item_matrix, "item"),
@@ -235,9 +243,9 @@ def _import_vector_pair(
 
 
 def _call_model(call_model: Callable[[], Any], remedy: str) -> Any:
-    """Call a model's method; raise SourceError with any exception's text in one line, and the remedy."""
+    """Call a model's method; raise SourceError for any exception, with its text in one line, and the remedy."""
     try:
         return call_model()
     except Exception as error:
         model_message = " ".join(str(error).split()).rstrip(".")
-        raise SourceError(f"the model says: {model_message}; {remedy}") from error
+        raise SourceError(f"the model failed: {model_message}; {remedy}") from error

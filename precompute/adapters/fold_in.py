@@ -1,4 +1,4 @@
-"""Folding a history into a vector: the towers that do it, as ONNX graphs, and the choice among them."""
+"""Computation of a vector from a history (fold-in): its candidates as ONNX graphs, and the choice of the best one."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,36 +21,36 @@ from precompute.bundles.held_out import COMPARED_ITEMS_MAX, mean_recall, shares_
 from precompute.bundles.onnx_model import OnnxModel, build_onnx_model, float32_info, int32_info
 
 TINY_SUMMAND = np.float32(1e-30)
-"""Summand that avoids 0 / 0, so that a solved row stays unchanged."""
+"""Summand that avoids 0 / 0, so that a row that is already solved does not change."""
 
 HISTORY_ITEMS_MAX = 1024
 
 SAMPLED_USERS_MAX = 1_000
 
 HISTORY_ITEMS_MIN = 5
-"""Items of a user whose history is cut: four fifths are folded, one fifth is to be found."""
+"""Minimum items of a history that is used to compare folds: four fifths are input, one fifth is held out."""
 
 RIDGE_STRENGTHS = (0.1, 1.0, 10.0)
-"""Regularisation of the ridges that are tried, in mean squared lengths of an item's row."""
+"""Regularisation of the candidate ridges, as multiples of the mean squared length of an item's row."""
 
 TRIED_STEP_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 STEP_TOLERANCE = 1e-6
-"""Error of a vector, relative to its largest number, at which no more steps are taken."""
+"""Error of a vector, relative to its largest number, at which no further steps are tried."""
 
 CHANCE_SHARE_MAX = 0.55
-"""Share of pairs in which a clicked item scores above a random one; below it, ids do not belong to the rows."""
+"""Share of pairs in which a clicked item scores above a random one; at a lower share, ids do not belong to the rows."""
 
 SIGNIFICANT_DEVIATIONS = 3.0
 
 JUDGED_USERS_MIN = 20
-"""Least number of users with a click for a judgement: the clicks of one user are alike."""
+"""Minimum number of users with a click for a judgement: the clicks of one user are too similar."""
 
 JUDGED_CLICKS_MIN = int((SIGNIFICANT_DEVIATIONS * 0.5 / (CHANCE_SHARE_MAX - 0.5)) ** 2)
-"""Number of clicks up to which a share of exactly one half could be chance, and is not judged."""
+"""Number of clicks up to which a share of one half could be chance, and is not judged."""
 
 HELD_OUT_CLICKS_ENOUGH = 4_000
-"""Number of held-out clicks from which on no further part of the histories is held out for a judgement."""
+"""Number of held-out clicks that suffices for a judgement: no further part of the histories is held out then."""
 
 HISTORY_PARTS = 5
 """Parts of a history, of which one is held out at a time."""
@@ -60,15 +60,14 @@ NO_FEATURE_VALUES: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HistoryFold:
-    """Fold of a history: `rows` float32 [items, dims], `back_matrix` [dims, dims] (None: as it is), `offset` [dims].
+    """Computation of a vector from a history, by the items' `rows` float32 [items, dims].
 
-    `is_mean`: divided by the length of the history.
-
-    With Z the rows of a history's items, x is what `steps` steps of conjugate gradients (Hestenes and Stiefel, 1952)
-    from 0 make of (I + strength Z'Z) x = Z'1, and the vector is x B + offset. Without strength one step is exact, and x
-    is the sum of the rows. With Z = Y W, W = (Y'Y + reg I)^-1/2, strength c - 1 and B = c W, the vector is that of ALS
-    for implicit feedback (Hu, Koren and Volinsky, ICDM 2008) with confidence c. Every product has one row of the batch
-    in it, so that an answer does not depend on the rows beside it.
+    With Z the rows of a history's items, x is the result of `steps` steps of conjugate gradients (Hestenes and Stiefel,
+    1952) from 0 for (I + strength Z'Z) x = Z'1. If `is_mean`, x is divided by the length of the history. The vector is
+    x B + `offset` [dims], with B = `back_matrix` [dims, dims], None for the identity. Without strength one step is
+    exact, and x is the sum of the rows. With Z = Y W, W = (Y'Y + reg I)^-1/2, strength c - 1 and B = c W, the vector is
+    that of ALS for implicit feedback (Hu, Koren and Volinsky, ICDM 2008) with confidence c. Every matrix product has
+    one row of the batch, so that an answer does not depend on other rows of the batch.
     """
 
     name: str
@@ -79,7 +78,7 @@ class HistoryFold:
     is_mean: bool = False
 
     def exact(self, history_ordinals: NDArray[np.int64]) -> NDArray[np.float64]:
-        """float64 [dims]: the vector of a history, solved directly."""
+        """Return the vector of a history, float64 [dims], solved directly."""
         item_rows = self.rows[history_ordinals].astype(np.float64)
         system_matrix = np.eye(item_rows.shape[1]) + self.strength * item_rows.T @ item_rows
         solution: NDArray[np.float64] = np.linalg.solve(system_matrix, item_rows.sum(axis=0))
@@ -89,7 +88,7 @@ class HistoryFold:
         return rotated_solution + self.offset.astype(np.float64)
 
     def tower(self, step_count: int) -> OnnxModel:
-        """history int32 [n, length] -> vector float32 [n, dims]; the number of the items is the padding."""
+        """Build the graph history int32 [n, length] -> vector float32 [n, dims]; the padding is the number of items."""
         padded_table = np.concatenate([self.rows, np.zeros((1, self.rows.shape[1]), np.float32)])
         constants: dict[str, NDArray[np.float32] | NDArray[np.int64]] = {
             "table": padded_table,
@@ -121,7 +120,8 @@ class HistoryFold:
             ]
             last_output = "mean"
         if self.back_matrix is not None:
-            # From the left: a constant on the right would become int8, which so small a product does not repay.
+            # The constant is the left factor: as the right one it would become int8, which saves nothing in so small a
+            # product.
             constants["back"] = np.ascontiguousarray(self.back_matrix.T)
             nodes += [
                 helper.make_node("Transpose", [last_output], ["column"], perm=[0, 2, 1]),
@@ -140,7 +140,7 @@ class HistoryFold:
 
 
 def _conjugate_gradients(step_count: int) -> list[NodeProto]:
-    """Nodes from `rows`, `columns` and `target` to `x1`, `x2` and so on, from x0 = 0."""
+    """Return nodes that compute `x1`, `x2` and so on from `rows`, `columns` and `target`, starting at x0 = 0."""
     nodes = [
         helper.make_node("Sub", ["target", "target"], ["x0"]),
         helper.make_node("Identity", ["target"], ["r0"]),
@@ -190,7 +190,7 @@ def _update_nodes(
 
 @dataclass(frozen=True, slots=True)
 class FoldChoice:
-    """The fold that won, its tower, and recall@20 of each candidate (empty: nothing to choose by)."""
+    """Chosen fold, its tower, and recall@20 of each candidate (empty if there were no histories to choose by)."""
 
     name: str
     tower: OnnxModel
@@ -202,9 +202,9 @@ class FoldChoice:
 def mean_and_ridge_folds(
     item_rows: NDArray[np.float32], offset: NDArray[np.float32], target_score: float
 ) -> list[HistoryFold]:
-    """The mean of a history's rows, and least squares against them with `target_score` for each, ridge-regularised.
+    """Return the candidate folds: the mean of a history's rows, and ridge regressions on its items.
 
-    A ridge's vector solves (reg I + Z'Z) u = target Z'1.
+    A ridge fits `target_score` for each item of the history. A ridge's vector solves (reg I + Z'Z) u = target Z'1.
     """
     mean_squared_length = float(np.square(item_rows, dtype=np.float64).sum(axis=1).mean()) or 1.0
     folds = [HistoryFold("mean", item_rows, 0.0, None, offset, is_mean=True)]
@@ -229,11 +229,11 @@ def demand_better_than_chance(
 
 
 def chance_error(auc: float) -> SourceError:
-    """Error for clicks that score above a random item in this share of pairs."""
+    """Return the error for clicks that score above a random item in this share of pairs."""
     return SourceError(
-        f"what users clicked scores above a random item in {auc:.0%} of pairs, as by chance: give all ids in the "
-        "order of their rows, or, where these clicks are only to be left out of lists, import without them and "
-        "name their file in [sources] interactions",
+        f"clicked items score above a random item in {auc:.0%} of pairs, as by chance: give all ids in the order of "
+        "their rows, or, if these clicks are only to be left out of lists, import without them and name their file in "
+        "[sources] interactions",
         share=auc,
     )
 
@@ -241,10 +241,10 @@ def chance_error(auc: float) -> SourceError:
 def share_if_by_chance(
     item_vectors: NDArray[np.float32], user_vectors: NDArray[np.float32], clicks: ClickMatrix, rng: np.random.Generator
 ) -> float | None:
-    """Return the share of pairs in which a clicked item scores above a random one, if that is as by chance; else None.
+    """Return the share of pairs in which a clicked item scores above a random one; None if it is better than chance.
 
-    None, too, for few clicks or users: `CHANCE_SHARE_MAX` has to be SIGNIFICANT_DEVIATIONS standard deviations of such
-    a share above it.
+    Return None for too few clicks or users, too: the share must be below `CHANCE_SHARE_MAX` by SIGNIFICANT_DEVIATIONS
+    of its standard deviations.
     """
     click_pairs = clicks.matrix.tocoo()
     if np.count_nonzero(np.diff(clicks.matrix.indptr)) < JUDGED_USERS_MIN:
@@ -266,7 +266,7 @@ def choose_fold(
     metric: Metric,
     rng: np.random.Generator,
 ) -> FoldChoice:
-    """Return the candidate with the highest recall of held-out items, the first of equals, or without histories."""
+    """Return the fold with the highest recall of held-out items; the first among equals, or without histories."""
     spec = TowerSpec(
         (InputSpec("history", "history", "int32", max_length=HISTORY_ITEMS_MAX, pad=len(item_vectors)),),
         "vector",
@@ -280,7 +280,7 @@ def choose_fold(
         step_count, tower = find_enough_steps(folds[0], spec, fold_in_items)
         return FoldChoice(folds[0].name, tower, spec, step_count, {})
     recall_by_fold: dict[str, float] = {}
-    winning_fold: FoldChoice | None = None  # the others are let go: each has a table of all items
+    winning_fold: FoldChoice | None = None  # only the best tower is kept: each has a table of all items
     for fold in folds:
         step_count, tower = find_enough_steps(fold, spec, fold_in_items)
         fold_recall = mean_recall(
@@ -295,9 +295,9 @@ def choose_fold(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputGain:
-    """Share of pairs, float64 [users], in which held-out clicks score above a random item: with an input, and without.
+    """Shares of pairs, float64 [users], in which held-out clicks score above a random item: with and without an input.
 
-    `name` is `history`, without which it is empty, or `user_features`, without which they are those of other users.
+    `name` is `history` (replaced by an empty history) or `user_features` (replaced by those of other users).
     """
 
     name: str
@@ -305,7 +305,7 @@ class InputGain:
     without: NDArray[np.float64]
 
     def limits(self) -> list[str]:
-        """Return a limit if the input is not shown to place users' own clicks higher; raise SourceError if lower.
+        """Return a limit if the input does not rank users' own clicks significantly higher; raise SourceError if lower.
 
         The test is paired: the mean of the users' differences, and its standard error.
         """
@@ -320,39 +320,35 @@ class InputGain:
             ids_argument, replacement_text = "user_ids", "those of other users"
         figures_text = (
             f"held-out clicks score above a random item in {np.nanmean(self.shares_with_input):.1%} of pairs with "
-            "users' own "
-            f"{self.name}, and in {np.nanmean(self.without):.1%} with {replacement_text} (difference "
-            f"{mean_gain:+.1%}, standard error "
-            f"{standard_error:.1%})"
+            f"users' own {self.name}, and in {np.nanmean(self.without):.1%} with {replacement_text} (difference "
+            f"{mean_gain:+.1%}, standard error {standard_error:.1%})"
         )
         if mean_gain < -SIGNIFICANT_DEVIATIONS * standard_error:
             raise SourceError(
-                f"{figures_text}: give all {ids_argument} in the order of the model's rows, or, where these clicks "
-                "are only to be "
-                "left out of lists, import without them and name their file in [sources] interactions",
+                f"{figures_text}: give all {ids_argument} in the order of the model's rows, or, if these clicks are "
+                "only to be left out of lists, import without them and name their file in [sources] interactions",
                 gain=mean_gain,
             )
         limit = (
             f"tell whether {ids_argument} are in the order of the model's rows: {figures_text}, which shows no gain; "
-            "look at a few "
-            "lists before you publish"
+            "look at a few lists before you publish"
         )
         return [limit]
 
 
 @dataclass(frozen=True, slots=True)
 class UserTowerCheck:
-    """Recall@20 of a user tower (None: nothing to hold out), and the reason why clicks could not judge its ids, if any.
+    """Recall@20 of a user tower (None: nothing to hold out), and why clicks could not validate its ids, if so.
 
-    A tower that clicks judge to rank by chance is refused instead.
+    A tower that ranks by chance is refused instead.
     """
 
     recall: float | None
     unjudged_reason: str = ""
     gains: tuple[InputGain, ...] = ()
-    """What each kind of input adds, if there are clicks enough to judge by."""
+    """Gain by each kind of input, if there are enough clicks to judge it."""
     share: float | None = None
-    """Share of pairs in which a held-out click scores above a random item, if there are enough."""
+    """Mean share of pairs in which a held-out click scores above a random item, if there are enough clicks."""
 
 
 def check_user_tower(
@@ -392,7 +388,7 @@ def check_user_tower(
             tower_recall = mean_recall(vector_parts[0], item_vectors, fold_in_items, held_out_items, metric)
         if sum(map(len, held_out_parts)) >= HELD_OUT_CLICKS_ENOUGH:
             break
-    # Not what is in the history itself: a model of the next item may well place that last.
+    # Items of the input history are not held out: a model of the next item may well rank them last.
     all_held_out_items = Histories.of(held_out_parts)
     ones = np.ones(len(all_held_out_items.indices), np.float32)
     matrix_shape = len(all_held_out_items), len(item_vectors)
@@ -431,7 +427,7 @@ def check_user_tower(
 def _inputs_of_strangers(
     spec: TowerSpec, features: Mapping[str, NDArray[Any]], rng: np.random.Generator
 ) -> dict[str, tuple[bool, Mapping[str, NDArray[Any]]]]:
-    """Return (is the history emptied, features) by the input that is taken away from its user."""
+    """Return, by the input that is replaced, (whether the history is emptied, the features to use)."""
     inputs_by_name: dict[str, tuple[bool, Mapping[str, NDArray[Any]]]] = {}
     if spec.history is not None:
         inputs_by_name["history"] = True, features
@@ -445,21 +441,20 @@ def _inputs_of_strangers(
 
 
 def too_few_clicks_reason(user_count: int, click_count: int) -> str:
-    """Return why so few users or clicks cannot show that ids and rows do not belong together; empty if they can."""
+    """Return why there are too few users or clicks to test that ids belong to their rows; empty if there are enough."""
     if user_count >= JUDGED_USERS_MIN and click_count > JUDGED_CLICKS_MIN:
         return ""
     return (
-        f"{click_count:,} clicks of {user_count:,} users can be compared, and more than {JUDGED_CLICKS_MIN:,} of "
-        f"{JUDGED_USERS_MIN} are "
-        "needed"
+        f"{click_count:,} clicks of {user_count:,} users can be compared, but more than {JUDGED_CLICKS_MIN:,} clicks "
+        f"of at least {JUDGED_USERS_MIN} users are needed"
     )
 
 
 def unjudged_ids_limit(reason: str) -> str:
-    """Return the limit of an import in which clicks could not judge the ids."""
+    """Return the limit of an import in which clicks could not validate the ids."""
     return (
-        f"tell whether all ids are in the order of the model's rows, as clicks would show: {reason}; look at a few "
-        "lists before you publish"
+        f"tell by clicks whether all ids are in the order of the model's rows: {reason}; look at a few lists before "
+        "you publish"
     )
 
 
@@ -473,7 +468,7 @@ def complete_row_mask(features: Mapping[str, NDArray[Any]], row_count: int) -> N
 
 
 def find_enough_steps(fold: HistoryFold, spec: TowerSpec, histories: Histories) -> tuple[int, OnnxModel]:
-    """The fewest steps whose vectors are within STEP_TOLERANCE of the exact ones, or no step more makes them better."""
+    """Return the fewest steps that reach STEP_TOLERANCE, or after which more do not help, and their tower."""
     if not fold.strength:
         return 1, fold.tower(1)
     history_lengths = np.diff(histories.indptr)
@@ -498,7 +493,7 @@ def find_enough_steps(fold: HistoryFold, spec: TowerSpec, histories: Histories) 
 def run_tower(
     tower: OnnxModel, spec: TowerSpec, histories: Histories, features: Mapping[str, NDArray[Any]] = NO_FEATURE_VALUES
 ) -> NDArray[np.float32]:
-    """Vectors float32 [n, dims] of histories and features, by the model as it will be served."""
+    """Return the vectors float32 [n, dims] of histories and features, by the model as it will be served."""
     with tempfile.TemporaryDirectory() as temporary_folder:
         model_path = Path(temporary_folder) / "user_tower.onnx"
         tower.write(model_path)
@@ -520,14 +515,14 @@ def _split_histories(histories: Histories) -> list[NDArray[np.int64]]:
 def _split_sampled_histories(
     clicks: ClickMatrix | None, sampled_users: NDArray[np.int64], rng: np.random.Generator
 ) -> tuple[Histories, Histories]:
-    """Return (items to fold, items to find) of these users: one fifth of each history is held out."""
+    """Return (input items, held-out items) of these users: one fifth of each history is held out."""
     if clicks is None or not len(sampled_users):
         return Histories.of([]), Histories.of([])
     return _hold_out(_shuffle_histories(clicks, sampled_users, rng), 0)
 
 
 _ShuffledHistories = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
-"""For each user: a history, and its places in a random order."""
+"""For each user: a history, and its indexes in a random order."""
 
 
 def _shuffle_histories(
@@ -538,7 +533,7 @@ def _shuffle_histories(
 
 
 def _hold_out(shuffled_histories: _ShuffledHistories, part_index: int) -> tuple[Histories, Histories]:
-    """Return (items to fold, items to find); histories of fewer items than parts have nothing to find in the last."""
+    """Return (input items, held-out items); short histories have no held-out items in the last parts."""
     fold_in_items, held_out_items = [], []
     for history, shuffled_indexes in shuffled_histories:
         part_size = max(1, len(shuffled_indexes) // HISTORY_PARTS)

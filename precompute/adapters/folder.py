@@ -41,10 +41,10 @@ OWN_TOWER_FOLD_IN = "the user tower itself"
 _COLUMN_SETTINGS = ("user_column", "item_column", "timestamp_column")
 FEATURE_SETTINGS = frozenset({"user_features", "item_features"})
 COMPARED_HISTORIES_MAX = 256
-"""Number of histories on which the int8 form is compared."""
+"""Maximum number of histories on which the int8 form is compared."""
 
 _SETTINGS_TEMPLATE = """\
-# Written by an import, and never over a file that is there. All settings: `python -m cache.config.reference`.
+# Written by an import; later imports do not change it. All settings: `python -m cache.config.reference`.
 bundle = "bundle"
 artifacts = "artifacts"
 state = "state"
@@ -71,7 +71,7 @@ metric = "cosine"
 
 @dataclass(frozen=True, slots=True)
 class ImportReport:
-    """Report on an import; `recalls`: held-out recall@20 of fold-ins, `agreement`: of the int8 form."""
+    """Report on an import; `recalls` by fold-in are held-out recall@20, `agreement` is that of the int8 form."""
 
     folder: str
     model: str
@@ -89,9 +89,9 @@ class ImportReport:
     left_out: dict[str, int] = field(default_factory=dict)
     """Number of given clicks that are not in the folder, by reason."""
     is_again: bool = False
-    """True if an earlier import in the same folder was replaced, its settings kept."""
+    """True if an earlier import in the same folder was replaced and its settings were kept."""
     had_times: bool = False
-    """True if the clicks came with times: they are written in that order, with the times if these are known in full."""
+    """True if the clicks came with times: they are written in that order, with their times if these are timestamps."""
     further_columns: tuple[str, ...] = ()
     """Columns of `item_features` that the model does not take; they are kept."""
     unused_columns: tuple[str, ...] = ()
@@ -110,16 +110,18 @@ class ImportReport:
         sizes_text = f"{self.items:,} items, {users_text}, {self.clicks:,} clicks"
         left_out_text = ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items() if count)
         has_users = self.users or self.clicks
-        todo_text = "" if has_users else f"name what users did in [sources] interactions of {SETTINGS_FILE}, "
-        replacement_note = f"the import before it is replaced, its {SETTINGS_FILE} kept"
+        todo_text = (
+            "" if has_users else f"name the files of interactions in [sources] interactions of {SETTINGS_FILE}, "
+        )
+        replacement_note = f"the previous import is replaced, its {SETTINGS_FILE} kept"
         return [
             f"{self.model}: {sizes_text}, {self.dims} dimensions, {self.metric}",
             *([f"clicks left out: {left_out_text}"] if left_out_text else []),
-            *(["times of clicks put them in order"] if self.had_times else []),
+            *(["clicks are ordered by their times"] if self.had_times else []),
             *([f"{self.folder}: {replacement_note}"] if self.is_again else []),
             *self._columns_in_words(),
             f"a history becomes a vector by {self.fold_in}"
-            + (f" (recall@20 of what was held out: {recalls_text})" if recalls_text else ""),
+            + (f" (recall@20 of held-out items: {recalls_text})" if recalls_text else ""),
             *self._agreement_in_words(),
             f"{self.bundle_bytes:,} bytes in {self.seconds:.1f} s",
             *(f"cannot: {limit_text}" for limit_text in self.cannot),
@@ -129,23 +131,22 @@ class ImportReport:
     def _agreement_in_words(self) -> list[str]:
         if (overlap := self.agreement.get("overlap_at_20")) is None:
             return []
-        agreement_text = f"int8, which answers live, finds {overlap:.4f} of the exact top 20"
+        agreement_text = f"the int8 form, which gives live answers, finds {overlap:.4f} of the exact top 20"
         if (newest_overlap := self.agreement.get(NEWEST_OVERLAP_FACT)) is not None:
             agreement_text += f", and {newest_overlap:.4f} from a history of one item"
-        return [f'{agreement_text} ([serving] precision = "fp32" finds all)']
+        return [f'{agreement_text} ([serving] precision = "fp32" gives exact lists)']
 
     def _columns_in_words(self) -> list[str]:
         remarks = []
         if self.further_columns:
             columns_text = ", ".join(self.further_columns)
             remarks.append(
-                f"further columns of item_features, which the model does not take, are kept: {columns_text}; name "
-                "those that "
-                "filters may ask for in [sources] item_attributes"
+                f"further columns of item_features, which the model does not take, are kept: {columns_text}; for "
+                "filters, name them in [sources] item_attributes"
             )
         if self.unused_columns:
             columns_text = ", ".join(self.unused_columns)
-            remarks.append(f"left out of user_features, since the model does not take them: {columns_text}")
+            remarks.append(f"columns of user_features that the model does not take are left out: {columns_text}")
         return remarks
 
 
@@ -153,8 +154,8 @@ class ImportReport:
 class ImportedModel:
     """Imported model: its towers, and vectors and clicks of known users, if any.
 
-    `item_tower` is a table of the items' vectors, if none is given. `features` are Arrow tables by the name of their
-    setting (`user_features`, `item_features`).
+    `item_tower` None stands for a table of the items' vectors. `features` are Arrow tables by the name of their setting
+    (`user_features`, `item_features`).
     """
 
     model: str
@@ -170,17 +171,17 @@ class ImportedModel:
     item_tower: ModelFile | None = None
     features: Mapping[str, Any] = field(default_factory=dict)
     share_by_chance: float | None = None
-    """Share of pairs in which a clicked item scores above a random one, if that is no more than by chance."""
+    """Share of pairs in which a clicked item scores above a random one, if it is no more than chance; else None."""
     further_columns: tuple[str, ...] = ()
     """Columns of `item_features` that the model does not take."""
     unused_columns: tuple[str, ...] = ()
-    """Columns of `user_features` that the model does not take; no table has them."""
+    """Columns of `user_features` that the model does not take; they are in no table."""
     user_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Feature inputs of the user tower by name, a row for each user of the clicks."""
+    """Feature inputs of the user tower by name, with a row for each user of the clicks."""
     nonfinite_outputs: int = 0
-    """Number of users with all features whose vector is not finite."""
+    """Number of users with all features but a vector that is not finite."""
     share_above_random: float | None = None
-    """Share of pairs in which a held-out click scores above a random item, for a tower of the model's own."""
+    """Share of pairs in which a held-out click scores above a random item, if the model has its own user tower."""
 
 
 def open_import_folder(import_folder: Path) -> None:
@@ -194,13 +195,13 @@ def open_import_folder(import_folder: Path) -> None:
     if not (import_folder / IMPORT_REPORT_FILE).exists():
         write_atomically(
             import_folder / IMPORT_REPORT_FILE, b"{}"
-        )  # so that an import that dies on its way can be run again
+        )  # marks the folder, so that an interrupted import can be repeated
 
 
 def write_folder(import_folder: Path, imported: ImportedModel, started_at: float) -> ImportReport:
-    """Write the folder, each file in one move; replace earlier files, but keep the settings.
+    """Write the folder, each file atomically; replace earlier files, but keep the settings.
 
-    Raises ConfigError for a folder that holds something else, with nothing written.
+    Raises ConfigError, with nothing written, for a folder that was not made by an import.
     """
     open_import_folder(import_folder)
     sweep_import_leftovers(import_folder)
@@ -224,13 +225,18 @@ def write_folder(import_folder: Path, imported: ImportedModel, started_at: float
         users_setting = f'user_vectors = "{USER_VECTORS_FILE}"\n' if imported.users is not None else ""
         users_setting += "".join(f'{column_name} = "{column_name}.parquet"\n' for column_name in imported.features)
         clicks_setting = (
-            "# TO DO: files of what users did, and how their columns are called\ninteractions = []\n"
-            '# user_column = "user"\n# item_column = "item"\n# timestamp_column = "timestamp"'
+            "# TO DO: name the files of interactions and their columns\ninteractions = []\n# user_column = "
+            '"user"\n# item_column = "item"\n# timestamp_column = "timestamp"'
         )
         if imported.users is not None:
-            clicks_setting = "interactions = []     # files of what users did, if you have any: left out of their lists"
+            clicks_setting = (
+                "interactions = []     # files of interactions, if there are any: their items are left out of lists"
+            )
         if imported.clicks is not None:
-            clicks_setting = f'interactions = ["{CLICKS_FILE}"]     # left out of their lists; or your own files'
+            clicks_setting = (
+                f'interactions = ["{CLICKS_FILE}"]     # their items are left out of lists; other files can be named '
+                "instead"
+            )
             clicks_setting += "".join(
                 f"\n{setting} = {orjson.dumps(column_name).decode()}"
                 for setting, column_name, usual_name in zip(_COLUMN_SETTINGS, click_columns, CLICK_COLUMNS, strict=True)
@@ -258,7 +264,7 @@ def write_folder(import_folder: Path, imported: ImportedModel, started_at: float
 
 
 def sweep_import_leftovers(import_folder: Path) -> None:
-    """Remove what killed imports have left; restore the bundle that one had moved aside."""
+    """Remove leftovers of interrupted imports; restore a bundle that one of them had moved aside."""
     heal_swap(import_folder / BUNDLE_FOLDER)
     for leftover_path in import_folder.glob(".*.part"):
         if leftover_path.is_dir():
@@ -268,7 +274,7 @@ def sweep_import_leftovers(import_folder: Path) -> None:
 
 
 def _click_columns(import_folder: Path, imported: ImportedModel) -> tuple[str, str, str]:
-    """Return the names of columns of users, items and times: those of kept settings, else those of the clicks."""
+    """Return the names of the columns of users, items and times, from kept settings or else from the clicks."""
     if (import_folder / SETTINGS_FILE).exists():
         sources = _settings_or_defaults(import_folder).sources
         return sources.user_column, sources.item_column, sources.timestamp_column
@@ -276,7 +282,7 @@ def _click_columns(import_folder: Path, imported: ImportedModel) -> tuple[str, s
 
 
 def _settings_or_defaults(import_folder: Path) -> NightConfig:
-    """Return a folder's settings; the defaults for settings that `larder check` will refuse by name."""
+    """Return a folder's settings, or the defaults if the settings are invalid, which `larder check` will report."""
     try:
         return night_config(str(import_folder / SETTINGS_FILE))
     except LarderError:
@@ -284,9 +290,9 @@ def _settings_or_defaults(import_folder: Path) -> NightConfig:
 
 
 def reinstate_bundle(import_folder: Path) -> str:
-    """Hand the folder's bundle over once more if nights would use a later one; return a remark, or nothing.
+    """Hand the folder's bundle over once more if nights would use a later one; return a remark, or an empty text.
 
-    The store knows a bundle that was imported before as an old one, if another one followed it.
+    A bundle that was imported before, and followed by another, is an old one for the store.
     """
     try:
         config = night_config(str(import_folder / SETTINGS_FILE))
@@ -307,7 +313,7 @@ def reinstate_bundle(import_folder: Path) -> str:
 def limits_of_user_features(
     import_folder: Path, user_table: Any, spec: TowerSpec, nonfinite_outputs: int
 ) -> tuple[str, ...]:
-    """Return limits about a table of users' features: rows that a night leaves out, and shares that refuse it.
+    """Return limits of a table of users' features: rows that a night leaves out, and shares that the gate refuses.
 
     Thresholds are those of the folder's settings.
     """
@@ -321,7 +327,8 @@ def limits_of_user_features(
             mask_by_reason[f"{input_spec.column}: {TEXT_TOO_LONG_REASON}"] = is_long
             limit_texts.append(
                 f"answer for {long_count:,} of {row_count:,} rows: a text of {input_spec.column!r} is longer than "
-                f"feature_text_bytes ({config.feature_text_bytes:,}): shorten it, or raise that in {SETTINGS_FILE}"
+                f"feature_text_bytes ({config.feature_text_bytes:,}): shorten the text, or raise feature_text_bytes in "
+                f"{SETTINGS_FILE}"
             )
         if mask_by_reason:
             is_unusable = np.logical_or.reduce(list(mask_by_reason.values()))
@@ -329,9 +336,8 @@ def limits_of_user_features(
     threshold = config.gates.unusable_rows
     limit_texts += [
         f"have a night published: {count:,} of {row_count:,} rows ({count / row_count:.2%}) {lack}, and the gate "
-        "unusable_rows "
-        f"lets {threshold:.2%} pass: fill in what the model was trained with for a missing value, leave the rows out, "
-        f"or raise [gates] unusable_rows in {SETTINGS_FILE}"
+        f"unusable_rows allows {threshold:.2%}: fill in the value that stood for a missing one in the training, leave "
+        f"the rows out, or raise [gates] unusable_rows in {SETTINGS_FILE}"
         for lack, count in row_count_by_lack.items()
         if count > threshold * row_count and (count > 1 or not threshold)
     ]
@@ -339,37 +345,36 @@ def limits_of_user_features(
 
 
 def _unnamed_files_remarks(settings_text: str, imported: ImportedModel) -> tuple[str, ...]:
-    """Return remarks on kept settings that do not name files of this import."""
+    """Return remarks on files of this import that the kept settings do not name."""
     file_names = [f"{setting_name}.parquet" for setting_name in imported.features]
     file_names += [USER_VECTORS_FILE] * (imported.users is not None) + [CLICKS_FILE] * (imported.clicks is not None)
     return tuple(
-        f"use {file_name}, which {SETTINGS_FILE} does not name: it was there, and is kept"
+        f"use {file_name}: {SETTINGS_FILE}, which was kept, does not name it"
         for file_name in file_names
         if file_name not in settings_text
     )
 
 
 def _twice_counted_remarks(import_folder: Path, imported: ImportedModel) -> tuple[str, ...]:
-    """Return a remark on further files of interactions in kept settings, whose rows the clicks may hold as well."""
+    """Return a remark on further files of interactions in kept settings: they may repeat the imported clicks."""
     try:
         interaction_files = night_config(str(import_folder / SETTINGS_FILE)).sources.interactions
-    except LarderError:  # kept settings that `larder check` will name
+    except LarderError:  # `larder check` reports these settings
         return ()
     further_files = [name for name in interaction_files if name != CLICKS_FILE]
     if imported.clicks is None or CLICKS_FILE not in interaction_files or not further_files:
         return ()
     remark = (
-        f"tell whether these clicks hold the rows of {', '.join(further_files)}, which {SETTINGS_FILE} names as well: "
-        "those count "
-        "twice then; leave the files out of [sources] interactions"
+        f"tell whether these clicks repeat rows of {', '.join(further_files)}, which {SETTINGS_FILE} names, too: "
+        "repeated rows count twice; if so, remove the files from [sources] interactions"
     )
     return (remark,)
 
 
 def write_model_bundle(imported: ImportedModel, bundle_folder: Path, **training_facts: Any) -> Bundle:
-    """Write the model into a folder as a bundle; its `training` has these entries and those of the fold-in.
+    """Write the model into a folder as a bundle; `training` gets the `training_facts` and those of the fold-in.
 
-    The same model is the same bytes.
+    The same model gives the same bytes.
     """
     dims, spec = imported.items.dims, imported.user_spec
     if imported.share_above_random is not None:
@@ -398,7 +403,7 @@ def write_model_bundle(imported: ImportedModel, bundle_folder: Path, **training_
 
 
 def _write_tables(import_folder: Path, imported: ImportedModel, click_columns: tuple[str, str, str]) -> None:
-    """Write clicks, users' vectors and features as Parquet; remove an earlier import's files that have no successor."""
+    """Write clicks, users' vectors and features as Parquet; remove earlier imports' files that this one lacks."""
     part_path = import_folder / f".{secrets.token_hex(4)}.part"
     try:
         if imported.clicks is None:
@@ -425,7 +430,7 @@ def _write_tables(import_folder: Path, imported: ImportedModel, click_columns: t
 
 
 def _measure_agreement(bundle: Bundle, imported: ImportedModel) -> dict[str, Any]:
-    """Measure the agreement of the user tower's int8 form, over known users with clicks; empty without any."""
+    """Measure the agreement of the user tower's int8 form, for known users with clicks; empty if there are none."""
     clicks, spec, feature_inputs = imported.clicks, imported.user_spec, imported.user_inputs
     if clicks is None or (spec.features and not feature_inputs):
         return {}

@@ -27,7 +27,7 @@ CLICK_COLUMNS = ("user", "item", "timestamp")
 
 _TIMESTAMP_TYPE = pa.timestamp("us", "UTC")
 _EXAMPLE_BATCHES_MAX = 8
-"""Batches of clicks whose item ids a message about ids is made of."""
+"""Maximum number of batches of clicks from which examples of item ids in messages are taken."""
 _REPEAT_REASON, _UNKNOWN_REASON, _NO_CLICK_REASON = ("repeats", "of unknown users or items", "of weight 0 or less")
 
 
@@ -40,9 +40,9 @@ class EntityVectors:
 
     @classmethod
     def of(cls, ids: Any, rows: Any, entity_kind: str) -> Self:
-        """Check ids and rows; `rows` may be the path of a .npy file, or a Parquet file with columns of ids and vectors.
+        """Check ids and rows; `rows` may be the path of a .npy file, or of a Parquet file with ids and vectors.
 
-        Raises SourceError, which names what is wrong and the remedy.
+        Raises SourceError, which names the cause and the remedy.
         """
         if isinstance(rows, str | Path):
             file_ids, rows = _read_vectors_file(Path(rows), entity_kind)
@@ -52,7 +52,7 @@ class EntityVectors:
         if len(id_texts) != len(matrix):
             raise SourceError(
                 f"{len(id_texts):,} {entity_kind} ids, but {len(matrix):,} {entity_kind} vectors: give one id for each "
-                "row, in its order"
+                "row, in the order of the rows"
             )
         return cls(id_texts, matrix)
 
@@ -63,16 +63,16 @@ class EntityVectors:
 
 
 class NoKnownClicks(SourceError):
-    """No click is of a known user on a known item."""
+    """No click has both a known user and a known item."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClickMatrix:
     """Clicks of users on items: a CSR matrix [users, items] of weights above 0.
 
-    Those that were read from a table with times are in their order within a row (`is_ordered`). `left_out`: number of
-    clicks that are not in it, by reason. `times`: microseconds since 1970 of each click, in the order of
-    `matrix.indices`, 0 for none. `columns`: names of a table's columns of users, items and times.
+    `is_ordered`: clicks of a row are in the order of their times. `left_out`: number of given clicks that are not in
+    the matrix, by reason. `times`: microseconds since 1970 of each click, in the order of `matrix.indices`, 0 if
+    unknown. `columns`: names of a table's columns of users, items and times.
     """
 
     matrix: sp.csr_matrix
@@ -87,9 +87,8 @@ class ClickMatrix:
         """Check a scipy matrix [users, items] (or its .npz file), or read a table (a path; `Sources` names columns).
 
         `user_ids` are the users' ids in the order of the rows (None: the matrix' row numbers, or all users of the
-        table),
-        `item_ids` Arrow strings in the order of the columns; a table's clicks on other items are left out. Raises
-        SourceError, which names both sides.
+        table), `item_ids` Arrow strings in the order of the columns; a table's clicks on other items are left out.
+        Raises SourceError, which names both sides of a mismatch.
         """
         if isinstance(clicks, cls):
             return clicks
@@ -106,7 +105,7 @@ class ClickMatrix:
             except (OSError, ValueError, KeyError) as error:
                 raise SourceError(f"{clicks}: {error}; write it with scipy.sparse.save_npz") from None
         if not sp.issparse(clicks):
-            raise SourceError(f"clicks are a scipy sparse matrix, users by items, not a {type(clicks).__name__}")
+            raise SourceError(f"clicks must be a scipy sparse matrix, users by items, not a {type(clicks).__name__}")
         matrix = sp.csr_matrix(clicks, dtype=np.float32, copy=True)
         user_texts = checked_ids(range(matrix.shape[0]), "user") if user_ids is None else user_ids
         if matrix.shape != (len(user_texts), len(item_ids)):
@@ -117,18 +116,18 @@ class ClickMatrix:
                 f"{len(item_ids):,} items: {'it is items by users, give its transpose' if is_transposed else remedy}"
             )
         if not np.isfinite(matrix.data).all():
-            raise SourceError("the clicks have weights that are no finite numbers: leave those out")
+            raise SourceError("the clicks have weights that are not finite: leave these clicks out")
         matrix.sum_duplicates()
-        matrix.data[matrix.data < 0] = 0  # a dislike, which no history can say
+        matrix.data[matrix.data < 0] = 0  # a negative weight is a dislike, which a history cannot express
         left_out = {_NO_CLICK_REASON: int(matrix.nnz - matrix.count_nonzero())}
         matrix.eliminate_zeros()
         return cls(matrix, user_texts, left_out=left_out)
 
     @classmethod
     def read(cls, batches: Iterable[Interactions], files_text: str, user_ids: Any, items: Any) -> Self:
-        """Read clicks like a night; leave out unknown items, and users not in `user_ids` (None: keep all users).
+        """Read clicks as a night does; leave out unknown items, and users not in `user_ids` (None: keep all users).
 
-        Raises NoKnownClicks if no click is left, naming their source `files_text`.
+        Raises NoKnownClicks, naming the files `files_text`, if no click is left.
         """
         item_vocabulary, numbered_users = Vocabulary.of(pa.chunked_array([items])), NumberedIds()
         user_row_parts: list[NDArray[np.int64]] = []
@@ -159,7 +158,7 @@ class ClickMatrix:
                 or _leading_zeros_remedy("user", user_ids, numbered_users.names.cast(pa.string()))
                 or _ids_remedy(user_ids, items)
             )
-            raise NoKnownClicks(f"{files_text}: not one click is of a known user on a known item; {remedy}")
+            raise NoKnownClicks(f"{files_text}: no click has both a known user and a known item; {remedy}")
         click_matrix = cls.in_order(
             user_rows[is_known], item_columns[is_known], click_times[is_known], user_names, len(items), keeps_times=True
         )
@@ -172,9 +171,9 @@ class ClickMatrix:
         item_count: int,
         *, keeps_times: bool = False,
     ) -> Self:  # fmt: skip
-        """Order clicks by time, and keep the latest of each pair; `user_ids` are Arrow strings.
+        """Order clicks by time, and keep the latest of each pair of user and item; `user_ids` are Arrow strings.
 
-        Times are kept only if they are microseconds since 1970.
+        `keeps_times` is for times in microseconds since 1970.
         """
         newest_first = np.lexsort((click_times, user_rows))[::-1]
         pair_codes = user_rows[newest_first] * item_count + item_columns[newest_first]
@@ -205,7 +204,7 @@ class ClickMatrix:
         return np.sort(rng.choice(eligible_users, min(users_max, len(eligible_users)), replace=False))
 
     def histories(self, user_rows: NDArray[np.int64], history_items_max: int) -> Histories:
-        """Return the histories of some users, the last `history_items_max` items of each."""
+        """Return the histories of some users, with the last `history_items_max` items of each."""
         all_histories = Histories(self.matrix.indptr.astype(np.int64), self.matrix.indices.astype(np.int64))
         user_histories = [
             all_histories.indices[all_histories.indptr[user_row] : all_histories.indptr[user_row + 1]][
@@ -216,7 +215,7 @@ class ClickMatrix:
         return Histories.of(user_histories)
 
     def write(self, path: Path, item_ids: Any, columns: tuple[str, str, str] = CLICK_COLUMNS) -> None:
-        """Write a Parquet file with a row for each click: `columns` of users, items and, if there are any, times."""
+        """Write a Parquet file with a row for each click: user, item and, if known, time, in these columns."""
         user_column, item_column, timestamp_column = columns
         schema_fields = [(user_column, pa.string()), (item_column, pa.string())]
         has_times = self.times is not None and bool(timestamp_column)
@@ -236,7 +235,7 @@ class ClickMatrix:
 
 
 def _leading_zeros_remedy(entity_kind: str, known_ids: Any, clicked_ids: Any) -> str:
-    """Return the remedy for ids that differ by leading zeros alone, with an example of both forms; else nothing."""
+    """Return the remedy for ids that only differ by leading zeros, with an example of each form; else empty."""
     if known_ids is None or not len(clicked_ids):
         return ""
     known_without_zeros, clicked_without_zeros = (pc.utf8_ltrim(texts, "0") for texts in (known_ids, clicked_ids))
@@ -248,23 +247,23 @@ def _leading_zeros_remedy(entity_kind: str, known_ids: Any, clicked_ids: Any) ->
     if id_text == clicked_text:
         return ""
     return (
-        f"the {entity_kind} that is {clicked_text!r} there is {id_text!r} among the {entity_kind} ids: zeros in front "
-        "are part of an id, so write both as texts of one form (integers have no zeros in front)"
+        f"the {entity_kind} {clicked_text!r} of the clicks is {id_text!r} among the {entity_kind} ids: leading zeros "
+        "are part of an id, so write both as texts of the same form (integers have no leading zeros)"
     )
 
 
 def _ids_remedy(user_ids: Any, item_ids: Any) -> str:
-    """Return the remedy for clicks without a known id: most often the model's rows were given no ids."""
+    """Return the remedy for clicks without a known id: most often the model was imported without ids."""
     missing_arguments = [
         f"{entity_kind}_ids (--{entity_kind}-ids)"
         for entity_kind, ids in (("user", user_ids), ("item", item_ids))
         if ids is not None and len(ids) and ids[len(ids) - 1].as_py() == str(len(ids) - 1)
     ]
     if not missing_arguments:
-        return "are the ids the same?"
+        return "do both use the same ids?"
     return (
-        f"the model's rows are called by their numbers: give {' and '.join(missing_arguments)}, one id a line in their "
-        "order"
+        f"the model was imported with row numbers as ids: give {' and '.join(missing_arguments)}, one id a line, in "
+        "the order of the rows"
     )
 
 
@@ -273,20 +272,20 @@ def checked_ids(ids: Any, entity_kind: str) -> Any:
     if isinstance(ids, str | Path):
         path = Path(ids)
         try:
-            # Only a line break ends a line: `splitlines` knows eight more signs, which ids may hold.
+            # Only a line feed ends a line: `splitlines` also splits at eight other characters, which ids may contain.
             id_lines = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
             ids = [line.strip(BLANK_CHARACTERS) for line in id_lines]
         except (OSError, UnicodeDecodeError) as error:
-            raise SourceError(f"{entity_kind} ids {path}: {error}; it holds one id a line, in UTF-8") from None
+            raise SourceError(f"{entity_kind} ids {path}: {error}; the file needs one id a line, in UTF-8") from None
     id_values = ids.tolist() if isinstance(ids, np.ndarray) else ids
     try:
         id_array = id_values if isinstance(id_values, pa.Array | pa.ChunkedArray) else pa.array(list(id_values))
     except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
-        raise SourceError(f"{entity_kind} ids: {error}; ids are texts or integers, all of one kind") from None
+        raise SourceError(f"{entity_kind} ids: {error}; ids are texts or integers, all of the same type") from None
     if isinstance(id_array, pa.ChunkedArray):
         id_array = id_array.combine_chunks()
     if not len(id_array):
-        raise SourceError(f"there is no {entity_kind}: give at least one")
+        raise SourceError(f"there are no {entity_kind} ids: give at least one")
     id_column, invalid_mask_by_reason = read_ids(id_array, Path("the ids given"), entity_kind)
     if invalid_mask_by_reason:
         reason, invalid_mask = next(iter(invalid_mask_by_reason.items()))
@@ -298,8 +297,7 @@ def checked_ids(ids: Any, entity_kind: str) -> Any:
     if len(repeated_rows):
         repeated_row = int(repeated_rows[0])
         raise SourceError(
-            f"{entity_kind} id {id_texts[repeated_row].as_py()!r} is there twice, the second time in row "
-            f"{repeated_row}: keep one row for "
+            f"{entity_kind} id {id_texts[repeated_row].as_py()!r} is repeated in row {repeated_row}: keep one row for "
             "each",
             row=repeated_row,
         )
@@ -307,33 +305,34 @@ def checked_ids(ids: Any, entity_kind: str) -> Any:
 
 
 def _read_vectors_file(path: Path, entity_kind: str) -> tuple[Any, Any]:
-    """Return (ids if the file has them, rows)."""
+    """Return (ids, or None if the file has none; rows)."""
     try:
         if path.suffix == ".npy":
             return None, np.load(path, allow_pickle=False)
         if path.suffix != ".parquet":
-            raise SourceError(f"{entity_kind} vectors {path}: a .npy or a .parquet file is read")
+            raise SourceError(f"{entity_kind} vectors {path}: give a .npy or a .parquet file")
         column_names = pq.read_schema(path).names
         if len(set(column_names)) < len(column_names):
             raise SourceError(
-                f"{entity_kind} vectors {path} has two columns of one name among {', '.join(column_names)}: leave one"
+                f"{entity_kind} vectors {path} has two columns with the same name among {', '.join(column_names)}: "
+                "keep one"
             )
         table = pq.read_table(path)
     except FileNotFoundError:
         raise SourceError(f"{entity_kind} vectors: there is no file {path}") from None
     except (OSError, ValueError, pa.ArrowInvalid) as error:
-        if "pickle" in str(error).lower():  # numpy says how it would be read all the same
+        if "pickle" in str(error).lower():  # numpy's message recommends loading the file with pickle
             raise SourceError(
-                f"{entity_kind} vectors {path} are pickled, and would run whatever code is in them: save numbers, not "
-                "objects"
+                f"{entity_kind} vectors {path} are pickled, and loading them would run any code in the file: save "
+                "numbers, not objects"
             ) from None
         raise SourceError(f"{entity_kind} vectors {path}: {error}") from None
     vector_columns = [arrow_field.name for arrow_field in table.schema if _is_list(arrow_field.type)]
     id_columns = [name for name in table.column_names if name not in vector_columns]
     if len(vector_columns) != 1 or len(id_columns) > 1:
         raise SourceError(
-            f"{entity_kind} vectors {path} has {', '.join(table.column_names)}: it wants one of ids and one of "
-            "lists of numbers"
+            f"{entity_kind} vectors {path} has the columns {', '.join(table.column_names)}: one of ids and one of "
+            "lists of numbers are needed"
         )
     ids = table.column(id_columns[0]) if id_columns else None
     return ids, table.column(vector_columns[0])
@@ -348,45 +347,43 @@ def _vector_matrix(vector_rows: Any, entity_kind: str) -> NDArray[np.float32]:
         row_widths = pc.list_value_length(vector_rows).unique().to_pylist()
         if len(row_widths) > 1 or None in row_widths:
             raise SourceError(
-                f"{entity_kind} vectors have {row_widths} numbers: all rows need as many, and none may be missing"
+                f"{entity_kind} vectors have {row_widths} numbers: all rows need the same length, without missing "
+                "numbers"
             )
         flat_values = pc.list_flatten(vector_rows)
         if flat_values.null_count:
             row = int(np.flatnonzero(np.asarray(flat_values.is_null()))[0]) // row_widths[0]
             raise SourceError(
-                f"a number is missing in {entity_kind} vectors, first in row {row:,}: all numbers of a vector are "
-                "needed",
-                row=row,
+                f"a number is missing in {entity_kind} vectors, first in row {row:,}: vectors need all numbers", row=row
             )
         flat_numbers = flat_values.to_numpy(zero_copy_only=False)
         vector_rows = flat_numbers.reshape(len(vector_rows), -1)
-    if hasattr(vector_rows, "detach"):  # a tensor of torch
+    if hasattr(vector_rows, "detach"):  # a torch tensor
         vector_rows = vector_rows.detach().cpu().numpy()
     try:
         matrix = np.asarray(vector_rows)
     except ValueError as error:
-        raise SourceError(f"{entity_kind} vectors: {error}; all rows need as many numbers") from None
+        raise SourceError(f"{entity_kind} vectors: {error}; all rows need the same length") from None
     if matrix.dtype == object or matrix.ndim != 2 or 0 in matrix.shape:
         raise SourceError(
-            f"{entity_kind} vectors are a matrix of numbers, a row for each {entity_kind}, not {matrix.dtype} "
+            f"{entity_kind} vectors must be a matrix of numbers with a row for each {entity_kind}, not {matrix.dtype} "
             f"{list(matrix.shape)}"
         )
     if matrix.dtype == np.float16:
         raise SourceError(
-            f"{entity_kind} vectors are float16, whose rounding lists would show: give the float32 that they were "
-            "fitted in"
+            f"{entity_kind} vectors are float16, whose rounding would change lists: give the float32 vectors of the "
+            "fitted model"
         )
     if not np.issubdtype(matrix.dtype, np.number) or np.iscomplexobj(matrix):
         raise SourceError(f"{entity_kind} vectors are {matrix.dtype}: real numbers are needed")
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as that
+    with np.errstate(over="ignore"):  # numbers too large for float32 become infinite, which is refused below
         matrix = np.ascontiguousarray(matrix, np.float32)
     is_finite_row = np.isfinite(matrix).all(axis=1)
     if not is_finite_row.all():
         nonfinite_rows = np.flatnonzero(~is_finite_row)
         raise SourceError(
             f"{len(nonfinite_rows):,} {entity_kind} vectors are not finite (NaN or infinite), the first in row "
-            f"{nonfinite_rows[0]:,}: fit the model "
-            "to its end, or leave these rows and their ids out",
+            f"{nonfinite_rows[0]:,}: finish the training of the model, or leave these rows and their ids out",
             row=int(nonfinite_rows[0]),
         )
     return matrix
@@ -398,17 +395,17 @@ def _is_list(arrow_type: Any) -> bool:
 
 
 def name_row(subject: str, ids: Any, batch_rows: NDArray[np.int64], row_index: int) -> str:
-    """Return the name of a row of a batch, whose `batch_rows` are places of ids (Arrow strings)."""
+    """Return "subject 'id'" for a row of a batch; `batch_rows` are its positions among the ids (Arrow strings)."""
     return f"{subject} {ids[int(batch_rows[row_index])].as_py()!r}"
 
 
 def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str, Any]:
-    """Return columns by name, each with a row for each id, in their order.
+    """Return columns by name, each with a row for each id, in the order of the ids.
 
     `feature_source` is a mapping of arrays, which is used unchanged, or a table: of Arrow, pandas or polars, or the
     path of a Parquet or CSV file. A table with a column of ids, named `entity_kind` ("item" or "user"), may have its
-    rows in any order, and more of them; a table whose ids are in a column of another name, in another order, is
-    refused. Without `ids` the rows keep their order. Raises SourceError, naming the remedy.
+    rows in any order, and rows of other ids. A table with the ids in another order in a column of another name is
+    refused. If `ids` is None, the rows keep their order. Raises SourceError, naming the remedy.
     """
     if feature_source is None:
         return {}
@@ -416,21 +413,19 @@ def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str
         return dict(feature_source)
     table = feature_table(feature_source, f"{entity_kind}_features", entity_kind)
     if ids is None:
-        pass  # of entities that nobody names, the values are examples
+        pass  # without ids the values are only examples
     elif entity_kind in table.column_names:
         table = _select_rows_of_ids(table, ids, entity_kind)
     elif table.num_rows != len(ids):
         raise SourceError(
             f"{entity_kind}_features has {table.num_rows:,} rows for {len(ids):,} {entity_kind} ids, and no column "
-            f"{entity_kind!r} that "
-            "tells whose they are: add it, or give a row for each id, in their order"
+            f"{entity_kind!r} with the ids: add it, or give a row for each id, in the order of the ids"
         )
     elif column_name := _find_misnamed_id_column(table, ids):
         raise SourceError(
             f"{entity_kind}_features has no column {entity_kind!r}, but {column_name!r} holds {entity_kind} ids: "
-            "rename it to "
-            f"{entity_kind!r}; "
-            f"or, if these are no {entity_kind} ids, give arrays by name, with a row for each id, in their order"
+            f"rename it to {entity_kind!r}; or, if these are not {entity_kind} ids, give arrays by name, with a row "
+            "for each id, in the order of the ids"
         )
     return {name: _column_values(table[name].combine_chunks()) for name in table.column_names if name != entity_kind}
 
@@ -438,7 +433,7 @@ def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str
 def feature_table(table_source: Any, setting: str, id_column: str) -> Any:
     """Return the Arrow table of an argument, or read it from a path; raise SourceError with the argument's name.
 
-    The column of ids in a CSV file is read as texts: "007" stays "007".
+    The column of ids in a CSV file is read as text: "007" stays "007".
     """
     try:
         if isinstance(table_source, str | Path):
@@ -458,20 +453,19 @@ def feature_table(table_source: Any, setting: str, id_column: str) -> Any:
         raise SourceError(f"{setting}: {error}; a file is Parquet, or CSV with the ending .csv") from None
     raise SourceError(
         f"{setting} is a {type(table_source).__name__}: give arrays by name, a table of Arrow, pandas or polars, or "
-        "the "
-        "path of a Parquet or CSV file"
+        "the path of a Parquet or CSV file"
     )
 
 
 def _select_rows_of_ids(feature_table: Any, ids: Any, entity_kind: str) -> Any:
-    """Return the rows of the ids, in their order."""
+    """Return the rows of the ids, in the order of the ids."""
     table_ids = checked_ids(feature_table[entity_kind], entity_kind)
     row_indices = pc.index_in(ids, value_set=table_ids)
     if row_indices.null_count:
         missing_id = ids.filter(pc.is_null(row_indices))[0].as_py()
         remedy = _leading_zeros_remedy(entity_kind, ids, table_ids) if row_indices.null_count == len(ids) else ""
         raise SourceError(
-            f"{entity_kind}_features has no row of {row_indices.null_count:,} {entity_kind} ids, {missing_id!r} among "
+            f"{entity_kind}_features lacks rows for {row_indices.null_count:,} {entity_kind} ids, {missing_id!r} among "
             f"them: {remedy or 'give one for each'}"
         )
     return feature_table.take(row_indices)

@@ -1,4 +1,4 @@
-"""Import of models that weigh items by items (EASE, SLIM, neighbourhoods): a history x scores x B."""
+"""Import of models of item-to-item weights (EASE, SLIM, neighbourhoods): scores are a history times the weights B."""
 
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from precompute.adapters.vectors import import_vectors
 from precompute.bundles.held_out import RECALL_TOP_ITEMS
 
 EXACT_ITEMS_MAX = 4096
-"""Items up to which the weights are kept unchanged, with as many dimensions as items."""
+"""Number of items up to which the weights are kept unchanged, with as many dimensions as items."""
 DEFAULT_DIMS = 512
 """Default number of dimensions for more items."""
 COMPARED_USERS_MAX = 256
-"""Users whose lists are compared with the exact ones."""
+"""Maximum number of users whose lists are compared with the exact ones."""
 
 
 def from_item_weights(
@@ -36,19 +36,17 @@ def from_item_weights(
 ) -> ImportReport:
     """Make a folder of weights B [items, items] (dense or scipy): item j scores the sum of B[i, j] over a history's i.
 
-    Exact up to EXACT_ITEMS_MAX items: a user is the sum of unit vectors, an item its column of B. Beyond, or with
-    `dims`, B
-    is cut to that many singular values, and the report says how much that keeps. Everybody is scored from a history,
-    the users of `clicks` (a scipy matrix [users, items] or a table, as in `from_vectors`), too; a click counts 1.
-    Raises SourceError for weights that are not finite, not square, or not of these items.
+    Exact up to EXACT_ITEMS_MAX items: a user is the sum of unit vectors, an item its column of B. With more items, or
+    with `dims`, B is truncated to that many singular values, and the report states the share of B that this keeps. All
+    users are scored from a history, those of `clicks` (a scipy matrix [users, items] or a table, as in `from_vectors`),
+    too; each click counts 1. Raises SourceError for weights that are not finite, not square, or not of these items.
     """
     checked_weights = _checked_weights(weights)
     item_texts = checked_ids(range(checked_weights.shape[0]) if item_ids is None else item_ids, "item")
     if len(item_texts) != checked_weights.shape[0]:
         raise SourceError(
             f"{len(item_texts):,} item ids, but weights of {checked_weights.shape[0]:,} items: give one id for each "
-            "row, in "
-            "its order"
+            "row, in the order of the rows"
         )
     click_matrix = ClickMatrix.of(clicks, None if user_ids is None else checked_ids(user_ids, "user"), item_texts)
     limit_texts = ["take in an item that it was not fitted on: it has no weights"]
@@ -66,8 +64,8 @@ def from_item_weights(
             checked_weights, DEFAULT_DIMS if dims is None else dims, seed
         )
         limit_texts.append(
-            f"rank quite as the weights do: {item_vectors.shape[1]} dimensions keep {energy_share:.1%} of their energy"
-            + _overlap_in_words(checked_weights, history_rows, item_vectors, click_matrix, seed)
+            f"rank exactly as the weights do: {item_vectors.shape[1]} dimensions keep {energy_share:.1%} of their "
+            "squared sum" + _overlap_in_words(checked_weights, history_rows, item_vectors, click_matrix, seed)
         )
     fold = HistoryFold("the sum of its items' rows", history_rows, 0.0, None, np.zeros_like(history_rows[0]))
     return import_vectors(
@@ -77,9 +75,10 @@ def from_item_weights(
 
 
 def ease(clicks: Any, regularization: float = 500.0) -> NDArray[np.float32]:
-    """Weights float32 [items, items] of EASE (Steck, Embarrassingly Shallow Autoencoders for Sparse Data, WWW 2019).
+    """Compute the weights float32 [items, items] of EASE.
 
-    `clicks` is a scipy matrix [users, items]. Takes memory for three dense matrices float64 [items, items].
+    From Steck, Embarrassingly Shallow Autoencoders for Sparse Data, WWW 2019. `clicks` is a scipy matrix [users,
+    items]. Takes memory for three dense matrices float64 [items, items].
     """
     gram = (clicks.T @ clicks).toarray().astype(np.float64)
     gram[np.diag_indices_from(gram)] += regularization
@@ -100,17 +99,18 @@ def _checked_weights(weights: Any) -> Any:
         or not checked_weights.shape[0]
     ):
         raise SourceError(
-            f"item weights are a square matrix, a row and a column for each item, not {list(checked_weights.shape)}"
+            "item weights must be a square matrix with a row and a column for each item, not "
+            f"{list(checked_weights.shape)}"
         )
     if not np.isfinite(checked_weights.data if sp.issparse(checked_weights) else checked_weights).all():
-        raise SourceError("the item weights are not all finite numbers: set what is unknown to 0")
+        raise SourceError("the item weights are not all finite: set unknown weights to 0")
     return checked_weights
 
 
 def _truncate_weights(weights: Any, dims: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
-    """Return (rows [items, dims] that a history sums, vectors [items, dims], share of the squared weights kept)."""
+    """Return (rows [items, dims] that a history sums, vectors [items, dims], kept share of the squared weights)."""
     if not 0 < dims < weights.shape[0]:
-        raise SourceError(f"dims is 1 to {weights.shape[0] - 1:,}, fewer than there are items, not {dims}")
+        raise SourceError(f"dims must be 1 to {weights.shape[0] - 1:,}, fewer than the items, not {dims}")
     start_vector = np.random.default_rng(seed).standard_normal(weights.shape[0])
     left_vectors, singular_values, right_vectors = svds(weights.astype(np.float64), k=dims, v0=start_vector)
     root_values = np.sqrt(singular_values)
@@ -126,7 +126,7 @@ def _truncate_weights(weights: Any, dims: int, seed: int) -> tuple[NDArray[np.fl
 def _overlap_in_words(
     weights: Any, history_rows: NDArray[np.float32], item_vectors: NDArray[np.float32], clicks: ClickMatrix, seed: int
 ) -> str:
-    """Describe for the report how far lists by the cut weights agree with the exact ones; empty without clicks."""
+    """Describe the agreement of lists by the truncated weights with the exact ones; empty without clicks."""
     sampled_users = clicks.sample(COMPARED_USERS_MAX, 1, np.random.default_rng(seed))
     if not len(sampled_users):
         return ""

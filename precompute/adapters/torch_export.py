@@ -1,4 +1,4 @@
-"""Torch modules as ONNX models with inputs bound by name; traps between the two are refused with a remedy."""
+"""Export of torch modules to ONNX models with inputs bound by name; known causes of wrong exports are refused."""
 
 import logging
 import re
@@ -22,7 +22,7 @@ from cache.model.tower_spec import InputSpec, TowerSpec
 from precompute.bundles.onnx_model import WEIGHTS_BYTES_MAX, OnnxModel, refuse_negative_codes
 
 EXPORT_OPSET = 18
-"""Opset that torch writes without converting."""
+"""ONNX opset that torch exports without a conversion."""
 
 PARITY_ROWS = (1, 2, 17)
 
@@ -38,16 +38,17 @@ _BINDING_BY_INPUT = {"history": "history", "item": "item_index", "user": "user_i
 ArraysByInput = Mapping[str, NDArray[Any]]
 
 MakeArrays = Callable[[int, int, int], ArraysByInput]
-"""Inputs by name of so many rows, whose histories have so many items and are padded to such a length."""
+"""Inputs by name, from the number of rows, the number of items of each history, and the length to pad histories to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """Inputs of both towers in the order of forward's arguments: tensors [n, ...] of values that occur, by name.
+    """Example inputs of both towers by name, in the order of forward's arguments: tensors [n, ...] of realistic values.
 
-    `history` is a padded history of item indices, `item` an item's index, `user` a user's; any other name is a feature
-    column. Of items and users the model knows the indices from `first_item` and `first_user` on, in the order of their
-    ids, and `pad` is none of them. Larder pads behind a history, to powers of two; `is_fixed` to `max_length` always.
+    `history` is a padded history of item indices, `item` an item's index, `user` a user's index; any other name is a
+    feature column. The model's indices of items and users start at `first_item` and `first_user`, in the order of the
+    ids; `pad` is the index of padding, and of no item. Larder appends padding to a history, up to a power of two; if
+    `is_fixed`, always up to `max_length`.
     """
 
     user: Mapping[str, Tensor]
@@ -60,7 +61,7 @@ class Example:
 
 
 class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not looked at
-    """Module whose inputs are Larder's: places of items and users counted from 0, the padding behind the last item."""
+    """Module with Larder's inputs: positions of items and users from 0, and the number of items as padding."""
 
     def __init__(
         self, module: Any, example_by_input: Mapping[str, Tensor], example: Example, item_count: int, tower_name: str
@@ -68,7 +69,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         super().__init__()
         demand_exportable(module, tower_name)
         if not example_by_input:
-            raise SourceError(f"the example has no input of {tower_name}: name each argument of forward")
+            raise SourceError(f"the example has no input for {tower_name}: name each argument of forward")
         pad, first_item = example.pad, example.first_item
         if "history" in example_by_input and (pad < 0 or first_item <= pad < first_item + item_count):
             raise SourceError(
@@ -78,8 +79,10 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                     if pad >= 0
                     else "no row of a table"
                 )
-                + ": name the index that the tower pads with; where 0 is padding, say first_item=1 in Example; wrap a "
-                "tower that pads with another number: forward(torch.where(history == PAD, that, history))"
+                + (
+                    ": give the index that the tower uses as padding; if that is 0, set first_item=1 in Example; if "
+                    "it is another number, wrap the tower: forward(torch.where(history == PAD, that, history))"
+                )
             )
         for name, example_tensor in example_by_input.items():
             is_wide = (
@@ -87,8 +90,8 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
             )
             if tower_name == "the user tower" and is_wide and "history" not in example_by_input:
                 raise SourceError(
-                    f"the example's {name!r} holds rows of whole numbers: if these are items, call it history (forward "
-                    "may call it as it likes); if not, make them float32"
+                    f"the example's {name!r} has rows of integers: if these are items, name it history (the argument "
+                    "of forward may have another name); if not, make them float32"
                 )
         self.module, self.names, self.example = module, tuple(example_by_input), example
         self.items, self.tower_name, self.inputs = item_count, tower_name, dict(example_by_input)
@@ -96,11 +99,11 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
 
     @property
     def pad(self) -> int:
-        """Padding of a history as Larder sends it."""
+        """Index with which Larder pads a history."""
         return self.items if self.example.first_item else self.example.pad
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Vectors [n, dims]."""
+        """Return vectors [n, dims]."""
         return self.module(*map(self._to_model_index, self.names, inputs))
 
     def _to_model_index(self, input_name: str, input_tensor: Tensor) -> Tensor:
@@ -112,7 +115,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         return input_tensor + first_index
 
     def feed(self, row_count: int, item_count: int, padded_length: int) -> ArraysByInput:
-        """Inputs of so many rows: indices in turn, and the example's own values of features."""
+        """Return test inputs for this many rows: successive indices, and the example's own feature values."""
         array_by_name = {}
         for name, example_tensor in self.inputs.items():
             dtype = _numpy_dtype_of(example_tensor, f"{self.tower_name}: input {name!r}")
@@ -131,7 +134,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
     def run(
         self, entity_ids: Any, features: Mapping[str, Any], histories: Histories | None = None
     ) -> NDArray[np.float32]:
-        """Vectors of all ids (Arrow strings), by torch; `features` have a row for each.
+        """Return the vectors of all ids (Arrow strings), computed by torch; `features` have a row for each id.
 
         Raises SourceError, which names the first id on which the tower fails.
         """
@@ -164,7 +167,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         return np.concatenate(vector_batches)
 
     def _failing_row(self, array_by_input: ArraysByInput, row_count: int) -> int | None:
-        """The first row on which the tower fails alone; None if it fails on every row, or on none alone."""
+        """Return the first row on which the tower fails; None if both the first and the last fail, or no row does."""
         edge_rows_fail = [self._fails_on(_select_one_row(array_by_input, row)) for row in (0, row_count - 1)]
         if all(edge_rows_fail):
             return None
@@ -178,7 +181,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         return False
 
     def spec(self, dims: int) -> TowerSpec:
-        """Specification of the inputs and the output."""
+        """Return the specification of the inputs and the output."""
         return TowerSpec(tuple(self._input_spec(*named_input) for named_input in self.inputs.items()), "vector", dims)
 
     def _input_spec(self, input_name: str, example_tensor: Tensor) -> InputSpec:
@@ -197,12 +200,12 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
 
 
 def export_tower(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
-    """(model, its specification, largest difference from torch); SourceError or BundleError names a trap."""
+    """Return (model, specification, largest difference from torch); raise SourceError or BundleError if it is wrong."""
     history_items_max = tower.example.max_length
     short_length = history_items_max if tower.example.is_fixed else min(_SHORT_HISTORY_ITEMS, history_items_max)
     padded_lengths = tuple(dict.fromkeys((short_length, history_items_max)))
     traced_length = history_items_max if tower.example.is_fixed else max(2, short_length - 1)
-    traced_shape = (3, traced_length)  # not one row: torch takes an axis of one for one that is always so
+    traced_shape = (3, traced_length)  # at least two rows: torch takes an axis of length 1 as constant
     array_by_input = tower.feed(traced_shape[0], traced_length, traced_length)
     dims = run_module(tower, array_by_input, tower.tower_name).shape[1]
     spec = tower.spec(dims)
@@ -225,14 +228,14 @@ def export_tower(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
             )  # fmt: skip
     except ImportError as error:
         raise SourceError(f"torch.onnx needs {error.name}: pip install onnxscript") from None
-    except Exception as error:  # torch's exporter lets through whatever happens inside of it
+    except Exception as error:  # torch's exporter raises exceptions of any class
         raise BundleError(f"{tower.tower_name} {_describe_export_failure(error)}") from None
     model = _exported_model(program, [feature.name for feature in spec.features])
     return (model, spec, demand_parity(model, tower, spec, tower.feed, traced_shape, padded_lengths, tower.tower_name))
 
 
 def _exported_model(program: Any, feature_names: Sequence[str]) -> OnnxModel:
-    """The model of an export, without its stack traces, which name folders of the machine."""
+    """Return the exported model without stack traces, which contain paths of this machine."""
     initializers = program.model.graph.initializers
     constants = {name: initializers.pop(name).const_value.numpy() for name in list(initializers)}
     model = program.model_proto
@@ -248,13 +251,14 @@ def _numpy_dtype_of(tensor: Tensor, subject: str) -> np.dtype[Any]:
     numpy_type_by_dtype = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
     if tensor.dtype not in numpy_type_by_dtype:
         raise SourceError(
-            f"{subject} is {tensor.dtype}: inputs are int32, int64 or float32; texts and flags become numbers first"
+            f"{subject} is {tensor.dtype}: inputs must be int32, int64 or float32; convert texts and flags to numbers "
+            "first"
         )
     return np.dtype(numpy_type_by_dtype[tensor.dtype])
 
 
 def _describe_export_failure(error: Exception) -> str:
-    """Cause of a failed export, with the operator if it names one, and the remedy."""
+    """Describe the cause of a failed export, with the unsupported operator if any, and the remedy."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:
@@ -264,20 +268,20 @@ def _describe_export_failure(error: Exception) -> str:
     if operator_match := re.search(
         r"No (?:ONNX function|decompositions?) found for <?(?:OpOverload\(op=')?([\w.:]+)", messages_text
     ):
-        return f"uses {operator_match[1]}, for which ONNX has no operator: write forward with others"
-    return f"cannot be exported: {first_message_line(causes[-1])}; forward must not decide by values of its inputs"
+        return f"uses {operator_match[1]}, which ONNX does not have: write forward with other operators"
+    return f"cannot be exported: {first_message_line(causes[-1])}; forward must not branch on values of its inputs"
 
 
 @contextmanager
 def _quiet_export() -> Iterator[None]:
-    """torch's log and warnings held back, and attention by plain operators: the fused one has no ONNX form."""
+    """Silence torch's log and warnings, and disable fused attention, which has no ONNX form."""
     log, was_fastpath_enabled = (logging.getLogger("torch.onnx"), torch.backends.mha.get_fastpath_enabled())
     log_level = log.level
     log.setLevel(logging.ERROR)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch's own parts, about each other
+            warnings.simplefilter("ignore")  # warnings by torch about its own modules
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(was_fastpath_enabled)
@@ -285,11 +289,10 @@ def _quiet_export() -> Iterator[None]:
 
 
 def demand_exportable(module: Any, tower_name: str) -> None:
-    """Raises SourceError or BundleError for a module whose export would be wrong or impossible; nothing is run."""
+    """Raise SourceError or BundleError for a module whose export would be wrong or impossible; nothing is run."""
     if isinstance(module, torch.jit.ScriptModule):
         raise SourceError(
-            f"{tower_name} is a scripted module, which torch.onnx no longer takes: give the nn.Module that it was made "
-            "of"
+            f"{tower_name} is a scripted module, which torch.onnx does not take: give the original nn.Module"
         )
     if not isinstance(module, nn.Module):
         raise SourceError(
@@ -299,7 +302,8 @@ def demand_exportable(module: Any, tower_name: str) -> None:
     weights_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensor_by_name.values())
     if weights_bytes > WEIGHTS_BYTES_MAX:
         raise BundleError(
-            f"{tower_name} has {weights_bytes:,} bytes of weights, {WEIGHTS_BYTES_MAX:,} at most: use fewer dimensions",
+            f"{tower_name} has {weights_bytes:,} bytes of weights, more than {WEIGHTS_BYTES_MAX:,}: use fewer "
+            "dimensions",
             bytes=weights_bytes,
         )
     for name, tensor in tensor_by_name.items():
@@ -309,7 +313,7 @@ def demand_exportable(module: Any, tower_name: str) -> None:
             raise SourceError(f"{tower_name}: {name} is on {tensor.device}: call .cpu() on it before the import")
     if any(submodule.training for submodule in module.modules()):
         raise SourceError(
-            f"{tower_name} is in training mode, where dropout and batch norm change what it says: call .eval() on it"
+            f"{tower_name} is in training mode, in which dropout and batch norm change its output: call .eval() on it"
         )
 
 
@@ -320,34 +324,33 @@ def _select_one_row(array_by_input: ArraysByInput, row: int) -> ArraysByInput:
 def run_module(
     module: nn.Module, array_by_input: ArraysByInput, tower_name: str, subject: str = ""
 ) -> NDArray[np.float32]:
-    """Output float32 [n, dims] of the module; raises SourceError for anything else.
+    """Return the output float32 [n, dims] of the module; raise SourceError for any other output.
 
-    `subject` names the entity of a feed of one row.
+    `subject` names the entity of an input of one row.
     """
     row_count = len(next(iter(array_by_input.values())))
     try:
         with torch.no_grad():
             output = module(*(torch.from_numpy(array) for array in array_by_input.values()))
-    except Exception as error:  # whatever the caller's own code raises
+    except Exception as error:  # the module may raise any exception
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in array_by_input.items())
-        remedy = "pad, max_length and the number of items must be those that it was trained with"
+        remedy = "pad, max_length and the number of items must be those of the training"
         if subject and array_by_input.keys() - _BINDING_BY_INPUT.keys():
-            remedy = "give the codes and numbers that it was trained with, whose codes begin at 0"
+            remedy = "give the codes and numbers of the training; its codes start at 0"
         raise SourceError(f"{tower_name} fails on {subject or shapes}: {first_message_line(error)}; {remedy}") from None
     if not isinstance(output, torch.Tensor) or output.ndim != 2 or len(output) != row_count:
         shape_text = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise SourceError(
             f"{tower_name} returns {shape_text} for {row_count} rows, not [{row_count}, dims]: wrap it in a module "
-            "whose forward returns one vector a row"
+            "whose forward returns one vector for each row"
         )
     vectors: NDArray[np.float32] = output.numpy()
     is_nonfinite = ~np.isfinite(vectors).all(axis=1)
     if is_nonfinite.any():
         raise SourceError(
             f"{tower_name} returns NaN or infinity, first "
-            f"{f'for {subject}' if subject else f'in row {int(is_nonfinite.argmax())}'}: was it trained to its "
-            "end, and does it "
-            "mask padding without dividing by 0?"
+            f"{f'for {subject}' if subject else f'in row {int(is_nonfinite.argmax())}'}: was the training finished, "
+            "and does forward mask padding without a division by 0?"
         )
     return vectors
 
@@ -355,7 +358,7 @@ def run_module(
 def demand_free_padding(
     module: nn.Module, make_arrays: MakeArrays, padded_lengths: tuple[int, int], tower_name: str
 ) -> None:
-    """Raises SourceError where the vector of a history depends on how much padding follows it."""
+    """Raise SourceError if the vector of a history depends on the amount of padding after it."""
     short_length, long_length = padded_lengths
     item_count = max(1, short_length // 2)
     short_vectors, long_vectors = (
@@ -363,10 +366,9 @@ def demand_free_padding(
     )
     if (relative_error := _relative_error(long_vectors, short_vectors)) > PARITY_TOLERANCE:
         raise SourceError(
-            f"{tower_name}: the vector of a history of {item_count} changes by {relative_error:.1g} if it is "
-            f"padded behind to {long_length} instead of {short_length}: mask the padding in forward, or say "
-            "is_fixed=True in Example, which always "
-            "pads to max_length"
+            f"{tower_name}: the vector of a history of {item_count} items changes by {relative_error:.1g} if it is "
+            f"padded to {long_length} instead of {short_length}: mask the padding in forward, or set is_fixed=True in "
+            "Example, which always pads to max_length"
         )
 
 
@@ -379,20 +381,21 @@ def demand_parity(
     padded_lengths: tuple[int, ...],
     tower_name: str,
 ) -> float:
-    """Largest difference between ONNX Runtime and torch; BundleError for a frozen dimension or one above the tolerance.
+    """Return the largest difference between ONNX Runtime and torch.
 
-    Run at 1, 2 and 17 rows, with histories of 1 (with features beside it: 0), half and all of each padded length.
-    `traced_shape` are the rows and the length that the export saw.
+    Both run 1, 2 and 17 rows, with histories of 1 item (0 if there are features), half and all of each padded length.
+    `traced_shape` is the number of rows and the length in the export. Raises BundleError for a dimension that the
+    export has frozen, or a difference above the tolerance.
     """
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "tower.onnx"
             model.write(path)
             session = ort.InferenceSession(str(path), _quiet_session_options(), providers=["CPUExecutionProvider"])
-    except Exception as error:  # ONNX Runtime's errors share no base class of their own
+    except Exception as error:  # ONNX Runtime's errors share no base class
         raise BundleError(
-            f"{tower_name}: ONNX Runtime does not open its model: {first_message_line(error)}; write forward with "
-            "other operators"
+            f"{tower_name}: ONNX Runtime cannot open its model: {first_message_line(error)}; write forward with other "
+            "operators"
         ) from None
 
     def measure_difference(row_count: int, item_count: int, padded_length: int) -> float:
@@ -400,7 +403,7 @@ def demand_parity(
         torch_vectors = run_module(module, array_by_input, tower_name)
         try:
             onnx_vectors = session.run([spec.output], dict(array_by_input))[0]
-        except Exception:  # as above; of a shape that the model does not take
+        except Exception:  # raised for a shape that the model does not take
             return float("inf")
         return (
             _relative_error(onnx_vectors, torch_vectors) if onnx_vectors.shape == torch_vectors.shape else float("inf")
@@ -434,7 +437,7 @@ def _parity_message(
     difference: float,
     tower_name: str,
 ) -> str:
-    """Message about the axis whose change alone makes a difference, or about the difference itself."""
+    """Return a message that names the frozen axis, if changing that axis alone is enough, else the difference."""
     traced_rows, traced_length = traced_shape
     if measure_difference(traced_rows, traced_length, traced_length) <= PARITY_TOLERANCE:
         remedy = "take sizes from tensors in forward (x.shape), not from Python numbers"
@@ -446,14 +449,14 @@ def _parity_message(
         ):
             return (
                 f"{tower_name}: input {spec.history.name!r} has axis 1 (length) frozen at {traced_length}: {remedy}, "
-                "or say is_fixed=True in Example"
+                "or set is_fixed=True in Example"
             )
     shape_text = f"{failing_shape[0]} rows" + (
         f" with {failing_shape[1]} of {failing_shape[2]} items" if spec.history else ""
     )
     return (
         f"{tower_name} differs from its ONNX model by {difference:.2g} on {shape_text} ({PARITY_TOLERANCE:g} is "
-        "allowed): forward must not decide by Python numbers made of its inputs"
+        "allowed): forward must not branch on Python numbers computed from its inputs"
     )
 
 

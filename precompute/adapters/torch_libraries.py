@@ -1,4 +1,7 @@
-"""Models of libraries on torch: RecBole, torch-rechub, sentence-transformers. Of a model only attributes are read."""
+"""Import of models of libraries on torch: RecBole, torch-rechub, sentence-transformers.
+
+The libraries are not imported: only attributes of their models are used.
+"""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -23,11 +26,11 @@ _EXAMPLE_ROWS_MAX = 64
 
 
 def from_recbole(model: Any, dataset: Any, *, to: str | Path, clicks: Any = None, seed: int = 0) -> ImportReport:
-    """Make a folder of a fitted model of RecBole and its dataset, whose tokens are the ids; row 0, padding, is dropped.
+    """Make a folder from a fitted RecBole model and its dataset, whose tokens are the ids; row 0, padding, is left out.
 
-    A general recommender gives vectors of users and items (BPR, LightGCN and others whose scores are their products), a
+    A general recommender (BPR, LightGCN and others whose scores are inner products) gives vectors of users and items; a
     sequential one (SASRec, GRU4Rec) becomes the user tower. `clicks` (default: the dataset's) are those of
-    `from_vectors`. Raises SourceError for a model that scores otherwise.
+    `from_vectors`. Raises SourceError for a model that scores in another way.
     """
     user_tokens, item_tokens = (
         dataset.field2id_token[field][1:].tolist() for field in (dataset.uid_field, dataset.iid_field)
@@ -41,7 +44,7 @@ def from_recbole(model: Any, dataset: Any, *, to: str | Path, clicks: Any = None
         click_times = np.asarray(interactions[dataset.time_field]) if has_times else np.zeros(len(user_rows))
         history_field = getattr(dataset, f"{dataset.iid_field}_list_field", None)
         if history_field in interactions.columns:
-            # Of a sequential dataset that is prepared, a user's first item is only in the history of the second.
+            # In a prepared sequential dataset a user's first item only occurs in the history of the second one.
             is_second_click = np.asarray(interactions[dataset.item_list_length_field]) == 1
             item_columns = np.concatenate(
                 [np.asarray(interactions[history_field])[is_second_click, 0] - 1, item_columns]
@@ -96,11 +99,11 @@ def from_rechub(
     first: int = 1,
     seed: int = 0,
 ) -> ImportReport:
-    """Make a folder of a fitted two-tower of torch-rechub (DSSM, YoutubeDNN and others with `mode`).
+    """Make a folder from a fitted two-tower model of torch-rechub (DSSM, YoutubeDNN and others with `mode`).
 
-    `item`, `history` and `user` name the features that hold an item's index, the history of those and a user's index;
-    indices start at `first`, and 0 is padding. All other features need a row for each id. Scores are products of the
-    towers' vectors.
+    `item`, `history` and `user` name the features with an item's index, the history of such indices and a user's index;
+    indices start at `first`, and 0 is padding. All other features need a row for each id. Scores are inner products of
+    the towers' vectors.
     """
     feature_by_role = {"item": item, "history": history, "user": user}
     item_features = feature_columns(item_features, checked_ids(item_ids, "item"), "item")
@@ -149,23 +152,24 @@ def from_sentence_transformer(
     metric: Metric = "cosine",
     seed: int = 0,
 ) -> ImportReport:
-    """Make a folder of items' texts, encoded to vectors of length 1; a history is folded as by `from_vectors`."""
+    """Make a folder of items' texts, encoded to vectors of length 1; histories are used as in `from_vectors`."""
     checked_item_ids = checked_ids(item_ids, "item")
     if len(texts) != len(checked_item_ids):
         raise SourceError(
-            f"{len(texts):,} texts, but {len(checked_item_ids):,} item ids: give one text for each id, in their order"
+            f"{len(texts):,} texts, but {len(checked_item_ids):,} item ids: give one text for each id, in the order of "
+            "the ids"
         )
     text_vectors = model.encode(list(texts), normalize_embeddings=True, convert_to_numpy=True)
     return import_vectors(
         Path(to), EntityVectors.of(checked_item_ids, text_vectors, "item"), None,
         None if clicks is None else ClickMatrix.of(clicks, None, checked_item_ids), metric=metric,
         model=f"sentence-transformers {type(model).__name__}",
-        cannot=["encode the text of an item that comes later: import again"], seed=seed,
+        cannot=["encode the text of a later item: repeat the import then"], seed=seed,
     )  # fmt: skip
 
 
 class _RecBoleHistoryTower(nn.Module):  # type: ignore[misc]  # torch's own types are not looked at
-    """Sequential recommender of RecBole, as a tower of histories alone."""
+    """Sequential recommender of RecBole, as a tower that only takes histories."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -176,11 +180,11 @@ class _RecBoleHistoryTower(nn.Module):  # type: ignore[misc]  # torch's own type
 
 
 class _RechubTower(nn.Module):  # type: ignore[misc]
-    """Tower of a model of torch-rechub, its inputs by place instead of by name."""
+    """Tower of a torch-rechub model with its inputs by position instead of by name."""
 
     def __init__(self, model: Any, mode: str, input_names: Sequence[str]) -> None:
         super().__init__()
-        self.model = copy.copy(model)  # the weights are shared, the mode is not
+        self.model = copy.copy(model)  # the copies share the weights, but not the mode
         self.model.mode = mode
         self.names = list(input_names)
 
@@ -203,11 +207,11 @@ def _example_tensor(input_name: str, feature_name: str, feature_arrays: Mapping[
 
 
 def _user_and_item_factors(model: Any) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """(users, items) of a general recommender, padding included; SourceError unless it scores by their products."""
+    """Return (user, item) factors of a recommender, with padding; raise SourceError unless they give its scores."""
     model_name = type(model).__name__
     try:
         with torch.no_grad():
-            if hasattr(model, "norm_adj_matrix"):  # of a graph, which gives all at once
+            if hasattr(model, "norm_adj_matrix"):  # a graph model, which returns all vectors at once
                 user_factors, item_factors = model.forward()[:2]
             else:
                 user_factors, item_factors = (model.user_embedding.weight, model.item_embedding.weight)
@@ -216,15 +220,14 @@ def _user_and_item_factors(model: Any) -> tuple[NDArray[np.float32], NDArray[np.
             relative_error = float(
                 (user_factors[user_indices] @ item_factors.T - scores).abs().max() / scores.abs().max()
             )
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # the model's code may raise any exception
         raise SourceError(
             f"RecBole's {model_name} gives no vectors of users and items ({first_message_line(error)}): import a model "
             "like BPR, LightGCN or SASRec"
         ) from None
     if not relative_error <= PARITY_TOLERANCE:
         raise SourceError(
-            f"RecBole's {model_name} scores by something else than products of its embeddings (off by "
-            f"{relative_error:.1g}): only "
-            "such models become vectors, like BPR and LightGCN"
+            f"RecBole's {model_name} does not score by inner products of its embeddings (relative error "
+            f"{relative_error:.1g}): import a model that does, like BPR or LightGCN"
         )
     return user_factors.numpy(force=True), item_factors.numpy(force=True)

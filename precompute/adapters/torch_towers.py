@@ -52,13 +52,13 @@ def from_torch(
     trust: bool = False,
     seed: int = 0,
 ) -> ImportReport:
-    """Make a folder of two modules of torch (or of files that `torch.save` wrote of them, with `trust`).
+    """Make a folder of two torch modules (or of files that `torch.save` wrote of them, with `trust`).
 
     Ids are in the order of the model's indices. Features are arrays by input name with a row for each id, or a table or
-    the path of one (`feature_columns`); further columns of items are kept, for filters. A user tower that takes
-    `user` gives the vectors of `user_ids`, and a stranger's history is folded; any other is the bundle's user tower
-    itself. `clicks` are those of `from_vectors`. Raises SourceError or BundleError, naming what is wrong and the
-    remedy; nothing is written then.
+    the path of one (`feature_columns`); further columns of items are kept for filters. If the user tower takes `user`,
+    it gives the vectors of `user_ids`, and an unknown user's history becomes a vector as in `from_vectors`; any other
+    user tower becomes that of the bundle. `clicks` are those of `from_vectors`. Raises SourceError or BundleError,
+    naming the cause and the remedy, and writes nothing then.
     """
     started_at, rng = time.perf_counter(), np.random.default_rng(seed)
     to, item_texts = Path(to), checked_ids(item_ids, "item")
@@ -75,9 +75,8 @@ def from_torch(
     )
     if misplaced_inputs := {"user", "history"} & example.item.keys() or {"item"} & example.user.keys():
         raise SourceError(
-            f"{', '.join(sorted(misplaced_inputs))}: a user tower takes user and history, an item tower takes item; "
-            "features "
-            "have other names"
+            f"{', '.join(sorted(misplaced_inputs))}: only the user tower takes user and history, only the item tower "
+            "takes item; give features other names"
         )
     item_inputs = _feature_arrays(example.item, item_features, item_texts, "item")
     user_feature_inputs = {}
@@ -105,7 +104,7 @@ def from_torch(
             user_texts, _embed_known_users(bound_user_tower, user_texts, click_matrix, user_features)
         )
         if len(example.user) > 1:
-            limit_texts.append("use a stranger's features or a newer history: the user tower wants a user's index")
+            limit_texts.append("use an unknown user's features or a newer history: the user tower needs a user's index")
         return import_vectors(
             to, item_vectors, user_vectors, click_matrix, metric=metric, model=model_name, cannot=limit_texts,
             seed=seed,
@@ -118,7 +117,7 @@ def from_torch(
     if user_spec.features and not user_feature_inputs:
         limit_texts.append("have a night yet: name a table of these features in [sources] user_features")
         tower_check = UserTowerCheck(
-            None, "the user tower takes features, and user_ids with user_features were not given"
+            None, "the user tower takes features, but user_ids and user_features were not given"
         )
     else:
         if user_feature_inputs:
@@ -132,8 +131,8 @@ def from_torch(
         limit_texts += gain.limits()
     if user_spec.history is not None and example.is_fixed:
         limit_texts.append(
-            f"tell whether histories are padded as in training: each is filled up with {example.pad} to "
-            f"{example.max_length} items (is_fixed), and a short one is wrong where the model never saw that"
+            f"tell whether histories are padded as in training: each is padded with {example.pad} to "
+            f"{example.max_length} items (is_fixed), and answers for short ones are wrong if the training had none"
         )
     if user_spec.history is not None:
         limit_texts += _history_limits(example, click_matrix)
@@ -149,24 +148,24 @@ def from_torch(
 
 
 def _load_module(module_or_path: Any, trust: bool) -> Any:
-    """Return the module, loaded from a file only with `trust`: loading runs any pickled code."""
+    """Return the module; load it from a file only with `trust`, since loading runs any code in a pickle."""
     if not isinstance(module_or_path, str | Path):
         return module_or_path
     if not trust:
         raise SourceError(
-            f"{module_or_path} is pickled, and loading it runs whatever code is in it: give the module, or trust=True "
-            "for a "
-            "file of your own"
+            f"{module_or_path} is pickled, and loading it runs any code in it: give the module, or set trust=True for "
+            "a file from a trusted source"
         )
     try:
         module = torch.load(Path(module_or_path), map_location="cpu", weights_only=False)
-    except Exception as error:  # whatever unpickling runs into
+    except Exception as error:  # unpickling may raise any exception
         raise SourceError(
             f"{module_or_path}: {first_message_line(error)}; write it with torch.save(module, path)"
         ) from None
     if isinstance(module, Mapping):
         raise SourceError(
-            f"{module_or_path} holds weights without their module: make the module, call load_state_dict, and give that"
+            f"{module_or_path} holds weights without a module: make the module, call load_state_dict, and give the "
+            "module"
         )
     return module
 
@@ -174,9 +173,9 @@ def _load_module(module_or_path: Any, trust: bool) -> Any:
 def _count_nonfinite(
     tower: OnnxModel, spec: TowerSpec, user_ids: Any, clicks: ClickMatrix | None, features: Mapping[str, NDArray[Any]]
 ) -> int:
-    """Return the number of users, of those with all features, whose vector is not finite.
+    """Return the number of users with all features but a vector that is not finite.
 
-    Raises SourceError, naming a user, if the model cannot be run on all of these, or if none has a vector.
+    Raises SourceError if the model fails on a user, naming the user, or if no user has a finite vector.
     """
     complete_rows = np.flatnonzero(complete_row_mask(features, len(user_ids)))
     history_items_max = 0 if spec.history is None else int(spec.history.max_length or 1)
@@ -201,8 +200,8 @@ def _count_nonfinite(
             nonfinite_count += int((~np.isfinite(vectors).all(axis=1)).sum())
     if nonfinite_count == len(complete_rows):
         raise SourceError(
-            f"no user of {len(user_ids):,} has a finite vector by the user tower: are user_features there, and was the "
-            "model trained to its end?"
+            f"the user tower gives a finite vector for none of {len(user_ids):,} users: are user_features given, and "
+            "was the training finished?"
         )
     return nonfinite_count
 
@@ -210,13 +209,13 @@ def _count_nonfinite(
 def _embed_known_users(
     tower: BoundTower, user_ids: Any, clicks: ClickMatrix | None, features: Mapping[str, Any] | None
 ) -> NDArray[np.float32]:
-    """Return the vectors of all users that the tower has an index for."""
+    """Return the vectors of all users for which the tower has an index."""
     if user_ids is None:
         raise SourceError("the user tower takes a user's index: give user_ids, in the order of the indices")
     histories = None
     if "history" in tower.names:
         if clicks is None:
-            raise SourceError("the user tower takes a history beside the user's index: give clicks")
+            raise SourceError("the user tower takes a history in addition to the user's index: give clicks")
         histories = clicks.histories(np.arange(len(user_ids)), tower.example.max_length)
     return tower.run(user_ids, _feature_arrays(tower.inputs, features, user_ids, "user"), histories)
 
@@ -224,16 +223,15 @@ def _embed_known_users(
 def _feature_arrays(
     example_by_input: Mapping[str, Any], feature_arrays: Mapping[str, Any] | None, entity_ids: Any, entity_kind: str
 ) -> dict[str, NDArray[Any]]:
-    """Return arrays by name of the feature inputs, with a row for each id; only users may have NaN."""
+    """Return arrays by name for the feature inputs, with a row for each id; only those of users may have NaN."""
     input_arrays, row_count = {}, len(entity_ids)
     for input_name, example_tensor in example_by_input.items():
         if input_name in _INDEX_INPUTS:
             continue
         if feature_arrays is None or input_name not in feature_arrays:
             raise SourceError(
-                f"{entity_kind}_features has no {input_name!r}: give an array with a row for each {entity_kind} id, "
-                "in their "
-                "order",
+                f"{entity_kind}_features has no {input_name!r}: give an array with a row for each {entity_kind} id, in "
+                "the order of the ids",
                 input=input_name,
             )
         column = feature_arrays[input_name]
@@ -241,10 +239,8 @@ def _feature_arrays(
         expected_shape = (row_count, *example_tensor.shape[1:])
         if column.shape != expected_shape:
             raise SourceError(
-                f"{entity_kind}_features: {input_name!r} is {list(column.shape)}, {list(expected_shape)} is wanted: a "
-                "row for each "
-                f"{entity_kind} "
-                "id, as wide as in the example",
+                f"{entity_kind}_features: {input_name!r} has the shape {list(column.shape)}, but needs "
+                f"{list(expected_shape)}: a row for each {entity_kind} id, as wide as in the example",
                 input=input_name,
             )
         input_arrays[input_name] = _to_input_dtype(
@@ -256,11 +252,10 @@ def _feature_arrays(
 def _to_input_dtype(
     column: NDArray[Any], dtype: np.dtype[Any], column_text: str, entity_ids: Any, entity_kind: str
 ) -> NDArray[Any]:
-    """Convert the column to the tower's dtype; raise SourceError, with the first id, for a value that does not fit."""
+    """Convert the column to the tower's dtype; raise SourceError, with the first id, if a value does not fit."""
     if column.dtype.kind in "US" or any(isinstance(value, str) for value in column.flat):
         raise SourceError(
-            f"{column_text} holds texts, and the {entity_kind} tower takes {dtype}: give the codes that the model was "
-            "trained with "
+            f"{column_text} holds texts, but the {entity_kind} tower takes {dtype}: give the codes of the training "
             "(docs/how-to/import/torch.md, Texts in the place of codes)"
         )
     numbers = column.astype(np.float64) if column.dtype.kind == "O" else column
@@ -271,12 +266,11 @@ def _to_input_dtype(
     if is_bad_row.any():
         row = int(is_bad_row.argmax())
         row_numbers = numbers.reshape(len(entity_ids), -1)[row]
-        lack_text = "is not finite" if dtype.kind == "f" else "is no whole number"
+        lack_text = "is not finite" if dtype.kind == "f" else "is not an integer"
         lack_text = "is missing or NaN" if np.isnan(row_numbers).any() else lack_text
         raise SourceError(
             f"{column_text} {lack_text} for {entity_ids[row].as_py()!r}, the first of {int(is_bad_row.sum()):,}: give "
-            "a value that the model "
-            f"was trained with for an unknown one, or leave these {entity_kind}s out"
+            f"the value that stood for an unknown one in the training, or leave these {entity_kind}s out"
         )
     return numbers.astype(dtype)
 
@@ -284,7 +278,7 @@ def _to_input_dtype(
 def _further_item_columns(
     example_by_input: Mapping[str, Any], feature_arrays: Mapping[str, Any], row_count: int
 ) -> dict[str, Any]:
-    """Return the item columns that the model does not take; filters use them."""
+    """Return the item columns that the model does not take, for filters."""
     further_columns = {}
     for column_name, column in feature_arrays.items():
         if column_name in example_by_input:
@@ -295,8 +289,7 @@ def _further_item_columns(
         if len(column_values) != row_count:
             raise SourceError(
                 f"item_features: {column_name!r} has {len(column_values):,} rows for {row_count:,} item ids: give one "
-                "for each, or leave "
-                "it out",
+                "for each id, or leave the column out",
                 input=column_name,
             )
         further_columns[column_name] = column_values
@@ -316,14 +309,13 @@ def _feature_table(entity_kind: str, entity_ids: Any, features: Mapping[str, Any
 def _demand_same_dims(user_dims: int, item_dims: int) -> None:
     if user_dims != item_dims:
         raise SourceError(
-            f"the user tower gives {user_dims} numbers, the item tower {item_dims}: give both of one fitted model"
+            f"the user tower gives {user_dims} numbers, the item tower {item_dims}: give both towers of the same "
+            "fitted model"
         )
 
 
 def _history_limits(example: Example, clicks: ClickMatrix | None) -> list[str]:
-    limits = [
-        f"see more of a history than its last {example.max_length:,} items (max_length of Example), or an item twice"
-    ]
+    limits = [f"use more than the last {example.max_length:,} items of a history (max_length), or repeats of an item"]
     if clicks is not None and not clicks.is_ordered:
-        limits.append("know the order of these clicks: there are no times; give a table with a column timestamp")
+        limits.append("know the order of these clicks: they have no times; give a table with a column timestamp")
     return limits

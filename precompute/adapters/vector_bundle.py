@@ -1,4 +1,4 @@
-"""Bundle of a night whose items are a table of vectors, made from the table by the adapters' code."""
+"""Bundle of a night whose items are a table of vectors, made from that table."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,20 +34,21 @@ from precompute.sources.unusable import UnusableRows
 from precompute.sources.vocabulary import DistinctCounter, repeated_text_rows
 
 FOLD_USERS_MAX = 20_000
-"""Users, those with the lowest hashes, by whose vectors and clicks the fold is chosen: enough, and few to hold."""
+"""Number of users (with the lowest hashes) whose vectors and clicks choose the fold: enough to choose by, few to hold.
+"""
 USER_HASH_SEED = 0x5DEECE66D
 _NO_HASH_LIMIT = np.uint64(2**64 - 1)
-"""Limit of hashes that leaves no user out."""
+"""Limit of hashes that includes all users."""
 
 
 @contextmanager
 def vector_bundle(
     config: NightConfig, inputs: str, files: InputFiles, *, interactions_before: datetime | None, cut: datetime
 ) -> Iterator[Bundle]:
-    """Yield the bundle of `sources.item_vectors`; one made from the same inputs, on any host, is reused.
+    """Yield the bundle of `sources.item_vectors`; a bundle that any host made from the same inputs is reused.
 
-    Interactions of `interactions_before` or later choose nothing. Items that events brought with a vector are in it, if
-    these count in a night with this `cut`; erased items are not. Raises SourceError for an unusable table.
+    Only interactions before `interactions_before` choose the fold. Items whose vectors came with events are included,
+    if these events count in a night with this `cut`; erased items are not. Raises SourceError for an unusable table.
     """
     sources, store = config.sources, config.store()
     erased = ErasedEntities.of(all_erasures(store))
@@ -79,12 +80,11 @@ def make_vector_bundle(
     event_vectors: Mapping[bytes, Sequence[float]] = MappingProxyType({}),
     interaction_files: Sequence[SourceFile] | None = None,
 ) -> Bundle:
-    """Write the bundle of `sources.item_vectors` into a folder; the same tables make the same bytes.
+    """Write the bundle of `sources.item_vectors` into a folder; the same tables give the same bytes.
 
-    Items that are not in the table get the vectors in `event_vectors`, if these have as many numbers and none is far
-    beyond the table's. Interactions are those that the sources name, unless their `interaction_files` are listed here.
-    The bundle
-    names the table of its items; without interactions, other vectors of users make no other bundle.
+    Items that are missing from the table get their vectors from `event_vectors`, unless these have another length or
+    numbers far beyond the table's. Interactions are those that the sources name, or those of `interaction_files`. The
+    bundle names the table of its items. Without interactions, other vectors of users do not change the bundle.
     """
     sources = config.sources
     item_vectors, hash_limit = (
@@ -108,14 +108,14 @@ def make_vector_bundle(
 
 def _chance_remark(auc: float) -> str:
     return (
-        f"what users clicked scores above a random item in {auc:.0%} of pairs, as by chance: if the vectors were "
-        "fitted on such clicks, their ids and rows do not belong together; if the clicks are only to be left out of "
-        "lists, all is well"
+        f"clicked items score above a random item in {auc:.0%} of pairs, as by chance: if the vectors were fitted on "
+        "such clicks, their ids and rows do not belong together; if the clicks are only to be left out of lists, "
+        "nothing is wrong"
     )
 
 
 def _read_item_vectors(config: NightConfig, erased: ErasedEntities) -> EntityVectors:
-    """Read every row of the table; a hole in a catalogue could not be noticed later."""
+    """Read all rows of the table; raise SourceError for an unusable one: a missing item would go unnoticed."""
     sources, unusable = config.sources, UnusableRows()
     path = source_file(str(sources.item_vectors), config.path("."))
     id_chunks, vector_chunks = [], []
@@ -127,7 +127,7 @@ def _read_item_vectors(config: NightConfig, erased: ErasedEntities) -> EntityVec
     if not id_chunks:
         raise SourceError(f"{path} has no rows: it names no item")
     if left_out := unusable.left_out("item_vectors"):
-        raise SourceError(f"{path}: {left_out:,} rows have no id that can be used")
+        raise SourceError(f"{path}: {left_out:,} rows have no usable id")
     try:
         item_vectors = EntityVectors.of(pa.chunked_array(id_chunks), pa.chunked_array(vector_chunks), "item")
     except SourceError as error:
@@ -138,10 +138,10 @@ def _read_item_vectors(config: NightConfig, erased: ErasedEntities) -> EntityVec
 
 
 def _with_event_vectors(item_vectors: EntityVectors, event_vectors: Mapping[bytes, Sequence[float]]) -> EntityVectors:
-    """Append to the table's rows those items that only events brought.
+    """Append the vectors of items that are only known from events.
 
-    Any caller can send events: a number beyond NEW_VECTOR_ABS_MAX, and beyond all of the table's, would spoil the fold
-    and the lists.
+    Any caller can send events: a vector with a number beyond both NEW_VECTOR_ABS_MAX and the table's largest would
+    distort the fold and the lists, so it is left out, as is a vector of another length.
     """
     magnitude_max = max(NEW_VECTOR_ABS_MAX, float(np.abs(item_vectors.rows).max(initial=0)))
     fitting_vectors = {
@@ -167,7 +167,7 @@ def _user_hash_limit(
 ) -> np.uint64:
     """Return the highest of the FOLD_USERS_MAX lowest hashes of users with vectors, else of users with interactions.
 
-    _NO_HASH_LIMIT if there are fewer.
+    Returns _NO_HASH_LIMIT if there are fewer users.
     """
     distinct_hashes = DistinctCounter(FOLD_USERS_MAX)
     if config.sources.user_vectors:
@@ -197,7 +197,7 @@ def _read_user_vectors(config: NightConfig) -> Iterator[tuple[Ids, Any]]:
 def _sample_user_vectors(
     config: NightConfig, item_vectors: EntityVectors, hash_limit: np.uint64, erased: ErasedEntities
 ) -> EntityVectors:
-    """Return vectors of some users; a user without a usable vector is left out, as in the night itself."""
+    """Return vectors of some users; users without a usable vector are left out, as in the night itself."""
     sources, dims = config.sources, item_vectors.dims
     spec = InputSpec("vector", "feature", "float32", column=sources.vector_column, width=dims)
     id_parts, vector_parts = [pa.array([], pa.string())], [np.empty((0, dims), np.float32)]
@@ -209,8 +209,8 @@ def _sample_user_vectors(
     user_names, numbers = pa.concat_arrays(id_parts), np.concatenate(vector_parts)
     if not len(user_names):
         raise SourceError(
-            f"{sources.user_vectors}: no user has a vector of {dims} finite numbers, as many as those of "
-            f"{sources.item_vectors} have"
+            f"{sources.user_vectors}: no user has a vector of {dims} finite numbers, the length of the vectors of "
+            f"{sources.item_vectors}"
         )
     is_first_row = np.ones(len(user_names), np.bool_)
     is_first_row[repeated_text_rows(user_names)] = False
@@ -226,7 +226,7 @@ def _read_clicks(
     erased: ErasedEntities,
     interaction_files: Sequence[SourceFile] | None,
 ) -> tuple[ClickMatrix | None, list[str]]:
-    """Return (clicks of some users before the cut, None without any to choose a fold by; remarks)."""
+    """Return (clicks of some users before the cut, or None without any to choose a fold by; remarks)."""
     sources = config.sources
     all_batches = read_interactions(
         sources, Path(config.base), cutoff_at=interactions_before, interaction_files=interaction_files
@@ -239,7 +239,7 @@ def _read_clicks(
         known_user_ids = None if user_vectors is None else user_vectors.ids
         return ClickMatrix.read(batches, files_text, known_user_ids, item_vectors.ids), []
     except NoKnownClicks as error:
-        # Of a sample of users none may have clicked; of everybody it is worth a word.
+        # In a sample of users there may be no known click; if there is none of any user, that is worth a remark.
         return None, [error.message] if hash_limit == _NO_HASH_LIMIT else []
 
 

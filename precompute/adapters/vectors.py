@@ -1,4 +1,4 @@
-"""From vectors of items, and of users if there are any, to a folder that a night reads."""
+"""Import of vectors of items, and of users if given, into a folder that a night reads."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from precompute.adapters.inputs import ClickMatrix, EntityVectors, checked_ids
 from precompute.bundles.bundle import ModelFile
 
 NO_NEW_ITEM_LIMIT = "take in an item that it was not fitted on: it has no vector"
-"""Limit of every model whose items have a vector each."""
+"""Limit of every model with one vector for each item."""
 
 
 def from_vectors(
@@ -40,12 +40,13 @@ def from_vectors(
     metric: Metric = "inner_product",
     seed: int = 0,
 ) -> ImportReport:
-    """Make a folder of vectors [items, dims] and [users, dims] (float32; or .npy or Parquet files), ids in their order.
+    """Make a folder of vectors [items, dims] and [users, dims] (float32; or .npy or Parquet files), ids in row order.
 
-    `clicks`, a scipy matrix [users, items], its .npz file, or a Parquet or CSV file with the columns `user` and `item`,
-    is what users did. It is left out of their lists, and decides how a stranger's history becomes a vector: mean or
-    ridge against the items, by held-out recall@20. Without `user_vectors` its users are scored in this way, too. Raises
-    SourceError, naming what is wrong and the remedy; nothing is written then.
+    `clicks` are a scipy matrix [users, items], its .npz file, or a Parquet or CSV file with the columns `user` and
+    `item`. Clicked items are left out of users' lists. Clicks also decide how an unknown user's history becomes a
+    vector: by the mean of its items or by ridge regression, whichever has the higher held-out recall@20. Without
+    `user_vectors` the users of the clicks are scored in this way, too. Raises SourceError, naming the cause and the
+    remedy, and writes nothing then.
     """
     checked_item_vectors = EntityVectors.of(item_ids, item_vectors, "item")
     checked_user_vectors = None if user_vectors is None else EntityVectors.of(user_ids, user_vectors, "user")
@@ -76,9 +77,10 @@ def import_vectors(
     further_columns: tuple[str, ...] = (),
     unused_columns: tuple[str, ...] = (),
 ) -> ImportReport:
-    """Make a folder of checked vectors and clicks; the report lists columns, the rest is as in `fold_vectors_model`.
+    """Make a folder of checked vectors and clicks; `further_columns` and `unused_columns` are for the report.
 
-    Raises SourceError where users' vectors rank what they clicked no better than any other item.
+    Other arguments are those of `fold_vectors_model`. Raises SourceError if users' vectors rank clicked items no better
+    than any other item.
     """
     started_at = time.perf_counter()
     imported = fold_vectors_model(
@@ -102,9 +104,9 @@ def import_vectors(
 
 
 def _chance_limits(imported: ImportedModel, clicks: ClickMatrix, seed: int) -> tuple[str, ...]:
-    """Return the limit of items' vectors that rank held-out clicks by chance, or that clicks cannot judge.
+    """Return a limit if items' vectors rank held-out clicks by chance, or if clicks cannot judge that.
 
-    They are not refused: vectors of texts or images need not be what users choose by.
+    Such vectors are not refused: users need not choose by what the vectors of texts or images express.
     """
     try:
         tower_check = check_user_tower(
@@ -114,8 +116,7 @@ def _chance_limits(imported: ImportedModel, clicks: ClickMatrix, seed: int) -> t
     except SourceError as error:
         chance_share: Any = error.details["share"]
         limit = (
-            f"recommend better than by chance: what users clicked scores above a random item in {chance_share:.0%} of "
-            "pairs; "
+            f"recommend better than by chance: clicked items score above a random item in {chance_share:.0%} of pairs; "
             "if the vectors were fitted on such clicks, item ids are not in the order of their rows"
         )
         return (limit,)
@@ -135,18 +136,18 @@ def fold_vectors_model(
     item_tower: ModelFile | None = None,
     features: Mapping[str, Any] | None = None,
 ) -> ImportedModel:
-    """The model that checked vectors and clicks make, its way of folding a history in chosen by the clicks.
+    """Return the model of checked vectors and clicks; the fold of histories is chosen by the clicks.
 
-    `folds` are tried instead of mean and ridges, if there are any. `item_tower` is what gave the items' vectors, if it
-    takes more than their index; `features` go beside it.
+    `folds`, if any, are the candidates instead of mean and ridges. `item_tower` made the items' vectors, if it takes
+    more than their index; `features` are its inputs.
     """
     rng = np.random.default_rng(seed)
     if metric not in ("inner_product", "cosine"):
-        raise SourceError(f"metric is inner_product or cosine, not {metric!r}")
+        raise SourceError(f"metric must be inner_product or cosine, not {metric!r}")
     if user_vectors is not None and user_vectors.dims != item_vectors.dims:
         raise SourceError(
-            f"users' vectors have {user_vectors.dims} numbers, items' {item_vectors.dims}: give both of one fitted "
-            "model"
+            f"users' vectors have {user_vectors.dims} numbers, items' {item_vectors.dims}: give both vectors of the "
+            "same fitted model"
         )
     chance_auc = None
     if user_vectors is not None and clicks is not None:
@@ -158,12 +159,12 @@ def fold_vectors_model(
     limit_texts = list(cannot)
     if clicks is None and user_vectors is None:
         limit_texts.append(
-            "have a night yet: it knows no users; name what they did in [sources] interactions of larder.toml, or "
-            "their vectors in user_vectors"
+            "have a night yet: it has no users; name files of interactions in [sources] interactions of larder.toml, "
+            "or give user_vectors"
         )
     elif clicks is None:
         limit_texts.append(
-            "leave out of lists what users chose before, nor judge by what they choose next: there are no clicks"
+            "leave items out that users chose before, nor judge lists by later choices: there are no clicks"
         )
     return ImportedModel(
         model, item_vectors, winning_fold.tower, winning_fold.spec, metric, winning_fold.name, winning_fold.recalls,
@@ -178,10 +179,10 @@ def _candidate_folds(
     clicks: ClickMatrix | None,
     rng: np.random.Generator,
 ) -> list[HistoryFold]:
-    """Mean and ridges, in the space that users and items share.
+    """Return mean and ridge folds in the space that users and items share.
 
-    A column that is one number for every user (1) holds the items' biases: it is every stranger's, too. One that is one
-    number for every item holds the users' and ranks nothing.
+    A column with the same number other than 0 for every user multiplies the items' biases: an unknown user gets that
+    number, too. A column with the same number for every item holds the users' biases, which do not rank items.
     """
     fold_rows, offset, target_score = (item_matrix.copy(), np.zeros(item_matrix.shape[1], np.float32), 1.0)
     if user_matrix is not None:

@@ -30,15 +30,15 @@ StepParameters = ParamSpec("StepParameters")
 StepResult = TypeVar("StepResult")
 
 CUT_FORMAT: Final = "%Y%m%dT%H%M%SZ"
-"""Format of the cut, in UTC, at the start of a generation id, so that older data sorts first."""
+"""Format of the cut (UTC) at the start of a generation id, so that ids sort by age of their data."""
 
 CLOCK_AHEAD_S_MAX: Final = 300.0
-"""Seconds by which a chosen cut may be ahead of Redis' clock, as clocks of hosts differ."""
+"""Seconds by which a chosen cut may be ahead of Redis' clock, since clocks of hosts differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Build of a generation; `root` is this host's folder of it."""
+    """Build of a generation; `root` is its folder on this host."""
 
     config: NightConfig
     store: ArtefactStore
@@ -55,7 +55,7 @@ class Build:
         return self.store.local(generation_path(self.generation))
 
     def path(self, file_name: str) -> Path:
-        """Return the local path of a file to be written; its folder exists."""
+        """Return the local path for writing a file; create its folder."""
         local_path = self.root / file_name
         local_path.parent.mkdir(parents=True, exist_ok=True)
         return local_path
@@ -66,7 +66,7 @@ class Build:
             self.store.put(generation_path(self.generation, file_name))
 
     def fetch(self, file_name: str) -> Path:
-        """Fetch a file that an earlier step, perhaps on another host, has finished."""
+        """Fetch a file that an earlier step has finished, perhaps on another host."""
         return self.store.fetch(generation_path(self.generation, file_name))
 
     def describe(self, file_name: str) -> Artefact:
@@ -74,7 +74,7 @@ class Build:
         return describe_file(self.root, file_name)
 
     def report(self, report_name: ReportName[ReportT], report: ReportT) -> None:
-        """Finish a step: its report is written last, so it proves that the files before it are complete."""
+        """Finish a step by writing its report, the last file: it proves that the step's other files are complete."""
         write_json(self.path(f"work/{report_name}.json"), {**report, **version_stamp(STAGES)})
         self.finish(f"work/{report_name}.json")
 
@@ -93,7 +93,7 @@ class Build:
         if report is None:
             if self.generation not in self.store.names("generations"):
                 raise UnknownGeneration(
-                    f"{self.generation} is unknown in {self.store.url}: `status` lists what there is",
+                    f"{self.generation} is unknown in {self.store.url}: `status` lists the generations",
                     generation=self.generation,
                 )
             raise StoreError(f"{self.generation}: step {report_name!r} has not finished; run it first")
@@ -115,7 +115,7 @@ def open_bundle(build: Build) -> Bundle:
 
 
 def fetch_model(build: Build, model: BundleModel) -> Path:
-    """Fetch a model's ONNX and weights files; raise BundleError unless they are those that `begin` tried."""
+    """Fetch a model's ONNX and weights files; raise BundleError if they differ from those that `begin` checked."""
     local_paths = [build.fetch(name) for _, name, _ in model.files]
     for local_path, (_, _, sha256) in zip(local_paths, model.files, strict=True):
         demand_sha256(local_path, sha256)
@@ -160,10 +160,10 @@ def read_erased_entities(build: Build) -> ErasedEntities:
 
 
 def generation_id(data_until: datetime, config: NightConfig, bundle_digest: str, inputs_digest: str) -> str:
-    """Return `data_until` in UTC with a digest of everything that decides the result: a retry finds its own work."""
+    """Return the cut in UTC with a digest of all that decides the result, so that a retry continues the same build."""
     digest_hasher = hashlib.sha256(config.semantic())
     digest_hasher.update(f"|{bundle_digest}|{inputs_digest}".encode())
-    if (stages_version := FORMATS[STAGES].written) > 1:  # a release with other stages begins anew
+    if (stages_version := FORMATS[STAGES].written) > 1:  # a release with changed stages starts a new build
         digest_hasher.update(f"|stages {stages_version}".encode())
     return f"{data_until.astimezone(UTC):{CUT_FORMAT}}-{digest_hasher.hexdigest()[:12]}"
 
@@ -179,16 +179,17 @@ def data_until_of(generation: str) -> int:
 
 
 def find_newer_live(releases: Releases, data_until: datetime, *, is_chosen: bool) -> str | None:
-    """Return the live generation if it is newer than a cut that nobody chose; None for a cut that can be published.
+    """Return the live generation if it is newer than a default cut; None if the cut can be published.
 
-    Raises ConfigError for a chosen cut that no publish would accept, or that would block the publish of later nights.
-    A scheduler's time is never far ahead, and if its clock is wrong its nights are better than none.
+    Raises ConfigError if a chosen cut could not be published, or would block the publish of later nights. A default cut
+    may be ahead of Redis' clock: a scheduler's time is never far ahead, and nights by a wrong clock are better than
+    none.
     """
     ahead_s = data_until.timestamp() - releases.clock()
     if is_chosen and ahead_s > CLOCK_AHEAD_S_MAX:
         raise ConfigError(
-            f"data_until {data_until.isoformat()} is {ahead_s:,.0f} s ahead of Redis' clock: until then no night "
-            "could be published after this one; give a time that has passed",
+            f"data_until {data_until.isoformat()} is {ahead_s:,.0f} s ahead of Redis' clock: no later night could be "
+            "published until then; give a time in the past",
             field="data_until",
         )
     live_generation = releases.ledger().live_generation
@@ -196,8 +197,8 @@ def find_newer_live(releases: Releases, data_until: datetime, *, is_chosen: bool
         return None
     if is_chosen:
         raise ConfigError(
-            f"data_until {data_until.isoformat()} is older than {live_generation}, which is live, so it could not be "
-            "published: give a newer one, or go back with `larder roll-back`",
+            f"data_until {data_until.isoformat()} is older than the live generation {live_generation}, so it could not "
+            "be published: give a newer one, or roll back with `larder roll-back`",
             field="data_until",
             live=live_generation,
         )
@@ -220,13 +221,14 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 def record_step_time(build: Build, step_name: str) -> Iterator[None]:
     """Record the block's start (Unix seconds) and duration if it succeeds; for a step of `STEPS_TIMED_APART`.
 
-    A repeat that found the work done is shorter, and does not replace the first duration.
+    A repeat that finds the work done takes less time, and does not replace the first duration.
     """
     began_at_s, started_at = time.time(), time.perf_counter()
     yield
     duration_s = time.perf_counter() - started_at
     times_path = generation_path(build.generation, f"times/{step_name}.json")
-    with suppress(LarderError, OSError, ValueError, TypeError, KeyError):  # it is for show
+    # times are only displayed, so no error may fail the step
+    with suppress(LarderError, OSError, ValueError, TypeError, KeyError):
         earlier_times = build.store.read(times_path)
         if earlier_times is None or float(orjson.loads(earlier_times)["seconds"]) < duration_s:
             times_record = {"began_at": round(began_at_s, 3), "seconds": round(duration_s, 3)}
@@ -236,9 +238,9 @@ def record_step_time(build: Build, step_name: str) -> Iterator[None]:
 def with_host_copies(
     step: Callable[Concatenate[NightConfig, BuildId, StepParameters], StepResult],
 ) -> Callable[Concatenate[NightConfig, BuildId, StepParameters], StepResult]:
-    """Wrap a step to first sweep this host's old copies, and record that it will hold files of its generation.
+    """Wrap a step to first sweep this host's old copies, and to record that it will hold files of its generation.
 
-    If the generation is retired meanwhile, by a night of newer data, the step raises Refused, not an error about a
+    If a night of newer data retires the generation meanwhile, the step raises Refused instead of an error about a
     missing file.
     """
 
@@ -259,20 +261,19 @@ def with_host_copies(
 
 
 def demand_not_retired(store: ArtefactStore, generation: str, error: Exception) -> None:
-    """Raise Refused from `error` if the generation was retired while a step worked on it: its files are gone then."""
+    """Raise Refused from `error` if a newer night retired the generation during the step, and so removed its files."""
     try:
         generation_releases = [release for release in all_releases(store) if release.generation == generation]
     except (LarderError, OSError):
-        return  # the store does not answer: the error itself is what can be told
+        return  # the store does not answer, so the caller raises the original error
     is_retired = bool(generation_releases) and generation_releases[-1].action == "retire"
     if is_retired and GENERATION_PATTERN.fullmatch(
         generation_releases[-1].attempt
-    ):  # by a night: any other retirement is a person's
+    ):  # the attempt of a retire by a night is the night's generation; other retirements are manual
         newer_generation = generation_releases[-1].attempt
         raise Refused(
-            f"{generation} was retired while it was being made, by {newer_generation}, which is of newer data: nothing "
-            "is left to "
-            "do here",
+            f"{generation} was retired during this step by {newer_generation}, which has newer data: nothing remains "
+            "to be done",
             rule="retired", value=generation, threshold=newer_generation,
         ) from error  # fmt: skip
 
@@ -284,6 +285,6 @@ def sweep_copies(store: ArtefactStore, *, generations_in_use: Collection[str] = 
 
 
 def record_copies(store: ArtefactStore, generation: str) -> None:
-    """Record in a remote store that this host is about to have files of a generation."""
+    """Record in a remote store that this host will hold files of a generation."""
     if store.copies is not None:
         store.copies.record(generation)

@@ -1,6 +1,6 @@
-"""Notes of a night's failure: the step that raised, kept in the store until that step succeeds or a night is done.
+"""Notes of a night's failure: the step that raised, kept in the store until that step succeeds or a night ends well.
 
-Of a night in one process also the step in which it was killed, kept on its host.
+A night in one process also notes its current step on its host, for the case that it is killed.
 """
 
 import fcntl
@@ -19,14 +19,14 @@ from cache.store.night_failure import NIGHT_FAILURE_PATH, NightFailure, last_fai
 from precompute.config.settings import NightConfig
 
 RUNNING_SUFFIX: Final = ".night_running.json"
-"""End of the name of a namespace's file in the folder `state`, which a night in one process holds locked."""
+"""Suffix of the file, one per namespace, in the folder `state` that a night in one process holds locked."""
 
 _log = logging.getLogger("larder.night")
 
 
 @contextmanager
 def note_failure_of_step(config: NightConfig, step_name: str, generation: str | None) -> Iterator[None]:
-    """Note an error of the block, which is a step of the night, and forget that of an earlier try of the same step."""
+    """Note an error of the block, a step of the night; if it succeeds, remove the note of its earlier failure."""
     try:
         yield
     except Exception as error:
@@ -40,7 +40,7 @@ def note_failure_of_step(config: NightConfig, step_name: str, generation: str | 
 
 
 def forget_failure(config: NightConfig, step_name: str | None = None) -> None:
-    """Forget the failure of a step, or of any, since it is done: of any, also where a night was killed."""
+    """Remove the note of a step's failure; without a step, of any failure, and the note of a killed night."""
     if step_name is None:
         with suppress(OSError):
             _running_file_path(config).unlink(missing_ok=True)
@@ -51,13 +51,13 @@ def forget_failure(config: NightConfig, step_name: str | None = None) -> None:
 
 @contextmanager
 def hold_running_file(config: NightConfig) -> Iterator[Callable[[str, str | None], None]]:
-    """Hold the file that tells of a running night; yield a function that notes the step, and its generation."""
+    """Hold the file that marks a running night; yield a function that notes the current step and its generation."""
     running_path = _running_file_path(config)
     try:
         running_path.parent.mkdir(parents=True, exist_ok=True)
         file = running_path.open("a+b")
     except OSError as error:
-        _log.warning("%s: %s; `larder status` does not tell if this night is killed", running_path, error)
+        _log.warning("%s: %s; `larder status` will not show if this night is killed", running_path, error)
         yield lambda _step, _generation: None
         return
 
@@ -75,7 +75,7 @@ def hold_running_file(config: NightConfig) -> Iterator[Callable[[str, str | None
 
 
 def find_killed_step(config: NightConfig) -> str | None:
-    """Return the step, with its generation, in which a night of this host was killed; None if none was, or one runs."""
+    """Return the step and generation in which a night of this host was killed; None if none was or one is running."""
     try:
         with _running_file_path(config).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -93,5 +93,5 @@ def _running_file_path(config: NightConfig) -> Path:
 def _write_failure_file(config: NightConfig, file_content: bytes) -> None:
     try:
         config.store().write(NIGHT_FAILURE_PATH, file_content)
-    except (LarderError, OSError) as error:  # often the very reason why the step failed
-        _log.warning("%s could not be written, so `larder status` does not tell: %s", NIGHT_FAILURE_PATH, error)
+    except (LarderError, OSError) as error:  # the store often failed the step itself
+        _log.warning("%s could not be written, so `larder status` will not show it: %s", NIGHT_FAILURE_PATH, error)

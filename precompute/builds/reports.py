@@ -1,8 +1,8 @@
 """Reports of a night's steps: their JSON in the store, a class for each, and the name under which each is stored.
 
-A report is what the store, Airflow and the shell hold, so its class describes that JSON and is nothing besides. Fields
-that are missing now and then are `NotRequired`. A report of an earlier generation may be of an older release: its
-readers ask for fields that came later by `get`.
+A report is stored and passed on by Airflow and the shell as JSON, so its class only describes that JSON. Optional
+fields are `NotRequired`. An older release may have written the report of an earlier generation: readers use `get` for
+fields that were added later.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from precompute.sources.unusable import UnusableReport
 ReportT = TypeVar("ReportT", bound=Mapping[str, Any])
 
 AttributeFiles = tuple[AttributeKind, dict[str, str]]
-"""Kind of an attribute, and its files' paths by the field names of `cache.format.manifest.Attribute`."""
+"""Kind of an attribute, and the paths of its files by field name of `cache.format.manifest.Attribute`."""
 
 
 class BuildId(TypedDict):
@@ -30,7 +30,7 @@ class BuildId(TypedDict):
 
 
 class BegunBuild(BuildId):
-    """Result of `begin`: ids and addresses only. `nothing_newer`: why the live generation stays."""
+    """Result of `begin`: ids and addresses only. `nothing_newer`: reason why the live generation stays."""
 
     url: str
     shards: list[int]
@@ -47,12 +47,12 @@ class FileEntry(TypedDict):
 
 
 def file_entry(artefact: Artefact) -> FileEntry:
-    """Return the entry of a file; `Artefact(**entry)` is its inverse."""
+    """Return the entry of a file; `Artefact(**entry)` converts it back."""
     return FileEntry(path=artefact.path, size_bytes=artefact.size_bytes, sha256=artefact.sha256)
 
 
 class PagesEntry(TypedDict):
-    """Pages of a table, or of a shard's part of one: records, and the files of pages and of their checksums."""
+    """Pages of a table, or of one shard's part of it: the number of records, and the files of pages and checksums."""
 
     count: int
     file: FileEntry
@@ -60,7 +60,7 @@ class PagesEntry(TypedDict):
 
 
 class FacetEntry(TypedDict):
-    """Facet: the seed and directory of its values, and its table."""
+    """Facet: the hash seed and directory of its values, and its table."""
 
     seed: int
     directory: FileEntry
@@ -68,13 +68,13 @@ class FacetEntry(TypedDict):
 
 
 class FacetFields(TypedDict, total=False):
-    """Field of `begin` or `embed_items`, whichever makes the tables by scores; missing without facets."""
+    """Field of `begin` or `embed_items`, whichever writes the tables by scores; missing without facets."""
 
     facets: dict[str, FacetEntry]
 
 
 class PriorEntry(TypedDict):
-    """Base of a night, None without one, and why not all of it can be copied."""
+    """Base of a night, None without one, and the reason why not all of it can be copied."""
 
     generation: str | None
     has_lists: bool
@@ -82,25 +82,25 @@ class PriorEntry(TypedDict):
 
 
 class BaseEntry(PriorEntry):
-    """Base of a night; `read_because`: why its partition was not taken over."""
+    """Base of a night; `read_because`: reason why its partition was not copied."""
 
     took_over: bool
     read_because: str
 
 
 NO_BASE_ENTRY: Final = BaseEntry(generation=None, has_lists=False, why="", took_over=False, read_because="")
-"""Base of a night that the first release began: it made no copies, and its report has no base."""
+"""Base of a night that a release without copies began: its report has no base."""
 
 
 class KeptFile(TypedDict):
-    """File of a partition that a later night may take over."""
+    """File of a partition that a later night may copy."""
 
     size_bytes: int
     sha256: str
 
 
 class InputFields(TypedDict):
-    """Fields of `begin` that are known before anything is read."""
+    """Fields of `begin` that are known before sources are read."""
 
     inputs_digest: str
     inputs: list[InputEntry]
@@ -145,14 +145,14 @@ class UserFields(TypedDict):
 
 
 class RemarkFields(TypedDict):
-    """Fields of `begin`: remarks, and the items of interactions that the catalogue lacks, if they are many."""
+    """Fields of `begin`: remarks, and items of interactions that are missing from the catalogue, if they are many."""
 
     remarks: list[str]
     unknown_items_named: NotRequired[list[str]]
 
 
 class FileFields(TypedDict):
-    """Fields of `begin` on files for the other steps, and for later nights."""
+    """Fields of `begin` on files for other steps, and for later nights."""
 
     user_vectors: bool
     bundle_files: list[str]
@@ -169,7 +169,7 @@ class BeginReport(
 
 
 class EmbedItemsReport(FacetFields):
-    """Report and result of `embed_items`; `regrouped`: models whose rows have the same bits in any batch."""
+    """Report and result of `embed_items`; `regrouped`: models whose output for a row does not depend on the batch."""
 
     items: int
     dims: int
@@ -253,7 +253,7 @@ class ModelEntry(TypedDict):
 
 
 class SampleFields(TypedDict, total=False):
-    """Fields of `quantize` that its samples of users leave."""
+    """Fields of `quantize` from its samples of users."""
 
     probe: FileEntry | None
 
@@ -272,7 +272,7 @@ class LoadReport(TypedDict):
 
 
 class ReportName(str, Generic[ReportT]):
-    """Name of a report in the store, `work/<name>.json` of its generation, which knows the report's class."""
+    """Name of a report in the store, `work/<name>.json` of its generation, with the type of the report."""
 
 
 BEGIN_REPORT: Final = ReportName[BeginReport]("begin")

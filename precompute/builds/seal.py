@@ -1,4 +1,4 @@
-"""The seal of a generation: its manifest, from the reports of the steps."""
+"""Seal of a generation: its manifest, written from the reports of the steps."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,7 +60,7 @@ from precompute.partitions.shard_files import first_hash
 from precompute.sources.unusable import UNKNOWN_ITEMS_NAMED_FIELD, merge_reports
 
 WITHOUT_INTERACTIONS_FACT = "without_interactions"
-"""Fact of a generation whose night was given no table of interactions; no other has it."""
+"""Fact of a generation whose night had no table of interactions; other generations lack it."""
 
 WRITER_TEXT_BY_FORMAT = {
     FORMAT_WITH_WEIGHTS: "a night of a model with weights beside its file writes",
@@ -75,7 +75,10 @@ CollectFacts = Callable[[Build, Sequence[ShardReport]], Mapping[str, Any]]
 
 
 def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Manifest:
-    """Write the manifest from the steps' reports, with the facts of the `fact_collectors`; once written it stays."""
+    """Write the manifest from the steps' reports, with the facts of the `fact_collectors`, unless it exists.
+
+    Returns the stored manifest.
+    """
     manifest_path = generation_path(build.generation, "manifest.json")
     if (manifest_bytes := build.store.read(manifest_path)) is not None:
         return Manifest.from_bytes(manifest_bytes)
@@ -140,7 +143,7 @@ def write_manifest(build: Build, fact_collectors: Iterable[CollectFacts]) -> Man
             "quantize": quantize_report["seconds"],
             "score": scoring_seconds(shard_reports),
         },
-        gates=(),  # `verify` adds its verdicts
+        gates=(),  # `verify` adds its verdicts later
         facts={
             "users_in_source": begin_report["users"],
             FEATURE_ONLY_USERS_FACT: begin_report.get(FEATURE_ONLY_USERS_FACT, False),
@@ -206,7 +209,8 @@ def _events_read(config: NightConfig, event_fields: EventFields) -> IncludedEven
     if not (events_entry := event_fields.get("events")):
         return None
     attribute_by_facet = {name: facet.attribute for name, facet in config.facets.items()}
-    # As `begin` noted it: a position counts in the stream that it was read from, whatever the settings name by now.
+    # The namespace as `begin` noted it: a position counts in the stream that it was read from, even if settings have
+    # changed.
     events_namespace = event_fields["events_namespace"]
     other_namespace = "" if events_namespace == config.namespace else events_namespace
     return IncludedEvents(events_entry["until"], config.history_limit, attribute_by_facet, other_namespace)
@@ -224,7 +228,7 @@ def manifest_format_of(config: NightConfig, bundle: Bundle) -> int:
 
 
 def scoring_seconds(shard_reports: Sequence[ShardReport]) -> float:
-    """The time in which at least one shard was under way."""
+    """Return the seconds during which at least one shard was being scored."""
     busy_seconds, covered_until = 0.0, 0.0
     for began_at, ended_at in sorted((report["began_at"], report["ended_at"]) for report in shard_reports):
         busy_seconds += max(0.0, ended_at - max(began_at, covered_until))

@@ -10,31 +10,32 @@ from precompute.bundles.bundle import Bundle
 from precompute.config.settings import NightConfig, TableConfig
 
 STRING_OVERHEAD_BYTES = 64
-"""Bytes of overhead of a Redis string, rounded up. jemalloc's classes are powers of two and four steps between: a page
-of exactly 256 KiB with its header would take 320."""
+"""Overhead of a Redis string in bytes, rounded up.
+jemalloc's size classes are powers of two with four steps between: a page of exactly 256 KiB with its header would take
+320."""
 
 
 ENTITY_BY_TABLE_KIND: Mapping[str, EntityKind] = {
     "user_topk": "user", "user_vector": "user", "item_vector": "item", "item_similar": "item",
 }  # fmt: skip
-"""Entity set of each kind of table; that of a value is its model's."""
+"""Entity set of each kind of table; the entity set of a value table is that of its model."""
 
 
 def entity_of(bundle: Bundle, table_name: str, table_config: TableConfig) -> EntityKind:
-    """Entity set that a table belongs to; raises ConfigError for a model output that the bundle lacks."""
+    """Return the entity set of a table; raise ConfigError for a model output that the bundle lacks."""
     if table_config.kind != "value":
         return ENTITY_BY_TABLE_KIND[table_config.kind]
     if table_config.value not in bundle.values:
         raise ConfigError(
-            f"[tables.{table_name}] is of the value {table_config.value!r}, which the bundle does not have (it has "
-            f"{', '.join(bundle.values) or 'none'}): name one of these as its value, or import or hand over the bundle "
-            f"with {table_config.value!r}"
+            f"[tables.{table_name}] has the value {table_config.value!r}, which the bundle does not have (it has "
+            f"{', '.join(bundle.values) or 'none'}): set value to one of these, or import or hand over a bundle with "
+            f"{table_config.value!r}"
         )
     return bundle.values[str(table_config.value)].entity
 
 
 def layout_of(bundle: Bundle, table_config: TableConfig) -> Layout:
-    """The record layout of a table."""
+    """Return the record layout of a table."""
     match table_config.kind:
         case "user_topk" | "item_similar":
             return Layout("topk", table_config.k, table_config.precision)
@@ -45,23 +46,23 @@ def layout_of(bundle: Bundle, table_config: TableConfig) -> Layout:
 
 
 def demand_table_values(config: NightConfig, bundle: Bundle) -> None:
-    """Raise ConfigError for the first table of a value that the bundle does not have."""
+    """Raise ConfigError for the first table with a value that the bundle does not have."""
     for table_name, table_config in configured_tables(config, bundle).items():
         entity_of(bundle, table_name, table_config)
 
 
 def facet_layout(list_length: int) -> Layout:
-    """Layout of a facet's lists: float32, as shares of all interactions may be of any size."""
+    """Return the layout of a facet's lists: float32, since mean scores may be of any size."""
     return Layout("topk", list_length, "f4")
 
 
 def metric_of(bundle: Bundle, table_config: TableConfig) -> Metric:
-    """Metric by which a top-K table compares vectors: its own, else cosine for similar items, else the bundle's."""
+    """Return the metric of a top-K table: its own, else cosine for similar items, else the bundle's."""
     return table_config.metric or ("cosine" if table_config.kind == "item_similar" else bundle.metric)
 
 
 def producer_of(bundle: Bundle, table_config: TableConfig) -> Producer:
-    """Producer that answers for a table when there is no record."""
+    """Return the producer that answers for a table if there is no record."""
     match table_config.kind:
         case "user_topk":
             return Producer("topk", "user_tower", metric_of(bundle, table_config))
@@ -76,7 +77,7 @@ def producer_of(bundle: Bundle, table_config: TableConfig) -> Producer:
 
 
 def configured_tables(config: NightConfig, bundle: Bundle) -> dict[str, TableConfig]:
-    """The tables to build; of the default ones, those whose model the bundle has."""
+    """Return the tables to build; of the default ones only those whose model the bundle has."""
     if config.tables != NightConfig().tables:
         return dict(config.tables)
     return {
@@ -87,9 +88,9 @@ def configured_tables(config: NightConfig, bundle: Bundle) -> dict[str, TableCon
 
 
 def scored_tables(config: NightConfig, bundle: Bundle, entity: EntityKind | None = None) -> dict[str, TableConfig]:
-    """Tables with pages to be written, by their own names: configured ones and those under filters, or an entity's.
+    """Return the tables with pages to write, by their own names, those under filters included; `entity` selects some.
 
-    One under a filter is in all but the items of its lists like the table that is asked.
+    A table under a filter is configured like its base table, but its lists have only items that pass the filter.
     """
     config_by_table = configured_tables(config, bundle)
     config_by_table |= {
@@ -103,5 +104,5 @@ def scored_tables(config: NightConfig, bundle: Bundle, entity: EntityKind | None
 
 
 def records_per_page(layout: Layout, page_bytes: int) -> int:
-    """Number of whole records that fit `page_bytes` of Redis' memory; at least one."""
+    """Return the number of whole records that fit into `page_bytes` of Redis' memory; at least one."""
     return max(1, (page_bytes - STRING_OVERHEAD_BYTES) // layout.size_bytes)

@@ -1,4 +1,4 @@
-"""Bulk work on Redis: pages in, read back, out again, never at the expense of readers.
+"""Bulk work on Redis: loading, reading back and removing pages, always with lower priority than readers.
 
 Start at `load` and `governor`.
 """

@@ -1,8 +1,8 @@
 """Governor of all bulk work on Redis: its control law, its pace, and its priority below readers.
 
-With no readers (no live replica, no reads by others) work runs flat out and nothing here waits. With readers it is cut
-into pieces that are sent one by one at the rate of a `Throttle`, which learns from probes how slow reads are during
-work and during rests, which are a part of every step.
+Without readers (no live replica, no reads by other clients) work runs at full speed and never waits. With readers it is
+cut into pieces, which are sent one by one at the rate of a `Throttle`. The throttle compares probes of read latency
+during work with probes during rests, which are a part of every step.
 """
 
 import hashlib
@@ -26,59 +26,59 @@ _log = logging.getLogger(__name__)
 MIB = float(1 << 20)
 QUANTILE = 0.99
 SLOWDOWN_AIM_SHARE = 0.4
-"""Share of the allowed slow-down that is aimed at: the margin is for readers that the probes did not meet."""
+"""Target share of the allowed slow-down: the margin is for readers whose reads the probes did not measure."""
 
 IDLE_ROUND_TRIPS_MAX = 4_000
-"""Number of idle round trips kept: a p99 of a few hundred is little more than a guess."""
+"""Number of idle round trips kept: a p99 of a few hundred is imprecise."""
 
 IDLE_ROUND_TRIPS_MIN = 50
 COMPARED_STEPS_MIN = 10
 COMPARED_STEPS_MAX = 32
 STANDARD_ERRORS_MIN = 2.0
-"""Steps that are compared, and by how many standard errors of their mean they must differ for the rate to fall."""
+"""Standard errors of the mean by which late shares under work must exceed those at rest for the rate to fall."""
 
 UNHURT_LATE_EXCESS_MAX = 0.003
-"""Margin of the share of late probes above the allowed one, error included; above it the rate does not rise."""
+"""Limit of the excess share of late probes, standard error included; above it the rate does not rise."""
 
 CLEAR_LATE_EXCESS = 0.2
-"""Excess of the share of late probes over that at rest that, in two steps after each other, needs no statistics."""
+"""Excess of late probes over those at rest that lowers the rate without statistics, if two successive steps have it."""
 
 START_RATE_IN_FLOORS = 4.0
 START_GROWTH_FACTOR = 1.17
 BACK_OFF_FACTOR = 0.7
 PLATEAU_STEPS = 10
-"""Clean steps after a decrease until the rate is back at its former value."""
+"""Number of clean steps after a decrease until the rate is back at its former value."""
 
 USED_RATE_SHARE_MIN = 0.7
 BUSY_SHARE_MAX = 0.9
 REPLICA_FACTOR = 1.5
-"""Factor above which a heartbeat's p99 counts, since it is based on few reads."""
+"""Factor by which a heartbeat's p99 must rise to count, larger than for probes since few reads are behind it."""
 
 STEP_S = 0.25
 REST_S = 0.045
 SETTLE_S = 0.005
-"""Seconds for Redis to finish the last pieces before a rest is measured."""
+"""Seconds for Redis to finish the last pieces before round trips at rest are measured."""
 
 WORK_S = STEP_S - REST_S - SETTLE_S
 
 OBSERVATION_AGE_S_MAX = 5.0
 BURST_S = 0.0005
-"""Seconds of the rate that may be sent at once to make up for a sleep that took too long."""
+"""Seconds of sending at the current rate that may be made up at once after a sleep that took too long."""
 
 NAP_S = 0.02
 CATCH_UP_FACTOR = 1.25
-"""Multiple of the floor for making up for a pause: the floor is promised over pauses too."""
+"""Multiple of the floor at which a pause is made up for: the promised floor includes pauses."""
 
 _SPIN_INPUT = bytes(1 << 15)
 
 
 def _spin() -> None:
-    """Keep the core busy for some 40 us without holding the GIL, which probes need."""
+    """Keep the core busy for some 40 us without holding the GIL, which the probes need."""
     hashlib.blake2b(_SPIN_INPUT)
 
 
 class Governor:
-    """Governor that paces one thread's work; the work only calls `pace` before each piece."""
+    """Pacing of one thread's bulk work, which calls `pace` before each piece."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Governor:
 
     @property
     def piece_bytes(self) -> int | None:
-        """Bytes that may be sent at once; None if there are no readers to hold up."""
+        """Maximum bytes of one piece; None if there are no readers whom larger pieces could delay."""
         return self._config.piece_bytes if self._is_governed else None
 
     @property
@@ -119,7 +119,7 @@ class Governor:
         return self._has_readers
 
     def pace(self, size_bytes: int) -> None:
-        """Wait until this many more bytes may be sent or requested."""
+        """Wait until this number of bytes may be sent or requested."""
         now_s = self._timer()
         if not self._is_reader_state_known:
             self._is_governed, self._has_readers = self._detect_readers()
@@ -135,7 +135,7 @@ class Governor:
         self._next_piece_at = max(self._next_piece_at, now_s - BURST_S) + size_bytes / self._allowed_rate(size_bytes)
 
     def _allowed_rate(self, size_bytes: int) -> float:
-        """Return the rate for these bytes."""
+        """Return the rate for sending this number of bytes."""
         rate, floor = self.throttle.rate, self.throttle.floor
         if self._bytes_to_make_up > 0:
             rate = max(rate, min(CATCH_UP_FACTOR * floor, self.throttle.ceiling))
@@ -154,7 +154,7 @@ class Governor:
         self._watcher.own_reads(count)
 
     def close(self) -> None:
-        """End the watch and restore the thread's priority."""
+        """Stop watching readers and restore the thread's priority."""
         self._yield(False)
         self._watcher.close()
 
@@ -189,7 +189,7 @@ class Governor:
             ),
             readers=self._has_readers,
         )
-        # A thread that gives way to all others may get nothing on a busy host; the floor is a promise.
+        # A thread in the idle class may get no time on a busy host, but the floor is guaranteed.
         if self._is_yielding and self._done_bytes < self.throttle.floor * spent_s / 2:
             self._is_starved = True
         _log.debug(
@@ -215,10 +215,10 @@ class Governor:
         return self._watcher.round_trips()
 
     def _pause(self, seconds: float) -> None:
-        """Rest; this core and Redis' stay awake: one that halts wakes slowly, and rest would look slower than work.
+        """Wait without work, and keep this core and Redis' awake: a halted core wakes slowly, which adds latency.
 
-        Only where the thread gives way to everything else, and for a fifth of the time; never during work that must
-        not be disturbed (`awake` False).
+        Cores are only kept awake if the thread has idle priority, for a fifth of the time, and never if `awake` is
+        False, during work that must not be disturbed.
         """
         rest_ends_at = self._timer() + seconds
         while (left_s := rest_ends_at - self._timer()) > 0:
@@ -239,7 +239,7 @@ class Governor:
             observation.replicas > 0 or observation.foreign_s is not None
         )
         if observation is None:
-            # Nothing is known of readers, so they are taken to be there; the first look gets a moment to arrive.
+            # Until readers are known they are assumed to exist; the first observation gets a moment to arrive.
             return True, now_s - self._opened_at >= STEP_S
         has_readers = observation.replicas > 0 or (observation.foreign_s or 0.0) > FOREIGN_READS_PER_S_MIN
         is_held_back = has_readers or observation.followers > 0 or self._config.ceiling_mib_s > 0
@@ -260,7 +260,7 @@ class Governor:
 
 @contextmanager
 def open_governor(config: GovernorConfig, control: Control, *, awake: bool = True) -> Iterator[Governor]:
-    """Open the governor of one step's work in its thread; `awake`: rests keep the cores from halting."""
+    """Open the governor for a step's work in this thread; with `awake` rests keep the cores from halting."""
     watcher = Watcher(control, probe_ms=config.probe_ms)
     governor = Governor(config, watcher, yielding=IdlePriority(), awake=awake)
     try:
@@ -271,11 +271,11 @@ def open_governor(config: GovernorConfig, control: Control, *, awake: bool = Tru
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """Signals of one step: round trips of probes in seconds (inf: none came back), and load figures.
+    """Signals of one step: round trips of probes in seconds (inf: no reply), and load figures.
 
-    `working_round_trips_s`: while pieces were sent, `resting_round_trips_s`: while none were; `replicas_ms`: the p99
-    that replicas report; `busy`: share of Redis' main thread in use; `lag_bytes`: how far the slowest replica of Redis
-    is behind; `done_bytes` in `spent_s`: the work itself.
+    `working_round_trips_s` were measured while pieces were sent, `resting_round_trips_s` while none were;
+    `replicas_ms`: the p99 that replicas report; `busy`: busy share of Redis' main thread; `lag_bytes`: lag of the
+    slowest replica of Redis; `done_bytes` in `spent_s`: the work itself.
     """
 
     working_round_trips_s: Sequence[float] = ()
@@ -290,11 +290,11 @@ class Signals:
 class Throttle:
     """Control law: a rate in bytes per second that follows its signals.
 
-    Work rests for a part of every step, so that latencies under load and at rest are known of the same moments: a
-    host that is noisy by itself slows both, and only the difference is the work's doing. Congestion is not a lost
-    packet here but probes later than the limit that are more frequent under work than at rest. Steps are compared as
-    batches (batch means: Law and Carson, "A sequential procedure for determining the length of a steady-state
-    simulation", 1979), because late probes come in bursts and would count for more than they prove one by one.
+    Work rests for a part of every step, so that latencies under load and at rest are measured at almost the same time:
+    noise of the host raises both, and only their difference is caused by the work. Congestion means that probes later
+    than the limit are more frequent under work than at rest. Steps are compared as batches (batch means: Law and
+    Carson, "A sequential procedure for determining the length of a steady-state simulation", 1979): late probes come in
+    bursts, so single ones are not independent.
 
     The rate follows CUBIC (RFC 9438, without its TCP-friendly region): it falls by a factor when there is congestion,
     comes back quickly to just below its former value, stays there for a while, and then probes further. Before the
@@ -317,14 +317,14 @@ class Throttle:
         self._clean_step_count = 0
 
     def calibrate(self, resting_round_trips_s: Sequence[float], replicas_ms: Mapping[str, float] | None = None) -> None:
-        """Add idle round trips; too few of them set no p99."""
+        """Add idle round trips; the p99 stays unknown while there are too few."""
         self._idle_round_trips_s.extend(
             round_trip_s for round_trip_s in resting_round_trips_s if math.isfinite(round_trip_s)
         )
         if len(self._idle_round_trips_s) >= IDLE_ROUND_TRIPS_MIN:
             self.idle_p99_s = p99(self._idle_round_trips_s)
         for replica_name, p99_ms in (replicas_ms or {}).items():
-            # A heartbeat looks back some seconds, so after the first one only a lower value is news about idling.
+            # A heartbeat covers some seconds, so after the first one only a lower value can stem from idling.
             self._idle_p99_ms_by_replica[replica_name] = min(
                 p99_ms, self._idle_p99_ms_by_replica.get(replica_name, math.inf)
             )
@@ -335,7 +335,10 @@ class Throttle:
         return None if self.idle_p99_s is None else self.idle_p99_s * self._p99_factor_aim
 
     def step(self, signals: Signals, *, readers: bool) -> float:
-        """Return the next rate. Without `readers` only Redis' replicas are spared; without evidence the rate falls."""
+        """Return the next rate.
+
+        Without `readers` only the lag of Redis' replicas counts. With readers, but without probes, the rate falls.
+        """
         self.reason = self._objection(signals, readers)
         if readers:
             self.calibrate(signals.resting_round_trips_s)
@@ -385,7 +388,7 @@ class Throttle:
         return excess > STANDARD_ERRORS_MIN * standard_error
 
     def _is_unhurt_unknown(self) -> bool:
-        """True if it is too early to judge whether readers are unhurt; the rate stays meanwhile."""
+        """True if it is not yet proven that readers are unhurt; the rate then does not rise."""
         excess, standard_error = self._excess()
         return len(self._late_share_pairs) >= COMPARED_STEPS_MIN and excess + standard_error > UNHURT_LATE_EXCESS_MAX
 
@@ -412,7 +415,7 @@ class Throttle:
 
 
 def p99(round_trips_s: Sequence[float]) -> float:
-    """Return the 99th percentile (nearest rank), inf of an empty sequence."""
+    """Return the 99th percentile (nearest rank); inf for an empty sequence."""
     sorted_round_trips_s = sorted(round_trips_s)
     return (
         sorted_round_trips_s[math.ceil(QUANTILE * len(sorted_round_trips_s)) - 1] if sorted_round_trips_s else math.inf
@@ -422,7 +425,7 @@ def p99(round_trips_s: Sequence[float]) -> float:
 class IdlePriority:
     """Switch of the calling thread into Linux's idle class (it runs only on idle cores) and back.
 
-    Only where there is a way back: without the right to leave that class again, the thread would stay in it for good.
+    The thread only enters that class if it is permitted to leave it again.
     """
 
     def __init__(self) -> None:
@@ -452,7 +455,7 @@ def _set_scheduling(thread_id: int, *, idle: bool) -> bool:
 
 
 def _can_leave_idle_class() -> bool:
-    """True if a thread can enter the idle class and leave it, tried on a thread of its own."""
+    """True if a thread can enter the idle class and leave it; tried in a temporary thread."""
     trial_results: list[bool] = []
 
     def try_idle_class() -> None:

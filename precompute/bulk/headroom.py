@@ -1,4 +1,4 @@
-"""Headroom: room in Redis and on disk for one more generation, and time limits of its load."""
+"""Headroom: free memory of Redis and free disk for one more generation, and time limits of its load."""
 
 import functools
 import shutil
@@ -36,7 +36,8 @@ OVERLAY_EXTRA_BYTES = 256
 class ArmRoom:
     """Room of a namespace that arms name: `pages` and `size_bytes` of all its generations in Redis.
 
-    `largest_bytes` of pages and `mapped_bytes` of files on a reader's host are those of its largest generation.
+    `largest_bytes` is the size of the pages, and `mapped_bytes` that of the files on a reader's host, of its largest
+    generation.
     """
 
     namespace: str
@@ -48,7 +49,7 @@ class ArmRoom:
     mapped_bytes: int
 
     def growth_bytes(self, generation_count: int) -> int:
-        """Return the bytes by which its pages grow if so many generations of its largest size coexist."""
+        """Return the bytes by which the pages grow if this many generations of the largest size coexist."""
         return max(0, generation_count * self.largest_bytes - self.size_bytes)
 
     def __str__(self) -> str:
@@ -56,7 +57,7 @@ class ArmRoom:
 
 
 def sum_mapped_bytes(arm_rooms: Iterable[ArmRoom], generation_count: int) -> int:
-    """Return the bytes that readers map for the arms if so many generations of each coexist on a host."""
+    """Return the bytes that readers map for the arms if this many generations of each coexist on a host."""
     return sum(generation_count * arm_room.mapped_bytes for arm_room in arm_rooms)
 
 
@@ -78,10 +79,10 @@ def demand_redis_room(
             node_text = "" if node_name == "primary" else f" on {node_name}"
             raise Refused(
                 (
-                    f"loading {generation} needs {needed_bytes:,} bytes{node_text} beside {used_bytes:,} in use, "
-                    f"more than {REDIS_USED_SHARE_MAX:.0%} of Redis' maxmemory {maxmemory_bytes:,}, after what "
-                    "nobody needs "
-                    "was swept: raise it, or unpin generations and end a canary (`larder status` lists them)"
+                    f"loading {generation} needs {needed_bytes:,} bytes{node_text} in addition to {used_bytes:,} in "
+                    f"use, more than {REDIS_USED_SHARE_MAX:.0%} of Redis' maxmemory {maxmemory_bytes:,}, even after "
+                    "unneeded generations were swept: raise maxmemory, or unpin generations and end a canary (`larder "
+                    "status` lists them)"
                 ),
                 rule=REDIS_HEADROOM_RULE,
                 value=used_bytes + needed_bytes,
@@ -90,10 +91,10 @@ def demand_redis_room(
 
 
 def unevictable_bytes(control: Control, node_client: "redis.Redis", *, pages_bytes: float, record_bytes: int) -> int:
-    """Return the memory of one server that no pressure frees: all but overlays, of any namespace.
+    """Return the memory of one server that eviction cannot free: all but overlays, of any namespace.
 
-    Redis does not say what its expiring keys take, so each is taken for one overlay of the largest record
-    (`record_bytes`): other namespaces' pages stay in the sum. `pages_bytes` are known to stay in any case.
+    Redis does not report the size of its expiring keys, so each counts as one overlay of the largest record
+    (`record_bytes`): other namespaces' pages stay in the sum. `pages_bytes` count in any case.
     """
     info: Any = node_client.info("memory")
     database_stats: Any = node_client.info("keyspace")
@@ -108,7 +109,7 @@ def unevictable_bytes(control: Control, node_client: "redis.Redis", *, pages_byt
 
 
 def redis_page_bytes(store: ArtefactStore, control: Control, *, left_out_generation: str | None = None) -> int:
-    """Return the payload of this namespace's generations, but `left_out_generation`, whose pages Redis may hold."""
+    """Return the payload of this namespace's generations that Redis may hold, without that of `left_out_generation`."""
     held_page_bytes = 0
     for generation, row in control.rows().items():
         if generation != left_out_generation and row.state is not GenerationState.RETIRED:
@@ -123,8 +124,8 @@ def demand_disk_room(folder: Path, size_bytes: int) -> None:
     free_bytes = shutil.disk_usage(existing_folder).free
     if free_bytes < size_bytes:
         raise Refused(
-            f"{size_bytes:,} bytes are about to be written to {existing_folder}, which has {free_bytes:,} left; "
-            "free space, retire generations or move `artifacts`, then run the step again",
+            f"{size_bytes:,} bytes are needed in {existing_folder}, which has {free_bytes:,} free; free space, retire "
+            "generations or move `artifacts`, then run the step again",
             rule=DISK_HEADROOM_RULE,
             value=free_bytes,
             threshold=size_bytes,
@@ -132,7 +133,7 @@ def demand_disk_room(folder: Path, size_bytes: int) -> None:
 
 
 def convert_disk_errors(step: Callable[Concatenate[NightConfig, P], R]) -> Callable[Concatenate[NightConfig, P], R]:
-    """Wrap a step so that its writers, numpy's, Arrow's and FAISS' included, raise StoreError on a full disk."""
+    """Wrap a step so that its writers, those of numpy, Arrow and FAISS included, raise StoreError on a full disk."""
 
     @functools.wraps(step)
     def run(config: NightConfig, /, *arguments: P.args, **options: P.kwargs) -> R:
@@ -143,12 +144,12 @@ def convert_disk_errors(step: Callable[Concatenate[NightConfig, P], R]) -> Calla
 
 
 def seconds_at_floor_rate(config: NightConfig, size_bytes: float) -> float:
-    """Return the longest time in seconds of moving these bytes under load: at `[governor] floor_mib_s`."""
+    """Return the longest time in seconds to move these bytes while readers are busy: at `[governor] floor_mib_s`."""
     return size_bytes / (config.governor.floor_mib_s * MIB)
 
 
 def time_limit_remark(config: NightConfig, size_bytes: float) -> str | None:
-    """Return a remark on the limits of `[dag]` that a load or its verification may exceed; None if none."""
+    """Return a remark on limits of `[dag]` that a load or its verification may exceed; None if there are none."""
     load_s_max = seconds_at_floor_rate(config, size_bytes)
     limit_s_by_setting = {"load_timeout_s": config.dag.load_timeout_s, "verify_timeout_s": config.dag.verify_timeout_s}
     short_limit_s_by_setting = {
@@ -161,7 +162,7 @@ def time_limit_remark(config: NightConfig, size_bytes: float) -> str | None:
     )
     floor_mib_s_min = size_bytes / (min(short_limit_s_by_setting.values()) * MIB)
     return (
-        f"beside busy readers {size_bytes / 1e9:,.1f} GB of pages take up to {load_s_max:,.0f} s, at floor_mib_s "
+        f"with busy readers {size_bytes / 1e9:,.1f} GB of pages take up to {load_s_max:,.0f} s, at floor_mib_s "
         f"({config.governor.floor_mib_s:g} MiB/s), and Airflow ends a try after {limits_text}: raise "
         f"{' and '.join(short_limit_s_by_setting)} in [dag], or floor_mib_s in [governor] beyond {floor_mib_s_min:,.3g}"
     )

@@ -1,4 +1,4 @@
-"""Bulk load: page files streamed into Redis, resumable by part and page; and the removal, page by page."""
+"""Bulk load: page files streamed into Redis, resumable by part and page; and their removal, page by page."""
 
 import mmap
 from collections import deque
@@ -20,14 +20,14 @@ from cache.l2.sync_clients import BulkConnections, group_keys_by_server
 from precompute.bulk.governor import Governor
 
 UNANSWERED_CHUNKS_MAX = 2
-"""Pages (or chunks of them) that may wait for their replies: Redis stays busy, memory is bounded."""
+"""Pages (or chunks of them) that may wait for their replies, which keeps Redis busy and bounds memory."""
 
 BytesProgress = Callable[[int], None]
-"""Callback with the bytes of pages loaded or read since its last call."""
+"""Callback with the bytes of pages that were loaded or read since its last call."""
 
 UNLINK_BATCH_KEYS = 64
 PROGRESS_NOTE_BYTES = 16 << 20
-"""Bytes loaded between two notes of progress: at most these, and the bytes in flight, are lost in a crash."""
+"""Bytes loaded between two notes of progress: a crash loses at most these, and the bytes in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +44,22 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Field of the part in the generation's `loaded` hash."""
+        """Name of the part's field in the generation's `loaded` hash."""
         return f"{self.table.name}/{self.number}"
 
     @property
     def progress(self) -> str:
-        """Field with the number of pages loaded so far, during a load."""
+        """Name of the field with the number of pages loaded so far, during a load."""
         return f"{self.name}/pages"
 
     @property
     def read(self) -> str:
-        """Field with the servers from which the whole part was read back, during a verification."""
+        """Name of the field with the servers from which the whole part was read back, during a verification."""
         return f"{self.name}/read"
 
     @property
     def loaded_digest(self) -> bytes:
-        """Value of the part's field once it is completely loaded."""
+        """Value of the part's field after a complete load."""
         return self.pages.sums.sha256.encode()
 
     def size_of(self, page_number: int) -> int:
@@ -114,10 +114,10 @@ def load_part(
     progress: BytesProgress = lambda _bytes: None,
     governor: Governor | None = None,
 ) -> bool:
-    """Stream a part's pages, then mark it loaded; False if it was complete. `root` is the generation's folder.
+    """Stream a part's pages, then mark it loaded; return False if it was already. `root` is the generation's folder.
 
-    Whole or in pieces, a page can be written again without harm, since the generation is not live. The mark is written
-    last; pages in an earlier attempt's note are not sent again.
+    Writing a page again is harmless, since the generation is not live. The mark is written last; pages that an earlier
+    attempt noted as loaded are not sent again.
     """
     loaded_key = keys.loaded(manifest.generation)
     if client.hget(loaded_key, part.name) == part.loaded_digest:
@@ -158,7 +158,7 @@ def load_part(
 
 
 def mark_loaded(client: "redis.Redis", loaded_key: str, part: Part) -> None:
-    """Mark a part loaded in place of the note of its progress."""
+    """Replace the note of a part's progress by the mark that it is loaded."""
     with client.pipeline(transaction=True) as pipeline:
         pipeline.hset(loaded_key, part.name, part.loaded_digest.decode())
         pipeline.hdel(loaded_key, part.progress)
@@ -178,8 +178,8 @@ def count_loaded_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest
 def unlink_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, *, governor: Governor | None = None) -> int:
     """Remove a generation's pages in small batches, so that no reader waits long; return the number of keys.
 
-    Redis frees a string at once, however big, so with readers around the pages go one at a time, each at the
-    price of a piece: about as long does it take Redis.
+    Redis frees a string at once, whatever its size. With readers, pages are removed one at a time, each paced like a
+    piece, since freeing a page takes Redis about as long.
     """
     removed_key_count = 0
     key_batch: list[str] = []
@@ -198,7 +198,7 @@ def unlink_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, *, g
 
 
 class _SentChunk(NamedTuple):
-    """Pages that were sent and wait for their replies, by connection."""
+    """Pages that were sent and wait for their replies, with their connection."""
 
     page_numbers_by_connection: list[tuple[Any, list[int]]]
     pages: int
@@ -222,7 +222,7 @@ class PageStream(BulkConnections):
         self._unanswered_chunks: deque[_SentChunk] = deque()
 
     def send(self, key_names: list[bytes], all_pages: memoryview, first_page_number: int, page_size_bytes: int) -> None:
-        """Send pages from `first_page_number` on; n is `all_pages[n * page_size_bytes:]`, the last may be shorter."""
+        """Send pages from `first_page_number` on; page n starts at n * `page_size_bytes`; the last may be shorter."""
 
         def resend_page(page_number: int) -> None:
             with all_pages[page_number * page_size_bytes : (page_number + 1) * page_size_bytes] as resent_page:
@@ -245,9 +245,9 @@ class PageStream(BulkConnections):
     def _send_whole(
         self, key_names: list[bytes], all_pages: memoryview, first_page_number: int, page_size_bytes: int
     ) -> int:
-        """Send a chunk of `SET`s directly from the mapped pages: packing would copy each of them twice."""
+        """Send a chunk of `SET`s directly from the mapped pages: packing commands would copy each page twice."""
         chunk_keys = key_names[first_page_number : first_page_number + max(1, self._chunk_bytes // page_size_bytes)]
-        with ExitStack() as view_stack:  # an error must not leave the mapped file in use
+        with ExitStack() as view_stack:  # an error must not leave the mapped file open
             page_views = [
                 view_stack.enter_context(all_pages[page_number * page_size_bytes : (page_number + 1) * page_size_bytes])
                 for page_number in range(first_page_number, first_page_number + len(chunk_keys))
@@ -272,8 +272,9 @@ class PageStream(BulkConnections):
     ) -> None:
         """Send a page as one `SET` in paced pieces.
 
-        Redis takes in what has come, serves others, and keeps the finished buffer as the value: it neither waits for
-        the rest nor copies it. A `SETRANGE` per piece costs a round trip each, and zeroes the whole value first.
+        Redis reads what has arrived, serves other clients, and keeps the complete buffer as the value: it neither waits
+        for the rest nor copies the value. A `SETRANGE` per piece would cost a round trip each, and zero the whole value
+        first.
         """
         page_size_bytes = len(page_view)
         ((server, _),) = group_keys_by_server(self._client, [page_key])
@@ -283,7 +284,7 @@ class PageStream(BulkConnections):
                 governor.pace(len(piece_view))
                 command_head = _set_command_head(page_key, page_size_bytes) if piece_start == 0 else b""
                 command_end = b"\r\n" if piece_start + piece_bytes >= page_size_bytes else b""
-                # One buffer, one packet: at this size a copy costs less than three system calls.
+                # One buffer and one packet: at this size a copy costs less than three system calls.
                 packet = b"".join((command_head, piece_view, command_end))
             connection.send_packed_command([packet], check_health=False)
         self._track_chunk(_SentChunk([(connection, [page_number])], 1, page_size_bytes))
@@ -298,7 +299,7 @@ class PageStream(BulkConnections):
             for page_number in page_numbers:
                 try:
                     checked_reply("SET", connection.read_response())
-                except redis.exceptions.AskError:  # MOVED is one, too
+                except redis.exceptions.AskError:  # MovedError is a subclass
                     resend_page(page_number)
         self._note_landed_pages(chunk.pages, chunk.size_bytes)
 

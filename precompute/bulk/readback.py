@@ -1,4 +1,4 @@
-"""Readback: pages read from Redis in paced pieces and held against their checksums."""
+"""Readback: pages read from Redis in paced pieces and compared with their checksums."""
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -18,13 +18,13 @@ from precompute.bulk.governor import Governor
 from precompute.bulk.load import BytesProgress, Part
 
 UNANSWERED_PIECES_MAX = 8
-"""Pieces that may wait for their replies: without, the rate ends at a piece per round trip (16 KiB at 2 ms: 8 MB/s)."""
+"""Pieces that may wait for replies: with one at a time the rate is a piece per round trip (16 KiB at 2 ms: 8 MB/s)."""
 
 LENGTHS_PER_ROUND_TRIP = 500
 
 
 class PageDigest(NamedTuple):
-    """A page as it was read: its number, digest (None: it is not there) and length."""
+    """Page as read from Redis: its number, digest (None: missing) and length."""
 
     page: int
     digest: int | None
@@ -46,9 +46,10 @@ def verify_part(
     progress: BytesProgress = lambda _bytes: None,
     governor: Governor | None = None,
 ) -> int:
-    """Read every page back from Redis and compare checksums; pages checked. Raises CorruptArtefact naming the page.
+    """Read every page back from Redis and compare checksums; return the number of pages.
 
-    A bad page takes its part's `loaded` mark along, so that the next `load` sends the part again.
+    Raises CorruptArtefact naming the first bad page. Its part's `loaded` mark is removed, so that the next `load` sends
+    the part again.
     """
     damaged_pages = find_bad_pages(
         client, keys, manifest, root, part,
@@ -74,7 +75,7 @@ def find_bad_pages(
     progress: BytesProgress = lambda _bytes: None,
     governor: Governor | None = None,
 ) -> Generator[tuple[int, str]]:
-    """(number within the part, complaint) of each page that is not as its checksum says."""
+    """Yield (number within the part, complaint) for each page that is missing or differs from its checksum."""
     checksums = part.read_sums(root)
     page_digests = _read_pages(client, keys, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
     with closing(page_digests):
@@ -95,7 +96,7 @@ def _read_pages(
     chunk_bytes: int,
     governor: Governor | None,
 ) -> Generator[PageDigest]:
-    """Every page of a part: in pieces while there are readers, some pages at once else."""
+    """Yield the digest of every page of a part: read in pieces if there are readers, else several pages at once."""
     key_names = [part.key(keys, manifest.generation, page_number).encode() for page_number in range(part.pages.pages)]
     pages_per_chunk, page_number = max(1, chunk_bytes // part.table.page_bytes), 0
     while page_number < len(key_names):
@@ -129,7 +130,7 @@ def _fetch_values(client: "redis.Redis", key_names: list[bytes]) -> list[bytes |
 def read_page_lengths(
     client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part
 ) -> Iterator[tuple[int, int]]:
-    """(number within the part, bytes in Redis) of every page; 0 for one that is not there."""
+    """Yield (number within the part, bytes in Redis) for every page; 0 bytes for a missing page."""
     for first_page_number in range(0, part.pages.pages, LENGTHS_PER_ROUND_TRIP):
         page_numbers = range(first_page_number, min(first_page_number + LENGTHS_PER_ROUND_TRIP, part.pages.pages))
         key_names = [part.key(keys, manifest.generation, page_number).encode() for page_number in page_numbers]
@@ -137,7 +138,7 @@ def read_page_lengths(
 
 
 def value_sizes(client: "redis.Redis", key_names: Sequence[bytes]) -> list[int]:
-    """Bytes of each of these values, 0 for one that is not there; one round trip to each server."""
+    """Return the length in bytes of each value, 0 for a missing one; one round trip to each server."""
     sizes_bytes = [0] * len(key_names)
     for server, positions in group_keys_by_server(client, key_names):
         strlens = _strlens(client, server, [key_names[position] for position in positions])
@@ -162,10 +163,10 @@ def _strlens(client: "redis.Redis", server: "redis.Redis", key_names: list[bytes
 
 
 def _length_reply(connection: Any) -> int | None:
-    """Reads an integer reply, None where another node of the cluster has to be asked."""
+    """Read an integer reply; None if another node of the cluster has the key."""
     try:
         return int(checked_reply("STRLEN", connection.read_response()))
-    except redis.exceptions.AskError:  # MOVED is one, too
+    except redis.exceptions.AskError:  # MovedError is a subclass
         return None
 
 
@@ -179,7 +180,7 @@ class _PieceRequest(NamedTuple):
 
 
 class PieceReader(BulkConnections):
-    """Pages in order of asking; a page comes back once its last piece is there."""
+    """Reader of pages in pieces, in the order of the requests; a page is complete with its last piece."""
 
     def __init__(self, client: "redis.Redis", governor: Governor) -> None:
         super().__init__()
@@ -190,12 +191,12 @@ class PieceReader(BulkConnections):
     def request_page(
         self, page_number: int, page_key: bytes, size_bytes: int, piece_bytes: int
     ) -> Iterator[PageDigest]:
-        """Request a page of `size_bytes`; yield pages that came back meanwhile."""
+        """Request a page of `size_bytes`; yield pages that are complete meanwhile."""
         ((server, _),) = group_keys_by_server(self._client, [page_key])
         connection = self.connection_to(server)
         for piece_start in range(0, size_bytes, piece_bytes):
             is_last = piece_start + piece_bytes >= size_bytes
-            # One byte too many of the last piece: a page that is longer than it should be is seen by it.
+            # The last piece has one more byte, which detects a page that is too long.
             piece_end = size_bytes if is_last else piece_start + piece_bytes - 1
             self._governor.pace(min(piece_bytes, size_bytes - piece_start))
             self._governor.own_reads(1)
@@ -207,7 +208,7 @@ class PieceReader(BulkConnections):
                 yield from self._receive_piece()
 
     def read_remaining(self) -> Iterator[PageDigest]:
-        """Yield the requested pages that have not come back yet."""
+        """Yield the requested pages that are still incomplete."""
         while self._unanswered_requests:
             yield from self._receive_piece()
 
@@ -215,7 +216,7 @@ class PieceReader(BulkConnections):
         piece_request = self._unanswered_requests.popleft()
         try:
             piece: Any = checked_reply("GETRANGE", piece_request.connection.read_response())
-        except redis.exceptions.AskError:  # MOVED is one, too
+        except redis.exceptions.AskError:  # MovedError is a subclass
             piece = self._client.getrange(piece_request.name.decode(), piece_request.start, piece_request.end)
         self._page_hasher.update(piece)
         self._page_size_bytes += len(piece)

@@ -1,4 +1,4 @@
-"""Reload of pages into Redis: missing or damaged ones are streamed from the artefact store, others are left alone."""
+"""Reload of pages into Redis: missing or damaged ones are streamed from the artefact store, intact ones are kept."""
 
 import mmap
 from collections.abc import Iterator
@@ -32,9 +32,9 @@ def reload(
     progress: BytesProgress = lambda _bytes: None,
     governor: Governor | None = None,
 ) -> int:
-    """Stream the parts that Redis lacks, repair the pages that are not right; bytes of pages.
+    """Stream the parts that Redis lacks, and repair damaged pages; return the bytes of all pages.
 
-    Only checksums are fetched for parts that are right, so this costs a remote store little.
+    Only checksums are fetched for intact parts, so this needs little data from a remote store.
     """
     manifest = read_manifest(store, generation)
     for part in parts_of(manifest):
@@ -56,10 +56,11 @@ def load_missing(
     governor: Governor | None = None,
     is_urgent: bool = False,
 ) -> int:
-    """Stream the parts that lack their mark, a page or a page's length; return their number.
+    """Stream the parts that lack their mark, a page or a part of a page; return their number.
 
-    Reads no page, so it takes one short command per page; pages in Redis were verified before. Urgent, it checks
-    `PROBED_PAGES_MAX` of them however large the generation, and all pages only if one of these is gone.
+    No page is read: one short command per page asks for its length, since pages in Redis were verified before. With
+    `is_urgent` only `PROBED_PAGES_MAX` pages are checked, however large the generation, and all pages only if one of
+    these is not whole.
     """
     manifest, streamed_part_count = read_manifest(store, generation), 0
     is_sound = is_urgent and _has_sampled_pages(control, manifest)
@@ -70,12 +71,12 @@ def load_missing(
 
 
 def is_missing(control: Control, store: ArtefactStore, generation: str) -> bool:
-    """True if Redis lacks a mark, a page or part of a page of a generation; reads no page."""
+    """True if Redis lacks a mark, a page or a part of a page of a generation; no page is read."""
     return any(_incomplete_parts(control, read_manifest(store, generation)))
 
 
 def _incomplete_parts(control: Control, manifest: Manifest, *, are_marked_whole: bool = False) -> Iterator[Part]:
-    """Yield parts without their mark or, unless marked parts `are_marked_whole`, without a page of its length."""
+    """Yield parts without their mark or, unless `are_marked_whole`, with a page of the wrong length."""
     mark_by_part_name: Any = control.client.hgetall(control.keyspace.loaded(manifest.generation))
     for part in parts_of(manifest):
         page_lengths = read_page_lengths(control.client, control.keyspace, manifest, part)
@@ -104,10 +105,10 @@ def _has_sampled_pages(control: Control, manifest: Manifest) -> bool:
 def repair_pages(
     control: Control, store: ArtefactStore, generation: str, *, governor: Governor | None = None
 ) -> list[str]:
-    """Read every page of a generation back and repair damaged ones, also while it is live; return the pages repaired.
+    """Read every page of a generation back and repair damaged ones, also of the live one; return the keys repaired.
 
-    A page of the right length is overwritten in pieces, any other at once: at no moment is a page shorter than it was,
-    or missing though it was there.
+    A page of the right length is overwritten in pieces, any other in one command: a page is never shorter than before,
+    and an existing one is never missing.
     """
     manifest, mended_keys = read_manifest(store, generation), []
     for part in parts_of(manifest):
@@ -118,7 +119,7 @@ def repair_pages(
 def find_damaged_pages(
     control: Control, store: ArtefactStore, generation: str, *, governor: Governor | None = None
 ) -> list[str]:
-    """Keys of the pages that are missing or not as the artefact store has them; every page is read."""
+    """Return the keys of pages that are missing or differ from the artefact store; every page is read."""
     manifest, root = read_manifest(store, generation), store.local(generation_path(generation))
     damaged_keys = []
     for part in parts_of(manifest):
@@ -129,7 +130,7 @@ def find_damaged_pages(
 
 
 def is_marked_loaded(control: Control, manifest: Manifest, part: Part) -> bool:
-    """True if the loader marked exactly this part as wholly loaded."""
+    """True if the loader marked this very part as completely loaded."""
     stored_mark = control.client.hget(control.keyspace.loaded(manifest.generation), part.name)
     return bool(stored_mark == part.loaded_digest)
 
@@ -206,7 +207,7 @@ def _stream_part(
 
 @contextmanager
 def _conflict_if_files_missing(store: ArtefactStore, manifest: Manifest, part: Part) -> Iterator[None]:
-    """Raises Conflict for a file that is gone: a retire removes files, also while another program reads them."""
+    """Raise Conflict for a missing file: a retire may remove files while another program reads them."""
     try:
         yield
     except FileNotFoundError as error:
@@ -217,7 +218,7 @@ def _conflict_if_files_missing(store: ArtefactStore, manifest: Manifest, part: P
 
 def _missing_artefact_error(store: ArtefactStore, generation: str, artefact: Artefact) -> Conflict:
     return Conflict(
-        f"{artefact.path} of {generation} is gone from {store.url}, so its pages cannot be loaded",
+        f"{artefact.path} of {generation} is missing from {store.url}, so its pages cannot be loaded",
         generation=generation,
     )
 

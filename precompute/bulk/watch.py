@@ -1,4 +1,4 @@
-"""Watch over the latency of Redis' readers: probes over a connection of its own, heartbeats, and Redis' own figures."""
+"""Watch over the latency of Redis' readers: by probes over a separate connection, heartbeats, and Redis' figures."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ FIRST_OBSERVE_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 1.0
 RETRY_INTERVAL_S = 1.0
 UNASKED_S_MAX = 2.0
-"""Seconds without a call after which probes end, because no work needs them."""
+"""Seconds without a call of `round_trips` after which probes stop, because no work needs them."""
 
 ROUND_TRIPS_MAX = 4_096
 FOREIGN_READS_PER_S_MIN = 20.0
@@ -34,7 +34,7 @@ FOREIGN_READS_PER_S_MIN = 20.0
 
 PROBE_BYTES = 512
 PROBE_PAGES_TRIED = 32
-"""Number of page keys among which one of each node of a cluster is searched."""
+"""Number of page keys among which one is searched for each node of a cluster."""
 
 _REDIS_ERRORS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException)
 REPLY_BYTES = 4096
@@ -56,7 +56,7 @@ class RedisObservation:
 
 
 class Watcher:
-    """Watch on Redis and its readers, in a thread of its own; no error that it meets reaches the governed work."""
+    """Watch on Redis and its readers, in its own thread; its errors do not reach the governed work."""
 
     def __init__(self, control: Control, *, probe_ms: float) -> None:
         self._caller_control = control
@@ -64,7 +64,7 @@ class Watcher:
         self._probe_interval_s = probe_ms / 1000
         self._round_trips_s: deque[float] = deque(maxlen=ROUND_TRIPS_MAX)
         self._observation: RedisObservation | None = None
-        self._work_read_count = self._probe_count = 0  # each written by one thread only
+        self._work_read_count = self._probe_count = 0  # each is written by one thread only
         self._previous_counters: tuple[float, int, dict[str, float]] | None = None
         self._stir_connections: list[Any] | None = None
         self._can_stir = True
@@ -84,11 +84,11 @@ class Watcher:
         return [self._round_trips_s.popleft() for _ in range(len(self._round_trips_s))]
 
     def own_reads(self, count: int) -> None:
-        """Count reads of our own, which observations do not take for a reader's."""
+        """Count reads of the work itself, which observations then do not take for a reader's."""
         self._work_read_count += count
 
     def stir(self) -> None:
-        """Ping each server over connections of the calling thread's own; after an error never again."""
+        """Ping each server over separate connections of the calling thread; stop doing so after an error."""
         if not self._can_stir or self._watch_control is None:
             return
         try:
@@ -156,7 +156,7 @@ class Watcher:
                 time.sleep(self._probe_interval_s * self._jitter_random.uniform(0.5, 1.5))
 
     def _round_trip(self, connection: Any, probe: bytes) -> float:
-        """Measure a round trip on the bare socket: other work in a probe would delay readers on this host."""
+        """Measure a round trip on the bare socket: further work in a probe would delay readers on this host."""
         socket = connection._sock
         started_at = time.perf_counter()
         socket.sendall(probe)
@@ -170,7 +170,7 @@ class Watcher:
         return spent_s
 
     def _open_probes(self, control: Control, connections: BulkConnections) -> Iterator[tuple[Any, bytes]]:
-        """Yield, per server, a connection and a probe that reads a live page's record like a reader."""
+        """Yield, for each server, a connection and a probe that reads a record of a live page as a reader does."""
         keys, pointer = control.keyspace, control.read_pointer()
         self._probe_count += 1
         part_marks: Any = control.client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
@@ -250,7 +250,7 @@ def count_reads(info: Mapping[str, Any]) -> int:
 
 
 def main_thread_cpu_s(info: Mapping[str, Any]) -> float:
-    """Return the processor time of the thread that answers."""
+    """Return the processor time of the thread that answers clients."""
     used_s = info.get("used_cpu_user_main_thread", 0), info.get("used_cpu_sys_main_thread", 0)
     with refusing_unreadable("INFO", "processor times"):
         return float(sum(used_s))

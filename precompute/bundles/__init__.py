@@ -1,4 +1,4 @@
-"""Bundles: a team's or the reference models with their vocabulary, their int8 forms, and the index made from them.
+"""Model bundles with their vocabulary, the int8 forms of their models, and the indexes made from them.
 
 Start at `bundle`.
 """

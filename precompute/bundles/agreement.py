@@ -1,4 +1,4 @@
-"""Agreement of the int8 form of a model with its fp32 form: measured on real inputs, never assumed."""
+"""Agreement of a model's int8 form with its fp32 form, measured on real inputs."""
 
 import statistics
 import time
@@ -32,12 +32,13 @@ def measure_agreement(
     metric: Metric = "inner_product",
     excluded_ordinals: Histories | None = None,
 ) -> dict[str, Any]:
-    """Overlap of the top 20 (given `item_vectors` float32 [items, dims]), score error, batch invariance, speed.
+    """Measure the agreement of an int8 model with the fp32 model: overlap, score error, batch invariance and speed.
 
-    `score_error_p99` is relative to the largest score of the row; without item vectors, the error of
-    the outputs relative to the row's largest one, and the top 1 instead of the top 20. `excluded_ordinals`
-    holds ordinals per row (their history) that count on neither side. `overlap_at_20_newest` is the overlap with
-    histories of the newest item alone, as those of users whom the night does not know often are.
+    With `item_vectors` float32 [items, dims], the overlap is that of the top 20 items, and `score_error_p99` is
+    relative to the largest score of the row. Without, the overlap is that of the top 1 output, and the error is that of
+    the outputs relative to the row's largest. Each row's `excluded_ordinals` (its history) are left out of both lists.
+    `overlap_at_20_newest` is the overlap with histories of the newest item alone, which users unknown to the night
+    often have.
     """
     exact_outputs, int8_outputs = fp32_tower.run(inputs), int8_tower.run(inputs)
     facts: dict[str, Any] = {"rows": row_count_of(inputs)}
@@ -79,7 +80,7 @@ def list_overlaps(
     metric: Metric,
     excluded_ordinals: Histories,
 ) -> NDArray[np.float64]:
-    """float64 [n]: the share of each row's exact top 20 that the approximate vectors find, history left out."""
+    """Return float64 [n]: the share of each row's exact top 20, without its history, that approximate vectors find."""
     top_count = min(TOP_ITEMS, len(item_vectors))
     return _compare_tops(
         exact_vectors, approximate_vectors, np.asarray(item_vectors), top_count, metric, excluded_ordinals
@@ -103,7 +104,7 @@ def _newest_items(histories: Histories) -> Histories:
 
 
 def select_input_rows(inputs: Inputs, rows: NDArray[np.int64]) -> dict[str, Histories | NDArray[Any]]:
-    """Inputs of some of the rows, by the names they had."""
+    """Return the inputs of some of the rows, by the same names."""
     return {
         input_name: input_value.select_rows(rows) if isinstance(input_value, Histories) else input_value[rows]
         for input_name, input_value in inputs.items()
@@ -140,7 +141,7 @@ def _top_items_of_both(
     metric: Metric,
     exclusions: Histories,
 ) -> tuple[list[NDArray[np.uint32]], NDArray[np.float64]]:
-    """(the best items of each row, of both kinds of vectors; the largest error by the largest score)."""
+    """Return (best items of each row by exact and by approximate vectors, largest error relative to the top score)."""
     row_of_exclusion = np.repeat(np.arange(len(exclusions)), np.diff(exclusions.indptr))
     best_keys_by_side = [np.empty((len(exclusions), 0), np.uint64) for _ in vector_pair]
     largest_scores, largest_errors = np.full(len(exclusions), 1e-30), np.zeros(len(exclusions))

@@ -32,16 +32,16 @@ BUNDLE_FILE = "bundle.json"
 ITEMS_FILE = "items.parquet"
 
 COLUMNS_OF_INPUTS_KEY = "columns"
-"""Entry of a bundle's `training`: by feature column, the columns of the table that it was made of, in their order."""
+"""Entry of a bundle's `training`: for each feature column, the columns of the table that it was made of, in order."""
 
 FileStamp = tuple[int, int, int, int, int]
-"""Device, inode, size and times of a file: see `sha256_of_unchanged`."""
+"""Device, inode, size and times of a file, as `sha256_of_unchanged` compares them."""
 
 SETTLED_AFTER_NS = 2_000_000_000
-"""Nanoseconds after a change from which on a further change surely gets another time stamp (clock ticks)."""
+"""Nanoseconds after a change from which on a further change is sure to get another time stamp (ticks of the clock)."""
 
 REMEMBERED_DIGESTS_MAX = 256
-"""Number of files whose digests a process remembers."""
+"""Maximum number of files whose digests a process remembers."""
 
 _digest_by_stamp: LRUCache[FileStamp, str] = LRUCache(REMEMBERED_DIGESTS_MAX)
 
@@ -68,7 +68,7 @@ class BundleModel:
 
     @property
     def files(self) -> tuple[tuple[Path, str, str], ...]:
-        """Tuples of (file, name in a generation, SHA-256) of the ONNX file, and of the weights file if there is one."""
+        """Tuples (file, name in a generation, SHA-256) of the ONNX file, and of the weights file if there is one."""
         file_entries = [(self.path, f"models/{self.name}.fp32.onnx", self.sha256)]
         if self.weights is not None:
             file_entries.append((self.weights, f"models/{self.weights.name}", self.weights_sha256))
@@ -93,7 +93,7 @@ class ItemsFile:
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """Bundle; row r of its `vocabulary` is the item with the model index r."""
+    """Model bundle; row r of its `vocabulary` is the item with the model index r."""
 
     path: Path
     name: str
@@ -109,12 +109,12 @@ class Bundle:
 
     @property
     def needs_history(self) -> bool:
-        """True if no model answers for a user without a history."""
+        """True if no model answers for users without a history."""
         return all(model.spec.history is not None for model in self.models if model.entity == "user")
 
     @property
     def answers_without_history(self) -> bool:
-        """True if a user model takes features in addition to a history, so that it answers from features alone."""
+        """True if a user model takes features in addition to a history: it then also answers from features alone."""
         return any(
             model.entity == "user" and model.spec.history is not None and bool(model.spec.features)
             for model in self.models
@@ -130,7 +130,7 @@ class Bundle:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the bundle's description (`bundle.json`), but neither its items nor the models' files."""
+        """Read the bundle's description (`bundle.json`), but not its items or its models' files."""
         try:
             description_bytes = (path / BUNDLE_FILE).read_bytes()
             description = orjson.loads(description_bytes)
@@ -156,13 +156,13 @@ class Bundle:
             items = ItemsFile(_listed_file(path, listed_items), str(listed_items["sha256"]), int(listed_items["count"]))
             name, version = str(description["name"]), str(description["version"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BundleError(f"{BUNDLE_FILE} lacks or misuses {error}") from error
+            raise BundleError(f"{BUNDLE_FILE} lacks a field, or has an invalid one: {error}") from error
         if metric not in ("inner_product", "cosine"):
-            raise BundleError(f"{BUNDLE_FILE} says metric {metric!r}; it is inner_product or cosine")
+            raise BundleError(f"{BUNDLE_FILE} has the metric {metric!r}; it must be inner_product or cosine")
         for tower in (user_tower, item_tower):
             if tower.spec.output_dims != dims:
                 raise BundleError(
-                    f"{tower.name} gives {tower.spec.output_dims} dimensions, {BUNDLE_FILE} says {dims}", dims=dims
+                    f"{tower.name} gives {tower.spec.output_dims} dimensions, {BUNDLE_FILE} states {dims}", dims=dims
                 )
         digest = hashlib.sha256(description_bytes).hexdigest()
         return cls(
@@ -171,9 +171,9 @@ class Bundle:
         )  # fmt: skip
 
     def verify(self) -> None:
-        """Raise BundleError for a file that differs from its checksum, or items that are no ids."""
+        """Raise BundleError for a file that differs from its checksum, or for invalid item ids."""
         _ = self.vocabulary
-        with ThreadPoolExecutor() as pool:  # each is the size of the catalogue, and read whole
+        with ThreadPoolExecutor() as pool:  # each of these files is as large as the catalogue, and read as a whole
             list(pool.map(_verify_model, self.models))
 
     def try_models(self, model_path_of: Callable[[BundleModel], Path] = lambda model: model.path) -> None:
@@ -197,7 +197,7 @@ class Bundle:
 
     @property
     def columns_of_lists(self) -> Mapping[str, Sequence[str]]:
-        """Columns by the feature column that is made of them; a table may have them in its place."""
+        """Columns of a table by the feature column made of them; a table may have the feature column instead."""
         list_columns: Mapping[str, Sequence[str]] = self.training.get(COLUMNS_OF_INPUTS_KEY, {})
         return list_columns
 
@@ -213,7 +213,7 @@ class Bundle:
 
     @property
     def vocabulary_digest(self) -> str:
-        """SHA-256 over the item ids in the model's own order, each with its length."""
+        """SHA-256 of the item ids in the model's own order, each with its length."""
         digest_hasher = hashlib.sha256()
         for id_chunk in self.vocabulary.texts.chunks:
             raw_ids = to_raw_ids(id_chunk)
@@ -225,12 +225,12 @@ def _parse_model(
     bundle_folder: Path, model_name: str, entity: Literal["user", "item"], model_entry: Mapping[str, Any]
 ) -> BundleModel:
     if entity not in ("user", "item"):
-        raise BundleError(f"{model_name} is for the entity {entity!r}; it is user or item", model=model_name)
+        raise BundleError(f"{model_name} is for the entity {entity!r}; it must be user or item", model=model_name)
     spec = TowerSpec.from_json(model_entry)
     labels = tuple(str(label) for label in model_entry.get("labels", ()))
     if labels and len(labels) != spec.output_dims:
         raise BundleError(
-            f"{model_name} gives {spec.output_dims} numbers, {BUNDLE_FILE} has {len(labels)} labels for them",
+            f"{model_name} gives {spec.output_dims} numbers, but {BUNDLE_FILE} has {len(labels)} labels for them",
             model=model_name,
         )
     program_entry, weights_entry = model_entry.get("program"), model_entry.get("weights")
@@ -245,15 +245,15 @@ def _parse_model(
 
 
 def _weights_path(bundle_folder: Path, model_name: str, model_path: Path, weights_entry: Mapping[str, Any]) -> Path:
-    """Return a model's weights file, which ONNX Runtime needs in the folder of the model; raise BundleError."""
+    """Return a model's weights file; raise BundleError unless it is in the model's folder, as ONNX Runtime needs."""
     weights_path = _listed_file(bundle_folder, weights_entry)
     if weights_path.parent != model_path.parent:
         raise BundleError(
-            f"{model_name} has its weights in {weights_entry['path']}: they belong beside {model_path.name}"
+            f"{model_name} has its weights in {weights_entry['path']}: they must be in the folder of {model_path.name}"
         )
     if (size_bytes := weights_path.stat().st_size) > WEIGHTS_BYTES_MAX:
         raise BundleError(
-            f"{weights_path.name} has {size_bytes:,} bytes, {WEIGHTS_BYTES_MAX:,} at most: use fewer dimensions"
+            f"{weights_path.name} has {size_bytes:,} bytes, more than {WEIGHTS_BYTES_MAX:,}: use fewer dimensions"
         )
     return weights_path
 
@@ -262,7 +262,7 @@ def _listed_file(bundle_folder: Path, file_entry: Mapping[str, Any]) -> Path:
     real_folder = bundle_folder.resolve()
     real_path = (real_folder / str(file_entry["path"])).resolve()
     if not real_path.is_relative_to(real_folder):
-        raise BundleError(f"{BUNDLE_FILE} names {file_entry['path']}, which lies outside the bundle")
+        raise BundleError(f"{BUNDLE_FILE} names {file_entry['path']}, which is outside the bundle")
     if not real_path.is_file():
         raise BundleError(f"{BUNDLE_FILE} names {file_entry['path']}, which is missing", path=str(file_entry["path"]))
     return real_path
@@ -273,7 +273,7 @@ def _demand_distinct_names(models: Sequence[BundleModel]) -> None:
     sha256_by_name: dict[str, str] = {}
     for _, file_name, sha256 in (file_entry for model in models for file_entry in model.files):
         if sha256_by_name.setdefault(file_name, sha256) != sha256:
-            raise BundleError(f"two files would be {file_name} of a generation: rename the weights")
+            raise BundleError(f"two files would have the name {file_name} in a generation: rename the weights")
 
 
 def _read_vocabulary(items_file: ItemsFile) -> Vocabulary:
@@ -283,12 +283,12 @@ def _read_vocabulary(items_file: ItemsFile) -> Vocabulary:
         pa.types.is_string(id_table.schema.field("id").type)
         or pa.types.is_large_string(id_table.schema.field("id").type)
     ):
-        raise BundleError(f"{file_name} holds {id_table.schema}, not one string column `id`")
+        raise BundleError(f"{file_name} has the columns {id_table.schema}, instead of one string column `id`")
     id_column = id_table.column("id")
     try:
-        id_column.validate(full=True)  # of UTF-8, too
+        id_column.validate(full=True)  # also raised for invalid UTF-8
     except pa.ArrowInvalid as error:
-        raise BundleError(f"{file_name}: {error}; ids are UTF-8") from error
+        raise BundleError(f"{file_name}: {error}; ids must be UTF-8") from error
     id_length_bounds = pc.min_max(pc.binary_length(id_column)).as_py()
     has_valid_lengths = not len(id_column) or (
         (id_length_bounds["min"] or 0) >= 1 and id_length_bounds["max"] <= ID_BYTES_MAX
@@ -296,13 +296,13 @@ def _read_vocabulary(items_file: ItemsFile) -> Vocabulary:
     if id_column.null_count or not has_valid_lengths:
         raise BundleError(
             f"{file_name}: {id_column.null_count} ids are missing, the others have {id_length_bounds['min']} to "
-            f"{id_length_bounds['max']}: ids have 1 to {ID_BYTES_MAX} bytes"
+            f"{id_length_bounds['max']} bytes: ids need 1 to {ID_BYTES_MAX} bytes"
         )
     if (id_count := len(id_column)) != items_file.count:
-        raise BundleError(f"{file_name} holds {id_count} items, {BUNDLE_FILE} says {items_file.count}", count=id_count)
+        raise BundleError(f"{file_name} has {id_count} items, {BUNDLE_FILE} states {items_file.count}", count=id_count)
     vocabulary = Vocabulary.of(to_string_chunks(id_column))
     if vocabulary is None:
-        raise BundleError(f"{file_name} names an item twice")
+        raise BundleError(f"{file_name} has an item twice")
     return vocabulary
 
 
@@ -314,13 +314,13 @@ def _verify_model(model: BundleModel) -> None:
 
 
 def _check_model(model: BundleModel, model_path: Path, item_count: int) -> None:
-    """Open the model once; refuse weights that are not listed, and a padding index that is one of the items."""
+    """Open the model once; refuse unlisted weights, and a padding index that is one of the items."""
     demand_weights(model.name, model_path, model.weights)
     try:
         Tower.open(model_path, model.spec)
     except BundleError:
         if model_path != model.path:
-            Tower.open(model.path, model.spec)  # what is wrong with the model is told under its own name
+            Tower.open(model.path, model.spec)  # errors of the model are raised under its own name
         raise
     history = model.spec.history
     if history is not None and history.pad is not None and 0 <= history.pad < item_count:
@@ -331,7 +331,7 @@ def _check_model(model: BundleModel, model_path: Path, item_count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """Model to be written into a bundle: ONNX, its specification, and a torch.export archive if any."""
+    """Model to be written into a bundle: ONNX, its specification, and its `torch.export` program if there is one."""
 
     onnx: OnnxModel
     spec: TowerSpec
@@ -353,7 +353,10 @@ def write_bundle(
     metric: Metric = "inner_product",
     training: Mapping[str, Any] | None = None,
 ) -> Bundle:
-    """Write a bundle (`bundle.json` last, so that half a bundle never opens) and open it; ids may be Arrow strings."""
+    """Write a bundle and open it; ids may be Arrow strings.
+
+    `bundle.json` is written last, so that an incomplete bundle never opens.
+    """
     path.mkdir(parents=True, exist_ok=True)
     (path / BUNDLE_FILE).unlink(missing_ok=True)
     pq.write_table(pa.table({"id": to_arrow_strings(item_ids)}), path / ITEMS_FILE)
@@ -402,10 +405,10 @@ def demand_sha256(path: Path, expected_sha256: str) -> None:
 
 
 def sha256_of_unchanged(path: Path) -> str:
-    """Return the SHA-256 of a file; one already hashed by this process and unchanged since is not read again.
+    """Return the SHA-256 of a file; a file that is unchanged since this process hashed it is not read again.
 
-    Device, inode, size, time of modification and of the last change of the inode identify the version. The latter is
-    the kernel's: writing to a file or putting another in its place changes it, whatever times a program sets.
+    Device, inode, size, time of modification and of the last change of the inode identify the version. The kernel sets
+    the last one: writing to a file or replacing it changes that time, whatever times a program sets.
     """
     file_stat = path.stat()
     file_stamp = (file_stat.st_dev, file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns)

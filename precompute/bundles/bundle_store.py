@@ -31,22 +31,22 @@ from precompute.config.settings import NightConfig
 _log = logging.getLogger(__name__)
 
 KEPT_BUNDLES_MAX = 3
-"""Bundles whose files the store keeps; each generation has a copy of its own."""
+"""Number of bundles whose files the store keeps; each generation has its own copy."""
 
 COPY_TRIES_MAX = 3
-"""Attempts to copy the folder, which may be replaced meanwhile."""
+"""Attempts to copy the folder, which may be replaced during a copy."""
 
 COPY_PAUSE_S = 0.5
 
 SWAP_TRIES_MAX = 3
-"""Attempts at a swap: a night may put the old bundle back meanwhile."""
+"""Attempts at a swap, during which a night may restore the old bundle."""
 
 _HANDOVER_NAME_PATTERN = re.compile(r"(\d{13})-([0-9a-f]{64})\.json")
 _FROM_TABLES_NAME_PATTERN = re.compile(r"(\d{13})-([0-9a-f]{64})-([0-9a-f]{64})\.json")
 
 
 class BundleHandover(NamedTuple):
-    """Record that a bundle became the one that nights use."""
+    """Record that from a time on nights use a bundle."""
 
     unix_ms: int
     digest: str
@@ -58,7 +58,7 @@ class BundleHandover(NamedTuple):
 
 
 class BundleFromTables(NamedTuple):
-    """Record that a night made a bundle of tables, which have the digest `sources`."""
+    """Record that a night made a bundle from tables with the digest `sources`."""
 
     unix_ms: int
     digest: str
@@ -77,7 +77,7 @@ def all_handovers(store: ArtefactStore) -> list[BundleHandover]:
 
 
 def hand_over(store: ArtefactStore, bundle: Bundle, *, clock: Callable[[], float] = time.time) -> BundleHandover:
-    """Copy a verified, unchanging bundle into the store, and make it the one that nights use."""
+    """Copy a verified, unchanging bundle into the store, and make nights use it."""
     last_handover = all_handovers(store)[-1:]
     if last_handover and last_handover[0].digest == bundle.digest:
         return last_handover[0]
@@ -88,7 +88,7 @@ def hand_over(store: ArtefactStore, bundle: Bundle, *, clock: Callable[[], float
 
 
 def bundles_from_tables(store: ArtefactStore) -> list[BundleFromTables]:
-    """Return the records of all bundles that nights made of tables, oldest first."""
+    """Return the records of all bundles that nights made from tables, oldest first."""
     name_matches = map(_FROM_TABLES_NAME_PATTERN.fullmatch, store.names("bundles"))
     return sorted(
         BundleFromTables(int(name_match[1]), name_match[2], name_match[3]) for name_match in name_matches if name_match
@@ -99,11 +99,11 @@ def bundles_from_tables(store: ArtefactStore) -> list[BundleFromTables]:
 def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
     """Yield a private, verified copy of the bundle for a night, which later trainings do not change.
 
-    The source is the folder `config.bundle`, if its bundle was never handed over before (then it is now), else the last
-    one in the store: a host with an older folder than another host's training uses the newer bundle.
+    The source is the folder `config.bundle` if its bundle was not handed over before (this call hands it over), else
+    the last bundle in the store: a host whose folder is older than another host's training uses the newer bundle.
     """
     store, bundle_folder = config.store(), config.path(config.bundle)
-    # Hidden, so that nothing that lists the store sees it.
+    # The name is hidden, so that listings of the store leave it out.
     private_folder = store.local(f".bundle.{secrets.token_hex(4)}.part")
     demand_finished_import(bundle_folder)
     heal_swap(bundle_folder)
@@ -114,7 +114,7 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
         elif bundle_folder.exists():
             bundle = _copy_bundle(bundle_folder, private_folder)
             if not handovers or bundle.digest != handovers[-1].digest:
-                bundle.try_models()  # one that no night can use must not follow one that nights use
+                bundle.try_models()  # an unusable bundle must not replace a usable one
             hand_over(store, bundle)
             yield bundle
         else:
@@ -130,7 +130,7 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
 def preview_chosen_bundle(config: NightConfig) -> Iterator[Bundle | None]:
     """Yield the bundle that `chosen_bundle` would yield, None without one; nothing is handed over.
 
-    That of a folder is read without its models.
+    A bundle in a folder is read without its models.
     """
     store, bundle_folder = config.store(), config.path(config.bundle)
     demand_finished_import(bundle_folder)
@@ -175,10 +175,10 @@ def bundle_made_of(
     *,
     clock: Callable[[], float] = time.time,
 ) -> Iterator[Bundle]:
-    """Yield the bundle made of tables with this digest, from the store; else what `make_bundle` writes into a folder.
+    """Yield the stored bundle made from tables with this digest; else make one with `make_bundle`, and store it.
 
-    That one is stored, so that a repeated night, on any host, has the same one. It is not handed over: a night that
-    takes its bundle from the folder never uses it.
+    Storing it makes a repeated night on any host use the same bundle. It is not handed over, so a night that takes its
+    bundle from the folder never uses it.
     """
     private_folder = store.local(f".bundle.{secrets.token_hex(4)}.part")
     try:
@@ -198,7 +198,8 @@ def bundle_made_of(
 def sweep_bundles(store: ArtefactStore) -> int:
     """Remove the files of all bundles but the last few; return the number removed."""
     table_bundles = bundles_from_tables(store)
-    for table_bundle in table_bundles[:-KEPT_BUNDLES_MAX]:  # the record first: none may promise files that are gone
+    # the record goes first: no record may list files that are removed
+    for table_bundle in table_bundles[:-KEPT_BUNDLES_MAX]:
         store.delete(table_bundle.path)
     recent_digests = {handover.digest for handover in all_handovers(store)[-KEPT_BUNDLES_MAX:]}
     recent_digests |= {table_bundle.digest for table_bundle in table_bundles[-KEPT_BUNDLES_MAX:]}
@@ -213,9 +214,9 @@ def sweep_bundles(store: ArtefactStore) -> int:
 
 
 def remove_bundles_with_items(store: ArtefactStore, raw_items: Collection[bytes]) -> int:
-    """Remove bundles that nights made of tables with one of these items, or that are unreadable; return their number.
+    """Remove bundles that nights made from tables with one of these items, or that are unreadable; return their number.
 
-    Each generation has its own copy, and a night that needs one of the same tables makes it again, without erased
+    Each generation has its own copy, and a night that needs a bundle of the same tables makes it again, without erased
     items.
     """
     if not raw_items:
@@ -228,7 +229,7 @@ def remove_bundles_with_items(store: ArtefactStore, raw_items: Collection[bytes]
         table_bundle.digest for table_bundle in table_bundles if _may_hold_items(store, table_bundle.digest, item_texts)
     }
     for table_bundle in table_bundles:
-        if table_bundle.digest in affected_digests:  # the record first: none may promise files that are gone
+        if table_bundle.digest in affected_digests:  # the record goes first: no record may list files that are removed
             store.delete(table_bundle.path)
     for digest in affected_digests.difference(handover.digest for handover in all_handovers(store)):
         store.delete(f"bundles/{digest}")
@@ -236,7 +237,7 @@ def remove_bundles_with_items(store: ArtefactStore, raw_items: Collection[bytes]
 
 
 def _may_hold_items(store: ArtefactStore, digest: str, item_texts: Any) -> bool:
-    """True unless a bundle's list of items can be read, and has none of these (Arrow strings)."""
+    """True if a bundle's list of items has one of these (Arrow strings), or cannot be read."""
     try:
         with pa.BufferReader(store.read(_stored_file_path(digest, ITEMS_FILE)) or b"") as items_file:
             item_ids = pq.read_table(items_file, columns=["id"]).column("id").cast(item_texts.type)
@@ -246,19 +247,20 @@ def _may_hold_items(store: ArtefactStore, digest: str, item_texts: Any) -> bool:
 
 
 def is_superseded(digest: str | None, handovers: Sequence[BundleHandover]) -> bool:
-    """Return True if this bundle was handed over, and another one after it: nights use that one."""
+    """Return True if this bundle was handed over, and another one later, which nights use."""
     digests = [handover.digest for handover in handovers]
     return digest in digests[:-1] and digest != digests[-1]
 
 
 def _superseding_handover(bundle_folder: Path, handovers: list[BundleHandover]) -> BundleHandover | None:
-    """Return the stored bundle that supersedes a folder's; None if the folder's is new, or the newest."""
+    """Return the handover that supersedes a folder's bundle; None if the folder's bundle is new, or the last one."""
     folder_digest = sha256_of(bundle_folder / BUNDLE_FILE) if (bundle_folder / BUNDLE_FILE).is_file() else None
     if not handovers or (bundle_folder.exists() and not is_superseded(folder_digest, handovers)):
         return None
     if folder_digest is not None:
         _log.warning(
-            "the bundle at %s (%s) was followed by %s, which is used; `larder hand-over %s` goes back to it",
+            "the bundle at %s (%s) was superseded by %s, which is used; `larder hand-over %s` makes nights use the "
+            "former again",
             bundle_folder, folder_digest[:12], handovers[-1].digest[:12], bundle_folder,
         )  # fmt: skip
     return handovers[-1]
@@ -309,9 +311,9 @@ def _copy_bundle(bundle_folder: Path, private_folder: Path) -> Bundle:
             shutil.rmtree(private_folder, ignore_errors=True)
             if not remaining_attempts:
                 if isinstance(error, BundleError) and last_change_time(bundle_folder) == changed_at:
-                    raise  # nobody is writing it: it is like that
+                    raise  # the folder has not changed meanwhile, so the bundle itself is invalid
                 raise StoreError(f"cannot copy the bundle at {bundle_folder}: {error}") from error
-        time.sleep(COPY_PAUSE_S)  # replaced while it was copied, perhaps: then another copy is whole
+        time.sleep(COPY_PAUSE_S)  # a replacement may have interfered: the next copy may be complete
     raise AssertionError("unreachable")
 
 
@@ -320,7 +322,7 @@ def _stored_file_path(digest: str, file_name: str) -> str:
 
 
 def _remove_host_copies(store: ArtefactStore, digest: str) -> None:
-    """Remove this host's copy of a remote store's bundle: the generation has a copy of its own."""
+    """Remove this host's copy of a remote store's bundle: the generation has its own copy."""
     if store.folder is None:
         shutil.rmtree(store.local(f"bundles/{digest}"), ignore_errors=True)
 
@@ -328,7 +330,7 @@ def _remove_host_copies(store: ArtefactStore, digest: str) -> None:
 def swap_in_folder(new_folder: Path, target_folder: Path) -> None:
     """Replace a folder by renames; on failure restore the old one. After a kill `heal_swap` restores it.
 
-    A night that copies the bundle meanwhile sees the old one or the new one, or copies again.
+    A night that copies the bundle at that time copies the old one or the new one, or tries again.
     """
     for remaining_attempts in reversed(range(SWAP_TRIES_MAX)):
         old_folder = target_folder.with_name(f".{target_folder.name}.{secrets.token_hex(4)}.old")
@@ -341,7 +343,7 @@ def swap_in_folder(new_folder: Path, target_folder: Path) -> None:
             if had_old_folder and old_folder.exists():
                 old_folder.replace(target_folder)
             elif remaining_attempts and isinstance(error, OSError) and target_folder.exists():
-                continue  # a night that found no bundle has put the old one back: once more
+                continue  # a night found no bundle and restored the old one: try again
             raise
         break
     for leftover in _swap_leftovers(target_folder, "old"):
@@ -362,7 +364,7 @@ def heal_swap(target_folder: Path) -> bool:
 
 
 def sweep_training(target_folder: Path, *, changed_before_s: float) -> int:
-    """Remove leftovers of killed trainings from before that time (Unix seconds); return the number of folders."""
+    """Remove leftovers of killed trainings from before this time (Unix seconds); return the number of folders."""
     if not target_folder.exists():
         return 0
     leftovers = [
@@ -377,7 +379,7 @@ def sweep_training(target_folder: Path, *, changed_before_s: float) -> int:
 
 
 def _swap_leftovers(target_folder: Path, suffix: str) -> list[Path]:
-    """Return folders of killed swaps, the newest first."""
+    """Return folders of killed swaps, newest first."""
     dated_folders = [
         (last_change_time(folder), folder)
         for folder in target_folder.parent.glob(f".{glob.escape(target_folder.name)}.????????.{suffix}")

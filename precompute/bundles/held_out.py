@@ -1,4 +1,4 @@
-"""Ranks of items held out of known histories: recall@20, and the share of random items that they score above."""
+"""Ranks of items held out of known histories: recall@20, and the share of random items with a lower score."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ SHARE_ABOVE_RANDOM_FACT = "share_above_random"
 """Training fact of a bundle: share of pairs in which held-out items scored above random ones at its import."""
 
 COMPARED_ITEMS_MAX = 2_000
-"""Number of random items with whose scores those of held-out items are compared, at most."""
+"""Maximum number of random items whose scores are compared with those of held-out items."""
 
 
 def mean_recall(
@@ -23,7 +23,7 @@ def mean_recall(
     held_out_items: Histories,
     metric: Metric,
 ) -> float:
-    """Mean over users of `recalls`."""
+    """Return the mean over users of `recall_by_user`."""
     return float(recall_by_user(user_vectors, item_vectors, excluded_items, held_out_items, metric).mean())
 
 
@@ -34,12 +34,12 @@ def recall_by_user(
     held_out_items: Histories,
     metric: Metric,
 ) -> NDArray[np.float64]:
-    """Recall@20 of each user's held-out items among those that were not seen: hits / min(20, number held out)."""
+    """Return recall@20 of each user's held-out items among unseen items: hits / min(20, number held out)."""
     top_count, held_out_counts = (min(RECALL_TOP_ITEMS, len(item_vectors)), np.diff(held_out_items.indptr))
     top_lists = Scorer.of(item_vectors, metric).top(
         np.ascontiguousarray(user_vectors, np.float32), top_count, excluded_items
     )[0]
-    # One number for each pair of a user and an item; none has an item past the end, as NO_ITEM is.
+    # One number for each pair of user and item; no item has a number beyond the catalogue, such as NO_ITEM.
     held_out_pairs = (
         np.repeat(np.arange(len(held_out_items)), held_out_counts) * len(item_vectors) + held_out_items.indices
     )
@@ -56,11 +56,10 @@ def shares_above_random(
     user_count: int,
     metric: Metric,
 ) -> NDArray[np.float64]:
-    """Return float64 [users]: the share of the compared items that a user's held-out items score above, else NaN.
+    """Return float64 [users]: the share of compared items that a user's held-out items score above, else NaN.
 
-    `user_vectors` and `held_out_items` have a row for each part of each user, the parts one after another. A user
-    without
-    a finite vector or without a held-out item has NaN.
+    `user_vectors` and `held_out_items` have a row for each part of each user, with all users of the first part first. A
+    user without a finite vector or without a held-out item has NaN.
     """
     if metric == "cosine":
         compared_vectors = unit_rows(compared_vectors)

@@ -1,4 +1,4 @@
-"""Imports of a folder: its report has the bundle, the time and the source file of each, for `status` to tell."""
+"""Imports into a folder: its report lists the bundle, time and source file of each, for `status`."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -14,13 +14,13 @@ from cache.store.artefacts import write_atomically
 IMPORT_REPORT_FILE: Final = "import.json"
 
 LISTED_IMPORTS_MAX: Final = 50
-"""Imports that a report lists, the last ones."""
+"""Maximum number of imports that a report lists, the newest ones."""
 
 
 def write_import_report(
     import_folder: Path, report: Mapping[str, Any], bundle_digest: str, source_path: str = ""
 ) -> None:
-    """Write the report of an import beside its bundle; `source_path`: the model's file, empty if it is from Python."""
+    """Write the report of an import into its folder; `source_path` is the model's file, empty for a Python object."""
     imported_at = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
     import_entry = {"bundle_digest": bundle_digest, "imported_at": imported_at, "source": source_path}
     import_entries = [*_listed_imports(import_folder), import_entry][-LISTED_IMPORTS_MAX:]
@@ -28,20 +28,21 @@ def write_import_report(
 
 
 def note_import_begun(import_folder: Path) -> None:
-    """Mark a folder whose bundle and tables an import is about to replace; its report, written last, ends that.
+    """Mark a folder as unfinished before an import replaces its bundle and tables; the final report removes the mark.
 
-    The labels and columns of the import before it stay: whoever repeats this one is told of them.
+    The labels and columns of the previous import stay in the report, so that a repeated import still compares with
+    them.
     """
     report = {**read_import_report(import_folder), "unfinished": True, "imports": _listed_imports(import_folder)}
     write_atomically(import_folder / IMPORT_REPORT_FILE, json_text(report).encode())
 
 
 def demand_finished_import(bundle_folder: Path) -> None:
-    """Raise ConfigError if an import into the folder around a bundle was killed between bundle and tables."""
+    """Raise ConfigError if an import into the folder around a bundle has not finished."""
     if read_import_report(bundle_folder.parent).get("unfinished"):
         raise ConfigError(
-            f"the import into {bundle_folder.parent} was interrupted, or is not over, so that bundle and tables may "
-            "not belong together: run it again"
+            f"the import into {bundle_folder.parent} was interrupted or is still running, so bundle and tables may not "
+            "belong together: run it again"
         )
 
 
@@ -55,7 +56,7 @@ def read_import_report(import_folder: Path) -> dict[str, Any]:
 
 
 def find_import(import_folder: Path, bundle_digest: str) -> Mapping[str, str]:
-    """Return `imported_at` and `source` of the last import that made a bundle; empty if none did."""
+    """Return `imported_at` and `source` of the last import that made this bundle; empty if no import did."""
     matching_entries = (
         import_entry
         for import_entry in reversed(_listed_imports(import_folder))

@@ -1,4 +1,4 @@
-"""Builder of the live path's FAISS index: kind chosen by measurement, recall read back from the file."""
+"""Builder of the live path's FAISS index: its kind is chosen by measurements, its recall is measured from the file."""
 
 import math
 import statistics
@@ -24,14 +24,14 @@ RECALL_MIN = 0.99
 RECALL_TOP_ITEMS = 100
 SAMPLE_QUERIES_MAX = 256
 TIMED_QUERIES_MAX = 32
-"""Number of queries whose median is the time of a search."""
+"""Maximum number of timed queries; the time of a search is their median."""
 FLAT_ITEMS_MAX = 10_000
-"""Items up to which `auto` takes the flat index."""
+"""Number of items up to which `auto` takes the flat index."""
 
-faiss: Any = faiss_module  # its type stubs lag behind what the module has
+faiss: Any = faiss_module  # the type stubs lack a part of the module
 
 TILE_ITEMS = 1 << 14
-"""Items compared with all queries at once: some 200 MB with 256 of them."""
+"""Items compared with all queries at once: some 200 MB with 256 queries."""
 
 _IVF_TIME_SHARE_MAX = 0.7
 _TRAINING_VECTORS_PER_LIST = 64
@@ -39,7 +39,7 @@ _TRAINING_VECTORS_PER_LIST = 64
 
 @dataclass(frozen=True, slots=True)
 class IndexReport:
-    """Kind of a built index, and the share of the exact top 100 that is among its candidates."""
+    """Report on a built index: its kind, and the share of the exact top 100 among its candidates."""
 
     kind: str
     recall: float
@@ -55,12 +55,12 @@ def build_index(
 ) -> IndexReport:
     """Write an index over `item_vectors` float32 [items, dims] (position = ordinal) atomically.
 
-    `auto`: flat while there are few items; else the inverted file whose probes reach 99 % of the exact
-    top 100, if that answers in less than 0.7 of the flat index's time. `queries` are real users; without
-    any, items are used.
+    `auto` is flat for few items; else an inverted file whose number of probes reaches 99 % of the exact top 100, if
+    that takes less than 0.7 of the flat index's time. `queries` are vectors of real users; without any, items are the
+    queries.
     """
     if kind not in ("auto", "flat", "ivf", "hnsw"):
-        raise ConfigError(f"index kind {kind!r} is none of auto, flat, ivf, hnsw")
+        raise ConfigError(f"index kind {kind!r} is not one of auto, flat, ivf, hnsw")
     query_sample = sample_queries(item_vectors if queries is None else queries)
     index_kind: IndexKind = "flat" if kind == "auto" and len(item_vectors) < FLAT_ITEMS_MAX else kind
     flat_ms = math.inf
@@ -92,7 +92,7 @@ def build_index(
 
 
 def sample_queries(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return up to 256 rows: half from the tenth with the longest vectors (the head), half from the others."""
+    """Return up to 256 rows: half of them from the tenth with the longest vectors (the head), half from the others."""
     longest_first = np.argsort(-vector_lengths(vectors), kind="stable")
     head_size = max(1, len(longest_first) // 10)
     rng = np.random.default_rng(0)
@@ -113,7 +113,7 @@ def measure_recall(searcher: Searcher, item_vectors: NDArray[np.float32], query_
 def iterate_tiles(
     vectors: NDArray[np.float32], metric: Metric = "inner_product"
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield (first ordinal, rows as compared) over all items, so that no step holds a matrix of all of them."""
+    """Yield (first ordinal, rows as the metric compares them) over all items in tiles, to bound memory."""
     for first_ordinal in range(0, len(vectors), TILE_ITEMS):
         tile_rows = vectors[first_ordinal : first_ordinal + TILE_ITEMS]
         yield (
@@ -133,7 +133,7 @@ def merge_best_keys(
 
 
 def vector_lengths(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return float32 [n], the length of each row."""
+    """Return float32 [n]: the length of each row."""
     length_parts = [np.linalg.norm(tile_rows, axis=1) for _, tile_rows in iterate_tiles(vectors)]
     return np.concatenate([np.empty(0, np.float32), *length_parts])
 
@@ -154,7 +154,7 @@ def inverted_list_count(item_count: int) -> int:
 
 
 def build_inverted_file(item_vectors: NDArray[np.float32], metric: Metric) -> Any:
-    """Train a FAISS inverted file for the vectors, float32 [n, dims], on a random part of them, and add all."""
+    """Train a FAISS inverted file on a random part of the vectors float32 [n, dims], and add all vectors."""
     (vector_count, dims), list_count = item_vectors.shape, inverted_list_count(len(item_vectors))
     index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dims), dims, list_count, faiss.METRIC_INNER_PRODUCT)
     index.cp.seed = 1
@@ -176,10 +176,10 @@ def _build_hnsw(item_vectors: NDArray[np.float32], metric: Metric) -> Any:
 def _widen_probes(
     index: Any, searcher: Searcher, query_sample: NDArray[np.float32], exact_ordinals: NDArray[np.int64]
 ) -> None:
-    """Double the probes until the sample's recall is reached."""
+    """Double the number of probes until the recall of the sample is reached."""
     index.nprobe = min(8, index.nlist)
     while index.nprobe < index.nlist:
-        # A margin of a tenth of the allowed loss: the gate measures other queries.
+        # The target has a margin of a tenth of the allowed loss, since the gate measures other queries.
         if recalls(exact_ordinals, _search_candidates(searcher, query_sample)).mean() >= 1 - 0.9 * (1 - RECALL_MIN):
             return
         index.nprobe = min(index.nlist, index.nprobe * 2)

@@ -1,4 +1,4 @@
-"""ONNX models: a graph, a second file for large weights, and the graphs of plain towers, written node by node."""
+"""ONNX models: a graph, a second file for large weights, and the graphs of simple towers."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,41 +16,41 @@ from cache.errors import BundleError
 from cache.store.artefacts import open_draft, write_atomically
 
 GRAPH_BYTES_MAX = (1 << 31) - (1 << 20)
-"""Maximum bytes of weights inside an ONNX file: Protocol Buffers end at 2 GiB, and the graph needs some."""
+"""Maximum bytes of weights inside an ONNX file: Protocol Buffers are limited to 2 GiB, and the graph needs some."""
 
 WEIGHTS_BYTES_MAX = 1 << 36
 """Maximum bytes of a file of weights."""
 
 WEIGHTS_SUFFIX = ".weights"
 _ALIGNMENT_BYTES = 4096
-"""Alignment of tensors in the weights file: that of pages, as ONNX requires for mapped tensors."""
+"""Alignment of tensors in the weights file: the page size, which ONNX requires for mapped tensors."""
 
 _INLINE_TENSOR_BYTES_MAX = 1 << 16
-"""Bytes up to which tensors stay in the graph, since shapes and axes among them are read before anything runs."""
+"""Bytes up to which tensors stay in the graph: shapes and axes, which are read before anything runs, are small."""
 
 OPSET_VERSION = 21
 IR_VERSION = 10
 
 _CLASS_ATTRIBUTES = frozenset({"classlabels_strings", "classlabels_int64s", "classlabels_ints"})
-"""Attributes that list the classes of a classifier: of ensembles of trees, linear models, SVMs and ZipMap."""
+"""Attributes that list the classes of a classifier: tree ensembles, linear models, SVMs and ZipMap."""
 
 _CLASS_TABLE_TYPES_BY_OP: Mapping[str, tuple[int, ...]] = {
     "ArrayFeatureExtractor": (TensorProto.STRING, TensorProto.INT64, TensorProto.INT32),
     "Gather": (TensorProto.STRING,),
 }
-"""Operators that take a label out of a table of classes, with the types of such a table."""
+"""Operators that look a label up in a table of classes, with the types of such tables."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnnxModel:
-    """Serialised graph, and the arrays of its external tensors, in their order."""
+    """Serialised graph, and the arrays of its external tensors in their order."""
 
     graph: bytes
     weights: tuple[NDArray[Any], ...] = ()
 
     @classmethod
     def of(cls, model: onnx.ModelProto, constants: Mapping[str, NDArray[Any]]) -> Self:
-        """Build a model with these constants, inside the graph if they fit, else outside."""
+        """Build a model with these constants, inside the graph if they fit, else in the weights file."""
         if sum(array.nbytes for array in constants.values()) <= GRAPH_BYTES_MAX:
             inline_constants, external_constants = constants, {}
         else:
@@ -64,7 +64,7 @@ class OnnxModel:
             tensors.append(_external_tensor(name, array, file_offset))
             file_offset = _align_offset(file_offset + array.nbytes)
         model.graph.initializer.extend(tensors)
-        if not external_constants:  # the checker wants to see the other file, too
+        if not external_constants:  # the checker needs the other file, too
             onnx.checker.check_model(model)
         return cls(model.SerializeToString(deterministic=True), tuple(external_constants.values()))
 
@@ -101,16 +101,16 @@ def read_model(model_path: Path) -> onnx.ModelProto:
 
 
 def stated_classes(graph: onnx.GraphProto, class_count: int) -> tuple[str, ...]:
-    """Return the `class_count` classes of a classifier in the order of its numbers, as texts; empty if none has them.
+    """Return the `class_count` classes of a classifier in the order of its numbers, as texts; empty if it names none.
 
-    The last node with so many counts: an ensemble has the classes of its parts before its own.
+    If several nodes name that many classes, the last one counts: an ensemble names the classes of its parts first.
     """
     constant_by_name = {tensor.name: tensor for tensor in graph.initializer}
     for node in reversed(graph.node):
         for attribute in node.attribute:
             if attribute.name in _CLASS_ATTRIBUTES and len(attribute.strings or attribute.ints) == class_count:
                 return tuple(map(_class_name_text, attribute.strings or attribute.ints))
-        # The label is taken out of a table of classes, by the place of the largest number.
+        # The label is looked up in a table of classes, by the index of the largest number.
         class_table = constant_by_name.get(node.input[0]) if node.input else None
         if (
             class_table is not None
@@ -126,31 +126,33 @@ def _class_name_text(class_value: object) -> str:
 
 
 def demand_weights(model_name: str, model_path: Path, listed_weights: Path | None) -> None:
-    """Raise BundleError if a model's external weights are in other files than the listed one."""
+    """Raise BundleError if a model's external weights are in files other than the listed one."""
     try:
         model = onnx.load(model_path, load_external_data=False)
-    except Exception:  # of Protocol Buffers, where it is no model: ONNX Runtime says so better
+    except Exception:  # raised if the file is no model, which ONNX Runtime reports better
         return
     expected_locations = set() if listed_weights is None else {listed_weights.name}
     used_locations = {ExternalDataInfo(tensor).location for tensor in _external_tensors_of(model)}
     if unlisted_files := sorted(used_locations - expected_locations):
         raise BundleError(
-            f"{model_name} keeps weights in {', '.join(unlisted_files)} beside {model_path.name}, where bundle.json "
-            "lists "
+            f"{model_name} keeps weights in {', '.join(unlisted_files)} in the folder of {model_path.name}, but "
+            "bundle.json lists "
             + ("none" if listed_weights is None else listed_weights.name)
-            + ': all of them belong into one file beside the model (all_tensors_to_one_file=True), which "weights" of '
-            f"{model_name} names with path and sha256",
+            + (
+                ": all of them must be in one file in the model's folder (all_tensors_to_one_file=True), which "
+                f'"weights" of {model_name} names with path and sha256'
+            ),
             model=model_name,
         )
     if expected_locations - used_locations:
         raise BundleError(
-            f"bundle.json lists weights of {model_name}, and {model_path.name} uses none: leave them out",
+            f"bundle.json lists weights of {model_name}, but {model_path.name} uses none: remove the entry",
             model=model_name,
         )
 
 
 def _external_tensor(tensor_name: str, array: NDArray[Any], file_offset: int) -> TensorProto:
-    """Return a tensor whose bytes are in the weights file."""
+    """Return a tensor with its bytes in the weights file."""
     tensor = TensorProto(
         name=tensor_name,
         data_type=onnx.helper.np_dtype_to_tensor_dtype(array.dtype),
@@ -197,9 +199,9 @@ def _all_tensors(
 def refuse_negative_codes(
     graph: onnx.GraphProto, constant_by_name: dict[str, NDArray[Any]], feature_names: Sequence[str]
 ) -> None:
-    """Make each embedding fail on a negative code of a feature, as torch does; ONNX would count from the end.
+    """Make each embedding fail for a negative code of a feature, as in torch; ONNX would count from the end.
 
-    A negative code becomes one below the range that ONNX allows.
+    A negative code is replaced by one below the range that ONNX allows.
     """
     feature_values, new_nodes = set(feature_names), []
     for node_index, node in enumerate(graph.node):
@@ -250,10 +252,10 @@ def item_tower(rows: NDArray[np.float32]) -> OnnxModel:
 
 
 def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> OnnxModel:
-    """Build history -> probabilities [n, centroids]: softmax over the cosines with the (sharpened) centroids."""
+    """Build history -> probabilities [n, centroids]: softmax over the (sharpened) cosines with the centroids."""
     nodes = [
         *_sum_of_rows("summed"),
-        # LpNormalization, not ReduceL2: the latter adds in another order when there is one row.
+        # LpNormalization, not ReduceL2, which adds in another order if there is only one row.
         helper.make_node("LpNormalization", ["summed"], ["direction"], name="unit", axis=1, p=2),
         helper.make_node("MatMul", ["direction", "centroids"], ["logits"], name="logits"),
         helper.make_node("Softmax", ["logits"], ["probabilities"], name="softmax", axis=-1),

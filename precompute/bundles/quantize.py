@@ -1,8 +1,8 @@
-"""The live tower in int8: static scales only, so that a row's answer never depends on its batch.
+"""The live tower in int8, with static scales only, so that a row's answer never depends on its batch.
 
-Embedding tables become int8 rows with one scale each; products with constant weights become static
-QDQ S8S8 per channel, calibrated on real inputs (ONNX Runtime's dynamic scheme is not batch-invariant). Their weights
-keep 7 bits: processors without VNNI multiply pairs into 16 bits, and clip what is larger.
+Embedding tables become int8 rows with one scale each. Products with constant weights become static QDQ S8S8 per
+channel, calibrated on real inputs (ONNX Runtime's dynamic scheme is not batch-invariant). Their weights use 7 bits:
+processors without VNNI add pairs of products in 16 bits, which saturate with larger weights.
 """
 
 import cache.model.runtime  # noqa: F401 - before any other import of ONNX Runtime, see there
@@ -28,18 +28,19 @@ from precompute.bundles.agreement import with_newest_item
 from precompute.bundles.onnx_model import GRAPH_BYTES_MAX, read_model
 
 CALIBRATION_ROWS_MAX = 512
-"""Rows that products are calibrated on."""
+"""Maximum number of rows that products are calibrated on."""
 QUANTIZED_ROWS_AT_ONCE = 1 << 16
-"""Rows of a table that become int8 together: all of a large one would be in memory three times."""
+"""Rows of a table that become int8 at a time: a large table at once would be in memory three times."""
 _PRODUCT_OPS = ("MatMul", "Gemm")
-_OPSET_MIN = 13  # from there on, axes are inputs
+_OPSET_MIN = 13  # from this opset on, axes are inputs
 _LAST_AXIS_NAME, _MIDDLE_AXIS_NAME = "larder_last_axis", "larder_middle_axis"
 
 
 def quantize_tower(fp32_path: Path, spec: TowerSpec, calibration_inputs: Inputs, int8_path: Path) -> tuple[int, int]:
-    """Write the int8 form of a tower to `int8_path`; (tables, products) that became int8, BundleError when nothing can.
+    """Write the int8 form of a tower to `int8_path`; return the number of (tables, products) that became int8.
 
-    `calibration_inputs` holds real inputs; at most CALIBRATION_ROWS_MAX of their rows are used.
+    `calibration_inputs` are real inputs, of which at most CALIBRATION_ROWS_MAX rows are used. Raises BundleError if
+    nothing can become int8.
     """
     model = read_model(fp32_path)
     opset_version = next(
@@ -47,10 +48,11 @@ def quantize_tower(fp32_path: Path, spec: TowerSpec, calibration_inputs: Inputs,
     )
     if opset_version < _OPSET_MIN:
         raise BundleError(f"{fp32_path.name} has opset {opset_version}, quantizing needs {_OPSET_MIN} or newer")
-    table_count = _quantize_tables(model.graph)  # first: then all of it fits into one file, as the next step wants it
+    # before the products: then the model fits into one file, as their quantization needs
+    table_count = _quantize_tables(model.graph)
     product_count = sum(1 for node in model.graph.node if _is_product(model.graph, node))
     if not table_count and not product_count:
-        raise BundleError(f"{fp32_path.name} holds no embedding table and no product to quantize")
+        raise BundleError(f"{fp32_path.name} has no embedding table and no product to quantize")
     if sum(len(initializer.raw_data) for initializer in model.graph.initializer) > GRAPH_BYTES_MAX:
         raise BundleError(f"the int8 form of {fp32_path.name} would be larger than 2 GiB")
     if product_count:
@@ -60,7 +62,7 @@ def quantize_tower(fp32_path: Path, spec: TowerSpec, calibration_inputs: Inputs,
 
 
 class _CalibrationReader(CalibrationDataReader):  # type: ignore[misc]
-    """Feeds the batches that the tower itself would run, cut to CALIBRATION_ROWS_MAX rows in all."""
+    """Reader of the batches that the tower itself would run, at most CALIBRATION_ROWS_MAX rows in all."""
 
     def __init__(self, tower: Tower, inputs: Inputs) -> None:
         self._calibration_batches = self._limit_rows(tower, inputs)
@@ -70,9 +72,9 @@ class _CalibrationReader(CalibrationDataReader):  # type: ignore[misc]
 
     @staticmethod
     def _limit_rows(tower: Tower, inputs: Inputs) -> Iterator[dict[str, NDArray[Any]]]:
-        # Where a tower takes sums, long histories have the largest activations, and where it takes means, those of one
-        # item, which users whom the night does not know often have: each padded length and the newest items alone get
-        # their share.
+        # If a tower takes sums, long histories have the largest activations; if it takes means, histories of one item
+        # do, which users unknown to the night often have. So each padded length and the newest items alone get a share
+        # of the rows.
         input_batches = [feed for _, feed in tower.batches(inputs)]
         if (newest_item_inputs := with_newest_item(inputs)) is not None:
             input_batches += [feed for _, feed in tower.batches(newest_item_inputs)]
@@ -87,10 +89,10 @@ def _is_product(graph: onnx.GraphProto, node: onnx.NodeProto) -> bool:
 
 
 def _quantize_products(model: onnx.ModelProto, tower: Tower, calibration_inputs: Inputs) -> onnx.ModelProto:
-    """The model with int8 products, calibrated on what `tower`, which it was made of, is fed."""
+    """Return the model with int8 products, calibrated on the inputs of `tower`, from which it was made."""
     with tempfile.TemporaryDirectory() as folder:
         source_path, target_path = Path(folder) / "source.onnx", Path(folder) / "products.onnx"
-        # Shapes are all that the pre-processing would add here (its symbolic form needs sympy).
+        # Pre-processing would only infer shapes here (its symbolic form needs sympy).
         model = onnx.shape_inference.infer_shapes(model)
         for node_index, node in enumerate(model.graph.node):
             node.name = f"larder_{node_index}"
@@ -107,7 +109,7 @@ def _quantize_products(model: onnx.ModelProto, tower: Tower, calibration_inputs:
             activation_type=QuantType.QInt8,
             weight_type=QuantType.QInt8,
             per_channel=True,
-            reduce_range=True,  # else two products overflow the 16 bits in which AVX2 adds them
+            reduce_range=True,  # else pairs of products saturate the 16 bits in which AVX2 adds them
             op_types_to_quantize=list(_PRODUCT_OPS),
             nodes_to_quantize=product_names,
             extra_options={"MatMulConstBOnly": True},
@@ -116,7 +118,7 @@ def _quantize_products(model: onnx.ModelProto, tower: Tower, calibration_inputs:
 
 
 def _quantize_tables(graph: onnx.GraphProto) -> int:
-    """Replace every Gather from a constant float table; returns how many tables became int8."""
+    """Replace every Gather from a constant float table; return the number of tables that became int8."""
     constant_by_name = {initializer.name: initializer for initializer in graph.initializer}
     table_by_gather_index = {
         index: constant_by_name[node.input[0]]
@@ -151,7 +153,7 @@ def _quantize_tables(graph: onnx.GraphProto) -> int:
 
 
 def _find_sum_of_gathered(graph: onnx.GraphProto, gather: onnx.NodeProto) -> onnx.NodeProto | None:
-    """The ReduceSum over the length that is all that happens to the gathered rows, if so."""
+    """Return the ReduceSum over the length if the gathered rows are only used by it."""
     gathered_name = gather.output[0]
     using_nodes = [node for node in graph.node if gathered_name in node.input]
     rank_by_input = {graph_input.name: len(graph_input.type.tensor_type.shape.dim) for graph_input in graph.input}
@@ -189,19 +191,19 @@ def _add_int8_table(graph: onnx.GraphProto, table: onnx.TensorProto) -> None:
         row_slice = slice(first_row, first_row + QUANTIZED_ROWS_AT_ONCE)
         row_scales[row_slice] = np.abs(float_rows[row_slice]).max(axis=1) / 127
         divisors = np.where(row_scales[row_slice] > 0, row_scales[row_slice], 1)[:, None]
-        with np.errstate(invalid="ignore"):  # of a row that is not finite, its scale is not either
+        with np.errstate(invalid="ignore"):  # a row that is not finite has a scale that is not finite
             int8_rows[row_slice] = np.rint(float_rows[row_slice] / divisors).astype(np.int8)
     graph.initializer.append(numpy_helper.from_array(int8_rows, f"{table.name}_int8"))
     graph.initializer.append(numpy_helper.from_array(row_scales, f"{table.name}_scale"))
 
 
 def _name_prefix(node: onnx.NodeProto) -> str:
-    """Return a prefix for a node's replacements, which no name of a team's graph or ONNX Runtime's quantizer has."""
+    """Return a name prefix for replacements of a node that the graph and ONNX Runtime do not use."""
     return f"larder_{node.output[0]}"
 
 
 def _gather_int8_nodes(node: onnx.NodeProto, name_prefix: str) -> list[onnx.NodeProto]:
-    """Gather int8 rows as floats, and their scales."""
+    """Return nodes that gather int8 rows, cast to float, and their scales."""
     table_name, index_name = node.input[0], node.input[1]
     return [
         helper.make_node(
@@ -215,7 +217,7 @@ def _gather_int8_nodes(node: onnx.NodeProto, name_prefix: str) -> list[onnx.Node
 
 
 def _gather_rows_nodes(node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Gather int8 rows and their scales, multiply: element by element, so batch-invariant."""
+    """Return nodes that gather int8 rows and their scales and multiply them: element by element, so batch-invariant."""
     name_prefix = _name_prefix(node)
     return [
         *_gather_int8_nodes(node, name_prefix),
@@ -225,10 +227,10 @@ def _gather_rows_nodes(node: onnx.NodeProto) -> list[onnx.NodeProto]:
 
 
 def _sum_rows_nodes(gather_node: onnx.NodeProto, sum_node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """The sum of gathered rows as one product per row of the batch: scales [1, L] x int8 rows [L, dims].
+    """Return nodes that sum gathered rows as one product per row of the batch: scales [1, L] x int8 rows [L, dims].
 
-    Measured 1.5 to 4 times as fast as multiplying and summing in turn; and while ReduceSum adds in
-    another order when the batch has one row, each of these products has the same shape in any batch.
+    That is 1.5 to 4 times as fast as a multiplication followed by a sum. ReduceSum adds in another order if the batch
+    has one row; each of these products has the same shape in any batch.
     """
     name_prefix = _name_prefix(sum_node)
     return [

@@ -1,6 +1,6 @@
 """Commands of the shell, a function for each; a step without a function here runs as in a night.
 
-Each imports its own libraries when it runs, which other commands do without.
+Each function imports its own libraries when it runs, which other commands do not need.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from precompute.steps.night import Night, find_step, run_night
 
 
 def step(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> Mapping[str, Any]:
-    """A step as a night runs it, by its name there."""
+    """Run the step of a night with this name."""
     attempt_name = getattr(arguments, "attempt", None) or new_attempt()
     generation = getattr(arguments, "generation", "")
     night = Night(config, attempt_name, progress=progress, generation=generation)
@@ -48,7 +48,7 @@ def _build_id(arguments: argparse.Namespace) -> BuildId:
 
 
 def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> BegunBuild:
-    """A generation named, its inputs pinned."""
+    """Name a generation and pin its inputs."""
     from precompute.steps import begin as begin_step
 
     return begin_step.run(
@@ -59,22 +59,23 @@ def begin(config: NightConfig, arguments: argparse.Namespace, progress: Progress
 
 
 def inputs_change_name(config: NightConfig, data_until: str | None) -> str:
-    """Return the name of a night without a cut: the last change of its inputs, so that a repeat finds its own work.
+    """Return the name of a night without a cut: the last change of its inputs, so that a repeat continues it.
 
-    If that is in the future, `begin` takes Redis' time instead: the clock of a file's writer was ahead.
+    If that is in the future, since the clock of a file's writer was ahead, `begin` takes Redis' time instead.
     """
     from precompute.bundles.bundle_store import chosen_bundle_handed_over_at
     from precompute.sources.files import all_input_files, modified_at
 
-    bundle_at = 0.0 if config.sources.item_vectors else chosen_bundle_handed_over_at(config)  # else it is an input
+    # a bundle of item vectors is made from other inputs
+    bundle_at = 0.0 if config.sources.item_vectors else chosen_bundle_handed_over_at(config)
     if data_until or config.data_until or not config.sources.names_users or bundle_at is None:
-        return datetime.now(UTC).isoformat(timespec="seconds")  # not the name, or an error soon
+        return datetime.now(UTC).isoformat(timespec="seconds")  # the name is not used, or `begin` raises an error
     latest_change_at = max(bundle_at, *map(modified_at, all_input_files(config)))
     return datetime.fromtimestamp(int(latest_change_at), UTC).isoformat()
 
 
 def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """All shards, assembled; or one of them alone."""
+    """Score all shards and assemble them; or score one shard only."""
     from precompute.steps import assemble, embed_items
     from precompute.steps import score as score_step
 
@@ -92,7 +93,7 @@ def score(config: NightConfig, arguments: argparse.Namespace, progress: Progress
 
 
 def quantize(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The int8 models' agreement with the others."""
+    """Quantize the models; return the agreement of the int8 models with the fp32 ones."""
     from precompute.steps import quantize as quantize_step
 
     quantize_report = quantize_step.run(config, _build_id(arguments), progress=progress)
@@ -100,7 +101,7 @@ def quantize(config: NightConfig, arguments: argparse.Namespace, progress: Progr
 
 
 def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> Mapping[str, Any]:
-    """Wait for every replica; raise Conflict for a generation that is not live, or if some are not ready in time."""
+    """Wait for every replica; raise Conflict if the generation is not live, or if replicas are not ready in time."""
     from precompute.steps import warm as warm_step
 
     generation = arguments.generation
@@ -112,16 +113,16 @@ def warm(config: NightConfig, arguments: argparse.Namespace, _progress: Progress
     warm_report = warm_step.run(config, _build_id(arguments))
     if waiting_replicas := warm_report["waiting"]:
         raise Conflict(
-            f"after {config.warm_timeout_s:g} s {len(waiting_replicas)} of {warm_report['replicas']} replicas "
-            "do not answer from "
-            f"{generation}: {', '.join(waiting_replicas)}; look at their logs and /readyz, or raise warm_timeout_s",
+            f"{len(waiting_replicas)} of {warm_report['replicas']} replicas do not answer from {generation} after "
+            f"{config.warm_timeout_s:g} s: {', '.join(waiting_replicas)}; look at their logs and /readyz, or raise "
+            "warm_timeout_s",
             waiting=waiting_replicas,
         )
     return warm_report
 
 
 def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> OutputContent:
-    """The whole night; one row per step."""
+    """Run the whole night; return a table with one row per step."""
     data_until, attempt = arguments.data_until, arguments.attempt or new_attempt()
     with note_failure_of_step(config, "begin", None):
         generation_name = inputs_change_name(config, data_until)
@@ -155,15 +156,15 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     generation = finished_steps[0][1].result["generation"]
     if finished_steps[-1][0] == "verify":
         publish_hint = (
-            f"{generation} is verified, and not published: `larder canary start {generation}` tries it on a share of "
-            f"the requests, `larder publish {generation}` publishes it."
+            f"{generation} is verified, but not published: `larder canary start {generation}` sends it a share of the "
+            f"requests, `larder publish {generation}` publishes it."
         )
         return [table, publish_hint]
     return [table]
 
 
 def hand_over_bundle(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """A bundle put into the store, which all nights use from now on."""
+    """Put a bundle into the store, for all nights from now on."""
     from precompute.bundles.bundle import Bundle
     from precompute.bundles.bundle_store import hand_over
 
@@ -179,7 +180,7 @@ def hand_over_bundle(config: NightConfig, arguments: argparse.Namespace, progres
 
 
 def roll_back(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
-    """An earlier generation made live again."""
+    """Make an earlier generation live again."""
     from precompute.releases.recovery import roll_back as move_back
 
     attempt = arguments.attempt or new_attempt()
@@ -187,7 +188,7 @@ def roll_back(config: NightConfig, arguments: argparse.Namespace, _progress: Pro
 
 
 def restore(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """A lost Redis rebuilt from the store, or a strange one made to follow it."""
+    """Rebuild a lost Redis from the store, or make a Redis with an unknown pointer follow the store."""
     from precompute.releases.recovery import adopt
     from precompute.releases.recovery import restore as restore_redis
 
@@ -197,16 +198,16 @@ def restore(config: NightConfig, arguments: argparse.Namespace, progress: Progre
 
 
 def pin(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
-    """Pins, or lifts a pin."""
+    """Pin a generation, or remove its pin."""
     with open_releases(config) as releases:
         if arguments.unpin:
             if arguments.generation not in releases.ledger().pin_expiry_by_generation:
-                raise Conflict(f"{arguments.generation} is not pinned: `status` shows what is")
+                raise Conflict(f"{arguments.generation} is not pinned: `status` lists pinned generations")
             releases.unpin(arguments.generation, attempt=new_attempt())
         else:
             pin_days, reason = arguments.days, demand_reason("a pin", arguments.reason)
             if pin_days is not None and not 0 < pin_days < math.inf:
-                raise ConfigError(f"--days is a number above 0, not {pin_days:g}", field="days")
+                raise ConfigError(f"--days must be a number above 0, not {pin_days:g}", field="days")
             expires_at = None if pin_days is None else releases.clock() + pin_days * 86_400
             releases.pin(arguments.generation, reason=reason, expires_at=expires_at, attempt=new_attempt())
     return {"generation": arguments.generation, "pinned": not arguments.unpin}
@@ -257,7 +258,7 @@ def _blocklist_to_json(blocklist: Blocklist) -> dict[str, Any]:
 
 
 def _remarks_on_unknown_items(store: ArtefactStore, item_ids: Sequence[bytes]) -> list[str]:
-    """Describe blocked ids that are no items of the live generation: they may be mistyped."""
+    """Return remarks on blocked ids that are not items of the live generation: they may be mistyped."""
     live_generation = fold_releases(all_releases(store)).live_generation
     if not item_ids or live_generation is None:
         return []
@@ -279,7 +280,7 @@ def _remarks_on_unknown_items(store: ArtefactStore, item_ids: Sequence[bytes]) -
 
 
 def status(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> CommandOutput:
-    """Status of everything; its code is 3 where something is not well."""
+    """Report the status of everything; the exit code is 3 if there is a problem."""
     from precompute.cli.status import LOCATION_VARIABLES, read_state, render_status, report_status
 
     is_located = arguments.config or arguments.artifacts or any(map(os.environ.get, LOCATION_VARIABLES))
@@ -291,13 +292,13 @@ def status(config: NightConfig, arguments: argparse.Namespace, _progress: Progre
 
 
 def audit(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> OutputContent | CommandOutput:
-    """All records, or those since a time or about one entity."""
+    """List all audit records, or those since a time or about one entity."""
     earliest_at = 0.0 if arguments.since is None else _parse_time(arguments.since)
     subject_digest = "" if arguments.entity is None else entity_digest(canonical_id(arguments.entity))
     records = [
         record
         for record in audit_records(config.store())
-        # One that cannot be read has no time, and is never left out.
+        # An unreadable record has no time, so it is always listed.
         if (record.at >= earliest_at or record.outcome in ("missing", "unreadable"))
         and subject_digest in record.subject
     ]
@@ -310,17 +311,18 @@ def _parse_time(time_text: str) -> float:
     try:
         parsed_time = datetime.fromisoformat(time_text)
     except ValueError:
-        raise ConfigError(f"--since is a time in ISO 8601, not {time_text!r}", field="since") from None
+        raise ConfigError(f"--since must be a time in ISO 8601, not {time_text!r}", field="since") from None
     return (parsed_time if parsed_time.tzinfo else parsed_time.replace(tzinfo=UTC)).timestamp()
 
 
 def _audit_table(records: list[AuditRecord]) -> Table:
     table = Table("number", "time", "who", "what", "of", "why", "ended")
-    table.columns[4].overflow = "fold"  # ids are whole
+    table.columns[4].overflow = "fold"  # ids are never truncated
     for record in records:
         outcome_text = f"{record.outcome}: {record.error}" if record.error else record.outcome
         time_text = iso(record.at) if record.at else ""
-        generation = str(record.found.get("generation", ""))  # of a roll back "to the previous one"
+        # a roll back without `--to` only records the generation here
+        generation = str(record.found.get("generation", ""))
         table.add_row(
             str(record.number),
             time_text,

@@ -1,4 +1,4 @@
-"""Command `override`: a person lets a generation pass a gate, and the reason is recorded."""
+"""Command `override`: a person lets a generation pass a gate, for a recorded reason."""
 
 import argparse
 from typing import Any
@@ -14,10 +14,10 @@ from precompute.releases.release_log import Releases, open_releases
 
 
 def override(config: NightConfig, generation: str, *, rule: str, reason: str, attempt: str) -> None:
-    """Record that `rule` may fail for this generation; its next `verify` passes it and keeps the reason.
+    """Record that `rule` may fail for this generation; its next `verify` passes the rule and stores the reason.
 
-    Raises Refused for a rule that protects integrity or does not exist, ConfigError without a reason, Conflict for a
-    generation that is published, retired or unknown, or that this rule has not refused.
+    Raises Refused for an integrity rule or an unknown one, ConfigError without a reason, Conflict for a generation that
+    is published, retired or unknown, or that this rule has not refused.
     """
     demand_overridable(rule)
     subject = f"{generation}, rule {rule}"
@@ -30,7 +30,7 @@ def override(config: NightConfig, generation: str, *, rule: str, reason: str, at
 
 
 def _demand_refusal(releases: Releases, generation: str, rule: str) -> None:
-    """Raise Conflict unless a verification has failed by the rule: an override needs a known failure."""
+    """Raise Conflict unless the rule has failed in a verification: only a known failure can be overridden."""
     try:
         gates = read_manifest(releases.store, generation).gates
     except UnknownGeneration:
@@ -41,10 +41,12 @@ def _demand_refusal(releases: Releases, generation: str, rule: str) -> None:
     )
     if rule in failed_rules or any(_has_named_rule(release.reason, rule) for release in refusals):
         return
-    failures_text = f"what failed is {', '.join(sorted(failed_rules))}" if failed_rules else "no rule of it failed"
+    failures_text = (
+        f"the failed rules are {', '.join(sorted(failed_rules))}" if failed_rules else "no rule of it failed"
+    )
     raise Conflict(
-        f"{rule} has not refused {generation}, so there is nothing to override: {failures_text}; `verify` says what "
-        "does",
+        f"{rule} has not refused {generation}, so there is nothing to override: {failures_text}; `verify` shows the "
+        "values",
         generation=generation,
         rule=rule,
     )
@@ -56,7 +58,7 @@ def _has_named_rule(reasons_text: str, rule: str) -> bool:
 
 
 def command(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
-    """Override one rule; return also the next command."""
+    """Override one rule; return its record and the next command."""
     generation, rule = arguments.generation, arguments.rule
     override(config, generation, rule=rule, reason=arguments.reason, attempt=new_attempt())
     return {"generation": generation, "overridden": rule, "next": f"larder verify {generation}"}

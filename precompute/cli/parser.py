@@ -1,4 +1,4 @@
-"""The parser of the command line: subcommands, their options, and the function that runs each."""
+"""Parser of the command line: subcommands, their options, and the function that runs each."""
 
 import argparse
 from functools import partial
@@ -18,14 +18,14 @@ from precompute.usage.options import WORKLIST
 
 PROG = "python -m precompute"
 STEPS_WITHIN_SCORE = ("embed_items", "assemble")
-"""Steps without a command: `score` runs them before and after its own."""
+"""Steps without their own command: `score` runs them before and after scoring."""
 
 
 def _add_night_cut_options(command: argparse.ArgumentParser) -> None:
     add_cut_options(
         command,
-        "data_until of the settings, else use all and name the generation after the newest change of an input "
-        "file, so that a repeat goes on where this one stopped",
+        "data_until of the settings, else all data is used and the newest change of an input file names the "
+        "generation, so that a repeat continues the same build",
     )
 
 
@@ -36,7 +36,7 @@ def _night_options(command: argparse.ArgumentParser) -> None:
         choices=NIGHT_STEPS,
         default=NIGHT_STEPS[-1],
         metavar="STEP",
-        help="last step to run, such as verify for a generation that a canary is to try (default: retire)",
+        help="last step to run, such as verify for a generation that a canary will try (default: retire)",
     )
 
 
@@ -44,12 +44,12 @@ def _begin_options(command: argparse.ArgumentParser) -> None:
     _add_night_cut_options(command)
     command.add_argument(
         "--events-until", metavar="POSITION",
-        help="last event to read, as `take-events` tells it (default: all that were taken over)",
+        help="last event to read, as `take-events` prints it (default: all events taken over)",
     )  # fmt: skip
 
 
 def _hand_over_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("folder", help="with bundle.json; relative to the configuration")
+    command.add_argument("folder", help="folder with bundle.json; relative to the configuration")
 
 
 def _score_options(command: argparse.ArgumentParser) -> None:
@@ -57,8 +57,8 @@ def _score_options(command: argparse.ArgumentParser) -> None:
 
 
 def _override_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--rule", required=True, help="the rule, as the refusal names it")
-    command.add_argument("--reason", required=True, help="kept in the release record and the manifest")
+    command.add_argument("--rule", required=True, help="name of the rule, as in the refusal")
+    command.add_argument("--reason", required=True, help="recorded in the release record and the manifest")
 
 
 def _attempt_option(command: argparse.ArgumentParser) -> None:
@@ -67,11 +67,12 @@ def _attempt_option(command: argparse.ArgumentParser) -> None:
 
 def _roll_back_options(command: argparse.ArgumentParser) -> None:
     command.epilog = (
-        "A roll back changes what is live, not the model of the next night: that is the folder's, or the one handed "
-        "over last. If the model is the reason, import or hand over the earlier one first; the output says how."
+        "A roll back changes the live generation, not the model of the next night: that is the folder's, or the one "
+        "handed over last. If the model is the reason, import or hand over the earlier one first; the output "
+        "describes how."
     )
-    command.add_argument("--to", metavar="GENERATION", help="default: the previous one")
-    command.add_argument("--reason", required=True, help="kept in the release record")
+    command.add_argument("--to", metavar="GENERATION", help="default: the previous generation")
+    command.add_argument("--reason", required=True, help="recorded in the release record")
     command.add_argument("--attempt")
 
 
@@ -79,26 +80,26 @@ def _restore_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--adopt",
         action="store_true",
-        help="also where Redis holds a pointer that no release record explains: the artefact store decides",
+        help="also follow the artefact store if Redis holds a pointer that no release record explains",
     )
-    command.add_argument("--reason", help="of --adopt; kept in the release record")
+    command.add_argument("--reason", help="for --adopt; recorded in the release record")
 
 
 def _pin_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--reason", required=True)
-    command.add_argument("--days", type=float, help="how long (default: until unpinned)")
+    command.add_argument("--days", type=float, help="duration of the pin (default: until unpinned)")
 
 
 def _block_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--item", action="append", default=[], metavar="ID")
     command.add_argument("--entity", action="append", default=[], metavar="ID")
-    command.add_argument("--reason", default="", help="kept in the audit log")
-    command.add_argument("--list", action="store_true", help="only show what is blocked")
+    command.add_argument("--reason", default="", help="recorded in the audit log")
+    command.add_argument("--list", action="store_true", help="only list blocked ids")
 
 
 def _audit_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--since", metavar="TIME", help="ISO 8601, UTC unless it says otherwise")
-    command.add_argument("--entity", metavar="ID", help="only what was done about this entity")
+    command.add_argument("--since", metavar="TIME", help="ISO 8601, in UTC unless it has an offset")
+    command.add_argument("--entity", metavar="ID", help="only records about this entity")
 
 
 def _step_place(name: str, *loads: str, command: str = "step") -> CommandPlace:
@@ -111,7 +112,7 @@ COMMANDS: tuple[CommandRow, ...] = (
     CommandRow(
         "night",
         CommandPlace("cli.commands.night", tuple(f"steps.{step}" for step in NIGHT_STEPS)),
-        f"the whole night: {', '.join(NIGHT_STEPS).replace('_', ' ')}",
+        f"run the whole night: {', '.join(NIGHT_STEPS).replace('_', ' ')}",
         _night_options,
         store="makes",
     ),
@@ -172,7 +173,7 @@ COMMANDS: tuple[CommandRow, ...] = (
     _generation_command_row(
         "warm",
         _step_place("warm", command="warm"),
-        "wait until every replica answers from it",
+        "wait until every replica answers from this generation",
         defaults={"step": "warm"},
     ),
     CANARY,
@@ -187,7 +188,7 @@ COMMANDS: tuple[CommandRow, ...] = (
     CommandRow(
         "retire",
         CommandPlace("cli.commands.step", ("steps.retire",)),
-        "remove generations that nobody needs",
+        "remove generations that are no longer needed",
         defaults={"step": "retire"},
     ),
     CommandRow(
@@ -223,8 +224,8 @@ COMMANDS: tuple[CommandRow, ...] = (
     CommandRow(
         "status",
         CommandPlace("cli.commands.status"),
-        "generations with state, size, gates and pins, replicas, the next one expected; exit code 3 where not all is "
-        "well, also without Redis",
+        "generations with state, size, gates and pins; replicas; the next generation due; exit code 3 if there is a "
+        "problem; also works without Redis",
         redis="if running",
         store="reads",
     ),
@@ -232,7 +233,7 @@ COMMANDS: tuple[CommandRow, ...] = (
     CommandRow(
         "audit",
         CommandPlace("cli.commands.audit"),
-        "who published, rolled back, overrode, blocked, erased or changed tokens, and how it ended",
+        "who published, rolled back, overrode, blocked, erased or changed tokens, and with what result",
         _audit_options,
         redis="none",
         store="reads",
@@ -240,21 +241,26 @@ COMMANDS: tuple[CommandRow, ...] = (
     PLAN,
     FRESHNESS,
 )
-"""Rows of the commands in the order of the help, those of features included; all other steps follow."""
+"""Rows of the commands in the order of the help, those of features included; commands of all other steps follow."""
 
 
 def build_command_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """Each command sets `run`, which Redis it needs, and how a new one is prepared; none is imported yet."""
+    """Build the parser; each command sets `run`, the Redis that it needs, and how a new one is prepared.
+
+    No command is imported yet.
+    """
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Precompute predictions for every known entity and publish them as one generation.",
-        epilog="Settings: a TOML file (--config or LARDER_CONFIG), then LARDER_ARTIFACTS, LARDER_NAMESPACE, "
-        "LARDER_STATE and REDIS_URL. Without REDIS_URL a server of our own runs for the life of the command, or "
-        "that of a running `make serve` is joined. Single steps keep their state in Redis: with REDIS_URL set "
-        "they need not load their generation again each time.",
+        epilog=(
+            "Settings: a TOML file (--config or LARDER_CONFIG), then LARDER_ARTIFACTS, LARDER_NAMESPACE, LARDER_STATE "
+            "and REDIS_URL. Without REDIS_URL the command starts a Redis server for itself, or joins that of a "
+            "running `make serve`. Single steps keep their state in Redis: with REDIS_URL they need not load their "
+            "generation again each time."
+        ),
     )
     _add_shared_options(parser)
-    # Behind the command as well, without a default that would undo what stands before it.
+    # Shared options may also follow the command; without defaults there, which would reset options given before it.
     shared_parser = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     _add_shared_options(shared_parser.add_argument_group("options of all commands"))
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -279,13 +285,15 @@ def build_command_parser(prog: str = PROG) -> argparse.ArgumentParser:
 
 def _add_shared_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument("--config", metavar="FILE", help="TOML file with the night's settings")
-    parser.add_argument("--namespace", help="keeps several Larders apart in one Redis")
+    parser.add_argument("--namespace", help="separates several Larders in one Redis")
     parser.add_argument(
         "--artifacts", metavar="URL", type=absolute_path, help="artefact store: a folder or an fsspec URL"
     )
-    parser.add_argument("--state", metavar="DIR", type=absolute_path, help="this host's own files (default .larder)")
+    parser.add_argument(
+        "--state", metavar="DIR", type=absolute_path, help="folder for files of this host (default .larder)"
+    )
     parser.add_argument("--bundle", metavar="DIR", type=absolute_path, help="the model bundle")
-    parser.add_argument("--shards", type=int, help="hash ranges to score separately")
+    parser.add_argument("--shards", type=int, help="number of hash ranges to score separately")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
-    parser.add_argument("--json", action="store_true", help="what was found, for programs")
+    parser.add_argument("--json", action="store_true", help="print results as JSON")
     parser.add_argument("--debug", action="store_true", help="tracebacks of errors")

@@ -33,8 +33,8 @@ from precompute.sources.erasures import all_erasures
 REDIS_UNREACHABLE, REDIS_NOT_CONFIGURED, REDIS_REACHABLE = "away", "absent", "there"
 
 NO_SETTINGS_TEXT = (
-    "there is no larder.toml in this folder and no setting in the environment, so there is nothing to look at: go to "
-    "the project's folder, or name its file with --config or LARDER_CONFIG (`larder init` writes one)"
+    "there is no larder.toml in this folder and no setting in the environment, so no project is known: go to the "
+    "project's folder, or name its file with --config or LARDER_CONFIG (`larder init` writes one)"
 )
 
 LOCATION_VARIABLES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "REDIS_URL")
@@ -51,9 +51,9 @@ _TABLE_COLUMNS = ("generation", "state", "data until", "Redis", "store", "copied
 
 @dataclass(frozen=True, slots=True)
 class NamespaceState:
-    """State as read; `read_at` is Redis' time if it answered. `redis_error`: why it did not.
+    """State of a namespace; `read_at` is Redis' time if it answered. `redis_error`: why Redis did not answer.
 
-    `is_own_redis`: it is the one that Larder runs here.
+    `is_own_redis`: Larder runs this Redis on this host.
     """
 
     ledger: Ledger
@@ -73,17 +73,17 @@ class NamespaceState:
 
     @property
     def live(self) -> str | None:
-        """Live generation by the pointer, else by the releases."""
+        """Live generation by the pointer, else by the release records."""
         return self.ledger.live_generation if self.pointer is None else self.pointer.generation
 
     @property
     def canary(self) -> Canary | None:
-        """Canary by the pointer, else by the releases."""
+        """Canary by the pointer, else by the release records."""
         return self.ledger.canary if self.pointer is None else self.pointer.canary
 
 
 def read_state(config: NightConfig) -> NamespaceState:
-    """Read the state, without Redis only the store's; raise LarderError for a store that cannot be read."""
+    """Read the state, without Redis only from the store; raise LarderError for a store that cannot be read."""
     failure, killed_step = last_failure(config.store()), find_killed_step(config)
     if not config.redis_url:
         history = all_releases(config.store())
@@ -128,14 +128,14 @@ def _redis_memory(client: Any) -> dict[str, Any]:
     try:
         info = client.info("memory")
         return {"used_bytes": int(info["used_memory"]), "limit_bytes": int(info["maxmemory"])}
-    except Exception:  # a cluster answers by node, a managed service perhaps not at all
+    except Exception:  # a cluster answers by node, a managed service may not answer
         return {}
 
 
 def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_settings: bool = True) -> dict[str, Any]:
-    """Report the state as JSON-able values; `problems` is empty if all is well.
+    """Report the state as JSON-able values; `problems` is empty if there is none.
 
-    `has_settings`: a file or the environment locates this namespace; without, it may be another one.
+    `has_settings`: a file or the environment locates this namespace; without settings, another one may be meant.
     """
     store = config.store()
     generation_ids = set(store.names("generations")) | set(namespace_state.rows)
@@ -179,7 +179,7 @@ def _published_at_text(namespace_state: NamespaceState) -> str | None:
 
 
 def _live_model(config: NightConfig, live_generation: str | None) -> dict[str, Any] | None:
-    """Return name, digest and import of the live generation's bundle; None if its files are not here."""
+    """Return name, digest and import of the live generation's bundle; None if its files are not in this store."""
     if live_generation is None:
         return None
     store = config.store()
@@ -202,22 +202,21 @@ def _list_problems(status: Mapping[str, Any], namespace_state: NamespaceState, s
     problems = []
     ledger, pointer, schedule = namespace_state.ledger, namespace_state.pointer, status["schedule"]
     if namespace_state.redis == REDIS_UNREACHABLE:
-        problems.append(f"Redis cannot be asked: {namespace_state.redis_error}")
+        problems.append(f"Redis does not answer: {namespace_state.redis_error}")
     if namespace_state.live is None:
-        redis_clause = "" if namespace_state.redis != REDIS_REACHABLE else ", nor does Redis"
+        redis_clause = "" if namespace_state.redis != REDIS_REACHABLE else ", nor has Redis"
         problems.append(
-            f"nothing is live: the artefact store {store_url} tells of no publish{redis_clause}; run `larder "
-            "night`, or name the right store (artifacts, LARDER_ARTIFACTS)"
+            f"nothing is live: the artefact store {store_url} has no record of a publish{redis_clause}; run `larder "
+            "night`, or set the right store (artifacts, LARDER_ARTIFACTS)"
         )
     if pointer is not None and pointer.epoch > ledger.live_epoch:
         epoch_clause = (
-            f"tells of no later epoch than {ledger.live_epoch}" if ledger.live_generation else "tells of no publish"
+            f"has no later epoch than {ledger.live_epoch}" if ledger.live_generation else "has no record of a publish"
         )
         problems.append(
-            f"Redis says that {pointer.generation} is live, epoch {pointer.epoch}, and the artefact store "
-            f"{store_url} {epoch_clause}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it "
-            "is: `larder "
-            "restore --adopt`"
+            f"in Redis {pointer.generation} is live, epoch {pointer.epoch}, but the artefact store {store_url} "
+            f"{epoch_clause}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: `larder restore "
+            "--adopt`"
         )
     elif namespace_state.redis == REDIS_REACHABLE and ledger.live_generation is not None:
         if pointer is None and namespace_state.is_own_redis:
@@ -229,24 +228,22 @@ def _list_problems(status: Mapping[str, Any], namespace_state: NamespaceState, s
             problems.append("Redis has lost its pointer: run `larder restore`")
         elif pointer.epoch != ledger.live_epoch:
             problems.append(
-                f"Redis follows epoch {pointer.epoch}, the release records say {ledger.live_epoch}: run "
-                "`larder restore`"
+                f"Redis has the epoch {pointer.epoch}, the release records have {ledger.live_epoch}: run `larder "
+                "restore`"
             )
     if namespace_state.live is not None and not namespace_state.replicas:
         problems += _no_replica_problems(namespace_state)
     if schedule["missing"] and namespace_state.live is not None:
-        problems.append(f"the generation of {schedule['due']} is missing: what is live is older")
+        problems.append(f"the generation of {schedule['due']} is missing: the live one is older")
     if (failure := namespace_state.failure) is not None and not failure.is_refused:
         generation_clause = f" ({failure.generation})" if failure.generation else ""
         problems.append(
             f"the last night failed at {iso(failure.at)} in the step {failure.step}{generation_clause}: "
-            f"{failure.error}; what is "
-            "live stays. Correct that, then run `larder night` again, or clear the red task"
+            f"{failure.error}; the live generation stays. Correct the cause, then run `larder night` again, or clear "
+            "the failed task"
         )
     if namespace_state.killed_in is not None:
-        problems.append(
-            f"a night stopped in {namespace_state.killed_in} and is not running: run it again; what is live stays"
-        )
+        problems.append(f"a night was stopped in {namespace_state.killed_in}: run it again; the live generation stays")
     live_cut = (namespace_state.live or "")[:CUT_CHARS]
     for generation_status in status["generations"]:
         if (
@@ -259,8 +256,8 @@ def _list_problems(status: Mapping[str, Any], namespace_state: NamespaceState, s
             is_last_failure = failure is not None and failure.generation == refused_generation
             failed_at_clause = f" at {iso(failure.at)}" if failure is not None and is_last_failure else ""
             problems.append(
-                f"{refused_generation} was refused{failed_at_clause}: {rules}; `larder verify "
-                f"{refused_generation}` tells the values, and what lets it pass"
+                f"{refused_generation} was refused{failed_at_clause}: {rules}; `larder verify {refused_generation}` "
+                "shows the values, and how to let it pass"
             )
     for replica in namespace_state.replicas:
         for generation, load_error in replica.failure_by_generation.items():
@@ -271,7 +268,7 @@ def _list_problems(status: Mapping[str, Any], namespace_state: NamespaceState, s
 
 
 def _no_replica_problems(namespace_state: NamespaceState) -> list[str]:
-    """Return the problem that nobody serves what is live; nothing while Redis, which would know, is away."""
+    """Return the problem that no replica serves the live generation; nothing while Redis is unreachable."""
     live_generation, silent_count = namespace_state.live, namespace_state.silent_replicas
     if namespace_state.redis == REDIS_UNREACHABLE:
         return []
@@ -283,7 +280,7 @@ def _no_replica_problems(namespace_state: NamespaceState) -> list[str]:
         ]
     if silent_count:
         return [
-            f"no replica answers, and {silent_count} beat within the last day: start the service, or look at its log"
+            f"no replica answers, but {silent_count} did within the last day: start the service, or look at its log"
         ]
     return [f"no replica serves {live_generation}: run `larder serve`"]
 
@@ -356,7 +353,7 @@ def _schedule_fields(config: NightConfig, namespace_state: NamespaceState) -> di
         "cron": config.schedule,
         "timezone": config.timezone,
         "due": _iso_if_known(schedule.due_tick(namespace_state.read_at)),
-        # Of a live generation without files here nobody can tell when it was made.
+        # Without the files of the live generation the time of its making is unknown.
         "missing": None
         if namespace_state.live is not None and created_at is None
         else schedule.is_missing(namespace_state.read_at, created_at),
@@ -426,7 +423,7 @@ def _gates_text(gates: Mapping[str, Any] | None) -> str:
 
 
 def _live_lines(status: Mapping[str, Any]) -> list[str]:
-    """Describe what is live, since when and of which model, and what was odd in its night."""
+    """Describe the live generation: since when it is live, its model, and remarks on its night."""
     if status["live"] is None:
         return []
     live_line = f"live: {status['live']}"
@@ -455,13 +452,17 @@ def _detail_lines(status: Mapping[str, Any]) -> list[str]:
     detail_lines = _live_lines(status)
     detail_lines.append(f"{due_text}; {next_text} ({schedule['cron']}, {schedule['timezone']})")
     if redis["state"] == REDIS_UNREACHABLE:
-        detail_lines.append("this is what the artefact store knows; who was loaded or verified, Redis would")
+        detail_lines.append(
+            "this is what the artefact store knows; only Redis knows which generations were loaded or verified"
+        )
     elif redis["state"] == REDIS_NOT_CONFIGURED:
         detail_lines.append("no Redis is configured and none runs here: this is what the artefact store knows")
     else:
         epoch = status["epoch"]
         detail_lines.append(
-            "Redis has no pointer: nothing published, or lost (restore)" if epoch is None else f"epoch {epoch}"
+            "Redis has no pointer: nothing was published, or it is lost (restore)"
+            if epoch is None
+            else f"epoch {epoch}"
         )
         if limit_bytes := redis.get("limit_bytes"):
             detail_lines.append(f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit_bytes)}")
@@ -473,7 +474,7 @@ def _detail_lines(status: Mapping[str, Any]) -> list[str]:
     replicas_text = (
         f"{replica_count} replica{'s' * (replica_count != 1)}"
         if redis["state"] == REDIS_REACHABLE
-        else "replicas not counted, for they beat in Redis"
+        else "replicas not counted, since their heartbeats are in Redis"
     )
     detail_lines.append(f"{replicas_text}, blocklist version {status['blocklist_version']}")
     detail_lines.append(f"{status['erasures_pending']} erasures pending (erase --list)")

@@ -1,4 +1,4 @@
-"""Redis for one command: the configured one, or one of our own filled with the data that the command needs."""
+"""Redis for one command: the configured one, or a temporary server filled with the data that the command needs."""
 
 import argparse
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ _LOADABLE_STATES = (*STATES_BY_ACTION["load"], GenerationState.SUPERSEDED, None)
 def open_redis_for_command(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> Iterator[NightConfig]:
-    """Yield settings with the configured Redis, or with one of our own for this command, filled with its data.
+    """Yield settings with the configured Redis, or with a temporary server for this command, filled with its data.
 
-    A command that only notifies replicas joins a running server, and does without when there is none. One that fills
-    the server of other commands is refused when there is none: what it filled would end with it.
+    A command that only notifies replicas joins a running server, and runs without Redis if there is none. A command
+    that fills the server of other commands is refused if there is none: its data would be lost at its end.
     """
     state_folder, redis_need = config.path(config.state), arguments.redis
     if config.redis_url or redis_need == "none":
@@ -49,15 +49,14 @@ def open_redis_for_command(
 
 
 def describe_ended_redis(state_folder: Path) -> str | None:
-    """Describe the state folder's Redis if it ended before the commands that use it, with the remedy; else None."""
+    """Return a text, with the remedy, if the state folder's Redis ended before the commands that use it; else None."""
     ended_server = recorded_server(state_folder)
     if ended_server is None or running_server(state_folder) is not None:
         return None
     return (
-        f"the Redis that Larder ran here (127.0.0.1:{urlsplit(ended_server.url).port}) is gone, "
-        f"{state_folder / 'redis.log'} may "
-        "say why: a `larder serve` that runs starts and fills it again within seconds, or its log says why "
-        "not; else start one"
+        f"the Redis that Larder ran here (127.0.0.1:{urlsplit(ended_server.url).port}) has ended, see "
+        f"{state_folder / 'redis.log'}: a running `larder serve` starts and fills it again within seconds, or its log "
+        "says why not; else start one"
     )
 
 
@@ -70,17 +69,17 @@ _NO_REDIS_TO_FILL_TEXT = (
 def _fill_if_empty(config: NightConfig, progress: Progress) -> None:
     with open_releases(config) as releases:
         control = releases.control
-        # What is no pointer is left to the command, which may be the one that removes it.
+        # An invalid pointer is left to the command, which may be the one that removes it.
         is_empty = not control.client.exists(control.keyspace.live) and releases.ledger().live_generation is not None
     if is_empty:
-        from precompute.releases.recovery import restore  # most servers are as they should be
+        from precompute.releases.recovery import restore  # imported only if needed: most servers are filled
 
         restore(config, attempt=new_attempt(), progress=progress)
 
 
 def load_again(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> None:
-    """Loads the generation that a step is about again: the server that held its pages ended with its command."""
-    from precompute.steps import load  # of the commands few prepare a server
+    """Load the command's generation again: the server that held its pages ended with an earlier command."""
+    from precompute.steps import load  # imported only if needed: few commands prepare a server
 
     option_name = "to" if "to" in arguments else "generation"
     if (generation := getattr(arguments, option_name)) and _generation_state(config, generation) in _LOADABLE_STATES:
@@ -88,11 +87,11 @@ def load_again(config: NightConfig, arguments: argparse.Namespace, progress: Pro
 
 
 def verify_again(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> None:
-    """Runs the gates again: the registry of the server that knew about an earlier `verify` is gone."""
+    """Run the gates again: the registry with the result of an earlier `verify` was lost with its server."""
     from precompute.steps import verify
 
     load_again(config, arguments, progress)
-    # A refused or rolled-back one is lifted by `verify` alone, never on the way to a publish.
+    # Only the command `verify` may lift a refusal or a roll back, never a publish.
     if _generation_state(config, arguments.generation) in (GenerationState.LOADED, GenerationState.VERIFIED):
         verify.run(config, {"generation": arguments.generation}, attempt=new_attempt(), progress=progress)
 

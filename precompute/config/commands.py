@@ -1,4 +1,4 @@
-"""Rows of the table of commands: the data for the parser, and the name of the function, which is not imported."""
+"""Rows of the table of commands: data for the parser, and the name of a function that is not imported yet."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -23,10 +23,10 @@ def prepare_nothing(_config: NightConfig, _arguments: argparse.Namespace, _progr
 
 @dataclass(frozen=True, slots=True)
 class CommandRow:
-    """Command of the shell: its name, place and text, the Redis that it needs, and how a new one is prepared.
+    """Command of the shell: its name, function and text, the Redis that it needs, and how a new one is prepared.
 
-    One that `takes_generation` has a generation id as its first argument; `defaults` are set beside its options.
-    `store`: whether it only reads the artefact store, writes into it, or makes a new one in the course of its work.
+    If `takes_generation`, its first argument is a generation id; `defaults` are set in addition to its options.
+    `store`: whether it only reads the artefact store, writes into it, or may create a new one.
     """
 
     name: str
@@ -43,9 +43,9 @@ class CommandRow:
 def add_cut_options(command: argparse.ArgumentParser, default: str) -> None:
     """Add the options of a command that uses data up to a cut; `default` describes the default cut."""
     command.add_argument("--data-until", metavar="TIME", help=f"cut of the data, ISO 8601 (default: {default})")
-    command.add_argument("--attempt", help="name of this attempt; a repeat is recognised by it")
+    command.add_argument("--attempt", help="name of this attempt; the same name marks a repeat")
 
 
 def absolute_path(text: str) -> str:
-    """A path on the command line is relative to the current folder."""
+    """Return a path of the command line relative to the current folder as an absolute one; URLs stay."""
     return text if "://" in text else str(Path(text).absolute())

@@ -1,4 +1,4 @@
-"""Console of the shell: bars during work, tables of results."""
+"""Console output: progress bars during work, tables of results."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,28 +32,28 @@ OutputContent = Mapping[str, Any] | Sequence[Table | str | Text]
 
 @dataclass(frozen=True, slots=True)
 class CommandOutput:
-    """Output of a command, with an exit code of its own; a text is written unchanged."""
+    """Output of a command, with its exit code; a text is written unchanged."""
 
     content: OutputContent | str
     code: int = 0
 
 
 Command = Callable[[NightConfig, argparse.Namespace, Progress], OutputContent | CommandOutput]
-"""Command of the shell: runs and returns its output."""
+"""Function of a command, which returns its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommandPlace:
-    """Dotted name of a command below `precompute`, and of modules that it imports only when it runs.
+    """Dotted name of a command's function below `precompute`, and of modules to import only when it runs.
 
-    All commands together need every library there is, which takes a second or two to load; each alone needs few.
+    All commands together need every library, which takes a second or two to load; each alone needs few.
     """
 
     name: str
     imports: tuple[str, ...] = ()
 
     def import_command(self) -> Command:
-        """Import the command and all that it will need."""
+        """Import the command and all modules that it will need."""
         for dependency in self.imports:
             import_module(f"precompute.{dependency}")
         module_name, _, function_name = self.name.rpartition(".")
@@ -62,7 +62,7 @@ class CommandPlace:
 
 
 def print_output(output: OutputContent | str, stdout_console: Console) -> None:
-    """Print a command's output; off a terminal plain and never wrapped."""
+    """Print a command's output; if that is not a terminal, without colours, and lines are never wrapped."""
     if isinstance(output, str):
         stdout_console.file.write(f"{printable_lines(output)}\n")
         return
@@ -101,7 +101,7 @@ def _field_rows(field_values: Mapping[str, Any], name_prefix: str = "") -> Itera
 
 @contextmanager
 def progress_bars(stderr_console: Console, *, is_quiet: bool) -> Iterator[Progress]:
-    """Show bars while the block runs, on a terminal only."""
+    """Show progress bars while the block runs, if on a terminal."""
     if is_quiet or not stderr_console.is_terminal:
         yield quiet
         return
@@ -119,7 +119,7 @@ def progress_bars(stderr_console: Console, *, is_quiet: bool) -> Iterator[Progre
         def progress(label: str, completed: int, total: int) -> None:
             if label not in task_id_by_label:
                 for task in task_id_by_label.values():
-                    # Steps follow one another; a thousand shards would fill more than a screen.
+                    # Steps run one after another; bars of a thousand shards would not fit on a screen.
                     bars.update(task, visible=False)
                 task_id_by_label[label] = bars.add_task(label, total=total or None)
             bars.update(task_id_by_label[label], completed=completed, total=total or None, visible=True)

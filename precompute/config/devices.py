@@ -19,20 +19,20 @@ from cache.errors import ConfigError
 AUTO, OFF = "auto", "off"
 
 _GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Device files of NVIDIA's driver, WSL's and AMD's: importing torch just to find no GPU takes seconds."""
+"""Device files of NVIDIA's driver, WSL's and AMD's: without any, torch is not imported, which would take seconds."""
 
 _CHOICE_WAIT_S_MAX, _LOCK_POLL_INTERVAL_S = 30.0, 0.02
-"""Seconds that a process waits for others to choose, which takes milliseconds, and between its checks."""
+"""Seconds that a process waits while others choose a device, which takes milliseconds, and between its checks."""
 
 _log = logging.getLogger(__name__)
 
 
 @functools.cache
 def devices(device_setting: str) -> tuple[str, ...]:
-    """Return torch's names of the devices to score on; none means the processor's own kernel.
+    """Return torch's names of the devices to score on; empty for the kernel on the processor.
 
-    `auto` takes all GPUs there are, `off` none; `cuda`, `cuda:1` and `cpu` (slow: for tests) are demanded. Raises
-    ConfigError if a demanded device is missing.
+    `auto` takes all GPUs, `off` none; `cuda`, `cuda:1` and `cpu` (slow: for tests) are required devices. Raises
+    ConfigError if a required device is missing.
     """
     if device_setting == OFF or (
         device_setting == AUTO and not any(Path(device_file).exists() for device_file in _GPU_DEVICE_FILES)
@@ -40,7 +40,7 @@ def devices(device_setting: str) -> tuple[str, ...]:
         return ()
     if importlib.util.find_spec("torch") is None:
         if device_setting == AUTO:
-            _log.warning("there is a GPU, but no torch: scoring uses the processor (extra `gpu`)")
+            _log.warning("there is a GPU, but torch is not installed: scoring uses the processor (extra `gpu`)")
             return ()
         raise ConfigError(
             f"device {device_setting!r} needs torch: install the extra `gpu`, or set device to `off`", field="device"
@@ -55,16 +55,15 @@ def devices(device_setting: str) -> tuple[str, ...]:
     )
     if not selected_devices and device_setting != AUTO:
         raise ConfigError(
-            f"device {device_setting!r} is not there, torch sees {', '.join(visible_devices) or 'no GPU'}: check the "
-            "driver, or set "
-            "device to `off`",
+            f"device {device_setting!r} is missing, torch finds {', '.join(visible_devices) or 'no GPU'}: check the "
+            "driver, or set device to `off`",
             field="device",
         )
     return selected_devices
 
 
 def device_for_shard(device_setting: str, shard: int) -> str | None:
-    """Return the device of one shard: several GPUs take the shards in turn. None means the processor."""
+    """Return the device of one shard, in round-robin order; None for the processor."""
     device_names = devices(device_setting)
     return device_names[shard % len(device_names)] if device_names else None
 
@@ -73,11 +72,11 @@ def device_for_shard(device_setting: str, shard: int) -> str | None:
 def claim_least_busy_device(
     device_setting: str, shard: int, tasks_max: int = 1, locks_folder: Path | None = None
 ) -> Iterator[str | None]:
-    """Yield the device with the fewest scoring processes on this host; among equals the shard's own in turn.
+    """Yield the device with the fewest scoring processes on this host; among equals the one in round-robin order.
 
-    A process that scores on a GPU holds a lock, so a killed one leaves nothing behind. `tasks_max` is how many may
-    share a device; more than that share it, too, and the log says so. The locks are in `locks_folder`, by default one
-    of this user's own; if that cannot be trusted, the shard takes its turn's device.
+    A process that scores on a GPU holds a lock, which ends with the process. Up to `tasks_max` processes may share a
+    device; if more do, a warning is logged. The locks are in `locks_folder`, by default a folder of this user; if that
+    cannot be trusted, the device is chosen in round-robin order.
     """
     device_names = devices(device_setting)
     if not device_names or not device_names[0].startswith("cuda"):
@@ -88,18 +87,21 @@ def claim_least_busy_device(
         lock_folder = locks_folder or _user_lock_folder()
     except OSError as error:
         _log.warning(
-            "GPUs are not counted, and this shard takes its turn's, %s: %s", device_names[round_robin_index], error
+            "processes on GPUs cannot be counted, so this shard uses %s, by its number: %s",
+            device_names[round_robin_index],
+            error,
         )
         yield device_names[round_robin_index]
         return
     identity_by_device = {
         device_name: gpu_identity(device_name) for device_name in device_names
-    }  # by the driver: nobody waits for it
+    }  # the driver may take long to answer, so it is asked before the lock is taken
     with ExitStack() as lock_stack:
         with _lock_file(lock_folder, "choice") as choice_lock_file:
-            if not _try_lock(choice_lock_file):  # no two count at once
+            if not _try_lock(choice_lock_file):  # only one process counts at a time
                 _log.warning(
-                    "%s is locked for more than %.0f s: end who holds it (`fuser`); scoring on %s meanwhile, its turn",
+                    "%s is locked for more than %.0f s: end the process that holds it (`fuser`); meanwhile this shard "
+                    "uses %s, by its number",
                     choice_lock_file.name, _CHOICE_WAIT_S_MAX, device_names[round_robin_index],
                 )  # fmt: skip
                 yield device_names[round_robin_index]
@@ -120,14 +122,14 @@ def claim_least_busy_device(
             fcntl.flock(slot_lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if len(held_slots_by_device[selected_device]) >= tasks_max:
             _log.warning(
-                "%d processes score on %s, and device_tasks is %d: memory is not shared out among so many",
+                "%d processes score on %s, more than device_tasks (%d): its memory may not suffice",
                 len(held_slots_by_device[selected_device]) + 1, selected_device, tasks_max,
             )  # fmt: skip
         yield selected_device
 
 
 def limit_gpu_memory(device: str, task_count: int) -> int:
-    """Limit torch in this process to its share of a GPU's memory; return the bytes per task, 0 off GPUs."""
+    """Limit torch in this process to its share of a GPU's memory; return the bytes per task, 0 without a GPU."""
     if not device.startswith("cuda"):
         return 0
     import torch
@@ -137,7 +139,7 @@ def limit_gpu_memory(device: str, task_count: int) -> int:
 
 
 def gpu_identity(device: str) -> str:
-    """Return a GPU's name that is the same in all processes of this host: its UUID, or that of a MIG instance."""
+    """Return an id of a GPU that is the same in all processes of this host: its UUID, or that of a MIG instance."""
     import torch
 
     device_index = int(device.partition(":")[2])
@@ -148,7 +150,7 @@ def gpu_identity(device: str) -> str:
 
 
 def _try_lock(lock_file: IO[str]) -> bool:
-    """True once this process has the lock; False if another one holds it for too long."""
+    """Return True once this process has the lock; False if another process holds it for too long."""
     give_up_at = time.monotonic() + _CHOICE_WAIT_S_MAX
     while True:
         try:
@@ -162,7 +164,7 @@ def _try_lock(lock_file: IO[str]) -> bool:
 
 
 def _held_slots(lock_folder: Path, device_identity: str) -> set[int]:
-    """Return the slots of a device of this name that living processes hold."""
+    """Return the slots of a device that living processes hold."""
     occupied_slots = set()
     for lock_path in lock_folder.glob(_lock_name(_slot_stem(device_identity, "*"))):
         with _open_lock_file(lock_path) as lock_file:
@@ -178,14 +180,14 @@ def _slot_stem(device_identity: str, slot_number: int | str) -> str:
 
 
 def _user_lock_folder() -> Path:
-    """Return a folder that only this user may enter, below the shared one for temporary files; raise OSError."""
+    """Return a folder that only this user may enter, in that of temporary files; raise OSError if there is none."""
     user_folder = Path(tempfile.gettempdir()) / f"larder-{os.getuid()}"
-    # Its name is no secret: who made it first decides where it leads, and what lies in it.
+    # Other users can guess its name: a folder or link that one of them made must not be used.
     with suppress(FileExistsError):
         user_folder.mkdir(mode=0o700)
     folder_stat = user_folder.lstat()
     if not stat.S_ISDIR(folder_stat.st_mode) or folder_stat.st_uid != os.getuid() or folder_stat.st_mode & 0o077:
-        raise PermissionError(f"{user_folder} is no folder that this user alone may enter: remove it, or set TMPDIR")
+        raise PermissionError(f"{user_folder} is not a folder that only this user may enter: remove it, or set TMPDIR")
     return user_folder
 
 

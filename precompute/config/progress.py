@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Callback (label, completed, total), called often and from one thread; drawing is left to it."""
+"""Callback (label, completed, total), called often and from one thread, which may draw the progress."""
 
 
 def quiet(_label: str, _completed: int, _total: int) -> None:
@@ -11,7 +11,7 @@ def quiet(_label: str, _completed: int, _total: int) -> None:
 
 
 def size_text(size_bytes: float) -> str:
-    """Bytes as people read them."""
+    """Return a size as text in binary units, such as 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024 or unit == "GiB":
             return f"{size_bytes:,.1f} {unit}" if unit != "B" else f"{size_bytes:,.0f} B"

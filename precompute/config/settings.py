@@ -33,18 +33,19 @@ __all__ = [
 
 
 def night_config(path: str | None = None, environment: Mapping[str, str] = os.environ, **overrides: Any) -> NightConfig:
-    """Return the configuration of this process: file, then environment, then command line."""
+    """Return the configuration of this process: a file, then the environment, then the command line."""
     return NightConfig.configured(environment, path, **overrides)
 
 
 def retained_count(keep: int) -> int:
-    """Superseded generations that a sweep leaves; the newest one, where a roll back lands, is always among them."""
+    """Return the number of superseded generations that a sweep keeps; it includes the newest one, for a roll back."""
     return max(1, keep)
 
 
 def peak_generation_count(keep: int) -> int:
-    """Return the number of generations in Redis and on each host: live, retained, one in the making, one unpublished.
+    """Return the largest number of generations in Redis and on each host at one time.
 
-    The last is a canary, or a refused or broken night's generation that no sweep may touch yet.
+    They are the live one, the retained ones, one that is being built, and one unpublished. The unpublished one is a
+    canary, or a generation of a refused or failed night that must not be swept yet.
     """
     return 1 + retained_count(keep) + 1 + 1

@@ -1,4 +1,4 @@
-"""Exact top-K on GPUs, by kernels of its own and by torch, and `torch.export` programs of towers.
+"""Exact top-K on GPUs, by fused kernels or by torch's operators, and `torch.export` programs of towers.
 
-Start at `scorer`; `fused` and `search` are two ways to the same lists.
+Start at `scorer`; `fused` and `search` are two ways to compute the same lists.
 """

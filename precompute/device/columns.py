@@ -6,14 +6,15 @@ import numpy as np
 import torch
 
 BLOCK_GROUPS = 64
-"""Groups of a block."""
+"""Number of groups in a block."""
 
 GROUPS_ABREAST, PAIR_COLUMNS = 4, 2
-"""Neighbouring columns are a pair of one group, then of the next, four groups in turn: what a thread of a GPU holds of
-a row of a product is then of one group, whose largest needs no other thread."""
+"""Number of groups whose columns are interleaved, and number of neighbouring columns of one group.
+Columns are a pair of one group, then a pair of the next, and so on for four groups. A thread of a GPU then holds only
+columns of one group in its part of a product's row, and finds their maximum without other threads."""
 
 SPLITS = 8
-"""Programs that share the items of the same users."""
+"""Number of programs that share the items of the same users."""
 
 _GROUP_ITEMS_MAX, _GROUP_ITEMS_MIN = 64, 4
 _CANDIDATES = 128
@@ -23,10 +24,10 @@ _CANDIDATES = 128
 class Columns:
     """Some items, longest first, as the columns of a product, in groups of `size` that share a bound.
 
-    Four groups have `4 * size` columns, pair by pair in turn (`columns_of`), and `BLOCK_GROUPS` groups are a block.
-    `ordinals` int64 [columns], `column_by_ordinal` int64 [items + 1] the other way round (-1 where left out; the last
-    entry is nobody's); `longest` and `residual` float32 [groups], rounded up; `padding` are the columns that are no
-    items.
+    The columns of four groups are interleaved (`columns_of`), and `BLOCK_GROUPS` groups are a block. `ordinals` int64
+    [columns] are the items of the columns; `column_by_ordinal` int64 [items + 1] is the inverse (-1 for items that are
+    left out; the last entry stands for invalid ordinals). `longest` and `residual` float32 [groups] are the largest
+    length and residual of a group, rounded up; `padding` are the columns without an item.
     """
 
     codes: torch.Tensor
@@ -37,24 +38,24 @@ class Columns:
     padding: torch.Tensor
     size: int
     block_longest: torch.Tensor
-    """The largest `longest` of each block, float32 [blocks]."""
+    """Largest `longest` of each block, float32 [blocks]."""
     block_residual: torch.Tensor
-    """The largest `residual` of each block, float32 [blocks]."""
+    """Largest `residual` of each block, float32 [blocks]."""
 
     @property
     def block(self) -> int:
-        """Columns of one block: a product covers whole ones."""
+        """Number of columns of a block: a product covers whole blocks."""
         return self.size * BLOCK_GROUPS
 
     def columns_of(self, groups: torch.Tensor) -> torch.Tensor:
-        """int64 [..., size]: the columns of some groups [...]."""
+        """Return the columns int64 [..., size] of some groups [...]."""
         item_index = torch.arange(self.size, device=groups.device)
         column_offset = item_index // PAIR_COLUMNS * (GROUPS_ABREAST * PAIR_COLUMNS) + item_index % PAIR_COLUMNS
         first_column = groups // GROUPS_ABREAST * (GROUPS_ABREAST * self.size) + groups % GROUPS_ABREAST * PAIR_COLUMNS
         return first_column[..., None] + column_offset
 
     def largest(self, product: torch.Tensor) -> torch.Tensor:
-        """The largest of each group, [n, groups], of a product [n, columns] of whole blocks."""
+        """Return the largest product of each group, [n, groups], from products [n, columns] of whole blocks."""
         pair_maxima = product.view(len(product), -1, self.size // PAIR_COLUMNS, GROUPS_ABREAST * PAIR_COLUMNS).amax(2)
         return pair_maxima.view(len(product), -1, PAIR_COLUMNS).amax(2)
 
@@ -63,7 +64,7 @@ def columns_by_rank(
     codes: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor,
     item_count: int, group_size: int,
 ) -> Columns:  # fmt: skip
-    """Columns of all the given items by rank; `item_count` counts all there are."""
+    """Return the columns of all given items, in the order of their ranks; `item_count` is the number of all items."""
     ranked_count, device = len(order), codes.device
     column_count = _count_columns(ranked_count, group_size)
     ranks = torch.arange(column_count, device=device).view(-1, GROUPS_ABREAST, group_size // PAIR_COLUMNS, PAIR_COLUMNS)
@@ -86,13 +87,13 @@ def columns_by_rank(
 
 
 def choose_group_size(item_count: int) -> int:
-    """Items of a group, of so many: reading a group's K best costs about as much as its column is wide."""
-    ideal_size = max(1, item_count // _CANDIDATES) ** 0.5  # where both are small
+    """Return the number of items in a group, which balances the number of groups and that of scored candidates."""
+    ideal_size = max(1, item_count // _CANDIDATES) ** 0.5  # minimizes items / size + candidates * size
     return min(_GROUP_ITEMS_MAX, max(_GROUP_ITEMS_MIN, 1 << round(float(np.log2(ideal_size)))))
 
 
 def _count_columns(item_count: int, group_size: int) -> int:
-    """Columns of so many items, in whole blocks."""
+    """Return the number of columns for these items, in whole blocks."""
     block_columns = group_size * BLOCK_GROUPS
     return -(-max(1, item_count) // block_columns) * block_columns
 
@@ -101,7 +102,7 @@ def _count_columns(item_count: int, group_size: int) -> int:
 class BlockStage:
     """Blocks that one stage of a search visits: `blocks` of those at `offset`, `offset + stride` and so on.
 
-    If `skip` is not 0, of every skip + 1 of them the `hole`-th was visited by an earlier stage, and is left out.
+    If `skip` is not 0, an earlier stage visited the `hole`-th of every skip + 1 of these blocks, so it is left out.
     """
 
     blocks: int
@@ -111,7 +112,7 @@ class BlockStage:
     hole: int = 0
 
     def block(self, visit_index: int) -> int:
-        """Return the block that is visited as the `visit_index`-th."""
+        """Return the `visit_index`-th block that is visited."""
         if self.skip:
             full_rounds, remainder = divmod(visit_index, self.skip)
             visit_index = full_rounds * (self.skip + 1) + remainder + (remainder >= self.hole)
@@ -120,9 +121,9 @@ class BlockStage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """Users [n, ...] in the units of the items: `codes` half, `length` and `residual` float32 [n], rounded up.
+    """Users [n, ...], scaled for the products: `codes` half, `length` and `residual` float32 [n], rounded up.
 
-    `size` float64 [n] are the lengths of the vectors as they came.
+    `size` float64 [n] are the lengths of the unscaled vectors.
     """
 
     exact: torch.Tensor
@@ -134,6 +135,6 @@ class Queries:
     size: torch.Tensor
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors of these users."""
+        """Return all tensors of these users."""
         required_tensors = (self.exact, self.codes, self.length, self.residual, self.scale, self.size)
         return required_tensors if self.cosine_lengths is None else (*required_tensors, self.cosine_lengths)

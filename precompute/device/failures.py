@@ -4,7 +4,7 @@ import torch
 
 
 def is_full(error: Exception) -> bool:
-    """True if there is no memory left, on the device or pinned: with less at once it may do."""
+    """True if memory is exhausted, on the device or pinned: a smaller piece of work may succeed."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     message = str(error)
@@ -13,5 +13,5 @@ def is_full(error: Exception) -> bool:
 
 
 def is_of_device(error: Exception) -> bool:
-    """True if the device failed and can be used no more; the launcher of kernels has only words for that."""
+    """True if the device failed and cannot be used any more; the launcher of kernels reports that only in messages."""
     return isinstance(error, torch.AcceleratorError) or "Triton Error [CUDA]" in str(error)

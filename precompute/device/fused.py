@@ -1,9 +1,9 @@
-"""Fused search of all columns by the kernels, which never write the product, with the sizes of their work.
+"""Fused search of all columns by kernels that never write the products to memory, with the sizes of their work.
 
-For every group of a few items a product has a bound. A first pass over few items of each user sets a limit that groups
-of the next, larger pass have to reach to be written at all; so a user keeps a few hundred of them. Their items are
-scored in float32, and all omitted groups have the last limit as their bound. The few lists that this does not make
-certain (masses of ties, scores too close for half precision) are left to `precompute.device.search`.
+For every group of a few items a bound is computed from the products. A first stage over few items gives each user a
+limit; only groups that reach it are written in the next, larger stage. So a user keeps a few hundred groups. Their
+items are scored in float32, and the last limit bounds all omitted groups. The few lists that this cannot certify (many
+ties, scores too close for half precision) are left to `precompute.device.search`.
 """
 
 import math
@@ -27,66 +27,67 @@ from precompute.device.kernels import keys as kernels_of_keys
 from precompute.device.search import SearchShape, find_certain_lists, select_best_keys
 
 GROUP = 4
-"""Items of a group: few, as all of a kept group are scored."""
+"""Items of a group: few, since all items of a kept group are scored."""
 
 NO_GROUP = -1
-"""Number of a missing group."""
+"""Number that stands for a missing group."""
 
 FETCH_MAX = 1 << 11
-"""Largest number of a user's scored groups: longer lists use torch's operators."""
+"""Maximum number of a user's scored groups: torch's operators make longer lists."""
 
 WIDTH_MAX = 512
 
 SEGMENTS = SPLITS * GROUPS_ABREAST
-"""Parts of a user's entries, each written by threads of one program."""
+"""Number of parts of a user's entries, each written by threads of one program."""
 
 HALVINGS = 12
-"""Halvings of a span of bounds, after which few groups are left between its ends."""
+"""Number of bisections of the range of bounds, after which few groups remain between its ends."""
 
 EXACT_REGISTERS = 64
-"""Registers of a thread that adds exact sums: with more the compiler reads all ahead, and keeps most in memory."""
+"""Maximum registers of a thread that adds exact sums: with more the compiler reads far ahead, and spills to memory."""
 
 _STAGE_RATIO, _LAST_STAGE_RATIO = 6, 4
-"""Blocks checked by the end of a stage, as a ratio of those before it: five times as many groups reach the limit, and
-fewer in the last, which has most of the blocks."""
+"""Ratios of blocks checked by the end of a stage to those before it.
+The limit of a stage lets about ratio - 1 times as many groups pass as are kept. The last stage, which has most of the
+blocks, has the smaller ratio, so that fewer groups pass."""
 
 _ESTIMATING_RATIO = 16
 """Largest such ratio with estimated limits."""
 
 _REGISTERS = 1 << 16
-"""Registers of a multiprocessor."""
+"""Number of registers of a multiprocessor."""
 
 _REGISTER_WIDTH_MAX = 256
-"""Largest number of a user's code that stays in registers."""
+"""Maximum width of a user's code that stays in registers."""
 
 _ROWS_MAX = 1 << 16
 _PROGRAM_ROUNDS = 4
-"""Programs of a search as a multiple of those that run at once: preparing the next one takes less than running it."""
+"""Number of programs of a search, as a multiple of those that run at once: more programs hide their preparation."""
 
 _SORTED_KEYS_MAX = 1 << 10
-"""Largest number of keys that the kernel sorts: for more torch is as fast."""
+"""Maximum number of keys that the kernel sorts: with more keys torch is as fast."""
 
 _UNROLLED_STEPS = 8
-"""Steps of an exact sum whose numbers are read at once."""
+"""Number of steps of an exact sum whose numbers are read at once."""
 
 _ROUND_UP = 1 + 1e-6
 _DEVIATIONS = 3
-"""Standard deviations by which the rank of an estimated limit exceeds the number expected in the sample."""
+"""Standard deviations by which the rank of an estimated limit exceeds the expected number in the sample."""
 
 _ENTRY_BYTES = 16
 _NO_SCORE = float("-inf")
 _PROBE_ITEMS = 9000
-"""Number of items of the probe: two stages."""
+"""Number of items of the self-test, enough for two stages."""
 
 _SCALED_LENGTH_MIN = 0.25
-"""Smallest length of a scaled user."""
+"""Smallest length of a scaled user vector."""
 
 _BOUND_ROUNDING = 2.0**-9
-"""Largest difference between a bound, which is at most a little above one, and its product plus margin."""
+"""Largest difference between a bound, which is at most slightly above one, and product plus margin."""
 
 
 def fits(items: DeviceItems, columns: Columns, fetch: int) -> bool:
-    """True if the kernels support products of this width, groups of this size, and so many candidates."""
+    """True if the kernels support products of this width, groups of this size, and this number of candidates."""
     return (
         items.codes.dtype == torch.float16
         and items.codes.shape[1] <= WIDTH_MAX
@@ -96,7 +97,7 @@ def fits(items: DeviceItems, columns: Columns, fetch: int) -> bool:
 
 
 def shape_of(items: DeviceItems, columns: Columns, fetch: int, room_bytes: int) -> SearchShape:
-    """Return the shape of a search: all columns, and as many users as fit into memory, or run at once."""
+    """Return the shape of a search: all columns, and as many users as fit into memory or run at once."""
     capacity, device = kept_capacity(fetch), items.codes.device
     entry_bytes = SEGMENTS * segment_capacity(capacity) * _ENTRY_BYTES
     candidate_bytes = capacity * (_ENTRY_BYTES + columns.size * 8 * 2)
@@ -119,7 +120,8 @@ def search(
     user_count, width = queries.codes.shape
     tiles = choose_tiles(user_count, width, queries.codes.device)
     hidden_rows = sort_hidden_ordinals(excluded_pairs, user_count, len(items.order))
-    # An item that is excluded lifts its group's bound like any other. A quarter is for what is close to the last.
+    # An excluded item raises its group's bound like any other. A quarter of the room is for bounds close to the last
+    # one.
     capacity = kept_capacity(shape.fetch)
     required_counts = (hidden_rows[0].diff() + shape.fetch).clamp(max=capacity - capacity // 4).to(torch.int32)
     kept_entries, left_out_bounds = select_entries(
@@ -135,8 +137,8 @@ def search(
 class Tiles:
     """Tile sizes of one program: `users` by `columns` of a product, `selected` users' bounds or keys, `scored` groups.
 
-    A product runs in `warps` warps, while `stages` tiles of items are on their way; `resident` programs fit a
-    multiprocessor at once: one multiplies while another checks its bounds.
+    A product runs in `warps` warps, while `stages` tiles of items are being copied. `resident` programs fit on a
+    multiprocessor: one multiplies while another checks its bounds.
     """
 
     users: int
@@ -151,7 +153,7 @@ class Tiles:
 
     @property
     def registers(self) -> int:
-        """Registers that a thread of a product may have, so that `resident` programs fit."""
+        """Maximum registers of a thread of a product with which `resident` programs fit."""
         return min(255, _REGISTERS // (32 * self.warps * self.resident))
 
 
@@ -167,8 +169,9 @@ def select_entries(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (entries of `kernels.above` int32 [n, capacity, 4], unordered; the highest omitted bound [n]).
 
-    The `required_counts` [n] highest, and those close to the last of them while there is room. With estimated limits,
-    fewer may be found of items that are not spread over the blocks as by chance: the omitted bound shows it.
+    The entries have the `required_counts` [n] highest bounds, and bounds close to the last of them if there is room.
+    With estimated limits fewer entries may be found if items are not spread over the blocks at random: the omitted
+    bound then makes the list uncertain.
     """
     user_count, device = len(queries.codes), queries.codes.device
     room = segment_capacity(capacity, estimating=estimating)
@@ -196,9 +199,10 @@ def select_entries(
 
 
 def estimate_ranks(required_counts: torch.Tensor, sample_fraction: float) -> torch.Tensor:
-    """Return ranks int32 [n] in a sample of all groups whose better part has the `required_counts` [n] best of all.
+    """Return ranks int32 [n] in a sample of groups, up to which the sample has all of the `required_counts` [n] best.
 
-    Of those the sample has a Poisson number, seldom more than `_DEVIATIONS` standard deviations above its mean.
+    The sample has a Poisson number of the best groups, seldom more than `_DEVIATIONS` standard deviations above its
+    mean.
     """
     expected_counts = required_counts * sample_fraction
     rank_limits = torch.ceil(expected_counts + _DEVIATIONS * expected_counts.sqrt() + _DEVIATIONS).to(torch.int32)
@@ -206,10 +210,10 @@ def estimate_ranks(required_counts: torch.Tensor, sample_fraction: float) -> tor
 
 
 def compute_block_weights(items: DeviceItems, columns: Columns, queries: Queries) -> torch.Tensor:
-    """Return float32 [blocks] which, times a user's length and residual, is at least the user's margin.
+    """Return float32 [blocks]: the factor of a user's length plus residual in an upper bound of the margin.
 
-    Except for underflow. The margin is `DeviceItems.margin`, with the largest share of residual of any of the users.
-    Users too short to be scaled like all others are left out: their products are zero, or their lists are not
+    The bound excludes underflow. The margin is that of `DeviceItems.margin`, with the largest share of the residual of
+    any user. Users too short to be scaled like all others are left out: their products are zero, or their lists are not
     certain.
     """
     residual_shares = queries.residual / (queries.length + queries.residual)
@@ -230,7 +234,7 @@ def write_entries(
 ) -> None:
     """Write the bounds of one stage that reach the users' limits [n], as entries and counts: see `kernels.above`.
 
-    `weight` float32 [blocks] is that of the blocks (`compute_block_weights`).
+    `weight` float32 [blocks] is the result of `compute_block_weights`.
     """
     user_count, width = queries.codes.shape
     reach = queries.length + queries.residual
@@ -266,7 +270,7 @@ def compute_exact_keys(
 ) -> torch.Tensor:
     """Return exact keys int64 [n, size, capacity], unordered, of items that may be better than the omitted ones [n].
 
-    WORST if hidden.
+    Excluded items have the key WORST.
     """
     user_count, capacity = kept_entries.shape[:2]
     keys = torch.empty((user_count, columns.size, capacity), dtype=torch.int64, device=kept_entries.device)
@@ -277,7 +281,7 @@ def compute_exact_keys(
         return keys
     part = min(tiles.scored, capacity if kept_entries.device.type == "cuda" else power_of_two(user_count * capacity))
     steps = items.exact.shape[1]
-    placeholder_lengths = queries.exact  # where there are no lengths none are read
+    placeholder_lengths = queries.exact  # without lengths the kernel does not read this argument
     kernels_of_keys.exact[-(-user_count * capacity // part),](
         queries.exact, placeholder_lengths if queries.cosine_lengths is None else queries.cosine_lengths,
         items.exact, placeholder_lengths if items.cosine_lengths is None else items.cosine_lengths,
@@ -292,7 +296,7 @@ def compute_exact_keys(
 def select_leading_keys(keys: torch.Tensor, k: int, tiles: Tiles) -> torch.Tensor:
     """Return the best k of keys int64 [n, size, a power of two], descending, padded with WORST."""
     user_count, group_size, keys_per_slot = keys.shape
-    is_slow = keys.device.type == "cpu" and keys_per_slot > 64  # the interpreter sorts for half a minute
+    is_slow = keys.device.type == "cpu" and keys_per_slot > 64  # Triton's interpreter takes half a minute to sort
     if keys_per_slot > _SORTED_KEYS_MAX or k > keys_per_slot or is_slow:
         return select_best_keys(keys.flatten(1), k)
     best_keys = torch.empty((user_count, k), dtype=torch.int64, device=keys.device)
@@ -313,9 +317,9 @@ def sort_hidden_ordinals(
 
 
 def agrees(dims: int, device: torch.device) -> bool:
-    """True if on this device the kernels' bounds hold, and their lists have the bits of the operators'.
+    """True if on this device the kernels' bounds hold, and their lists are bit-identical to those of torch's operators.
 
-    Tried on positive numbers, whose partial sums are as large as they get.
+    Tested on positive numbers, which have the largest partial sums.
     """
     rng = np.random.default_rng(dims)
     vectors = rng.random((_PROBE_ITEMS, dims), np.float32)
@@ -346,7 +350,7 @@ def agrees(dims: int, device: torch.device) -> bool:
 
 
 def compute_bounds(items: DeviceItems, columns: Columns, queries: Queries, tiles: Tiles) -> torch.Tensor:
-    """Return bounds float32 [n, groups] of few columns, in one stage; minus infinity for groups of padding."""
+    """Return bounds float32 [n, groups] of few columns, from one stage; minus infinity for groups of padding."""
     user_count, device = len(queries.codes), queries.codes.device
     block_count = len(columns.ordinals) // columns.block
     room = -(-block_count // SPLITS) * BLOCK_GROUPS // GROUPS_ABREAST
@@ -377,7 +381,7 @@ def _has_valid_bounds(items: DeviceItems, queries: Queries) -> bool:
 
 
 def plan_stages(block_count: int, room: int) -> Iterator[BlockStage]:
-    """Yield stages that visit every block once: the first only as many as fit if all their groups are written."""
+    """Yield stages that visit every block once; all groups of the first stage's blocks have room as entries."""
     ratios: list[int] = []
     while -(-block_count // math.prod(ratios)) > _first_stage_blocks(room):
         ratios.insert(0, _STAGE_RATIO if ratios else _LAST_STAGE_RATIO)
@@ -385,10 +389,10 @@ def plan_stages(block_count: int, room: int) -> Iterator[BlockStage]:
 
 
 def plan_estimating_stages(block_count: int, room: int) -> Iterator[BlockStage]:
-    """Yield stages like `plan_stages` for estimated limits: fewer stages, and a first one with fewer entries.
+    """Yield stages like `plan_stages` for estimated limits: fewer stages, with fewer entries in the first one.
 
-    Blocks are ordered by the length of their items. Each stage takes every n-th block, from the middle, so that its
-    items are neither better nor worse than the remaining ones.
+    Blocks are ordered by the length of their items. Each stage takes every n-th block, starting in the middle of the
+    first n, so that its items are neither better nor worse than the remaining ones.
     """
     if block_count <= _first_stage_blocks(room):
         return _build_stages(block_count, [], [])
@@ -399,14 +403,14 @@ def plan_estimating_stages(block_count: int, room: int) -> Iterator[BlockStage]:
 
 
 def _first_stage_blocks(room: int) -> int:
-    """Return the number of blocks all of whose groups fit."""
+    """Return the number of blocks for which the room suffices even if all their groups are written."""
     return SEGMENTS * room // BLOCK_GROUPS
 
 
 def _build_stages(block_count: int, ratios: list[int], holes: list[int]) -> Iterator[BlockStage]:
     """Yield the stages of a search, each of which visits `ratio` - 1 times as many blocks as all before it.
 
-    Of every `ratio` blocks the `hole`-th was visited by an earlier stage.
+    An earlier stage visited the `hole`-th of every `ratio` blocks.
     """
     stride = math.prod(ratios)
     offset = sum(math.prod(ratios[ratio_index + 1 :]) * hole for ratio_index, hole in enumerate(holes))
@@ -421,8 +425,8 @@ def _build_stages(block_count: int, ratios: list[int], holes: list[int]) -> Iter
 
 
 def choose_tiles(user_count: int, width: int, device: torch.device) -> Tiles:
-    """Return tiles for codes of some width: users stay in registers, wide ones in shared memory, items stream by."""
-    if device.type == "cpu":  # the interpreter takes the same time for many users as for one
+    """Return tiles for codes of this width: users stay in registers, wide ones in shared memory; items are streamed."""
+    if device.type == "cpu":  # Triton's interpreter takes the same time for many users as for one
         tile_users = power_of_two(min(64, user_count))
         return Tiles(max(16, tile_users), 256, 4, 1, 4, selected=tile_users, scored=1 << 15)
     if (kernels := hopper.kernels_for(width, device)) is not None:
@@ -445,12 +449,12 @@ def count_multiprocessors(device: torch.device) -> int:
 
 
 def kept_capacity(fetch: int) -> int:
-    """Return the number of a user's kept groups: with room for a quarter more, where a history has the best."""
+    """Return the number of a user's kept groups: a quarter more than fetched, for excluded items."""
     return min(FETCH_MAX, power_of_two(fetch + fetch // 4))
 
 
 def segment_capacity(capacity: int, *, estimating: bool = False) -> int:
-    """Return the entries of a segment: a stage is expected to write less than half as many."""
+    """Return the number of entries of a segment: a stage is expected to write less than half as many."""
     return max(32, capacity // (8 if estimating else 4))
 
 

@@ -1,9 +1,9 @@
 """Kernels of the fused top-K for Hopper GPUs, in CUDA C++, compiled on first use.
 
 `kernels/above.cu` and `keep.cu` are the counterparts of `above.py` and `keep.py`, `exact.cu` that of `keys.exact`, and
-`encode.cu` is `DeviceItems.queries` in one pass. The Triton kernels, and torch's operators, stay for other GPUs, for
-wider vectors, and where there is no NVRTC. PyTorch's builds for CUDA depend on NVRTC and `cuda-bindings`: nothing else
-is needed.
+`encode.cu` is `DeviceItems.queries` in one pass. Other GPUs, wider vectors, and hosts without NVRTC use the Triton
+kernels or torch's operators. No further package is needed: PyTorch's builds for CUDA depend on NVRTC and
+`cuda-bindings`.
 """
 
 import ctypes
@@ -20,27 +20,27 @@ import torch
 from precompute.device.columns import BLOCK_GROUPS, SPLITS, BlockStage, Columns, Queries
 
 PROGRAM_USERS = 256
-"""Users of one program of `above`."""
+"""Number of users of one program of `above`."""
 TILE_ITEMS = 128
-"""Items in one tile of a program of `above`."""
+"""Number of items in one tile of a program of `above`."""
 WIDTH_MAX = 256
-"""Largest width of a code: wider users do not fit into shared memory next to the items."""
+"""Maximum width of a code: wider users do not fit into shared memory together with the items."""
 _CHUNK_NUMBERS = 64
-"""Numbers of a code that one copy brings: 128 bytes of a row, which the copy engine swizzles."""
+"""Numbers of a code in one copy: 128 bytes of a row, which the copy engine swizzles."""
 _USER_CHUNK_BYTES, _STAGE_BYTES = (PROGRAM_USERS * _CHUNK_NUMBERS * 2, TILE_ITEMS * _CHUNK_NUMBERS * 2)
 _STAGES_MAX = 8
 _SHARED_BYTES = 224 << 10
-"""Shared memory for users and the ring of items; a program may have 227 KiB."""
+"""Shared memory for users and the ring of item tiles; a program may have 227 KiB."""
 _ALIGNMENT_BYTES = 1024
 ROUND_UP, ROUND_UP_SUMMAND = 1 + 1e-5, 1e-12
 """Factor and summand by which lengths of vectors are rounded up."""
 KEEP_ROOM, KEEP_MAX = 32, 256
-"""Entries of a segment for `keep`, and the most that it keeps of a user: more do not fit into registers."""
+"""Entries of a segment for `keep`, and maximum entries that it keeps for a user: more do not fit into registers."""
 _WARP_USERS = 8
-"""Users of one program of `encode` or `keep`."""
+"""Number of users of one program of `encode` or `keep`."""
 _ABOVE_THREADS, _EXACT_THREADS = 384, 128
 _PARTS_BYTES = 32 << 10
-"""Shared memory of a program of `exact` for parts of vectors, besides its user and its list of columns."""
+"""Shared memory of a program of `exact` for parts of vectors, in addition to its user and its list of columns."""
 _EXACT_SHARED_BYTES = 128 << 10
 _HOPPER_CAPABILITY = (9, 0)
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
@@ -53,10 +53,9 @@ _disabled_devices: set[torch.device] = set()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HopperKernels:
-    """Kernels for codes of some width, loaded into one device's context.
+    """Kernels for codes of one width, loaded into one device's context.
 
-    Their methods enqueue one kernel each on the current stream, and raise RuntimeError with the driver's name of an
-    error.
+    Each method enqueues one kernel on the current stream, and raises RuntimeError with the driver's name of an error.
     """
 
     encode: Any
@@ -68,7 +67,10 @@ class HopperKernels:
     def encode_users(
         self, scored_users: torch.Tensor, compared_users: torch.Tensor, width: int
     ) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of `Queries` but `own`, in order, of users float32 [n, dims] as scored and as compared."""
+        """Return the tensors of `Queries` without `cosine_lengths`, in order, for users float32 [n, dims].
+
+        Users are given as scored and as compared.
+        """
         user_count, dims = scored_users.shape
         empty_numbers = partial(torch.empty, user_count, device=scored_users.device, dtype=torch.float32)
         exact = torch.empty((user_count, -(-dims // 4), 4), device=scored_users.device)
@@ -142,8 +144,8 @@ class HopperKernels:
     ) -> None:
         """Write the exact keys int64 [n, size, capacity] of kept entries: see `kernels.keys`.
 
-        `vectors` and `item_lengths` are the items' (`DeviceItems`). A user's keys come one behind the other, then
-        `WORST`.
+        `vectors` and `item_lengths` are those of the items (`DeviceItems`). A user's keys are written without gaps,
+        followed by `WORST`.
         """
         user_count, capacity = kept_entries.shape[:2]
         steps = vectors.shape[1]
@@ -159,7 +161,7 @@ class HopperKernels:
 
 
 def kernels_for(width: int, device: torch.device) -> HopperKernels | None:
-    """Return the kernels for codes of `width` numbers on a device; None if the Triton kernels are to be used."""
+    """Return the kernels for codes of `width` numbers on a device; None if the Triton kernels must be used."""
     if device.type != "cuda" or width > WIDTH_MAX or device in _disabled_devices:
         return None
     if torch.cuda.get_device_capability(device) != _HOPPER_CAPABILITY:
@@ -171,7 +173,7 @@ def disable(device: torch.device) -> bool:
     """Disable the kernels on a device from now on; return True if they were usable there before."""
     if device.type != "cuda":
         return False
-    device = torch.empty(0, device=device).device  # with its index
+    device = torch.empty(0, device=device).device  # a device name with its index
     could_be_used = device not in _disabled_devices and torch.cuda.get_device_capability(device) == _HOPPER_CAPABILITY
     _disabled_devices.add(device)
     return could_be_used
@@ -191,7 +193,7 @@ def _load_kernels(chunk_count: int, device: torch.device) -> HopperKernels | Non
     shared_bytes = chunk_count * _USER_CHUNK_BYTES + ring_constants_of_width["STAGES"] * _STAGE_BYTES + _ALIGNMENT_BYTES
     try:
         with torch.cuda.device(device):
-            torch.cuda.synchronize(device)  # the device's context is then this thread's
+            torch.cuda.synchronize(device)  # the current context of this thread is then that of the device
             encode_constants = {
                 "NUMBERS": chunk_count * _CHUNK_NUMBERS // 32,
                 "ROUND_UP": ROUND_UP,
@@ -208,7 +210,7 @@ def _load_kernels(chunk_count: int, device: torch.device) -> HopperKernels | Non
 
 
 def ring_constants(chunk_count: int) -> dict[str, int]:
-    """Return constants of `above` for users of `chunk_count` chunks: as many item stages as fit next to them."""
+    """Return constants of `above` for users of `chunk_count` chunks, with as many item stages as there is room for."""
     free_bytes = _SHARED_BYTES - chunk_count * _USER_CHUNK_BYTES
     return {"CHUNKS": chunk_count, "STAGES": min(_STAGES_MAX, free_bytes // _STAGE_BYTES)}
 
@@ -259,7 +261,7 @@ def _pointers(*tensors: torch.Tensor | None) -> list[ctypes.c_void_p]:
 def _tensor_map(matrix: torch.Tensor, copied_rows: int) -> Any:
     """Return a half-precision matrix's descriptor for copies of `copied_rows` rows by one chunk, zero beyond its edges.
 
-    By ctypes: the driver requires 64-byte alignment, which `cuda-bindings` does not give.
+    It is made by ctypes: the driver requires 64-byte alignment, which `cuda-bindings` does not guarantee.
     """
     storage = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
     offset = -ctypes.addressof(storage) % _MAP_ALIGNMENT

@@ -1,4 +1,4 @@
-"""Items on a torch device: float32 for the exact scores that decide, half precision for the products that choose."""
+"""Items on a torch device: float32 for exact scores, half precision for the products that select candidates."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -16,17 +16,17 @@ from precompute.device.columns import Columns, Queries, choose_group_size, colum
 from precompute.device.hopper import ROUND_UP, ROUND_UP_SUMMAND, kernels_for
 
 WORST = torch.iinfo(torch.int64).min
-"""Key of a missing pair."""
+"""Key of a missing pair of user and item."""
 
 SUM_LANES = 4
-"""Number of parallel sums, each of every fourth number."""
+"""Number of parallel sums; each adds every fourth number."""
 
 UNDERFLOW_ERROR = 2.0**-24
 
 _DIMS_PER_GROUP = 16
 
 _SMALLEST_NORMAL_BY_DTYPE = {torch.float16: 2.0**-14}
-"""Smallest normal number by dtype; smaller ones are left to the residual: not every GPU multiplies them."""
+"""Smallest normal number by dtype; smaller numbers count as residual, since not every GPU multiplies them."""
 
 _ROUNDING_BY_DTYPE = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 0.0}
 
@@ -40,10 +40,10 @@ _PROBE_ROWS = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceItems:
-    """All items; `order` int64 [items] holds ordinals by falling length, `codes`, `length`, `residual` follow it.
+    """All items; `order` int64 [items] has ordinals by falling length; `codes`, `length`, `residual` have that order.
 
-    By ordinal are `exact` float32 [items, steps, 4], their vectors `arrange_in_sum_order`, and `cosine_lengths` float32
-    [items], the lengths of items that are compared by the cosine.
+    In the order of ordinals are `exact` float32 [items, steps, 4], the vectors after `arrange_in_sum_order`, and
+    `cosine_lengths` float32 [items], the lengths for the metric cosine.
     """
 
     exact: torch.Tensor
@@ -54,9 +54,9 @@ class DeviceItems:
     residual: torch.Tensor
     scale: float
     error: float
-    """Rounding error of a product and of the exact score, relative to both lengths."""
+    """Rounding error of a product and of the exact score, relative to the product of both lengths."""
     group: int | None
-    """Items that share a bound; None: as many as suit their number."""
+    """Number of items that share a bound; None: chosen by the number of items."""
     all_columns: Columns
 
     @classmethod
@@ -70,7 +70,8 @@ class DeviceItems:
         group_size = group or choose_group_size(len(ordinals_by_length))
         exact = torch.empty((len(ordinals_by_length), -(-dims // SUM_LANES), SUM_LANES), device=device)
         encoded_parts = []
-        for first_index in range(0, len(ordinals_by_length), _ITEMS_AT_ONCE):  # so that copies on their way stay small
+        # in parts, so that temporary copies stay small
+        for first_index in range(0, len(ordinals_by_length), _ITEMS_AT_ONCE):
             part_ordinals = ordinals_by_length[first_index : first_index + _ITEMS_AT_ONCE]
             encoded_parts.append(
                 encode_vectors(copy_to_device(comparable_items.compared_vectors[part_ordinals], device), scale, dtype)
@@ -89,14 +90,13 @@ class DeviceItems:
         )  # fmt: skip
 
     def is_within_error_bound(self) -> bool:
-        """True if this device's products stay within the allowed error: float32 sums, no number lost.
+        """True if this device's products stay within the allowed error: float32 sums without lost numbers.
 
-        Tried on positive numbers, whose partial sums are as large as they get, so that sums in half precision are
-        noticed.
+        Tested on positive numbers, which have the largest partial sums, so that sums in half precision are detected.
         """
         device, dtype = self.codes.device, self.codes.dtype
         probe_users = np.random.default_rng(0).random((_PROBE_ROWS, self.codes.shape[1]), np.float32)
-        probe_users /= self.codes.shape[1]  # no longer than one
+        probe_users /= self.codes.shape[1]  # the length is at most one
         codes, length, _ = encode_vectors(copy_to_device(probe_users, device), 1.0, dtype)
         sample_codes = self.codes[:: max(1, len(self.codes) // _PROBE_ROWS)].abs()
         exact_products = codes.double() @ sample_codes.double().T
@@ -105,7 +105,7 @@ class DeviceItems:
         return bool((product_errors.abs() <= allowed_errors).all())
 
     def only(self, is_allowed: torch.Tensor) -> Columns:
-        """Return the columns of some items; `allowed` bool [items] by ordinal."""
+        """Return the columns of the items in the mask bool [items] by ordinal."""
         ranks = is_allowed[self.order].nonzero()[:, 0]
         group_size = self.group or choose_group_size(len(ranks))
         return columns_by_rank(
@@ -143,7 +143,7 @@ class DeviceItems:
 
     def pairs(self, exclusions: Histories, rows: slice | NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (row, ordinal) int64 of all exclusions of some users; an invalid ordinal is the number of items."""
-        if isinstance(rows, slice):  # neighbours' histories lie side by side
+        if isinstance(rows, slice):  # histories of consecutive users are contiguous
             indptr = exclusions.indptr[rows.start : rows.stop + 1]
             indices = exclusions.indices[indptr[0] : indptr[-1]]
         else:
@@ -156,17 +156,17 @@ class DeviceItems:
         return pair_rows, torch.where((ordinals >= 0) & (ordinals < item_count), ordinals, item_count)
 
     def margin(self, columns: Columns, groups: slice, length: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return float32 [n, groups]: the largest difference of a product and its score, both vectors scaled.
+        """Return float32 [n, groups]: the largest difference between a product and its score, with both vectors scaled.
 
-        `length` and `residual` [n] are the users'. With codes q and rests r: |u v - q q'| <= |q| |r'| + |r| |v|, and
-        the sums are rounded.
+        `length` and `residual` [n] are the users'. With codes q, q' and residuals r, r' of the vectors u, v: |u v - q
+        q'| <= |q| |r'| + |r| |v|, plus the rounding of the sums.
         """
         longest = columns.longest[groups]
         weight = self.weight(longest, columns.residual[groups])
         return (length + residual)[:, None] * weight + residual[:, None] * longest + UNDERFLOW_ERROR
 
     def weight(self, longest: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return the factor of a user's length with its residual in a margin, float32, of the items' shape."""
+        """Return float32, in the shape of `longest`: the factor of a user's length plus residual in a margin."""
         return residual + self.error * (longest + residual)
 
 
@@ -175,7 +175,7 @@ def encode_vectors(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (codes [n, width], lengths float32 [n], residual lengths float32 [n]) of float32 [n, dims] times `scale`.
 
-    Scales are powers of two: only the code itself rounds. Its rounding is measured, not estimated.
+    Scales are powers of two, so only the code itself is rounded. Its rounding is measured, not estimated.
     """
     scaled = vectors * scale
     codes = scaled.to(dtype)
@@ -188,14 +188,14 @@ def encode_vectors(
 
 def copy_to_device(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """Copy an array to the device; to a GPU from pinned memory, so that the copy is asynchronous."""
-    tensor = torch.from_numpy(np.require(array, requirements=("C", "W")))  # torch shares no memory that is read-only
+    tensor = torch.from_numpy(np.require(array, requirements=("C", "W")))  # torch does not share read-only memory
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Start copying a tensor into pinned host memory; the values are valid once the stream is synchronised."""
+    """Start copying a tensor into pinned host memory; the values are valid after a synchronisation of the stream."""
     if tensor.device.type != "cuda":
         return tensor
     host_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -215,8 +215,8 @@ def _round_up(vector_lengths: torch.Tensor) -> torch.Tensor:
 def arrange_in_sum_order(vectors: torch.Tensor) -> torch.Tensor:
     """Rearrange float32 [n, dims] to [n, steps, 4]: the order in which numpy's einsum adds products.
 
-    Four lanes; of each sixteen numbers the last four first, then the remaining ones, padded with zeros.
-    `native/exact.h` has the same order.
+    A step is four numbers, one for each lane, padded with zeros. The steps of each full sixteen numbers are in reverse
+    order. `native/exact.h` has the same order.
     """
     dims = vectors.shape[1]
     padded_vectors = torch.nn.functional.pad(vectors, (0, -dims % SUM_LANES))
@@ -226,7 +226,7 @@ def arrange_in_sum_order(vectors: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _sum_order(dims: int, device: torch.device) -> torch.Tensor:
-    """Return the positions of the steps, int64; cached per device, as a copy to it waits for all pending work."""
+    """Return the positions of the steps, int64; cached per device, since copying them waits for all pending work."""
     reversed_steps = [
         step
         for first_step in range(0, dims // _DIMS_PER_GROUP * SUM_LANES, SUM_LANES)
@@ -236,9 +236,9 @@ def _sum_order(dims: int, device: torch.device) -> torch.Tensor:
 
 
 def exact_dots(ordered_users: torch.Tensor, ordered_items: torch.Tensor) -> torch.Tensor:
-    """Return float32 [n, c]: users [n, steps, 4] by their candidates [n, c, steps, 4], both `arrange_in_sum_order`.
+    """Return float32 [n, c]: users [n, steps, 4] by their candidates [n, c, steps, 4], both in `arrange_in_sum_order`.
 
-    Products and sums are separate steps: a fused multiply-add rounds once where numpy rounds twice.
+    Products and sums are separate operations: a fused multiply-add rounds once, numpy rounds twice.
     """
     lane_sums = torch.zeros((*ordered_items.shape[:2], SUM_LANES), device=ordered_items.device)
     for step in range(ordered_items.shape[2]):
@@ -247,8 +247,8 @@ def exact_dots(ordered_users: torch.Tensor, ordered_items: torch.Tensor) -> torc
 
 
 def pack_keys(scores: torch.Tensor, ordinals: torch.Tensor) -> torch.Tensor:
-    """Return `cache.model.ranking.pack_sort_keys` as int64, its highest bit flipped: torch compares signed numbers."""
-    bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    """Return `cache.model.ranking.pack_sort_keys` as int64, the highest bit flipped: torch compares signed numbers."""
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0, so both zeros have one key
     ordered_bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered_bits.to(torch.int64) << 32) | (0xFFFFFFFF - ordinals)
 
@@ -261,12 +261,12 @@ def unpack_scores(keys: torch.Tensor) -> torch.Tensor:
 
 def unpack_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `cache.model.ranking.unpack_sort_keys` of int64 [n, k]: (ordinals int32, NO_ITEM for WORST; scores)."""
-    low = keys.view(torch.int32).view(*keys.shape, 2)[..., 0]  # of two halves the lower comes first
+    low = keys.view(torch.int32).view(*keys.shape, 2)[..., 0]  # little-endian: the lower half comes first
     return ~low, unpack_scores(keys).masked_fill(keys == WORST, 0.0)
 
 
 def has_same_bits(dims: int, device: torch.device) -> bool:
-    """True if this device's sums have the bits of this numpy."""
+    """True if this device's sums are bit-identical to numpy's."""
     rng = np.random.default_rng(dims)
     user_vectors = rng.standard_normal((3, dims), np.float32)
     item_vectors = rng.standard_normal((64, dims), np.float32)

@@ -1,7 +1,7 @@
 """A `torch.export` program of a bundle, on a torch device.
 
-torch's own loader unpickles sample inputs, looks functions up by any name and evaluates expressions, so a file is
-rewritten in memory first: what is not needed is left out, and what is not known is refused.
+torch's own loader unpickles sample inputs, looks up functions by any name and evaluates expressions. So a file is
+rewritten in memory first: unneeded parts are left out, and unknown ones are refused.
 """
 
 import io
@@ -44,7 +44,7 @@ _CONTAINER_TYPES = {None, "builtins.tuple", "builtins.list", "builtins.dict"}
 _FORBIDDEN_FIELDS = ("as_operator", "as_custom_obj", "custom_obj")
 
 STREAM_COUNT = 2
-"""Callers whose batches a GPU takes at once: while one is copied the other is computed."""
+"""Number of callers whose batches a GPU takes at once: while one batch is copied, another is computed."""
 
 _TORCH_LOCK = threading.Lock()
 """Lock for torch's loader and its compiler, which keep their state in global variables."""
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class Program:
-    """Exported model on its device: compiled and warmed once on a GPU, thread-safe."""
+    """Exported model on its device: thread-safe; on a GPU it is compiled at the first batch."""
 
     def __init__(self, run: Callable[..., Any], input_order: Sequence[int], device: torch.device) -> None:
         self._run_uncompiled = self._run = run
@@ -68,10 +68,10 @@ class Program:
     def open(cls, path: Path, input_names: Sequence[str], device: str) -> Self:
         """Load a file whose checksum was verified; `input_names` are the inputs of the specification.
 
-        Raises BundleError for what is no program, holds more than one needs, or has other inputs.
+        Raises BundleError for a file that is not a program, holds more than a tower needs, or has other inputs.
         """
         torch_device = torch.device(device)
-        # TF32 keeps ten bits of float32's 23: neither products nor convolutions would agree with the ONNX file.
+        # TF32 keeps ten of float32's 23 bits: neither products nor convolutions would agree with the ONNX file.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         try:
             archive = io.BytesIO(_rewrite_archive(path))
@@ -79,12 +79,12 @@ class Program:
                 program = torch.export.load(archive)
         except BundleError:
             raise
-        except Exception as error:  # torch's errors share no base class of their own
-            raise BundleError(f"{path.name} is not a program that torch opens: {error}") from error
+        except Exception as error:  # torch's errors share no base class
+            raise BundleError(f"{path.name} is not a program that torch can open: {error}") from error
         program_inputs = list(program.graph_signature.user_inputs)
         if sorted(program_inputs) != sorted(input_names):
             raise BundleError(
-                f"{path.name} has the inputs {sorted(program_inputs)}, the specification binds {sorted(input_names)}",
+                f"{path.name} has the inputs {sorted(program_inputs)}, but the specification has {sorted(input_names)}",
                 program=sorted(program_inputs),
                 specification=sorted(input_names),
             )
@@ -95,9 +95,9 @@ class Program:
         return cls(program.module(), [input_names.index(input_name) for input_name in program_inputs], torch_device)
 
     def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
-        """The output float32 [n, dims] of each batch, its inputs in the order of `input_names`.
+        """Yield the output float32 [n, dims] of each batch, whose inputs are in the order of `input_names`.
 
-        The next batch is made and sent while one is computed. Raises MemoryError where there is no room.
+        The next batch is prepared and sent while one is computed. Raises MemoryError if memory is exhausted.
         """
         stream = self._streams.get()
         wait_for_output: Callable[[], NDArray[np.float32]] | None = None
@@ -146,10 +146,10 @@ class Program:
                 self._warm(tensors)
         try:
             output = self._run(*tensors)
-        except Exception as error:  # the compiler may stumble over a shape that is new to it
+        except Exception as error:  # the compiler may fail for a new shape
             if self._run is self._run_uncompiled or is_full(error):
                 raise
-            _log.warning("the program goes on uncompiled: %s", error)
+            _log.warning("the program runs uncompiled from now on: %s", error)
             self._run = self._run_uncompiled
             output = self._run(*tensors)
         while isinstance(output, list | tuple) and len(output) == 1:
@@ -158,11 +158,11 @@ class Program:
         return tensor
 
     def _warm(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Compiles for any number of rows; where that fails the program runs as it is."""
+        """Compile the program for any number of rows; if that fails, it runs uncompiled."""
         try:
             compiled_run = torch.compile(self._run_uncompiled, dynamic=True)
             compiled_run(*tensors)
-        except Exception as error:  # the compiler's errors share no base class of their own
+        except Exception as error:  # the compiler's errors share no base class
             if is_full(error):
                 raise
             _log.warning("the program is not compiled: %s", error)
@@ -172,7 +172,7 @@ class Program:
 
 
 def _rewrite_archive(path: Path) -> bytes:
-    """The archive without sample inputs, metadata and guards; raises BundleError for anything it should not hold."""
+    """Return the archive without sample inputs, metadata and guards; raise BundleError for other unknown content."""
     buffer = io.BytesIO()
     try:
         with zipfile.ZipFile(path) as archive, zipfile.ZipFile(buffer, "w") as safe_archive:
@@ -180,7 +180,7 @@ def _rewrite_archive(path: Path) -> bytes:
                 member_name = member.filename.partition("/")[2]
                 if not _MEMBER_PATTERN.fullmatch(member_name) or member.compress_type != zipfile.ZIP_STORED:
                     raise BundleError(
-                        f"{path.name} holds {member.filename!r}, which no exported tower needs: save it with "
+                        f"{path.name} holds {member.filename!r}, which an exported tower does not need: save it with "
                         "torch.export.save, weights and tensors only"
                     )
                 member_bytes = archive.read(member)
@@ -202,14 +202,16 @@ def _safe_graph(file_name: str, graph: Any) -> Any:
             json_object["metadata"] = {}
         target, expression = json_object.get("target"), json_object.get("expr_str")
         if "inputs" in json_object and isinstance(target, str) and not _TARGET_PATTERN.fullmatch(target):
-            raise BundleError(f"{file_name} calls {target!r}: only torch's own operators may be called")
+            raise BundleError(f"{file_name} calls {target!r}: only torch's own operators are allowed")
         if isinstance(expression, str) and not _EXPRESSION_PATTERN.fullmatch(expression):
-            raise BundleError(f"{file_name} holds the expression {expression[:80]!r}: it is not a shape")
+            raise BundleError(f"{file_name} holds the expression {expression[:80]!r}, which is not a shape")
         for spec in (json_object.get("in_spec"), json_object.get("out_spec")):
             if isinstance(spec, str):
                 _check_containers(file_name, orjson.loads(spec))
         if forbidden_fields := [field_name for field_name in _FORBIDDEN_FIELDS if json_object.get(field_name)]:
-            raise BundleError(f"{file_name} holds {forbidden_fields[0]}: only tensors and torch's own operators may")
+            raise BundleError(
+                f"{file_name} holds {forbidden_fields[0]}: only tensors and torch's own operators are allowed"
+            )
     if isinstance(graph, dict):
         graph["guards_code"] = []
     return graph
@@ -218,7 +220,7 @@ def _safe_graph(file_name: str, graph: Any) -> Any:
 def _check_containers(file_name: str, spec: Any) -> None:
     for json_object in _walk_json_objects(spec):
         if json_object.get("type") not in _CONTAINER_TYPES:
-            raise BundleError(f"{file_name} takes or gives a {json_object['type']}: a tower takes tensors")
+            raise BundleError(f"{file_name} takes or returns a {json_object['type']}: a tower takes tensors")
 
 
 def _check_tensors(file_name: str, config: Any) -> None:
@@ -226,11 +228,13 @@ def _check_tensors(file_name: str, config: Any) -> None:
         if json_object.get("use_pickle") or not _TENSOR_PATTERN.fullmatch(
             str(json_object.get("path_name", "weight_0"))
         ):
-            raise BundleError(f"{file_name} holds {json_object.get('path_name')!r} pickled: only plain tensors may be")
+            raise BundleError(
+                f"{file_name} holds {json_object.get('path_name')!r} pickled: only plain tensors are allowed"
+            )
 
 
 def _walk_json_objects(root_value: Any) -> Iterator[dict[str, Any]]:
-    """All objects of a JSON value, a deep one too."""
+    """Yield all objects of a JSON value, nested ones included."""
     unvisited = [root_value]
     while unvisited:
         json_value = unvisited.pop()

@@ -1,4 +1,4 @@
-"""`Scorer` on a torch device: slabs of users one after the other there, by the kernels where they can be relied on."""
+"""`Scorer` on a torch device: users are searched slab by slab, by the kernels if they are reliable on it."""
 
 import logging
 import threading
@@ -27,8 +27,9 @@ from precompute.device.search import SearchShape, search, shape_of
 _log = logging.getLogger(__name__)
 
 SLABS_UNDER_WAY = 3
-"""Slabs under way with a GPU: one is searched for, one is loaded or waits, and one is fetched. Searches run in one
-stream: side by side they would end together, and the GPU would then wait for all to be fetched."""
+"""Number of slabs in progress on a GPU: one is searched, one is loaded or waits, and one is fetched.
+All searches run in one stream: concurrent ones would end together, and the GPU would then wait until all are fetched.
+"""
 
 _FETCH_MARGINS = ((8, 16), (4, 480))
 """Candidates in addition to k, as (divisor of k, summand): for all users, then for the few uncertain lists."""
@@ -36,12 +37,12 @@ _FETCH_MARGINS = ((8, 16), (4, 480))
 _MEMORY_FRACTION = 0.5
 _PROCESSOR_BYTES = 256 << 20
 _SAFE_LENGTHS = (1e-36, 1e36)
-"""Lengths that a power of two scales to one."""
+"""Range of lengths that a power of two can scale to about one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SearchRequest:
-    """Request of one call of `top`, and the arrays that its answer fills; `fused` where the kernels are to do it."""
+    """Request of one call of `top`, and the arrays for its answer; `fused` if the kernels are to be used."""
 
     users: NDArray[np.float32]
     k: int
@@ -55,7 +56,7 @@ class _SearchRequest:
 
 
 class DeviceScorer:
-    """Items on one device, ready to be searched exactly; answers with the bits of `Scorer`."""
+    """Items on one device, ready for exact searches; lists are bit-identical to those of `Scorer`."""
 
     def __init__(self, comparable_items: ComparableItems, items: DeviceItems, fused: ModuleType | None) -> None:
         self._comparable_items = comparable_items
@@ -70,7 +71,7 @@ class DeviceScorer:
             torch.cuda.Stream(self._device) if is_gpu else None for _ in range(3)
         )
         self.has_failed = False
-        """True if the device gave up for good: the processor then does the rest."""
+        """True if the device has failed permanently: the processor then does the remaining work."""
 
     @classmethod
     def of(
@@ -82,13 +83,13 @@ class DeviceScorer:
         dtype: torch.dtype | None = None,
         fused: bool | None = None,
     ) -> Self | None:
-        """Scorer, as by `Scorer.of`; None, and why in the log, where the device cannot be relied on or has no room.
+        """Return a scorer as `Scorer.of` does; None, with the reason logged, if the device is unreliable or full.
 
-        `dtype` is that of the products: half on a GPU, float32 elsewhere; `fused` False leaves the kernels out, True
-        has them run elsewhere than on a GPU too.
+        `dtype` is that of the products: half on a GPU, float32 elsewhere. `fused` False disables the kernels, True runs
+        them also on devices that are not GPUs.
         """
         torch_device = torch.device(device)
-        # Half-precision products are summed in float32, and float32 ones are not rounded to TF32.
+        # Half-precision products must be summed in float32, and float32 ones must not be rounded to TF32.
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -100,12 +101,12 @@ class DeviceScorer:
         if not has_safe_lengths or (
             metric == "cosine" and not scores_fit_mask(comparable_items, comparable_items.vectors).all()
         ):
-            _log.warning("the lengths of these vectors are beyond what %s is certain about", device)
+            _log.warning("vectors have lengths for which %s cannot compute certain lists: not used", device)
             return None
         product_dtype = dtype or (torch.float32 if torch_device.type == "cpu" else torch.float16)
         try:
             if not has_same_bits(vectors.shape[1], torch_device):
-                _log.warning("%s adds in another order than this numpy: not used", device)
+                _log.warning("%s adds in another order than numpy does here: not used", device)
                 return None
             fused_kernels = (
                 probe_kernels(vectors.shape[1], torch_device, fused) if product_dtype == torch.float16 else None
@@ -114,7 +115,7 @@ class DeviceScorer:
             items = DeviceItems.of(comparable_items, torch_device, product_dtype, group)
             _synchronize(torch_device)
             if not items.is_within_error_bound():
-                _log.warning("the products of %s are rougher than %s is: not used", device, product_dtype)
+                _log.warning("the products of %s are less accurate than %s allows: not used", device, product_dtype)
                 return None
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             _log.warning("%s cannot hold %d items: %s", device, len(vector_lengths), error)
@@ -131,8 +132,8 @@ class DeviceScorer:
         threads: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> TopLists:
-        """Return the top K of each user, like `Scorer.top`; `threads` are for the users left to the processor."""
-        # That users are finite shows in their lengths, which the device finds.
+        """Return the top K of each user, like `Scorer.top`; `threads` are for users that the processor searches."""
+        # The device detects users that are not finite by their lengths.
         users, exclusions = check_arguments(self._comparable_items, users, k, excluded, allowed, check_finite=False)
         top_lists = (np.empty((len(users), k), np.uint32), np.empty((len(users), k), np.float32))
         report_progress = progress or (lambda _: None)
@@ -144,7 +145,7 @@ class DeviceScorer:
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             self._give_up(error)
         else:
-            # Bounds in half precision cannot tell everything: last come the operators.
+            # Half-precision bounds cannot certify every list: the last attempt uses torch's operators.
             attempts = [(fetch_margin, self._fused) for fetch_margin in _FETCH_MARGINS]
             attempts += [(_FETCH_MARGINS[-1], None)] * (self._fused is not None)
             for attempt_index, ((k_divisor, extra_candidates), kernels) in enumerate(attempts):
@@ -166,7 +167,7 @@ class DeviceScorer:
 
     @cached_property
     def _exhaustive_scorer(self) -> Scorer:
-        """Scorer for lists that no number of candidates makes certain: not worth laying the items out."""
+        """Scorer for lists that no number of candidates makes certain: too few to rearrange the items for them."""
         return Scorer.of(self._comparable_items.vectors, self._comparable_items.metric, engine=False)
 
     @cached_property
@@ -183,7 +184,7 @@ class DeviceScorer:
     def _search_slabs(
         self, search_request: _SearchRequest, user_rows: NDArray[np.int64], fetch: int
     ) -> NDArray[np.int64]:
-        """Score some users; return the users whose list is not certain."""
+        """Search for some users; return the users whose lists are not certain."""
         slab_users = self._choose_shape(search_request, fetch).users
         slabs = [user_rows[first_row : first_row + slab_users] for first_row in range(0, len(user_rows), slab_users)]
         with ThreadPoolExecutor(SLABS_UNDER_WAY if self._stream else 1, "device") as pool:
@@ -192,7 +193,7 @@ class DeviceScorer:
     def _search_slab(
         self, search_request: _SearchRequest, fetch: int, user_rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Search for users, in smaller pieces where the device runs out of memory; return the uncertain rows."""
+        """Search for users, in smaller pieces if the device runs out of memory; return the uncertain rows."""
         row_pieces, uncertain_parts = [user_rows], []
         while row_pieces:
             piece_rows = row_pieces.pop()
@@ -208,7 +209,7 @@ class DeviceScorer:
                 uncertain_rows = self._search(search_request, shape, piece_rows)
             except LarderError:
                 raise
-            except Exception as error:  # Triton's compiler and its cache raise what they like
+            except Exception as error:  # Triton's compiler and its cache may raise any exception
                 if is_full(error):
                     self._shrink(search_request, shape, error)
                 elif self.has_failed or is_of_device(error):
@@ -221,7 +222,7 @@ class DeviceScorer:
                 continue
             uncertain_parts.append(uncertain_rows)
             search_request.on_progress(len(piece_rows) - len(uncertain_rows))
-        return np.sort(np.concatenate(uncertain_parts))  # pieces are taken last first
+        return np.sort(np.concatenate(uncertain_parts))  # pieces are taken in reverse order
 
     def _search(
         self, search_request: _SearchRequest, shape: SearchShape, user_rows: NDArray[np.int64]
@@ -248,7 +249,7 @@ class DeviceScorer:
         ordinals, scores, is_certain, user_lengths = (host_tensor.numpy() for host_tensor in host_tensors)
         if not np.isfinite(user_lengths).all():
             check_arguments(self._comparable_items, search_request.users, search_request.k, None, None)
-        # Lists that are not certain are written again by whoever makes them so.
+        # Lists that are not certain are overwritten later by the next attempt.
         search_request.results[0][row_selection], search_request.results[1][row_selection] = (
             ordinals.view(np.uint32),
             scores,
@@ -260,7 +261,7 @@ class DeviceScorer:
         return uncertain
 
     def _copy_to_host(self, tensors: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-        """Tensors on their way to the host, and when they are there: the next slab does not wait for that."""
+        """Start copying tensors to the host; return them with the event of their arrival."""
         if self._stream is None or self._copy_stream is None:
             return [copy_to_host(tensor) for tensor in tensors], None
         self._copy_stream.wait_stream(self._stream)
@@ -281,7 +282,7 @@ class DeviceScorer:
         return max(0, int(min(free_bytes + cached_bytes, allowance_bytes) * _MEMORY_FRACTION))
 
     def _choose_shape(self, search_request: _SearchRequest, fetch: int) -> SearchShape:
-        """The widest product that has room, of as many users as fill the device."""
+        """Return the widest shape for which there is memory, with as many users as fill the device."""
         room_bytes = search_request.room_bytes // self._part_count
         kernels = self._usable_kernels(search_request, fetch)
         shape: SearchShape = (kernels.shape_of if kernels else shape_of)(
@@ -294,7 +295,7 @@ class DeviceScorer:
         return kernels if kernels and kernels.fits(self._items, search_request.columns, fetch) else None
 
     def _shrink(self, search_request: _SearchRequest, shape: SearchShape, error: Exception) -> None:
-        """Halve the work done at once from now on; give up if it cannot be halved."""
+        """Halve the size of pieces from now on; give up if it cannot be halved."""
         is_narrowest = (
             self._usable_kernels(search_request, shape.fetch) or shape.columns <= search_request.columns.block
         )
@@ -302,37 +303,37 @@ class DeviceScorer:
             self._give_up(error)
             return
         with self._change_lock:
-            if self._choose_shape(search_request, shape.fetch) == shape:  # else another slab was first
+            if self._choose_shape(search_request, shape.fetch) == shape:  # else another slab has already halved it
                 self._part_count *= 2
-                _log.info("%s: out of memory with %s; going on with half", self._device, shape)
+                _log.info("%s: out of memory with %s; continuing with half of it", self._device, shape)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _leave_kernels(self, error: Exception) -> None:
-        """Other kernels than those that were tried at first are compiled when they are wanted, which may fail."""
+        """Stop using the kernels: variants compiled after the self-test may fail."""
         with self._change_lock:
             if self._fused is not None:
                 self._fused = None
-                _log.warning("%s: kernels failed, torch's operators go on: %r", self._device, error)
+                _log.warning("%s: kernels failed, torch's operators are used from now on: %r", self._device, error)
 
     def _give_up(self, error: Exception) -> None:
         with self._change_lock:
             if not self.has_failed:
                 self.has_failed = True
-                _log.warning("%s failed, the processor goes on: %s", self._device, error)
+                _log.warning("%s failed, the processor is used from now on: %s", self._device, error)
 
 
 def _synchronize(device: torch.device) -> None:
-    """Waits for this thread's stream."""
+    """Wait for the current stream of this thread."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def probe_kernels(dims: int, device: torch.device, use_kernels: bool | None) -> ModuleType | None:
-    """`precompute.device.fused` if it works on this device; else None, and why in the log.
+    """Return `precompute.device.fused` if it works on this device; else None, with the reason in the log.
 
-    `use_kernels` None is on GPUs only: elsewhere Triton has nothing but its interpreter. Raises torch.OutOfMemoryError
-    and torch.AcceleratorError.
+    By default (`use_kernels` None) kernels run on GPUs only: elsewhere Triton only has its interpreter. Raises
+    torch.OutOfMemoryError and torch.AcceleratorError.
     """
     if not (device.type == "cuda" if use_kernels is None else use_kernels):
         return None
@@ -342,16 +343,18 @@ def probe_kernels(dims: int, device: torch.device, use_kernels: bool | None) -> 
         if dims > fused.WIDTH_MAX:
             reason = f"the kernels take vectors of up to {fused.WIDTH_MAX} numbers, these have {dims}"
         else:
-            with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton's is the current one
+            with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton uses the current device
                 if fused.agrees(dims, device):
                     return fused
                 if hopper.disable(device) and fused.agrees(dims, device):
-                    _log.warning("%s: the CUDA kernels' lists differ from the operators': Triton's are used", device)
+                    _log.warning(
+                        "%s: the CUDA kernels' lists differ from the operators': using Triton's kernels", device
+                    )
                     return fused
             reason = "its kernels' lists differ from the operators'"
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except Exception as error:  # a compiler, a driver, a missing package: each has its own
+    except Exception as error:  # the compiler, the driver or a missing package may raise any exception
         reason = f"its kernels cannot be run ({type(error).__name__}: {error})"
     _log.warning("%s scores by torch's operators, several times slower: %s", device, reason)
     return None

@@ -1,9 +1,9 @@
-"""Some users against all columns: half-precision products choose candidates, float32 decides, and it is certified.
+"""Search of some users against all columns: half-precision products select candidates, float32 scores decide.
 
-Items lie longest first in groups; a group's largest product plus what rounding may hide bounds all its scores, so the
-best groups hold the best items. What was left out anywhere has a bound: a list is certain where its last exact score
-is above all of them. Later tiles are multiplied only for users whose list a shorter item can still enter (as LEMP and
-FEXIPRO prune by length: Teflioudi et al. 2015, Li et al. 2017).
+Items are ordered by falling length, in groups. A group's largest product plus its rounding error bounds all its scores,
+so the groups with the best bounds have the best items. Every omitted item has a bound: a list is certain if its last
+exact score is above all of them. Later tiles are multiplied only for users whose list a shorter item can still enter
+(as LEMP and FEXIPRO prune by length: Teflioudi et al. 2015, Li et al. 2017).
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,12 @@ from precompute.device.columns import Columns, Queries
 from precompute.device.items import WORST, DeviceItems, exact_dots, pack_keys, unpack_scores
 
 _FIRST_TILE_DIVISOR = 8
-"""Fraction of the items, the longest ones, that is multiplied first; each tile then doubles the number."""
+"""Divisor of the number of items for the first tile, with the longest items; each further tile doubles the number."""
 _ROWS_MAX, _ROWS_MIN = 4096, 256
 _SPLIT_BLOCKS = 32
 _NUMBERS_AT_ONCE_BY_DEVICE = {"cuda": 1 << 26, "cpu": 1 << 20}
-"""Count of float32 numbers of candidates gathered at once: a GPU wants long steps, a processor what its caches hold."""
+"""Number of float32 numbers of candidates gathered at once: much work for a GPU, little enough for a processor's
+caches."""
 _NO_SCORE = float("-inf")
 
 
@@ -31,8 +32,8 @@ class SearchShape:
     columns: int
     fetch: int
     estimating: bool = False
-    """True if the kernels estimate what the last candidate's score will be: faster, and certain of nearly all lists
-    where good items are spread over all lengths as by chance."""
+    """True if the kernels estimate the last candidate's score.
+    That is faster, and nearly all lists are certain if good items are spread over all lengths at random."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +46,7 @@ class _BestCandidates:
     left_out: torch.Tensor
 
     def merge(self, rows: torch.Tensor, upper: torch.Tensor, lower: torch.Tensor, column: torch.Tensor) -> None:
-        """New candidates [rows, any number] join those of some rows; the worst bounds go."""
+        """Add candidates [rows, any number] to those of some rows, and drop those with the lowest bounds."""
         uppers = torch.cat([self.upper[rows], upper], 1)
         best_uppers, best_indices = uppers.topk(self.upper.shape[1], 1)
         self.upper[rows] = best_uppers
@@ -54,12 +55,12 @@ class _BestCandidates:
         self.leave_out(rows, best_uppers[:, -1])
 
     def leave_out(self, rows: torch.Tensor, bounds: torch.Tensor) -> None:
-        """Raise the bounds of omitted candidates of some rows to these [rows], where they are higher."""
+        """Raise the bounds of omitted candidates of some rows to these [rows], if they are higher."""
         self.left_out[rows] = torch.maximum(self.left_out[rows], bounds)
 
 
 def split_into_tiles(columns: Columns, max_columns: int) -> Iterator[slice]:
-    """Whole blocks of columns, at most `max_columns` at a time; small ones first where there are many."""
+    """Yield whole blocks of columns, at most `max_columns` at a time; with many columns the first tiles are small."""
     column_count, block_columns = len(columns.ordinals), columns.block
     first_column = 0
     while first_column < column_count:
@@ -71,7 +72,7 @@ def split_into_tiles(columns: Columns, max_columns: int) -> Iterator[slice]:
 
 
 def shape_of(items: DeviceItems, columns: Columns, fetch: int, room_bytes: int) -> SearchShape:
-    """Shape of a search: the widest product that has room, of as many users as fill the device."""
+    """Return the shape of a search: the widest product that fits into memory, with as many users as fill the device."""
     column_count, block_columns = len(columns.ordinals), columns.block
     bytes_per_column = items.codes.element_size() + 16 / columns.size
     fetch = min(fetch, column_count)
@@ -95,9 +96,9 @@ def search(
     k: int,
     shape: SearchShape,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keys int64 [n, k] descending, WORST where there is no item; certain bool [n]).
+    """Return (keys int64 [n, k] descending, WORST if there is no item; certain bool [n]).
 
-    `excluded_pairs` are pairs (row, ordinal) that may not appear; an ordinal that is not one is len(items.order).
+    `excluded_pairs` are pairs (row, ordinal) that must not appear; len(items.order) stands for an invalid ordinal.
     """
     user_count, device = len(queries.codes), queries.codes.device
     fetch = min(shape.fetch, len(columns.ordinals))
@@ -120,7 +121,7 @@ def search(
 
 
 def select_best_keys(keys: torch.Tensor, k: int) -> torch.Tensor:
-    """The best k of keys int64 [n, any number], descending, WORST where there are no more."""
+    """Return the best k of keys int64 [n, any number], descending, padded with WORST."""
     best_keys = keys.topk(min(k, keys.shape[1]), 1)[0]
     return torch.nn.functional.pad(best_keys, (0, k - best_keys.shape[1]), value=WORST)
 
@@ -128,7 +129,7 @@ def select_best_keys(keys: torch.Tensor, k: int) -> torch.Tensor:
 def find_certain_lists(
     items: DeviceItems, queries: Queries, best_keys: torch.Tensor, left_out: torch.Tensor
 ) -> torch.Tensor:
-    """bool [n]: nothing left out, no score above `left_out` [n], is as good as the last of the best keys [n, k]."""
+    """Return bool [n]: True if no omitted item, bounded by `left_out` [n], can be as good as the last best key."""
     last_scores = unpack_scores(best_keys[:, -1]) * queries.scale * items.scale
     return (left_out == _NO_SCORE) | ((best_keys[:, -1] != WORST) & (last_scores > left_out))
 
@@ -142,11 +143,11 @@ def _can_still_change(
     tile: slice,
     k: int,
 ) -> torch.Tensor:
-    """Mask of the rows [m] that an item of this tile, or of one behind it, can still enter."""
+    """Return a mask of the rows [m] whose lists an item of this tile or a later one can still enter."""
     if candidates.lower.shape[1] < k:
         return torch.ones(len(user_rows), dtype=torch.bool, device=user_rows.device)
     group = tile.start // columns.size
-    first_group = slice(group, group + 1)  # no later group is longer
+    first_group = slice(group, group + 1)  # groups are ordered by falling length
     length, residual = queries.length[user_rows], queries.residual[user_rows]
     reachable_scores = length * columns.longest[group] + items.margin(columns, first_group, length, residual)[:, 0]
     kth_scores = candidates.lower[user_rows].topk(k, 1)[0][:, -1]
@@ -190,7 +191,7 @@ def _hide(
     user_count: int,
     tile: slice,
 ) -> None:
-    """Set the scores of exclusions and of padding to those of no item."""
+    """Set the scores of exclusions and of padding to minus infinity."""
     excluded_rows, excluded_columns = hidden_pairs
     product_row_by_user = torch.full((user_count,), -1, device=rows.device)
     product_row_by_user[rows] = torch.arange(len(rows), device=rows.device)
@@ -205,7 +206,7 @@ def _hide(
 def _compute_exact_keys(
     items: DeviceItems, columns: Columns, queries: Queries, candidates: _BestCandidates
 ) -> torch.Tensor:
-    """The keys of all candidates, int64 [n, fetch], by their exact scores."""
+    """Return the keys of all candidates, int64 [n, fetch], by their exact scores."""
     user_count, fetch = candidates.column.shape
     keys = torch.empty((user_count, fetch), dtype=torch.int64, device=candidates.column.device)
     numbers_at_once = _NUMBERS_AT_ONCE_BY_DEVICE[candidates.column.device.type]
@@ -213,7 +214,7 @@ def _compute_exact_keys(
     for first_row in range(0, user_count, rows_at_once):
         user_rows = slice(first_row, first_row + rows_at_once)
         ordinals = columns.ordinals[candidates.column[user_rows]]
-        ordinals = ordinals.clamp(max=len(items.order) - 1)  # of columns that are no items
+        ordinals = ordinals.clamp(max=len(items.order) - 1)  # columns of padding have an ordinal beyond the items
         scores = exact_dots(queries.exact[user_rows], items.exact[ordinals])
         if items.cosine_lengths is not None and queries.cosine_lengths is not None:
             length_products = items.cosine_lengths[ordinals] * queries.cosine_lengths[user_rows, None]

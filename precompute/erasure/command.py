@@ -33,7 +33,7 @@ from precompute.sources.erasures import Erasure
 
 
 def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> OutputContent:
-    """Erase, re-admit, or only list; blocking never waits for Redis."""
+    """Erase an entity, re-admit it, or only list erasures; blocking never waits for Redis."""
     store, entity_kind = config.store(), arguments.kind
     if arguments.entity is None and not (arguments.list or arguments.gone):
         raise InvalidInput("name an entity, or pass --list to see all erasures", field="entity")
@@ -60,18 +60,19 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
                 if entity_id is not None:
                     releases.control.announce("blocklist")
                 if erasure is not None:
-                    # Also of one that is done: a request under way when it was blocked may have left a record since.
+                    # Also for an erasure that is done: a request in progress when the entity was blocked may have
+                    # stored a record since.
                     dropped_overlay_count = drop_overlays(config, store, releases.control, [erasure])
                     drop_from_sketches(config, store, releases.control, [erasure])
                 sweep_copies(store)
                 erasure_statuses = settle_erasures(config, releases)
         except LarderError as error:
-            err_console.print(f"Redis could not be asked: {error.message}", markup=False)
+            err_console.print(f"Redis does not answer: {error.message}", markup=False)
     if erasure_statuses is None:
         erasure_statuses = statuses_without_redis(store)
         err_console.print(
-            "without Redis nothing is reported as done; replicas see the blocklist at their next poll, and overlays "
-            f"expire by themselves within {config.overlay_ttl_s / 3600:.1f} h"
+            "without Redis no erasure is reported as done; replicas see the blocklist at their next poll, and "
+            f"overlays expire within {config.overlay_ttl_s / 3600:.1f} h"
         )
     selected_statuses = [
         erasure_status
@@ -86,8 +87,8 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
     remarks = _warn_of_unheld_entity(config, erasure) if erasure is not None and is_done_at_once else []
     if erasure is not None and not store.names("generations"):
         remarks.append(
-            f"there is no generation in {store.url}, so the erasure stays pending until a night is done there; if "
-            "that is not the store of your nights, correct artifacts (LARDER_ARTIFACTS)"
+            f"there is no generation in {store.url}, so the erasure stays pending until a night has finished there; if "
+            "your nights use another store, correct artifacts (LARDER_ARTIFACTS)"
         )
     if arguments.json:
         json_rows = [_status_to_json(erasure_status) for erasure_status in selected_statuses]
@@ -112,19 +113,19 @@ def _status_to_json(erasure_status: ErasureStatus) -> dict[str, Any]:
 
 
 def _warn_of_unheld_entity(config: NightConfig, erasure: Erasure) -> list[str]:
-    """Return warning lines on a request that was done at once: the id may be mistyped, or of another kind."""
+    """Return warnings about a request that was done at once: the id may be mistyped, or of another kind."""
     store = config.store()
     opposite_kind: EntityKind = "item" if erasure.kind == "user" else "user"
     warning = (
         f"no generation holds {erasure.kind} {erasure.entity!r}: check the id; it stays blocked and left out of later "
-        f"nights (erase {shlex.quote(erasure.entity)} --as {erasure.kind} --forget --reason ... takes that back)"
+        f"nights (erase {shlex.quote(erasure.entity)} --as {erasure.kind} --forget --reason ... reverts that)"
     )
     warning_lines = [warning]
     if opposite_holders := holders_by_erasure_number(store, [replace(erasure, kind=opposite_kind)], {})[erasure.number]:
         generations_text = ", ".join(sorted(holder.generation for holder in opposite_holders if not holder.is_copy))
         if generations_text:
             warning_lines.append(
-                f"as {opposite_kind} it is held by {generations_text}: did you mean --as {opposite_kind}?"
+                f"generations hold it as {opposite_kind}: {generations_text}: did you mean --as {opposite_kind}?"
             )
     return warning_lines
 
@@ -147,8 +148,8 @@ def _render_statuses(erasure_statuses: Sequence[ErasureStatus], dropped_overlay_
     summary_lines = [f"{pending_count} pending, {len(erasure_statuses) - pending_count} done or forgotten"]
     if any(holder.is_copy for erasure_status in erasure_statuses for holder, _ in erasure_status.holders):
         summary_lines.append(
-            "copies go with the next step, `retire` or service that runs on their host once they are an hour old; a "
-            "host that never runs again keeps an erasure pending until `erase --gone HOST` (or a pattern) says so"
+            "copies are removed by the next step, `retire` or service on their host once they are an hour old; for a "
+            "host that will never run again, `erase --gone HOST` (or a pattern) ends the wait"
         )
     if dropped_overlay_count is not None:
         summary_lines.append(f"{dropped_overlay_count} overlays dropped")

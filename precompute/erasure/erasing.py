@@ -1,4 +1,4 @@
-"""Erasing an entity: blocked at once, overlays dropped, left out from the next night on, done when nothing holds it."""
+"""Erasure of an entity: it is blocked at once, left out from the next night on, and done when nothing holds it."""
 
 import contextlib
 import time
@@ -26,12 +26,12 @@ from precompute.traffic.exposures import forget_keys
 
 UNLINK_BATCH_KEYS = 256
 LIKELY_HASH_SEEDS = (0, 1)
-"""Hash seeds that most likely apply to overlays of a generation whose files are gone."""
+"""Hash seeds that most likely apply to overlays of a generation whose files are removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErasureStatus:
-    """Erasure and the holders of its entity, with the expected time of each one's removal."""
+    """Erasure and the holders of its entity, each with a text on its expected removal."""
 
     erasure: Erasure
     holders: tuple[tuple[EntityHolder, str], ...] = ()
@@ -47,9 +47,9 @@ class ErasureStatus:
 def begin_erasing(
     store: ArtefactStore, entity_id: bytes, entity_kind: EntityKind, *, requested_at: float
 ) -> tuple[Erasure, bool]:
-    """Block, then record the request; safe to repeat. Return the erasure, and whether it is new.
+    """Block the entity, then record the request; safe to repeat. Return the erasure, and whether it is new.
 
-    Blocked first, however many erasures have to be read to write one more.
+    Blocking comes first, since many erasures may have to be read before one can be written.
     """
     was_blocked = entity_kind == "item" and entity_id in latest_blocklist(store).items
     _block(store, [(entity_id, entity_kind)])
@@ -62,7 +62,7 @@ def begin_erasing(
         was_blocked=was_blocked,
         existing_erasures=existing_erasures,
     )
-    # Until it was written down, whoever unblocks was not stopped by it.
+    # Until the erasure was written, an unblock was not refused, so block again.
     block_erased(store, [erasure])
     return erasure, find_erasure(existing_erasures, entity_id, entity_kind) is None
 
@@ -100,7 +100,8 @@ def readmit_entity(
 def drop_overlays(config: NightConfig, store: ArtefactStore, control: Control, erasures: Sequence[Erasure]) -> int:
     """Unlink every overlay under the ids of these entities, in all generations of the registry; return the number.
 
-    Overlays with newer events have a digest as key, which names no user: they expire, and are not served meanwhile.
+    Overlays with newer events have a digest as key, which does not tell the user: they expire, and the blocklist keeps
+    them from being served until then.
     """
     overlay_keys = [
         overlay_key
@@ -118,7 +119,7 @@ def drop_from_sketches(config: NightConfig, store: ArtefactStore, control: Contr
     """Remove these entities from the sketches of requests; return the number of entries."""
     table_names = set(config.tables)
     for generation in sorted(control.rows()):
-        with contextlib.suppress(LarderError):  # its files are gone
+        with contextlib.suppress(LarderError):  # the generation's files are removed
             table_names |= set(read_manifest(store, generation).tables)
     sketch_members = [sketch_member_of((table, erasure.raw)) for erasure in erasures for table in sorted(table_names)]
     batches = [
@@ -135,7 +136,7 @@ def drop_from_sketches(config: NightConfig, store: ArtefactStore, control: Contr
 
 
 def _sketch_key_numbers(window: Window, read_at: float) -> range:
-    """Return the numbers of a sketch's keys that can still exist; a replica's clock may be a little ahead of Redis'."""
+    """Return the numbers of a sketch's keys that may exist; a replica's clock may be slightly ahead of Redis'."""
     window_number = window_number_of(read_at, window)
     return range(window_number - window.life_s // window.seconds, window_number + 2)
 
@@ -165,9 +166,10 @@ def _overlay_keys(config: NightConfig, store: ArtefactStore, generation: str, er
 
 
 def settle_erasures(config: NightConfig, releases: Releases) -> list[ErasureStatus]:
-    """Enforce every erasure in force and mark the done ones; return the status of each, oldest first.
+    """Enforce every erasure in force and mark those that are done; return the status of each, oldest first.
 
-    None is done while the store has no generation: it may be the wrong store, and nothing was left out of a night.
+    None is marked while the store has no generation: it may be the wrong store, and no night has left out the entity
+    yet.
     """
     store, control = releases.store, releases.control
     erasures = all_erasures(store)
@@ -180,7 +182,7 @@ def settle_erasures(config: NightConfig, releases: Releases) -> list[ErasureStat
     forget_keys(store, [erasure.raw for erasure in pending if erasure.kind == "user"])
     forget_events(config, pending)
     remove_bundles_with_items(store, [erasure.raw for erasure in pending if erasure.kind == "item"])
-    # Rows before files: a night notes itself before it looks for erasures, and writes files after.
+    # Registry rows are read before files: a night first adds its row, then reads the erasures, then writes files.
     holders_by_number = holders_by_erasure_number(store, pending, control.rows())
     has_generations = bool(store.names("generations"))
     erasures = [
@@ -196,14 +198,14 @@ def settle_erasures(config: NightConfig, releases: Releases) -> list[ErasureStat
 def settle_erasures_in_night(
     config: NightConfig, releases: Releases, needed_generations: Collection[str]
 ) -> dict[str, int]:
-    """Settle all erasures, and sweep notes of generations that are gone; return `erasures_pending` for the report."""
+    """Settle all erasures, and sweep notes of removed generations; return `erasures_pending` for the report."""
     sweep_left_out_notes(releases.store, needed_generations)
     pending = sum(status.state == "pending" for status in settle_erasures(config, releases))
     return {"erasures_pending": pending}
 
 
 def statuses_without_redis(store: ArtefactStore) -> list[ErasureStatus]:
-    """Return the status of every erasure as far as the store alone shows it, oldest first."""
+    """Return the status of every erasure as far as the store shows it, oldest first."""
     erasures, now_s = all_erasures(store), time.time()
     holders_by_number = holders_by_erasure_number(store, [erasure for erasure in erasures if erasure.is_pending], {})
     return _erasure_statuses(
@@ -235,12 +237,14 @@ def _describe_fate(config: NightConfig, view: ReleaseView, holder: EntityHolder,
         return f"pinned until {until_text}"
     state = view.state(generation)
     if state is GenerationState.LIVE:
-        return f"live, swept once {retained_count(config.keep)} newer generations have followed the next one"
+        return f"live, swept after it was superseded and {retained_count(config.keep)} newer generations have followed"
     if state is GenerationState.SUPERSEDED:
-        return f"superseded, swept once it is not among the newest {retained_count(config.keep)} and nobody holds it"
+        return (
+            f"superseded, swept once it is not among the newest {retained_count(config.keep)} and no replica holds it"
+        )
     if state is None or state in UNFINISHED_STATES:
         hours = config.abandon_after_s / 3600
-        return f"{state or 'begun'}, swept if older than the live one and untouched for {hours:.0f} h"
+        return f"{state or 'begun'}, swept if older than the live one and unchanged for {hours:.0f} h"
     return f"{state}, swept by the next retire that finds no replica holding it"
 
 

@@ -25,15 +25,15 @@ from precompute.sources.erasures import ErasedEntities, Erasure
 from precompute.sources.unusable import UNKNOWN_ITEMS_NAMED_FIELD, ids_named_in
 
 _LEFT_OUT_FILE = "begun.json"
-"""File with the erasures that a generation left out, kept after the generation's own files are gone."""
+"""File with the erasures that a generation left out; it outlives the generation's own files."""
 
 FetchFile = Callable[[str], Path]
-"""Function that returns the local path of a finished file of the generation; raises StoreError without one."""
+"""Function that returns the local path of a finished file of the generation, and raises StoreError without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntityHolder:
-    """Holder of an entity: a generation; with `host`, only that host's copies of it.
+    """Holder of an entity: a generation; or, with `host`, only that host's copies of it.
 
     The copies exist since `at` (Unix seconds, by that host's clock).
     """
@@ -44,7 +44,7 @@ class EntityHolder:
 
     @property
     def is_copy(self) -> bool:
-        """True if only a host has it."""
+        """True if this is a copy on a host, not the generation in the store."""
         return bool(self.host)
 
 
@@ -78,7 +78,7 @@ def holders_by_erasure_number(
 
 
 def _list_copies(store: ArtefactStore, *, left_out_generations: Collection[str]) -> list[EntityHolder]:
-    """Return the copies that hosts recorded, and this host's unrecorded ones."""
+    """Return the copies that hosts recorded, and unrecorded copies on this host."""
     recorded_copies = copies_on_hosts(store, left_out_generations=left_out_generations)
     unrecorded_generations = (
         set(store.host_copies()) - {copy.generation for copy in recorded_copies} - set(left_out_generations)
@@ -93,7 +93,7 @@ def _erasures_held_by(store: ArtefactStore, generation: str, erasures: Sequence[
     def fetch(file_name: str) -> Path:
         local_path = store.fetch(generation_path(generation, file_name))
         if not local_path.is_file():
-            raise StoreError(f"{file_name} of {generation} is not there")
+            raise StoreError(f"{file_name} of {generation} is missing")
         return local_path
 
     try:
@@ -128,7 +128,10 @@ def _find_held_erasures(
     manifest: Manifest | None,
     fetch: FetchFile,
 ) -> set[int]:
-    """Return the erasure numbers found in the directory, partition, reports or interactions beyond the cut."""
+    """Return the numbers of erasures whose entity the generation's files or reports name.
+
+    They are its directory, partition, reports, and interactions beyond the cut.
+    """
     seed = begin_report["user_seed"] if kind == "user" else begin_report["item_seed"]
     shard_count = len(begin_report["bounds"]) - 1
     hashes = hash_ids([erasure.raw for erasure in erasures], seed)
@@ -158,7 +161,7 @@ def _find_held_erasures(
 def _find_in_partition(
     erasures: Sequence[Erasure], shard: int, file_kinds: Sequence[str], fetch: FetchFile
 ) -> set[int]:
-    """Return the erasure numbers found in a shard's partition, which also has users without a record."""
+    """Return the numbers of erasures found in a shard's partition, which also has users without a record."""
     entity_ids = pa.array([erasure.entity for erasure in erasures], pa.string())
     held_numbers = set()
     for file_kind in file_kinds:
@@ -204,16 +207,16 @@ def _copied_at(raw_record: bytes) -> float:
     try:
         return float(orjson.loads(raw_record)["at"])
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-        return 0.0  # the name says all that matters
+        return 0.0  # the name of the record has the host and the generation
 
 
 def declare_hosts_gone(store: ArtefactStore, pattern: str) -> list[EntityHolder]:
-    """Forget the copies of hosts that will never run again, by name or pattern; raise Conflict if none has any."""
+    """Forget the copies of hosts that will never run again, by name or pattern; raise Conflict if none matches."""
     copies = copies_on_hosts(store)
     gone_copies = [copy for copy in copies if fnmatchcase(copy.host, pattern)]
     if not gone_copies:
         hosts_text = ", ".join(sorted({copy.host for copy in copies})) or "no host"
-        raise Conflict(f"no copy is recorded of a host {pattern!r}; {hosts_text} has some")
+        raise Conflict(f"no copy is recorded for a host {pattern!r}; {hosts_text} has some")
     for copy in gone_copies:
         store.delete(copies_record_path(copy.generation, copy.host))
     return gone_copies
@@ -227,7 +230,7 @@ def note_left_out(store: ArtefactStore, generation: str, erased_entities: Erased
 
 
 def left_out_erasures(store: ArtefactStore, generation: str) -> set[int]:
-    """Return the numbers of the erasures that a generation left out; none if unknown: every erasure counts as held."""
+    """Return the numbers of the erasures that a generation left out; if unknown, none: all then count as held."""
     raw_record = store.read(f"{COPIES_FOLDER}/{generation}/{_LEFT_OUT_FILE}")
     try:
         return set() if raw_record is None else set(orjson.loads(raw_record)["erased"])
@@ -236,7 +239,7 @@ def left_out_erasures(store: ArtefactStore, generation: str) -> set[int]:
 
 
 def sweep_left_out_notes(store: ArtefactStore, needed_generations: Collection[str]) -> None:
-    """Remove the records on generations that neither a host nor the store has any more."""
+    """Remove the records of generations that neither a host nor the store has any more."""
     if store.copies is None:
         return
     existing_generations = {*store.names("generations"), *needed_generations}

@@ -1,4 +1,4 @@
-"""Evaluation of lists against what users did next, replayed from a log.
+"""Evaluation of lists against users' later interactions, replayed from a log.
 
 Start at `freshness`.
 """

@@ -41,15 +41,15 @@ DAY_S: Final = 24 * HOUR_S
 _DAY_US = DAY_S * MICROSECONDS_PER_SECOND
 
 HOUR_BOUNDS: Final = (0, 1, 3, 6, 12, 24)
-"""Bounds of the bins of hours since the night."""
+"""Bounds of the bins of hours since the last night."""
 
 CHUNK_ROWS_MAX: Final = 1 << 20
-"""Rows of histories grouped in one chunk."""
+"""Maximum number of rows of histories in one chunk."""
 
 CHUNK_LISTS_MAX: Final = 4_096
 
 LISTS_TIMED_ALONE_MAX: Final = 200
-"""Number of lists timed one at a time."""
+"""Maximum number of lists timed one at a time."""
 
 BOOTSTRAP_ROUNDS: Final = 1_000
 
@@ -60,9 +60,9 @@ _BOOTSTRAP_ROUNDS_AT_ONCE: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class RefreshStrategy:
-    """Strategy of refreshing lists: every `period_s` they are computed from all earlier rows, 0: at once.
+    """Strategy of refreshing lists: they are recomputed every `period_s` from all earlier rows; 0: for each answer.
 
-    With `leaves_out_newer_items` a list is answered without the items that its user has had since.
+    With `leaves_out_newer_items` answers leave out items that the user has had since the list was computed.
     """
 
     name: str
@@ -87,9 +87,9 @@ STRATEGIES: Final = (NIGHT, NIGHT_LESS_SEEN, HOURLY, EVENTS)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedLog:
-    """Rows ordered by user, then time (int64 microseconds since 1970), rows of one time as they came.
+    """Rows ordered by user, then time (int64 microseconds since 1970); rows of the same time keep their order.
 
-    Users are numbered from 0, of all rows; items are indexes into a list of ids.
+    Users are numbered from 0 over all rows; items are indexes into a list of ids.
     """
 
     users: NDArray[np.int64]
@@ -98,7 +98,7 @@ class TimedLog:
 
     @classmethod
     def of(cls, users: NDArray[np.int64], items: NDArray[np.int64], times: NDArray[np.int64]) -> Self:
-        """Order rows that came in any order."""
+        """Order rows by user and time."""
         order = order_by_user_and_time(users, times)
         return cls(users[order], items[order], times[order])
 
@@ -133,8 +133,8 @@ def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog,
     interaction_times = np.concatenate([np.empty(0, np.int64), *time_batches])
     if not (interaction_times != interaction_times[:1]).any():
         raise SourceError(
-            f"the log has no times to replay it by: its {row_count:,} rows have none, or all the same one; name the "
-            "column in sources.timestamp_column"
+            f"the log has no times to replay it by: its {row_count:,} rows have no times, or all the same time; name "
+            "the column in sources.timestamp_column"
         )
     has_time = interaction_times != 0
     return TimedLog.of(
@@ -143,7 +143,7 @@ def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog,
 
 
 def cut_before_days(log: TimedLog, day_count: int) -> int:
-    """Return the start of the last `day_count` days (UTC) of the log, the last row's day included, in microseconds.
+    """Return the start of the last `day_count` days (UTC) of the log, the last row's included, in microseconds.
 
     Raises SourceError if no row is before that.
     """
@@ -152,7 +152,7 @@ def cut_before_days(log: TimedLog, day_count: int) -> int:
     if first_time_us >= cut_us:
         raise SourceError(
             f"the log spans {(last_time_us - first_time_us) / _DAY_US:.1f} days: too short to replay its last "
-            f"{day_count} and to train on what is before; take fewer --days, or a longer log",
+            f"{day_count} and to train on the rest; take fewer --days, or a longer log",
             days=day_count,
         )
     return cut_us
@@ -160,10 +160,10 @@ def cut_before_days(log: TimedLog, day_count: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Targets:
-    """Targets: items to be found in the list that their user would get right before; int64 [targets] each.
+    """Items that users interact with, each to be found in the user's list just before; arrays are int64 [targets].
 
-    `users` are numbered anew from 0, `starts` is where the user's rows of the log start. By strategy, `ends` is the end
-    of the rows that its lists are computed from.
+    `users` are renumbered from 0; `starts` are the first rows of the users in the log. By strategy, `ends` are the ends
+    of the rows from which the lists are computed.
     """
 
     users: NDArray[np.int64]
@@ -176,9 +176,9 @@ class Targets:
     def of(
         cls, log: TimedLog, cut_us: int, strategies: Sequence[RefreshStrategy], users_max: int, rng: np.random.Generator
     ) -> Self:
-        """Find the first interactions with an item after the cut; draw `users_max` users if there are more.
+        """Find each user's first interactions with an item after the cut; draw `users_max` users if there are more.
 
-        Rows of the same moment do not know each other. Raises SourceError without any target.
+        Rows of the same moment are not in each other's histories. Raises SourceError if there is no target.
         """
         user_item_codes = log.users * (int(log.items.max(initial=0)) + 1) + log.items
         is_first = np.zeros(len(log), np.bool_)
@@ -187,8 +187,8 @@ class Targets:
         active_users = np.unique(log.users[target_rows])
         if not len(active_users):
             raise SourceError(
-                "nobody in the log did anything new after the cut with an item that was known before: take more "
-                "--days, or a longer log"
+                "no user in the log interacted after the cut with an item that was new to the user but known before: "
+                "take more --days, or a longer log"
             )
         if len(active_users) > users_max:
             active_users = np.sort(rng.choice(active_users, users_max, replace=False))
@@ -220,12 +220,12 @@ class Targets:
 
     @property
     def has_newer(self) -> NDArray[np.bool_]:
-        """Mask of the targets whose user did something since the last night."""
+        """Mask of the targets whose user had interactions since the last night."""
         return np.asarray(self.ends[EVENTS] > self.ends[NIGHT])
 
 
 def find_computation_times(times: NDArray[np.int64], cut_us: int, refresh_policy: RefreshStrategy) -> NDArray[np.int64]:
-    """Return the time before which all rows are included in the lists answered at `times`, microseconds each."""
+    """Return the times before which all rows are included in the lists answered at `times`, in microseconds."""
     if not refresh_policy.period_s:
         return times
     period_us = refresh_policy.period_s * MICROSECONDS_PER_SECOND
@@ -233,7 +233,7 @@ def find_computation_times(times: NDArray[np.int64], cut_us: int, refresh_policy
 
 
 def count_lists_per_day(log: TimedLog, cut_us: int, refresh_policy: RefreshStrategy) -> tuple[float, float | None]:
-    """Return lists a day after the cut: (of users with changes since their last, of all users, None by events)."""
+    """Return (lists of users with changes, lists of all users) a day after the cut; the latter None with period 0."""
     is_after_cut = log.times >= cut_us
     day_count = (int(log.times.max()) + 1 - cut_us) / _DAY_US
     changed_users, times = log.users[is_after_cut], log.times[is_after_cut]
@@ -255,7 +255,7 @@ def count_lists_per_day(log: TimedLog, cut_us: int, refresh_policy: RefreshStrat
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedTargets:
-    """Ranks of each target in its strategy's list, -1 if absent; the number of lists computed, and their seconds."""
+    """Rank of each target in its strategy's list, -1 if absent; the number of computed lists, and their seconds."""
 
     ranks: NDArray[np.int64]
     lists: int
@@ -264,9 +264,9 @@ class RankedTargets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListModel:
-    """Bundle that computes lists from histories alone; a user without one gets the most popular items, as in a night.
+    """Bundle that computes lists from histories alone; users without one get the most popular items, as in a night.
 
-    `limit` is the number of newest items that the model is given.
+    `limit` is the number of newest items that the model gets.
     """
 
     tower: Tower
@@ -281,10 +281,10 @@ class ListModel:
         if features := [*user_tower.spec.features, *item_tower.spec.features]:
             raise ConfigError(
                 f"the bundle {bundle.name} takes the feature {features[0].column!r}, which a log of interactions does "
-                "not have: leave --configured-bundle out to replay with the reference model"
+                "not have: omit --configured-bundle to replay with the reference model"
             )
         if user_tower.spec.history is None:
-            raise ConfigError(f"the bundle {bundle.name} reads no history: events change nothing")
+            raise ConfigError(f"the bundle {bundle.name} reads no history, so events change nothing")
         cores = usable_cores()
         open_item_tower = Tower.open(item_tower.path, item_tower.spec, threads=cores)
         (index_input,) = item_tower.spec.inputs
@@ -297,7 +297,7 @@ class ListModel:
         )
 
     def top(self, input_histories: Histories, excluded: Histories, k: int) -> NDArray[np.int64]:
-        """Return int64 [n, k] of model indices, best first; the items of `excluded` are left out."""
+        """Return int64 [n, k] of model indices, best first, without the items of `excluded`."""
         top_items = np.empty((len(input_histories), k), np.int64)
         has_history = np.diff(input_histories.indptr) > 0
         known_rows, rows_without_history = np.flatnonzero(has_history), np.flatnonzero(~has_history)
@@ -324,7 +324,7 @@ def rank_targets(
     k: int,
     progress: Progress = quiet,
 ) -> RankedTargets:
-    """Compute each list once, however many targets it has; the time is of towers and search."""
+    """Compute each list once for all of its targets; time the towers and the search."""
     ends = targets.ends[refresh_policy]
     exclusion_ends = targets.ends[EVENTS] if refresh_policy.leaves_out_newer_items else ends
     list_bounds, list_indices = np.unique(np.stack([targets.starts, ends, exclusion_ends]), axis=1, return_inverse=True)
@@ -345,7 +345,7 @@ def rank_targets(
 
 
 def measure_seconds_alone(model: ListModel, log: TimedLog, targets: Targets, k: int, rng: np.random.Generator) -> float:
-    """Return the median seconds of a list computed alone from all events, with grouping its history; 0 without any."""
+    """Return the median seconds of a list computed alone from all events, grouping included; 0 without lists."""
     target_rows = np.flatnonzero(targets.ends[EVENTS] > targets.starts)
     sampled_rows = (
         rng.choice(target_rows, min(LISTS_TIMED_ALONE_MAX, len(target_rows)), replace=False)
@@ -383,7 +383,7 @@ def keep_newest_items(input_histories: Histories, items_max: int) -> Histories:
 
 
 def _chunk_lists(row_counts: NDArray[np.int64]) -> Iterator[slice]:
-    """Yield chunks of lists with at most CHUNK_ROWS rows, at least one list."""
+    """Yield chunks of lists with at most CHUNK_ROWS_MAX rows, and at least one list each."""
     cumulative_rows, first_list = np.cumsum(row_counts), 0
     while first_list < len(row_counts):
         preceding_rows = int(cumulative_rows[first_list] - row_counts[first_list])
@@ -418,8 +418,8 @@ def bootstrap_means(
 ) -> list[list[Estimate]]:
     """Return by group and column the mean of `values` [n, columns] over the rows of `group_masks` [groups, n].
 
-    A row belongs to one of `users`, numbered from 0; all rows of a user are drawn together, with the same draws for all
-    groups and columns (Efron's bootstrap, by clusters). A group has a row at least.
+    A row belongs to one of `users`, numbered from 0. All rows of a user are drawn together, with the same draws for all
+    groups and columns (Efron's bootstrap, by clusters). Each group has at least one row.
     """
     user_count, columns = int(user_by_row.max()) + 1, values.shape[1]
     sums_by_user = np.zeros((user_count, len(group_masks), columns + 1))
@@ -453,7 +453,7 @@ def bootstrap_means(
 
 @dataclass(frozen=True, slots=True)
 class StrategyCost:
-    """Cost of a strategy: lists a day of users with changes and of all, and milliseconds per list."""
+    """Cost of a strategy: lists per day (of users with changes, of all users), and milliseconds per list."""
 
     strategy: RefreshStrategy
     changed_per_day: float
@@ -462,7 +462,7 @@ class StrategyCost:
 
     @property
     def seconds_per_day(self) -> float:
-        """Seconds a day of lists of users with changes."""
+        """Seconds per day for lists of users with changes."""
         return self.changed_per_day * self.list_ms / 1e3
 
 
@@ -480,7 +480,7 @@ class TargetGroup:
 
 @dataclass(frozen=True, slots=True)
 class FreshnessReport:
-    """Report of a replay; the first group is of all targets."""
+    """Report of a replay; its first group has all targets."""
 
     facts: Mapping[str, Any]
     groups: tuple[TargetGroup, ...]
@@ -495,7 +495,7 @@ def replay(config: NightConfig, options: ReplayOptions, progress: Progress = qui
     with _replayed_bundle(config, options, full_log, item_ids, cut_us, progress) as bundle:
         log = full_log.renumber_items(bundle.vocabulary.find_positions(to_string_chunks(pa.chunked_array([item_ids]))))
         if not len(log):
-            raise SourceError(f"the bundle {bundle.name} knows no item of the log")
+            raise SourceError(f"the bundle {bundle.name} has no item of the log")
         targets = Targets.of(log, cut_us, STRATEGIES, options.users, user_rng)
         earlier_items = log.items[log.times < cut_us]
         popularity = np.bincount(earlier_items, minlength=bundle.items.count)
@@ -509,7 +509,7 @@ def replay(config: NightConfig, options: ReplayOptions, progress: Progress = qui
     batched_s = ranked_by_events.seconds / max(1, ranked_by_events.lists)
     for refresh_policy in (
         policy for policy in STRATEGIES if not policy.leaves_out_newer_items
-    ):  # else no list is computed
+    ):  # without targets no list is computed
         changed_per_day, all_per_day = count_lists_per_day(log, cut_us, refresh_policy)
         costs.append(
             StrategyCost(
@@ -544,7 +544,7 @@ def replay(config: NightConfig, options: ReplayOptions, progress: Progress = qui
 def _replayed_bundle(
     config: NightConfig, options: ReplayOptions, log: TimedLog, item_ids: Any, cut_us: int, progress: Progress
 ) -> Iterator[Bundle]:
-    """Yield the configured bundle, or a reference bundle trained before the cut."""
+    """Yield the configured bundle, or a reference bundle trained on the rows before the cut."""
     if options.configured_bundle:
         yield Bundle.open(config.path(config.bundle))
         return
@@ -564,7 +564,7 @@ def _replayed_bundle(
 def _estimate_groups(
     targets: Targets, ranks_by_strategy: Mapping[RefreshStrategy, NDArray[np.int64]], rng: np.random.Generator
 ) -> Iterator[TargetGroup]:
-    """Yield all targets, those with newer events, known and new users', and those by hours since the night."""
+    """Yield estimates for all targets, those with newer events, known and new users', and by hours since the night."""
     hours_since_night = targets.since_night_us / (HOUR_S * MICROSECONDS_PER_SECOND)
     mask_by_group = {
         "all": np.ones(len(targets), np.bool_),
@@ -598,12 +598,12 @@ def _time_text(time_us: int) -> str:
 def command(
     config: NightConfig, arguments: argparse.Namespace, progress: Progress
 ) -> dict[str, Any] | list[Table | str]:
-    """Run `larder freshness`."""
+    """Run the command `larder freshness`."""
     for option_name, maximum in (("days", 3650), ("k", K_MAX), ("users", 10_000_000), ("seed", 2**32 - 1)):
         option_value = getattr(arguments, option_name)
         if not (option_name != "seed") <= option_value <= maximum:
             minimum = int(option_name != "seed")
-            raise ConfigError(f"--{option_name} is {minimum} to {maximum}, not {option_value}", field=option_name)
+            raise ConfigError(f"--{option_name} must be {minimum} to {maximum}, not {option_value}", field=option_name)
     if arguments.data:
         data = tuple(
             source_path if "://" in source_path else str(Path.cwd() / source_path) for source_path in arguments.data

@@ -9,7 +9,7 @@ from precompute.config.console import CommandPlace
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """Options of a replay: how much of the log's end, lists of which length, and of how many users at most."""
+    """Options of a replay: number of days at the log's end, length of lists, and maximum number of users."""
 
     days: int = 7
     k: int = 20
@@ -19,17 +19,17 @@ class ReplayOptions:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """Add the options of the command."""
     default_options = ReplayOptions()
     command.add_argument(
         "--data", nargs="+", metavar="FILE",
-        help="the log, in place of sources.interactions; its columns are those of [sources]",
+        help="log to use instead of sources.interactions; its columns are those of [sources]",
     )  # fmt: skip
     for option_name, help_text in (
-        ("days", "days (UTC) of the log's end that are replayed; the model knows what is before"),
+        ("days", "number of days (UTC) at the log's end to replay; the model is trained on earlier days"),
         ("k", "length of the lists"),
-        ("users", "users who are replayed, drawn where more did something new"),
-        ("seed", "seed of the model, of the users drawn and of the intervals"),
+        ("users", "maximum number of replayed users; drawn at random if more have new interactions"),
+        ("seed", "seed of the model, of the drawn users and of the intervals"),
     ):
         command.add_argument(
             f"--{option_name}", type=int, metavar="N", default=getattr(default_options, option_name),
@@ -37,16 +37,18 @@ def add_options(command: argparse.ArgumentParser) -> None:
         )  # fmt: skip
     command.add_argument(
         "--configured-bundle", action="store_true",
-        help="lists of the configured bundle, which must not have seen what is replayed (default: a reference model "
-        "trained on what is before)",
+        help=(
+            "replay lists of the configured bundle, which must not be trained on the replayed days (default: a "
+            "reference model trained on earlier days)"
+        ),
     )  # fmt: skip
 
 
 FRESHNESS = CommandRow(
     "freshness",
     CommandPlace("evaluation.freshness.command"),
-    "what nights, hourly nights and events find of users' next items, replayed from the end of a log with times, and "
-    "what their lists cost",
+    "compare how many of users' next items nights, hourly nights and events find, replayed from the end of a log with "
+    "times, and what their lists cost",
     add_options,
     redis="none",
     store="reads",

@@ -1,4 +1,4 @@
-"""Events that nights take over: the stream as files in the store, read as interactions, trimmed, and erased from.
+"""Events that nights take over: the stream is written to files in the store, read as interactions, and trimmed.
 
 Start at `stream`.
 """

@@ -1,6 +1,7 @@
-"""Trial of values that events set: each is run through the models before a night uses it; unusable ones are left out.
+"""Trial of values that events set: the models run on them before a night uses them; unusable values are left out.
 
-Any caller can send events. A number beyond a tower's table would end the night, and one that overflows it refuse it.
+Any caller can send events. Without the trial, an index beyond a tower's table would stop the night, and an output that
+is not finite would make the gates refuse it.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from precompute.sources.readers import NO_COLUMNS_OF_LISTS, read_features
 from precompute.sources.unusable import EVENTS_SOURCE_PREFIX, NOT_FINITE_REASON, RowCase, UnusableRows
 
 ENTITIES_AT_ONCE: Final = 4_096
-"""Users, or items, tried together."""
+"""Number of users, or of items, in one run of a model."""
 MODEL_RAISES_REASON: Final = "the model cannot be run on it"
 OUTPUT_TOO_LARGE_REASON: Final = f"an output beyond {NEW_VECTOR_ABS_MAX:,.0f}"
 UNFIT_OUTPUT_REASON: Final = "an output that does not fit its table's precision"
@@ -54,8 +55,8 @@ def read_event_values(
 ) -> NightValues:
     """Return the values in files of events; drop those of erased entities, and note and drop unusable ones.
 
-    For an entity with a dropped value the table's counts; so it does once a value was set `keep_values_days` before the
-    cut (Unix seconds).
+    For an entity whose value was dropped, the table's value is used. So it is if the event's value was set more than
+    `keep_values_days` before the cut (Unix seconds).
     """
     input_columns_by_kind: dict[EntityKind, set[str]] = {
         entity_kind: {str(input_spec.column) for input_spec in feature_inputs(bundle, entity_kind)}
@@ -84,7 +85,7 @@ def read_event_values(
 
 
 def _with_item_id_features(config: NightConfig, bundle: Bundle, event_values: EventValues) -> EntityValues:
-    """Return the values of items; where a model takes the id as a feature, it is that of the event's item."""
+    """Return the values of items; if a model takes the id as a feature, it is the id of the event's item."""
     input_specs, id_column = feature_inputs(bundle, "item"), config.sources.item_column
     if id_column not in {input_spec.column for input_spec in input_specs}:
         return event_values.items
@@ -102,7 +103,7 @@ def _with_item_id_features(config: NightConfig, bundle: Bundle, event_values: Ev
 
 
 def _unlisted_ids(config: NightConfig, event_item_ids: Collection[bytes]) -> frozenset[bytes]:
-    """Return the ids without a row in the table that lists the items."""
+    """Return the ids without a row in the table of items."""
     sources = config.sources
     if not event_item_ids or (table_name := sources.item_vectors or sources.item_features) is None:
         return frozenset()
@@ -117,7 +118,7 @@ def _unlisted_ids(config: NightConfig, event_item_ids: Collection[bytes]) -> fro
 def _note_left_out_vectors(
     bundle: Bundle, vector_by_item: Mapping[bytes, Sequence[float]], unusable: UnusableRows
 ) -> None:
-    """Note vectors of new items that the bundle was made without, because they do not fit its table's."""
+    """Note vectors of new items that were left out of the bundle because they do not fit the table's vectors."""
     item_ids = sorted(vector_by_item)
     if not item_ids:
         return
@@ -166,10 +167,10 @@ def _usable_values(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ModelTrial:
-    """Trial of one model: the values that events set for each entity, completed by another entity's table values.
+    """Trial of one model on the values that events set; missing inputs are filled with the table values of `row`.
 
-    `row` is that other entity, which the model can answer; None if the table has none. `output_abs_max` is the
-    largest number that an output may have.
+    `row` is an entity for which the model gives a finite output; None if the table has none. `output_abs_max` is the
+    limit of the absolute value of outputs.
     """
 
     model: BundleModel
@@ -189,7 +190,8 @@ class _ModelTrial:
             for table_config in tables
             if producer_of(bundle, table_config).model == model.name
             and (layout := layout_of(bundle, table_config)).kind != "topk"
-            # Lists are made of a user's vector, fit for its table or not, as answers during the day are.
+            # A user's vector may exceed its table's precision: lists are made from the vector itself, as are daytime
+            # answers.
             and table_config.kind != "user_vector"
         ]
         trial_without_row = cls(model, tower, layouts, columns, None, np.inf)
@@ -212,7 +214,7 @@ class _ModelTrial:
         return f"{EVENTS_SOURCE_PREFIX}.{self.model.name}"
 
     def concerned_ids(self, values_by_entity: EntityValues) -> list[bytes]:
-        """Return the sorted ids for which events set an input of the model; none if nothing can be tried."""
+        """Return the sorted ids for which events set an input of the model; none if there is no `row`."""
         if self.row is None:
             return []
         return sorted(
@@ -224,7 +226,7 @@ class _ModelTrial:
     def outputs(
         self, table_columns: Mapping[str, Any]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]:
-        """Return (rows of a table with every input, outputs for these, mask of those on which the model raises)."""
+        """Return (rows of a table with all inputs, their outputs, mask of the rows on which the model raises)."""
         spec = self.model.spec
         values_by_feature = {
             feature.name: read_feature_values(table_columns[str(feature.column)], feature) for feature in spec.features
@@ -249,7 +251,7 @@ class _ModelTrial:
         id_column = Ids.of(pa.array([raw.decode() for raw in entity_ids], pa.string()))
         zero_rows = pa.array(np.zeros(len(entity_ids), np.int64))
         repeated_columns = {name: column.take(zero_rows) for name, column in (self.row or {}).items()}
-        # What is of another kind is noted where the columns are made.
+        # Values of a wrong type are noted elsewhere, when the columns are made.
         ((_, table_columns),) = with_event_values(
             [(id_column, repeated_columns)], values_by_entity, kind=self.model.entity, unusable=UnusableRows(),
             inputs=self.model.spec.features,

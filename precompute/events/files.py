@@ -1,8 +1,8 @@
-"""Files of the events that nights took over: their names, their rows, and the entities that they set values for.
+"""Files of the events that nights took over: their names, their rows, and the values that they set for entities.
 
-`<store>/events/<position that it begins behind>.parquet`, written once: the end of the newest is where the next begins,
-so the store alone says what was taken. The name of a merged one has its end, too (`<begin>_<end>.parquet`): files
-within it count no more.
+`<store>/events/<begin>.parquet` has the events after the position `begin`, and is written once. The next file begins
+where the newest one ends, so the store alone shows which events were taken. A merged file has its end in its name, too
+(`<begin>_<end>.parquet`): files within that range are ignored.
 """
 
 import io
@@ -36,13 +36,13 @@ from precompute.sources.unusable import UnusableRows
 EVENTS_FOLDER: Final = "events"
 
 END_POSITION_KEY: Final = b"larder.until"
-"""Key of a file's metadata that holds the position of its last event."""
+"""Key of a file's metadata with the position of its last event."""
 
 EVENT_FILE_SCHEMA: Final = pa.schema([
     ("user", pa.string()), ("item", pa.string()), ("time", pa.timestamp("us", tz="UTC")), ("id", pa.string()),
     ("type", pa.string()), ("weight", pa.float64()), ("position", pa.int64()), ("event", pa.string()),
 ])  # fmt: skip
-"""Columns of a file; `position` is `Position.number`, `event` the JSON of an event that is no interaction."""
+"""Columns of a file; `position` is `Position.number`, `event` the JSON of an event that is not an interaction."""
 
 _INTERACTION_COLUMNS: Final = ["user", "item", "time", "weight", "position"]
 
@@ -82,17 +82,17 @@ def taken_file_path(after: Position) -> str:
 
 
 def list_taken_files(store: ArtefactStore) -> list[TakenFile]:
-    """Return the files that count, in order; each ends where the next one begins."""
+    """Return the files in use, in order; each ends where the next one begins."""
     return [file for file, is_counted in _list_all_files(store) if is_counted]
 
 
 def superseded_files(store: ArtefactStore) -> list[TakenFile]:
-    """Return the files whose events a merged one has."""
+    """Return the files whose events a merged file has."""
     return [file for file, is_counted in _list_all_files(store) if not is_counted]
 
 
 def _list_all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
-    """Return every file in order, with whether it counts: no longer file has its events."""
+    """Return every file in order, with whether it is in use: no merged file has all of its events."""
     name_matches = filter(None, map(_FILE_NAME_PATTERN.fullmatch, store.names(EVENTS_FOLDER)))
     taken_files = sorted(
         (
@@ -111,9 +111,8 @@ def _list_all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
     for earlier_file, later_file in pairwise([file for file, is_counted in files_with_validity if is_counted]):
         if earlier_file.until_position is not None and later_file.after < earlier_file.until_position:
             raise CorruptArtefact(
-                f"{earlier_file.path} and {later_file.path} overlap, and neither has all events of the other: put the "
-                "files "
-                "back that they were merged of, and remove both",
+                f"{earlier_file.path} and {later_file.path} overlap, and neither has all events of the other: restore "
+                "the files from which they were merged, and remove both",
                 path=later_file.path,
             )
     return files_with_validity
@@ -149,13 +148,13 @@ def encode_table(table: Any, end_position: Position) -> bytes:
 
 
 def read_end_position(raw_parquet: bytes, path: str) -> Position:
-    """Return the position of a file's last event; raise CorruptArtefact for another kind of file."""
+    """Return the position of a file's last event; raise CorruptArtefact for a file of another kind."""
     with _translate_damage(path):
         return Position.parse((pq.read_schema(io.BytesIO(raw_parquet)).metadata or {})[END_POSITION_KEY])
 
 
 def read_event_table(raw_parquet: bytes, path: str) -> Any:
-    """Return the rows of a file; raise CorruptArtefact for another kind of file."""
+    """Return the rows of a file; raise CorruptArtefact for a file of another kind."""
     with _translate_damage(path):
         return pq.read_table(io.BytesIO(raw_parquet))
 
@@ -166,8 +165,8 @@ def _translate_damage(path: str) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, KeyError, LarderError) as error:
         raise CorruptArtefact(
-            f"{path} is no file of events ({error}): put it back from a copy of the store; without it the events "
-            "behind it are in no night",
+            f"{path} is no file of events ({error}): restore it from a copy of the store; without it no night has its "
+            "events",
             path=path,
         ) from error
 
@@ -178,9 +177,9 @@ def _end_position_of(store: ArtefactStore, file: TakenFile) -> Position:
 
 @dataclass(frozen=True, slots=True)
 class EventFiles:
-    """Files of events that a night reads after the team's own, and the position of their end.
+    """Files of events that a night reads in addition to the team's files, and the position at which they end.
 
-    Without events neither.
+    Without events both are empty.
     """
 
     files: tuple[SourceFile, ...] = ()
@@ -207,8 +206,8 @@ def event_files(config: NightConfig, end_text: str | None = None) -> EventFiles:
     end_position = end_positions[-1] if end_text is None else Position.parse(end_text)
     if end_position not in end_positions:
         raise ConfigError(
-            f"no file of {store.url}/{EVENTS_FOLDER} ends at {end_position}, they go up to {end_positions[-1]}: "
-            "run `take-events` first, and give the position that it tells",
+            f"no file of {store.url}/{EVENTS_FOLDER} ends at {end_position}, they go up to {end_positions[-1]}: run "
+            "`take-events` first, and give the position that it prints",
             field="events_until",
         )
     file_paths = [file.path for file in taken_files[: end_positions.index(end_position)]]
@@ -218,17 +217,17 @@ def event_files(config: NightConfig, end_text: str | None = None) -> EventFiles:
 def _source_file_of(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:
     if store.folder is not None:
         return store.folder / path
-    # Read where it lies: a copy on this host would have to be erased from as well.
+    # Read from the store: a copy on this host would also have to be erased from.
     return source_file(f"{config.artifacts.rstrip('/')}/{config.namespace}/{path}", Path())
 
 
 def read_event_interactions(
     files: Sequence[SourceFile], first_file_index: int, unusable: UnusableRows
 ) -> Iterator[Interactions]:
-    """Yield batches of the interactions of positive weight, from a file on; no cut applies: their position decided.
+    """Yield batches of interactions with positive weight, from one file on; the position decides, not the cut.
 
-    Their ids were checked when they were accepted. They count as rows of events, so that they hide no share of bad rows
-    of the sources. Raises SourceError naming a file that cannot be read.
+    Their ids were checked when they were accepted. They are counted as rows of events, so that they do not lower the
+    share of bad rows of the sources. Raises SourceError naming a file that cannot be read.
     """
     for event_file in files[first_file_index:]:
         with (
@@ -253,9 +252,9 @@ def _to_interactions(batch: Any) -> Interactions:
 
 
 class EventValues(NamedTuple):
-    """Attribute values that events set for users and items; the newest position wins, also over a table's values.
+    """Attribute values that events set for users and items; the newest position wins, also over table values.
 
-    Items in `event_item_ids`, which events brought with features or a vector, get a row if no table has one.
+    Items in `event_item_ids`, for which events set features or a vector, get a row if no table has one.
     """
 
     users: EntityValues = NO_ENTITY_VALUES
@@ -270,9 +269,9 @@ class EventValues(NamedTuple):
         attributes_by_kind: Mapping[EntityKind, Collection[str]],
         oldest_counted_number: int = 0,
     ) -> Self:
-        """Read files of events, in the order of their positions, without those of erased entities.
+        """Read files of events in the order of their positions, without events of erased entities.
 
-        Only values set behind `oldest_counted_number`, a position's number count, and only attributes in
+        Only values after the position number `oldest_counted_number` count, and only attributes in
         `attributes_by_kind`: other values take no memory, and displace none. Raises SourceError naming a file that
         cannot be read, CorruptArtefact for a malformed event.
         """
@@ -280,7 +279,7 @@ class EventValues(NamedTuple):
         for position, event in _read_value_events(event_files):
             if event.item is not None and position.number > oldest_counted_number and brings_item(event):
                 event_item_ids.add(event.item)
-            if position.number > oldest_counted_number:  # older ones count for nothing, so they take no memory
+            if position.number > oldest_counted_number:  # older values are ignored, so they take no memory
                 attribute_events.add(position, _only_attributes(event, attributes_by_kind))
         for kind, erased_ids in erased_ids_by_kind.items():
             for erased_id in erased_ids:
@@ -301,7 +300,7 @@ def counted_behind_number(keep_values_days: float, cut_s: float) -> int:
 def newest_vector_by_item(
     event_files: Sequence[SourceFile], oldest_counted_number: int = 0
 ) -> dict[bytes, tuple[float, ...]]:
-    """Return vectors that events after a position brought for items, the newest of each, in the order of the ids.
+    """Return the newest vector that events after a position set for each item, in the order of the ids.
 
     Raises SourceError naming a file that cannot be read, CorruptArtefact for a malformed event.
     """
@@ -314,7 +313,7 @@ def newest_vector_by_item(
 
 
 def _read_value_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, Event]]:
-    """Yield the events that are no interactions, in the order of their positions."""
+    """Yield the events that are not interactions, in the order of their positions."""
     for event_file in files:
         with (
             translate_read_errors(event_file),

@@ -1,4 +1,4 @@
-"""Events as a further input of a night, and their entries in the manifest and the night's table."""
+"""Events as an additional input of a night, and their entries in the manifest and the night's table."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,9 +15,9 @@ from precompute.partitions.night_input import EventFields, EventsEntry, FurtherI
 
 
 def event_input(config: NightConfig, events_until: str | None) -> FurtherInput:
-    """Return the events up to a position, else all in files; raise ConfigError for a position that no file ends at.
+    """Return the events up to a position (default: all in files); empty if events are disabled.
 
-    Return an empty input if events are disabled.
+    Raises ConfigError for a position at which no file ends.
     """
     events = event_files(config, events_until)
     event_fields: EventFields = {}
@@ -34,7 +34,7 @@ def event_input(config: NightConfig, events_until: str | None) -> FurtherInput:
 
 
 def event_facts_of_generation(build: Build, _reports: Sequence[ShardReport]) -> dict[str, Any]:
-    """Return the facts of a generation with events: those that a service needs to count newer events with vectors."""
+    """Return the facts of a generation with events that a service needs to count newer events with vectors."""
     begin_report = build.need_report(BEGIN_REPORT)
     if not begin_report.get("events"):
         return {}
@@ -48,11 +48,11 @@ def event_facts_of_generation(build: Build, _reports: Sequence[ShardReport]) -> 
 
 
 def describe_unlisted_items(begin_report: BeginReport, config: NightConfig) -> str:
-    """Describe items that are in no table, from the report of `begin`; empty without any."""
+    """Describe items that are in no table, from the report of `begin`; empty if there are none."""
     if not (unlisted_count := begin_report.get("unlisted_items", 0)):
         return ""
     return (
-        f"\nitems by events that are in no table: {unlisted_count:,}; each is gone "
-        f"{config.events.keep_values_days:g} days "
-        "([events] keep_values_days) after its newest event with features or a vector"
+        f"\nitems of events that are in no table: {unlisted_count:,}; each is removed "
+        f"{config.events.keep_values_days:g} days ([events] keep_values_days) after its newest event with features or "
+        "a vector"
     )

@@ -6,6 +6,6 @@ from precompute.config.console import CommandPlace
 TAKE_EVENTS = CommandRow(
     "take-events",
     CommandPlace("events.taking.command", ("steps.take_events",)),
-    "write the stream's new events into the store, for `begin` to read",
+    "write the stream's new events into the store, where `begin` reads them",
     store="makes",
 )

@@ -11,7 +11,7 @@ from precompute.events.files import last_taken_position
 
 
 def events_until(manifest: Manifest) -> str | None:
-    """Return the position up to which a generation has events; None without any."""
+    """Return the position up to which a generation includes events; None without events."""
     return None if manifest.events is None else manifest.events.until
 
 
@@ -29,13 +29,13 @@ def events_status(config: NightConfig, generations: Sequence[Mapping[str, Any]])
 
 
 def event_lines(status: Mapping[str, Any]) -> list[str]:
-    """Return a line on the positions; none without events."""
+    """Return a line on these positions; empty without events."""
     if (events_fields := status["events"]) is None:
         return []
     live_until, taken_until = (
         _position_text(events_fields[field_name]) for field_name in ("live_until", "taken_until")
     )
-    return [f"events: the live one has them up to {live_until}; nights took them over up to {taken_until}"]
+    return [f"events: the live generation has them up to {live_until}; nights took them over up to {taken_until}"]
 
 
 def _position_text(position: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Event stream at night: taken over into files, which are merged and erased from, and trimmed."""
+"""Event stream at night: events are written to files, which are merged and erased from; then the stream is trimmed."""
 
 import io
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -41,29 +41,30 @@ from precompute.releases.release_log import Releases
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities, Erasure, all_erasures
 
 ENTRIES_AT_ONCE: Final = 1_000
-"""Entries of a batch: a millisecond or two of Redis' time."""
+"""Entries of a batch, for which Redis needs a millisecond or two."""
 
 FILE_EVENTS_MAX: Final = 200_000
-"""Events of a file; further ones go into another file."""
+"""Maximum number of events in a file."""
 
 FILE_BYTES_MAX: Final = 64 << 20
-"""Bytes of events, as stored in the stream, of a file."""
+"""Maximum size of a file's events, in bytes as stored in the stream."""
 
 FILES_PER_MERGE: Final = 24
 """Number of files merged into one: a day of hourly nights. The next night copies no partition, as its files differ."""
 
 MERGED_BYTES_MAX: Final = 32 << 20
-"""Bytes of files merged into one; larger ones, whose rows dominate the cost of reading, stay separate."""
+"""Maximum size of files merged into one; larger files stay separate, since their rows dominate the cost of reading."""
 
 _GROUPS_PER_NIGHT_MAX: Final = 2
-"""Groups that a night tries to merge, the newest first: a too large one is not read again by each night."""
+"""Maximum number of groups that a night tries to merge, newest first: so old groups that are too large are not read
+again."""
 
 Entry = tuple[bytes, dict[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
 class EventStores:
-    """Store of the namespace that the events are of, and those of its arms."""
+    """Store of the namespace to which the events belong, and those of its arms."""
 
     namespace_store: ArtefactStore
     namespace: str
@@ -79,7 +80,7 @@ class EventStores:
         return cls(home_store, config.namespace, arm_stores)
 
     def iter_generation_positions(self) -> Iterator[Position]:
-        """Yield the positions up to which generations have events; ones without events of this stream have none."""
+        """Yield the positions up to which generations have events of this stream; other generations are left out."""
         for store in (self.namespace_store, *self.arms):
             for generation in filter(GENERATION_PATTERN.fullmatch, store.names("generations")):
                 end_text: str | None
@@ -90,7 +91,7 @@ class EventStores:
                         events_entry and (events_entry.namespace or manifest.namespace) == self.namespace
                     )
                     end_text = events_entry.until if events_entry and is_of_this_stream else None
-                except UnknownGeneration:  # in the making
+                except UnknownGeneration:  # its night is still running
                     raw_report = store.read(generation_path(generation, "work/begin.json"))
                     begin_fields: EventFields = {} if raw_report is None else orjson.loads(raw_report)
                     begin_events = begin_fields.get("events")
@@ -102,7 +103,7 @@ class EventStores:
                     yield Position.parse(end_text)
 
     def is_any_in_the_making(self) -> bool:
-        """True while a generation has no manifest yet."""
+        """True if a generation has no manifest yet."""
         return any(
             "manifest.json" not in store.names(generation_path(generation))
             for store in (self.namespace_store, *self.arms)
@@ -111,9 +112,9 @@ class EventStores:
 
 
 class TakenEvents(NamedTuple):
-    """Events of the stream taken into files: up to which position, and how many of them this time.
+    """Events of the stream taken into files: the position up to which files have all, and numbers of this attempt.
 
-    `left_out` counts those of erased entities, `unreadable` entries that are no events.
+    `left_out` counts events of erased entities, `unreadable` entries that are no events.
     """
 
     until_position: Position
@@ -125,9 +126,9 @@ class TakenEvents(NamedTuple):
 def take_events(
     store: ArtefactStore, client: "redis.Redis", keys: Keyspace, *, erased_entities: ErasedEntities = NO_ERASURES
 ) -> TakenEvents:
-    """Write the events of the stream that the files lack as further files.
+    """Write the events of the stream that are not in files yet as further files.
 
-    Safe to repeat after a crash anywhere, and concurrently with another process, whose files are kept.
+    Safe to repeat after a crash at any point, and concurrently with another process, whose files are kept.
     """
     newest_id = read_newest_id(client, keys.events)
     taken_events = TakenEvents(last_taken_position(store))
@@ -143,7 +144,7 @@ def take_events(
                 taken_events.left_out + stream_read.left_out,
                 taken_events.unreadable + stream_read.unreadable,
             )
-        else:  # another one did, perhaps of more of them
+        else:  # another process did, perhaps with more of the events
             taken_events = taken_events._replace(until_position=last_taken_position(store))
     write_taken_position(store, taken_events.until_position)
     return taken_events
@@ -159,12 +160,12 @@ class _StreamRead(NamedTuple):
 def _read_stream(
     client: "redis.Redis", stream_key: str, after: Position, end_position: Position, erased_entities: ErasedEntities
 ) -> _StreamRead:
-    """Read events after `after` up to `end_position`, or as many as fit a file."""
+    """Read events after `after` up to `end_position`, but only as many as fit a file."""
     positions_and_events: list[tuple[Position, Event]] = []
     left_out_count = unreadable_count = size_bytes = 0
     while len(positions_and_events) < FILE_EVENTS_MAX and size_bytes < FILE_BYTES_MAX:
         entries = read_entries(client, stream_key, behind_id=str(after), end_id=str(end_position))
-        if not entries:  # the last one was removed since
+        if not entries:  # the last entry was removed meanwhile
             return _StreamRead(positions_and_events, end_position, left_out_count, unreadable_count)
         for entry_id, entry_fields in entries:
             after = Position.parse(entry_id)
@@ -182,13 +183,13 @@ def _read_stream(
 
 
 def merge_files(stores: EventStores) -> int:
-    """Merge old unmerged files, `FILES_PER_MERGE` of them into one; return how many were merged.
+    """Merge old unmerged files, `FILES_PER_MERGE` of them into one; return the number of merged files.
 
-    A merged file's name has both its ends: from the moment it exists, the files within count no more, and are
-    removed. Only files before every generation in the stores are merged: a file has to end where any generation's
-    events do. None is merged while a generation is in the making: its retry finds its work by its files. Safe to
-    repeat after a crash anywhere, and concurrently: groups follow from the names of files, so all hosts make the
-    same. Erased entities are left out.
+    A merged file's name has both of its ends: once it exists, the files within its range are ignored, and are removed.
+    Only files before the positions of all generations in the stores are merged, since a file must end at the position
+    of each generation. Nothing is merged while a generation is being built: its retry needs the same files. Safe to
+    repeat after a crash at any point, and concurrently: groups follow from the names of files, so all hosts form the
+    same ones. Erased entities are left out.
     """
     merged_count, store = 0, stores.namespace_store
     if not stores.is_any_in_the_making():
@@ -198,8 +199,8 @@ def merge_files(stores: EventStores) -> int:
                 file, merged_bytes = merged
                 store.write_once(file.path, merged_bytes)
                 merged_count += len(file_group)
-    if superseded_files(store):  # of one that was killed, too, and whoever was erased beside it
-        # Looked at again: a night that began while files were being merged reads those.
+    if superseded_files(store):  # also left by a killed merge, which may hold entities that were erased meanwhile
+        # Checked again: a night that began during the merge reads these files.
         is_read = stores.is_any_in_the_making()
         forget_in_files(store, ErasedEntities.of(all_erasures(store)), keep_superseded=is_read)
     return merged_count
@@ -208,8 +209,8 @@ def merge_files(stores: EventStores) -> int:
 def _mergeable_groups(stores: EventStores) -> list[list[TakenFile]]:
     """Return groups of consecutive files that may be merged, by position.
 
-    Counted from where a merged file ends, so that all hosts find the same; never with the newest file, which says
-    where the next begins.
+    Files are counted from the end of a merged file, so that all hosts find the same groups. The newest file is never
+    merged: it shows where the next begins.
     """
     if (oldest_position := min(stores.iter_generation_positions(), default=None)) is None:
         return []
@@ -230,7 +231,7 @@ def _mergeable_groups(stores: EventStores) -> list[list[TakenFile]]:
 def _merge_group(
     store: ArtefactStore, files: Sequence[TakenFile], erased_entities: ErasedEntities
 ) -> tuple[TakenFile, bytes] | None:
-    """Merge files; return the new file and its bytes, None if they are too large, or another host merges them."""
+    """Merge files; return the new file and its bytes; None if they are too large, or another host has merged them."""
     raw_files, size_bytes = [], 0
     for file in files:
         raw_file = store.read(file.path)
@@ -249,10 +250,10 @@ def _merge_group(
 
 
 def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
-    """Remove the events of erased entities, from the stream first: a night that takes it over leaves them out.
+    """Remove the events of erased entities, from the stream first, so that a night that takes it over has none of them.
 
-    Also if no events are taken in any more, or another namespace's are used: earlier events may still be stored there.
-    Never those of the other namespace, whose erasures are its own.
+    This is also done if events are disabled or those of another namespace are used: earlier events may still be stored
+    in this one. Events of the other namespace are never removed: it has its own erasures.
     """
     erased_entities, store = ErasedEntities.of(erasures), config.store()
     if config.events.enabled or config.events_url or list_taken_files(store):
@@ -262,9 +263,10 @@ def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
 
 
 def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased_entities: ErasedEntities) -> int:
-    """Remove entries of erased entities from the stream, the inbox, and the rejected events; return the number.
+    """Remove entries of erased entities from the stream, the inbox and the rejected events; return their number.
 
-    Also unreadable entries. A service that takes an entry out of the inbox meanwhile refuses it by its blocklist.
+    Unreadable entries are removed, too. If a service takes an entry out of the inbox meanwhile, its blocklist refuses
+    it.
     """
     removed_count, stream_checks = (
         0,
@@ -284,7 +286,7 @@ def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased_entities: Era
 
 
 def _is_event_of_erased(entry_fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
-    """True if an entry is of an erased entity, or is unreadable and so may be."""
+    """True if an entry is of an erased entity, or is unreadable and may be."""
     try:
         event = event_of_entry(entry_fields)
     except CorruptArtefact:
@@ -310,16 +312,16 @@ def _is_inbox_entry_of_erased(entry_fields: dict[bytes, bytes], erased: ErasedEn
 def forget_in_files(
     store: ArtefactStore, erased_entities: ErasedEntities, *, newest_alone: bool = False, keep_superseded: bool = False
 ) -> int:
-    """Rewrite the files that name erased entities until no new erasure came meanwhile; return the number of writes.
+    """Rewrite the files that name erased entities until there is no new erasure; return the number of writes.
 
-    If two hosts write a file at a time, the later one brings back the entities that only the other left out; it finds
-    them by reading all erasures again after writing. Superseded files are removed, unless a night reads them
-    (`keep_superseded`).
+    If two hosts write a file at the same time, the later write restores entities that only the other one left out; the
+    later host finds them by reading all erasures again after writing. Superseded files are removed, unless a night
+    reads them (`keep_superseded`).
     """
     write_count, applied_erased = 0, None
     while erased_entities != applied_erased:
         removable_files = [] if newest_alone else superseded_files(store)
-        if removable_files:  # a merge that was killed may have brought back who was erased before it wrote
+        if removable_files:  # a killed merge may have kept entities that were erased before it wrote
             erased_entities = ErasedEntities.of(all_erasures(store))
         files = list_taken_files(store)[-1 if newest_alone else 0 :]
         written_count = _rewrite_without_erased(store, erased_entities, files)
@@ -329,7 +331,7 @@ def forget_in_files(
         for superseded_file in () if keep_superseded else removable_files:
             store.delete(superseded_file.path)
         if not newest_alone and list_taken_files(store)[: len(files)] != files:
-            applied_erased = None  # merged meanwhile, perhaps of what was not written yet
+            applied_erased = None  # merged meanwhile, perhaps from files before their rewrite
     return write_count
 
 
@@ -360,10 +362,10 @@ def _mask_not_erased(table: Any, column: str, erased_ids: Collection[bytes]) -> 
 
 
 def trim_stream(stores: EventStores, client: "redis.Redis", keys: Keyspace, *, keep_s: float, stream_bytes: int) -> int:
-    """Remove events that files and all generations in the stores have, and that are older than `keep_s`.
+    """Remove events older than `keep_s` that files and all generations in the stores have; return their number.
 
-    Returns how many. If that is uncertain, all are kept. In a stream of more than half of `stream_bytes` age does not
-    count: a full stream refuses all new events.
+    If it is uncertain which events they have, all are kept. In a stream larger than half of `stream_bytes` the age does
+    not matter: a full stream refuses all new events.
     """
     trim_positions = [last_taken_position(stores.namespace_store), *stores.iter_generation_positions()]
     if int(client.memory_usage(keys.events) or 0) <= stream_bytes // 2:
@@ -372,7 +374,7 @@ def trim_stream(stores: EventStores, client: "redis.Redis", keys: Keyspace, *, k
     trim_position = min(trim_positions)
     if trim_position == STREAM_BEGINNING:
         return 0
-    # What is below the id goes, and the bound itself is had.
+    # XTRIM removes entries below the id, so the id must be after the position itself.
     first_kept_position = Position.from_number(trim_position.number + 1)
     return int(client.xtrim(keys.events, minid=str(first_kept_position), approximate=False))
 
@@ -381,7 +383,7 @@ def trim_in_night(config: NightConfig, _releases: Releases, _needed_generations:
     """Trim the night's own stream, if events are enabled; return `events_trimmed` for the report."""
     if not config.events.enabled:
         return {"events_trimmed": 0}
-    # Its own stream, also where another namespace's counts since: that one is trimmed by its own nights.
+    # The own stream, even if another namespace's is used now: that one is trimmed by its own nights.
     own_events_config = replace(config, events=replace(config.events, namespace=""))
     with connect_events(own_events_config) as client:
         trimmed_count = trim_stream(
@@ -394,13 +396,13 @@ def trim_in_night(config: NightConfig, _releases: Releases, _needed_generations:
 def read_entries(
     client: "redis.Redis", stream_key: str, *, behind_id: str | None = None, end_id: str = "+"
 ) -> list[Entry]:
-    """Return the next entries after a position (by default from the first), up to another; none at the end."""
+    """Return the next entries after a position (default: the first), up to another; empty at the end."""
     first_id = "-" if behind_id is None else f"({behind_id}"
     reply = client.xrange(stream_key, first_id, end_id, count=ENTRIES_AT_ONCE)
     return cast(list[Entry], reply)
 
 
 def read_newest_id(client: "redis.Redis", stream_key: str) -> bytes | None:
-    """Return the id of the newest entry, None of an empty stream."""
+    """Return the id of the newest entry; None for an empty stream."""
     last_entries = cast(list[Entry], client.xrevrange(stream_key, count=1))
     return last_entries[0][0] if last_entries else None

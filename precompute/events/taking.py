@@ -1,4 +1,4 @@
-"""Taking of events: the stream's events after the last file are written to files in the store, for `begin` to read."""
+"""Taking of events: the stream's new events are written to files in the store, where `begin` reads them."""
 
 import argparse
 from datetime import UTC, datetime
@@ -25,9 +25,10 @@ from precompute.sources.files import all_input_files, digest_files
 def run(config: NightConfig) -> TakenEvents:
     """Write the stream's new events into the store; return their number, and the position up to which files have all.
 
-    Nights of an arm write events that the control's have not written yet into the files that both read.
+    Nights of an arm, too, write events that the control's nights have not written yet into the files that both read.
 
-    Raises TierUnavailable if the Redis of events does not answer: a night never goes on without them unasked.
+    Raises TierUnavailable if the Redis of events does not answer: a night only runs without events if the settings say
+    so.
     """
     if not config.events.enabled:
         raise ConfigError("[events] enabled is false: there are no events to take over", field="events")
@@ -36,13 +37,13 @@ def run(config: NightConfig) -> TakenEvents:
     erased_entities = ErasedEntities.of(all_erasures(store))
     forget_in_files(
         store, erased_entities, newest_alone=True
-    )  # who wrote it may have been killed before it looked again
+    )  # the writer of the newest file may have been killed before it read the erasures again
     with connect_events(config) as client:
         taken_events = take_events(store, client, keys, erased_entities=erased_entities)
     merge_files(stores)
     if (
         latest_erased_entities := ErasedEntities.of(all_erasures(store))
-    ) != erased_entities:  # written down while files were
+    ) != erased_entities:  # requested while files were written
         forget_in_files(store, latest_erased_entities)
     return {
         "events_until": str(taken_events.until_position), "events": taken_events.events,
@@ -52,9 +53,9 @@ def run(config: NightConfig) -> TakenEvents:
 
 
 def take_before_begin(config: NightConfig, cut: str | None) -> tuple[str | None, str]:
-    """Take events; return (position up to which a night with this cut reads them, a line); empty without events.
+    """Take events; return (position up to which a night with this cut reads them, a line); (None, "") without events.
 
-    A repeat of a killed night continues with the events that the killed one had.
+    A repeat of a killed night continues with the events of the killed one.
     """
     if not config.events.enabled:
         return None, ""
@@ -66,7 +67,7 @@ def take_before_begin(config: NightConfig, cut: str | None) -> tuple[str | None,
 
 
 def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
-    """Position of the newest unfinished generation of this cut, of these settings and of the team's own inputs."""
+    """Return the position of the newest unfinished generation of this cut, these settings and sources."""
     current_settings_digest, source_inputs = settings_digest(config), None
     with open_releases(config) as releases:
         for generation in sorted(releases.store.names("generations"), reverse=True):
@@ -83,7 +84,7 @@ def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
             events_until = begin_report["events"]["until"]
             try:
                 event_file_names = {file.name for file in event_files(config, events_until).files}
-            except ConfigError:  # merged since, by nights that do not know of this one
+            except ConfigError:  # later nights have merged the files
                 continue
             source_inputs = source_inputs or digest_files(all_input_files(config))[1]
             if source_inputs == [
@@ -94,7 +95,7 @@ def _unfinished_until(config: NightConfig, cut: str | None) -> str | None:
 
 
 def describe_taken_events(taken_events: TakenEvents) -> str:
-    """Events of one try, such as "12,345 events taken over, up to 2026-01-31T00:00:00Z (1769817600000-0)"."""
+    """Describe one attempt, such as "12,345 events taken over, up to 2026-01-31T00:00:00Z (1769817600000-0)"."""
     until_position = Position.parse(taken_events["events_until"])
     until_time = datetime.fromtimestamp(until_position.ms / 1000, UTC)
     summary = f"{taken_events['events']:,} events taken over, up to {until_time:%Y-%m-%dT%H:%M:%SZ} ({until_position})"
@@ -108,5 +109,5 @@ def describe_taken_events(taken_events: TakenEvents) -> str:
 
 
 def command(config: NightConfig, _arguments: argparse.Namespace, _progress: Progress) -> TakenEvents:
-    """The stream's new events, as files in the store."""
+    """Write the stream's new events as files into the store."""
     return run(config)

@@ -1,7 +1,7 @@
 """Features of a night, by hook: the only module that names them; the core imports none.
 
-Each function returns the callables of one hook in the order in which they are called, and imports what that hook needs.
-To take a feature out, remove its package and its lines here.
+Each function returns the callables of one hook in calling order, and imports what the hook needs. To remove a feature,
+remove its package and its lines here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from precompute.sources.unusable import UnusableRows
 
     class VectorBundle(Protocol):
-        """Function that makes the bundle of `sources.item_vectors`, from a digest of the inputs and the files."""
+        """Function that yields the bundle of `sources.item_vectors`, from a digest of the inputs and the files."""
 
         def __call__(
             self,
@@ -53,28 +53,30 @@ if TYPE_CHECKING:
         ) -> AbstractContextManager[Bundle]: ...
 
     SettingCheck = Callable[[NightConfig], None]
-    """Raise ConfigError for unusable settings of a feature."""
+    """Function that raises ConfigError for unusable settings of a feature."""
 
     RemarkOnBegin = Callable[[BeginReport, NightConfig], str]
-    """Line on the report of `begin`, after a line break; empty if nothing is to be reported."""
+    """Function that returns a line on the report of `begin`, after a line break; empty if there is nothing to report.
+    """
 
     GenerationNamed = Callable[[ArtefactStore, str, ErasedEntities], None]
-    """Note the erased entities that a new generation leaves out, before any host has its files."""
+    """Function that notes the erased entities that a new generation leaves out, before any host has its files."""
 
     ItemAttributesOf = Callable[[NightConfig, ItemTable, Path, EntityValues, UnusableRows], dict[str, AttributeFiles]]
-    """Write attributes of items below a folder, with values from events; return their kinds and files by name."""
+    """Function that writes attributes of items into a folder, with values from events; returns their kinds and files by
+    name."""
 
     TablesByScores = Callable[[Build, Mapping[str, AttributeFiles], ItemTable, NDArray[np.float32]], FacetFields]
-    """Write tables by attributes and scores of items; return fields of the step's report."""
+    """Function that writes tables by attributes and scores of items; returns fields of the step's report."""
 
     RemarkOnPublish = Callable[[NightConfig, str], str]
-    """Line on the publish of a generation, before the pointer moves; empty if nothing is to be reported."""
+    """Function that returns a line on a publish, before the pointer moves; empty if there is nothing to report."""
 
     RoomsBeside = Callable[[NightConfig, "redis.Redis"], tuple[ArmRoom, ...]]
-    """Return the room that generations of other namespaces take in Redis and on hosts."""
+    """Function that returns the room that generations of other namespaces take in Redis and on hosts."""
 
     AfterPublish = Callable[[NightConfig, Releases, Collection[str]], Mapping[str, int]]
-    """Sweep a feature's stored data, given the generations still needed; return fields of the report."""
+    """Function that sweeps a feature's stored data, given the needed generations; returns fields of the report."""
 
 
 def take_events_step() -> Callable[[NightConfig], TakenEvents]:
@@ -85,14 +87,14 @@ def take_events_step() -> Callable[[NightConfig], TakenEvents]:
 
 
 def events_before_begin() -> Callable[[NightConfig, str | None], tuple[str | None, str]]:
-    """Return the function to call before `begin`: from a cut to the position for `events_until`, and a line on it."""
+    """Return the function to call before `begin`: for a cut it returns the position for `events_until`, and a line."""
     from precompute.events.taking import take_before_begin
 
     return take_before_begin
 
 
 def further_input_reader() -> Callable[[NightConfig, str | None], FurtherInput]:
-    """Return the function that lists input in addition to the sources, up to a position."""
+    """Return the function that lists inputs in addition to the sources, up to a position."""
     from precompute.events.inputs import event_input
 
     return event_input
@@ -121,7 +123,7 @@ def prior_index() -> type[PriorIndex]:
 
 
 def remarks_on_scores() -> tuple[Callable[[Sequence[ShardReport]], str], ...]:
-    """Return the functions of lines in the night's table, from the reports of shards; a line follows a line break."""
+    """Return the functions of lines in the night's table on the reports of shards; each starts with a line break."""
     from precompute.reuse.reasons import users_remark
 
     return (users_remark,)
@@ -171,14 +173,14 @@ def scoring_hooks() -> ScoringHooks:
 
 
 def allowed_item_masks() -> tuple[FindAllowedItems, ...]:
-    """Return the functions of masks of allowed items, which gates compute from the manifest."""
+    """Return the functions that compute masks of allowed items from the manifest, for gates."""
     from precompute.filters.item_attributes import allowed_by_manifest as by_filters
 
     return (by_filters,)
 
 
 def sample_takers() -> tuple[SampleTaker, ...]:
-    """Return new takers of samples of the inputs that `quantize` reads."""
+    """Return new functions that take samples of the inputs of `quantize`."""
     from precompute.quality.probe import ProbeTaker
 
     return (ProbeTaker(),)

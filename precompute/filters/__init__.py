@@ -1,1 +1,1 @@
-"""Filters by night: attributes of items, and the named filters of a generation."""
+"""Filters at night: attributes of items, and the named filters of a generation."""

@@ -1,4 +1,4 @@
-"""Facets: a table for each value of an attribute, of its items with the best mean scores."""
+"""Facets: for each value of an attribute, a list of its items with the best mean scores."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ from precompute.partitions.grouping import order_if_distinct
 from precompute.scoring.pages import GrowingFile, PageFile, describe_pages
 
 FACET_VALUES_MAX: Final = 1_000_000
-"""Largest number of values of a facet's attribute."""
+"""Maximum number of values of a facet's attribute."""
 _RECORDS_PER_BATCH: Final = 4_096
 
 
 def write_facets(
     build: Build, attributes: Mapping[str, AttributeFiles], items: ItemTable, scores: NDArray[np.float32]
 ) -> FacetFields:
-    """Write and publish the table of each facet, by `scores` float32 [items], ties by ordinal.
+    """Write and publish the table of each facet, by `scores` float32 [items]; ties are ordered by ordinal.
 
-    Returns `facets` for a step's report, if there are any: the seed, directory and pages of each. Raises
-    ConfigError for an attribute of more than a million values.
+    Returns `facets` for a step's report if there are any: the seed, directory and pages of each. Raises ConfigError for
+    an attribute with more than a million values.
     """
     facets = build.config.facets
     if not facets:
@@ -49,7 +49,7 @@ def write_facets(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttributeValues:
-    """Values of an attribute: their ids, and the items with each value, best first, between `starts`."""
+    """Values of an attribute: their ids, and the items with each value between `starts`, best first."""
 
     ids: list[bytes]
     starts: NDArray[np.int64]
@@ -62,7 +62,7 @@ class AttributeValues:
         assert value_names is not None  # noqa: S101 - facets of other kinds were refused
         if len(value_names) > FACET_VALUES_MAX:
             raise ConfigError(
-                f"[facets.{name}]: its attribute has {len(value_names):,} values, a facet at most {FACET_VALUES_MAX:,}",
+                f"[facets.{name}]: its attribute has {len(value_names):,} values, more than {FACET_VALUES_MAX:,}",
                 field="facets",
             )
         if column.offsets is None:
@@ -74,7 +74,7 @@ class AttributeValues:
             codes = column.values[: len(owner_ordinals)]
         sort_order = np.lexsort((score_ranks[owner_ordinals], codes))
         codes, owner_ordinals = codes[sort_order], owner_ordinals[sort_order]
-        is_first = np.ones(len(codes), np.bool_)  # an item may name a value twice
+        is_first = np.ones(len(codes), np.bool_)  # an item may name a value more than once
         is_first[1:] = (codes[1:] != codes[:-1]) | (owner_ordinals[1:] != owner_ordinals[:-1])
         codes, owner_ordinals = codes[is_first], owner_ordinals[is_first]
         value_ids = [value_names.text_bytes(code) for code in range(len(value_names))]
@@ -91,7 +91,7 @@ class AttributeValues:
 def _write_facet(
     build: Build, facet_name: str, k: int, values: AttributeValues, scores: NDArray[np.float32]
 ) -> FacetEntry:
-    # An empty text is no id, so nobody can ask for it.
+    # An empty text is not an id, so no request can ask for it.
     value_rows = np.array([row for row, raw in enumerate(values.ids) if raw], np.int64)
     value_ids = [values.ids[row] for row in value_rows.tolist()]
     seed = 0

@@ -44,7 +44,7 @@ ATTRIBUTES_FOLDER: Final = "items/attributes"
 _EXACT_INTEGER_MAX: Final = 2**53
 
 ArrayByName = dict[str, NDArray[Any]]
-"""Arrays of an attribute by the names that `cache.format.manifest.Attribute` has for their files."""
+"""Arrays of an attribute by the field names of its files in `cache.format.manifest.Attribute`."""
 
 
 def write_item_attributes(
@@ -55,11 +55,11 @@ def write_item_attributes(
     event_values: EntityValues = NO_ENTITY_VALUES,
     unusable: UnusableRows | None = None,
 ) -> dict[str, AttributeFiles]:
-    """Write a column for each configured attribute; returns its kind and files by name.
+    """Write a column for each configured attribute; return its kind and files by name.
 
-    They have the `event_values` that events set, put in as the service does. A value that cannot be kept is noted,
-    and the item lacks that attribute. Raises SourceError for a column that is not there, or of a type that no attribute
-    has, ConfigError for a facet of one without texts.
+    Values of `event_values` replace those of the tables, as in the service. A value that cannot be stored is noted, and
+    the item lacks that attribute. Raises SourceError for a column that is missing, or of a type that no attribute has,
+    ConfigError for a facet of an attribute without texts.
     """
     attribute_names = config.sources.item_attributes
     if not attribute_names:
@@ -81,7 +81,7 @@ def write_item_attributes(
     for facet, facet_config in config.facets.items():
         if (kind := files_by_attribute[facet_config.attribute][0]) not in ("text", "texts"):
             raise ConfigError(
-                f"[facets.{facet}]: {facet_config.attribute} is of kind {kind}, facets are of text and texts",
+                f"[facets.{facet}]: {facet_config.attribute} is of kind {kind}, but facets are of text and texts",
                 field="facets",
             )
     return files_by_attribute
@@ -93,7 +93,7 @@ def _with_event_values(
     event_values: EntityValues,
     unusable: UnusableRows,
 ) -> Mapping[str, tuple[AttributeKind, ArrayByName]]:
-    """The columns with what events set for items that there are; other attributes of theirs are no concern here."""
+    """Return the columns with the values that events set for existing items; other attributes are ignored."""
     item_ids = list(event_values)
     ordinal_id_pairs = zip(items.ordinals_of(item_ids).tolist(), item_ids, strict=True)
     item_values = [
@@ -141,7 +141,7 @@ def _as_arrays(column: AttributeColumn) -> ArrayByName:
 def _attribute_arrays(
     column: Any, source_file: SourceFile, attribute_name: str, items: ItemTable, unusable: UnusableRows
 ) -> tuple[AttributeKind, ArrayByName]:
-    """(kind, arrays by the name of their file) of an Arrow array with a value for each item."""
+    """Return (kind, arrays by the field name of their file) of an Arrow array with a value for each item."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     arrow_type = column.type
@@ -187,7 +187,7 @@ def _attribute_arrays(
 
 
 def _encode_texts(texts: Any, left_out_mask: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], ArrayByName]:
-    """Codes of texts uint32 [n], NO_CODE by `left_out_mask`, and the texts themselves in the order of their bytes."""
+    """Return codes of texts uint32 [n], NO_CODE where `left_out_mask`, and the texts in the order of their bytes."""
     usable_texts = texts.filter(pa.array(~left_out_mask)).cast(pa.large_string())
     dictionary_array = usable_texts.dictionary_encode()
     raw_texts = dictionary_array.dictionary.cast(pa.large_binary())
@@ -203,7 +203,7 @@ def _encode_texts(texts: Any, left_out_mask: NDArray[np.bool_]) -> tuple[NDArray
 
 
 def _encode_text_lists(column: Any) -> ArrayByName:
-    """Codes of all texts of lists, one list after another, and where each begins; nulls and long texts are left out."""
+    """Return codes of all texts of lists, list by list, and where each begins; nulls and long texts are left out."""
     lists = column.cast(pa.large_list(pa.large_string()))
     list_sizes = np.asarray(pc.fill_null(pc.list_value_length(lists), 0)).astype(np.int64)
     flat_texts = pc.list_flatten(lists)
@@ -231,14 +231,14 @@ def _write_attribute(
 
 def _unfit_type_error(source_file: SourceFile, name: str, arrow_type: Any) -> SourceError:
     return SourceError(
-        f"{source_file}: column {name!r} is {arrow_type}; attributes are texts, lists of texts, numbers, "
-        "booleans and times",
+        f"{source_file}: column {name!r} is {arrow_type}; attributes must be texts, lists of texts, numbers, booleans "
+        "or times",
         column=name,
     )
 
 
 def named_filters(config: NightConfig) -> dict[str, Filter]:
-    """Declared filters by name; raises ConfigError for an expression that is none."""
+    """Return the declared filters by name; raise ConfigError for an invalid expression."""
     filter_by_name = {}
     for filter_name, filter_config in config.filters.items():
         try:
@@ -251,7 +251,7 @@ def named_filters(config: NightConfig) -> dict[str, Filter]:
 def passing_filters(
     config: NightConfig, root: Path, attributes: Mapping[str, Any], item_count: int
 ) -> dict[str, FilterMask]:
-    """Items that pass each declared filter, of `item_count` whose attributes were written below `root`.
+    """Return a mask bool [items] for each declared filter, of `item_count` items whose attributes are below `root`.
 
     Raises ConfigError for a filter that does not fit the attributes.
     """
@@ -274,7 +274,7 @@ def _filter_error(filter_name: str, error: InvalidFilter) -> ConfigError:
 
 
 def allowed_items(build: Build) -> dict[str, NDArray[np.bool_]]:
-    """Mask bool [items] for each table made under a filter, by the table's own name."""
+    """Return a mask bool [items] for each table with a filter, by the table's own name."""
     filtered_tables = build.config.filtered
     if not filtered_tables:
         return {}
@@ -291,7 +291,7 @@ def allowed_items(build: Build) -> dict[str, NDArray[np.bool_]]:
 
 
 def allowed_by_manifest(root: Path, manifest: Manifest, items: ItemTable) -> dict[str, NDArray[np.bool_]]:
-    """Return a mask bool [items] for each filtered table, by the table's own name, as the service filters."""
+    """Return a mask bool [items] for each filtered table, by the table's own name, computed as in the service."""
     filtering = Filtering.open(root, manifest, items)
     mask_by_table: dict[str, NDArray[np.bool_]] = {}
     if filtering is not None:

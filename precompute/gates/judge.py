@@ -1,9 +1,9 @@
-"""Judge: every gate run within its time, on connections of its own, and what its errors mean.
+"""Judge: runs every gate within its time limit, on its own connections, and interprets its errors.
 
-An error of Larder's own, or a file that is missing, is a finding: the gate has failed. What did not answer, and any
-other error, is none (`NotJudged`): a defect of a gate, or damage that only it meets, refuses nothing by itself. Neither
-lets a generation pass, and what other gates found counts: `verify` refuses the generation after a `GateRaised` if any
-verdict failed, and after another `NotJudged` if an integrity rule's did.
+An error of Larder's own, or a missing file, is a finding: the gate has failed. A dependency that did not answer, and
+any other error, is none (`NotJudged`): a defect of a gate, or damage that only this gate meets, refuses nothing by
+itself. Neither lets a generation pass, and the verdicts of other gates count: `verify` refuses the generation after a
+`GateRaised` if any verdict failed, and after another `NotJudged` if that of an integrity rule did.
 """
 
 import queue
@@ -125,16 +125,16 @@ GATES: Final[tuple[Gate, ...]] = (
 
 MIB: Final = 1 << 20
 READ_PASSES: Final = 3
-"""Passes over all bytes: files against their checksums, records one by one, pages in Redis."""
+"""Number of passes over all bytes: files against their checksums, records one by one, pages in Redis."""
 
 FILES_RULE: Final = "files"
-"""The rule that every file is as the manifest states: where it fails nothing can be opened."""
+"""Rule that every file is as the manifest states; without it no generation can be opened."""
 
 OPENS_RULE: Final = "opens"
-"""The rule that the generation can be opened."""
+"""Rule that the generation can be opened."""
 
 LIVE_FILES_RULE: Final = "live_files"
-"""The rule that the live generation's own manifest is there to be compared with."""
+"""Rule that the live generation's manifest can be read, to compare with."""
 
 INTEGRITY_RULES: Final = frozenset(gate.rule for gate in GATES if gate.is_integrity) | {FILES_RULE, OPENS_RULE}
 """Rules that detect invalid data, which cannot be overridden."""
@@ -147,32 +147,32 @@ UNANSWERED_ERRORS: Final = (
     OSError,
     MemoryError,
 )
-"""Errors of Redis, the store, a disk or this host when they do not answer; they say nothing of the generation."""
+"""Errors of Redis, the store, a disk or this host when they do not answer; they say nothing about the generation."""
 
 OVERRIDABLE_RULES: Final = frozenset(gate.rule for gate in GATES if not gate.is_integrity) | {LIVE_FILES_RULE}
-"""Rules that detect unusual data: a person may know why it is right."""
+"""Rules that detect unusual data, for which a person may know a reason."""
 
 NO_ERROR_THRESHOLD: Final = "no error"
-"""Threshold of a gate that failed by an error of Larder's own, which is its value."""
+"""Threshold of a gate that failed by an error of Larder's own; the error's code is the value."""
 
 _LARDER_PACKAGES: Final = ("cache", "precompute")
 """Packages whose code gates run."""
 
 
 class GateRaised(NotJudged):
-    """A gate raised an error that says nothing of the generation; the gates behind it can be asked all the same."""
+    """A gate raised an error that says nothing about the generation; later gates can still run."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """Seconds that one gate, and that all of them, may take."""
+    """Maximum seconds for one gate, and for all of them."""
 
     gate_s: float
     total_s: float
 
     @classmethod
     def of(cls, thresholds: GateThresholds, governor: GovernorConfig, size_bytes: int) -> Self:
-        """Limits for a generation of `size_bytes`, which no gate needs to read faster than the governor promises."""
+        """Return limits for a generation of `size_bytes`, which include reading it at the governor's lowest rate."""
         reading_s = size_bytes / (governor.floor_mib_s * MIB)
         return cls(thresholds.timeout_s + reading_s, thresholds.total_timeout_s + READ_PASSES * reading_s)
 
@@ -184,10 +184,10 @@ def run_gates(
     limits: TimeLimits | None = None,
     timer: Callable[[], float] = time.monotonic,
 ) -> Iterator[Verdict]:
-    """Every gate's verdict. Raises NotJudged at the first one that could not ask, or whose time is over.
+    """Yield every gate's verdict; raise NotJudged at the first gate that has no answer or no time left.
 
-    Raises GateRaised for the first gate with an error, once all others were asked. The verdicts yielded before either
-    error stand, and the caller decides by them.
+    Raises GateRaised for the first gate with an error, after all others have run. The verdicts yielded before either
+    error are valid, and the caller decides by them.
     """
     start_s = timer()
     first_raised_error: GateRaised | None = None
@@ -204,7 +204,7 @@ def run_gates(
 
 
 def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
-    """Verdict of one gate, run with a Redis connection of its own, of which nothing is left when its time is over."""
+    """Return the verdict of one gate, run within its time limit, on Redis connections that end with it."""
     gate_connections = GateConnections()
     client = clone_client(candidate.control.client, partial(GateConnectionPool, gate_connections))
     gate_candidate = replace(candidate, control=Control(client, candidate.control.keyspace))
@@ -217,12 +217,12 @@ def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
 def run_within(rule: str, judge: Callable[[], Measurement], timeout_s: float) -> Verdict:
     """Return the verdict of `judge`, or a failed one under this rule if it raises one of Larder's own errors.
 
-    Raises NotJudged when its time is over, or when a dependency did not answer; GateRaised for any other error.
+    Raises NotJudged after the time limit, or if a dependency did not answer; GateRaised for any other error.
     """
     if timeout_s <= 0:
-        raise _not_judged(rule, "the time for all gates was over before it")
+        raise _not_judged(rule, "the time for all gates was over before this one")
     verdict_queue: queue.SimpleQueue[Verdict | NotJudged] = queue.SimpleQueue()
-    # A daemon, not a pool: the program's exit would wait for a pool's thread, and so for a gate that hangs.
+    # A daemon thread, not a pool: at exit the program would wait for a pool's thread, and so for a gate that hangs.
     thread = threading.Thread(target=lambda: verdict_queue.put(_judge(rule, judge)), name=f"gate-{rule}", daemon=True)
     thread.start()
     try:
@@ -250,8 +250,8 @@ def _judge(rule: str, judge: Callable[[], Measurement]) -> Verdict | NotJudged:
             return Verdict(rule, False, type(error).__name__, NO_ERROR_THRESHOLD, str(error))
         gate_raised = GateRaised(
             f"{rule} could not be judged, so nothing is refused and nothing published: it raised "
-            f"{type(error).__name__}: {error} ({_locate_error(error)}); run `larder verify` again. If it says "
-            "the same, what the gate reads is damaged, or the gate has a defect: begin the night again, and "
+            f"{type(error).__name__}: {error} ({_locate_error(error)}); run `larder verify` again. If the error is the "
+            "same, the data that the gate reads are damaged, or the gate has a defect: begin the night again, and "
             "report this line",
             rule=rule,
         )
@@ -260,7 +260,7 @@ def _judge(rule: str, judge: Callable[[], Measurement]) -> Verdict | NotJudged:
 
 
 def _locate_error(error: Exception) -> str:
-    """The innermost line of Larder's own through which an error came: module, line and function."""
+    """Return the innermost line of Larder's own code in an error's traceback: module, line and function."""
     location = "nowhere"
     for frame in traceback.extract_tb(error.__traceback__):
         path_parts = Path(frame.filename).parts
@@ -270,7 +270,7 @@ def _locate_error(error: Exception) -> str:
 
 
 def is_unanswered(error: BaseException | None) -> bool:
-    """True if an error stems from something that did not answer; that a file is missing is an answer."""
+    """True if an error stems from a dependency that did not answer; a missing file counts as an answer."""
     has_unanswered = False
     while error is not None:
         if isinstance(error, FileNotFoundError):
@@ -289,14 +289,14 @@ def _not_judged(rule: str, reason: str) -> NotJudged:
 
 
 def applicable_gates(manifest: Manifest) -> tuple[Gate, ...]:
-    """Return the gates that apply to a generation: without interactions, not those that compare answers with them."""
+    """Return the gates that apply to a generation; without interactions, not those that compare answers with them."""
     if not manifest.facts.get(WITHOUT_INTERACTIONS_FACT):
         return GATES
     return tuple(gate for gate in GATES if not gate.wants_interactions)
 
 
 def demand_overridable(rule: str) -> None:
-    """Raises Refused for a rule that protects integrity, or that is none."""
+    """Raise Refused for an integrity rule, or an unknown rule."""
     if rule in INTEGRITY_RULES:
         raise Refused(f"{rule} protects integrity and cannot be overridden: repair the generation", rule=rule)
     if rule not in OVERRIDABLE_RULES:
@@ -304,7 +304,7 @@ def demand_overridable(rule: str) -> None:
 
 
 def apply_overrides(verdicts: Sequence[Verdict], override_reasons: Mapping[str, str]) -> list[Verdict]:
-    """The verdicts, failures that may be and were overridden let pass with the reason."""
+    """Return the verdicts; failures of overridable rules that were overridden pass, with the reason."""
     return [
         replace(verdict, passed=True, overridden=override_reasons[verdict.rule])
         if not verdict.passed and verdict.rule in override_reasons and verdict.rule in OVERRIDABLE_RULES
@@ -314,14 +314,14 @@ def apply_overrides(verdicts: Sequence[Verdict], override_reasons: Mapping[str, 
 
 
 class GateConnections:
-    """All connections of one gate; once it is over there are none, however long its thread goes on."""
+    """All connections of one gate; after its end none can be opened, even if its thread still runs."""
 
     def __init__(self) -> None:
         self.is_over = False
         self.pools: list[GateConnectionPool] = []
 
     def end(self) -> None:
-        """Close all connections and open no more."""
+        """Close all connections, and let no new one be opened."""
         self.is_over = True
         for pool in tuple(self.pools):
             pool.disconnect(inuse_connections=True)
@@ -336,12 +336,12 @@ class GateConnectionPool(redis.ConnectionPool):
         gate_connections.pools.append(self)
 
     def get_connection(self, *arguments: Any, **named: Any) -> Any:
-        """Raises ConnectionError once the gate's time is over."""
+        """Return a connection; raise ConnectionError after the gate's end."""
         self._demand_time_left(None)
         return super().get_connection(*arguments, **named)
 
     def make_connection(self) -> Any:
-        """A connection that does not come back by itself once the gate's time is over."""
+        """Make a connection that does not reconnect after the gate's end."""
         connection = super().make_connection()
         connection.register_connect_callback(self._demand_time_left)  # type: ignore[no-untyped-call]
         return connection

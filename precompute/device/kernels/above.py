@@ -1,4 +1,4 @@
-"""Kernel `above`: the product, of which nothing is written but groups that may be among a user's best."""
+"""Kernel `above`: products of users and items, of which only groups that may be among a user's best are written."""
 
 from itertools import product
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 ROWS_OF_THREAD = 2
-"""Rows of a tile that a thread has part of."""
+"""Number of rows of a tile of which a thread holds a part."""
 
 
 @triton.jit(do_not_specialize=("count", "real", "blocks", "stride", "offset"))
@@ -17,15 +17,15 @@ def above(
     tile: tl.constexpr, splits: tl.constexpr, room: tl.constexpr, stages: tl.constexpr, skip: tl.constexpr,
     hole: tl.constexpr, near: tl.constexpr, writing: tl.constexpr, constraints: tl.constexpr,
 ):  # fmt: skip
-    """Groups whose bounds reach the limits of `height` users, as entries int32 [n, splits, 4, room, 4].
+    """Write groups whose bounds reach the limits of `height` users, as entries int32 [n, splits, 4, room, 4].
 
-    An entry is a bound (float32, no lower than a score of the group), the group, and its products in half precision.
-    Looked at are `blocks` blocks of `lanes` groups (`real` of all groups have items): those of a `BlockStage`
-    (`stride`, `offset`, `skip`, `hole`), each by one of a user's `splits` programs. Four groups have sixteen
-    neighbouring columns (`Columns.columns_of`), so that a group's are in one thread. `counts` int32 [n, splits, 4] are
-    what there was, though only `room` fit. `items` is a descriptor of the codes in tiles; `near` has users' stay in
-    registers; `writing` is PTX (`entry_instructions`), on a GPU. A margin is a user's `reach` times the block's
-    `weight`, and `slack`.
+    An entry is a bound (float32, at least every score of the group), the group, and its products in half precision. The
+    kernel visits `blocks` blocks of `lanes` groups, of which the first `real` groups have items: those of a
+    `BlockStage` (`stride`, `offset`, `skip`, `hole`), each in one of a user's `splits` programs. Four groups have
+    sixteen neighbouring columns (`Columns.columns_of`), so that one thread has all columns of a group. `counts` int32
+    [n, splits, 4] count all groups that reach the limit, although only `room` are written. `items` is a descriptor of
+    the codes in tiles; if `near`, the users' codes stay in registers; `writing` is PTX (`entry_instructions`), used on
+    GPUs. A margin is a user's `reach` times the block's `weight`, plus `slack`.
     """
     rows = tl.program_id(0) * height + tl.arange(0, height)
     split = tl.program_id(1)
@@ -34,7 +34,7 @@ def above(
     rows = rows.to(tl.int64)
     inside = user_mask[:, None] & (k < width)[None, :]
     u = tl.load(users + rows[:, None] * width + k[None, :], mask=inside, other=0.0)
-    if near:  # what a product gives is in registers, and stays there
+    if near:  # the result of a product is in registers and stays there
         u = tl.dot(u, (k[:, None] == k[None, :]).to(u.dtype)).to(u.dtype)
     far = tl.load(reach + rows, mask=user_mask, other=0.0)
     limit = tl.load(limits + rows, mask=user_mask, other=float("inf"))
@@ -51,7 +51,7 @@ def above(
         group = _block(at, stride, offset, skip, hole) * lanes + step % tiles_per_block * groups
         product = tl.dot(u, tl.trans(items.load([group * size, 0])))
         margin = far * heavy + slack
-        # What the next step needs is on its way during this one.
+        # The weight for the next step is loaded during this one.
         at = tl.minimum(split + (step + 1) // tiles_per_block * splits, blocks - 1)
         heavy = tl.load(weight + _block(at, stride, offset, skip, hole))
         scores = _members(tl.reshape(product, [height, groups // 4, 2, 4, 2]), groups // 4)
@@ -68,7 +68,7 @@ def above(
 
 @triton.jit
 def _block(at, stride, offset, skip: tl.constexpr, hole: tl.constexpr):
-    """Return the block that a `BlockStage` visits as the `at`-th."""
+    """Return the `at`-th block that a `BlockStage` visits."""
     if skip:
         remainder = at % skip
         at = at // skip * (skip + 1) + remainder + (remainder >= hole).to(tl.int32)
@@ -77,7 +77,7 @@ def _block(at, stride, offset, skip: tl.constexpr, hole: tl.constexpr):
 
 @triton.jit
 def _members(scores, group_count: tl.constexpr):
-    """The four scores [n, 4] of each first, second and so on of `group_count` groups, of scores [n, many, 2, 4, 2]."""
+    """Return, group by group, the four scores [n, 4] of `group_count` groups, from scores [n, many, 2, 4, 2]."""
     if group_count > 1:
         halves = tl.reshape(scores, [scores.shape[0], 2, group_count // 2, 2, 4, 2])
         first, second = tl.split(tl.permute(halves, (0, 2, 3, 4, 5, 1)))
@@ -93,9 +93,9 @@ def _members(scores, group_count: tl.constexpr):
 def _reaching(
     members, limit, margin, entries, entry_count, number, real, group_count: tl.constexpr, room: tl.constexpr
 ):
-    """Number taken int32 [n, 4], after the groups, of `members` (`_members`), that reach the limit are written.
+    """Write the groups of `members` (`_members`) that reach the limit; return the new counts of entries int32 [n, 4].
 
-    As `entry_instructions` say, for the interpreter.
+    It does the same as `entry_instructions`, for Triton's interpreter.
     """
     for group in tl.static_range(group_count):
         zero, score_one = members[4 * group], members[4 * group + 1]
@@ -114,20 +114,21 @@ def _reaching(
 
 @triton.jit
 def _halves(first, second):
-    """int32 with the bits of two numbers in half precision, the first in its lower half."""
+    """Return int32 with the bits of two numbers in half precision, the first in its lower half."""
     low = first.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     high = second.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
     return (high << 16) | (low & 0xFFFF)
 
 
 def entry_instructions(groups: int) -> tuple[str, str]:
-    """(PTX, its constraints) for `above`, where a thread has so many groups of four scores of two rows.
+    """Return (PTX, its constraints) for `above`, if a thread has this many groups of four scores in two rows.
 
-    From Triton's operators come 30 instructions for every group, most of which move nothing but zeros.
+    Triton's operators would compile to 30 instructions for every group, most of which move zeros.
 
-    Given are for each group its scores, one after the other for both rows each, then limit, margin, number taken,
-    address, first group's number, how many groups are real and how many have room; out comes the number taken. The
-    next group of the same rows is four further on. An entry is a bound, the group's number, and its scores in halves.
+    The inputs are the scores of each group, one after the other for both rows each, then limit, margin, entry count,
+    address, number of the first group, number of real groups, and room; the output is the new entry count. The next
+    group of the same rows has a number higher by four. An entry is a bound, the group's number, and its scores in
+    halves.
     """
     after = ROWS_OF_THREAD + 4 * ROWS_OF_THREAD * groups
     limit, margin, entry_counts, address, number, real, room = (

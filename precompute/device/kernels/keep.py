@@ -1,10 +1,10 @@
-"""Kernel that keeps the best entries that `above` wrote, and raises the limit for its next call."""
+"""Kernel `keep`: keeps the best entries that `above` wrote, and raises the limit for its next call."""
 
 import triton
 import triton.language as tl
 
 _NONE = tl.constexpr(-1)
-"""Number of no group: that entry's bound is not a number."""
+"""Number that stands for no group; as a float, the bound of such an entry is NaN."""
 
 
 @triton.jit(do_not_specialize=("count",))
@@ -14,10 +14,11 @@ def keep(
 ):  # fmt: skip
     """Merge entries of `above` into each user's `kept_entries`, int32 [n, capacity, 4], and set the user's next limit.
 
-    The `required_counts` best stay; the number is `_NONE` where there are no more. The limit is at most the bound of
-    the last that is wanted, found by `halvings` of where it can be, and stays as it is while there are fewer: all that
-    reach it are kept, or where they have no room those that are surely better than the last. What is left out anywhere
-    is below `left_out`: minus infinity if nothing is, infinity if entries had no room.
+    The `required_counts` best entries stay; missing ones have the number `_NONE`. The limit is at most the bound of the
+    last required entry, found by `halvings` bisections; it does not change while there are fewer entries. All entries
+    that reach the limit are kept; if they exceed the capacity, only those that are certainly better than the last.
+    `left_out` is at least the bound of every omitted entry: minus infinity if there is none, infinity if `above` had no
+    room for entries.
     """
     users = tl.program_id(0) * height + tl.arange(0, height)
     user_mask = users < count
@@ -37,7 +38,7 @@ def keep(
         layer_bounds = _bound_at(at + layer * (capacity * 4), slot % room < segment_counts)
         new = new + (layer_bounds,)  # noqa: RUF005 - Triton unpacks nothing
     needed = tl.load(required_counts + users, mask=user_mask, other=1)
-    # At least `needed` reach the lower limit, or all there are; fewer reach the upper one.
+    # At least `needed` entries (or all, if there are fewer) reach the lower limit; fewer reach the upper one.
     lowest, highest = old, old
     for layer in tl.static_range(layers):
         is_none = new[layer] != new[layer]
@@ -57,11 +58,11 @@ def keep(
     limit = edge[:, None]
     stays = (old >= limit).to(tl.int32)
     first, second, third = _rest_at(old_at, stays > 0)
-    tl.debug_barrier()  # all is read before any is written
+    tl.debug_barrier()  # all entries are read before any is written
     kept_counts = stays
     for layer in tl.static_range(layers):
         kept_counts += (new[layer] >= limit).to(tl.int32)
-    # Behind those of the places before it comes what stays of a place, then what is new there.
+    # Each position writes its kept entry, then its new ones, after those of the positions before it.
     to = kept_entries + (rows * capacity + tl.cumsum(kept_counts, 1) - kept_counts) * 4
     _write(to, old, first, second, third, stays > 0)
     to += stays * 4
@@ -80,20 +81,20 @@ def keep(
 
 @triton.jit
 def _bound_at(entry, entry_mask):
-    """float32: the bounds of entries, not a number where none is known."""
+    """Return the bounds of entries, float32; NaN for missing entries."""
     return tl.load(entry, mask=entry_mask, other=_NONE).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _rest_at(entry, entry_mask):
-    """The other three numbers of entries."""
+    """Return the other three numbers of entries."""
     first = tl.load(entry + 1, mask=entry_mask, other=_NONE)
     return (first, tl.load(entry + 2, mask=entry_mask, other=0), tl.load(entry + 3, mask=entry_mask, other=0))
 
 
 @triton.jit
 def _write(entry, bound, first, second, third, entry_mask):
-    """Write entries to their known addresses."""
+    """Write entries to these addresses."""
     tl.store(entry, bound.to(tl.int32, bitcast=True), mask=entry_mask)
     tl.store(entry + 1, first, mask=entry_mask)
     tl.store(entry + 2, second, mask=entry_mask)
@@ -102,7 +103,7 @@ def _write(entry, bound, first, second, third, entry_mask):
 
 @triton.jit
 def _reach(new, old, limit, layers: tl.constexpr):
-    """int32 [n]: how many bounds, `layers` times [n, m] and [n, m], reach a limit [n]."""
+    """Return int32 [n]: the number of bounds, from `layers` arrays [n, m] and one more, that reach a limit [n]."""
     reach_counts = (old >= limit[:, None]).to(tl.int32)
     for layer in tl.static_range(layers):
         reach_counts += (new[layer] >= limit[:, None]).to(tl.int32)

@@ -1,11 +1,11 @@
-"""Exact keys of the items of groups, and the best keys."""
+"""Kernels of exact keys of the items of groups, and of the best keys."""
 
 import triton
 import triton.language as tl
 
 _WORST = tl.constexpr(-(2**63))
 _NONE = tl.constexpr(-1)
-"""Number of no group."""
+"""Number that stands for no group."""
 
 
 @triton.jit(do_not_specialize=("count", "items"))
@@ -15,11 +15,12 @@ def exact(
     steps: tl.constexpr, unroll: tl.constexpr, size: tl.constexpr, capacity: tl.constexpr, part: tl.constexpr,
     cosine: tl.constexpr,
 ):  # fmt: skip
-    """Keys of the items of kept groups that may be better than what was left out, as by `precompute.device.items`.
+    """Write keys of the items of kept groups that may be better than omitted ones, as `precompute.device.items` does.
 
-    Its sums, in its order, so to be compiled without fused multiply-adds. int64 [n, size, capacity]: first of each
-    group its first such item. What stands in the user's `excluded_ordinals` (ascending from `starts` on) and what is no
-    item gets the key of no pair. A program has `part` of `count` entries, on a GPU of one user.
+    The sums have the same order, so the kernel must be compiled without fused multiply-adds. The keys are int64 [n,
+    size, capacity]: first the first such item of each group, then the second ones. The user's `excluded_ordinals`
+    (ascending from `starts` on) and columns without an item get the key of no pair. A program handles `part` of `count`
+    entries, on a GPU those of one user.
     """
     at = tl.program_id(0).to(tl.int64) * part + tl.arange(0, part)
     user = tl.minimum(at, count - 1) // capacity
@@ -28,7 +29,7 @@ def exact(
     bound = tl.load(kept_entries + at * 4, mask=entry_mask, other=_NONE).to(tl.float32, bitcast=True)
     zero, score_one = _unpack_halves(tl.load(kept_entries + at * 4 + 2, mask=entry_mask, other=0))
     two, three = _unpack_halves(tl.load(kept_entries + at * 4 + 3, mask=entry_mask, other=0))
-    # An item's bound is as much below its group's as its product is below the highest, but for the rounding of halves.
+    # An item's bound is below its group's as far as its product is below the highest, but for the rounding to halves.
     highest = tl.maximum(tl.maximum(zero, score_one), tl.maximum(two, three))
     limit = tl.load(left_out + user) - bound + highest - tl.abs(highest) * 2.0**-9 - 2.0**-20
     candidate_bits = _may_reach(zero, limit) + _may_reach(score_one, limit) * 2
@@ -47,7 +48,7 @@ def exact(
         if tl.max(candidate_bits, 0) != 0:
             lowest_bit = candidate_bits & -candidate_bits
             candidate_bits -= lowest_bit
-            member = (lowest_bit >> 1) - (lowest_bit >> 3)  # 0 to 3 for 1, 2, 4, 8
+            member = (lowest_bit >> 1) - (lowest_bit >> 3)  # the bits 1, 2, 4, 8 become 0 to 3
             column = group // 4 * (4 * size) + member // 2 * 8 + group % 4 * 2 + member % 2
             ordinal = tl.load(ordinals + column, mask=item_mask, other=items)
             item_mask = item_mask & (ordinal < items)
@@ -82,7 +83,7 @@ def exact(
 
 @triton.jit
 def _unpack_halves(halves):
-    """float32 of the two numbers in half precision that an entry has in 32 bits."""
+    """Return the two half-precision numbers, as float32, that an entry has in 32 bits."""
     low, high = halves.to(tl.int16), (halves >> 16).to(tl.int16)
     low, high = (low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True))
     return low.to(tl.float32), high.to(tl.float32)
@@ -90,7 +91,7 @@ def _unpack_halves(halves):
 
 @triton.jit
 def _may_reach(score, limit):
-    """int32: 1 for a score that may reach a limit, before it was rounded to half precision."""
+    """Return int32: 1 for a score that might have reached a limit before it was rounded to half precision."""
     return (score + tl.abs(score) * 2.0**-10 >= limit).to(tl.int32)
 
 
@@ -99,9 +100,9 @@ def leading(
     keys, best_keys, count, k,
     height: tl.constexpr, size: tl.constexpr, wide: tl.constexpr, padded_k: tl.constexpr,
 ):  # fmt: skip
-    """The best `k` of each user's keys int64 [n, size, wide], descending; `padded_k` is k or the next power of two.
+    """Write the best `k` of each user's keys int64 [n, size, wide], descending; `padded_k` is a power of two.
 
-    Behind the first `wide` there mostly are none.
+    Mostly there are no keys after the first `wide`.
     """
     users = tl.program_id(0) * height + tl.arange(0, height)
     user_mask = (users < count)[:, None]

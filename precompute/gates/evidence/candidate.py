@@ -22,7 +22,7 @@ UNREADABLE_LIVE_NOTE = "live manifest cannot be read, so nothing can be compared
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Value compared with a threshold; `baseline` is the live generation's id, if it was compared with one."""
+    """Value compared with a threshold; `baseline` is the live generation's id if the value was compared with it."""
 
     passed: bool
     value: float | str | None
@@ -37,7 +37,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict of one gate with its measurement; `overridden` is the reason for which a failure was let pass."""
+    """Verdict of one gate with its measurement; `overridden` is the reason for letting a failure pass."""
 
     rule: str
     passed: bool
@@ -49,7 +49,7 @@ class Verdict:
 
     @property
     def is_judged(self) -> bool:
-        """False if the gate passed since there was nothing to judge by."""
+        """False if the gate passed because there was nothing to judge by."""
         return not self.passed or self.value is not None
 
     def to_json(self) -> dict[str, Any]:
@@ -70,13 +70,14 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """Loaded generation with the facts that its gates may use; `live` is None for the first one ever.
+    """Loaded generation with the facts that its gates may use; `live` is None for the first generation ever.
 
-    `live_root` is this host's folder of the live generation, `pages_bytes` the pages of all generations that Redis
-    may hold, `erased` the erased entities that this night left out, `governor` the pacing of reading pages back
-    (None: unpaced), `unreadable_live` the live generation whose manifest cannot be read, `superseded_count` how many
-    superseded ones sweeps leave, `arms` the generations of experiments' arms, `build` the build that made it,
-    `allowed_items` and `scoring_hooks` the hooks of features. `evidence` is gathered once for all gates.
+    `live_root` is this host's folder of the live generation, `pages_bytes` the size of the pages of all generations
+    that Redis may hold, `erased` the erased entities that this night left out, `governor` the pacing of reading pages
+    back (None: unpaced), `unreadable_live` the live generation if its manifest cannot be read, `superseded_count` the
+    number of superseded generations that sweeps keep, `arms` the room of the arms of experiments, `build` the build of
+    this generation; `allowed_items` and `scoring_hooks` are hooks of features. `evidence` is gathered once for all
+    gates.
     """
 
     manifest: Manifest
@@ -116,14 +117,14 @@ class Candidate:
         return None if self.live is None else self.live.generation
 
     def uncompared_measurement(self, threshold: float | str | None) -> Measurement:
-        """Return the result of a gate without a live manifest to compare with: passed only if there never was one."""
+        """Return the result of a gate without a live manifest to compare with: passed only if there was never one."""
         if self.unreadable_live is None:
             return Measurement(True, None, threshold, FIRST_GENERATION_NOTE)
         return Measurement(False, None, threshold, UNREADABLE_LIVE_NOTE, self.unreadable_live)
 
     @property
     def is_retrained(self) -> bool:
-        """True if it was made with another bundle than the live generation."""
+        """True if the bundle differs from the live generation's."""
         return self.live is not None and self.live.bundle_digest != self.manifest.bundle_digest
 
 
@@ -134,7 +135,7 @@ Measure = Callable[[Candidate], Measurement]
 class Gate:
     """Gate with its rule; an `is_integrity` rule detects invalid data, and cannot be overridden.
 
-    One that `wants_interactions` is left out of a night without any: it has nothing to compare.
+    A gate that `wants_interactions` does not apply to a night without interactions, which it would compare.
     """
 
     rule: str
@@ -143,7 +144,7 @@ class Gate:
     wants_interactions: bool = False
 
     def __call__(self, candidate: Candidate) -> Measurement:
-        """Measure a candidate; reading it may raise any error."""
+        """Measure a candidate; any error may be raised."""
         return self.measure(candidate)
 
 
@@ -168,17 +169,17 @@ def at_most(value: float, threshold: float, note: str = "", baseline: str | None
 
 
 def none_of(count: int, note: str, baseline: str | None = None) -> Measurement:
-    """Compare a count with zero; `note` says where a case was seen."""
+    """Compare a count with zero; `note` describes where a case was found."""
     return Measurement(not count, count, 0, note if count else "", baseline)
 
 
 def not_measured(threshold: float | None, reason: str) -> Measurement:
-    """Return the passed measurement of a gate that has nothing to measure, by definition and not by failure."""
+    """Return a passed measurement for a gate that by definition has nothing to measure."""
     return Measurement(True, None, threshold, reason)
 
 
 def worst_of(figures_by_name: Mapping[str, float]) -> tuple[str, float]:
-    """Return the smallest with its name, or NaN if there is one (`min` alone would depend on the order)."""
+    """Return the smallest figure with its name, or NaN if there is one (`min` alone would depend on the order)."""
     return min(
         figures_by_name.items(), key=lambda named_figure: -math.inf if math.isnan(named_figure[1]) else named_figure[1]
     )

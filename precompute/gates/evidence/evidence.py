@@ -1,4 +1,4 @@
-"""Evidence of several gates, gathered once and without Redis, with scans of all records."""
+"""Evidence of several gates, gathered once and without Redis, and scans of all records."""
 
 import os
 import tempfile
@@ -33,19 +33,19 @@ from precompute.scoring.towers import bind_inputs, select_usable_inputs
 from precompute.sources.columns import text_hashes
 
 CHUNK_BYTES: Final = 16 << 20
-"""Bytes of a page file read at once."""
+"""Bytes of a page file that are read at once."""
 
 FINGERPRINTS_AT_ONCE: Final = 1 << 22
-"""Fingerprints in memory while repeated ones are counted."""
+"""Number of fingerprints in memory while repeated ones are counted."""
 
 STRATUM_ITEMS_MAX = 64
-"""Items of a stratum at most."""
+"""Maximum number of items in a stratum."""
 
 COMPARED_ITEMS_MAX: Final = 2_000
 """Number of items whose values are compared with those in the live generation."""
 
 DRAWN_SEED = 1
-"""Seed of drawn histories, which are others than those that the night calibrates on."""
+"""Seed of drawn histories; it differs from that of the histories for calibration."""
 
 
 FindAllowedItems = Callable[[Path, Manifest, ItemTable], Mapping[str, NDArray[np.bool_]]]
@@ -60,17 +60,17 @@ class FingerprintFile:
         self.count = 0
 
     def append(self, fingerprints: NDArray[np.uint64]) -> None:
-        """Add the fingerprints of the next records."""
+        """Append the fingerprints of the next records."""
         self._file.write(np.ascontiguousarray(fingerprints, np.uint64).data)
         self.count += len(fingerprints)
 
     def read(self, first_index: int, count: int) -> NDArray[np.uint64]:
-        """Return uint64[count] from a record on."""
+        """Return uint64[count]: fingerprints from a record on."""
         self._file.flush()
         return np.frombuffer(os.pread(self._file.fileno(), 8 * count, 8 * first_index), np.uint64)
 
     def count_repeated(self) -> int:
-        """Count repeated fingerprints in ranges of the 64 bits, so that few are in memory at a time."""
+        """Count repeated fingerprints; each pass covers a range of the 64 bits, to bound memory."""
         range_count = -(-self.count // FINGERPRINTS_AT_ONCE)
         return sum(self._count_repeated_in(range_index, range_count) for range_index in range(range_count))
 
@@ -90,11 +90,11 @@ class FingerprintFile:
 class Scan:
     """Result of a scan of one table; `faults` counts by kind, `first_location_by_fault` locates each kind's first.
 
-    `absent_count`: records that answer nothing, for entities with an answer in another table of their directory.
+    `absent_count` counts records without an answer whose entity has an answer in another table of the directory.
 
-    For lists: `slots_by_item` int64[items] counts how often an item is in one, `empty_count` the lists without an item,
-    `lists_by_length` int64[K + 1] the lists by length. For values: `first_values` are those of the first record,
-    `differing_count` counts the records with others.
+    For lists: `slots_by_item` int64[items] counts the slots of lists with each item, `empty_count` lists without an
+    item, `lists_by_length` int64[K + 1] lists by length. For values: `first_values` are those of the first record,
+    `differing_count` counts records with other values.
     """
 
     table: Table
@@ -121,7 +121,7 @@ class Scan:
 
 
 class Evidence:
-    """Facts of one candidate, gathered at first use; one that cannot be gathered raises in every gate that uses it."""
+    """Facts of one candidate, gathered at first use; if that fails, each gate that uses the fact raises the error."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Evidence:
 
     @cached_property
     def scans(self) -> Mapping[str, Scan]:
-        """Scans of every table, those made under filters included."""
+        """Scans of every table, those under filters included."""
         return {
             table_name: scan_table(self.root, self.manifest, table)
             for table_name, table in self.manifest.stored_tables.items()
@@ -151,7 +151,7 @@ class Evidence:
 
     @cached_property
     def unfiltered_scans(self) -> Mapping[str, Scan]:
-        """Scans of the tables without a filter: lists under a filter may be short, and much alike."""
+        """Scans of the tables without a filter: lists under a filter may be short, and very similar."""
         tables = self.manifest.tables.items()
         return {table_name: self.scans[table_name] for table_name, table in tables if not table.is_facet}
 
@@ -174,7 +174,7 @@ class Evidence:
 
     @cached_property
     def bundle(self) -> Bundle:
-        """Bundle that `begin` pinned, its own checksums verified."""
+        """Bundle that `begin` pinned, with its own checksums verified."""
         return Bundle.open(self.root / "bundle")
 
     @cached_property
@@ -196,7 +196,7 @@ class Evidence:
 
     @property
     def _event_marks_path(self) -> Path | None:
-        """File of the users that events set values for; None if some model answers for users with features alone."""
+        """File of the users for whom events set values; None if some model answers for users with features alone."""
         marks_path = self.root / marks_file_path("user")
         return marks_path if self.bundle.needs_history and marks_path.is_file() else None
 
@@ -206,7 +206,7 @@ class Evidence:
         if self._live is None:
             return None
         if self._live_root is None:
-            raise CorruptArtefact(f"the files of {generation_path(self._live.generation)} are not here")
+            raise CorruptArtefact(f"the files of {generation_path(self._live.generation)} are not on this host")
         return ItemTable.open(self._live_root, self._live)
 
     @cached_property
@@ -223,12 +223,12 @@ class Evidence:
         if self._live is None:
             return None
         if self._live_root is None:
-            raise CorruptArtefact(f"the files of {generation_path(self._live.generation)} are not here")
+            raise CorruptArtefact(f"the files of {generation_path(self._live.generation)} are not on this host")
         return Directory.open(self._live_root, self._live.entity_sets[entity])
 
     @cached_property
     def live_ordinals(self) -> NDArray[np.int64]:
-        """Ordinals int64[live items] of the live generation's items; a distinct negative number for a removed one."""
+        """Ordinals int64[live items] of the live generation's items; distinct negative numbers for removed items."""
         if self.live_items is None:
             return np.empty(0, np.int64)
         ordinals = ordinals_of_texts(self.items, item_id_texts(self.live_items))
@@ -236,7 +236,7 @@ class Evidence:
 
     @cached_property
     def common_user_positions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Positions (here, in the live generation) of the sampled users that both have."""
+        """Positions (here, in the live generation) of the sampled users that are in both generations."""
         if self.live_user_directory is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         hashes = text_hashes(self.users.users.ids, self.live_user_directory.seed)
@@ -245,7 +245,7 @@ class Evidence:
 
     @cached_property
     def common_item_positions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Positions (here, in the live generation) of items, spread over the item table, that both have."""
+        """Positions (here, in the live generation) of items in both generations, spread over the item table."""
         directory, live_directory = self.directories["item"], self.live_item_directory
         if live_directory is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -258,7 +258,7 @@ class Evidence:
 
     @cached_property
     def item_strata(self) -> Mapping[str, NDArray[np.int64]]:
-        """Ordinals of items with the longest vectors (head), the shortest, new against the live one, and any."""
+        """Ordinals of items with the longest vectors (head), the shortest, new against the live generation, and any."""
         lengths = vector_lengths(self.items.vectors)
         by_descending_length = np.argsort(-lengths, kind="stable")
         spread_ordinals = np.unique(np.linspace(0, self.items.count - 1, 2 * STRATUM_ITEMS_MAX).astype(np.int64))
@@ -282,9 +282,9 @@ class Evidence:
         return draw_histories(self.users.users, self.items, self.bundle.metric, seed=DRAWN_SEED)
 
     def compared_users(self, model: BundleModel) -> ShardInput:
-        """Return the users on whose inputs the forms of a model are compared: the sampled ones.
+        """Return the sampled users, on whose inputs the forms of a model are compared.
 
-        With drawn histories if the model needs one and users have vectors in its place.
+        If the model needs a history but users have vectors instead, histories are drawn at random.
         """
         users = self.users.users
         has_histories = not self.manifest.facts.get(WITHOUT_INTERACTIONS_FACT)
@@ -324,19 +324,19 @@ class Evidence:
 
     @cached_property
     def user_vectors(self) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Vectors float32 [n, dims] and their rows of the sample: those of the sources, else the tower's."""
+        """Return vectors float32 [n, dims] and their rows of the sample: those of the sources, else the tower's."""
         inputs, usable_rows = self.user_inputs(self.bundle.user_tower)
         tower_vectors = self.run_model(self.bundle.user_tower, inputs)
         vectors = np.full((len(self.users.users.ids), self.bundle.dims), np.nan, np.float32)
         vectors[usable_rows] = tower_vectors
         if (source_vectors := self.users.users.vectors) is not None:
             vectors = np.where(np.isnan(source_vectors), vectors, source_vectors)
-        is_finite = np.isfinite(vectors).all(axis=1)  # whose is not has no record
+        is_finite = np.isfinite(vectors).all(axis=1)  # a user whose vector is not finite has no record
         return vectors[is_finite], np.flatnonzero(is_finite)
 
     @cached_property
     def seen_items(self) -> Histories:
-        """Ordinals of each sampled user's history, which must not be recommended."""
+        """Return the ordinals of each sampled user's history, which must not be recommended."""
         return Histories(self.users.users.indptr, self.users.users.ordinals)
 
     def records_of(self, table: Table, positions: NDArray[np.int64]) -> NDArray[Any]:
@@ -354,12 +354,12 @@ def select_spread_rows(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]
 
 
 def compared_depth(width: int, item_count: int) -> int:
-    """Return the slots of a list that are compared: 20, fewer if a list would hold most of a small catalogue anyway."""
+    """Return the number of compared slots of a list: 20, but fewer if that were most of a small catalogue."""
     return max(1, min(width, 20, item_count // 8))
 
 
 def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
-    """Scan all page files of a table, a chunk in memory at a time."""
+    """Scan all page files of a table, with one chunk in memory at a time."""
     item_count = manifest.items.count
     scan = Scan(
         table,
@@ -438,7 +438,7 @@ def _scan_records(records: NDArray[Any], manifest: Manifest, location: str, scan
     sorted_ordinals = np.sort(item_ordinals, axis=1)
     is_repeated = (sorted_ordinals[:, 1:] == sorted_ordinals[:, :-1]) & (sorted_ordinals[:, 1:] != NO_ITEM)
     scan.note_faults("twice", is_repeated.any(axis=1), location)
-    # Records of one exponent: the stored numbers sort as the scores do.
+    # Records with the same exponent: the stored numbers have the order of the scores.
     is_rising = (numbers[:, 1:] > numbers[:, :-1]) & is_used[:, 1:]
     scan.note_faults("order", is_rising.any(axis=1), location)
     scan.empty_count += int((counts == 0).sum())

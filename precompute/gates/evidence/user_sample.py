@@ -30,7 +30,7 @@ from precompute.partitions.user_tables import VECTOR_COLUMN
 from precompute.sources.columns import text_hashes
 
 SHARDS_MAX: Final = 16
-"""Partition files read at most: all of a usual night, spread over the hash range of a large one."""
+"""Maximum number of partition files read: all of a usual night; of a large one, files spread over the hash range."""
 
 STRATA: Final = ("head", "tail", "new", "recent", "spread")
 USERS_PER_STRATUM: Final = 80
@@ -40,10 +40,10 @@ USERS_PER_STRATUM: Final = 80
 class UserSample:
     """Users with a record: longest histories (head), shortest, newest, most recently active, and any.
 
-    `rows_by_stratum` names each stratum's rows of `users`; `positions` are theirs in the directory,
-    `last_new_choice_times` the time at which they last chose an item for the first time (microseconds since 1970).
-    `recorded_user_count` counts the users of the slices that were read, `unrecorded_by_missing_input` those of them
-    that have none, by what they lack.
+    `rows_by_stratum` has the rows of `users` in each stratum; `positions` are their positions in the directory;
+    `last_new_choice_times` is when they last chose an item for the first time (microseconds since 1970).
+    `recorded_user_count` counts the users of the slices that were read, `unrecorded_by_missing_input` counts users
+    without a record by the input that they lack.
     """
 
     users: ShardInput
@@ -56,7 +56,7 @@ class UserSample:
 
 
 def sampled_shards(entities: EntitySet) -> list[int]:
-    """The shards whose partition files gates read."""
+    """Return the shards whose partition files gates read."""
     shard_count = len(entities.parts)
     return sorted(
         {shard * shard_count // min(shard_count, SHARDS_MAX) for shard in range(min(shard_count, SHARDS_MAX))}
@@ -64,7 +64,7 @@ def sampled_shards(entities: EntitySet) -> list[int]:
 
 
 def read_user_ids(folder: Path, shard: int) -> Iterator[Any]:
-    """Arrow strings: every user that a shard's partition names, some of them again."""
+    """Return Arrow strings: every user that a shard's partition names, perhaps several times."""
     for path in _naming_paths(folder, shard):
         for batch in read_batches(path, column_indexes=[0]):
             yield batch.column("user")
@@ -75,7 +75,7 @@ def _naming_paths(folder: Path, shard: int) -> list[Path]:
 
 
 def read_seen_pairs(folder: Path, shard: int, user_names: Sequence[str]) -> set[tuple[str, int]]:
-    """(user, ordinal) of all that these users chose before the cut."""
+    """Return (user, ordinal) of all items that these users chose before the cut."""
     user_ids = pa.array(user_names, pa.string())
     user_by_hash: dict[int, str] = {}
     for path in _naming_paths(folder, shard):
@@ -96,7 +96,7 @@ def read_seen_pairs(folder: Path, shard: int, user_names: Sequence[str]) -> set[
 
 
 def _read_named_users(folder: Path, shard: int) -> Any:
-    """Every distinct user that a slice names, with the hash."""
+    """Return every distinct user that a slice names, with the hash."""
     naming_tables = [read_stream(path) for path in _naming_paths(folder, shard)]
     return (
         pa.concat_tables([table.select(["user", HASH_COLUMN]) for table in naming_tables])
@@ -115,10 +115,10 @@ def sample_users(
     answers_without_history: bool = False,
     counts_feature_only_users: bool = True,
 ) -> UserSample:
-    """Choose among the users of the first slice of each shard that gates read; the same files give the same sample.
+    """Sample users of the first slice of each shard that gates read; the same files give the same sample.
 
-    Users whom the feature table alone names are counted if `counts_feature_only_users`; of those whose values
-    events set, by the marks at `event_marks_path`, none is. `answers_without_history` goes into the inputs.
+    Users that only the feature table names are counted if `counts_feature_only_users`; of those with values from
+    events, by the marks at `event_marks_path`, none is counted. `answers_without_history` is passed on to the inputs.
     """
     shards = sampled_shards(entities)
     stratum_users_per_shard = -(-USERS_PER_STRATUM // len(shards))
@@ -259,9 +259,9 @@ def _select_inputs(
     hashes: NDArray[np.uint64],
     history_limit: int,
 ) -> tuple[ShardInput, NDArray[np.int64]]:
-    """Inputs of these users as `read_shard` gives them, found another way: row by row, the later occurrence wins.
+    """Return the inputs of these users as `read_shard` does, but computed row by row; the later occurrence wins.
 
-    Also the time at which each of them last chose an item that was new to them: a repeat changes no list.
+    Also return when each of them last chose an item for the first time: a repeat changes no list.
     """
     user_table = user_table.take(pa.array(picked_rows)).combine_chunks()
     picked_hashes = user_table.column(HASH_COLUMN).combine_chunks()
@@ -301,7 +301,7 @@ def _select_inputs(
 
 
 def _find_vectors(users: ShardInput, vector_table: Any) -> NDArray[np.float32]:
-    """Vectors of these users as the partition has them, found another way: one user at a time."""
+    """Return vectors of these users as in the partition, but computed one user at a time."""
     dims = vector_table.schema.field(VECTOR_COLUMN).type.list_size
     vectors = np.full((len(users.ids), dims), np.nan, np.float32)
     vector_user_ids = vector_table.column("user").combine_chunks()

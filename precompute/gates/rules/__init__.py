@@ -1,1 +1,1 @@
-"""Gate rules, a family in each module, a rule in each function; `judge` runs them."""
+"""Gate rules: a module for each family, a function for each rule; `judge` runs them."""

@@ -22,13 +22,13 @@ from precompute.gates.evidence.candidate import Candidate, Measurement, integrit
 T = TypeVar("T")
 
 FILES_AT_ONCE: Final = 8
-"""Files checked in parallel."""
+"""Number of files checked in parallel."""
 
 CHECKED_NOTES: Final = "work/files.checked"
-"""File of this host with the stamps of the files that it has checked."""
+"""File on this host with stamps of the files that it has checked."""
 
 CHUNK_BYTES: Final = 1 << 20
-"""Bytes of pages that are sent, or read back, at once while Redis has no readers."""
+"""Bytes of pages that are sent or read back at once while Redis has no readers."""
 
 
 def check_files(store: ArtefactStore, generation: str, artefacts: Sequence[Artefact]) -> Measurement:
@@ -54,7 +54,7 @@ class CheckedFiles:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock, self._stamps = path, threading.Lock(), set[str]()
-        # A gate that ran out of time goes on in its thread, and may forget the stamps at any moment.
+        # A gate that timed out goes on in its thread, and may remove the stamps at any moment.
         with contextlib.suppress(FileNotFoundError):
             self._stamps.update(path.read_text().splitlines())
 
@@ -69,12 +69,12 @@ class CheckedFiles:
                 stamp_file.write(f"{stamp}\n")
 
     def forget(self) -> None:
-        """Remove all stamps once all files are checked: a later verification checks them again."""
+        """Remove all stamps after all files are checked: a later verification checks them again."""
         self._path.unlink(missing_ok=True)
 
 
 def file_stamp(path: Path, artefact: Artefact) -> str | None:
-    """Return a stamp of a file that any write to the file changes; None for a missing file."""
+    """Return a stamp of a file that changes with every write to the file; None for a missing file."""
     try:
         file_stat = path.stat()
     except FileNotFoundError:
@@ -84,9 +84,10 @@ def file_stamp(path: Path, artefact: Artefact) -> str | None:
 
 
 def run_in_threads(run_task: Callable[[T], None], tasks: Iterable[T], thread_count: int) -> None:
-    """Call `work` on every item; the first error ends it and is raised.
+    """Call `work` on every item in parallel; the first error ends the work and is raised.
 
-    In daemons, not a pool: the program's exit would wait for a pool's threads, and so for a store that hangs.
+    The threads are daemons, not a pool's: at exit the program would wait for a pool's threads, and so for a store that
+    hangs.
     """
     pending_items, lock, errors = iter(tasks), threading.Lock(), list[Exception]()
 
@@ -114,8 +115,8 @@ def run_in_threads(run_task: Callable[[T], None], tasks: Iterable[T], thread_cou
 def pages_in_redis(candidate: Candidate) -> Measurement:
     """Check every page, read back from Redis, against its checksum; reload a part that Redis lost.
 
-    Progress is noted in Redis itself, part by part, so that another attempt goes on from there: notes are void once a
-    server has restarted, and a writer of a part drops its note.
+    Progress is noted in Redis, part by part, so that another attempt continues from there. A note is void after a
+    restart of the server, and a writer of the part removes it.
     """
     control, manifest = candidate.control, candidate.manifest
     notes_key, parts = control.keyspace.loaded(manifest.generation), parts_of(manifest)
@@ -129,7 +130,7 @@ def pages_in_redis(candidate: Candidate) -> Measurement:
             if note_by_part.get(part.read.encode()) == note:
                 continue
             reload_count += _verify_or_reload(candidate, part, governor)
-            with suppress(redis.exceptions.OutOfMemoryError):  # only the next try would miss it
+            with suppress(redis.exceptions.OutOfMemoryError):  # without the note only the next attempt takes longer
                 control.client.hset(notes_key, part.read, note.decode())
     page_count = total_pages(manifest)
     control.client.hdel(notes_key, *(part.read for part in parts))
@@ -146,19 +147,19 @@ def _verify_or_reload(candidate: Candidate, part: Part, governor: Governor | Non
         verify_part(*part_arguments, chunk_bytes=CHUNK_BYTES, governor=governor)
         return False
     except BadPage:
-        # The generation is not to blame: its files are as they should be, Redis lost or changed what it was sent.
+        # The generation's files are correct: Redis lost or changed the pages that it was sent.
         load_part(*part_arguments, chunk_bytes=CHUNK_BYTES, governor=governor)
     try:
         verify_part(*part_arguments, chunk_bytes=CHUNK_BYTES, governor=governor)
     except BadPage as error:
         raise NotJudged(
-            f"Redis does not hold what it is sent: loaded again, {error.message}", rule="pages_in_redis"
+            f"Redis does not hold the pages that it was sent: loaded again, {error.message}", rule="pages_in_redis"
         ) from error
     return True
 
 
 def _read_run_ids(client: "redis.Redis") -> bytes:
-    """Return the run ids of all masters: a restarted or other server may lack the pages that were read back."""
+    """Return the run ids of all masters: a restarted or replaced server may lack the pages that were read back."""
     server_infos: list[Any] = [server.info("server") for server in primary_clients(client).values()]
-    # Who says none may have started at any time.
+    # A server without a run id may have restarted at any time.
     return ",".join(sorted(str(server_info.get("run_id") or token_hex()) for server_info in server_infos)).encode()

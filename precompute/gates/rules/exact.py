@@ -1,7 +1,7 @@
-"""Gates on what the records say: computed again in float64, apart from how the night computed it.
+"""Gates on the contents of records: recomputed in float64, by code other than the night's.
 
-Nothing here is shared with the code that is judged, nor with `cache.model.agreement`: an error in it would agree with
-itself.
+This module shares nothing with the code that it checks, nor with `cache.model.agreement`: an error in shared code would
+go unnoticed.
 """
 
 from typing import Final
@@ -24,16 +24,16 @@ from precompute.gates.evidence.candidate import (
 )
 
 SCORE_ROUNDING: Final = 2e-5
-"""Rounding tolerance of a score, relative to the lengths of both vectors: twice what a user's vector may be off on a
-device (`scoring.towers.DEVICE_LENGTH_AGREEMENT`), and the rounding of a float32 product."""
+"""Rounding tolerance of a score, relative to the lengths of both vectors: twice the error of a user's vector that a
+device may have (`scoring.towers.DEVICE_LENGTH_AGREEMENT`), and the rounding of a float32 product."""
 
 OUTPUT_ROUNDING: Final = 1e-4
-"""Rounding tolerance of a model's outputs between batches and devices, relative to the row's largest; as
+"""Rounding tolerance of a model's outputs between batches and devices, relative to the row's largest; as in
 `scoring.towers.DEVICE_AGREEMENT`."""
 
 COLUMN_ROUNDING: Final = 1e-5
-"""Further rounding tolerance of a value, relative to the largest of its label in the sample: a regressor's sum of trees
-is rounded at the size of its terms, in another order in each batch, and may itself be near 0."""
+"""Further rounding tolerance of a value, relative to the largest value of its label in the sample: each batch rounds a
+regressor's sum of trees in another order, at the size of its terms, and the sum may itself be near 0."""
 
 ITEMS_AT_ONCE: Final = 8_192
 ROWS_AT_ONCE: Final = 512
@@ -53,7 +53,7 @@ def item_vectors(candidate: Candidate) -> Measurement:
 
 @integrity("exact_lists")
 def exact_lists(candidate: Candidate) -> Measurement:
-    """Stored lists and scores of sampled entities are the best that there are, recomputed over all items."""
+    """Check that stored lists and scores of sampled entities are the best ones, recomputed over all items."""
     right_shares: dict[str, float] = {}
     for table in candidate.manifest.stored_tables.values():
         if table.kind == "topk" and table.producer.kind in ("topk", "similar"):
@@ -75,7 +75,7 @@ def exact_numbers(candidate: Candidate) -> Measurement:
         model = models[str(table.producer.model)]
         expected, positions = _run_model(candidate, model)
         records = evidence.records_of(table, positions)
-        is_present = records["flags"] != ABSENT_FLAGS  # how many are not, coverage judges
+        is_present = records["flags"] != ABSENT_FLAGS  # the coverage gates judge how many lack an answer
         expected, stored_numbers = (expected[is_present], dequantize(table.layout, records[is_present], np.float64))
         tolerance = OUTPUT_ROUNDING + NUMBER_STEP_BY_PRECISION[table.layout.precision]
         column_tolerance = COLUMN_ROUNDING if table.kind == "value" else 0.0
@@ -85,7 +85,7 @@ def exact_numbers(candidate: Candidate) -> Measurement:
 
 @integrity("history_in_lists")
 def history_in_lists(candidate: Candidate) -> Measurement:
-    """Lists of sampled users hold no item of their own history, lists of items never the item itself."""
+    """Check that lists of sampled users have no item of their history, and lists of items not the item itself."""
     evidence, leak_count, note = candidate.evidence, 0, ""
     for table in candidate.manifest.stored_tables.values():
         if table.kind != "topk" or table.is_facet:
@@ -117,7 +117,7 @@ def _fraction_true(is_right: NDArray[np.bool_]) -> float:
 
 
 def _run_model(candidate: Candidate, model: BundleModel) -> tuple[Floats, NDArray[np.int64]]:
-    """(a model's outputs in full precision, the positions of the entities they are for)."""
+    """Return (a model's outputs in full precision, the positions of their entities)."""
     evidence = candidate.evidence
     if model.entity == "item":
         positions = evidence.usable_item_ordinals(model)
@@ -133,13 +133,16 @@ def _run_model(candidate: Candidate, model: BundleModel) -> tuple[Floats, NDArra
 def _rows_equal(
     expected: NDArray[np.floating], actual: NDArray[np.floating], tolerance: float, column_tolerance: float = 0.0
 ) -> NDArray[np.bool_]:
-    """bool [n]: no number is off more than `tolerance` of its row's largest plus `column_tolerance` of its column."""
+    """Return bool [n]: each number is off by at most `tolerance` of its row plus `column_tolerance` of its column.
+
+    The tolerances are relative to the largest absolute values.
+    """
     magnitudes = np.abs(expected.astype(np.float64))
     errors = np.abs(expected.astype(np.float64) - actual.astype(np.float64))
     allowed_errors = tolerance * magnitudes.max(axis=1, keepdims=True, initial=0)
     allowed_errors = allowed_errors + column_tolerance * np.fmax.reduce(
         magnitudes, axis=0, initial=0
-    )  # NaN is of its row
+    )  # fmax: a NaN only fails its own row
     is_equal: NDArray[np.bool_] = (errors <= allowed_errors).all(axis=1)
     return is_equal
 
@@ -179,9 +182,9 @@ def _check_lists_best(
     metric: str,
     allowed_mask: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.bool_]:
-    """bool [lists]: the true scores of its items are, place by place, the best that there are, and stored so.
+    """Return bool [lists]: the items' true scores are, position by position, the best ones, and are stored.
 
-    Of the items `allowed_mask` bool [items] alone, where that is given.
+    With `allowed_mask` bool [items], only these items count.
     """
     width, item_count = layout.width, len(vectors)
     best_scores = np.full((len(queries), width), -np.inf)

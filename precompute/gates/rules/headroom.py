@@ -23,7 +23,7 @@ def maxmemory_policy(candidate: Candidate) -> Measurement:
 
 @integrity(REDIS_HEADROOM_RULE)
 def redis_headroom(candidate: Candidate) -> Measurement:
-    """Check the room that Redis has left with this generation and all others, without what it can evict."""
+    """Check the free room of Redis with this generation and all others, without keys that it can evict."""
     servers = primary_clients(candidate.control.client)
     measurements = [_server_headroom(candidate, server_name, server) for server_name, server in servers.items()]
     failed_measurements = [measurement for measurement in measurements if not measurement.passed]
@@ -82,7 +82,7 @@ def disk_headroom(candidate: Candidate) -> Measurement:
 
 @integrity("memory_headroom")
 def memory_headroom(candidate: Candidate) -> Measurement:
-    """Check the memory available to each replica for the files mapped at a peak, arms of experiments included."""
+    """Check each replica's available memory for all files mapped at the peak, those of arms of experiments included."""
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.memory_headroom
     generation_count = peak_generation_count(candidate.superseded_count)
     arms_bytes = sum_mapped_bytes(candidate.arms, generation_count)
@@ -99,7 +99,7 @@ def memory_headroom(candidate: Candidate) -> Measurement:
 
 
 def disk_room(free_bytes: int, size_bytes: int, threshold: float, *, generation_count: int = 1) -> Measurement:
-    """Compare the free bytes of a file system with so many generations of this size."""
+    """Compare the free bytes of a file system with this number of generations of this size."""
     generations_text = "a generation" if generation_count == 1 else f"{generation_count} generations"
     return at_least(
         free_bytes / max(1, generation_count * size_bytes),
@@ -111,7 +111,7 @@ def disk_room(free_bytes: int, size_bytes: int, threshold: float, *, generation_
 def memory_room(
     available_bytes: int, mapped_bytes: int, threshold: float, *, generation_count: int, arms_bytes: int = 0
 ) -> Measurement:
-    """Compare a host's available memory with the mapped files of so many generations of this size.
+    """Compare a host's available memory with the mapped files of this number of generations of this size.
 
     `arms_bytes` are mapped for the arms of experiments.
     """
@@ -127,12 +127,12 @@ def memory_room(
 def _measure_tightest(
     candidate: Candidate, threshold: float, judge: Callable[[Replica], Measurement | None]
 ) -> Measurement:
-    """Return the verdict on the replica with the least room; passed without a replica, as this host is no reader's."""
+    """Return the verdict on the replica with the least room; passed without a replica: this host is no reader's."""
     replica_verdicts = [
         (replica.name, verdict) for replica in candidate.control.replicas() if (verdict := judge(replica)) is not None
     ]
     if not replica_verdicts:
-        return Measurement(True, None, threshold, "no live replica says what its host has left")
+        return Measurement(True, None, threshold, "no live replica reports the free room of its host")
     replica_name, verdict = min(replica_verdicts, key=lambda named_verdict: float(named_verdict[1].value or 0))
     return replace(verdict, note=f"{verdict.note} on {replica_name}")
 

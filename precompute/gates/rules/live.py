@@ -1,4 +1,4 @@
-"""Gates against the live generation: lists and scores may change, but not suddenly, and must find as much."""
+"""Gates that compare with the live generation: lists and scores may change, but not suddenly, and must find as much."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,44 +30,44 @@ from precompute.partitions.shard_files import shard_of
 from precompute.sources.plausibility import JUDGED_ROWS_MIN
 
 LIVE_RECORDS_AT_ONCE: Final = 200
-"""Records that are read from Redis in one round trip."""
+"""Number of records read from Redis in one round trip."""
 
 PSI_BINS: Final = 10
 TOP_ITEMS_SHARE: Final = 0.01
 ACTIVE_USERS_MIN: Final = 5
-"""Least number of users with interactions since the live generation's cut to judge `stale_lists` by."""
+"""Minimum number of users with interactions since the live generation's cut for `stale_lists` to judge."""
 
 VALUES_MIN: Final = 100
-"""Least number of records of both generations by which `value_psi` judges."""
+"""Minimum number of records in both generations for `value_psi` to judge."""
 
 CLICKS_BY_CHANCE_NOTE: Final = "clicks rank no better than chance"
 
 CHANCE_SHARE: Final = 0.5
-"""Share of pairs in which one of two random items scores above the other."""
+"""Expected share of pairs in which one of two random items scores above the other."""
 
 RANK_DEVIATIONS: Final = 2.0
-"""Standard errors by which a share has to differ from a half."""
+"""Standard errors by which a share must differ from one half."""
 
 HISTORY_ITEMS_PER_CLICK: Final = 5
-"""Items of a history of which one is taken out."""
+"""Number of items of a history for each one that is taken out."""
 
 RANKED_USERS_MIN: Final = 20
-"""Least number of users to judge the ranks of clicks by."""
+"""Minimum number of users to judge the ranks of clicks by."""
 
 CHOICES_MIN: Final = 200
-"""Least number of held-out choices to judge by: below it, one user more or less would move the figure by percents."""
+"""Minimum number of held-out choices to judge by: with fewer, a single user changes the figure by percents."""
 
 
 @judgement("top_items")
 def top_items(candidate: Candidate) -> Measurement:
-    """Share of list slots that the top 1 % of items hold, in the worst table."""
+    """Measure the share of list slots that the top 1 % of items hold, in the worst table."""
     top_shares = {table.name: _top_items_share(candidate, table) for table in user_list_tables(candidate.manifest)}
     return _measure_highest(top_shares, candidate.thresholds.top_items)
 
 
 @judgement("single_item")
 def single_item(candidate: Candidate) -> Measurement:
-    """Share of list slots that any one item holds, in the worst table."""
+    """Measure the share of list slots that any one item holds, in the worst table."""
     largest_shares = {}
     for table in user_list_tables(candidate.manifest):
         scan = candidate.evidence.scans[table.name]
@@ -77,14 +77,14 @@ def single_item(candidate: Candidate) -> Measurement:
 
 @judgement("distinct_lists")
 def distinct_lists(candidate: Candidate) -> Measurement:
-    """Share of different lists among sampled users; and not far fewer than the live generation has."""
+    """Measure the share of different lists among sampled users, which must not be far below the live generation's."""
     thresholds, worst_measurement = candidate.thresholds, None
     if candidate.unreadable_live is not None:
         return candidate.uncompared_measurement(thresholds.distinct_lists)
     for table in user_list_tables(candidate.manifest):
         positions = _compared_positions(candidate)
         distinct_share = _distinct_share(candidate.evidence.records_of(table, positions))
-        # There cannot be more single favourites than items.
+        # There cannot be more lists of one item than items.
         distinct_share_max = min(1.0, candidate.items.count / max(1, len(positions)))
         floor, note = thresholds.distinct_lists * distinct_share_max, table.name
         live_table = matching_live_table(candidate, table)
@@ -102,7 +102,7 @@ def distinct_lists(candidate: Candidate) -> Measurement:
 
 @judgement("top_items_of_live")
 def top_items_of_live(candidate: Candidate) -> Measurement:
-    """Ratio of the share of slots that the top 1 % of items hold to that share in the live generation."""
+    """Measure the ratio of the share of slots that the top 1 % of items hold to that share in the live generation."""
     ratio_by_table = {}
     for table, live_table in _pair_tables(candidate):
         depth = compared_depth(min(table.layout.width, live_table.layout.width), candidate.items.count)
@@ -117,10 +117,10 @@ def top_items_of_live(candidate: Candidate) -> Measurement:
 
 @judgement("score_psi")
 def score_psi(candidate: Candidate) -> Measurement:
-    """Population stability index of the scores against the live generation's, in tenths of the latter.
+    """Measure the population stability index of the scores against the live generation's, in tenths of the latter.
 
-    PSI as in credit scoring (Siddiqi, 2006): under 0.1 no shift to speak of, over 0.25 a large one. A retrained
-    bundle may score on another scale, so it has a threshold of its own.
+    PSI as in credit scoring (Siddiqi, 2006): below 0.1 the shift is negligible, above 0.25 large. A retrained bundle
+    may score on another scale, so it has its own threshold.
     """
     psi_by_table = {}
     for table, live_table in _pair_tables(candidate):
@@ -136,7 +136,7 @@ def score_psi(candidate: Candidate) -> Measurement:
 
 @judgement("distinct_values")
 def distinct_values(candidate: Candidate) -> Measurement:
-    """Number of different outputs in a table of values, counted up to 2: a constant model says nothing of anybody."""
+    """Count the different outputs in a table of values, up to 2: a constant model does not distinguish entities."""
     scans = [
         scan
         for scan in candidate.evidence.unfiltered_scans.values()
@@ -153,16 +153,17 @@ def distinct_values(candidate: Candidate) -> Measurement:
 
 
 def _is_single_probability(scan: Scan) -> bool:
-    """True if each record is the probability of the only label, which is 1 whatever the model has learnt."""
+    """True if each record is the probability of the only label, which is always 1."""
     return scan.first_values is not None and scan.first_values.tolist() == [1.0]
 
 
 @judgement("value_psi")
 def value_psi(candidate: Candidate) -> Measurement:
-    """PSI (see `score_psi`, whose thresholds hold) of each number of a table of values against the live generation's.
+    """Measure the PSI (see `score_psi`) of each number of a table of values against the live generation's.
 
-    Numbers are compared by their label, over the same users or items, to five digits: another host may round the last.
-    Those of the same model are compared by their place, whatever their labels are called by now.
+    Numbers of the same label are compared, over the same users or items, rounded to five digits: another host may round
+    the last ones differently. With the same model, numbers of the same position are compared, whatever their labels
+    are.
     """
     thresholds = candidate.thresholds
     threshold = thresholds.score_psi_retrained if candidate.is_retrained else thresholds.score_psi
@@ -180,7 +181,7 @@ def value_psi(candidate: Candidate) -> Measurement:
 
 
 def _value_shifts(candidate: Candidate, table: Table, live_table: Table) -> dict[str, float]:
-    """PSI by table and label; empty where too few entities, or no label, are in both."""
+    """Return the PSI by table and label; empty if too few entities, or no label, are in both generations."""
     evidence = candidate.evidence
     common_positions = evidence.common_item_positions if table.entity == "item" else evidence.common_user_positions
     if len(common_positions[0]) < VALUES_MIN:
@@ -212,7 +213,7 @@ def _value_names(table: Table) -> tuple[str, ...]:
 
 
 def _digest_and_spec(table: Table, manifest: Manifest | None) -> tuple[str, Mapping[str, Any]] | None:
-    """Return digest and specification of a table's model: two outputs of one file are two models."""
+    """Return digest and specification of a table's model: two outputs of one file count as two models."""
     if manifest is None:
         return None
     model = manifest.models[str(table.producer.model)]
@@ -220,7 +221,7 @@ def _digest_and_spec(table: Table, manifest: Manifest | None) -> tuple[str, Mapp
 
 
 def changed_labels_in_words(manifest: Manifest, live: Manifest) -> list[str]:
-    """Return a remark on each table of values whose labels, or their order, are others than in the live generation."""
+    """Return a remark on each table of values whose labels, or their order, differ from the live generation's."""
     remarks = []
     for table_name, table in manifest.tables.items():
         live_table = live.tables.get(table_name)
@@ -229,8 +230,8 @@ def changed_labels_in_words(manifest: Manifest, live: Manifest) -> list[str]:
         change_text = f"labels of {table_name} were {', '.join(live_table.labels)} in {live.generation}, and are "
         change_text += ", ".join(table.labels)
         if set(table.labels) == set(live_table.labels):
-            change_text += ", so that each number has another place"
-        remarks.append(f"{change_text}: tell who reads values")
+            change_text += ", so that each number has another position"
+        remarks.append(f"{change_text}: inform those who use the values")
     return remarks
 
 
@@ -241,7 +242,7 @@ def _five_digits(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @judgement("list_jaccard")
 def list_jaccard(candidate: Candidate) -> Measurement:
-    """Mean Jaccard of the same users' lists in both generations, compared by item id: below it, too much churn."""
+    """Measure the mean Jaccard index of the same users' lists in both generations, compared by item id."""
     thresholds = candidate.thresholds
     threshold = thresholds.list_jaccard_retrained if candidate.is_retrained else thresholds.list_jaccard
     mean_jaccards = {
@@ -251,7 +252,7 @@ def list_jaccard(candidate: Candidate) -> Measurement:
     if candidate.live is None:
         return candidate.uncompared_measurement(threshold)
     if not len(candidate.evidence.common_user_positions[0]):
-        note = "the live generation knows none of the sampled users: have ids changed their form?"
+        note = "the live generation has none of the sampled users: has the form of ids changed?"
         return Measurement(False, 0.0, threshold, note, candidate.baseline)
     if not mean_jaccards:
         return not_measured(threshold, "the live generation has no such table of lists")
@@ -261,7 +262,7 @@ def list_jaccard(candidate: Candidate) -> Measurement:
 
 @judgement("stale_lists", wants_interactions=True)
 def stale_lists(candidate: Candidate) -> Measurement:
-    """Share of users with interactions since the live generation's cut whose lists are the live ones all the same."""
+    """Measure the share of users with interactions since the live generation's cut whose lists have not changed."""
     threshold = candidate.thresholds.stale_lists
     if candidate.live is None:
         return candidate.uncompared_measurement(threshold)
@@ -284,9 +285,10 @@ def stale_lists(candidate: Candidate) -> Measurement:
 
 @judgement("tables_of_live")
 def tables_of_live(candidate: Candidate) -> Measurement:
-    """Live tables that are gone or became another kind, and tables of lists that nothing live can be compared with.
+    """Count live tables that are missing or of another kind, and tables of lists without a live counterpart.
 
-    A renamed table passes every comparison, for it has none; the lists of the first night with lists are not counted.
+    Without this rule a renamed table would pass every comparison. The lists of the first night with lists are not
+    counted.
     """
     if candidate.live is None:
         return candidate.uncompared_measurement(0)
@@ -307,11 +309,11 @@ def tables_of_live(candidate: Candidate) -> Measurement:
 
 @judgement("heldout_recall", wants_interactions=True)
 def heldout_recall(candidate: Candidate) -> Measurement:
-    """Share of sampled users' newer choices that their lists hold, against the live generation's lists.
+    """Measure the share of sampled users' newer choices that their lists hold, against the live generation's lists.
 
-    Choices that are new to the user: the same question to both generations. Without interactions newer
-    than the cut there is nothing to measure. Of towers with features it is measured, too, how clicks rank that are
-    taken out of histories: the features' codes may be another model's.
+    Only choices that are new to the user count, the same ones for both generations. Without interactions newer than the
+    cut there is nothing to measure. For towers with features, the rank of clicks taken out of histories is measured,
+    too: features may have the codes of another model.
     """
     measurement = _measure_newer_choices(candidate)
     ranks = _rank_clicks(candidate) if measurement.passed else None
@@ -331,7 +333,7 @@ def heldout_recall(candidate: Candidate) -> Measurement:
 
 @dataclass(frozen=True, slots=True)
 class ClickRanks:
-    """Share of pairs in which a user's click, taken out of the history, scores above a random item; its error."""
+    """Share of pairs in which a click, taken out of its history, scores above a random item; its standard error."""
 
     share: float
     error: float
@@ -344,7 +346,7 @@ def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
     has_features = bool(model.spec.features or evidence.bundle.item_tower.spec.features)
     if not has_features or users.vectors is not None:
         return None
-    # Each fifth item, from the last but one on: a user with one item has nothing to take out.
+    # Each fifth item, from the last but one on: for a user with one item nothing can be taken out.
     history_lengths = np.diff(users.indptr)
     places_from_end = np.repeat(users.indptr[1:], history_lengths) - np.arange(len(users.ordinals)) - 1
     is_held_out = places_from_end % HISTORY_ITEMS_PER_CLICK == 1
@@ -387,9 +389,9 @@ def _measure_newer_choices(candidate: Candidate) -> Measurement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveLists:
-    """Records of the live generation; `candidate_ordinals` int64[live items] gives its ordinals as this generation's.
+    """Records of the live generation; `candidate_ordinals` int64[live items] maps its ordinals to this generation's.
 
-    An item that this generation lacks has a negative number of its own, so it equals nothing.
+    Each item that this generation lacks has a different negative number, which equals no ordinal.
     """
 
     records: NDArray[Any]
@@ -397,13 +399,13 @@ class LiveLists:
 
 
 def read_live_lists(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> LiveLists:
-    """Lists of live users at these positions; raises NotJudged when Redis lacks one of them."""
+    """Read lists of live users at these positions; raise NotJudged if Redis lacks one of them."""
     records = _read_live_records(candidate, table, positions)
     return LiveLists(records, candidate.evidence.live_ordinals)
 
 
 def _read_live_records(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> NDArray[Any]:
-    """Live records at positions of their directory; raises NotJudged when Redis lacks one of them."""
+    """Read live records at positions of their directory; raise NotJudged if Redis lacks one of them."""
     evidence = candidate.evidence
     directory = evidence.live_item_directory if table.entity == "item" else evidence.live_user_directory
     if candidate.live is None or directory is None:
@@ -426,7 +428,7 @@ def _read_live_records(candidate: Candidate, table: Table, positions: NDArray[np
 
 
 def matching_live_table(candidate: Candidate, table: Table) -> Table | None:
-    """The live generation's table of the same name and kind, None when it has none."""
+    """Return the live generation's table of the same name and kind; None if there is none."""
     live_table = None if candidate.live is None else candidate.live.tables.get(table.name)
     return (
         live_table
@@ -436,12 +438,12 @@ def matching_live_table(candidate: Candidate, table: Table) -> Table | None:
 
 
 def user_list_tables(manifest: Manifest) -> list[Table]:
-    """Tables of lists for users."""
+    """Return the tables of lists for users."""
     return [table for table in manifest.tables.values() if table.kind == "topk" and table.entity == "user"]
 
 
 def psi(candidate_scores: NDArray[np.float64], live_scores: NDArray[np.float64]) -> float:
-    """Sum of (p - q) ln(p / q) over tenths of `live_scores`; an empty bin counts as half an observation."""
+    """Return the sum of (p - q) ln(p / q) over tenths of `live_scores`; an empty bin counts as half an observation."""
     if not len(candidate_scores) or not len(live_scores):
         return float("nan")
     bin_edges = np.unique(np.quantile(live_scores, np.linspace(0, 1, PSI_BINS + 1)[1:-1]))

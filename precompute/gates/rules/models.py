@@ -31,25 +31,25 @@ from precompute.gates.evidence.candidate import (
 from precompute.gates.evidence.evidence import select_spread_rows
 from precompute.partitions.catalogue import item_id_texts, needs_item_index
 
-faiss: Any = faiss_module  # its type stubs lag behind what the module has
+faiss: Any = faiss_module  # the type stubs lack a part of the module
 
 LISTS_COMPARED: Final = 200
-"""Sampled users whose lists are compared."""
+"""Number of sampled users whose lists are compared."""
 
 _ERROR_CHARS: Final = 400
-"""Characters of ONNX Runtime's error that a verdict keeps."""
+"""Maximum characters of ONNX Runtime's error in a verdict."""
 
 QUERIES_AT_ONCE: Final = 16
 QUERIES_PER_STRATUM: Final = 32
-"""Queries of a stratum."""
+"""Number of queries in a stratum."""
 
 DISTANCE_ERROR: Final = 1e-3
-"""Relative tolerance: vectors are stored in full, so only the order of a float32 sum may differ."""
+"""Relative tolerance of a distance: vectors are stored in full, so only the order of a float32 sum may differ."""
 
 
 @integrity("bundle")
 def bundle(candidate: Candidate) -> Measurement:
-    """The models are those of the pinned bundle, and the pinned bundle is the one that the manifest names."""
+    """Check that the models are those of the pinned bundle, and that the manifest names this bundle."""
     manifest, pinned_bundle = candidate.manifest, candidate.evidence.bundle
     if pinned_bundle.digest != manifest.bundle_digest:
         return Measurement(False, pinned_bundle.digest, manifest.bundle_digest, "the bundle's digest")
@@ -68,10 +68,11 @@ def bundle(candidate: Candidate) -> Measurement:
 
 @integrity("vocabulary")
 def vocabulary(candidate: Candidate) -> Measurement:
-    """Every item's model index is its place in the bundle's vocabulary; and the same model has the same vocabulary.
+    """Check that model indexes are positions in the vocabulary, and that the same model has the same vocabulary.
 
-    A vocabulary in another order fits itself: only the live generation, made by the same tower, gives it away. Where no
-    table depends on it, as in a night of values alone, another vocabulary is none: labels may be renamed.
+    A vocabulary in another order is consistent in itself: only a comparison with the live generation of the same tower
+    shows it. If no table depends on the vocabulary, as in a night with values alone, it may change: labels may be
+    renamed.
     """
     pinned_bundle, items = candidate.evidence.bundle, candidate.items
     expected_indices = pinned_bundle.vocabulary.find_positions(item_id_texts(items))
@@ -99,7 +100,7 @@ def vocabulary(candidate: Candidate) -> Measurement:
 
 
 def _depends_on_vocabulary(manifest: Manifest) -> bool:
-    """Return True if a table has lists of items, or is of a model that takes a history or an item's index."""
+    """Return True if a table has lists of items, or if its model takes a history or an item's index."""
     return any(
         table.kind == "topk"
         or any(
@@ -112,14 +113,14 @@ def _depends_on_vocabulary(manifest: Manifest) -> bool:
 
 @integrity("live_models")
 def live_models(candidate: Candidate) -> Measurement:
-    """The live models open and answer a blank input, in either precision, as they must in every replica."""
+    """Check that the live models open and answer a blank input, in either precision, as they must in every replica."""
     precisions: tuple[ModelPrecision, ...] = ("int8", "fp32")
     for precision in precisions:
         try:
             open_warmed(candidate.manifest, candidate.root, candidate.items, precision=precision)
         except (OSError, MemoryError):
-            raise  # this host's trouble says nothing of the models
-        except Exception as error:  # ONNX Runtime's errors share no base class of their own
+            raise  # trouble of this host says nothing about the models
+        except Exception as error:  # ONNX Runtime's errors share no base class
             error_text = " ".join(str(error).split())[:_ERROR_CHARS]
             note = f"in {precision}, with 0, empty texts and a history of one item: it must answer them"
             return Measurement(False, error_text, "opens and answers", note)
@@ -128,7 +129,7 @@ def live_models(candidate: Candidate) -> Measurement:
 
 @integrity("dimension")
 def dimension(candidate: Candidate) -> Measurement:
-    """Bundle, item vectors, vector tables and value tables agree on how many numbers there are."""
+    """Check that bundle, item vectors, vector tables and value tables have matching numbers of dimensions."""
     manifest, pinned_bundle = candidate.manifest, candidate.evidence.bundle
     item_files = manifest.items
     dims_by_source = {
@@ -151,7 +152,7 @@ def dimension(candidate: Candidate) -> Measurement:
 
 @integrity("defaults")
 def defaults(candidate: Candidate) -> Measurement:
-    """Every list has its defaults: items of the item table, each once, best first, as many as there can be."""
+    """Check that every list has its defaults: items of the item table, each once, best first, as many as possible."""
     defaults_by_table = orjson.loads((candidate.root / "defaults.json").read_bytes())
     for table_name, table in candidate.manifest.tables.items():
         if table.kind != "topk" or table.is_facet:
@@ -179,10 +180,10 @@ def defaults(candidate: Candidate) -> Measurement:
 
 @judgement("int8_agreement")
 def int8_agreement(candidate: Candidate) -> Measurement:
-    """The worst overlap of a quantized model's answers with the full-precision ones, as `quantize` measured it.
+    """Measure the worst overlap of a quantized model's answers with the full-precision ones, as found by `quantize`.
 
-    Of the user tower's top 20, with whole histories and with the newest item of each alone; of the best label of every
-    model that a value table shows.
+    For the user tower it is the overlap of the top 20, with whole histories and with the newest item of each alone; for
+    every model of a value table that of the best label.
     """
     manifest, threshold = candidate.manifest, candidate.thresholds.int8_overlap
     figure_by_model = {"user_tower": "overlap_at_20"} | {
@@ -209,7 +210,7 @@ def int8_agreement(candidate: Candidate) -> Measurement:
 
 @judgement("int8_overlap")
 def int8_overlap(candidate: Candidate) -> Measurement:
-    """The int8 files against the full-precision ones on sampled entities: lists of the user tower, labels of values."""
+    """Compare int8 files with full-precision ones on sampled entities: lists of the user tower, labels of values."""
     overlap_by_model = {}
     for model, entry in _quantized_models(candidate):
         if model.name == candidate.evidence.bundle.user_tower.name:
@@ -229,7 +230,7 @@ def int8_overlap(candidate: Candidate) -> Measurement:
 
 @judgement("int8_cosine")
 def int8_cosine(candidate: Candidate) -> Measurement:
-    """The outputs of every int8 file point where the full-precision ones do: mean cosine over sampled entities."""
+    """Measure the mean cosine of outputs of every int8 file and the full-precision ones, over sampled entities."""
     cosine_by_model = {}
     for model, entry in _quantized_models(candidate):
         exact, approximate, _ = _run_both_precisions(candidate, model, entry)
@@ -245,9 +246,9 @@ def int8_cosine(candidate: Candidate) -> Measurement:
 
 @judgement("index_recall")
 def index_recall(candidate: Candidate) -> Measurement:
-    """The worst recall of the indexes against the exact pass: as the night measured it, and now in every stratum.
+    """Measure the worst recall of the indexes against exact search: by the night's figures, and now in every stratum.
 
-    Strata of users (head, tail, new, ...) for an index that serves users, of items for one that serves items.
+    Strata are of users (head, tail, new, ...) for an index that serves users, of items for one that serves items.
     """
     manifest, threshold = candidate.manifest, candidate.thresholds.index_recall
     if not manifest.indexes:
@@ -292,9 +293,9 @@ def index_vectors(candidate: Candidate) -> Measurement:
 
 
 def _drawn_histories_note(candidate: Candidate, model: str) -> str:
-    """A note's end where no user had the history that this model wants."""
+    """Return the end of a note if no user had the history that this model needs, else an empty text."""
     is_drawn = candidate.manifest.models[model].agreement.get("histories") == "drawn"
-    return ", on histories that were drawn" if is_drawn else ""
+    return ", on histories drawn at random" if is_drawn else ""
 
 
 def _quantized_models(candidate: Candidate) -> list[tuple[BundleModel, Model]]:
@@ -309,7 +310,7 @@ def _quantized_models(candidate: Candidate) -> list[tuple[BundleModel, Model]]:
 def _run_both_precisions(
     candidate: Candidate, model: BundleModel, entry: Model
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
-    """(full precision, int8, rows of the sample)."""
+    """Return (full-precision outputs, int8 outputs, rows of the sample)."""
     evidence = candidate.evidence
     if model.entity == "user":
         inputs, rows = evidence.user_inputs(model, evidence.compared_users(model))
@@ -367,7 +368,7 @@ def _recall(candidate: Candidate, searcher: Searcher, queries: NDArray[np.float3
 def _nearest(
     item_vectors: NDArray[np.float32], queries: NDArray[np.float32], neighbour_count: int, metric: Metric
 ) -> NDArray[np.int64]:
-    """int64 [n, wanted]: ordinals of each query's best items in no order, from one tile after another."""
+    """Return int64 [n, wanted]: ordinals of each query's best items in any order, computed tile by tile."""
     scores = np.empty((len(queries), 0), np.float32)
     nearest_ordinals = np.empty((len(queries), 0), np.int64)
     for first_ordinal, tile in iterate_tiles(item_vectors, metric):
@@ -381,9 +382,9 @@ def _nearest(
 
 
 def _distance_error(candidate: Candidate, index: Index) -> float:
-    """The largest difference between answered and computed, relative to the lengths of query and longest vector."""
+    """Return the largest error of an answered product, relative to the lengths of query and longest vector."""
     ordinals = select_spread_rows(candidate.evidence.sampled_item_ordinals, QUERIES_PER_STRATUM)
-    # One answer each: an index that stores vectors returns the product with what it stores.
+    # One answer per query suffices: an index that stores vectors returns the product with the stored vector.
     item_vectors = candidate.items.vectors
     queries = np.ascontiguousarray(item_vectors[ordinals], np.float32)
     if index.metric == "cosine":

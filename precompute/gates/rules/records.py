@@ -70,7 +70,7 @@ def lists_whole(candidate: Candidate) -> Measurement:
 
 @judgement("empty_lists")
 def empty_lists(candidate: Candidate) -> Measurement:
-    """Measure the share of users with no item at all, in the worst table."""
+    """Measure the share of users without any item, in the worst table."""
     empty_share_by_table = {
         table_name: scan.empty_count / max(1, scan.record_count - scan.absent_count)
         for table_name, scan in candidate.evidence.unfiltered_scans.items()
@@ -82,9 +82,9 @@ def empty_lists(candidate: Candidate) -> Measurement:
 
 @judgement("short_lists")
 def short_lists(candidate: Candidate) -> Measurement:
-    """Measure the share of lists shorter than K although the catalogue, without exclusions, has enough.
+    """Measure the share of lists shorter than K although the catalogue, without exclusions, has enough items.
 
-    As the night counted them over all users, and as a sample of users and all items have them.
+    It is the night's count over all users, and a count over a sample of users and all items.
     """
     facts, evidence = candidate.manifest.facts, candidate.evidence
     short_share_by_table = {"the night's own count": facts["short_lists"] / max(1, facts["users_scored"])}
@@ -124,7 +124,7 @@ def _count_faults(candidate: Candidate, text_by_fault_kind: dict[str, str]) -> M
 def coverage_of_source(candidate: Candidate) -> Measurement:
     """Measure the share of the sources' users with an answer, in the worst table.
 
-    As counted by the night, and as the partition's own files name users with a record.
+    It is the night's count, and a count of the users with a record in the partition's own files.
     """
     manifest, user_sample, evidence = (candidate.manifest, candidate.evidence.users, candidate.evidence)
     source_user_count = max(1, manifest.facts["users_in_source"])
@@ -143,7 +143,7 @@ def coverage_of_source(candidate: Candidate) -> Measurement:
     )
     if lacking := user_sample.unrecorded_by_missing_input:
         lacking_text = ", ".join(f"{user_count:,} {missing_input}" for missing_input, user_count in lacking.items())
-        note += f"; of {user_sample.source_user_count:,} that were looked at these lack something: {lacking_text}"
+        note += f"; of {user_sample.source_user_count:,} users that were checked these lack an input: {lacking_text}"
     return at_least(min(counted_coverage, sampled_coverage), candidate.thresholds.coverage_of_source, note)
 
 
@@ -183,7 +183,7 @@ def _against_live(candidate: Candidate, entity: str, threshold: float) -> Measur
 
 
 def _erased_of_live(candidate: Candidate, entity: str) -> int:
-    """Return how many of the live generation's entities were erased, and so are not missing."""
+    """Return how many of the live generation's entities were erased, and so do not count as missing."""
     evidence, erased = candidate.evidence, candidate.erased
     if entity == "user" and erased.users and evidence.live_user_directory is not None:
         hashes = hash_ids(sorted(erased.users), evidence.live_user_directory.seed)
@@ -195,7 +195,7 @@ def _erased_of_live(candidate: Candidate, entity: str) -> int:
 
 @integrity("directories_sorted")
 def directories_sorted(candidate: Candidate) -> Measurement:
-    """Check that hashes ascend strictly within their shard's range: no entity twice, none in a wrong place."""
+    """Check that hashes ascend strictly within their shard's range: no entity twice, none in a wrong shard."""
     expected_order = "strictly ascending"
     for entities in candidate.manifest.entity_sets.values():
         directory = Directory.open(candidate.root, entities)
@@ -252,9 +252,9 @@ def named_entities(candidate: Candidate, shard: int) -> Iterator[tuple[Any, NDAr
 
 @integrity("record_ids")
 def record_ids(candidate: Candidate) -> Measurement:
-    """Check that each record has the fingerprint of its position's id, in every table, and that none is repeated.
+    """Check that each record has the fingerprint of the id at its position, in every table, and that none is repeated.
 
-    All items, and all users whose partition gates read.
+    All items are checked, and all users whose partition files gates read.
     """
     wrong_count, note = 0, ""
     tables = list(candidate.manifest.stored_tables.values())
@@ -277,7 +277,7 @@ def record_ids(candidate: Candidate) -> Measurement:
 
 
 def _count_out_of_place(candidate: Candidate, table: Table) -> int:
-    """Return the number of records too many or too few for the table's directory; at least 1 if its parts differ."""
+    """Return by how many records a table and its directory differ; at least 1 if their parts differ."""
     scan, directory = (candidate.evidence.scans[table.name], candidate.evidence.directories[table.entity])
     counts = [part.count for part in table.parts]
     if counts != [len(part) for part in directory.hash_parts] or scan.record_count != directory.count:
@@ -286,7 +286,7 @@ def _count_out_of_place(candidate: Candidate, table: Table) -> int:
 
 
 def _expected_fingerprints(candidate: Candidate) -> Iterator[tuple[str, int, NDArray[np.uint64]]]:
-    """Yield (entity, first position, fingerprints), a shard of users at a time; 0 for an unknown id."""
+    """Yield (entity, first position, fingerprints), for a shard of users at a time; 0 for an unknown id."""
     yield "item", 0, text_hashes(item_id_texts(candidate.items), FINGERPRINT_SEED)
     parts = candidate.evidence.directories["user"].hash_parts
     first_positions = np.cumsum([0, *map(len, parts)]).tolist()
@@ -301,12 +301,13 @@ def _expected_fingerprints(candidate: Candidate) -> Iterator[tuple[str, int, NDA
 def unusable_rows(candidate: Candidate) -> Measurement:
     """Measure the share of unusable rows, values and answers, in the worst source; a single one always passes.
 
-    Unless the threshold is 0. Values that events set are reported, not judged: one sender could refuse every night.
+    It does not pass if the threshold is 0. Values that events set are reported, but not judged: one sender could block
+    every night.
     """
     threshold = candidate.thresholds.unusable_rows
     unusable_by_source: dict[str, Any] = candidate.manifest.facts.get("unusable", {})
     worst_source_name, share = find_worst_source(unusable_by_source, threshold)
-    if not worst_source_name:  # an older Larder began the night
+    if not worst_source_name:  # the night was begun by a release without these counts
         return not_measured(threshold, "nothing was counted")
     worst_source_counts = unusable_by_source[worst_source_name]
     note = f"{worst_source_counts['left_out']:,} of {worst_source_counts['rows']:,} of {worst_source_name}"

@@ -57,7 +57,7 @@ def _measure_agreement(
         figure_by_table[table.name] = (_overlap if table.kind == "topk" else _cosine)(table, pairs)
         pair_count_by_table[table.name] = len(pairs)
     if not figure_by_table:
-        return not_measured(threshold, "all sampled users were given with their vectors")
+        return not_measured(threshold, "all sampled users have vectors of the sources")
     worst_table, worst_figure = worst_of(figure_by_table)
     return at_least(
         worst_figure, threshold, f"{measure_name} of {pair_count_by_table[worst_table]} entities in {worst_table}"
@@ -65,7 +65,7 @@ def _measure_agreement(
 
 
 def _pair_records(candidate: Candidate, predictor: Predictor, table: Table) -> tuple[Pairs, str]:
-    """Return the comparable pairs, and the id of an entity with another entity's record, if any."""
+    """Return the comparable pairs, and the id of an entity that has another entity's record, if any."""
     raw_ids, positions, prepared_inputs = _prepare_sample(candidate, predictor, table)
     prepared_rows = [row for row, prepared_input in enumerate(prepared_inputs) if prepared_input is not None]
     prepared_records = _read_stored_records(candidate, table, positions[prepared_rows])
@@ -88,7 +88,7 @@ def _pair_records(candidate: Candidate, predictor: Predictor, table: Table) -> t
 
 
 def _all_bring_vectors(candidate: Candidate, table: Table) -> bool:
-    """True if no sampled user's answer is the tower's, so that there is nothing to compare."""
+    """True if all sampled users have vectors of the sources, so that no answer of the tower can be compared."""
     evidence = candidate.evidence
     is_tower_table = table.producer.model == evidence.bundle.user_tower.name
     return is_tower_table and bool(evidence.users.users.has_vector.all())
@@ -121,7 +121,7 @@ def _prepare_sample(
         users = evidence.users.users
         user_rows = select_usable_inputs(items, users, {table.name: spec})[0]
         if table.producer.model == evidence.bundle.user_tower.name:
-            # Whoever brought a vector along was not answered by the tower.
+            # Users with a vector of the sources were not answered by the tower.
             user_rows = user_rows[~users.has_vector[user_rows]]
         user_rows = select_spread_rows(user_rows, SKEW_SAMPLE)
         positions, raw_ids = (evidence.users.positions[user_rows], to_raw_ids(users.ids.take(user_rows)))
@@ -160,7 +160,7 @@ def _overlap(table: Table, pairs: Pairs) -> float:
         )
         if stored_items is None or live_items is None:
             return float("nan")
-        # Of a user for whom nothing is left, both have nothing.
+        # For a user without remaining items, both lists are empty.
         depth = min(SKEW_DEPTH, max(len(stored_items), len(live_items)))
         overlaps.append(overlap(stored_items[:depth], live_items[:depth], depth))
     return float(np.mean(overlaps))

@@ -180,5 +180,5 @@ def test_settings_that_cannot_be_are_refused(facets: Any, message: str) -> None:
 
 
 def test_a_facet_of_numbers_is_refused(tmp_path: Path, redis_url: str) -> None:
-    with pytest.raises(ConfigError, match="of kind number, facets are of text and texts"):
+    with pytest.raises(ConfigError, match="of kind number, but facets are of text and texts"):
         make_shop(tmp_path, redis_url, facets={"prices": FacetConfig("price")})

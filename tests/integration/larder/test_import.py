@@ -145,5 +145,5 @@ def test_the_report_counts_what_it_left_out_and_says_what_it_replaced(tmp_path: 
 
     for output in (first, second_output):
         assert "clicks left out: 1 repeats, 1 of unknown users or items\n" in output
-        assert "times of clicks put them in order\n" in output
+        assert "clicks are ordered by their times\n" in output
     assert "is replaced, its larder.toml kept" in second_output and "is replaced" not in first

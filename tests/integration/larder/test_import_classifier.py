@@ -78,7 +78,7 @@ def test_labels_are_corrected_and_columns_are_taken_by_their_names(redis_server:
 
     # Then import and night say so
     assert "labels were fraud, ok, and are ok, fraud from the next night on" in imported
-    said = "and are ok, fraud, so that each number has another place: tell who reads values"
+    said = "and are ok, fraud, so that each number has another position: inform those who use the values"
     assert said in " ".join(night.split())
 
     # And a night of the team's own table, whose columns have another order, takes them by name

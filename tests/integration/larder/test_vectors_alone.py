@@ -105,7 +105,7 @@ def test_what_the_manifest_says_of_a_night_without_interactions(shop: tuple[Path
     assert facts["without_interactions"] and facts["interactions"] == 0 and facts["probe"] is None
     assert facts["gates_left_out"] == ["stale_lists", "heldout_recall"]
     assert not rules.keys() & {"stale_lists", "heldout_recall"}
-    assert rules["int8_overlap"]["note"].endswith("on histories that were drawn")
+    assert rules["int8_overlap"]["note"].endswith("on histories drawn at random")
     assert rules["int8_overlap"]["value"] > 0.9
     assert manifest["models"]["user_tower"]["agreement"]["histories"] == "drawn"
     assert rules["index_recall"]["value"] == 1.0

@@ -480,7 +480,7 @@ def test_a_redis_that_does_not_hold_what_it_is_sent_refuses_nothing(night, monke
 
     with monkeypatch.context() as patched:
         patched.setattr("precompute.gates.rules.checksums.verify_part", spoil)
-        with pytest.raises(NotJudged, match=r"does not hold what it is sent: .*user_topk:0"):
+        with pytest.raises(NotJudged, match=r"does not hold the pages that it was sent: .*user_topk:0"):
             verify.run(night.config, night.build)
 
     nothing_is_refused(night)

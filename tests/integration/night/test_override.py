@@ -51,7 +51,7 @@ def test_an_overridden_rule_passes_once_more_verified_and_the_reason_is_kept(ref
 
 def test_only_what_a_rule_has_refused_can_be_overridden(refused: Refusal) -> None:
     config, generation = refused
-    with pytest.raises(Conflict, match=r"list_jaccard has not refused .*: what failed is score_psi"):
+    with pytest.raises(Conflict, match=r"list_jaccard has not refused .*: the failed rules are score_psi"):
         override(config, generation, rule="list_jaccard", reason="wrong one", attempt="a")
     with pytest.raises(Refused, match="score_psi"):
         verify.run(config, {"generation": generation})

@@ -330,7 +330,7 @@ def test_a_night_that_a_newer_one_retired_says_so(config):
 
     message = str(refusal.value)
     assert older["generation"] in message
-    assert f"was retired while it was being made, by {newer_build['generation']}" in message
+    assert f"was retired during this step by {newer_build['generation']}" in message
 
 
 def test_retire_sweeps_old_nights_and_keeps_what_a_rollback_needs(config):

@@ -122,7 +122,7 @@ def test_a_night_may_stop_before_its_publish(folder):
     output = " ".join(completed_process.stdout.split())
 
     assert completed_process.returncode == 0, completed_process
-    assert "is verified, and not published: `larder canary start" in output
+    assert "is verified, but not published: `larder canary start" in output
     assert "publish" not in [line.split()[0] for line in completed_process.stdout.splitlines() if line.split()]
 
 

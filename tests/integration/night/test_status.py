@@ -164,7 +164,7 @@ def test_without_redis_it_tells_what_the_store_knows_and_says_so(
 
     assert run(config) == 3
     text = capsys.readouterr().out
-    assert live in text and "not well: Redis cannot be asked" in text and "due:" in text
+    assert live in text and "not well: Redis does not answer" in text and "due:" in text
     assert run(config, "--json") == 3
     status_report = orjson.loads(capsys.readouterr().out)
     assert status_report["live"] == live and status_report["redis"]["state"] == "away"
@@ -183,7 +183,7 @@ def test_without_redis_replicas_are_not_said_to_be_none(
 
     text = capsys.readouterr().out
     assert "0 replicas" not in text
-    assert "replicas not counted, for they beat in Redis" in text
+    assert "replicas not counted, since their heartbeats are in Redis" in text
 
 
 def test_events_are_reported_up_to_where_nights_and_the_live_one_have_them(config: NightConfig) -> None:
@@ -202,7 +202,7 @@ def test_events_are_reported_up_to_where_nights_and_the_live_one_have_them(confi
         output_line for output_line in map(str, render_status(status_report)[1:]) if output_line.startswith("events:")
     ]
     assert line == (
-        "events: the live one has them up to none; nights took them over up to 2026-01-31T12:00:00Z (1769860800391-4)"
+        "events: the live generation has them up to none; nights took them over up to 2026-01-31T12:00:00Z (1769860800391-4)"
     )
     assert make_report(replace(config, events=EventsConfig()))["events"] is None
 
@@ -234,8 +234,8 @@ def test_against_another_store_it_says_what_store_and_redis_know_and_nothing_els
         status_report = make_report(astray)
 
     (problem,) = status_report["problems"]
-    assert problem.startswith(f"Redis says that {live} is live, epoch ")
-    assert f"the artefact store {astray.store().url} tells of no publish" in problem
+    assert problem.startswith(f"in Redis {live} is live, epoch ")
+    assert f"the artefact store {astray.store().url} has no record of a publish" in problem
     assert status_report["schedule"]["missing"] is None
     lines = " ".join(map(str, render_status(status_report)[1:]))
     assert "is missing" not in lines and "is not known" in lines
@@ -272,7 +272,7 @@ def test_a_live_generation_that_no_replica_serves_is_reported(
         releases.control.client.zadd(config.keyspace().replicas, {orjson.dumps(beat): an_hour_ago})
 
     assert run(config) == 3
-    assert "no replica answers, and 1 beat within the last day" in capsys.readouterr().out
+    assert "no replica answers, but 1 did within the last day" in capsys.readouterr().out
 
 
 def test_outside_of_a_project_the_missing_settings_are_the_verdict(

@@ -135,13 +135,13 @@ def test_a_long_text_of_somebody_is_not_in_the_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message_pattern"),
     [
-        ({"labels": ["ok"]}, "output 'probabilities' has 2 numbers, and there are 1 labels"),
+        ({"labels": ["ok"]}, "output 'probabilities' has 2 numbers, but there are 1 labels"),
         ({"labels": []}, "labels are empty"),
-        ({"id_column": "user"}, "no column 'user' of ids; it has account, f0, f1, f2: name it by id_column"),
-        ({"columns": ["f0", "f1"]}, r"takes 3 columns, not the 2 of features \(f0, f1\)"),
+        ({"id_column": "user"}, "no column 'user' of ids; it has account, f0, f1, f2: give the name of the id column as id_column"),
+        ({"columns": ["f0", "f1"]}, r"takes 3 columns, but features has 2 \(f0, f1\)"),
         ({"columns": ["f0", "f1", "age"]}, "no column 'age', which the model takes"),
-        ({"output": "scores"}, "outputs of numbers are probabilities: name the one"),
-        ({"expected": np.zeros((3, 2))}, r"expected is \[3, 2\], \[40, 2\] is wanted"),
+        ({"output": "scores"}, "float outputs are probabilities: give the name of the one"),
+        ({"expected": np.zeros((3, 2))}, r"expected has the shape \[3, 2\], but needs \[40, 2\]"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_and_nothing_is_written(
@@ -155,9 +155,9 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(
 
 def test_a_model_that_says_something_else_than_its_library_is_refused(tmp_path: Path) -> None:
     message_pattern = (
-        r"differs from expected by more than 0\.0001 plus 0\.01% of the value plus 0\.0001% of the column's largest "
-        r"for \d+ of 40 rows, at most by [\d.]+, first for 'a0', of which the model says [\d.]+ and expected [\d.]+: "
-        "were the same rows given to both, .* the same codes for categories"
+        r"differs from expected by more than 0\.0001 plus 0\.01% of the value plus 0\.0001% of the column's largest value "
+        r"for \d+ of 40 rows, at most by [\d.]+, first for 'a0', the model gives [\d.]+, expected is [\d.]+: "
+        "were expected and the model computed from the same rows, .* the same codes for categories"
     )
 
     with pytest.raises(SourceError, match=message_pattern):
@@ -215,7 +215,7 @@ def test_a_model_of_which_no_output_is_finite_is_refused(tmp_path: Path) -> None
     nan = numpy_helper.from_array(np.full((3, 2), np.nan, np.float32), "coefficients")
     model.graph.initializer[0].CopyFrom(nan)
 
-    with pytest.raises(SourceError, match="no output of the model is finite, on none of 40 rows"):
+    with pytest.raises(SourceError, match="the model's output is not finite for any of 40 rows"):
         from_classifier(model, TABLE, labels=LABELS, id_column="account", to=tmp_path / "to")
 
     assert not (tmp_path / "to").exists()
@@ -239,7 +239,9 @@ def test_large_numbers_are_compared_by_their_size(tmp_path: Path) -> None:
     report = from_classifier(regressor(), TABLE, to=tmp_path / "to", expected=expected * (1 + 5e-5), **arguments)
 
     assert report.largest_difference is not None and report.largest_difference > 1
-    with pytest.raises(SourceError, match=r"of the column's largest for 40 of 40 rows, .*: were the same rows"):
+    with pytest.raises(
+        SourceError, match=r"of the column's largest value for 40 of 40 rows, .*: were expected and the model"
+    ):
         from_classifier(regressor(), TABLE, to=tmp_path / "off", expected=expected * 1.001, **arguments)
 
 
@@ -251,7 +253,7 @@ def test_rows_that_refuse_a_night_are_said_with_the_share_and_the_threshold(tmp_
 
     (limit,) = report.limits
     assert "2 of 40 rows (5.00%) cannot be used" in limit
-    assert "the gate unusable_rows lets 0.10% pass" in limit
+    assert "the gate unusable_rows allows 0.10%" in limit
     assert f"cannot: {limit}" in report.lines()
 
 
@@ -312,7 +314,7 @@ def test_tokenizers_are_named_only_for_letters_beyond_ascii(text: str, remedy: s
 def test_a_column_without_any_value_is_named(tmp_path: Path) -> None:
     posts = pa.table({"post": ["p1", "p2"], "text": pa.array([None, None], pa.string())})
 
-    with pytest.raises(SourceError, match="no row of features can be used, of 2: 'text' has no value in any"):
+    with pytest.raises(SourceError, match="none of 2 rows of features can be used: 'text' has no value in any row"):
         from_classifier(
             examples.of_texts(), posts, to=tmp_path / "to", labels=["score"], id_column="post", expected=[1.0, 0.0],
         )  # fmt: skip
@@ -339,7 +341,7 @@ def test_another_table_in_the_same_folder_is_refused_and_nothing_changes(tmp_pat
     imported(folder, table="risk")
     before = Bundle.open(folder / "bundle").digest
 
-    with pytest.raises(SourceError, match=r"\[tables\.risk\].*'risk', and this import makes 'danger' alone"):
+    with pytest.raises(SourceError, match=r"\[tables\.risk\].*'risk', but this import only makes 'danger'"):
         imported(folder, table="danger")
 
     assert Bundle.open(folder / "bundle").digest == before
@@ -350,7 +352,7 @@ def test_labels_that_changed_are_said(tmp_path: Path) -> None:
 
     report = imported(tmp_path / "fraud", labels=LABELS[::-1])
 
-    said = "labels were ok, fraud, and are fraud, ok from the next night on: tell who reads values"
+    said = "labels were ok, fraud, and are fraud, ok from the next night on: inform those who use the values"
     assert said in report.lines()
     assert imported(tmp_path / "fraud", labels=LABELS[::-1]).earlier_labels == ()
 
@@ -385,7 +387,7 @@ def test_a_table_of_a_value_that_the_bundle_lacks_is_named_by_check(tmp_path: Pa
     settings = tmp_path / "fraud/larder.toml"
     settings.write_text(settings.read_text().replace('value = "risk"', 'value = "danger"'))
 
-    with pytest.raises(ConfigError, match=r"\[tables\.risk\] is of the value 'danger', .*\(it has risk\)"):
+    with pytest.raises(ConfigError, match=r"\[tables\.risk\] has the value 'danger', .*\(it has risk\)"):
         check_bundle(night_config(str(settings)))
 
 
@@ -403,7 +405,7 @@ def test_labels_in_another_order_than_the_classes_of_the_model_are_refused(
     model: onnx.ModelProto, labels: tuple[str, ...], classes: str, tmp_path: Path
 ) -> None:
     message_pattern = (
-        f"labels are {', '.join(labels)}, and the model's classes are {classes}, in this order: .* give the labels in "
+        f"labels are {', '.join(labels)}, but the model's classes are {classes}, in this order: .* give the labels in "
         "the order of the classes"
     )
 
@@ -451,9 +453,9 @@ def test_a_retrained_model_whose_numbers_keep_their_places_gets_no_labels_in_ano
 
     # When its labels are given the other way round, then it is refused
     message_pattern = (
-        "labels are fraud, ok, and were ok, fraud at the import before, but the model's numbers have kept their "
-        r"places: over 40 rows they differ .* If that order was wrong, import bundle/prediction.onnx with the right "
-        "one first"
+        "labels are fraud, ok, and were ok, fraud at the previous import, but the order of the model's numbers has "
+        r"not changed: over 40 rows they differ .* If that order was wrong, first import bundle/prediction.onnx with "
+        "the right order"
     )
     with pytest.raises(SourceError, match=message_pattern):
         from_classifier(retrained, TABLE, to=folder, labels=LABELS[::-1], id_column="account")
@@ -479,8 +481,8 @@ def test_columns_in_another_order_than_before_are_refused_unless_somebody_vouche
     assert read_import_report(folder)["columns"] == {"features": ["f0", "f1", "f2"]}
 
     message_pattern = (
-        "columns of 'features' are f1, f0, f2 in this table, and were f0, f1, f2 at the import before, .*: name them "
-        "in the order of the training as columns, or give expected"
+        "columns of 'features' are f1, f0, f2 in this table, and were f0, f1, f2 at the previous import, .*: name them "
+        "as columns, in the order of the training, or give expected"
     )
     with pytest.raises(SourceError, match=message_pattern):
         from_classifier(examples.linear(), turned, to=folder, labels=LABELS, id_column="account")
@@ -502,7 +504,7 @@ def test_columns_in_another_order_than_before_are_refused_unless_somebody_vouche
 def test_columns_that_nothing_vouches_for_are_named(tmp_path: Path) -> None:
     report = imported(tmp_path / "to")
 
-    said = "features takes f0, f1, f2: were these in this order in the training?"
+    said = "features takes f0, f1, f2: did the training have them in this order?"
     assert any(said in line for line in report.lines())
 
 

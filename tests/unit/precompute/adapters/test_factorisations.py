@@ -121,7 +121,7 @@ class TestScikitLearn:
 
         assert_lists(tmp_path / "out", model.inverse_transform(model.transform(weighed)))
         np.testing.assert_allclose(folded(tmp_path / "out", HISTORIES), 2 * model.transform(CLICKS), atol=1e-5)
-        assert "weigh the clicks of a stranger's history: each counts 2, the median" in report.cannot
+        assert "weigh the clicks of an unknown user's history: each counts 2, the median" in report.cannot
 
     def test_lists_of_a_factorisation_are_its_reconstruction(self, tmp_path, decomposition):
         model = decomposition.NMF(8, random_state=0, max_iter=500).fit(CLICKS)
@@ -243,7 +243,7 @@ class TestRecTools:
     @pytest.mark.parametrize(
         ("model", "message_pattern"),
         [
-            (SimpleNamespace(), "no get_vectors: EASE is from_item_weights of model.weight.T"),
+            (SimpleNamespace(), "no get_vectors: for EASE call from_item_weights with model.weight.T"),
             (Wrapper(USERS, ITEMS, SimpleNamespace(name="COSINE")), "ranks by COSINE"),
             (WrapperOfDataset(USERS, ITEMS), "not fitted on this; call fit first"),
         ],

@@ -46,7 +46,7 @@ WRONG = {
     "texts": (np.full((80, 6), "1.0"), "real numbers are needed"),
     "complex": (ITEMS.astype(np.complex64), "real numbers are needed"),
     "objects": (np.full((80, 6), None), "a matrix of numbers"),
-    "ragged lists": ([[1.0, 2.0], [1.0]], "all rows need as many numbers"),
+    "ragged lists": ([[1.0, 2.0], [1.0]], "all rows need the same length"),
     "empty": (np.empty((0, 6), np.float32), r"not float32 \[0, 6\]"),
     "no dimensions": (np.empty((80, 0), np.float32), "a matrix of numbers"),
 }
@@ -62,7 +62,7 @@ def test_wrong_vectors(rows, message_pattern):
 
 IDS = {
     "twice as text and number": (["7", "8", "7"], "'7' is there twice"),
-    "of two kinds": (["a", 1], "texts or integers, all of one kind"),
+    "of two kinds": (["a", 1], "texts or integers, all of the same type"),
     "numbers with a point": ([1.5, 2.5], "'item' is double; ids are strings or integers"),
     "missing": (["a", None], "item ids: .*row 1"),
     "an empty text": (["a", ""], "item ids: .*row 1"),
@@ -143,7 +143,7 @@ class TestFiles:
                 EntityVectors.of(None, tmp_path / name, "item")
 
     def test_one_of_another_kind(self, tmp_path):
-        with pytest.raises(SourceError, match=r"a \.npy or a \.parquet file is read"):
+        with pytest.raises(SourceError, match=r"give a \.npy or a \.parquet file"):
             EntityVectors.of(None, tmp_path / "items.csv", "item")
 
     @pytest.mark.parametrize("name", ["items.npy", "items.parquet"])
@@ -161,7 +161,7 @@ class TestFiles:
     def test_lists_of_several_lengths(self, tmp_path):
         path = parquet(tmp_path / "items.parquet", id=["a", "b"], vector=[[1.0, 2.0], [1.0]])
 
-        with pytest.raises(SourceError, match="all rows need as many, and none may be missing"):
+        with pytest.raises(SourceError, match="all rows need the same length, without missing numbers"):
             EntityVectors.of(None, path, "item")
 
     @pytest.mark.parametrize("incomplete_vector", [None, [1.0, None]])
@@ -175,13 +175,13 @@ class TestFiles:
         path = tmp_path / "items.parquet"
         pq.write_table(pa.table([["a"], [[1.0]], [[1.0]]], ["id", "vector", "vector"]), path)
 
-        with pytest.raises(SourceError, match="two columns of one name among id, vector, vector"):
+        with pytest.raises(SourceError, match="two columns with the same name among id, vector, vector"):
             EntityVectors.of(None, path, "item")
 
     def test_columns_that_do_not_say_which_is_which(self, tmp_path):
         path = parquet(tmp_path / "items.parquet", a=[1], b=[2], vector=[[1.0]])
 
-        with pytest.raises(SourceError, match="has a, b, vector: it wants one of ids and one of"):
+        with pytest.raises(SourceError, match="has the columns a, b, vector: one of ids and one of"):
             EntityVectors.of(None, path, "item")
 
     def test_what_is_right_is_read(self, tmp_path):
@@ -209,14 +209,14 @@ class TestClicks:
 
     @pytest.mark.parametrize("clicks", [CLICKS.toarray(), [[1]], None])
     def test_what_is_no_sparse_matrix(self, clicks):
-        with pytest.raises(SourceError, match="clicks are a scipy sparse matrix, users by items"):
+        with pytest.raises(SourceError, match="clicks must be a scipy sparse matrix, users by items"):
             ClickMatrix.of(clicks, self.USERS, self.ITEMS)
 
     def test_weights_that_are_not_finite(self):
         invalid_clicks = CLICKS.copy()
         invalid_clicks.data[0] = np.nan
 
-        with pytest.raises(SourceError, match="no finite numbers: leave those out"):
+        with pytest.raises(SourceError, match="not finite: leave these clicks out"):
             ClickMatrix.of(invalid_clicks, self.USERS, self.ITEMS)
 
     def test_dislikes_and_zeros_are_left_out_and_the_callers_matrix_is_as_it_was(self):
@@ -244,7 +244,7 @@ class TestClicks:
     def test_a_table_of_others(self, tmp_path):
         path = parquet(tmp_path / "clicks.parquet", user=["x", "y"], item=["x", "y"])
 
-        with pytest.raises(SourceError, match="not one click is of a known user on a known item"):
+        with pytest.raises(SourceError, match="no click has both a known user and a known item"):
             ClickMatrix.of(path, self.USERS, self.ITEMS)
 
     def test_a_table_with_ids_for_rows_that_were_given_none(self, tmp_path):
@@ -310,7 +310,7 @@ class TestClicks:
     def test_ids_that_differ_by_leading_zeros_alone_are_named(self, users, items, message_pattern, tmp_path):
         path = parquet(tmp_path / "clicks.parquet", user=users, item=items)
 
-        with pytest.raises(SourceError, match=f"{message_pattern}: zeros in front are part of an id"):
+        with pytest.raises(SourceError, match=f"{message_pattern}: leading zeros are part of an id"):
             ClickMatrix.of(path, pa.array(["7", "u"]), pa.array(["12", "14"]))
 
 
@@ -356,7 +356,7 @@ class TestTogether:
         assert sum(len(batch.times) for batch in read_interactions(both, tmp_path / "out")) > CLICKS.nnz
 
     def test_an_unknown_metric(self, tmp_path):
-        with pytest.raises(SourceError, match="metric is inner_product or cosine, not 'l2'"):
+        with pytest.raises(SourceError, match="metric must be inner_product or cosine, not 'l2'"):
             from_vectors(None, ITEMS, to=tmp_path / "out", metric="l2")  # type: ignore[arg-type]
 
     def test_what_belongs_together_is_written(self, tmp_path):

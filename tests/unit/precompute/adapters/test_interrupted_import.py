@@ -62,7 +62,7 @@ def test_neither_check_nor_night_takes_what_a_killed_import_left(tmp_path: Path,
 
     assert killed == -signal.SIGKILL
     for choose in (chosen_bundle, preview_chosen_bundle):
-        expected = pytest.raises(ConfigError, match=r"was interrupted, or is not over.*run it again")
+        expected = pytest.raises(ConfigError, match=r"was interrupted or is still running.*run it again")
         with expected, choose(config):
             pass
 

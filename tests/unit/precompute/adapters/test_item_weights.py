@@ -60,7 +60,7 @@ def test_weights_of_a_low_rank_are_the_same_in_as_many_dimensions(tmp_path, form
     assert np.array_equal(top_items, ranking(CLICKS.toarray() @ weights, HISTORIES, 20))
     assert report.dims == 6
     (limit,) = [limit for limit in report.cannot if "6 dimensions keep" in limit]
-    assert "6 dimensions keep 100.0% of their energy" in limit
+    assert "6 dimensions keep 100.0% of their squared sum" in limit
     assert "lists of 120 users share 1.000 of the exact top 20" in limit
 
 
@@ -100,12 +100,12 @@ def test_what_a_history_cannot_say_is_in_the_report(tmp_path):
     [
         (np.zeros((80, 79)), {}, r"square matrix, .* not \[80, 79\]"),
         (np.zeros(80), {}, "square matrix"),
-        (np.full((80, 80), np.nan), {}, "not all finite numbers: set"),
-        (sp.csr_matrix(np.full((80, 80), np.inf)), {}, "not all finite numbers: set"),
+        (np.full((80, 80), np.nan), {}, "not all finite: set"),
+        (sp.csr_matrix(np.full((80, 80), np.inf)), {}, "not all finite: set"),
         (np.eye(81), {}, "120 by 80, there are 120 users and 81 items"),
         (np.eye(80), {"item_ids": range(79)}, "79 item ids, .* 80 items: give one id for each row"),
-        (np.eye(80), {"dims": 80}, "dims is 1 to 79, fewer than there are items, not 80"),
-        (np.eye(80), {"dims": 0}, "dims is 1 to 79"),
+        (np.eye(80), {"dims": 80}, "dims must be 1 to 79, fewer than the items, not 80"),
+        (np.eye(80), {"dims": 0}, "dims must be 1 to 79"),
     ],
 )
 def test_wrong_weights_end_in_one_line_and_nothing_written(tmp_path, weights, more, message_pattern):

@@ -104,7 +104,7 @@ def test_the_first_item_of_a_sequential_dataset_that_is_prepared_is_in_the_histo
 @pytest.mark.parametrize(
     ("model", "message_pattern"),
     [
-        (Factors(bias=1.0), "scores by something else than products of its embeddings"),
+        (Factors(bias=1.0), "does not score by inner products of its embeddings"),
         (nn.Linear(2, 2), "gives no vectors of users and items"),
     ],
 )

@@ -122,8 +122,8 @@ def test_a_fixed_length_is_said_to_hang_on_the_training_and_a_night_to_want_clic
 
     report = from_torch(towers.Mean().eval(), towers.Items().eval(), export_example, to=tmp_path, item_ids=IDS)
 
-    assert any(f"filled up with {ITEMS} to 20 items" in limitation for limitation in report.cannot), report.cannot
-    assert "name what users did in [sources] interactions" in report.lines()[-1]
+    assert any(f"padded with {ITEMS} to 20 items" in limitation for limitation in report.cannot), report.cannot
+    assert "name the files of interactions in [sources] interactions" in report.lines()[-1]
     assert '# user_column = "user"' in (tmp_path / "larder.toml").read_text()
 
 
@@ -198,7 +198,7 @@ def test_a_table_of_features_that_does_not_fit_the_ids_is_refused(table, message
 @pytest.mark.parametrize(
     ("prices", "message_pattern"),
     [
-        (["dear"] * ITEMS, r"item_features: 'price' holds texts, and the item tower takes float32"),
+        (["dear"] * ITEMS, r"item_features: 'price' holds texts, but the item tower takes float32"),
         ([1.0] * 3 + [float("nan")] * (ITEMS - 3), "'price' is missing or NaN for 'i03', the first"),
         ([1.0] * 3 + [None] * (ITEMS - 3), "item_features: 'price' is missing or NaN for 'i03'"),
         ([1.0] * 3 + [float("inf")] * (ITEMS - 3), "item_features: 'price' is not finite for 'i03'"),
@@ -253,10 +253,10 @@ def test_clicks_of_a_table_are_seen_in_order_of_time(tmp_path):
     [
         (Example({"user": INDEX}, {"item": INDEX}), "give user_ids"),
         (Example({"history": towers.HISTORY, "age": INDEX}, {"item": INDEX}, pad=ITEMS), "user_features"),
-        (Example({"history": towers.HISTORY}, {"history": INDEX}, pad=ITEMS), "features have other names"),
+        (Example({"history": towers.HISTORY}, {"history": INDEX}, pad=ITEMS), "give features other names"),
         (Example({}, {"item": INDEX}), "name each argument of forward"),
         (Example({"watched": towers.HISTORY}, {"item": INDEX}, pad=ITEMS), "call it history"),
-        (Example({"history": towers.HISTORY}, {"item": INDEX}), "wrap a tower that pads with another"),
+        (Example({"history": towers.HISTORY}, {"item": INDEX}), "if it is another number, wrap the tower"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(export_example, remedy, tmp_path):
@@ -388,7 +388,7 @@ def test_int8_is_compared_also_where_the_user_tower_takes_features(tmp_path):
     report = imported_with_countries(tmp_path, towers.TasteAndCountry, WITH_COUNTRY, IDS)
 
     assert report.agreement["overlap_at_20"] > 0.8
-    assert any("int8, which answers live, finds" in line for line in report.lines())
+    assert any("the int8 form, which gives live answers, finds" in line for line in report.lines())
 
 
 def test_clicks_that_cannot_judge_the_ids_are_said_to(tmp_path):
@@ -399,7 +399,7 @@ def test_clicks_that_cannot_judge_the_ids_are_said_to(tmp_path):
     (limit,) = [limit for limit in few.cannot if "order of the model's rows" in limit]
     assert "no user has clicked two items" in limit
     (limit,) = [limit for limit in without_features.cannot if "order of the model's rows" in limit]
-    assert "user_ids with user_features were not given" in limit
+    assert "user_ids and user_features were not given" in limit
 
 
 def test_a_user_on_whose_features_the_model_cannot_be_run_is_named(tmp_path):

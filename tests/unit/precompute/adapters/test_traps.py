@@ -72,10 +72,10 @@ def refused(kind, error, remedy):
 @pytest.mark.parametrize(
     ("kind", "remedy"),
     [
-        (Twice, "mask the padding in forward, or say is_fixed=True in Example"),
-        (Wide, "whose forward returns one vector a row"),
-        (TwoOutputs, "whose forward returns one vector a row"),
-        (Nan, "does it mask padding without dividing by 0?"),
+        (Twice, "mask the padding in forward, or set is_fixed=True in Example"),
+        (Wide, "whose forward returns one vector for each row"),
+        (TwoOutputs, "whose forward returns one vector for each row"),
+        (Nan, "does forward mask padding without a division by 0?"),
     ],
 )
 def test_what_torch_itself_says_is_no_vector(kind, remedy):
@@ -87,15 +87,15 @@ def test_a_frozen_length_is_named():
 
 
 def test_an_operator_without_onnx_is_named():
-    refused(Unknown, BundleError, "uses aten.kthvalue, for which ONNX has no operator: write forward with others")
+    refused(Unknown, BundleError, "uses aten.kthvalue, which ONNX does not have: write forward with other operators")
 
 
 def test_a_decision_by_values_is_named():
-    refused(ByValue, BundleError, "forward must not decide by values of its inputs")
+    refused(ByValue, BundleError, "forward must not branch on values of its inputs")
 
 
 def test_a_model_that_differs_is_refused():
-    refused(Tiny, BundleError, "(1e-05 is allowed): forward must not decide by Python numbers")
+    refused(Tiny, BundleError, "(1e-05 is allowed): forward must not branch on Python numbers")
 
 
 def test_a_fixed_length_is_what_a_frozen_tower_may_have():
@@ -127,14 +127,14 @@ def test_a_module_that_is_not_ready_is_refused(module, remedy):
 def test_a_scripted_module_is_refused():
     scripted = torch.jit.script(nn.Linear(2, 2).eval())
 
-    with pytest.raises(SourceError, match=r"give the nn\.Module that it was made of"):
+    with pytest.raises(SourceError, match=r"give the original nn\.Module"):
         torch_export.demand_exportable(scripted, "the user tower")
 
 
 def test_weights_that_no_bundle_takes_are_refused_before_anything_runs():
     table = nn.Embedding(1 << 25, 513, device="meta").eval()  # no byte of it is there
 
-    with pytest.raises(BundleError, match=r"has 68,853,694,464 bytes .* 68,719,476,736 at most: use fewer"):
+    with pytest.raises(BundleError, match=r"has 68,853,694,464 bytes .* more than 68,719,476,736: use fewer"):
         torch_export.demand_exportable(table, "the item tower")
 
 
@@ -147,7 +147,7 @@ def test_a_padding_that_is_an_item_is_refused(pad):
 
 
 def test_flags_are_no_input():
-    with pytest.raises(SourceError, match=r"inputs are int32, int64 or float32"):
+    with pytest.raises(SourceError, match=r"inputs must be int32, int64 or float32"):
         export_tower(bound(towers.Featured(), example(country=torch.tensor([True, False]))))
 
 
@@ -159,7 +159,9 @@ def test_a_history_longer_than_its_table_of_places_is_named():
 
 
 def test_towers_of_two_widths_are_refused_and_nothing_is_written(tmp_path):
-    with pytest.raises(SourceError, match="gives 8 numbers, the item tower 4: give both of one fitted model"):
+    with pytest.raises(
+        SourceError, match="gives 8 numbers, the item tower 4: give both towers of the same fitted model"
+    ):
         from_torch(
             towers.Mean().eval(), towers.Items(4).eval(), example(), to=tmp_path / "out",
             item_ids=range(ITEMS),
@@ -178,7 +180,7 @@ def test_a_pickled_module_is_loaded_only_with_trust(tmp_path):
             user_ids=range(ITEMS), **more,
         )  # fmt: skip
 
-    with pytest.raises(SourceError, match=r"give the module, or trust=True"):
+    with pytest.raises(SourceError, match=r"give the module, or set trust=True"):
         import_tower()
     assert not (tmp_path / "out").exists()
     assert import_tower(trust=True).items == ITEMS
@@ -187,7 +189,7 @@ def test_a_pickled_module_is_loaded_only_with_trust(tmp_path):
 @pytest.mark.parametrize(
     ("write", "remedy"),
     [
-        (lambda path: torch.save(towers.Mean().state_dict(), path), "call load_state_dict, and give that"),
+        (lambda path: torch.save(towers.Mean().state_dict(), path), "call load_state_dict, and give the module"),
         (lambda path: path.write_bytes(b"no module"), r"write it with torch.save(module, path)"),
     ],
 )  # fmt: skip

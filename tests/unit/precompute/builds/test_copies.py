@@ -32,7 +32,7 @@ def test_a_generation_that_a_newer_night_retired_is_refused(tmp_path: Path) -> N
     store = store_of(tmp_path, PUBLISHED, VERIFIED, retired(G1, G2))
     missed = FileNotFoundError("work/begin.json")
 
-    with pytest.raises(Refused, match=f"{G1} was retired while it was being made, by {G2}") as refused:
+    with pytest.raises(Refused, match=f"{G1} was retired during this step by {G2}") as refused:
         demand_not_retired(store, G1, missed)
 
     assert refused.value.__cause__ is missed

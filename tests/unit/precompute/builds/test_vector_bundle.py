@@ -161,7 +161,7 @@ def test_clicks_of_strangers_alone_choose_no_fold_and_end_no_night(
     (remark,) = remarks_of(make_bundle_of(config, "everybody"))
     monkeypatch.setattr(vector_bundle, "FOLD_USERS_MAX", 7)
 
-    assert "not one click is of a known user on a known item" in remark
+    assert "no click has both a known user and a known item" in remark
     assert remarks_of(make_bundle_of(config, "sample")) == []
 
 
@@ -177,11 +177,11 @@ def test_what_is_erased_is_in_no_bundle(config: NightConfig) -> None:
 WRONG = {
     "twice": (["i0", "i1", "i0"], [[1.0, 2], [2, 3], [3, 4]], "'i0' is there twice"),
     "no number": (["i0", "i1"], [[1.0, float("nan")], [2, 3]], r"1 item vectors are not finite"),
-    "widths": (["i0", "i1"], [[1.0, 2], [2]], "all rows need as many"),
-    "missing": (["i0", "i1"], [[1.0, 2], None], "none may be missing"),
-    "no id": (["i0", None], [[1.0, 2], [3, 4]], "1 rows have no id that can be used"),
-    "empty": (pa.array([], pa.string()), [], "no rows: it names no item|there is no item"),
-    "dims": (["i0", "i1"], [[1.0, 2], [2, 3]], "no user has a vector of 2 finite numbers, as many"),
+    "widths": (["i0", "i1"], [[1.0, 2], [2]], "all rows need the same length"),
+    "missing": (["i0", "i1"], [[1.0, 2], None], "without missing numbers"),
+    "no id": (["i0", None], [[1.0, 2], [3, 4]], "1 rows have no usable id"),
+    "empty": (pa.array([], pa.string()), [], "no rows: it names no item|there are no item ids"),
+    "dims": (["i0", "i1"], [[1.0, 2], [2, 3]], "no user has a vector of 2 finite numbers, the length"),
 }
 
 

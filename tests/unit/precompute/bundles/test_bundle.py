@@ -188,9 +188,9 @@ def remove_weights(bundle):
     ("change", "message_pattern"),
     [
         (unlist, r'user_tower keeps weights in user_tower\.weights .* "weights" of user_tower names'),
-        (of_one_name, r"two files would be models/weights of a generation: rename"),
-        (outside, r"names \.\./weights, which lies outside the bundle"),
-        (elsewhere, r"user_tower has its weights in more/.*: they belong beside user_tower\.onnx"),
+        (of_one_name, r"two files would have the name models/weights in a generation: rename"),
+        (outside, r"names \.\./weights, which is outside the bundle"),
+        (elsewhere, r"user_tower has its weights in more/.*: they must be in the folder of user_tower\.onnx"),
         (remove_weights, r"names user_tower\.weights, which is missing"),
     ],
 )
@@ -205,7 +205,7 @@ def test_weights_have_a_limit(bundle, monkeypatch):
     externalize_weights(bundle.path, "user_tower")
     monkeypatch.setattr(bundles, "WEIGHTS_BYTES_MAX", 999)
 
-    with pytest.raises(BundleError, match=r"bytes, 999 at most: use fewer dimensions"):
+    with pytest.raises(BundleError, match=r"bytes, more than 999: use fewer dimensions"):
         Bundle.read(bundle.path)
 
 

@@ -92,7 +92,7 @@ def test_weights_that_are_not_listed_are_refused_with_what_to_write(tmp_path, ou
 def test_weights_that_no_tensor_uses_are_refused(tmp_path):
     onnx_model.item_tower(table(5, 4)).write(tmp_path / "tower.onnx")
 
-    with pytest.raises(BundleError, match=r"tower\.onnx uses none: leave them out"):
+    with pytest.raises(BundleError, match=r"tower\.onnx uses none: remove the entry"):
         demand_weights("item_tower", tmp_path / "tower.onnx", tmp_path / "tower.weights")
 
 

@@ -355,7 +355,7 @@ def test_programs_may_be_opened_at_the_same_time(bundle):
 
 
 def test_other_inputs_than_specified_are_named(bundle):
-    with pytest.raises(BundleError, match=r"\['item_index'\], the specification binds \['history'\]"):
+    with pytest.raises(BundleError, match=r"\['item_index'\], but the specification has \['history'\]"):
         Program.open(bundle.item_tower.program, ["history"], DEVICE)
 
 

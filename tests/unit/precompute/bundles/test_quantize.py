@@ -192,5 +192,5 @@ def test_a_model_with_nothing_to_quantize_is_refused(tmp_path):
     save(path, [helper.make_node("Relu", ["taste"], ["vector"])], {}, [taste], 3)
     spec = TowerSpec((InputSpec("taste", "feature", "float32", column="taste", width=3),), "vector", 3)
 
-    with pytest.raises(BundleError, match=r"plain\.onnx holds no embedding table"):
+    with pytest.raises(BundleError, match=r"plain\.onnx has no embedding table"):
         quantize_tower(path, spec, {"taste": np.ones((4, 3), np.float32)}, tmp_path / "int8.onnx")

@@ -273,5 +273,5 @@ def test_a_folder_for_locks_that_others_may_enter_is_named_and_not_used(laid, mo
     with devices.claim_least_busy_device("auto", 3, 1) as device:
         assert device == "cuda:1"
 
-    assert f"{lock_folder} is no folder that this user alone may enter" in caplog.text
+    assert f"{lock_folder} is not a folder that only this user may enter" in caplog.text
     assert not list(elsewhere.iterdir()) and (lock_folder.is_file() or not list(lock_folder.iterdir()))

@@ -178,7 +178,7 @@ def test_a_host_that_is_gone_for_good_is_declared_gone(store, tmp_path):
     for pod in pods:
         record_copies(pod, G1)
     note_left_out(store, G2, NO_ERASURES)
-    with pytest.raises(Conflict, match="no copy is recorded of a host 'worker-9'"):
+    with pytest.raises(Conflict, match="no copy is recorded for a host 'worker-9'"):
         declare_hosts_gone(store, "worker-9")
 
     gone_copies = declare_hosts_gone(store, "*")

@@ -97,7 +97,7 @@ def test_a_value_that_cannot_be_kept_is_noted_and_lacks(
 
 @pytest.mark.parametrize("column", [pa.array([[1.0]] * 6), pa.array([{"x": 1}] * 6), pa.array([b"x"] * 6)])  # fmt: skip
 def test_a_type_that_no_attribute_has_is_refused(tmp_path: Path, column: Any) -> None:
-    with pytest.raises(SourceError, match=r"column 'a' is .*; attributes are texts, lists of texts"):
+    with pytest.raises(SourceError, match=r"column 'a' is .*; attributes must be texts, lists of texts"):
         opened(tmp_path, column)
 
 
