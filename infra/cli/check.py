@@ -315,7 +315,10 @@ def check_redis(config: "NightConfig") -> CheckResult:
     if server_url is None and (ended_redis_text := describe_ended_redis(config.path(config.state))):
         return "to do", ended_redis_text
     if server_url is None:
-        return ("ok", f"none is configured: each command starts its own {find_server()}, which ends with it (or run `larder redis`)")
+        return (
+            "ok",
+            f"none is configured: each command starts {find_server()}, which ends with it (or run `larder redis`)",
+        )
     try:
         client = open_client(server_url, protocol=2, socket_timeout=REDIS_TIMEOUT_S)
         try:
@@ -337,7 +340,7 @@ def check_redis(config: "NightConfig") -> CheckResult:
     except (RedisError, ValueError, OSError) as error:
         return (
             "to do",
-            f"{url_without_password(server_url)} cannot be used: {error}; is REDIS_URL right, and is the server running?",
+            f"{url_without_password(server_url)} cannot be used: {error}; is REDIS_URL right, and is it running?",
         )
     if unfit_policies := sorted(policy for policy in eviction_policies if policy.startswith("allkeys")):
         return ("to do", f"maxmemory-policy {unfit_policies[0]} may evict published pages: set volatile-lru")
@@ -354,7 +357,9 @@ def check_redis(config: "NightConfig") -> CheckResult:
     summary += ", ".join(map(str, redis_kinds))
     lacking_commands = sorted({lacking_command for redis_kind in redis_kinds for lacking_command in redis_kind.without})
     if may_only_serve:
-        summary += f"; its user can serve but not load ({', '.join(refused_commands)} refused): nights need another user"
+        summary += (
+            f"; its user can serve but not load ({', '.join(refused_commands)} refused): nights need another user"
+        )
     return "ok", summary + "".join(f"; without {lacking_command}" for lacking_command in lacking_commands)
 
 
@@ -436,7 +441,7 @@ def check_events(config: "NightConfig") -> CheckResult:
     if may_evict_ids and config.events_url:
         return (
             "to do",
-            f"maxmemory-policy {eviction_policy} may evict the ids by which repeated events are recognised: set noeviction",
+            f"maxmemory-policy {eviction_policy} may evict the ids that reveal repeated events: set noeviction",
         )
     demanded_durability = config.events.durability
     if not durability.suffices(demanded_durability):
@@ -449,7 +454,9 @@ def check_events(config: "NightConfig") -> CheckResult:
         f"{url_without_password(server_url)}; durability {durability.persistence}, maxmemory-policy "
         f"{eviction_policy or 'not reported'}"
     )
-    return "ok", summary + (", which may evict ids of events: a repeated event may count twice" if may_evict_ids else "")
+    return "ok", summary + (
+        ", which may evict ids of events: a repeated event may count twice" if may_evict_ids else ""
+    )
 
 
 async def _read_durability(url: str, config: "NightConfig") -> "tuple[FoundDurability, str]":
@@ -475,11 +482,14 @@ def check_live_provider(_config: "NightConfig") -> CheckResult:
 
     if (missing_reason := Accelerator(live_provider).missing_reason()) is not None:
         return ("to do", f"live models would run on the CPU: {missing_reason}, or set live_provider to cpu")
-    return ("ok", f"{live_provider}; `fallback` of /v1/generations says whether the service could load its models there")
+    return (
+        "ok",
+        f"{live_provider}; `fallback` of /v1/generations says whether the service could load its models there",
+    )
 
 
 def check_store(config: "NightConfig") -> CheckResult:
-    """Check that the pointer in Redis belongs to this artefact store, and that the store never overwrites a file."""
+    """Check that the pointer in Redis belongs to this artefact store, which must be able to create files exclusively."""
     from cache.control.own_store import store_mismatch
     from cache.process.redis_server import running_server
 
@@ -534,7 +544,10 @@ def check_lineage(_config: "NightConfig") -> CheckResult:
     try:
         version(_LINEAGE_PROVIDER)  # find_spec of its module would import Airflow
     except PackageNotFoundError:
-        return ("to do", f"lineage needs {_LINEAGE_PROVIDER}, which is not installed here: {install_command('lineage')}")
+        return (
+            "to do",
+            f"lineage needs {_LINEAGE_PROVIDER}, which is not installed here: {install_command('lineage')}",
+        )
     if _LINEAGE_EXTRACTOR not in map(str.strip, os.environ.get(_LINEAGE_EXTRACTORS, "").split(";")):
         return ("to do", f"lineage events would name no data sets: set {_LINEAGE_EXTRACTORS}={_LINEAGE_EXTRACTOR}")
     return ("ok", "each task of a night sends OpenLineage events, if Airflow runs with this environment")

@@ -16,7 +16,7 @@ from infra.cli.init.tables import discover_tables
 
 _OPTIONAL_ROLES: tuple[Role, ...] = ("timestamp", "weight")
 
-_NO_COLUMN_TEXT_BY_ROLE = {"timestamp": "none: rows are in order of time", "weight": "none: each row is an interaction"}
+_NO_COLUMN_TEXT_BY_ROLE = {"timestamp": "none: the order of rows is used", "weight": "none: each row is an interaction"}
 
 _TEXT_FILE_ENDINGS = (".txt", ".txt.gz")
 _COMMENT_COLUMN = 44
@@ -92,7 +92,9 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
         "printed and written as comments. Exit code: 0 written, 3 written with settings left to fill in, 2 not "
         "written.",
     )
-    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="folder to inspect (default: the current one)")
+    parser.add_argument(
+        "folder", nargs="?", default=".", metavar="FOLDER", help="folder to inspect (default: the current one)"
+    )
     parser.add_argument("--output", metavar="FILE", default=SETTINGS_FILE, help="file to write (default: %(default)s)")
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     parser.add_argument("--json", action="store_true", help="print the guesses as JSON")
