@@ -489,7 +489,7 @@ def check_live_provider(_config: "NightConfig") -> CheckResult:
 
 
 def check_store(config: "NightConfig") -> CheckResult:
-    """Check that the pointer in Redis belongs to this artefact store, which must be able to create files exclusively."""
+    """Check that the pointer in Redis belongs to this artefact store, and that it can create files exclusively."""
     from cache.control.own_store import store_mismatch
     from cache.process.redis_server import running_server
 

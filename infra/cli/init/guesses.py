@@ -370,8 +370,8 @@ def _guess_half_recognised(setting_guesses: Guesses, found_table: FoundTable, co
         if role not in column_roles.columns and role not in column_roles.unfit:
             setting_guesses.missing.append(
                 f"[sources] {role}_column: none of the columns of {found_table.title} "
-                f"({', '.join(found_table.columns)}) has a usual name for {role} ids; write the name of the column that "
-                "holds them"
+                f"({', '.join(found_table.columns)}) has a usual name for {role} ids; write the name of the column "
+                "that holds them"
             )
 
 
