@@ -25,10 +25,10 @@ SHIPPED_LOCK = "serving"
 JUDGED_LOCKS = (SHIPPED_LOCK, "airflow", "all")
 PAGE_HEAD = """# Licences
 
-What `infra/locks/serving.txt` brings along: what the image of the service ships beside Larder's own code (Apache-2.0),
-Python and Debian. Made by `python -m infra.dependencies.licences --write` from what pip-licenses reads of the packages'
-own metadata; `make licences` holds that it is true. The versions stand in the lock; the texts lie in each package's
-`*.dist-info`. Wheels may hold compiled libraries of others, which their own licence files name.
+The packages of `infra/locks/serving.txt`, which the image of the service contains in addition to Larder's own code
+(Apache-2.0), Python and Debian. Made by `python -m infra.dependencies.licences --write` from the packages' metadata, as
+pip-licenses reads it; `make licences` checks this page. The versions are in the lock; the texts are in each package's
+`*.dist-info`. Wheels may contain compiled third-party libraries, which the wheels' licence files name.
 
 | package | licence |
 |---|---|
