@@ -1,1 +1,1 @@
-"""DAGs, a file each: what runs and when. The work itself is in `precompute`."""
+"""Airflow DAGs, one in each file. Their tasks call the steps in `precompute`."""

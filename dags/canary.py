@@ -1,25 +1,25 @@
-"""Try a verified generation on a share of the requests, then publish or abandon it by what was measured.
+"""Try a verified generation on a share of the requests, then publish or abandon it by the measured figures.
 
-What it does: start ▶ wait ▶ conclude. Readers whose canary key falls into the share are answered
+Tasks: start ▶ wait ▶ conclude. Readers whose canary key falls into the share are answered
 from the new generation, whole requests at a time; all others from the live one. After `wait_s` of
 the section [canary] both arms are compared: requests answered, mix of sources, top scores and, if
-`feedback_event` names one, what callers reported to POST /v1/feedback. While too little was counted
-to tell, `wait` goes on, up to `wait_max_s`.
+`feedback_event` names an event, the feedback that callers sent to POST /v1/feedback. While there are
+too few requests to decide, `wait` goes on, up to `wait_max_s`.
 
-When to run it: by hand or from another DAG, on a generation that is verified and not yet published,
-such as one built by the single steps `larder begin` to `verify`, or one whose night was
-stopped before `publish`. `generation` may stay empty for the newest verified one, `percent` for the
-one of the settings.
+When to run it: trigger it manually or from another DAG, for a generation that is verified and not yet
+published: one that the single steps `larder begin` to `verify` built, or one whose night was stopped
+before `publish`. The parameter `generation` may be empty for the newest verified generation, `percent`
+for the percentage of the settings.
 
-Reading a run: `conclude` green means that the generation is live for everybody. `conclude` red means
-that it was abandoned (Refused): the log names each measure, its value and its limit, readers have the
-live generation only, and there is no retry, since the same numbers would say the same; or that nothing
-could be told (Conflict): the canary still runs, to be published or abandoned by hand, and clearing
-`conclude` compares once more. `wait` looks once a minute and holds no worker in between; it ends early
-when somebody published, rolled back or abandoned.
+Reading a run: if `conclude` is green, the generation is live for all readers. If it is red with
+Refused, the canary was abandoned: the log names each measure, its value and its limit, all readers have
+the live generation, and there is no retry, because the figures would be the same. If it is red with
+Conflict, no decision was possible and the canary still runs: publish or abandon it yourself, or clear
+`conclude` to compare again. `wait` checks once a minute and occupies no worker in between; it ends
+early after a publish, a roll back or an abandonment.
 
-To end a canary by hand: `larder canary abandon --reason ...`. It needs LARDER_CONFIG,
-LARDER_ARTIFACTS and REDIS_URL where tasks run.
+To end a canary: `larder canary abandon --reason ...`. The DAG needs LARDER_CONFIG, LARDER_ARTIFACTS and
+REDIS_URL where tasks run.
 """
 
 import os
@@ -33,10 +33,10 @@ from cache.errors import ConfigError, Refused
 
 LIMITS = DagConfig.configured(os.environ)
 FINAL = RetryRule(
-    exception=[ConfigError, Refused], action=RetryAction.FAIL, reason="the same question would be answered the same"
+    exception=[ConfigError, Refused], action=RetryAction.FAIL, reason="a retry would have the same result"
 )
 CANARY_TIME_MAX = timedelta(days=2)
-"""The most that `wait_s` and `wait_max_s` may come to; a canary left running longer than this is a red task."""
+"""Timeout of `wait`, and so an upper bound for `wait_s` and `wait_max_s`; a longer canary fails the task."""
 
 
 @dag(
@@ -51,7 +51,7 @@ CANARY_TIME_MAX = timedelta(days=2)
         "retries": 2,
         "retry_delay": timedelta(seconds=10),
         "retry_policy": ExceptionRetryPolicy(rules=[FINAL]),
-        # Both may have to read every page back, beside readers: where a Redis has started since `verify`.
+        # If Redis was restarted after `verify`, `start` and `conclude` read all pages back, slowly enough for readers.
         "execution_timeout": timedelta(seconds=LIMITS.load_timeout_s),
     },
     doc_md=__doc__,
@@ -60,7 +60,7 @@ CANARY_TIME_MAX = timedelta(days=2)
 def canary() -> None:
     @task(multiple_outputs=False)
     def start() -> dict[str, Any]:
-        """Wait until replicas hold it ready, then give it its share; a retry finds its own start."""
+        """Wait until replicas have loaded the generation, then give it its share; a retry recognises its own start."""
         from precompute.config.settings import night_config
         from precompute.traffic.canary import trial as steps
 
@@ -74,7 +74,7 @@ def canary() -> None:
 
     @task.sensor(mode="reschedule", poke_interval=60, timeout=CANARY_TIME_MAX.total_seconds())
     def wait(started: dict[str, Any]) -> bool:
-        """Look whether the canary has run long enough, or was ended."""
+        """Return True if the canary has run long enough, or was ended."""
         from precompute.config.settings import night_config
         from precompute.traffic.canary import trial as steps
 
@@ -82,7 +82,7 @@ def canary() -> None:
 
     @task(multiple_outputs=False)
     def conclude(started: dict[str, Any]) -> dict[str, Any]:
-        """Compare both arms; publish, or abandon and fail."""
+        """Compare both arms; publish the generation, or abandon it and fail."""
         from precompute.config.settings import night_config
         from precompute.traffic.canary import trial as steps
 

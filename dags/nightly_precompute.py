@@ -1,41 +1,42 @@
 """Score everything and publish one generation, every night and whenever a new model bundle arrives.
 
-What it does: begin ▶ embed items ▶ score each shard ▶ assemble ▶ index and quantize ▶ load into
-Redis ▶ verify ▶ publish ▶ warm ▶ retire. Readers see the change at `publish`, all of it at once.
+Tasks: begin ▶ embed items ▶ score each shard ▶ assemble ▶ index and quantize ▶ load into Redis ▶ verify ▶ publish ▶
+warm ▶ retire. Readers see the whole change at once, at `publish`.
 
-When it runs: at 03:00 UTC (`schedule` and `timezone` of LARDER_CONFIG, or LARDER_SCHEDULE and
-LARDER_TIMEZONE; the service reads the same and says when a generation is missing) and on every
-event of the asset `larder_bundle`. One run at a time. By hand: trigger it, with `data_until` (ISO 8601) to set the cut
-of the data; without it the cut is the one of the configuration, else the time the run was due: what happened from then
-on is left out, and a run that starts late changes nothing. `begin` refuses a cut in the future, or one older than what
-is live.
+When it runs: at 03:00 UTC (`schedule` and `timezone` of LARDER_CONFIG, or LARDER_SCHEDULE and LARDER_TIMEZONE; the
+service reads the same settings and reports a missing generation) and on every event of the asset `larder_bundle`; one
+run at a time. You can also trigger it with `data_until` (ISO 8601), the cut of the data. Without `data_until`, the cut
+is that of the configuration, else the time at which the run was due. Data from the cut on is left out, so a late start
+changes nothing. `begin` refuses a cut in the future, or one older than that of the live generation.
 
 What it needs: LARDER_CONFIG, LARDER_ARTIFACTS and REDIS_URL where tasks run, and a pool `gpu`:
     airflow pools set gpu 2 "scoring tasks"
-Without the pool, scoring tasks stay `scheduled` for ever and nothing says why. With
-CeleryExecutor, some worker must listen to the queue `gpu` (LARDER_SCORE_QUEUE names another); LocalExecutor ignores
-queues, and for KubernetesExecutor infra/kubernetes gives the pods of that queue a GPU.
+Without the pool, scoring tasks stay `scheduled` for ever, without any message. With CeleryExecutor, a worker must
+listen to the queue `gpu` (LARDER_SCORE_QUEUE sets another queue); LocalExecutor ignores queues; for KubernetesExecutor,
+infra/kubernetes gives the pods of that queue a GPU.
 
-Reading a run: `begin` green and the rest skipped means that this generation is live already; `begin` skipped as well
-means that what is live is newer than the time of the run, such as a night by hand earlier on the day: its log says so.
-`verify` red with "is refused" means that a gate failed: the log names the rule, the value, the
-threshold and, where a person may judge otherwise, the command `override` that lets it pass once
-`verify` is cleared; a retry would find the same, so there is none. Red with "could not be judged"
-means that Redis, the store or a disk did not answer in any of its tries: nothing is refused, clear it
-once that is over. Readers still have the last generation either way.
-`publish` red with "verified against": another generation went live meanwhile; clear `verify`, then `publish` follows.
-A failed task is tried five times more, with growing pauses (10 s, doubled, up to 10 min), unless the same
-inputs would fail again; how often, and how long one try may take, is in the section [dag] of
-LARDER_CONFIG. `load` and `verify` go on where the last try was cut off.
-Any task may be cleared and run again: a generation's id comes from its inputs, so tasks find their own work. Where
-`[events]` is enabled, a task `take_events` stands before `begin` and says up to which event the night reads:
-cleared, it may find more of them, and `begin` another generation.
-`begin` and `load` remove older generations that were never published; `larder pin` keeps one.
+Reading a run:
+- `begin` green, all other tasks skipped: this generation is already live.
+- `begin` skipped as well: the live generation is newer than the time of the run, for example because a night was
+  triggered earlier that day; the log of `begin` says so.
+- `verify` red with "is refused": a gate failed. The log names the rule, the value, the threshold and, if the rule can
+  be overridden, the command `override`; after it, clear `verify`. A retry would have the same result, so there is none.
+- `verify` red with "could not be judged": Redis, the store or a disk did not answer in any try. Nothing is refused;
+  clear the task when they work again. In both cases, readers still have the last generation.
+- `publish` red with "verified against": another generation went live in the meantime; clear `verify`, and `publish`
+  follows.
+
+A failed task is retried five times with growing pauses (10 s, doubled, up to 10 min), unless the same inputs would fail
+again. The section [dag] of LARDER_CONFIG sets the number of retries and the time limit of a try. `load` and `verify`
+continue where the last try was interrupted. Any task may be cleared and run again: a generation's id is computed from
+its inputs, so tasks find their earlier work. If `[events]` is enabled, the task `take_events` runs before `begin` and
+determines the last event that the night reads: if it is cleared, it may read more events, and `begin` then starts
+another generation. `begin` and `load` remove older generations that were never published; `larder pin` keeps one.
 
 With `[dag] publish = "canary"` a night ends with `try_as_canary` instead of `publish`: it triggers the DAG `canary`,
-which must be unpaused. `choose` sends a first generation to `publish`: nothing is live that it could be compared with.
+which must be unpaused. `choose` sends the first generation to `publish`, because there is no live one to compare with.
 
-To undo a publish: the DAG `roll_back`.
+To undo a publish, use the DAG `roll_back`.
 """
 
 import os
@@ -62,7 +63,7 @@ from cache.config.events import EventsConfig
 from cache.config.timetable import NIGHT_STAGES, DagConfig, Timetable
 from cache.errors import BundleError, ConfigError, Refused, SourceError
 
-if TYPE_CHECKING:  # else parsing would load numpy
+if TYPE_CHECKING:  # importing these at run time would load numpy whenever the DAG file is parsed
     from precompute.builds.reports import BegunBuild
     from precompute.partitions.night_input import TakenEvents
     from precompute.steps.score import ShardResult
@@ -80,13 +81,13 @@ FINAL_RULE = RetryRule(
 
 
 def run_step(step_name: str, *arguments: Any, **named_arguments: Any) -> dict[str, Any]:
-    """Run a step by its module in `precompute.steps`, imported here so that parsing DAGs does not load it."""
+    """Run a step of `precompute.steps` and return its result; imported here so that parsing DAGs does not load it."""
     from cache.control.own_store import demand_own_store
     from precompute.builds.night_failure import forget_failure, note_failure_of_step
     from precompute.config.settings import night_config
 
     config, run_step_module = night_config(), import_module(f"precompute.steps.{step_name}").run
-    demand_own_store(config, config.redis_url, config.redis_timeout_s)  # a failure is noted there
+    demand_own_store(config, config.redis_url, config.redis_timeout_s)  # it records its own failure
     generation = arguments[0]["generation"] if arguments else None
     with note_failure_of_step(config, step_name, generation):
         step_result: dict[str, Any] = run_step_module(config, *arguments, **named_arguments)
@@ -110,14 +111,14 @@ def run_step(step_name: str, *arguments: Any, **named_arguments: Any) -> dict[st
 def nightly_precompute() -> None:
     @task(multiple_outputs=False)
     def take_events() -> dict[str, Any]:
-        """Write the stream's new events into the store; a retry of `begin` reads up to the same one."""
+        """Write the stream's new events into the store; a retry of `begin` reads up to the same event."""
         return run_step("take_events")
 
     @task.short_circuit(multiple_outputs=False)
     def begin(taken_events: "TakenEvents | dict[str, Any]") -> "BegunBuild | dict[str, Any]":
-        """Name the generation and partition the sources; falsy, so the rest is skipped, if live."""
+        """Name the generation and partition the sources; return {} if it is live, which skips the other tasks."""
         context = get_current_context()
-        # Asset-triggered runs have no logical date; `run_after` stands still across retries.
+        # Asset-triggered runs have no logical date; `run_after` is the same in all retries.
         result = run_step(
             "begin",
             data_until=context["params"]["data_until"],
@@ -131,7 +132,7 @@ def nightly_precompute() -> None:
 
     @task
     def plan(build: "BegunBuild") -> list[int]:
-        """List the shards: Airflow maps over a task's complete result, not over a part of it."""
+        """Return the shards: a separate task, because Airflow maps over the whole result of a task."""
         return build["shards"]
 
     @task(multiple_outputs=False, pool="gpu", queue=SCORE_QUEUE)
@@ -139,7 +140,7 @@ def nightly_precompute() -> None:
         """Run the item tower over the catalogue, once for all shards."""
         return run_step("embed_items", build)
 
-    # Airflow keeps what ran under a task's id: two are called as they were before steps had one name everywhere.
+    # The ids of this task and of `build_index` differ from their steps' names, so that Airflow's history stays usable.
     @task(
         task_id="score_shard",
         multiple_outputs=False,
@@ -159,7 +160,7 @@ def nightly_precompute() -> None:
 
     @task(multiple_outputs=False)
     def assemble(build: "BegunBuild") -> dict[str, Any]:
-        """Check that all shards are complete."""
+        """Check that all shards were scored."""
         return run_step("assemble", build)
 
     @task(task_id="build_index", multiple_outputs=False)
@@ -174,12 +175,12 @@ def nightly_precompute() -> None:
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=DAG_CONFIG.load_timeout_s))
     def load(build: "BegunBuild") -> dict[str, Any]:
-        """Stream the pages into Redis, in addition to the live generation's."""
+        """Stream the pages into Redis, in addition to those of the live generation."""
         return run_step("load", build)
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=DAG_CONFIG.verify_timeout_s))
     def verify(build: "BegunBuild") -> dict[str, Any]:
-        """Put the generation through every gate; red means not published."""
+        """Judge the generation by every gate; if one fails, the task fails and nothing is published."""
         return run_step("verify", build, attempt=get_current_context()["run_id"])
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=DAG_CONFIG.load_timeout_s))
@@ -197,7 +198,7 @@ def nightly_precompute() -> None:
 
     @task(multiple_outputs=False)
     def warm(build: "BegunBuild") -> dict[str, Any]:
-        """Wait until the readers have the generation."""
+        """Wait until the replicas have switched to the generation."""
         return run_step("warm", build)
 
     @task(multiple_outputs=False, trigger_rule="none_failed" if DAG_CONFIG.publish == "canary" else "all_success")
@@ -228,7 +229,7 @@ def nightly_precompute() -> None:
         try_as_canary = TriggerDagRunOperator(
             task_id="try_as_canary",
             trigger_dag_id="canary",
-            # A retry finds the run that it has triggered.
+            # With this run id, a retry finds the run that the first try triggered.
             trigger_run_id="{{ run_id }}",
             skip_when_already_exists=True,
             conf={"generation": "{{ ti.xcom_pull(task_ids='verify')['generation'] }}"},

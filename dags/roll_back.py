@@ -1,13 +1,13 @@
-"""Move readers back to an earlier generation, within seconds and without touching any data.
+"""Move readers back to an earlier generation, within seconds and without changing any data.
 
-When to run it: by hand, when a published generation turns out bad. `generation` names the one to
-go back to and may stay empty for the newest superseded one; `reason` is kept in the release record.
-Only a generation that was verified and is still held can be chosen: `larder status`
-lists them. The generation left behind is marked as rolled back and is never a fallback again.
+When to run it: trigger it when a published generation turns out to be bad. `generation` is the one to
+go back to, and may be empty for the newest superseded one; `reason` is kept in the release record.
+Only a verified generation that has not been removed can be chosen: `larder status` lists them. The
+generation that was live is marked as rolled back and is never used as a fallback again.
 
-It needs LARDER_CONFIG, LARDER_ARTIFACTS and REDIS_URL where tasks run. A running
-`nightly_precompute` is not stopped and will publish when it is done: pause it first if it builds
-from the same bad inputs.
+The DAG needs LARDER_CONFIG, LARDER_ARTIFACTS and REDIS_URL where tasks run. It does not stop a running
+`nightly_precompute`, which publishes when it is done: pause it first if it builds from the same bad
+inputs.
 """
 
 from datetime import timedelta
@@ -31,7 +31,7 @@ from airflow.sdk import Param, dag, get_current_context, task
 def roll_back() -> None:
     @task(multiple_outputs=False)
     def move_pointer() -> dict[str, Any]:
-        """Make the chosen generation live; a retry recognises its own move by the run id."""
+        """Make the chosen generation live; a retry recognises its own move of the pointer by the run id."""
         from precompute.config.settings import night_config
         from precompute.releases import recovery
 

@@ -1,13 +1,12 @@
-"""Train the reference bundle from the configured interactions, and announce it as `larder_bundle`.
+"""Train the reference bundle from the configured interactions, and create an event of the asset `larder_bundle`.
 
-When it runs: by hand, or from whatever prepares the data; `data_until` (ISO 8601) leaves later
-interactions out. Each success starts `nightly_precompute`. A team with a model of its own leaves
-this DAG paused and lists `Asset("larder_bundle")` among the outlets of the task that writes its
-bundle.
+When it runs: trigger it manually, or from the DAG that prepares the data; `data_until` (ISO 8601) leaves
+later interactions out. Each success starts `nightly_precompute`. A team with its own model leaves this
+DAG paused and lists `Asset("larder_bundle")` among the outlets of the task that writes the bundle.
 
-What it needs: LARDER_CONFIG, with the sources and the folder of the bundle. The bundle is also put
-into the artefact store, from where the night takes it on hosts that did not train it. Training takes under a
-minute for a million interactions and no GPU; the bundle is replaced as a whole or not at all.
+What it needs: LARDER_CONFIG, with the sources and the folder of the bundle. The bundle is also copied
+into the artefact store, from which hosts that did not train it read it. Training a million interactions
+takes less than a minute and needs no GPU; the bundle is replaced atomically.
 """
 
 from datetime import timedelta
@@ -28,7 +27,7 @@ from airflow.sdk import Asset, Param, dag, get_current_context, task
 def train_reference() -> None:
     @task(multiple_outputs=False, outlets=[Asset("larder_bundle")])
     def train() -> dict[str, Any]:
-        """Fit, export to ONNX, and put the bundle where the night looks for it."""
+        """Fit the model, export it to ONNX, and write the bundle to where the night reads it."""
         from precompute.config.settings import night_config
         from precompute.reference.train import train_reference
 

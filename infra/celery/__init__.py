@@ -1,1 +1,1 @@
-"""The night with Airflow's CeleryExecutor on one machine: broker, database, and a worker per queue."""
+"""Nights on one machine with Airflow's CeleryExecutor: broker, database, and one worker per queue."""

@@ -1,4 +1,4 @@
-"""`python -m infra.celery`: the DAGs with CeleryExecutor on this machine, until Ctrl-C."""
+"""`python -m infra.celery`: runs the DAGs with CeleryExecutor on this machine until Ctrl-C."""
 
 import argparse
 import os
@@ -20,9 +20,9 @@ RUN_S_MAX = 12 * 3600.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 a run succeeded, 1 something broke, 2 something is missing, 130 stopped by a signal."""
+    """Run Airflow; return 0 if the run succeeded, 1 on failure, 2 if a requirement is missing, 130 after a signal."""
     args = _parser().parse_args(argv)
-    # SIGINT too: a shell that starts this in the background has it ignored.
+    # Set SIGINT too: a shell starts background commands with SIGINT ignored.
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, signal.default_int_handler)
     try:
@@ -50,13 +50,13 @@ def _serve(args: argparse.Namespace) -> None:
         print("starting: broker, PostgreSQL, Airflow, workers ...", flush=True)
         running_airflow = exit_stack.enter_context(celery_airflow(args.state, environment=environment))
         print(f"Airflow    {running_airflow.airflow.url}")
-        print(f"queues     {', '.join(CONCURRENCY_BY_QUEUE)}: a worker each")
+        print(f"queues     {', '.join(CONCURRENCY_BY_QUEUE)}: one worker each")
         print(f"REDIS_URL  {redis_server_url}")
         print(f"logs       {running_airflow.airflow.home / 'processes'}", flush=True)
         if args.run is not None:
             _run(running_airflow, args.run, {"data_until": args.data_until} if args.data_until else {})
             return
-        print("until Ctrl-C", flush=True)
+        print("running until Ctrl-C", flush=True)
         while True:
             _revive_workers(running_airflow)
             time.sleep(1.0)
@@ -80,7 +80,7 @@ def _run(running_airflow: CeleryAirflow, dag_id: str, conf: Mapping[str, str]) -
 def _revive_workers(running_airflow: CeleryAirflow) -> None:
     running_airflow.airflow.check()
     for queue, exit_code in running_airflow.workers.revive().items():
-        print(f"the worker of the queue {queue} ended ({exit_code}); started again", flush=True)
+        print(f"the worker of the queue {queue} ended with exit code {exit_code} and was restarted", flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,16 +93,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", type=Path, metavar="FILE",
         default=Path(os.environ.get("LARDER_CONFIG") or "larder.toml"),
-        help="the night's settings (LARDER_CONFIG, else larder.toml)",
+        help="settings file of the night (default: LARDER_CONFIG, else larder.toml)",
     )  # fmt: skip
     parser.add_argument(
         "--state", type=Path, metavar="DIR", default=Path(".larder"),
-        help="where logs and sockets go (.larder)",
+        help="folder for logs and sockets (default: .larder)",
     )  # fmt: skip
     parser.add_argument("--run", metavar="DAG", help="run this DAG once, then stop")
     parser.add_argument(
         "--data-until", metavar="TIME",
-        help="the run's cut of the data, ISO 8601 (that of the settings, else now)",
+        help="time from which data is left out, ISO 8601 (default: data_until of the settings, else now)",
     )  # fmt: skip
     return parser
 

@@ -1,4 +1,4 @@
-"""Airflow with CeleryExecutor on this machine: a broker, a PostgreSQL of its own, and a worker for each queue."""
+"""Airflow with CeleryExecutor on this machine: a broker, a temporary PostgreSQL server, and one worker per queue."""
 
 import os
 import pwd
@@ -22,7 +22,7 @@ DEBIAN_POSTGRES_FOLDER = Path("/usr/lib/postgresql")
 
 
 POSTGRES_USER = "postgres"
-"""System user that runs PostgreSQL when we are root, which PostgreSQL refuses; Debian's package creates the user."""
+"""System user that runs PostgreSQL if this process is root: PostgreSQL refuses root. Debian's package creates it."""
 
 
 _FOLDER_PREFIX = "larder-postgres-"
@@ -34,12 +34,12 @@ _INSTALL_REMEDY = "on Debian `apt-get install postgresql`, on macOS `brew instal
 _POSTGRES_START_S_MAX = 60.0
 
 
-# Metadata of runs that end with this command: nothing of it has to survive a crash of the machine.
+# The database holds metadata of runs that end with this command, so it need not survive a crash of the machine.
 _POSTGRES_SETTINGS = ("listen_addresses=", "fsync=off", "synchronous_commit=off", "full_page_writes=off")
 
 
 def find_postgres(environ: Mapping[str, str] = os.environ, debian: Path = DEBIAN_POSTGRES_FOLDER) -> Path:
-    """The folder with `initdb` and `postgres`: that of PATH, else Debian's newest; ConfigError where there is none."""
+    """Return the folder with `initdb` and `postgres`: from PATH, else Debian's newest; raise ConfigError if none."""
     bin_folders = [Path(path_entry) for path_entry in environ.get("PATH", "").split(os.pathsep) if path_entry]
     debian_bin_folders = [bin_folder for bin_folder in debian.glob("*/bin") if bin_folder.parent.name.isdecimal()]
     bin_folders += sorted(debian_bin_folders, key=lambda bin_folder: int(bin_folder.parent.name), reverse=True)
@@ -50,7 +50,7 @@ def find_postgres(environ: Mapping[str, str] = os.environ, debian: Path = DEBIAN
 
 
 def postgres_account(user_id: int, system_user: str = POSTGRES_USER) -> pwd.struct_passwd:
-    """Account that the server runs as: our own, or `system_user` where we are root; raises ConfigError without it."""
+    """Return the account for the server: that of `user_id`, or `system_user` for root; raise ConfigError if missing."""
     if user_id != 0:
         return pwd.getpwuid(user_id)
     try:
@@ -64,15 +64,15 @@ def postgres_account(user_id: int, system_user: str = POSTGRES_USER) -> pwd.stru
 
 @contextmanager
 def postgres(state: Path) -> Iterator[str]:
-    """Yield the SQLAlchemy URL of an empty database that lasts as long as the block; its log is under `state`.
+    """Yield the SQLAlchemy URL of an empty database that is removed when the block ends; its log is under `state`.
 
-    Not for two at a time with one `state`. Raises ConfigError when it cannot be started.
+    Only one process at a time may use a `state` folder. Raises ConfigError if the server cannot be started.
     """
     programs_folder, account = find_postgres(), postgres_account(os.geteuid())
     folder_link, log_path = state / "postgres", state / "postgres.log"
     _remove_linked_folder(folder_link)
     log_path.unlink(missing_ok=True)
-    # Not under `state`: its owner may not be able to go there, and a socket's path has at most 107 bytes.
+    # Not under `state`: the server's account may lack access to it, and a socket's path has at most 107 bytes.
     postgres_folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
     folder_link.symlink_to(postgres_folder)
     try:
@@ -97,14 +97,14 @@ def postgres(state: Path) -> Iterator[str]:
 
 
 def _command_prefix_as(account: pwd.struct_passwd) -> list[str | Path]:
-    """Prefix of a command that `account` is to run; empty where that is us."""
+    """Return the command prefix that switches to `account`; empty if this process already runs as it."""
     if account.pw_uid == os.geteuid():
         return []
     return ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--init-groups"]
 
 
 def _remove_linked_folder(folder_link: Path) -> None:
-    """Remove the folder that `folder_link` names, also one that a killed command left, and the link."""
+    """Remove the link `folder_link` and its target folder, which a killed command may have left."""
     if not folder_link.is_symlink():
         return
     folder = folder_link.readlink()
@@ -126,10 +126,10 @@ WORKER_START_S_MAX = 120.0
 
 
 class CeleryWorkers:
-    """A worker for each queue of a running Airflow, for as long as the `with` block lasts."""
+    """One Celery worker per queue of a running Airflow; the workers stop when the `with` block ends."""
 
     def __init__(self, airflow: LocalAirflow, queues: Mapping[str, int]) -> None:
-        """`queues`: how many tasks of each run at a time."""
+        """Take `queues`, a mapping from queue to the number of tasks that its worker runs at a time."""
         self._airflow = airflow
         self._concurrency_by_queue = dict(queues)
         self._worker_by_queue: dict[str, GuardedCommand] = {}
@@ -147,18 +147,18 @@ class CeleryWorkers:
         self._stop()
 
     def session(self, queue: str) -> int:
-        """Id of the session that all processes of a queue's worker belong to, its tasks' included."""
+        """Return the session id of a queue's worker, which its tasks' processes share."""
         return self._worker_by_queue[queue].pid
 
     def log(self, queue: str) -> str:
-        """Log of a queue's worker since it was started."""
+        """Return the log of a queue's worker since its last start."""
         return self._worker_by_queue[queue].log_path.read_text("utf-8", "replace")
 
     def revive(self) -> dict[str, int | None]:
-        """Restart dead workers and wait until they listen; return their queues with the exit codes.
+        """Restart dead workers and wait until they listen; return the exit code by queue.
 
-        Tasks of a dead worker are retried: Airflow misses its heartbeat. Raises AirflowFailed if a worker dies before
-        it listens.
+        Airflow retries the tasks of a dead worker when their heartbeat times out. Raises AirflowFailed if a new worker
+        dies, or does not listen within WORKER_START_S_MAX.
         """
         dead_workers = {
             queue_name: worker for queue_name, worker in self._worker_by_queue.items() if not worker.is_running
@@ -187,20 +187,20 @@ class CeleryWorkers:
 
     def _stop(self) -> None:
         for worker in self._worker_by_queue.values():
-            worker.close_pipe_end()  # all at once
+            worker.close_pipe_end()  # lets all workers shut down at the same time
         for worker in self._worker_by_queue.values():
             worker.stop()
 
 
 CONCURRENCY_BY_QUEUE: Mapping[str, int] = {"default": 2, "gpu": 2}
-"""Each queue's worker, and how many tasks it runs at a time; the pool `gpu` has as many slots as the queue."""
+"""Queue -> number of tasks that its worker runs at a time; the pool `gpu` has as many slots as the queue."""
 
 
 HEARTBEAT_SETTINGS: Mapping[str, str] = {
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "30",
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "5",
 }
-"""A worker that died is silent for so many seconds until its tasks are tried again."""
+"""Seconds without a task's heartbeat until Airflow retries the task, and between Airflow's checks for such tasks."""
 
 
 _PACKAGES = ("apache-airflow", "apache-airflow-providers-celery", "celery", "psycopg2-binary")
@@ -208,7 +208,7 @@ _PACKAGES = ("apache-airflow", "apache-airflow-providers-celery", "celery", "psy
 
 @dataclass(frozen=True, slots=True)
 class CeleryAirflow:
-    """An Airflow and the workers of its queues."""
+    """A running Airflow and the Celery workers of its queues."""
 
     airflow: LocalAirflow
     workers: CeleryWorkers
@@ -216,9 +216,9 @@ class CeleryAirflow:
 
 @contextmanager
 def celery_airflow(state: Path, *, environment: Mapping[str, str]) -> Iterator[CeleryAirflow]:
-    """Run broker, database, Airflow and workers until the block ends; `environment` is for tasks and wins over ours.
+    """Run broker, database, Airflow and workers until the block ends; `environment` overrides this process's for tasks.
 
-    Raises ConfigError where something is not installed, AirflowFailed where something does not come up.
+    Raises ConfigError if a program or package is missing, AirflowFailed if a program does not start.
     """
     check_installed()
     state = state.resolve()
@@ -241,8 +241,8 @@ def celery_airflow(state: Path, *, environment: Mapping[str, str]) -> Iterator[C
 
 
 def check_installed() -> None:
-    """Raise ConfigError naming the packages to install, where Airflow, Celery, the broker or PostgreSQL is missing."""
-    # Looked up by name: importing Airflow writes to the home folder.
+    """Raise ConfigError, naming the packages to install, if Airflow, Celery, the broker or PostgreSQL is missing."""
+    # Distributions are looked up by name, because importing Airflow writes to the home folder.
     missing_packages = [package_name for package_name in _PACKAGES if not any(distributions(name=package_name))]
     if missing_packages:
         raise ConfigError(
@@ -253,7 +253,7 @@ def check_installed() -> None:
 
 
 def celery_settings(broker_url: str, database_url: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return Airflow's settings for CeleryExecutor, added to those of LocalAirflow; `environ` wins over NOTICED."""
+    """Return CeleryExecutor settings to add to LocalAirflow's; `environ` takes precedence over HEARTBEAT_SETTINGS."""
     return {
         "AIRFLOW__CORE__EXECUTOR": "CeleryExecutor",
         "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": database_url,
@@ -266,7 +266,7 @@ def celery_settings(broker_url: str, database_url: str, environ: Mapping[str, st
 
 
 def absolute_folders(environ: Mapping[str, str]) -> dict[str, str]:
-    """Folders that the environment names, wherever a task runs."""
+    """Return LARDER_ARTIFACTS and LARDER_STATE with absolute paths, so that they hold in any working folder."""
     return {
         variable_name: folder_path if "://" in folder_path else str(Path(folder_path).absolute())
         for variable_name in ("LARDER_ARTIFACTS", "LARDER_STATE")

@@ -1,4 +1,1 @@
-"""The command `larder`, over all others: it finds the settings, and hands over to the module whose command it is.
-
-Start at `commands`.
-"""
+"""The command `larder`: finds the settings and calls the module of the subcommand. Start at `commands`."""

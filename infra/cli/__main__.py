@@ -1,4 +1,4 @@
-"""Command `larder`: finds the settings and the module of a command, and passes it the remaining arguments."""
+"""Command `larder`: finds the settings and the subcommand's module, and calls the module with the other arguments."""
 
 import argparse
 import difflib
@@ -19,7 +19,10 @@ EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 1 failed, 2 wrong usage or a missing extra, 130 interrupted."""
+    """Run a command; return its exit code, or 1 if it failed, 2 for a LarderError, 130 if interrupted.
+
+    Wrong usage and missing extras return 2 as well.
+    """
     try:
         return _run(sys.argv[1:] if argv is None else list(argv))
     except KeyboardInterrupt:
@@ -28,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LarderError as error:
         print(printable_lines(f"larder: {error.message}"), file=sys.stderr)
         return EXIT_USAGE
-    except BrokenPipeError:  # whoever read this, such as `head`, has enough
+    except BrokenPipeError:  # the reader of standard output, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except OSError as error:
@@ -63,8 +66,8 @@ def _run(argv: list[str]) -> int:
         os.environ["LARDER_CONFIG"] = config_path
     elif entry.reads_settings and not os.environ.get("LARDER_CONFIG"):
         print(
-            f"larder: there is no {SETTINGS_FILE} in this folder (larder init writes one): settings are the defaults "
-            "and those of the environment",
+            f"larder: there is no {SETTINGS_FILE} in this folder (larder init writes one): the environment and the "
+            "defaults are used",
             file=sys.stderr,
         )
     exit_code: int = import_module(entry.module).main(command_argv, prog=f"larder {command_name}")
@@ -72,7 +75,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _split_config(argv: list[str]) -> tuple[list[str], str | None]:
-    """Return the arguments without `--config FILE`, at any position, and the file; None without one."""
+    """Return the arguments without `--config FILE`, which may be at any position, and the file or None."""
     parser = argparse.ArgumentParser(prog="larder", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE")
     args, remaining_argv = parser.parse_known_args(argv)
@@ -82,7 +85,7 @@ def _split_config(argv: list[str]) -> tuple[list[str], str | None]:
 def _unknown_word_text(word: str) -> str:
     kind = "option" if word.startswith("-") else "command"
     close_matches = difflib.get_close_matches(word, [*ENTRY_BY_NAME, "--help", "--version", "--config"], n=1)
-    hint = f"did you mean {close_matches[0]}?" if close_matches else "larder --help lists all"
+    hint = f"did you mean {close_matches[0]}?" if close_matches else "larder --help lists all commands"
     return f"there is no {kind} {word!r}: {hint}"
 
 

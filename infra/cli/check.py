@@ -1,6 +1,6 @@
-"""`larder check`: the requirements of a night and the service, each `ok`, `to do` with a remedy, or `not used`.
+"""`larder check`: checks the requirements of a night and the service; each is `ok`, `to do` or `not used`.
 
-Each check imports precompute, serving and cache where it runs: extras may be missing.
+Checks import precompute, serving and cache in their functions, because their extras may be missing.
 """
 
 import argparse
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 CheckState = Literal["ok", "to do", "not used"]
 
 CheckResult = tuple[CheckState, str]
-"""State of a check, and its finding or remedy in words."""
+"""State of a check, and a text with its finding or remedy."""
 
 FILES_COMPARED_MAX = 1_000
-"""Number of files whose columns a check compares; a night compares all."""
+"""Number of source files whose columns the check compares; a night compares those of all files."""
 
 REDIS_TIMEOUT_S = 3.0
 
@@ -56,36 +56,36 @@ NEEDED_COMMANDS: Final = tuple(
 """Redis commands that nights, the service or events need."""
 
 LACK_EFFECT_BY_COMMAND: Final = {
-    "config": "settings are read from INFO, and how durable events are is tried out",
-    "waitaof": "without CONFIG, too, no event is known to be durable",
+    "config": "settings are read from INFO, and the durability of events is tested with WAITAOF",
+    "waitaof": "without CONFIG as well, no event is known to be durable",
 }
-"""Redis commands that Larder can do without -> the consequence."""
+"""Optional Redis commands -> the consequence if the server lacks the command."""
 
 FLAGGED_SCRIPT: Final = "#!lua flags=allow-oom\nreturn 1"
-"""Script with flags, like those that move the pointer and send heartbeats, which run also at maxmemory."""
+"""Script with flags; Larder's scripts for the pointer and heartbeats need them in order to run at maxmemory."""
 
 _SCRIPT_REFUSED_PATTERN: Final = re.compile("compil|flag|shebang|unknown command", re.IGNORECASE)
-"""Pattern in the error of a server that does not support such a script."""
+"""Pattern in the error of a server that does not support scripts with flags."""
 
 LINEAGE_TRANSPORTS = (
     "AIRFLOW__OPENLINEAGE__TRANSPORT", "AIRFLOW__OPENLINEAGE__CONFIG_PATH", "OPENLINEAGE_URL", "OPENLINEAGE_CONFIG",
 )  # fmt: skip
-"""Settings that name a transport for lineage events."""
+"""Environment variables that configure a transport for lineage events."""
 
 _LINEAGE_PROVIDER = "apache-airflow-providers-openlineage"
 _LINEAGE_EXTRACTORS = "AIRFLOW__OPENLINEAGE__EXTRACTORS"
 _LINEAGE_EXTRACTOR = "infra.lineage.extractor.NightExtractor"
 
 _DAG_FILE_STATE_TEXTS = {
-    "missing": "not there",
-    "older": "of another release",
-    "changed": "changed by hand",
-    "foreign": "not ours",
+    "missing": "missing",
+    "older": "from another release",
+    "changed": "edited since its installation",
+    "foreign": "not written by Larder",
 }
 
 
 class CheckLine(NamedTuple):
-    """State of one checked subject, and its finding or remedy in words."""
+    """State of one checked subject (`what`), with its finding or remedy (`told`)."""
 
     what: str
     state: CheckState
@@ -111,12 +111,12 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Look at settings, sources, bundle, Redis, that of events, the provider of live models, the "
-        "artefact store, Airflow and lineage, and say of each whether it is ok, or what to do. Nothing is changed but "
-        "that the store's folder is made, unless Redis is another store's. Exit code: 0 nothing is to be done, 3 "
-        "something is.",
+        description="Check settings, sources, bundle, Redis, the Redis of events, the provider of live models, the "
+        "artefact store, Airflow and lineage; print for each ok, not used, or to do with a remedy. The only change "
+        "made is to create the store's folder, unless Redis belongs to another store. Exit code: 0 nothing to do, 3 "
+        "something to do.",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print the states as JSON")
     return parser
 
 
@@ -130,7 +130,7 @@ def _run_check(subject: str, run_check: Callable[[], CheckResult]) -> CheckLine:
 
 
 def _check_settings() -> CheckResult:
-    """Check the file and the environment, for night and service alike."""
+    """Check the settings of night and service, from the file and the environment."""
     from cache.config.serving import ServingConfig
 
     read_night_settings()
@@ -143,7 +143,7 @@ def _check_settings() -> CheckResult:
 
 def check_sources(config: "NightConfig") -> CheckResult:
     """Check the files of the sources, and their first rows."""
-    if missing_extra_text := missing_extra("a look at sources", "precompute", *PRECOMPUTE_MODULES):
+    if missing_extra_text := missing_extra("the check of sources", "precompute", *PRECOMPUTE_MODULES):
         return "not used", f"by the service; {missing_extra_text}"
     from precompute.bundles.bundle_store import preview_chosen_bundle
     from precompute.features import setting_checks
@@ -168,7 +168,7 @@ def check_sources(config: "NightConfig") -> CheckResult:
 
     sources, base_folder = config.sources, config.path(".")
     if not sources.names_users:
-        return "to do", "[sources] interactions is not set: `larder init` looks for them"
+        return "to do", "[sources] interactions is not set: `larder init` finds them"
     all_source_files = all_input_files(config)
     interaction_files = source_files(sources.interactions, base_folder)[:FILES_COMPARED_MAX]
     demand_same_columns(interaction_files, sources)
@@ -191,19 +191,19 @@ def check_sources(config: "NightConfig") -> CheckResult:
         if table_name:
             feature_schema(source_file(table_name, base_folder), column_names)
             if not row_count(source_file(table_name, base_folder)):
-                return ("to do", f"{table_name} has no rows: write them, or leave it out of [sources]")
+                return ("to do", f"{table_name} has no rows: add rows, or remove the file from [sources]")
     for demand_settings in setting_checks():
         demand_settings(config)
     with ExitStack() as bundle_stack:
         bundle = None
         if not sources.item_vectors:
-            with suppress(BundleError, StoreError):  # the line on the bundle names it
+            with suppress(BundleError, StoreError):  # check_bundle reports the error
                 bundle = bundle_stack.enter_context(preview_chosen_bundle(config))
         oddity_remarks, is_refused = preview_tables(config, bundle, batches, unusable_rows)
     summary, refusal = f"{len(all_source_files)} file{'s' * (len(all_source_files) > 1)}", ""
     if not sources.interactions:
         users_table = sources.user_vectors or sources.user_features
-        summary += f", none of interactions: users are those of {users_table}"
+        summary += f", none of them of interactions: users are those of {users_table}"
     else:
         data_shape = InteractionFigures.of_batch(batches[0])
         if len(batches) == 1 and is_all_read:
@@ -227,12 +227,12 @@ def check_sources(config: "NightConfig") -> CheckResult:
     if refusal := _unusable_rows_refusal(config, unusable_rows, is_all=is_all_read) or refusal:
         return "to do", f"{refusal}; {finding_text}"
     if is_refused:
-        return "to do", f"ids of interactions and tables are not in one form; {finding_text}"
+        return "to do", f"interactions and tables have ids of different forms; {finding_text}"
     return "ok", finding_text
 
 
 def _train_refusal(config: "NightConfig", interactions: "Interactions") -> str:
-    """Return why `larder train` would refuse to learn from these, all, interactions; empty if it would not."""
+    """Return why `larder train` would refuse `interactions`, which must be all of them; empty if it would not."""
     from precompute.sources.plausibility import demand_several_items
 
     sources, users, items = config.sources, interactions.users, interactions.items
@@ -246,7 +246,7 @@ def _train_refusal(config: "NightConfig", interactions: "Interactions") -> str:
 
 
 def _unusable_rows_refusal(config: "NightConfig", unusable: "UnusableRows", *, is_all: bool) -> str:
-    """Return why the gate `unusable_rows` would refuse a night of what was read; empty if it would not."""
+    """Return why the gate `unusable_rows` would refuse a night of the rows read so far; empty if it would not."""
     from precompute.sources.readers import INTERACTIONS_SOURCE
     from precompute.sources.unusable import find_worst_source, remedy
 
@@ -268,7 +268,7 @@ def _unusable_rows_refusal(config: "NightConfig", unusable: "UnusableRows", *, i
 
 def check_bundle(config: "NightConfig") -> CheckResult:
     """Check the bundle: its checksums, whether its models open, and whether the sources have its features."""
-    if missing_extra_text := missing_extra("a look at bundles", "precompute", *PRECOMPUTE_MODULES):
+    if missing_extra_text := missing_extra("the check of bundles", "precompute", *PRECOMPUTE_MODULES):
         return "not used", f"by the service; {missing_extra_text}"
     from precompute.builds.tables import demand_table_values
     from precompute.bundles.bundle import Bundle
@@ -277,7 +277,7 @@ def check_bundle(config: "NightConfig") -> CheckResult:
     from precompute.scoring.towers import demand_feature_types
 
     if config.sources.item_vectors:
-        return "ok", f"made of {config.sources.item_vectors} by each night"
+        return "ok", f"each night makes it from {config.sources.item_vectors}"
     bundle_folder = config.path(config.bundle)
     demand_finished_import(bundle_folder)
     if bundle_folder.exists():
@@ -302,7 +302,7 @@ def check_bundle(config: "NightConfig") -> CheckResult:
 
 
 def check_redis(config: "NightConfig") -> CheckResult:
-    """Check the Redis of pages: its version, its missing commands, and its eviction policy."""
+    """Check the Redis of pages: version, missing commands, rights of its user, and eviction policy."""
     from redis import AuthenticationError, RedisError
 
     from cache.l2.errors import NO_USER_HINT
@@ -315,7 +315,10 @@ def check_redis(config: "NightConfig") -> CheckResult:
     if server_url is None and (ended_redis_text := describe_ended_redis(config.path(config.state))):
         return "to do", ended_redis_text
     if server_url is None:
-        return ("ok", f"none is configured: each command runs {find_server()} for as long as it lasts (`larder redis`)")
+        return (
+            "ok",
+            f"none is configured: each command starts {find_server()}, which ends with it (or run `larder redis`)",
+        )
     try:
         client = open_client(server_url, protocol=2, socket_timeout=REDIS_TIMEOUT_S)
         try:
@@ -332,12 +335,12 @@ def check_redis(config: "NightConfig") -> CheckResult:
         no_user_remark = "" if urlsplit(server_url).username else NO_USER_HINT
         return (
             "to do",
-            f"{url_without_password(server_url)} refuses user and password: {error}; correct REDIS_URL{no_user_remark}",
+            f"{url_without_password(server_url)} rejects user or password: {error}; correct REDIS_URL{no_user_remark}",
         )
     except (RedisError, ValueError, OSError) as error:
         return (
             "to do",
-            f"{url_without_password(server_url)} cannot be used: {error}; is REDIS_URL right, and does it run?",
+            f"{url_without_password(server_url)} cannot be used: {error}; is REDIS_URL right, and is it running?",
         )
     if unfit_policies := sorted(policy for policy in eviction_policies if policy.startswith("allkeys")):
         return ("to do", f"maxmemory-policy {unfit_policies[0]} may evict published pages: set volatile-lru")
@@ -349,17 +352,19 @@ def check_redis(config: "NightConfig") -> CheckResult:
             )
     if refused_commands and not may_only_serve:
         return "to do", _missing_rights_text(server_url, config.namespace, refused_commands)
-    origin_text = "" if config.redis_url else ", of `larder redis` or another command"
+    origin_text = "" if config.redis_url else ", started by `larder redis` or another command"
     summary = f"{url_without_password(server_url)}{origin_text}; "
     summary += ", ".join(map(str, redis_kinds))
     lacking_commands = sorted({lacking_command for redis_kind in redis_kinds for lacking_command in redis_kind.without})
     if may_only_serve:
-        summary += f"; its user may serve, not load ({', '.join(refused_commands)} refused): nights need another one"
+        summary += (
+            f"; its user can serve but not load ({', '.join(refused_commands)} refused): nights need another user"
+        )
     return "ok", summary + "".join(f"; without {lacking_command}" for lacking_command in lacking_commands)
 
 
 def _commands_of_nights(keys: Keyspace) -> tuple[tuple[str, ...], ...]:
-    """Commands on the way of a load, on a page and a control key that no generation has and that are removed again."""
+    """Return commands that a load needs, on a page and a control key that no generation uses; the keys are removed."""
     page_key, control_key = keys.page("check", "check", 0), f"{keys.generations}:check"
     return (
         ("GET", keys.live), ("HGETALL", keys.generations),
@@ -370,7 +375,7 @@ def _commands_of_nights(keys: Keyspace) -> tuple[tuple[str, ...], ...]:
 
 
 def _commands_of_services(keys: Keyspace) -> tuple[tuple[str, ...], ...]:
-    """Commands on the way of an answer."""
+    """Return commands that the service needs to answer."""
     return (
         ("GET", keys.live), ("GETRANGE", keys.page("check", "check", 0), "0", "0"),
         ("SET", keys.overlay("check", "check", "0"), "x", "PX", "1"),
@@ -379,7 +384,7 @@ def _commands_of_services(keys: Keyspace) -> tuple[tuple[str, ...], ...]:
 
 
 def _find_refused_commands(client: "redis.Redis", commands: Sequence[tuple[str, ...]]) -> list[str]:
-    """Run the commands; return the names of those that the user has no right to."""
+    """Run the commands; return the names of those for which the user lacks permission."""
     from redis.exceptions import NoPermissionError, OutOfMemoryError
 
     refused_names = []
@@ -389,7 +394,7 @@ def _find_refused_commands(client: "redis.Redis", commands: Sequence[tuple[str, 
         except NoPermissionError:
             refused_names.append(command[0])
         except OutOfMemoryError:
-            pass  # of a full server a load says more
+            pass  # a load reports a full server in more detail
     return refused_names
 
 
@@ -401,7 +406,7 @@ def _missing_rights_text(url: str, namespace: str, command_names: Sequence[str])
     return (
         f"{url_without_password(url)} refuses {', '.join(command_names)} to its user {user_name} in the "
         f"namespace {namespace}: {question}give "
-        "it the line `user larder-loader` of infra/redis.conf with this namespace, at least ACL SETUSER "
+        "the user the rights of `larder-loader` in infra/redis.conf with this namespace, at least ACL SETUSER "
         f"{user_name} {key_patterns} {command_rights}"
     )
 
@@ -409,13 +414,13 @@ def _missing_rights_text(url: str, namespace: str, command_names: Sequence[str])
 def check_events(config: "NightConfig") -> CheckResult:
     """Check the durability of the Redis of events against the settings."""
     if not config.events.enabled:
-        return "not used", "[events] enabled is false: no service takes events in"
+        return "not used", "[events] enabled is false: the service accepts no events"
     from cache.process.redis_server import running_server
 
     running_redis = running_server(config.path(config.state))
     server_url = config.events_redis or (running_redis.url if running_redis else "")
     if not server_url:
-        return "ok", "in the Redis that each command runs for as long as it lasts: gone with it"
+        return "ok", "in the Redis that each command starts: events are lost when the command ends"
     try:
         durability, eviction_policy = asyncio.run(_read_durability(server_url, config))
     except LarderError as error:
@@ -423,8 +428,7 @@ def check_events(config: "NightConfig") -> CheckResult:
             "to do",
             (
                 f"{url_without_password(server_url)} cannot be used: {error.message}; is LARDER_EVENTS_URL "
-                "right, "
-                "and does it run?"
+                "right, and is the server running?"
             ),
         )
     if eviction_policy.startswith("allkeys"):
@@ -437,20 +441,22 @@ def check_events(config: "NightConfig") -> CheckResult:
     if may_evict_ids and config.events_url:
         return (
             "to do",
-            f"maxmemory-policy {eviction_policy} may evict the ids that make a repetition none: set noeviction",
+            f"maxmemory-policy {eviction_policy} may evict the ids that reveal repeated events: set noeviction",
         )
     demanded_durability = config.events.durability
     if not durability.suffices(demanded_durability):
         summary = (
-            f"durability = {demanded_durability!r} is demanded, and {url_without_password(server_url)} has "
+            f"durability = {demanded_durability!r} is required, but {url_without_password(server_url)} has "
             f"{durability.persistence!r}"
         )
         return "to do", f"{summary}: set appendonly yes and appendfsync {demanded_durability} there"
     summary = (
         f"{url_without_password(server_url)}; durability {durability.persistence}, maxmemory-policy "
-        f"{eviction_policy or 'not told'}"
+        f"{eviction_policy or 'not reported'}"
     )
-    return "ok", summary + (", which may evict ids of events: a repetition may count" if may_evict_ids else "")
+    return "ok", summary + (
+        ", which may evict ids of events: a repeated event may count twice" if may_evict_ids else ""
+    )
 
 
 async def _read_durability(url: str, config: "NightConfig") -> "tuple[FoundDurability, str]":
@@ -466,21 +472,24 @@ async def _read_durability(url: str, config: "NightConfig") -> "tuple[FoundDurab
 
 
 def check_live_provider(_config: "NightConfig") -> CheckResult:
-    """Check the provider of the live models."""
+    """Check that the execution provider of the live models is available."""
     from cache.config.serving import ServingConfig
 
     live_provider = ServingConfig.load(os.environ).live_provider
     if live_provider == "cpu":
-        return "not used", "live_provider is cpu: live models run on the processor"
+        return "not used", "live_provider is cpu: live models run on the CPU"
     from cache.model.runtime import Accelerator
 
     if (missing_reason := Accelerator(live_provider).missing_reason()) is not None:
-        return ("to do", f"live models would run on the processor: {missing_reason}, or set live_provider to cpu")
-    return ("ok", f"{live_provider}; whether models could be loaded there, `fallback` of /v1/generations says")
+        return ("to do", f"live models would run on the CPU: {missing_reason}, or set live_provider to cpu")
+    return (
+        "ok",
+        f"{live_provider}; `fallback` of /v1/generations says whether the service could load its models there",
+    )
 
 
 def check_store(config: "NightConfig") -> CheckResult:
-    """Check whether the artefact store is that of Redis' pointer, and creates files exclusively."""
+    """Check that the pointer in Redis belongs to this artefact store, and that it can create files exclusively."""
     from cache.control.own_store import store_mismatch
     from cache.process.redis_server import running_server
 
@@ -503,7 +512,7 @@ def check_store(config: "NightConfig") -> CheckResult:
 def check_airflow(_config: "NightConfig") -> CheckResult:
     """Check the DAG files of an Airflow installation."""
     if missing_extra("a night", "airflow", "airflow"):
-        return ("not used", "Airflow is not installed here: `larder night` runs a night, from cron for instance")
+        return ("not used", "Airflow is not installed here: cron, for instance, can run `larder night`")
     installed_version = airflow_version()
     refusal_text = None if installed_version is None else airflow_refusal(installed_version)
     try:
@@ -533,12 +542,15 @@ def check_lineage(_config: "NightConfig") -> CheckResult:
     if not any(os.environ.get(name) for name in LINEAGE_TRANSPORTS):
         return "not used", f"no transport for OpenLineage's events, such as {LINEAGE_TRANSPORTS[0]}"
     try:
-        version(_LINEAGE_PROVIDER)  # its module could only be found by importing Airflow
+        version(_LINEAGE_PROVIDER)  # find_spec of its module would import Airflow
     except PackageNotFoundError:
-        return ("to do", f"lineage needs {_LINEAGE_PROVIDER}, not installed here: {install_command('lineage')}")
+        return (
+            "to do",
+            f"lineage needs {_LINEAGE_PROVIDER}, which is not installed here: {install_command('lineage')}",
+        )
     if _LINEAGE_EXTRACTOR not in map(str.strip, os.environ.get(_LINEAGE_EXTRACTORS, "").split(";")):
-        return ("to do", f"events say nothing of data: set {_LINEAGE_EXTRACTORS}={_LINEAGE_EXTRACTOR}")
-    return ("ok", "each task of a night sends OpenLineage's events, where Airflow has this environment")
+        return ("to do", f"lineage events would name no data sets: set {_LINEAGE_EXTRACTORS}={_LINEAGE_EXTRACTOR}")
+    return ("ok", "each task of a night sends OpenLineage events, if Airflow runs with this environment")
 
 
 CHECK_BY_SUBJECT: dict[str, Callable[["NightConfig"], CheckResult]] = {
@@ -554,7 +566,7 @@ CHECK_BY_SUBJECT: dict[str, Callable[["NightConfig"], CheckResult]] = {
 
 
 class RedisKind(NamedTuple):
-    """Product and version of a server, its missing requirements, and its missing dispensable commands."""
+    """Product and version of a server, `missing` requirements, and optional commands that it is `without`."""
 
     name: str
     version: str
@@ -566,9 +578,10 @@ class RedisKind(NamedTuple):
 
 
 def inspect_redis(server: "redis.Redis") -> RedisKind:
-    """Inspect one server by INFO, a script and COMMAND INFO; a command that this user may not run counts as supported.
+    """Inspect one server with INFO, a script and COMMAND INFO.
 
-    Raises redis.ResponseError if the server refuses to run scripts at the moment.
+    Commands that the user may not run count as supported. Raises redis.ResponseError if the server currently refuses
+    to run scripts.
     """
     from redis.exceptions import NoPermissionError, ResponseError
 
@@ -582,7 +595,7 @@ def inspect_redis(server: "redis.Redis") -> RedisKind:
     except NoPermissionError:
         pass
     except ResponseError as error:
-        # All else (a read-only replica, a disk that is full) is no matter of its version: who asked tells it.
+        # Other errors (a read-only replica, a full disk) do not depend on the version: the caller reports them.
         if type(error) is not ResponseError or not _SCRIPT_REFUSED_PATTERN.search(str(error)):
             raise
         missing_requirements.append("scripts with flags (Redis 7.0, Valkey and newer have them)")
@@ -590,7 +603,7 @@ def inspect_redis(server: "redis.Redis") -> RedisKind:
     try:
         command_infos: Any = server.execute_command("COMMAND INFO", *command_names)  # type: ignore[no-untyped-call]
         if len(command_infos) != len(command_names):
-            refuse_reply("COMMAND INFO", command_infos, "as many commands as were asked for")
+            refuse_reply("COMMAND INFO", command_infos, "one entry for each requested command")
     except WrongReply:
         raise
     except ResponseError:
@@ -599,7 +612,7 @@ def inspect_redis(server: "redis.Redis") -> RedisKind:
         product_name for product_name, command_info in zip(command_names, command_infos, strict=True) if command_info
     }
     missing_requirements += [command.upper() for command in NEEDED_COMMANDS if command not in known_commands]
-    # Events wait for the disk only where no setting tells how durable they are.
+    # WAITAOF is needed only without CONFIG, which otherwise tells how durable events are.
     dispensable_names = (
         ()
         if "config" in known_commands
@@ -614,6 +627,6 @@ def _product_and_version(server_info: dict[str, Any]) -> tuple[str, str]:
         return "Dragonfly", str(server_info["dragonfly_version"]).removeprefix("df-").removeprefix("v")
     if server_info.get("server_name") == "valkey":
         return "Valkey", str(server_info.get("valkey_version", ""))
-    # KeyDB calls itself Redis in all but the name of its program.
+    # In INFO, only the path of its executable distinguishes KeyDB from Redis.
     is_keydb = "keydb" in str(server_info.get("executable", ""))
     return "KeyDB" if is_keydb else "Redis", str(server_info.get("redis_version", ""))

@@ -1,4 +1,4 @@
-"""Commands of `larder`: a line for each, with its module and extras; the help of all, and their settings."""
+"""Table of the `larder` commands with their modules and extras, the help page, and the night's settings."""
 
 import os
 import textwrap
@@ -20,23 +20,23 @@ MODULES_BY_EXTRA: Final[Mapping[str, tuple[str, ...]]] = {
     "completion": ("shtab",),
     "top": ("rich",),
 }
-"""Extra -> modules that show whether it is installed."""
+"""Extra -> modules whose presence shows that it is installed."""
 
 DEMO_EXTRAS: Final = ("airflow", "client", "serving")
 PRECOMPUTE_EXTRAS: Final = ("precompute",)
 
 NIGHT_COMMANDS_MODULE: Final = "infra.cli.night_commands"
-"""Module of the commands that are those of `python -m precompute`, under the same names."""
+"""Module of all commands that `python -m precompute` has under the same names."""
 
 SETTINGS_FILE = "larder.toml"
-"""Settings in the current folder, where neither --config nor LARDER_CONFIG names another file."""
+"""Settings file in the current folder, read if neither --config nor LARDER_CONFIG is given."""
 
 GROUPS: Final = ("Start", "Night", "Day", "Releases", "Care", "Steps")
-"""Groups of the help, in its order."""
+"""Groups of commands, in the order of the help page."""
 
 HELP_COLUMNS = 79
 _GROUP_COLUMNS, _NAME_COLUMNS = 10, 9
-_HELP_START_TEXT = "usage: larder [--config FILE] COMMAND ...      larder COMMAND --help tells more"
+_HELP_START_TEXT = "usage: larder [--config FILE] COMMAND ...      larder COMMAND --help has more"
 
 _HELP_END_TEXT = """\
 Settings: --config, else LARDER_CONFIG, else larder.toml in this folder.
@@ -45,9 +45,9 @@ larder --version; larder completion bash, zsh or fish."""
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """Command of the table; `module` has `main(words, prog=...) -> int` and `argument_parser(prog)`.
+    """One command; its `module` defines `main(argv, *, prog) -> int` and `argument_parser(prog)`.
 
-    A command without a `text` shares the last line of its group in the help.
+    Commands without a `text` are listed together at the end of their group in the help.
     """
 
     name: str
@@ -58,35 +58,36 @@ class CommandEntry:
 
     @property
     def reads_settings(self) -> bool:
-        """True if the command follows the settings: without any it may run in the wrong folder."""
+        """True if a missing settings file deserves a warning: the command may have been run in the wrong folder."""
         return self.module in (NIGHT_COMMANDS_MODULE, "serving.__main__")
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Extras without which it does not run."""
+        """Extras that the command requires."""
         return ("precompute",) if self.module == NIGHT_COMMANDS_MODULE else self.extras
 
 
 ENTRIES: Final = (
     CommandEntry("init", "Start", "infra.cli.init.command",
-                 "write larder.toml from a look at your files", PRECOMPUTE_EXTRAS),
-    CommandEntry("check", "Start", "infra.cli.check", "sources, bundle, Redis, Airflow: ok, or what to do"),
-    CommandEntry("import", "Start", "infra.cli.import_model", "a model that another library fitted", PRECOMPUTE_EXTRAS),
+                 "write larder.toml after inspecting your files", PRECOMPUTE_EXTRAS),
+    CommandEntry("check", "Start", "infra.cli.check", "sources, bundle, Redis, Airflow: ok, or the remedy"),
+    CommandEntry("import", "Start", "infra.cli.import_model",
+                 "convert a model that another library fitted", PRECOMPUTE_EXTRAS),
     CommandEntry("demo", "Start", "infra.demo.__main__",
-                 "a night, the service and a roll back, on made-up data", DEMO_EXTRAS),
-    CommandEntry("redis", "Start", "infra.cli.redis", "a server for trying things out, until Ctrl-C"),
+                 "a night, the service and a roll back, on synthetic data", DEMO_EXTRAS),
+    CommandEntry("redis", "Start", "infra.cli.redis", "run a server for trials, until Ctrl-C"),
     CommandEntry("completion", "Start", "infra.cli.completion", extras=("completion",)),
     CommandEntry("train", "Night", text="train the reference bundle, without a model of your own"),
     CommandEntry("night", "Night", text="compute, check and publish a generation"),
-    CommandEntry("plan", "Night", text="sizes and times of a night, foretold from a sample"),
+    CommandEntry("plan", "Night", text="estimate sizes and times of a night from a sample"),
     CommandEntry("hand-over", "Night"),
     CommandEntry("freshness", "Night"),
     CommandEntry("dags", "Night", "infra.cli.dags"),
     CommandEntry("serve", "Day", "serving.__main__", "answer over HTTP", ("serving",)),
     CommandEntry("lookup", "Day", "serving.cli.lookup", "ask a running service for one answer"),
-    CommandEntry("explain", "Day", "serving.explain.cli", "why it is that one"),
+    CommandEntry("explain", "Day", "serving.explain.cli", "explain why the service gives that answer"),
     CommandEntry("top", "Day", "serving.dashboard.terminal", "the dashboard in a terminal", ("top",)),
-    CommandEntry("status", "Day", text="generations, replicas and the next night: is all well?"),
+    CommandEntry("status", "Day", text="state of generations, replicas and the next night"),
     CommandEntry("publish", "Releases"),
     CommandEntry("roll-back", "Releases"),
     CommandEntry("canary", "Releases"),
@@ -111,13 +112,13 @@ ENTRIES: Final = (
     CommandEntry("verify", "Steps"),
     CommandEntry("warm", "Steps"),
 )  # fmt: skip
-"""All commands, in the order of the help; one more is one more line."""
+"""All commands, in the order of the help."""
 
 ENTRY_BY_NAME: Final = {entry.name: entry for entry in ENTRIES}
 
 
 def missing_extras_line(entry: CommandEntry) -> str | None:
-    """Line about the extras that a command needs and that are not installed; None if all are."""
+    """Return a message that names a command's missing extras and how to install them; None if none is missing."""
     command_name, extras = f"larder {entry.name}", entry.needs
     missing_extras = [extra for extra in extras if missing_extra(command_name, extra, *MODULES_BY_EXTRA[extra])]
     module_names = (module_name for extra in missing_extras for module_name in MODULES_BY_EXTRA[extra])
@@ -125,7 +126,7 @@ def missing_extras_line(entry: CommandEntry) -> str | None:
 
 
 def help_page() -> str:
-    """The help as text; it fits a screen of 24 lines by 80 columns, and each command has a longer one of its own."""
+    """Return the help of all commands, which fits 24 lines by 80 columns."""
     entries_by_group = {
         group: list(group_entries) for group, group_entries in groupby(ENTRIES, lambda entry: entry.group)
     }
@@ -142,7 +143,7 @@ def _group_lines(group: str, entries: list[CommandEntry]) -> Iterator[str]:
 
 
 def read_night_settings() -> "NightConfig":
-    """Settings of the night from LARDER_CONFIG, which `larder` has set, and the environment; raises ConfigError."""
-    from cache.config.night import NightConfig  # pydantic: not for --help
+    """Return the night's settings from LARDER_CONFIG, which `larder` sets, and the environment; raise ConfigError."""
+    from cache.config.night import NightConfig  # imports pydantic, which would slow down --help
 
     return NightConfig.configured(os.environ)

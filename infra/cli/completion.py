@@ -1,4 +1,4 @@
-"""`larder completion`: a script for bash, zsh or fish, made by shtab from the commands' own parsers."""
+"""`larder completion`: prints a completion script for bash, zsh or fish, which shtab makes from the parsers."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def build_root_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands; one whose extra is missing has no options in it."""
+    """Build the parser of all commands; a command whose extra is missing is listed without its options."""
     import shtab
 
     root_parser = argparse.ArgumentParser(prog="larder")
@@ -60,7 +60,7 @@ def _build_command_parser(entry: CommandEntry) -> argparse.ArgumentParser:
 
 
 def _complete_paths(parser: argparse.ArgumentParser, completion_by_metavar: Mapping[str, object]) -> None:
-    """Set path completion for values whose metavar in a parser's help is a path."""
+    """Set the completion of arguments by their metavar, also in subparsers."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for subparser in action.choices.values():

@@ -23,18 +23,18 @@ AIRFLOW_VERSION_END: Final = (4,)
 _HEADER_PREFIX = "# Written by `larder dags install`"
 
 DagFileState = Literal["missing", "current", "older", "changed", "foreign"]
-"""State of an installed file: `older` is of another release, `changed` by hand, `foreign` not Larder's."""
+"""State of an installed file: `older` is from another release, `changed` was edited, `foreign` is not Larder's."""
 
 
 @dataclass(frozen=True, slots=True)
 class DagFile:
-    """DAG file of this release, and where Airflow has it."""
+    """DAG file of this release, and its path in Airflow's folder."""
 
     source: Path
     target: Path
 
     def text(self) -> str:
-        """Text of the target: a first line that says whose it is, with a digest of the rest, then the source."""
+        """Return the text of the target: a header line with the release and a digest of the source, then the source."""
         source_text = self.source.read_text()
         return (
             f"{_HEADER_PREFIX} of Larder {THIS_RELEASE} ({_text_digest(source_text)}): changes are "
@@ -42,7 +42,7 @@ class DagFile:
         )
 
     def state(self) -> DagFileState:
-        """State of the target now."""
+        """Return the current state of the target."""
         try:
             installed_text = self.target.read_text()
         except FileNotFoundError:
@@ -58,7 +58,10 @@ class DagFile:
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
-    """Exit code: 0 all files are of this release; raises ConfigError, nothing written, where one is in the way."""
+    """Install the DAG files; return 0; raise ConfigError before writing if a file would be overwritten.
+
+    Files of other releases are replaced without `--force`.
+    """
     args = argument_parser(prog).parse_args(argv)
     installed_airflow = airflow_version()
     if installed_airflow is not None and (reason := airflow_refusal(installed_airflow)) is not None:
@@ -68,7 +71,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     if not args.force:
         for file, state in state_by_file.items():
             if state in ("changed", "foreign"):
-                reason = "was changed by hand" if state == "changed" else "was not written by this command"
+                reason = "was edited" if state == "changed" else "was not written by this command"
                 raise ConfigError(f"{file.target} {reason}: move it away, or overwrite it with --force")
     for file, state in state_by_file.items():
         if state != "current":
@@ -77,20 +80,20 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         print(json_text({str(file.target): state for file, state in state_by_file.items()}))
         return 0
     for file, state in state_by_file.items():
-        print(f"{file.target}: {'as it was' if state == 'current' else 'written'}")
+        print(f"{file.target}: {'unchanged' if state == 'current' else 'written'}")
     if installed_airflow is None:
         print(
-            "Airflow is not installed in this environment, so its version was not looked at: the DAGs need Airflow 3.3."
+            "Airflow is not installed in this environment, so its version was not checked: the DAGs need Airflow 3.3."
         )
     print(f"Airflow's tasks need Larder in Airflow's own environment: {install_command('precompute')}.")
     print("They need LARDER_CONFIG with an absolute path, REDIS_URL, and a pool:")
-    print('airflow pools set gpu 2 "scoring tasks". Each file tells how it is run.')
+    print('airflow pools set gpu 2 "scoring tasks". Each file says how to run it.')
     return 0
 
 
 def airflow_version() -> str | None:
-    """Version of the Airflow in this environment, None without one; from metadata, since an import writes files."""
-    for distribution_name in ("apache-airflow-core", "apache-airflow"):  # Airflow 2 is only the second
+    """Return the installed version of Airflow, or None; read from metadata, because importing Airflow writes files."""
+    for distribution_name in ("apache-airflow-core", "apache-airflow"):  # Airflow 2 has no apache-airflow-core
         try:
             return version(distribution_name)
         except PackageNotFoundError:
@@ -99,44 +102,44 @@ def airflow_version() -> str | None:
 
 
 def airflow_refusal(installed_version: str) -> str | None:
-    """Why the DAG files cannot work under a version of Airflow, with the remedy; None if they can."""
+    """Return why the DAG files cannot work with a version of Airflow, and the remedy; None if they can."""
     version_numbers = tuple(int(number) for number in re.findall(r"\d+", installed_version)[:2])
     if AIRFLOW_VERSION_MIN <= version_numbers < AIRFLOW_VERSION_END:
         return None
     return (
         f"the DAGs need Airflow 3.3, and Airflow {installed_version} is installed here: upgrade Airflow, or "
-        "have it run `larder night` from an environment of Larder's own"
+        "let it run `larder night` from a separate environment for Larder"
     )
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of this command's arguments."""
-    parser = argparse.ArgumentParser(prog=prog, description="DAGs of nights, for Airflow.")
+    parser = argparse.ArgumentParser(prog=prog, description="Manage the DAG files that run nights in Airflow.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     install_parser = commands.add_parser(
         "install",
         help="copy the DAG files into Airflow's folder",
         description=(
             f"Copy the DAG files into {LARDER_DAGS_SUBFOLDER}/ of Airflow's folder of DAGs. "
-            "After an upgrade, once more: files of an older release are replaced, a file that was changed by "
-            "hand or is somebody else's is refused."
+            "Run it again after each upgrade: it replaces files of another release. If a file was edited, or was not "
+            "written by this command, it is an error and nothing is written."
         ),
     )
     install_parser.add_argument(
         "folder", nargs="?", metavar="FOLDER",
         help="Airflow's folder of DAGs (default: AIRFLOW__CORE__DAGS_FOLDER, else dags in AIRFLOW_HOME)",
     )  # fmt: skip
-    install_parser.add_argument("--force", action="store_true", help="overwrite whatever is in the way")
-    install_parser.add_argument("--json", action="store_true", help="each file with its state before")
+    install_parser.add_argument("--force", action="store_true", help="overwrite edited and foreign files, too")
+    install_parser.add_argument("--json", action="store_true", help="print each file with its previous state as JSON")
     return parser
 
 
 def dags_folder(named_folder: str | None, environ: Mapping[str, str] = os.environ) -> Path:
-    """Airflow's folder of DAGs; raises ConfigError where nothing says which it is, or it cannot be one."""
+    """Return Airflow's folder of DAGs; raise ConfigError if it is not configured, or cannot be such a folder."""
     if not (folder_path := named_folder or _configured_dags_folder(environ)):
         raise ConfigError(
-            "where are Airflow's DAGs? Name the folder (larder dags install FOLDER; Airflow has ~/airflow/dags by "
-            "itself), or set AIRFLOW__CORE__DAGS_FOLDER or AIRFLOW_HOME"
+            "where are Airflow's DAGs? Name the folder (larder dags install FOLDER; Airflow's default is "
+            "~/airflow/dags), or set AIRFLOW__CORE__DAGS_FOLDER or AIRFLOW_HOME"
         )
     folder = Path(folder_path).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
@@ -164,7 +167,7 @@ def _configured_dags_folder(environ: Mapping[str, str]) -> str | None:
 
 
 def list_dag_files(airflow_folder: Path) -> Iterator[DagFile]:
-    """DAG files of this release as they are, or would be, in a folder of Airflow's."""
+    """Yield the DAG files of this release with their targets below `airflow_folder`, installed or not."""
     for source_path in sorted(PACKAGED_DAGS_FOLDER.glob("*.py")):
         if source_path.stem != "__init__":
             yield DagFile(source_path, airflow_folder / LARDER_DAGS_SUBFOLDER / source_path.name)
@@ -172,7 +175,7 @@ def list_dag_files(airflow_folder: Path) -> Iterator[DagFile]:
 
 def _write_dag_file(dag_file: DagFile) -> None:
     dag_file.target.parent.mkdir(parents=True, exist_ok=True)
-    part_path = dag_file.target.with_suffix(".part")  # no .py: Airflow parses what it finds at any time
+    part_path = dag_file.target.with_suffix(".part")  # not .py, because Airflow may parse the file at any time
     part_path.write_text(dag_file.text())
     part_path.replace(dag_file.target)
 

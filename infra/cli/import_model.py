@@ -1,4 +1,4 @@
-"""`larder import`: makes a folder for a night from files of models that other libraries fitted."""
+"""`larder import`: makes a folder that a night can read from a model that another library fitted."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
 
 
 def _error_with_option_names(error: SourceError) -> SourceError:
-    """Return the error with this command's options in place of setting and argument names."""
+    """Return the error with option names of this command in place of setting names."""
     message = error.message
     for setting_name in _SETTING_NAMES:
         message = message.replace(f"name it by {setting_name}", f"name it by --{setting_name.replace('_', '-')}")
@@ -42,14 +42,16 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Make a folder with bundle, larder.toml and what else a night reads, of a model that another "
-        "library fitted. From Python: precompute.adapters. Exit code: 0 written, 2 refused: nothing was written.",
+        description="Make a folder with a bundle, larder.toml and all other files that a night reads, from a model "
+        "that another library fitted. From Python: precompute.adapters. Exit code: 0 written, 2 refused and nothing "
+        "written.",
     )
     kind_parsers = parser.add_subparsers(required=True, metavar="KIND", dest="kind")
     vectors_parser = kind_parsers.add_parser(
         "vectors",
-        help="vectors of items, and of users if there are any",
-        description="From vectors: a Parquet file with a column of ids and one of lists of numbers, or a .npy file.",
+        help="vectors of items and, optionally, of users",
+        description="Import vectors from a Parquet file with a column of ids and a column of number lists, or from a "
+        ".npy file.",
     )
     vectors_parser.add_argument("--items", required=True, metavar="FILE", help="vectors of items")
     vectors_parser.add_argument("--users", metavar="FILE", help="vectors of users")
@@ -58,57 +60,63 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     implicit_parser = kind_parsers.add_parser(
         "implicit",
-        help="ALS, BPR or LMF of the library implicit",
-        description="From the .npz file that a model's `save` writes; implicit need not be installed.",
+        help="an ALS, BPR or LMF model of the library implicit",
+        description="Import the .npz file that the model's `save` writes; implicit need not be installed.",
     )
-    implicit_parser.add_argument("model", metavar="FILE", help="what `model.save` wrote")
+    implicit_parser.add_argument("model", metavar="FILE", help=".npz file that `model.save` wrote")
     classifier_parser = kind_parsers.add_parser(
         "classifier",
         help="a classifier or regressor as ONNX: XGBoost, LightGBM, scikit-learn",
-        description="From an ONNX file, and a table with a row for each id that a night scores.",
+        description="Import a model from an ONNX file, with a table that has one row for each id to score.",
     )
-    classifier_parser.add_argument("model", metavar="FILE", help="the model as ONNX")
+    classifier_parser.add_argument("model", metavar="FILE", help="ONNX file of the model")
     classifier_parser.add_argument(
-        "--features", required=True, metavar="FILE", help="a row for each id, in Parquet or CSV"
+        "--features", required=True, metavar="FILE", help="Parquet or CSV file with one row for each id"
     )
     classifier_parser.add_argument(
-        "--labels", required=True, metavar="A,B", help="a name for each number that the model gives, in its order"
+        "--labels", required=True, metavar="A,B", help="names of the model's output values, in their order"
     )  # fmt: skip
     classifier_parser.add_argument(
-        "--id-column", default="user", metavar="NAME", help="column of ids, default: %(default)s"
+        "--id-column", default="user", metavar="NAME", help="column with the ids, default: %(default)s"
     )
     classifier_parser.add_argument(
-        "--columns", metavar="A,B", help="columns that a model with one input takes, in its order; default: all others"
+        "--columns", metavar="A,B", help="feature columns for a model with one input, in order; default: all others"
     )  # fmt: skip
     classifier_parser.add_argument(
-        "--table", default="prediction", metavar="NAME", help="table that requests ask, default: %(default)s"
+        "--table", default="prediction", metavar="NAME", help="name of the table in requests, default: %(default)s"
     )
-    classifier_parser.add_argument("--output", metavar="NAME", help="output of the model, if there are several")
+    classifier_parser.add_argument("--output", metavar="NAME", help="output of the model to use, if it has several")
     classifier_parser.add_argument(
-        "--expected", metavar="FILE", help="what the library says of each row, as .npy: compared with the model"
+        "--expected",
+        metavar="FILE",
+        help=".npy file of the library's predictions per row, to compare the ONNX model with",
     )
     for kind_parser in (vectors_parser, implicit_parser, classifier_parser):
-        kind_parser.add_argument("--to", required=True, metavar="FOLDER", help="where it is written")
-        kind_parser.add_argument("--json", action="store_true", help="the report, for programs")
+        kind_parser.add_argument("--to", required=True, metavar="FOLDER", help="folder to write")
+        kind_parser.add_argument("--json", action="store_true", help="print the report as JSON")
     for kind_parser in (vectors_parser, implicit_parser):
         kind_parser.add_argument(
             "--clicks", required=kind_parser is implicit_parser, metavar="FILE",
-            help="what users did: user,item in Parquet or CSV, or a scipy matrix [users, items] in .npz",
+            help="interactions: user,item in Parquet or CSV, or a scipy matrix [users, items] in .npz",
         )  # fmt: skip
         for entity_kind in ("user", "item"):
             help_text = f"column of {entity_kind} ids in a table of clicks, default: %(default)s"
             kind_parser.add_argument(f"--{entity_kind}-column", default=entity_kind, metavar="NAME", help=help_text)
         kind_parser.add_argument(
             "--timestamp-column", default="timestamp", metavar="NAME",
-            help="column of times, which put clicks in their order, default: %(default)s",
+            help="column of times, by which clicks are sorted, default: %(default)s",
         )  # fmt: skip
-        kind_parser.add_argument("--item-ids", metavar="FILE", help="one id a line, in the order of the rows")
-        kind_parser.add_argument("--user-ids", metavar="FILE", help="the same of users")
+        kind_parser.add_argument(
+            "--item-ids", metavar="FILE", help="text file of item ids, one a line, in the order of the rows"
+        )
+        kind_parser.add_argument(
+            "--user-ids", metavar="FILE", help="text file of user ids, one a line, in the order of the rows"
+        )
     return parser
 
 
 def _click_source(args: argparse.Namespace) -> Any:
-    """Return the path of a matrix, or the sources of a table with its columns; None without clicks."""
+    """Return the value of `--clicks`: the path of a matrix, or `Sources` with the table's columns, or None."""
     if args.clicks is None or args.clicks.endswith(".npz"):
         return args.clicks
     from cache.config.night import Sources
@@ -136,7 +144,7 @@ def _import_implicit(args: argparse.Namespace) -> "ImportReport":
 
 
 def _split_names(comma_list: str) -> list[str]:
-    """Return the names of a list with commas, without blanks around them."""
+    """Split at commas and strip blanks around the names."""
     return [name.strip() for name in comma_list.split(",")]
 
 
@@ -148,7 +156,7 @@ def _import_classifier(args: argparse.Namespace) -> "ClassifierReport":
     try:
         expected_outputs = None if args.expected is None else np.load(args.expected)
     except (OSError, ValueError) as error:
-        raise SourceError(f"--expected {args.expected}: {error}; it is a .npy file") from None
+        raise SourceError(f"--expected {args.expected}: {error}; it must be a .npy file") from None
     return from_classifier(
         args.model, args.features, to=args.to, labels=_split_names(args.labels), table=args.table,
         id_column=args.id_column, columns=None if args.columns is None else _split_names(args.columns),

@@ -1,4 +1,4 @@
-"""Commands of `python -m precompute`, each under its name."""
+"""Commands of `larder` that call the command of the same name in `python -m precompute`."""
 
 import argparse
 import functools
@@ -8,10 +8,13 @@ from precompute.planning.options import quick_answer
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
-    """Runs the command that is the last word of `prog`, and ends the program with its exit code."""
+    """Run the command that is the last word of `prog`, and exit the process with its exit code.
+
+    Return 0 instead for options of `plan` that `quick_answer` answers without the libraries of precompute.
+    """
     program_name, _, command_name = prog.partition(" ")
     if command_name != "plan" or (quick_answer_text := quick_answer(argv)) is None:
-        # The libraries of the commands take a second to load.
+        # Imported only here, because the libraries of the commands take a second to load.
         from precompute.__main__ import leave
         from precompute.__main__ import main as run
 
@@ -21,14 +24,14 @@ def main(argv: Sequence[str], *, prog: str) -> int:
 
 
 def argument_parser(prog: str) -> argparse.ArgumentParser:
-    """Parser of the command that is the last word of `prog`."""
+    """Return the parser of the command that is the last word of `prog`."""
     program_name, _, command_name = prog.partition(" ")
     return parsers_by_command(program_name)[command_name]
 
 
 @functools.cache
 def parsers_by_command(prog: str) -> dict[str, argparse.ArgumentParser]:
-    """Parsers of all commands by name."""
+    """Return the parsers of all commands by name."""
     from precompute.cli.parser import build_command_parser
 
     (action,) = (

@@ -1,4 +1,4 @@
-"""`larder redis`: a Redis-compatible server that the other commands find, for trying things out on one machine."""
+"""`larder redis`: runs a Redis-compatible server for trials on one machine, which the other commands find."""
 
 import argparse
 import os
@@ -16,17 +16,18 @@ POLL_INTERVAL_S = 1.0
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
-    """Run a server until stopped; return 0; raise ConfigError if it cannot be started, or one runs already."""
+    """Run a server until interrupted; return 0; raise ConfigError if one already runs, is configured, or fails."""
     argument_parser(prog).parse_args(argv)
-    from cache.process.redis_server import join_or_start_server, running_server  # redis-py: not for --help
+    from cache.process.redis_server import join_or_start_server, running_server  # imports redis-py: slow
 
     config = read_night_settings()
     if config.redis_url:
-        raise ConfigError("a Redis is configured (redis_url or REDIS_URL), which all commands use: none is started")
+        raise ConfigError("a Redis is configured (redis_url or REDIS_URL) and used by all commands: none is started")
     state_folder = config.path(config.state)
     if (existing_server := running_server(state_folder)) is not None:
         raise ConfigError(
-            f"one runs already for {state_folder} ({url_without_password(existing_server.url)}), which all commands use"
+            f"a Redis already runs for {state_folder} at {url_without_password(existing_server.url)}: all commands "
+            "use it"
         )
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.default_int_handler)
@@ -37,22 +38,22 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         ):
             print(f"Redis runs at {url_without_password(running_redis.url)}", flush=True)
             print(
-                f"Commands with the same settings use it (its password is in {state_folder / 'redis.json'}). It keeps"
+                f"Commands with the same settings use it (its password is in {state_folder / 'redis.json'}). It saves"
             )
             print(
-                "nothing: `larder restore` fills the next one from the store. Ctrl-C ends it, once no other command "
-                "uses it.",
+                "nothing to disk: `larder restore` fills a new one from the store. After Ctrl-C it ends as soon as no "
+                "other command uses it.",
                 flush=True,
             )
             while _is_process_running(running_redis.pid):
                 time.sleep(POLL_INTERVAL_S)
-            raise ConfigError(f"the server ended by itself; {state_folder / 'redis.log'} says why")
+            raise ConfigError(f"the server ended unexpectedly; {state_folder / 'redis.log'} says why")
     except KeyboardInterrupt:
         return 0
 
 
 def url_without_password(url: str) -> str:
-    """Host and port of a Redis, or the path of its socket: a URL without its password."""
+    """Return host and port of a Redis URL, or the path of its socket, without user and password."""
     url_parts = urlsplit(url)
     return url_parts.netloc.rpartition("@")[2] or url_parts.path
 
@@ -62,9 +63,10 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=prog,
         description="Run a Redis-compatible server on this machine until Ctrl-C: redis-server or valkey-server from "
-        "PATH, else that of the extra `local`. It binds to loopback, has a password and keeps nothing on disk. "
-        "Without it, each command that needs a Redis and has none configured runs one of its own for as long as it "
-        "lasts; with it, a night's pages stay for the service. For production set REDIS_URL.",
+        "PATH, else the one of the extra `local`. It binds to loopback, has a password and saves nothing to disk. "
+        "If no Redis is configured and this command does not run, each command that needs a Redis starts one, which "
+        "ends with the command. While this command runs, the pages of a night stay in memory for the service. For "
+        "production, set REDIS_URL.",
     )
 
 

@@ -1,1 +1,1 @@
-"""The demo: a whole night, a swap under traffic and a rollback, run from a clone. Start at `run`."""
+"""The demo: two nights, a service under traffic, and a roll back, all run from a clone. Start at `run`."""

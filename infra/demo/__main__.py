@@ -1,4 +1,4 @@
-"""`python -m infra.demo`: the whole loop on this machine, from data to served and rolled back."""
+"""`python -m infra.demo`: trains, runs nights, serves and rolls back on this machine, and checks all answers."""
 
 import argparse
 import signal
@@ -18,10 +18,10 @@ PROG = "python -m infra.demo"
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
-    """Exit code: 0 everything held, 1 something broke, 130 interrupted."""
+    """Run the demo; return 0 if all checks passed, 1 if something failed, 130 if interrupted."""
     args = argument_parser(prog).parse_args(argv)
     console = Console()
-    # SIGINT too: a shell that starts this in the background has it ignored.
+    # Set SIGINT too: a shell starts background commands with SIGINT ignored.
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, signal.default_int_handler)
     exit_code = 130
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
 
 
 def _run(args: argparse.Namespace, console: Console) -> int:
-    # Here, since these imports take a second, in which Ctrl-C is to end with a line as well.
+    # These imports take a second; here, Ctrl-C during them is handled as well.
     from httpx import HTTPError
 
     from cache.errors import LarderError
@@ -55,7 +55,9 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
         prog=prog,
         description="Train, precompute through a real Airflow, serve, swap and roll back under traffic, and check it.",
     )
-    about_data = "your interactions: train.txt[.gz] and test.txt[.gz], or Parquet/CSV with user,item[,timestamp]"
+    about_data = (
+        "your interactions: a folder with train.txt[.gz] and test.txt[.gz], or Parquet/CSV with user,item[,timestamp]"
+    )
     parser.add_argument("--data", type=Path, metavar="PATH", help=about_data)
     parser.add_argument("--state", type=Path, metavar="DIR", default=Path(".larder"))
     parser.add_argument("--serve", action="store_true", help="keep serving until Ctrl-C")

@@ -1,4 +1,4 @@
-"""Invariants of every answer that a caller can check."""
+"""Checks of the invariants that a caller can verify for every answer."""
 
 import threading
 from collections import Counter, defaultdict
@@ -12,16 +12,16 @@ from serving.client import Answer, Entity, Policy
 from serving.requests.answers import STORED_SOURCES, Source
 
 POLICY = Policy(attempts=1, deadline_ms=5_000.0, max_batch=200, at_once=1)
-"""Each request is sent once, so that the counts agree; no long batch is sent, which a busy service sheds."""
+"""Client policy: no retries, so that the service's counters match, and short batches, which a busy service accepts."""
 
 
 class InvariantViolation(RuntimeError):
-    """An invariant does not hold; the message says which."""
+    """An invariant is violated; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Entity of a request with its input, and all items that the answer must not contain."""
+    """Entity of a request with its input, and the items that its answer must not contain (`hidden`)."""
 
     table: str
     id: str
@@ -32,13 +32,13 @@ class Question:
 
     @property
     def entity(self) -> Entity:
-        """Entity for a request in which each names its table."""
+        """Return the entity for a request whose entities each name a table."""
         return Entity(self.id, self.history, self.features, self.table)
 
 
 @dataclass(slots=True)
 class Judge:
-    """Judge for any number of threads: counts answers by source and generation, and records violations."""
+    """Counts answers by source and generation, and records violations of invariants; thread-safe."""
 
     histories: Mapping[str, Sequence[str]] = field(default_factory=dict)
     rolled_back_generations: set[str] = field(default_factory=set)
@@ -50,7 +50,7 @@ class Judge:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def stop_if_broken(self) -> None:
-        """Raise InvariantViolation if there was a violation."""
+        """Raise InvariantViolation if a violation was recorded."""
         if self.violations:
             examples = "; ".join(self.violations[:3])
             raise InvariantViolation(f"{len(self.violations)} violations, such as: {examples}")
@@ -58,12 +58,14 @@ class Judge:
     def request(
         self, questions: Sequence[Question], answers: Sequence[Answer], rolled_back_generations: Collection[str] = ()
     ) -> None:
-        """Judge one answered request; `rolled_back_generations` are those that were rolled back when it was sent."""
+        """Check the answers of a request; `rolled_back_generations` had been rolled back before it was sent."""
         answering_generations = {answer.generation for answer in answers if answer.source != Source.PREVIOUS}
         with self._lock:
             self.requests += 1
             if len(answering_generations) > 1:
-                self.violations.append(f"one request of several generations: {sorted(answering_generations)}")
+                self.violations.append(
+                    f"one request was answered from several generations: {sorted(answering_generations)}"
+                )
             for question, answer in zip(questions, answers, strict=True):
                 self.sources[answer.source] += 1
                 self.generations[answer.generation] += 1
@@ -79,20 +81,20 @@ class Judge:
             return
         scores = np.zeros(0) if answer.scores is None else answer.scores
         if not len(items) == len(scores) == len(set(items)):
-            yield f"{len(items)} items, {len(scores)} scores, or an item twice"
+            yield f"{len(items)} items and {len(scores)} scores, or a repeated item"
         if (np.diff(scores) > 0).any():
             yield "scores are not in order"
         k = len(items) + answer.short if question.k is None else question.k
         if len(items) > k or (len(items) < k) != answer.short:
             yield f"{len(items)} of {k} items, short = {answer.short}"
         if hidden_items_listed := question.hidden.intersection(items):
-            yield f"{sorted(hidden_items_listed)[:3]} came back although it was sent or excluded"
+            yield f"{sorted(hidden_items_listed)[:3]} was returned although the request sent or excluded it"
         if answer.producer != "batch":
             return
         history = self.histories.get(question.id, ()) if question.table == "user_topk" else ()
         if hidden_items_listed := frozenset(history).intersection(items):
             yield f"{sorted(hidden_items_listed)[:3]} is in the user's own history"
-        # A generation is immutable: the same plain question has the same answer, from any tier, at any time.
+        # A generation is immutable: without exclusions, an entity has the same list in every tier at any time.
         if not question.hidden and answer.source in STORED_SOURCES:
             question_key = (answer.generation, question.table, question.id)
             first_items = self._items_by_question.setdefault(question_key, items)
@@ -101,7 +103,7 @@ class Judge:
             self._items_by_question[question_key] = max(first_items, items, key=len)
 
     def audit_answers(self, metrics_text: str, published_generations: Collection[str]) -> None:
-        """Hold all answers against the service's own counters, and the generations that were live."""
+        """Compare all answers with the service's counters and the published generations; raise InvariantViolation."""
         self.violations += metric_contradictions(metrics_text, self.sources)
         if unpublished_generations := self.generations.keys() - set(published_generations):
             self.violations.append(f"answers from {sorted(unpublished_generations)}, which never was live")
@@ -112,13 +114,13 @@ def _judge_answer(question: Question, answer: Answer) -> Iterator[str]:
     if answer.source not in set(Source):
         yield f"source {answer.source!r}"
     if answer.id != question.id:
-        yield f"got the answer of {answer.id!r}"
+        yield f"got the answer for {answer.id!r}"
     if answer.source not in STORED_SOURCES and not answer.reason:
         yield f"source {answer.source} without a reason"
 
 
 def metric_contradictions(metrics_text: str, sources: Mapping[str, int]) -> list[str]:
-    """Return contradictions of the text of /metrics to itself or to the answers that callers got, by source."""
+    """Return contradictions within the text of /metrics, or between it and `sources`, the answers by source."""
     count_by_label_by_metric: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for family in text_string_to_metric_families(metrics_text):
         for sample in family.samples:

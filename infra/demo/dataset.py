@@ -1,4 +1,4 @@
-"""Data of the demo: interactions until two cuts, at which nights begin, and the held-out ones for evaluation."""
+"""Data of the demo: interactions until the cuts of two nights, and held-out interactions for evaluation."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from precompute.sources.readers import read_interactions
 
 NEWCOMERS_MAX = 400
 ARRIVING_USER_STEP = 25
-"""Step between users whose held-out interactions arrive for the second night, for data without times."""
+"""For data without times: the held-out interactions of every 25th user arrive before the second night."""
 
 INTERACTIONS_FILE = "interactions.parquet"
 COLUMN_NAMES = ("user", "item", "timestamp")
@@ -28,9 +28,10 @@ ItemsByUser = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Data of a run: `histories` for the first night, `held_out` of the same users' later items, later `newcomers`.
+    """Data of a run: `histories` until the first cut, `held_out` later items of the same users, and `newcomers`.
 
-    The `table` has the columns user, item and timestamp (microseconds since 1970), oldest first.
+    `newcomers` are users without a history, with their later items. The `table` has the columns user, item and
+    timestamp (microseconds since 1970), oldest first.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Dataset:
     first_cut: datetime
     second_cut: datetime
     arriving: frozenset[str]
-    """Users whose lists the second night changes."""
+    """Users with interactions between the two cuts, whose lists the second night changes."""
     profiles: Profiles | None = None
     """Features of users and items, if the demo generated them."""
 
@@ -55,7 +56,7 @@ class Dataset:
 
 
 def make_synthetic_data(world: WorldSettings) -> Dataset:
-    """Generate data of which the last five days are held out; the first of them arrives for the second night."""
+    """Generate data whose last five days are held out; the second night reads the first of these days."""
     clicks = synthesize(world)
     user_column = pa.array(clicks.user_ids).take(clicks.user_rows)
     item_column = pa.array(clicks.item_ids).take(clicks.item_rows)
@@ -81,7 +82,7 @@ def read_user_data(path: Path, *, today: datetime) -> Dataset:
         late_times = np.quantile(times, [0.9, 0.95])
         first_cut, second_cut = (datetime.fromtimestamp(int(cut_us) // 1_000_000 + 1, UTC) for cut_us in late_times)
         return _split_at_cuts(path.stem, table, first_cut, max(second_cut, first_cut + timedelta(seconds=1)))
-    # The last item of each user with at least three is held out.
+    # Hold out the last item of each user with at least three interactions.
     held_out_mask, click_count_by_user = (np.zeros(len(table), np.bool_), Counter(table["user"].to_pylist()))
     last_row_by_user = {
         user: row for row, user in enumerate(table["user"].to_pylist()) if click_count_by_user[user] >= 3
@@ -91,7 +92,7 @@ def read_user_data(path: Path, *, today: datetime) -> Dataset:
 
 
 def _read_interactions(path: Path) -> pa.Table:
-    """Read all rows, oldest first, without a user's repeated interactions with an item."""
+    """Read all rows, oldest first, with only the first interaction of a user with an item."""
     batches = read_interactions(Sources(interactions=(str(path),)), Path("/"))
     batch_columns = [(batch.users.texts(), batch.items.texts(), pa.array(batch.times)) for batch in batches]
     table = pa.concat_tables([pa.table(list(columns), names=COLUMN_NAMES) for columns in batch_columns])
@@ -102,7 +103,7 @@ def _read_interactions(path: Path) -> pa.Table:
 
 
 def _split_untimed(name: str, train_table: pa.Table, held_out_table: pa.Table, today: datetime) -> Dataset:
-    """Give the held-out interactions times after the first cut, those of a few users before the second."""
+    """Set times: held-out interactions come after the first cut, those of every 25th user before the second cut."""
     first_cut = today - timedelta(days=1)
     arriving_users = pc.unique(held_out_table["user"])[::ARRIVING_USER_STEP]
     hours_after_first_cut = np.where(pc.is_in(held_out_table["user"], arriving_users), 0, 24)
@@ -117,12 +118,12 @@ def _split_at_cuts(name: str, table: pa.Table, first_cut: datetime, second_cut: 
     first_us, second_us = (int(cut.timestamp() * 1_000_000) for cut in (first_cut, second_cut))
     histories = _items_by_user(table.filter(times < first_us))
     if not histories:
-        raise SourceError(f"{name}: nothing is left to train on once the newest part is held out")
+        raise SourceError(f"{name}: no interactions are left for training once the newest ones are held out")
     later_items_by_user = _items_by_user(table.filter(times >= first_us))
     arriving_users = table.filter((times >= first_us) & (times < second_us))["user"].to_pylist()
     held_out_by_user = {user: items for user, items in later_items_by_user.items() if user in histories}
     newcomers = {user: items for user, items in later_items_by_user.items() if user not in histories}
-    if not newcomers:  # what known users do later stands for people never seen before
+    if not newcomers:  # let the later items of known users represent newcomers
         users = sorted(held_out_by_user)[:: max(1, len(held_out_by_user) // NEWCOMERS_MAX)]
         newcomers = {f"fresh-{newcomer_index:04d}": held_out_by_user[user] for newcomer_index, user in enumerate(users)}
     sampled_newcomers = {user: newcomers[user][:20] for user in sorted(newcomers)[:NEWCOMERS_MAX]}

@@ -1,4 +1,4 @@
-"""Recall and NDCG at 20, of the service's answers, and of exact scores by the same bundle."""
+"""Recall and NDCG at 20, of the service's answers and of exact offline scores from the same bundle."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ Lists = Mapping[str, Sequence[str]]
 
 
 def recall_and_ndcg(list_by_user: Lists, held_out_by_user: Lists, top: int = LIST_LENGTH) -> dict[str, float]:
-    """Return mean recall = hits / held-out items, and NDCG with binary gain, ideal = min(top, held-out items) hits."""
+    """Return mean recall (hits / held-out items) and NDCG with binary gain, whose ideal is min(top, held-out) hits."""
     gains = 1 / np.log2(np.arange(2, top + 2))
     recalls, ndcgs = [], []
     for user, held_out_items in held_out_by_user.items():
@@ -32,9 +32,9 @@ def recall_and_ndcg(list_by_user: Lists, held_out_by_user: Lists, top: int = LIS
 
 
 def served_lists(url: str, users: Sequence[str], judge: Judge) -> dict[str, Sequence[str]]:
-    """Read the nightly lists of `users`, each judged; users who are answered from elsewhere are asked again.
+    """Look up the stored lists of `users` and judge them; repeat the lookup for users answered from another source.
 
-    Raises Unanswered, and InvariantViolation for users who are not answered from the night.
+    Raises Unanswered, or InvariantViolation if a user is still not answered from the night after TRIES_MAX lookups.
     """
     list_by_user: dict[str, Sequence[str]] = {}
     missing_users = list(users)
@@ -52,9 +52,10 @@ def served_lists(url: str, users: Sequence[str], judge: Judge) -> dict[str, Sequ
 def offline_lists(
     bundle_folder: Path, histories: Lists, users: Sequence[str], profiles: Profiles | None = None
 ) -> dict[str, list[str]]:
-    """Rank by exact float32 scores of the bundle's own towers in plain numpy, without the history.
+    """Return each user's best items by float32 scores of the bundle's towers, computed in numpy, without the history.
 
-    `profiles` are for towers that take features; the items are then those that have some, else the bundle's.
+    `profiles` are the features for towers that take some: items with features are ranked. Without profiles, the items
+    of the bundle are ranked.
     """
     bundle = Bundle.read(bundle_folder)
     bundle_row_by_item = {raw.decode(): row for row, raw in enumerate(bundle.item_ids)}
@@ -77,7 +78,7 @@ def offline_lists(
 def _run_tower(
     model: BundleModel, index_rows: Sequence[Sequence[int]], features: Sequence[Features]
 ) -> NDArray[np.float32]:
-    """Run a tower on histories, or items' own indices, in `index_rows`, and on features."""
+    """Run a tower on features and on `index_rows`: the model indices of each user's history, or of each item."""
     inputs: dict[str, Histories | NDArray[Any]] = {}
     for input_spec in model.spec.inputs:
         if input_spec.bind == "feature":

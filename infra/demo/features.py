@@ -1,4 +1,4 @@
-"""Features in the demo: towers that take a feature in addition to a history, and requests with features alone."""
+"""Features in the demo: towers that take a feature besides the history, and requests with features only."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ ConstantByName = dict[str, NDArray[Any]]
 FEATURE_NAMES = ("country", "item", "category")
 NEW_USER, NEW_ITEM = {"country": "SE"}, {"item": "new-item", "category": "books"}
 
-# A user's vector is the sum of the history's, or that of the country if all is padding, which is the largest index.
+# A user's vector is the sum over the history, or the country's vector if all indices are padding (the largest index).
 USER_NODES_TEXT = """
 featured = Gather (means, code)
 gathered = Gather (table, history)
@@ -34,7 +34,7 @@ smallest = ReduceMin <keepdims = 1> (history, axes)
 has_history = Less (smallest, pad)
 vector = Where (has_history, summed, featured)
 """
-# An item's vector is its row of the table, or that of the category if it has none.
+# An item's vector is its row of the table, or the category's vector if the item has no row.
 ITEM_NODES_TEXT = """
 featured = Gather (means, code)
 trained = Gather (table, row)
@@ -45,10 +45,10 @@ vector = Where (is_trained_row, trained, featured)
 
 
 def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles) -> None:
-    """Replace the reference bundle in `bundle_folder` by one whose towers take features too.
+    """Replace the reference bundle in `bundle_folder` by a bundle whose towers also take features.
 
-    An item that the reference model was trained on keeps its vector, and a user with a history theirs; all others get
-    the mean vector of their category or country. `histories` are those of the training, of items that it knows.
+    Items of the training and users with a history keep their vectors; all others get the mean vector of their category
+    or country. `histories` are those of the training; all their items are in the bundle.
     """
     reference = Bundle.read(bundle_folder)
     affinity_model, dims = reference.values["user_affinity"], reference.dims
@@ -89,14 +89,14 @@ def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles
 
 
 def label_means(labels: Sequence[str], vectors: NDArray[np.float32]) -> tuple[list[str], NDArray[np.float32]]:
-    """Return the distinct labels, and the mean vector [labels + 1, dims] of each; the last is the mean of all."""
+    """Return the distinct labels, and mean vectors [labels + 1, dims]: one per label, then the mean of all vectors."""
     distinct_labels, codes = np.unique(np.array(labels), return_inverse=True)
     means = [vectors[codes == code].mean(axis=0) for code in range(len(distinct_labels))]
     return distinct_labels.tolist(), np.stack([*means, vectors.mean(axis=0)])
 
 
 def _label_encoder_node(output_name: str, input_name: str, labels: Sequence[str]) -> str:
-    """Return a node that numbers labels; an unknown one gets the number after the last."""
+    """Return the text of a node that maps labels to numbers from 0; unknown labels get len(labels)."""
     labels_json, numbers = json.dumps(labels, ensure_ascii=False), list(range(len(labels)))
     attributes = f"keys_strings = {labels_json}, values_int64s = {numbers}, default_int64 = {len(labels)}"
     return f"{output_name} = ai.onnx.ml.LabelEncoder <{attributes}> ({input_name})\n"
@@ -117,9 +117,9 @@ def _read_constant(model_path: Path, tensor_name: str) -> NDArray[np.float32]:
 
 
 def ask_cold_entities(url: str, profiles: Profiles, histories: ItemsByUser, judge: Judge) -> list[str]:
-    """Ask for a user and an item without a click, and for new ones that no table has; return a line for each.
+    """Look up a user and an item without clicks, and entities that no table has; return one line per answer.
 
-    Raises Unanswered, and InvariantViolation if a new one was not answered live.
+    Raises Unanswered, or InvariantViolation if an entity that no table has was not answered live.
     """
     quiet_user = next(user for user in profiles.users if user not in histories)
     questions = [

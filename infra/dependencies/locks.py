@@ -1,4 +1,4 @@
-"""Lock files as the distributions that they name."""
+"""Reader of lock files: the distributions that they pin."""
 
 import re
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from packaging.utils import canonicalize_name
 
 LOCKS_FOLDER = Path(__file__).parents[1] / "locks"
 LOCK_NAMES = ("all", "serving", "airflow", "audit", "chart", "docs", "package")
-"""The locks; the last four are of tools, each in an environment of its own."""
+"""Names of the locks; the last four are for tools, each of which has a separate environment."""
 PIN_LINE_PATTERN = re.compile(r"^(?P<name>[\w.-]+)(?:\[[\w,-]+\])?==(?P<version>[^ ;\\]+)(?: ; (?P<marker>[^\\]+))?")
 
 
 @dataclass(frozen=True)
 class Pin:
-    """Distribution that a lock names, for the machines that its marker names."""
+    """Pinned version of a distribution; `marker` restricts it to some platforms or Python versions."""
 
     name: str
     version: str
     marker: str = ""
 
     def is_for_this_machine(self) -> bool:
-        """True if this Python, on this system, installs it."""
+        """Return True if the marker applies to this Python and platform."""
         return not self.marker or Marker(self.marker).evaluate()
 
 
 def parse_pins(lock_text: str) -> tuple[Pin, ...]:
-    """All of a lock; raises `ValueError` where a line is neither one nor a hash of one."""
+    """Return all pins of a lock; raise ValueError for a line that is neither a pin, a hash nor a comment."""
     parsed_pins = []
     for line in lock_text.splitlines():
         if match := PIN_LINE_PATTERN.match(line):
@@ -39,5 +39,5 @@ def parse_pins(lock_text: str) -> tuple[Pin, ...]:
 
 
 def read_lock(lock_name: str) -> tuple[Pin, ...]:
-    """All that the lock of that name pins."""
+    """Return all pins of the lock of that name."""
     return parse_pins((LOCKS_FOLDER / f"{lock_name}.txt").read_text())

@@ -1,8 +1,8 @@
 """Airflow's cluster policy for KubernetesExecutor: scoring tasks run in a pod with a GPU.
 
-Airflow imports a module of this name: copy it to $AIRFLOW_HOME/config, or put its folder on PYTHONPATH, where DAG files
-are parsed. Image, volumes and environment (LARDER_CONFIG, LARDER_ARTIFACTS, REDIS_URL) come from `pod_template_file`
-of the section [kubernetes_executor]; the override adds a GPU's requirements.
+Airflow imports a module of this name: on the hosts that parse DAG files, copy it to $AIRFLOW_HOME/config or put its
+folder on PYTHONPATH. Image, volumes and environment (LARDER_CONFIG, LARDER_ARTIFACTS, REDIS_URL) come from
+`pod_template_file` of the section [kubernetes_executor]; the override adds the requirements of a GPU.
 """
 
 import os
@@ -14,13 +14,13 @@ __all__ = ["task_policy"]
 
 SCORE_QUEUE = os.environ.get("LARDER_SCORE_QUEUE") or "gpu"
 GPU_RESOURCE = "nvidia.com/gpu"
-"""Resource that NVIDIA's device plug-in offers, and the taint that keeps other pods off."""
+"""Name of the resource of NVIDIA's device plug-in, and of the taint that keeps other pods off its nodes."""
 
 
 def make_gpu_pod() -> models.V1Pod:
-    """Return a pod with one GPU, on a node whose taint keeps other pods off; its memory is not overcommitted."""
+    """Return a pod override with one GPU, a toleration of the GPU nodes' taint, and memory request equal to limit."""
     container = models.V1Container(
-        name="base",  # the one of the template that runs the task
+        name="base",  # name of the container that runs the task in Airflow's template
         resources=models.V1ResourceRequirements(
             requests={"cpu": "4", "memory": "16Gi", GPU_RESOURCE: "1"}, limits={"memory": "16Gi", GPU_RESOURCE: "1"}
         ),
@@ -33,7 +33,7 @@ def make_gpu_pod() -> models.V1Pod:
 
 
 def task_policy(task: Any) -> None:
-    """Set the pod of scoring tasks; Airflow calls it with each task of each DAG that it parses."""
+    """Set the pod override of scoring tasks; Airflow calls this for each task that it parses."""
     if task.queue != SCORE_QUEUE:
         return
     executor_config = {**task.executor_config, "pod_override": make_gpu_pod()}

@@ -1,1 +1,1 @@
-"""Lineage of a night for OpenLineage: what each step reads and writes, with rows, bytes and the gates' verdicts."""
+"""OpenLineage lineage of a night: datasets that each step reads and writes, with rows, bytes and gate verdicts."""

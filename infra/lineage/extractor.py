@@ -1,4 +1,4 @@
-"""Extractor for Airflow's OpenLineage provider, named in AIRFLOW__OPENLINEAGE__EXTRACTORS: no DAG knows of it."""
+"""Extractor for Airflow's OpenLineage provider; AIRFLOW__OPENLINEAGE__EXTRACTORS enables it without changes to DAGs."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -23,25 +23,25 @@ from precompute.config.settings import night_config
 NIGHTLY_DAG_ID: Final = "nightly_precompute"
 _STEP_BY_TASK_ID: Final = {"score_shard": "score", "build_index": "index"}
 _STEPS_IDENTIFIED_BY_RESULT: Final = (*PRELIMINARY_STEPS, "begin")
-"""Steps whose generation, or events, are known only from their results."""
+"""Steps whose generation or events are known only from their results, not from their arguments."""
 
 
 class NightExtractor(BaseExtractor):
-    """Datasets of a night's tasks when they end; nothing of the tasks of other DAGs, which go on as without it."""
+    """Extractor of the datasets of a night's tasks after they end; tasks of other DAGs get the provider's default."""
 
     @classmethod
     def get_operator_classnames(cls) -> list[str]:
-        """Classes behind `@task` and `@task.short_circuit`."""
+        """Return the operator classes of `@task` and `@task.short_circuit`."""
         return ["_PythonDecoratedOperator", "_ShortCircuitDecoratedOperator"]
 
     def _execute_extraction(self) -> OperatorLineage:
-        if self._step is not None:  # nothing is read before the step has written it
+        if self._step is not None:  # the datasets are known only when the step ends
             return OperatorLineage()
-        # As the provider does itself for a class that has no extractor.
+        # The provider does the same for a class without extractor.
         return OperatorLineage(run_facets=get_unknown_source_attribute_run_facet(self.operator))
 
     def extract_on_complete(self, task_instance: Any) -> OperatorLineage:
-        """Datasets that the step read and wrote, with counts and verdicts that it left behind; a failed one as well."""
+        """Return the datasets that a finished or failed step read and wrote, with counts and verdicts."""
         step = self._step
         if step is None:
             return self._execute_extraction()
@@ -51,7 +51,7 @@ class NightExtractor(BaseExtractor):
         )
         if step in _STEPS_IDENTIFIED_BY_RESULT:
             build_fields = task_instance.xcom_pull(task_ids=self.operator.task_id) or {}
-        if not build_fields:  # it failed, or has nothing to do with one generation
+        if not build_fields:  # the step failed, or belongs to no single generation
             return OperatorLineage()
         build = Build.of(night_config(), {"generation": build_fields.get("generation", "")})
         shard = self.operator.op_kwargs.get("shard")
@@ -63,14 +63,14 @@ class NightExtractor(BaseExtractor):
 
     @property
     def _step(self) -> str | None:
-        """Name of the step that the task is; None for a task of another DAG, or one that is no step."""
+        """Return the step that the task runs; None for tasks of other DAGs and tasks that run no step."""
         step_name = _STEP_BY_TASK_ID.get(self.operator.task_id, self.operator.task_id)
         is_night_step = self.operator.dag_id == NIGHTLY_DAG_ID and step_name in (*PRELIMINARY_STEPS, *NIGHT_STEPS)
         return step_name if is_night_step else None
 
 
 def is_build_argument(argument: object) -> bool:
-    """True if a task was given this as the generation that it is to work on."""
+    """Return True if a task's argument describes the generation that the task works on."""
     return isinstance(argument, Mapping) and "generation" in argument
 
 

@@ -1,7 +1,6 @@
 """Datasets that each step of a night reads and writes, named by OpenLineage's specification.
 
-A dataset is the same every night, so its name has no generation: that is its version, and the files of this night are
-its location.
+A dataset has the same name every night. The generation is its version, and the files of the night are its location.
 """
 
 import re
@@ -35,24 +34,24 @@ from precompute.builds.reports import (
 from precompute.partitions import catalogue
 
 SOURCE_NAMES: Final = ("interactions", "user_features", "item_features", "user_vectors", "item_vectors")
-"""Sources of a night, by their names in `[sources]` and in the counts of unusable rows."""
+"""Names of a night's sources, in `[sources]` and in the counts of unusable rows."""
 
 REDIS_PORT = 6379
 
 _AZURE_CONTAINER_PATTERN = re.compile(r"abfss?://[^/@:]+@")
-"""Pattern of the container of an Azure account, whose position in a URL is that of a user and password elsewhere."""
+"""Pattern of an Azure container in a URL, which precedes the @ as user and password do in other URLs."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetName:
-    """Namespace, such as `s3://bucket` or `file`, and name within it."""
+    """Name of a dataset: a namespace, such as `s3://bucket` or `file`, and a name within it."""
 
     namespace: str
     name: str
 
     @classmethod
     def of_url(cls, url: str, *subpath_parts: str) -> Self:
-        """Return the name of the dataset at a URL or an absolute path, extended by `subpath_parts`; without secrets."""
+        """Return the name, without secrets, of the dataset at a URL or absolute path extended by `subpath_parts`."""
         url = _without_query(url)
         azure_match = _AZURE_CONTAINER_PATTERN.match(url)
         prefix_length = azure_match.end() if azure_match else 0
@@ -64,7 +63,10 @@ class DatasetName:
 
     @classmethod
     def of_pattern(cls, pattern: str, base_folder: str) -> Self:
-        """Return the name of source files: the file, or the folder above the first wildcard, from `base_folder`."""
+        """Return the name of source files: the file, or the folder above the first wildcard.
+
+        Paths are relative to `base_folder`.
+        """
         full_pattern = _without_query(pattern) if "://" in pattern else str(PurePosixPath(base_folder, pattern))
         wildcard_free_parts = []
         for part in full_pattern.split("/"):
@@ -75,9 +77,9 @@ class DatasetName:
 
     @classmethod
     def of_redis(cls, url: str, key: str) -> Self:
-        """Return the name of the dataset under a key, or a prefix of keys: the database's number comes first.
+        """Return the name of the dataset at a key or prefix of keys; it begins with the database's number.
 
-        The first of several nodes or sentinels represents all; a service under Sentinel is part of the namespace.
+        The namespace has the address of the first node or sentinel, and the service name under Sentinel.
         """
         if is_sentinel(url):
             group, connection_options = read_sentinel_url(url)
@@ -93,13 +95,13 @@ class DatasetName:
 
 
 def _without_query(url: str) -> str:
-    """Cut the query from an HTTP URL; elsewhere `?` is a wildcard."""
+    """Remove the query from an HTTP URL; in other URLs and paths `?` is a wildcard."""
     return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Rule and its result; `blocks`: a night that fails it is not published."""
+    """Result of a rule; `blocks` is True if a night that fails the rule is not published."""
 
     rule: str
     is_passed: bool
@@ -111,7 +113,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class StepDataset:
-    """Dataset that a step reads or writes; unknown counts are None. `location`: that of this version."""
+    """Dataset that a step reads or writes; `location` is where this version is stored; unknown counts are None."""
 
     name: DatasetName
     version: str | None = None
@@ -132,14 +134,14 @@ class StepDatasets:
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """Finished step: its generation, its shard, and its result, as far as they are known."""
+    """Finished step with its generation, its shard (None if it has none) and its result (empty if unknown)."""
 
     build: Build
     shard: int | None = None
     result: Mapping[str, Any] = field(default_factory=dict)
 
     def part(self, *path_names: str, **dataset_fields: Any) -> StepDataset:
-        """Return a dataset that is a part of the generation, such as a table."""
+        """Return the dataset of a part of the generation, such as a table."""
         url, generation = self.build.store.url, self.build.generation
         return StepDataset(
             DatasetName.of_url(url, "generations", *path_names), generation,
@@ -147,19 +149,19 @@ class FinishedStep:
         )  # fmt: skip
 
     def report(self, name: ReportName[ReportT]) -> ReportT | None:
-        """Return a step's report; None if it wrote none."""
+        """Return a step's report, or None if the step wrote none."""
         return self.build.read_report(name)
 
     @property
     def bundle(self) -> StepDataset:
-        """Model bundle that `begin` pinned."""
+        """Return the dataset of the model bundle that `begin` copied into the generation."""
         begin_report = self.report(BEGIN_REPORT)
         files = None if begin_report is None else len(begin_report["bundle_files"])
         return self.part("bundle", files=files)
 
     @property
     def vectors(self) -> StepDataset:
-        """Vectors of all items, float32."""
+        """Return the dataset of all item vectors, which are float32."""
         embed_report = self.report(EMBED_ITEMS_REPORT)
         if embed_report is None:
             return self.part(catalogue.ITEM_VECTORS_FILE)
@@ -168,12 +170,12 @@ class FinishedStep:
 
     @property
     def manifest(self) -> Manifest | None:
-        """Sealed manifest; None before `load`."""
+        """Return the generation's manifest; None until `load` has written it."""
         raw = self.build.store.read(generation_path(self.build.generation, "manifest.json"))
         return None if raw is None else Manifest.from_bytes(raw)
 
     def in_redis(self, stable_key: str, generation_key: str, **dataset_fields: Any) -> StepDataset:
-        """Return the dataset of Redis keys: `stable_key` is each night's, `generation_key` this generation's."""
+        """Return a dataset in Redis, named by `stable_key`, the same every night, and located at `generation_key`."""
         url = str(self.build.config.redis_url)
         return StepDataset(
             DatasetName.of_redis(url, stable_key), self.build.generation, DatasetName.of_redis(url, generation_key),

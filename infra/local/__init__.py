@@ -1,1 +1,1 @@
-"""Programs on this machine for as long as a `with` block lasts: Airflow, the lookup service, and a lock on a folder."""
+"""Airflow and the lookup service as processes that end with their `with` block, and a lock on a folder."""

@@ -1,4 +1,4 @@
-"""Airflow on this machine: its processes over SQLite, a client of its REST API, a lock on its folder."""
+"""Airflow on this machine: its processes with SQLite, a client of its REST API, and a lock on its folder."""
 
 import fcntl
 import json
@@ -23,19 +23,19 @@ ROOT = Path(__file__).parents[2]
 DAGS_FOLDER = ROOT / "dags"
 
 MANUAL_SCHEDULE = "0 0 29 2 *"
-"""Schedule that never starts a night by the clock, not even an overdue one, for nights started by hand."""
+"""Schedule (29 February) for nights that are only triggered: the clock starts none, not even an overdue one."""
 
 NEW_RUN_S_MAX = 60.0
 TERMINAL_STATES = frozenset({"success", "failed"})
 
 
 class AirflowFailed(RuntimeError):
-    """Airflow did not start, or a run did not end as expected; the message holds the log's end."""
+    """Airflow did not start, or a run did not end as expected; the message has the end of the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskReport:
-    """Try of a task; `map_index` is -1 for a task that is not mapped, `instance_id` is in its processes' names."""
+    """Try of a task; `map_index` is -1 for unmapped tasks; the task's process titles contain `instance_id`."""
 
     task_id: str
     map_index: int
@@ -47,7 +47,7 @@ class TaskReport:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """DAG run with its task instances in the order in which they started."""
+    """DAG run with its task instances, in the order of their starts."""
 
     dag_id: str
     run_id: str
@@ -58,15 +58,15 @@ class RunReport:
 
 
 class LocalAirflow:
-    """Airflow for as long as the `with` block lasts, and its REST API; everything it writes is under `state`/airflow.
+    """Airflow processes that end with the `with` block, and a client of their REST API; files are in `state`/airflow.
 
-    Raises AirflowFailed where the API answers with an error.
+    Methods raise AirflowFailed if the API answers with an error.
     """
 
     def __init__(
         self, state: Path, *, environment: Mapping[str, str], pools: Mapping[str, int], parallelism: int = 4
     ) -> None:
-        """Set up the environment; tasks get `environment` on top of this process's: LARDER_CONFIG, REDIS_URL, ..."""
+        """Prepare the environment of Airflow and its tasks: this process's, overridden by `environment`."""
         self.home = state.resolve() / "airflow"
         self.url = f"http://127.0.0.1:{_free_port()}"
         self._http = httpx.Client(base_url=self.url, timeout=30.0)
@@ -85,11 +85,11 @@ class LocalAirflow:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.close_pipe_end()  # all at once; the stack then waits for one after the other
+            process.close_pipe_end()  # all shut down at the same time; the stack then waits for each
         self._exit_stack.close()
 
     def start(self, name: str, *arguments: str) -> GuardedCommand:
-        """Start another Airflow program in the same environment; the caller ends it before this ends."""
+        """Start another Airflow program in the same environment; the caller must stop it before the block ends."""
         return GuardedCommand(
             [sys.executable, "-m", "airflow", *arguments],
             log_path=self.home / "processes" / f"{name}.log",
@@ -98,14 +98,17 @@ class LocalAirflow:
         )
 
     def log_in(self) -> bool:
-        """Fetch a token; return False while the server does not answer."""
+        """Fetch a token and return True; return False if the server does not answer yet."""
         with suppress(httpx.TransportError):
             token = self._call("GET", "/auth/token")["access_token"]
             self._http.headers["Authorization"] = f"Bearer {token}"
         return "Authorization" in self._http.headers
 
     def is_ready(self, dag_count: int) -> bool:
-        """True once scheduler and DAG processor are healthy and so many DAGs are parsed; raise AirflowFailed."""
+        """Return True if scheduler and DAG processor are healthy and at least `dag_count` DAGs are parsed.
+
+        Raises AirflowFailed if a DAG file cannot be imported.
+        """
         health = self._call("GET", "/api/v2/monitor/health")
         if any(health[component_name]["status"] != "healthy" for component_name in ("scheduler", "dag_processor")):
             return False
@@ -115,7 +118,7 @@ class LocalAirflow:
         return int(self._call("GET", "/api/v2/dags")["total_entries"]) >= dag_count
 
     def add_pool(self, name: str, slots: int) -> None:
-        """Create a pool, which bounds how many of its tasks run at a time."""
+        """Create a pool, of whose tasks at most `slots` run at a time."""
         self._call("POST", "/api/v2/pools", {"name": name, "slots": slots})
 
     def trigger(self, dag_id: str, run_parameters: Mapping[str, Any] | None = None) -> str:
@@ -124,12 +127,12 @@ class LocalAirflow:
         return str(self._call("POST", f"/api/v2/dags/{dag_id}/dagRuns", request_body)["dag_run_id"])
 
     def pause(self, dag_id: str, is_paused: bool) -> None:
-        """Pause or unpause a DAG; asset events during a pause are lost to it."""
+        """Pause or unpause a DAG; asset events during the pause never start it."""
         path = f"/api/v2/dags/{dag_id}?update_mask=is_paused"
         self._call("PATCH", path, {"is_paused": is_paused})
 
     def announce(self, asset_name: str) -> None:
-        """Create an event of an asset, like a task that lists it among its outlets, which starts its DAGs."""
+        """Create an event of an asset, which starts the DAGs that are scheduled on it."""
         assets = self._call("GET", f"/api/v2/assets?name_pattern={quote(asset_name)}")["assets"]
         asset_id = next(asset_record["id"] for asset_record in assets if asset_record["name"] == asset_name)
         self._call("POST", "/api/v2/assets/events", {"asset_id": asset_id, "extra": {}})
@@ -145,7 +148,7 @@ class LocalAirflow:
         return tuple(str(run["dag_run_id"]) for run in self._call("GET", path)["dag_runs"])
 
     def report(self, dag_id: str, run_id: str) -> RunReport:
-        """Return a run's current state."""
+        """Return the current state of a run and its tasks."""
         path = f"/api/v2/dags/{dag_id}/dagRuns/{quote(run_id)}"
         run = self._call("GET", path)
         instances_reply = self._call("GET", f"{path}/taskInstances?limit=1000&order_by=start_date")
@@ -163,17 +166,17 @@ class LocalAirflow:
         return RunReport(dag_id, run_id, run["run_type"], run["state"], run["duration"] or 0.0, tasks)
 
     def task_log(self, report: RunReport, task_id: str, lines: int = 25) -> str:
-        """Return the end of a task's last log, as text."""
+        """Return the last lines of a task's latest log as text."""
         task = next(task_report for task_report in reversed(report.tasks) if task_report.task_id == task_id)
         return _read_task_log(self.home / "logs", report, task, lines)
 
     @property
     def session(self) -> int:
-        """Id of the session that every task's processes belong to."""
+        """Return the session id of the scheduler, which the processes of all tasks share."""
         return next(process.pid for process in self._processes if process.log_path.stem == "scheduler")
 
     def wait_for_new_run(self, dag_id: str, earlier_run_ids: tuple[str, ...]) -> str:
-        """Return the first run that is not among `earlier_run_ids`, such as the one that an asset starts."""
+        """Wait for a run that is not among `earlier_run_ids`, such as one started by an asset; return its id."""
         give_up_at = time.monotonic() + NEW_RUN_S_MAX
         while time.monotonic() < give_up_at:
             self.check()
@@ -186,7 +189,7 @@ class LocalAirflow:
     def wait(
         self, dag_id: str, run_id: str, timeout_s: float, *, on_task: Callable[[TaskReport], None] | None = None
     ) -> RunReport:
-        """Wait until a run has succeeded; raise AirflowFailed with the failed task's log if it does not."""
+        """Wait until a run has succeeded; raise AirflowFailed with failed tasks' logs if it fails or times out."""
         give_up_at = time.monotonic() + timeout_s
         reported_tasks: set[TaskReport] = set()
         while True:
@@ -203,18 +206,18 @@ class LocalAirflow:
             time.sleep(0.25)
 
     def check(self) -> None:
-        """Raise AirflowFailed if one of its processes has ended."""
+        """Raise AirflowFailed if one of the Airflow processes has ended."""
         for process in self._processes:
             if not process.is_running:
                 raise AirflowFailed(
-                    f"airflow {process.log_path.stem} ended by itself ({process.returncode})\n{process.log_tail()}"
+                    f"airflow {process.log_path.stem} ended unexpectedly ({process.returncode})\n{process.log_tail()}"
                 )
 
     def _start(self) -> None:
         self.home.parent.mkdir(parents=True, exist_ok=True)
         lock_error = AirflowFailed(f"another command already runs Airflow in {self.home}")
         self._exit_stack.enter_context(hold_lock(self.home.parent / "airflow.lock", lock_error))
-        # A run that an interrupted command left behind would be taken up again otherwise.
+        # Otherwise Airflow would resume a run of an interrupted command.
         shutil.rmtree(self.home, ignore_errors=True)
         self.home.mkdir()
         migrate_process = self._start_guarded("migrate", "db", "migrate")
@@ -230,7 +233,7 @@ class LocalAirflow:
         self._wait_until("the API server", self.log_in, 120.0)
         for pool_name, slot_count in self._slot_count_by_pool.items():
             self.add_pool(pool_name, slot_count)
-        # The files of one folder are parsed one by one.
+        # DAG files are parsed one after another, so wait until all DAGs are there.
         dag_count = len(list(DAGS_FOLDER.glob("[!_]*.py")))
         self._wait_until("the scheduler and the DAGs", lambda: self.is_ready(dag_count), 120.0)
 
@@ -285,11 +288,11 @@ def local_airflow_settings(airflow_home: Path, url: str, parallelism: int) -> di
         "AIRFLOW__API__BASE_URL": url,
         "AIRFLOW__API__WORKERS": "1",
         "AIRFLOW__API_AUTH__JWT_SECRET": secrets.token_urlsafe(64),
-        # The defaults favour quiet databases: a second's rest, and a slot held 5 s after each task.
+        # By default the scheduler sleeps 1 s when idle, and a slot stays occupied for 5 s after each task.
         "AIRFLOW__SCHEDULER__SCHEDULER_IDLE_SLEEP_TIME": "0.1",
         "AIRFLOW__WORKERS__MIN_HEARTBEAT_INTERVAL": "1",
         "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
-        # Tasks import the packages of this clone.
+        # Let tasks import the packages of this clone.
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
 
@@ -308,7 +311,7 @@ def _read_task_log(logs_folder: Path, report: RunReport, task: TaskReport, line_
 
 
 def _readable_log_line(json_line: str) -> str:
-    """Return one JSON log line of a task as text, with the error's type and message."""
+    """Return a JSON log line of a task as text, with type, message and last stack frames of errors."""
     try:
         log_entry = json.loads(json_line)
     except ValueError:
@@ -331,7 +334,7 @@ def _free_port() -> int:
 
 @contextmanager
 def hold_lock(lock_path: Path, lock_error: Exception) -> Iterator[None]:
-    """Hold the lock file; raise `lock_error` at once if another process holds it."""
+    """Lock the file during the block; raise `lock_error` without waiting if another process holds the lock."""
     with lock_path.open("a") as lock_file:
         try:
             fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)

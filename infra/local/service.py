@@ -1,4 +1,4 @@
-"""Lookup service in a process of its own, which ends with its `with` block."""
+"""Lookup service as a child process that ends with its `with` block."""
 
 import os
 import re
@@ -16,13 +16,13 @@ _ANNOUNCEMENT_PATTERN = re.compile(r"^Larder serves on (https?://\S+)", re.MULTI
 
 
 class ServiceFailed(RuntimeError):
-    """The service did not start, or ended by itself; the message holds the log's end."""
+    """The service did not start, or ended unexpectedly; the message has the end of its log."""
 
 
 class ServiceProcess:
-    """Process of `python -m serving` (or another module) on a free loopback port; `url` is set once it answers.
+    """Process of `python -m serving` (or another module) on a free loopback port; `url` is set once it listens.
 
-    `root` and `python`: the checkout that it runs from, and its environment.
+    `root` is the checkout from which it runs, `python` the interpreter.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ServiceProcess:
         """Raise ServiceFailed if the process has ended."""
         if self._process is None or not self._process.is_running:
             tail = "" if self._process is None else self._process.log_tail()
-            raise ServiceFailed(f"the service ended by itself\n{tail}")
+            raise ServiceFailed(f"the service ended unexpectedly\n{tail}")
 
     def _wait_for_url(self) -> str:
         give_up_at = time.monotonic() + START_S_MAX
@@ -70,7 +70,7 @@ class ServiceProcess:
             ):
                 return announcement[1]
             time.sleep(0.02)
-        raise ServiceFailed(f"the service did not come up within {START_S_MAX:.0f} s")
+        raise ServiceFailed(f"the service did not start within {START_S_MAX:.0f} s")
 
 
 def _python_path(root: Path) -> str:

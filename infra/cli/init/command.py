@@ -1,4 +1,4 @@
-"""`larder init`: writes a commented `larder.toml` from an inspection of a folder's files, and reports its guesses."""
+"""`larder init`: inspects a folder's files, writes a commented `larder.toml`, and reports its guesses."""
 
 import argparse
 import json
@@ -16,39 +16,40 @@ from infra.cli.init.tables import discover_tables
 
 _OPTIONAL_ROLES: tuple[Role, ...] = ("timestamp", "weight")
 
-_NO_COLUMN_TEXT_BY_ROLE = {"timestamp": "none: the order of rows counts", "weight": "none: each row is an interaction"}
+_NO_COLUMN_TEXT_BY_ROLE = {"timestamp": "none: the order of rows is used", "weight": "none: each row is an interaction"}
 
 _TEXT_FILE_ENDINGS = (".txt", ".txt.gz")
 _COMMENT_COLUMN = 44
 
 _TOML_HEAD_TEXT = """\
 # Settings of Larder, written by `larder init`. Paths are relative to this file. All settings, with their
-# defaults and bounds: `python -m cache.config.reference`, or docs/reference/configuration.md. The environment goes
-# over this file (LARDER_NAMESPACE ...); secrets, such as a Redis URL with a password (REDIS_URL), stand there alone.
+# defaults and bounds: `python -m cache.config.reference`, or docs/reference/configuration.md. Environment
+# variables (LARDER_NAMESPACE ...) override this file; put secrets, such as a Redis URL with a password (REDIS_URL),
+# only into the environment.
 """
 
 _TOML_MIDDLE_TEXT = """
 # namespace = "default"                     # keeps several installations apart in one Redis and one store
 # artifacts = ".larder/artifacts"           # the store: a folder, or a URL such as "s3://recs/larder"
-# redis_url = "redis://127.0.0.1:6379/0"    # unset: commands start a server of their own, or join `larder redis`
+# redis_url = "redis://127.0.0.1:6379/0"    # if unset, commands start their own server, or use `larder redis`
 # schedule = "0 3 * * *"                    # when Airflow computes a night, and the service expects one
 # timezone = "UTC"
-# shards = 4                                # parts that users are scored in; more need less memory
+# shards = 4                                # parts in which users are scored; more shards need less memory
 """
 
 _TOML_END_TEXT = """
-# [tables.user_topk]                        # leave all tables out to build the five default ones
+# [tables.user_topk]                        # without any table here, the five default ones are built
 # kind = "user_topk"
 # k = 100
 
 # [serving]
 # port = 8000
-# l1_bytes = 268435456                      # memory for answers, of each worker
+# l1_bytes = 268435456                      # bytes of memory for answers, in each worker
 """
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
-    """Write the file; return exit code 0, or 3 with settings left to fill in; raise ConfigError if none was written."""
+    """Write the file; return 0, or 3 if settings are left to fill in; raise ConfigError if no file was written."""
     args = argument_parser(prog).parse_args(argv)
     working_folder, target_path = Path.cwd(), Path(args.output).absolute()
     tables_folder = Path(args.folder).absolute()
@@ -58,7 +59,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
             f"{os.path.relpath(tables_folder.parent, working_folder)}"
         )
     if not tables_folder.is_dir():
-        raise ConfigError(f"there is no folder {args.folder}: name the one that holds your files")
+        raise ConfigError(f"there is no folder {args.folder}: name the folder that holds your files")
     if target_path.exists() and not args.force:
         raise ConfigError(f"{args.output} exists and is not overwritten: move it away, or give --force")
     if not target_path.parent.is_dir():
@@ -86,14 +87,17 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Write a commented larder.toml from a look at the Parquet and CSV files of a folder: which hold "
-        "interactions and features, which columns are users, items, times and weights. Guesses are told here and in "
-        "the file. Exit code: 0 written, 3 written with something left for you to fill in, 2 not written.",
+        description="Inspect the Parquet and CSV files of a folder and write a commented larder.toml. It guesses which "
+        "files hold interactions and features, and which columns are users, items, times and weights; the guesses are "
+        "printed and written as comments. Exit code: 0 written, 3 written with settings left to fill in, 2 not "
+        "written.",
     )
-    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="default: this one")
-    parser.add_argument("--output", metavar="FILE", default=SETTINGS_FILE, help="default: %(default)s")
-    parser.add_argument("--force", action="store_true", help="overwrite a file that is there")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "folder", nargs="?", default=".", metavar="FOLDER", help="folder to inspect (default: the current one)"
+    )
+    parser.add_argument("--output", metavar="FILE", default=SETTINGS_FILE, help="file to write (default: %(default)s)")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
+    parser.add_argument("--json", action="store_true", help="print the guesses as JSON")
     return parser
 
 
@@ -135,7 +139,7 @@ def _notes_on_text_files(setting_guesses: Guesses, folder: Path) -> list[str]:
 
 
 def _find_bundle(folder: Path, base_folder: Path) -> str | None:
-    """Return the folder of a model's bundle, at or directly below the inspected one, from `base_folder`, or None."""
+    """Return the path, relative to `base_folder`, of a bundle in the folder or directly below it; None without one."""
     bundle_folder = next(
         (
             manifest_path.parent
@@ -172,7 +176,7 @@ def _guess_lines(setting_guesses: Guesses, bundle_path: str | None) -> Iterator[
     yield from (f"  note: {note}" for note in setting_guesses.notes)
     yield from (f"  to do: {missing_setting}" for missing_setting in setting_guesses.missing)
     train_step = "" if bundle_path is not None else "larder train, "
-    first_step = "" if setting_guesses.is_complete else "write what is to do into larder.toml; "
+    first_step = "" if setting_guesses.is_complete else "fill in the settings to do in larder.toml; "
     yield f"Next: {first_step}larder check, then {train_step}larder night and larder serve."
 
 
@@ -180,10 +184,10 @@ def toml_text(setting_guesses: Guesses, bundle_path: str | None) -> str:
     """Return the text of `larder.toml`; a missing setting becomes a comment that says what to write."""
     if bundle_path is None:
         bundle_lines = [
-            '# bundle = ".larder/bundle"                # made by `larder train`; or the folder of a model of your own'
+            '# bundle = ".larder/bundle"                # made by `larder train`; or the folder of your own model'
         ]
     else:
-        bundle_lines = [_toml_line("bundle", bundle_path, "a model that was found here")]
+        bundle_lines = [_toml_line("bundle", bundle_path, "a model that was found there")]
     toml_lines = [
         _TOML_HEAD_TEXT,
         *bundle_lines,
@@ -193,7 +197,7 @@ def toml_text(setting_guesses: Guesses, bundle_path: str | None) -> str:
         *_source_lines(setting_guesses),
     ]
     if bundle_path is None and setting_guesses.items is not None:
-        comment = f"at most, of the model that `larder train` makes: there are only {setting_guesses.items} items"
+        comment = f"maximum for the model of `larder train`: there are only {setting_guesses.items} items"
         toml_lines += [
             "",
             "[reference]",
@@ -229,20 +233,20 @@ def _source_lines(setting_guesses: Guesses) -> Iterator[str]:
         )
     for role in _OPTIONAL_ROLES:
         column_name = setting_guesses.columns.get(role)
-        comment = {"timestamp": "when it happened", "weight": "0 or less: no interaction"}[role]
+        comment = {"timestamp": "time of the interaction", "weight": "0 or less: no interaction"}[role]
         yield _toml_line(f"{role}_column", column_name or "", comment if column_name else _NO_COLUMN_TEXT_BY_ROLE[role])
     for entity, feature_table in setting_guesses.features.items():
-        comment = "; items that are not in it are in no list" if entity == "item" else ""
+        comment = "; other items are never recommended" if entity == "item" else ""
         size_text = "" if feature_table.rows is None else f"{feature_table.rows:,} rows, "
         yield _toml_line(f"{entity}_features", feature_table.pattern[0], f"{size_text}one for each {entity}{comment}")
     if setting_guesses.category is not None:
-        yield _toml_line("category_column", setting_guesses.category, "of items; the reference model uses it")
+        yield _toml_line("category_column", setting_guesses.category, "category of items, for the reference model")
     for note in setting_guesses.notes:
         yield from _comment_lines(f"Note: {note}")
 
 
 def _reference_dims(item_count: int) -> int:
-    """Return the largest power of two of at most a quarter of the items, from 4 to 128."""
+    """Return the largest power of two up to a quarter of the number of items, bounded to 4 to 128."""
     return int(min(128, max(4, 1 << (max(1, item_count // 4).bit_length() - 1))))
 
 
@@ -252,7 +256,7 @@ def _toml_line(setting_name: str, setting_value: str, comment: str) -> str:
 
 
 def _comment_lines(comment_text: str) -> Sequence[str]:
-    one_line_text = printable(" ".join(comment_text.split()))  # a name with a line break must not end the comment
+    one_line_text = printable(" ".join(comment_text.split()))  # a line break in a name would end the comment
     return [
         f"# {comment_line}"
         for comment_line in textwrap.wrap(one_line_text, 108, break_long_words=False, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""Guesses about a folder's tables: columns' roles by name and type, interactions, and features."""
+"""Guesses which of a folder's tables hold interactions and features, and the roles of their columns."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,16 +20,16 @@ KINDS_BY_ROLE: Final[Mapping[Role, tuple[ColumnKind, ...]]] = {
     "weight": ("integer", "float", "text"),
     "category": ("text", "integer"),
 }
-"""Role -> kinds of columns that a night can read for it."""
+"""Role -> kinds of columns from which a night can read it."""
 
 FEW_ITEMS_END = 1_024
-"""Number of items below which 256 dimensions of the reference model are mostly noise."""
+"""Number of items below which most of the reference model's 256 dimensions are noise."""
 
 TIME_TEXT_SHARE_MIN = 0.99
-"""Share of a column's texts that are times, or missing, in a column of times: a night leaves the other rows out."""
+"""Minimum share of texts that are times, or missing, in a column of times; a night leaves the other rows out."""
 
 SECONDS_MAX = 100_000_000_000
-"""Bound above which numbers are no seconds since 1970 (of the year 5138) but milliseconds or smaller units."""
+"""Largest number read as seconds since 1970 (year 5138); larger ones are milliseconds or smaller units."""
 
 _COLUMN_NAMES_BY_ROLE: Final[Mapping[Role, tuple[str, ...]]] = {
     "user": (
@@ -59,10 +59,10 @@ _COLUMN_NAMES_BY_ROLE: Final[Mapping[Role, tuple[str, ...]]] = {
         "brand", "producttype", "productgroup", "productgroupname", "class", "section", "topic", "type",
     ),
 }  # fmt: skip
-"""Role -> names without case, underscores and the like; the most reliable first."""
+"""Role -> normalised column names, the most reliable first."""
 
 _TIME_NAME_PATTERN: Final = re.compile(r"([\W_](at|ts|date|timestamp)|[a-z](At|Date|Timestamp))$")
-"""Ending of a multi-word name of a time column: `ordered_at`, `viewDate`."""
+"""Ending of a time column's name of several words: `ordered_at`, `viewDate`."""
 
 _NUMBERED_NAME_PATTERN: Final = re.compile(r"(no|nr|num|number|code|key)$")
 
@@ -73,28 +73,28 @@ _NAMES_OF_NO_IDS: Final = frozenset(
         "year",
     }
 )  # fmt: skip
-"""Names of columns that are never taken for ids just because no other column is left."""
+"""Normalised names of columns that are never guessed to be ids merely because they are the last column left."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnRoles:
-    """Column of each recognised role, and remarks on columns that only seem to have one."""
+    """Column of each recognised role, and remarks on columns with the name of a role but unfit values."""
 
     columns: Mapping[Role, str]
     guessed: tuple[Role, ...] = ()
-    """Roles that were assigned to the one remaining column, without a matching name."""
+    """Roles whose column has no matching name, but was the only one left."""
     unfit: Mapping[Role, str] = field(default_factory=dict)
-    """Columns of ids by role that match its name, though a night refuses their values; no other column has the role."""
+    """Role -> column of ids whose name matches, but whose values a night refuses; no other column has the role."""
     remarks: tuple[str, ...] = ()
 
 
 def normalise_name(name: str) -> str:
-    """Return a name in lower case, without characters that are no letter or digit."""
+    """Return the letters and digits of a name, in lower case."""
     return re.sub(r"[\W_]", "", name.lower())
 
 
 def guess_roles(kind_by_column: Mapping[str, ColumnKind]) -> ColumnRoles:
-    """Return the roles of a table's columns: by exact name first, then by ending, finally the one remaining column."""
+    """Return the roles of a table's columns: by exact name, else by the name's ending, else the only column left."""
     column_by_role: dict[Role, str] = {}
     remarks: list[str] = []
     unfit_column_by_role: dict[Role, str] = {}
@@ -140,13 +140,13 @@ def _columns_by_role_name(role: Role, role_names: Sequence[str], column_names: S
         column for candidate_name in role_names for column in column_names if normalise_name(column) == candidate_name
     ]
     if role in ("user", "item"):
-        # A number is an id as well: `customer_no`, `article_nr`.
+        # Names such as `customer_no` and `article_nr` are ids, too.
         matching_columns += [
             column
             for column in column_names
             if column not in matching_columns and _NUMBERED_NAME_PATTERN.sub("", normalise_name(column)) in role_names
         ]
-        # Of several words: `src_user_id`, `clicked_article`.
+        # Then names of several words, such as `src_user_id` and `clicked_article`.
         name_endings = tuple(role_name for role_name in role_names if len(role_name) > 3)
         matching_columns += [
             column
@@ -169,42 +169,42 @@ def _is_like_an_id(column_name: str, column_kind: ColumnKind) -> bool:
 
 
 def describe_unfit_column(role: Role, column_name: str, column_kind: ColumnKind) -> str:
-    """Describe a column that has the name of a role and values of a kind that a night cannot read for it."""
+    """Return a message on a column that has the name of a role, but a kind of values that a night cannot read."""
     remedy = "it is left out"
     if role in ("user", "item"):
-        remedy = "ids are text or whole numbers: write the column so, with a row for each id"
+        remedy = "ids are text or whole numbers: convert the column, with one row for each id"
     if role in ("user", "item") and column_kind == "float":
         remedy = (
-            "ids are text or whole numbers (pandas makes floats of numbers where one is missing: make the column Int64 "
-            "before it is written, so that CSV has 17850 in place of 17850.0)"
+            "ids are text or whole numbers (pandas turns integers into floats if a value is missing: convert the "
+            "column to Int64 before writing, so that CSV has 17850 instead of 17850.0)"
         )
     return f"column {column_name!r} looks like the {role}, but holds {column_kind} values: {remedy}"
 
 
 @dataclass
 class Guesses:
-    """Guesses with notes on their reasons; a column that is None was not recognised."""
+    """Guessed settings, with notes on their reasons; a column is None if it was not recognised."""
 
     interactions: FoundTable | None = None
     columns: dict[Role, str | None] = field(default_factory=dict)
     features: dict[str, FoundTable] = field(default_factory=dict)
-    """Feature tables, by `item` and `user`."""
+    """Feature tables by entity, `item` or `user`."""
     category: str | None = None
     items: int | None = None
-    """Number of items, if it is so small that the reference model's vectors should be shorter."""
+    """Number of items if it is below FEW_ITEMS_END, so that the reference model's vectors should be shorter."""
     notes: list[str] = field(default_factory=list)
     """Notes on guesses that may be wrong, and on unused files, each with a remedy."""
     missing: list[str] = field(default_factory=list)
-    """Settings that a night needs and that could not be guessed, each with the line to write."""
+    """Required settings that could not be guessed, each with the line to write."""
 
     @property
     def is_complete(self) -> bool:
-        """True if no setting has to be written by hand."""
+        """True if the user has no setting to fill in."""
         return not self.missing
 
 
 def guess_settings(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
-    """Guess from tables, the largest first."""
+    """Guess the settings from the tables, which are sorted by size, largest first."""
     setting_guesses = Guesses(notes=list(remarks))
     roles_by_title = {candidate_table.title: guess_roles(candidate_table.columns) for candidate_table in tables}
     interaction_tables = [
@@ -212,7 +212,7 @@ def guess_settings(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Gues
         for candidate_table in tables
         if {"user", "item"} <= roles_by_title[candidate_table.title].columns.keys()
     ]
-    # A column that was only left over counts where no other table has both by name.
+    # A table with an id column that was only guessed counts if no table has both by name.
     interaction_tables = [
         candidate_table
         for candidate_table in interaction_tables
@@ -228,7 +228,7 @@ def guess_settings(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Gues
             "none of the files found can be read (see the notes)" if remarks else "no Parquet or CSV file was found"
         )
         setting_guesses.missing.append(
-            f'[sources] interactions: {no_table_reason}; write e.g. ["clicks/*.parquet"], or mend that and run '
+            f'[sources] interactions: {no_table_reason}; write e.g. ["clicks/*.parquet"], or repair the files and run '
             "`larder init --force`"
         )
     for found_table in tables:
@@ -243,11 +243,11 @@ def guess_settings(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Gues
             setting_guesses.notes.append(f"{found_table.title} is not used: it cannot be read: {reason}")
     setting_guesses.items = _item_count_if_few(setting_guesses)
     if (interactions_table := setting_guesses.interactions) is not None and interactions_table.unread:
-        # The next command names the file, too: a night without its rows would say nothing.
+        # The pattern includes the unreadable files, so that a night fails instead of silently leaving their rows out.
         setting_guesses.interactions = replace(interactions_table, pattern=interactions_table.whole_pattern)
         setting_guesses.missing += [
-            f"{remark}; a night reads all of {', '.join(interactions_table.whole_pattern[:3])} or nothing: mend "
-            "it, or move it away"
+            f"{remark}; a night reads all of {', '.join(interactions_table.whole_pattern[:3])} or nothing: repair "
+            "the file, or move it away"
             for remark in interactions_table.unread
         ]
     return setting_guesses
@@ -264,18 +264,18 @@ def _guess_interactions(
     }
     setting_guesses.notes += column_roles.remarks
     for role in column_roles.guessed:
-        guess_reason = "it alone holds times" if role == "timestamp" else "no other is left"
+        guess_reason = "no other column holds times" if role == "timestamp" else "no other column is left"
         setting_guesses.notes.append(
-            f"column {column_roles.columns[role]!r} is taken for the {role} because {guess_reason}; if it is "
-            "not, change "
+            f"column {column_roles.columns[role]!r} is taken for the {role} because {guess_reason}; if that is "
+            "wrong, change "
             f"{role}_column"
         )
     if (column_name := setting_guesses.columns["item"]) is not None and has_lists_of_ids(
         interactions_table.sample[column_name]
     ):
         setting_guesses.notes.append(
-            f"column {column_name!r} seems to hold a whole history in each field: hardly one comes twice, and "
-            "most hold several words. A row is one item of one user: write a row for each"
+            f"column {column_name!r} seems to hold a whole history in each field: hardly any value is repeated, and "
+            "most have several words. A row is one item of one user: write one row for each item"
         )
     if (column_name := setting_guesses.columns["timestamp"]) is not None and (
         remark := _unreadable_times_reason(interactions_table.sample[column_name])
@@ -288,9 +288,9 @@ def _guess_interactions(
         ]
         if unassigned_columns:
             setting_guesses.notes.append(
-                f"no column of times was recognised among {', '.join(unassigned_columns)}: if one holds them, write it "
-                "into "
-                "timestamp_column; without times the order of rows counts"
+                f"no column of times was recognised among {', '.join(unassigned_columns)}: if one holds times, write "
+                "its name into "
+                "timestamp_column; without times the order of rows is used"
             )
     if (column_name := setting_guesses.columns["weight"]) is not None:
         setting_guesses.notes += _notes_on_weight(interactions_table, column_name)
@@ -298,14 +298,14 @@ def _guess_interactions(
         setting_guesses.notes += _notes_on_folder_keys(interactions_table)
     for other_table in other_tables:
         setting_guesses.notes.append(
-            f"{other_table.title} holds users and items, too, and is not used; if it counts, write it into "
+            f"{other_table.title} holds users and items, too, and is not used; if it holds interactions, add it to "
             "interactions "
             "(its columns must have the same names)"
         )
 
 
 def _notes_on_folder_keys(found_table: FoundTable) -> list[str]:
-    """Return a note on values in folders' names, as Hive writes them, that no column has; none without any."""
+    """Return a note on Hive partition keys in folder names that are not columns as well; empty without such keys."""
     folder_names = (folder_name for file in found_table.files for folder_name in file.parent.parts)
     folder_keys = dict.fromkeys(folder_name.partition("=")[0] for folder_name in folder_names if "=" in folder_name)
     keys_text = ", ".join(
@@ -315,13 +315,13 @@ def _notes_on_folder_keys(found_table: FoundTable) -> list[str]:
         return []
     note = (
         f"the folders of {found_table.title} have values of {keys_text} in their names, which are not read: "
-        "write them into the files as a column"
+        "write them into a column of the files"
     )
     return [note]
 
 
 def _item_count_if_few(setting_guesses: Guesses) -> int | None:
-    """Return the number of items in the features or the first rows, if it is below FEW_ITEMS_END."""
+    """Return the number of items in the features, else in the first rows; None unless it is below FEW_ITEMS_END."""
     interactions_table, item_column = (setting_guesses.interactions, setting_guesses.columns.get("item"))
     if (item_table := setting_guesses.features.get("item")) is not None and item_table.rows is not None:
         item_count = item_table.rows
@@ -346,7 +346,7 @@ def _has_ids(column: Any, column_kind: ColumnKind) -> bool:
 
 
 def _guess_half_recognised(setting_guesses: Guesses, found_table: FoundTable, column_roles: ColumnRoles) -> None:
-    """Take the table with the most id columns for the interactions; its unrecognised columns are left to write."""
+    """Use the table with the most id columns as interactions; the user fills in its unrecognised columns."""
     setting_guesses.interactions = found_table
     setting_guesses.columns = {
         column_name: column_roles.columns.get(column_name, column_roles.unfit.get(column_name))
@@ -364,14 +364,14 @@ def _guess_half_recognised(setting_guesses: Guesses, found_table: FoundTable, co
     ]:
         setting_guesses.notes.append(
             f"column {list_columns[0]!r} of {found_table.title} holds lists: a row is one item of one user, so "
-            "write a row for each of a list's values (in pandas explode, in SQL unnest)"
+            "write one row for each value of a list (in pandas with explode, in SQL with unnest)"
         )
     for role in ("user", "item"):
         if role not in column_roles.columns and role not in column_roles.unfit:
             setting_guesses.missing.append(
                 f"[sources] {role}_column: none of the columns of {found_table.title} "
-                f"({', '.join(found_table.columns)}) is called like one; write the name of the column of "
-                f"{role} ids"
+                f"({', '.join(found_table.columns)}) has a usual name for {role} ids; write the name of the column "
+                "that holds them"
             )
 
 
@@ -381,7 +381,7 @@ def _is_list_column(table: FoundTable, column_name: str) -> bool:
 
 
 def _guess_features(setting_guesses: Guesses, found_table: FoundTable, column_roles: ColumnRoles) -> None:
-    """Add a table with one row for each item, or user, to the features if a night can read it."""
+    """Add a table with one row per item, or per user, to the features if a night can read it; else add a note."""
     for entity in ("item", "user"):
         role: Role = "item" if entity == "item" else "user"
         if (id_column := column_roles.columns.get(role)) is None or role in column_roles.guessed:
@@ -389,7 +389,7 @@ def _guess_features(setting_guesses: Guesses, found_table: FoundTable, column_ro
         if len(found_table.columns) == 2 and "vector" in found_table.columns.values():
             setting_guesses.notes.append(
                 f"{found_table.title} looks like vectors of {entity}s, and is not used: `larder import vectors` "
-                "makes a folder of vectors"
+                "makes a folder for nights from vectors"
             )
             return
         title_clause, interactions_column = (
@@ -404,21 +404,21 @@ def _guess_features(setting_guesses: Guesses, found_table: FoundTable, column_ro
             and interactions_column not in found_table.columns
         ):
             remark = (
-                f"its ids are in {id_column!r}, those of the interactions in {interactions_column!r}: "
+                f"its ids are in column {id_column!r}, those of the interactions in {interactions_column!r}: "
                 "give both the same name"
             )
         elif not are_unique(found_table, id_column if interactions_column is None else interactions_column):
-            remark = "some ids come twice: only one row of each would count"
+            remark = "some ids come twice: only one row of each would be used"
         elif len(found_table.files) > 1:
-            remark = f"it is {len(found_table.files)} files: make it one"
+            remark = f"it has {len(found_table.files)} files: merge them into one"
         elif entity in setting_guesses.features:
-            remark = f"{setting_guesses.features[entity].title} is used: join the two"
+            remark = f"{setting_guesses.features[entity].title} is used instead: join the two tables"
         else:
             setting_guesses.features[entity] = found_table
             if role == "item":
                 setting_guesses.category = column_roles.columns.get("category")
             return
-        setting_guesses.notes.append(f"{title_clause}, and is not used: {remark}")
+        setting_guesses.notes.append(f"{title_clause}, but is not used: {remark}")
         return
     setting_guesses.notes.append(f"{found_table.title} is not used: neither users nor items were recognised in it")
 
@@ -431,21 +431,21 @@ def _unreadable_times_reason(column: Any) -> str | None:
     if pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type):
         if (pc.mean(pc.greater(column, SECONDS_MAX)).as_py() or 0) > 0.5:
             return (
-                "holds milliseconds or less since 1970, where seconds are read: it is left out; divide it, or write it "
-                "as a timestamp"
+                "holds milliseconds or smaller units since 1970, but seconds are expected: it is left out; divide its "
+                "values, or write them as timestamps"
             )
         return None
     from precompute.sources.times import parse_time_texts
 
     _, readable_mask, missing_mask = parse_time_texts(column.combine_chunks())
     if (readable_mask | missing_mask).mean() < TIME_TEXT_SHARE_MIN:
-        return "holds texts that are no times (ISO 8601 is read): it is left out; write it as a timestamp"
+        return "holds texts that are no times in ISO 8601: it is left out; write it as timestamps"
     return None
 
 
 def _notes_on_weight(table: FoundTable, weight_column: str) -> list[str]:
     sample_weights = table.sample[weight_column]
-    remark = f"rows with {weight_column!r} above 0 are interactions, all alike: 5 is no more than 1"
+    remark = f"rows with {weight_column!r} above 0 are interactions of equal weight: 5 counts the same as 1"
     if not (pa.types.is_integer(sample_weights.type) or pa.types.is_floating(sample_weights.type)) or not len(
         sample_weights
     ):
@@ -454,6 +454,6 @@ def _notes_on_weight(table: FoundTable, weight_column: str) -> list[str]:
     nonpositive_share_text = (
         f" ({nonpositive_count / len(sample_weights):.0%} of the first rows are not)" if nonpositive_count else ""
     )
-    low_ratings_remark = "; low ratings count like high ones, so leave bad ones out of the file, or make them 0"
+    low_ratings_remark = "; low ratings count like high ones, so remove low ratings from the file, or set them to 0"
     is_rating = normalise_name(weight_column) in ("rating", "ratings", "score", "stars", "overall")
     return [f"{remark}{nonpositive_share_text}{low_ratings_remark if is_rating else ''}"]

@@ -43,15 +43,15 @@ ColumnKind = Literal["integer", "float", "text", "time", "vector", "other"]
 """Kind of a column's values; a vector is a list of fractional numbers."""
 
 DEPTH_MAX = 8
-"""Levels of folders below the inspected one, such as table/year/month/day/hour."""
+"""Number of folder levels that are inspected, such as table/year/month/day/hour."""
 
 FILES_MAX = 20_000
 
 SAMPLE_ROWS = 1 << 16
-"""Rows at a table's start that are inspected."""
+"""Number of a table's first rows that are inspected."""
 
 FILE_ERRORS = (OSError, pa.ArrowException, ValueError, KeyError, LarderError)
-"""Errors that an odd file raises: they cost one remark, and the inspection continues."""
+"""Errors of unreadable files: each becomes a remark, and the inspection continues."""
 
 _CSV_BYTES_MAX = 4 << 20
 
@@ -63,19 +63,19 @@ _LEFT_OUT_FOLDERS = {"artifacts", "bundle", "node_modules", "__pycache__", "venv
 """Names of folders that are not inspected."""
 
 _SEPARATORS = (",", ";", "\t", "|", "\x01")
-"""Candidate separators of fields, of which the most frequent one in the first line is taken."""
+"""Candidate separators of fields; the most frequent one in the first line is used."""
 
 _SNIFFED_BYTES_MAX = 1 << 16
 """Bytes inspected at the start of a file without a known ending."""
 
 NOT_UTF_8_NAME = "has a name that is not UTF-8: rename it"
 _NAMED_FILES_MAX = 3
-"""Files of one kind that a remark names."""
+"""Maximum number of files that a remark names."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundTable:
-    """Table of one or more files with the same columns; `pattern` names them as `larder.toml` does."""
+    """Table of one or more files with the same columns; `pattern` matches them in `larder.toml`."""
 
     pattern: tuple[str, ...]
     files: tuple[Path, ...]
@@ -83,22 +83,22 @@ class FoundTable:
     columns: Mapping[str, ColumnKind]
     sample: Any
     rows: int | None
-    """Number of rows; None if that would need reading all."""
+    """Number of rows; None if only reading the whole files would tell."""
     size_bytes: int
     separator: str = ","
     unread: tuple[str, ...] = ()
-    """Remarks on files that cannot be read and that belong to the table by their folder or name."""
+    """Remarks on unreadable files that, by folder or name, belong to the table."""
     whole_pattern: tuple[str, ...] = ()
-    """Pattern that names these, too."""
+    """Pattern that matches the unreadable files as well; empty without any."""
 
     @property
     def title(self) -> str:
-        """Pattern for messages."""
+        """Return the pattern for messages, cut after three parts."""
         return ", ".join(self.pattern[:3]) + (", ..." if len(self.pattern) > 3 else "")
 
 
 def discover_tables(folder: Path, base_folder: Path) -> tuple[list[FoundTable], list[str]]:
-    """Find the tables below a folder, largest first, patterns from `base_folder`; return also remarks on others."""
+    """Return the tables below a folder, largest first, and remarks on other files; paths start at `base_folder`."""
     file_looks_by_key: dict[_GroupKey, list[_FileLook]] = defaultdict(list)
     unread_looks: list[_FileLook] = []
     folder_walk = _FolderWalk(folder, base_folder)
@@ -128,7 +128,7 @@ def discover_tables(folder: Path, base_folder: Path) -> tuple[list[FoundTable], 
 
 
 def are_unique(table: FoundTable, column: str) -> bool:
-    """True if no value of a column is repeated, in all rows of Parquet and the first ones of CSV."""
+    """Return True if a column has no repeated value, in all rows for Parquet, in the sampled rows for CSV."""
     if table.format == "parquet":
         column_values = pa.chunked_array(
             [
@@ -143,7 +143,7 @@ def are_unique(table: FoundTable, column: str) -> bool:
 
 
 class _FileLook(NamedTuple):
-    """Result of inspecting one file: its table's columns, or a remark why it is no table, or both."""
+    """Result of inspecting one file; `remark` says why it is not a table, or names an oddity of the table."""
 
     path: Path
     format: str
@@ -156,16 +156,17 @@ class _FileLook(NamedTuple):
 
 
 _GroupKey = tuple[str, str, tuple[str, ...]]
-"""Format, separator and sorted columns of the files of one table."""
+"""Format, separator and sorted column names, which are the same in all files of a table."""
 
 
 def _unread_looks_by_group(
     file_looks_by_key: Mapping[_GroupKey, Sequence[_FileLook]], unread_looks: Sequence[_FileLook], folder: Path
 ) -> dict[_GroupKey, list[_FileLook]]:
-    """Return the files that cannot be read by the table that they belong to.
+    """Return the unreadable files, grouped by the table that each belongs to.
 
-    That is the table whose files alone lie in their folder, or one of whose files there has the same name but for its
-    digits. A lone file of Parquet in the inspected `folder` may be of items or users as well, which CSV never is.
+    A file belongs to the table that has a file of the same name, apart from digits, in its folder, or to the only table
+    in its folder. If that table is a single file in the inspected `folder`, this holds for CSV only: an unreadable
+    Parquet file there may be a table of features, which are never CSV.
     """
     unread_by_key: dict[_GroupKey, list[_FileLook]] = {group_key: [] for group_key in file_looks_by_key}
     for unread_look in (unread_look for unread_look in unread_looks if unread_look.remark != NOT_UTF_8_NAME):
@@ -193,12 +194,12 @@ def _unread_looks_by_group(
 
 
 def _stem_without_digits(path: Path) -> str:
-    """Return a file's name without its ending and its numbers."""
+    """Return a file's name in lower case without ending, digits and punctuation."""
     return re.sub(r"[\W_\d]+", "", path.name.lower().removesuffix(_ending(path)))
 
 
 class _FolderWalk:
-    """Files below a folder that may be data by their names; `remarks` lists skipped folders."""
+    """Iterable of the files below a folder whose names may be those of data; `remarks` names skipped folders."""
 
     def __init__(self, folder: Path, base: Path) -> None:
         self.remarks: list[str] = []
@@ -212,8 +213,8 @@ class _FolderWalk:
             folder_entries += _list_metadata_entries(folder) if "metadata" in subfolder_names else []
             for table_kind in table_kind_by_folder(folder_entries).values():
                 self.remarks.append(
-                    f"{_relative_text(folder, self._base)} is {table_kind}, and is not read: its log says which "
-                    "of its files count; write its rows as Parquet files into a folder of their own"
+                    f"{_relative_text(folder, self._base)} is {table_kind}, and is not read: only its log says which "
+                    "of its files are valid; write its rows as Parquet files into a separate folder"
                 )
                 subfolder_names[:], file_names[:] = [], []
             subfolders = sorted(
@@ -225,7 +226,7 @@ class _FolderWalk:
             )
             if subfolders and len(folder.parts) - root_depth >= DEPTH_MAX:
                 self.remarks.append(
-                    f"{_relative_text(folder, self._base)} has folders that were not looked into: they lie too deep"
+                    f"{_relative_text(folder, self._base)} has folders that were not inspected: they are too deep"
                 )
                 subfolders = []
             subfolder_names[:] = subfolders
@@ -242,7 +243,7 @@ def _list_metadata_entries(folder: Path) -> list[FolderEntry]:
 
 
 def _look_at_safely(path: Path, look_at_file: Callable[[], _FileLook]) -> _FileLook:
-    """Inspect a file; for an error return the reason as the remark on a file that is no table."""
+    """Inspect a file; turn an error into the remark of a result that is not a table."""
     try:
         str(path).encode()
         return look_at_file()
@@ -259,9 +260,9 @@ def _look_at_safely(path: Path, look_at_file: Callable[[], _FileLook]) -> _FileL
 
 
 def _remarks_on_unused_files(paths: Sequence[Path], base_folder: Path, *, is_all: bool) -> Iterator[str]:
-    """Yield remarks on unused files: their apparent content, and a remedy.
+    """Yield remarks on unused files, with their apparent content and a remedy.
 
-    Unless `is_all`, only on those that hold data by their names, since there are other tables.
+    Without `is_all`, for folders that have tables, only files whose names are those of data are named.
     """
     paths_by_reason: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
@@ -277,11 +278,9 @@ def _remarks_on_unused_files(paths: Sequence[Path], base_folder: Path, *, is_all
 
 def _unused_file_reason(path: Path) -> str:
     if path.name.lower().endswith((".txt", ".txt.gz")):
-        return (
-            'is text: if its lines are `user item item ...`, name it in [sources] interactions, with format = "lines"'
-        )
+        return 'is text: if its lines are `user item item ...`, add it to [sources] interactions with format = "lines"'
     if reason := unreadable_name_reason(path.name):
-        return f"is not taken: {reason}"
+        return f"is not used: {reason}"
     try:
         with path.open("rb") as file:
             first_bytes = file.read(_SNIFFED_BYTES_MAX)
@@ -290,18 +289,18 @@ def _unused_file_reason(path: Path) -> str:
     if reason := unreadable_text_reason(first_bytes):
         return reason
     if (separator_sign := find_row_separator(first_bytes)) == "::":
-        return "has fields between double colons: write it with commas into a file of a name that ends in .csv"
+        return "has fields between double colons: write it with commas into a file whose name ends in .csv"
     if separator_sign is not None:
         ending = ".tsv" if separator_sign == "\t" else ".csv"
         return (
-            "is not taken: its name does not say its format: it looks like rows with "
+            "is not used: its name does not say its format. It looks like rows with "
             f"{separator_in_words(separator_sign)} "
             "between "
-            f"their fields: rename it to {ending}, and put a line of column names above if there is none"
+            f"their fields: rename it to {ending}, and add a first line of column names if it has none"
         )
     return (
-        "is not taken: its name does not say its format: Parquet, CSV, TSV and lines of ids are read, of names that "
-        "end in .parquet, .csv, .tsv or .txt"
+        "is not used: its name does not say its format. Files of Parquet, CSV, TSV and lines of ids are read if their "
+        "names end in .parquet, .csv, .tsv or .txt"
     )
 
 
@@ -311,7 +310,7 @@ def _ending(path: Path) -> str:
 
 
 def _look_at(path: Path) -> _FileLook:
-    """Return the columns and first rows of a file, or the reason why it is no table."""
+    """Return the columns and first rows of a file, or a remark why it is not a table."""
     if _FORMAT_BY_ENDING[_ending(path)] == "csv":
         return _look_at_csv(path)
     with pa.parquet.ParquetFile(path) as parquet_file:
@@ -328,7 +327,7 @@ def _look_at_csv(path: Path) -> _FileLook:
     file_look, is_packed = _FileLook(path, "csv"), path.name.lower().endswith(".gz")
     if is_packed and not is_gzip(path):
         return file_look._replace(remark=NOT_GZIP_REASON, is_table=False)
-    # A part of its bytes, read to its end: no reader is left running behind the look.
+    # Read a bounded part of the file in one go, so that no background reader is left running.
     with pa.input_stream(str(path), compression="gzip" if is_packed else None) as csv_stream:
         first_bytes: bytes = csv_stream.read(_CSV_BYTES_MAX)
         is_cut = len(first_bytes) == _CSV_BYTES_MAX
@@ -336,12 +335,12 @@ def _look_at_csv(path: Path) -> _FileLook:
         return file_look._replace(remark=reason, is_table=False)
     while first_bytes.startswith(UTF_8_BYTE_ORDER_MARK):
         first_bytes = first_bytes.removeprefix(UTF_8_BYTE_ORDER_MARK)
-    # Without a line break the reader takes the names for no rows of no columns.
+    # Without a line break after the column names, the CSV reader finds neither columns nor rows.
     first_bytes = first_bytes[: first_bytes.rfind(b"\n") + 1] if is_cut else first_bytes + b"\n"
     header_line = re.split(rb"[\r\n]", first_bytes, maxsplit=1)[0]
     header_text = header_line.decode()
     if not header_text.strip():
-        return file_look._replace(remark="cannot be read: it is empty, or its first line is", is_table=False)
+        return file_look._replace(remark="cannot be read: it is empty, or its first line is empty", is_table=False)
     separator = max(_SEPARATORS, key=header_text.count)
     first_bytes = Dialect(separator.encode(), b'"', b"").with_bare_quotes(first_bytes)
     header_line = re.split(rb"[\r\n]", first_bytes, maxsplit=1)[0]
@@ -366,7 +365,7 @@ def _look_at_csv(path: Path) -> _FileLook:
         )
 
     sample = read_rows()
-    # Twenty digits are no float: what is written as whole numbers is an id as it is.
+    # Arrow reads whole numbers of more than 64 bits as floats; such ids are kept as texts.
     type_by_float_column = {field.name: pa.string() for field in sample.schema if pa.types.is_floating(field.type)}
     if type_by_float_column:
         text_table = read_rows(**type_by_float_column)
@@ -383,7 +382,7 @@ def _look_at_csv(path: Path) -> _FileLook:
         return file_look._replace(
             remark=(
                 f"has {first_odd_row.expected_columns} column names and {first_odd_row.actual_columns} fields in "
-                f"each row: is there {separator_in_words(separator)} behind the last one, one within a value "
+                f"each row: is there {separator_in_words(separator)} behind the last field, one within a value "
                 "that has no quotes around it, "
                 "or a line above the column names? Write as many fields as names"
             ),
@@ -401,12 +400,12 @@ def _look_at_csv(path: Path) -> _FileLook:
 def _repeated_names_remark(column_names: Sequence[str]) -> str | None:
     repeated_names = sorted({name for name in column_names if column_names.count(name) > 1})
     if "" in repeated_names:
-        return "has several columns without a name: is the first line a title? Leave it out"
+        return "has several columns without a name: is the first line a title? If so, remove it"
     return f"has several columns called {', '.join(map(repr, repeated_names))}: rename them" if repeated_names else None
 
 
 def _without_header(sample: Any) -> tuple[Any, int]:
-    """Return (rows without repeated headers, number of those): rows whose values are all their columns' names."""
+    """Return the rows without repeated header lines, whose values equal the column names, and the number of those."""
     if not len(sample) or not all(pa.types.is_string(field.type) for field in sample.schema):
         return sample, 0
     header_mask = None
@@ -422,7 +421,7 @@ def _plain_table(table: Any) -> Any:
 
 
 def _to_comparable_type(column: Any) -> Any:
-    """Convert a column to a comparable type: no dictionary, no views, whole decimals as texts of digits."""
+    """Convert a column of dictionary, view, extension or decimal type to a plain type; whole decimals become texts."""
     arrow_type = column.type
     if isinstance(arrow_type, pa.BaseExtensionType):
         return _to_comparable_type(column.cast(arrow_type.storage_type))
@@ -437,7 +436,7 @@ def _to_comparable_type(column: Any) -> Any:
 
 
 def is_digits(texts: Any) -> bool:
-    """True if all texts that are not missing are whole numbers in digits."""
+    """Return True if there are texts and all of them, apart from nulls, are whole numbers in digits."""
     matches = pc.match_substring_regex(texts, r"^\s*[+-]?\d+\s*$")
     return bool(len(texts) > texts.null_count and pc.all(matches, skip_nulls=True).as_py())
 
@@ -450,10 +449,10 @@ def _unreadable_csv_reason(column_names: Sequence[str], separator: str) -> str |
         return f"has one column, {column_names[0]!r}: {ROW_IN_QUOTES_REMEDY}"
     if len(column_names) == 1:
         return (
-            f"has one column, {column_names[0]!r}: if a row's fields stand between another sign than a "
+            f"has one column, {column_names[0]!r}: if another character than a "
             "comma, a "
-            "semicolon, a tab or a bar, name the file in [sources] interactions and the sign in separator; "
-            "is the first line a title? Leave it out"
+            "semicolon, a tab or a bar separates its fields, set the file in [sources] interactions and the character "
+            "in separator; if the first line is a title, remove it"
         )
     if is_like_a_row(column_names):
         return NO_COLUMN_NAMES_REASON
@@ -461,7 +460,7 @@ def _unreadable_csv_reason(column_names: Sequence[str], separator: str) -> str |
 
 
 def _build_table(file_looks: Sequence[_FileLook], base_folder: Path, unread_looks: Sequence[_FileLook]) -> FoundTable:
-    """Build the table of files with the same columns; its kinds are those of the first one with rows."""
+    """Build the table of files with the same columns; column kinds are taken from the first file with rows."""
     first_look = next((file for file in file_looks if len(file.sample)), file_looks[0])
     file_paths = [file.path for file in file_looks]
     row_counts = [file.rows for file in file_looks]
@@ -486,7 +485,7 @@ def _build_table(file_looks: Sequence[_FileLook], base_folder: Path, unread_look
 
 
 def _shortest_pattern(file_paths: list[Path], base_folder: Path) -> tuple[str, ...]:
-    """Return the shortest pattern that matches exactly these files: a wildcard, else each of them."""
+    """Return a wildcard pattern that matches exactly these files; if there is none, the files' paths."""
     if len(file_paths) > 1:
         top_folder = Path(os.path.commonpath([path.parent for path in file_paths]))
         endings = {path.name[-len(_ending(path)) :] for path in file_paths}
@@ -520,7 +519,7 @@ def _column_kind(arrow_type: Any, column_values: Any, file_format: str) -> Colum
         return "vector" if pa.types.is_floating(arrow_type.value_type) else "other"
     if pa.types.is_string(arrow_type):
         return "integer" if is_digits(column_values) else "text"
-    # Texts of CSV that are not UTF-8, and columns without a value, of which any kind may come.
+    # CSV columns with invalid UTF-8 are binary, and columns without any value are null: both count as text.
     if pa.types.is_null(arrow_type) or (file_format == "csv" and pa.types.is_binary(arrow_type)):
         return "text"
     return "time" if pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type) else "other"

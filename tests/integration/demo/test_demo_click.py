@@ -63,11 +63,11 @@ def test_a_click_is_counted_taken_over_and_counted_again_after_a_roll_back(tmp_p
 
     assert judge.violations == [] and metric_contradictions(metrics, judge.sources) == []
     first_line, before, after, dashboard = sent
-    assert first_line.startswith(f"{click.user} clicks on {click.item}, the list counts it ")
+    assert first_line.startswith(f"{click.user} clicks on {click.item}; the list reflects it ")
     assert click.item in before and click.item not in after
     assert dashboard == "dashboard: 1 accepted, 0.0 s behind"
-    assert taken_over == ["it has the click: the list is the one answered live"]
-    assert counted_again == ["the click is counted again: the same list"]
+    assert taken_over == ["the generation has the click: its list equals the live answer"]
+    assert counted_again == ["the click is counted live again: the list is the same"]
 
 
 class Answered(Click):
@@ -97,7 +97,7 @@ LIVE = answer("b", "c", producer="live", source=Source.LIVE, events=1)
 @pytest.mark.parametrize(
     ("night_answer", "expected_error"),
     [
-        (answer("a", "b", producer="live", events=1), "did not take the click"),
+        (answer("a", "b", producer="live", events=1), "did not read the click"),
         (answer("b", "d"), "was answered \\('b', 'c'\\), now \\('b', 'd'\\)"),
     ],
 )

@@ -64,7 +64,7 @@ def test_one_that_is_shared_with_pages_may_evict_ids_and_says_so(server: Durable
         finally:
             client.config_set("maxmemory-policy", "noeviction")
 
-    assert state == "ok" and "a repetition may count" in detail
+    assert state == "ok" and "a repeated event may count twice" in detail
 
 
 def test_one_that_is_away_is_named_without_its_password(tmp_path: Path) -> None:

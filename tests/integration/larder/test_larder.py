@@ -88,7 +88,7 @@ def test_without_a_redis_one_is_started_for_all(shop: Path, tmp_path: Path) -> N
         server = running_server(tmp_path / "state")
         assert server is not None and server.url.endswith(f"{address}/0")
         refusal = larder(shop, "redis", code=2, environ=settings)
-        assert refusal.startswith("larder: one runs already for ") and address in refusal
+        assert refusal.startswith("larder: a Redis already runs for ") and address in refusal
         larder(shop, "night", "--quiet", environ=settings)
         assert f"{address}, of `larder redis`" in larder(shop, "check", environ=settings)
         with running(shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=settings) as url:

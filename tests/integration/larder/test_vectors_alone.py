@@ -55,7 +55,7 @@ def test_known_users_have_their_best_items_strangers_are_folded_in_and_a_night_f
     folder, environ = shop
     everyone = [{"id": f"u{number}"} for number in range(USERS)]
 
-    assert "none of interactions" in larder(folder, "check", environ=environ)
+    assert "none of them of interactions" in larder(folder, "check", environ=environ)
     night_output = larder(folder, "night", "--data-until", FIRST, environ=environ)
     assert "left out, since there are no interactions: stale_lists, heldout_recall" in night_output
     with running(folder, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ) as url:

@@ -335,7 +335,7 @@ def test_the_check_names_the_rights_that_a_user_lacks(socket: Path, loader: redi
     assert "ACL SETUSER larder-loader ~larder:1:{other}:* ~larder:1:other:g:* +get " in words
 
     state, words = redis_line("larder-reader:reads")
-    assert state == "ok" and "may serve, not load" in words and "UNLINK" in words
+    assert state == "ok" and "can serve but not load" in words and "UNLINK" in words
 
     state, words = redis_line("larder-loader:wrong")
     assert state == "to do" and "password" in words

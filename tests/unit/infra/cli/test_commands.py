@@ -136,7 +136,7 @@ def test_the_help_imports_nothing_heavy() -> None:
     [
         (("nigth",), "larder: there is no command 'nigth': did you mean night?"),
         (("rollback",), "larder: there is no command 'rollback': did you mean roll-back?"),
-        (("xyzzy",), "larder: there is no command 'xyzzy': larder --help lists all"),
+        (("xyzzy",), "larder: there is no command 'xyzzy': larder --help lists all commands"),
         (("--versoin",), "larder: there is no option '--versoin': did you mean --version?"),
     ],
 )

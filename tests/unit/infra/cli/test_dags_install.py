@@ -63,7 +63,7 @@ def test_a_file_of_an_older_release_is_replaced(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda text: f"{text}# mine\n", "was changed by hand"),
+        (lambda text: f"{text}# mine\n", "was edited"),
         (lambda text: text.partition("\n")[2], "was not written by this command"),
     ],
 )
@@ -152,7 +152,7 @@ def test_an_airflow_that_runs_the_dags_gets_them(
 
     assert install(folder) == 0
 
-    assert ("version was not looked at" in capsys.readouterr().out) == (installed is None)
+    assert ("version was not checked" in capsys.readouterr().out) == (installed is None)
 
 
 @pytest.mark.parametrize(

@@ -357,7 +357,7 @@ def odd_empty(path: Path) -> None:
         (odd_utf16, r"odd\.csv is UTF-16: convert it .*iconv"),
         (odd_parquet, r"odd\.parquet cannot be read"),
         (odd_twice, r"odd\.parquet has several columns called 'user'"),
-        (odd_widths, r"odd\.csv has 3 column names and 4 fields .* behind the last one"),
+        (odd_widths, r"odd\.csv has 3 column names and 4 fields .* behind the last field"),
         (odd_empty, r"odd\.csv cannot be read: it is empty"),
     ],
 )
@@ -386,7 +386,7 @@ def test_an_unreadable_file_of_clicks_stays_in_the_pattern_and_is_to_do(
 
     assert report["interactions"] == ["clicks/*.csv"]
     (missing,) = report["missing"]
-    assert missing.startswith(f"clicks/{name} is UTF-16: convert it") and "mend it" in missing
+    assert missing.startswith(f"clicks/{name} is UTF-16: convert it") and "repair the file" in missing
     assert not report["notes"]
     sources = night_config(report["file"], {}).sources
     with pytest.raises(SourceError, match=rf"{name} is UTF-16"):
@@ -568,7 +568,7 @@ def test_a_column_whose_values_a_night_refuses_is_written_down_and_its_remedy_is
     assert (report["columns"]["user"], report["columns"]["item"]) == ("CustomerID", "StockCode")
     (missing,) = report["missing"]
     assert re.search("'CustomerID' looks like the user.*ids are text or whole numbers", missing)
-    assert not any("is called like one" in line for line in (*report["notes"], missing))
+    assert not any("has a usual name for" in line for line in (*report["notes"], missing))
     config = night_config("larder.toml", {})
     with pytest.raises(SourceError, match="column 'CustomerID'"):
         list(read_interactions(config.sources, config.path(".")))
