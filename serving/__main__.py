@@ -52,7 +52,7 @@ PROG = "python -m serving"
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
-    """Runs the service; 0 after a clean stop, 2 when it cannot start as configured, 1 when no worker stays up."""
+    """Run the service; 0 after a clean stop, 2 when it cannot start as configured, 1 when no worker stays up."""
     argv = sys.argv[1:] if arguments is None else list(arguments)
     if argv and argv[0] in _MODULE_BY_COMMAND:
         command: Callable[[Sequence[str]], int] = importlib.import_module(_MODULE_BY_COMMAND[argv[0]]).main
@@ -136,7 +136,7 @@ def _open_listener(config: "ServingConfig") -> socket.socket:
 
 
 def _check_redis(config: "ServingConfig", *, is_own_redis: bool) -> bool:
-    """Refuses a Redis that may evict published pages; fills an empty one of our own from the artefact store.
+    """Refuse a Redis that may evict published pages; fills an empty one of our own from the artefact store.
 
     Returns False if it could not be asked or filled.
     """
@@ -220,7 +220,7 @@ def _restore(config: "ServingConfig") -> bool:
 
 
 def _announce(listener: socket.socket, scheme: str) -> None:
-    """Prints the service's address on a line that a program can read."""
+    """Print the service's address on a line that a program can read."""
     host, port = listener.getsockname()[:2]
     host_text = f"[{host}]" if ":" in host else host
     print(f"Larder serves on {scheme}://{host_text}:{port}", flush=True)

@@ -238,7 +238,7 @@ class _BatchReader:
         ]
 
     def check_end(self) -> None:
-        """Raises Malformed if there is more than the columns have."""
+        """Raise Malformed if there is more than the columns have."""
         if next(self._remaining_nodes, None) is not None or next(self._remaining_buffers, None) is not None:
             raise MalformedStream("a record batch has more than the schema's columns")
 

@@ -109,7 +109,7 @@ def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
 def ask_and_show(
     arguments: argparse.Namespace, parser: argparse.ArgumentParser, route: str, show: Callable[[dict[str, Any]], None]
 ) -> int:
-    """Asks `/v1/ROUTE/TABLE` and shows the answer: 0; 1 and a line where that failed; ends with 2 for wrong usage."""
+    """Ask `/v1/ROUTE/TABLE` and show the answer; return 0, or 1 with a message on failure; exit with 2 for wrong usage."""
     try:
         service_address = _parse_url(arguments.url)
         body, tls = question_of(arguments), tls_context(arguments)

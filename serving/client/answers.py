@@ -38,7 +38,7 @@ class Held:
 
     @classmethod
     def of(cls, body: Mapping[str, Any] | None) -> Self | None:
-        """Reads a held generation from JSON; null stays None."""
+        """Read a held generation from JSON; null stays None."""
         if body is None:
             return None
         return cls(body["generation"], body["epoch"], body["published_at"], body["data_until"], body)

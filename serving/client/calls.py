@@ -71,7 +71,7 @@ class Options:
     """Name of a declared re-ranking, or one such as `{"diversify": {"attribute": "brand", "most": 2}}`."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a deadline that no wait can have."""
+        """Raise ValueError for a deadline that no wait can have."""
         if self.deadline_ms is not None and not 0 < self.deadline_ms < float("inf"):
             raise ValueError(f"deadline_ms is a finite number above 0, not {self.deadline_ms}")
 

@@ -80,20 +80,20 @@ class AsyncClient:
         self._sender = Sender(http, policy, self._pace)
 
     async def lookup(self, table: str, entity: Id, options: Options = _NONE) -> Answer:
-        """Looks up one entity by id."""
+        """Look up one entity by id."""
         call = calls.build_get(table, entity, options)
         return read_answer(await self._sender.send(call, self._deadline(options)))
 
     async def lookup_many(self, table: str, entities: IdsOrEntities, options: Options = _NONE) -> list[Answer]:
-        """Looks up any number of entities of one table, answered in order from one generation (but for `previous`)."""
+        """Look up any number of entities of one table, answered in order from one generation (but for `previous`)."""
         return await self._lookup(table, entities, options)
 
     async def lookup_tables(self, entities: Sequence[Entity], options: Options = _NONE) -> list[Answer]:
-        """Looks up entities that each name their table, answered in order from one generation (but for `previous`)."""
+        """Look up entities that each name their table, answered in order from one generation (but for `previous`)."""
         return await self._lookup(None, entities, options)
 
     async def score(self, user: Id | Entity, items: Sequence[Id], options: Options = _NONE) -> Ranking:
-        """Ranks a user's candidates, at most as many as the service takes in one request."""
+        """Rank a user's candidates, at most as many as the service takes in one request."""
         call = calls.score(user, items, options)
         return read_ranking(await self._sender.send(call, self._deadline(options)))
 
@@ -106,7 +106,7 @@ class AsyncClient:
         arm: str | None = None,
         count: int = 1,
     ) -> str | None:
-        """Reports what came of answers, by generation, canary key or arm (`EXPERIMENT=ARM`); the arm it counts for.
+        """Report what came of answers, by generation, canary key or arm (`EXPERIMENT=ARM`); the arm it counts for.
 
         Sent again only if it certainly never left: after any other error it may have been counted.
         """
@@ -114,7 +114,7 @@ class AsyncClient:
         return read_arm(await self._sender.send(call, self._deadline(_NONE)))
 
     async def send_events(self, events: Sequence[NewEvent], *, deadline_ms: float | None = None) -> EventReceipt:
-        """Sends any number of events, in their order; sent again under their ids, after any error, they count once.
+        """Send any number of events, in their order; sent again under their ids, after any error, they count once.
 
         `deadline_ms` is for each request: there are as many as it takes.
         """
@@ -173,19 +173,19 @@ class Client:
         self._thread = LoopThread()
 
     def lookup(self, table: str, entity: Id, options: Options = _NONE) -> Answer:
-        """Looks up one entity by id."""
+        """Look up one entity by id."""
         return self._run(self._client.lookup(table, entity, options), options)
 
     def lookup_many(self, table: str, entities: IdsOrEntities, options: Options = _NONE) -> list[Answer]:
-        """Looks up any number of entities of one table, answered in order from one generation (but for `previous`)."""
+        """Look up any number of entities of one table, answered in order from one generation (but for `previous`)."""
         return self._run(self._client.lookup_many(table, entities, options), options)
 
     def lookup_tables(self, entities: Sequence[Entity], options: Options = _NONE) -> list[Answer]:
-        """Looks up entities that each name their table, answered in order from one generation (but for `previous`)."""
+        """Look up entities that each name their table, answered in order from one generation (but for `previous`)."""
         return self._run(self._client.lookup_tables(entities, options), options)
 
     def score(self, user: Id | Entity, items: Sequence[Id], options: Options = _NONE) -> Ranking:
-        """Ranks a user's candidates, at most as many as the service takes in one request."""
+        """Rank a user's candidates, at most as many as the service takes in one request."""
         return self._run(self._client.score(user, items, options), options)
 
     def feedback(
@@ -197,12 +197,12 @@ class Client:
         arm: str | None = None,
         count: int = 1,
     ) -> str | None:
-        """Reports what came of answers, as `AsyncClient.feedback` does; the arm that it was counted for, if any."""
+        """Report what came of answers, as `AsyncClient.feedback` does; the arm that it was counted for, if any."""
         work = self._client.feedback(event, generation=generation, canary_key=canary_key, arm=arm, count=count)
         return self._run(work, _NONE)
 
     def send_events(self, events: Sequence[NewEvent], *, deadline_ms: float | None = None) -> EventReceipt:
-        """Sends any number of events, as `AsyncClient.send_events` does."""
+        """Send any number of events, as `AsyncClient.send_events` does."""
         options = Options(deadline_ms=deadline_ms)
         calls = event_calls(events, self._policy.max_batch)
         return self._thread.run(
@@ -214,7 +214,7 @@ class Client:
         return self._run(self._client.generations(), _NONE)
 
     def close(self) -> None:
-        """Ends the calls that run and closes the connections."""
+        """End the calls that run and close the connections."""
         self._thread.close(self._client.aclose())
 
     def __enter__(self) -> Self:
@@ -260,7 +260,7 @@ class LoopThread:
             future.cancel()  # Ctrl-C in this thread ends the request in the other one
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Ends the coroutines that run, runs `last`, ends the thread; later calls do nothing."""
+        """End the coroutines that run, run `last`, and end the thread; later calls do nothing."""
         with self._closing:
             if self._is_closed or self._pid != os.getpid():
                 last.close()
@@ -364,7 +364,7 @@ async def _gather_all(coroutines: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]
 
 
 async def send_events(sender: Sender, calls: Sequence[EventsCall], get_deadline: Callable[[], float]) -> EventReceipt:
-    """Sends events, one request behind the other; `get_deadline` is the deadline of one that goes out now.
+    """Send events, one request behind the other; `get_deadline` is the deadline of one that goes out now.
 
     Raises Unanswered, after which some may have been accepted: send all of them again.
     """

@@ -46,7 +46,7 @@ def _read_declared_reranking(name: str, declaration: Mapping[str, Any]) -> Reran
 
 
 def check_header_token(token: str) -> None:
-    """Raises ConfigError for a token that no header can carry as it is."""
+    """Raise ConfigError for a token that no header can carry as it is."""
     if len(token.encode()) > TOKEN_BYTES_MAX:
         raise ConfigError(f"a token has at most {TOKEN_BYTES_MAX:,} bytes", field="token")
     if not token.isprintable() or any(character.isspace() for character in token):
@@ -56,7 +56,7 @@ def check_header_token(token: str) -> None:
 
 
 def check_configured_files(config: ServingConfig) -> None:
-    """Raises ConfigError for files or re-rankings that a worker could not use: said before any is started."""
+    """Raise ConfigError for files or re-rankings that a worker could not use: said before any is started."""
     if config.tokens_file:
         read_tokens(Path(config.tokens_file))
     if (tls_files := TlsFiles.of(config)) is not None:

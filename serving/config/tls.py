@@ -76,7 +76,7 @@ class TlsWatch(Collector):
     """The context in force: one made of newer files takes its place, one that cannot be made leaves it."""
 
     def __init__(self, tls_files: TlsFiles) -> None:
-        """Raises ConfigError for files that cannot be used."""
+        """Raise ConfigError for files that cannot be used."""
         self._tls_files = tls_files
         self._loaded_version = tls_files.version()
         self.context = tls_files.context()

@@ -188,7 +188,7 @@ class _DrawnBins:
     recent_counts_by_start: dict[int, Counts] = field(default_factory=dict)
 
     def merge_bins(self, blobs_by_start: Mapping[int, Sequence[bytes]], oldest_start: int, newest_start: int) -> None:
-        """Adds up what each bin holds, unless it is as before."""
+        """Add up what each bin holds, unless it is as before."""
         for start, blobs in blobs_by_start.items():
             is_recent = start > newest_start - RECENT_BIN_COUNT * BIN_S
             blobs_digest = xxhash.xxh3_64_intdigest(b"".join(sorted(blobs)))
@@ -226,7 +226,7 @@ def _parse_rows(raw_row_by_name: Mapping[bytes, bytes]) -> dict[str, dict[str, A
 
 
 def _can_be_shown(worker_row: Mapping[str, Any]) -> bool:
-    """Returns whether the fields that a row has are of their kinds: one of another kind would cost the whole page."""
+    """Return whether the fields that a row has are of their kinds: one of another kind would cost the whole page."""
     count_by_field, event_fields = worker_row.get("counts") or {}, worker_row.get("events") or {}
     return (
         _has_kinds(worker_row, _ROW_TEXT_FIELDS, _ROW_NUMBER_FIELDS)
@@ -298,7 +298,7 @@ def _most_frequent_reasons(drawn_bins: Sequence[DrawnBin]) -> list[str]:
 
 
 def draw_bin(count_by_field: Mapping[str, int], bucket_bounds: Sequence[float]) -> DrawnBin:
-    """Draws a bin: its counts as requests, answers, seconds, stages and misses."""
+    """Draw a bin: its counts as requests, answers, seconds, stages and misses."""
     return DrawnBin(
         count_by_field.get(REQUESTS_FIELD, 0),
         counts_of_kind(count_by_field, ANSWER_PREFIX),
@@ -330,5 +330,5 @@ def quantiles_by_source(count_by_field: Mapping[str, int], bucket_bounds: Sequen
 
 
 def _round_seconds(seconds: float | None) -> float | None:
-    """Rounds to three digits: more than the error of a quantile leaves true would only be sent."""
+    """Round to three digits: more than the error of a quantile leaves true would only be sent."""
     return None if seconds is None else float(f"{seconds:.3g}")

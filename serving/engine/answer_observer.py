@@ -136,21 +136,21 @@ class AnswerSampler:
         return sample_indexes
 
     def has_room(self) -> bool:
-        """Returns whether one more pick may wait; if not, that one is counted as dropped, and need not be made."""
+        """Return whether one more pick may wait; if not, that one is counted as dropped, and need not be made."""
         if len(self._queue) < SAMPLE_QUEUE_MAX and self._queue_bytes < SAMPLE_QUEUE_BYTES_MAX:
             return True
         self.dropped_count += 1
         return False
 
     def put(self, sample: AnswerSample) -> None:
-        """Queues a pick; dropped and counted when too many wait."""
+        """Queue a pick; dropped and counted when too many wait."""
         if self.has_room():
             self.sampled_count += 1
             self._queue.append((sample, size_bytes := sample.size_bytes))
             self._queue_bytes += size_bytes
 
     def next(self) -> AnswerSample | None:
-        """Takes out the oldest pick; None if none waits."""
+        """Take out the oldest pick; None if none waits."""
         if not self._queue:
             return None
         sample, size_bytes = self._queue.popleft()
@@ -158,7 +158,7 @@ class AnswerSampler:
         return sample
 
     def clear(self) -> None:
-        """Drops all picks that wait."""
+        """Drop all picks that wait."""
         self._queue.clear()
         self._queue_bytes = 0
 
@@ -194,14 +194,14 @@ class AnswerObserver:
         return reason.public
 
     def count_read(self, generation: str, table: str, key: int | bytes, is_known: bool = True) -> None:
-        """Counts one entity that Redis answered, so L1 did not; `is_known` to the night."""
+        """Count one entity that Redis answered, so L1 did not; `is_known` to the night."""
         self._l1_misses.add(table, {self._eviction_history.find_reason(generation, table, key): 1})
         if is_known:
             for on_read_hook in self.on_read:
                 on_read_hook(generation, table, (key,))
 
     def count_reads(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
-        """Counts entities that Redis answered, so L1 did not; the night knows them all."""
+        """Count entities that Redis answered, so L1 did not; the night knows them all."""
         self._l1_misses.add(table, self._eviction_history.count_reasons(generation, table, keys))
         for on_read_hook in self.on_read:
             on_read_hook(generation, table, keys)

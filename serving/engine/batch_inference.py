@@ -41,7 +41,7 @@ class BatchInference:
 def compute(
     jobs: Sequence[InferenceJob], *, reuse: AnswerReuse | None = None, clock: Callable[[], float] = time.time
 ) -> list[InferenceOutcome]:
-    """Runs one inference for jobs of one snapshot and table; a job that fails costs the others nothing."""
+    """Run one inference for jobs of one snapshot and table; a job that fails costs the others nothing."""
     snapshot, table, scored_at = jobs[0].snapshot, jobs[0].table, int(clock())
     predictor = snapshot.predictor
     if predictor is None:
@@ -63,7 +63,7 @@ def compute(
 
 
 def compute_with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list[InferenceOutcome]:
-    """Runs one inference for jobs whose lists may name new items; each comes with the list without them as well."""
+    """Run one inference for jobs whose lists may name new items; each comes with the list without them as well."""
     snapshot, table = jobs[0].snapshot, jobs[0].table
     predictor = snapshot.predictor
     if predictor is None:

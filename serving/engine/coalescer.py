@@ -94,7 +94,7 @@ class GetCoalescer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def has_time_for_l2(self, single_request: SingleRequest) -> bool:
-        """Returns whether a read of L2 that begins in this turn needs no clock but L2's own for the request."""
+        """Return whether a read of L2 that begins in this turn needs no clock but L2's own for the request."""
         if not self._is_iteration_open:  # else told by the first request of the turn
             self._l2_due_at = self._service.timer() + self._service.l2_bound_s()
         return single_request.started + single_request.options.deadline_s >= self._l2_due_at
@@ -121,7 +121,7 @@ class GetCoalescer:
         return self._expected_arrivals >= GROUP_SIZE_MIN
 
     def join(self, single_request: SingleRequest) -> asyncio.Future[GroupResult]:
-        """Returns the future result of a request that is counted and has the time that L2 may take."""
+        """Return the future result of a request that is counted and has the time that L2 may take."""
         result_future: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
         group_key = single_request.served.live.stamp, single_request.lookup.table, single_request.k
         members = self._members_by_key.setdefault(group_key, [])
