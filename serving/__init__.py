@@ -1,4 +1,4 @@
-"""The service: answers from the stored tiers first, computes live when it must, and always says which.
+"""The service: answers from the stored tiers if it can, else by live inference, and names the source in each answer.
 
 Start at `bootstrap`.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 _own_cache_path = Path(__file__).parents[1] / "cache/__init__.py"
 _cache_spec = find_spec("cache")
 if _cache_spec is None or Path(_cache_spec.origin or "") != _own_cache_path:
-    # The name is a common one: a cache.py in the working folder, or another distribution's, would be found first.
+    # `cache` is a common name: Python would import a cache.py in the working folder, or another distribution's, first.
     _foreign_location = (
         None if _cache_spec is None else _cache_spec.origin or list(_cache_spec.submodule_search_locations or ())
     )

@@ -1,4 +1,4 @@
-"""`python -m serving`: checks its settings, finds or starts Redis, and serves until it is stopped."""
+"""`python -m serving`: checks the settings, finds or starts Redis, and serves until it is stopped."""
 
 import argparse
 import asyncio
@@ -39,20 +39,20 @@ log = logging.getLogger("serving")
 
 _LISTEN_BACKLOG = 2_048
 _SEND_BUFFER_BYTES = 256 << 10
-"""Bytes of an answer that the kernel takes over before its peer has them: over 100 ms of distance 2.5 MB a second."""
+"""Size of a connection's send buffer in bytes: allows 2.5 MB/s at a round trip of 100 ms."""
 _MODULE_BY_COMMAND = {
     "explain": "serving.explain.cli",
     "lookup": "serving.cli.lookup",
     "tokens": "serving.cli.tokens",
     "top": "serving.dashboard.terminal",
 }
-"""Word -> module whose `main` takes what follows; any other command line serves."""
+"""Module by subcommand: its `main` gets the remaining arguments. Without a subcommand the service starts."""
 
 PROG = "python -m serving"
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
-    """Runs the service; 0 after a clean stop, 2 when it cannot start as configured, 1 when no worker stays up."""
+    """Run the service; return 0 after a clean stop, 2 if it cannot start as configured, 1 if no worker stays up."""
     argv = sys.argv[1:] if arguments is None else list(arguments)
     if argv and argv[0] in _MODULE_BY_COMMAND:
         command: Callable[[Sequence[str]], int] = importlib.import_module(_MODULE_BY_COMMAND[argv[0]]).main
@@ -65,9 +65,10 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         ServingConfig,
         check_configured_files,
         check_header_token,
-    )  # pydantic: not for --help
+    )  # they load pydantic, which --help does not need
 
-    # uvicorn raises what stopped it once more when it is done: the default would end us before Redis is stopped.
+    # When uvicorn has shut down, it raises the signal again: the default handler would end the process before Redis is
+    # stopped.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         check_header_token(config.token)
         check_configured_files(config)
         if not config.redis_url and running_server(Path(config.state)) is not None:
-            log.info("uses the Redis that another command started here; the last of them ends it")
+            log.info("uses the Redis that another command started here; the last command that uses it stops it")
         with (
             interrupts_never_swallowed(),
             _open_listener(config) as listener,
@@ -113,7 +114,7 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", help="address to bind (default 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to bind, 0 = any free one (default 8000)")
-    parser.add_argument("--workers", type=int, help="processes that answer, each with an L1 of its own (default 1)")
+    parser.add_argument("--workers", type=int, help="worker processes, each with its own L1 (default 1)")
     parser.add_argument("--insecure", action="store_true", help="let others reach the service without a token")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser
@@ -126,7 +127,7 @@ def _open_listener(config: "ServingConfig") -> socket.socket:
         )[0]
         listener = socket.socket(address_family, socket_type, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. Grown by the kernel, a buffer would take 4 MiB of each peer that reads nothing.
+        # Connections inherit it. With the kernel's automatic sizing a peer that reads nothing could occupy 4 MiB.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         listener.bind(address)
         listener.listen(_LISTEN_BACKLOG)
@@ -136,9 +137,9 @@ def _open_listener(config: "ServingConfig") -> socket.socket:
 
 
 def _check_redis(config: "ServingConfig", *, is_own_redis: bool) -> bool:
-    """Refuses a Redis that may evict published pages; fills an empty one of our own from the artefact store.
+    """Raise ConfigError for a Redis that may evict published pages; fill the service's own Redis if it is empty.
 
-    Returns False if it could not be asked or filled.
+    It is filled from the artefact store. Returns False if Redis could not be reached or filled.
     """
     try:
         client = open_client(config.redis_url, protocol=2, socket_timeout=2.0, retry=Retry(NoBackoff(), 0))
@@ -175,20 +176,20 @@ def _check_redis(config: "ServingConfig", *, is_own_redis: bool) -> bool:
     if is_own_redis and is_empty:
         if newest_release(config.store()) is not None:
             return _restore(config)
-        settings_file = os.environ.get("LARDER_CONFIG") or "defaults, no larder.toml is here"
+        settings_file = os.environ.get("LARDER_CONFIG") or "defaults, no larder.toml in this folder"
         log.warning(
-            "nothing was published in %s yet (settings: %s): run `larder night`; or is this another folder?",
+            "nothing was published in %s yet (settings: %s): run `larder night`, or start in your settings' folder",
             config.artifacts, settings_file,
         )  # fmt: skip
     return True
 
 
 def _refill(config: "ServingConfig", redis_url: str) -> bool:
-    """Fill a server of our own that was started again; what refuses it is logged, since the service goes on."""
+    """Fill the service's own Redis after its restart; log an error instead of raising it, since the service goes on."""
     try:
         return _check_redis(replace(config, redis_url=redis_url), is_own_redis=True)
     except (LarderError, OSError) as error:
-        log.error("the Redis that was started again is not filled: %s", error)
+        log.error("the restarted Redis was not filled: %s", error)
         return False
 
 
@@ -199,12 +200,12 @@ def _eviction_policy(server: "redis.Redis") -> str:
     except WrongReply:
         raise
     except ResponseError:
-        return ""  # there, but this user may not ask; keeping up says so
+        return ""  # this Redis user has no permission for INFO; the policy is unknown
 
 
 def _restore(config: "ServingConfig") -> bool:
     """Restore the newest release by running Larder's restore program, since serving never imports precompute."""
-    log.info("the server just started is empty: filling it with the newest release")
+    log.info("the Redis that was just started is empty: filling it with the newest release")
     environment = os.environ | {
         "REDIS_URL": config.redis_url,
         "LARDER_ARTIFACTS": config.artifacts,
@@ -215,19 +216,19 @@ def _restore(config: "ServingConfig") -> bool:
         [sys.executable, "-m", "precompute", "restore"], env=environment, stdout=sys.stderr, check=False
     )
     if completed.returncode:
-        log.warning("restore ended with code %d: pages stay out of reach", completed.returncode)
+        log.warning("restore ended with code %d: Redis lacks the pages of the newest release", completed.returncode)
     return completed.returncode == 0
 
 
 def _announce(listener: socket.socket, scheme: str) -> None:
-    """Prints the service's address on a line that a program can read."""
+    """Print the line with the service's address, which programs parse."""
     host, port = listener.getsockname()[:2]
     host_text = f"[{host}]" if ":" in host else host
     print(f"Larder serves on {scheme}://{host_text}:{port}", flush=True)
 
 
 def _serve(config: "ServingConfig", listener: socket.socket, log_level: str) -> int:
-    # Not above: a parent of workers needs neither the web framework nor the model's runtime.
+    # Imported here: the parent process of workers needs neither the web framework nor the model runtime.
     from serving.app import create_app, make_server
 
     announce = functools.partial(_announce, listener, config.scheme)
@@ -240,8 +241,8 @@ def _serve(config: "ServingConfig", listener: socket.socket, log_level: str) -> 
 
 def _supervise(config: "ServingConfig", listener: socket.socket, log_level: str) -> int:
     announce = functools.partial(_announce, listener, config.scheme)
-    with tempfile.TemporaryDirectory(prefix="larder-") as workers_folder:  # nobody else may enter it
-        if config.tokens_file:  # twice as many columns as workers, for a rolling restart
+    with tempfile.TemporaryDirectory(prefix="larder-") as workers_folder:  # mode 0700: other users have no access
+        if config.tokens_file:  # during a rolling restart old and new workers run together
             QuotaTable.create(Path(workers_folder) / QUOTAS_FILE_NAME, 2 * config.workers + 8)
         spawner = WorkerSpawner(listener, Path(workers_folder), config.redis_url, log_level)
         return asyncio.run(WorkerSupervisor(config.workers, spawner, config.drain_s, announce).run())

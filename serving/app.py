@@ -1,4 +1,4 @@
-"""The HTTP application of one process: tokens, TLS, routes and request observers around the running service."""
+"""The HTTP application of one process: tokens, TLS, routes and request observers."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +30,7 @@ _CODE_BY_STATUS = {404: "not_found", 405: "method_not_allowed"}
 
 
 def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiApp:
-    """Create the application; it opens nothing before it starts.
+    """Create the application; it opens nothing until it is started.
 
     `peers`: the workers of the same parent, if there are any. Raises ConfigError for a token that no client could send,
     and for TLS files that cannot be used.
@@ -48,7 +48,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
             front_app.request_watch = service.hooks.request_watch
             for collector in filter(None, (tokens, tls_watch)):
                 service.metrics.registry.register(collector)
-            # Routes are tried in order: what is asked most comes before the documentation.
+            # Routes are tried in order: the API's frequent requests come before the documentation.
             documentation = list(app.router.routes)
             app.router.routes.clear()
             router, document = build_routes(service)
@@ -67,7 +67,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
         description="Precomputed predictions, each marked with where it came from.",
         lifespan=lifespan,
         redirect_slashes=False,
-        docs_url=None,  # its own page loads a script from another host: see DOCS_PAGE of the routes
+        docs_url=None,  # FastAPI's page loads a script from another host: DOCS_PAGE replaces it
         redoc_url=None,
         bodies_bytes=config.bodies_bytes,
         api_paths=ApiPaths.of(all_operations(request_limits(config))),
@@ -95,7 +95,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
 
 
 def tokens_in_force(config: ServingConfig, peers: WorkerPeers | None) -> TokenWatch:
-    """Open the tokens with quotas shared by the workers of the same parent; raise ConfigError."""
+    """Open the tokens, with quotas shared by the workers of the same parent; raise ConfigError if that fails."""
     is_shared = peers is not None and config.tokens_file
     quota_rows = (
         QuotaTable.open(peers.path(QUOTAS_FILE_NAME), peers.slot)
@@ -115,7 +115,8 @@ def fast_lookups(service: LookupService, is_traced: TraceJudge | None) -> FastPa
 def make_server(app: AsgiApp, config: ServingConfig, log_level: str, announce: Callable[[], None]) -> Server:
     """Create a server for the application; it calls `announce` once it answers.
 
-    With `fast_http` its connections answer lookups themselves, and have bounds of their own; else uvicorn's do.
+    With `fast_http` the server uses `LookupConnection`, which answers lookups itself and bounds connections; else
+    uvicorn's own protocol.
     """
     tls: TlsWatch | None = app.state.tls
     server_arguments = config.drain_s, announce, tls, config.head_timeout_s, app.state.loops

@@ -37,7 +37,7 @@ from serving.requests.reasons import StaleReason
 log = logging.getLogger(__name__)
 
 CONNECT_AHEAD_MAX_S = 2.0
-"""Seconds that a start waits for connections to Redis: a handshake of TLS takes longer than a read may."""
+"""Seconds that the start waits for connections to Redis: a TLS handshake takes longer than a read may."""
 
 _NUMBER_BY_BREAKER_STATE = {"closed": 0, "half_open": 1, "open": 2}
 
@@ -49,7 +49,7 @@ async def running(
     loops: BackgroundLoops | None = None,
     features: Sequence[Feature] = FEATURES,
 ) -> AsyncIterator[Service]:
-    """Open all parts behind the routes in order, and close them in reverse; `loops` run the background tasks."""
+    """Open the parts of the service in order, yield it, and close them in reverse; `loops` run the background tasks."""
     replica_name = replica_id()
     loops = BackgroundLoops() if loops is None else loops
     service_components = ServiceComponents.of(config, replica_name, loops)
@@ -98,16 +98,16 @@ async def running(
     )  # fmt: skip
 
     def open_beside(namespace: str) -> ServedNamespace:
-        # The same stream for all namespaces, and of each the generation's own position in it.
+        # All namespaces follow the same event stream, each from the position of its own generation.
         followed_events = replace(config.events, namespace=config.of_events().namespace)
         namespace_config = replace(config, namespace=namespace, events=followed_events)
         beside_components = service_components.of_namespace(namespace_config, replica_name)
-        # Its own threads: a namespace whose loads hang must not keep the service from reading its blocklist.
+        # Own threads: if loads of this namespace hang, the service can still read its blocklist.
         in_thread = StoreThreads()
         staging_pool = ThreadPoolExecutor(
             1, "larder-next", initializer=lower_thread_priority, initargs=(config.live_nice,)
         )
-        # Its own registry, which nobody scrapes: gauges of what is followed are of the own namespace.
+        # A registry that is not scraped: gauges of generations describe the service's own namespace only.
         held_namespace = open_held_namespace(
             namespace_config,
             replica_name,
@@ -149,7 +149,7 @@ async def running(
             operations=all_operations(service.limits, features),
         )  # fmt: skip
         await refresher.start()
-        with contextlib.suppress(TimeoutError):  # a Redis that is away is for the reads to find
+        with contextlib.suppress(TimeoutError):  # if Redis is unreachable, the reads handle it
             async with asyncio.timeout(CONNECT_AHEAD_MAX_S):
                 await remote.connect_ahead()
         for start_feature in hooks.start_steps:
@@ -164,7 +164,7 @@ async def running(
             await peers.aclose()
         for stop_feature in hooks.stop_steps:
             await stop_feature()
-        await refresher.aclose()  # first: its looks would open namespaces again
+        await refresher.aclose()  # first, since its polls would open namespaces again
         for close_feature in reversed(hooks.close_steps):
             await close_feature()
         await service_components.aclose()
@@ -173,13 +173,13 @@ async def running(
 
 
 def replica_id() -> str:
-    """Return a replica name that differs for every process, also after a restart."""
+    """Return a replica name that is unique to this process, and differs after a restart."""
     return f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSources:
-    """Parts of the service that have metrics."""
+    """Parts of the service whose metrics are exposed."""
 
     metrics: Metrics
     tiers: TieredCache
@@ -214,7 +214,7 @@ class MetricSources:
         metrics.registry.register(OverloadCollector(self.admission))
 
     def internal_counters(self) -> dict[str, float]:
-        """Return counts by event of the tiers and the other parts, besides answers."""
+        """Return counts by event of the tiers and the other parts, without counts of answers."""
         tiers, l2 = self.tiers, self.remote.stats
         return {
             "l2_reads": tiers.counters.l2_reads,

@@ -1,4 +1,4 @@
-"""Access: callers by named tokens; the scopes, quota and expiry of each.
+"""Access control: named tokens with their scopes, quotas and expiry.
 
 Start at `callers`.
 """

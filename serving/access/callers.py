@@ -43,7 +43,7 @@ FileVersion = tuple[int, int, int] | None
 
 
 class CallerCounts:
-    """Counts of one token's requests, and of the refused ones by reason; kept while its name is in the file."""
+    """Counts of one token's requests, and of its refused requests by reason; kept while its name is in the file."""
 
     __slots__ = ("refusals_by_reason", "request_count")
 
@@ -78,7 +78,7 @@ class Caller:
 
     @property
     def is_known(self) -> bool:
-        """True if the caller has any scope and is not expired, so that a body may be read."""
+        """True if the caller has a scope and has not expired: only then is a request's body read."""
         return bool(self.scopes) and not self.is_expired
 
     def may_use_scope(self, scope: Scope) -> bool:
@@ -86,12 +86,12 @@ class Caller:
         return scope in self.scopes and not self.is_expired
 
     def require_scope(self, scope: Scope) -> None:
-        """Raise Problem (401, 403), and count it, unless a request that needs this scope may be answered."""
+        """Raise Problem (401, 403), and count the refusal, unless the caller has this scope and has not expired."""
         if not self.scopes:
             raise Problem(401, "unauthorized", "send Authorization: Bearer <token>")
         if self.is_expired:
             self.counts.refusals_by_reason["expired"] += 1
-            raise Problem(401, "token_expired", "this token has expired: ask for another one")
+            raise Problem(401, "token_expired", "this token has expired: ask the operator for a new one")
         if scope not in self.scopes:
             self.counts.refusals_by_reason["scope_missing"] += 1
             raise Problem(
@@ -113,13 +113,13 @@ STRANGER = Caller("", (), CallerCounts())
 
 
 def caller_of(scope: Mapping[str, Any]) -> Caller:
-    """Return the caller identified where the request was accepted; STRANGER without one."""
+    """Return the caller that was identified when the request was accepted; STRANGER if none was."""
     caller: Caller = scope.get(CALLER_KEY, STRANGER)
     return caller
 
 
 def enter_quota(scope: MutableMapping[str, Any], *, is_of_one: bool) -> AbstractContextManager[object]:
-    """Charge a request, and its entity if `is_of_one`, to its caller's quota; raise Problem (429) if it is used up.
+    """Charge a request, and its entity if `is_of_one`, to its caller's quota; raise Problem (429) if that is exceeded.
 
     The request is in flight until the context ends.
     """
@@ -135,7 +135,7 @@ def enter_quota(scope: MutableMapping[str, Any], *, is_of_one: bool) -> Abstract
 
 
 def spend_quota(scope: MutableMapping[str, Any], entity_count: int) -> None:
-    """Charge a request's entities to its caller's quota, once per request; raise Problem (429) if that is used up."""
+    """Charge a request's entities to its caller's quota, once per request; raise Problem (429) if that is exceeded."""
     quota = caller_of(scope).quota
     if quota is not None and _ENTITIES_CHARGED_KEY not in scope:
         if (shortage := quota.charge_entities(entity_count)) is not None:
@@ -146,8 +146,8 @@ def spend_quota(scope: MutableMapping[str, Any], entity_count: int) -> None:
 class Callers:
     """Owners of all tokens in force. Immutable: a changed file creates a new object, and caches compare identity.
 
-    Each token is judged by its SHA-256, compared with that of every known token in constant time: how long that takes
-    tells nothing of any of them, nor which was nearly met.
+    The SHA-256 of a sent token is compared with that of every known token in constant time, so the duration reveals
+    nothing about the known tokens.
     """
 
     def __init__(self, token_owners: Iterable[tuple[bytes, Caller]] = (), *, is_open: bool = False) -> None:
@@ -203,17 +203,17 @@ class Callers:
     def _find_token_owner(self, authorization: bytes) -> Caller:
         digest = hashlib.sha256(authorization[len(_BEARER_PREFIX) :][:TOKEN_BYTES_MAX]).digest()
         owner = STRANGER
-        for known_digest, caller in self._digest_caller_pairs:  # all of them, whichever fits
+        for known_digest, caller in self._digest_caller_pairs:  # no early exit: a constant duration
             if hmac.compare_digest(digest, known_digest):
                 owner = caller
-        # The scheme's name is compared without its case (RFC 9110, 11.1), the token as it is.
+        # The scheme's name is case-insensitive (RFC 9110, 11.1), the token is not.
         is_bearer = authorization[: len(_BEARER_PREFIX)].lower() == _BEARER_PREFIX
         is_token = is_bearer and len(authorization) <= len(_BEARER_PREFIX) + TOKEN_BYTES_MAX
         return owner if is_token else STRANGER
 
 
 def token_digests(token: str) -> tuple[bytes, ...]:
-    """Return the SHA-256 of a token in each encoding that clients use; only one beyond ASCII has two."""
+    """Return the SHA-256 of a token in each encoding that clients use: two (UTF-8, Latin-1) for non-ASCII tokens."""
     encoded_tokens = {token.encode()}
     with contextlib.suppress(UnicodeEncodeError):
         encoded_tokens.add(token.encode("latin-1"))
@@ -242,12 +242,12 @@ class TokenWatch(Collector):
 
     @contextlib.asynccontextmanager
     async def follow_file(self, loops: BackgroundLoops, on_change: Callable[[Callers], None]) -> AsyncIterator[None]:
-        """Check the file every TOKENS_LOOK_S while the context is open; call `on_change` with new callers."""
+        """Check the file at regular intervals while the context is open; call `on_change` with new callers."""
         if self._tokens_path is None:
             yield
             return
-        # One thread for this alone: neither a mount that hangs nor a flood of other work may put a revocation off, nor
-        # hold up the event loop.
+        # A thread of its own: a mount that hangs must not block the event loop, and other work must not delay a
+        # revocation.
         executor = ThreadPoolExecutor(1, "larder-tokens")
 
         async def reload_if_changed() -> None:
@@ -270,7 +270,8 @@ class TokenWatch(Collector):
     def _read_if_changed(self) -> tuple[FileVersion, TokenEntries | ConfigError] | None:
         """Return a changed file's version with its tokens or error, None if unchanged; changes no state.
 
-        A file that could not be read is read again at each look: a right on a folder above it changes nothing of it.
+        An unreadable file is read again at each check: a changed permission of a parent folder does not change the
+        file's version.
         """
         if self._tokens_path is None:
             return None
@@ -284,11 +285,11 @@ class TokenWatch(Collector):
     def _put_in_force(self, version: FileVersion, tokens: TokenEntries | ConfigError) -> bool:
         if isinstance(tokens, ConfigError):
             if not (self.is_stale and version == self._loaded_version):
-                log.error("the tokens in force stay as they were: %s", tokens.message)
+                log.error("the tokens file is not applied, the previous tokens stay in force: %s", tokens.message)
             self.is_stale, self._loaded_version = True, version
             return False
         self.callers = self._build_callers(tokens)
-        # Last of all: what was not put in force is read again at the next look.
+        # Set last: if an error prevents this, the file is read again at the next check.
         self.is_stale, self._loaded_version = False, version
         log.info("%d tokens of %s are in force", len(tokens), self._tokens_path)
         return True
@@ -296,7 +297,7 @@ class TokenWatch(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield counters by token name, and whether the newest file is in force."""
         request_family = CounterMetricFamily(
-            "larder_token_requests", "Requests by the name of their token, refused ones too", labels=["token"]
+            "larder_token_requests", "Requests by the name of their token, including refused ones", labels=["token"]
         )
         refusal_family = CounterMetricFamily(
             "larder_token_refusals", "Requests refused by expiry, scope or quota", labels=["token", "reason"]
@@ -314,7 +315,7 @@ class TokenWatch(Collector):
 
     def _build_callers(self, tokens: TokenEntries | None) -> Callers:
         for removed_name in self._counts_by_name.keys() - {DEFAULT_CALLER_NAME} - set(tokens or {}):
-            del self._counts_by_name[removed_name]  # names that come and go must not fill metrics
+            del self._counts_by_name[removed_name]  # keep no series for names that are no longer in the file
         return Callers.of(
             self._token, tokens, self._quota_table, self._counts_by_name, clock=self._clock, timer=self._timer
         )

@@ -1,6 +1,6 @@
-"""Quotas: requests a second, entities a second, requests in flight, counted in memory that workers share.
+"""Quotas: requests per second, entities per second and requests in flight, counted in memory that workers share.
 
-Rates are GCRA (ITU-T I.371): a token's charges are paid off at a moment; it may go on if that moment is past.
+Rates use GCRA (ITU-T I.371): a token has a time until which its charges are paid for, and may send again after it.
 """
 
 import contextlib
@@ -21,16 +21,17 @@ from serving.requests.errors import Problem
 QuotaKind = Literal["requests_per_s", "entities_per_s", "in_flight"]
 
 BURST_S = 1.0
-"""Seconds of its rate that a rested token may use at once; over T seconds it gets rate x (T + this)."""
+"""Burst of an idle token, in seconds of its rate: in T seconds it may use at most rate x (T + burst)."""
 
 _ROUNDING_TOLERANCE_S = 1e-9
-"""Tolerance in seconds for rounding, which must not refuse every other request of a caller exactly at its rate."""
+"""Tolerance in seconds: without it rounding errors would refuse requests of a caller that sends exactly at its rate."""
 
 _IN_FLIGHT_RETRY_S = 1.0
-"""Seconds in `Retry-After` for too many requests in flight, whose end is unknown."""
+"""Seconds in `Retry-After` if too many requests are in flight, since their end is unknown."""
 
 TABLE_ROWS = 512
-"""Rows for tokens, twice as many as a file may hold. A removed token's row is reused once it is fresh."""
+"""Rows of the table: twice as many as a tokens file may have tokens. A removed token's row is reused once
+`is_fresh`."""
 
 _TABLE_HEADER = struct.Struct("<8sI")
 _TABLE_MAGIC = b"larderq1"
@@ -38,7 +39,7 @@ _TABLE_HEADER_BYTES = 64
 _ROW_KEY_BYTES = 16
 
 _ROW_FIXED_BYTES = 32
-"""Bytes of a row before its counts: the key, and two times."""
+"""Bytes of a row before its counts: the key and two times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class QuotaLimits:
 
 
 class Shortage(NamedTuple):
-    """Exceeded quota: its kind, its limit, and the seconds to wait."""
+    """An exceeded quota: its kind, its limit, and the seconds to wait."""
 
     kind: QuotaKind
     limit: float
@@ -85,7 +86,7 @@ class Quota:
         self._row_key, self._table, self._timer = quota_row_key, quota_table, timer
 
     def enter_request(self, entity_count: int) -> Shortage | None:
-        """Charge one request and its known entities; it is in flight until `close` or `give_back`."""
+        """Charge one request and its known entities; the request is in flight until `close` or `give_back`."""
         return self._table.charge(self._row_key, self.limits, self._timer(), 1, entity_count)
 
     def charge_entities(self, entity_count: int) -> Shortage | None:
@@ -99,7 +100,7 @@ class Quota:
         self._table.leave(self._row_key)
 
     def give_back(self, entity_count: int) -> None:
-        """Undo `enter_request` of a request that is passed on to another route, where it enters again."""
+        """Undo `enter_request` for a request that is passed on to another route, where it enters again."""
         self._table.give_back(self._row_key, self.limits, 1, entity_count)
 
 
@@ -107,7 +108,7 @@ def quota_exceeded(shortage: Shortage) -> Problem:
     """Return the refusal (429) of a request that exceeds a quota."""
     return Problem(
         429, "quota_exceeded",
-        f"the quota {shortage.kind} of this token ({shortage.limit:g}) has no room; come again after Retry-After",
+        f"this token has used up its quota {shortage.kind} ({shortage.limit:g}); try again after Retry-After",
         quota=shortage.kind, limit=shortage.limit, retry_after_seconds=math.ceil(shortage.wait_s * 1_000) / 1_000,
     )  # fmt: skip
 
@@ -115,7 +116,7 @@ def quota_exceeded(shortage: Shortage) -> Problem:
 def state_after_charge(
     quota_state: QuotaState, limits: QuotaLimits, now_s: float, request_count: int, entity_count: int
 ) -> QuotaState | Shortage:
-    """Return the state after a charge, or the shortage; all of it is charged or nothing.
+    """Return the state after a charge, or the shortage; a charge is never applied in part.
 
     A charge larger than a burst is accepted once a full burst is available, and is paid off afterwards.
     """
@@ -145,7 +146,7 @@ def _charge_rate(paid_until_s: float, now_s: float, charge_count: int, rate_per_
 
 
 def burst_s(rate_per_s: float) -> float:
-    """Return the seconds of a rate that may be used at once: a rate below one a second has room for one."""
+    """Return the burst of a rate in seconds, long enough for at least one request."""
     return max(BURST_S, 1.0 / rate_per_s)
 
 
@@ -155,10 +156,10 @@ def row_key(token_name: str) -> bytes:
 
 
 class QuotaTable:
-    """Rows in a mapped file, or in memory if this process is the whole service; for one thread of each process.
+    """Table of quotas in a mapped file, or in memory for a service of one process; for one thread of each process.
 
-    Each worker counts its requests in flight in a column of its own, which its successor, or its parent, clears: the
-    requests of a killed worker end. Locks are POSIX record locks: a process that dies leaves none.
+    Each worker counts its requests in flight in its own column. Its successor or its parent clears the column, so that
+    requests of a killed worker do not count for ever. Locks are POSIX record locks, which end with their process.
     """
 
     def __init__(self, memory: mmap.mmap, worker_column: int, file_descriptor: int | None = None) -> None:
@@ -187,10 +188,10 @@ class QuotaTable:
 
     @classmethod
     def open(cls, path: Path, worker_column: int) -> Self:
-        """Open the workers' table and clear the column's counts, which a former worker may have left."""
+        """Open the workers' table and clear the column's counts, which may be those of a worker that was killed."""
         file_descriptor = os.open(
             path, os.O_RDWR | os.O_CLOEXEC
-        )  # open for life: closing any descriptor of it drops all locks
+        )  # never closed: closing any descriptor of the file drops all locks
         table = cls(mmap.mmap(file_descriptor, 0), worker_column, file_descriptor)
         table.clear(worker_column)
         return table
@@ -222,7 +223,7 @@ class QuotaTable:
         return None
 
     def give_back(self, key: bytes, limits: QuotaLimits, request_count: int, entity_count: int) -> None:
-        """Undo a charge; its requests are no longer in flight."""
+        """Undo a charge, also of requests in flight."""
         row = self._lock_row(key, 0.0)
         try:
             quota_state = self._read_state(row)
@@ -254,12 +255,12 @@ class QuotaTable:
             self._acquire_row_lock(row)
             if self._read_key(row) == key:
                 return row
-            self._release_row_lock(row)  # another token has it since
+            self._release_row_lock(row)  # meanwhile assigned to another token
             del self._row_by_key[key]
 
     def _find_or_claim_row(self, key: bytes, now_s: float) -> int:
         """Return the row of this key, else assign it an empty or fresh one; raise ConfigError if there is none."""
-        self._acquire_row_lock(TABLE_ROWS)  # finding a place is for one at a time
+        self._acquire_row_lock(TABLE_ROWS)  # only one process at a time assigns rows
         try:
             first_row, candidate_rows = int.from_bytes(key[:4], "little"), list[int]()
             for probe_offset in range(TABLE_ROWS):
@@ -268,7 +269,7 @@ class QuotaTable:
                 if row_key == key:
                     return row
                 candidate_rows.append(row)
-                if not any(row_key):  # no key was ever put behind an empty row
+                if not any(row_key):  # probing ends at an empty row: no key lies beyond it
                     break
             for row in candidate_rows:
                 if self._try_claim_row(row, key, now_s):
@@ -278,7 +279,7 @@ class QuotaTable:
         raise ConfigError(f"more than {TABLE_ROWS} tokens have quotas in use")
 
     def _try_claim_row(self, row: int, key: bytes, now_s: float) -> bool:
-        """Assign the row to this key if its state is fresh; return whether it was."""
+        """Assign the row to this key if its state is fresh; return whether it was assigned."""
         self._acquire_row_lock(row)
         try:
             if not self._read_state(row).is_fresh(now_s):

@@ -1,7 +1,7 @@
 """Tokens file: names, hashes, scopes, quotas and expiry of tokens, without the tokens themselves.
 
-A token is 256 random bits, so its plain SHA-256 can be neither reversed nor guessed: a slow hash protects passwords,
-which people choose.
+A token has 256 random bits, so its plain SHA-256 can be neither reversed nor guessed. Only passwords that people choose
+need a slow hash.
 """
 
 import contextlib
@@ -26,13 +26,13 @@ Scope = Literal["read", "score", "feedback", "events", "explain", "admin"]
 
 MEANING_BY_SCOPE: Mapping[Scope, str] = {
     "read": "lookups, and which generations are served",
-    "score": "candidates put in order",
-    "feedback": "reports of what came of answers",
-    "events": "events of users and items, taken in",
-    "explain": "why an entity is answered as it is",
+    "score": "ranking of candidates",
+    "feedback": "feedback on answers",
+    "events": "sending events of users and items",
+    "explain": "explanations of an entity's answer",
     "admin": "the dashboard's data",
 }
-"""Meaning by scope; `/healthz`, `/readyz`, `/metrics`, the dashboard's page and the documentation need none."""
+"""Meaning by scope; `/healthz`, `/readyz`, `/metrics`, the dashboard's page and the documentation need no scope."""
 
 DEFAULT_CALLER_NAME = "default"
 """Name of the token in `LARDER_TOKEN`; no token of the file may have it."""
@@ -46,7 +46,7 @@ _HEX_DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 
 @section
 class TokenEntry:
-    """Entry of one token; the file has it under the token's name."""
+    """Entry of one token; its key in the file is the token's name."""
 
     sha256: str
     """SHA-256 of the token, in hex."""
@@ -65,12 +65,12 @@ class TokenEntry:
 
     def __post_init__(self) -> None:
         if not _HEX_DIGEST_PATTERN.fullmatch(self.sha256):
-            raise ConfigError(  # not the value itself: it may be a token
+            raise ConfigError(  # the value is not quoted: it may be a token
                 "sha256 must be 64 hex digits in lower case, as `larder tokens add` writes them", field="sha256"
             )
         for scope in self.scopes:
             if scope not in MEANING_BY_SCOPE:
-                raise ConfigError(f"scopes must be of {', '.join(MEANING_BY_SCOPE)}, not {scope!r}", field="scopes")
+                raise ConfigError(f"scopes must be among {', '.join(MEANING_BY_SCOPE)}, not {scope!r}", field="scopes")
         if not self.scopes:
             raise ConfigError(f"scopes must name at least one of {', '.join(MEANING_BY_SCOPE)}", field="scopes")
         for time_field_name in ("expires_at", "created_at"):
@@ -96,18 +96,18 @@ def read_tokens(path: Path) -> TokenEntries:
         with path.open("rb") as file:
             file_bytes = file.read(TOKEN_FILE_BYTES_MAX + 1)
     except OSError as error:
-        remedy = "`larder tokens add NAME` makes it"
+        remedy = "`larder tokens add NAME` creates it"
         if isinstance(error, PermissionError):
-            remedy = "give it an owner, or a group and mode 0640, with which the service's user may read it"
+            remedy = "make it readable for the service's user, by its owner or by its group and mode 0640"
         raise ConfigError(f"cannot read tokens file {path}: {error.strerror}; {remedy}", field="tokens_file") from error
     if len(file_bytes) > TOKEN_FILE_BYTES_MAX:
         raise ConfigError(f"tokens file {path} is larger than {TOKEN_FILE_BYTES_MAX:,} bytes")
     try:
         document = orjson.loads(file_bytes)
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"tokens file {path} is no JSON: {error}") from None
+        raise ConfigError(f"tokens file {path} is not JSON: {error}") from None
     if not isinstance(document, dict) or document.keys() != {"version", "tokens"}:
-        raise ConfigError(f"tokens file {path} must be an object of `version` and `tokens`, nothing else")
+        raise ConfigError(f"tokens file {path} must be an object with exactly `version` and `tokens`")
     if document["version"] != TOKEN_FILE_VERSION:
         raise ConfigError(f"tokens file {path}: version must be {TOKEN_FILE_VERSION}, not {document['version']!r:.40}")
     raw_entries = document["tokens"]
@@ -139,7 +139,7 @@ def _parse_token_entry(path: Path, token_name: str, raw_entry: Any) -> TokenEntr
 
 
 def check_token_name(token_name: str, error_place: str) -> None:
-    """Raise ConfigError unless a token of the file may have this name."""
+    """Raise ConfigError unless this is a valid name for a token in the file."""
     if token_name == DEFAULT_CALLER_NAME:
         raise ConfigError(f"{error_place}: {DEFAULT_CALLER_NAME!r} is the name of LARDER_TOKEN", field="name")
     if not _TOKEN_NAME_PATTERN.fullmatch(token_name):
@@ -151,9 +151,9 @@ def check_token_name(token_name: str, error_place: str) -> None:
 
 
 def write_tokens(path: Path, entry_by_name: TokenEntries) -> None:
-    """Replace the file atomically, with owner, group and mode of before; a new one is readable by its owner only.
+    """Replace the file atomically, keeping owner, group and mode; a new file is readable by its owner only.
 
-    Raises ConfigError for more tokens than it may hold, and if this user cannot give it back to its owner and group.
+    Raises ConfigError for too many tokens, and if this user cannot restore the file's owner and group.
     """
     if len(entry_by_name) > TOKENS_MAX:
         raise ConfigError(f"tokens file {path} holds at most {TOKENS_MAX} tokens: revoke some")
@@ -170,7 +170,7 @@ def write_tokens(path: Path, entry_by_name: TokenEntries) -> None:
 
 
 def _copy_owner(path: Path, draft_path: Path) -> None:
-    """Give a draft the owner, group and mode of the file that it replaces, so that the service still reads it."""
+    """Give the new file the owner, group and mode of the replaced file, so that the service can still read it."""
     replaced_stat, draft_stat = path.stat(), draft_path.stat()
     if (replaced_stat.st_uid, replaced_stat.st_gid) != (draft_stat.st_uid, draft_stat.st_gid):
         try:

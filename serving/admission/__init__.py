@@ -1,4 +1,4 @@
-"""Admission control: which requests are taken when there are too many (CoDel), and which come too late.
+"""Admission control under overload (CoDel), deadline checks before work begins, and pacing of the event loop.
 
 Start at `controller`.
 """

@@ -1,7 +1,7 @@
-"""Admission control under overload (CoDel), and the samples of the queues that it follows.
+"""Admission control under overload (CoDel), and sampling of the queues that it uses.
 
-Three queues measure the load of the process: the event loop's (the length of an iteration: what becomes ready now is
-handled after it), the model's, and the requests under way below L1.
+Three queues measure the load of the process: the event loop's (the duration of an iteration, since whatever becomes
+ready during it has to wait for its end), the model's, and the requests under way below L1.
 """
 
 import asyncio
@@ -22,17 +22,19 @@ from serving.admission.work_pacer import WorkPacer
 ShedKind = Literal["live", "queue", "late", "full", "gone"]
 
 SHED_KINDS: tuple[ShedKind, ...] = ("live", "queue", "late", "full", "gone")
-"""Kinds of shed work: an inference; a costly request while leaving live out is not enough; one whose deadline is
-over before its answer; one beyond `requests_max`; one whose client has closed the connection."""
+"""Kinds of shed work. `live`: an inference. `queue`: a costly request, while shedding inferences is not enough. `late`:
+a request whose deadline has passed before its answer. `full`: a request beyond `requests_max`. `gone`: a request whose
+client has closed the connection."""
 
 LIVE_LEFT_OUT_SHARE = 0.05
-"""Share of live at which leaving live out has been tried: a queue that still stands needs stronger measures."""
+"""Admitted share of inferences up to which nearly all of them are shed: if the queue still stands, requests are shed
+too."""
 
 URGENT_TARGET_MULTIPLE = 5
-"""Multiple of the loop's target: an iteration this long calls for all measures at once."""
+"""Multiple of the loop's target: an iteration longer than this makes all valves shed at once."""
 
 MODEL_WAIT_TARGET_SHARE = 1 / 3
-"""Fraction of its time for live inference that an input may wait in a standing queue of the model."""
+"""Target of the model's queue: the fraction of an input's time for live inference that it may wait."""
 
 _SHRINK_FACTOR_MIN, _FIRST_GROWTH_STEP = 0.1, 0.1
 _ADMITTED_SHARE_MIN = 0.001
@@ -52,7 +54,7 @@ class Admission:
         self.shed_counts: Counter[ShedKind] = Counter(dict.fromkeys(SHED_KINDS, 0))
 
     def enter(self) -> bool:
-        """Return whether a request may go below L1, else count it as shed; `leave` ends an admitted one."""
+        """Return whether a request may go below L1, else count it as shed; `leave` ends an admitted request."""
         if self.requests_under_way >= self.requests_max:
             self.shed_counts["full"] += 1
             return False
@@ -60,7 +62,7 @@ class Admission:
         return True
 
     def admit_costly(self) -> bool:
-        """Return whether a request that costs far more than its refusal may go on, else count it as shed."""
+        """Return whether a request that costs far more than its refusal may continue, else count it as shed."""
         if self.costly_valve.admitted_share >= 1.0 or self.costly_valve.try_admit():
             return True
         self.shed_counts["queue"] += 1
@@ -78,14 +80,14 @@ class Admission:
     def may_be_late(self, waited_s: float) -> bool:
         """True if a request's wait, or the loop's queue, is long enough that its deadline must be checked.
 
-        Else the check, which may have to read the body, is spared.
+        Otherwise the check is skipped, since it may have to read the body.
         """
         return self.is_behind or waited_s > self.loop_valve.target
 
     def is_late(self, deadline_s: float, waited_s: float = 0.0) -> bool:
-        """Return whether a request has used up its deadline before its work begins; count a late one as shed.
+        """Return whether a request's deadline has passed before its work begins; if so, count it as shed.
 
-        `waited_s` is its known wait; the loop's standing queue may be longer.
+        `waited_s` is the measured wait of the request; the wait in the loop's queue is used instead if it is longer.
         """
         if max(self.loop_valve.interval_wait, waited_s) < deadline_s:
             return False
@@ -107,7 +109,7 @@ class Admission:
     def observe(self, iteration_s: float, model_wait_share: float, now_s: float) -> None:
         """Sample both queues: seconds of an iteration, and the share of its time that the oldest input has waited.
 
-        A wait in the pacer counts as a wait for the loop.
+        A wait in the pacer counts like a wait for the loop.
         """
         iteration_s = max(iteration_s, self.work_pacer.waited_s())
         self.loop_valve.observe(iteration_s, now_s)
@@ -121,13 +123,14 @@ class Admission:
 
 
 class Valve:
-    """Valve that admits a share, 0 to 1, of some work and follows one queue.
+    """Valve that admits a share, 0 to 1, of some work, depending on the wait in one queue.
 
-    The signal is CoDel's (RFC 8289): the shortest wait of an interval. Above `target` even the luckiest had to wait, so
-    the queue stands; a burst that drains within the interval does not count. The reaction is of DAGOR's kind (WeChat,
-    SoCC 2018): a share of the work goes on. After an interval with a standing queue the share shrinks in the ratio of
-    `target` to the wait (the gradient of Netflix' concurrency-limits). After each other one it grows by a step, which
-    doubles until a queue stands again (TCP's slow start): the share recovers within half a second of an overload.
+    The signal is CoDel's (RFC 8289): the shortest wait of an interval. If it exceeds `target`, every request had to
+    wait, so the queue stands; a burst that drains within the interval does not count. The reaction is like DAGOR's
+    (WeChat, SoCC 2018): a share of the work is admitted. After an interval with a standing queue the share is
+    multiplied by the ratio of `target` to the wait (the gradient of Netflix' concurrency-limits). After any other
+    interval it grows by a step, which doubles until a queue stands again (TCP's slow start): the share recovers within
+    half a second after an overload.
     """
 
     def __init__(self, target: float, interval_s: float) -> None:
@@ -142,8 +145,8 @@ class Valve:
     def observe(self, wait: float, now_s: float) -> None:
         """Add one sample of the wait, in the unit of `target`; `now_s` in seconds.
 
-        An interval has at least two samples, since one long pause is not a queue: the last sample of one interval is
-        the first of the next, so that rare samples are each judged.
+        An interval has at least two samples, since one long pause is not a queue. The last sample of an interval is
+        also the first of the next one, so that every sample counts even if samples are rare.
         """
         if self._shortest_wait == inf:
             self._interval_began_at = now_s
@@ -162,7 +165,7 @@ class Valve:
         self._shortest_wait, self._interval_began_at = wait, now_s
 
     def try_admit(self) -> bool:
-        """Return whether one more piece of work may go on: exactly the admitted share, evenly spread."""
+        """Return whether one more piece of work is admitted: exactly the admitted share is, evenly spread."""
         if self.admitted_share >= 1.0:
             return True
         self._admission_credit += self.admitted_share
@@ -176,9 +179,10 @@ class Valve:
 class LoopLagSampler:
     """Periodic sampler: calls `observe` with the length of an event-loop iteration, `model_wait()` and the time.
 
-    The length is measured from one callback to the next one that it schedules: everything that was ready in between is
-    read and begun, so it is the longest wait of a new request. Nothing runs between samples; after an iteration longer
-    than their interval the next one is sampled as well, or a queue would slow its own judge.
+    The length is measured from one callback to the next, which the first one schedules. Everything that became ready in
+    between is handled in that time, so the length is the longest wait of a new request. Between samples nothing runs.
+    After an iteration longer than the sampling interval the next iteration is sampled as well: otherwise overload would
+    make samples rarer.
     """
 
     observe: ObserveQueues
@@ -200,9 +204,9 @@ class LoopLagSampler:
             self._sampling_task = None
 
     async def _sample_iterations(self) -> None:
-        """Observe the iteration after a pause, and each one after that until one is short."""
+        """Observe one iteration after a pause, and the following ones until one is short."""
         await asyncio.sleep(self.every_s)
-        # A timer runs before the loop looks at its sockets: the turn begins here, with the callbacks after that.
+        # This runs ahead of the callbacks of ready sockets, so the measured iteration begins here.
         loop, iteration_began_at = asyncio.get_running_loop(), self.timer()
         done_future: asyncio.Future[None] = loop.create_future()
 
@@ -236,7 +240,7 @@ class OverloadCollector(Collector):
         """Yield the counter family of shed work, and gauges of the state that decides it."""
         admission = self._admission
         shed_family = CounterMetricFamily(
-            "larder_shed", "Left out under overload: inferences and whole requests", labels=["stage"]
+            "larder_shed", "Inferences and whole requests that were shed under overload", labels=["stage"]
         )
         for shed_kind, shed_count in admission.shed_counts.items():
             shed_family.add_metric([shed_kind], shed_count)
@@ -244,13 +248,13 @@ class OverloadCollector(Collector):
         for gauge_name, gauge_help, gauge_value in (
             (
                 "queue_seconds",
-                "Shortest turn of the event loop in the last interval",
+                "Shortest iteration of the event loop in the last interval",
                 admission.loop_valve.interval_wait,
             ),
-            ("live_admitted_ratio", "Of the inputs, those that may go to the model", admission.live_admitted_share),
+            ("live_admitted_ratio", "Share of the inputs that may go to the model", admission.live_admitted_share),
             (
                 "costly_admitted_ratio",
-                "Of the requests that are costly, those that may go on",
+                "Share of the costly requests that are admitted",
                 admission.costly_valve.admitted_share,
             ),
             ("requests_under_way", "Requests below L1", admission.requests_under_way),

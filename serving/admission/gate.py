@@ -75,16 +75,16 @@ class AdmissionGate:
         return self.headers.deadline_s(headers) is not None
 
     def is_late(self, scope: Scope, body: bytes | None, waited_s: float = 0.0) -> bool:
-        """True if the request's deadline is over before its work begins; counts a late one."""
+        """True if the request's deadline has passed before its work begins; such a request is counted as shed."""
         return self.deadline_check.is_late(scope, body, waited_s)
 
     async def receive_unless_late(self, scope: Scope, receive: Receive, waited_s: float = 0.0) -> Receive | None:
-        """Return a `receive` for a request that came to a standing queue; None for a late one.
+        """Return a `receive` for a request that arrived during a standing queue; None if its deadline has passed.
 
-        Raises Problem for a body too slow.
+        Raises Problem for a body that arrives too slowly.
         """
         body: bytes | None = b""
-        # Of a stranger nothing is read.
+        # The body of a request without a valid token is not read.
         reads_body = scope["method"] == "POST" and caller_of(scope).is_known
         if reads_body and self.can_use_fast_path(scope["headers"]):
             body, receive = await self.read_body(scope, receive)
@@ -93,8 +93,8 @@ class AdmissionGate:
         return None if self.is_late(scope, body, waited_s) else receive
 
     async def read_body(self, scope: Scope, receive: Receive) -> tuple[bytes | None, Receive]:
-        """Read the body within bounds; return it, None if too long or unended, and a `receive` to replay it."""
-        if declares_longer_body(scope["headers"], self.body_bytes_max):  # told elsewhere, without reading it
+        """Read the body within bounds; return it (None if too long or incomplete) and a `receive` that replays it."""
+        if declares_longer_body(scope["headers"], self.body_bytes_max):  # the routes refuse it without reading it
             return None, receive
         return await read_replayable_body(receive, self.body_bytes_max, self.body_timeout_s)
 
@@ -113,4 +113,4 @@ def refusal_messages(problem: Problem) -> ResponseMessages:
     return {"type": "http.response.start", **start_fields}, body
 
 
-OVERLOADED_MESSAGES = refusal_messages(Problem(503, "overloaded", "more is asked than can be answered in time"))
+OVERLOADED_MESSAGES = refusal_messages(Problem(503, "overloaded", "more requests arrive than can be answered in time"))

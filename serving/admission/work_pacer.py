@@ -1,7 +1,8 @@
-"""Pacer of work on the event loop: bounds the work that is begun or continued in one iteration.
+"""Pacer of work on the event loop: bounds the work that is started or continued in one iteration.
 
-Without it an iteration is as long as all that is ready at its start. Hundreds of batches that come at once, or clients
-that close their connection and send the next one, make it seconds long, and ready answers and health wait for its end.
+Without a bound, an iteration does all the work that is ready at its start. Hundreds of batches that arrive together, or
+clients that reconnect and send the next batch, would make it seconds long, and cached answers and health probes would
+have to wait for its end.
 """
 
 import asyncio
@@ -16,23 +17,23 @@ from serving.requests.models import RequestedEntity
 from serving.requests.options import RequestOptions
 
 ITERATION_BUDGET_S: Final = 0.002
-"""Seconds of paced work in one iteration: far below what a caller of a ready answer or a health probe notices, far
-above the some 20 us that an iteration costs by itself."""
+"""Seconds of paced work in one iteration: far less than the caller of a cached answer or a health probe notices, and
+far more than the overhead of an iteration, about 20 us."""
 
 IS_GONE_KEY: Final = "larder.is_gone"
 """Key in the scope of a request: a callable that returns whether its client has closed the connection."""
 
 _WAITED_S_KEY: Final = "larder.waited_s"
 _SOCKETS_FIRST_S_MAX = 0.05
-"""Seconds that new work waits at most while the loop still finds ready sockets."""
+"""Longest time in seconds that new work waits while the loop still finds ready sockets."""
 _BACKLOG_WAIT_S = 0.05
-"""Seconds of waiting from which on a client that has closed its side counts as gone."""
+"""Wait in seconds from which a client that has closed its sending side is taken to have left."""
 _MORE_GONE_EXPECTED_S = 1.0
-"""Seconds after a client left during which more clients are expected to have left."""
+"""Seconds after a client has left in which others are expected to have left, too."""
 _QUIET_ITERATION_S_MAX = 50e-6
-"""Seconds within which an iteration without ready sockets ends."""
+"""Longest iteration in seconds that counts as one without ready sockets."""
 _WOKEN_PER_ITERATION_MAX = 64
-"""Waiters woken in one iteration; those beyond its budget wait for the next."""
+"""Waiters woken in one iteration; those that exceed its budget wait for the next one."""
 
 _PORTION_ENTITIES = 64
 """Entities of a request in one portion of work."""
@@ -53,11 +54,11 @@ class _Waiter:
 
 
 class WorkPacer:
-    """Pacer that admits portions of work, up to `budget_s` per iteration of one event loop, begun requests first.
+    """Pacer that admits portions of work, up to `budget_s` per iteration of one event loop, started requests first.
 
-    Once so much new work was begun, the loop handles its sockets until nothing is ready, for 50 ms at most: it accepts
-    one connection in an iteration, so that a health probe would wait for as many portions as there are connections
-    before its own. By then the loop also knows of clients that have gone.
+    After `budget_s` of new work the loop first handles its sockets until nothing is ready, for 50 ms at most. It
+    accepts one connection per iteration, so without this a health probe would wait for one portion per connection
+    before its own. By then the loop has also noticed which clients have left.
     """
 
     def __init__(self, budget_s: float = ITERATION_BUDGET_S, timer: Callable[[], float] = time.monotonic) -> None:
@@ -65,9 +66,9 @@ class WorkPacer:
         self._begun_waiters: deque[_Waiter] = deque()
         self._new_waiters: deque[_Waiter] = deque()
         self._put_off_waiters: list[tuple[deque[_Waiter], _Waiter]] = []
-        self._budget_ends_at: float | None = None  # None: nothing was begun in this iteration
+        self._budget_ends_at: float | None = None  # None: no work was started in this iteration
         self._iteration_ended_at = self._new_work_begun_at = -inf
-        self._begun_work_s = 0.0  # begun since the loop last found nothing to do at its sockets
+        self._begun_work_s = 0.0  # new work since the loop last found no ready socket
         self._is_end_scheduled = False
         self._more_gone_until = -inf
 
@@ -84,15 +85,15 @@ class WorkPacer:
     def is_backlogged(self) -> bool:
         """True if requests have waited long for their work to begin, or clients have recently left while waiting.
 
-        A peer that has closed its side may only be done with sending: without such a queue its answer costs nothing.
+        A peer that has closed its sending side may still read the answer, so without a backlog it is answered.
         """
         return self.waited_s() >= _BACKLOG_WAIT_S or self._timer() < self._more_gone_until
 
     def note_dropped_connection(self) -> None:
-        """Record that a connection was dropped as it was accepted: more are expected if work still waits.
+        """Record that a connection was dropped on acceptance: more are expected while requests wait.
 
-        Without a backlog this expectation ends by itself. If each dropped connection renewed it, peers that have only
-        closed their own side would be dropped for as long as such peers come.
+        Without a backlog the expectation must expire. If each dropped connection renewed it, peers that have only
+        closed their sending side would be dropped for as long as they keep coming.
         """
         if self.waited_s() >= _BACKLOG_WAIT_S:
             self._expect_more_gone()
@@ -109,7 +110,7 @@ class WorkPacer:
         can_begin_at_once = not (self._begun_waiters or self._put_off_waiters)
         if not is_short:
             if now_s - self._iteration_ended_at >= self._budget_s:
-                self._begun_work_s = 0.0  # the loop slept, or could have
+                self._begun_work_s = 0.0  # the loop was idle, or could have been
             can_begin_at_once = can_begin_at_once and not self._new_waiters and self._begun_work_s < self._budget_s
         if can_begin_at_once and self._is_within_budget(now_s):
             return 0.0
@@ -122,13 +123,13 @@ class WorkPacer:
         return self._timer() - now_s
 
     async def go_on(self) -> None:
-        """Yield to the event loop; return when begun work may continue with another portion."""
+        """Yield to the event loop; return when started work may continue with another portion."""
         await self._wait_in_queue(self._begun_waiters, self._timer(), _is_never_gone)
 
     async def resume(self) -> None:
-        """Continue begun work that waited for an answer of Redis or of the model, if this iteration has room for it.
+        """Wait until this iteration has room to continue started work that waited for Redis or the model.
 
-        What many requests waited for often arrives at once: without this, all of them would go on in one iteration.
+        Replies for many requests often arrive together: without this all of them would continue in one iteration.
         """
         now_s = self._timer()
         if self._begun_waiters or self._put_off_waiters or not self._is_within_budget(now_s):
@@ -205,7 +206,7 @@ def _is_never_gone() -> bool:
 
 
 CURRENT_PACER: ContextVar[WorkPacer | None] = ContextVar("larder_pacer", default=None)
-"""Pacer of the current request; None without one, as in a night."""
+"""Pacer of the current request; None outside of requests, as in a night."""
 
 
 async def wait_for_next_portion() -> None:
@@ -218,13 +219,13 @@ async def wait_for_next_portion() -> None:
 
 
 async def wait_for_room() -> None:
-    """Continue after a wait for Redis or the model once the request's pacer has room for more work."""
+    """Return once the request's pacer has room for more work, after a wait for Redis or the model."""
     if (pacer := CURRENT_PACER.get()) is not None:
         await pacer.resume()
 
 
 class YieldPacer:
-    """Pacer of the loop over a large request's entities, which yields to the event loop now and then."""
+    """Pacer of the loop over a large request's entities: yields to the event loop after each portion."""
 
     def __init__(self, options: RequestOptions | None = None) -> None:
         is_heavy = options is not None and options.rerank is not None and options.rerank.is_heavy
@@ -233,9 +234,9 @@ class YieldPacer:
         self._is_resumed = False
 
     async def count_entity(self, entity: RequestedEntity) -> None:
-        """Count one more entity, and yield if a portion is full; a long input or re-ordered list counts as several.
+        """Count one more entity, and yield if the portion is full; a long input or re-ordered list counts as several.
 
-        The first step waits only if other requests have used up the iteration.
+        The first call waits only if other requests have used up the iteration's budget.
         """
         if not self._is_resumed:
             self._is_resumed = True

@@ -1,4 +1,4 @@
-"""Arrow IPC streams, read and written without pyarrow, which is larger than the whole service.
+"""Reading and writing of Arrow IPC streams without pyarrow, which is larger than the whole service.
 
 Start at `writer`.
 """

@@ -1,7 +1,8 @@
-"""Reader of untrusted Arrow IPC streams, with only numpy. Pure.
+"""Reader of untrusted Arrow IPC streams that needs only numpy. Pure.
 
-Reads plain columns of the kinds that this service writes or takes. It decompresses nothing and allocates no memory that
-the stream does not itself fill; an invalid stream raises Malformed, a valid but unsupported one Unsupported.
+It reads the kinds of columns that this service writes or accepts. It decompresses nothing and allocates memory only in
+proportion to the stream's size. An invalid stream raises MalformedStream, a valid but unsupported one
+UnsupportedStream.
 """
 
 import functools
@@ -22,13 +23,13 @@ CACHED_METADATA_BYTES_MAX = 4_096
 """Bytes of the longest metadata (schema, message) whose parsed form is cached for the next stream."""
 
 BATCHES_MAX = 64
-"""Greatest number of record batches: each costs as much as dozens of rows, an empty one costs its sender nothing."""
+"""Greatest number of record batches: parsing one costs as much as dozens of rows, even if it is empty."""
 
 _FIELDS_MAX = 64
 _LIST_DEPTH_MAX = 2
 
 _BATCH_PARTS_MAX = 512
-"""Greatest number of nodes, and of buffers, in a record batch: enough for so many columns."""
+"""Greatest number of nodes, and of buffers, in a record batch: enough for `_FIELDS_MAX` columns."""
 
 _METADATA_PAIRS_MAX = 64
 
@@ -36,7 +37,7 @@ _DTYPE_BY_KIND: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtyp
 
 
 class UnsupportedStream(ValueError):
-    """A stream that others could read; the text says what to send instead."""
+    """Valid stream with a feature that is not supported here; the message says what to send instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ def read_frame(
 ) -> Frame:
     """Return the columns: utf8 as str (or its bytes), lists as tuples or read-only float32 arrays, None for null.
 
-    `cutter` cuts bytes at int32 offsets, or gives None if it cannot. `check_fields` raises for unwanted columns before
-    any of their rows is read.
+    `cutter` cuts bytes at int32 offsets, or returns None if it cannot. `check_fields` raises an error for unwanted
+    columns, before any row is read.
     """
     schema_message = first_message(stream_bytes)
     metadata, fields = (
@@ -75,7 +76,7 @@ def read_frame(
         if batch_index == BATCHES_MAX:
             raise UnsupportedStream(f"the stream has more than {BATCHES_MAX} record batches: send larger ones")
         if batch_message.kind != arrow.RECORD_BATCH_MESSAGE_KIND:
-            raise UnsupportedStream("only record batches are read: send no dictionaries")
+            raise UnsupportedStream("only record batches are supported: send no dictionaries")
         layout = batch_layout(batch_message)
         batch_row_count = layout.rows
         if batch_row_count < 0 or row_count + batch_row_count > rows_max:
@@ -89,13 +90,13 @@ def read_frame(
 
 
 def first_message(stream_bytes: bytes) -> bytes:
-    """The metadata of the first message, if it is one."""
+    """Return the metadata of the first message; raise MalformedStream if there is none."""
     return stream_bytes[: 8 + int.from_bytes(stream_bytes[4:8], "little")]
 
 
 @functools.lru_cache(maxsize=64)
 def read_schema(schema_message: bytes) -> tuple[tuple[tuple[str, str], ...], tuple[Field, ...]]:
-    """Metadata and columns from the message that begins a stream, cached: a caller's streams often share it."""
+    """Return metadata and columns from a stream's first message; cached, since a caller's streams often share it."""
     message, body = next(read_messages(memoryview(schema_message)), (None, b""))
     if message is None or message.kind != arrow.SCHEMA_MESSAGE_KIND or body:
         raise MalformedStream("the stream does not begin with a schema")
@@ -118,7 +119,7 @@ class Message(NamedTuple):
 
 
 class BatchLayout(NamedTuple):
-    """A record batch without its body: (length, nulls) of columns, (position, size) of buffers."""
+    """Layout of a record batch: (length, null count) of each node, (position, size) of each buffer."""
 
     rows: int
     nodes: list[tuple[int, int]]
@@ -126,7 +127,7 @@ class BatchLayout(NamedTuple):
 
 
 def batch_layout(message: Message) -> BatchLayout:
-    """Layout of a record batch, cached: batches of as many rows and bytes have an equal one."""
+    """Return the layout of a record batch; cached, since batches with equal numbers of rows and bytes share it."""
     read_layout = _cached_layout if len(message.metadata) <= CACHED_METADATA_BYTES_MAX else _cached_layout.__wrapped__
     return read_layout(message.metadata)
 
@@ -144,11 +145,11 @@ def _cached_layout(metadata: bytes) -> BatchLayout:
 
 
 def read_messages(stream_bytes: memoryview) -> Iterator[tuple[Message, memoryview]]:
-    """Messages of a stream, each with its body."""
+    """Yield the messages of a stream, each with its body."""
     message_offset = 0
     while message_offset < len(stream_bytes):
         if stream_bytes[message_offset : message_offset + 4] != arrow.CONTINUATION:
-            raise MalformedStream("this is no Arrow IPC stream (format of Arrow 0.15 or newer)")
+            raise MalformedStream("this is not an Arrow IPC stream (format of Arrow 0.15 or newer)")
         metadata_bytes = int.from_bytes(stream_bytes[message_offset + 4 : message_offset + 8], "little")
         if metadata_bytes == 0:
             if len(stream_bytes) < message_offset + 8:
@@ -196,7 +197,7 @@ def _read_field(flat_field: FlatTable, depth: int) -> Field:
         return Field(name, "fixed", nullable, child_field, width)
     kind = _column_kind(flat_field, type_id)
     if kind is None or children:
-        raise UnsupportedStream(f"column {name!r} is of a type that is not read here")
+        raise UnsupportedStream(f"column {name!r} has an unsupported type")
     return Field(name, kind, nullable)
 
 
@@ -218,7 +219,7 @@ def _column_kind(flat_field: FlatTable, type_id: int) -> ColumnKind | None:
 
 
 class _BatchReader:
-    """Hands out a record batch's nodes and buffers in the order of its columns."""
+    """Reader of one record batch: takes its nodes and buffers in the order of the columns."""
 
     def __init__(self, layout: BatchLayout, body: memoryview, returns_bytes: bool, cutter: TextCutter | None) -> None:
         self._remaining_nodes = iter(layout.nodes)
@@ -228,7 +229,7 @@ class _BatchReader:
         self._cutter = cutter
 
     def read_column(self, field: Field, row_count: int) -> list[Any]:
-        """The values of the next column, which has `row_count` of them."""
+        """Return the `row_count` values of the next column."""
         validity = self._read_validity(row_count)
         column_values = self._read_values(field, row_count)
         if validity is None:
@@ -238,9 +239,9 @@ class _BatchReader:
         ]
 
     def check_end(self) -> None:
-        """Raises Malformed if there is more than the columns have."""
+        """Raise MalformedStream if nodes or buffers are left over."""
         if next(self._remaining_nodes, None) is not None or next(self._remaining_buffers, None) is not None:
-            raise MalformedStream("a record batch has more than the schema's columns")
+            raise MalformedStream("a record batch has more nodes or buffers than the schema's columns need")
 
     def _read_values(self, field: Field, row_count: int) -> list[Any]:
         match field.kind:
@@ -262,10 +263,10 @@ class _BatchReader:
         child_field = field.child
         cut_positions: list[int] = list_ends.tolist()
         if child_field is None or child_field.kind not in ("f4", "utf8"):
-            raise UnsupportedStream(f"column {field.name!r} has lists of a type that is not read here")
+            raise UnsupportedStream(f"column {field.name!r} has lists of an unsupported type")
         value_count, _ = node = self._next_node()
         if value_count < cut_positions[-1]:
-            raise MalformedStream("a list reaches beyond its values")
+            raise MalformedStream("a list extends beyond its values")
         if child_field.kind == "utf8":
             self._check_no_nulls(node)
             list_texts = self._read_texts(self._read_offsets(value_count, "<i4"))
@@ -281,7 +282,7 @@ class _BatchReader:
         try:
             text_data = self._next_buffer()
         except MalformedStream:
-            _checked_offsets(text_ends, row_count, "<i4")  # what is wrong with them comes first
+            _checked_offsets(text_ends, row_count, "<i4")  # an error in the offsets takes precedence
             raise
         text_pieces = self._cutter(text_data, text_ends[: 4 * (row_count + 1)])
         return (
@@ -301,7 +302,7 @@ class _BatchReader:
     def _cut_texts(self, text_ends: NDArray[Any], text_data: memoryview) -> list[Any]:
         cut_positions = text_ends.tolist()
         if cut_positions[-1] > len(text_data):
-            raise MalformedStream("a text reaches beyond its bytes")
+            raise MalformedStream("a text extends beyond its bytes")
         try:
             text_bytes = bytes(text_data[: cut_positions[-1]])
             if text_bytes.isascii() and not self._returns_bytes:  # cut the text, not the bytes
@@ -321,11 +322,11 @@ class _BatchReader:
     def _read_array(self, row_count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         array_bytes = self._next_buffer()
         if len(array_bytes) < row_count * dtype.itemsize:
-            raise MalformedStream("a column lacks values")
+            raise MalformedStream("a column has too few values")
         return np.frombuffer(array_bytes, dtype, row_count)
 
     def _read_validity(self, row_count: int) -> list[bool] | None:
-        """Return the validity of each row, True if it is not null; None = all are valid."""
+        """Return the validity of each row, True if it is not null; None if all are valid."""
         node_row_count, null_count = self._next_node()
         if node_row_count != row_count or not 0 <= null_count <= row_count:
             raise MalformedStream(f"a column has {node_row_count} of {row_count} rows, {null_count} of them null")
@@ -352,12 +353,12 @@ class _BatchReader:
             raise MalformedStream("a record batch lacks buffers")
         buffer_offset, buffer_bytes = buffer_extent
         if buffer_offset < 0 or buffer_bytes < 0 or buffer_offset + buffer_bytes > len(self._body):
-            raise MalformedStream("a buffer reaches beyond its body")
+            raise MalformedStream("a buffer extends beyond its body")
         return self._body[buffer_offset : buffer_offset + buffer_bytes]
 
 
 def _checked_offsets(offset_bytes: memoryview, row_count: int, dtype_name: str) -> NDArray[Any]:
-    """Offsets [row_count + 1], checked to be non-negative and never falling; a column without rows may have none."""
+    """Return offsets [row_count + 1], checked to be non-negative and non-decreasing; an empty column may have none."""
     dtype = np.dtype(dtype_name)
     if row_count == 0:
         return np.zeros(1, dtype)

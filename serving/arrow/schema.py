@@ -1,4 +1,4 @@
-"""Arrow's schema and messages as flatbuffers: written, and read with every position checked. Pure.
+"""Writer and reader of Arrow's schema and messages (flatbuffers); the reader checks every position. Pure.
 
 Tables and slots follow `Schema.fbs` and `Message.fbs` of the Arrow columnar format, version V5, little-endian.
 """
@@ -44,7 +44,7 @@ _UINT32 = struct.Struct("<I")
 
 
 class Field(NamedTuple):
-    """Column of a schema; a list has a `child`, one of fixed size also its `width`."""
+    """Column of a schema; a list has a `child`, and a fixed-size list also a `width`."""
 
     name: str
     kind: ColumnKind
@@ -128,18 +128,18 @@ def _write_offsets(builder: flatbuffers.Builder, offsets: Sequence[int]) -> int:
 
 
 class MalformedStream(ValueError):
-    """Bytes are no valid message; the text says why."""
+    """Invalid stream or message; the message of the error says why."""
 
 
 class FlatTable:
-    """Table of a flatbuffer; raises Malformed for an offset outside the message."""
+    """Table of a flatbuffer; raises MalformedStream for an offset outside the message."""
 
     def __init__(self, message_bytes: bytes | memoryview, table_offset: int) -> None:
         self._message_bytes, self._table_offset = message_bytes, table_offset
         self._vtable_offset = table_offset - self._unpack_at(_INT32, table_offset)
         self._vtable_bytes = self._unpack_at(_UINT16, self._vtable_offset)
         if self._vtable_bytes < 4 or self._vtable_offset + self._vtable_bytes > len(message_bytes):
-            raise MalformedStream("a vtable reaches beyond its message")
+            raise MalformedStream("a vtable extends beyond its message")
 
     def field_offset(self, slot: int) -> int:
         """Return the position of a field's value in the message; 0 if it has none."""
@@ -158,7 +158,7 @@ class FlatTable:
         """Return the table that a field points at."""
         pointer_offset = self.field_offset(slot)
         if not pointer_offset:
-            raise MalformedStream(f"a message lacks what belongs into its slot {slot}")
+            raise MalformedStream(f"a message lacks the field in slot {slot}")
         return FlatTable(self._message_bytes, pointer_offset + self._unpack_at(_UINT32, pointer_offset))
 
     def has_field(self, slot: int) -> bool:
@@ -166,21 +166,21 @@ class FlatTable:
         return self.field_offset(slot) != 0
 
     def vector_extent(self, slot: int, element_bytes: int) -> tuple[int, int]:
-        """Return (position of the first element, count) of a vector of elements of `element_bytes`; (0, 0) without."""
+        """Return (position of the first element, count) of a vector with elements of `element_bytes`; else (0, 0)."""
         pointer_offset = self.field_offset(slot)
         if not pointer_offset:
             return 0, 0
         vector_offset = pointer_offset + self._unpack_at(_UINT32, pointer_offset)
         element_count = self._unpack_at(_UINT32, vector_offset)
         if vector_offset + 4 + element_count * element_bytes > len(self._message_bytes):
-            raise MalformedStream("a vector reaches beyond its message")
+            raise MalformedStream("a vector extends beyond its message")
         return vector_offset + 4, element_count
 
     def read_tables(self, slot: int, count_max: int) -> list["FlatTable"]:
         """Return a vector of tables."""
         first_offset, table_count = self.vector_extent(slot, 4)
         if table_count > count_max:
-            raise MalformedStream(f"{table_count} where at most {count_max} are read")
+            raise MalformedStream(f"{table_count} elements where at most {count_max} are allowed")
         offset_positions = range(first_offset, first_offset + 4 * table_count, 4)
         return [
             FlatTable(self._message_bytes, pointer_offset + self._unpack_at(_UINT32, pointer_offset))
@@ -191,7 +191,7 @@ class FlatTable:
         """Return a vector of structs of two int64."""
         first_offset, pair_count = self.vector_extent(slot, 16)
         if pair_count > count_max:
-            raise MalformedStream(f"{pair_count} where at most {count_max} are read")
+            raise MalformedStream(f"{pair_count} elements where at most {count_max} are allowed")
         numbers = struct.unpack_from(f"<{2 * pair_count}q", self._message_bytes, first_offset)
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 
@@ -213,5 +213,5 @@ class FlatTable:
 def read_root(message_bytes: bytes | memoryview) -> FlatTable:
     """Return the outermost table."""
     if len(message_bytes) < _UINT32.size:
-        raise MalformedStream("a message is too short for what it says it is")
+        raise MalformedStream("a message is shorter than its declared content")
     return FlatTable(message_bytes, _UINT32.unpack_from(message_bytes)[0])

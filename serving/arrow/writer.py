@@ -1,7 +1,7 @@
-"""Columns as an Arrow IPC stream: one schema, one record batch, no compression. Pure.
+"""Writer of columns as an Arrow IPC stream: one schema, one record batch, no compression. Pure.
 
-The record batch's metadata has the same shape for the same columns, independent of their values: it is built once, and
-per answer only its numbers are written.
+The layout of the record batch's metadata depends only on the columns, not on their values: it is built once, and for
+each answer only the numbers in it are written.
 """
 
 import functools
@@ -29,7 +29,7 @@ _MESSAGE_PREFIX_BYTES = 8
 
 
 class Column(NamedTuple):
-    """Nodes and buffers of one column in a record batch: (length, nulls) of it and its children, and their buffers."""
+    """One column in a record batch: nodes (length, null count) of the column and its children, and their buffers."""
 
     nodes: tuple[tuple[int, int], ...]
     buffers: tuple[bytes, ...]
@@ -55,7 +55,7 @@ def write_stream(
 ) -> bytes:
     """Return the whole stream; `columns` are those of `fields`, in their order, `row_count` long.
 
-    `assemble`: a faster function with the result of `assemble_stream`, or None if it cannot give it.
+    `assemble`: a faster equivalent of `assemble_stream`, which returns None for input that it does not support.
     """
     node_numbers = [number for column in columns for node in column.nodes for number in node]
     buffers = [buffer for column in columns for buffer in column.buffers]
@@ -77,7 +77,7 @@ def assemble_stream(
     buffers: list[bytes],
     end_marker: bytes,
 ) -> bytes:
-    """The metadata with its numbers, then each buffer on a multiple of 8 bytes; head and end marker unchanged."""
+    """Return the stream: `stream_head`, metadata with its numbers, buffers at multiples of 8 bytes, `end_marker`."""
     body_pieces: list[bytes] = []
     buffer_extents: list[int] = []
     body_bytes = 0
@@ -102,7 +102,7 @@ def _batch_template(node_count: int, buffer_count: int) -> _BatchTemplate:
     builder = flatbuffers.Builder(1024)
     vector_offsets = [_write_zero_pairs(builder, count) for count in (node_count, buffer_count)]
     builder.StartObject(5)
-    builder.PrependInt64Slot(0, 1, 0)  # any number but the default, which would have no place
+    builder.PrependInt64Slot(0, 1, 0)  # not 0: flatbuffers omit default values
     builder.PrependUOffsetTRelativeSlot(1, vector_offsets[0], 0)
     builder.PrependUOffsetTRelativeSlot(2, vector_offsets[1], 0)
     message_bytes = finish_message(builder, RECORD_BATCH_MESSAGE_KIND, builder.EndObject(), 1)
@@ -123,7 +123,7 @@ def _batch_template(node_count: int, buffer_count: int) -> _BatchTemplate:
 
 
 def _write_zero_pairs(builder: flatbuffers.Builder, pair_count: int) -> int:
-    """A vector of structs of two int64."""
+    """Write a vector of `count` structs of two int64 zeros; return its offset."""
     builder.StartVector(16, pair_count, 8)
     for _ in range(2 * pair_count):
         builder.PrependInt64(0)
@@ -132,10 +132,10 @@ def _write_zero_pairs(builder: flatbuffers.Builder, pair_count: int) -> int:
 
 
 def text_column(text_values: Sequence[bytes | None]) -> Column:
-    """Column of utf8; None is null."""
+    """Return a column of utf8; None becomes null."""
     try:
         return whole_text_column(text_values)  # type: ignore[arg-type]
-    except TypeError:  # None has no length: that is cheaper than to look for one first
+    except TypeError:  # `len(None)` fails: cheaper than a search for None beforehand
         pass
     is_valid = [text_value is not None for text_value in text_values]
     column = whole_text_column([text_value or b"" for text_value in text_values])
@@ -143,7 +143,7 @@ def text_column(text_values: Sequence[bytes | None]) -> Column:
 
 
 def whole_text_column(text_values: Sequence[bytes]) -> Column:
-    """Column of utf8 without nulls."""
+    """Return a column of utf8 without nulls."""
     text_ends = itertools.accumulate(map(len, text_values), initial=0)
     offsets = np.fromiter(text_ends, np.int32, len(text_values) + 1)
     return Column(((len(text_values), 0),), (b"", offsets.tobytes(), b"".join(text_values)))
@@ -151,7 +151,7 @@ def whole_text_column(text_values: Sequence[bytes]) -> Column:
 
 @functools.lru_cache(maxsize=64)
 def repeated_text_column(text_value: bytes, row_count: int) -> Column:
-    """Column of utf8 with one text in every row."""
+    """Return a column of utf8 with the same text in every row."""
     text_bytes = len(text_value)
     offsets = np.arange(row_count + 1, dtype=np.int32) * np.int32(text_bytes)
     return Column(((row_count, 0),), (b"", offsets.tobytes(), text_value * row_count))
@@ -159,12 +159,12 @@ def repeated_text_column(text_value: bytes, row_count: int) -> Column:
 
 @functools.lru_cache(maxsize=64)
 def null_text_column(row_count: int) -> Column:
-    """Column of utf8, null in each row."""
+    """Return a column of utf8 with only nulls."""
     return Column(((row_count, row_count),), (bytes((row_count + 7) // 8), bytes(4 * row_count + 4), b""))
 
 
 def number_column(number_values: NDArray[np.generic], is_valid: Sequence[bool] | None = None) -> Column:
-    """Column of the array's own dtype; null where `is_valid` is False."""
+    """Return a column of the array's dtype; null where `is_valid` is False."""
     null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
     validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
     return Column(((len(number_values), null_count),), (validity_bits, number_values.tobytes()))
@@ -172,25 +172,25 @@ def number_column(number_values: NDArray[np.generic], is_valid: Sequence[bool] |
 
 @functools.lru_cache(maxsize=64)
 def null_number_column(row_count: int) -> Column:
-    """Column of int32, null in each row."""
+    """Return a column of int32 with only nulls."""
     return number_column(np.zeros(row_count, np.int32), [False] * row_count)
 
 
 @functools.lru_cache(maxsize=64)
 def false_flag_column(row_count: int) -> Column:
-    """Column of bool, False in each row."""
+    """Return a column of bool with only False."""
     return flag_column([False] * row_count)
 
 
 def flag_column(flag_values: Sequence[bool], is_valid: Sequence[bool] | None = None) -> Column:
-    """Column of bool; null where `is_valid` is False."""
+    """Return a column of bool; null where `is_valid` is False."""
     null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
     validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
     return Column(((len(flag_values), null_count),), (validity_bits, pack_bits(flag_values)))
 
 
 def list_column(list_ends: NDArray[np.int32], child_column: Column, is_valid: Sequence[bool] | None = None) -> Column:
-    """Column of lists of `child_column`, cut at `list_ends` int32[row_count + 1], which begin with 0."""
+    """Return a column of lists of `child_column`, cut at `list_ends` int32[row_count + 1], which begin with 0."""
     null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
     validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
     return Column(
@@ -200,12 +200,12 @@ def list_column(list_ends: NDArray[np.int32], child_column: Column, is_valid: Se
 
 
 def fixed_list_column(row_count: int, child_column: Column, is_valid: Sequence[bool] | None = None) -> Column:
-    """Column of lists of one size, each of which has its numbers in `child_column`, also a null one."""
+    """Return a column of fixed-size lists; `child_column` has the numbers of every list, including null lists."""
     null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
     validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
     return Column(((row_count, null_count), *child_column.nodes), (validity_bits, *child_column.buffers))
 
 
 def pack_bits(flag_values: Sequence[bool]) -> bytes:
-    """A bitmap, least significant bit first."""
+    """Return a bitmap, least significant bit first."""
     return np.packbits(np.asarray(flag_values, np.bool_), bitorder="little").tobytes()

@@ -1,1 +1,1 @@
-"""Commands that ask a running service, or keep its tokens; they need nothing of the service itself."""
+"""Commands that query a running service or manage its tokens; they import no part of the service itself."""

@@ -1,4 +1,4 @@
-"""`python -m serving lookup`: ask a running service, with the options, TLS and errors of all such commands."""
+"""`python -m serving lookup`: look up an entity in a running service; options, TLS and errors shared with `explain`."""
 
 import argparse
 import contextlib
@@ -21,14 +21,14 @@ PROG = "python -m serving lookup"
 _BODY_BYTES_MAX = 64 << 20
 
 _SHOWN_NUMBERS_MAX = 20
-"""Numbers of a vector that are shown."""
+"""Number of a vector's components that are shown."""
 
 _ANSWER_FIELDS = frozenset({"answer", "answers", "source"})
-"""Fields of which an explanation, a batch of answers and a single answer have one each."""
+"""Fields by which a response is recognised: an explanation, a batch of answers and a single answer have one each."""
 
 
 def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
-    """Exit code: 0 answered, 1 not (the reason goes to standard error), 2 wrong usage."""
+    """Run the command; return 0 if answered, 1 if not (the reason goes to standard error), 2 for wrong usage."""
     parser = argument_parser(prog)
     return ask_and_show(parser.parse_args(arguments), parser, "lookup", _show_answer)
 
@@ -37,9 +37,9 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """Return the parser of this command's arguments."""
     return question_parser(
         prog,
-        "The answer of a running service for one entity of a table, and where it came from. --history and "
-        "--features are what to compute from where nothing is stored. Exit code: 0 answered, 1 the service could not "
-        "be asked or refused, 2 wrong usage.",
+        "Show a running service's answer for one entity of a table, and its source. If nothing is stored, the "
+        "answer is computed from --history and --features. Exit code: 0 answered, 1 service unreachable or refused, "
+        "2 wrong usage.",
     )
 
 
@@ -49,7 +49,7 @@ def _show_answer(document: Mapping[str, Any]) -> None:
 
 
 def answer_lines(answer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an answer as lines: a summary with its source, then an item or a number a line."""
+    """Yield an answer as lines: a summary with its source, then one item or number per line."""
     answer_rows = list(_answer_rows(answer))
     count_text = f"{len(answer_rows)} items" if "items" in answer else f"{len(answer_rows)} numbers"
     note_texts = [f"{name} {answer[name]}" for name in ("reason", "live", "stale") if answer.get(name)]
@@ -57,15 +57,15 @@ def answer_lines(answer: Mapping[str, Any]) -> Iterator[str]:
     summary_text = ", ".join([f"{count_text} from {answer['source']}", *note_texts, answer["generation"], age_text])
     yield f"{answer['table']} {answer['id']}: {summary_text}"
     if (near := answer.get("near")) is not None:
-        yield f"       the answer to an input {near:.3g} away was reused ([serving.near])"
+        yield f"       the answer to another input at distance {near:.3g} was reused ([serving.near])"
     if dropped_count := answer.get("dropped_history"):
-        yield f"       {dropped_count} of the history are no items of this generation, and count for nothing"
+        yield f"       {dropped_count} ids of the history are not items of this generation, and are ignored"
     if answer["source"] == "default" and answer.get("reason") == "not_in_generation":
         input_clause = (
-            "what was sent is nothing to compute from" if answer.get("live") else "nothing was sent to compute from"
+            "no answer can be computed from what was sent" if answer.get("live") else "no history or features were sent"
         )
-        instead_text = "these items suit most users" if answer.get("items") else "there is no answer"
-        yield f"       nothing is known of this id (is it right?), and {input_clause}: {instead_text}"
+        instead_text = "these items are the defaults, the same for all users" if answer.get("items") else "no answer"
+        yield f"       the generation does not know this id (is it right?), and {input_clause}: {instead_text}"
     for row_number, (row_name, row_value) in enumerate(answer_rows, 1):
         if "vector" in answer and row_number > _SHOWN_NUMBERS_MAX:
             yield f"  ... and {len(answer_rows) - _SHOWN_NUMBERS_MAX} more (--json)"
@@ -83,33 +83,35 @@ def _answer_rows(answer: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 class QuestionFailed(Exception):
-    """The service could not be asked, or said no; the text says what to do."""
+    """The service could not be reached, or refused the request; the message says what to do."""
 
 
 def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Parser of a command that asks for one entity of a table: what to compute from, and which service."""
+    """Return the parser of a command that asks a service for one entity of a table."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
-    parser.add_argument("table", help="a table, as /v1/generations lists them")
-    parser.add_argument("entity", help="an id; 7 and 007 are two")
+    parser.add_argument("table", help="name of a table; /v1/generations lists them")
+    parser.add_argument("entity", help="id of the entity; 7 and 007 are different ids")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
-    parser.add_argument("--token", help="default: LARDER_TOKEN of the environment")
+    parser.add_argument("--token", help="default: the environment variable LARDER_TOKEN")
     add_tls_options(parser)
-    parser.add_argument("--k", type=int, help="items of the list (default: all)")
-    parser.add_argument("--generation", help="one that the service holds (default: the live one)")
-    parser.add_argument("--history", help="item ids to compute from, oldest first, with commas; @FILE: one a line")
-    parser.add_argument("--features", metavar="JSON", help="feature columns to compute from")
+    parser.add_argument("--k", type=int, help="number of items in the list (default: all)")
+    parser.add_argument("--generation", help="a generation that the service holds (default: the live one)")
+    parser.add_argument(
+        "--history", help="item ids to compute from, oldest first, separated by commas; @FILE: one id per line"
+    )
+    parser.add_argument("--features", metavar="JSON", help="features to compute from, by column")
     parser.add_argument("--filter", metavar="JSON", help='a declared one\'s name, or {"<": ["price", 20]}')
     parser.add_argument("--rerank", metavar="JSON", help='a declared one\'s name, or {"diversify": {"mmr": 0.7}}')
-    parser.add_argument("--as-of", help="count newer events up to this position or time (default: all)")
+    parser.add_argument("--as-of", help="use newer events only up to this position or time (default: all)")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds (default: 10)")
-    parser.add_argument("--json", action="store_true", help="what the service says, as it is")
+    parser.add_argument("--json", action="store_true", help="print the service's response unchanged")
     return parser
 
 
 def ask_and_show(
     arguments: argparse.Namespace, parser: argparse.ArgumentParser, route: str, show: Callable[[dict[str, Any]], None]
 ) -> int:
-    """Asks `/v1/ROUTE/TABLE` and shows the answer: 0; 1 and a line where that failed; ends with 2 for wrong usage."""
+    """Ask `/v1/ROUTE/TABLE` and show the answer; return 0, or 1 after a printed error; exit with 2 for wrong usage."""
     try:
         service_address = _parse_url(arguments.url)
         body, tls = question_of(arguments), tls_context(arguments)
@@ -134,13 +136,13 @@ def _parse_url(url: str) -> tuple[str, str, int, str]:
     except ValueError as error:
         raise ValueError(f"--url {url!r}: {error}") from error
     if url_parts.scheme not in ("http", "https") or not url_parts.hostname:
-        raise ValueError(f"--url is http://host:port or https://host, not {url!r}")
+        raise ValueError(f"--url must be like http://host:port or https://host, not {url!r}")
     port = port or (443 if url_parts.scheme == "https" else 80)
     return url_parts.scheme, url_parts.hostname, port, url_parts.path.rstrip("/")
 
 
 def question_of(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Request body to post; None where a GET says all. Raises ValueError."""
+    """Return the body of a POST request; None if a GET is enough. Raise ValueError for malformed options."""
     if all(
         argument is None for argument in (arguments.history, arguments.features, arguments.filter, arguments.rerank)
     ):
@@ -164,14 +166,14 @@ def _parse_json(json_text_of_option: str, option: str) -> Any:
     try:
         return orjson.loads(json_text_of_option)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"{option} is a JSON object: {error}") from error
+        raise ValueError(f"{option} must be a JSON object: {error}") from error
 
 
 def _read_history(history_text: str) -> list[str]:
     if not history_text.startswith("@"):
         return [item_id.strip() for item_id in history_text.split(",") if item_id.strip()]
     try:
-        # Not `splitlines`: ids may hold the other signs at which that ends a line.
+        # Not `splitlines`, which also splits at other characters, and ids may contain those.
         file_lines = Path(history_text[1:]).read_text(encoding="utf-8-sig").split("\n")
         return [line.strip() for line in file_lines if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -215,7 +217,8 @@ def send_question(
         raise QuestionFailed(f"{service_url} did not answer within {arguments.timeout:g} s (--timeout)") from error
     except (OSError, http.client.HTTPException) as error:
         raise QuestionFailed(
-            f"{service_url} cannot be asked: {error or type(error).__name__}; is --url that of a running service?"
+            f"{service_url} cannot be reached: {error or type(error).__name__}; is --url the address of a running "
+            "service?"
         ) from error
     return _checked_answer(service_url, response.status, response_body, has_token=bool(token))
 
@@ -229,7 +232,9 @@ def _checked_answer(service_url: str, http_status: int, response_body: bytes, *,
         return document
     error = document.get("error") if isinstance(document, dict) else None
     if not isinstance(error, Mapping):
-        raise QuestionFailed(f"{service_url} answered {http_status} with what is no answer of Larder; is --url right?")
+        raise QuestionFailed(
+            f"{service_url} answered {http_status}, but not with a response of Larder; is --url right?"
+        )
     if error.get("code") == "unauthorized" and has_token:
         raise QuestionFailed(f"{service_url} does not know this token (--token, or LARDER_TOKEN)")
     raise QuestionFailed(f"{service_url}: {error.get('message', http_status)}{_remedy(error)}")
@@ -242,9 +247,9 @@ def _remedy(error: Mapping[str, Any]) -> str:
         case "scope_missing":
             return " (another --token)"
         case "unknown_table":
-            return f"; there are {', '.join(error.get('tables', ()))}"
+            return f"; its tables are {', '.join(error.get('tables', ()))}"
         case "not_found":
-            return "; this service is of a version that does not do this, or --url has a path too many"
+            return "; this version of the service does not support the command, or --url has a superfluous path"
         case "not_ready":
             return "; publish a generation, or wait until it is loaded (/readyz)"
         case "generation_gone":
@@ -256,17 +261,17 @@ def _remedy(error: Mapping[str, Any]) -> str:
 
 
 def add_tls_options(parser: argparse.ArgumentParser) -> None:
-    """Options `--ca`, `--cert` and `--key` of a command that asks a service."""
+    """Add the options `--ca`, `--cert` and `--key` to the parser of a command that asks a service."""
     parser.add_argument(
         "--ca", metavar="FILE", default=os.environ.get("LARDER_CA"),
-        help="PEM of the authority that signed the service's certificate (default: LARDER_CA, else the system's)",
+        help="PEM file of the authority that signed the service's certificate (default: LARDER_CA, else the system's)",
     )  # fmt: skip
-    parser.add_argument("--cert", metavar="FILE", help="PEM of a client certificate")
-    parser.add_argument("--key", metavar="FILE", help="PEM of its key")
+    parser.add_argument("--cert", metavar="FILE", help="PEM file of a client certificate")
+    parser.add_argument("--key", metavar="FILE", help="PEM file of the client certificate's key")
 
 
 def tls_context(options: argparse.Namespace) -> ssl.SSLContext | None:
-    """Context of these options, None where none was given; raises ConfigError for a file that cannot be used."""
+    """Return the TLS context of these options, None if none was given; raise ConfigError for an unusable file."""
     if not (options.ca or options.cert):
         return None
     try:

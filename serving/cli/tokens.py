@@ -1,4 +1,4 @@
-"""`python -m serving tokens`: makes, lists and revokes the named tokens of a file, each change in the audit log."""
+"""`python -m serving tokens`: create, list and revoke the named tokens of a file; the audit log records changes."""
 
 import argparse
 import hashlib
@@ -34,8 +34,8 @@ PROG = "python -m serving tokens"
 
 
 def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
-    """Exit code: 0 done, 2 not (the reason goes to standard error)."""
-    from cache.config.serving import ServingConfig  # pydantic: not for --help
+    """Run the command; return 0 on success, 2 on failure (the reason goes to standard error)."""
+    from cache.config.serving import ServingConfig  # they load pydantic, which --help does not need
 
     options = argument_parser(prog).parse_args(arguments)
     try:
@@ -63,22 +63,26 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """Return the parser of this command's arguments."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Named tokens of the service: what each may do, how much of it, until when. The file holds their "
-        "hashes; a running service reads it again within a second. Changes are in `larder audit`.",
+        description="Named tokens of the service with their scopes, quotas and expiry. The file holds their hashes; a "
+        "running service reads it again within a second. `larder audit` shows changes.",
     )
     parser.add_argument("--file", help="default: tokens_file of the settings")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_parser = commands.add_parser("add", help="make a token and print it, this once")
-    add_parser.add_argument("name", help="how logs and metrics call its owner")
+    add_parser = commands.add_parser("add", help="create a token and print it; it cannot be shown again")
+    add_parser.add_argument("name", help="name of the token's owner in logs and metrics")
     add_parser.add_argument(
-        "--scope", action="append", required=True, choices=list(MEANING_BY_SCOPE), help="may be given again"
+        "--scope",
+        action="append",
+        required=True,
+        choices=list(MEANING_BY_SCOPE),
+        help="what the token may be used for; repeat the option for several scopes",
     )
-    add_parser.add_argument("--days", type=float, help="until it expires (default: never)")
+    add_parser.add_argument("--days", type=float, help="days until the token expires (default: never)")
     add_parser.add_argument("--requests-per-s", type=float, help="over all workers of a service")
     add_parser.add_argument("--entities-per-s", type=float, help="over all workers of a service")
-    add_parser.add_argument("--in-flight", type=int, help="requests under way at once")
+    add_parser.add_argument("--in-flight", type=int, help="requests in flight at once")
     add_parser.add_argument("--reason", default="", help="kept in the audit log")
-    list_parser = commands.add_parser("list", help="names with what they may do")
+    list_parser = commands.add_parser("list", help="list token names with their scopes and quotas")
     revoke_parser = commands.add_parser("revoke", help="refuse a token from now on")
     revoke_parser.add_argument("name")
     revoke_parser.add_argument("--reason", default="", help="kept in the audit log")
@@ -88,9 +92,9 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
 
 
 def _demand_own_store(config: "ServingConfig") -> None:
-    """Raise Conflict if the audit log would be written into the store of another Redis.
+    """Raise Conflict if this store, which has the audit log, belongs to another Redis.
 
-    Not for `revoke`: a token that is to be refused from now on waits for nothing.
+    Not called for `revoke`: nothing may delay or prevent a revocation.
     """
     from cache.control.own_store import demand_own_store
 
@@ -98,12 +102,12 @@ def _demand_own_store(config: "ServingConfig") -> None:
 
 
 def _add_token(config: "ServingConfig", tokens_path: Path, options: argparse.Namespace) -> str:
-    """A new token, of which the file keeps the hash."""
+    """Return a new token; add its hash to the file."""
     token_name = options.name
     check_token_name(token_name, "tokens add")
     expiry_days: float | None = options.days
     if expiry_days is not None and not 0 < expiry_days <= _TOKEN_DAYS_MAX:
-        raise ConfigError(f"--days is above 0 and at most {_TOKEN_DAYS_MAX:g}, not {expiry_days:g}")
+        raise ConfigError(f"--days must be above 0 and at most {_TOKEN_DAYS_MAX:g}, not {expiry_days:g}")
     token = f"{TOKEN_PREFIX}{secrets.token_urlsafe(32)}"
     created_at = datetime.now(UTC).replace(microsecond=0)
     token_entry = TokenEntry(
@@ -130,7 +134,7 @@ def _add_token(config: "ServingConfig", tokens_path: Path, options: argparse.Nam
 
 def _revoke_token(config: "ServingConfig", tokens_path: Path, options: argparse.Namespace) -> None:
     token_name = options.name
-    check_token_name(token_name, "tokens revoke")  # a token that was pasted here is not written down
+    check_token_name(token_name, "tokens revoke")  # a token pasted in place of its name must not reach the audit log
     with (
         audited(config.store(), "token_revoke", token_name, actor=config.actor, reason=options.reason),
         lock_tokens(tokens_path),

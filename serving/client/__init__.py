@@ -1,9 +1,9 @@
-"""A typed client of the HTTP API for Python, synchronous and asynchronous, on httpx.
+"""Typed Python client of the HTTP API, synchronous and asynchronous, based on httpx.
 
     with Client("http://larder:8000", policy=Policy(deadline_ms=100)) as larder:
         answer = larder.lookup("user_topk", "u-1", Options(k=20))
 
-Whatever goes wrong with a call is an Unanswered: DeadlineExceeded, Unreachable, Garbled, or a Refusal with the
+Each failed call raises a subclass of Unanswered: DeadlineExceeded, Unreachable, Garbled, or a Refusal with the
 service's own code (InvalidRequest, Unauthorized, TokenExpired, Forbidden, GenerationGone, Unavailable, QuotaExceeded).
 """
 

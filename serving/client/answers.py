@@ -1,4 +1,4 @@
-"""Results that a caller of the client gets, read from JSON or Arrow. Pure."""
+"""Results of the client's calls, parsed from JSON or Arrow. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _SOURCE_BY_NAME: Mapping[str, Source] = {source.value: source for source in Sour
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A generation as a replica holds it; `details` has its tables, models and indexes as sent."""
+    """Generation that a replica holds; `details` has its tables, models and indexes as sent by the service."""
 
     generation: str
     epoch: int
@@ -38,7 +38,7 @@ class Held:
 
     @classmethod
     def of(cls, body: Mapping[str, Any] | None) -> Self | None:
-        """Reads a held generation from JSON; null stays None."""
+        """Parse a held generation from JSON."""
         if body is None:
             return None
         return cls(body["generation"], body["epoch"], body["published_at"], body["data_until"], body)
@@ -60,7 +60,7 @@ class Generations:
 
 @dataclass(frozen=True, slots=True)
 class EventRejection:
-    """Event that was not accepted: its place among those sent, why, and in words."""
+    """Event that was not accepted: its index among the sent events, the reason, and an explanation."""
 
     index: int
     reason: str
@@ -69,8 +69,10 @@ class EventRejection:
 
 @dataclass(frozen=True, slots=True)
 class EventReceipt:
-    """Numbers of events that were accepted and that were there before; those rejected, how the others are kept
-    (`always`, `everysec`, `none`, `unknown`), and the position of the newest."""
+    """Numbers of accepted and repeated events, the rejected events, durability, and the newest position.
+
+    `durability` is `always`, `everysec`, `none` or `unknown`, as in the settings of the Redis of events.
+    """
 
     accepted: int
     repeated: int
@@ -80,27 +82,27 @@ class EventReceipt:
 
 
 def read_answers(response_body: bytes, entity_count: int) -> list[Answer]:
-    """The answers of one batch of `entity_count` entities, in their order. Raises Garbled."""
+    """Return the answers of one batch of `entity_count` entities, in order. Raise Garbled."""
     body = read_json(response_body).get("answers")
     if not isinstance(body, list) or len(body) != entity_count:
         received_text = f"{len(body)} answers" if isinstance(body, list) else "no list of answers"
-        raise Garbled(f"{entity_count} entities were asked, and {received_text} came")
+        raise Garbled(f"expected answers for {entity_count} entities, received {received_text}")
     return [_build_result(Answer, answer_json) for answer_json in body]
 
 
 def read_answer(response_body: bytes) -> Answer:
-    """The answer of a single lookup. Raises Garbled."""
+    """Return the answer of a single lookup. Raise Garbled."""
     return _build_result(Answer, read_json(response_body))
 
 
 def read_arrow_answers(response_body: bytes, entity_count: int) -> list[Answer]:
-    """The answers of one batch of `entity_count` entities, in their order. Raises Garbled."""
+    """Return the answers of one batch of `entity_count` entities, in order. Raise Garbled."""
     try:
         frame = read_frame(response_body, entity_count)
     except (MalformedStream, UnsupportedStream) as error:
-        raise Garbled(f"the body is no Arrow IPC stream: {error}; it begins {response_body[:80]!r}") from error
+        raise Garbled(f"the body is not an Arrow IPC stream: {error}; it begins with {response_body[:80]!r}") from error
     if frame.rows != entity_count:
-        raise Garbled(f"{entity_count} entities were asked, and {frame.rows} answers came")
+        raise Garbled(f"expected answers for {entity_count} entities, received {frame.rows}")
     answer_fields = Answer.__dataclass_fields__
     field_names = [field_name for field_name in frame.columns if field_name in answer_fields and field_name != "id"]
     table = frame.metadata.get("table")
@@ -119,30 +121,30 @@ def read_arrow_answers(response_body: bytes, entity_count: int) -> list[Answer]:
             starmap(answer, zip(*(frame.columns[field_name] for field_name in ("id", *field_names)), strict=True))
         )
     except (KeyError, TypeError) as error:
-        raise Garbled(f"this is no answer of the service: {error}") from error
+        raise Garbled(f"the response does not conform to the API: {error}") from error
 
 
 def read_ranking(response_body: bytes) -> Ranking:
-    """The answer of a score request. Raises Garbled."""
+    """Return the answer of a score request. Raise Garbled."""
     return _build_result(Ranking, read_json(response_body))
 
 
 def read_arm(response_body: bytes) -> str | None:
-    """The arm that feedback was counted for, if any: of a canary, else of an experiment. Raises Garbled."""
+    """Return the arm, of a canary or an experiment, that feedback was counted for, if any. Raise Garbled."""
     body = read_json(response_body)
     arm = body.get("arm") or body.get("experiment")
     if arm is not None and not isinstance(arm, str):
-        raise Garbled(f"an arm is live, canary, EXPERIMENT=ARM or null, not {arm!r}")
+        raise Garbled(f"an arm must be live, canary, EXPERIMENT=ARM or null, not {arm!r}")
     return arm
 
 
 def read_generations(response_body: bytes) -> Generations:
-    """The generations and state of a replica. Raises Garbled."""
+    """Return the generations and state of a replica. Raise Garbled."""
     body = read_json(response_body)
     try:
         live, previous, next_generation = (Held.of(body[field_name]) for field_name in ("live", "previous", "next"))
         if live is None:
-            raise Garbled("a service that answers holds a live generation, and this one names none")
+            raise Garbled("the service names no live generation")
         return Generations(
             live,
             previous,
@@ -150,11 +152,11 @@ def read_generations(response_body: bytes) -> Generations:
             *(body[field_name] for field_name in ("canary", "blocklist", "ready", "stale", "degraded")),
         )
     except (KeyError, TypeError) as error:
-        raise Garbled(f"this is no overview of generations: {error!r}") from error
+        raise Garbled(f"the response is not an overview of generations: {error!r}") from error
 
 
 def read_receipt(response_body: bytes) -> EventReceipt:
-    """Outcome of the events of one request. Raises Garbled."""
+    """Return the result of sending the events of one request. Raise Garbled."""
     body = read_json(response_body)
     try:
         rejected = tuple(
@@ -165,22 +167,22 @@ def read_receipt(response_body: bytes) -> EventReceipt:
             int(body["accepted"]), int(body["repeated"]), rejected, str(body["durability"]), body["position"]
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise Garbled(f"this is no answer to events: {error!r}") from error
+        raise Garbled(f"the response is not a receipt of events: {error!r}") from error
 
 
 def read_json(response_body: bytes) -> dict[str, Any]:
-    """The JSON object that a body is. Raises Garbled."""
+    """Parse a body as a JSON object. Raise Garbled."""
     try:
         body = orjson.loads(response_body)
     except orjson.JSONDecodeError as error:
-        raise Garbled(f"the body is not JSON: {error}; it begins {response_body[:80]!r}") from error
+        raise Garbled(f"the body is not JSON: {error}; it begins with {response_body[:80]!r}") from error
     if not isinstance(body, dict):
-        raise Garbled(f"the body is a JSON object, not {type(body).__name__}")
+        raise Garbled(f"the body must be a JSON object, not {type(body).__name__}")
     return body
 
 
 def _build_result(result_class: type[_T], json_fields: Mapping[str, Any]) -> _T:
-    """A result from its fields; those of a newer service are left out. Raises Garbled."""
+    """Build a result from its fields; unknown fields of a newer service are ignored. Raise Garbled."""
     dataclass_fields = result_class.__dataclass_fields__
     try:
         field_values = {
@@ -190,11 +192,11 @@ def _build_result(result_class: type[_T], json_fields: Mapping[str, Any]) -> _T:
         }
         return result_class(**field_values)
     except (TypeError, ValueError, AttributeError) as error:
-        raise Garbled(f"this is no answer of the service: {error}") from error
+        raise Garbled(f"the response does not conform to the API: {error}") from error
 
 
 def source_of(source_name: str) -> Source:
-    """The source that a word names; a word that only a newer service knows stays as it is."""
+    """Return the source of this name; the name itself if only a newer service knows it."""
     return _SOURCE_BY_NAME.get(source_name, source_name)  # type: ignore[arg-type]
 
 

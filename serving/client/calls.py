@@ -1,4 +1,4 @@
-"""Requests of a caller of the client, and the HTTP requests that they become. Pure."""
+"""Requests of the client's callers, and the HTTP requests made of them. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,12 +15,12 @@ from serving.arrow.writer import whole_text_column, write_stream
 Id = str | int
 
 EVENT_BODY_BYTES: Final = 4 << 20
-"""Bytes of events in one request: the service takes 8 MiB by default."""
+"""Bytes of events in one request: the service accepts bodies of 8 MiB by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """Entity of a request: an id, an input to compute from, or both; `table` if a batch spans several."""
+    """Entity of a request: an id, an input to compute from, or both; `table` is for batches with several tables."""
 
     id: Id | None = None
     history: Sequence[Id] | None = None
@@ -28,7 +28,7 @@ class Entity:
     table: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON object of the fields that are set."""
+        """Return the JSON object of the fields that are set."""
         body: dict[str, Any] = {}
         if self.id is not None:
             body["id"] = as_id(self.id)
@@ -46,9 +46,9 @@ IdsOrEntities = Sequence[Id | Entity]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options that may go with every question; None leaves a field out, so that the service's own setting holds.
+    """Options of a request; None omits a field, so that the service's own setting applies.
 
-    `deadline_ms` is for the whole call, tries again and all: by then there is an answer or an error.
+    `deadline_ms` is for the whole call including retries: by then it has an answer or an error.
     """
 
     k: int | None = None
@@ -57,30 +57,30 @@ class Options:
     fresh: bool | None = None
     max_age_seconds: float | None = None
     max_events: int | None = None
-    """Value 0: the stored answer, without newer events of the user."""
+    """Number of newer events of the user that count; 0: the stored answer."""
     as_of: str | None = None
     """Position or time up to which newer events count, as in an earlier answer."""
     generation: str | None = None
     canary_key: Id | None = None
     arm: str | None = None
-    """`EXPERIMENT=ARM` that is to answer, for tests of it: counted as no exposure."""
+    """`EXPERIMENT=ARM` that answers, for tests of an arm; not counted as an exposure."""
     filter: Mapping[str, Any] | str | None = None
-    """Expression over attributes of items, such as `{"<": ["price", 20]}`, or a declared one's name: only what passes
-    is answered."""
+    """Expression over attributes of items, such as `{"<": ["price", 20]}`, or the name of a declared filter: the answer
+    has only items that pass."""
     rerank: Mapping[str, Any] | str | None = None
-    """Name of a declared re-ranking, or one such as `{"diversify": {"attribute": "brand", "most": 2}}`."""
+    """Name of a declared re-ranking, or an expression such as `{"diversify": {"attribute": "brand", "most": 2}}`."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a deadline that no wait can have."""
+        """Raise ValueError for a deadline that is not a finite number above 0."""
         if self.deadline_ms is not None and not 0 < self.deadline_ms < float("inf"):
-            raise ValueError(f"deadline_ms is a finite number above 0, not {self.deadline_ms}")
+            raise ValueError(f"deadline_ms must be a finite number above 0, not {self.deadline_ms}")
 
     def pinned(self, generation: str) -> "Options":
-        """Copy of these options that asks for answers from one generation."""
+        """Return a copy of these options that requests answers from one generation."""
         return replace(self, generation=generation)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON object of the options that are set."""
+        """Return the JSON object of the options that are set."""
         body = {option_field.name: getattr(self, option_field.name) for option_field in fields(self)}
         if self.exclude is not None:
             body["exclude"] = as_ids(self.exclude)
@@ -95,9 +95,9 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class NewEvent:
-    """Event to send: a user did something with an item, or values are set for a user alone or an item alone.
+    """Event to send: an interaction of a user with an item, or values that are set for a user or for an item.
 
-    `id` makes a repetition none: the same one when it is sent again. `time` is ISO 8601, a datetime or Unix seconds.
+    An event that is sent again with the same `id` counts once. `time` is ISO 8601, a datetime or Unix seconds.
     """
 
     id: Id
@@ -111,7 +111,7 @@ class NewEvent:
     vector: Sequence[float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON object of the fields that are set."""
+        """Return the JSON object of the fields that are set."""
         body: dict[str, Any] = {
             name: as_id(value) for name in ("id", "user", "item") if (value := getattr(self, name)) is not None
         }
@@ -123,7 +123,7 @@ class NewEvent:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """HTTP request; `is_repeatable` if asking twice does no more than asking once."""
+    """HTTP request; `is_repeatable` if sending it twice has the same effect as sending it once."""
 
     method: str
     path: str
@@ -135,29 +135,29 @@ class Call:
 
 
 class EventsCall(NamedTuple):
-    """Request with some of the events, the first of them the `at`-th of all."""
+    """Request with some of the events; `at` is the index of its first event among all events."""
 
     at: int
     call: Call
 
 
 def build_get(table: str, entity: Id, options: Options) -> Call:
-    """GET one entity. Raises ValueError for `exclude`, which a URL has no room for."""
+    """Build a GET of one entity. Raise ValueError for `exclude`, which may be too long for a URL."""
     if options.exclude is not None:
-        raise ValueError("exclude goes with lookup_many, where it has room")
-    # "." and ".." would be taken for folders on the way.
+        raise ValueError("exclude is only possible with lookup_many: it may be too long for a URL")
+    # In a path "." and ".." would be resolved as folders.
     quoted_id = quote(as_id(entity), safe="").replace(".", "%2E")
     return Call("GET", f"{_lookup_path(table)}/{quoted_id}", _option_texts(options))
 
 
 def build_post(table: str | None, entities: IdsOrEntities, options: Options) -> Call:
-    """POST entities of one table, or without `table` entities that each name their own."""
+    """Build a POST of entities of one table; without `table` each entity names its own."""
     entity_bodies = [entity.to_json() if isinstance(entity, Entity) else {"id": as_id(entity)} for entity in entities]
     return _build_json_post(_lookup_path(table), {"entities": entity_bodies, **options.to_json()})
 
 
 def many_binary(table: str, entities: IdsOrEntities, options: Options) -> Call:
-    """POST entities of one table for an Arrow IPC stream; the question is one too if plain ids and no `exclude`."""
+    """Build a POST for an Arrow IPC stream; its body is a stream, too, if it has only plain ids and no `exclude`."""
     ids = [entity for entity in entities if not isinstance(entity, Entity)]
     if len(ids) < len(entities) or options.exclude is not None:
         return replace(build_post(table, entities, options), accept=ARROW_MEDIA_TYPE)
@@ -166,19 +166,19 @@ def many_binary(table: str, entities: IdsOrEntities, options: Options) -> Call:
 
 
 def write_arrow_ids(ids: Sequence[str], options: Mapping[str, str]) -> bytes:
-    """The body that asks for `ids`; options are the schema's metadata."""
+    """Return the request body for `ids` as an Arrow IPC stream, with the options as the schema's metadata."""
     column = whole_text_column([entity_id.encode() for entity_id in ids])
     return write_stream((Field("id", "utf8"),), [column], len(ids), tuple(options.items()))
 
 
 def score(user: Id | Entity, items: Sequence[Id], options: Options) -> Call:
-    """POST one user's candidates."""
+    """Build a POST of one user's candidates."""
     user_json = user.to_json() if isinstance(user, Entity) else as_id(user)
     return _build_json_post("/v1/score", {"user": user_json, "items": as_ids(items), **options.to_json()})
 
 
 def feedback(event: str, generation: str | None, canary_key: Id | None, arm: str | None, count: int) -> Call:
-    """POST feedback on answers; counted each time it arrives, so never to be sent twice."""
+    """Build a POST of feedback on answers. It is not repeatable, because it is counted each time it arrives."""
     body: dict[str, Any] = {"event": event, "count": count}
     if generation is not None:
         body["generation"] = generation
@@ -192,11 +192,13 @@ def feedback(event: str, generation: str | None, canary_key: Id | None, arm: str
 def split(
     entities: IdsOrEntities, options: Options, max_batch: int, max_ids: int, max_numbers: int = 100_000
 ) -> Iterator[IdsOrEntities]:
-    """Consecutive pieces of at most `max_batch` entities, `max_ids` ids in histories and `exclude` together, and
-    `max_numbers` values of features.
+    """Yield consecutive pieces of `entities`, each within the limits of one request.
+
+    The limits are `max_batch` entities, `max_ids` ids in histories and `exclude` together, and `max_numbers` feature
+    values.
     """
     if isinstance(entities, str):
-        raise TypeError(f"a list of entities is wanted, not the text {entities!r}")
+        raise TypeError(f"entities must be a list, not the text {entities!r}")
     excluded_count = len(options.exclude or ())
     part_start, id_count, number_count = 0, excluded_count, 0
     for index, entity in enumerate(entities):
@@ -213,9 +215,9 @@ def split(
 
 
 def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
-    """Requests with all events in their order, each of at most `max_batch` events and `EVENT_BODY_BYTES`.
+    """Return requests with all events, in order, each of at most `max_batch` events and `EVENT_BODY_BYTES`.
 
-    Raises TypeError, with its place, for an event that JSON cannot hold: nothing is sent.
+    Raises TypeError with the event's index for an event that cannot be written as JSON; then nothing is sent.
     """
     calls: list[EventsCall] = []
     event_bodies: list[bytes] = []
@@ -236,16 +238,16 @@ def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
 
 
 def as_id(value: object) -> str:
-    """Return an id as text, in decimal form for a whole number; raise TypeError for anything else, True included."""
+    """Return an id as text, an int in decimal form; raise TypeError for other types, including bool."""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise TypeError(f"an id is a str or an int, not {value!r}")
+        raise TypeError(f"an id must be a str or an int, not {value!r}")
     return str(value)
 
 
 def as_ids(values: Sequence[Id]) -> list[str]:
-    """Return the texts of a list of ids; raise TypeError for anything else, and for a text in place of a list."""
+    """Return the texts of a list of ids; raise TypeError for other types, including a text in place of the list."""
     if isinstance(values, str):
-        raise TypeError(f"a list of ids is wanted, not the text {values!r}")
+        raise TypeError(f"ids must be a list, not the text {values!r}")
     return [as_id(value) for value in values]
 
 

@@ -1,4 +1,4 @@
-"""The two clients, one for asyncio, one for threads, with batches of any length and events in order."""
+"""The clients for asyncio and for threads, with batches of any length and events in order."""
 
 import asyncio
 import os
@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 _PartCoroutines = list[Coroutine[Any, Any, list[Answer]]]
 
 _GRACE_S = 5.0
-"""Seconds that a thread waits for the loop's beyond a call's own time, and that closing may take."""
+"""Seconds that a thread waits for the loop's thread beyond a call's deadline, and that `close` may take."""
 
 _IDLE_S = 3.0
 
@@ -55,12 +55,11 @@ _POLICY = Policy()
 
 
 class AsyncClient:
-    """Client for asyncio, one event loop; close it, or use it in an `async with` block.
+    """Client for asyncio and one event loop; close it, or use it in an `async with` block.
 
-    `binary`: what `lookup_many` is asked and answered travels as Arrow IPC streams, and comes out the same.
-    `verify` is a TLS context, the PEM file of an authority, or False to trust anybody; `transport` may be an
-    application in this process.
-    Raises ValueError for a URL that names no HTTP server and for a token that no header can carry.
+    `binary`: `lookup_many` sends and receives Arrow IPC streams; the results are the same. `verify` is a TLS context,
+    the PEM file of an authority, or False to accept any certificate. `transport` may be an application in this process.
+    Raises ValueError for a malformed URL and for a token that cannot be sent in a header.
     """
 
     def __init__(
@@ -80,20 +79,20 @@ class AsyncClient:
         self._sender = Sender(http, policy, self._pace)
 
     async def lookup(self, table: str, entity: Id, options: Options = _NONE) -> Answer:
-        """Looks up one entity by id."""
+        """Look up one entity by id."""
         call = calls.build_get(table, entity, options)
         return read_answer(await self._sender.send(call, self._deadline(options)))
 
     async def lookup_many(self, table: str, entities: IdsOrEntities, options: Options = _NONE) -> list[Answer]:
-        """Looks up any number of entities of one table, answered in order from one generation (but for `previous`)."""
+        """Look up entities of one table; return answers in order, from one generation except those from `previous`."""
         return await self._lookup(table, entities, options)
 
     async def lookup_tables(self, entities: Sequence[Entity], options: Options = _NONE) -> list[Answer]:
-        """Looks up entities that each name their table, answered in order from one generation (but for `previous`)."""
+        """Look up entities of several tables; return answers in order, from one generation except `previous` ones."""
         return await self._lookup(None, entities, options)
 
     async def score(self, user: Id | Entity, items: Sequence[Id], options: Options = _NONE) -> Ranking:
-        """Ranks a user's candidates, at most as many as the service takes in one request."""
+        """Rank a user's candidates, at most as many as the service accepts in one request."""
         call = calls.score(user, items, options)
         return read_ranking(await self._sender.send(call, self._deadline(options)))
 
@@ -106,22 +105,22 @@ class AsyncClient:
         arm: str | None = None,
         count: int = 1,
     ) -> str | None:
-        """Reports what came of answers, by generation, canary key or arm (`EXPERIMENT=ARM`); the arm it counts for.
+        """Send feedback by generation, canary key or arm (`EXPERIMENT=ARM`); return the arm it counted for, if any.
 
-        Sent again only if it certainly never left: after any other error it may have been counted.
+        It is retried only if it was certainly not sent: after any other error it may have been counted.
         """
         call = calls.feedback(event, generation, canary_key, arm, count)
         return read_arm(await self._sender.send(call, self._deadline(_NONE)))
 
     async def send_events(self, events: Sequence[NewEvent], *, deadline_ms: float | None = None) -> EventReceipt:
-        """Sends any number of events, in their order; sent again under their ids, after any error, they count once.
+        """Send any number of events, in order; events sent again with the same ids after an error count once.
 
-        `deadline_ms` is for each request: there are as many as it takes.
+        `deadline_ms` is for each of the requests, of which a long list needs several.
         """
         return await self._send_events(event_calls(events, self._policy.max_batch), Options(deadline_ms=deadline_ms))
 
     async def generations(self) -> Generations:
-        """Generations and state of the replica that answers."""
+        """Return the generations and state of the replica that answers."""
         call = Call("GET", "/v1/generations")
         return read_generations(await self._sender.send(call, self._deadline(_NONE)))
 
@@ -149,9 +148,9 @@ class AsyncClient:
 
 
 class Client:
-    """Client for callers without an event loop, any number of threads; close it, or use it in a `with` block.
+    """Client for callers without an event loop, for any number of threads; close it, or use it in a `with` block.
 
-    Its requests run in one thread of its own, so that a deadline holds for all of a call and not for each read.
+    Its requests run in one separate thread, so that a deadline applies to a whole call and not to each read.
     """
 
     def __init__(
@@ -173,19 +172,19 @@ class Client:
         self._thread = LoopThread()
 
     def lookup(self, table: str, entity: Id, options: Options = _NONE) -> Answer:
-        """Looks up one entity by id."""
+        """Look up one entity by id."""
         return self._run(self._client.lookup(table, entity, options), options)
 
     def lookup_many(self, table: str, entities: IdsOrEntities, options: Options = _NONE) -> list[Answer]:
-        """Looks up any number of entities of one table, answered in order from one generation (but for `previous`)."""
+        """Look up entities of one table; return answers in order, from one generation except those from `previous`."""
         return self._run(self._client.lookup_many(table, entities, options), options)
 
     def lookup_tables(self, entities: Sequence[Entity], options: Options = _NONE) -> list[Answer]:
-        """Looks up entities that each name their table, answered in order from one generation (but for `previous`)."""
+        """Look up entities of several tables; return answers in order, from one generation except `previous` ones."""
         return self._run(self._client.lookup_tables(entities, options), options)
 
     def score(self, user: Id | Entity, items: Sequence[Id], options: Options = _NONE) -> Ranking:
-        """Ranks a user's candidates, at most as many as the service takes in one request."""
+        """Rank a user's candidates, at most as many as the service accepts in one request."""
         return self._run(self._client.score(user, items, options), options)
 
     def feedback(
@@ -197,12 +196,12 @@ class Client:
         arm: str | None = None,
         count: int = 1,
     ) -> str | None:
-        """Reports what came of answers, as `AsyncClient.feedback` does; the arm that it was counted for, if any."""
+        """Send feedback, as `AsyncClient.feedback` does; return the arm that it was counted for, if any."""
         work = self._client.feedback(event, generation=generation, canary_key=canary_key, arm=arm, count=count)
         return self._run(work, _NONE)
 
     def send_events(self, events: Sequence[NewEvent], *, deadline_ms: float | None = None) -> EventReceipt:
-        """Sends any number of events, as `AsyncClient.send_events` does."""
+        """Send any number of events, as `AsyncClient.send_events` does."""
         options = Options(deadline_ms=deadline_ms)
         calls = event_calls(events, self._policy.max_batch)
         return self._thread.run(
@@ -210,11 +209,11 @@ class Client:
         )
 
     def generations(self) -> Generations:
-        """Generations and state of the replica that answers."""
+        """Return the generations and state of the replica that answers."""
         return self._run(self._client.generations(), _NONE)
 
     def close(self) -> None:
-        """Ends the calls that run and closes the connections."""
+        """Cancel running calls and close the connections."""
         self._thread.close(self._client.aclose())
 
     def __enter__(self) -> Self:
@@ -228,39 +227,39 @@ class Client:
 
 
 class LoopThread:
-    """Runs coroutines for any number of threads; started at once, ended by `close`."""
+    """Thread with an event loop that runs coroutines for any number of threads, until `close`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._is_closed = False
-        # A daemon: a client that nobody closed keeps no program from ending.
+        # A daemon: a client that was not closed does not keep the program from ending.
         self._thread = threading.Thread(target=self._loop.run_forever, name="larder-client", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _T], within_s: float) -> _T:
-        """Result of `work`, which ends by itself within `within_s`. Raises RuntimeError after `close` or a fork."""
-        with self._closing:  # what is begun before `close` is ended by it
+        """Return the result of `work`, which ends within `within_s`. Raise RuntimeError after `close` or a fork."""
+        with self._closing:  # `close` cancels what was started before
             if self._is_closed or self._pid != os.getpid():
                 work.close()
                 raise RuntimeError(
-                    "this client is closed: make another one"
+                    "this client is closed: create another one"
                     if self._is_closed
-                    else "this client was made before the process forked: make one in each process"
+                    else "this client was created before the process forked: create one in each process"
                 )
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(within_s + _GRACE_S)
         except TimeoutError as error:
-            raise DeadlineExceeded(f"no answer within {within_s:.3f} s, nor after it") from error
+            raise DeadlineExceeded(f"no answer within {within_s:.3f} s") from error
         except CancelledError:
             raise RuntimeError("this client was closed while it waited for an answer") from None
         finally:
-            future.cancel()  # Ctrl-C in this thread ends the request in the other one
+            future.cancel()  # Ctrl-C in this thread cancels the request in the loop's thread
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Ends the coroutines that run, runs `last`, ends the thread; later calls do nothing."""
+        """Cancel the running coroutines, run `last`, and end the thread; later calls do nothing."""
         with self._closing:
             if self._is_closed or self._pid != os.getpid():
                 last.close()
@@ -293,9 +292,9 @@ async def lookup_batch(
     *,
     binary: bool = False,
 ) -> list[Answer]:
-    """The answers, in order; each request has the whole of the deadline. Raises Unanswered, for all of the batch.
+    """Return the answers, in order; the requests share one deadline. Raise Unanswered if any request fails.
 
-    `binary` counts where one table is asked.
+    `binary` has an effect only if `table` is given.
     """
     entity_parts = list(split(entities, options, policy.max_batch, policy.max_ids, policy.max_numbers))
     request_slots = asyncio.Semaphore(policy.at_once)
@@ -328,16 +327,16 @@ async def lookup_batch(
 
 
 def _common_generation(answers: Sequence[Answer]) -> str | None:
-    """Generation that one request was answered from; None if each of its answers was the previous one's."""
+    """Return the generation that one request was answered from; None if all answers are from `previous`."""
     return next((answer.generation for answer in answers if answer.source != Source.PREVIOUS), None)
 
 
 async def _answers_of_one_generation(
     generations: Sequence[str], repeat_parts: Callable[[str], _PartCoroutines]
 ) -> list[list[Answer]]:
-    """Answers all of a batch from one of these generations, oldest first, after a flip fell between its requests.
+    """Repeat a batch during which a flip occurred, so that all answers are from one generation (oldest tried first).
 
-    The older one is what replicas on both sides of the flip hold. Raises GenerationGone when none holds any.
+    Replicas before and after the flip hold the older one. Raises GenerationGone if no generation can answer the batch.
     """
     *older_generations, newest_generation = generations
     for generation in older_generations:
@@ -353,7 +352,7 @@ async def _already_resolved(ready_result: _T) -> _T:
 
 
 async def _gather_all(coroutines: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Results of all `coroutines`, in order; the first error ends the others."""
+    """Return the results of all `coroutines`, in order; the first error cancels the others."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -364,9 +363,9 @@ async def _gather_all(coroutines: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]
 
 
 async def send_events(sender: Sender, calls: Sequence[EventsCall], get_deadline: Callable[[], float]) -> EventReceipt:
-    """Sends events, one request behind the other; `get_deadline` is the deadline of one that goes out now.
+    """Send events, one request after the other; `get_deadline` returns the deadline of a request that is sent now.
 
-    Raises Unanswered, after which some may have been accepted: send all of them again.
+    Raises Unanswered; some events may have been accepted by then, so send all of them again.
     """
     receipt = EventReceipt(0, 0, (), "unknown", None)
     for first_index, call in calls:
@@ -394,28 +393,28 @@ def _create_http_client(
     try:
         base_url = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ValueError(f"{url!r} is no URL: {error}") from error
+        raise ValueError(f"{url!r} is not a URL: {error}") from error
     if base_url.scheme not in ("http", "https") or not base_url.host:
-        raise ValueError(f"{url!r} names no HTTP server; it begins with http:// or https://")
+        raise ValueError(f"{url!r} must begin with http:// or https:// and name a host")
     if token is not None and (not token.isprintable() or any(character.isspace() for character in token)):
-        raise ValueError("a token is printable characters without spaces")
+        raise ValueError("a token must be printable characters without spaces")
     if isinstance(verify, str):
         verify = ssl.create_default_context(cafile=verify)
     headers = {} if token is None else {b"Authorization": f"Bearer {token}".encode()}
     return httpx.AsyncClient(
         base_url=base_url,
         headers=headers,
-        verify=verify if base_url.scheme == "https" else False,  # certificates take long to load
+        verify=verify if base_url.scheme == "https" else False,  # loading certificates is slow
         transport=transport,
-        # The deadline of the call ends whatever takes too long; only a host that swallows packets is given up earlier.
+        # The call's deadline bounds everything else; `connect` gives up earlier on hosts that drop packets.
         timeout=httpx.Timeout(None, connect=policy.connect_ms / 1000),
         limits=httpx.Limits(
             max_connections=policy.connections,
             max_keepalive_connections=policy.connections,
-            # Before the service hangs up (5 s): feedback on a connection that just ended could not be sent again.
+            # Shorter than the service's limit (5 s): feedback cannot be retried if its connection was just closed.
             keepalive_expiry=_IDLE_S,
         ),
-        trust_env=False,  # a proxy to the world is no way to a service next door
+        trust_env=False,  # ignore proxy settings: the service is in the same network
     )
 
 

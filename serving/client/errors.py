@@ -1,4 +1,4 @@
-"""Errors of the client: each way for a caller to have no answer has its type. Pure."""
+"""Errors of the client, one type for each way in which a call can fail. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,15 +9,15 @@ _MESSAGE_CHARS_MAX = 200
 
 
 class Unanswered(Exception):
-    """Base of the errors of a call: there is no answer; all that the client raises about a call derives from it."""
+    """Base class of all errors of a call."""
 
 
 class DeadlineExceeded(Unanswered):
-    """Deadline of the call passed without an answer; the cause is the error of the last try before it, if any."""
+    """The deadline of the call passed without an answer; `__cause__` is the error of the last attempt, if any."""
 
 
 class Unreachable(Unanswered):
-    """Connection failure; `is_sent` is False where the request certainly never left."""
+    """Connection failure; `is_sent` is False if the request was certainly not sent."""
 
     def __init__(self, message: str, *, is_sent: bool) -> None:
         super().__init__(message)
@@ -25,11 +25,11 @@ class Unreachable(Unanswered):
 
 
 class Garbled(Unanswered):
-    """Response with status 200 that does not conform to the API, perhaps from a proxy."""
+    """Successful response that does not conform to the API, perhaps from a proxy."""
 
 
 class Refusal(Unanswered):
-    """Refusal by the service; `code`, `field` and `details` are for programs, the message for people."""
+    """Refusal by the service; `code`, `field` and `details` are for programs, the message is for people."""
 
     def __init__(self, status: int, error: Mapping[str, Any]) -> None:
         super().__init__(f"{status} {error.get('code')}: {error.get('message')}")
@@ -40,7 +40,7 @@ class Refusal(Unanswered):
 
 
 class InvalidRequest(Refusal):
-    """Request that can never be answered as sent; `field` is the wrong field."""
+    """The request can never be answered as sent; `field` is the wrong field."""
 
 
 class Unauthorized(Refusal):
@@ -48,11 +48,11 @@ class Unauthorized(Refusal):
 
 
 class TokenExpired(Unauthorized):
-    """The token was right until it expired."""
+    """The token has expired."""
 
 
 class Forbidden(Refusal):
-    """The token lacks a scope, which `scope` names; a service that gives no reason leaves it empty."""
+    """The token lacks the scope named by `scope`, which is empty if the service gives no reason."""
 
     def __init__(self, status: int, error: Mapping[str, Any]) -> None:
         super().__init__(status, error)
@@ -60,15 +60,15 @@ class Forbidden(Refusal):
 
 
 class GenerationGone(Refusal):
-    """The requested generation is neither live nor previous there any more."""
+    """The requested generation is no longer live or previous at the service."""
 
 
 class Unavailable(Refusal):
-    """The service, or something before it, cannot answer now."""
+    """The service, or a proxy in front of it, cannot answer now."""
 
 
 class QuotaExceeded(Unavailable):
-    """The token's quota has no room: `quota` names it, `retry_after_s` says in how many seconds there may be."""
+    """The token has used up the quota named by `quota`; it may have room again in `retry_after_s` seconds."""
 
     def __init__(self, status: int, error: Mapping[str, Any]) -> None:
         super().__init__(status, error)
@@ -78,7 +78,7 @@ class QuotaExceeded(Unavailable):
 
 
 def refusal(status: int, body: bytes) -> Refusal:
-    """Return the error for a response other than 200; `body` may be of another program, such as a proxy's page."""
+    """Return the error for an unsuccessful response; `body` may be from another program, such as a proxy's page."""
     error: object = None
     try:
         document = orjson.loads(body)

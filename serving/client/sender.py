@@ -1,4 +1,4 @@
-"""Sender of the client: sends within the deadline, with retries where safe and a hedged second request where faster."""
+"""Sender of the client: keeps the deadline, retries where that is safe, and hedges slow requests with a second one."""
 
 import asyncio
 import random
@@ -33,47 +33,48 @@ _SPREAD_FACTOR_MAX = 1.25
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Deadlines, retries and limits. Times are milliseconds; shares are of the requests without extra ones."""
+    """Deadlines, retries and limits. Times are in milliseconds; shares are relative to the original requests."""
 
     deadline_ms: float = 1_000.0
-    """Default deadline of a call: by then there is an answer or an error."""
+    """Default deadline of a call, by which it has an answer or an error."""
     told_share: float = 0.9
     """Share of the remaining time that is sent to the service as its deadline; the rest is for the network."""
     connect_ms: float = 250.0
     connections: int = 32
-    """Connections in the pool at most, and as many are kept open."""
+    """Largest number of connections in the pool; idle ones are kept open."""
     attempts: int = 3
     retry_share: float = 0.2
-    """Share of requests that may be tried again, beyond a few saved up: an outage must not double the load."""
+    """Share of requests that may be retried, besides a few saved retries: an outage must not double the load."""
     backoff_ms: float = 10.0
     backoff_max_ms: float = 250.0
     hedge_after_ms: float | None = None
-    """Milliseconds without an answer until the request is sent a second time; the first answer wins. None: never."""
+    """Milliseconds without an answer after which the request is sent a second time; the first answer is used. None:
+    never."""
     hedge_share: float = 0.1
     max_batch: int = 1_000
-    """Entities per request, as the service has it; longer batches become several requests."""
+    """Entities per request, as in the service's settings; longer batches become several requests."""
     max_ids: int = 50_000
-    """Ids in the histories and `exclude` of one request, as the service has it."""
+    """Ids in the histories and `exclude` of one request, as in the service's settings."""
     max_numbers: int = 100_000
-    """Values in the features of one request, as the service has it."""
+    """Feature values in one request, as in the service's settings."""
     at_once: int = 4
-    """Number of requests that one long batch has in flight at most."""
+    """Largest number of requests that one long batch has in flight."""
 
     def __post_init__(self) -> None:
         """Check the settings; raise ValueError with the setting's name."""
         for name in _POSITIVE_SETTINGS:
             if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} is a finite number above 0, not {getattr(self, name)}")
+                raise ValueError(f"{name} must be a finite number above 0, not {getattr(self, name)}")
         for name in ("told_share", "retry_share", "hedge_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is between 0 and 1, not {getattr(self, name)}")
+                raise ValueError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
         if self.told_share == 0:
-            raise ValueError("told_share is above 0: the service needs some time")
+            raise ValueError("told_share must be above 0: the service needs some time")
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Timer, sleep and random numbers of the client."""
+    """Timer, sleep and random numbers of the client, which tests replace."""
 
     timer: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -81,7 +82,7 @@ class Pace:
 
 
 class ExtraRequestBudget:
-    """Budget of extra requests, a share of the plain ones: each plain request earns `share`, saved up to `most`."""
+    """Budget of extra requests: each original request adds `share`, up to a balance of `most`."""
 
     def __init__(self, earned_share: float, saved_max: float, saved: float = 0.0) -> None:
         self._earned_per_request = earned_share
@@ -89,12 +90,12 @@ class ExtraRequestBudget:
         self._saved_requests = saved
 
     def earn(self) -> None:
-        """Add the earnings of one plain request."""
+        """Add the share of one original request."""
         self._saved_requests = min(self._saved_max, self._saved_requests + self._earned_per_request)
 
     def try_spend(self) -> bool:
-        """Take one extra request from the budget; return whether there was room."""
-        if self._saved_requests + 1e-9 < 1:  # ten times a tenth is a little less than one
+        """Take one extra request from the budget; return whether the balance allowed it."""
+        if self._saved_requests + 1e-9 < 1:  # rounding: the sum of ten times 0.1 is slightly below 1
             return False
         self._saved_requests -= 1
         return True
@@ -112,7 +113,7 @@ class Sender:
         self._abandoned_tasks: set[asyncio.Task[httpx.Response]] = set()
 
     async def send(self, call: Call, deadline_at: float) -> bytes:
-        """Send a call; return the body of a 200 or 202, by `deadline_at` on the pace's timer. Raise Unanswered."""
+        """Send a call; return the body of a 200 or 202 by `deadline_at` (of the pace's timer). Raise Unanswered."""
         policy, timer = self._policy, self._pace.timer
         self._retry_budget.earn()
         self._hedge_budget.earn()
@@ -149,7 +150,7 @@ class Sender:
         await self._http.aclose()
 
     def _spread_wait_s(self, wait_s: float) -> float:
-        """Lengthen a wait at random, so that clients refused at one moment do not return together."""
+        """Lengthen a wait at random, so that clients refused at the same time do not retry at the same time."""
         return wait_s * self._pace.rng.uniform(1, _SPREAD_FACTOR_MAX) if wait_s else 0.0
 
     def _backoff_s(self, attempt: int) -> float:
@@ -157,7 +158,7 @@ class Sender:
         return self._pace.rng.uniform(0, longest_ms) / 1000
 
     async def _exchange_or_hedge(self, call: Call, deadline_at: float) -> httpx.Response:
-        """Return the response to the call; with a second request the faster response."""
+        """Return the response to the call, or the faster response if a second request was sent."""
         hedge_after_ms = self._policy.hedge_after_ms
         if hedge_after_ms is None or not call.is_repeatable:
             return await self._exchange(call, deadline_at)
@@ -186,7 +187,7 @@ class Sender:
 
     async def _exchange(self, call: Call, deadline_at: float) -> httpx.Response:
         service_deadline_ms = (deadline_at - self._pace.timer()) * 1000 * self._policy.told_share
-        # Whole ones: that is what the service reads on its quickest way.
+        # Whole milliseconds: the service's fast path only parses integers.
         headers = {"X-Deadline-Ms": str(max(1, int(service_deadline_ms))), "Accept": call.accept}
         if call.content is not None:
             headers["Content-Type"] = call.content_type

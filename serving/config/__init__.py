@@ -1,4 +1,4 @@
-"""Settings of the service, from its environment and `larder.toml`, checked before anything starts.
+"""Settings of the service, from its environment and `larder.toml`, checked before it starts.
 
 Start at `settings`.
 """

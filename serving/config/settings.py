@@ -1,4 +1,4 @@
-"""Settings of the service as its parts take them; their model is `cache.config.serving`."""
+"""Checks of the service's settings, and request limits derived from them; the model is `cache.config.serving`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ __all__ = ["ServingConfig", "check_configured_files", "check_header_token", "req
 
 
 def request_limits(config: ServingConfig) -> Limits:
-    """Limits on what one request may hold; raises ConfigError for a declared re-ranking that is none."""
+    """Return the limits of one request; raise ConfigError for an invalid declared re-ranking."""
     return Limits(
         config.max_batch,
         config.max_history,
@@ -46,17 +46,18 @@ def _read_declared_reranking(name: str, declaration: Mapping[str, Any]) -> Reran
 
 
 def check_header_token(token: str) -> None:
-    """Raises ConfigError for a token that no header can carry as it is."""
+    """Raise ConfigError for a token that cannot be sent unchanged in a header."""
     if len(token.encode()) > TOKEN_BYTES_MAX:
         raise ConfigError(f"a token has at most {TOKEN_BYTES_MAX:,} bytes", field="token")
     if not token.isprintable() or any(character.isspace() for character in token):
         raise ConfigError(
-            "a token is printable characters without spaces; without any, leave LARDER_TOKEN unset", field="token"
+            "a token must be printable characters without spaces; to use no token, leave LARDER_TOKEN unset",
+            field="token",
         )
 
 
 def check_configured_files(config: ServingConfig) -> None:
-    """Raises ConfigError for files or re-rankings that a worker could not use: said before any is started."""
+    """Raise ConfigError for files or re-rankings that workers could not use; called before workers start."""
     if config.tokens_file:
         read_tokens(Path(config.tokens_file))
     if (tls_files := TlsFiles.of(config)) is not None:

@@ -1,4 +1,4 @@
-"""TLS of the service: its certificate and key, whom it trusts as a client, and new ones while it runs."""
+"""TLS of the service: certificate, key and client authorities, reloaded when their files change."""
 
 import logging
 import ssl
@@ -34,23 +34,23 @@ class TlsFiles:
 
     @classmethod
     def of(cls, config: ServingConfig) -> "TlsFiles | None":
-        """Files of the settings; None where the service speaks plain HTTP."""
+        """Return the files named in the settings; None if the service uses plain HTTP."""
         if not config.tls_certificate:
             return None
         return cls(config.tls_certificate, config.tls_key, config.tls_client_ca, config.tls_client)
 
     def context(self) -> ssl.SSLContext:
-        """TLS 1.2 and newer with these files; raises ConfigError, naming the file, for one that cannot be used."""
+        """Return a context for TLS 1.2 and newer with these files; raise ConfigError that names an unusable file."""
         ssl_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         ssl_context.minimum_version = ssl.TLSVersion.TLSv1_2
         ssl_context.set_alpn_protocols(["http/1.1"])
         for path in filter(None, (self.certificate_path, self.key, self.client_ca_path)):
             _check_file_readable(path)
         try:
-            ssl_context.load_cert_chain(self.certificate_path, self.key, password="")  # asks nobody for one
+            ssl_context.load_cert_chain(self.certificate_path, self.key, password="")  # never prompts for a passphrase
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
-                f"tls_certificate {self.certificate_path} and tls_key {self.key} are no pair in PEM without a "
+                f"tls_certificate {self.certificate_path} and tls_key {self.key} are not a matching PEM pair without "
                 f"passphrase: {error}",
                 field="tls_certificate",
             ) from None
@@ -62,28 +62,29 @@ class TlsFiles:
                     f"tls_client_ca {self.client_ca_path} holds no certificate in PEM: {error}", field="tls_client_ca"
                 ) from None
             ssl_context.verify_mode = _VERIFY_MODE_BY_SETTING[self.client_certificates]
-            # A session that is resumed shows no certificate again: an authority that was taken out would live on.
+            # No session tickets: a resumed session sends no certificate, so clients of a removed authority would stay
+            # accepted.
             ssl_context.options |= ssl.OP_NO_TICKET
             ssl_context.num_tickets = 0
         return ssl_context
 
     def version(self) -> FileVersions:
-        """Changes whenever one of the files does."""
+        """Return a value that changes whenever one of the files changes."""
         return tuple(file_version(Path(path)) for path in (self.certificate_path, self.key, self.client_ca_path))
 
 
 class TlsWatch(Collector):
-    """The context in force: one made of newer files takes its place, one that cannot be made leaves it."""
+    """TLS context in force; changed files replace it, unless they cannot be used."""
 
     def __init__(self, tls_files: TlsFiles) -> None:
-        """Raises ConfigError for files that cannot be used."""
+        """Raise ConfigError for files that cannot be used."""
         self._tls_files = tls_files
         self._loaded_version = tls_files.version()
         self.context = tls_files.context()
         self.is_stale = False
 
     def reload_if_changed(self) -> bool:
-        """Read changed files, and again those that could not be used; return whether another context is in force."""
+        """Read changed files, and retry those that could not be used; return whether the context was replaced."""
         version = self._tls_files.version()
         if version == self._loaded_version and not self.is_stale:
             return False
@@ -93,16 +94,18 @@ class TlsWatch(Collector):
         except ConfigError as error:
             self.is_stale = True
             if not is_logged:
-                log.error("the certificate in force stays as it was: %s", error.message)
+                log.error(
+                    "the new TLS files are not applied, the previous certificate stays in force: %s", error.message
+                )
             return False
         self.is_stale = False
         log.info("certificate %s is in force", self._tls_files.certificate_path)
         return True
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """Gauge of whether the newest certificate is in force."""
+        """Yield the gauge of whether the newest certificate is in force."""
         yield GaugeMetricFamily(
-            "larder_tls_stale", "1 while new files of TLS cannot be used and older ones stay in force",
+            "larder_tls_stale", "1 while new TLS files cannot be used and the previous ones stay in force",
             value=float(self.is_stale),
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The built-in dashboard: what all workers and replicas count, as one JSON document, one page, and in a terminal.
+"""The built-in dashboard: counts of all workers and replicas as a JSON document, as a page, and in a terminal.
 
 Start at `service`.
 """

@@ -1,4 +1,4 @@
-"""Figures of all workers: read from Redis, added up, and cached in the form that is drawn."""
+"""Figures of all workers: read from Redis, added up, and cached in the form that the page draws."""
 
 import asyncio
 import time
@@ -42,19 +42,19 @@ SHOWN_REASONS_MAX = 20
 REJECTED = "rejected"
 
 RECENT_BIN_COUNT = 30
-"""Bins of the last five minutes, on which figures of the present are based."""
+"""Bins of the last five minutes, from which current figures are computed."""
 
 _FRESH_BIN_COUNT = 6
 
 _FULL_READ_INTERVAL_S = 60.0
-"""Seconds between two readings of all bins: older than a minute they hardly change, and late tellings are seen then."""
+"""Seconds between two readings of all bins: bins older than a minute rarely change, only by late publications."""
 
 _BINS_PER_READ = 64
 
 READ_TIMEOUT_S = 2.0
 
 WORKER_SILENCE_MAX_S = 10.0
-"""Seconds without a telling after which a worker is not shown."""
+"""Seconds without a publication after which a worker is not shown."""
 
 _ROW_TEXT_FIELDS = ("generation", "stale", "degraded", "failed")
 
@@ -62,13 +62,13 @@ _ROW_NUMBER_FIELDS = (
     "since", "epoch", "live_queued", "under_way", "requests_max", "queue_seconds",
     "l1_bytes", "l1_budget_bytes", "l1_entries",
 )  # fmt: skip
-"""Fields of a worker's row, by kind."""
+"""Number fields of a worker's row."""
 
 Quantiles = dict[str, float | None]
 
 
 class DrawnBin(NamedTuple):
-    """A bin as it is drawn: seconds by source and quantile, seconds spent by stage."""
+    """Bin in the form that the page draws: `seconds` by source and quantile, `stages` in seconds."""
 
     requests: int
     answers: dict[str, int]
@@ -83,9 +83,9 @@ EMPTY_BIN = DrawnBin(0, {}, {}, {}, {}, {})
 
 @dataclass(frozen=True, slots=True)
 class FleetReading:
-    """All that is known now; `trouble`: why it is this worker alone.
+    """Result of one reading; `trouble` says why it covers only this worker, None if it covers all.
 
-    `recent_counts_by_start` has the newest bins undrawn.
+    `recent_counts_by_start` has the raw counts of the newest bins.
     """
 
     read_at: float
@@ -98,7 +98,7 @@ class FleetReading:
 
 
 class FleetView:
-    """Reader of all workers' counts, one per worker; `read` is for one caller at a time."""
+    """Reader of all workers' counts; each worker has one. `read` is for one caller at a time."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class FleetView:
         self._full_read_at: float | None = None
 
     async def read(self) -> FleetReading:
-        """All that Redis has, with this worker's own as it is now; without Redis this worker's own."""
+        """Read the counts of all workers; without Redis only this worker's."""
         own_row = self._publisher.note()
         now_s = own_row["at"]
         newest_start = bin_start_of(now_s)
@@ -146,7 +146,7 @@ class FleetView:
             if blob_by_worker
         }
         await asyncio.to_thread(self._fleet_bins.merge_bins, blobs_by_start, oldest_start, newest_start)
-        # Another version may tell less of itself.
+        # Another version may publish fewer fields.
         unknown_row = dict.fromkeys(own_row)
         shown_workers = {
             worker_name: unknown_row | worker_row
@@ -162,7 +162,7 @@ class FleetView:
     async def _read(
         self, oldest_start: int, newest_start: int
     ) -> tuple[dict[bytes, bytes], dict[bytes, bytes], dict[int, dict[bytes, bytes]]]:
-        """The workers' table, the registry, and the bins that may have changed."""
+        """Read the workers' table, the registry, and the bins that may have changed."""
         chunk_index = self._timer()
         is_full_read = self._full_read_at is None or chunk_index - self._full_read_at >= _FULL_READ_INTERVAL_S
         first_start = oldest_start if is_full_read else newest_start - _FRESH_BIN_COUNT * BIN_S
@@ -180,7 +180,7 @@ class FleetView:
 
 @dataclass(slots=True)
 class _DrawnBins:
-    """Bins as last drawn; `digest_by_start` shows whether their blobs are unchanged."""
+    """Cache of drawn bins; `digest_by_start` shows whether their blobs are unchanged."""
 
     bounds: Sequence[float]
     digest_by_start: dict[int, int] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class _DrawnBins:
     recent_counts_by_start: dict[int, Counts] = field(default_factory=dict)
 
     def merge_bins(self, blobs_by_start: Mapping[int, Sequence[bytes]], oldest_start: int, newest_start: int) -> None:
-        """Adds up what each bin holds, unless it is as before."""
+        """Add up the workers' counts of each bin that changed, and drop bins outside the range."""
         for start, blobs in blobs_by_start.items():
             is_recent = start > newest_start - RECENT_BIN_COUNT * BIN_S
             blobs_digest = xxhash.xxh3_64_intdigest(b"".join(sorted(blobs)))
@@ -213,7 +213,7 @@ class _DrawnBins:
 
 
 def _parse_rows(raw_row_by_name: Mapping[bytes, bytes]) -> dict[str, dict[str, Any]]:
-    """Return the JSON objects by name, without entries that another version wrote in another form."""
+    """Return the JSON objects by name, without entries in the format of another version."""
     row_by_name = {}
     for row_name, raw_row in raw_row_by_name.items():
         try:
@@ -226,7 +226,7 @@ def _parse_rows(raw_row_by_name: Mapping[bytes, bytes]) -> dict[str, dict[str, A
 
 
 def _can_be_shown(worker_row: Mapping[str, Any]) -> bool:
-    """Returns whether the fields that a row has are of their kinds: one of another kind would cost the whole page."""
+    """Return whether a row's fields have the expected types: a wrong type would break the whole page."""
     count_by_field, event_fields = worker_row.get("counts") or {}, worker_row.get("events") or {}
     return (
         _has_kinds(worker_row, _ROW_TEXT_FIELDS, _ROW_NUMBER_FIELDS)
@@ -248,13 +248,13 @@ def _has_kinds(row: Mapping[str, Any], text_fields: Sequence[str], number_fields
 def _can_be_added(add_up: Callable[[Sequence[Any]], object], row_part: Any) -> bool:
     try:
         add_up([row_part])
-    except Exception:  # whatever it is, nothing can be made of it
+    except Exception:  # data of another version, of any form
         return False
     return True
 
 
 def build_series(bin_by_start: Mapping[int, DrawnBin], end_bin_start: int) -> dict[str, Any]:
-    """Every bin from the oldest known up to, without, `end_bin_start`; a bin that was not written has zeros."""
+    """Return the series of all bins from the oldest to `end_bin_start` (exclusive); missing bins have zeros."""
     bin_starts = range(min(bin_by_start, default=end_bin_start), end_bin_start, BIN_S)
     drawn_bins = [bin_by_start.get(bin_start, EMPTY_BIN) for bin_start in bin_starts]
     shown_reasons = _most_frequent_reasons(drawn_bins)
@@ -298,7 +298,7 @@ def _most_frequent_reasons(drawn_bins: Sequence[DrawnBin]) -> list[str]:
 
 
 def draw_bin(count_by_field: Mapping[str, int], bucket_bounds: Sequence[float]) -> DrawnBin:
-    """Draws a bin: its counts as requests, answers, seconds, stages and misses."""
+    """Convert a bin's counts to requests, answers, seconds, stages, misses and events."""
     return DrawnBin(
         count_by_field.get(REQUESTS_FIELD, 0),
         counts_of_kind(count_by_field, ANSWER_PREFIX),
@@ -310,7 +310,7 @@ def draw_bin(count_by_field: Mapping[str, int], bucket_bounds: Sequence[float]) 
 
 
 def events_in(count_by_field: Mapping[str, int]) -> dict[str, int]:
-    """Events accepted, repeated and rejected; nothing where none came."""
+    """Return the numbers of events accepted, repeated and rejected; empty if no event was sent."""
     count_by_result = counts_of_kind(count_by_field, RESULT_PREFIX)
     if not count_by_result:
         return {}
@@ -319,7 +319,7 @@ def events_in(count_by_field: Mapping[str, int]) -> dict[str, int]:
 
 
 def quantiles_by_source(count_by_field: Mapping[str, int], bucket_bounds: Sequence[float]) -> dict[str, Quantiles]:
-    """Quantiles in seconds by source; only sources that answered."""
+    """Return quantiles in seconds by source, for sources that answered."""
     return {
         source: {
             quantile_name: _round_seconds(quantile(bucket_bounds, count_by_bucket, fraction))
@@ -330,5 +330,5 @@ def quantiles_by_source(count_by_field: Mapping[str, int], bucket_bounds: Sequen
 
 
 def _round_seconds(seconds: float | None) -> float | None:
-    """Rounds to three digits: more than the error of a quantile leaves true would only be sent."""
+    """Round to three digits, which is more precise than the quantiles are."""
     return None if seconds is None else float(f"{seconds:.3g}")

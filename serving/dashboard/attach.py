@@ -21,7 +21,7 @@ DASHBOARD_PAGE = StaticPage("/dashboard", "serving.dashboard", "page")
 
 
 def operations(_limits: Limits) -> tuple[Operation, ...]:
-    """Return the operation that the page asks for its numbers."""
+    """Return the operation from which the page gets its numbers."""
     return (
         Operation(
             method="get",
@@ -29,7 +29,7 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
             operation_id="getDashboard",
             tag="operation",
             summary="Numbers of the dashboard",
-            description="What all workers and replicas count, over the last hour.",
+            description="Counts of all workers and replicas over the last hour.",
             answer_schema=DASHBOARD_SCHEMA,
             answer_example={
                 "now": 1795174289.5,
@@ -38,14 +38,14 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
                 "verdict": {"level": "ok", "sentence": "All is well.", "advice": None, "also": []},
             },
             codes={"dashboard_off": ErrorCode(404, "The dashboard is switched off here")},
-            is_counted=False,  # who looks on is not what is looked at
+            is_counted=False,  # the dashboard's own requests are not counted
             scope="admin",
         ),
     )
 
 
 def attach(replica: Replica) -> Dashboard:
-    """Publish the counts of this worker, and show those of all; other features add theirs by `Hooks.reports`."""
+    """Publish this worker's counts, and show those of all workers; other features add theirs by `Hooks.reports`."""
     config, own_namespace, hooks, metrics = (replica.config, replica.own_namespace, replica.hooks, replica.metrics)
     admission, l1_cache = replica.admission, replica.l1_tier
 

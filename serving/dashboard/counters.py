@@ -49,14 +49,14 @@ _TOTAL_PREFIXES = (
 )
 
 _COUNT_BOUND = 2**53
-"""Bound of a number: sums below it, over any number of workers, are exact in every JSON parser."""
+"""Bound of accepted counts: integers up to 2**53 are exact in every JSON parser."""
 
 BIN_S = 10
 
 HISTORY_S = 3_600
 
 BINS_MAX = HISTORY_S // BIN_S + 2
-"""Bins kept: an hour of complete ones, the current one, and one more for differing clocks."""
+"""Number of bins kept: an hour of complete bins, the current bin, and one more for differing clocks."""
 
 KEY_TTL_S = HISTORY_S + 300
 """Seconds that a key stays in Redis after its last change."""
@@ -65,7 +65,7 @@ WORKER_GONE_S = 60.0
 """Seconds without a report after which a worker is removed from the table of workers."""
 
 BINS_AT_ONCE = 64
-"""Bins published at once: all of them are published again after Redis came back empty."""
+"""Largest number of bins in one publication; after Redis has lost its data all bins are published again."""
 
 _PUBLICATIONS_PER_SWEEP = 30
 """Publications between two sweeps for dead workers."""
@@ -73,16 +73,16 @@ _PUBLICATIONS_PER_SWEEP = 30
 PUBLISH_TIMEOUT_S = 2.0
 
 EVENT_TEXT_FIELDS: Final = ("durability", "demanded", "counted_until", "published_until")
-"""Text fields of a worker's row; positions are those of Redis."""
+"""Text fields of the events in a worker's row; positions are Redis stream ids."""
 
 EVENT_NUMBER_FIELDS: Final = (*HELP_TEXT_BY_GAUGE, "lag_s", "users", "held_bytes", "held_max_bytes")
-"""Number fields of a worker's row."""
+"""Number fields of the events in a worker's row."""
 
 _EventsRow = Mapping[str, Any]
 
 
 def collect_counts(metrics: Metrics, shed_count: int = 0) -> Counts:
-    """Collect the counts in `/metrics` of requests, entities, answers and misses, and times by stage."""
+    """Return this worker's counts of requests, entities, answers and misses, as in `/metrics`, and times by stage."""
     metrics.settle()
     count_by_field: Sum[str] = Sum({SHED_FIELD: shed_count} if shed_count else {})
     for counter, field_or_prefix, label_name in (
@@ -140,7 +140,7 @@ def buckets_of_sources(count_by_field: Mapping[str, int]) -> dict[str, dict[int,
 
 
 def pack(count_by_field: Mapping[str, int]) -> bytes:
-    """Encode counts as JSON; a histogram is its first bucket and a run of counts: a third of the size."""
+    """Encode counts as JSON; a histogram is encoded as its first bucket and a list of counts, a third of the size."""
     plain_counts = {field: n for field, n in count_by_field.items() if not field.startswith(TIME_PREFIX)}
     run_by_source = {}
     for source, count_by_bucket in buckets_of_sources(count_by_field).items():
@@ -180,7 +180,7 @@ def bin_start_of(moment_s: float) -> int:
 
 
 class TimeBins:
-    """Bins of one worker, `BINS_MAX` at most, each packed (some hundred bytes); Redis may lack `unpublished_starts`."""
+    """Packed bins of one worker, at most `BINS_MAX`; `unpublished_starts` are the bins that Redis may lack."""
 
     def __init__(self) -> None:
         self.packed: dict[int, bytes] = {}
@@ -229,7 +229,7 @@ class MetricsPublisher:
         self._publish_count = 0
 
     def note(self) -> dict[str, Any]:
-        """Add the counts since the last call to the bin of the time between; return this worker's current row."""
+        """Add the counts since the last call to the bin of the interval's middle; return this worker's current row."""
         now_s, count_by_field = self._clock(), self._collect_counts()
         self.bins.add((self._noted_at + now_s) / 2, count_difference(count_by_field, self._noted_counts))
         self._noted_at, self._noted_counts = now_s, count_by_field
@@ -241,9 +241,9 @@ class MetricsPublisher:
         }
 
     async def publish(self) -> None:
-        """Count, and write all unpublished values to Redis; if Redis is away, a later call writes them."""
+        """Note the counts, and write unpublished values to Redis; if Redis is unreachable, a later call writes them."""
         worker_row, bins = self.note(), self.bins
-        # A copy: what is noted while Redis answers is not told yet.
+        # A copy: counts that are noted while Redis replies stay unpublished.
         blob_by_start = {
             start: bins.packed[start] for start in sorted(bins.unpublished_starts, reverse=True)[:BINS_AT_ONCE]
         }
@@ -263,12 +263,12 @@ class MetricsPublisher:
             return
         bins.unpublished_starts -= {start for start, blob in blob_by_start.items() if bins.packed.get(start) is blob}
         if self.trouble is not None or (is_new and self._has_published):
-            bins.mark_unpublished()  # it may be another Redis, or an emptied one
+            bins.mark_unpublished()  # Redis may have been replaced or emptied
         self.trouble, self._has_published = None, True
 
     def _note_trouble(self, trouble: str) -> None:
         if self.trouble is None:
-            log.warning("the dashboard shows this worker alone: %s", trouble)
+            log.warning("the dashboard shows only this worker: %s", trouble)
         self.trouble = trouble
 
     async def _sweep(self, now_s: float) -> None:
@@ -290,7 +290,7 @@ class MetricsPublisher:
             async with asyncio.timeout(PUBLISH_TIMEOUT_S):
                 await self._control.execute_all([("HDEL", self._keyspace.workers, self.name)])
         except (TierUnavailable, TimeoutError):
-            log.debug("not signed off: readers leave out who tells nothing")
+            log.debug("not signed off; readers ignore workers without recent publications")
 
 
 def published_at(raw_row: bytes) -> float:

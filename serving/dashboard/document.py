@@ -36,32 +36,34 @@ Body = Mapping[str, Any]
 Worker = Mapping[str, Any]
 
 SETTLED_S = 3.0
-"""Seconds from the end of a bin until it is shown: by then every worker has published its part."""
+"""Seconds after its end until a bin is shown; by then every worker has published its part."""
 
 ANSWERS_MIN = 200
-"""Answers below which a share says nothing."""
+"""Smallest number of answers from which a share is computed."""
 
 HIT_RATE_DROP = 0.10
-"""Points of the hit rate that the last five minutes may be below the hour before."""
+"""Drop of the hit rate from the hour before to the last five minutes that causes a warning."""
 
 FALLBACK_SURGE = 0.05
-"""Points that previous and default may have more of the answers than in the hour before."""
+"""Rise of the share of answers from `previous` and `default` over the hour before that causes a warning."""
 
 FALLBACK_SURGE_BAD = 0.30
 
 MEMORY_WARN, MEMORY_BAD = 0.90, 0.98
-"""Shares of Redis' maxmemory in use from which the verdict is warn, and bad."""
+"""Shares of Redis' maxmemory in use from which the verdict is `warn` and `bad`."""
 
 STREAM_WARN = 0.8
-"""Share of its bytes that the stream of events has from which the verdict is warn."""
+"""Used share of the event stream's byte limit from which the verdict is `warn`."""
 
 INBOX_WARN_S = 60
-"""Seconds that events may wait in the inbox: entries of a dead consumer are claimed by another one after 30."""
+"""Seconds that events may wait in the inbox; another consumer claims the entries of a dead one after 30 s."""
 
 REJECTED_WARN = 0.05
-"""Share of the events that may be rejected, those of who was erased apart."""
+"""Share of rejected events from which the verdict is `warn`; events of erased users are not included."""
 
-_STREAM_ADVICE = "A night makes room: larder night. If it fills again: [events] stream_bytes, and its maxmemory."
+_STREAM_ADVICE = (
+    "A night makes room: larder night. If it fills up again, raise [events] stream_bytes and its Redis' maxmemory."
+)
 
 _NUMBERS_SCHEMA: Json = {"type": "array", "items": {"type": ["number", "null"]}}
 
@@ -69,7 +71,7 @@ _SERIES_BY_NAME_SCHEMA = NamedSchema(
     "SeriesByName",
     {
         "type": "object",
-        "description": "A value for each step, null where none is known, by name",
+        "description": "By name: one value per step of time, null if unknown",
         "additionalProperties": _NUMBERS_SCHEMA,
     },
 )
@@ -104,7 +106,7 @@ _ANSWER_COUNTS_SCHEMA = _by_name_schema("AnswerCounts", "Counts of answers by so
 _REUSE_SCHEMA = _object_schema(
     "Reuse",
     "Users by reason (copied; computed for their inputs, for an item lost, for one that may enter), "
-    "the share copied and the seconds of scoring spared; null: it does not say",
+    "the share copied and the seconds of scoring saved; null if the night did not record them",
     users=_COUNTS_SCHEMA, share=_nullable_schema(
             "number"
 ), spared_s={"type": "number"}, base=_nullable_schema(
@@ -113,7 +115,7 @@ _REUSE_SCHEMA = _object_schema(
     why={"type": "string"}, read_because={"type": "string"},
     lately=_object_schema(
         "RecentReuse",
-        "The last nights up to it, 14 at most: users added up, the mean of the seconds",
+        "Up to 14 nights ending with this one: sum of users, mean of the seconds",
         nights={"type": "integer"}, users=_COUNTS_SCHEMA, share=_nullable_schema("number"),
         spared_s={"type": "number"},
     ),
@@ -121,16 +123,16 @@ _REUSE_SCHEMA = _object_schema(
 
 _EVENTS_SCHEMA = _object_schema(
     "Events",
-    "Of the last minutes, and of all workers as bad as the last of them; null where none are taken in",
-    up=_nullable_schema("boolean", "Whether their Redis answers, and keeps them as demanded"),
+    "Events of the last minutes; states are the worst of all workers; null if the service takes no events",
+    up=_nullable_schema("boolean", "Whether the Redis of events answers and is as durable as demanded"),
     durability=_nullable_schema(
             "string"
 ), demanded=_nullable_schema(
             "string"
 ), results=_COUNTS_SCHEMA, refused=_COUNTS_SCHEMA,
-    answers={"type": "integer", "description": "Those with newer events"},
+    answers={"type": "integer", "description": "Answers with newer events"},
     answers_share=_nullable_schema("number"),
-    list_change=_nullable_schema("number", "Share of their lists that is not in the night's"),
+    list_change=_nullable_schema("number", "Share of their items that are not in the night's lists"),
     lag_s=_nullable_schema("number"), users=_nullable_schema("number"), held_bytes=_nullable_schema("number"),
     held_max_bytes=_nullable_schema(
             "number"
@@ -146,17 +148,17 @@ _EVENTS_SCHEMA = _object_schema(
 ), inbox_lag_seconds=_nullable_schema(
             "number"
 ),
-    counted_until=_nullable_schema("string", "Position up to which answers count all"),
-    taken_until=_nullable_schema("string", "Position up to which a generation has all"),
-    published_until=_nullable_schema("string", "Position up to which the live one has all"),
+    counted_until=_nullable_schema("string", "Position up to which answers count all events"),
+    taken_until=_nullable_schema("string", "Position up to which some generation has all events"),
+    published_until=_nullable_schema("string", "Position up to which the live generation has all events"),
 )  # fmt: skip
 
 DASHBOARD_SCHEMA: Json = _object_schema(
     "Document",
-    "What all replicas count, at most a second old; times are Unix seconds by Redis' clock; null is unknown",
+    "Counts and state of all replicas, at most a second old; times are Unix seconds of Redis' clock; null: unknown",
     now={"type": "number"},
-    whole={"type": "boolean", "description": "false: the numbers of one worker alone"},
-    trouble=_nullable_schema("string", "Why it is not whole"),
+    whole={"type": "boolean", "description": "false: the numbers are those of one worker only"},
+    trouble=_nullable_schema("string", "Why the document covers only one worker"),
     verdict=_object_schema(
         "Verdict", "Whether all is well",
         level={"type": "string", "enum": ["ok", "warn", "bad"]},
@@ -179,13 +181,13 @@ DASHBOARD_SCHEMA: Json = _object_schema(
         stages=_SERIES_BY_NAME_SCHEMA, misses=_SERIES_BY_NAME_SCHEMA, events=_SERIES_BY_NAME_SCHEMA,
     ),
     lately=_object_schema(
-        "Lately", "The last `seconds` as one",
+        "Lately", "Sums over the last `seconds`",
         seconds={"type": "integer"}, requests={"type": "integer"}, answers=_ANSWER_COUNTS_SCHEMA, misses=_COUNTS_SCHEMA,
         latency=_by_name_schema("Latency", "Quantiles in seconds by source", DETAILS_SCHEMA),
     ),
-    earlier=_object_schema("Earlier", "The hour before that", answers=_ANSWER_COUNTS_SCHEMA),
+    earlier=_object_schema("Earlier", "The hour before `lately`", answers=_ANSWER_COUNTS_SCHEMA),
     totals=_object_schema(
-        "Totals", "Since the start of each worker that runs: the sums of what /metrics tells on every replica",
+        "Totals", "Counts since the start of each running worker: sums over `/metrics` of all replicas",
         requests={"type": "integer"}, answers=_ANSWER_COUNTS_SCHEMA, misses=_COUNTS_SCHEMA,
         entities={"type": "integer"},
     ),
@@ -194,7 +196,7 @@ DASHBOARD_SCHEMA: Json = _object_schema(
         _object_schema(
             "Generation", "Newest first",
             generation={"type": "string"}, state=_nullable_schema("string"), epoch=_nullable_schema("integer"),
-            role=_nullable_schema("string", "Of those that this replica holds"), published_at=_nullable_schema(
+            role=_nullable_schema("string", "Role on this replica, if held"), published_at=_nullable_schema(
                     "number"
 ),
             data_until=_nullable_schema(
@@ -206,7 +208,7 @@ DASHBOARD_SCHEMA: Json = _object_schema(
 ),
             gates=_list_schema(DETAILS_SCHEMA), reason=_nullable_schema("string"),
             remarks=_list_schema({"type": "string"}),
-            events_until=_nullable_schema("string", "Position up to which it has all events"),
+            events_until=_nullable_schema("string", "Position up to which the generation has all events"),
         )
     ),
     schedule=_object_schema(
@@ -215,8 +217,9 @@ DASHBOARD_SCHEMA: Json = _object_schema(
     ),
     nights=_list_schema(
         _object_schema(
-            "Night", "Newest first; one that failed stands first until its step succeeds or a night is done, "
-            "without a generation if it failed before it had one",
+            "Night",
+                "Newest first. A failed night comes first until its step succeeds or a night is done; its "
+                "generation is empty if it failed before it had one",
             generation={"type": "string"}, outcome={"type": "string"}, began_at=_nullable_schema("number"),
             steps=_list_schema(DETAILS_SCHEMA),
             reuse=nullable_schema(_REUSE_SCHEMA),
@@ -245,18 +248,18 @@ DASHBOARD_SCHEMA: Json = _object_schema(
         "L1", "All workers together",
         bytes={"type": "integer"}, budget_bytes={"type": "integer"}, entries={"type": "integer"},
     ),
-    advisor={**nullable_schema(DETAILS_SCHEMA), "description": "Of all workers together, each counted by its reads"},
+    advisor={**nullable_schema(DETAILS_SCHEMA), "description": "L1 advice: curves of all workers, weighted by reads"},
     quality=nullable_schema(DETAILS_SCHEMA),
     events=nullable_schema(_EVENTS_SCHEMA),
     experiments=_list_schema(
         _object_schema(
-            "Experiment", "Experiments that are not over",
+            "Experiment", "Experiments that have not ended",
             experiment={"type": "string"}, share={"type": "number"}, started_at=_nullable_schema("number"),
             arms=_list_schema(
                 _object_schema(
-                    "Arm", "The control first; counts are those since the start of each worker that runs",
+                    "Arm", "Control first; counts since the start of each running worker",
                     arm={"type": "string"}, namespace={"type": "string"}, share={"type": "number"},
-                    generation=_nullable_schema("string", "Live there, as far as this replica knows"),
+                    generation=_nullable_schema("string", "Live generation there, as far as this replica knows"),
                     requests={"type": "integer"},
                     events=_by_name_schema(
                         "ArmEvents",
@@ -282,9 +285,9 @@ def build_document(
     experiment_rows: Sequence[Mapping[str, Any]] = (),
     generations_at: float | None = None,
 ) -> dict[str, Any]:
-    """Every field of the contract; `roles` are those of the generations that this replica holds, by role.
+    """Build the document; `roles` maps each role to the generation that this replica holds in it.
 
-    `experiment_rows` are the experiments that it holds, each with its arms, the control first.
+    `experiment_rows` are the experiments that this replica holds, each with its arms, control first.
     """
     workers = [reading.worker_rows[worker_name] for worker_name in sorted(reading.worker_rows)]
     end_bin_start = int((reading.read_at - SETTLED_S) // BIN_S) * BIN_S
@@ -348,7 +351,7 @@ def _answers_by_source(count_by_field: Mapping[str, int]) -> dict[str, int]:
 
 
 def _earlier_answers(bin_by_start: Mapping[int, DrawnBin], recent_counts_by_start: Mapping[int, Any]) -> dict[str, int]:
-    """Answers by source in the bins before those of `recent_counts_by_start`."""
+    """Return answers by source in the bins before those of `recent_counts_by_start`."""
     answer_counts = Counter[str]()
     for bin_start, drawn_bin in bin_by_start.items():
         if bin_start not in recent_counts_by_start:
@@ -361,7 +364,7 @@ def _sum_field(workers: Iterable[Worker], field_name: str) -> int:
 
 
 def summarise_replicas(workers: Iterable[Worker], now_s: float) -> list[dict[str, Any]]:
-    """Replicas by name, each the workers of one parent; it is as good, and as far, as the last of them."""
+    """Summarise the workers of each replica (one parent process): its state is that of its worst worker."""
     workers_by_replica: dict[str, list[Worker]] = {}
     for worker in workers:
         workers_by_replica.setdefault(str(worker["replica"]), []).append(worker)
@@ -391,9 +394,9 @@ def _first_value(replica_workers: Iterable[Worker], field_name: str) -> str | No
 def summarise_events(
     workers: Iterable[Worker], recent_counts: Mapping[str, int], generations: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Summarise events from all workers' rows, with counts of `recent_counts`; None if none are taken in.
+    """Summarise events from all workers' rows and `recent_counts`; None if the service takes no events.
 
-    A night has taken over the events that some generation has, published or not.
+    `taken_until` is the newest position of any generation, published or not.
     """
     events_overview = merge_event_rows([worker.get("events") for worker in workers])
     if events_overview is None:
@@ -422,7 +425,7 @@ def summarise_events(
 
 
 def summarise_redis(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Memory and evictions; of a cluster the sum of its nodes, and the policy that is worst."""
+    """Return memory, clients and evictions, summed over a cluster's nodes, and the worst of their eviction policies."""
     if not infos:
         return dict.fromkeys(("used_bytes", "limit_bytes", "policy", "clients", "evicted"))
     policies = [str(info.get("maxmemory_policy", "")) for info in infos]
@@ -458,7 +461,7 @@ def experiments_with_counts(
 
 
 def _events_by_arm(count_by_arm_and_event: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Counts of events by arm and event."""
+    """Return counts of reported events by arm and event."""
     counts_by_arm: dict[str, dict[str, int]] = {}
     for arm_and_event, count in count_by_arm_and_event.items():
         arm, _, event_name = arm_and_event.rpartition("=")
@@ -492,7 +495,7 @@ def _arm_row(
 
 
 class Finding(NamedTuple):
-    """Something that is not as it should be."""
+    """A problem: its level, a sentence for people, and advice."""
 
     level: Level
     sentence: str
@@ -500,7 +503,7 @@ class Finding(NamedTuple):
 
 
 def build_verdict(body: Body) -> dict[str, Any]:
-    """Level, sentence, advice, and in `also` the sentences of what else was found, worst first."""
+    """Return level, sentence and advice of the worst finding; `also` has the sentences of the others, worst first."""
     findings = sorted(
         (finding for check in _CHECKS for finding in check(body)), key=lambda finding: finding.level != "bad"
     )
@@ -520,7 +523,7 @@ def _well_sentence(body: Body) -> str:
     )
     sentence_parts = [f"generation {live_generation} is live on {_count_text(len(body['replicas']), 'replica')}"]
     if cache_share is not None:
-        sentence_parts.append(f"{cache_share:.1%} of the answers of the last minutes came from cache")
+        sentence_parts.append(f"{cache_share:.1%} of the answers of the last minutes came from the cache")
     return f"All is well: {' and '.join(sentence_parts)}."
 
 
@@ -555,47 +558,47 @@ def _check_ready(body: Body) -> Iterator[Finding]:
         )
         if replica_of_other_store is not None:
             advice = (
-                f"{replica_of_other_store} has another artefact store: correct LARDER_ARTIFACTS there; if it is "
-                "the right one, its files are gone: larder night."
+                f"{replica_of_other_store} uses another artefact store: correct its LARDER_ARTIFACTS. If that is "
+                "right, the files are lost: run larder night."
             )
         elif all(replica["generation"] is None for replica in unready_replicas):
-            advice = "Publish a generation: larder night."
+            advice = "Publish a generation: run larder night."
         else:
             replica_name = unready_replicas[0]["replica"]
-            advice = f"Look at the log of {replica_name}; larder roll-back returns to the last good one."
+            advice = f"Read the log of {replica_name}; larder roll-back returns to the last good generation."
         share_text = f"{len(unready_replicas)} of {_count_text(len(body['replicas']), 'replica')}"
-        yield Finding("bad", f"{share_text} cannot be asked: {failure_text.rstrip('.')}.", advice)
+        yield Finding("bad", f"{share_text} not ready: {failure_text.rstrip('.')}.", advice)
 
 
 def _check_redis(body: Body) -> Iterator[Finding]:
     if not body["whole"]:
         yield Finding(
             "bad",
-            f"Redis cannot be asked ({str(body['trouble']).rstrip('.')}): answers come from L1, the live model and "
-            "defaults, and these figures are of one worker alone.",
+            f"Redis cannot be reached ({str(body['trouble']).rstrip('.')}): answers come from L1, the live model and "
+            "defaults, and these figures are of one worker only.",
             "Start Redis again or repair the network; if it came back empty, run larder restore.",
         )
     elif open_breaker_count := body["breakers"].get("open", 0) + body["breakers"].get("half_open", 0):
         yield Finding(
             "bad",
-            f"{_count_text(open_breaker_count, 'worker')} left Redis alone after failures (breaker open).",
+            f"{_count_text(open_breaker_count, 'worker')} stopped using Redis after failures (breaker open).",
             "Look at Redis' latency (LATENCY LATEST, SLOWLOG GET) and at the network of those replicas.",
         )
 
 
 def _check_pointer(body: Body) -> Iterator[Finding]:
-    # Without Redis nobody can tell, and that is said already.
+    # Without Redis this is unknown, and another check reports the outage.
     if body["whole"] and StaleReason.POINTER_VANISHED in _stale_reasons(body):
         yield Finding(
             "bad",
-            "Redis came back without its pointer, so perhaps without any page.",
+            "Redis lost its pointer, and so perhaps all pages.",
             "Run larder restore: it loads pages and pointer from the artefact store again.",
         )
 
 
 def _check_stale(body: Body) -> Iterator[Finding]:
     reasons = sorted(_stale_reasons(body) - {EVENTS_BEHIND, StaleReason.POINTER_VANISHED})
-    # Without Redis this is said already.
+    # Another check reports that Redis is unreachable.
     if body["whole"] and reasons:
         yield Finding(
             "warn",
@@ -612,7 +615,7 @@ def _stale_reasons(body: Body) -> set[str]:
 def _check_missing(body: Body) -> Iterator[Finding]:
     schedule = body["schedule"]
     if schedule["missing"] and _live_generation(body) is not None:
-        age_text = "" if schedule["age_s"] is None else f": what is served is {_age_text(schedule['age_s'])} old"
+        age_text = "" if schedule["age_s"] is None else f": the served generation is {_age_text(schedule['age_s'])} old"
         yield Finding(
             "bad",
             f"The last night brought no generation{age_text}.",
@@ -628,13 +631,13 @@ def _check_failed(body: Body) -> Iterator[Finding]:
         yield Finding(
             "warn",
             f"The last night failed at {failed_at:%Y-%m-%d %H:%M} UTC in the step {failure['step']}"
-            f"{f' ({generation})' if generation else ''}: {failure['error'].rstrip('.')}; what is live stays.",
-            "Mend that, then run larder night again, or clear the red task.",
+            f"{f' ({generation})' if generation else ''}: {failure['error'].rstrip('.')}; the live generation stays.",
+            "Fix the cause, then run larder night again, or clear the failed task.",
         )
 
 
 def _check_refused(body: Body) -> Iterator[Finding]:
-    # One of the live one's cut is no older, wherever its digest sorts it.
+    # Names begin with the cut: a refused generation with the live one's cut is not older, whatever its digest.
     live_cut = (_live_generation(body) or "")[:CUT_CHARS]
     refused_generations = (generation for generation in body["generations"] if generation["state"] == "refused")
     newest_refused = next(
@@ -644,9 +647,10 @@ def _check_refused(body: Body) -> Iterator[Finding]:
         failed_rules = [gate["rule"] for gate in newest_refused["gates"] if gate["verdict"] == "failed"]
         yield Finding(
             "warn",
-            f"Generation {newest_refused['generation']} was refused by {', '.join(failed_rules) or 'a gate'}, "
-            "what is live stays.",
-            "Read the gate's reason below; if it is right all the same: larder override, then verify.",
+            f"Generation {newest_refused['generation']} was refused by {', '.join(failed_rules) or 'a gate'}, the "
+            "live generation stays.",
+            "Read the gate's reason below; if the generation is right nevertheless: larder override, then larder "
+            "verify.",
         )
 
 
@@ -656,7 +660,7 @@ def _check_apart(body: Body) -> Iterator[Finding]:
         yield Finding(
             "warn",
             f"Replicas answer from {len(served_generations)} generations: {', '.join(served_generations)}.",
-            "A flip takes a second; if it lasts, restart the replicas that stayed behind.",
+            "A flip takes a second; if this lasts longer, restart the replicas that did not follow.",
         )
 
 
@@ -673,7 +677,7 @@ def _check_fallback(body: Body) -> Iterator[Finding]:
             level,
             f"{recent_share:.1%} of the answers are from the previous generation or defaults ({earlier_share:.1%} "
             f"before){cause_text}.",
-            "Look at the miss reasons and at the live path: queue, model, time-outs.",
+            "Look at the miss reasons and at live inference: queue, model, time-outs.",
         )
 
 
@@ -686,7 +690,7 @@ def _check_hits(body: Body) -> Iterator[Finding]:
         yield Finding(
             "warn",
             f"The hit rate fell to {recent_share:.1%} from {earlier_share:.1%}.",
-            "Look at the miss reasons; after a restart or a flip it comes back by itself within minutes.",
+            "Look at the miss reasons; after a restart or a flip the hit rate recovers by itself within minutes.",
         )
 
 
@@ -695,7 +699,7 @@ def _check_degraded(body: Body) -> Iterator[Finding]:
     if degraded_reasons:
         yield Finding(
             "warn",
-            f"The live model does not work ({degraded_reasons[0]}): ids the night does not know get defaults.",
+            f"The live model does not work ({degraded_reasons[0]}): ids that the night does not know get defaults.",
             "Roll back (larder roll-back), then look at the bundle.",
         )
 
@@ -708,7 +712,7 @@ def _check_memory(body: Body) -> Iterator[Finding]:
     if used_share >= MEMORY_WARN:
         yield Finding(
             "bad" if used_share >= MEMORY_BAD else "warn",
-            f"Redis is {used_share:.0%} full: the next night may not fit.",
+            f"Redis is {used_share:.0%} full: the next generation may not fit.",
             "Raise maxmemory, or retire generations: larder retire.",
         )
 
@@ -728,7 +732,7 @@ def _check_shed(body: Body) -> Iterator[Finding]:
     if shed_count and shed_count >= 0.01 * max(answer_count, 1):
         yield Finding(
             "warn",
-            f"Overload: {shed_count} inferences or requests were left out in the last minutes.",
+            f"Overload: {shed_count} inferences or requests were shed in the last minutes.",
             "Add workers or replicas (LARDER_WORKERS); the load is more than these can answer in time.",
         )
 
@@ -739,13 +743,14 @@ def _check_events(body: Body) -> Iterator[Finding]:
         return
     if event_fields["up"] is False:
         found_durability, demanded = event_fields["durability"], event_fields["demanded"]
-        # What was found is that of the last look: one that kept enough then, or was never looked at, is away.
+        # `durability` is from the last check: if it was sufficient then, or was never checked, the Redis is
+        # unreachable.
         falls_short = demanded != "any" and found_durability not in (None, "always", demanded)
-        shortfall = f"keeps less than is demanded (found: {found_durability}, demanded: {demanded})"
+        shortfall = f"is less durable than demanded (found: {found_durability}, demanded: {demanded})"
         yield Finding(
             "bad",
-            f"No events are accepted: their Redis {shortfall if falls_short else 'is away'}.",
-            "larder check says more. Producers send again whatever has no 202.",
+            f"No events are accepted: their Redis {shortfall if falls_short else 'is unreachable'}.",
+            "Run larder check for details. Producers must send again all events without a 202.",
         )
     if refused_count := event_fields["refused"].get("events_full"):
         yield Finding(
@@ -762,13 +767,13 @@ def _check_events(body: Body) -> Iterator[Finding]:
             "warn",
             f"Answers may lack accepted events: a worker is {event_fields['lag_s'] or 0:.1f} s behind, "
             f"its memory for events {memory_share:.0%} full.",
-            "At 100 % a night has to take events over (larder night); else look at that replica's log.",
+            "At 100 %, run larder night, which takes events over; otherwise read that replica's log.",
         )
     if (inbox_wait_s := event_fields["inbox_lag_seconds"] or 0) >= INBOX_WARN_S:
         yield Finding(
             "warn",
             f"Events have waited in the inbox for {inbox_wait_s:.0f} s.",
-            "Look for consumers that are gone (XINFO CONSUMERS) and at the service's log.",
+            "Look for dead consumers (XINFO CONSUMERS), and read the service's log.",
         )
     rejected_by_reason = {
         result_name: n
@@ -784,7 +789,7 @@ def _check_events(body: Body) -> Iterator[Finding]:
         yield Finding(
             "warn",
             f"{rejected_share:.1%} of the events were rejected, mostly as {top_reason}.",
-            "The newest lie with their reasons in the stream of rejected events: mend what sends them.",
+            "The stream of rejected events has the newest ones with their reasons: correct the producers.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Generations and nights for the dashboard, from the artefact store: blocking, remembered while nothing changes."""
+"""Generations and nights for the dashboard, read from the artefact store; blocking, cached while nothing changes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +27,7 @@ _BUSY_STATES = ("begun", "loaded", "verified")
 
 @dataclass(frozen=True, slots=True)
 class GenerationFacts:
-    """Facts remembered of one generation as of a state; `document_fields`: its size and its gates in the document."""
+    """Cached facts of one generation in a certain state; `document_fields` are its size and gates in the document."""
 
     state: str | None
     document_fields: Mapping[str, Any]
@@ -42,7 +42,7 @@ _UNKNOWN_FIELDS: Mapping[str, Any] = {
 
 
 class GenerationHistory:
-    """History of generations and nights, for one thread at a time; `read_releases` returns the records, or raises."""
+    """History of generations and nights, for one thread at a time; `read_releases` returns all release records."""
 
     def __init__(self, store: ArtefactStore, read_releases: Callable[[], Sequence[Release]]) -> None:
         self._store = store
@@ -52,7 +52,7 @@ class GenerationHistory:
     def read(
         self, registry: Mapping[str, Mapping[str, Any]] | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return generations and nights, newest first; without a registry states are those of the release records."""
+        """Return generations and nights, newest first; without a registry, states come from the release records."""
         releases: Sequence[Release] = []
         with suppress(LarderError, OSError, ValueError):
             releases = self._read_releases()
@@ -88,7 +88,7 @@ class GenerationHistory:
             manifest = read_manifest(self._store, generation_name)
         except (LarderError, OSError):
             return earlier_facts
-        # Verifying writes gates anew; what is live goes on being warmed for a while.
+        # Facts still change: verification rewrites gates, and the live generation's warm-up is recorded later.
         facts = self._facts_by_generation[generation_name] = _build_facts(
             state, manifest, list(self._read_step_times(generation_name))
         )
@@ -136,7 +136,7 @@ def _gate_row(gate: Mapping[str, Any]) -> dict[str, Any]:
 def _state_and_reason(
     generation_name: str, releases: Sequence[Release], registry_row: Mapping[str, Any] | None
 ) -> tuple[str | None, str | None]:
-    """Return the state and its reason: the registry's, else those that the records prove."""
+    """Return the state and its reason, from the registry or else from the release records."""
     own_releases = [release for release in releases if release.generation == generation_name]
     reason = next((release.reason for release in reversed(own_releases) if release.reason), None)
     if registry_row is not None:
@@ -145,7 +145,7 @@ def _state_and_reason(
 
 
 def _proven_states(releases: Sequence[Release]) -> dict[str, str]:
-    """States of generations that release records prove by themselves, oldest record first."""
+    """Return the states of generations that follow from the release records (oldest first) alone."""
     state_by_generation: dict[str, str] = {}
     live_generation: str | None = None
     for release in releases:
@@ -177,7 +177,7 @@ def _generation_row(
     releases: Sequence[Release],
     facts: GenerationFacts | None,
 ) -> dict[str, Any]:
-    """Return a generation's row without its role, which the caller adds, as it knows the held generations."""
+    """Return a generation's row without its role, which the caller adds."""
     last_move = next(
         (release for release in reversed(releases) if release.generation == generation_name and _is_move(release)), None
     )
@@ -204,7 +204,7 @@ def _night_row(generation_name: str, state: str | None, facts: GenerationFacts) 
 
 
 def _with_failure(nights: list[dict[str, Any]], failure: NightFailure) -> list[dict[str, Any]]:
-    """Return the nights with the failed one first; one that failed early has no files, so no times of its steps."""
+    """Return the nights, the failed one first; if it failed early it has no files, and so no times of steps."""
     failed_night: dict[str, Any] = {
         "generation": failure.generation or "", "began_at": None, "steps": [], "reuse": None,
     }  # fmt: skip

@@ -14,7 +14,7 @@ _SPARK_BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_BIN_COUNT = 30
 _SHOWN_GENERATIONS_MAX = 6
 _TABLE_OLD_S = 20.0
-"""Age from which the table of generations says how old it is."""
+"""Age in seconds from which the table of generations shows its age."""
 
 DashboardBody = Mapping[str, Any]
 
@@ -26,7 +26,7 @@ def draw_screen(body: DashboardBody, trouble: str | None = None) -> Group:
     if body.get("events") is not None:
         screen_parts.append(Text(_events_line(body)))
     if trouble:
-        screen_parts.insert(0, Text(f"not of now: {trouble}", style="bold red"))
+        screen_parts.insert(0, Text(f"outdated: {trouble}", style="bold red"))
     return Group(*screen_parts)
 
 
@@ -35,7 +35,7 @@ def _verdict_panel(body: DashboardBody) -> Panel:
     verdict_lines = [verdict["sentence"], *([verdict["advice"]] if verdict["advice"] else [])]
     verdict_lines += verdict.get("also", [])
     time_text = f"{datetime.fromtimestamp(body['now'], UTC):%H:%M:%S} UTC"
-    title = f"Larder {time_text}" + ("" if body["whole"] else ", this worker alone")
+    title = f"Larder {time_text}" + ("" if body["whole"] else ", this worker only")
     return Panel(Text("\n".join(verdict_lines)), title=title, border_style=_COLOUR_BY_LEVEL[verdict["level"]])
 
 
@@ -76,7 +76,7 @@ def _generations_table(body: DashboardBody) -> Table:
     table = Table("generation", "state", "role", "gates", "size", "records", expand=True, title=title)
     for generation in body["generations"][:_SHOWN_GENERATIONS_MAX]:
         failed_rules = [gate["rule"] for gate in generation["gates"] if gate["verdict"] == "failed"]
-        unjudged_count = sum(gate["value"] is None for gate in generation["gates"])  # nothing to judge by
+        unjudged_count = sum(gate["value"] is None for gate in generation["gates"])  # no threshold to judge by
         gates_text = f"{len(generation['gates']) - unjudged_count} passed" if generation["gates"] else "-"
         gates_text += f", {unjudged_count} not judged" if unjudged_count else ""
         table.add_row(

@@ -1,4 +1,4 @@
-"""Dashboard of one worker: its counts for Redis, and the document for all viewers."""
+"""Dashboard of one worker: publishes its counts to Redis, and serves the document to all viewers."""
 
 import asyncio
 import logging
@@ -21,14 +21,14 @@ from serving.usage.l1_advisor import merge_curves
 log = logging.getLogger(__name__)
 
 READ_INTERVAL_S = 1.0
-"""Seconds between two readings of Redis at least, however many look."""
+"""Shortest time in seconds between two readings of Redis, for any number of viewers."""
 ARCHIVE_INTERVAL_S = 10.0
 DATA_WAIT_MAX_S = 5.0
-"""Seconds that a viewer waits at most: Redis has 2 s, the store one, the rest is computing."""
+"""Longest time in seconds that a viewer waits: 2 s for Redis, 1 s for the store, the rest for computing."""
 ARCHIVE_OLD_S = 2 * ARCHIVE_INTERVAL_S
-"""Age from which a viewer waits for the table of generations: the first one, and one after a pause."""
+"""Age in seconds of the table of generations from which a viewer waits for a new one: at first, and after a pause."""
 _ARCHIVE_WAIT_MAX_S = 1.0
-"""Seconds that a slow store delays a viewer at most: then the last known table is shown, with its age."""
+"""Longest time in seconds that a slow store delays a viewer; then the last known table is shown, with its age."""
 
 Provider = Callable[[], Mapping[str, Any] | None]
 ArchiveRows = tuple[list[dict[str, Any]], list[dict[str, Any]]]
@@ -37,8 +37,8 @@ ArchiveRows = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 class Dashboard:
     """Dashboard of one worker: call `publish` every few seconds; `data` answers all viewers from one reading a second.
 
-    `advisor`, `events` and `quality` return their part of the document, quickly and without waiting: the first two this
-    worker's contribution, the last the whole. `list_experiments` names the experiments that it holds.
+    `advisor`, `events` and `quality` return parts of the document without waiting: `advisor` and `events` for this
+    worker, `quality` for all replicas. `list_experiments` returns the held experiments.
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class Dashboard:
         self._document_body, self._read_at = b"", float("-inf")
 
     async def publish(self) -> None:
-        """Publish this worker's counts to Redis; if Redis is away, a later call publishes them."""
+        """Publish this worker's counts to Redis; if Redis is unreachable, a later call publishes them."""
         await self.publisher.publish()
 
     async def data(self) -> bytes:
         """Return the document as JSON, at most a second old; raise Problem: 404 if switched off, 503 if too late."""
         if not self.is_on:
-            raise Problem(404, "dashboard_off", "LARDER_DASHBOARD_S is 0 here: nothing is told")
+            raise Problem(404, "dashboard_off", "the dashboard is switched off: LARDER_DASHBOARD_S is 0")
         if self._timer() - self._read_at >= READ_INTERVAL_S:
-            # One reading for all who look, which nobody's leaving or time-out ends: two at once would mix their bins.
+            # All viewers share one reading, which goes on if a viewer leaves: concurrent readings would mix their bins.
             if self._read_task is None or self._read_task.done():
                 self._read_task = asyncio.create_task(self._read())
             finished_tasks, _ = await asyncio.wait({reading := self._read_task}, timeout=DATA_WAIT_MAX_S)
             if not finished_tasks:
-                raise Problem(503, "overloaded", f"the dashboard was not made within {DATA_WAIT_MAX_S:g} s")
+                raise Problem(503, "overloaded", f"the dashboard was not ready within {DATA_WAIT_MAX_S:g} s")
             reading.result()
         return self._document_body
 
@@ -124,21 +124,21 @@ class Dashboard:
         self._read_at = self._timer()
 
     async def _refresh_archive(self, reading: FleetReading) -> None:
-        """Has generations and nights read when it is time; one reading at a time, however long the store takes."""
+        """Start a due reading of generations and nights, unless one is under way; wait if the known table is old."""
         now_s = self._timer()
         if self._archive_task is None:
             if now_s - self._archive_tried_at < ARCHIVE_INTERVAL_S:
                 return
             is_old = now_s - self._archive_read_at >= ARCHIVE_OLD_S
             self._archive_task = asyncio.create_task(self._read_archive(reading))
-            # A young table is shown as it is; the new one is there at the next look.
+            # A recent table is shown meanwhile; a later request shows the new one.
             await asyncio.wait({self._archive_task}, timeout=_ARCHIVE_WAIT_MAX_S if is_old else 0.0)
 
     async def _read_archive(self, reading: FleetReading) -> None:
         try:
             self._archive_rows = await self._in_thread(self._history.read, reading.registry)
             self._archive_read_at, self._generations_at = self._timer(), reading.read_at
-        except Exception:  # a defect here must not cost the rest of the page
+        except Exception:  # an error here must not break the rest of the page
             log.exception("generations and nights cannot be read")
         finally:
             self._archive_tried_at, self._archive_task = self._timer(), None
@@ -158,5 +158,5 @@ def _call_provider(provider: Provider) -> Mapping[str, Any] | None:
     try:
         return provider()
     except Exception:
-        log.exception("a part of the dashboard cannot be told")
+        log.exception("a part of the dashboard cannot be shown")
         return None

@@ -23,15 +23,15 @@ PROG = "python -m serving top"
 FETCH_TIMEOUT_S = 5.0
 _BODY_BYTES_MAX = 16 << 20
 _STATUS_EXPLANATIONS = {
-    401: "it wants a token: pass --token or set LARDER_TOKEN",
+    401: "a token is required: pass --token or set LARDER_TOKEN",
     403: "this token lacks the scope admin",
-    429: "this token's quota has no room now",
-    404: "there is no dashboard at this address: is it Larder, and is LARDER_DASHBOARD_S above 0?",
+    429: "this token has used up its quota for now",
+    404: "no dashboard at this address: is it Larder, and is LARDER_DASHBOARD_S above 0?",
 }
 
 
 class NoDashboard(LarderError):
-    """The document could not be had."""
+    """The document could not be fetched; the message says why."""
 
     code = "no_dashboard"
 
@@ -39,7 +39,7 @@ class NoDashboard(LarderError):
 def fetch_document(url: str, token: str = "", tls: ssl.SSLContext | None = None) -> dict[str, Any]:
     """Fetch the dashboard document of the service at `url`; raise NoDashboard with the remedy."""
     if urlsplit(url).scheme not in ("http", "https"):
-        raise NoDashboard(f"--url is http://host:port or https://host:port, not {url!r}")
+        raise NoDashboard(f"--url must be like http://host:port or https://host:port, not {url!r}")
     request = Request(f"{url.rstrip('/')}/dashboard/data")  # noqa: S310  checked above
     if token:
         request.add_header("Authorization", f"Bearer {token}")
@@ -54,14 +54,14 @@ def fetch_document(url: str, token: str = "", tls: ssl.SSLContext | None = None)
         reason = getattr(error, "reason", error)
         raise NoDashboard(f"{url} cannot be reached: {reason}") from error
     except ValueError as error:
-        raise NoDashboard(f"{url} answers with something else than a dashboard: {error}") from error
+        raise NoDashboard(f"{url} does not answer with a dashboard: {error}") from error
     if not isinstance(document, dict) or not {"verdict", "series", "totals"} <= set(document):
         raise NoDashboard(f"{url} answers with something else than a dashboard")
     return document
 
 
 def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
-    """Show the dashboard until Ctrl-C, or once; return the exit code, 2 where it cannot be shown."""
+    """Show the dashboard until Ctrl-C, or once; return the exit code, 2 if it cannot be shown."""
     options = argument_parser(prog).parse_args(arguments)
     if missing_extra_message := missing_extra("top", "top", "rich"):
         print(f"larder: {missing_extra_message}", file=sys.stderr)
@@ -102,7 +102,7 @@ def _watch(fetch_body: Callable[[], dict[str, Any]], every_s: float, body: dict[
             time.sleep(every_s)
             try:
                 body, trouble = fetch_body(), None
-            except NoDashboard as error:  # it may be restarting: what was seen last stays
+            except NoDashboard as error:  # the service may be restarting: keep the last document
                 trouble = error.message
             live_display.update(draw_screen(body, trouble))
 
@@ -122,5 +122,5 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
 def _parse_interval(seconds_text: str) -> float:
     seconds = float(seconds_text)
     if not 0.5 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"0.5 to 3600 seconds, not {seconds_text}")
+        raise argparse.ArgumentTypeError(f"must be 0.5 to 3600 seconds, not {seconds_text}")
     return seconds

@@ -1,4 +1,4 @@
-"""The way to an answer: the ladder of sources, live inference, leases, and the hot route of plain lookups.
+"""Production of answers: the ladder of sources, live inference, leases, and the fast path of plain lookups.
 
 Start at `ladder`.
 """

@@ -1,4 +1,4 @@
-"""Builder of an entity's answer from a record or a default: filters, names and counts it."""
+"""Builder of an entity's answer from a record or a default: filters items, resolves their ids, counts the answer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,9 +31,9 @@ from serving.requests.reasons import LiveReason
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """State that all entities of one request share; times are monotonic.
+    """State shared by all entities of one request; times are monotonic.
 
-    If it `is_part` of another answer (a vector that a list is searched with), only that answer is counted.
+    `is_part`: the lookup is part of another answer (such as the vector for a search), and only that answer is counted.
     """
 
     options: RequestOptions
@@ -46,7 +46,7 @@ class RequestContext:
 
     @classmethod
     def of(cls, options: RequestOptions, started: float, *, is_part: bool = False) -> Self:
-        """Build the state of a request that came at `started`."""
+        """Build the state of a request that arrived at `started`."""
         return cls(options, started, started + options.deadline_s, is_part)
 
     def excluded_ordinals(self, snapshot: Snapshot) -> frozenset[int]:
@@ -114,14 +114,15 @@ class AnswerBuilder:
         min_items: int = 1,
         seen_ordinals: frozenset[int] = frozenset(),
     ) -> None:
-        """Set the answer, unless fewer than `min_items` items of a list are left and a lower rung may have more.
+        """Set the answer, unless a list has fewer than `min_items` items left and a lower rung may have more.
 
-        If fewer than k items pass a filter, they are kept as partial: a search by vectors may find more.
-        `seen_ordinals` are items that the user had, for a list that was made without them.
+        If fewer than k items pass a filter, they become `pending.partial`: a search by vectors may find more.
+        `seen_ordinals` are the user's past items, if the list was computed without knowing them.
         """
         table = snapshot.manifest.tables[pending.table.name]
         exclusions: Exclusions = (context.excluded_ordinals(snapshot), seen_ordinals)
-        # A live record was computed from this very history, and leaves it out; one with events from theirs.
+        # A live record was computed from the sent history, which it excludes; with counted events, from the events'
+        # history.
         is_computed_from_history = source is Source.LIVE and pending.counted_events is None
         if not is_computed_from_history and table.kind == "topk" and pending.entity.history:
             exclusions += (pending.history_in(snapshot).item_numbers,)
@@ -150,7 +151,7 @@ class AnswerBuilder:
                     prediction, snapshot, source, producer, filter_mask, record.answer_flags, seen_ordinals
                 )
                 return
-            # What a re-ranking leaves out, no other list of the same items would have more of.
+            # Items that a re-ranking leaves out would be missing from any other list of the same items, too.
             required_count = min_items if reranker is None else 1
             is_used_up = left_item_count == 0 or left_item_count < min(required_count, len(record.items))
             if filter_mask is None and is_used_up and not pending.is_answered_by_night(record):
@@ -172,17 +173,17 @@ class AnswerBuilder:
     ) -> None:
         """Answer with the best items that pass the filter; `flag_fields` are true fields of the searched vector.
 
-        The reason of the pending answer is that of the vector.
+        The answer's reason is that of the vector.
         """
         prediction = build_list(snapshot, *search_result, pending.k, context.reranker(snapshot))
         self._complete_answer(pending, prediction, snapshot, source, producer, context, flag_fields)
 
     def answer_partial(self, pending: PendingAnswer, snapshot: Snapshot, context: RequestContext) -> None:
-        """Answer with the items of a list that pass the filter; `short` and the reason say that more items may pass."""
+        """Answer with the list items that pass the filter; `short` and the reason say that more items may pass."""
         if pending.partial is None:
             self.answer_by_default(pending, snapshot, context)
             return
-        # Of the generation that the list is of, which may be the previous one, and that numbers items in its own way.
+        # The list's generation may be the previous one, which has other ordinals.
         prediction, list_snapshot, source, producer, filter_mask, flag_fields, seen_ordinals = pending.partial
         excluded_ordinals = (
             left_out_ordinals(pending, list_snapshot, context)
@@ -209,7 +210,7 @@ class AnswerBuilder:
 
     @staticmethod
     def _newer_event_items(pending: PendingAnswer, snapshot: Snapshot, source: Source) -> Exclusions:
-        """Return the items of newer events, for a list that was made without them."""
+        """Return the items of newer events if the list was computed without these events, else nothing."""
         if pending.counted_events is None or pending.table.kind != "topk" or _counts_newer_events(pending, source):
             return ()
         return (frozenset(snapshot.numbers_of(pending.counted_events.items).tolist()),)
@@ -225,7 +226,7 @@ class AnswerBuilder:
         flag_fields: Mapping[str, bool],
     ) -> None:
         table = pending.table.name
-        # Of a history that only kept items out of a list of the night, nothing was used to compute.
+        # A history that only excluded items from a nightly list was not used to compute.
         is_history_used = (pending.counted_events is None or pending.counted_events.counts_sent) and (
             producer == "live" or pending.live_reason == LiveReason.NO_USABLE_INPUT
         )
@@ -286,7 +287,7 @@ class AnswerBuilder:
     ) -> None:
         """Offer the answer to the sampler if it is the one that was computed for this input.
 
-        Reused near answers have a measure of their own.
+        Reused near answers are measured separately.
         """
         is_near = pending.near is not None and source is Source.LIVE
         has_new_items = bool(pending.new_items) and (source is Source.LIVE or pending.names_new_items)
@@ -316,15 +317,15 @@ def left_out_ordinals(pending: PendingAnswer, snapshot: Snapshot, context: Reque
     excluded_ordinals = (
         context.excluded_ordinals(snapshot) | pending.history_in(snapshot).item_numbers | snapshot.blocked
     )
-    if (own_ordinal := pending.own_ordinal) is not None:  # no item is similar to itself
+    if (own_ordinal := pending.own_ordinal) is not None:  # an item is not similar to itself
         excluded_ordinals |= {own_ordinal}
     if pending.counted_events is not None:
         excluded_ordinals |= frozenset(snapshot.numbers_of(pending.counted_events.items).tolist())
-    if snapshot.new_items:  # those that this answer does not name
+    if snapshot.new_items:  # new items that this answer does not name
         nameable_count = snapshot.items.count + len(pending.new_items)
         excluded_ordinals |= frozenset(range(nameable_count, snapshot.nameable_item_count))
     ordinals = np.concatenate([np.array(sorted(excluded_ordinals), np.int64), pending.find_seen_ordinals(snapshot)])
-    return ordinals[ordinals >= 0]  # of what is excluded some may be no items
+    return ordinals[ordinals >= 0]  # -1: excluded ids that are not items
 
 
 def _left_out_of_previous(
@@ -341,10 +342,10 @@ def _left_out_of_previous(
         excluded_ordinals |= frozenset(previous.numbers_of((pending.entity.raw,)).tolist())
     if pending.counted_events is not None:
         excluded_ordinals |= frozenset(previous.numbers_of(pending.counted_events.items).tolist())
-    excluded_ordinals |= frozenset(range(previous.items.count, previous.nameable_item_count))  # it names no new item
+    excluded_ordinals |= frozenset(range(previous.items.count, previous.nameable_item_count))  # no new items
     return np.array([ordinal for ordinal in sorted(excluded_ordinals) if ordinal >= 0], np.int64)
 
 
 def _is_short(filter_mask: FilterMask, excluded_ordinals: NDArray[np.int64], k: int) -> bool:
-    """True if fewer than k items in all pass the filter, without the excluded ones."""
+    """True if fewer than k of the generation's items pass the filter and are not excluded."""
     return filter_mask.count - int(filter_mask.among(np.unique(excluded_ordinals)).sum()) < k

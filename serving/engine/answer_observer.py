@@ -1,4 +1,4 @@
-"""Observer of answers: names asked for, reasons of misses, a sample of the answers, and hooks for other observers."""
+"""Observer of answers: requested names, miss reasons, a sample of the answers, and hooks for features."""
 
 import math
 import random
@@ -18,21 +18,21 @@ EntityName = tuple[str, bytes]
 """Table and id of an entity."""
 
 RECENT_NAMES_MAX = 4_096
-"""Entities remembered, with repetitions."""
+"""Number of requested entities that are remembered, with repetitions."""
 _REPORT_BOUNDARY: EntityName = ("", b"")
 
 SAMPLE_QUEUE_MAX = 256
-"""Picks that may wait; each holds its own answer of some hundred bytes to a few kilobytes."""
+"""Samples that may wait; each holds its answer of a few hundred bytes to a few kilobytes."""
 
 SAMPLE_QUEUE_BYTES_MAX = 4 << 20
-"""Bytes that waiting picks may hold in all: one that was computed from a history of 10,000 ids holds them, too."""
+"""Bytes of all waiting samples; a sample computed from a history of 10,000 ids also holds these ids."""
 
 _OBJECT_BYTES = 64
-"""Bytes of a short text, a number or a place in a set, with what refers to it."""
+"""Estimated bytes of a short text, a number or a set entry, including the reference to it."""
 
 
 class RecentNames(deque[EntityName]):
-    """Requested entities, newest last; appending is all that a request pays for it.
+    """Requested entities, newest last; a request only appends.
 
     `flush_pending` adds pending entities of earlier requests.
     """
@@ -44,7 +44,7 @@ class RecentNames(deque[EntityName]):
         self._batched_id_count = 0
 
     def add(self, table: str, raw_ids: Sequence[bytes]) -> None:
-        """Add ids of one table at once, as a batch that is unpacked only when it is read."""
+        """Add ids of one table as a batch, which is unpacked only when it is read."""
         self._tables_and_ids.append((table, raw_ids))
         self._batched_id_count += len(raw_ids)
         while self._batched_id_count - len(self._tables_and_ids[0][1]) >= RECENT_NAMES_MAX:
@@ -73,9 +73,8 @@ class RecentNames(deque[EntityName]):
 class AnswerSample(NamedTuple):
     """Answer as it was served, by `generation`; `at` in Unix seconds.
 
-    What was sent is in `body` (JSON), in `fields`, or the first `k` items of `record`: the stored record, whole, where
-    it is at hand. `caller_input` is what it was computed from, None where the night knows; `exclusions` what was left
-    out.
+    The sent answer is `body` (JSON), `fields`, or the first `k` items of `record`, the complete stored record if known.
+    `caller_input` is the input that it was computed from, None for the night's own input; `exclusions` were left out.
     """
 
     generation: str
@@ -93,7 +92,7 @@ class AnswerSample(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that the pick keeps in memory, about."""
+        """Approximate bytes of memory that the sample holds."""
         sent_input = self.caller_input or LiveInput()
         byte_texts = (self.raw, self.record, self.body, *(sent_input.history or ()))
         sampled_parts = (byte_texts, *self.exclusions, *_values_of(self.fields), *_values_of(sent_input.features))
@@ -108,11 +107,11 @@ def _values_of(value_by_name: Mapping[str, Any] | None) -> Iterable[Any]:
 
 
 class AnswerSampler:
-    """Sample of answers, each picked with the same chance, independently: the gaps between picks are geometric.
+    """Sampler that picks each answer independently with the same probability: gaps between picks are geometric.
 
-    Whoever answers subtracts from `countdown` and, once that is below 0, asks `draw_indices` which of its answers are
-    meant. (Vitter, "Faster methods for random sampling", CACM 27(7), 1984: skip counts in place of a number per
-    record.)
+    The code that answers subtracts its number of answers from `countdown`. Once that is below 0, `draw_indices` returns
+    which of these answers are picked. (Vitter, "Faster methods for random sampling", CACM 27(7), 1984: skip counts in
+    place of a random number per record.)
     """
 
     def __init__(self, per_mille: float, rng: random.Random | None = None) -> None:
@@ -127,7 +126,7 @@ class AnswerSampler:
         self.countdown = self._draw_gap()
 
     def draw_indices(self, count: int) -> list[int]:
-        """Places of the picks among the last `count` answers, counted from 0; draws how many come before the next."""
+        """Return the indexes of the picks among the last `count` answers; draw the gap before the next pick."""
         sample_index, sample_indexes = count + self.countdown, []
         while sample_index < count:
             sample_indexes.append(sample_index)
@@ -136,21 +135,21 @@ class AnswerSampler:
         return sample_indexes
 
     def has_room(self) -> bool:
-        """Returns whether one more pick may wait; if not, that one is counted as dropped, and need not be made."""
+        """Return whether one more sample may wait; if not, count it as dropped, so that it need not be built."""
         if len(self._queue) < SAMPLE_QUEUE_MAX and self._queue_bytes < SAMPLE_QUEUE_BYTES_MAX:
             return True
         self.dropped_count += 1
         return False
 
     def put(self, sample: AnswerSample) -> None:
-        """Queues a pick; dropped and counted when too many wait."""
+        """Queue a sample; drop and count it if too many wait."""
         if self.has_room():
             self.sampled_count += 1
             self._queue.append((sample, size_bytes := sample.size_bytes))
             self._queue_bytes += size_bytes
 
     def next(self) -> AnswerSample | None:
-        """Takes out the oldest pick; None if none waits."""
+        """Remove and return the oldest sample; None if none waits."""
         if not self._queue:
             return None
         sample, size_bytes = self._queue.popleft()
@@ -158,7 +157,7 @@ class AnswerSampler:
         return sample
 
     def clear(self) -> None:
-        """Drops all picks that wait."""
+        """Drop all waiting samples."""
         self._queue.clear()
         self._queue_bytes = 0
 
@@ -168,7 +167,7 @@ class AnswerSampler:
     def _draw_gap(self) -> int:
         if not self._log_of_skip_chance:
             return sys.maxsize
-        # In (0, 1], whose logarithm is finite.
+        # In (0, 1], so that its logarithm is finite.
         return int(math.log(1.0 - self._rng.random()) / self._log_of_skip_chance)
 
 
@@ -177,16 +176,16 @@ class AnswerObserver:
 
     def __init__(self, l1_misses: L1Misses, eviction_history: EvictionHistory | None = None) -> None:
         self.sampler = AnswerSampler(0)
-        """Sampler whose samples a feature takes out; this one samples nothing."""
+        """Sampler, which a feature replaces and reads from; the default samples nothing."""
         self.on_read: list[Callable[[str, str, Sequence[int | bytes]], None]] = []
         """Called with generation, table and hashes of entities that Redis answered and the night knows."""
         self.on_cold: list[Callable[[EntityName], object]] = []
-        """Called with an id that was asked for and that the night does not know."""
+        """Called with a requested id that the night does not know."""
         self._l1_misses = l1_misses
         self._eviction_history = eviction_history or EvictionHistory(slot_count=2)
 
     def classify_miss(self, generation: str, table: str, key: int | bytes, reason: MissReason | None) -> str:
-        """The reason by which a miss is counted: an id that the night lacks may have had a live answer for its life."""
+        """Return the reason by which a miss is counted; an unknown id may have had a live answer that expired."""
         if reason is None:
             return MissReason.INTERNAL_ERROR
         if reason.traits.is_nowhere and self._eviction_history.has_expired(generation, table, key):
@@ -194,14 +193,14 @@ class AnswerObserver:
         return reason.public
 
     def count_read(self, generation: str, table: str, key: int | bytes, is_known: bool = True) -> None:
-        """Counts one entity that Redis answered, so L1 did not; `is_known` to the night."""
+        """Count an entity that was answered by Redis and not by L1; `is_known`: the night knows it."""
         self._l1_misses.add(table, {self._eviction_history.find_reason(generation, table, key): 1})
         if is_known:
             for on_read_hook in self.on_read:
                 on_read_hook(generation, table, (key,))
 
     def count_reads(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
-        """Counts entities that Redis answered, so L1 did not; the night knows them all."""
+        """Count entities known to the night that were answered by Redis and not by L1."""
         self._l1_misses.add(table, self._eviction_history.count_reasons(generation, table, keys))
         for on_read_hook in self.on_read:
             on_read_hook(generation, table, keys)

@@ -1,4 +1,4 @@
-"""Inference for a batch of jobs: from what callers send, from newer inputs, and with new items."""
+"""Inference for a batch of jobs: from callers' inputs, from newer inputs, and with new items."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ _PredictRecords = Callable[[Sequence[InferenceJob], Sequence[PreparedInput]], Se
 
 
 class BatchInference:
-    """Inference for jobs of one snapshot, table and kind; hook `compute`, whose fields features set at the start."""
+    """Inference for jobs of one snapshot, table and kind: the hook `compute`; features set its fields at the start."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.reuse: AnswerReuse | None = None
         """Reuse of answers; None: every input goes through the model."""
         self.compute_newer: ComputeNewer | None = None
-        """Inference from newer inputs; None where no feature makes such inputs."""
+        """Inference from newer inputs; None if no feature creates such inputs."""
         self._clock = clock
 
     def __call__(self, jobs: Sequence[InferenceJob]) -> list[InferenceOutcome]:
-        """Run one inference; a job that fails costs the others nothing."""
+        """Run one inference; a failing job does not affect the others."""
         if jobs[0].newer_input is not None:
             assert self.compute_newer is not None  # noqa: S101 - set by the feature that made the input
             return self.compute_newer(jobs, int(self._clock()))
@@ -41,7 +41,7 @@ class BatchInference:
 def compute(
     jobs: Sequence[InferenceJob], *, reuse: AnswerReuse | None = None, clock: Callable[[], float] = time.time
 ) -> list[InferenceOutcome]:
-    """Runs one inference for jobs of one snapshot and table; a job that fails costs the others nothing."""
+    """Run one inference for jobs of one snapshot and table; a failing job does not affect the others."""
     snapshot, table, scored_at = jobs[0].snapshot, jobs[0].table, int(clock())
     predictor = snapshot.predictor
     if predictor is None:
@@ -63,7 +63,7 @@ def compute(
 
 
 def compute_with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list[InferenceOutcome]:
-    """Runs one inference for jobs whose lists may name new items; each comes with the list without them as well."""
+    """Run one inference for jobs whose lists may name new items; each outcome also has the list without them."""
     snapshot, table = jobs[0].snapshot, jobs[0].table
     predictor = snapshot.predictor
     if predictor is None:
@@ -105,14 +105,14 @@ def _prepare_inputs(
 def run_in_halves(
     jobs: Sequence[InferenceJob], prepare: _PrepareInputs, predict: _PredictRecords
 ) -> list[InferenceOutcome]:
-    """Return the outcomes of jobs whose inputs are prepared, and predicted from, together.
+    """Return the outcomes of jobs whose inputs are prepared and predicted in one batch.
 
-    Where that raises, halves are tried: whose fault it is takes twice the logarithm of runs to find.
+    If that raises, each half is tried by itself: a faulty job is found after about 2 log2(n) runs.
     """
     outcomes: list[InferenceOutcome] = [LiveUnavailable(LiveReason.NO_USABLE_INPUT)] * len(jobs)
     try:
         prepared_inputs = prepare()
-    except Exception as error:  # the model is a guest: whatever it raises, the ladder goes on
+    except Exception as error:  # the model is foreign code: the ladder goes on whatever it raises
         return [without_frames(error)] * len(jobs)
     indexed_inputs: list[tuple[int, PreparedInput]] = []
     for job_index, prepared in enumerate(prepared_inputs):

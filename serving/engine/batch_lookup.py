@@ -1,4 +1,4 @@
-"""Lookup of a batch of plain ids, from its body to its bytes: L1, one pipeline to L2, the ladder for misses."""
+"""Lookup of a batch of plain ids, from request body to response bytes: L1, one L2 pipeline, the ladder for misses."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ _JSON_FORMS = Forms("json", "json")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchRequest:
-    """Batch request for the entities `raws` of a table, their ids' bytes; `started` is monotonic."""
+    """Batch request for entities of a table; `raws` are the bytes of their ids, `started` is monotonic."""
 
     served: ServedGenerations
     table: Table
@@ -72,8 +72,8 @@ class BatchAnswers:
     """Answers of a batch, one per id: rows for plain records of the live generation, JSON for all others.
 
     `answer_indices` int64[n]: the index of each row's answer. `rows`: n records of the table's dtype that
-    `plain_record_mask` accepts. `is_l2` bool[n]: from L2, else from L1. `answers`: those of all other ids, by index,
-    from the ladder or a shortened list; each has its source, generation and marks.
+    `plain_record_mask` accepts. `is_l2` bool[n]: from L2, else from L1. `answers`: the answers of all other ids, by
+    index, from the ladder or from a list with exclusions; each has its own source, generation and flags.
     """
 
     answer_indices: NDArray[np.int64]
@@ -83,7 +83,7 @@ class BatchAnswers:
 
 
 class PostedLookups:
-    """Fast path of posted lookups; returns None for a request to be refused, which the routes do."""
+    """Fast path of posted lookups; returns None for requests that must be refused, which the routes do."""
 
     def __init__(self, service: LookupService, clock: Callable[[], float]) -> None:
         self.batches = BatchLookups(service, clock)
@@ -120,7 +120,7 @@ class PostedLookups:
 
     def _parse_id_batch(self, scope: RequestScope, body: bytes, form: BodyForm) -> IdBatch | None:
         limits = self._service.limits
-        if len(body) > LARGE_BODY_BYTES:  # ids alone hardly ever are
+        if len(body) > LARGE_BODY_BYTES:  # batches of plain ids are rarely this large
             return None
         try:
             parsed_body = peek_content(scope, body, form, limits)
@@ -136,7 +136,7 @@ class PostedLookups:
         service, limits = self._service, self._service.limits
         try:
             request = await run_in_thread_if_large(body, lambda: lookup_from_body(scope, body, "json", table, limits))
-            # No namespace but the own one is known here.
+            # Only the service's own namespace is known here.
             if request.options.arm is not None or request.options.generation is not None:
                 return None
             service.metrics.stage("parse", service.timer() - started)
@@ -156,7 +156,7 @@ def is_k_too_large(table: Table, k: int | None) -> bool:
 
 
 class BatchLookups:
-    """Lookup of whole batches; each entity is resolved on its own."""
+    """Lookup of whole batches; each entity is resolved independently."""
 
     def __init__(self, service: LookupService, clock: Callable[[], float]) -> None:
         self._service = service
@@ -196,14 +196,14 @@ class BatchLookups:
         return render_stream(lookup, batch_answers, id_slices, self._clock(), stale)
 
     async def _yield_before_deadline(self, lookup: BatchRequest) -> None:
-        """Yield to the event loop; raise Problem (503) once the deadline of a batch is over."""
+        """Yield to the event loop; raise Problem (503) once the deadline of a batch has passed."""
         await wait_for_next_portion()
         if self._service.timer() > lookup.started + lookup.options.deadline_s:
             self._service.admission.shed_counts["late"] += 1
-            raise Problem(503, "overloaded", "more is asked than can be answered in time")
+            raise Problem(503, "overloaded", "more requests arrive than can be answered in time")
 
     async def resolve(self, lookup: BatchRequest) -> BatchAnswers:
-        """Resolve and count every answer without a form: rows as stored, all others as the ladder's JSON."""
+        """Resolve and count every answer, without rendering: rows as stored, all others as the ladder's JSON."""
         record_keys, plain_mask = self._build_record_keys(lookup)
         plain_indexes = plain_mask.nonzero()[0]
         if len(plain_indexes) == len(lookup.raws):
@@ -217,7 +217,7 @@ class BatchLookups:
             return BatchAnswers(
                 plain_indexes, no_rows, np.empty(0, bool), await self._resolve_by_ladder(lookup, pending_by_index)
             )
-        # At the same time: what they read travels in one turn.
+        # Concurrently, so that their reads are sent in the same iteration of the event loop.
         async with asyncio.TaskGroup() as task_group:
             ladder_task = task_group.create_task(self._resolve_by_ladder(lookup, pending_by_index))
             stored_task = task_group.create_task(
@@ -248,7 +248,7 @@ class BatchLookups:
     async def read_rows(self, lookup: BatchRequest, record_keys: RecordKeys) -> tuple[Rows, NDArray[np.bool_]]:
         """Read the rows of ids that the night knows from the tiers; return also the mask of plain answers."""
         live, table = lookup.served.live, lookup.table
-        deadline = None  # the tier keeps its own
+        deadline = None  # a copy: the tier keeps its own records
         if lookup.options.deadline_s < self._service.l2_bound_s():
             deadline = self._ladder.l2_deadline(lookup.options, lookup.started, len(record_keys))
         rows = await self._tiers.get_rows(live.view, record_keys, deadline)
@@ -340,7 +340,7 @@ class BatchLookups:
         )
 
     def get_static_tail(self, live: Snapshot) -> StaticTail:
-        """Return the cached JSON fields that all answers from `live` share at this moment."""
+        """Return the cached JSON fields that all answers of this snapshot share at present."""
         static_tail, stale = self._static_tail, self._service.follower.stale
         if static_tail is None or static_tail.snapshot is not live or static_tail.stale != stale:
             static_tail = self._static_tail = StaticTail(live, stale)
@@ -354,7 +354,7 @@ def _build_pending(lookup: BatchRequest, request_index: int, record_key: RecordK
 
 
 def read_result_at(rows: Rows, row_index: int) -> ReadResult:
-    """Return the outcome of row `row_index` in the form of a single read."""
+    """Return the outcome of row `row_index` like that of a single read."""
     read_result = rows.result_by_index.get(row_index)
     tier: Tier = "l2" if rows.is_l2[row_index] else "l1"
     return Hit(rows.records[row_index].tobytes(), tier, False, None) if read_result is None else read_result
@@ -375,7 +375,7 @@ def render_stream(
 ) -> bytes:
     """Render the body of the response, with `list_items` of all rows; `now_s`: Unix seconds, `stale`: the service's."""
     live, table = lookup.served.live, lookup.table
-    # Both tiers say the same but for the source, which is the first of the columns.
+    # The fields of both tiers differ only in the source, the first column.
     _, *common_fields = row_of(origin_fields(live, Source.L1, "batch", now_s, stale=stale))
     origin_by_tier = (Source.L1, *common_fields), (Source.L2, *common_fields)
     row_numbers = record_numbers(table, batch_answers.rows, lookup.k)

@@ -22,7 +22,7 @@ from serving.requests.options import RequestOptions
 async def rank_candidates(
     ladder: Ladder, served: ServedGenerations, score_request: ScoreRequest, started: float
 ) -> AnswerJson:
-    """Score the candidates in rank order: the user's vector, from any rung, times item vectors of the same generation.
+    """Rank the candidates by the user's vector, from any rung, times item vectors of the same generation.
 
     With a history or features the vector is computed from them, not read. `score_tolerance` bounds the effect of the
     stored vector's precision: candidates whose scores are closer than twice that may be in either order. It is 0 where
@@ -36,12 +36,12 @@ async def rank_candidates(
     filter_mask = await shaper.filter_mask(served.live, request_options, deadline)
     reranker = await shaper.reranker(served.live, request_options, deadline)
     if not await _can_shape(shaper, served.previous, request_options, deadline):
-        served = replace(served, previous=None)  # it cannot answer this, and the live one can
+        served = replace(served, previous=None)  # the previous generation cannot apply the filter or re-ranking
     table = user_vector_table(served.live)
     user = score_request.user.with_table(table.name)
     lookup_options = replace(request_options, fresh=request_options.fresh or user.has_input, filter=None, rerank=None)
     lookup_request = LookupRequest((user,), lookup_options)
-    # A copy: the sample of answers may hold the ladder's own.
+    # A copy: the sampler may hold the ladder's dict.
     answer = dict((await ladder.lookup(served, lookup_request, started))[0])
     snapshot = served.find(answer["generation"]) or served.live
     user_vector = answer.pop("vector")
@@ -108,7 +108,7 @@ def score_tolerance(
     )
     score_changes = np.abs(item_vectors) @ rounding_steps
     if metric == "cosine":
-        # The vector's own length is off by as much again.
+        # The rounding of the vector's length adds as much again.
         length_products = np.linalg.norm(item_vectors, axis=1) * np.linalg.norm(vector)
         score_changes = 2 * score_changes / np.where(length_products == 0, 1, length_products)
     return float(score_changes.max(initial=0))

@@ -1,7 +1,7 @@
-"""Coalescer of single lookups: those of one iteration of the event loop become one read of L2.
+"""Coalescer of single lookups: the lookups of one iteration of the event loop become one read of L2.
 
-They share the fixed cost of a batch (a pipeline, a flight, numpy's calls); each keeps its own answer, clock and count.
-32 lookups in flight take 0.63 to 0.70 of the time that they take one by one; 8 gain nothing (`GROUP_SIZE_MIN`).
+They share the fixed cost of a batch (a pipeline, a flight, numpy's calls); each has its own answer, timing and count.
+32 lookups in flight take 0.63 to 0.70 of the time of separate lookups; 8 gain nothing (`GROUP_SIZE_MIN`).
 """
 
 import asyncio
@@ -29,20 +29,20 @@ from serving.requests.parsing import ParsedLookup
 log = logging.getLogger(__name__)
 
 GROUP_SIZE_MIN = 8
-"""Lookups in a group at least: fewer cost less one by one."""
+"""Smallest number of lookups in a group; fewer are cheaper one by one."""
 
 GROUP_SIZE_MAX = 128
-"""Answers rendered before others may use the event loop."""
+"""Largest number of lookups in a group, whose answers are rendered without yielding to the event loop."""
 
 ITERATIONS_MAX = 4
-"""Turns of the event loop that a group waits for more while each brings some."""
+"""Iterations of the event loop that a group waits for further lookups, as long as each iteration brings some."""
 
 GroupResult = bytes | ReadResult | None
 """Rendered body, or the read result if the record is no plain answer; None: look the id up alone."""
 
 
 class SingleRequest(NamedTuple):
-    """Parsed request: `served` are its captured generations, `record_key` the nightly key, `started` is monotonic."""
+    """Parsed GET; `served` are its captured generations, `record_key` is the nightly key, `started` is monotonic."""
 
     served: ServedGenerations
     table: Table
@@ -51,13 +51,13 @@ class SingleRequest(NamedTuple):
     options: RequestOptions
     started: float
     request: bytes
-    """Path and query, by which a ready answer is kept."""
+    """Path and query, the key of a ready answer."""
     is_plain: bool
-    """True if a record of the night may answer it."""
+    """True if a nightly record may answer the request."""
     filter_mask: FilterMask | None = None
-    """Items that pass its filter; None without one."""
+    """Items that pass the request's filter; None without one."""
     events: bytes | None = None
-    """Events in memory of a user with this id when it came, as they were kept."""
+    """Packed newer events of a user with this id at the time of the request, the object itself."""
 
     @property
     def k(self) -> int:
@@ -66,7 +66,7 @@ class SingleRequest(NamedTuple):
 
     @property
     def pending_answer(self) -> PendingAnswer:
-        """The request as the ladder has it."""
+        """The pending answer for the ladder."""
         single_lookup = self.lookup
         entity = RequestedEntity(single_lookup.table, single_lookup.id, single_lookup.raw, "id")
         return build_plain_pending_answer(self.served.live, self.table, self.k, self.record_key, entity)
@@ -82,7 +82,7 @@ class _GroupMember(NamedTuple):
 
 
 class GetCoalescer:
-    """Coalescer of single lookups into batches; for one event loop only."""
+    """Groups single lookups into batches; for one event loop only."""
 
     def __init__(self, service: LookupService, batches: BatchLookups, clock: Callable[[], float]) -> None:
         self._service = service
@@ -94,8 +94,8 @@ class GetCoalescer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def has_time_for_l2(self, single_request: SingleRequest) -> bool:
-        """Returns whether a read of L2 that begins in this turn needs no clock but L2's own for the request."""
-        if not self._is_iteration_open:  # else told by the first request of the turn
+        """Return whether the request's deadline is later than L2's own for a read that starts in this iteration."""
+        if not self._is_iteration_open:  # else computed by the first request of the iteration
             self._l2_due_at = self._service.timer() + self._service.l2_bound_s()
         return single_request.started + single_request.options.deadline_s >= self._l2_due_at
 
@@ -109,7 +109,7 @@ class GetCoalescer:
     def note_arrival(self) -> bool:
         """Count a request; return True if recent iterations were busy enough for grouping to save time."""
         if not self._is_iteration_open:
-            # Runs after every callback that is ready now, so whoever asks in this turn comes along.
+            # Runs after all callbacks that are ready now, so all requests of this iteration join.
             asyncio.get_running_loop().call_soon(self._start_groups)
             self._is_iteration_open = True
         self._arrival_count += 1
@@ -121,7 +121,7 @@ class GetCoalescer:
         return self._expected_arrivals >= GROUP_SIZE_MIN
 
     def join(self, single_request: SingleRequest) -> asyncio.Future[GroupResult]:
-        """Returns the future result of a request that is counted and has the time that L2 may take."""
+        """Return the future result of a request that `note_arrival` counted and that `has_time_for_l2`."""
         result_future: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
         group_key = single_request.served.live.stamp, single_request.lookup.table, single_request.k
         members = self._members_by_key.setdefault(group_key, [])
@@ -134,10 +134,10 @@ class GetCoalescer:
         self._iteration_count += 1
         if self._arrival_count > self._previous_arrival_count and self._iteration_count < ITERATIONS_MAX:
             self._previous_arrival_count = self._arrival_count
-            asyncio.get_running_loop().call_soon(self._start_groups)  # whoever comes next comes along, too
+            asyncio.get_running_loop().call_soon(self._start_groups)  # requests of the next iteration join, too
             return
         members_by_key, self._members_by_key = self._members_by_key, {}
-        # Callers come in waves: a small one between large ones says little.
+        # Requests arrive in waves, so a small wave lowers the expectation only by half.
         self._expected_arrivals, self._is_iteration_open = (
             max(self._arrival_count, self._expected_arrivals // 2),
             False,
@@ -156,10 +156,11 @@ class GetCoalescer:
 
     async def _answer_group(self, members: list[_GroupMember]) -> None:
         try:
-            # What was enough when each asked is not if much was sent since: no clock ends the reading of others.
+            # Checked again: L2's bound may have grown since the requests joined, and a group's read has no deadline of
+            # its own.
             if self._has_time_for_group(members):
                 await self._resolve_group(_group_lookup(members), members)
-        except Exception:  # each goes on alone, and fails alone
+        except Exception:  # each request continues, and fails, by itself
             log.exception("answering together failed")
         finally:
             _release_to_single_reads(members)

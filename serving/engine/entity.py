@@ -1,4 +1,4 @@
-"""Entity on its way down the ladder: its request, its input, and its answer or reason."""
+"""Pending answer of an entity on its way down the ladder: request, input, and answer or reason."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _NO_ORDINALS = np.empty(0, np.int64)
 
 
 class PartialList(NamedTuple):
-    """Items of a list that pass a filter, if they are fewer than requested, and the list's source."""
+    """Items of a list that pass a filter, fewer than requested, and the list's source."""
 
     prediction: Prediction
     snapshot: Snapshot
@@ -36,17 +36,17 @@ class PartialList(NamedTuple):
     producer: str
     filter_mask: FilterMask
     answer_flags: Mapping[str, bool]
-    """Answer fields that are true of the list."""
+    """Answer fields that are true for the list."""
     seen_ordinals: frozenset[int] = frozenset()
-    """Ordinals of the user's past items, if the list is of another generation than the live one."""
+    """Ordinals of the user's past items, if the list is from another generation than the live one."""
 
 
 class NewerInput(Protocol):
-    """Input of an answer that is newer than the night: newer events of a user. Hook `rewrite` makes it."""
+    """Input that is newer than the night's: newer events of a user. The hook `rewrite` creates it."""
 
     @property
     def input(self) -> object:
-        """What live computes from, as `BatchInference.compute_newer` takes it."""
+        """Input of live inference, as `BatchInference.compute_newer` takes it."""
 
     @property
     def digest(self) -> bytes:
@@ -58,11 +58,11 @@ class NewerInput(Protocol):
 
     @property
     def is_past(self) -> bool:
-        """True if an earlier position was requested: the answer is computed, and not kept."""
+        """True if an earlier position was requested: the answer is computed and not stored."""
 
     @property
     def is_approximate(self) -> bool:
-        """True if an answer computed from it may be another than the next night's."""
+        """True if an answer computed from this input may differ from the next night's."""
 
     @property
     def position(self) -> int:
@@ -70,7 +70,7 @@ class NewerInput(Protocol):
 
     @property
     def counts_sent(self) -> bool:
-        """True if what the caller sent counts, besides the events."""
+        """True if the caller's input counts in addition to the events."""
 
     @property
     def events(self) -> int:
@@ -78,21 +78,21 @@ class NewerInput(Protocol):
 
     @property
     def as_of(self) -> str:
-        """Time when the newest was accepted, RFC 3339, UTC."""
+        """Time when the newest event was accepted, RFC 3339, UTC."""
 
     @property
     def items(self) -> tuple[bytes, ...]:
-        """Items of the events, by their ids."""
+        """Ids of the events' items."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingAnswer:
     """Pending answer of one entity: `reason` is why there is no plain hit, `live_reason` why live gave no answer.
 
-    `unknown_id_count` counts the ids of the history that the model lacked, where live has counted them. `near` is the
-    distance of the input whose answer live reused; if `is_exact`, no such answer is allowed. `counted_events` are
-    newer events of the user, which the answer counts; once `is_settled`, by leaving their items out of a list that
-    was computed without them. `new_items` are those that an answer computed now may name.
+    `unknown_id_count` is the number of ids of the history that the model lacked, if live has counted them. `near` is
+    the distance of the input whose answer live reused; if `is_exact`, no such answer is allowed. `counted_events` are
+    newer events of the user that the answer counts. Once `is_settled`, it counts them only by excluding their items
+    from a list that was computed without them. `new_items` are the new items that a computed answer may name.
     """
 
     entity: RequestedEntity
@@ -117,7 +117,7 @@ class PendingAnswer:
     _nightly_key: RecordKey | None = None
 
     def set_read_result(self, read_result: ReadResult) -> None:
-        """Set hit or reason from the outcome of a read of the tiers."""
+        """Set hit or reason from the outcome of a read from the tiers."""
         if isinstance(read_result, Miss):
             self.reason = read_result.reason
         else:
@@ -126,7 +126,7 @@ class PendingAnswer:
     def include_counted_events(self, counted_events: NewerInput, *, is_settled: bool) -> None:
         """Set the newer events; an answer with them is stored separately, under their digest.
 
-        The list that the night made under a filter is not used: items that pass are looked for in the user's own list.
+        The nightly list of a named filter is not used then: the filter is applied to the user's plain list.
         """
         self.counted_events, self.is_settled, self.is_exact = counted_events, is_settled, True
         self.reason = self.hit = None
@@ -145,9 +145,9 @@ class PendingAnswer:
         self.record_key = RecordKey(self.table, digest, fingerprint(digest), -1, digest)
 
     def fall_back_to_nightly(self) -> bool:
-        """Use the nightly record from now on, if no answer with newer events or new items can be had.
+        """Use the nightly record from now on, because no answer with newer events or new items is available.
 
-        Returns whether there may be such a record, which was not read before.
+        Returns whether there may be a nightly record that has not been read yet.
         """
         if self._nightly_key is None:
             return False
@@ -156,12 +156,12 @@ class PendingAnswer:
 
     @property
     def names_new_items(self) -> bool:
-        """True if the record that is read is not the nightly one, and so names new items, if there are any."""
+        """True if the record that is read is not the nightly one, and so may name new items."""
         return self._nightly_key is not None
 
     @property
     def nightly_key(self) -> RecordKey:
-        """Record key of the nightly record, even if another record is read in its place."""
+        """Key of the nightly record, even if another record is read in its place."""
         return self._nightly_key or self.record_key
 
     @property
@@ -194,23 +194,23 @@ class PendingAnswer:
 
     @property
     def is_cold(self) -> bool:
-        """True if the night did not know the id, though it may be served."""
+        """True if the night did not know the id and the id is not blocked."""
         return self.position < 0 and self.entity.raw is not None and self.reason != MissReason.ENTITY_BLOCKED
 
     @property
     def may_reuse(self) -> bool:
-        """True if a near input's answer may be reused: never for an id that the night knows."""
+        """True if the answer to a near input may be reused; never for an id that the night knows."""
         return self.record_key.position < 0 and not self.is_exact
 
     def may_compute(self, snapshot: Snapshot) -> bool:
-        """True unless it is blocked, has no input, or its table no producer; the model itself may still be down."""
+        """True unless the entity is blocked or has no input, or its table has no producer; the model may still fail."""
         if self.reason == MissReason.ENTITY_BLOCKED:
             return False
         if self.counted_events is not None and not self.is_settled:
             return True
         if (
             self.counted_events is not None and self.position >= 0 and self.reason != MissReason.NOT_IN_GENERATION
-        ):  # the night computed it
+        ):  # the night computed this item
             return False
         if not self.entity.has_input and self.own_ordinal is None:
             return False
@@ -223,17 +223,17 @@ class PendingAnswer:
     def find_seen_ordinals(self, live: Snapshot) -> NDArray[np.int64]:
         """Return the ordinals in the live generation of the user's past items, as the night knew them.
 
-        Empty if the generation does not keep them (it has neither attributes of items nor events), and for a user who
-        is blocked or was erased: such an answer uses nothing that is known of the user.
+        Empty if the generation does not keep them (it has neither attributes of items nor events), and for a blocked or
+        erased user, whose data must not be used.
         """
         if self.reason == MissReason.ENTITY_BLOCKED:
             return _NO_ORDINALS
         return live.past_item_ordinals(self.table, self.position)
 
     def is_answered_by_night(self, record: Record) -> bool:
-        """True if a record is the list that the night, or the night with newer events, has for this user.
+        """True if the record is this user's nightly list, or one computed from the night's input and newer events.
 
-        Then it is the answer however few of its items are left. The list of an item, its own input, may go on.
+        Then it is the answer even if few of its items are left. For the list of an item lower rungs are tried.
         """
         if self.position < 0 or self.table.entity != "user":
             return False
@@ -250,11 +250,11 @@ class PendingAnswer:
 
 
 def new_items_of(snapshot: Snapshot, pending: PendingAnswer) -> EligibleNewItems:
-    """Return the new items that an answer may name, without its exclusions."""
+    """Return the new items that an answer may name, without excluded ones."""
     if not pending.new_items:
         return NO_ELIGIBLE_NEW_ITEMS
     excluded_ids = list(pending.entity.history or ())
-    # Whoever settles leaves them out at the answer: the record is everybody's who sends this input.
+    # A settled answer excludes the events' items later: its record is shared by all who send this input.
     if pending.counted_events is not None and not pending.is_settled:
         excluded_ids += pending.counted_events.items
     excluded_numbers = {
@@ -265,7 +265,7 @@ def new_items_of(snapshot: Snapshot, pending: PendingAnswer) -> EligibleNewItems
 
 def _feature_bytes(feature_value: FeatureValue) -> int:
     if isinstance(feature_value, str):
-        return 4 * len(feature_value)  # the widest that Python keeps a character
+        return 4 * len(feature_value)  # Python uses at most 4 bytes per character
     if not isinstance(feature_value, tuple):
         return 32
     if feature_value and isinstance(feature_value[0], str):
@@ -292,9 +292,9 @@ async def build_pending_answers(snapshot: Snapshot, request: LookupRequest) -> l
 def with_filter_table(snapshot: Snapshot, record_key: RecordKey, options: RequestOptions) -> RecordKey:
     """Return the record key of the list that the night made under the named filter, if it made one.
 
-    Not for re-ranked lists, whose candidates are those of the plain list: else a name would give another answer than
-    its expression. Nor if events have changed an attribute that the filter compares: the night did not check the new
-    values.
+    Not for re-ranked lists, whose candidates are those of the plain list: otherwise a filter's name would give another
+    answer than its expression. Nor if events have changed an attribute that the filter compares, since the night did
+    not check the new values.
     """
     if not isinstance(options.filter, str) or options.rerank is not None or record_key.position < 0:
         return record_key
@@ -363,7 +363,7 @@ def _check_features(snapshot: Snapshot, table: Table, entity: RequestedEntity) -
 
 
 def unanswered_of(pendings: Sequence[PendingAnswer]) -> list[PendingAnswer]:
-    """Return the entities without an answer, except those whose list has too few passing items: no rung has more."""
+    """Return the pending answers without an answer, except partial lists: no rung has more passing items."""
     return [pending for pending in pendings if pending.answer is None and pending.reason is not MissReason.FILTERED]
 
 
@@ -377,8 +377,8 @@ def find_previous_record_key(previous: Snapshot, pending: PendingAnswer) -> Reco
     table = previous.manifest.tables.get(pending.table.name)
     if table is None or (table.entity, table.kind) != (pending.table.entity, pending.table.kind):
         return "no_such_table"
-    if table.is_facet and pending.record_key.position < 0:  # items that had this value have another now
+    if table.is_facet and pending.record_key.position < 0:  # the attribute's values have changed since the night
         return "not_in_generation"
     record_key = find_record_key(previous, table, entity_id)
-    # Never an overlay: it was computed for another night.
+    # Never an overlay, which would be computed by the previous generation.
     return record_key if record_key.position >= 0 else "not_in_generation"

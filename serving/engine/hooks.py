@@ -1,7 +1,7 @@
-"""Hooks of the engine, in the order of a request: rewrite, compute, shape; a feature fills each when it attaches.
+"""Hooks of the engine, in the order of a request: rewrite, compute, shape; features fill them when they attach.
 
-`Ladder.newer_inputs`, `BatchInference.reuse` and `compute_newer`, and `Ladder.shaper` hold them. Without the feature an
-answer is the night's, or the model's.
+`Ladder.newer_inputs`, `BatchInference.reuse` and `compute_newer`, and `Ladder.shaper` hold them. Without features an
+answer is the nightly record or the model's output.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,19 +23,19 @@ from serving.requests.options import RequestOptions
 _NO_PACKED_INPUTS: Final[Mapping[bytes, bytes]] = {}
 
 ReadRecords = Callable[[Sequence[RecordKey]], Awaitable[Sequence[ReadResult]]]
-"""Reader of nightly records: one outcome per record key, in order."""
+"""Reads nightly records; returns one outcome per record key, in order."""
 
 
 class NewerInputs:
-    """Inputs of answers that are newer than the night, and new items; hook `rewrite`. This class itself has none."""
+    """Inputs that are newer than the night's, and new items: the hook `rewrite`. This base class has none."""
 
     @property
     def packed(self) -> Mapping[bytes, bytes]:
-        """Newer inputs by id, the same mapping for good; with each change the id gets another object."""
+        """Newer inputs by id; always the same mapping. When the input of an id changes, its value is another object."""
         return _NO_PACKED_INPUTS
 
     def changes(self, _snapshot: Snapshot, _table: Table, _raw: bytes, /) -> bool:
-        """True if an answer of the table for the id is to be another one than the night's."""
+        """True if the table's answer for the id has to differ from the night's."""
         return False
 
     async def count_newer(
@@ -49,11 +49,11 @@ class NewerInputs:
         """Add newer inputs and new items to pending answers, unless the request declines them."""
 
     def copy_newer_input(self, _snapshot: Snapshot, _pending: PendingAnswer, _sibling: PendingAnswer, /) -> None:
-        """Give a pending answer the newer input of its sibling of another table: both are parts of one answer."""
+        """Give a pending answer the newer input of another one, of another table: both are parts of one answer."""
 
 
 class AnswerReuse(Protocol):
-    """Predictor in place of the model, which may give an input the answer that live computed for another."""
+    """Replacement for the model's predictor that may reuse the answer computed for another input."""
 
     def covers(self, snapshot: Snapshot, table: str) -> bool:
         """True if answers of the table may be reused."""
@@ -61,7 +61,7 @@ class AnswerReuse(Protocol):
     def compute(
         self, jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput], scored_at: int
     ) -> Sequence[ComputedRecord]:
-        """Return a record for each job, whose inputs `batch` holds; raise the model's errors."""
+        """Return a record for each job; `batch` has their inputs. Raise the model's errors."""
 
 
 ComputeNewer = Callable[[Sequence[InferenceJob], int], list[InferenceOutcome]]
@@ -69,24 +69,24 @@ ComputeNewer = Callable[[Sequence[InferenceJob], int], list[InferenceOutcome]]
 
 
 class ListShaper:
-    """Filters and other orders of lists; hook `shape`. This class itself refuses both. Times are monotonic."""
+    """Filtering and re-ranking of lists: the hook `shape`. This base class refuses both. Times are monotonic."""
 
     async def lookup(self, _served: ServedGenerations, request: LookupRequest, _started: float, /) -> list[AnswerJson]:
         """Answer each entity of a request with a filter or a re-ranking once, in order, from captured generations."""
         raise _unshaped_problem("rerank" if request.options.filter is None else "filter")
 
     def cached_mask(self, _snapshot: Snapshot, _options: RequestOptions, /) -> FilterMask | None:
-        """Return the mask of the items that pass the filter, if it is known already."""
+        """Return the mask of the items that pass the filter if it is cached, else None."""
         return None
 
     def filter_mask(
         self, _snapshot: Snapshot, options: RequestOptions, _deadline: float, /
     ) -> Awaitable[FilterMask | None]:
-        """Return the mask of the items that pass the filter, None without one; raise Problem if there can be none."""
+        """Return the mask of the items that pass the filter, None without one; raise Problem for an invalid filter."""
         return _refuse_sent("filter", options.filter)
 
     def reranker(self, _snapshot: Snapshot, options: RequestOptions, _deadline: float, /) -> Awaitable[Reranker | None]:
-        """Return the re-ranker of the items, None without one; raise Problem if there can be none."""
+        """Return the re-ranker of the items, None without one; raise Problem for an unsupported re-ranking."""
         return _refuse_sent("rerank", options.rerank)
 
 
@@ -96,5 +96,5 @@ async def _refuse_sent(option_name: str, sent_value: object) -> None:
 
 
 def _unshaped_problem(option_name: str) -> Problem:
-    message = f"this service has lists as the night made them: send no {option_name}"
+    message = f"this service does not filter or re-rank lists: send no {option_name}"
     return unprocessable(f"invalid_{option_name}", message, option_name)

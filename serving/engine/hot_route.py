@@ -1,7 +1,7 @@
-"""Hot route: plain lookups answered ahead of the router from L1 or one read of L2, counted in bulk.
+"""Fast path: plain lookups answered before the router, from L1 or by one read of L2, and counted in bulk.
 
-What it does not recognise (other options, bad input, inputs to compute from, a running canary or experiment) it leaves
-to the routes behind it, and ids without a stored answer to the ladder.
+All other requests (other options, bad input, inputs to compute from, a running canary or experiment) are left to the
+routes, and ids without a stored answer to the ladder.
 """
 
 import asyncio
@@ -41,10 +41,10 @@ log = logging.getLogger(__name__)
 POST_ROUTE = "POST /v1/lookup/{table}"
 
 FLUSHED_ANSWER_COUNT = 256
-"""Answers counted at once, which spreads the fixed cost of counting."""
+"""Answers counted at once, to share the fixed cost of counting."""
 
 ANSWERS_PER_TIMED_ONE = 128
-"""Answers per timed one, whose time counts for all of them."""
+"""Number of answers of which one is timed; its time counts for all of them."""
 
 _CACHED_START_MESSAGES_MAX = 8_192
 _START_MESSAGE = {"type": "http.response.start", "status": 200}
@@ -88,7 +88,7 @@ class FastLookups:
     def ready(self, scope: Scope) -> ResponseMessages | None:
         """Return the ready answer to an untraced GET with plain headers; None without one."""
         caller = caller_of(scope)
-        if not caller.may_use_scope("read") or caller.quota is not None:  # a quota is taken further below
+        if not caller.may_use_scope("read") or caller.quota is not None:  # a quota is charged elsewhere
             return None
         if not self.can_use_fast_path(scope["headers"]) or (self._is_traced and self._is_traced(scope)):
             return None
@@ -124,7 +124,7 @@ class FastLookups:
         self.answer = self._answer_timed
 
     def _answer_timed(self, target: bytes) -> bytes | None:
-        """Answer and record the time: of one answer per TIMED_EVERY, and of each while generations change."""
+        """Answer and record the time; used for one of many answers, and for each while generations change."""
         started = self._timer()
         body = self._answer_ready(target)
         if body is not None:
@@ -137,7 +137,7 @@ class FastLookups:
 
     def parse_get(self, scope: Scope) -> SingleRequest | None:
         """Parse a GET of one id and look it up in the directory; None for a request that the routes must handle."""
-        if not caller_of(scope).may_use_scope("read"):  # first: what a stranger asks leaves no trace
+        if not caller_of(scope).may_use_scope("read"):  # first: requests of unknown callers must not change any state
             return None
         started = self._timer()
         deadline_s, served = (self._admission_gate.headers.deadline_s(scope["headers"]), self._get_served())
@@ -152,7 +152,8 @@ class FastLookups:
             return None
         record_key, filter_mask = find_plain_record_key(live, table, single_lookup.raw), None
         if options.filter is not None:
-            # What passes must be known, and be asked of lists: else the routes behind find out, or say what is wrong.
+            # The filter's mask must be cached, and the table must have lists; otherwise the routes evaluate or refuse
+            # it.
             if table.kind == "topk" and not table.is_facet:
                 filter_mask = self._shaper.cached_mask(live, options)
             if filter_mask is None:
@@ -194,7 +195,7 @@ class FastLookups:
                 body = await single_lookups.answer(parsed_get)
             else:
                 body = await single_lookups.answer_after_join(parsed_get, group_future.result())
-        except Exception:  # the routes behind say what is wrong, and count it
+        except Exception:  # the routes report the error and count it
             log.exception("the hot route failed")
             return None
         if body is None:
@@ -207,7 +208,7 @@ class FastLookups:
         started, path = self._timer() - noted_wait_s(scope), scope.get("raw_path") or b""
         if not path.startswith(LOOKUP_PATH_PREFIX) or not caller_of(scope).may_use_scope("read"):
             return None, receive
-        if scope["query_string"]:  # refused by the routes behind
+        if scope["query_string"]:  # the routes refuse it
             return None, receive
         if (served := self._get_served()) is None:
             return None, receive
@@ -220,17 +221,17 @@ class FastLookups:
             return None, receive
         try:
             form = parse_forms(scope["headers"])
-        except Problem:  # told by the routes behind
+        except Problem:  # the routes refuse it
             return None, receive
         body, replay_receive = await self._admission_gate.read_body(scope, receive)
-        # Captured once more: the body may have taken its time.
+        # Captured again: generations may have changed while the body arrived.
         if body is None or self._get_served() is not served:
             return None, replay_receive
         try:
             response_body = await self._posted_lookups.answer(scope, body, form, table, deadline_s, served, started)
-        except Problem:  # late, which the routes behind would be, too
+        except Problem:  # the deadline has passed, for the routes as well
             raise
-        except Exception:  # as above
+        except Exception:  # the routes answer instead, or report the error
             log.exception("the hot route failed")
             return None, replay_receive
         if response_body is None:
@@ -258,7 +259,7 @@ class FastLookups:
 
 
 def _skip_timing() -> None:
-    """Do nothing: the `time_next` of a route that times no answer."""
+    """Do nothing: default of `time_next`, for routes that time no answers."""
 
 
 def _arrow_messages(stream: bytes) -> ResponseMessages:
@@ -267,7 +268,7 @@ def _arrow_messages(stream: bytes) -> ResponseMessages:
 
 
 class SingleLookups:
-    """Lookup of single ids from L1 or L2; a result that is no plain record goes to the ladder."""
+    """Lookup of single ids from L1 or L2; if the result is not a plain record, the ladder answers."""
 
     def __init__(self, service: LookupService, batches: BatchLookups, clock: Callable[[], float]) -> None:
         self._service = service
@@ -301,7 +302,7 @@ class SingleLookups:
     def try_join(self, single_request: SingleRequest) -> asyncio.Future[GroupResult] | None:
         """Return the future answer of a lookup that joins a grouped read, which needs no task; None if it cannot join.
 
-        With 32 in flight a task for each costs 2 of 24 us: 7 % of what L2 lookups take, by processor time.
+        With 32 lookups in flight a task for each would cost 2 of 24 us, 7 % of an L2 lookup's processor time.
         """
         coalescer, live = self._coalescer, single_request.served.live
         is_plain = single_request.is_plain and single_request.filter_mask is None
@@ -309,7 +310,7 @@ class SingleLookups:
             return None
         local_key = LocalKey(live.generation, single_request.lookup.table, single_request.record_key.key)
         if self._tiers.local_tier.inspect(local_key) is not None:
-            return None  # what is here waits for no read of others
+            return None  # L1 has it: no need to wait for a grouped read
         coalescer.note_arrival()
         return coalescer.join(single_request)
 
@@ -331,20 +332,20 @@ class SingleLookups:
         """Read L2, with a deadline if the request has less time than L2 may take."""
         deadline = None
         if not self._coalescer.has_time_for_l2(single_request):
-            deadline = self._ladder.l2_deadline(single_request.options, single_request.started)  # a clock of its own
+            deadline = self._ladder.l2_deadline(single_request.options, single_request.started)  # needs a deadline
         return await self._tiers.get(single_request.served.live.view, single_request.record_key, deadline)
 
     def _render_filtered(self, single_request: SingleRequest) -> bytes | None:
-        """Return the body made of the list in L1 if enough items pass the filter; else None, and count nothing."""
+        """Return the body made from the list in L1 if enough items pass the filter; else None without counting."""
         view, record_key = single_request.served.live.view, single_request.record_key
         hit = self._tiers.inspect(view, record_key)
         if hit is None or (body_start := self._render_start(single_request, hit)) is None:
             return None
-        self._tiers.peek(view, record_key)  # now it is a hit
+        self._tiers.peek(view, record_key)  # it is certain only now that this is a hit
         return self._count_and_finish(single_request, hit, body_start)
 
     def _render_stored(self, single_request: SingleRequest, hit: Hit) -> bytes | None:
-        """Return the body made of a stored record, and count it; None if the record is no plain answer."""
+        """Return the body made from a stored record, and count it; None if the record is not a plain answer."""
         body_start = self._render_start(single_request, hit)
         return None if body_start is None else self._count_and_finish(single_request, hit, body_start)
 
@@ -398,7 +399,7 @@ class SingleLookups:
         return orjson.dumps(answer, option=JSON_OPTIONS)
 
     def _keep_newer_answer(self, single_request: SingleRequest, pending: PendingAnswer, answer: AnswerJson) -> None:
-        """Keep in L1 an answer with newer events; one that settled for the nightly record is not kept."""
+        """Keep an answer with newer events in L1, unless it settled for the nightly record."""
         live, events = single_request.served.live, single_request.events
         is_whole = pending.counted_events is not None and not pending.is_settled
         if events is None or not is_whole or answer["source"] is not Source.L1:
@@ -410,10 +411,10 @@ class SingleLookups:
 
 
 class SentAnswers(list[ReadyAnswer]):
-    """Sent answers of the live generation in order, not counted yet; `timed_seconds` has the seconds of the timed ones.
+    """Sent answers of the live generation, in order, not counted yet; `timed_seconds` are those of timed answers.
 
-    The caller whose answer makes it `due_length` long calls `flush_or_time`; a reader of a count calls `flush` first.
-    `time_next` is called when the next answer is to be timed. Counted in bulk, answers cost a third of single counts.
+    Code that appends calls `flush_or_time` at a length of `due_length`; code that reads counts calls `flush` first.
+    `time_next` is called when the next answer has to be timed. Counting in bulk costs a third of single counts.
     """
 
     def __init__(self, service: LookupService, clock: Callable[[], float], time_next: Callable[[], None]) -> None:
@@ -433,7 +434,7 @@ class SentAnswers(list[ReadyAnswer]):
         self._recent.flush_pending = self._counters.add_pending = self.flush
 
     def flush_or_time(self) -> None:
-        """Count all answers if enough were sent, else have the next one timed; called at `due_length`."""
+        """Count all answers if enough were sent, else have the next answer timed; called at `due_length`."""
         if len(self) >= FLUSHED_ANSWER_COUNT:
             self.flush()
         else:
@@ -487,7 +488,7 @@ class SentAnswers(list[ReadyAnswer]):
         trace_entry = ready_answer.access
         if trace_entry is not None and trace_entry[0] <= self._trace.greatest_sampled_spot:
             self._trace.append(trace_entry)
-        else:  # since its answer was kept the sample shrank
+        else:  # the sample has shrunk since the answer was kept
             self._local.drop_access(ready_answer)
 
     def _offer_to_sampler(self, ready_answer: ReadyAnswer) -> None:

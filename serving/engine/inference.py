@@ -1,4 +1,4 @@
-"""Live inference, once per key and input; stores answers, and reads stored ones where that pays off."""
+"""Live inference, once per key and input; stores answers, and reads stored ones if inputs repeat often enough."""
 
 import asyncio
 import contextlib
@@ -24,27 +24,27 @@ from serving.requests.reasons import LiveReason
 log = logging.getLogger(__name__)
 
 FlightKey = tuple[str, str, int | bytes, bytes, bool, bool]
-"""Key of one inference: generation, table, entity, digest of the input, and whether a near answer will do."""
+"""Key of an inference: generation, table, entity, input digest, whether a near answer may be reused, whether leased."""
 
 NO_MISS_TRAITS = MissTraits()
 
 REPEAT_WINDOW_INPUTS = 1_024
-"""Inputs after which the rate is judged; then all counts are halved."""
+"""Inputs after which the repeat rate is judged and all counts are halved."""
 
 RARE_REPEAT_SHARE = 0.01
 """Share of repeated inputs below which overlays are left unread."""
 
 FREQUENT_REPEAT_SHARE = 0.02
-"""Share of repeated inputs in a window above which all overlays are read again, at once."""
+"""Share of repeated inputs in a window from which all overlays are read again, immediately."""
 
 INPUTS_PER_PROBE = 16
-"""Number of inputs with unread overlays per probe, which reads one overlay without delaying its answer."""
+"""Number of inputs with unread overlays per probe; a probe reads one overlay without delaying the answer."""
 
 
 class InferenceTarget(NamedTuple):
-    """Target of an inference: record, input, and whether the answer replaces a nightly one.
+    """Target of an inference: record key, input digest, and whether the answer replaces a nightly one.
 
-    `key_without_new_items` is the record key of the same input without new items, by the id.
+    `key_without_new_items` is the record key of the same id and input without new items.
     """
 
     record_key: RecordKey
@@ -55,10 +55,10 @@ class InferenceTarget(NamedTuple):
 
 
 class RepeatRate:
-    """Repeat rate of inputs of ids that the night does not know: if none repeats, reading overlays is in vain.
+    """Repeat rate of inputs of ids that the night does not know: if inputs hardly repeat, overlays need not be read.
 
-    It counts inputs while all overlays are read, and probes while they are not. Answers are stored either way, so a
-    probe finds the stored answer of any process, and 20 of them are enough to read everything again.
+    It counts inputs while all overlays are read, and probes while they are not. Answers are stored in both cases, so a
+    probe finds the stored answer of any process; about 20 successful probes make all overlays be read again.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class RepeatRate:
 
 @dataclass(slots=True, eq=False)
 class LiveInferences:
-    """Live rung; callers with the same input share a flight, callers with different inputs never do."""
+    """Live rung; requests with the same input share a flight, requests with different inputs never do."""
 
     batcher: MicroBatcher
     tiers: TieredCache
@@ -152,9 +152,9 @@ class LiveInferences:
     def _board_flight(
         self, snapshot: Snapshot, pending: PendingAnswer, deadline: float
     ) -> FlightSeat[FlightKey, ComputedRecord] | None:
-        """Return a place in the one flight for this input, None if it is left out under overload.
+        """Return a seat in the flight of this input, None if the inference is shed under overload.
 
-        A future per entity, and no task unless others may compute it.
+        It costs one future per entity, and a task only if a lease is needed.
         """
         record_key, table = pending.record_key, pending.table.name
         traits = NO_MISS_TRAITS if pending.reason is None else pending.reason.traits
@@ -170,7 +170,7 @@ class LiveInferences:
         is_joining = flight_key in self.flights
         if record_key.position < 0 and traits.is_looked_up:
             self.repeat_rate.note_input(is_joining)
-        if not is_joining and not self.admit():  # who joins a flight costs nothing
+        if not is_joining and not self.admit():  # joining a flight costs nothing
             return None
 
         def start_inference() -> asyncio.Future[ComputedRecord]:
@@ -181,7 +181,7 @@ class LiveInferences:
                 eligible_new_items=new_items_of(snapshot, pending), seen_ordinals=pending.find_seen_ordinals(snapshot),
             )  # fmt: skip
             self._job_by_flight_key[flight_key] = job
-            # As it is now: a case that settles for less wants something else.
+            # Evaluated now: the pending answer may settle for the nightly record later.
             is_kept = pending.counted_events is None or not pending.counted_events.is_past
             night_record_key = pending.nightly_key if pending.new_items and pending.entity.raw is not None else None
             inference_target = InferenceTarget(
@@ -210,7 +210,7 @@ class LiveInferences:
     def _infer(
         self, job: InferenceJob, inference_target: InferenceTarget, lease_mark: LeaseMark | None = None
     ) -> asyncio.Future[ComputedRecord]:
-        # An id of the night gets a live answer kept (beside, here only) while its page is out of reach, or has none.
+        # A live answer for an id that the night knows is kept, in L1 only, while its page is unavailable.
         is_unknown, is_in_outage = (inference_target.record_key.position < 0, inference_target.replaces_nightly)
 
         def store_when_computed(finished_future: asyncio.Future[ComputedRecord]) -> None:
@@ -230,7 +230,7 @@ class LiveInferences:
                 )
                 if (
                     computed.record_without_new_items is not None and night_record_key is not None
-                ):  # an id alone tells of no new items
+                ):  # the key of the same id without new items
                     if night_record_key.digest is not None and is_unknown:
                         self.tiers.put_live(
                             view, night_record_key, computed.record_without_new_items, night_record_key.digest, ttl_s
@@ -240,7 +240,8 @@ class LiveInferences:
                     view, inference_target.record_key, record, inference_target.digest, ttl_s, lease_mark
                 )
             elif lease_mark is not None and self.leases is not None:
-                # Kept nowhere, for it was not computed from this input: others compute, or reuse, at once.
+                # Not stored, since it was not computed from this input; end the lease so that other processes need not
+                # wait.
                 self.leases.give_back(lease_mark)
 
         computed_future = asyncio.ensure_future(self.batcher.infer(job))
@@ -269,7 +270,7 @@ class LiveInferences:
         pendings: Sequence[PendingAnswer],
         outcomes: Sequence[ComputedRecord | LiveUnavailable],
     ) -> None:
-        """Compare lists computed from newer events with the nightly ones that L1 holds: a sample without a read."""
+        """Compare lists computed from newer events with the nightly lists that L1 has: a sample without extra reads."""
         for pending, outcome in zip(pendings, outcomes, strict=False):
             if (
                 pending.counted_events is None
@@ -297,15 +298,15 @@ def _flight_outcome(
         return LiveUnavailable(LiveReason.OVERLOADED)
     if not flight_seat.waiter.done():
         return LiveUnavailable(LiveReason.TIMEOUT)
-    # Looked at, not raised: an error whose traceback holds this frame, and so the flight that holds the error, would
-    # keep its generation until a collection that never comes for what was frozen.
+    # `exception()` instead of raising: a traceback would refer to this frame, and so to the flight that holds the
+    # error. That cycle would keep the generation alive, since frozen objects are never collected.
     error = flight_seat.waiter.exception()
     if error is None:
         return flight_seat.value()
     if isinstance(error, LiveUnavailable):
         return error
-    # The model is a guest: whatever it raises, the next rung answers.
-    if isinstance(error, UnfitValue):  # of the model or its input: where it was found says nothing more
+    # The model is foreign code: whatever it raises, the next rung answers.
+    if isinstance(error, UnfitValue):  # an error of the model or its input: a traceback adds nothing
         log.warning("live inference for %s failed: %s", pending.table.name, error.message)
     else:
         log.warning("live inference for %s failed", pending.table.name, exc_info=error)

@@ -1,4 +1,4 @@
-"""Reading ahead: what callers ask for is in L1 before a generation answers, at the start and at every flip."""
+"""Warm-up of L1: reads requested ids ahead, before a generation answers, at the start and at every flip."""
 
 import asyncio
 import gc
@@ -14,17 +14,17 @@ from serving.generations.snapshot import Snapshot
 
 _SLICE_NAMES = 16
 _SLICE_PAUSE_S = 0.002
-"""Seconds between slices: readers go first, also on the wire and in Redis."""
+"""Seconds between slices, so that requests' reads take precedence on the network and in Redis."""
 _WARMUP_S_MAX = 5.0
 _FREEZE_RECORDS_MIN = 256
 
 
 @dataclass(slots=True, eq=False)
 class L1Warmup:
-    """Warm-up of L1: reads each id of a generation once, so that topping up costs only the new ids.
+    """Warm-up of L1; reads each id of a generation once, so that a later call reads only new ids.
 
-    `get_recent_names` has this replica's requests, `get_shared_hot_names` returns those of all; it never raises, and is
-    called once for each generation.
+    `get_recent_names` returns the ids requested from this replica, `get_shared_hot_names` those of all replicas; the
+    latter never raises, and is called once per generation.
     """
 
     tiers: TieredCache
@@ -37,7 +37,7 @@ class L1Warmup:
     _shared_hot_names: Sequence[EntityName] = field(init=False, default=())
 
     async def __call__(self, coming_snapshot: Snapshot, current_snapshot: Snapshot | None) -> None:
-        """Read hot ids for the coming generation, this replica's own first; bounded in time."""
+        """Read hot ids for the coming generation, those of this replica first, for a bounded time."""
         if current_snapshot is not None and coming_snapshot.generation == current_snapshot.generation:
             return
         started_at = self.timer()
@@ -66,7 +66,7 @@ class L1Warmup:
         if new_names:
             self.observe(record_count, self.timer() - started_at)
         if len(new_names) >= _FREEZE_RECORDS_MIN:
-            # It stays for the life of the generation; a full collection that walked it would hold every request.
+            # These records live as long as the generation; a full collection that visits them would delay all requests.
             gc.collect(1)
             gc.freeze()
 

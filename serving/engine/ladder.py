@@ -1,4 +1,4 @@
-"""Ladder of sources for each entity: stored, live, the previous generation, defaults; within the caller's deadline."""
+"""Ladder of sources for each entity, within the caller's deadline: stored, live, previous generation, defaults."""
 
 import logging
 import time
@@ -32,7 +32,7 @@ class RecordReader(Protocol):
     async def get_many(
         self, view: SnapshotView, record_keys: Sequence[RecordKey], deadline: float
     ) -> Sequence[ReadResult]:
-        """Read one outcome per record key, in order; `deadline` is monotonic."""
+        """Return one outcome per record key, in order; `deadline` is monotonic."""
 
     def discard(self, view: SnapshotView, record_key: RecordKey) -> None:
         """Remove a record that turned out to be damaged."""
@@ -54,7 +54,7 @@ class InferenceRunner(Protocol):
 
 
 class Ladder:
-    """Ladder: answers every entity exactly once; only a request that can never be answered raises (Problem)."""
+    """Answers every entity exactly once; only a request that can never be answered raises Problem."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Ladder:
         self._l2_deadline_s = l2_deadline_s
         self._timer = timer
         self._clock = clock
-        # No fallback before `_compute_live`: it would answer who demands a fresh answer.
+        # No fallback before `_compute_live`: otherwise requests for a fresh answer would get the fallback.
         self._rungs = (
             self._read_stored,
             self._compute_live,
@@ -102,14 +102,13 @@ class Ladder:
         If too few stored items pass the filter, the list is searched again from the user's vector, but only for
         requests that sent a filter.
 
-        All kinds of requests end here. A pending answer may come with the outcome of a read of the tiers
-        (`PendingAnswer.set_read_result`), made in whatever way was cheapest for many: it is
-        judged here, and not read again.
+        All kinds of requests end here. A pending answer may already have the outcome of a read from the tiers
+        (`PendingAnswer.set_read_result`), such as that of a batched read; its record is not read again.
         """
         live = served.live
         if not context.is_part:
             self._metrics.count_entities([pending.table.name for pending in pendings])
-        # Only ids of the night: a flood of random ones must not push out what is hot.
+        # Only ids that the night knows: a flood of random ids must not displace hot ids.
         self.recent_names.extend(
             (pending.table.name, pending.entity.raw)
             for pending in pendings
@@ -123,7 +122,7 @@ class Ladder:
                 if not waiting_pendings:
                     break
                 await rung(served, waiting_pendings, context)
-        except Exception:  # a defect of ours costs an answer its quality, not its caller the answer
+        except Exception:  # after a bug callers get defaults instead of no answer
             log.exception("answering failed")
             for pending in unanswered_of(pendings):
                 pending.reason = MissReason.INTERNAL_ERROR
@@ -168,7 +167,7 @@ class Ladder:
                 self._inferences.note_repeat()
             try:
                 self._answer_from_stored(pending, snapshot, hit, context)
-            except Exception:  # whatever a record holds, it costs no other entity its answer
+            except Exception:  # a damaged record must not affect other entities
                 self._discard_corrupt(pending, snapshot)
 
     def _answer_from_stored(
@@ -182,7 +181,8 @@ class Ladder:
                 return
         elif context.options.fresh:
             pending.reason = MissReason.NOTHING_TO_COMPUTE_FROM
-        # Of an item, live knows more than fits into a record; of features that are sent it would make another list.
+        # For an item, live can compute a longer list than a record holds; with sent features it would be a different
+        # list.
         live_knows_more = pending.own_ordinal is not None and not pending.entity.features and not record.live
         can_compute_more = live_knows_more and pending.entity.has_input and pending.may_compute(snapshot)
         min_items = context.options.k if can_compute_more and context.options.k is not None else 1
@@ -211,7 +211,7 @@ class Ladder:
     def _is_too_old(self, snapshot: Snapshot, record: Record, max_age_s: float | None) -> bool:
         if max_age_s is None:
             return False
-        # A live record is as old as its inference, one of the night as old as its data.
+        # The age of a live record is that of its inference; the age of a nightly record is that of its data.
         data_at = record.scored_at if record.live else snapshot.manifest.data_until
         return self._clock() - data_at > max_age_s
 
@@ -224,7 +224,7 @@ class Ladder:
         if not pendings:
             return
         remaining_s = max(0.0, context.deadline - started_at)
-        # What comes after live needs a little time too.
+        # Leave some time for the rungs after live.
         limit_s = remaining_s - min(self._l2_deadline_s, remaining_s / 4)
         outcomes = await self._inferences.run(snapshot, pendings, limit_s)
         yield_pacer = YieldPacer(context.options)
@@ -246,7 +246,7 @@ class Ladder:
         try:
             record = pending.decode_record(snapshot, computed.record)
             self.answer_builder.answer_from_record(pending, snapshot, record, Source.LIVE, context)
-        except Exception:  # as for a stored one
+        except Exception:  # as for a stored record
             log.warning("a live record of %s cannot be read", pending.table.name, exc_info=True)
             self._tiers.discard(snapshot.view, pending.record_key)
             pending.live_reason = LiveReason.CORRUPT
@@ -256,9 +256,9 @@ class Ladder:
     async def _settle_for_stored(
         self, served: ServedGenerations, pendings: list[PendingAnswer], context: RequestContext
     ) -> None:
-        """Answer from stored records for want of fresher ones; they beat another night's answer."""
+        """Answer from stored records if no fresher answer is available; the previous generation's would be worse."""
         snapshot = served.live
-        # Under overload an overlay that is hardly ever there is not looked for either.
+        # Under overload, overlays that were skipped as rarely present are not read either.
         unread_pendings = [
             pending
             for pending in pendings
@@ -279,7 +279,7 @@ class Ladder:
                 if context.options.fresh:
                     pending.reason = pending.reason or MissReason.FRESH_UNAVAILABLE
                 self.answer_builder.answer_from_record(pending, snapshot, record, Source(hit.tier), context)
-            except Exception:  # as above
+            except Exception:  # a damaged record must not affect other entities
                 self._discard_corrupt(pending, snapshot)
 
     async def _read_previous(
@@ -311,7 +311,7 @@ class Ladder:
                 self.answer_builder.answer_from_record(
                     pending, previous, record, Source.PREVIOUS, context, seen_ordinals=seen_ordinals
                 )
-            except Exception:  # as for a record of this night, whose reason stays
+            except Exception:  # as for a record of the live generation, except that the reason stays
                 log.warning("an older record of %s cannot be read", record_key.table.name, exc_info=True)
                 self._tiers.discard(previous.view, record_key)
             if pending.answer is None and pending.reason is not MissReason.FILTERED:
@@ -329,7 +329,7 @@ class Ladder:
 
 
 def _seen_in_previous(previous: Snapshot, pending: PendingAnswer, live: Snapshot) -> frozenset[int]:
-    """Return the ordinals in the previous generation of the user's past items, as the live one's night knew them."""
+    """Return the ordinals in the previous generation of the user's past items that the live generation knows."""
     seen_ordinals = pending.find_seen_ordinals(live)
     if not len(seen_ordinals):
         return frozenset()
@@ -338,7 +338,7 @@ def _seen_in_previous(previous: Snapshot, pending: PendingAnswer, live: Snapshot
 
 
 def _is_worth_computing(pending: PendingAnswer, snapshot: Snapshot) -> bool:
-    """True if live may compute and would not compute exactly the answer that was used up."""
+    """True if live may compute, and would not just repeat the list of which no items were left."""
     is_used_up = pending.reason == MissReason.EXHAUSTED and pending.hit is not None and pending.hit.is_live
     return pending.may_compute(snapshot) and not is_used_up
 

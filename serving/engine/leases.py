@@ -1,4 +1,4 @@
-"""Leases for cold answers: one process computes, the others wait, but not for long and not for a dead leader."""
+"""Leases for cold answers: one process computes, the others wait for a bounded time, and not for a dead leader."""
 
 import asyncio
 import random
@@ -16,10 +16,10 @@ from cache.tiers.reads import Hit, RecordKey, SnapshotView
 from cache.tiers.tiered import TieredCache
 
 LEASE_REST_S = 1.0
-"""Seconds without leases after Redis was slow or refused one."""
+"""Seconds during which no leases are used after Redis was slow or refused one."""
 
 _RENEWAL_CHECKS_PER_LIFE = 8
-"""Checks of the leases held, per life of a lease."""
+"""Number of checks of held leases per life of a lease."""
 
 _FIRST_POLL_PAUSE_S = 0.002
 _POLL_PAUSE_S_MAX = 0.025
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LeaseCounts:
-    """Counts of leases by outcome; each cold answer adds to `led`, `adopted`, `timed_out` or `unavailable`."""
+    """Counts of leases by outcome; each cold answer counts as `led`, `adopted`, `timed_out` or `unavailable`."""
 
     led: int = 0
     waited: int = 0
@@ -45,11 +45,11 @@ class LeaseCounts:
 
 
 class LeaseManager:
-    """Leases that live for half of `wait_s` and are renewed while their leader computes.
+    """Manager of leases, which live for half of `wait_s` and are renewed while their leader computes.
 
-    A process that has computed marks the lease as done even if another process holds it: the answer is stored. A
-    follower polls with jitter, takes the stored answer as soon as the lease is done, and leads itself once the
-    leader's lease has ended. After `wait_s`, or half of its caller's time, it computes without a lease.
+    A process that has stored its answer marks the lease as done, even if another process holds it. A follower polls
+    with jitter, takes the stored answer once the lease is done, and becomes the leader once the lease has expired.
+    After `wait_s`, or half of its caller's time, it computes without a lease.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LeaseManager:
         self._renewal_timer: asyncio.TimerHandle | None = None
 
     def _count_if_resting(self) -> bool:
-        """True while leases are suspended, after Redis was slow; counts an answer that is computed without one."""
+        """Return whether leases are suspended, after Redis was slow; if so, count an answer without a lease."""
         if self._timer() >= self._resting_until:
             return False
         self.counts.unavailable += 1
@@ -98,7 +98,7 @@ class LeaseManager:
     ) -> T | Hit:
         """Return the answer of `compute`, run in at most one process at a time, or another process's stored answer.
 
-        `compute` stores its answer with the mark that it is given; it raises its errors in the caller.
+        `compute` stores its answer with the given mark; its errors are raised in the caller.
         """
         if self._count_if_resting():
             return await compute(None)
@@ -122,7 +122,7 @@ class LeaseManager:
         try:
             computed = await compute(lease_mark)
         except BaseException:
-            # No answer: somebody else may try at once.
+            # No answer was stored: another process may try immediately.
             self.give_back(lease_mark)
             raise
         finally:
@@ -136,7 +136,7 @@ class LeaseManager:
             self._renew_later()
 
     def give_back(self, lease_mark: LeaseMark) -> None:
-        """End a lease under which no answer was stored, so that another process may lead at once."""
+        """End a lease under which no answer was stored, so that another process may lead immediately."""
         self._data_plane.lease(LeaseSwap(lease_mark.key, lease_mark.token, GIVEN_BACK_LEASE_VALUE, 1))
 
     async def _follow(
@@ -160,7 +160,7 @@ class LeaseManager:
                 if (hit := await self._tiers.read_overlay_again(view, record_key)) is not None:
                     self.counts.adopted += 1
                     return hit
-                # Stored and gone again, or replaced by the answer to another input: nobody computes it now.
+                # The answer was evicted, or replaced by that of another input: no process is computing it now.
                 if await self._data_plane.lease(self._build_swap(lease_mark, latest_state)) == lease_mark.token:
                     break
             remaining_s = give_up_at - self._timer()
@@ -202,12 +202,12 @@ class LeaseManager:
         self._renewal_timer = loop.call_later(self._life_s / _RENEWAL_CHECKS_PER_LIFE, self._renew)
 
     def _renew(self) -> None:
-        # All leases of the process in one pipeline, and no timer for those that end before it.
+        # One pipeline renews all leases of the process; leases that end before the next check need no timer.
         self._renewal_timer = None
-        if self._written_at_by_mark:  # first of all: leases whose renewal fails this time are renewed the next time
+        if self._written_at_by_mark:  # first, so that leases whose renewal fails are renewed at the next check
             self._renew_later()
         now_s = self._timer()
-        # None is older than a third of its life by then; most have ended before.
+        # No lease has used more than a third of its life by then; most have ended earlier.
         renewal_age_s = self._life_s / 3 - self._life_s / _RENEWAL_CHECKS_PER_LIFE
         due_marks = [
             lease_mark

@@ -1,4 +1,4 @@
-"""Micro-batches of live inference off the event loop: never delayed, as large as the measured cost allows."""
+"""Micro-batches of live inference in threads: started without delay, as large as the measured cost allows."""
 
 import asyncio
 import contextlib
@@ -19,18 +19,18 @@ from serving.generations.snapshot import Snapshot
 from serving.requests.reasons import LiveReason
 
 _COST_DECAY = 0.95
-"""Weight of all earlier batches per further batch: about the last twenty count."""
+"""Factor by which each batch reduces the weight of earlier ones, so that about the last twenty count."""
 
 
 class BatchCost:
-    """Estimate of a batch's seconds as `fixed + per_input * size`: a least-squares line whose evidence fades."""
+    """Estimate of a batch's seconds as `fixed + per_input * size`: least squares with decaying weights."""
 
     def __init__(self) -> None:
         self._batch_weight = self._size_sum = self._seconds_sum = self._size_square_sum = self._product_sum = 0.0
         self._fade_factor = 1.0
 
     def add(self, batch_size: int, seconds: float) -> None:
-        """Add a batch's size and seconds; drop a faded estimate that proves far too high."""
+        """Add a batch's size and seconds; reset a faded estimate that turns out to be far too high."""
         if self._fade_factor < 1 and seconds < self.expected_s(batch_size) / self._fade_factor / 2:
             self._batch_weight = self._size_sum = self._seconds_sum = self._size_square_sum = self._product_sum = 0.0
         self._fade_factor = 1.0
@@ -41,7 +41,7 @@ class BatchCost:
         self._product_sum = self._product_sum * _COST_DECAY + batch_size * seconds
 
     def fade(self) -> None:
-        """Lower the estimate a little: it could never be corrected by batches that it keeps from running."""
+        """Lower the estimate a little: an estimate that prevents all batches could never be corrected."""
         self._fade_factor *= 0.9
 
     def expected_s(self, batch_size: int) -> float:
@@ -62,7 +62,7 @@ class BatchCost:
             return 0.0, 0.0
         mean_size, mean_seconds = (self._size_sum / self._batch_weight, self._seconds_sum / self._batch_weight)
         size_variance = self._size_square_sum / self._batch_weight - mean_size * mean_size
-        if size_variance < 0.01 * mean_size:  # sizes were all alike: nothing tells the two parts apart
+        if size_variance < 0.01 * mean_size:  # all sizes were equal: the two parts cannot be separated
             return mean_seconds, 0.0
         per_input_s = (self._product_sum / self._batch_weight - mean_size * mean_seconds) / size_variance
         per_input_s = min(max(per_input_s, 0.0), mean_seconds / mean_size)
@@ -79,7 +79,7 @@ class LiveUnavailable(Exception):
 
 @dataclass(slots=True, eq=False)
 class InferenceJob:
-    """Input queued for a table of a snapshot; joining callers with more time extend `deadline`. Times are monotonic."""
+    """Queued input for a table of a snapshot; joining requests with a later deadline extend `deadline` (monotonic)."""
 
     snapshot: Snapshot
     table: str
@@ -91,7 +91,7 @@ class InferenceJob:
     may_reuse: bool = False
     """True if the answer to a near input will do."""
     newer_input: object = None
-    """Input newer than the night, in place of `live_input`, as the feature made it that computes from it."""
+    """Newer input that replaces `live_input`, created by the feature that computes from it."""
     eligible_new_items: EligibleNewItems = NO_ELIGIBLE_NEW_ITEMS
     """New items that the list may name."""
     seen_ordinals: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -107,9 +107,9 @@ class InferenceJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComputedRecord:
-    """Record that live computed of an input; the model lacks `unknown_id_count` ids of the history (None: not counted).
+    """Record computed by live; the model lacks `unknown_id_count` ids of the history (None: not counted).
 
-    `near` is the distance of the input whose answer is reused, None for a computed one. `record_without_new_items`
+    `near` is the distance of the input whose answer is reused, None for a computed record. `record_without_new_items`
     is the same record without new items, if it has any.
     """
 
@@ -125,10 +125,10 @@ QueuedJob = tuple[InferenceJob, asyncio.Future[ComputedRecord]]
 
 
 class MicroBatcher:
-    """Batcher of jobs of the same snapshot and table; a full queue refuses at once, so overload sheds to the ladder.
+    """Batcher of jobs of the same snapshot and table; a full queue refuses immediately, so that lower rungs answer.
 
-    An idle worker takes what is there; while all are busy, jobs gather for the next batch. A batch holds
-    no more than can end before the first deadline in it, by the cost of recent ones.
+    An idle worker takes all queued jobs; while all workers are busy, jobs gather for the next batch. A batch is limited
+    to the size that, by the cost of recent batches, ends before the earliest deadline in it.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class MicroBatcher:
         """Number of jobs that were not computed because they could not have ended in time."""
 
     def infer(self, job: InferenceJob) -> "asyncio.Future[ComputedRecord]":
-        """Queue one job; return its future outcome, LiveUnavailable for a full queue, too short a time or an error."""
+        """Queue one job; return its future record, or LiveUnavailable (full queue, too little time, error)."""
         loop = asyncio.get_running_loop()
         computed_future: asyncio.Future[ComputedRecord] = loop.create_future()
         if self.queued >= self._max_queue or self.queued_bytes + job.size_bytes > self._max_queue_bytes:
@@ -171,7 +171,7 @@ class MicroBatcher:
         self.queued += 1
         self.queued_bytes += job.size_bytes
         if self._idle_worker_count and not self._is_pump_scheduled:
-            # At the end of this turn of the loop: whatever the turn submits travels in one batch.
+            # At the end of this iteration of the event loop, so that its jobs share one batch.
             self._is_pump_scheduled = True
             loop.call_soon(self._start_batches)
         return computed_future
@@ -190,7 +190,7 @@ class MicroBatcher:
             queued_jobs = self._queue_by_key.pop(queue_key)
             batch = self._pop_batch(queued_jobs, self._cost_by_queue_name[queue_key[1]])
             if queued_jobs:
-                self._queue_by_key[queue_key] = queued_jobs  # behind the other lanes
+                self._queue_by_key[queue_key] = queued_jobs  # behind the other queues
             if batch:
                 self._start_batch(batch)
 
@@ -207,7 +207,7 @@ class MicroBatcher:
                     cost.fade()
                     computed_future.set_exception(LiveUnavailable(LiveReason.TIMEOUT))
                 elif size_in_time <= len(batch):
-                    break  # its time is too short for this batch, not for the next
+                    break  # too little time for a batch this large, but enough for the next one
                 else:
                     size_limit = size_in_time
                     batch.append((job, computed_future))
@@ -228,11 +228,11 @@ class MicroBatcher:
                 outcomes = self._compute([job for job, _ in batch])
             except Exception as failed:
                 error = without_frames(failed)
-            # One hop back: a future of the loop's own in between would cost a lone request two turns more.
+            # Directly to the loop: an asyncio future in between would cost a single request two more iterations.
             report_outcomes(outcomes, error, self._timer())
 
         def report_outcomes(outcomes: Sequence[InferenceOutcome], error: Exception | None, ended_at: float) -> None:
-            # Where the loop is closed every caller is gone.
+            # If the loop is closed, no caller waits any more.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._finish_batch, batch, started, outcomes, error, ended_at)
 
@@ -260,7 +260,7 @@ class MicroBatcher:
         else:
             self._observe(len(batch), ended_at - started)
             self._cost_by_queue_name[batch[0][0].queue_name].add(len(batch), ended_at - started)
-        if self._queue_by_key:  # the next batch first: the model works while answers are handed out
+        if self._queue_by_key:  # start the next batch first, so that the model works while answers are delivered
             self._start_batches()
         _resolve(batch, outcomes)
 

@@ -19,12 +19,12 @@ from serving.requests.options import Limits, RequestOptions
 from serving.requests.parsing import HeaderReader
 
 LookupFunction = Callable[[ServedGenerations, LookupRequest, float], Awaitable[list[AnswerJson]]]
-"""Lookup: answers each entity of a request once, in order, from captured generations; the time is monotonic."""
+"""Function that answers each entity of a request once, in order, from captured generations; the time is monotonic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupService:
-    """Parts between a request and its answer, with the bounds of requests.
+    """Parts of the service that answer requests, with the limits of requests.
 
     `l2_bound_s` returns how long a read of L2 may take now; without `observes` nothing is recorded for the dashboard.
     """
@@ -71,7 +71,7 @@ class LookupService:
 
 
 AnswersFinisher = Callable[[list[AnswerJson], bool], None]
-"""Takes the answers of a request, and whether the caller chose their items; it may add fields to them."""
+"""Function of the answers of a request, and whether the caller chose their items; may add fields to the answers."""
 
 
 class RoutedRequest(NamedTuple):
@@ -79,7 +79,7 @@ class RoutedRequest(NamedTuple):
 
     service: LookupService
     served: ServedGenerations | None = None
-    """None: the generations that the service holds when it is asked."""
+    """None: the generations that the service holds at the time of `capture_served`."""
     finishers: tuple[AnswersFinisher, ...] = ()
     """Called with the answers, in this order."""
 
@@ -95,4 +95,4 @@ class RoutedRequest(NamedTuple):
 
 
 Router = Callable[[RoutedRequest, Sequence[RequestedEntity], RequestOptions], RoutedRequest]
-"""Takes a request as the router before left it, and may send it to another service, or to another generation."""
+"""Router that may send a request, as left by the previous router, to another service or generation."""

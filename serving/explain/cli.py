@@ -35,7 +35,7 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
 
 
 def print_explanation(explanation: Mapping[str, Any]) -> None:
-    """Prints the explanation to standard output."""
+    """Print the explanation to standard output."""
     title, sentence = (printable(f"{explanation['table']} {explanation['id']}"), printable(explanation["sentence"]))
     sections: list[Section] = [
         (name, [(printable(label), printable(text)) for label, text in rows])

@@ -74,7 +74,7 @@ class Refresher:
         self._is_eviction_safe = self._is_eviction_policy_unknown = False
 
     def add_periodic(self, name: str, pause_s: float, step: BackgroundStep, announcement: bytes | None = None) -> None:
-        """Takes another step, every `pause_s` seconds from the start on, and when `announcement` is announced.
+        """Take another step, every `pause_s` seconds from the start on, and when `announcement` is announced.
 
         `name` is that of its loop, in the log and in metrics.
         """
@@ -87,7 +87,7 @@ class Refresher:
         self._named_loops.append((name, run_loop))
 
     async def start(self) -> None:
-        """Takes every step once, then keeps taking them in the background."""
+        """Take every step once, then keep taking them in the background."""
         await self.refresh_blocklist()
         await self.follower.poll_pointer()
         await self.refresh_blocklist()  # loading takes minutes, in which more may have been blocked
@@ -100,13 +100,13 @@ class Refresher:
             self._tasks.append(self._loops.start(name, run_loop))
 
     async def aclose(self) -> None:
-        """Stops the background, and signs off."""
+        """Stop the background, and sign off."""
         await cancel_and_wait(self._tasks)
         await self.follower.aclose()
         await self._sign_off()
 
     async def drain(self) -> None:
-        """Makes the replica not ready and signed off from now on, while answers go on."""
+        """Make the replica not ready and signed off from now on, while answers go on."""
         self.follower.is_draining = True
         await self._sign_off()
 

@@ -157,7 +157,7 @@ class L1Misses(Collector):
         self._count_by_table_and_reason: defaultdict[tuple[str, Absence], int] = defaultdict(int)
 
     def add(self, table_name: str, count_by_reason: Mapping[Absence, int]) -> None:
-        """Adds entities of a table, each counted under its one reason."""
+        """Add entities of a table, each counted under its one reason."""
         for reason, count in count_by_reason.items():
             self._count_by_table_and_reason[table_name, reason] += count
 
@@ -180,7 +180,7 @@ class ChangedAnswers(Collector):
         self._share_sum_by_table: defaultdict[str, float] = defaultdict(float)
 
     def compare(self, table_name: str, items: NDArray[np.uint32], night_items: NDArray[np.uint32]) -> None:
-        """Adds the share of a computed list that is not in the one of the night."""
+        """Add the share of a computed list that is not in the one of the night."""
         if len(items):
             self._list_count_by_table[table_name] += 1
             self._share_sum_by_table[table_name] += float(1.0 - np.isin(items, night_items).mean())

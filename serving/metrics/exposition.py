@@ -70,7 +70,7 @@ class WorkerPeers:
         self._server = await asyncio.start_unix_server(self._serve_counts, socket_path)
 
     async def aclose(self) -> None:
-        """Stops answering peers, and removes the socket's file."""
+        """Stop answering peers, and remove the socket's file."""
         if self._server is not None:
             self._server.close()
             (self._workers_folder / f"{self._slot}.sock").unlink(missing_ok=True)
@@ -116,7 +116,7 @@ async def _read_counts(socket_path: Path) -> bytes:
 
 
 def merge_expositions(text_by_worker: Mapping[str, bytes]) -> bytes:
-    """Merges expositions (text format 0.0.4) by worker into one: each family once, with the series of all."""
+    """Merge expositions (text format 0.0.4) by worker into one: each family once, with the series of all."""
     head_lines_by_family: dict[bytes, list[bytes]] = {}
     sample_lines_by_family: dict[bytes, list[bytes]] = {}
     for worker, text in text_by_worker.items():

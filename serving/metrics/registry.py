@@ -105,7 +105,7 @@ class Metrics:
         self._child_by_key: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
     def answered(self, table: str, source: Source, seconds: float) -> None:
-        """Counts one entity's answer, which came after `seconds`."""
+        """Count one entity's answer, which came after `seconds`."""
         self._child(self.answers, table, source).inc()
         self.answer_seconds.observe(source, seconds)
         if self.is_flipping:
@@ -125,20 +125,20 @@ class Metrics:
             self._child(self.event_values, result).inc(count)
 
     def live_failed(self, table_name: str, reason: str) -> None:
-        """Counts one input that live did not answer."""
+        """Count one input that live did not answer."""
         self._child(self.live_failures, table_name, reason).inc()
 
     def missed(self, table_name: str, reason: str) -> None:
-        """Counts one entity that no stored tier answered."""
+        """Count one entity that no stored tier answered."""
         self._child(self.misses, table_name, reason).inc()
 
     def count_entities(self, tables: Iterable[str]) -> None:
-        """Counts entities that passed validation: each of them will be answered exactly once."""
+        """Count entities that passed validation: each of them will be answered exactly once."""
         for table in tables:
             self._child(self.entities, table).inc()
 
     def requested(self, route: str, status: int) -> None:
-        """Counts one HTTP request that has its response."""
+        """Count one HTTP request that has its response."""
         self._child(self.requests, route, str(status)).inc()
 
     def _child(self, counter: Counter, *labels: str) -> Counter:
@@ -150,29 +150,29 @@ class Metrics:
         return child
 
     def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
-        """Records that one stage of the current request has ended."""
+        """Record that one stage of the current request has ended."""
         self.stage_seconds.observe(stage, seconds)
         note_stage(stage, seconds, entities)
 
     def inferred(self, input_count: int, seconds: float) -> None:
-        """Records one inference for `input_count` inputs."""
+        """Record one inference for `input_count` inputs."""
         self.live_batch.observe(input_count)
         self.stage("inference", seconds)
 
     def warmed(self, record_count: int, seconds: float) -> None:
-        """Counts records that were read ahead, and the seconds that it took."""
+        """Count records that were read ahead, and the seconds that it took."""
         self.warmed_records.inc(record_count)
         self.warming_seconds.inc(seconds)
 
     def set_generations(self, roles: Mapping[str, str], *, is_degraded: bool) -> None:
-        """Sets the generations held from now on, by role."""
+        """Set the generations held from now on, by role."""
         self.generation_info.clear()
         for role, generation in roles.items():
             self.generation_info.labels(generation, role).set(1)
         self.degraded.set(is_degraded)
 
     def flipped(self) -> None:
-        """Marks a change of the live generation: answers of the next moments are also counted as around a flip."""
+        """Mark a change of the live generation: answers of the next moments are also counted as around a flip."""
         self._flip_count += 1
         self.is_flipping = True
         for flip_callback in self.flip_callbacks:

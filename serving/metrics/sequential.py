@@ -42,7 +42,7 @@ class Drift:
     _capital_by_stake: list[float] = field(default_factory=lambda: [0.0] * len(_DRIFT_STAKES))
 
     def add_overlap(self, overlap: float) -> bool:
-        """Adds a sample's overlap; returns whether the alarm is raised."""
+        """Add a sample's overlap; return whether the alarm is raised."""
         self.samples += 1
         reserved_capital = 1.0 / (self.samples * (self.samples + 1))
         largest_stake = 1.0 / max(1.0 - self.floor, 0.05)

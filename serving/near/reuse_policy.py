@@ -49,7 +49,7 @@ class Samples:
     starts: int = 1
 
     def add(self, *, wrong: bool) -> None:
-        """Adds one."""
+        """Add one."""
         self.judged += 1
         self.wrong += wrong
 
@@ -78,7 +78,7 @@ class ReusePolicy:
         return not (self.is_off or self._is_hopeless[closeness])
 
     def decide(self, closeness: int) -> Decision:
-        """Decides about one near answer."""
+        """Decide about one near answer."""
         if not self.may_use(closeness):
             return "leave"
         if not self._is_trusted[closeness]:

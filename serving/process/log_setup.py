@@ -92,7 +92,7 @@ class JsonFormatter(logging.Formatter):
         self._worker_field = {} if worker is None else {"worker": worker}
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats the record as one line of JSON, without secrets."""
+        """Format the record as one line of JSON, without secrets."""
         line_fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -122,7 +122,7 @@ class TextFormatter(logging.Formatter):
         self._redact = redact
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats the record as one line, and the traceback below it, without secrets."""
+        """Format the record as one line, and the traceback below it, without secrets."""
         first_line, newline, traceback_text = super().format(record).partition("\n")
         fields_text = "".join(f" {name}={value}" for name, value in record_fields(record).items())
         return self._redact(f"{first_line}{fields_text}{newline}{traceback_text}")
@@ -142,7 +142,7 @@ class LogRateLimit(logging.Filter):
         self._bucket_by_location: dict[tuple[str, int, int], _Bucket] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Returns whether the record may be written; notes in it how many were dropped before."""
+        """Return whether the record may be written; note in it how many were dropped before."""
         log_site = record.name, record.lineno, record.levelno
         with self._lock:
             now_s = self._timer()
@@ -164,7 +164,7 @@ class _Bucket:
         self._tokens, self._refilled_at, self._dropped_count = BURST_RECORDS, now_s, 0
 
     def take_token(self, now_s: float, records_per_s: float) -> int | None:
-        """Takes a token: None if the record is to be dropped, else how many were dropped before it."""
+        """Take a token: None if the record is to be dropped, else how many were dropped before it."""
         self._tokens = min(BURST_RECORDS, self._tokens + (now_s - self._refilled_at) * records_per_s)
         self._refilled_at = now_s
         if self._tokens < 1.0:

@@ -40,7 +40,7 @@ WorkResult = TypeVar("WorkResult")
 
 
 def check_cores(cores: tuple[int, ...]) -> None:
-    """Raises ConfigError when this process may not run on one of them, or the system cannot pin threads."""
+    """Raise ConfigError when this process may not run on one of them, or the system cannot pin threads."""
     if not cores:
         return
     if not hasattr(os, "sched_setaffinity"):
@@ -53,14 +53,14 @@ def check_cores(cores: tuple[int, ...]) -> None:
 
 
 def lower_thread_priority(nice: int) -> None:
-    """Lets other threads go before the calling one and those that it starts: 0 as ever, 19 last in line."""
+    """Let other threads go before the calling one and those that it starts: 0 as ever, 19 last in line."""
     if nice and sys.platform == "linux":  # elsewhere a thread has no priority of its own
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 def place_thread(cores: tuple[int, ...], nice: int) -> None:
-    """Keeps the calling thread, and the threads that it starts, on these cores, if any, and sets its niceness."""
+    """Keep the calling thread, and the threads that it starts, on these cores, if any, and set its niceness."""
     if cores:
         os.sched_setaffinity(0, cores)
     lower_thread_priority(nice)
@@ -81,12 +81,12 @@ class StoreThreads:
         return await asyncio.get_running_loop().run_in_executor(self._executor, run)
 
     def close(self) -> None:
-        """Begins no other read; those under way end by themselves."""
+        """Begin no other read; those under way end by themselves."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def raise_file_limit(connections: int) -> int:
-    """Raises the soft limit of open files as far as so many connections need it; returns how many have room."""
+    """Raise the soft limit of open files as far as so many connections need it; return how many have room."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     required_files = connections + OPEN_FILES_HEADROOM
     if soft_limit == resource.RLIM_INFINITY or soft_limit >= required_files:

@@ -46,7 +46,7 @@ class Worker:
     ready_at: float | None = None
 
     def send_signal(self, signal_: signal.Signals) -> None:
-        """Sends the process a signal, unless it has ended."""
+        """Send the process a signal, unless it has ended."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(signal_)
@@ -142,7 +142,7 @@ class WorkerSupervisor:
         return self._exit_code
 
     def _stop(self) -> None:
-        """Stops the workers: at the first signal they drain, at the second they end at once."""
+        """Stop the workers: at the first signal they drain, at the second they end at once."""
         bound_s = KILL_GRACE_S + (0.0 if self._stop_event.is_set() else self.drain_s)
         self._stop_event.set()
         self.spawn.listener.close()  # the workers' own keep it open while they drain
@@ -187,7 +187,7 @@ class WorkerSupervisor:
                     await self._stop_event.wait()
 
     def _is_hopeless(self, ended_worker: Worker | None, exit_code: int | None, failure_count: int) -> bool:
-        """Returns whether starting again is given up; never while any worker answers.
+        """Return whether starting again is given up; never while any worker answers.
 
         `ended_worker` is the worker that ended with `exit_code`; None where not even its process could be started.
         """
@@ -257,7 +257,7 @@ class WorkerSupervisor:
             await worker.process.wait()
 
     async def _roll_workers(self) -> None:
-        """Replaces one worker after the other, the new one ready before the old one is let go."""
+        """Replace one worker after the other, the new one ready before the old one is let go."""
         self._roll_event.clear()
         for worker_index, old_worker in enumerate(self._workers_by_slot):
             if self._stop_event.is_set():

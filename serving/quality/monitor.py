@@ -111,12 +111,12 @@ class QualityMonitor:
         }
 
     async def start(self) -> None:
-        """Starts sampling, unless the share of sampled answers is 0."""
+        """Start sampling, unless the share of sampled answers is 0."""
         if self._is_sampling:
             self._judge_task = self._loops.start("quality_samples", self._answer_judge.judge_next)
 
     async def aclose(self) -> None:
-        """Stops sampling, and takes this replica's part of the shared report back."""
+        """Stop sampling, and take this replica's part of the shared report back."""
         await cancel_and_wait([self._judge_task])
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._report_interval_s:
@@ -160,7 +160,7 @@ class AnswerJudge:
         await asyncio.sleep(pause_s)
 
     async def step(self) -> float:
-        """Judges an answer if one waits and the model is free; returns the seconds to pause, to keep the budget."""
+        """Judge an answer if one waits and the model is free; return the seconds to pause, to keep the budget."""
         self._inputs_by_generation = {
             generation: night_inputs
             for generation, night_inputs in self._inputs_by_generation.items()
@@ -191,7 +191,7 @@ class AnswerJudge:
         return judged_sample.cpu_s / self.cpu_share
 
     def _with_stored_record(self, sample: AnswerSample, snapshot: Snapshot) -> AnswerSample:
-        """Adds the stored record, if it is still in L1: a caller may have been sent only a few of its items."""
+        """Add the stored record, if it is still in L1: a caller may have been sent only a few of its items."""
         table = snapshot.manifest.tables.get(sample.table)
         if sample.record or sample.producer != "batch" or table is None:
             return sample

@@ -61,7 +61,7 @@ class SampleTotals:
     errors: list[int] = field(default_factory=lambda: [0] * (len(ERROR_BOUNDS) + 1))
 
     def add_sample(self, sample: AnswerComparison) -> None:
-        """Adds a sample to the sums."""
+        """Add a sample to the sums."""
         self.samples += 1
         self.exact += sample.is_exact
         self.overlap += sample.overlap
@@ -168,7 +168,7 @@ class QualityResults(Collector):
         self._drift_by_table: dict[str, Drift] = {}
 
     def begin_release(self, live_snapshot: Snapshot, now_s: float) -> None:
-        """Judges this release from now on, unless it does so already."""
+        """Judge this release from now on, unless it does so already."""
         if (release := (live_snapshot.generation, live_snapshot.epoch)) == self.judged_release:
             return
         tables = live_snapshot.manifest.tables
@@ -180,7 +180,7 @@ class QualityResults(Collector):
         }
 
     def add(self, sample: AnswerComparison, generation: str) -> None:
-        """Adds the comparison of an answer from this generation."""
+        """Add the comparison of an answer from this generation."""
         cell_key: CellKey = sample.table, sample.source, sample.producer, sample.band
         self._totals_by_cell[cell_key].add_sample(sample)
         if self.judged_release is None or self.judged_release[0] != generation:
@@ -308,7 +308,7 @@ class SharedReport:
         ]
 
     async def sign_off(self) -> None:
-        """Takes this replica's part back."""
+        """Take this replica's part back."""
         try:
             await self._control.execute("HDEL", self._control.keyspace.quality, self._replica_name)
         except TierUnavailable:

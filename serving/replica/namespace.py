@@ -75,7 +75,7 @@ class ServedNamespace:
         await self.held_namespace.refresher.start()
 
     async def drain(self) -> None:
-        """Signs off, while answers go on."""
+        """Sign off, while answers go on."""
         await self.held_namespace.refresher.drain()
 
     async def aclose(self) -> None:

@@ -20,7 +20,7 @@ BODIES_BYTES_MAX = 64 << 20
 
 
 async def read_body(request: Request, body_bytes_max: int, timeout_s: float) -> bytes:
-    """Reads the whole body; the length that a caller declares can only make it refuse earlier.
+    """Read the whole body; the length that a caller declares can only make it refuse earlier.
 
     Raises Problem 413, 415 (a body in a content coding) or 408.
     """

@@ -86,7 +86,7 @@ def pop_content(scope: RequestScope, body: bytes, form: BodyForm, limits: Limits
 
 
 def peek_content(scope: RequestScope, body: bytes, form: BodyForm, limits: Limits) -> Any:
-    """Reads the body, as JSON or as `ArrowLookup`; raises Problem. Either outcome is kept for the next reader."""
+    """Read the body, as JSON or as `ArrowLookup`; raise Problem. Either outcome is kept for the next reader."""
     if _CONTENT_KEY not in scope:
         try:
             is_arrow = form == "arrow"
@@ -103,12 +103,12 @@ def peek_content(scope: RequestScope, body: bytes, form: BodyForm, limits: Limit
 
 
 def store_refusal(scope: RequestScope, error: Exception) -> None:
-    """Stores an error that every later reader gets; the body is not read again."""
+    """Store an error that every later reader gets; the body is not read again."""
     scope[_CONTENT_KEY] = error.with_traceback(None)  # whose frames hold the body
 
 
 async def run_in_thread_if_large(body: bytes, read_body_content: Callable[[], T]) -> T:
-    """Runs `read_body_content`: in a thread if the body is large, so that other requests are answered meanwhile."""
+    """Run `read_body_content`: in a thread if the body is large, so that other requests are answered meanwhile."""
     return read_body_content() if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read_body_content)
 
 
@@ -207,7 +207,7 @@ def _read_entity(sent_entity: object, table: str | None, field: str, limits: Lim
 
 
 def _check_totals(entities: list[Any], body_fields: Mapping[str, Any], limits: Limits) -> None:
-    """Refuses too many ids or numbers in all, before any is read: inputs within their own limits may still add up."""
+    """Refuse too many ids or numbers in all, before any is read: inputs within their own limits may still add up."""
     sent_entities = [sent_entity for sent_entity in entities if isinstance(sent_entity, dict)]
     id_lists = [sent_entity.get("history") for sent_entity in sent_entities]
     id_lists.append(body_fields.get("exclude"))

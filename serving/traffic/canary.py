@@ -264,7 +264,7 @@ class KeySample:
         return len(self._first_answer_by_key)
 
     def add_answer(self, assignment_key: bytes, answer_kind: str, top_score: float | None) -> None:
-        """Adds an answer to a key; only its first one counts."""
+        """Add an answer to a key; only its first one counts."""
         key_hash = xxhash.xxh3_64_intdigest(assignment_key, _SAMPLE_SEED)
         if key_hash in self._first_answer_by_key:
             return
@@ -310,14 +310,14 @@ class ArmCounts:
     keys: KeySample = field(default_factory=KeySample)
 
     def count_answers(self, assignment_key: bytes, answers: Sequence[Mapping[str, Any]]) -> list[float]:
-        """Counts one more request; the top scores of the lists that this very generation gave."""
+        """Count one more request; the top scores of the lists that this very generation gave."""
         self.requests += 1
         if answers:
             self.keys.add_answer(assignment_key, _answer_kind(answers[0]), _top_score_of(answers[0]))
         return [top_score for answer in answers if (top_score := _top_score_of(answer)) is not None]
 
     def count_feedback(self, event_name: str, count: int) -> None:
-        """Counts feedback; kinds beyond `COUNTED_EVENTS_MAX` are counted as `other`."""
+        """Count feedback; kinds beyond `COUNTED_EVENTS_MAX` are counted as `other`."""
         other_count = len(self.feedback) - (self.event in self.feedback)
         if event_name not in self.feedback and event_name != self.event and other_count >= COUNTED_EVENTS_MAX:
             event_name = OTHER_EVENT

@@ -82,7 +82,7 @@ class ExposureLog:
         self._write_lock = asyncio.Lock()
 
     def count_request(self, experiment: str, arm: str, exposed_key: bytes | None) -> None:
-        """Counts one request that an arm answered; without an `exposed_key` it is no exposure to be written down."""
+        """Count one request that an arm answered; without an `exposed_key` it is no exposure to be written down."""
         now_s = self._clock()
         arm_hour = self._arm_hour(now_s, experiment, arm)
         arm_hour.requests += 1

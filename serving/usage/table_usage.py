@@ -47,7 +47,7 @@ class ReadHashes:
         self._remaining_hashes = READ_HASHES_MAX
 
     def add(self, generation: str, table_name: str, entity_hashes: Sequence[int | bytes]) -> None:
-        """Adds the hashes of entities that were read; counts them as left out if there is no room."""
+        """Add the hashes of entities that were read; count them as left out if there is no room."""
         if len(entity_hashes) > self._remaining_hashes:
             self.left_out += len(entity_hashes)
             return

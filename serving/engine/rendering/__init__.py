@@ -1,4 +1,4 @@
-"""Answers as bytes: one record or many, JSON and Arrow.
+"""Rendering of answers as bytes: one record or many, JSON and Arrow.
 
 Start at `answer_fields`.
 """

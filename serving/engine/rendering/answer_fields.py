@@ -1,4 +1,4 @@
-"""Answer fields of one entity: a record turned into JSON-able fields, everything barred left out. Pure."""
+"""Answer fields of one entity: a record as JSON-able fields, without excluded, blocked and filtered items. Pure."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -19,18 +19,18 @@ AnswerJson = dict[str, Any]
 Prediction = dict[str, Any]
 JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 Exclusions = tuple[frozenset[int], ...]
-"""Ordinals to leave out, as sets that are each made once and shared by many entities."""
+"""Ordinals to leave out, as sets that are built once and shared by many entities."""
 
 
 class Reranker(Protocol):
-    """Another order of a list; hook `shape` makes it."""
+    """Re-ranking of a list; the hook `shape` creates it."""
 
     def rerank(self, ordinals: NDArray[np.uint32], scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-        """Return positions int64 of at most k candidates in their new order; the candidates come best first."""
+        """Return positions int64 of at most k candidates in their new order; `candidates` are sorted best first."""
 
 
 class SentHistory(NamedTuple):
-    """A sent history in one generation: `item_numbers` numbers of items, and how many ids its models do not know."""
+    """A sent history in one generation: the numbers of its items, and how many ids the models do not know."""
 
     item_numbers: frozenset[int]
     unknown_id_count: int
@@ -48,7 +48,7 @@ def prediction_from_record(
     filter_mask: FilterMask | None = None,
     reranker: Reranker | None = None,
 ) -> Prediction:
-    """The prediction itself, from a stored or a live record, without the ordinals that are barred or do not pass."""
+    """Return the prediction of a stored or live record, without excluded, blocked and filtered items."""
     if record.items is not None:
         return _build_top_list(snapshot, record.items, record.numbers, k, exclusions, filter_mask, reranker)
     if table.kind == "vector":
@@ -57,10 +57,10 @@ def prediction_from_record(
 
 
 def may_have_more_items(prediction: Prediction, record: Record, table: Table, *, lacks_history: bool = False) -> bool:
-    """True if more items may pass a filter than these of a record's list: fewer than `k`, of a list that is full.
+    """True if more items than those of the record may pass a filter: fewer than `k` passed, and the list is full.
 
-    One that is not full holds all that the entity may have, unless it `lacks_history`: it was computed without the
-    items of a history that this request does not send.
+    A list that is not full holds all items that the entity may have, except with `lacks_history`: then it was computed
+    without the items of a history that this request does not send.
     """
     is_full = record.items is not None and len(record.items) == table.layout.width
     return bool(prediction["short"]) and (is_full or lacks_history)
@@ -75,7 +75,7 @@ def prediction_from_defaults(
     filter_mask: FilterMask | None = None,
     reranker: Reranker | None = None,
 ) -> Prediction:
-    """A popular list for top-K without the sent history; null elsewhere: a made-up vector would be a wrong answer."""
+    """Return the default list of a top-K table without the sent history; null for other kinds of tables."""
     if table.kind == "vector":
         return {"vector": None}
     if table.kind == "value":
@@ -91,7 +91,7 @@ def prediction_from_defaults(
 
 
 def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> SentHistory:
-    """Sent history as one generation knows it; an id that comes twice counts once, as live has it."""
+    """Return the sent history in terms of one generation; repeated ids count once, as in live inference."""
     if not history:
         return _NO_HISTORY
     history_ids = list(dict.fromkeys(history))
@@ -127,7 +127,7 @@ def _build_top_list(
 def build_list(
     snapshot: Snapshot, items: NDArray[np.uint32], scores: NDArray[np.float32], k: int, reranker: Reranker | None
 ) -> Prediction:
-    """The first k of these, by their own order or a re-ranker's."""
+    """Return a list of the first k items, in the given order or a re-ranker's."""
     selection = slice(k) if reranker is None else reranker.rerank(items, scores, k)
     items, scores = items[selection], scores[selection]
     item_table, new_items = snapshot.items, snapshot.new_items
@@ -136,20 +136,20 @@ def build_list(
 
 
 def iso_time(unix_s: float) -> str:
-    """Time in Unix seconds as RFC 3339 in UTC, to the millisecond."""
+    """Format Unix seconds as RFC 3339 in UTC, to the millisecond."""
     iso_text = datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds")
     return iso_text.replace("+00:00", "Z")
 
 
 def age_s(snapshot: Snapshot, now_s: float) -> float:
-    """Seconds that the generation's data are old at a time in Unix seconds."""
+    """Return the age in seconds of the generation's data at a time in Unix seconds."""
     return round(now_s - snapshot.manifest.data_until, 3)
 
 
 def origin_fields(
     snapshot: Snapshot, source: Source, producer: str | None, now_s: float, **optional_fields: object
 ) -> AnswerJson:
-    """The fields of `Origin` behind a prediction, in their order, without `optional_fields` that are None."""
+    """Return the fields of `Origin` that follow the prediction, in order, without `optional_fields` that are None."""
     origin: AnswerJson = {
         "source": source,
         "producer": producer,
@@ -173,7 +173,7 @@ def complete_answer(
     now_s: float,
     **optional_fields: object,
 ) -> AnswerJson:
-    """The prediction with where it came from."""
+    """Return the prediction with the fields of its origin."""
     answer: AnswerJson = {"id": entity.id, "table": table}
     answer |= prediction
     answer |= origin_fields(snapshot, source, producer, now_s, **optional_fields)

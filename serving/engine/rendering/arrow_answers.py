@@ -55,7 +55,7 @@ class StoredRows(NamedTuple):
     is_l2: NDArray[np.bool_]
     numbers: NDArray[np.float32]
     items: IdBytes
-    """Item ids of the lists, if the rows are lists."""
+    """Item ids of each list, if the rows are lists."""
 
 
 NO_ITEMS = IdBytes.of(b"", np.zeros((0, 0), np.int32))
@@ -122,7 +122,7 @@ def _constant_column(field: Field, constant: Any, row_count: int) -> Column:
 
 
 def row_of(origin: AnswerJson) -> OriginRow:
-    """Return the row of an answer, or of its origin alone, in the origin's columns."""
+    """Return the origin columns' values of an answer."""
     return tuple([origin.get(field.name) for field in _ORIGIN_COLUMNS])
 
 
@@ -167,7 +167,7 @@ def _top_columns(
     np.cumsum(item_count_by_row, out=list_ends[1:])
     name_sizes, flat_scores = np.empty(list_ends[-1], np.int32), np.empty(list_ends[-1], np.float32)
     stored_slots = list_ends[stored_rows.answer_indices][:, None] + np.arange(width, dtype=np.int32)
-    if len(stored_rows.answer_indices):  # without any, even the width of their sizes is nothing
+    if len(stored_rows.answer_indices):  # an empty table has no sizes to read the width from
         name_sizes[stored_slots], flat_scores[stored_slots] = (stored_rows.items.id_sizes, stored_rows.numbers)
     for row, answer in answers.items():
         row_slice = slice(list_ends[row], list_ends[row + 1])

@@ -1,4 +1,4 @@
-"""JSON answers straight from stored records, one or many, the very bytes that the ladder's would be. Pure."""
+"""JSON answers made directly from stored records, one or many, byte-equal to the ladder's. Pure."""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -27,7 +27,7 @@ from serving.generations.snapshot import Snapshot
 from serving.requests.answers import PREDICTION_FIELDS_BY_KIND, STORED_SOURCES, Source
 
 AGE_FIELD = "age_seconds"
-"""The one field of a stored answer that differs each time it is sent."""
+"""The only field of a stored answer that differs each time it is sent."""
 
 _ITEMS_KEY, _SCORES_KEY, _SHORT_KEY = [
     answer_field.json_key_bytes for answer_field in PREDICTION_FIELDS_BY_KIND["topk"]
@@ -51,15 +51,15 @@ class StaticTail:
         self._tail = _split_at_age(origins[Source.L1])[1]
 
     def age_json(self, now_s: float) -> bytes:
-        """`age_seconds` at a time in Unix seconds."""
+        """Return `age_seconds` as JSON, at a time in Unix seconds."""
         return orjson.dumps(age_s(self.snapshot, now_s))
 
     def end_by_tier(self, age_json: bytes) -> dict[Source, bytes]:
-        """Ends of an answer by tier, from the comma after the prediction to the closing brace."""
+        """Return the end of an answer by tier, from the comma after the prediction to the closing brace."""
         return {tier: head + age_json + self._tail for tier, head in self._head_by_tier.items()}
 
     def end_of_answer(self, tier: Source, now_s: float) -> bytes:
-        """End of an answer from one tier, at a time in Unix seconds."""
+        """Return the end of an answer from one tier, at a time in Unix seconds."""
         return b"".join((self._head_by_tier[tier], self.age_json(now_s), self._tail))
 
     def build_ready_answer(
@@ -71,9 +71,9 @@ class StaticTail:
         *,
         depends_on_attributes: bool,
     ) -> ReadyAnswer:
-        """Return the ready answer with the prediction `prediction_json` from L1, for later requests of the same bytes.
+        """Return the ready answer from L1 with the prediction `prediction_json`, for later identical requests.
 
-        With `depends_on_attributes` it depends on those of items, which events may set anew.
+        With `depends_on_attributes` it also becomes invalid when events change attributes of items.
         """
         head, snapshot = prediction_json + self._head_by_tier[Source.L1], self.snapshot
         stamp, data_until = snapshot.stamp, snapshot.manifest.data_until
@@ -85,7 +85,7 @@ class StaticTail:
 def ready_with_events(
     snapshot: Snapshot, answer: AnswerJson, raw_id: bytes, request: bytes, events: bytes
 ) -> ReadyAnswer:
-    """Return a ready answer from L1 that counts a user's newer events, valid until there are others."""
+    """Return a ready answer from L1 that counts a user's newer events, valid until these change."""
     head, tail = _split_at_age(answer)
     return ReadyAnswer(
         snapshot.stamp, b"{" + head[1:], tail, snapshot.manifest.data_until, (answer["table"], raw_id),
@@ -94,7 +94,7 @@ def ready_with_events(
 
 
 def _split_at_age(origin: AnswerJson) -> tuple[bytes, bytes]:
-    """JSON of an answer, or of its origin alone: up to its age, which is a number, and on from there to the brace."""
+    """Split an answer's JSON at the value of `age_seconds`; return the part before and the part after the number."""
     fields = list(origin.items())
     age_index = list(origin).index(AGE_FIELD)
     fields_before, fields_after = dict(fields[:age_index]), dict(fields[age_index + 1 :])
@@ -107,8 +107,8 @@ def answer_start(
 ) -> bytes | None:
     """Return the answer's JSON up to its source, for an entity without an input.
 
-    None for a record that is no plain answer: a live or unreadable one, one with a flag to report, an emptied list, a
-    full one of which fewer than `k` pass the filter.
+    None for a record that is not a plain answer: a live or unreadable record, one with a flag to report, a list without
+    items left, or a full list of which fewer than `k` items pass the filter.
     """
     is_whole_record = len(hit.record) == table.layout.size_bytes
     try:
@@ -116,13 +116,13 @@ def answer_start(
             record_row = np.frombuffer(hit.record, table.layout.dtype)
             if plain_record_mask(snapshot, table, record_row, k)[0]:
                 return answer_texts(snapshot, table, [entity_id], record_row, k, [b""])[0]
-        # For vectors and values a row alone costs as much as its fields do.
+        # For vectors and values numpy rendering of a single row saves nothing.
         record = decode_record(table.layout, hit.record, snapshot.items.count)
         if record.flags & plain_answer_bits() != NIGHTLY_FLAGS:
             return None
         number_count = k if table.kind == "topk" else table.layout.width
         prediction = prediction_from_record(snapshot, table, record, number_count, (), filter_mask)
-    except Exception:  # whatever a record holds, it costs nobody an answer: the ladder says what is wrong
+    except Exception:  # a damaged record: the ladder reads and reports it
         return None
     if record.items is not None and not prediction["items"]:
         return None
@@ -134,7 +134,7 @@ def answer_start(
 def answer_texts(
     snapshot: Snapshot, table: Table, ids: Sequence[str], rows: NDArray[Any], k: int, ends: Sequence[bytes]
 ) -> list[bytes]:
-    """The JSON of each answer from a record that `plain_record_mask` marks; `ends` begin after the prediction."""
+    """Return each answer's JSON from records that `plain_record_mask` accepts; `ends` begin after the prediction."""
     quoted_ids = _id_texts(ids)
     table_json = b'","table":%b' % orjson.dumps(table.name)
     kind = table.layout.kind
@@ -158,8 +158,8 @@ def answer_texts(
 
 
 def _id_texts(ids: Sequence[str]) -> list[bytes]:
-    """JSON of each id, without its quotes."""
-    # One call for all. A quote inside a string is escaped, so only an id that ends in `",` looks like two.
+    """Return the JSON of each id, without quotes."""
+    # One call for all ids. A quote inside a string is escaped, so only an id that ends in `",` would be split.
     ids_json = orjson.dumps(ids)[2:-2]
     if b'\\","' in ids_json:
         return [orjson.dumps(entity_id)[1:-1] for entity_id in ids]
@@ -175,9 +175,9 @@ def _render_compiled(
     k: int,
     ends: Sequence[bytes],
 ) -> list[bytes] | None:
-    """Render lists by the compiled part, None if it cannot write them.
+    """Render lists by compiled code; return None if it does not support them.
 
-    `quoted_ids` and `table_json` end and begin in a quote.
+    `quoted_ids` have no quotes; `table_json` begins with the closing quote.
     """
     layout = table.layout
     for _ in range(2):
@@ -192,12 +192,12 @@ def _render_compiled(
 
 
 def _row_json_texts(row_numbers: NDArray[np.float32]) -> list[bytes]:
-    """Return the JSON of each row behind two bytes to be skipped: splitting at one byte is faster than at three."""
+    """Return the JSON of each row after two bytes that the caller skips: splitting at a single byte is faster."""
     return (b"," + orjson.dumps(row_numbers, option=JSON_OPTIONS)[1:-2]).split(b"]")
 
 
 def record_numbers(table: Table, rows: NDArray[Any], k: int) -> NDArray[np.float32]:
-    """Numbers float32[n, k] of records that `plain_record_mask` marks: scores, or all numbers of a vector or value."""
+    """Return float32[n, k] of records that `plain_record_mask` accepts: scores, or a vector's or value's numbers."""
     layout = table.layout
     is_list = layout.kind == "topk"
     if layout.precision == "i1":

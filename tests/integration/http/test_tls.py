@@ -128,7 +128,7 @@ def test_everything_speaks_tls_and_a_new_certificate_drops_no_connection(
         if workers == "1":
             asked_by_our_own(url, night, authority)
     log = (tmp_path / "log").read_text()
-    assert log.count("stays as it was") == int(workers) and "PRIVATE" not in log
+    assert log.count("previous certificate stays in force") == int(workers) and "PRIVATE" not in log
 
 
 def in_force(log: Path) -> int:
@@ -227,7 +227,7 @@ def test_a_pair_that_does_not_match_is_reported_before_anything_starts(
 
     assert (
         completed_process.returncode == 2
-        and "are no pair" in completed_process.stderr
+        and "are not a matching PEM pair" in completed_process.stderr
         and str(tmp_path) in completed_process.stderr
     )
     assert completed_process.stderr.count("\n") == 1 and completed_process.stdout == ""

@@ -257,7 +257,7 @@ def test_a_token_is_in_force_or_not_within_a_second_also_where_it_was_judged_bef
             assert service.get("new", client).status_code == 200
         token_file.add("read", "read")
         assert poll_until(lambda: service.series("larder_tokens_stale") == {(): 0.0}, 5)
-    lines = [line for line in service.log.read_text().splitlines() if "stay as they were" in line]
+    lines = [line for line in service.log.read_text().splitlines() if "previous tokens stay in force" in line]
     assert len(lines) == 1 and str(token_file.path) in lines[0]
 
 

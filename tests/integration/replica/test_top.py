@@ -57,7 +57,7 @@ def test_once_prints_what_the_dashboard_knows(url: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected_error"),
     [
-        (("--token", "wrong"), "it wants a token: pass --token or set LARDER_TOKEN"),
+        (("--token", "wrong"), "a token is required: pass --token or set LARDER_TOKEN"),
         (("--url", "http://127.0.0.1:9", "--token", "secret"), "cannot be reached"),
         (("--url", "ftp://somewhere"), "http://host:port"),
         (("--url", "http://127.0.0.1:nine"), "cannot be reached"),

@@ -37,7 +37,9 @@ def test_only_new_protocols_are_spoken(authority: Authority, pairs: tuple[Pair, 
 
 def test_what_is_no_pair_is_refused_with_both_names(pairs: tuple[Pair, Pair], tmp_path: Path) -> None:
     first_pair, second_pair = pairs
-    with pytest.raises(ConfigError, match=f"{first_pair.certificate} and tls_key {second_pair.key} are no pair"):
+    with pytest.raises(
+        ConfigError, match=f"{first_pair.certificate} and tls_key {second_pair.key} are not a matching PEM pair"
+    ):
         files(Pair(first_pair.certificate, second_pair.key)).context()
     with pytest.raises(ConfigError, match=r"cannot read .*none\.pem: No such file"):
         files(Pair(tmp_path / "none.pem", first_pair.key)).context()

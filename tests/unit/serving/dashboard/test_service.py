@@ -72,7 +72,7 @@ async def test_providers_fill_their_parts_and_one_that_fails_costs_only_its_own(
 
     assert (body["advisor"], body["quality"]) == (None, {"samples": 3})
     assert (body["events"]["up"], body["events"]["counted_until"]) == (True, "7-0")
-    assert "a part of the dashboard cannot be told" in caplog.text
+    assert "a part of the dashboard cannot be shown" in caplog.text
 
 
 async def test_a_store_that_hangs_holds_up_only_the_first_request(

@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "an emptied Redis": (
         {"replicas": [replica(stale="pointer_vanished")], "lately": lately(hits=500, fallbacks=500)},
         "bad",
-        "Redis came back without its pointer",
+        "Redis lost its pointer",
         "larder restore",
     ),
     "refused": (
@@ -168,7 +168,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "events, not accepted": (
         {"events": events(up=False, durability="none")},
         "bad",
-        "keeps less than is demanded (found: none, demanded: everysec)",
+        "is less durable than demanded (found: none, demanded: everysec)",
         "larder check",
     ),
     "events, away after a good look": (
@@ -192,7 +192,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "events, kept for less": (
         {"events": events(up=False, demanded="always")},
         "bad",
-        "their Redis keeps less than is demanded (found: everysec, demanded: always)",
+        "their Redis is less durable than demanded (found: everysec, demanded: always)",
         "larder check",
     ),
     "events, full": (
@@ -218,7 +218,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"events": events(results={"accepted": 945, "too_many": 20, "in_future": 35, "erased": 0})},
         "warn",
         "5.5% of the events were rejected, mostly as in_future",
-        "mend what sends them",
+        "correct the producers",
     ),
     "overload": ({"queue": {"shed_lately": 40}}, "warn", "40 inferences or requests were left out", "LARDER_WORKERS"),
 }
