@@ -336,7 +336,7 @@ def test_without_redis_the_entity_is_blocked_all_the_same(night: NightConfig) ->
     erased = shell(night, "erase", user, REDIS_URL="redis://127.0.0.1:1")
 
     assert erased.returncode == 0, erased.stderr
-    assert "expire by themselves" in erased.stderr and "1 pending" in erased.stdout
+    assert "overlays expire within" in erased.stderr and "1 pending" in erased.stdout
     assert user.encode() in latest_blocklist(night.store()).users
 
 

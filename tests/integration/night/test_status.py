@@ -202,7 +202,8 @@ def test_events_are_reported_up_to_where_nights_and_the_live_one_have_them(confi
         output_line for output_line in map(str, render_status(status_report)[1:]) if output_line.startswith("events:")
     ]
     assert line == (
-        "events: the live generation has them up to none; nights took them over up to 2026-01-31T12:00:00Z (1769860800391-4)"
+        "events: the live generation has them up to none; nights took them over up to "
+        "2026-01-31T12:00:00Z (1769860800391-4)"
     )
     assert make_report(replace(config, events=EventsConfig()))["events"] is None
 
@@ -211,7 +212,7 @@ def test_before_the_first_night_it_says_what_to_run(config: NightConfig) -> None
     status_report = make_report(config)
 
     (problem,) = status_report["problems"]
-    assert problem.startswith(f"nothing is live: the artefact store {config.store().url} tells of no")
+    assert problem.startswith(f"nothing is live: the artefact store {config.store().url} has no record of a publish")
     assert "run `larder night`" in problem
     assert status_report["generations"] == [] and status_report["schedule"]["missing"]
 

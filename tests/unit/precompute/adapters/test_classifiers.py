@@ -137,7 +137,7 @@ def test_a_long_text_of_somebody_is_not_in_the_report(tmp_path: Path) -> None:
     [
         ({"labels": ["ok"]}, "output 'probabilities' has 2 numbers, but there are 1 labels"),
         ({"labels": []}, "labels are empty"),
-        ({"id_column": "user"}, "no column 'user' of ids; it has account, f0, f1, f2: give the name of the id column as id_column"),
+        ({"id_column": "user"}, "no column 'user' of ids; it has account, f0, f1, f2: give the name of"),
         ({"columns": ["f0", "f1"]}, r"takes 3 columns, but features has 2 \(f0, f1\)"),
         ({"columns": ["f0", "f1", "age"]}, "no column 'age', which the model takes"),
         ({"output": "scores"}, "float outputs are probabilities: give the name of the one"),
@@ -155,8 +155,8 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(
 
 def test_a_model_that_says_something_else_than_its_library_is_refused(tmp_path: Path) -> None:
     message_pattern = (
-        r"differs from expected by more than 0\.0001 plus 0\.01% of the value plus 0\.0001% of the column's largest value "
-        r"for \d+ of 40 rows, at most by [\d.]+, first for 'a0', the model gives [\d.]+, expected is [\d.]+: "
+        r"differs from expected by more than 0\.0001 plus 0\.01% of the value plus 0\.0001% of the column's largest "
+        r"value for \d+ of 40 rows, at most by [\d.]+, first for 'a0': the model gives [\d.]+, expected is [\d.]+: "
         "were expected and the model computed from the same rows, .* the same codes for categories"
     )
 
@@ -172,7 +172,7 @@ def test_a_model_that_says_something_else_than_its_library_is_refused(tmp_path: 
         (object(), "model is a object: export it to ONNX first"),
         (examples.with_dictionaries(), "the model gives a list of dictionaries: export it with zipmap off"),
         (Path("none.onnx"), "name the ONNX file"),
-        (b"no model", "is no ONNX model"),
+        (b"no model", "is not an ONNX model"),
     ],
     ids=["object", "zipmap", "no file", "no onnx"],
 )  # fmt: skip
@@ -437,7 +437,7 @@ def test_labels_may_name_the_classes_otherwise_and_the_report_says_how(
 
 @pytest.mark.parametrize(
     ("labels", "message_pattern"),
-    [(["ok", ""], "label 2 of ok, is empty"), (["ok", "ok"], "label 'ok' is there twice")],
+    [(["ok", ""], "label 2 of ok, is empty"), (["ok", "ok"], "label 'ok' is given twice")],
 )
 def test_labels_that_name_nothing_are_refused(labels: list[str], message_pattern: str, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=message_pattern):

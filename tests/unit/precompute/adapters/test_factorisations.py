@@ -226,7 +226,7 @@ class TestRecTools:
 
         apart = np.linalg.norm(USERS[:, None] - items[None], axis=2)
         assert_lists(tmp_path / "out", -apart)
-        assert any(limitation.startswith("score by distance") for limitation in report.cannot)
+        assert any(limitation.startswith("show distances") for limitation in report.cannot)
 
     @pytest.mark.parametrize(("features", "has_own_fold_in"), [(None, True), ("a table", False)])
     def test_als_keeps_its_own_fold_in_without_features(self, tmp_path, features, has_own_fold_in):

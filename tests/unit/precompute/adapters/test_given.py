@@ -61,7 +61,7 @@ def test_wrong_vectors(rows, message_pattern):
 
 
 IDS = {
-    "twice as text and number": (["7", "8", "7"], "'7' is there twice"),
+    "twice as text and number": (["7", "8", "7"], "'7' is repeated in row"),
     "of two kinds": (["a", 1], "texts or integers, all of the same type"),
     "numbers with a point": ([1.5, 2.5], "'item' is double; ids are strings or integers"),
     "missing": (["a", None], "item ids: .*row 1"),

@@ -177,7 +177,7 @@ def test_features_may_be_a_table_whose_further_columns_are_kept_for_filters(kind
     ("table", "message_pattern"),
     [
         ({"item": IDS[1:], "price": [1.0] * (ITEMS - 1)}, "no row of 1 item ids, 'i00' among them"),
-        ({"item": [IDS[0], *IDS], "price": [1.0] * (ITEMS + 1)}, "item id 'i00' is there twice"),
+        ({"item": [IDS[0], *IDS], "price": [1.0] * (ITEMS + 1)}, "item id 'i00' is repeated in row"),
         ({"price": [1.0]}, "has 1 rows for"),
     ],
 )
@@ -255,7 +255,7 @@ def test_clicks_of_a_table_are_seen_in_order_of_time(tmp_path):
         (Example({"history": towers.HISTORY, "age": INDEX}, {"item": INDEX}, pad=ITEMS), "user_features"),
         (Example({"history": towers.HISTORY}, {"history": INDEX}, pad=ITEMS), "give features other names"),
         (Example({}, {"item": INDEX}), "name each argument of forward"),
-        (Example({"watched": towers.HISTORY}, {"item": INDEX}, pad=ITEMS), "call it history"),
+        (Example({"watched": towers.HISTORY}, {"item": INDEX}, pad=ITEMS), "name it history"),
         (Example({"history": towers.HISTORY}, {"item": INDEX}), "if it is another number, wrap the tower"),
     ],
 )  # fmt: skip

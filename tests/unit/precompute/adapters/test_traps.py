@@ -142,7 +142,7 @@ def test_weights_that_no_bundle_takes_are_refused_before_anything_runs():
 def test_a_padding_that_is_an_item_is_refused(pad):
     export_example = Example({"history": HISTORY}, {"item": INDEX}, pad=pad)
 
-    with pytest.raises(SourceError, match="say first_item=1 in Example"):
+    with pytest.raises(SourceError, match="set first_item=1 in Example"):
         bound(towers.Mean(), export_example)
 
 

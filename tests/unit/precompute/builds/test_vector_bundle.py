@@ -175,7 +175,7 @@ def test_what_is_erased_is_in_no_bundle(config: NightConfig) -> None:
 
 
 WRONG = {
-    "twice": (["i0", "i1", "i0"], [[1.0, 2], [2, 3], [3, 4]], "'i0' is there twice"),
+    "twice": (["i0", "i1", "i0"], [[1.0, 2], [2, 3], [3, 4]], "'i0' is repeated in row"),
     "no number": (["i0", "i1"], [[1.0, float("nan")], [2, 3]], r"1 item vectors are not finite"),
     "widths": (["i0", "i1"], [[1.0, 2], [2]], "all rows need the same length"),
     "missing": (["i0", "i1"], [[1.0, 2], None], "without missing numbers"),

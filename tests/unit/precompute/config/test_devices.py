@@ -210,7 +210,7 @@ def test_more_tasks_than_declared_on_the_one_gpu_are_reported(monkeypatch, tmp_p
         claimed_devices.append(stack.enter_context(devices.claim_least_busy_device("auto", 2, 2, tmp_path)))
 
     assert claimed_devices == ["cuda:1"] * 3
-    assert "3 processes score on cuda:1, and device_tasks is 2" in caplog.text
+    assert "3 processes score on cuda:1, more than device_tasks (2)" in caplog.text
 
 
 def test_a_process_that_keeps_the_choice_is_named_and_not_waited_for(monkeypatch, tmp_path, caplog):

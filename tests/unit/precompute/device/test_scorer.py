@@ -258,7 +258,7 @@ def test_a_device_that_fails_for_good_leaves_the_rest_to_the_processor(monkeypat
     assert all(has_same_bits(device_lists, expected_lists) for device_lists in all_device_lists)
     assert scorer.has_failed
     assert sum(progress_counts) == 600
-    assert sum("the processor goes on" in line for line in caplog.messages) == 1
+    assert sum("the processor is used from now on" in line for line in caplog.messages) == 1
 
 
 def with_kernels(items, kernels):
