@@ -110,15 +110,16 @@ def read_section(
     }
     effective_overrides = {name: override for name, override in overrides.items() if override is not None}
 
-    def origin_of(name: str) -> str:
-        if name in effective_overrides or file.path is None:
-            return "" if name in effective_overrides else variable_by_setting.get(name, "")
-        if name in environment_values:
-            return variable_by_setting[name]
+    def file_origin_of(name: str) -> str:
         is_above = name in file.document and name not in file.document.get(section_name, {})
         return str(file.path) if is_above or not section_name else f"{file.path} [{section_name}]"
 
-    _refuse_secrets(file_values, origin_of)
+    def origin_of(name: str) -> str:
+        if name in effective_overrides or file.path is None:
+            return "" if name in effective_overrides else variable_by_setting.get(name, "")
+        return variable_by_setting[name] if name in environment_values else file_origin_of(name)
+
+    _refuse_secrets(file_values, file_origin_of)
     file_arguments = _file_arguments(field_by_name, file_values, file, origin_of)
     for name in PATH_SETTINGS & environment_values.keys():
         if "://" not in environment_values[name]:

@@ -132,13 +132,15 @@ def _run_check(subject: str, run_check: Callable[[], CheckResult]) -> CheckLine:
 def _check_settings() -> CheckResult:
     """Check the settings of night and service, from the file and the environment."""
     from cache.config.serving import ServingConfig
+    from cache.config.variables import unknown_variables
 
     read_night_settings()
     ServingConfig.load(os.environ)
     settings_file = os.environ.get("LARDER_CONFIG")
     if not settings_file:
         return "to do", "no larder.toml here, and no LARDER_CONFIG: `larder init` writes one"
-    return "ok", settings_file
+    unknown_names = unknown_variables(os.environ)
+    return "ok", f"{settings_file}; not read: {', '.join(unknown_names)}" if unknown_names else settings_file
 
 
 def check_sources(config: "NightConfig") -> CheckResult:

@@ -85,7 +85,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         print(
             "Airflow is not installed in this environment, so its version was not checked: the DAGs need Airflow 3.3."
         )
-    print(f"Airflow's tasks need Larder in Airflow's own environment: {install_command('precompute')}.")
+        print(f"Airflow's tasks need Larder in Airflow's own environment: {install_command('precompute')}.")
     print("They need LARDER_CONFIG with an absolute path, REDIS_URL, and a pool:")
     print('airflow pools set gpu 2 "scoring tasks". Each file says how to run it.')
     return 0

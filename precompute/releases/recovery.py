@@ -322,11 +322,8 @@ def _restorable_generations(releases: Releases, view: ReleaseView, target_ledger
         raise Conflict(f"the files of {live_id} are gone from {releases.store.url}: run a night") from error
     if previous_id is None:
         return [live_id]
-    try:
-        releases.check_manifest(previous_id, view.history)
-    except (UnknownGeneration, CorruptArtefact):
-        return [live_id]  # a missing previous generation only prevents roll backs, so readers need not wait for it
-    return [live_id, previous_id]
+    # A missing previous generation only prevents roll backs, so readers need not wait for it.
+    return [live_id, previous_id] if _has_manifest(releases, previous_id, view.history) else [live_id]
 
 
 def _move_pointer(
@@ -409,7 +406,7 @@ def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress 
         if not checked_reply("EVAL", client.eval(_REMOVE_POINTER_SCRIPT, 1, keys.live, raw_pointer), COUNT_SHAPE):
             raise Conflict(f"the pointer in {keys.live} changed while it was being checked; try again")
         log.warning("removed pointer %s, reason %s: %.200r", keys.live, reason, raw_pointer)
-        _abandon_unproven(releases, ledger, reason)
+        _follow_records(releases, ledger, reason)
     removed_text = raw_pointer.decode(errors="replace")[:200]
     if ledger.live_generation is None:
         return {"removed": removed_text, "generation": None, "next": "run a night: it can publish"}
@@ -423,13 +420,34 @@ def _pointer_if_readable(raw_pointer: bytes) -> Pointer | None:
         return None
 
 
-def _abandon_unproven(releases: Releases, ledger: Ledger, reason: str) -> None:
-    """Abandon generations that only Redis has as published: they can be made and verified again, or swept."""
-    abandoned_at = releases.clock()
-    rows = {
-        generation: RegistryRow(GenerationState.ABANDONED, abandoned_at, f"adopted: {reason}")
-        for generation, row in releases.control.rows().items()
-        if ledger.state(generation) is None and row.state not in (*UNFINISHED_STATES, GenerationState.RETIRED)
-    }
+def _follow_records(releases: Releases, ledger: Ledger, reason: str) -> None:
+    """Correct registry rows that the store's releases contradict: the store decides.
+
+    Generations that only Redis has as published become abandoned: they can be made and verified again, or swept. Those
+    that only Redis has as retired, and whose manifest the store has, get back the state of the records.
+    """
+    changed_at, history = releases.clock(), releases.history()
+    rows = {}
+    for generation, row in releases.control.rows().items():
+        proven_state = ledger.state(generation)
+        if proven_state is None and row.state not in (*UNFINISHED_STATES, GenerationState.RETIRED):
+            rows[generation] = RegistryRow(GenerationState.ABANDONED, changed_at, f"adopted: {reason}")
+        elif (
+            row.state is GenerationState.RETIRED
+            and proven_state not in (None, GenerationState.RETIRED)
+            and _has_manifest(releases, generation, history)
+        ):
+            rows[generation] = RegistryRow(
+                proven_state, ledger.superseded_at.get(generation, changed_at), f"adopted: {reason}"
+            )
     if rows:
         releases.control.write_rows(rows, expected_epoch=0)
+
+
+def _has_manifest(releases: Releases, generation: str, history: list[Release]) -> bool:
+    """True if the store has the manifest that the releases name."""
+    try:
+        releases.check_manifest(generation, history)
+    except (UnknownGeneration, CorruptArtefact):
+        return False
+    return True

@@ -343,10 +343,16 @@ class ArmCounts:
 
 
 def _answer_kind(answer: Mapping[str, Any]) -> str:
-    """Way in which the answer came about. Whether memory or Redis held a record says nothing of its generation."""
+    """Way in which the answer came about. Whether memory or Redis held a record says nothing of its generation.
+
+    An answer that counts newer events of the user is `stored`: the other generation may have these events in its
+    records, since it was made later.
+    """
     source = Source(answer["source"])
     if source in FALLBACK_SOURCES:
         return source.value
+    if "events" in answer:
+        return "stored"
     return "live" if source is Source.LIVE or answer.get("producer") == "live" else "stored"
 
 

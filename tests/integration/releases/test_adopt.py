@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import redis
 
+from cache.control.control_keys import RegistryRow
 from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict, CorruptArtefact, LarderError
 from cache.store.releases import Pointer, all_releases
 from precompute.config.settings import NightConfig
-from precompute.releases.recovery import adopt
+from precompute.releases.recovery import adopt, roll_back
 from precompute.releases.release_log import open_releases
 from precompute.steps import begin
 from tests.integration.nights import DATA_UNTIL, NEXT, build_verified, prepare, publish, publish_night
@@ -97,6 +98,29 @@ def test_a_new_store_publishes_its_first_night_once_the_stray_pointer_is_removed
     # The very same night, made once more.
     assert publish_night(config, DATA_UNTIL) == lost_generation == live(config).generation
     assert publish_night(config, NEXT) == live(config).generation
+
+
+def test_the_previous_generation_of_a_backup_can_be_rolled_back_to_though_redis_has_it_as_retired(
+    tmp_path: Path, redis_url: str
+) -> None:
+    # given a backup with a live and a previous generation, and a later night after which the previous one was retired
+    config = prepare(tmp_path / "n", redis_url, users=150, items=60)
+    first, second = publish_night(config, DATA_UNTIL), publish_night(config, NEXT)
+    store_folder = config.path(config.artifacts)
+    shutil.copytree(store_folder, tmp_path / "backup")
+    publish_night(config, "2026-02-03T00:00:00Z")
+    with open_releases(config) as releases:
+        releases.control.write_rows({first: RegistryRow(GenerationState.RETIRED, 1.0)}, expected_epoch=0)
+
+    # when the backup is put back, and adopted
+    shutil.rmtree(store_folder)
+    shutil.copytree(tmp_path / "backup", store_folder)
+    adoption = adopt(config, reason="the backup was put back", attempt="adopt")
+
+    # then both are loaded, and a roll back has a target
+    assert adoption["loaded"] == [second, first]
+    assert live(config).previous == first
+    assert roll_back(config, to=None, reason="try", attempt="back")["generation"] == first
 
 
 def test_there_is_nothing_to_adopt_where_there_is_no_pointer(tmp_path: Path, redis_url: str) -> None:

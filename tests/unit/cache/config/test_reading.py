@@ -45,7 +45,11 @@ def test_an_error_names_file_section_key_value_and_remedy_on_one_line(
      'redis_url = "redis+sentinel://h:1/svc?sentinel_password=opensesame"', 'redis_url = "redis://h?password=opensesame"'],
 )  # fmt: skip
 def test_a_secret_in_the_file_is_refused_and_never_shown(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"set (LARDER_TOKEN|REDIS_URL|LARDER_ARTIFACTS)") as caught:
+    variables = {"LARDER_TOKEN": "x", "REDIS_URL": "redis://h", "LARDER_ARTIFACTS": str(tmp_path)}
+    message_pattern = r"larder.toml(:| \[serving\]:) .* set (LARDER_TOKEN|REDIS_URL|LARDER_ARTIFACTS)"
+    with pytest.raises(ConfigError, match=message_pattern):
+        ServingConfig.load(written(tmp_path, text) | variables)
+    with pytest.raises(ConfigError, match=message_pattern) as caught:
         ServingConfig.load(written(tmp_path, text))
 
     assert "opensesame" not in caught.value.message
