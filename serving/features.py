@@ -1,4 +1,4 @@
-"""Features of the service: the one list that names them.
+"""Features of the service: the only module that names them.
 
 To delete a feature, delete its package, its tests, its page, and its lines here.
 """
@@ -25,12 +25,12 @@ def _no_operations(_limits: Limits) -> Sequence[Operation]:
 
 
 class Feature(NamedTuple):
-    """Feature as the core knows it: how it is attached to a replica, and its part of the API."""
+    """Feature: how it attaches to a replica, and its operations of the API."""
 
     attach: Callable[[Replica], object]
-    """Fills the hooks of a replica that is not started yet. What it returns is kept for tests."""
+    """Fills the hooks of a replica that is not started yet. Its result is kept for tests."""
     operations: Callable[[Limits], Sequence[Operation]] = _no_operations
-    """Operations whose handlers `attach` gives."""
+    """Operations whose handlers `attach` provides."""
 
 
 FEATURES = (
@@ -44,7 +44,7 @@ FEATURES = (
     Feature(explain.attach, explain.operations),
     Feature(tracing.attach),
 )
-"""Attached in this order, closed in reverse."""
+"""Features, attached in this order and closed in reverse."""
 
 
 def all_operations(limits: Limits, features: Sequence[Feature] = FEATURES) -> list[Operation]:

@@ -55,9 +55,7 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
         prog=prog,
         description="Train, precompute through a real Airflow, serve, swap and roll back under traffic, and check it.",
     )
-    about_data = (
-        "your interactions: a folder with train.txt[.gz] and test.txt[.gz], or Parquet/CSV with user,item[,timestamp]"
-    )
+    about_data = "your interactions: train.txt[.gz] and test.txt[.gz], or Parquet/CSV with user,item[,timestamp]"
     parser.add_argument("--data", type=Path, metavar="PATH", help=about_data)
     parser.add_argument("--state", type=Path, metavar="DIR", default=Path(".larder"))
     parser.add_argument("--serve", action="store_true", help="keep serving until Ctrl-C")

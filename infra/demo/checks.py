@@ -63,9 +63,7 @@ class Judge:
         with self._lock:
             self.requests += 1
             if len(answering_generations) > 1:
-                self.violations.append(
-                    f"one request was answered from several generations: {sorted(answering_generations)}"
-                )
+                self.violations.append(f"one request has several generations: {sorted(answering_generations)}")
             for question, answer in zip(questions, answers, strict=True):
                 self.sources[answer.source] += 1
                 self.generations[answer.generation] += 1

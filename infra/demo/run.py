@@ -333,9 +333,7 @@ class Demo:
             while not is_expected(live_generation := larder.generations().live.generation):
                 self.service.check()
                 if time.monotonic() > give_up_at:
-                    raise InvariantViolation(
-                        f"{live_generation} still answers {WAIT_S_MAX:.0f} s after the pointer moved"
-                    )
+                    raise InvariantViolation(f"{live_generation} still answers {WAIT_S_MAX:.0f} s after the move")
                 time.sleep(0.05)
         return live_generation
 

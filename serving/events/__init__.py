@@ -1,4 +1,4 @@
-"""Events by day: taken in from requests and the inbox, followed in their stream, and counted by answers.
+"""Events in the service: accepted from requests and the inbox, followed in their stream, and used in answers.
 
 Start at `attach`.
 """

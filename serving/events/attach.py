@@ -1,4 +1,4 @@
-"""Attachment of events to a replica: they are taken in from requests and the inbox, and followed in their stream."""
+"""Attachment of events to a replica: intake from requests and the inbox, and following of their stream."""
 
 import asyncio
 import dataclasses
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 _ERROR_CODES: Mapping[str, ErrorCode] = {
     "events_disabled": ErrorCode(409, "This service takes no events: `[events] enabled` is false"),
-    "events_full": ErrorCode(429, "The stream takes no more for now: come again after `Retry-After`"),
+    "events_full": ErrorCode(429, "The stream is full for now: try again after `Retry-After`"),
     "events_unavailable": ErrorCode(
-        503, "The Redis of events cannot be reached, or keeps less than `[events] durability` demands"
+        503, "The Redis of events cannot be reached, or is less durable than `[events] durability` demands"
     ),
 }
 
@@ -56,7 +56,7 @@ _EVENT_FIELD_SCHEMAS: Json = {
     "id": NamedSchema(
         "EventId",
         {
-            "description": "1 to 128 bytes; an event that its user (or the item) had under the same id is a repetition",
+            "description": "1 to 128 bytes; an event with the id of an earlier event of its user (or item) is repeated",
             "oneOf": [
                 {"type": "string", "minLength": 1, "maxLength": 128},
                 {"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1},
@@ -64,7 +64,7 @@ _EVENT_FIELD_SCHEMAS: Json = {
         },
     ),
     "type": {"type": "string", "minLength": 1, "maxLength": 64},
-    "weight": {"type": "number", "description": "1 by default; 0 or less: in no history"},
+    "weight": {"type": "number", "description": "1 by default; with 0 or less the event is part of no history"},
     "attributes": NamedSchema(
         "Attributes",
         {
@@ -97,7 +97,7 @@ _REQUEST_SCHEMA: Json = schemas.closed_object_schema(
         "events": list_schema(
             _EVENT_SCHEMA,
             minItems=1,
-            description="As many as `[events] batch` has it; one that is none is rejected beside the others",
+            description="At most as many as `[events] batch` allows; an invalid event is rejected by itself",
         )
     },
     ("events",),
@@ -108,12 +108,12 @@ _RECEIPT_SCHEMA: Json = schemas.named_object_schema(
     "EventsReceipt",
     {
         "accepted": {"type": "integer", "description": "Events that are in the stream"},
-        "repeated": {"type": "integer", "description": "Events that were there before"},
+        "repeated": {"type": "integer", "description": "Events that were in the stream before"},
         "rejected": list_schema(
             schemas.named_object_schema(
                 "RejectedEvent",
                 {
-                    "index": {"type": "integer", "description": "Place in the request, from 0"},
+                    "index": {"type": "integer", "description": "Index in the request, from 0"},
                     "reason": {"type": "string"},
                     "detail": {"type": "string"},
                 },
@@ -124,19 +124,18 @@ _RECEIPT_SCHEMA: Json = schemas.named_object_schema(
         "durability": {
             "type": "string",
             "enum": ["always", "everysec", "none", "unknown"],
-            "description": "How their Redis keeps them: on disk by now, within a second, in memory alone, or it does "
-            "not tell",
+            "description": "How their Redis keeps them: on disk, on disk within a second, in memory only, or unknown",
         },
-        "position": {**schemas.TEXT_OR_NULL, "description": "Position of the newest accepted one; null: there is none"},
+        "position": {**schemas.TEXT_OR_NULL, "description": "Position of the newest accepted event; null: none"},
     },
     ("accepted", "repeated", "rejected", "durability", "position"),
-    description="What became of the events",
+    description="Outcome of the events",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class EventOverview:
-    """Report on one worker's events: its intake, its newer events, and the events of its live generation."""
+    """Overview of one worker's events: intake, newer events, and the events of the live generation."""
 
     intake: EventIntake
     follower: EventFollower
@@ -168,8 +167,8 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
             operation_id="sendEvents",
             tag="reports",
             summary="What users do",
-            description="Accepts each event once, under its id: sent again after any refusal it counts once. An event "
-            "that cannot be accepted is rejected beside the others.",
+            description="Accepts each event once, by its id: an event that is sent again after a refusal counts once. "
+            "An invalid event is rejected by itself.",
             answer_schema=_RECEIPT_SCHEMA,
             answer_example={
                 "accepted": 1,
@@ -188,7 +187,7 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
 
 
 def attach(replica: Replica) -> EventIntake | None:
-    """Take events in and follow their stream, where `[events] enabled` is true; else refuse them."""
+    """Accept events and follow their stream if `[events] enabled` is true; else refuse them."""
     if not replica.config.events.enabled:
         replica.hooks.handlers["sendEvents"] = refuse_events
         return None
@@ -219,7 +218,7 @@ def attach(replica: Replica) -> EventIntake | None:
 
 
 def follow_events(namespace: HeldNamespace) -> EventFollower:
-    """Have a namespace's answers count the events that are newer than its generations."""
+    """Make a namespace's answers count the events that are newer than its generations."""
     config, refresher, holder = namespace.config, namespace.refresher, namespace.holder
     newer_events = NewerEvents(items=NewItemEvents(config.events.new_items))
     namespace.components.ladder.newer_inputs = newer_events
@@ -237,14 +236,14 @@ def follow_events(namespace: HeldNamespace) -> EventFollower:
 
 
 def open_events(namespace: HeldNamespace, snapshot: Snapshot) -> Snapshot:
-    """Return a snapshot with the events of its generation; it is degraded if their models do not open."""
+    """Return a snapshot with its generation's event models; it is degraded if these do not open."""
     config, seen_items, degraded = namespace.config, snapshot.seen_items, snapshot.degraded
     events = None if seen_items is None else GenerationEvents.of(snapshot.manifest, config.events.namespace)
     if events is None or seen_items is None:
         if config.events.namespace:
             log.warning(
-                "generation %s of namespace %s was made without the events of %s, and its answers count none: set "
-                "[events] enabled and namespace in the settings of its nights",
+                "generation %s of namespace %s was built without the events of %s, so its answers count no events: "
+                "set [events] enabled and namespace in the settings of its nights",
                 snapshot.generation, config.namespace, config.events.namespace,
             )  # fmt: skip
         return snapshot
@@ -259,8 +258,8 @@ def open_events(namespace: HeldNamespace, snapshot: Snapshot) -> Snapshot:
 
 
 async def refuse_events(_request: Request, _started: float) -> object:
-    """Refuse events where none are taken in."""
-    problem_message = "this service takes no events in: set enabled = true in [events]"
+    """Refuse events, because this service accepts none."""
+    problem_message = "this service accepts no events: set enabled = true in [events]"
     raise Problem(409, "events_disabled", problem_message)
 
 

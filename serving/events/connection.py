@@ -25,7 +25,7 @@ CONNECTIONS_MAX: Final = 8
 CONNECT_TIMEOUT_S: Final = 1.0
 
 REPLY_TIMEOUT_S: Final = 3.0
-"""Seconds for a reply: a disk that must store an event first may take long, and no lookup waits for it."""
+"""Seconds for a reply: long, since a disk may have to store events first, and no lookup waits for this."""
 
 Persistence = Literal["always", "everysec", "none", "unknown"]
 """Durability of an accepted event: on disk; on disk within a second; in memory only; or unknown."""
@@ -46,18 +46,18 @@ class EventsUnavailable(LarderError):
 
     @property
     def outside(self) -> str:
-        """Message for callers, without the host and port of a connection error, which only the log has."""
+        """Message for callers, without the host and port of a connection error, which only the log names."""
         return self.message if self.__cause__ is None else "the Redis of events cannot be reached"
 
 
 class EventsFull(LarderError):
-    """The stream takes no more until it is trimmed, or its Redis is at its maxmemory."""
+    """The stream is full until it is trimmed, or its Redis is at its maxmemory."""
 
     code = "events_full"
 
 
 class FoundDurability(NamedTuple):
-    """Durability found on a server; `has_to_wait` if each call has to wait for the disk."""
+    """Durability found on a server; `waits` if each call has to wait for the disk."""
 
     persistence: Persistence
     waits: bool = False
@@ -70,8 +70,8 @@ class FoundDurability(NamedTuple):
 class EventsRedis:
     """Redis with a namespace's events, for one event loop.
 
-    All methods raise EventsUnavailable, and EventsFull where a command needs memory and Redis has no more.
-    No command is retried: callers send an event again under its id.
+    All methods raise EventsUnavailable; commands that need memory raise EventsFull if Redis has no more. No command is
+    retried: callers send an event again under its id.
     """
 
     def __init__(self, url: str, demanded: Durability) -> None:
@@ -92,7 +92,7 @@ class EventsRedis:
         except ValueError as error:
             raise ConfigError(f"events_url cannot be used: {error}", field="events_url") from error
         self._client: Redis = Redis(connection_pool=self._pool)
-        self._client.response_callbacks.clear()  # replies as they come: what differs by protocol is not wanted here
+        self._client.response_callbacks.clear()  # raw replies, without conversions that depend on the protocol version
         check_replies(self._client)
 
     async def execute(self, *command_parts: Any) -> Any:
@@ -112,7 +112,7 @@ class EventsRedis:
         """Return the replies of an acceptance script, once the events are as durable as demanded."""
         script_arguments = (len(keys), *keys, *arguments)
         with _translate_errors():
-            # A connection of its own, not the client: one that is opened only now may have met another server.
+            # One connection for check and script: a connection that is opened only now may have reached another server.
             connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
             try:
                 await self._check_durability_of(connection)
@@ -128,7 +128,7 @@ class EventsRedis:
                 await self._pool.release(connection)
 
     async def demand_durability(self) -> None:
-        """Check the settings of this Redis; raise EventsUnavailable unless it keeps events as demanded."""
+        """Check the settings of this Redis; raise EventsUnavailable unless it is as durable as demanded."""
         _check_durability(await self.refresh_durability(), self.demanded_durability)
 
     async def refresh_durability(self) -> FoundDurability:
@@ -149,7 +149,7 @@ class EventsRedis:
 
     async def _check_durability_of(self, connection: AbstractConnection) -> None:
         if self.found_durability is None or not self.found_durability.suffices(self.demanded_durability):
-            # It may have been mended since.
+            # The server's settings may have been corrected since.
             self.found_durability = await find_durability(partial(_execute_on, connection), self.demanded_durability)
         _check_durability(self.found_durability, self.demanded_durability)
 
@@ -168,7 +168,7 @@ class EventsRedis:
         return outcome_replies
 
     async def _open_connection(self, connection: AbstractConnection) -> None:
-        """Open a connection as redis-py does, and check durability again, since the server may be another one."""
+        """Open a connection as redis-py does, and forget the known durability, since the server may be another one."""
         await connection.on_connect()
         self.found_durability = await find_durability(partial(_execute_on, connection), self.demanded_durability)
 
@@ -182,8 +182,7 @@ def _check_durability(durability: FoundDurability, demanded: Durability) -> None
     if not durability.suffices(demanded):
         raise EventsUnavailable(
             f"[events] durability demands {demanded!r}, and the Redis of events has {durability.persistence!r}: set "
-            "appendonly yes "
-            "and appendfsync there, or let its user read them (CONFIG GET)",
+            "appendonly yes and appendfsync there, or allow its user CONFIG GET",
             demanded=demanded,
             found=durability.persistence,
         )
@@ -195,7 +194,7 @@ async def _execute_on(connection: AbstractConnection, *command_parts: str) -> An
 
 
 async def _read_reply(connection: AbstractConnection) -> Any:
-    """Return the next reply; an error reply is returned, not raised, so that later replies are read, too."""
+    """Return the next reply, also an error reply, so that later replies are read, too."""
     try:
         return await connection.read_response()
     except ResponseError as error:
@@ -217,20 +216,20 @@ def _translate_errors() -> Iterator[None]:
 
 
 async def find_durability(send_command: CommandSender, demanded: Durability) -> FoundDurability:
-    """Find out durability from the server's settings, or if those are hidden, from what INFO says of its log.
+    """Determine durability from the server's settings or, if those are hidden, from what INFO says of its log.
 
-    A server that hides how often it writes to disk, and has WAITAOF, is made to wait if more than `any` is demanded.
+    If the settings are hidden and more than `any` is demanded, calls use WAITAOF where the server has it.
     """
     try:
         flat_settings = await send_command("CONFIG GET", "*append*")
     except WrongReply:
         raise
-    except ResponseError:  # this user may not, or it is renamed
+    except ResponseError:  # no permission, or the command is renamed
         flat_settings = []
     value_by_setting = dict(zip(flat_settings[::2], flat_settings[1::2], strict=False))
     if b"appendonly" in value_by_setting:
         fsync = value_by_setting.get(b"appendfsync")
-        # While a server rewrites its log and does not write it to disk, half a minute of events may be lost.
+        # With this setting a rewrite of the append-only file pauses fsync: half a minute of events may be lost.
         is_fsync_paused = value_by_setting.get(b"no-appendfsync-on-rewrite") == b"yes"
         if value_by_setting[b"appendonly"] != b"yes" or is_fsync_paused or fsync not in (b"always", b"everysec"):
             return FoundDurability("none")
@@ -251,6 +250,6 @@ async def find_durability(send_command: CommandSender, demanded: Durability) -> 
         await send_command("WAITAOF", "0", "0", "1")
     except WrongReply:
         raise
-    except ResponseError:  # Redis 7.0 has none
+    except ResponseError:  # Redis 7.0 has no WAITAOF
         return FoundDurability("unknown")
     return FoundDurability("always", waits=True)

@@ -19,11 +19,11 @@ ACCEPTED, REPEATED, TOO_MANY = "accepted", "repeated", "too_many"
     "c",
     "d",
 )
-"""Fields, or their beginnings, of counts as the dashboard adds them up."""
+"""Fields, or prefixes of fields, of the counts that the dashboard adds up."""
 ERASED = "erased"
-"""Reason for which no part of an event is stored, so that an erased id is not stored again."""
+"""Rejection reason for which no part of the event is stored, because an erased id must not be stored again."""
 REFUSAL_REASONS = ("events_full", "events_unavailable", "overloaded")
-"""Reasons for which a request of events, or a batch of the inbox, is refused whole."""
+"""Reasons for which a whole request of events, or a batch of the inbox, is refused."""
 REJECTION_REASONS = (
     ERASED, TOO_MANY, "too_large", "in_future", "missing_field", "invalid_field", "unknown_field", "invalid_id",
     "invalid_json", "unfit_item", "fixed_items", "invalid_feature", "too_many_features", "feature_too_long",
@@ -40,7 +40,7 @@ class EventCounts(Collector):
 
     def __init__(self, redis: EventsRedis, keyspace: Keyspace, stream_bytes_max: int) -> None:
         """Create counts of zero; `stream_bytes_max`: bound of the stream."""
-        # What first appears above 0 has no increase an alert could see.
+        # Start series at 0: Prometheus sees no increase if a series first appears with a higher value.
         self.count_by_result: Counter[str] = Counter(dict.fromkeys((ACCEPTED, REPEATED, *REJECTION_REASONS), 0))
         self.refusal_count_by_reason: Counter[str] = Counter(dict.fromkeys(REFUSAL_REASONS, 0))
         self.dropped_count = 0
@@ -51,10 +51,10 @@ class EventCounts(Collector):
         )  # fmt: skip
         self._redis, self._keyspace, self._stream_bytes_max = redis, keyspace, stream_bytes_max
         self.value_by_gauge: dict[str, float] = {}
-        """Figures of the last refresh by name; empty before the first."""
+        """Measurements of the last refresh by name; empty before the first."""
 
     async def refresh(self) -> None:
-        """Measure the stream and the inbox, and check the server's settings; if it is away, report only that."""
+        """Measure the stream and the inbox, and check the server's settings; if it is unreachable, report only that."""
         stream_key, inbox_key = self._keyspace.events, self._keyspace.inbox
         try:
             durability = await self._redis.refresh_durability()
@@ -65,7 +65,7 @@ class EventCounts(Collector):
         except EventsUnavailable:
             self.value_by_gauge = {"up": 0.0}
             return
-        # Not a position: producers may write ids of their own, such as microseconds.
+        # Not `Position`: producers may use ids of their own, such as microseconds.
         oldest_entry_s = (
             int(oldest_inbox_entries[0][0].split(b"-")[0]) / 1000 if oldest_inbox_entries else float(redis_time[0])
         )
@@ -79,17 +79,19 @@ class EventCounts(Collector):
         }
 
     def collect(self) -> Iterable[Metric]:
-        """Yield counter families, the histogram, and a gauge for each figure of the last refresh."""
-        results_family = CounterMetricFamily("larder_events", "Events, by what became of them", labels=["result"])
+        """Yield counter families, the histogram, and a gauge for each measurement of the last refresh."""
+        results_family = CounterMetricFamily("larder_events", "Events by result", labels=["result"])
         yield add_samples_by_label(results_family, self.count_by_result)
         refusals_family = CounterMetricFamily(
             "larder_events_refused",
-            "Requests of events and pieces of the inbox that were refused whole, by reason",
+            "Whole requests of events and batches of the inbox that were refused, by reason",
             labels=["reason"],
         )
         yield add_samples_by_label(refusals_family, self.refusal_count_by_reason)
         yield CounterMetricFamily(
-            "larder_events_rejected_dropped", "Rejected events not kept with their reason", value=self.dropped_count
+            "larder_events_rejected_dropped",
+            "Rejected events that were not stored with their reason",
+            value=self.dropped_count,
         )
         yield from self.accept_seconds.collect()
         for gauge_name, gauge_value in self.value_by_gauge.items():
@@ -99,10 +101,10 @@ class EventCounts(Collector):
 HELP_TEXT_BY_GAUGE = {
     "up": "1 while the Redis of events answers and is as durable as demanded",
     "stream_bytes": "Bytes of the stream of accepted events",
-    "stream_max_bytes": "Bytes that it may have; beyond them events are refused",
+    "stream_max_bytes": "Limit of the stream's bytes; beyond it events are refused",
     "stream_length": "Events in the stream",
-    "inbox_length": "Entries of the inbox that are not taken in yet",
-    "inbox_lag_seconds": "Age of the oldest of them, by Redis' clock",
+    "inbox_length": "Entries of the inbox that are not processed yet",
+    "inbox_lag_seconds": "Age of the oldest entry of the inbox, by Redis' clock",
 }
 """Help text by gauge."""
 

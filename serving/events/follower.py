@@ -1,4 +1,4 @@
-"""Follower of the event stream, the newest known position, and the metrics of both."""
+"""Follower of the event stream, its metrics, and the newest known position."""
 
 import asyncio
 import logging
@@ -39,10 +39,10 @@ NoteStale = Callable[[str | None], None]
 """Callback that sets a reason why answers may lag behind, None to clear it."""
 
 _LAG_MAX_S = 1.0
-"""Seconds that counting may be behind acceptance before answers report it."""
+"""Lag in seconds between acceptance and counting from which answers report it."""
 
 _ENTRIES_AT_ONCE = 256
-"""Events added, or users checked, before the event loop gets control."""
+"""Events added, or users checked, before yielding to the event loop."""
 
 _READ_WAIT_MS = 1_000
 
@@ -53,15 +53,15 @@ _IDLE_PAUSE_S = 0.2
 _RECONNECT_PAUSE_S = 0.5
 
 _STORE_WAIT_S: Final = 2.0
-"""Seconds that a start waits for the store, which answers do not need."""
+"""Seconds that the start waits for the store, which answers do not need."""
 
 
 class EventFollower:
-    """Follower that keeps `newer_events` complete since the oldest held generation, up to `held_bytes_max`; one loop.
+    """Follower that keeps `newer_events` complete since the oldest held generation, for one event loop.
 
-    Beyond that no more events are added until a night has taken some over. `note_stale` is called while that lasts,
-    while Redis is out of reach, and until the stream was read through for the first time; `recheck_values` is called
-    when older values of items were added.
+    Beyond `held_bytes_max` no more events are added until a night has taken some over. `note_stale` is called while
+    that lasts, while Redis is unreachable, and until the stream has been read completely once; `recheck_values` is
+    called when older values of items were added.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class EventFollower:
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self.unreadable_count = 0
-        """Entries of the stream that are no events."""
+        """Number of stream entries that are not events."""
         self._url = url
         self._stream_key = keyspace.events
         self.newer_events = newer_events
@@ -89,14 +89,14 @@ class EventFollower:
         self._clock = RedisClock(timer)
         self._floor_number: int | None = None
         self._waits_since: float | None = None
-        """Time by `timer` since when there is a stream to follow and no event was read yet; None once one was."""
+        """Time of `timer` since which there are unread events; None if all were read."""
         self._blocklist = Blocklist()
-        # Made once for each list: of 100,000 it takes 6 ms.
+        # Built once per blocklist: 6 ms for 100,000 entries.
         self._blocked_owners, self._unblocked_owners = _EventOwners(), _EventOwners()
         self._is_at_end, self._caught_up_at = False, 0.0
 
     async def run(self) -> None:
-        """Follow the stream, and again after its Redis was away; any other exception ends the follower."""
+        """Follow the stream; reconnect after errors of Redis. Any other exception ends the follower."""
         self._fall_behind()
         while True:
             try:
@@ -114,7 +114,7 @@ class EventFollower:
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Redis]:
-        """Open a connection of its own, whose reads may block."""
+        """Open a separate connection, whose reads may block."""
         client = check_replies(
             Redis.from_url(
                 self._url,
@@ -133,7 +133,7 @@ class EventFollower:
             await client.aclose()
 
     async def step(self, client: Redis, wait_ms: int | None = None) -> bool:
-        """Add the new events, waiting up to `wait_ms` for one; False if there is nothing to follow, or no room."""
+        """Add new events, waiting up to `wait_ms` for one; return False if there is nothing to follow, or no room."""
         floor_number = self._find_floor_number()
         if floor_number is None:
             self._catch_up()
@@ -158,9 +158,9 @@ class EventFollower:
         return True
 
     def lag_s(self) -> float:
-        """Return the seconds since all accepted events were counted; 0 if none is known to be missing.
+        """Return the seconds since all accepted events were counted; 0 if no event is known to be missing.
 
-        Until the stream was read for the first time: seconds since there is something to read.
+        Until the stream has been read once: the seconds since there is something to read.
         """
         if self._is_at_end:
             return 0.0
@@ -175,7 +175,7 @@ class EventFollower:
         return 0 if served is None else len(served.live.new_items.left_out_ids)
 
     def _find_floor_number(self) -> int | None:
-        """Return the oldest position that a held generation was made at; None if no generation has events."""
+        """Return the oldest position up to which a held generation has events; None if no generation has events."""
         served = self._holder.served
         if served is None:
             return None
@@ -190,7 +190,7 @@ class EventFollower:
         until_number: int = NO_LIMIT,
         only_owners: "_EventOwners | None" = None,
     ) -> int:
-        """Add the next entries, up to a position's number, of some owners or all; return their number."""
+        """Add the next entries up to a position, of all or some owners; return the number of entries read."""
         last_entry_id = str(Position.from_number(newer_events.users.last_number))
         stream_replies: Any = await client.xread(
             {self._stream_key: last_entry_id}, count=_ENTRIES_AT_ONCE, block=wait_ms
@@ -204,7 +204,7 @@ class EventFollower:
                 event = event_of_entry(entry_fields)
             except CorruptArtefact:
                 self.unreadable_count += 1
-                log.warning("entry %s of the stream is no event", position)
+                log.warning("entry %s of the stream is not an event", position)
                 newer_events.users.last_number = position.number
                 continue
             if self._blocked_owners.has(event) or (only_owners is not None and not only_owners.has(event)):
@@ -227,14 +227,14 @@ class EventFollower:
                 self._blocked_owners.user_ids & newer_events.packed.keys(), self._blocked_owners.item_ids
             )
         if self._floor_number is not None and (self._unblocked_owners.user_ids or self._unblocked_owners.item_ids):
-            newer_events.forget(*self._unblocked_owners)  # where this was tried before, and an outage ended it
+            newer_events.forget(*self._unblocked_owners)  # remains of an earlier attempt that an outage interrupted
             await self._reread(client, self._floor_number, newer_events.users.last_number, self._unblocked_owners)
             if self._unblocked_owners.item_ids:
                 self._recheck_values()
         self._unblocked_owners = _EventOwners()
 
     async def _read_earlier(self, client: Redis, floor_number: int, known_floor_number: int) -> None:
-        """Read the events between a new, earlier floor and the known ones."""
+        """Read the events between a new, earlier floor and the known events."""
         if await self._reread(client, floor_number, known_floor_number):
             self.newer_events.users.complete_after_number = self.newer_events.values.complete_after_number = (
                 floor_number
@@ -244,9 +244,9 @@ class EventFollower:
     async def _reread(
         self, client: Redis, after_number: int, until_number: int, only_owners: "_EventOwners | None" = None
     ) -> bool:
-        """Read a piece of the stream again and put it in front, while new events are added as usual.
+        """Read a range of the stream again and prepend its events, while new events are added as usual.
 
-        If both do not fit into memory, read everything again from there, as far as that goes, and return False.
+        If both do not fit into memory, read the stream again from `after_number` as far as memory allows; return False.
         """
         self._fall_behind()
         reread_events = _empty_events_since(after_number)
@@ -265,7 +265,7 @@ class EventFollower:
         return True
 
     async def _read_all_since(self, client: Redis, floor_number: int) -> None:
-        """Read the stream from a position on; the former events count until that is done."""
+        """Read the stream from a position on; the previous events stay in use meanwhile."""
         self._fall_behind()
         reread_events = _empty_events_since(floor_number)
         while await self._add_entries(client, reread_events, None) and reread_events.size_bytes < self.held_bytes_max:
@@ -275,7 +275,7 @@ class EventFollower:
         self._floor_number = floor_number
 
     async def _drop_until(self, floor_number: int) -> None:
-        """Forget the events that all held generations include, some users at a time."""
+        """Forget the events that all held generations include, yielding after some users."""
         user_ids = list(self.newer_events.packed)
         for first_index in range(0, len(user_ids), _ENTRIES_AT_ONCE):
             self.newer_events.users.drop_until(floor_number, user_ids[first_index : first_index + _ENTRIES_AT_ONCE])
@@ -302,7 +302,7 @@ class EventFollower:
 
 
 class _EventOwners(NamedTuple):
-    """Users and items whose events are left out, or read again."""
+    """Users and items whose events are skipped, or read again."""
 
     user_ids: frozenset[bytes] = frozenset()
     item_ids: frozenset[bytes] = frozenset()
@@ -325,7 +325,7 @@ def _empty_events_since(position_number: int) -> NewerEvents:
 
 
 def _until_numbers(snapshots: Iterable[Snapshot]) -> list[int]:
-    """Return the number of the position that each generation with events was made at."""
+    """Return the number of the position up to which each generation with events has them."""
     snapshot_events = [snapshot.part(GenerationEvents) for snapshot in snapshots]
     return [generation_events.until_number for generation_events in snapshot_events if generation_events]
 
@@ -341,26 +341,26 @@ class EventMetrics(Collector):
         follower, newer_events = self._follower, self._follower.newer_events
         items_without_vector = follower.count_new_items_without_vector()
         for gauge_name, help_text, gauge_value in (
-            ("lag_seconds", "Since everything was counted that had been accepted", follower.lag_s()),
+            ("lag_seconds", "Seconds since all accepted events were counted", follower.lag_s()),
             ("users", "Users with events in memory", len(newer_events.users)),
             ("held_bytes", "Bytes of events in memory", newer_events.size_bytes),
-            ("new_items", "Items in memory that events brought", len(newer_events.items)),
+            ("new_items", "New items in memory", len(newer_events.items)),
             (
                 "new_items_without_vector",
-                "Of these the ones on which the live item tower fails, and that no list names",
+                "New items for which the live item tower fails, so that no list names them",
                 items_without_vector,
             ),
-            ("held_max_bytes", "Bytes of them that a worker may have", follower.held_bytes_max),
+            ("held_max_bytes", "Limit of the bytes of events in a worker's memory", follower.held_bytes_max),
         ):
             yield GaugeMetricFamily(f"larder_events_{gauge_name}", help_text, gauge_value)
         yield CounterMetricFamily(
             "larder_event_values_refused",
-            "Events whose values were not taken in: their item or user has too many attributes",
+            "Events whose values were ignored: their item or user has too many attributes",
             newer_events.values.refusal_count,
         )
         yield CounterMetricFamily(
             "larder_event_new_items_evicted",
-            "Items that events brought and that went for newer ones",
+            "New items that were replaced by newer ones",
             newer_events.items.evicted_count,
         )
 
@@ -368,7 +368,7 @@ class EventMetrics(Collector):
 class NewestPosition:
     """Newest position known from the followed stream, the held generations, and what nights took over.
 
-    A Redis that comes back without its stream, and with a clock that is behind, would assign positions below it.
+    A Redis that lost its stream, and whose clock is behind, would otherwise assign earlier positions.
     """
 
     def __init__(self, newer_events: NewerEvents, holder: GenerationHolder, store: ArtefactStore) -> None:
@@ -376,12 +376,12 @@ class NewestPosition:
         self._taken_position = STREAM_BEGINNING
 
     async def load_taken_position(self, in_thread: StoreThreads) -> None:
-        """Read once, at the start, the position up to which nights took events over; the follower sees later ones."""
+        """Read the position up to which nights took events over, once at the start; the follower sees later ones."""
         try:
             async with asyncio.timeout(_STORE_WAIT_S):
                 self._taken_position = await in_thread(read_taken_position, self._store)
         except (LarderError, TimeoutError) as error:
-            log.warning("what nights took of the stream of events is not known: %s", error)
+            log.warning("the position up to which nights took events over is unknown: %s", error)
 
     def __call__(self) -> Position:
         snapshots = () if self._holder.served is None else self._holder.served.snapshots

@@ -35,24 +35,24 @@ from serving.requests.errors import Problem
 log = logging.getLogger(__name__)
 
 EVENTS_PER_CALL: Final = 250
-"""Events in one call, which takes Redis about 2 ms."""
+"""Events in one call of Redis, which takes about 2 ms."""
 
 WAITING_BYTES_MAX: Final = 16 << 20
-"""Bytes of events that wait for their call; more are refused."""
+"""Bytes of events that may wait for their call; further events are refused."""
 
 INLINE_EVENTS_MAX: Final = 100
-"""Events of one request up to which they are parsed on the event loop: 100 take about 1 ms."""
+"""Number of a request's events up to which they are parsed on the event loop: 100 take about 1 ms."""
 
 FULL_RETRY_AFTER_S: Final = 30.0
 """Seconds in `Retry-After` if the stream is full."""
 
-_TOO_MANY_DETAIL: Final = "its user, or the item alone, has sent as many as [events] of_one allows"
+_TOO_MANY_DETAIL: Final = "its user, or its item, has as many events as [events] of_one allows"
 
 REJECTIONS_FLUSH_S: Final = 1.0
-"""Seconds between writes of rejected events from HTTP; a killed process loses at most this much of them."""
+"""Seconds between writes of rejected events from HTTP; a killed process loses at most those of this time."""
 
 EXCERPT_BYTES_MAX: Final = 1_024
-"""Bytes of a rejected event that are stored."""
+"""Number of bytes of a rejected event that are stored."""
 
 REJECTIONS_WAITING_MAX: Final = 1_000
 INBOX_GROUP: Final = "larder"
@@ -60,17 +60,17 @@ INBOX_BLOCK_MS: Final = 1_000
 CLAIM_EVERY_S: Final = 10.0
 
 CLAIM_AFTER_MS: Final = 30_000
-"""Milliseconds after which an entry that a consumer did not finish is claimed by another one."""
+"""Milliseconds after which another consumer claims an unfinished entry."""
 
 FORGET_CONSUMER_AFTER_MS: Final = 3_600_000
-"""Milliseconds of silence after which a consumer without entries is forgotten: each start is a new one."""
+"""Milliseconds of silence after which an idle consumer is deleted: each start of a process creates a new one."""
 
 INBOX_PAUSE_S: Final = 1.0
-"""Seconds until the next attempt if Redis is away or the stream is full."""
+"""Seconds until the next attempt if Redis is unreachable or the stream is full."""
 
 _CURSOR_BEGIN: Final = b"0-0"
 
-# In one script: an entry that a consumer took between a look and DELCONSUMER would be lost with it.
+# One script: an entry that a consumer took between XINFO and DELCONSUMER would be lost.
 _FORGET_CONSUMERS_SCRIPT = """
 local gone = 0
 for _, each in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
@@ -84,8 +84,8 @@ end
 return gone
 """
 
-# Both or neither: an entry that is no longer pending and still there would count as lag for ever. No MULTI: at its
-# maxmemory Redis refuses whatever is queued.
+# Both or neither: an entry that is acknowledged but not deleted would count as lag for ever. No MULTI, because Redis at
+# its maxmemory refuses to queue commands.
 _FINISH_ENTRIES_SCRIPT = """
 local ids = {unpack(ARGV, 2)}
 redis.call('XACK', KEYS[1], ARGV[1], unpack(ids))
@@ -93,10 +93,11 @@ return redis.call('XDEL', KEYS[1], unpack(ids))
 """
 
 _START_WAIT_S = 2.0
-"""Seconds that a start waits for the Redis of events, which lookups do not need."""
+"""Seconds that the start waits for the Redis of events, which lookups do not need."""
 
 _EVICTION_WARNING = (
-    "maxmemory-policy %s of the Redis of events may evict ids, and repetitions count: set noeviction there"
+    "maxmemory-policy %s of the Redis of events may evict ids, so that repeated events count twice: set noeviction "
+    "there"
 )
 
 
@@ -107,13 +108,13 @@ class _EventChunk(NamedTuple):
 
 
 class EventsBusy(LarderError):
-    """Too many events are waiting; none of these was sent."""
+    """Too many events are waiting; no event of this request was sent."""
 
     code = "overloaded"
 
 
 class Acceptor:
-    """Acceptor of one process, with one call at a time, so events keep the order in which they came.
+    """Acceptor of one process; makes one call at a time, so that events keep the order of their arrival.
 
     While a call is under way the events of all requests gather for the next one.
     """
@@ -136,10 +137,10 @@ class Acceptor:
         self._sending_task: asyncio.Task[None] | None = None
 
     async def accept(self, events: Sequence[PackedEvent]) -> list[AcceptOutcome]:
-        """Return the outcome of each event, once they are as durable as demanded.
+        """Return the outcome of each event, once the events are as durable as demanded.
 
-        Raises EventsFull, EventsUnavailable and EventsBusy. After an error some may have been accepted: sent again
-        under their ids they are `repeated`.
+        Raises EventsFull, EventsUnavailable and EventsBusy. After an error some events may have been accepted; if they
+        are sent again with their ids, they are `repeated`.
         """
         if not events:
             return []
@@ -158,11 +159,11 @@ class Acceptor:
         self._waiting_chunks.extend(chunks)
         self._waiting_bytes += sum(body_sizes)
         if self._sending_task is None or self._sending_task.done():
-            # A task begins in the next turn: all requests of this one go along.
+            # A task starts in the next iteration of the event loop, so that all requests of this one are included.
             self._sending_task = self._loops.start(
                 "event_acceptor", self._send, is_due=lambda: bool(self._waiting_chunks)
             )
-        # Each is awaited, whatever came of the others: an error that nobody took would be logged as lost.
+        # Await all chunks, even if one fails: asyncio logs errors that are never retrieved.
         chunk_outcomes = await asyncio.gather(*(chunk.outcome for chunk in chunks), return_exceptions=True)
         accepted: list[AcceptOutcome] = []
         for outcome in chunk_outcomes:
@@ -188,7 +189,7 @@ class Acceptor:
             replies = await self._redis.accept(keys, arguments, self._script)
             outcomes = _parse_outcomes(replies, len(events))
         except Exception as error:
-            # What waits behind an outage would wait as long in vain.
+            # During an outage the waiting events would only fail later.
             waiting_chunks = self._take_all_chunks() if isinstance(error, EventsUnavailable) else []
             self._refuse(chunks + waiting_chunks, error)
         else:
@@ -227,7 +228,9 @@ def _parse_outcomes(replies: Sequence[bytes], event_count: int) -> list[AcceptOu
     except InvalidInput as error:
         raise EventsUnavailable(f"the Redis of events: {error.message}") from error
     if len(outcomes) != event_count:
-        raise EventsUnavailable(f"the Redis of events told the outcome of {len(outcomes)} events, not of {event_count}")
+        raise EventsUnavailable(
+            f"the Redis of events reported the outcome of {len(outcomes)} events instead of {event_count}"
+        )
     return outcomes
 
 
@@ -238,10 +241,10 @@ class _Rejection(NamedTuple):
 
 
 class RejectionQueue:
-    """Queue of this process's rejected events on their way into Redis; beyond a bound they are only counted."""
+    """Queue of rejected events that are written to Redis; beyond a bound they are only counted."""
 
     def __init__(self, redis: EventsRedis, keyspace: Keyspace, counts: EventCounts, entries_max: int) -> None:
-        """Create an empty queue; `entries_max`: number of rejected events that Redis keeps, the newest."""
+        """Create an empty queue; `entries_max`: number of the newest rejected events that Redis keeps."""
         self._redis, self._rejected_events_key, self._counts, self._entries_max = (
             redis, keyspace.rejected_events, counts, entries_max,
         )  # fmt: skip
@@ -258,7 +261,7 @@ class RejectionQueue:
         self._waiting_rejections.append(_Rejection(reason, detail, event_excerpt))
 
     async def flush(self) -> None:
-        """Write the queued events; drop them at Redis' maxmemory, keep them queued on EventsUnavailable."""
+        """Write the queued events. If Redis is at its maxmemory, drop them; on EventsUnavailable keep them queued."""
         async with self._write_lock:
             rejection_count = len(self._waiting_rejections)
             if not rejection_count:
@@ -269,7 +272,7 @@ class RejectionQueue:
                      "reason", rejection.reason, "detail", rejection.detail, "event", rejection.event)
                     for rejection in self._waiting_rejections
                 ])  # fmt: skip
-            except EventsFull:  # the inbox would wait for its rejected ones, and fill Redis further
+            except EventsFull:  # otherwise the inbox would wait for its rejected events, and fill Redis further
                 self._counts.dropped_count += rejection_count
             for _ in range(rejection_count):
                 self._waiting_rejections.popleft()
@@ -292,7 +295,7 @@ def _event_excerpt(raw_event: Any) -> bytes:
         }
     try:
         return orjson.dumps(raw_event)[:EXCERPT_BYTES_MAX]
-    except orjson.JSONEncodeError:  # it reads JSON that is nested deeper than what it writes
+    except orjson.JSONEncodeError:  # orjson parses deeper nesting than it can write
         return b""
 
 
@@ -304,7 +307,7 @@ class EventIntake:
     reader: EventReader
     acceptor: Acceptor
     inbox_acceptor: Acceptor
-    """Acceptor of the inbox alone: it works at maxmemory, too, or an inbox that fills Redis could never be emptied."""
+    """Acceptor of the inbox: also works at maxmemory, so that an inbox that fills Redis can be emptied."""
     rejections: RejectionQueue
     counts: EventCounts
     get_blocklist: Callable[[], Blocklist]
@@ -312,9 +315,9 @@ class EventIntake:
     timer: Callable[[], float]
 
     async def accept_events(self, raw_events: Sequence[Any]) -> dict[str, Any]:
-        """Accept a request's list of events; return the response. Raise Problem if none can be accepted now.
+        """Accept a request's list of events; return the response. Raise Problem if no event can be accepted now.
 
-        After a Problem some may have been accepted all the same: sent again under their ids they count once.
+        After a Problem some events may still have been accepted: sent again with their ids they count once.
         """
         began_at = self.timer()
         parse_events, parse_arguments = (
@@ -331,7 +334,7 @@ class EventIntake:
         except EventsFull as error:
             self.counts.refusal_count_by_reason[error.code] += 1
             raise Problem(
-                429, error.code, f"{error.message}: send them again later, under the same ids",
+                429, error.code, f"{error.message}: send the events again later, with the same ids",
                 retry_after_seconds=FULL_RETRY_AFTER_S,
             ) from error  # fmt: skip
         except (EventsUnavailable, EventsBusy) as error:
@@ -339,12 +342,12 @@ class EventIntake:
             message = error.message
             if isinstance(error, EventsUnavailable) and (message := error.outside) != error.message:
                 log.warning("no events are accepted: %s", error.message)
-            raise Problem(503, error.code, f"{message}: send them again, under the same ids") from error
+            raise Problem(503, error.code, f"{message}: send the events again, with the same ids") from error
         self.counts.accept_seconds.observe("http", self.timer() - began_at)
         return self._build_receipt(raw_events, read_events, outcomes)
 
     async def accept_entries(self, entries: Sequence[tuple[str, Mapping[bytes, bytes]]]) -> None:
-        """Accept or reject entries of the inbox, given by their ids; rejected ones are stored on return.
+        """Accept or reject entries of the inbox, given by their ids; rejected entries are stored on return.
 
         Raises EventsFull, EventsUnavailable and EventsBusy, and counts them: producers do not see them.
         """
@@ -405,7 +408,7 @@ class EventIntake:
 
 
 class InboxEntry(NamedTuple):
-    """Entry of the inbox: its id, and its fields as written."""
+    """Entry of the inbox: its id, and its fields as its producer wrote them."""
 
     id: bytes
     fields: dict[bytes, bytes]
@@ -414,8 +417,8 @@ class InboxEntry(NamedTuple):
 class Inbox:
     """Consumer of the inbox, one in each process.
 
-    An entry is removed once its event was accepted, or rejected and stored: if a consumer dies before that, another one
-    takes the entry, and the event's id makes the repetition harmless.
+    An entry is removed once its event was accepted, or rejected and stored. If a consumer dies before that, another one
+    takes the entry, and the event's id prevents it from counting twice.
     """
 
     def __init__(
@@ -429,7 +432,7 @@ class Inbox:
         self._loops = BackgroundLoops() if loops is None else loops
         self._redis, self._inbox_key, self._intake, self._consumer_name = (redis, keyspace.inbox, intake, consumer_name)
         self._has_unfinished = True
-        """True while this consumer may have entries that it took and did not finish."""
+        """True while this consumer may have taken entries that it did not finish."""
         self._claimed_at = float("-inf")
         self._claim_cursor: bytes = _CURSOR_BEGIN
         self._consume_task: asyncio.Task[None] | None = None
@@ -443,11 +446,11 @@ class Inbox:
         await cancel_and_wait([self._consume_task])
 
     async def consume(self) -> None:
-        """Consume entries until that fails; return after a pause if Redis is full or away."""
+        """Consume entries until an error occurs; return after a pause if Redis is full or unreachable."""
         try:
             await self._redis.execute("XGROUP CREATE", self._inbox_key, INBOX_GROUP, "0", "MKSTREAM")
         except EventsFull:
-            pass  # at maxmemory no group is made, nor looked for: the one that may be there empties the inbox
+            pass  # at maxmemory a group cannot be created; use an existing one to empty the inbox
         except EventsUnavailable as error:
             if "BUSYGROUP" not in str(error):
                 await asyncio.sleep(INBOX_PAUSE_S)
@@ -455,8 +458,8 @@ class Inbox:
         try:
             while True:
                 await self._take_in_entries(await self._fetch_entries())
-        except LarderError as error:  # full, away, or the group is gone with all of Redis
-            log.warning("the inbox of events waits: %s", error.message)
+        except LarderError as error:  # Redis is full, unreachable, or was emptied including the group
+            log.warning("the inbox of events is paused: %s", error.message)
         finally:
             self._has_unfinished = True
         await asyncio.sleep(INBOX_PAUSE_S)
@@ -504,7 +507,7 @@ class Inbox:
 
 
 def _inbox_entries(raw_entries: list[Any]) -> list[InboxEntry]:
-    """Convert a reply to entries; an entry that was deleted has no fields, and is finished with the others."""
+    """Convert a reply to entries; a deleted entry has no fields, and is finished like the others."""
     return [
         InboxEntry(entry_id, dict(zip(flat_fields[::2], flat_fields[1::2], strict=True)) if flat_fields else {})
         for entry_id, flat_fields in filter(None, raw_entries)
@@ -529,10 +532,10 @@ class EventParts:
         get_new_item_inputs: Callable[[], NewItemInputs | None] = lambda: None,
         loops: BackgroundLoops | None = None,
     ) -> Self:
-        """Create all parts without connecting, `consumer_name` for the consumer of the inbox. Raises ConfigError.
+        """Create all parts without connecting; `consumer_name` names the consumer of the inbox. Raise ConfigError.
 
-        New events get positions after that of `get_newest_position`. `get_new_item_inputs` returns which inputs make an
-        unknown item answerable by the live generation.
+        New events get positions after `get_newest_position()`. `get_new_item_inputs` returns the inputs with which the
+        live generation can answer for an unknown item.
         """
         events_config, keyspace = config.events, config.of_events().keyspace()
         redis = EventsRedis(config.events_redis, events_config.durability)
@@ -561,14 +564,14 @@ class EventParts:
                 policy = await self.redis.eviction_policy()
                 if self.redis.demanded_durability != "any" and policy.startswith(("volatile", "allkeys")):
                     log.warning(_EVICTION_WARNING, policy)
-        except LarderError as error:  # whatever is wrong with events, lookups are answered
+        except LarderError as error:  # lookups are answered even if events fail
             log.warning("no events are accepted for now: %s", error.message)
         except TimeoutError:
-            log.warning("no events are accepted for now: their Redis does not answer")
+            log.warning("no events are accepted for now: the Redis of events does not answer")
         self.inbox.start()
 
     async def aclose(self) -> None:
-        """End what is under way, write rejected events, and close the connections."""
+        """Finish the calls under way, write rejected events, and close the connections."""
         await self.inbox.aclose()
         await self.intake.acceptor.aclose()
         await self.intake.inbox_acceptor.aclose()

@@ -1,4 +1,4 @@
-"""Values of items and new items that events brought: put in force in the generations that a replica holds."""
+"""Application of events' item values and new items to the generations that a replica holds."""
 
 import asyncio
 import logging
@@ -23,17 +23,17 @@ from serving.metrics.registry import Metrics
 log = logging.getLogger(__name__)
 
 _LOGGED_ITEMS_MAX: Final = 3
-"""New items without a vector that a line of the log names."""
+"""Largest number of new items without a vector that a log line names."""
 
 VALUES_CHECK_INTERVAL_S = 0.25
-"""Seconds between checks of the values that events set: each new set rebuilds the changed columns."""
+"""Seconds between checks for new item values of events; applying them rebuilds the changed columns."""
 
 
 class ItemUpdate(NamedTuple):
-    """How far a snapshot includes what events brought about items.
+    """Extent to which a snapshot includes item values and new items of events.
 
-    `values_until_number` is the number of the position up to which it has their values; `new_items_version` is the
-    version of `NewItemEvents` that its new items were made of.
+    `values_until_number` is the number of the position up to which it has item values; `new_items_version` is the
+    version of `NewItemEvents` from which its new items were made.
     """
 
     values_until_number: int
@@ -41,7 +41,7 @@ class ItemUpdate(NamedTuple):
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
-        """Return that of a snapshot; one that was just opened is as its night left it."""
+        """Return the update of a snapshot; a newly opened snapshot is as its night built it."""
         return snapshot.part(cls) or cls(events_until_number(snapshot.manifest))
 
 
@@ -51,13 +51,13 @@ def events_until_number(manifest: Manifest) -> int:
 
 
 def new_item_inputs(snapshot: Snapshot) -> NewItemInputs | None:
-    """Return the inputs that make an unknown item answerable; None without working models, or events."""
+    """Return the inputs with which unknown items can be answered; None without working models, or events."""
     generation_events = snapshot.part(GenerationEvents)
     return None if generation_events is None else generation_events.new_item_inputs
 
 
 def with_changed_filtering(snapshot: Snapshot, filtering: Filtering) -> Snapshot:
-    """Return a snapshot with other values of items: lists that its night made by changed attributes are outdated."""
+    """Return a snapshot with new item values; nightly lists by changed attributes are marked as outdated."""
     facet_by_table = {} if snapshot.manifest.events is None else snapshot.manifest.events.facets
     return snapshot.with_same_stamp(
         part_by_class={**snapshot.part_by_class, Filtering: filtering},
@@ -71,7 +71,7 @@ def with_changed_filtering(snapshot: Snapshot, filtering: Filtering) -> Snapshot
 
 
 class ItemUpdater:
-    """Updater of the snapshots of one holder, which it updates as they are opened, too."""
+    """Updater of one holder's snapshots, also of newly opened ones."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ItemUpdater:
         holder.update_snapshot = self.update
 
     async def apply_new_values(self) -> None:
-        """Put newer values of items' attributes, and new items, in force in all held generations."""
+        """Apply newer item values and new items to all held generations."""
         while (served := self._holder.served) is not None and any(map(self._is_behind, served.snapshots)):
             update = self._update_of(served.snapshots)
             if await self._holder.change_snapshots(served, update.apply_to):
@@ -96,12 +96,12 @@ class ItemUpdater:
                 return
 
     def recheck_values(self) -> None:
-        """Make `apply_new_values` check all values again, because older ones than the checked ones were added."""
+        """Make `apply_new_values` check all values again, because earlier values were added."""
         if self._holder.served is not None:
             self._holder.served = self._holder.served.map_snapshots(_with_values_of_night)
 
     async def update(self, snapshot: Snapshot) -> Snapshot:
-        """Return a newly opened snapshot with the values and items that events brought since its night."""
+        """Return a newly opened snapshot with the item values and new items of events since its night."""
         if not self._is_behind(snapshot):
             return snapshot
         return await asyncio.to_thread(self._update_of((snapshot,)).apply_to, snapshot)
@@ -115,7 +115,7 @@ class ItemUpdater:
         return SnapshotUpdate(missing_by_generation, self._failed_generations, self._timer())
 
     def _is_behind(self, snapshot: Snapshot) -> bool:
-        """True if the snapshot lacks known values or items, unless earlier ones are still to be read again."""
+        """True if the snapshot lacks known values or items, unless earlier events still have to be read again."""
         update = ItemUpdate.of(snapshot)
         if update.values_until_number < self._attribute_events.complete_after_number:
             return False
@@ -134,7 +134,7 @@ def _with_values_of_night(snapshot: Snapshot) -> Snapshot:
 
 
 class MissingItems(NamedTuple):
-    """Values that events set for items and a generation lacks, and all new items with all values of theirs."""
+    """Item values of events that a generation lacks, and all new items with all of their values."""
 
     values: NewerValues
     new_items: tuple[NewItem, ...]
@@ -158,9 +158,9 @@ class MissingItems(NamedTuple):
 
 
 class SnapshotUpdate:
-    """Update of snapshots with item values and new items of events, in any thread; `counts`: outcomes by generation.
+    """Update of snapshots with item values and new items, for any thread; `counts` are outcomes by generation.
 
-    `failed_generations` are generations where that failed, which is logged once.
+    `failed_generations` are the generations for which a failure was already logged.
     """
 
     def __init__(
@@ -175,14 +175,14 @@ class SnapshotUpdate:
         """Return the snapshot with the values and new items; values of unknown attributes or items are ignored."""
         if (missing_items := self._missing_by_generation.get(snapshot.generation)) is None:
             return snapshot
-        # Anybody sends events: a generation that cannot take one over answers as it did before, and can be loaded.
+        # Events come from outside: a generation that cannot apply one must still load, and answer as before.
         for apply_update in (self._with_values, self._with_new_items):
             try:
                 snapshot = apply_update(snapshot, missing_items)
             except Exception:
                 if snapshot.generation not in self._failed_generations:
                     self._failed_generations.add(snapshot.generation)
-                    log.exception("generation %s does not take over what events set", snapshot.generation)
+                    log.exception("generation %s cannot apply item values of events", snapshot.generation)
         return snapshot
 
     def _with_values(self, snapshot: Snapshot, missing_items: MissingItems) -> Snapshot:
@@ -231,8 +231,8 @@ class SnapshotUpdate:
         )
         if newly_left_out := sorted(new_items.left_out_ids - snapshot.new_items.left_out_ids):
             log.warning(
-                "generation %s has no vector of %d new items, so no list names them (%s): the item tower fails on "
-                "them, or makes a number that is not finite or too large",
+                "generation %s has no vector for %d new items, so no list names them (%s): the item tower fails for "
+                "them, or returns a number that is not finite or too large",
                 snapshot.generation, len(newly_left_out),
                 ", ".join(repr(item_id.decode()) for item_id in newly_left_out[:_LOGGED_ITEMS_MAX]),
             )  # fmt: skip

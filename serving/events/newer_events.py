@@ -1,4 +1,4 @@
-"""Newer events of users and new items: which of them an answer counts, and how live computes from them."""
+"""Newer events of users, and new items: selection of those that an answer counts, and inference from them."""
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,14 +26,15 @@ from serving.requests.options import RequestOptions
 from serving.requests.reasons import LiveReason
 
 NO_LIMIT = (1 << 64) - 1
-"""Number that is above every position's."""
+"""Number above that of every position."""
 
 
 class CountedEvents(NamedTuple):
-    """Newer events that an answer counts, the newest last; `digest` is that of all inputs of the answer.
+    """Newer events that an answer counts, newest last; `digest` covers all inputs of the answer.
 
-    Unless it `is_whole` some may be missing, and nothing is computed from the known ones. An `is_past` one is for a
-    requested earlier position: computed, and not kept; `is_approximate` if attributes are newer than it.
+    Unless `is_whole`, some events may be missing, and nothing is computed from the known ones. `is_past`: an earlier
+    position was requested; the answer is computed and not stored. `is_approximate`: attributes are newer than the
+    position.
     """
 
     input: EventInput
@@ -49,7 +50,7 @@ class CountedEvents(NamedTuple):
 
     @property
     def counts_sent(self) -> bool:
-        """True if what the caller sent counts, besides the events."""
+        """True if the caller's input counts in addition to the events."""
         return self.input.caller_input is not None
 
     @property
@@ -59,35 +60,35 @@ class CountedEvents(NamedTuple):
 
     @property
     def as_of(self) -> str:
-        """Time when the newest was accepted, RFC 3339, UTC."""
+        """Time when the newest event was accepted, RFC 3339, UTC."""
         return iso_time(Position.from_number(self.input.events[-1].number).ms / 1000)
 
     @property
     def items(self) -> tuple[bytes, ...]:
-        """Items of the events, by their ids."""
+        """Ids of the events' items."""
         return tuple([event.item for event in self.input.events if event.item])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewerEvents(NewerInputs):
-    """Events of users since the oldest generation that is held; for the event loop of one process only."""
+    """Events of users since the oldest held generation; for the event loop of one process only."""
 
     users: UserEvents = field(default_factory=UserEvents)
     values: AttributeEvents = field(default_factory=AttributeEvents)
-    """Attributes that events set."""
+    """Attribute values of events."""
     items: NewItemEvents = field(default_factory=NewItemEvents)
-    """Items that events brought."""
+    """New items of events."""
 
     @property
     def size_bytes(self) -> int:
-        """Memory that they take, about."""
+        """Approximate bytes of memory in use."""
         return self.users.size_bytes + self.values.size_bytes + self.items.size_bytes
 
     @property
     def packed(self) -> dict[bytes, bytes]:
-        """Events by user, the same dictionary for good: a user whom it lacks has none.
+        """Events by user; always the same dictionary, without users that have no events.
 
-        With each event the user gets another object: while it is the same, an answer still counts all events.
+        Each event replaces the user's object: while the object is the same, an answer made from it counts all events.
         """
         return self.users.packed_by_user
 
@@ -98,13 +99,13 @@ class NewerEvents(NewerInputs):
         self.items.add(position, event)
 
     def become_in_turns(self, replacement: "NewerEvents") -> Iterator[None]:
-        """Take over the contents of `replacement`, which is then given up; a few users between two yields."""
+        """Take over the contents of `replacement`, which must not be used afterwards; yield after every few users."""
         yield from self.users.replace_in_turns(replacement.users)
         self.values.replace_contents(replacement.values)
         self.items.replace_contents(replacement.items)
 
     def forget(self, user_ids: Iterable[bytes], item_ids: frozenset[bytes]) -> None:
-        """Forget the events of users, and new items and item values, of items of a night as of those of events."""
+        """Forget events of users, and new items and item values, also those of items that nights know."""
         for raw in user_ids:
             self.users.forget(raw)
             self.values.forget("user", raw)
@@ -115,7 +116,7 @@ class NewerEvents(NewerInputs):
             self.values.forget("item", raw)
 
     def changes(self, snapshot: Snapshot, table: Table, user_id: bytes) -> bool:
-        """True if the user has events that the generation lacks, and that change the answers of this table."""
+        """True if the user has events that the generation lacks and that change this table's answers."""
         generation_events = snapshot.part(GenerationEvents)
         if generation_events is None or (model_features := generation_events.tables.get(table.name)) is None:
             return False
@@ -134,11 +135,11 @@ class NewerEvents(NewerInputs):
         sent_input: tuple[LiveInput, bytes] | None = None,
         as_of: int = NO_LIMIT,
     ) -> CountedEvents | None:
-        """Events of the user that an answer of the table counts, up to a position's number; None without any.
+        """Return the user's events, up to the position `as_of`, that an answer of the table counts; None without any.
 
-        `position` is the user's in the directory (-1: the night did not know it). `sent_input` is what the caller sent,
-        with its digest: it counts for users of whom the night and these events have no input that the model takes. Of a
-        user with a record in the table it is None.
+        `position` is the user's position in the directory (-1: unknown to the night). `sent_input` is the caller's
+        input with its digest. It counts only for users for whom the night and these events have no input that the model
+        can use, and is None for a user with a record in the table.
         """
         events_of_night = snapshot.part(GenerationEvents)
         if events_of_night is None or not events_of_night.changes_answer(table, position, snapshot.seen_items):
@@ -164,14 +165,14 @@ class NewerEvents(NewerInputs):
     async def count_newer(
         self, snapshot: Snapshot, cases: Sequence[PendingAnswer], options: RequestOptions, read_records: ReadRecords
     ) -> None:
-        """Add to pending answers the newer events of their users, and the new items, unless the request declines them.
+        """Add the users' newer events, and the new items, to pending answers, unless the request declines them.
 
-        Where that cannot be computed (no model, vectors that users brought along, events that are yet to be read
-        again), they start settled for the nightly record.
+        If answers cannot be computed from them (no model, users with imported vectors, events that must be read again),
+        the pending answers settle for the nightly record from the start.
 
-        Records are read here only where the answer depends on whether there is one: a user whom the night knows has
-        events and sent an input, and the night's input and the events do not suffice for the model. Then the sent input
-        counts unless a record is read.
+        Records are read here only if the answer depends on their existence: the night knows the user, there are events
+        and a sent input, and the night's input with the events does not suffice for the model. Then the sent input
+        counts unless there is a record.
         """
         if options.max_events == 0:
             return
@@ -210,9 +211,9 @@ class NewerEvents(NewerInputs):
                 _include_counted_events(snapshot, pending_answer, counted_events)
 
     def copy_newer_input(self, snapshot: Snapshot, case: PendingAnswer, sibling_pending: PendingAnswer) -> None:
-        """Make a pending answer count exactly the events of another table's: both are parts of one answer.
+        """Make a pending answer count exactly another one's events (of another table): both are parts of one answer.
 
-        Events that were accepted in between would make a list of one history, and leave out the items of another.
+        Otherwise events accepted in between could make the list's history differ from its excluded items.
         """
         generation_events, counted_events = (snapshot.part(GenerationEvents), sibling_pending.counted_events)
         if generation_events is None or counted_events is None:
@@ -222,7 +223,7 @@ class NewerEvents(NewerInputs):
 
 
 def _digest(user_id: bytes, events: Sequence[UserEvent], sent_digest: bytes) -> bytes:
-    # All of them: with the newest alone an answer that lacked some would be taken for the whole one.
+    # All events: a digest of only the newest could not tell an answer that lacks earlier events from a complete one.
     packed_numbers = struct.pack(f"<II{len(events)}Q", len(user_id), len(events), *[event.number for event in events])
     return xxhash.xxh3_128_digest(packed_numbers + user_id + sent_digest)
 
@@ -236,7 +237,7 @@ def _find_counted_events(
     *,
     counts_sent_input: bool,
 ) -> CountedEvents | None:
-    """Return the newer events of a user that an answer counts, with the new items among them; None without any."""
+    """Return the user's newer events that an answer counts, including new items; None without any."""
     as_of = NO_LIMIT if options.as_of is None else options.as_of
     sent_input = (case.live_input, case.digest) if counts_sent_input else None
     counted_events = newer_events.find_counted_events(
@@ -248,13 +249,13 @@ def _find_counted_events(
     if new_items := case.new_items:
         digest = xxhash.xxh3_128_digest(counted_events.digest + new_items.digest)
         counted_events = counted_events._replace(digest=digest)
-    if snapshot.new_items.newest_number > as_of:  # some may have been others then, or gone since
+    if snapshot.new_items.newest_number > as_of:  # the new items of that position may have been different
         counted_events = counted_events._replace(is_approximate=True)
     return counted_events
 
 
 def _is_computed(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInput) -> bool:
-    """True if a model is to compute the answer from the events."""
+    """True if a model can compute the answer from the events."""
     generation_events = snapshot.part(GenerationEvents)
     return (
         generation_events is not None
@@ -267,15 +268,16 @@ def _include_counted_events(snapshot: Snapshot, case: PendingAnswer, newer_input
     is_computed = _is_computed(snapshot, case, newer_input)
     case.include_counted_events(newer_input, is_settled=not is_computed)
     if newer_input.is_past and is_computed:
-        case.reason = MissReason.NEWER_EVENTS  # never one that is stored
+        case.reason = MissReason.NEWER_EVENTS  # never a stored answer
     if snapshot.predictor is None:
         case.live_reason = LiveReason.NO_MODEL
 
 
 def _with_new_items(snapshot: Snapshot, counted_events: CountedEvents, as_of: int | None) -> CountedEvents:
-    """Return the events with the new items among them, counted as the next night counts them.
+    """Return the events with new items included, as the next night will count them.
 
-    If items are a table of vectors, the next night's models know them as well, so the answer is approximate.
+    If items are given as a table of vectors, the next night's models will know the new items, so the answer is
+    approximate.
     """
     new_items = snapshot.new_items
     if not new_items or new_items.number_by_id.keys().isdisjoint(counted_events.items):
@@ -294,9 +296,9 @@ def _with_new_items(snapshot: Snapshot, counted_events: CountedEvents, as_of: in
 
 
 def _include_new_items(snapshot: Snapshot, cases: Sequence[PendingAnswer], options: RequestOptions) -> None:
-    """Make computed lists of users name the new items of a generation.
+    """Allow computed lists of users to name the new items of a generation.
 
-    Not for re-ranked lists, which need more of an item than is known of a new one.
+    Not for re-ranked lists, which need attributes that new items may lack.
     """
     new_items = snapshot.new_items
     if not new_items or options.rerank is not None:
@@ -309,7 +311,7 @@ def _include_new_items(snapshot: Snapshot, cases: Sequence[PendingAnswer], optio
 
 
 def compute_from_events(jobs: Sequence[InferenceJob], scored_at: int) -> list[InferenceOutcome]:
-    """Run one inference for jobs with newer events; a job that fails costs the others nothing."""
+    """Run one inference for jobs with newer events; a failing job does not affect the others."""
     snapshot, table = jobs[0].snapshot, jobs[0].table
     generation_events = snapshot.part(GenerationEvents)
     predictor = None if generation_events is None else generation_events.predictor

@@ -31,25 +31,25 @@ ATTRIBUTE_TEXTS_MAX: Final = 64
 VECTOR_LENGTH_MAX: Final = 8_192
 
 EVENT_BYTES_MAX: Final = 4_096
-"""Largest setting of `event_bytes`: no text of an event is longer."""
+"""Largest allowed setting of `event_bytes`; no text of an event is longer."""
 
 DETAIL_CHARS_MAX: Final = 400
-"""Characters of a rejection's text, which is sent and stored, and may quote the event."""
+"""Characters of a rejection's detail text, which is sent and stored, and may quote the event."""
 
 _EVENT_FIELDS = frozenset({"user", "item", "time", "id", "type", "weight", "attributes", "features", "vector"})
 
 _ITEM_ONLY_FIELDS = ("features", "vector")
 
 _INBOX_JSON_FIELD = b"e"
-"""Field of an inbox entry that holds all of an event as JSON."""
+"""Field of an inbox entry with the whole event as JSON."""
 
 _FLOAT_MAX = 3.4e38
-"""Largest weight or part of a vector: nights hold both as float32."""
+"""Largest weight or vector component: nights store both as float32."""
 
 _NUMBER_PATTERN = re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")
 
 _UNIX_SECONDS_MAX = 10**11
-"""Bound of Unix seconds: a greater number must be milliseconds."""
+"""Bound of Unix seconds; a greater number must be milliseconds."""
 
 _TIME_CHARS_MAX = 64
 _UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -57,7 +57,7 @@ _MICROSECOND = timedelta(microseconds=1)
 _EVENTS_HEAD_PATTERN: Final = re.compile(rb'\s*\{\s*"events"\s*:\s*\[')
 _EVENTS_TAIL_PATTERN: Final = re.compile(rb"\s*\}\s*")
 
-# Possessive: a text that is never closed is read once, and then ends the search.
+# Possessive quantifiers: an unterminated text is scanned only once.
 _JSON_TOKEN_PATTERN: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
 
 
@@ -70,7 +70,7 @@ class RejectedEvent(NamedTuple):
 
 
 class ParsedEvents(NamedTuple):
-    """Events of one request that may be accepted, each with its index, and the rejected ones."""
+    """Acceptable events of one request, each with its index, and the rejected events."""
 
     event_indices: list[int]
     packed: list[PackedEvent]
@@ -78,7 +78,7 @@ class ParsedEvents(NamedTuple):
 
 
 class UnreadableEvent(NamedTuple):
-    """Event of a body that is not JSON, with the parser's message; no part of it is stored, as its owner is unknown."""
+    """Event in a body that is not JSON, with the parser's message; nothing of it is stored, as its owner is unknown."""
 
     reason: str
 
@@ -87,7 +87,8 @@ class UnreadableEvent(NamedTuple):
 class EventReader:
     """Parser of events for one namespace, within its bounds.
 
-    `get_new_item_inputs` returns which inputs make an unknown item answerable by the live generation; None: unknown.
+    `get_new_item_inputs` returns the inputs with which the live generation can answer for an unknown item; None:
+    unknown.
     """
 
     keyspace: Keyspace
@@ -99,7 +100,7 @@ class EventReader:
         body_fields = read_object(content, "body", frozenset({"events"}))
         events = body_fields.get("events")
         if not isinstance(events, list):
-            raise unprocessable("invalid_field", "events is a list", "events")
+            raise unprocessable("invalid_field", "events must be a list", "events")
         check_length(events, 1, self.config.batch, "events", "batch_too_long")
         return events
 
@@ -127,20 +128,20 @@ class EventReader:
             raw_event = _parse_inbox_texts(entry_fields) if event_json is None else orjson.loads(event_json)
         except (UnicodeDecodeError, orjson.JSONDecodeError) as error:
             _refuse_erased(entry_fields.get(b"user", b"").decode(errors="replace"), blocklist)
-            raise unprocessable("invalid_json", f"the entry is no event: {error}", "e") from error
+            raise unprocessable("invalid_json", f"the entry is not an event: {error}", "e") from error
         if isinstance(raw_event, dict) and raw_event.get("id") is None:
             raw_event = {**raw_event, "id": entry_id}
         return self._parse_and_check(raw_event, "event", round(now_s * 1e6), blocklist)
 
     def _parse_and_check(self, raw_event: object, field_path: str, now_us: int, blocklist: Blocklist) -> PackedEvent:
-        """Return the event packed; raise Problem if it is invalid, too large, or of an erased or blocked owner."""
+        """Return the packed event; raise Problem if it is invalid, too large, or its owner is erased or blocked."""
         if isinstance(raw_event, UnreadableEvent):
             detail = (
                 f"{field_path} is not JSON (which has no NaN, Infinity or half of a pair of surrogates): "
                 f"{raw_event.reason}"
             )
             raise unprocessable("invalid_json", detail, field_path)
-        # First: nothing is kept of it, whatever else is wrong with it.
+        # First: nothing of such an event is kept, even if it is also invalid.
         if isinstance(raw_event, dict):
             _refuse_erased(raw_event.get("user"), blocklist)
         event = self._parse_event(raw_event, field_path, now_us)
@@ -185,7 +186,7 @@ class EventReader:
             if user is not None:
                 _refuse_fields(event_fields, field_path, _ITEM_ONLY_FIELDS, "an item alone")
             if not {"attributes", *_ITEM_ONLY_FIELDS} & event_fields.keys():
-                detail = f"{field_path} tells nothing: an event of {'a user' if item is None else 'an item'} alone has"
+                detail = f"{field_path} sets nothing: an event of {'a user' if item is None else 'an item'} alone has"
                 detail += " attributes" + ("" if item is None else ", features or a vector")
                 raise unprocessable("missing_field", detail, field_path)
         return Event(
@@ -218,14 +219,14 @@ def read_time(raw_time: object, field_path: str) -> int:
         try:
             parsed_time = iso_time(raw_time)
         except ValueError as error:
-            detail = f"{field_path} is no time of ISO 8601, such as 2026-01-31T12:00:00Z"
+            detail = f"{field_path} is not an ISO 8601 time, such as 2026-01-31T12:00:00Z"
             raise unprocessable("invalid_field", detail, field_path) from error
         return _check_since_1970((parsed_time - _UNIX_EPOCH) // _MICROSECOND, field_path)
     if isinstance(raw_time, int | float) and not isinstance(raw_time, bool):
         if not abs(raw_time) < _UNIX_SECONDS_MAX:
-            raise unprocessable("invalid_field", f"{field_path} is in seconds since 1970", field_path)
+            raise unprocessable("invalid_field", f"{field_path} must be in seconds since 1970", field_path)
         return _check_since_1970(round(raw_time * 1_000_000), field_path)
-    detail = f"{field_path} is a time of ISO 8601, or seconds since 1970"
+    detail = f"{field_path} must be an ISO 8601 time, or seconds since 1970"
     raise unprocessable("invalid_field", detail, field_path)
 
 
@@ -241,41 +242,43 @@ def _refuse_fields(
     for field_name in refused_names:
         if field_name in event_fields:
             refused_path = f"{field_path}.{field_name}"
-            raise unprocessable("invalid_field", f"{refused_path} is for an event of {owners_text}", refused_path)
+            raise unprocessable(
+                "invalid_field", f"{refused_path} is only allowed in an event of {owners_text}", refused_path
+            )
 
 
 def _read_event_type(raw_type: object, field_path: str) -> str:
     if not isinstance(raw_type, str) or not 1 <= len(raw_type.encode()) <= EVENT_TYPE_BYTES_MAX:
-        detail = f"{field_path} is a text of 1 to {EVENT_TYPE_BYTES_MAX} bytes"
+        detail = f"{field_path} must be a text of 1 to {EVENT_TYPE_BYTES_MAX} bytes"
         raise unprocessable("invalid_field", detail, field_path)
     return raw_type
 
 
 def _read_number(raw_number: object, field_path: str) -> float:
     if isinstance(raw_number, bool) or not isinstance(raw_number, int | float) or not abs(raw_number) < _FLOAT_MAX:
-        raise unprocessable("invalid_field", f"{field_path} is a number that float32 holds", field_path)
+        raise unprocessable("invalid_field", f"{field_path} must be a number that float32 can hold", field_path)
     return float(raw_number)
 
 
 def _read_vector(raw_vector: object, field_path: str) -> tuple[float, ...]:
     if not isinstance(raw_vector, list) or not 1 <= len(raw_vector) <= VECTOR_LENGTH_MAX:
-        detail = f"{field_path} is a list of 1 to {VECTOR_LENGTH_MAX} numbers"
+        detail = f"{field_path} must be a list of 1 to {VECTOR_LENGTH_MAX} numbers"
         raise unprocessable("invalid_field", detail, field_path)
     return tuple([_read_number(number, f"{field_path}[{index}]") for index, number in enumerate(raw_vector)])
 
 
 def _read_attributes(raw_attributes: object, field_path: str) -> dict[str, Any]:
     if not isinstance(raw_attributes, dict) or not 1 <= len(raw_attributes) <= ATTRIBUTES_MAX:
-        detail = f"{field_path} is an object of 1 to {ATTRIBUTES_MAX} values by name"
+        detail = f"{field_path} must be an object of 1 to {ATTRIBUTES_MAX} values by name"
         raise unprocessable("invalid_field", detail, field_path)
     for attribute_name, attribute_value in raw_attributes.items():
         if not 1 <= len(attribute_name.encode()) <= ATTRIBUTE_NAME_BYTES_MAX:
-            detail = f"names in {field_path} have 1 to {ATTRIBUTE_NAME_BYTES_MAX} bytes"
+            detail = f"names in {field_path} must have 1 to {ATTRIBUTE_NAME_BYTES_MAX} bytes"
             raise unprocessable("invalid_field", detail, field_path)
         if not _is_attribute_value(attribute_value):
             attribute_path = f"{field_path}.{attribute_name}"
             detail = (
-                f"{attribute_path} is a text of at most {ATTRIBUTE_TEXT_BYTES_MAX} bytes, a list of at most "
+                f"{attribute_path} must be a text of at most {ATTRIBUTE_TEXT_BYTES_MAX} bytes, a list of at most "
                 f"{ATTRIBUTE_TEXTS_MAX} of them, a finite "
                 "number, true or false, or null, which clears it"
             )
@@ -305,7 +308,7 @@ def _parse_inbox_texts(entry_fields: Mapping[bytes, bytes]) -> dict[str, Any]:
 
 
 def read_body_of_events(problem: Problem, body: bytes, events_max: int) -> object:
-    """Return the content of a body that was refused with `problem`; raise it if the events cannot be separated."""
+    """Return the content of a body that was refused with `problem`; raise `problem` if events cannot be separated."""
     contents = read_separately(body, events_max) if problem.reason == "invalid_json" else None
     if contents is None:
         raise problem
@@ -313,7 +316,7 @@ def read_body_of_events(problem: Problem, body: bytes, events_max: int) -> objec
 
 
 def read_separately(body: bytes, events_max: int) -> dict[str, object] | None:
-    """Parse each event of a malformed body on its own; None if they cannot be separated, or each is JSON.
+    """Parse each event of a malformed body separately; None if they cannot be separated, or each one is valid JSON.
 
     Reads at most `events_max + 1` events. `body` as a whole is not JSON.
     """
@@ -326,11 +329,11 @@ def read_separately(body: bytes, events_max: int) -> dict[str, object] | None:
 
 
 class _NoListError(ValueError):
-    """The body is no object with only a list of events, or its texts and brackets do not end."""
+    """The body is not an object with only a list of events, or has unclosed texts or brackets."""
 
 
 def _event_pieces(body: bytes) -> Iterator[bytes]:
-    """Yield the text of each event of the list; raise _NoListError, perhaps after some of them."""
+    """Yield the text of each event of the list; may raise _NoListError after some of them."""
     head_match = _EVENTS_HEAD_PATTERN.match(body)
     if head_match is None:
         raise _NoListError

@@ -1,4 +1,4 @@
-"""Explanation of one answer: the sources read for an entity, the result of each, and the record itself.
+"""Explanation of one answer: the sources read for an entity, the result of each, and the stored record.
 
 Start at `explainer`.
 """

@@ -23,7 +23,7 @@ _TIER_SCHEMA = schemas.named_object_schema(
         "by": {"type": "string", "enum": ["batch", "live"], "description": "What computed it"},
     },
     ("found",),
-    description="What one tier holds",
+    description="Content of one tier",
 )
 
 
@@ -43,18 +43,19 @@ _EXPLANATION_SCHEMA: Json = schemas.named_object_schema(
             "ExplainedAnswer",
             {
                 "tier": schemas.SOURCE,
-                "reason": {**nullable_schema(schemas.REASON), "description": "Why it is no plain hit"},
+                "reason": {**nullable_schema(schemas.REASON), "description": "Why the answer is not a plain hit"},
                 "live": {
                     **nullable_schema(schemas.LIVE_REASON),
-                    "description": "Why live could not, though it had an input",
+                    "description": "Why live did not answer although it had an input",
                 },
             },
             ("tier", "reason", "live"),
             description="What would answer",
         ),
-        "directory": schemas.details_schema("Where the night has it, by its hash"),
+        "directory": schemas.details_schema("Place of the entity in the night's directory, by its hash"),
         "events": schemas.details_schema(
-            "Newer events that are counted, `as_of` the newest, and `until` where the generation has them; null: none",
+            "Counted newer events, `as_of` of the newest, and `until`, up to which the generation has events; null: "
+            "none",
             is_null=True,
         ),
         "new_items": {
@@ -63,35 +64,35 @@ _EXPLANATION_SCHEMA: Json = schemas.named_object_schema(
                 "ExplainedNewItem",
                 {
                     "item": {"type": "string"},
-                    "position": {"type": "string", "description": "Position of the event that brought it"},
+                    "position": {"type": "string", "description": "Position of the event that introduced it"},
                 },
                 ("item", "position"),
-                description="An item of the answer that no night has seen",
+                description="An item of the answer that no night knows",
             ),
         },
-        "page": schemas.details_schema("Its page in Redis with its checksum; null: unknown", is_null=True),
+        "page": schemas.details_schema("Page of its record in Redis with its checksum; null: unknown", is_null=True),
         "l1": _TIER_SCHEMA,
         "l2": _TIER_SCHEMA,
         "same_bytes": {
             "type": ["boolean", "null"],
-            "description": "Whether both tiers hold the same; null: one holds nothing",
+            "description": "Whether both tiers hold the same bytes; null: a tier has no record",
         },
-        "record": schemas.details_schema("What is stored, decoded", is_null=True),
+        "record": schemas.details_schema("The stored record, decoded", is_null=True),
         "filter": schemas.details_schema(
-            "Items that pass the filter (`passing` of `items`), and those of the stored list; null: none was sent",
+            "Items that pass the filter (`passing` of `items`), and those of the stored list; null: no filter was sent",
             is_null=True,
         ),
         "rerank": schemas.details_schema(
-            "What the order follows (`by`), and the stored list in it; null: none was asked for", is_null=True
+            "What determines the order (`by`), and the stored list in that order; null: no re-ranking", is_null=True
         ),
-        "previous": schemas.details_schema("What the previous generation has; null: none held", is_null=True),
+        "previous": schemas.details_schema("Record of the previous generation; null: none is held", is_null=True),
         "model": schemas.details_schema(
-            "What the model says now, and from what: `computed_from` is `sent`, `own` (the item "
+            "Current output of the model, and its input: `computed_from` is `sent`, `own` (the item "
             "itself), `events` (the night's input and newer events), `stored_vector` (scores of the stored list "
             "only) or null"
         ),
         "difference": schemas.details_schema("Model minus record: `exact`, `overlap`, deltas", is_null=True),
-        "default": schemas.details_schema("What answers if nothing else does", is_null=True),
+        "default": schemas.details_schema("The default answer", is_null=True),
     },
     ("table", "id", "sentence", "generation", "answer", "directory", "l1", "l2", "model"),
     description="Why an entity is answered as it is",
@@ -103,7 +104,7 @@ _TIER_EXAMPLE: Json = {"found": True, "by": "batch"}
 _EXPLANATION_EXAMPLE: Json = {
     "table": "user_topk",
     "id": "u-00042",
-    "sentence": "L1 would answer: the night computed it and it was asked before",
+    "sentence": "L1 would answer: the night computed it and it was requested before",
     "generation": GENERATION_EXAMPLE,
     "answer": {"tier": "l1", "reason": None, "live": None},
     "directory": {"known": True},
@@ -122,8 +123,8 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             operation_id="explain",
             tag="explanations",
             summary="Why an entity is answered as it is",
-            description="Says which rung would answer, what each holds, and what the model says now. Nothing is "
-            "changed by asking. Of the service's own namespace alone: `arm` is refused.",
+            description="Says which rung would answer, what each rung has, and what the model computes now. It "
+            "changes nothing. Only for the service's own namespace: `arm` is refused.",
             answer_schema=_EXPLANATION_SCHEMA,
             answer_example=_EXPLANATION_EXAMPLE,
             path_names=("table", "entity"),
@@ -173,7 +174,7 @@ def attach(replica: Replica) -> Explainer:
             lookup_request.entities, with_request_headers(service, request, lookup_request.options)
         )
         if lookup_request.options.arm is not None:
-            problem_message = "explanations are of the service's own namespace: ask a service of the arm's"
+            problem_message = "explanations are only for the service's own namespace: ask a service of the arm"
             raise unprocessable("invalid_field", problem_message, "arm")
         return await explainer.explain(service.capture_served(), lookup_request)
 

@@ -1,4 +1,4 @@
-"""`python -m serving explain`: asks a running service for the explanation of an entity's answer, and prints it."""
+"""`python -m serving explain`: print a running service's explanation of its answer for an entity."""
 
 import argparse
 import sys
@@ -13,13 +13,13 @@ from serving.requests.answers import STORED_SOURCES
 Section = tuple[str, list[tuple[str, str]]]
 
 _SHOWN_VALUES_MAX = 10
-"""Items of a list, or numbers of a vector, that are shown."""
+"""Number of a list's items, or of a vector's components, that are shown."""
 
 PROG = "python -m serving explain"
 
 
 def main(arguments: Sequence[str], *, prog: str = PROG) -> int:
-    """Exit code: 0 explained, 1 not (the reason goes to standard error), 2 wrong usage."""
+    """Run the command; return 0 if explained, 1 if not (the reason goes to standard error), 2 for wrong usage."""
     parser = argument_parser(prog)
     return ask_and_show(parser.parse_args(arguments), parser, "explain", print_explanation)
 
@@ -28,9 +28,9 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """Return the parser of this command's arguments."""
     return question_parser(
         prog,
-        "Why a running service answers an entity as it does: which rung would answer, what each holds, the "
-        "record with its page and checksums, what the model says now, and the difference. Nothing is changed by "
-        "asking. Exit code: 0 explained, 1 the service could not be asked or refused, 2 wrong usage.",
+        "Explain a running service's answer for an entity: the rung that would answer, the content of each rung, "
+        "the record with its page and checksums, the model's current output, and the difference. The command "
+        "changes nothing. Exit code: 0 explained, 1 service unreachable or refused, 2 wrong usage.",
     )
 
 
@@ -73,7 +73,7 @@ def _print_plain(title: str, sentence: str, sections: list[Section]) -> None:
 
 
 def explanation_sections(explanation: Mapping[str, Any]) -> Iterator[Section]:
-    """Names and values, in the order of the ladder."""
+    """Return the sections' names and values, in the order of the ladder."""
     answer = explanation["answer"]
     section_rows = [("tier", answer["tier"])]
     section_rows += [(field_name, answer[field_name]) for field_name in ("reason", "live") if answer[field_name]]
@@ -93,7 +93,7 @@ def explanation_sections(explanation: Mapping[str, Any]) -> Iterator[Section]:
     ]
     section_rows += list(_prediction_rows(model))
     yield "Model now", section_rows
-    if (events := explanation.get("events")) is not None:  # none from an earlier version
+    if (events := explanation.get("events")) is not None:  # an earlier version of the service sends none
         event_texts = [f"{event['item']} ({event['position']})" for event in events["counted"]]
         section_rows = [("counted", _value_text(event_texts)), ("as of", events["as_of"])]
         yield "Newer events", [*section_rows, ("night's until", events["until"])]

@@ -1,4 +1,4 @@
-"""Explanation of an entity's answer: the content of each rung, the rung that answers, and a fresh inference."""
+"""Explanation of an entity's answer: the content of each rung, the rung that answers, and a new inference."""
 
 import asyncio
 import dataclasses
@@ -76,29 +76,29 @@ from serving.requests.reasons import LiveReason
 log = logging.getLogger(__name__)
 
 _PAGE_TIMEOUT_S = 3.0
-"""Seconds for reading a whole page, which has megabytes where a record has hundreds of bytes."""
+"""Seconds for reading a whole page of megabytes."""
 
 _CHECKSUMS_TIMEOUT_S = 2.0
 """Seconds for reading the checksums from the artefact store."""
 
 _CHECKSUM_READS_MAX = 2
-"""Reads of checksums under way, including abandoned ones."""
+"""Largest number of checksum reads under way, including abandoned ones."""
 
 RESCORE_TIMEOUT_S = 2.0
-"""Seconds for one inference, including its wait."""
+"""Seconds for one inference, including the wait for the model."""
 
 _UNBOUNDED_S = 3_600.0
 
 EXPLANATIONS_MAX = 2
-"""Explanations under way: each reads a whole page, and runs the model."""
+"""Largest number of explanations under way: each reads a whole page and runs the model."""
 
 RescoreInput = Literal["sent", "own", "events", "stored_vector"]
 
 
 class TierInspector:
-    """Read-only inspector of both tiers: fills, moves and counts nothing.
+    """Read-only inspector of both tiers: does not fill, reorder or count anything.
 
-    Its reads of records are real ones: they count for the breaker, and fail as any read does.
+    Its reads of L2 use the normal path, so they count for the circuit breaker and may fail like any read.
     """
 
     def __init__(self, tiers: TieredCache, remote: DataPlane, timer: Callable[[], float] = time.monotonic) -> None:
@@ -108,7 +108,7 @@ class TierInspector:
         self._timer = timer
 
     def inspect_l1(self, view: SnapshotView, record_key: RecordKey) -> ReadResult | None:
-        """Return the outcome of inspecting L1; None if it holds nothing of this entity."""
+        """Return the outcome of inspecting L1; None if L1 has nothing for this entity."""
         l1_key = LocalKey(view.generation, record_key.table.name, record_key.key)
         l1_entry = self._l1.inspect(l1_key)
         if l1_entry is not None:
@@ -118,7 +118,7 @@ class TierInspector:
         return None
 
     def find_stand_in(self, view: SnapshotView, record_key: RecordKey) -> ReadResult | None:
-        """Return the live answer in L1 that replaces a record while its page is out of reach, if there is one."""
+        """Return the live answer in L1 that replaces a record while its page is unavailable, if there is one."""
         if record_key.position < 0 or record_key.digest is None:
             return None
         l1_key = LocalKey(view.generation, record_key.table.name, record_key.key)
@@ -126,7 +126,7 @@ class TierInspector:
         return None if l1_entry is None else judge_entry(l1_entry, record_key, "l1")
 
     async def read_record(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
-        """Return the record of L1, else the outcome of a read of L2."""
+        """Return the outcome of L1 if it has the record, else that of a read of L2."""
         outcome = self.inspect_l1(view, record_key)
         return outcome if isinstance(outcome, Hit) else await self.read_l2(view, record_key)
 
@@ -198,13 +198,13 @@ class PageChecks:
     async def _expected_checksum(
         self, generation: str, part: TablePart, page_index: int
     ) -> tuple[str | None, str | None]:
-        timeout_message = f"the artefact store did not hand over the checksums within {_CHECKSUMS_TIMEOUT_S:g} s"
+        timeout_message = f"the artefact store did not deliver the checksums within {_CHECKSUMS_TIMEOUT_S:g} s"
         if len(self._checksum_tasks) >= _CHECKSUM_READS_MAX:
             return None, timeout_message
         task = asyncio.create_task(self.in_thread(self._read_checksum, generation, part, page_index))
         self._checksum_tasks.add(task)
         task.add_done_callback(self._discard_task)
-        # Not ended with its caller: its thread would go on, and the next caller would take one more.
+        # Not cancelled at the time-out: the thread would go on, and the next request would occupy another one.
         if not (await asyncio.wait({task}, timeout=_CHECKSUMS_TIMEOUT_S))[0]:
             return None, timeout_message
         try:
@@ -215,7 +215,7 @@ class PageChecks:
     def _discard_task(self, task: "asyncio.Task[str]") -> None:
         self._checksum_tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # told to whoever still waits
+            task.exception()  # the waiting requests have the error, too
 
     def _read_checksum(self, generation: str, part: TablePart, page_index: int) -> str:
         checksum_bytes = self.store.read(generation_path(generation, part.sums.path))
@@ -228,9 +228,9 @@ class PageChecks:
 class RescoreResult:
     """Result of a rescore: a record, or the `reason` why there is none.
 
-    `computed_from`: history or features that were sent, the item itself, the night's input of a user and newer
-    events, or the vector that the night stored of the user. The vector only scores the items of the stored list; it
-    does not say which others would be in it.
+    `computed_from`: the sent history or features, the item itself, the night's input of a user with newer events, or
+    the user's stored vector. The vector only scores the items of the stored list; it does not show which other items
+    would be in it.
     """
 
     record: Record | None
@@ -239,11 +239,11 @@ class RescoreResult:
     seconds: float
     precision: str | None
     computed_record: bytes | None = None
-    """Record as inference returned it, from an input."""
+    """Encoded record of an inference from an input; None if scored by the stored vector."""
 
     @property
     def is_of_input(self) -> bool:
-        """True if a request would be answered by this, too."""
+        """True if a live answer to a request would be computed from the same input."""
         return self.computed_from in ("sent", "own", "events")
 
     def to_json(self) -> dict[str, Any]:
@@ -258,14 +258,14 @@ class RescoreResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rescorer:
-    """Rescorer through the queue and the admission of live inference, so that callers have priority under load."""
+    """Rescorer that uses the queue and the admission of live inference, so that lookups have priority under load."""
 
     batcher: MicroBatcher
     admission: Admission
     inspector: TierInspector
 
     async def rescore(self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record | None) -> RescoreResult:
-        """Compute from the entity's input, else from the stored vector for the items of the stored list."""
+        """Compute an answer from the entity's input, else score the items of the stored list by the stored vector."""
         began_at = time.monotonic()
         precision = "fp32" if _rescore_input_of(case) == "events" else _precision(snapshot, case.table)
         if snapshot.predictor is None:
@@ -307,7 +307,7 @@ class Rescorer:
         except UnfitValue as error:
             log.warning("live inference for %s failed: %s", case.table.name, error.message)
             return None, None, LiveReason.FAILED
-        except Exception:  # the model is a guest
+        except Exception:  # the model is foreign code
             log.warning("live inference for %s failed", case.table.name, exc_info=True)
             return None, None, LiveReason.FAILED
 
@@ -354,17 +354,17 @@ def _precision(snapshot: Snapshot, table: Table) -> str | None:
 
 
 class UncountedMetrics(Metrics):
-    """Metrics for the explainer's lookups, which are discarded."""
+    """Metrics of the explainer's lookups; discarded."""
 
     def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
-        """Ignore a stage: the explaining request measures its own."""
+        """Ignore a stage: the explanation's request measures its own stages."""
 
 
 class LadderReplay:
     """Tiers and inference of a ladder that answers one entity from recorded outcomes.
 
-    Nothing is kept, counted or read again. `l1`, `l2` and `live_result` (a live answer that stands in while a page is
-    out of reach) are of the live generation.
+    Nothing is stored, counted or read again. `l1`, `l2` and `live_result` (a live answer that replaces a record while
+    its page is unavailable) are of the live generation.
     """
 
     def __init__(
@@ -394,14 +394,14 @@ class LadderReplay:
             deadline_s=_UNBOUNDED_S,
             filter=None,
             rerank=None,
-            max_events=0,  # the case counts them already
+            max_events=0,  # the pending answer counts them already
         )
         case = dataclasses.replace(case, reason=None)
         await ladder.resolve(served, [case], RequestContext.of(options, time.monotonic()))
         return case
 
     async def read(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
-        """Return the outcome of inspecting both tiers, made once for each generation and record."""
+        """Return the outcome of inspecting both tiers, once per generation and record."""
         result_key = view.generation, record_key.key
         if result_key not in self._result_by_key:
             self._result_by_key[result_key] = await self._inspector.read_record(view, record_key)
@@ -417,7 +417,7 @@ class LadderReplay:
         return [await self.read(view, record_key) for record_key in record_keys]
 
     def discard(self, view: SnapshotView, record_key: RecordKey) -> None:
-        """Do nothing: an inspection keeps a damaged record where it is."""
+        """Do nothing: an inspection does not remove a damaged record."""
 
     def plan_overlay_reads(self, snapshot: Snapshot, cases: Sequence[PendingAnswer]) -> None:
         """Do nothing: all overlays are read."""
@@ -431,7 +431,7 @@ class LadderReplay:
         cases: Sequence[PendingAnswer],
         limit_s: float,  # noqa: ARG002
     ) -> Sequence[ComputedRecord | LiveUnavailable]:
-        """Return the outcome of the inference that was run already."""
+        """Return the outcome of the inference that was already run."""
         computed_record, reason = self._rescore_result.computed_record, self._rescore_result.reason
         return [
             LiveUnavailable(reason or LiveReason.FAILED) if computed_record is None else ComputedRecord(computed_record)
@@ -478,7 +478,7 @@ class RecordDecoder:
 
 
 class Explainer:
-    """Explainer of answers; changes nothing: no record is kept, no answer counted."""
+    """Explainer of answers; changes nothing: stores no record and counts no answer."""
 
     def __init__(
         self,
@@ -501,11 +501,11 @@ class Explainer:
         self._uncounted_metrics = UncountedMetrics()
 
     async def explain(self, served: ServedGenerations, request: LookupRequest) -> dict[str, Any]:
-        """Explain the answer of one entity; raise Problem for several, for an impossible request, and when busy."""
+        """Explain the answer of one entity; raise Problem for several entities, an invalid request, and when busy."""
         if len(request.entities) != 1:
-            raise unprocessable("batch_too_long", "one entity is explained at a time", "entities")
+            raise unprocessable("batch_too_long", "a request explains exactly one entity", "entities")
         if self._under_way_count >= EXPLANATIONS_MAX:
-            raise Problem(503, "overloaded", f"{EXPLANATIONS_MAX} explanations are under way here")
+            raise Problem(503, "overloaded", f"{EXPLANATIONS_MAX} explanations are already under way")
         self._under_way_count += 1
         try:
             return await self._build_explanation(served.pin_generation(request.options.generation), request)
@@ -614,7 +614,7 @@ class Explainer:
     async def _previous_fields(
         self, served: ServedGenerations, case: PendingAnswer, replay: LadderReplay
     ) -> dict[str, Any] | None:
-        """Return the result of a read from the previous generation; None if none is held."""
+        """Return the result of a read from the previous generation; None if no such generation is held."""
         previous = served.previous
         if previous is None:
             return None
@@ -633,7 +633,7 @@ class Explainer:
 
 
 def _event_fields(snapshot: Snapshot, counted_events: NewerInput | None) -> dict[str, Any] | None:
-    """Return the events that the answer counts, and the generation's own position; None without any."""
+    """Return the events that the answer counts, and the generation's position; None without events."""
     generation_events = snapshot.part(GenerationEvents)
     if counted_events is None or generation_events is None:
         return None
@@ -654,7 +654,7 @@ def _event_fields(snapshot: Snapshot, counted_events: NewerInput | None) -> dict
 
 
 def _new_item_rows(case: PendingAnswer) -> list[dict[str, str]]:
-    """Return the new items in the answer, and the positions that brought them."""
+    """Return the new items in the answer, and the positions of the events that introduced them."""
     listed_items = () if case.answer is None else case.answer.get("items") or ()
     number_by_item = {new_item.raw_id.decode(): new_item.position_number for new_item in case.new_items.items}
     return [
@@ -665,7 +665,7 @@ def _new_item_rows(case: PendingAnswer) -> list[dict[str, str]]:
 
 
 def _answer_fields(case: PendingAnswer, rescore_result: RescoreResult) -> dict[str, Any]:
-    """Return the answer's source and reason, and why live gave no answer to an input."""
+    """Return the answer's source and reason, and why live did not answer."""
     source = "default" if case.answer is None else case.answer["source"]
     is_stored = source in STORED_SOURCES
     reason = None if case.answer is None else case.answer.get("reason")
@@ -674,7 +674,7 @@ def _answer_fields(case: PendingAnswer, rescore_result: RescoreResult) -> dict[s
 
 
 def _list_fields(prediction: Prediction, record: Record, table: Table) -> dict[str, Any]:
-    """Return the items of the stored list that pass the filter, and the source of a lookup: the list or vectors."""
+    """Return the items of the stored list that pass the filter, and whether a lookup uses the list or vectors."""
     source = "vectors" if may_have_more_items(prediction, record, table) else "list"
     return {"items_of_list": prediction["items"], "from": source}
 
@@ -764,19 +764,19 @@ def _delta_fields(live_numbers: NDArray[np.float64], stored_numbers: NDArray[np.
 _OUTAGE_TEXTS = {
     MissReason.L2_DOWN: "Redis cannot be reached",
     MissReason.L2_TIMEOUT: "Redis does not answer in time",
-    MissReason.BREAKER_OPEN: "Redis failed several times in a row and is left alone for a moment",
+    MissReason.BREAKER_OPEN: "Redis failed several times in a row and is not used for a moment",
 }
 
 _REASON_TEXTS = _OUTAGE_TEXTS | {
     MissReason.NOT_IN_GENERATION: "the night did not know it and no live answer is stored",
     MissReason.NEGATIVE: "the night did not know it and no live answer is stored",
-    MissReason.EXPIRED: "its stored live answer is over",
-    MissReason.INPUT_CHANGED: "what is stored was computed from another input",
+    MissReason.EXPIRED: "its stored live answer has expired",
+    MissReason.INPUT_CHANGED: "the stored answer was computed from another input",
     MissReason.PAGE_MISSING: "its page is not in Redis",
-    MissReason.CORRUPT: "its record in Redis is damaged or of another entity",
+    MissReason.CORRUPT: "its record in Redis is damaged or belongs to another entity",
     MissReason.ENTITY_BLOCKED: "it is on the blocklist",
     MissReason.NEWER_EVENTS: "the user has newer events, and no answer with them is stored",
-    MissReason.EXHAUSTED: "nothing of its list is left to show",
+    MissReason.EXHAUSTED: "no item of its list is left",
 }
 
 _TIER_TEXTS = {
@@ -784,7 +784,7 @@ _TIER_TEXTS = {
     Source.L2: "Redis would answer (L2)",
     Source.LIVE: "live inference would answer",
     Source.PREVIOUS: "the previous generation would answer",
-    Source.DEFAULT: "the default that holds for everybody would answer",
+    Source.DEFAULT: "the default, the same for all users, would answer",
 }
 
 
@@ -802,7 +802,7 @@ def explanation_sentence(explanation: Mapping[str, Any]) -> str:
     if answer["tier"] == Source.L1 and l2_reason in _OUTAGE_TEXTS and reason is None:
         clauses.append(_OUTAGE_TEXTS[l2_reason])
     if (explanation["page"] or {}).get("state") == "damaged":
-        clauses.append("its page in Redis is not the one that the night made: restore it")
+        clauses.append("its page in Redis is not the one that the night wrote: run larder restore")
     if explanation["same_bytes"] is False and explanation["record"] and explanation["record"]["by"] == "batch":
         clauses.append("L1 and Redis hold different records")
     difference = explanation["difference"]
@@ -820,7 +820,7 @@ def _difference_text(difference: Mapping[str, Any], computed_from: str) -> str:
         "stored_vector": "the stored vector",
     }[computed_from]
     if difference["exact"]:
-        return f"{computed_by} says the same now"
+        return f"{computed_by} gives the same now"
     if "overlap" not in difference:
         return f"{computed_by} differs by up to {difference.get('delta_max')} now"
     if difference["overlap"] == 1.0:

@@ -1,4 +1,4 @@
-"""Filters by day: lists of the items that pass, in another order if asked, searched again if too few pass.
+"""Filters in the service: filtered and re-ranked lists, searched again by vectors if too few items pass.
 
 Start at `filtered_lookup`.
 """

@@ -32,6 +32,6 @@ def attach(replica: Replica) -> FilterEvaluator:
 
 
 def open_filtering(snapshot: Snapshot) -> Snapshot:
-    """Return a snapshot with the filters over its items, if these have attributes."""
+    """Return a snapshot with filters over its items, if the items have attributes."""
     filtering = Filtering.open(snapshot.root, snapshot.manifest, snapshot.items)
     return snapshot if filtering is None else snapshot.with_part(filtering)

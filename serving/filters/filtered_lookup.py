@@ -1,4 +1,4 @@
-"""Lookup with a filter or re-ranking: from the list if enough items pass, else the best of all that pass."""
+"""Lookup with a filter or re-ranking: from the stored list if enough items pass, else by a search of all that pass."""
 
 import asyncio
 import contextlib
@@ -34,13 +34,13 @@ from serving.requests.options import RequestOptions
 from serving.requests.reasons import LiveReason
 
 FILTER_THREADS = 2
-"""Threads that evaluate filters."""
+"""Number of threads that evaluate filters."""
 
 WAITING_FILTERS_MAX = 64
-"""Filters that wait for one of these threads or are evaluated; a request with another one is refused."""
+"""Filters that may wait for a thread or be evaluated; requests with further filters are refused."""
 
 _INLINE_COMPARISONS_MAX = 262_144
-"""Number of comparisons up to which a filter is evaluated on the event loop: a hop to a thread takes as long."""
+"""Number of comparisons up to which a filter is evaluated on the event loop: a switch to a thread takes as long."""
 
 _INLINE_VECTORS_MAX = 4_096
 """Number of vectors up to which a search is made on the event loop."""
@@ -57,22 +57,22 @@ class VectorSearch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Evaluation:
-    """Evaluation of one filter over one generation's items, in a thread, shared by all requests that wait for it."""
+    """Evaluation of one filter over one generation's items in a thread, shared by all waiting requests."""
 
     filtering: Filtering
-    """Reference that keeps the object alive, because its id is the key."""
+    """Keeps the object alive, because its `id()` is the key."""
     thread_future: "Future[FilterMask]"
     outcome: "asyncio.Future[FilterMask]"
     waiting_count: int = 0
-    """Number of requests that wait for it."""
+    """Number of waiting requests."""
 
 
 class FilterEvaluator:
     """Evaluator of requests' filters in threads, whose number bounds the concurrent work.
 
-    `executor` searches lists by vectors, `mask_executor` evaluates filters. Nothing else runs there: a flood of
-    filters must not put off a blocklist or a revocation. Without them all is done on the event loop. Searches and
-    costly filters need the consent of `admit`, like inputs of the model.
+    `executor` searches by vectors, `mask_executor` evaluates filters. They run nothing else: a flood of filters must
+    not delay a blocklist or a revocation. Without executors all work is done on the event loop. Searches and costly
+    filters must be admitted by `admit`, like inputs of the model.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class FilterEvaluator:
     async def apply(self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext) -> None:
         """Evaluate the filter and the re-ranking in each held generation.
 
-        Raises Problem for ones that the live generation does not support.
+        Raises Problem for a filter or re-ranking that the live generation does not support.
         """
         options = context.options
         option_name = "rerank" if options.filter is None else "filter"
@@ -100,19 +100,19 @@ class FilterEvaluator:
             if pending_answer.table.kind != "topk":
                 raise unprocessable(
                     f"invalid_{option_name}",
-                    f"{pending_answer.table.name} holds no lists: {option_name} goes with tables that do",
+                    f"{pending_answer.table.name} has no lists: {option_name} is only for tables with lists",
                     option_name,
                 )
             if pending_answer.table.is_facet and options.filter is not None:
                 raise unprocessable(
                     "invalid_filter",
-                    f"{pending_answer.table.name} is a facet, whose values have no vector to find more by: ask another "
+                    f"{pending_answer.table.name} is a facet, whose values have no vector for a search: use another "
                     "table",
                     "filter",
                 )
         await self._set_mask_and_reranker(served.live, context)
         if served.previous is not None:
-            # Where its items had other attributes, it cannot answer this.
+            # The previous generation may lack the attributes; then it does not answer.
             with contextlib.suppress(Problem):
                 await self._set_mask_and_reranker(served.previous, context)
 
@@ -125,9 +125,9 @@ class FilterEvaluator:
             context.set_reranker(snapshot, reranker)
 
     async def reranker(self, snapshot: Snapshot, reranking: Reranking | None, deadline: float) -> Reranker | None:
-        """Return the re-ranker of a generation's items, None without one.
+        """Return the re-ranker of a generation's items, None without a re-ranking.
 
-        Raises Problem for one that the generation cannot take, and for one that is not ready by `deadline` (monotonic).
+        Raises Problem if the generation does not support it, or if it is not ready by `deadline` (monotonic).
         """
         if reranking is None:
             return None
@@ -150,7 +150,7 @@ class FilterEvaluator:
     async def evaluate(self, snapshot: Snapshot, filter_: Filter | str | None, deadline: float) -> FilterMask | None:
         """Return the mask of a generation's items that pass, None without a filter.
 
-        Raises Problem for one that the generation cannot take, and for one that is not ready by `deadline` (monotonic).
+        Raises Problem if the generation does not support it, or if it is not ready by `deadline` (monotonic).
         """
         return None if filter_ is None else await self._passing_mask(snapshot, filter_, deadline)
 
@@ -166,7 +166,7 @@ class FilterEvaluator:
             if isinstance(filter_, str):
                 raise unknown_filter_error(filter_)
             raise UnknownAttribute(
-                "items of this generation have no attributes: [sources] item_attributes names them for the next night",
+                "items of this generation have no attributes: set [sources] item_attributes for the next night",
                 attributes={},
             )
         if (filter_mask := filtering.get_cached(filter_)) is not None:
@@ -195,7 +195,7 @@ class FilterEvaluator:
         finally:
             evaluation.waiting_count -= 1
             if not evaluation.waiting_count and evaluation.thread_future.cancel():
-                # Nobody waits for it, and it was not begun; one that was is kept when it ends.
+                # No request waits and it has not started; a started evaluation goes on, and its mask is cached.
                 self._evaluations.pop(evaluation_key, None)
         if not evaluation.outcome.done() or evaluation.outcome.cancelled():
             raise _overloaded()
@@ -208,7 +208,7 @@ class FilterEvaluator:
         if evaluation is not None and evaluation.outcome is outcome:
             del self._evaluations[evaluation_key]
         if not outcome.cancelled():
-            outcome.exception()  # taken, also where every request has left
+            outcome.exception()  # retrieve the error even if no request waits any more
 
     async def search(
         self, snapshot: Snapshot, filter_mask: FilterMask, searches: Sequence[VectorSearch], deadline: float
@@ -220,7 +220,7 @@ class FilterEvaluator:
         def search_all() -> list[SearchResult] | None:
             search_results = []
             for vector_search in searches:
-                if self._timer() > deadline:  # nobody waits any more, and others do
+                if self._timer() > deadline:  # no request waits any more
                     return None
                 search_results.append(
                     filtering.search(
@@ -239,34 +239,34 @@ class FilterEvaluator:
         search_future = asyncio.get_running_loop().run_in_executor(self._executor, search_all)
         finished_futures, _ = await asyncio.wait({search_future}, timeout=max(0.0, deadline - self._timer()))
         if not finished_futures:
-            search_future.cancel()  # what waits for a thread is not begun
+            search_future.cancel()  # has an effect only if it has not started
             return None
         return search_future.result()
 
 
 def _overloaded() -> Problem:
     problem_message = (
-        "the filter could not be worked out in this request's time: send it again later, with a longer deadline_ms, or "
+        "the filter could not be evaluated in time: send the request again later, with a longer deadline_ms, or "
         "with fewer comparisons"
     )
     return Problem(503, "overloaded", problem_message, field="filter")
 
 
 class SourcedVector(NamedTuple):
-    """Vector of an entity, its source, and the reason why it is not a stored one."""
+    """Vector of an entity, its source, and the reason why it is not a stored vector."""
 
     vector: NDArray[np.float32]
     source: Source
     producer: str
     reason: MissReason | None
     answer_flags: Mapping[str, bool] = MappingProxyType({})
-    """Answer fields that are true because of the vector."""
+    """Answer fields that are true because of how the vector was computed."""
 
 
 class FilteredLookup(ListShaper):
-    """Lookup like the ladder's, of the items that pass the request's filter, in the order of its re-ranking.
+    """Lookup of the items that pass the request's filter, in the order of its re-ranking.
 
-    Hook `shape` of one namespace; `filter_evaluator` is that of the process.
+    The hook `shape` of one namespace; all namespaces share the process's `filter_evaluator`.
     """
 
     def __init__(self, ladder: Ladder, filter_evaluator: FilterEvaluator) -> None:
@@ -287,24 +287,24 @@ class FilteredLookup(ListShaper):
         return [case.answer for case in cases if case.answer is not None]
 
     def cached_mask(self, snapshot: Snapshot, options: RequestOptions) -> FilterMask | None:
-        """Return the mask of the items that pass the filter, if it is known already."""
+        """Return the mask of the items that pass the filter if it is cached, else None."""
         filtering = snapshot.part(Filtering)
         if filtering is None or options.filter is None:
             return None
         return filtering.get_cached(options.filter)
 
     def filter_mask(self, snapshot: Snapshot, options: RequestOptions, deadline: float) -> Awaitable[FilterMask | None]:
-        """Evaluate the filter of a request: see `Filters.evaluate`."""
+        """Evaluate the filter of a request: see `FilterEvaluator.evaluate`."""
         return self._filter_evaluator.evaluate(snapshot, options.filter, deadline)
 
     def reranker(self, snapshot: Snapshot, options: RequestOptions, deadline: float) -> Awaitable[Reranker | None]:
-        """Make the re-ranker of a request: see `Filters.reranker`."""
+        """Create the re-ranker of a request: see `FilterEvaluator.reranker`."""
         return self._filter_evaluator.reranker(snapshot, options.rerank, deadline)
 
     async def _search_for_partial(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
     ) -> None:
-        """Search the best passing items for lists with too few; without vector or under overload keep the partial."""
+        """Search passing items for partial lists; without a vector or under overload answer with the partial list."""
         snapshot = served.live
         filter_mask = context.filter_mask(snapshot)
         admitted_cases = [case for case in cases if self._try_admit(case)]
@@ -323,7 +323,8 @@ class FilteredLookup(ListShaper):
             for (case, entity_vector), search_result in zip(pending_vectors, search_results or (), strict=False):
                 await pacer.count_entity(case.entity)
                 case.reason = entity_vector.reason
-                # Its vector counts the events, or is one that no event changes, and its items are left out.
+                # The vector includes the newer events, or is not affected by events, and the events' items are
+                # excluded.
                 case.is_settled = bool(entity_vector.answer_flags)
                 self._ladder.answer_builder.answer_from_search(
                     case,
@@ -347,7 +348,7 @@ class FilteredLookup(ListShaper):
     async def _vectors_of(
         self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext
     ) -> list[SourcedVector | None]:
-        """Return vectors of the entities, in order; None where there is none of this generation."""
+        """Return the vectors of the entities, in order; None for an entity without a vector of the live generation."""
         snapshot = served.live
         entity_vectors: list[SourcedVector | None] = [None] * len(cases)
         user_indices = [index for index, case in enumerate(cases) if case.table.entity == "user"]
@@ -383,6 +384,6 @@ class FilteredLookup(ListShaper):
 def _search_of(
     case: PendingAnswer, snapshot: Snapshot, vector: NDArray[np.float32], context: RequestContext
 ) -> VectorSearch:
-    """Build a search without the list's exclusions; for a re-ranking it finds as many items as a list has."""
+    """Build a search that excludes the list's exclusions; for a re-ranking, as many items as a stored list has."""
     k = case.k if context.options.rerank is None else case.table.layout.width
     return VectorSearch(vector, left_out_ordinals(case, snapshot, context), k, ranking_metric(snapshot, case.table))

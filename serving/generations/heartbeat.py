@@ -1,4 +1,4 @@
-"""Heartbeat of a replica: its generations and its host's free memory and disk, in the time of Redis' clock."""
+"""Heartbeat of a replica: its generations, and its host's free memory and disk; times are those of Redis' clock."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ HOST_MEASURE_INTERVAL_S = 5.0
 
 
 class RedisClock:
-    """Redis' clock in Unix seconds, common to replicas and publishers on all hosts; initially this host's own."""
+    """Redis' clock in Unix seconds, shared by replicas and publishers on all hosts; initially this host's clock."""
 
     def __init__(self, timer: Callable[[], float] = time.monotonic, clock: Callable[[], float] = time.time) -> None:
         self._timer = timer
@@ -33,13 +33,13 @@ class RedisClock:
         return monotonic_s + self._offset_s
 
     def set(self, redis_time_s: float, requested_at_s: float) -> None:
-        """Set the clock from Redis' time, half-way between the request, at monotonic `requested_at_s`, and now."""
+        """Set the clock: Redis' time is that of the middle between `requested_at_s` (monotonic) and now."""
         self._offset_s = redis_time_s - (requested_at_s + self._timer()) / 2
 
 
 @dataclass(slots=True, eq=False)
 class HostHeadroom:
-    """Free memory and disk of the host; `headroom` has the last measurement, empty before the first."""
+    """Free memory and disk of the host; `headroom` is the last measurement, empty before the first."""
 
     disk_folder: Path
     in_thread: StoreThreads
@@ -56,7 +56,7 @@ def _read_headroom(disk_folder: Path) -> dict[str, int]:
 
 @dataclass(slots=True, eq=False)
 class Heartbeat:
-    """Builder of the heartbeat's payload; its times are Redis' own, comparable between hosts."""
+    """Builder of the heartbeat's payload; its times are of Redis' clock, comparable between hosts."""
 
     replica_id: str
     follower: PointerFollower
@@ -69,7 +69,7 @@ class Heartbeat:
     _stamped_swap: tuple[LiveSwap, float] | None = None
 
     def payload(self) -> dict[str, Any]:
-        """Return the JSON-able payload; `holds` must not be retired, `ready` may be published, `failed` has reasons."""
+        """Return the JSON-able payload: `holds` must not be retired, `ready` may be published, `failed` has reasons."""
         follower, holder = self.follower, self.follower.holder
         staged, served, failed = follower.staged, holder.served, follower.failures
         swapped_at = self._swapped_at(holder.last_swap)
@@ -96,7 +96,7 @@ class Heartbeat:
     def _swapped_at(self, swap: LiveSwap | None) -> float | None:
         if swap is None or not swap.is_flip:
             return None
-        # Once per swap: what the clock is told later must not move what has happened.
+        # Computed once per swap: later corrections of the clock must not move past times.
         if self._stamped_swap is None or self._stamped_swap[0] is not swap:
             self._stamped_swap = swap, self.clock.to_redis_time_s(swap.swapped_at)
             self.metrics.flip_skew.set(self._stamped_swap[1] - swap.published_at)

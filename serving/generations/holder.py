@@ -1,4 +1,4 @@
-"""Holder of this replica's generations: opens a new one while the others serve, and swaps all as one value."""
+"""Holder of this replica's generations: opens a new generation while others serve, and swaps all as one value."""
 
 import asyncio
 import contextlib
@@ -21,18 +21,18 @@ from serving.process.resources import StoreThreads
 log = logging.getLogger(__name__)
 
 OpenSnapshot = Callable[[Pointer, Blocklist], Snapshot]
-"""Opener of the pointer's generation; slow and blocking, raises if it cannot be loaded."""
+"""Opens the pointer's generation; slow and blocking, raises if it cannot be loaded."""
 
 WarmSnapshot = Callable[[Snapshot, Snapshot | None], Coroutine[Any, Any, None]]
-"""Warmer (coming, current): reads ahead the popular ids for the coming one; current is None at the start."""
+"""Reads popular ids ahead for the coming snapshot (coming, current); current is None at the start."""
 
 UpdateSnapshot = Callable[[Snapshot], Coroutine[Any, Any, Snapshot]]
-"""Returns a snapshot that was just opened with what changed since its night."""
+"""Returns a newly opened snapshot with the changes since its night."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveSwap:
-    """Last change of the live generation, at a monotonic time; `is_flip` unless it was the first of all."""
+    """Last change of the live generation, at a monotonic time; `is_flip` unless it was the first generation."""
 
     generation: str
     swapped_at: float
@@ -41,7 +41,7 @@ class LiveSwap:
 
 
 class GenerationHolder:
-    """Owner of `served`, which is replaced as one object; a request keeps the one it captured."""
+    """Owner of `served`, which is replaced as one object; a request keeps the object that it captured."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class GenerationHolder:
     ) -> None:
         self.served: ServedGenerations | None = None
         self.blocklist = Blocklist()
-        """Newest blocklist for all held generations; each snapshot has the one that it enforces."""
+        """Newest blocklist for all held generations; each snapshot has the blocklist that it enforces."""
         self.is_blocklist_known = False
         self.enforcement_error: str | None = None
         """Error of the last attempt to enforce `blocklist`; None after a success."""
         self.update_snapshot: UpdateSnapshot | None = None
-        """Update of each snapshot that is opened; a feature sets it that changes snapshots by day, too."""
+        """Update of each newly opened snapshot; set by a feature that also changes held snapshots."""
         self.pass_on_blocklist: Callable[[], Coroutine[Any, Any, None]] | None = None
         """Callback that passes a changed `blocklist` on to other holders."""
         self._own_blocklist, self.other_blocklist = Blocklist(), Blocklist()
@@ -87,7 +87,7 @@ class GenerationHolder:
 
     @property
     def generations(self) -> tuple[str, ...]:
-        """Ids of all held generations, also before one is live."""
+        """Ids of all held generations, also before there is a live one."""
         if self.served is not None:
             return self.served.generations
         return () if self._first_snapshot is None else (self._first_snapshot.generation,)
@@ -108,7 +108,7 @@ class GenerationHolder:
         return None if snapshot is None else await self._update_opened(snapshot)
 
     async def open_staged(self, generation: str) -> Snapshot:
-        """Open a staged generation without delaying others; raise if it cannot be loaded."""
+        """Open a staged generation without delaying other loads; raise if it cannot be loaded."""
         staged_pointer = Pointer(generation, 0, None, "", time.time())
         loop = asyncio.get_running_loop()
         return await self._update_opened(
@@ -116,12 +116,12 @@ class GenerationHolder:
         )
 
     async def warm(self, coming_snapshot: Snapshot) -> None:
-        """Read the popular ids ahead for a coming snapshot; ignore errors: a cold start is slower, never wrong."""
+        """Read popular ids ahead for a coming snapshot; ignore errors, after which answers are slower but correct."""
         with contextlib.suppress(Exception):
             await self._warm_snapshot(coming_snapshot, self.live)
 
     def refusal_reason(self, staged_snapshot: Snapshot) -> str | None:
-        """Return a reason to refuse a generation whose models do not open here while the live one's do, or None."""
+        """Return a reason to refuse a generation whose models do not open although the live one's do, else None."""
         served = self.served
         if staged_snapshot.degraded is None or served is None or served.live.degraded is not None:
             return None
@@ -135,7 +135,7 @@ class GenerationHolder:
         self.on_change()
 
     def serve(self, live: Snapshot, pointer: Pointer) -> None:
-        """Serve a snapshot as the pointer says; the former live one stays if the pointer names it as previous."""
+        """Make a snapshot live; the former live snapshot stays held if the pointer names it as previous."""
         served, released_snapshot = (self.served, live.released_as(pointer.epoch, pointer.published_at))
         self._first_snapshot, self.canary = None, pointer.canary
         self.set_experiments_running(by_experiments=self._has_experiments)
@@ -160,14 +160,14 @@ class GenerationHolder:
         return None if next_snapshot.generation in role_generations else next_snapshot
 
     def set_experiments_running(self, *, by_experiments: bool) -> None:
-        """Set whether experiments run, which send some requests elsewhere."""
+        """Set whether experiments run, which send some requests to other namespaces."""
         self._has_experiments = by_experiments
         self.is_divided = by_experiments or self.canary is not None
 
     def replace_served(self, served: ServedGenerations) -> None:
-        """Replace `served`: the one place that changes the held generations, except for the blocklist."""
+        """Replace `served`; the only method that changes the held generations, apart from their blocklist."""
         if not self._is_enforced(served):
-            # It changed while this one was loading.
+            # The blocklist changed while this snapshot was loading.
             served = served.with_blocklist(self.blocklist)
         canary, held_canary = self.canary, None
         if canary is not None and served.next and served.next.generation == canary.generation:
@@ -180,7 +180,7 @@ class GenerationHolder:
         self._metrics.fallback.set(live.fallback is not None)
 
     async def put_own_blocklist_in_force(self, blocklist: Blocklist) -> bool:
-        """Put a version of the own blocklist in force, and pass it on; return the result of `enforce()`."""
+        """Put a version of the namespace's own blocklist in force, and pass it on; return the result of `enforce()`."""
         self._own_blocklist, self.is_blocklist_known = blocklist, True
         self._combine_blocklists()
         is_enforced = await self.enforce()
@@ -189,25 +189,25 @@ class GenerationHolder:
         return is_enforced
 
     async def set_other_blocklist(self, foreign_blocklist: Blocklist) -> bool:
-        """Put another namespace's blocklist in force in addition to the own one; return the result of `enforce()`."""
+        """Put another namespace's blocklist in force in addition; return the result of `enforce()`."""
         if foreign_blocklist is not self.other_blocklist:
             self.other_blocklist = foreign_blocklist
             self._combine_blocklists()
         return await self.enforce()
 
     async def enforce(self) -> bool:
-        """Apply `blocklist` to all held generations; costs nothing if they have it.
+        """Apply `blocklist` to all held generations; costs nothing if it is already applied.
 
-        Return False on an error: then answers obey the former list, `enforcement_error` says why, and the follower of
-        the blocklist calls this again.
+        Return False on an error: then answers obey the former blocklist, `enforcement_error` says why, and the
+        blocklist's follower calls this method again.
         """
         try:
-            # The newest each time: where both lists change at once, both callers end with the same.
+            # Read again in each pass: if both lists change at the same time, both calls end with the same blocklist.
             while (served := self.served) is not None and not self._is_enforced(served):
                 enforced_served = await asyncio.to_thread(served.with_blocklist, self.blocklist)
                 if self.served is served:
                     self.served = enforced_served
-        except Exception as error:  # no thread, no memory: both may pass
+        except Exception as error:  # lack of threads or memory, which may be temporary
             self.enforcement_error = str(error)
             log.exception("version %d of the blocklist cannot be put in force", self.blocklist.version)
             return False
@@ -227,7 +227,7 @@ class GenerationHolder:
     async def change_snapshots(
         self, served: ServedGenerations, change_snapshot: Callable[[Snapshot], Snapshot]
     ) -> bool:
-        """Replace the held generations by changed ones, which a thread makes; False if they are no longer `served`."""
+        """Replace the held snapshots by copies changed in a thread; return False if they are no longer `served`."""
         changed_served = await asyncio.to_thread(served.map_snapshots, change_snapshot)
         if self.served is not served:
             return False
@@ -259,13 +259,13 @@ def open_published(
         if live_moves:
             return open_snapshot(pointer_of_release(live_moves[-1], releases), blocklist)
     except Exception:
-        log.warning("the previous generation %s is not here", generation, exc_info=True)
+        log.warning("the previous generation %s cannot be opened", generation, exc_info=True)
         return None
-    log.warning("no release made %s live: it is not held as previous", generation)
+    log.warning("no release made %s live, so it is not held as previous", generation)
     return None
 
 
 def pointer_of_release(release: Release, releases: Sequence[Release] = ()) -> Pointer:
-    """Return the pointer that a completed move wrote; `releases` tell when a restored generation was published."""
+    """Return the pointer that a completed move wrote; `releases` have the publication time of a restored generation."""
     published_at = publication_time(releases, release.generation) or release.at
     return Pointer(release.generation, release.epoch, release.previous, release.attempt, published_at)

@@ -1,4 +1,4 @@
-"""Nights from a replica's view: missing ones, the state of the release records, and metrics of both."""
+"""Nights as seen by a replica: missing nights, the state of the release records, and metrics."""
 
 import logging
 import threading
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 ValueByLabel = Mapping[str, float]
 
 UNKNOWN_GATE = "unknown"
-"""Name of the gate if the verdicts on a refused generation cannot be read (yet)."""
+"""Name of the gate while the verdicts on a refused generation cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Nights:
     clock: Callable[[], float] = time.time
 
     def due_at(self) -> float:
-        """Return the tick that a generation must have followed by now."""
+        """Return the scheduled time for which a generation must exist by now."""
         return self.schedule.due_tick(self.clock())
 
     def is_missing(self) -> bool:
@@ -49,7 +49,7 @@ class Nights:
         return self.schedule.is_missing(self.clock(), self._created_at())
 
     def missed_count(self) -> int:
-        """Return the number of nights that are due and not served."""
+        """Return the number of nights that are due but not served."""
         return self.schedule.count_missed(self.clock(), self._created_at())
 
     def _created_at(self) -> float | None:
@@ -115,7 +115,7 @@ class ReleaseWatch:
     def _refused_rules(self, refusal: Release | None) -> frozenset[str]:
         if refusal is None:
             return frozenset()
-        # A refusal is written before its verdicts are: what cannot be told yet is looked at again.
+        # A refusal is recorded before its verdicts: an unknown gate is read again later.
         if self._judged_refusal[0] != refusal.stored_number or UNKNOWN_GATE in self._judged_refusal[1]:
             try:
                 gates = read_manifest(self._store, refusal.generation).gates
@@ -127,7 +127,7 @@ class ReleaseWatch:
 
 
 def open_refusal(effective_releases: Iterable[Release]) -> Release | None:
-    """Return the newest refusal unless a publish, a verification or its abandonment followed. Pure."""
+    """Return the newest refusal, unless a publication or its verification or abandonment followed. Pure."""
     refusal: Release | None = None
     for release in effective_releases:
         if release.action == "refuse":
@@ -140,7 +140,7 @@ def open_refusal(effective_releases: Iterable[Release]) -> Release | None:
 
 
 class RedisMemory:
-    """Redis memory, read now and then; `used_bytes`: None after an error, `max_bytes`: 0 if one server has no limit."""
+    """Redis' memory at the last refresh; `used_bytes`: None after an error, `max_bytes`: 0 if a server has no limit."""
 
     def __init__(self, control: ControlPlane) -> None:
         self.used_bytes: int | None = None
@@ -148,7 +148,7 @@ class RedisMemory:
         self._control = control
 
     async def refresh(self) -> None:
-        """Read the memory of all servers together: pages spread evenly over the nodes of a cluster."""
+        """Read the memory of all servers as a sum: pages are spread evenly over a cluster's nodes."""
         try:
             server_infos = await self._control.infos()
         except TierUnavailable:
@@ -158,7 +158,7 @@ class RedisMemory:
 
 
 def used_and_max_bytes(server_infos: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """Return the bytes used and allowed on all servers together; 0 are allowed if one has no limit."""
+    """Return the bytes used and allowed on all servers together; the latter is 0 if a server has no limit."""
     used_and_max_pairs = [
         (int(server_info.get("used_memory", 0)), int(server_info.get("maxmemory", 0))) for server_info in server_infos
     ]
@@ -172,7 +172,7 @@ def used_and_max_bytes(server_infos: Iterable[Mapping[str, Any]]) -> tuple[int, 
 class NightMetrics(Collector):
     """Collector of metrics of the live generation's manifest, the release records, and Redis' memory.
 
-    Labels are steps, tables, rules of the gates and actions: all bounded by the code and the configuration.
+    Labels are steps, tables, gate rules and actions, whose number is bounded by code and configuration.
     """
 
     get_served: Callable[[], ServedGenerations | None]
@@ -186,12 +186,12 @@ class NightMetrics(Collector):
         live_manifest = None if served is None else served.live.manifest
         yield GaugeMetricFamily(
             "larder_nights_missed",
-            f"Nights that are due and not in what is served, {MISSED_TICKS_MAX} at most",
+            f"Nights that are due but not served, {MISSED_TICKS_MAX} at most",
             self.nights.missed_count(),
         )
         yield GaugeMetricFamily(
             "larder_generation_data_until_timestamp_seconds",
-            "Up to when the live generation knows data",
+            "Time up to which the live generation has data",
             None if live_manifest is None else live_manifest.data_until,
         )
         yield from _manifest_gauges(live_manifest)
@@ -203,23 +203,24 @@ class NightMetrics(Collector):
         )
         yield _labelled_gauge(
             "larder_gate_refused",
-            "1 for each gate that refused the last night, while nothing was published since",
+            "1 for each gate that refused the last night, until a generation is published",
             "rule",
             dict.fromkeys(sorted(releases.refused_rules), 1.0),
         )
         failure = releases.failure
         yield _labelled_gauge(
             "larder_night_failed",
-            "1 for the step in which the last night failed, until it succeeds or a night is done; no gate's refusal",
+            "1 for the step in which the last night failed, until it succeeds or a night is done; not for refusals "
+            "by gates",
             "step",
-            # Of a shard's step the name alone: shards are many.
+            # Without the shard's number, to bound the number of label values.
             {} if failure is None or failure.is_refused else {failure.step.partition(",")[0]: 1.0},
         )
         used_bytes = redis_memory.used_bytes
-        yield GaugeMetricFamily("larder_redis_memory_used_bytes", "Of all nodes of Redis together", used_bytes)
+        yield GaugeMetricFamily("larder_redis_memory_used_bytes", "Used memory of all nodes of Redis", used_bytes)
         yield GaugeMetricFamily(
             "larder_redis_memory_max_bytes",
-            "maxmemory of them together, 0 where one has no limit",
+            "maxmemory of all nodes of Redis, 0 if a node has no limit",
             None if used_bytes is None else redis_memory.max_bytes,
         )
 
@@ -229,7 +230,7 @@ def _manifest_gauges(live_manifest: Manifest | None) -> Iterable[GaugeMetricFami
     gates = () if live_manifest is None else live_manifest.gates
     yield _labelled_gauge(
         "larder_night_step_seconds",
-        "How long each step of the live generation's night took; score: of all shards together",
+        "Duration of each step of the live generation's night; score: sum over all shards",
         "step",
         {} if live_manifest is None else live_manifest.timings,
     )
@@ -254,12 +255,12 @@ def _manifest_gauges(live_manifest: Manifest | None) -> Iterable[GaugeMetricFami
     )
     yield GaugeMetricFamily(
         "larder_night_spared_seconds",
-        "Seconds of scoring that copies spared the live generation's night, of all shards together",
+        "Seconds of scoring that copied records saved in the live generation's night, sum over all shards",
         None if reuse is None else reuse.night.spared_s,
     )
     for name, help_text, gate_field in (
-        ("value", "What each gate measured of the live generation", "value"),
-        ("threshold", "What each gate held that against", "threshold"),
+        ("value", "Value that each gate measured for the live generation", "value"),
+        ("threshold", "Threshold of each gate for the live generation", "threshold"),
     ):
         figure_by_rule = {str(gate["rule"]): gate.get(gate_field) for gate in gates}
         number_by_rule = {
@@ -270,7 +271,10 @@ def _manifest_gauges(live_manifest: Manifest | None) -> Iterable[GaugeMetricFami
         yield _labelled_gauge(f"larder_gate_{name}", help_text, "rule", number_by_rule)
     overridden_rules = {str(gate["rule"]): 1.0 for gate in gates if gate.get("overridden") is not None}
     yield _labelled_gauge(
-        "larder_gate_overridden", "1 for each gate that a person let the live generation pass", "rule", overridden_rules
+        "larder_gate_overridden",
+        "1 for each gate that was overridden for the live generation",
+        "rule",
+        overridden_rules,
     )
 
 

@@ -1,4 +1,4 @@
-"""Follower of the pointer, forwards only: stages the next generation, reopens a degraded one, reports health."""
+"""Follower of the pointer, to greater epochs only: stages the next generation, reopens degraded ones."""
 
 import asyncio
 import dataclasses
@@ -40,19 +40,19 @@ _STAGE_RETRY_S = 5.0
 """Seconds between attempts to load the staged generation: each reads and checks every file."""
 
 _STAGE_TOP_UP_S = 1.0
-"""Seconds between top-ups of the staged generation, which read newly popular ids ahead until the flip."""
+"""Seconds between top-ups of the staged generation: until the flip they read newly popular ids ahead."""
 
 _REOPEN_FIRST_S = 10.0
 
 _REOPEN_MAX_S = 640.0
-"""Longest wait in seconds to reopen a degraded generation, doubled per attempt; its pages answer meanwhile."""
+"""Longest wait in seconds before a degraded generation is reopened; doubles per attempt. Its pages answer meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Readiness of a replica; the other fields give reasons for a limitation, or are None.
+    """Readiness of a replica; the other fields are reasons for limitations, or None.
 
-    `degraded` and `failed` repeat error texts with files, hosts and checksums: only for callers with the token.
+    `degraded` and `failed` contain error texts with files, hosts and checksums: only for callers with a token.
     """
 
     ready: bool
@@ -60,7 +60,7 @@ class Health:
     degraded: str | None
     failed: str | None
     public_failure: str | None = None
-    """Text of `failed` that is public."""
+    """Public text for `failed`."""
 
     def to_public_json(self) -> dict[str, bool | str | None]:
         """Return the fields of health without the details of errors."""
@@ -69,7 +69,7 @@ class Health:
 
 
 class PointerFollower:
-    """Controller of the held generations; only a greater epoch changes the served one."""
+    """Controller of the held generations; only a greater epoch changes the live one."""
 
     def __init__(
         self,
@@ -128,10 +128,10 @@ class PointerFollower:
 
     @property
     def health(self) -> Health:
-        """Health: a replica without Redis stays ready.
+        """Health of the replica; without Redis it stays ready.
 
-        One that cannot load in time a generation that it saw published does not, nor one that cannot enforce the
-        blocklist that it read.
+        A replica is not ready if it cannot load a published generation in time, or cannot enforce the blocklist that it
+        read.
         """
         served, unready_reason = self.served, self.progress.unready_reason()
         if self.is_draining:
@@ -148,7 +148,7 @@ class PointerFollower:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Load failures: generation -> why it cannot be loaded here."""
+        """Reason by generation why it cannot be loaded here."""
         reason_by_generation = {}
         if self.staged.requested_generation is not None and self.staged.load_failure is not None:
             reason_by_generation[self.staged.requested_generation] = self.staged.load_failure
@@ -157,7 +157,7 @@ class PointerFollower:
         return reason_by_generation
 
     def note_concern(self, subject: ConcernSubject, reason: str | None, remedy: str = "") -> None:
-        """Set a reason to trust this replica less, or clear it (None); log a change."""
+        """Set a reason why answers may lag behind, or clear it (None); log a change."""
         if self.concerns.note(subject, reason) and reason is not None:
             log.warning("stale: %s%s", reason, remedy and f": {remedy}")
 
@@ -174,7 +174,7 @@ class PointerFollower:
             return
         pointer, staging_note = pointer_and_note
         self.staged.update_note(staging_note)
-        # What the release records know and Redis does not was lost with an older Redis.
+        # Releases in the records that Redis does not know were lost with an earlier Redis.
         await self._start_from_releases(pointer)
         verdict = judge_pointer(pointer, self.progress.newest_pointer)
         if verdict == "newer" and pointer is not None:
@@ -196,7 +196,7 @@ class PointerFollower:
             return None if pointer_bytes is None else Pointer.from_bytes(pointer_bytes), staging_note
         except TierUnavailable:
             self.note_concern("redis", StaleReason.REDIS_UNREACHABLE)
-            self.note_concern("pointer", None)  # whatever was wrong with it may have passed
+            self.note_concern("pointer", None)  # its state is unknown now
             self._metrics.refreshes.labels(StaleReason.REDIS_UNREACHABLE).inc()
         except CorruptArtefact as error:
             self._note_pointer_concern(StaleReason.POINTER_CORRUPT, str(error))
@@ -205,14 +205,14 @@ class PointerFollower:
     def _stage_wanted(self) -> None:
         """Stage at most one generation besides live and previous: the staging note's, else the canary's."""
         followed, wanted_generation = self.progress.followed_pointer, None
-        if not self.progress.is_behind:  # what should be live already comes first
+        if not self.progress.is_behind:  # a newer live generation is loaded first
             wanted_generation = self.staged.unexpired_generation(None if followed is None else followed.generation)
             if wanted_generation is None and followed is not None and followed.canary is not None:
                 wanted_generation = followed.canary.generation
         self.staged.stage(wanted_generation)
 
     async def wait_until_settled(self) -> None:
-        """Wait until the previous generation, the staged one and a degraded one are loaded, or have failed to."""
+        """Wait until loads of the previous, the staged and a degraded generation have ended."""
         await self.staged.wait_until_settled()
         await self._degraded_reopen.wait_until_settled()
         if self._previous_load_task is not None:
@@ -246,14 +246,14 @@ class PointerFollower:
             live_snapshot = await self._get_or_load(pointer)
             if not isinstance(live_snapshot, Pointer):
                 self.holder.serve(live_snapshot, pointer)
-        except Exception as error:  # whatever is wrong with it, the old one goes on
-            # Of another release, or of a generation that the store does not have: a traceback says no more.
+        except Exception as error:  # the old generation stays live after any error
+            # Another version's format, or a generation that the store lacks: a traceback adds nothing.
             is_known = isinstance(error, UnknownFormat | UnknownGeneration)
             log.error("generation %s cannot be loaded: %s", pointer.generation, error, exc_info=not is_known)
             await self._note_load_failure(pointer, str(error))
             return
         if isinstance(live_snapshot, Pointer):
-            # Rolled back, or published over, while it was loading: not one answer may come from it.
+            # Rolled back or superseded while it was loading: it must not answer any request.
             await self._follow(live_snapshot)
             return
         self.progress.note_served(pointer)
@@ -272,7 +272,7 @@ class PointerFollower:
         await self._unless_overtaken(pointer, self._fall_back(pointer))
 
     async def _unless_overtaken(self, pointer: Pointer, load_work: Coroutine[Any, Any, T]) -> T | Pointer:
-        """Return the result of `load_work`, or a newer pointer if one comes: a roll-back waits for no slow store."""
+        """Return the result of `load_work`, or a newer pointer if one appears: a rollback does not wait for a load."""
         task = asyncio.create_task(load_work)
         try:
             while True:
@@ -282,7 +282,7 @@ class PointerFollower:
                 if finished_tasks:
                     return await task
         finally:
-            if not task.cancel():  # else its thread goes on to its end, for nothing
+            if not task.cancel():  # already finished: retrieve its error
                 task.exception()
 
     async def _get_or_load(self, pointer: Pointer) -> Snapshot | Pointer:
@@ -292,17 +292,17 @@ class PointerFollower:
 
     async def _load(self, pointer: Pointer) -> Snapshot:
         if self.staged.is_loading(pointer.generation):
-            # Not for ever: its one thread may hang, or stand behind one that does.
+            # Bounded: the staging thread may hang, or wait for one that hangs.
             await self.staged.wait_until_settled(self._load_bound_s)
             if (staged_snapshot := self.holder.find_snapshot(pointer.generation)) is not None:
                 return staged_snapshot
-        self.staged.drop()  # never more than previous, live and one more
+        self.staged.drop()  # at most one generation besides live and previous is held
         live_snapshot = await self.holder.load(pointer)
         await self.holder.warm(live_snapshot)
         return live_snapshot
 
     async def _fall_back(self, pointer: Pointer) -> None:
-        """Serve the previous generation if none is held yet: better than no answers; the replica stays drained."""
+        """If no generation is held yet, serve the previous one rather than nothing; the replica stays unready."""
         if self.served is not None or pointer.previous is None:
             return
         previous = await self.holder.open_superseded(self._store, pointer.previous)
@@ -331,7 +331,7 @@ class PointerFollower:
 
 
 class PointerProgress:
-    """Lag of a replica; `load_bound_s`: seconds to load a seen generation, retries included, before it is unready."""
+    """Lag of a replica; it becomes unready `load_bound_s` seconds after a new pointer, retries included."""
 
     def __init__(self, load_bound_s: float, timer: Callable[[], float]) -> None:
         self.newest_pointer: Pointer | None = None
@@ -347,7 +347,7 @@ class PointerProgress:
         return self.newest_pointer is not self.followed_pointer
 
     def note_newer(self, pointer: Pointer) -> None:
-        """Record a newer pointer; a further one while behind does not restart the bound."""
+        """Record a newer pointer; while the replica is behind, further pointers do not restart the bound."""
         if not self.is_behind:
             self._behind_since = self._timer()
         self.newest_pointer = pointer
@@ -357,7 +357,7 @@ class PointerProgress:
         self.followed_pointer, self.load_failure = pointer, None
 
     def unready_reason(self) -> str | None:
-        """Return the reason why this replica is unready, or None; a first load that fails counts at once."""
+        """Return the reason why this replica is unready, or None; a failed first load counts immediately."""
         if self.newest_pointer is None or not self.is_behind:
             return None
         is_first = self.followed_pointer is None and self.load_failure is not None
@@ -366,14 +366,14 @@ class PointerProgress:
         return self.load_failure or f"generation {self.newest_pointer.generation} is still loading"
 
     def public_failure(self) -> str | None:
-        """Return the public text of the failure: `load_failure` without the error's own text."""
+        """Return `load_failure` without the error's text, for the public."""
         if self.load_failure is None or self.newest_pointer is None:
             return None
         return f"generation {self.newest_pointer.generation} cannot be loaded"
 
 
 def judge_pointer(pointer: Pointer | None, seen_pointer: Pointer | None) -> PointerVerdict:
-    """Return the verdict on the pointer for a reader that has seen `seen_pointer`."""
+    """Compare the pointer with the newest one that the replica has seen."""
     if pointer is None:
         return "vanished"
     if seen_pointer is None or pointer.epoch > seen_pointer.epoch:
@@ -404,7 +404,7 @@ class Concerns:
 
 
 class StagedGeneration:
-    """Staged generation, at most one at a time; a request for another one, or for none, releases the former."""
+    """Staged generation, at most one at a time; staging another one, or none, releases it."""
 
     def __init__(self, holder: GenerationHolder, clock: Callable[[], float], timer: Callable[[], float]) -> None:
         self.requested_generation: str | None = None
@@ -423,18 +423,18 @@ class StagedGeneration:
         try:
             self._staging_note = None if note_bytes is None else Staging.from_bytes(note_bytes)
         except CorruptArtefact as error:
-            log.warning("the staging note cannot be read, nothing is held ready: %s", error)
+            log.warning("the staging note cannot be read, no generation is staged: %s", error)
             self._staging_note = None
 
     def unexpired_generation(self, live_generation: str | None) -> str | None:
-        """Return the generation of the staging note, unless the note has expired (by Redis' clock) or it is live."""
+        """Return the staging note's generation, unless the note has expired (by Redis' clock) or names the live one."""
         staging_note = self._staging_note
         if staging_note is None or staging_note.generation == live_generation or self._clock() >= staging_note.until:
             return None
         return staging_note.generation
 
     def stage(self, generation: str | None) -> None:
-        """Set the generation to hold; returns at once. Called at every poll, so it also retries and tops up."""
+        """Set the generation to hold, without waiting. Called at every poll, so it also retries and tops up."""
         if generation != self.requested_generation:
             self.drop()
             self.requested_generation = generation
@@ -474,9 +474,9 @@ class StagedGeneration:
                 self._note_failure(generation, reason)
                 return
             await self._holder.warm(snapshot)
-        except Exception as error:  # whatever is wrong with it, the live one goes on
-            if not isinstance(error, UnknownGeneration):  # the line of `_note_failure` says all
-                log.exception("generation %s cannot be made ready", generation)
+        except Exception as error:  # the live generation goes on after any error
+            if not isinstance(error, UnknownGeneration):  # the line of `_note_failure` is enough
+                log.exception("generation %s cannot be staged", generation)
             self._note_failure(generation, mask_secrets(str(error)) or type(error).__name__)
             return
         self.load_failure, self.is_ready = None, True
@@ -496,7 +496,7 @@ class StagedGeneration:
 
 
 class DegradedReopen:
-    """Reopening of a degraded live generation in the background: the follower's polls, and a roll-back, go on."""
+    """Reopening of a degraded live generation in the background, while polls and rollbacks go on."""
 
     def __init__(self, holder: GenerationHolder, timer: Callable[[], float]) -> None:
         self._holder = holder
@@ -505,12 +505,12 @@ class DegradedReopen:
         self._load_task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Start over for another live generation; cancel a load for the former one."""
+        """Restart for another live generation; cancel a load for the former one."""
         self.drop()
         self._reopen_at, self._wait_s = self._timer() + _REOPEN_FIRST_S, _REOPEN_FIRST_S
 
     def reopen_if_due(self, pointer: Pointer | None) -> None:
-        """Open the pointer's generation again if it is degraded and the wait is over; returns at once."""
+        """Start to reopen the pointer's generation if it is degraded and the wait has ended; does not wait."""
         served = self._holder.served
         if served is None or pointer is None or served.live.degraded is None:
             return
@@ -535,9 +535,9 @@ class DegradedReopen:
         try:
             reopened_snapshot = await self._holder.load(pointer)
         except Exception:
-            log.warning("generation %s cannot be mended", pointer.generation, exc_info=True)
+            log.warning("generation %s cannot be reopened", pointer.generation, exc_info=True)
             return
         served = self._holder.served
-        # Another release may have become live meanwhile, also of this very generation: it has another epoch.
+        # Meanwhile another release may have become live, also of this generation; it has another epoch.
         if reopened_snapshot.degraded is None and served is not None and served.live.epoch == pointer.epoch:
             self._holder.replace_served(dataclasses.replace(served, live=reopened_snapshot))

@@ -1,4 +1,4 @@
-"""Background of a replica: polls pointer and blocklist, listens for announcements, and sends heartbeats."""
+"""Background tasks of a replica: poll pointer and blocklist, listen for announcements, send heartbeats."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ BackgroundStep = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Refresher:
-    """Runs the background of a replica; announcements only shorten what polling finds anyway."""
+    """Runs the background tasks of a replica; announcements only make polls happen earlier."""
 
     def __init__(
         self,
@@ -74,25 +74,25 @@ class Refresher:
         self._is_eviction_safe = self._is_eviction_policy_unknown = False
 
     def add_periodic(self, name: str, pause_s: float, step: BackgroundStep, announcement: bytes | None = None) -> None:
-        """Take another step, every `pause_s` seconds from the start on, and when `announcement` is announced.
+        """Add a step that runs every `pause_s` seconds from the start on, and when `announcement` is announced.
 
-        `name` is that of its loop, in the log and in metrics.
+        `name` is the name of its loop in the log and in metrics.
         """
         self._periodic_steps.append((name, lambda: pause_s, step, wake_event := asyncio.Event()))
         if announcement is not None:
             self._event_by_announcement[announcement] = wake_event
 
     def add_loop(self, name: str, run_loop: BackgroundStep) -> None:
-        """Take a run along, in a background loop with this name, from the start until this is closed."""
+        """Add a function that runs in a background loop with this name, from `start` until `aclose`."""
         self._named_loops.append((name, run_loop))
 
     async def start(self) -> None:
-        """Take every step once, then keep taking them in the background."""
+        """Run every step once, then keep running them in the background."""
         await self.refresh_blocklist()
         await self.follower.poll_pointer()
-        await self.refresh_blocklist()  # loading takes minutes, in which more may have been blocked
+        await self.refresh_blocklist()  # again: loading takes minutes, in which the blocklist may have changed
         await self.send_heartbeat()
-        self.follower.holder.on_change = self._heartbeat_event.set  # whoever waits for a swap hears of it at once
+        self.follower.holder.on_change = self._heartbeat_event.set  # publishers wait for it
         for name, pause_s, step, wake_event in self._periodic_steps:
             wait = functools.partial(_wait_for_wake, pause_s, wake_event)
             self._tasks.append(self._loops.start(name, step, wait=wait))
@@ -100,24 +100,24 @@ class Refresher:
             self._tasks.append(self._loops.start(name, run_loop))
 
     async def aclose(self) -> None:
-        """Stop the background, and sign off."""
+        """Stop the background tasks, and sign off."""
         await cancel_and_wait(self._tasks)
         await self.follower.aclose()
         await self._sign_off()
 
     async def drain(self) -> None:
-        """Make the replica not ready and signed off from now on, while answers go on."""
+        """Make the replica unready and sign it off, while it still answers."""
         self.follower.is_draining = True
         await self._sign_off()
 
     def pointer_poll_s(self) -> float:
-        """Seconds to the next look: a replica that a publisher waits for must not be the one that flips late."""
+        """Return the seconds until the next poll, which are fewer while a publisher waits for its replicas."""
         return min(self._poll_s, _EXPECTING_POLL_S) if self.follower.is_publisher_waiting else self._poll_s
 
     async def refresh_blocklist(self) -> None:
-        """Take over the newest blocklist that can be read; what cannot be read leaves the last in force, marked.
+        """Put the newest readable blocklist in force; if a newer one cannot be read, note a concern.
 
-        A version that could not be put in force is tried again at each look, before the store is asked.
+        A version that could not be put in force is tried again at each poll, before the store is read.
         """
         follower, holder = self.follower, self.follower.holder
         is_enforced = await holder.enforce()
@@ -129,7 +129,7 @@ class Refresher:
         if blocklist is not None:
             is_enforced = await holder.put_own_blocklist_in_force(blocklist)
         if not is_enforced:
-            remedy = f"it is tried again at each look; the error was {holder.enforcement_error}"
+            remedy = f"it is tried again at each poll; the error was {holder.enforcement_error}"
             follower.note_concern("blocklist", StaleReason.BLOCKLIST_NOT_ENFORCED, remedy)
             return
         follower.note_concern("blocklist", read_error and StaleReason.BLOCKLIST_UNREADABLE, read_error or "")
@@ -137,7 +137,7 @@ class Refresher:
             self.blocklist_read_at = self._timer()
 
     async def sweep_copies(self) -> None:
-        """Remove this host's copies of generations that the store no longer has, never of one held here."""
+        """Remove this host's copies of generations that the store no longer has, except held ones."""
         generations, idle_cutoff_at = self.follower.holder.generations, time.time() - COPY_IDLE_S
         await self._in_thread(self._store.sweep_host_copies, generations, cutoff_at=idle_cutoff_at)
 
@@ -153,7 +153,7 @@ class Refresher:
                 await self._control.heartbeat(payload, self._heartbeat.clock(), self._last_heartbeat)
                 self._last_heartbeat = payload
             except TierUnavailable:
-                self._is_eviction_safe = False  # what comes back may be another Redis
+                self._is_eviction_safe = False  # after an outage it may be another Redis
                 return
         if not self._is_eviction_safe:
             await self._check_eviction_policy()
@@ -164,10 +164,10 @@ class Refresher:
         except TierUnavailable as error:
             cause = error.__cause__
             if not isinstance(cause, ResponseError) or isinstance(cause, WrongReply):
-                return  # gone again; a later beat asks
-            policy = ""  # there, but this user may not ask
+                return  # Redis is unreachable again; a later heartbeat checks
+            policy = ""  # this user has no permission for INFO
         if not policy and not self._is_eviction_policy_unknown:
-            log.warning("Redis does not tell its maxmemory-policy: make sure it is volatile-lru")
+            log.warning("Redis' maxmemory-policy is unknown: make sure that it is volatile-lru")
         self._is_eviction_policy_unknown = self._is_eviction_policy_unknown or not policy
         self._is_eviction_safe = not policy.startswith("allkeys")
         self.follower.note_concern(
@@ -184,21 +184,21 @@ class Refresher:
                     await self._control.sign_off(last_heartbeat)
 
     async def listen(self) -> None:
-        """Hear announcements over one connection, until it ends."""
+        """Receive announcements over one connection, until it ends."""
         try:
             with contextlib.suppress(TierUnavailable):
-                # Closed here: a generator left to the loop's own hook would outlive this replica.
+                # Closed explicitly: otherwise the generator would live until the event loop's hook closes it.
                 async with contextlib.aclosing(self._control.subscribe()) as messages:
                     async for message in messages:
                         self._event_by_announcement.get(message, self._pointer_event).set()
         finally:
-            self._is_eviction_safe = False  # what comes back may be another Redis
+            self._is_eviction_safe = False  # after an outage it may be another Redis
         await asyncio.sleep(self._poll_s)
 
 
 async def _wait_for_wake(pause_s: Callable[[], float], wake_event: asyncio.Event) -> None:
     """Return after a pause, or as soon as `wake_event` is set."""
-    # Not wait_for: in Python 3.11 it loses a cancellation that meets the event.
+    # Not `wait_for`: in Python 3.11 it can lose a cancellation that coincides with the event.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(pause_s()):
             await wake_event.wait()
@@ -206,7 +206,7 @@ async def _wait_for_wake(pause_s: Callable[[], float], wake_event: asyncio.Event
 
 
 def newest_blocklist(store: ArtefactStore, enforced_version: int) -> tuple[Blocklist | None, str | None]:
-    """The newest readable version above `enforced_version` (-1: none yet), and why it is not the newest of all."""
+    """Return the newest readable version above `enforced_version` (-1: none yet), and why it is not the newest."""
     file_names = store.names("blocklist")
     version_stems = [file_name.removesuffix(".json") for file_name in file_names if file_name.endswith(".json")]
     versions_and_stems = sorted(
@@ -216,8 +216,8 @@ def newest_blocklist(store: ArtefactStore, enforced_version: int) -> tuple[Block
     if newest_version < enforced_version:
         raise StoreError(f"version {newest_version} is the newest in the store, {enforced_version} is in force")
     if not versions_and_stems and not store.names(""):
-        # A volume that is not mounted looks like a store in which nothing was ever blocked.
-        raise StoreError(f"there is nothing at all in {store.url}")
+        # An unmounted volume looks like a store without a blocklist.
+        raise StoreError(f"{store.url} is empty")
     read_error = None
     for version, stem in versions_and_stems:
         if version <= enforced_version:

@@ -1,4 +1,4 @@
-"""The generations that answer requests, as one value that a request captures."""
+"""Generations that answer requests, as one value that a request captures."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from serving.requests.errors import Problem
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedGenerations:
-    """Live snapshot and, if held, the previous one and the next (which a canary tries out)."""
+    """Live snapshot and, if held, the previous one and the next one (which a canary may try out)."""
 
     live: Snapshot
     previous: Snapshot | None = None
     next: Snapshot | None = None
     canary: Canary | None = None
-    """Canary that tries out `next`; None without one, or while its generation is not held."""
+    """Canary that tries out `next`; None without a canary, or while its generation is not held."""
 
     def pin_generation(self, generation: str | None) -> Self:
-        """Holding for a request that pins `generation`; raises Problem (409) if it is not live, previous or canary."""
+        """Return the generations for a request that pins `generation`; raise Problem (409) if that is not held."""
         if generation is None:
             return self
-        # What is only staged has not been published to anybody.
+        # A generation that is only staged is not published.
         pinnable_snapshots = (self.live, self.previous, None if self.canary is None else self.next)
         for snapshot in pinnable_snapshots:
             if snapshot is not None and snapshot.generation == generation:
@@ -36,7 +36,7 @@ class ServedGenerations:
         )  # fmt: skip
 
     def for_canary(self, next_snapshot: Snapshot) -> Self:
-        """Holding for a canary's whole request: the next generation, and the live one below it."""
+        """Return the generations for a canary's request: the next generation, with the live one as its fallback."""
         return dataclasses.replace(self, live=next_snapshot, previous=self.live, next=None, canary=None)
 
     @property
@@ -52,11 +52,11 @@ class ServedGenerations:
         return tuple(snapshot.generation for snapshot in self.snapshots)
 
     def with_blocklist(self, blocklist: Blocklist) -> Self:
-        """All generations under another blocklist."""
+        """Return all generations with another blocklist."""
         return self.map_snapshots(lambda snapshot: snapshot.with_blocklist(blocklist))
 
     def map_snapshots(self, change_snapshot: Callable[[Snapshot], Snapshot]) -> Self:
-        """All generations, each changed."""
+        """Return all generations, each changed by a function."""
         return dataclasses.replace(
             self,
             live=change_snapshot(self.live),
@@ -65,10 +65,10 @@ class ServedGenerations:
         )
 
     def find(self, generation: str | None) -> Snapshot | None:
-        """The held snapshot of a generation."""
+        """Return the held snapshot of a generation, None if it is not held."""
         return next((snapshot for snapshot in self.snapshots if snapshot.generation == generation), None)
 
     @property
     def snapshots(self) -> tuple[Snapshot, ...]:
-        """Snapshots that are held, the live one first."""
+        """Held snapshots, the live one first."""
         return tuple(snapshot for snapshot in (self.live, self.previous, self.next) if snapshot is not None)

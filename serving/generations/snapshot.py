@@ -1,4 +1,4 @@
-"""Snapshot of one generation as this process holds it: tables, items, index, models, blocklist, default lists."""
+"""Snapshot of one generation in this process: tables, items, index, models, blocklist, default lists."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ Part = TypeVar("Part")
 
 
 class ItemValues(Protocol):
-    """Values of one attribute of a generation's items, as they are now."""
+    """Current values of one attribute of a generation's items."""
 
     def mask_having_text(self, text: str, ordinals: NDArray[Any]) -> NDArray[np.bool_]:
         """Return a mask of the items that have the text as a value."""
@@ -42,12 +42,12 @@ class ItemValues(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DefaultList:
-    """Default list of a top-K table, used when nothing better exists: ordinals and scores, best first."""
+    """Default list of a top-K table, the last fallback: ordinals and scores, best first."""
 
     items: NDArray[np.uint32]
     scores: NDArray[np.float32]
     ordinal_by_id: Mapping[bytes, int]
-    """Ordinals of the items, by their ids."""
+    """Ordinals by item id."""
 
     def ordinals_among(self, entity_ids: Iterable[bytes] | None) -> frozenset[int]:
         """Return the ordinals of the given ids that the list contains."""
@@ -57,7 +57,7 @@ class DefaultList:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Parts of one generation in one immutable value: store, index and model can never be of two nights."""
+    """Parts of one generation in one immutable value: tables, index and model are always of the same night."""
 
     generation: str
     epoch: int
@@ -74,23 +74,23 @@ class Snapshot:
     blocked: frozenset[int]
     blocked_ordinals: NDArray[np.int64]
     fallback: str | None = None
-    """Reason why the live models run on the processor though another provider is configured."""
+    """Reason why live models run on the CPU although another provider is configured."""
     seen_items: SeenItems | None = None
     """Past items of users, if there are filters or events."""
     part_by_class: Mapping[type, Any] = field(default_factory=dict)
-    """What features opened of the generation, by its class."""
+    """Parts of the generation that features opened, by class."""
     changed_facets: Mapping[str, ItemValues] = field(default_factory=dict)
-    """Values of each facet's attribute, by its table, if some item has another value than its lists were made by."""
+    """By facet table: current values of its attribute, if an item's value has changed since the night."""
     changed_filters: frozenset[str] = frozenset()
-    """Named filters that may let other items pass than they did in the night."""
+    """Named filters that other items may pass now than in the night."""
     new_items: NewItems = NO_NEW_ITEMS
     """Items that lists may name although the night did not know them."""
     blocked_stamp: int = field(default_factory=_STAMP_COUNTER.__next__)
-    """Number of the enforced blocklist, which grows with each change, of any namespace's list."""
+    """Number of the enforced blocklist; grows with each change of any namespace's list."""
     stamp: int = field(init=False, default_factory=_STAMP_COUNTER.__next__)
-    """Number of this exact value: the same generation with another blocklist or release has another number."""
+    """Number that is unique to this value: the same generation with another blocklist or release has another number."""
     values_stamp: int = field(init=False, default_factory=_STAMP_COUNTER.__next__)
-    """Number of this value and its items' attributes, for answers that depend on these."""
+    """Like `stamp`, but also changes with items' attributes, for answers that depend on them."""
 
     @classmethod
     def open(
@@ -106,9 +106,9 @@ class Snapshot:
         cores: Sequence[int] = (),
         accelerator: Accelerator | None = None,
     ) -> Self:
-        """Fetch, verify, map and warm a generation; slow, so never on the event loop.
+        """Fetch, verify, map and warm a generation; slow, so not for the event loop.
 
-        A model or index that is damaged or does not open leaves the snapshot `degraded`: its pages still answer.
+        If a model or index does not open, the snapshot is `degraded`: its pages still answer.
         """
         manifest = read_manifest(store, generation)
         live_file_paths = {live_file.path for live_file in live_files(manifest)}
@@ -155,27 +155,27 @@ class Snapshot:
         return dataclasses.replace(self, new_items=new_items, blocked=blocked)
 
     def part(self, part_class: type[Part]) -> Part | None:
-        """Return what a feature opened of the generation, by its class; None if it opened nothing."""
+        """Return the part of this class that a feature opened; None if there is none."""
         part: Part | None = self.part_by_class.get(part_class)
         return part
 
     def with_part(self, part: object) -> Self:
-        """Return a snapshot with a part in place of the one of its class."""
+        """Return a snapshot with this part, replacing that of the same class."""
         return self.with_same_stamp(part_by_class={**self.part_by_class, type(part): part})
 
     def with_same_stamp(self, **changed_fields: Any) -> Self:
-        """Return a snapshot with changed fields on which no answer depends but those by attributes of items."""
+        """Return a snapshot with changed fields that affect only answers by attributes of items."""
         changed_snapshot = dataclasses.replace(self, **changed_fields)
         object.__setattr__(changed_snapshot, "stamp", self.stamp)
         return changed_snapshot
 
     @property
     def nameable_item_count(self) -> int:
-        """Number of items that lists may name: those of the night, and after them the new ones."""
+        """Number of items that lists may name: nightly items and new items."""
         return self.items.count + len(self.new_items.items)
 
     def numbers_of(self, raw_ids: Sequence[bytes]) -> NDArray[np.int64]:
-        """Return int64 [n] numbers of items, new ones too; -1 for an unknown id."""
+        """Return the numbers int64[n] of items, including new items; -1 for an unknown id."""
         return self.new_items.numbers_of(raw_ids, self.items.ordinals_of(raw_ids))
 
     def released_as(self, epoch: int, published_at: float) -> Self:
@@ -203,7 +203,7 @@ class Snapshot:
 
     @property
     def digest_of_nothing(self) -> bytes:
-        """Input digest of an item that is its own input."""
+        """Digest of a missing input, used for items, which are their own input."""
         return _digest_of_nothing("" if self.predictor is None else self.predictor.model_digest)
 
     def knows_entity(self, table: Table, raw: bytes) -> bool:
@@ -242,7 +242,7 @@ def _iso_time(unix_s: float) -> str:
 def _blocked_items(
     blocklist: Blocklist, items: ItemTable, new_items: NewItems = NO_NEW_ITEMS
 ) -> tuple[frozenset[int], NDArray[np.int64]]:
-    """Return (numbers of all blocked items, ordinals of the nightly ones among them)."""
+    """Return (numbers of all blocked items, ordinals of the blocked nightly items)."""
     blocked_ids = sorted(blocklist.items)
     ordinals = items.ordinals_of(blocked_ids)
     known_ordinals: NDArray[np.int64] = np.sort(ordinals[ordinals >= 0])
@@ -253,7 +253,7 @@ def _blocked_items(
 def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str, DefaultList]:
     """Read a generation's defaults by table; raise CorruptArtefact if they do not fit its items.
 
-    Tables of items have none: popular items suit an unknown user, but are not similar to an item.
+    Item tables have no defaults: popular items suit an unknown user, but are not similar to a given item.
     """
     document_bytes = (root / manifest.defaults.path).read_bytes()
     try:
@@ -277,7 +277,7 @@ def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str,
 
 
 def user_vector_table(snapshot: Snapshot) -> Table:
-    """Return the table of user vectors that can be multiplied with item vectors; raise Problem (404) without one."""
+    """Return the table of user vectors in the space of item vectors; raise Problem (404) without one."""
     dims = snapshot.manifest.items.dims
     for table in snapshot.manifest.tables.values():
         if table.kind == "vector" and table.entity == "user" and table.layout.width == dims:
@@ -286,7 +286,7 @@ def user_vector_table(snapshot: Snapshot) -> Table:
 
 
 def ranking_metric(snapshot: Snapshot, table: Table | None = None) -> Metric:
-    """Return the metric by which the night ranked the lists of a table, or of users; inner product by default."""
+    """Return the metric by which the night ranked a table's lists, or those of users; default: inner product."""
     manifest = snapshot.manifest
     for candidate_table in [table] if table is not None else manifest.tables.values():
         index_name = candidate_table.producer.index

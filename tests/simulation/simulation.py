@@ -51,7 +51,7 @@ CALM_S = 60.0
 
 NO_NEWS = (
     "cannot be loaded",
-    "cannot be made ready",
+    "cannot be staged",
     "release records cannot be read",
     "cannot be held",
     "cannot be put in force",

@@ -235,7 +235,7 @@ async def test_damage_in_redis_is_found(tmp_path: Path, own_redis: RedisServer) 
             missing = await service.get(EXPLAIN + users[0])
 
     assert damaged["page"]["state"] == "damaged" and damaged["answer"]["tier"] == "l2"
-    assert "restore it" in damaged["sentence"]
+    assert "run larder restore" in damaged["sentence"]
     assert corrupt["l2"] == {"found": False, "reason": "corrupt"}
     assert corrupt["answer"] == {"tier": "previous", "reason": "corrupt", "live": None}
     assert corrupt_answer["source"] == "previous" and corrupt["previous"]["found"]

@@ -243,7 +243,7 @@ async def test_only_lists_are_filtered_and_only_where_items_have_attributes(
         body = {"entities": ["u-00001"], "filter": {"exists": "brand"}}
         response = await running.http.post("/v1/lookup/user_vector", json=body)
         text = await running.http.get("/v1/lookup/user_topk/u-00001", params={"filter": "{"})
-    assert response.status_code == 422 and "holds no lists" in response.json()["error"]["message"]
+    assert response.status_code == 422 and "has no lists" in response.json()["error"]["message"]
     assert text.status_code == 422 and "filter is not JSON" in text.json()["error"]["message"]
 
     night_without_attributes = build_night(tmp_path_factory.mktemp("plain"), redis_url, users=60, items=60)

@@ -239,7 +239,7 @@ async def test_only_lists_are_put_in_order(
         body = {"entities": ["u-00001"], "rerank": {"diversify": {"mmr": 0.5}}}
         response = await running.http.post("/v1/lookup/user_vector", json=body)
         text = await running.http.get("/v1/lookup/user_topk/u", params={"rerank": "{"})
-    assert response.status_code == 422 and "holds no lists" in response.json()["error"]["message"]
+    assert response.status_code == 422 and "has no lists" in response.json()["error"]["message"]
     assert text.status_code == 422 and "rerank is not JSON" in text.json()["error"]["message"]
 
     # Likeness needs no attributes.
