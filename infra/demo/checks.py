@@ -69,10 +69,8 @@ class Judge:
                 self.generations[answer.generation] += 1
                 if answer.generation in rolled_back_generations:
                     self.violations.append(f"{answer.generation} answers after it was rolled back")
-                violation_texts = [*_judge_answer(question, answer), *self._judge_list(question, answer)]
-                self.violations += [
-                    f"{question.table}/{question.id}: {violation_text}" for violation_text in violation_texts
-                ]
+                for violation_text in (*_judge_answer(question, answer), *self._judge_list(question, answer)):
+                    self.violations.append(f"{question.table}/{question.id}: {violation_text}")
 
     def _judge_list(self, question: Question, answer: Answer) -> Iterator[str]:
         if (items := answer.items) is None:

@@ -71,11 +71,8 @@ def read_user_data(path: Path, *, today: datetime) -> Dataset:
     path = path.resolve()
     text_file_by_name = {file.name.removesuffix(".gz"): file for file in path.glob("*.txt*")}
     if {"train.txt", "test.txt"} <= text_file_by_name.keys():
-        train_table, held_out_table = (
-            _read_interactions(text_file_by_name["train.txt"]),
-            _read_interactions(text_file_by_name["test.txt"]),
-        )
-        return _split_untimed(path.name, train_table, held_out_table, today)
+        train, held_out = (_read_interactions(text_file_by_name[name]) for name in ("train.txt", "test.txt"))
+        return _split_untimed(path.name, train, held_out, today)
     table = _read_interactions(path)
     times = np.asarray(table["timestamp"])
     if times.any():
@@ -84,10 +81,8 @@ def read_user_data(path: Path, *, today: datetime) -> Dataset:
         return _split_at_cuts(path.stem, table, first_cut, max(second_cut, first_cut + timedelta(seconds=1)))
     # Hold out the last item of each user with at least three interactions.
     held_out_mask, click_count_by_user = (np.zeros(len(table), np.bool_), Counter(table["user"].to_pylist()))
-    last_row_by_user = {
-        user: row for row, user in enumerate(table["user"].to_pylist()) if click_count_by_user[user] >= 3
-    }
-    held_out_mask[list(last_row_by_user.values())] = True
+    last_row_by_user = {user: row for row, user in enumerate(table["user"].to_pylist())}
+    held_out_mask[[row for user, row in last_row_by_user.items() if click_count_by_user[user] >= 3]] = True
     return _split_untimed(path.stem, table.filter(~held_out_mask), table.filter(held_out_mask), today)
 
 

@@ -17,6 +17,7 @@ from serving.requests.answers import STORED_SOURCES
 LIST_LENGTH = 20
 TRIES_MAX = 10
 Lists = Mapping[str, Sequence[str]]
+Vectors = NDArray[np.float32]
 
 
 def recall_and_ndcg(list_by_user: Lists, held_out_by_user: Lists, top: int = LIST_LENGTH) -> dict[str, float]:
@@ -75,15 +76,12 @@ def offline_lists(
     return list_by_user
 
 
-def _run_tower(
-    model: BundleModel, index_rows: Sequence[Sequence[int]], features: Sequence[Features]
-) -> NDArray[np.float32]:
+def _run_tower(model: BundleModel, index_rows: Sequence[Sequence[int]], features: Sequence[Features]) -> Vectors:
     """Run a tower on features and on `index_rows`: the model indices of each user's history, or of each item."""
     inputs: dict[str, Histories | NDArray[Any]] = {}
     for input_spec in model.spec.inputs:
         if input_spec.bind == "feature":
-            feature_values = [entity_features[str(input_spec.column)] for entity_features in features]
-            inputs[input_spec.name] = np.array(feature_values, object)
+            inputs[input_spec.name] = np.array([values[str(input_spec.column)] for values in features], object)
         else:
             inputs[input_spec.name] = Histories.of(index_rows) if input_spec.bind == "history" else np.ravel(index_rows)
     return Tower.open(model.path, model.spec).run(inputs)

@@ -127,15 +127,13 @@ class Click:
         self.item = items_before[min(1, len(items_before) - 1)]
         event = NewEvent("demo-click", user=self.user, item=self.item, type="click")
         with Client(self._url, policy=POLICY) as larder:
-            receipt = larder.send_events([event])
+            if (receipt := larder.send_events([event])).accepted != 1:
+                raise InvariantViolation(f"the click was not accepted: {receipt}")
         started_at = time.perf_counter()
-        if receipt.accepted != 1:
-            raise InvariantViolation(f"the click was not accepted: {receipt}")
         self._live_answer = self._wait_until_counted()
         counted_ms = (time.perf_counter() - started_at) * 1000
-        stored_answer = self._look_up(max_events=0)
-        if stored_answer.items != items_before or stored_answer.events:
-            raise InvariantViolation(f"max_events=0 is not the stored list: {stored_answer}")
+        if (stored := self._look_up(max_events=0)).items != items_before or stored.events:
+            raise InvariantViolation(f"max_events=0 is not the stored list: {stored}")
         return [
             f"{self.user} clicks on {self.item}; the list reflects it {counted_ms:.0f} ms after the 202",
             f"before {', '.join(items_before[:4])}",
@@ -165,8 +163,7 @@ class Click:
 
     def _look_up(self, max_events: int | None = None) -> Answer:
         with Client(self._url, policy=POLICY) as larder:
-            options = Options(k=LIST_LENGTH, max_events=max_events)
-            (answer,) = larder.lookup_many("user_topk", [self.user], options)
+            answer = larder.lookup("user_topk", self.user, Options(k=LIST_LENGTH, max_events=max_events))
         hidden = frozenset([self.item] if answer.events else [])
         self._judge.request([Question("user_topk", self.user, LIST_LENGTH, hidden)], [answer])
         return answer
@@ -221,15 +218,14 @@ class Demo:
                 notes.append(self.airflow.url)
             self._first_night(demo_folder / "bundle")
             with run_demo_step(self.console, "Lookup service") as notes:
-                log = demo_folder / "service.log"
-                self.service = exit_stack.enter_context(ServiceProcess(log, environment))
+                self.service = exit_stack.enter_context(ServiceProcess(demo_folder / "service.log", environment))
                 first_generation = self._follow(bool)
                 notes.append(f"{self.service.url}, generation {first_generation}")
             self._measure(demo_folder / "bundle")
             second_generation = self._second_night(first_generation)
             self._audit(ArtefactStore(str(demo_folder / "artifacts" / namespace)))
-            checked_text = f"{self.judge.requests:,} requests: 0 failed, 0 mixed, 0 after the rollback"
-            self.summary |= {"live": first_generation, "rolled back": second_generation, "checked": checked_text}
+            self.summary |= {"live": first_generation, "rolled back": second_generation}
+            self.summary["checked"] = f"{self.judge.requests:,} requests: 0 failed, 0 mixed, 0 after the rollback"
             self.summary["seconds"] = f"{time.monotonic() - started_at:.0f}"
             self.console.print(field_table(self.summary), highlight=False)
             self.console.print("[green bold]every invariant held[/green bold]")
@@ -288,13 +284,10 @@ class Demo:
             exact_lists = offline_lists(bundle_folder, dataset.histories, users, dataset.profiles)
             offline_quality = recall_and_ndcg(exact_lists, dataset.held_out)
             for measure_name, offline_value in offline_quality.items():
-                self.summary[f"{measure_name}@{LIST_LENGTH}"] = (
-                    f"{served_quality[measure_name]:.4f} served, {offline_value:.4f} offline"
-                )
-                if abs(served_quality[measure_name] - offline_value) > QUALITY_TOLERANCE:
-                    raise InvariantViolation(
-                        f"{measure_name}: {served_quality[measure_name]}, not {offline_value} as offline"
-                    )
+                value = served_quality[measure_name]
+                self.summary[f"{measure_name}@{LIST_LENGTH}"] = f"{value:.4f} served, {offline_value:.4f} offline"
+                if abs(value - offline_value) > QUALITY_TOLERANCE:
+                    raise InvariantViolation(f"{measure_name}: {value}, not {offline_value} as offline")
             judge.stop_if_broken()
 
     def _second_night(self, first_generation: str) -> str:
@@ -339,12 +332,10 @@ class Demo:
 
     def _audit(self, store: ArtefactStore) -> None:
         with run_demo_step(self.console, "Audit: every answer against the service's own counters"):
-            metrics_text = httpx.get(f"{self.service.url}/metrics").raise_for_status().text
             published_generations = {move.generation for move in all_releases(store) if move.is_done}
-            self.judge.audit_answers(metrics_text, published_generations)
-        answer_count = self.judge.sources.total()
+            self.judge.audit_answers(httpx.get(f"{self.service.url}/metrics").text, published_generations)
         for source, count in self.judge.sources.most_common():
-            self.summary[f"from {source}"] = f"{count:,} answers, {count / answer_count:.2%}"
+            self.summary[f"from {source}"] = f"{count:,} answers, {count / self.judge.sources.total():.2%}"
 
     def _serve(self, demo_folder: Path) -> None:
         url, user = self.service.url, quote(next(iter(self.data.histories)), safe="")

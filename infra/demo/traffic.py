@@ -50,14 +50,14 @@ class RequestStream:
         self._features_by_user = dataset.profiles.users if dataset.profiles is not None else {}
         rank_weights = 1.0 / np.arange(1, len(self._users_by_rank) + 1)
         self._cumulative_user_shares = np.cumsum(rank_weights) / rank_weights.sum()
-        self._cumulative_kind_shares = np.cumsum(list(SHARE_BY_REQUEST_KIND.values())) / sum(
-            SHARE_BY_REQUEST_KIND.values()
-        )
+        self._cumulative_kind_shares = np.cumsum(list(SHARE_BY_REQUEST_KIND.values()))
 
     def __iter__(self) -> Iterator[TrafficRequest]:
         request_kinds = list(SHARE_BY_REQUEST_KIND)
         while True:
-            kind = request_kinds[int(np.searchsorted(self._cumulative_kind_shares, self._random_generator.random()))]
+            kind = request_kinds[
+                int(np.searchsorted(self._cumulative_kind_shares[:-1], self._random_generator.random()))
+            ]
             questions, options = self._draw_request(kind)
             yield TrafficRequest(kind, tuple(questions), replace(options, k=questions[0].k))
 
@@ -80,8 +80,7 @@ class RequestStream:
                 return [Question(TOPK_TABLE, user, 20) for user in users], Options()
             case "exclude":
                 excluded_items = self._draw_items(30)
-                question = Question(TOPK_TABLE, user, 20, frozenset(excluded_items))
-                return [question], Options(exclude=excluded_items)
+                return [Question(TOPK_TABLE, user, 20, frozenset(excluded_items))], Options(exclude=excluded_items)
             case "fresh":
                 history = [*self._histories[user][-30:], *self._draw_items(1)]
                 return [self._question_with_input(user, history)], Options(fresh=True)
