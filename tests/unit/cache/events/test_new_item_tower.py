@@ -65,7 +65,7 @@ LONG = {"looks": (0.5,) * DIMS}
         ),
         (
             manifest(INDEX, **{ITEM_VECTORS_FACT: True}), brings(vector=(1.0, -1e13, 0.0, 0.0)),
-            "unfit_item", "vector", r"a number of 1e\+13, 65,504 at most",
+            "unfit_item", "vector", r"a number of 1e\+13, at most 65,504",
         ),
         (
             manifest(INDEX, **{ITEM_VECTORS_FACT: True}), brings(features=LONG),
@@ -264,7 +264,7 @@ def test_the_id_as_a_feature_is_that_of_the_event(table: Any) -> None:
     inputs = NewItemInputs.of(manifest(LOOKS_INPUT, NAME, **{ITEM_COLUMN_FACT: "item"}))
     inputs.check(brings(features=LONG))
     inputs.check(brings(features={**LONG, "item": "new"}))
-    with pytest.raises(UnfitNewItem, match=r"features.item is 'other', and the event is of item 'new'"):
+    with pytest.raises(UnfitNewItem, match=r"features.item is 'other', but the event's item is 'new'"):
         inputs.check(brings(features={**LONG, "item": "other"}))
 
     names: list[str] = []

@@ -99,5 +99,5 @@ def test_a_newer_format_is_refused_as_such_and_an_unfit_name_too() -> None:
     with pytest.raises(UnknownFormat):
         Experiments.from_bytes(orjson.dumps(data | {"format": 2}))
     data["experiments"][0]["arms"][0]["name"] = "../x"
-    with pytest.raises(CorruptArtefact, match="no name"):
+    with pytest.raises(CorruptArtefact, match="not a name"):
         Experiments.from_bytes(orjson.dumps(data))

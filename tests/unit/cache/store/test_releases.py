@@ -115,7 +115,7 @@ def test_the_history_is_read_in_order_and_done_by_its_marks(tmp_path: Any) -> No
     [
         ([FIRST, replace(FIRST, epoch=3, number=3)], r"releases/2\.json in .* is missing"),
         ([replace(FIRST, epoch=2, number=2)], r"releases/1\.json in .* is missing"),
-        ([FIRST, replace(FIRST, epoch=1, number=2)], "its epoch 1 is not above 1"),
+        ([FIRST, replace(FIRST, epoch=1, number=2)], "its epoch 1 is not above that of the record before, 1"),
     ],
 )
 def test_a_history_with_a_gap_or_out_of_order_is_refused(tmp_path: Any, records: list[Release], reason: str) -> None:
