@@ -209,8 +209,7 @@ class DeviceTower:
         self._is_on_processor = False
 
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
-        """Return outputs float32 [n, output_dims]; raise BundleError if device and processor disagree and it may not
-        fall back."""
+        """Return outputs float32 [n, output_dims]; raise BundleError on a disagreement without a fallback."""
         outputs = None
         try:
             if not (self._is_compared or self._is_on_processor):
