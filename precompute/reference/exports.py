@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 
-class _ItemTower(nn.Module):  # type: ignore[misc]  # torch's own types are not looked at
+class _ItemTower(nn.Module):  # type: ignore[misc]  # torch is not type-checked
     def __init__(self, item_vectors: NDArray[np.float32]) -> None:
         super().__init__()
         self.table = nn.Buffer(torch.from_numpy(np.ascontiguousarray(item_vectors)))

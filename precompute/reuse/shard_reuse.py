@@ -195,8 +195,8 @@ class ShardReuse:
 
     def read_inputs(self, base_positions: NDArray[np.int64]) -> PublishedInputs:
         """Return the published inputs of these users of the base, with this night's item ordinals."""
-        assert self.base_shard.published is not None  # noqa: S101 - or nobody asks
-        assert self.changes is not None  # noqa: S101 - `open` saw to it
+        assert self.base_shard.published is not None  # noqa: S101 - callers check it
+        assert self.changes is not None  # noqa: S101 - checked by `open`
         inputs = self.base_shard.published.select_rows(base_positions)
         ordinals = self.changes.new_ordinals[inputs.seen_items.indices.astype(np.int64)]
         return replace(inputs, seen_items=Histories(inputs.seen_items.indptr, ordinals))

@@ -177,7 +177,7 @@ def draw_histories(entities: ShardInput, items: ItemTable, metric: Metric, *, se
     sample_points = np.linspace(0, len(rows_with_vector) - 1, min(DRAWN_USERS_MAX, len(rows_with_vector)))
     sampled_rows = rows_with_vector[np.unique(sample_points.astype(np.int64))]
     user_vectors = entities.vectors
-    assert user_vectors is not None  # noqa: S101 - else none had one
+    assert user_vectors is not None  # noqa: S101 - some user has a vector
     rng = np.random.default_rng(seed)
     histories = [
         rng.permutation(best_ordinals)[: rng.integers(1, DRAWN_ITEMS_MAX, endpoint=True)]

@@ -39,7 +39,7 @@ CHUNK_BYTES = 32 << 20
 """Most bytes of a chunk's results on the processor."""
 
 CORES_PER_WORKER, WORKERS_MAX = 5, 4
-"""A stage that works on chunks in parallel has a thread for every 5 cores of the host, at most 4."""
+"""A stage that works on chunks in parallel has a thread per CORES_PER_WORKER cores, at most WORKERS_MAX."""
 
 CHUNKS_MAX = 7 + 2 * WORKERS_MAX + 2
 """Most chunks of a shard in progress: two being read, two compared, twice `workers` computed or waiting, one in each

@@ -191,7 +191,8 @@ class DeviceModel(Protocol):
 class DeviceTower:
     """Model on a device, fed like its ONNX file; its first rows are compared with that file on the processor.
 
-    If the two disagree, or the device fails, it continues on the processor if it `may_fall_back`, else it raises.
+    If the two disagree, it continues on the processor if it `may_fall_back` (no setting asks for the device), else it
+    raises. If the device fails, it always continues on the processor.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class DeviceTower:
         self._is_on_processor = False
 
     def run(self, inputs: Inputs) -> NDArray[np.float32]:
-        """Return outputs float32 [n, output_dims]; raise BundleError if device and processor disagree."""
+        """Return outputs float32 [n, output_dims]; raise BundleError on a disagreement without a fallback."""
         outputs = None
         try:
             if not (self._is_compared or self._is_on_processor):
