@@ -176,7 +176,7 @@ def test_features_may_be_a_table_whose_further_columns_are_kept_for_filters(kind
 @pytest.mark.parametrize(
     ("table", "message_pattern"),
     [
-        ({"item": IDS[1:], "price": [1.0] * (ITEMS - 1)}, "no row of 1 item ids, 'i00' among them"),
+        ({"item": IDS[1:], "price": [1.0] * (ITEMS - 1)}, "lacks rows for 1 item ids, 'i00' among them"),
         ({"item": [IDS[0], *IDS], "price": [1.0] * (ITEMS + 1)}, "item id 'i00' is repeated in row"),
         ({"price": [1.0]}, "has 1 rows for"),
     ],
