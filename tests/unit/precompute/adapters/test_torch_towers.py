@@ -317,7 +317,7 @@ def imported_with_countries(folder, tower, export_example, item_ids, clicked=4, 
     ],
 )
 def test_shuffled_ids_are_refused_where_the_user_tower_takes_features(tower, export_example, shuffled, tmp_path):
-    with pytest.raises(SourceError, match=r"scores above a random item in \d+% of pairs, as by ch"):
+    with pytest.raises(SourceError, match=r"score above a random item in \d+% of pairs, as by ch"):
         imported_with_countries(tmp_path, tower, export_example, shuffled)
 
     assert not (tmp_path / "out").exists()
