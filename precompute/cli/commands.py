@@ -214,7 +214,7 @@ def pin(config: NightConfig, arguments: argparse.Namespace, _progress: Progress)
 
 
 def block(config: NightConfig, arguments: argparse.Namespace, _progress: Progress) -> dict[str, Any]:
-    """Block or unblock ids and notify replicas if a Redis is reachable; or list what is blocked."""
+    """Block or unblock ids and notify replicas if a Redis is reachable; or list blocked ids."""
     from precompute.sources.erasures import demand_unerased, describe_erased_users
 
     if arguments.list:

@@ -283,7 +283,7 @@ def is_unanswered(error: BaseException | None) -> bool:
 def _not_judged(rule: str, reason: str) -> NotJudged:
     return NotJudged(
         f"{rule} could not be judged, so nothing is refused and nothing published: {reason}; "
-        "verify again once that is over",
+        "run `larder verify` again after removing the cause",
         rule=rule,
     )
 

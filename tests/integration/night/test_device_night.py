@@ -120,6 +120,6 @@ def test_a_shard_whose_towers_moved_between_device_and_processor_passes_the_gate
 
 def test_a_device_that_is_not_there_is_said_before_anything_is_read(prepared: NightConfig, tmp_path: Path) -> None:
     config = elsewhere(replace(prepared, device="cuda:97"), tmp_path)
-    with pytest.raises(ConfigError, match="'cuda:97' is not there"):
+    with pytest.raises(ConfigError, match="'cuda:97' is missing"):
         publish_night(config, DATA_UNTIL)
     assert not Path(config.artifacts).exists()

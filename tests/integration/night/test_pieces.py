@@ -308,6 +308,6 @@ def test_files_that_are_retired_while_they_are_read_are_a_conflict(
 
     monkeypatch.setattr(Part, "read_sums", retired)
     act = load_missing if how == "streamed" else repair_pages
-    with pytest.raises(Conflict, match=r"\.sums of .* is gone from .* so its pages cannot be loaded") as caught:
+    with pytest.raises(Conflict, match=r"\.sums of .* is missing from .* so its pages cannot be loaded") as caught:
         act(world.control, world.store, A)
     assert caught.value.details == {"generation": A}

@@ -279,7 +279,7 @@ def test_a_cut_that_has_not_come_yet_is_refused_before_anything_is_read(config):
 def test_a_cut_older_than_the_live_generation_is_refused_before_anything_is_read(config):
     first = publish_night(config, NEXT)
 
-    with pytest.raises(ConfigError, match=f"older than {first}, which is live.*roll-back"):
+    with pytest.raises(ConfigError, match=f"older than the live generation {first}.*roll-back"):
         begin.run(config, data_until=DATA_UNTIL, run_after=None)
 
     assert config.store().names("generations") == [first]

@@ -249,10 +249,10 @@ def test_a_redis_of_our_own_that_was_killed_is_told_and_not_restored_for_nobody(
         os.kill(running.pid, signal.SIGKILL)
         assert poll_until(lambda: running_server(alone.path(alone.state)) is None)
         (problem,) = make_report(alone)["problems"]
-        assert "the Redis that Larder ran here" in problem and "is gone" in problem
+        assert "the Redis that Larder ran here" in problem and "has ended" in problem
 
         arguments = SimpleNamespace(redis="running")
-        with pytest.raises(ConfigError, match="is gone"), open_redis_for_command(alone, cast(Any, arguments), quiet):
+        with pytest.raises(ConfigError, match="has ended"), open_redis_for_command(alone, cast(Any, arguments), quiet):
             pass
     (alone.path(alone.state) / "redis.json").unlink(missing_ok=True)
     with pytest.raises(ConfigError, match="none runs here"), open_redis_for_command(alone, cast(Any, arguments), quiet):

@@ -264,7 +264,7 @@ def test_texts_that_are_too_long_are_said(tmp_path: Path) -> None:
 
     answer, night = report.limits
     assert "2 of 9 rows: a text of 'text' is longer than feature_text_bytes (65,536)" in answer
-    assert "unusable_rows lets 0.10% pass" in night
+    assert "unusable_rows allows 0.10%" in night
 
 
 def test_an_id_with_zeros_in_front_stays_as_it_is_in_a_csv_file(tmp_path: Path) -> None:
@@ -525,7 +525,7 @@ def test_an_import_that_died_keeps_the_labels_and_columns_of_the_one_before_it(t
             '"mine.parquet"',
             r"nights read mine.parquet .*, not the rows of this import, .* does not fit the model: .* no column 'f2'",
         ),
-        ('bundle = "bundle"', 'bundle = "other"', "nights use the bundle other, .*: name bundle there"),
+        ('bundle = "bundle"', 'bundle = "other"', "nights use the bundle other .*: set it to bundle"),
         ('value = "prediction"', 'value = "prediction"', None),
     ],
     ids=["table", "bundle", "nothing"],

@@ -67,7 +67,7 @@ IDS = {
     "missing": (["a", None], "item ids: .*row 1"),
     "an empty text": (["a", ""], "item ids: .*row 1"),
     "too long": (["a", "b" * 257], "item ids: .*row 1"),
-    "none": ([], "there is no item: give at least one"),
+    "none": ([], "there are no item ids: give at least one"),
     "one number": (7, "texts or integers"),
 }
 
@@ -303,8 +303,8 @@ class TestClicks:
     @pytest.mark.parametrize(
         ("users", "items", "message_pattern"),
         [
-            (["u"], ["0012"], "the item that is '0012' there is '12' among the item ids"),
-            (["07"], ["13"], "the user that is '07' there is '7' among the user ids"),
+            (["u"], ["0012"], "the item '0012' of the clicks is '12' among the item ids"),
+            (["07"], ["13"], "the user '07' of the clicks is '7' among the user ids"),
         ],
     )
     def test_ids_that_differ_by_leading_zeros_alone_are_named(self, users, items, message_pattern, tmp_path):

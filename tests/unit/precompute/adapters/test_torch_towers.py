@@ -176,7 +176,7 @@ def test_features_may_be_a_table_whose_further_columns_are_kept_for_filters(kind
 @pytest.mark.parametrize(
     ("table", "message_pattern"),
     [
-        ({"item": IDS[1:], "price": [1.0] * (ITEMS - 1)}, "no row of 1 item ids, 'i00' among them"),
+        ({"item": IDS[1:], "price": [1.0] * (ITEMS - 1)}, "lacks rows for 1 item ids, 'i00' among them"),
         ({"item": [IDS[0], *IDS], "price": [1.0] * (ITEMS + 1)}, "item id 'i00' is repeated in row"),
         ({"price": [1.0]}, "has 1 rows for"),
     ],
@@ -317,7 +317,7 @@ def imported_with_countries(folder, tower, export_example, item_ids, clicked=4, 
     ],
 )
 def test_shuffled_ids_are_refused_where_the_user_tower_takes_features(tower, export_example, shuffled, tmp_path):
-    with pytest.raises(SourceError, match=r"scores above a random item in \d+% of pairs, as by ch"):
+    with pytest.raises(SourceError, match=r"score above a random item in \d+% of pairs, as by ch"):
         imported_with_countries(tmp_path, tower, export_example, shuffled)
 
     assert not (tmp_path / "out").exists()

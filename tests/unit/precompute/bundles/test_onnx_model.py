@@ -121,7 +121,7 @@ def test_weights_are_found_wherever_a_graph_may_hold_them(tmp_path, nodes):
     graph = helper.make_graph(nodes(), "tower", [], [vector])
     (tmp_path / "tower.onnx").write_bytes(helper.make_model(graph).SerializeToString())
 
-    with pytest.raises(BundleError, match=r"in \.\./secret beside tower\.onnx"):
+    with pytest.raises(BundleError, match=r"in \.\./secret in the folder of tower\.onnx"):
         demand_weights("user_tower", tmp_path / "tower.onnx", None)
 
 

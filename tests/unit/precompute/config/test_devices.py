@@ -57,7 +57,7 @@ def test_a_gpu_that_is_demanded_must_be_there():
         pytest.skip("there is one")
 
     for device_setting in ("cuda", "cuda:1"):
-        with pytest.raises(ConfigError, match="torch sees no GPU"):
+        with pytest.raises(ConfigError, match="torch finds no GPU"):
             devices.devices(device_setting)
     assert devices.devices("cpu") == ("cpu",)
 

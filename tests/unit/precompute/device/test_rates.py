@@ -68,7 +68,7 @@ def test_a_gpu_that_is_demanded_and_not_on_this_host_leaves_the_plan_to_the_tabl
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(_device_setting: str) -> tuple[str, ...]:
-        raise ConfigError("device 'cuda' is not there", field="device")
+        raise ConfigError("device 'cuda' is missing", field="device")
 
     monkeypatch.setattr(trial, "devices", refused)
     fake_trial, shape = SimpleNamespace(), SimpleNamespace(items=2_000, dims=32)

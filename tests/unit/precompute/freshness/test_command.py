@@ -46,9 +46,9 @@ def test_people_get_tables(replay_arguments, capsys):
 @pytest.mark.parametrize(
     ("option", "value", "line"),
     [
-        ("--days", "0", "--days is 1 to 3650, not 0"),
-        ("--k", "1001", "--k is 1 to 1000, not 1001"),
-        ("--users", "-1", "--users is 1 to"),
+        ("--days", "0", "--days must be 1 to 3650, not 0"),
+        ("--k", "1001", "--k must be 1 to 1000, not 1001"),
+        ("--users", "-1", "--users must be 1 to"),
         ("--seed", "-1", "--seed is 0 to"),
         ("--data", "nothing.csv", "nothing.csv"),
     ],
