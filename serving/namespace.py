@@ -34,7 +34,7 @@ from serving.process.resources import StoreThreads, check_cores, place_thread
 from serving.replica.namespace import HeldNamespace, NamespaceComponents, SnapshotOpener
 
 _SAMPLES_PER_INTERVAL = 10
-"""Samples of the queues per interval of the admission."""
+"""Number of queue samples per interval of the admission control."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class ServiceComponents:
 
     @classmethod
     def of(cls, config: ServingConfig, name: str, loops: BackgroundLoops | None = None) -> "ServiceComponents":
-        """All parts, `name` for a replica; nothing is connected yet. `loops` run the background."""
+        """Create all components of the replica `name`, without connecting; `loops` run the background tasks."""
         loops = BackgroundLoops() if loops is None else loops
         metrics = Metrics()
         metrics.namespace_info.labels(config.namespace).set(1)
         cores = parse_cores(config.live_cores)
         check_cores(cores)
-        # FAISS searches in threads that a worker starts, so they inherit its cores and its place in line.
+        # FAISS searches in threads that a worker starts, so they inherit its cores and its priority.
         executor = ThreadPoolExecutor(
             config.live_workers, "larder-live", initializer=place_thread, initargs=(cores, config.live_nice)
         )
@@ -94,7 +94,7 @@ class ServiceComponents:
         )
 
     def of_namespace(self, config: ServingConfig, name: str) -> NamespaceComponents:
-        """Build the components that read another namespace's keys; it shares L1, processors, admission and metrics."""
+        """Build the components of another namespace, which shares L1, executor, admission and metrics."""
         watch = AnswerObserver(self.metrics.l1_misses, self.local.eviction_history)
         return _build_namespace_components(
             config, name, self.local, self.batcher, self.admission, self.metrics, watch, self.loops
@@ -151,7 +151,7 @@ def open_namespace(
     loops: BackgroundLoops | None = None,
     on_flip: Callable[[str], None] = lambda _before: None,
 ) -> HeldNamespace:
-    """All parts, `name` for a replica; nothing is read yet. `metrics` are those of this namespace alone."""
+    """Create a namespace's parts for the replica `name`, without reading; `metrics` are for this namespace only."""
     store, control, ladder = config.store(), components.remote.control, components.ladder
     accelerator = None if config.live_provider == "cpu" else Accelerator(config.live_provider)
     openers: list[SnapshotOpener] = []

@@ -67,7 +67,7 @@ def generated_sections() -> Mapping[str, str]:
 
 
 def page_with_sections(page_text: str) -> str:
-    """Return the page with its generated parts made anew."""
+    """Return the page with its generated parts replaced."""
     section_by_name = generated_sections()
     return _SECTION_PATTERN.sub(
         lambda section_match: section_match[1] + section_by_name[section_match[2]] + section_match[4], page_text
@@ -75,7 +75,7 @@ def page_with_sections(page_text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: 0 the page is as it should be, or was written; 1 it is not."""
+    """Return 0 if the page is up to date or was written, else 1."""
     if arguments == ["--document"]:
         limits = request_limits(ServingConfig())
         print(json.dumps(openapi_document(all_operations(limits), has_tokens=True), indent=1))

@@ -1,4 +1,4 @@
-"""A worker process: serves on its parent's socket, and ends when the parent does. Started by `supervisor` only."""
+"""Worker process: serves on its parent's socket, and ends when the parent ends. Started only by `supervisor`."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from serving.process.supervisor import READY_MESSAGE
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Arguments: listening and control file descriptors, the workers' folder, slot, log level; 2 for bad settings."""
+    """Run a worker; arguments: listening and control descriptor, folder, slot, log level. Return 2 for bad settings."""
     listener, control_socket = (socket.socket(fileno=int(descriptor)) for descriptor in arguments[:2])
     workers_folder, slot, log_level = Path(arguments[2]), int(arguments[3]), arguments[4]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -55,7 +55,7 @@ def _follow_parent(server: Server, control_socket: socket.socket) -> None:
         parent_message = b""
     if parent_message:
         server.retire()
-    else:  # nobody is left to start a successor, or to tell this one to stop
+    else:  # without a parent no process could restart or stop this one
         asyncio.get_running_loop().remove_reader(control_socket)
         server.handle_exit(signal.SIGTERM, None)
 

@@ -1,4 +1,4 @@
-"""HTTP: connections within bounds, the ASGI application, its routes, and the OpenAPI document of them.
+"""HTTP: bounded connections, the ASGI application, its routes, and their OpenAPI document.
 
 Start at `routes`.
 """

@@ -19,7 +19,7 @@ from serving.requests.bodies import BODIES_BYTES_MAX, BodyBudget, ResponseMessag
 from serving.requests.errors import Problem
 
 ADMITTED_KEY = "larder.admitted"
-"""Key in the scope of a request that `refuse_if_overloaded` let pass."""
+"""Key in the scope of a request that `refuse_if_overloaded` has already admitted."""
 
 
 class ParsedGet(Protocol):
@@ -31,7 +31,7 @@ class ParsedGet(Protocol):
 
 
 class FastPath(Protocol):
-    """Fast path to some answers; a request for which a method returns None takes the complete path."""
+    """Fast path to some answers; if a method returns None, the request takes the complete path."""
 
     def answer(self, target: bytes) -> bytes | None:
         """Return the body of a ready answer to a GET of this path and query."""
@@ -59,7 +59,7 @@ class FastPath(Protocol):
 
 
 class _AdmissionSlot:
-    """Admission of a request below L1, until its response starts: a peer that reads nothing would hold it for ever."""
+    """Admission of a request below L1; ends when its response starts, since a peer might never read the response."""
 
     __slots__ = ("_admission", "_is_held", "_send")
 
@@ -80,7 +80,7 @@ class _AdmissionSlot:
 
 
 class AsgiApp(FastAPI):
-    """FastAPI with observer, admission and bounds. Without a `gate` it is FastAPI alone."""
+    """FastAPI with observer, admission and bounds. Without a `gate` it is plain FastAPI."""
 
     def __init__(self, *, api_paths: ApiPaths, bodies_bytes: int = BODIES_BYTES_MAX, **settings: Any) -> None:
         super().__init__(**settings)
@@ -92,7 +92,7 @@ class AsgiApp(FastAPI):
         self.gate: AdmissionGate | None = None
         self.request_watch: RequestWatch | None = None
         self.fast_path: FastPath | None = None
-        self.untraced_fast: FastPath | None = None  # the same, unless each request may be traced
+        self.untraced_fast: FastPath | None = None  # None if requests may be traced
         self.openapi_document: dict[str, Any] = {}
         """OpenAPI document; set once the routes are known."""
 
@@ -101,7 +101,7 @@ class AsgiApp(FastAPI):
         return self.openapi_document
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request or the application's life; a ready answer is sent under any load: a refusal costs as much."""
+        """Serve a request or the lifespan; ready answers are sent under any load, since a refusal costs as much."""
         gate, fast_path = self.gate, self.fast_path
         if scope["type"] == "http":
             if scope["method"] == "HEAD":
@@ -125,7 +125,7 @@ class AsgiApp(FastAPI):
         if request_watch is None:
             await answer_below(gate, scope, receive, send)
         elif self.fast_path is not None and scope["method"] == "GET" and request_watch.leaves(scope):
-            # Unless the fast way leaves it, too.
+            # The observer is still used if the fast path does not answer.
             await answer_below(gate, scope, receive, send, request_watch)
         else:
             await request_watch(functools.partial(answer_below, gate), scope, receive, send)
@@ -147,8 +147,8 @@ class AsgiApp(FastAPI):
     async def _answer_admitted(
         self, gate: AdmissionGate, scope: Scope, receive: Receive, send: Send, request_watch: RequestWatch | None = None
     ) -> None:
-        """Answer a request without a ready answer; lookups, scores and explanations need admission."""
-        if not scope["path"].startswith(self.api_paths.limited_prefixes):  # decoded, as the router reads it
+        """Answer a request that has no ready answer; lookups, scores and explanations need admission."""
+        if not scope["path"].startswith(self.api_paths.limited_prefixes):  # the decoded path, as the router uses it
             await self._answer_by_routes(None, scope, receive, send, request_watch)
             return
         answer, is_short = OVERLOADED_MESSAGES, scope["method"] == "GET"
@@ -217,7 +217,7 @@ class AsgiApp(FastAPI):
         answer = None if self.fast_path is None else await self.fast_path.get(parsed_get)
         if answer is not None:
             await _send_messages(answer, send)
-        elif "type" in scope:  # of a connection that reads requests itself it is not whole
+        elif "type" in scope:  # `LookupConnection` passes a partial scope
             await super().__call__(scope, receive, send)
 
     def try_join(self, parsed_get: ParsedGet) -> asyncio.Future[Any] | None:
@@ -244,7 +244,7 @@ class AsgiApp(FastAPI):
     async def answer_after_join(
         self, parsed_get: ParsedGet, group_future: asyncio.Future[Any]
     ) -> ResponseMessages | None:
-        """Return the answer to a GET whose grouped read gave none; None if it needs a router."""
+        """Return the answer to a GET whose grouped read gave no answer; None if it needs a router."""
         gate, fast_path = self.gate, self.fast_path
         try:
             return None if fast_path is None else await fast_path.get(parsed_get, group_future)
@@ -276,7 +276,7 @@ class AsgiApp(FastAPI):
                     answer = response_messages
             except CallerGone:
                 gate.admission.shed_counts["gone"] += 1
-                return None  # nobody reads what would be sent
+                return None  # the client has left
             finally:
                 CURRENT_PACER.reset(pacer_token)
                 gate.admission.leave()
@@ -294,14 +294,14 @@ class AsgiApp(FastAPI):
         return (sent_messages[0], sent_messages[1]) if sent_messages else None
 
     def refuse_if_overloaded(self) -> ResponseMessages | None:
-        """Return the refusal of a request with a body, counted, before the body is read; None if it may go on."""
+        """Before its body is read, return the counted refusal of a request; None if the request is admitted."""
         gate = self.gate
         if gate is None or gate.admission.admit_costly():
             return None
         return gate.count_if_refused(OVERLOADED_MESSAGES)
 
     def refuse_for_problem(self, problem: Problem) -> ResponseMessages:
-        """Return the response to a request that is refused where it came in, and count it."""
+        """Return the response to a request that the connection refuses, and count it."""
         answer = refusal_messages(problem)
         return answer if self.gate is None else self.gate.count_if_refused(answer)
 

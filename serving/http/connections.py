@@ -1,4 +1,4 @@
-"""Bounds on connections: their number, bytes sent and left unread, and time without progress."""
+"""Bounds on connections: their number, bytes received, unsent bytes of answers, and time without progress."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,11 @@ from serving.http.http1_protocol import PIECE_BYTES, Http1Protocol, ProtocolViol
 log = logging.getLogger(__name__)
 
 BEHIND_BYTES_MAX = 64 << 10
-"""Bytes of requests that may wait after an unanswered one."""
+"""Bytes of further requests that may wait behind an unanswered one."""
 
 SLOW_READER_S: Final = 1.0
-"""Seconds for which a peer may let a large answer wait before its connection counts as slow. One that reads, however
-far away, takes megabytes in less.
+"""Seconds that a large answer may wait to be sent before its connection counts as slow. A peer that reads, however far
+away, takes megabytes in less time.
 """
 
 _CHECK_INTERVAL_S_MAX = 1.0
@@ -31,36 +31,36 @@ _CHECKED_PER_ITERATION = 32
 """Connections checked in one iteration of the loop."""
 
 _REFUSED_CONNECTIONS_MAX = 128
-"""Connections beyond `connections_max` that get a refusal; the others are closed at once."""
+"""Connections beyond `connections_max` that get a refusal; further ones are closed immediately."""
 
 _RESET_LINGER = struct.pack("ii", 1, 0)
 _HEAD_END = b"\r\n\r\n"
 
 _REASON_AND_TEXT_BY_STATUS = {
     408: ("head", "the request's head did not arrive in time"),
-    413: ("behind", "too much is sent behind a request that is not answered yet"),
-    429: ("pipeline", "too many requests of one connection are not answered yet"),
+    413: ("behind", "too many bytes follow a request that is not answered yet"),
+    429: ("pipeline", "too many unanswered requests on one connection"),
     431: ("large_head", "the request's head is too large"),
     503: ("full", "too many connections"),
 }
-"""Status -> reason under which the end is counted, and text for the peer."""
+"""By status: the reason under which the end of the connection is counted, and the text for the peer."""
 
 StageKind = Literal["silent", "head", "body", "write", "close"]
 
 
 class Connections:
-    """Bound on the number of connections. One timer serves all: one per request would cost as much as its answer."""
+    """Bound on the number of connections. One timer checks all: one per request would cost as much as its answer."""
 
     def __init__(self, bounds: PeerBounds) -> None:
         self.bounds = bounds
         self.unread_answers = UnreadAnswers(bounds.answers_bytes)
         self.ended_by_reason: Counter[str] = Counter()
-        """Connections ended by reason, except those ended by their peers or for idleness."""
+        """Counts of ended connections by reason, except those ended by peers or for idleness."""
         self._connections_without_request: dict[Connection, None] = {}  # oldest first
         self._logged_count = 0
 
     def try_admit_connection(self, connection: "Connection", connection_count: int) -> bool:
-        """Return whether one more connection, itself counted, may stay; may drop the oldest one without a request."""
+        """Return whether a new connection, already counted, may stay; may drop the oldest one without a request."""
         bounds, without_request = self.bounds, self._connections_without_request
         is_full = connection_count > bounds.connections_max
         if is_full or len(without_request) >= bounds.connections_new_max:
@@ -74,7 +74,7 @@ class Connections:
         return True
 
     def discard_unasked(self, connection: "Connection") -> None:
-        """Remove a connection from those without a request: it has sent a head, or is gone."""
+        """Remove a connection from those without a request, because it has sent a head or has ended."""
         self._connections_without_request.pop(connection, None)
 
     @property
@@ -93,7 +93,7 @@ class Connections:
         self._log_ended()
 
     def _log_ended(self) -> None:
-        """Log ended connections in one line: hostile peers must not fill the log."""
+        """Log ended connections as one line, so that hostile peers cannot fill the log."""
         if (ended_count := self.ended_by_reason.total()) > self._logged_count:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.ended_by_reason.most_common())
             log.warning("%d connections ended (since the start: %s)", ended_count - self._logged_count, reasons)
@@ -101,17 +101,17 @@ class Connections:
 
 
 class UnreadAnswers:
-    """Connections with more than a buffer of unsent answers, and the bytes of all of them, for one event loop.
+    """Connections whose write buffer is full, and their unsent bytes, for one event loop.
 
-    Beyond `bytes_max` slow ones are cut off, the one that has waited longest first. If that is not enough, `is_full`
-    says that no large answer should be begun.
+    Beyond `bytes_max` slow connections are cut off, those that have waited longest first. If that is not enough,
+    `is_full` is True, and no large answer should be started.
     """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.cut_off_count = 0
         """Connections cut off since the start."""
-        self._waiting_since_by_reader: dict[Connection, float] = {}  # the longest first
+        self._waiting_since_by_reader: dict[Connection, float] = {}  # longest wait first
         self._unread_bytes_by_reader: dict[Connection, int] = {}
         self._held_bytes = 0
 
@@ -121,14 +121,14 @@ class UnreadAnswers:
         return self._held_bytes
 
     def add(self, reader: "Connection", now_s: float) -> None:
-        """Count the unsent bytes of a connection whose buffer is full."""
+        """Count the unsent bytes of a connection whose write buffer is full."""
         self._waiting_since_by_reader.setdefault(reader, now_s)
         self._update_unread_bytes(reader)
         if self._held_bytes > self.bytes_max:
             self._cut_slow(now_s)
 
     def remove(self, reader: "Connection") -> None:
-        """Stop counting a connection that can be written to again, or is gone."""
+        """Stop counting a connection that can be written to again, or has ended."""
         if self._waiting_since_by_reader.pop(reader, None) is not None:
             self._held_bytes -= self._unread_bytes_by_reader.pop(reader)
 
@@ -207,10 +207,10 @@ class InboundMeter:
     def head_excess_status(self, data: bytes) -> int:
         """Return status 431 if `data` begins or continues a head of more lines than `head_fields`; 0 otherwise.
 
-        Reported field by field, they would cost four times as much as the connection that brings them.
+        Otherwise parsing the fields would cost four times as much as accepting the connection.
         """
         if not self.is_message_complete and (not self.is_in_head or data.startswith((b"\r", b"\n"))):
-            return 0  # a body, or a head whose end may have begun before
+            return 0  # a body, or a head whose end may have begun in earlier data
         head_end = data.find(_HEAD_END, 0, PIECE_BYTES)
         line_count = data.count(b"\n", 0, PIECE_BYTES if head_end < 0 else head_end)
         return 431 if line_count > 1 + self._bounds.head_fields else 0
@@ -249,8 +249,8 @@ class InboundMeter:
     def is_within_bounds(self, size_bytes: int) -> bool:
         """True if `size_bytes` more bytes, which the parser may not have reported yet, are within the bounds.
 
-        A value without an end is reported at its end only. Counted by the piece, so up to two pieces more may have
-        come.
+        The parser reports a value only at its end. Bytes are counted per piece, so up to two more pieces may be
+        accepted.
         """
         if self.is_message_complete:
             return True
@@ -274,12 +274,12 @@ class InboundMeter:
 
 
 class Connection(Http1Protocol):
-    """Bounded uvicorn connection that counts open requests, and resets the idle clock for those answered past uvicorn.
+    """Bounded uvicorn connection; counts open requests, and keeps the idle timer for requests answered past uvicorn.
 
-    Input is parsed within bounds (`InboundMeter`): beyond them the connection reads no more, and ends.
+    Input is parsed within bounds (`InboundMeter`): beyond them the connection stops reading, and ends.
 
-    The fields that each request touches are slots of one object: with thousands of connections each of them is out of
-    the processor's caches at its next request, and every object of its own costs more than the lookup.
+    The fields that each request uses are slots of one object. With thousands of connections an object has left the
+    processor's caches by the next request, and each further object would cost more than the lookup.
     """
 
     __slots__ = (
@@ -290,14 +290,14 @@ class Connection(Http1Protocol):
         "_is_answering_fast",
         "_is_write_buffer_full",
         "_open_count",
-        # Uvicorn's own: those that every request looks at.
+        # Uvicorn's fields that every request uses.
         "server_state",
         "timeout_keep_alive_task",
         "transport",
     )  # fmt: skip
 
     def __init__(self, connections: Connections, *arguments: Any, **keyword_arguments: Any) -> None:
-        self._open_count = 0  # of uvicorn's requests: one for each that is not read, one for each that is not answered
+        self._open_count = 0  # requests not read completely + requests not answered, of those that uvicorn handles
         self._had_fast_answer = self._ends_after_answer = self._is_write_buffer_full = False
         self._is_answering_fast = False
         self._connections = connections
@@ -305,7 +305,7 @@ class Connection(Http1Protocol):
         super().__init__(*arguments, **keyword_arguments)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Open the connection as uvicorn does; one too many is refused with 503."""
+        """Open the connection as uvicorn does; refuse it with 503 if there are too many."""
         super().connection_made(transport)
         connection_count = len(self.connections)
         if not self._connections.try_admit_connection(self, connection_count):
@@ -314,18 +314,18 @@ class Connection(Http1Protocol):
                 self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection as uvicorn does, and its requests that were never begun."""
+        """Forget the connection as uvicorn does, and its requests that were never started."""
         self._connections.discard_unasked(self)
         self._connections.unread_answers.remove(self)
         super().connection_lost(exc)
         if self.pipeline:
-            # Never begun, they and the connection hold each other: the garbage collector would look for thousands of
-            # them, tens of milliseconds at a time.
+            # Requests that were never started and their connection form reference cycles: collecting thousands of them
+            # would take the garbage collector tens of milliseconds at a time.
             self.pipeline.clear()
             self.cycle = None  # type: ignore[assignment]  # the newest of them
 
     def data_received(self, data: bytes) -> None:
-        """Refuse visibly excessive input before any of it is parsed."""
+        """Refuse input that is visibly too long before any of it is parsed."""
         if not (self.reads_no_more or self._unread_input) and (status := self._inbound_meter.head_excess_status(data)):
             self.refuse(BoundViolation(status))
         super().data_received(data)
@@ -354,7 +354,7 @@ class Connection(Http1Protocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Record that the head is complete and the connection has a request, then go on as uvicorn does."""
+        """Record that the head is complete and the connection has a request, then continue as uvicorn does."""
         self._inbound_meter.is_in_head = False
         self._connections.discard_unasked(self)
         super().on_headers_complete()
@@ -362,7 +362,7 @@ class Connection(Http1Protocol):
     def on_body(self, body: bytes) -> None:
         """Count a piece of a body within the bound on waiting bytes, then pass it to uvicorn.
 
-        The application reads bodies as a whole: it is not woken for a small piece before the last.
+        The application reads whole bodies, so it is not woken for small pieces except the last.
         """
         self._inbound_meter.count_body(len(body), is_behind=bool(self.pipeline) or self._is_write_buffer_full)
         cycle = self.cycle
@@ -372,20 +372,20 @@ class Connection(Http1Protocol):
             cycle.body += body
 
     def on_message_complete(self) -> None:
-        """Record that the request is read completely, then go on as uvicorn does."""
+        """Record that the request is read completely, then continue as uvicorn does."""
         if self.is_reading_body:
-            return  # the parser is done with the head of a request that asks for an upgrade
+            return  # the parser reports this after the head of a request with `Upgrade`
         self._open_count -= 1
         self._inbound_meter.is_message_complete = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Count an answer, then go on as uvicorn does."""
+        """Count an answer, then continue as uvicorn does."""
         self._open_count -= 1
         self._inbound_meter.reset_behind()
         super().on_response_complete()
         if self._inbound_meter.is_message_complete and not self._open_count:
-            # An idle connection keeps nothing of its last request: it was half of what the garbage collector saw of it.
+            # An idle connection keeps no objects of its last request, which the garbage collector would have to visit.
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]
 
     def pause_writing(self) -> None:
@@ -424,19 +424,19 @@ class Connection(Http1Protocol):
         return self.transport.get_write_buffer_size()
 
     def cut_off(self) -> None:
-        """End the connection at once, because others need the room of its unread answers."""
+        """End the connection immediately, because others need the memory of its unsent answers."""
         self._connections.ended_by_reason["unread"] += 1
         self._reset()
 
     def _reset(self) -> None:
-        """Reset the connection: the kernel would hold unsent bytes for minutes."""
+        """Reset the connection: otherwise the kernel would keep unsent bytes for minutes."""
         peer_socket = self.transport.get_extra_info("socket")
-        with contextlib.suppress(OSError):  # a descriptor is needed for it
+        with contextlib.suppress(OSError):  # fails without a free file descriptor
             peer_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_LINGER)
         self.transport.abort()
 
     def _stage(self) -> ConnectionStage | None:
-        """Return the stage if the next move is the peer's; None if it is the application's or the idle clock's."""
+        """Return the stage if the peer has to act next; None if the application or the idle timer has."""
         is_closing = self.transport.is_closing()
         if is_closing or self._is_write_buffer_full:
             unsent_bytes = self.transport.get_write_buffer_size()
@@ -463,14 +463,14 @@ class Connection(Http1Protocol):
         super().refuse(violation)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection. Fast answers do not restart the clock: that would cost as much as they do."""
+        """Close an idle connection. Fast answers do not restart the timer, which would cost as much as the answer."""
         if self._had_fast_answer or self._is_answering_fast:
             self._start_idle_clock()
         else:
             super().timeout_keep_alive_handler()
 
     def shutdown(self) -> None:
-        """Shut down as uvicorn does; while a request is answered past uvicorn, only once that is done."""
+        """Shut down as uvicorn does; if a request is being answered past uvicorn, after its answer."""
         if self._is_answering_fast:
             self._ends_after_answer = True
         else:

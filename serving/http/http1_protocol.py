@@ -1,8 +1,8 @@
-"""Uvicorn's HTTP/1.1 protocol, held to the rules of RFC 9110 and RFC 9112. Both transports are built on it.
+"""Uvicorn's HTTP/1.1 protocol, made strict by the rules of RFC 9110 and RFC 9112; base of all connections.
 
-httptools parses heads alone: its input ends where a head ends. Bodies are read here, by the length that their
-head says. So nothing in a body can run as a request, whatever the head asks for (httptools skips the body of a request
-with `Upgrade`), no trailer changes the parser's state, and all bytes before a request line are checked.
+httptools only parses heads: its input ends where a head ends. Bodies are read here, by the length in their head. So
+nothing in a body can be parsed as a request, whatever the head contains (httptools skips the body of a request with
+`Upgrade`), no trailer changes the parser's state, and all bytes before a request line are checked.
 """
 
 import contextlib
@@ -22,17 +22,18 @@ from serving.admission.work_pacer import IS_GONE_KEY
 Headers = Sequence[tuple[bytes, bytes]]
 
 CHUNKED_LENGTH = -1
-"""Length of a body in chunks, which mark its end."""
+"""Length of a chunked body, whose end is marked by a chunk."""
 
 _REQUEST_LINE_PATTERN = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+) [^\x00-\x20\x7f]+ HTTP/(\d\.\d)\r\n")
 _SERVED_VERSIONS = (b"1.1", b"1.0")
 _CHECKED_HEADERS = frozenset({b"host", b"content-length", b"transfer-encoding"})
 _HOST_PATTERN = re.compile(
-    # RFC 3986 allows a comma in a name. Here it would be two Host fields that somebody joined.
+    # RFC 3986 allows a comma in a name. It is refused here, since it may come from two joined Host fields.
     rb"(?:\[[0-9A-Fa-f:.]{2,}\]|(?:[0-9A-Za-z\-._~!$&'()*+;=]|%[0-9A-Fa-f]{2})*)(?::[0-9]{0,5})?"
 )
 _CHUNK_SIZE_PATTERN = re.compile(
-    # An extension is a name, with or without a value. RFC 9112 lets no sender write the blanks that it allows between.
+    # An extension is a name, with or without a value. Blanks in between are refused: RFC 9112 forbids senders to write
+    # them.
     rb"([0-9A-Fa-f]+)(?:;[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
     rb"(?:=(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
     rb'|"(?:[\t\x20\x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t\x20-\x7e\x80-\xff])*"))?)*\r\n'
@@ -46,7 +47,8 @@ _SIZE_DIGITS_MAX = 15
 PIECE_BYTES = 16 << 10
 """Bytes that are parsed before a bound or the clock is checked."""
 READ_TURN_S = 0.001
-"""Seconds for which one connection is read at once: a body in tiny chunks costs ten times as much as a plain one."""
+"""Seconds for which one connection is read without a pause: a body in tiny chunks costs ten times as much as a plain
+one."""
 
 _HEAD_END = b"\r\n\r\n"
 _EMPTY_LINES_PATTERN = re.compile(rb"(?:\r\n)*")
@@ -54,14 +56,14 @@ DISCARD_S = 5.0
 """Seconds for which an ending connection is still read, so that its peer can read the last answer."""
 DISCARD_BYTES_MAX = 12 << 20
 HALF_CLOSED_PEERS_MAX = 4
-"""Peers that are answered at once although they have closed their side. Nearly all that close it have gone, and gone
-peers must not have the service work for them."""
+"""Number of peers answered at the same time although they have closed their sending side. Nearly all such peers have
+left, and the service must not work for them."""
 
 _half_closed_connections: WeakSet["Http1Protocol"] = WeakSet()
 
 
 class ProtocolViolation(Exception):
-    """A request breaks a rule; its sender gets the status and the sentence."""
+    """A request violates a rule; its sender gets the status and the message."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)
@@ -75,16 +77,16 @@ def request_version(request_line: bytes) -> bytes:
         raise ProtocolViolation(400, "the request line is not METHOD, TARGET and HTTP/1.1 with one space between them")
     method, version = line_match.groups()
     if version not in _SERVED_VERSIONS:
-        raise ProtocolViolation(505, "only HTTP/1.0 and HTTP/1.1 are served")
+        raise ProtocolViolation(505, "only HTTP/1.0 and HTTP/1.1 are supported")
     if method == b"CONNECT":
-        raise ProtocolViolation(501, "CONNECT is not served: this is no proxy")
+        raise ProtocolViolation(501, "CONNECT is not supported: this is not a proxy")
     return version
 
 
 def body_length(version: bytes, headers: Headers) -> int:
     """Return the bytes of the body that follows a head, CHUNKED for chunks; header names in lower case.
 
-    Raises ProtocolViolation for fields that no request of this version may have.
+    Raises ProtocolViolation for fields that are not allowed in a request of this version.
     """
     content_length, host_count = 0, 0
     codings = b""
@@ -100,7 +102,7 @@ def body_length(version: bytes, headers: Headers) -> int:
         else:
             codings += b"," + header_value
     if host_count != 1 and (host_count or version != b"1.0"):
-        raise ProtocolViolation(400, f"a request has exactly one Host field, not {host_count}")
+        raise ProtocolViolation(400, f"a request must have exactly one Host field, not {host_count}")
     if not codings:
         return content_length
     if version == b"1.0":
@@ -111,12 +113,12 @@ def body_length(version: bytes, headers: Headers) -> int:
     if coding_names[-1] != b"chunked":
         raise ProtocolViolation(400, "the length of the body is unknown: its last Transfer-Encoding is not chunked")
     if len(coding_names) > 1:
-        raise ProtocolViolation(501, "no Transfer-Encoding but chunked is served")
+        raise ProtocolViolation(501, "no Transfer-Encoding except chunked is supported")
     return CHUNKED_LENGTH
 
 
 class ChunkedBody:
-    """Decoder of one chunked body. Trailers are read, and dropped: they say nothing about the request."""
+    """Decoder of one chunked body. Trailers are read and dropped."""
 
     __slots__ = ("_chunk_bytes_left", "_expected_part", "_partial_line", "_trailers_bytes", "is_complete")
 
@@ -129,7 +131,7 @@ class ChunkedBody:
     def feed(self, data: bytes) -> tuple[bytes, int]:
         """Return the part of the body that is in `data`, and how many bytes of `data` belong to the message.
 
-        Raises ProtocolViolation for bytes that are no chunk.
+        Raises ProtocolViolation for invalid chunks.
         """
         body_pieces: list[bytes] = []
         offset, data_bytes = 0, len(data)
@@ -173,9 +175,9 @@ class ChunkedBody:
 
 
 def _append_tiny_chunks(data: bytes, offset: int, body_pieces: list[bytes]) -> int:
-    """Append the chunks from `offset` on that have at most 15 bytes; return where the first other one begins.
+    """Append the chunks from `offset` on that have at most 15 bytes; return the offset of the first other chunk.
 
-    A quarter of the work of parsing lines: a body may come byte by byte.
+    Costs a quarter of parsing lines, for bodies that arrive in chunks of a few bytes.
     """
     while (chunk_bytes := _SIZE_BY_TINY_CHUNK_LINE.get(data[offset : offset + 3])) is not None:
         chunk_end = offset + 3 + chunk_bytes
@@ -187,7 +189,7 @@ def _append_tiny_chunks(data: bytes, offset: int, body_pieces: list[bytes]) -> i
 
 
 class _CycleTransport:
-    """Transport for uvicorn's cycle, whose `close` ends the connection in stages."""
+    """Transport for uvicorn's request cycle, whose `close` ends the connection in stages."""
 
     __slots__ = ("_protocol",)
 
@@ -205,12 +207,12 @@ class _CycleTransport:
         return self._protocol.is_discarding or self._protocol.transport.is_closing()
 
     def close(self) -> None:
-        """End the connection once its peer can have read the written bytes."""
+        """End the connection so that its peer can still read the written bytes."""
         self._protocol.close_in_stages()
 
 
 class Http1Protocol(HttpToolsProtocol):
-    """Uvicorn connection that refuses ambiguous requests, answers in order, and ends so that its peer can read why.
+    """Uvicorn connection that refuses ambiguous requests, answers in order, and lets its peer read the last answer.
 
     Subclasses may raise ProtocolViolation in the parser's callbacks.
     """
@@ -240,21 +242,21 @@ class Http1Protocol(HttpToolsProtocol):
         """True if this side is closed, and arriving bytes are dropped."""
         self.is_reading_body = False
         """True while a body is being read."""
-        self._partial_request_line: bytearray | None = None  # of the next request, until it is whole
+        self._partial_request_line: bytearray | None = None  # of the next request, until it is complete
         self._http_version = b""
         self._is_line_read = self._is_head_fed = False
-        self._head_tail = b""  # end of the part of a head that the parser has
+        self._head_tail = b""  # last bytes of the head that were already parsed
         self._body_bytes_left = 0
         self._chunked_body: ChunkedBody | None = None
         self._refusal_reason: ProtocolViolation | None = None
-        self._unread_input = b""  # what has arrived and waits for the next turn
+        self._unread_input = b""  # received bytes that wait for the next turn
         self._has_peer_closed = False
         self._discarded_bytes = 0
         self._discard_timer: TimerHandle | None = None
         super().__init__(*arguments, **keyword_arguments)
 
     def data_received(self, data: bytes) -> None:
-        """Parse requests for at most TURN_S; the remaining bytes wait until other connections were read."""
+        """Parse requests for at most `READ_TURN_S`; the remaining bytes wait until other connections were read."""
         if self._unread_input:
             self._unread_input += data
             self.flow.pause_reading()
@@ -294,7 +296,7 @@ class Http1Protocol(HttpToolsProtocol):
         except ProtocolViolation as violation:
             self.refuse(violation)
         except httptools.HttpParserError as error:
-            cause = error.__context__  # the parser hides what its callbacks raise
+            cause = error.__context__  # the parser wraps errors of its callbacks
             if not isinstance(cause, ProtocolViolation):
                 self.logger.debug("a request cannot be parsed: %s", error)
                 cause = ProtocolViolation(400, "the request is not HTTP/1.1")
@@ -303,12 +305,12 @@ class Http1Protocol(HttpToolsProtocol):
             self._discard(len(data))
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Go on with the pending requests of a peer that has closed its side; for a few peers at once."""
+        """Keep answering a peer that has closed its sending side, for a few such peers at the same time."""
         if self.is_discarding or self.transport.is_closing():
             return False
         self._has_peer_closed = True
         if self._unread_input:
-            return True  # it is looked at once that is read
+            return True  # handled once the input is read
         if self._is_within_request:
             self.refuse(ProtocolViolation(400, "the request ended early"))
         if not self.is_awaited or len(_half_closed_connections) >= HALF_CLOSED_PEERS_MAX:
@@ -327,7 +329,7 @@ class Http1Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Check the fields of the request, then start the application."""
         if not self._is_head_fed:
-            raise ProtocolViolation(400, "the head of the request ends within a line")
+            raise ProtocolViolation(400, "the head of the request contains an incomplete line")
         content_length = body_length(self._http_version, self.headers)
         if self._http_version == b"1.0":
             self.expect_100_continue = False
@@ -374,7 +376,7 @@ class Http1Protocol(HttpToolsProtocol):
         return bool(self.pipeline) or (self.cycle is not None and not self.cycle.response_complete)
 
     def refuse(self, violation: ProtocolViolation) -> None:
-        """Read no more requests, answer the earlier ones, send the reason to the peer, and end the connection."""
+        """Read no more requests, answer the earlier ones, send the reason to the peer, end the connection."""
         if self._refusal_reason is not None or self.is_discarding or self.transport.is_closing():
             return
         self._refusal_reason, self.reads_no_more = (
@@ -394,7 +396,7 @@ class Http1Protocol(HttpToolsProtocol):
                 self._send_refusal(violation)
             return
         if self.is_reading_body:
-            self.pipeline.popleft()  # the refused request itself: it has not begun, and one before it has
+            self.pipeline.popleft()  # the refused request: it has not started, an earlier one has
         elif not self.is_awaited:
             self._send_refusal(violation)
             return
@@ -404,8 +406,8 @@ class Http1Protocol(HttpToolsProtocol):
     def close_in_stages(self) -> None:
         """End the connection so that its peer can read the last answer although it still sends.
 
-        A connection that is closed while bytes arrive is reset, and takes unread answers with it. So this side is
-        closed first, and arriving bytes are dropped for a while (RFC 9112, section 9.6).
+        A connection that is closed while bytes arrive is reset, and its peer loses unread answers. So only the sending
+        side is closed first, and arriving bytes are dropped for a while (RFC 9112, section 9.6).
         """
         if self.is_discarding or self.transport.is_closing():
             return
@@ -417,7 +419,7 @@ class Http1Protocol(HttpToolsProtocol):
         self.reads_no_more = self.is_discarding = True
         self._discard_timer = self.loop.call_later(DISCARD_S, self.transport.close)
         self.flow.resume_reading()
-        if self.transport.can_write_eof():  # TLS has no half of a connection
+        if self.transport.can_write_eof():  # TLS connections cannot be half-closed
             self.transport.write_eof()
 
     def end_if_peer_closed(self) -> None:
@@ -443,7 +445,7 @@ class Http1Protocol(HttpToolsProtocol):
         else:
             fed_bytes, self._head_tail = head_end + len(_HEAD_END) - len(self._head_tail), b""
             self._is_head_fed = True
-        # An upgrade may be ignored (RFC 9110, section 7.8). The parser begins anew, and the body is read here.
+        # An upgrade may be ignored (RFC 9110, section 7.8). The body is read here, and then a new parser is used.
         with contextlib.suppress(httptools.HttpParserUpgrade):
             self.parser.feed_data(data[:fed_bytes])
         return data[fed_bytes:]
@@ -455,10 +457,10 @@ class Http1Protocol(HttpToolsProtocol):
         if self._partial_request_line is None and data[0] in b"\r\n":
             data = data[_EMPTY_LINES_PATTERN.match(data).end() :]  # type: ignore[union-attr]  # it matches nothing as well
             if data == b"\r":
-                self._partial_request_line = bytearray(data)  # of an empty line, or of none
+                self._partial_request_line = bytearray(data)  # it may begin an empty line
                 return b""
             if data[:1] in (b"\r", b"\n"):
-                raise ProtocolViolation(400, "only empty lines that end with CR LF may stand before a request")
+                raise ProtocolViolation(400, "only empty lines that end with CR LF may precede a request")
         line_end = data.find(b"\n") + 1
         if line_end:
             self._http_version = request_version(bytes(self._partial_request_line or b"") + data[:line_end])
@@ -482,7 +484,7 @@ class Http1Protocol(HttpToolsProtocol):
             self.on_body(body)
         if is_complete:
             self.is_reading_body, self._chunked_body = False, None
-            self.parser = httptools.HttpRequestParser(self)  # the one that read the head waits for a body
+            self.parser = httptools.HttpRequestParser(self)  # the previous parser waits for a body
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.on_message_complete()
         return data[consumed_bytes:]
@@ -490,7 +492,7 @@ class Http1Protocol(HttpToolsProtocol):
     def _discard(self, discarded_bytes: int) -> None:
         self._discarded_bytes += discarded_bytes
         if not self.is_discarding:
-            self.flow.pause_reading()  # until the requests that were read are answered
+            self.flow.pause_reading()  # until the earlier requests are answered
         elif self._discarded_bytes > DISCARD_BYTES_MAX:
             self.transport.close()
 

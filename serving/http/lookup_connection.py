@@ -1,9 +1,9 @@
-"""Connections that answer lookups of one table themselves, past uvicorn's parser, cycle and tasks.
+"""Connections that answer lookups of one table directly, without uvicorn's parser, request cycle and tasks.
 
-A ready answer needs no task, a stored one no parser, a request with a body no uvicorn cycle.
+Ready answers need no task, stored answers no parser, and requests with a body no uvicorn cycle.
 
-A keep-alive client sends the same headers with every request. Once it has, and they ask for nothing special, the next
-request of that connection is only a request line to look up. All other input goes to uvicorn unchanged.
+A keep-alive client sends the same headers with every request. Once they have come twice and are plain, only the request
+line of further requests on this connection is parsed. All other input goes to uvicorn unchanged.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ _OK_STATUS_LINE = b"HTTP/1.1 200 OK\r\n"
 _JSON_HEAD_END = b"\r\ncontent-type: " + JSON_MEDIA_TYPE.encode() + b"\r\n\r\n"
 
 _PLAIN_HEADER_COUNT = 2
-"""Number of headers of an unobserved answer: its length and its type."""
+"""Number of headers of an unobserved answer: content-length and content-type."""
 
 _TARGET_PATTERN = re.compile(rb'[!"$-~]{1,8192}')
-"""Path and query in visible ASCII: the parser cuts or refuses other bytes. Uvicorn bounds longer ones."""
+"""Path and query in visible ASCII; targets with other bytes, or longer ones, are left to uvicorn."""
 
 _FAILED_RESPONSE: tuple[Message, bytes] = (
     {"status": 500, "headers": [
@@ -55,17 +55,17 @@ _FAILED_RESPONSE: tuple[Message, bytes] = (
 )  # fmt: skip
 
 _CLOSE_WAIT_STATE = 8
-"""State of a TCP connection, in the kernel's numbers, whose peer has closed its side."""
+"""Linux' number of the TCP state CLOSE_WAIT: the peer has closed its sending side."""
 
 
 class AllowedHeaders(NamedTuple):
-    """Judged headers of a keep-alive request; `is_unwatched` if lookups with them are not observed."""
+    """Headers that allow the fast path; `is_unwatched` if lookups with them are not observed."""
 
     headers: Headers
     is_unwatched: bool
     caller: Caller
     content_length_index: int = -1
-    """Index of the content-length among the headers; -1 if there is none."""
+    """Index of content-length among the headers; -1 without one."""
 
     def with_length(self, digits: bytes) -> Headers:
         """Return the headers of the same request with another body length."""
@@ -75,25 +75,25 @@ class AllowedHeaders(NamedTuple):
 
 
 class HeaderCache:
-    """Cache of judged header blocks, keyed by the bytes of all headers after the request line, line break included.
+    """Cache of checked header blocks, keyed by the bytes of all headers after the request line, line break included.
 
-    A client that sends the same block twice in a row will do so again: only such blocks are judged, and a bounded
-    number is kept.
+    A client that sends the same block twice in a row will probably do so again: only such blocks are checked, and a
+    bounded number is kept.
     """
 
     def __init__(self, front: AsgiApp) -> None:
         self._app = front
         self._fast_path: FastPath | None = None
-        self._callers: Callers | None = None  # whoever has no token any more is not known by an old judgement
+        self._callers: Callers | None = None  # results for earlier tokens are not used
         self._allowed_by_block: dict[bytes, AllowedHeaders | None] = {}
 
     def find_judged(self, fast_path: FastPath, header_block: bytes) -> AllowedHeaders | None:
-        """Return the cached judgement of these headers for `fast_path`; None without one, or if not allowed."""
+        """Return the cached result for these headers and `fast_path`; None without one, or if not allowed."""
         is_current = fast_path is self._fast_path and self._app.callers is self._callers
         return self._allowed_by_block.get(header_block) if is_current else None
 
     def judge_and_cache(self, fast_path: FastPath, header_block: bytes) -> AllowedHeaders | None:
-        """Judge headers that have come twice, and cache the result; None if very long or not allowed."""
+        """Check headers that came twice in a row, and cache the result; None if they are too long or not allowed."""
         if len(header_block) > HEADER_BLOCK_BYTES_MAX:
             return None
         callers = self._app.callers
@@ -118,7 +118,7 @@ class HeaderCache:
 
 
 def split_content_length(header_block: bytes) -> tuple[bytes, bytes]:
-    """Return the headers with their content-length set to 0, the key in `HeaderCache`, and its digits, if any."""
+    """Return the headers with content-length set to 0, as key of `HeaderCache`, and the original digits, if any."""
     length_match = _CONTENT_LENGTH_PATTERN.search(header_block)
     if length_match is None:
         return header_block, b""
@@ -127,7 +127,7 @@ def split_content_length(header_block: bytes) -> tuple[bytes, bytes]:
 
 
 class _HeaderParser:
-    """Parser callbacks for one request: its headers, whether it keeps its connection open, how many messages ended."""
+    """Parser callbacks for one request: collects its headers, keep-alive, and the number of complete messages."""
 
     def __init__(self) -> None:
         self.parser = httptools.HttpRequestParser(self)
@@ -140,7 +140,7 @@ class _HeaderParser:
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Read keep-alive at the end of the headers: after that the parser's state is of the next request."""
+        """Read keep-alive at the end of the headers, since later the parser's state is that of the next request."""
         self.keeps_alive = self.parser.should_keep_alive()
 
     def on_message_complete(self) -> None:
@@ -178,7 +178,7 @@ class ResponseHeads:
         self._cached_head: bytes | None = None
 
     def head_for(self, headers: Headers) -> bytes | None:
-        """Return status line and headers up to the length; None while they close connections, which uvicorn does."""
+        """Return status line and headers up to the length; None while responses must close their connection."""
         if headers is not self._cached_headers or len(headers) != self._cached_header_count:
             self._cached_headers, self._cached_header_count = headers, len(headers)
             header_lines = b"".join(b"%b: %b\r\n" % header for header in headers)
@@ -224,7 +224,7 @@ class AsgiCycle:
         self._lost_event.set()
 
     def complete_response(self) -> tuple[Message, bytes] | None:
-        """Return the response's start, with its length, and its body; None if the application left it unfinished."""
+        """Return the response's start, with content-length, and its body; None if the application did not finish it."""
         if self._start_message is None or not self._is_complete:
             return None
         body, headers = b"".join(self._body_pieces), self._start_message["headers"]
@@ -234,7 +234,7 @@ class AsgiCycle:
 
 
 class SharedState:
-    """State that all connections of a server share: application, bounds, judged header blocks, response heads."""
+    """State shared by all connections of a server: application, bounds, header cache, response heads."""
 
     def __init__(self, front: AsgiApp, bounds: PeerBounds | None = None) -> None:
         self.app = front
@@ -244,12 +244,12 @@ class SharedState:
         front.has_room = self._has_room
 
     def _has_room(self) -> bool:
-        """True if one more large answer may be begun."""
+        """True if one more large answer may be started."""
         return not self.connections.unread_answers.is_full(time.monotonic())
 
 
 class LookupConnection(Connection):
-    """Connection that answers lookups itself. While one is under way, later input waits."""
+    """Connection that answers lookups itself. While a lookup is under way, later input waits."""
 
     __slots__ = ("_asgi_cycle", "_caller", "_last_block", "_shared", "_waiting_input")
 
@@ -262,7 +262,7 @@ class LookupConnection(Connection):
         super().__init__(shared.connections, *arguments, **keyword_arguments)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Open the connection; under a backlog, drop one whose peer has closed its side already."""
+        """Open the connection; under a backlog, drop it if its peer has already closed its sending side."""
         gate = self._shared.app.gate
         if gate is not None and gate.admission.work_pacer.is_backlogged and has_peer_closed(transport):
             gate.admission.shed_counts["gone"] += 1
@@ -273,7 +273,7 @@ class LookupConnection(Connection):
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        """Answer a piece that is exactly one lookup past uvicorn; input after it waits, other input goes to uvicorn."""
+        """Answer input that is exactly one lookup past uvicorn; later input waits, other input goes to uvicorn."""
         if self._is_answering_fast:
             self._waiting_input += data
             if len(self._waiting_input) > BEHIND_BYTES_MAX:
@@ -282,7 +282,7 @@ class LookupConnection(Connection):
             super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify a request under way that its caller has gone, then clean up as uvicorn does."""
+        """Notify a request under way that its client has left, then clean up as uvicorn does."""
         if self._asgi_cycle is not None:
             self._asgi_cycle.mark_lost()
         super().connection_lost(exc)
@@ -346,7 +346,7 @@ class LookupConnection(Connection):
         return True
 
     def _judge_repeated(self, fast_path: FastPath, header_block: bytes) -> AllowedHeaders | None:
-        """Return the judgement of unknown or refused headers once they came twice in a row; None before."""
+        """Check unknown or refused headers once they came twice in a row; None before."""
         if header_block != self._last_block:
             self._last_block = header_block[:HEADER_BLOCK_BYTES_MAX]
             return None
@@ -367,7 +367,7 @@ class LookupConnection(Connection):
         try:
             if (parsed_get := fast_path.parse_get(scope)) is not None:
                 group_future = front.try_join(parsed_get)
-        except Exception:  # whoever comes next says what is wrong
+        except Exception:  # uvicorn's path handles the request and reports the error
             log.exception("a lookup failed")
         if parsed_get is None:
             return False
@@ -412,13 +412,13 @@ class LookupConnection(Connection):
     async def _look_up(self, lookup_work: Coroutine[Any, Any, ResponseMessages | None], data: bytes) -> None:
         try:
             answer = await lookup_work
-        except Exception:  # as above
+        except Exception:  # uvicorn's path handles the request and reports the error
             log.exception("a lookup failed")
             answer = None
         self._send_or_pass_on(data, answer)
 
     def _send_or_pass_on(self, data: bytes, answer: ResponseMessages | None) -> None:
-        """Send the answer of a lookup that has ended; without one pass its request to uvicorn."""
+        """Send the answer of a finished lookup; without one pass its request to uvicorn."""
         self._is_answering_fast = False
         if self.transport.is_closing():
             return
@@ -440,11 +440,11 @@ class LookupConnection(Connection):
             self.end_if_peer_closed()
 
     def _try_post(self, target: bytes, allowed_headers: AllowedHeaders, length_digits: bytes, body: bytes) -> bool:
-        """Run a request with a body past uvicorn's parser and cycle: a refusal then costs 14 to 24 us, not 50 to 78."""
+        """Run a request with a body without uvicorn's parser and cycle: a refusal costs 14 to 24 us, not 50 to 78."""
         path, _, query = target.partition(b"?")
         if b"%" in path or not _TARGET_PATTERN.fullmatch(target):
             return False
-        is_unwatched = allowed_headers.is_unwatched  # who is watched is told of a refusal by whoever watches
+        is_unwatched = allowed_headers.is_unwatched  # for an observed request the observer reports the refusal
         if is_unwatched and (refusal := self._shared.app.refuse_if_overloaded()) is not None:
             self._respond(refusal[0], refusal[1]["body"])
             return True
@@ -494,7 +494,7 @@ class LookupConnection(Connection):
 
 
 def has_peer_closed(transport: asyncio.Transport) -> bool:
-    """True if the peer has closed its side, even with unread bytes before that; False if the system cannot say."""
+    """True if the peer has closed its sending side, even with unread bytes left; False if the system cannot tell."""
     peer_socket = transport.get_extra_info("socket")
     try:
         tcp_state: int = peer_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]

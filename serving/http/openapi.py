@@ -19,25 +19,25 @@ _API_PREFIX = "/v1/"
 
 DESCRIPTION_BY_TAG: Mapping[str, str] = {
     "lookups": "Answers for entities, each marked with where it came from",
-    "reports": "What users do, and what came of answers",
+    "reports": "Interactions of users, and feedback on answers",
     "explanations": "Why an entity is answered as it is",
     "operation": "State of the service, for probes, dashboards and people",
 }
-"""Tag -> description of its group."""
+"""Description by tag."""
 
 _HEADER_PARAMETERS: Mapping[str, Json] = {
     "X-Deadline-Ms": {"type": "number", "exclusiveMinimum": 0, "description": "The tighter of this and deadline_ms"},
-    "X-Larder-Canary-Key": {"type": "string", "description": "canary_key, where the request itself has none"},
+    "X-Larder-Canary-Key": {"type": "string", "description": "canary_key, if the request itself has none"},
     "X-Larder-Arm": {
         "type": "string",
         "pattern": REQUEST_OPTIONS["arm"].schema["pattern"],
-        "description": "arm, where the request itself has none",
+        "description": "arm, if the request itself has none",
     },
 }
 
 _PATH_PARAMETERS: Mapping[str, Json] = {
     "table": {
-        "description": "Table that is asked; /v1/generations lists them",
+        "description": "Name of the table; /v1/generations lists all tables",
         "schema": {"type": "string"},
         "example": "user_topk",
     },
@@ -49,14 +49,14 @@ _PATH_PARAMETERS: Mapping[str, Json] = {
 }
 
 _RETRY_AFTER_HEADER: Json = {
-    "Retry-After": {"description": "Seconds to wait before the next try", "schema": {"type": "integer", "minimum": 1}}
+    "Retry-After": {"description": "Seconds to wait before a retry", "schema": {"type": "integer", "minimum": 1}}
 }
 
 _OTHER_REFUSALS_TEXT = (
-    "Any other refusal. What is no valid HTTP, or beyond its bounds (400, 408, 431, 501, 505), gets a plain text"
+    "Any other refusal. Invalid HTTP, or HTTP beyond its bounds (400, 408, 431, 501, 505), gets a plain text"
 )
 
-_UNANSWERABLE_TEXT = "The request cannot be answered as sent: `error.code` says why, `error.field` where"
+_UNANSWERABLE_TEXT = "The request cannot be answered as sent: `error.code` is the reason, `error.field` the place"
 _TOKEN_CODES = ("unauthorized", "token_expired", "scope_missing", "quota_exceeded")
 _TABLE_CODES = ("unknown_table", "generation_gone", "arm_gone")
 _BODY_CODES = ("disconnected", "body_timeout", "body_too_large", "unsupported_content_encoding")
@@ -65,10 +65,10 @@ _COMMON_CODES = ("internal_error", "not_ready", "overloaded")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One method of one path, as its callers see it.
+    """Operation of the API: one method of one path.
 
-    `codes`: codes of refusals that it has besides those of its kind; `has_arrow`: body and answer may be Arrow streams.
-    `is_limited`: admission holds it, and all whose paths begin as its own does; `is_counted`: `/metrics` counts it.
+    `codes`: refusal codes in addition to those of its kind; `has_arrow`: body and answer may be Arrow streams.
+    `is_limited`: subject to admission, like all paths with its prefix; `is_counted`: `/metrics` counts it.
     """
 
     method: str
@@ -79,11 +79,11 @@ class Operation:
     description: str
     answer_schema: Json
     answer_example: object
-    """An answer, which the schema of answers allows."""
+    """Example of an answer, valid by the schema."""
     status: str = "200"
     body_schema: Json | None = None
     body_example: object = None
-    """A body that is answered with `status`."""
+    """Example of a body that is answered with `status`."""
     path_names: tuple[str, ...] = ()
     has_query: bool = False
     has_options: bool = False
@@ -94,7 +94,7 @@ class Operation:
     scope: Scope | None = None
     """Scope that a caller's token needs; None for a public operation."""
     other_answer_by_status: Mapping[str, Json] = field(default_factory=lambda: MappingProxyType({}))
-    """Answers under other statuses that are no refusals."""
+    """Answers with other statuses that are not refusals."""
 
     @property
     def fixed_path(self) -> str:
@@ -102,7 +102,7 @@ class Operation:
         return self.path.partition("{")[0]
 
     def described(self, problem_schema: Json, *, has_tokens: bool) -> Json:
-        """Return the operation object of OpenAPI, with named schemas in it; `problem_schema` is that of refusals."""
+        """Return the OpenAPI operation object with named schemas; `problem_schema` is the schema of refusals."""
         operation: Json = {
             "operationId": self.operation_id,
             "tags": [self.tag],
@@ -115,7 +115,7 @@ class Operation:
             content = {"schema": self.body_schema, "example": self.body_example}
             operation["requestBody"] = {"required": True, "content": {JSON_MEDIA_TYPE: content}}
         if self.has_arrow:
-            # Two media types of one answer make its type a union, which a typed client would have to narrow.
+            # Not declared as a second media type: typed clients would get a union type to narrow.
             operation["x-larder-arrow"] = {"requestBody": schemas.ARROW_LOOKUP, "response": schemas.ARROW_ANSWERS}
         if self.scope is not None and has_tokens:
             operation["security"] = [{BEARER_SCHEME: [self.scope]}]
@@ -182,10 +182,10 @@ def _refusal_response(problem_schema: Json, description: str, status: str = "") 
 
 
 class ApiPaths(NamedTuple):
-    """Prefixes of paths, by the checks that their requests pass before a route sees them."""
+    """Prefixes of paths, by the checks that their requests pass before routing."""
 
     scoped_prefixes: tuple[str, ...]
-    """Prefixes of the paths that require a scope; no route elsewhere may, because no caller is identified there."""
+    """Prefixes of paths that require a scope; callers are identified only for these paths."""
     limited_prefixes: tuple[str, ...]
     """Prefixes of the paths whose requests admission limits."""
     single_entity_prefixes: tuple[str, ...]
@@ -225,7 +225,7 @@ def refusal_codes(operations: Iterable[Operation]) -> Mapping[str, ErrorCode]:
 def openapi_document(operations: Sequence[Operation], *, has_tokens: bool) -> Json:
     """Return the document of a service; `has_tokens`: operations with a scope need a token.
 
-    Operations stand in the order of their tags in TAGS. Raises ConfigError if two different schemas have the same name.
+    Operations are in the order of their tags in TAGS. Raises ConfigError if two different schemas have the same name.
     """
     schema_by_name: Json = {}
     path_items: Json = {}
@@ -251,9 +251,9 @@ def openapi_document(operations: Sequence[Operation], *, has_tokens: bool) -> Js
             "title": "Larder",
             "version": THIS_RELEASE,
             "summary": "Precomputed predictions, each marked with where it came from",
-            "description": "Looks up what a model would say about an entity: from memory, from Redis, or computed "
-            "live. An answer always says which, and why it is not a plain hit where it is none.",
-            "contact": {"name": "Whoever runs this service"},
+            "description": "Looks up a model's prediction for an entity: from memory, from Redis, or computed live. An "
+            "answer names its source, and the reason if it is not a plain hit.",
+            "contact": {"name": "The operator of this service"},
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/", "description": "This service"}],
@@ -285,7 +285,7 @@ PROBES = (
         operation_id="getLiveness",
         tag="operation",
         summary="Does the process answer?",
-        description="Answers as long as the process does, under any load, whatever Redis or the store do.",
+        description="Answers as long as the process runs, under any load, whatever the state of Redis or the store.",
         answer_schema=schemas.LIVENESS,
         answer_example={"status": "ok"},
     ),
@@ -294,19 +294,19 @@ PROBES = (
         path="/readyz",
         operation_id="getReadiness",
         tag="operation",
-        summary="May this replica be asked?",
-        description="For load balancers: whether a generation is served, and why answers may lag behind.",
+        summary="Is this replica ready?",
+        description="For load balancers: whether this replica serves a generation, and why its answers may lag behind.",
         answer_schema=schemas.READINESS,
         answer_example=_READINESS_EXAMPLE,
         other_answer_by_status={
             "503": {
-                "description": "Should not be asked: starting, stopping or unable to follow",
+                "description": "Not ready: starting, stopping, or unable to follow",
                 "content": {JSON_MEDIA_TYPE: {"schema": schemas.READINESS}},
             }
         },
     ),
 )
-"""Public operations that are no handlers of a table."""
+"""Public operations for probes and scrapers."""
 
 METRICS_OPERATION: Json = {
     "operationId": "getMetrics",
@@ -365,7 +365,7 @@ _GENERATIONS_EXAMPLE: Json = {
 }
 
 _ORDER_NOTE = (
-    "The answers stand in the order of the entities, and are all of one generation, but for those whose `source` is "
+    "The answers are in the order of the entities, and all are from one generation, except those whose `source` is "
     "`previous`."
 )
 
@@ -380,8 +380,8 @@ def core_operations(limits: Limits) -> tuple[Operation, ...]:
             operation_id="lookup",
             tag="lookups",
             summary="Answer for one entity of one table",
-            description="Looks the entity up, and says in `source` where the answer came from. An id that nobody "
-            "knows gets the defaults of a table of lists, or null with a reason: never an error.",
+            description="Looks the entity up; `source` says where the answer came from. An unknown id gets the "
+            "defaults of a table of lists, or null with a reason, but never an error.",
             answer_schema=schemas.ANSWER,
             answer_example=_LIST_EXAMPLE,
             path_names=("table", "entity"),
@@ -430,9 +430,9 @@ def core_operations(limits: Limits) -> tuple[Operation, ...]:
             path="/v1/score",
             operation_id="score",
             tag="lookups",
-            summary="Rank order of candidates for one user",
-            description="Ranks items that the caller chose by the user's stored vector, or by one computed from the "
-            "history or features that are sent. Candidates that could not be ranked are named.",
+            summary="Ranking of candidates for one user",
+            description="Ranks items chosen by the caller by the user's stored vector, or by one computed from the "
+            "sent history or features. Candidates that could not be ranked are listed.",
             answer_schema=schemas.RANKED_ITEMS,
             answer_example={
                 "id": "u-00042",
@@ -455,9 +455,8 @@ def core_operations(limits: Limits) -> tuple[Operation, ...]:
             path="/v1/generations",
             operation_id="getGenerations",
             tag="operation",
-            summary="What this replica serves from",
-            description="The generations that are held, their tables and models, and how far this replica can be "
-            "trusted.",
+            summary="Generations of this replica",
+            description="Held generations with their tables and models, and reasons why answers may lag behind.",
             answer_schema=schemas.GENERATIONS,
             answer_example=_GENERATIONS_EXAMPLE,
             scope="read",

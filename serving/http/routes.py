@@ -1,4 +1,4 @@
-"""Routes of the service: each parses a request, calls the service, and sends its answer or a problem."""
+"""Routes of the service: each parses a request, calls the service, and sends an answer or a problem."""
 
 import functools
 import logging
@@ -46,7 +46,7 @@ from serving.requests.parsing import (
 log = logging.getLogger(__name__)
 
 DOCS_PAGE = StaticPage("/docs", "serving.http", "docs_page")
-"""Page of the routes, drawn from /openapi.json; FastAPI's own loads a script from another host."""
+"""Documentation page, drawn from /openapi.json; FastAPI's own page loads a script from another host."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -60,12 +60,12 @@ class Service(LookupService):
     nights: Nights
     expose_metrics: Callable[[], Awaitable[bytes]]
     operations: Sequence[Operation]
-    """Operations that have handlers here."""
+    """Operations that this service offers."""
     hooks: Hooks
 
 
 def build_routes(service: Service) -> tuple[APIRouter, Json]:
-    """Return all routes of the service, and the OpenAPI document of those that it describes."""
+    """Return all routes of the service, and their OpenAPI document."""
     register_url_convertor("rest", _PathRemainder())
     router = APIRouter(route_class=_DirectRoute)
     guard = Guard(service.metrics, service.timer)
@@ -191,7 +191,7 @@ async def read_request_body(service: LookupService, request: Request) -> bytes:
     if query := request.scope["query_string"]:
         option_name = query.partition(b"&")[0].partition(b"=")[0].decode("ascii", "replace")
         raise unprocessable(
-            "unknown_field", f"{option_name[:40]!r} is in the URL: the options of a POST go in its body", "query"
+            "unknown_field", f"{option_name[:40]!r} is in the URL: a POST has its options in the body", "query"
         )
     return await read_body(request, service.body_bytes_max, service.body_timeout_s)
 
@@ -202,13 +202,13 @@ def with_request_headers(service: LookupService, request: Request, options: Requ
 
 
 class _PathRemainder(PathConvertor):
-    """Path convertor for any remaining path: Starlette's own ends at a line break, which an id may have."""
+    """Path convertor for any remaining path; Starlette's stops at a line break, which an id may contain."""
 
     regex = r"[\s\S]*"
 
 
 class _DirectRoute(APIRoute):
-    """Documented route that passes the request on unchanged: resolving dependencies would cost a third of a hit."""
+    """Documented route that gets the plain request: FastAPI's dependencies would cost a third of a hit."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the endpoint itself."""
@@ -224,7 +224,7 @@ class Guard:
     timer: Callable[[], float]
 
     def wrap_handler(self, route: str, handler: Handler, *, required_scope: Scope, is_counted: bool = True) -> Endpoint:
-        """Wrap the handler as an endpoint for callers with `required_scope`; its requests count under `route`."""
+        """Wrap the handler as an endpoint for callers with `required_scope`; requests are counted under `route`."""
 
         async def answer(request: Request) -> Response:
             started = self.timer() - noted_wait_s(request.scope)
@@ -241,14 +241,14 @@ class Guard:
             except InvalidInput as error:
                 response = refusal_response(problem_from_input(error, "body"))
             except TierUnavailable as error:
-                log.warning("%s failed: %s", route, error.message)  # names the host, which is for the log alone
+                log.warning("%s failed: %s", route, error.message)  # it names the host, which only the log may show
                 response = refusal_response(Problem(503, error.code, "Redis does not answer"))
             except LarderError as error:
                 log.exception("%s failed", route)
                 response = refusal_response(Problem(503, error.code, error.message))
             except Exception:
                 log.exception("%s failed", route)
-                problem_message = "this is a defect; the log has more"
+                problem_message = "this is a bug; the log has the details"
                 response = refusal_response(Problem(500, "internal_error", problem_message))
             if is_counted:
                 self.metrics.requested(route, response.status_code)
@@ -258,7 +258,7 @@ class Guard:
 
 
 def generations_overview(served: ServedGenerations, health: Health, canary: Canary | None) -> dict[str, Any]:
-    """Return the body of GET /v1/generations; `next` is held ready, for a publish or as the canary."""
+    """Return the body of GET /v1/generations; `next` is the staged generation or the canary."""
     previous_snapshot, next_snapshot = served.previous, served.next
     return {
         "live": _snapshot_overview(served.live),
@@ -300,7 +300,7 @@ def _snapshot_overview(snapshot: Snapshot) -> dict[str, Any]:
         "models": {
             name: {
                 "digest": model.digest,
-                # What runs here, which is fp32 where the night could not quantize.
+                # The precision in use; it is fp32 if the night could not quantize.
                 "precision": precision_by_model.get(name),
                 "provider": provider_by_model.get(name),
                 "fp32_bytes": sum(model_file.size_bytes for model_file in model.fp32_files),

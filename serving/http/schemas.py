@@ -42,17 +42,17 @@ def named_object_schema(
 def closed_object_schema(
     name: str, properties: Json, required: tuple[str, ...] = (), **further_keywords: object
 ) -> Json:
-    """A named object whose unknown fields are refused."""
+    """Return the schema of a named object whose unknown fields are refused."""
     return NamedSchema(name, object_schema(properties, required, additionalProperties=False, **further_keywords))
 
 
 def nullable_fields(properties: Json) -> Json:
-    """Fields that may be left out of a body; one that is null is not sent."""
+    """Return schemas of optional fields of a body; a null field counts as not sent."""
     return {name: nullable_schema(field_schema) for name, field_schema in properties.items()}
 
 
 def details_schema(description: str, *, is_null: bool = False) -> Json:
-    """Return the schema of details for people and dashboards; their names may change."""
+    """Return the schema of details for people and dashboards, whose names may change."""
     if is_null:
         return {**nullable_schema(DETAILS_SCHEMA), "description": description}
     return with_description(DETAILS_SCHEMA, description)
@@ -78,7 +78,7 @@ QUERY_OPTION_SCHEMAS: Json = {
     for name, option in REQUEST_OPTIONS.items()
     if not option.is_for_lists_only
 }
-"""Options of a URL, by name."""
+"""Schemas of the options of a URL, by name."""
 
 
 def _input_fields(limits: Limits) -> Json:
@@ -100,7 +100,7 @@ _ID_OR_INPUT: list[Json] = [
         ]
     }
 ]
-"""An entity has an id, or something to compute from."""
+"""An entity must have an id, or something to compute from."""
 
 
 def _entity_schema(limits: Limits) -> Json:
@@ -115,15 +115,15 @@ def _entity_or_id_schema(limits: Limits) -> Json:
 
 
 def lookup_body_schema(limits: Limits, name: str = "LookupRequest", entities_max: int | None = None) -> Json:
-    """The body of POST /v1/lookup/{table}; `entities_max` entities, if there is a limit of its own."""
+    """Return the schema of the body of POST /v1/lookup/{table}; `entities_max`: a separate limit, if any."""
     entities = list_schema(_entity_or_id_schema(limits), minItems=1, maxItems=entities_max or limits.max_batch)
     return closed_object_schema(name, {"entities": entities, **_body_options(limits)}, ("entities",))
 
 
 def tables_lookup_body(limits: Limits) -> Json:
-    """The body of POST /v1/lookup."""
-    about = "An entity and the table that is asked"
-    table = {"type": "string", "description": "Table that is asked"}
+    """Return the schema of the body of POST /v1/lookup."""
+    about = "An entity and its table"
+    table = {"type": "string", "description": "Name of the table"}
     entity = closed_object_schema(
         "TableEntityInput", {"table": table, **_input_fields(limits)}, ("table",), allOf=_ID_OR_INPUT,
         description=about,
@@ -133,14 +133,12 @@ def tables_lookup_body(limits: Limits) -> Json:
 
 
 def score_body(limits: Limits) -> Json:
-    """The body of POST /v1/score."""
+    """Return the schema of the body of POST /v1/score."""
     return closed_object_schema(
         "ScoreRequest",
         {
             "user": _entity_or_id_schema(limits),
-            "items": list_schema(
-                ID_SCHEMA, minItems=1, maxItems=limits.max_batch, description="Candidates that are ranked"
-            ),
+            "items": list_schema(ID_SCHEMA, minItems=1, maxItems=limits.max_batch, description="Candidates to rank"),
             **nullable_fields({name: _OPTION_SCHEMAS[name] for name in QUERY_OPTION_SCHEMAS}),
         },
         ("user", "items"),
@@ -150,8 +148,7 @@ def score_body(limits: Limits) -> Json:
 ARROW_LOOKUP: Json = {
     "mediaType": ARROW_MEDIA_TYPE,
     "description": "An Arrow IPC stream, uncompressed, of one column `id`: utf8 (or large_utf8) without nulls. Options "
-    "go as texts into the schema's metadata, by the names that they have in a query; histories, features and "
-    "`exclude` need JSON",
+    "are texts in the schema's metadata, with the names of a query; histories, features and `exclude` need JSON",
 }
 
 
@@ -172,7 +169,7 @@ LIVE_REASON = open_enum_schema(
 STALE_REASON = open_enum_schema(
     "StaleReason",
     ((stale_reason, stale_reason.meaning) for stale_reason in StaleReason),
-    "Why this replica may lag behind; where there are several reasons, they stand with commas between",
+    "Why this replica may lag behind; several reasons are separated by commas",
 )
 
 
@@ -207,14 +204,17 @@ ANSWER = _declared_schema("Answer", Answer, "Answer for one entity of one table"
 
 
 ANSWERS: Json = named_object_schema(
-    "Answers", {"answers": list_schema(ANSWER, description="One for each entity, in the order asked")}, ("answers",)
+    "Answers",
+    {"answers": list_schema(ANSWER, description="One answer per entity, in the order of the request")},
+    ("answers",),
 )
 
 
 ARROW_ANSWERS: Json = {
     "mediaType": ARROW_MEDIA_TYPE,
-    "description": "An Arrow IPC stream, one row per entity in the order asked; the schema's metadata names the "
-    f"`table`. Columns as the fields in JSON, null where JSON has none: `id` (utf8), {_column_list(ORIGIN_FIELDS)}; "
+    "description": "An Arrow IPC stream, one row per entity in the order of the request; the schema's metadata names "
+    "the `table`. Columns are like the fields in JSON, null where JSON has no field: `id` (utf8), "
+    f"{_column_list(ORIGIN_FIELDS)}; "
     f"then, by the table's kind, {'; or '.join(map(_column_list, PREDICTION_FIELDS_BY_KIND.values()))}. `vector` and "
     "`values` are list<float32> where rows from the previous generation have another size",
 }
@@ -230,14 +230,14 @@ def problem_schema(codes: Mapping[str, ErrorCode]) -> Json:
         "ProblemError",
         {
             "code": code,
-            "message": {"type": "string", "description": "For people: the thing, the value"},
-            "field": {"type": "string", "description": "Place in the request that is at fault"},
+            "message": {"type": "string", "description": "For people"},
+            "field": {"type": "string", "description": "Place of the error in the request"},
         },
         ("code", "message"),
         additionalProperties=True,
-        description="What was refused, and why; further members hold the numbers behind the message",
+        description="What was refused, and why; further members have the numbers of the message",
     )
-    return named_object_schema("Problem", {"error": error}, ("error",), description="The body of every refusal")
+    return named_object_schema("Problem", {"error": error}, ("error",), description="Body of every refusal")
 
 
 _HELD_GENERATION = named_object_schema(
@@ -253,7 +253,7 @@ _HELD_GENERATION = named_object_schema(
         "indexes": details_schema("Kind, recall and size by index"),
         "fallback": {
             "type": ["string", "null"],
-            "description": "Why live models run on the processor where a GPU's provider was asked for",
+            "description": "Why live models run on the CPU although a GPU provider is configured",
         },
     },
     ("generation", "epoch", "published_at", "data_until", "entities", "tables", "models", "indexes"),
@@ -266,7 +266,7 @@ GENERATIONS: Json = named_object_schema(
     {
         "live": _HELD_GENERATION,
         "previous": nullable_schema(_HELD_GENERATION),
-        "next": {**nullable_schema(_HELD_GENERATION), "description": "Held ready beside them"},
+        "next": {**nullable_schema(_HELD_GENERATION), "description": "Staged generation, if any"},
         "canary": nullable_schema(
             named_object_schema(
                 "Canary",
@@ -303,7 +303,7 @@ READINESS: Json = named_object_schema(
         "schedule": named_object_schema(
             "NightSchedule",
             {
-                "missing": {"type": "boolean", "description": "A generation is due and not there"},
+                "missing": {"type": "boolean", "description": "A generation is due but does not exist"},
                 "due": DATE_TIME,
                 "age_seconds": {"type": ["number", "null"]},
             },
@@ -312,7 +312,7 @@ READINESS: Json = named_object_schema(
         ),
     },
     ("ready", "schedule"),
-    description="Whether this replica may be asked, and why not",
+    description="Whether this replica is ready, and why not",
 )
 
 

@@ -1,4 +1,4 @@
-"""Static pages and their files, under strict headers."""
+"""Static pages and their files, sent with strict headers."""
 
 import functools
 import hashlib
@@ -19,7 +19,7 @@ _MEDIA_TYPE_BY_SUFFIX = {
     ".svg": "image/svg+xml",
 }
 PAGE_HEADERS = {
-    "Cache-Control": "no-cache",  # kept, but asked for again: an upgrade is seen at once
+    "Cache-Control": "no-cache",  # cached, but revalidated each time, so that upgrades are visible immediately
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; object-src 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -48,11 +48,11 @@ class StaticPage:
     folder: str
 
     def assets(self) -> Mapping[str, Asset]:
-        """Return every file of the page by its path, read once."""
+        """Return every file of the page by path, read once."""
         return _read_assets(self)
 
     def routes(self) -> list[Route]:
-        """Return one route per file; other names are not found. No file holds data, so none needs the token."""
+        """Return one route per file; other names are not found. The files contain no data, so they need no token."""
         routes = [
             Route(path, functools.partial(_send_asset, asset), include_in_schema=False)
             for path, asset in sorted(self.assets().items())

@@ -1,4 +1,4 @@
-"""Metrics: counters and histograms as plain numbers, Prometheus' view of them, and sequential tests.
+"""Metrics: counters and histograms as plain numbers, their exposition for Prometheus, and sequential tests.
 
 Start at `registry`.
 """

@@ -1,4 +1,4 @@
-"""Collectors of plain numbers that the event loop adds to: counters, histograms, misses, overload, failed loops."""
+"""Collectors of plain numbers that the event loop updates: counters, histograms, misses, failed loops."""
 
 import math
 from bisect import bisect_left
@@ -22,43 +22,44 @@ from cache.tiers.reads import MissReason
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 HELP_BY_EVENT: Mapping[str, str] = {
-    "l2_reads": "Records asked of Redis",
+    "l2_reads": "Records requested from Redis",
     "l2_batches": "Pipelines sent to Redis",
-    "l2_shed": "Reads not sent, because too much was under way",
-    "breaker_opened": "How often Redis was left alone after failures in a row",
-    "flights_shared": "Reads that joined one under way",
+    "l2_shed": "Reads not sent, because too many were under way",
+    "breaker_opened": "Times that Redis was not used after failures in a row",
+    "flights_shared": "Reads that joined a read under way",
     "inferences_shared": "Inputs that joined an inference under way",
     "inferences_hopeless": "Inputs that could not have been answered in time",
-    "overlays_spared": "Live answers not looked up in Redis, because inputs hardly come again",
+    "overlays_spared": "Live answers not looked up in Redis, because inputs hardly repeat",
     "overlays_stored": "Live answers written to Redis",
-    "overlays_failed": "Live answers that Redis did not take",
+    "overlays_failed": "Live answers that Redis did not store",
     "overlays_dropped": "Live answers not written, because too many waited",
     "leases_led": "Cold answers computed here while others waited",
     "leases_waited": "Cold answers that another replica was computing",
     "leases_adopted": "Cold answers taken over from another replica",
-    "leases_taken_over": "Leases of a replica that fell silent, taken over",
-    "leases_timed_out": "Cold answers computed after waiting in vain",
+    "leases_taken_over": "Leases taken over from a replica that stopped renewing them",
+    "leases_timed_out": "Cold answers computed after a wait without result",
     "leases_unavailable": "Cold answers computed without a lease",
 }
-"""Help text by event of the core; each is a family of its own: a sum over all of them would mean nothing."""
+"""Help text by event of the core; each event is a separate family, because a sum over all would be meaningless."""
 
 COUNTED_MISS_REASONS = tuple(
     [reason for reason in MissReason if not reason.traits.is_internal and not reason.traits.has_stored_answer]
 )
-"""Reasons that are counted: no stored tier answered."""
+"""Reasons that are counted as misses: no stored tier answered."""
 
 GET_ROUTE = "GET /v1/lookup/{table}"
 
 BUCKET_RATIO = 1.1
-"""Ratio of neighbouring bounds at most: a quantile is the geometric middle of its bucket, so off by 4.9 % at most."""
+"""Largest ratio of neighbouring bounds: a quantile is the geometric middle of its bucket, so it is off by 4.9 % at
+most."""
 
 LOWEST_BOUND_S = 1e-6
-"""Lowest bound in seconds: shorter times count as this long, times above the last bound as that."""
+"""Lowest bound in seconds; shorter times count as this bound, and times above the last bound as the last bound."""
 
 
 @dataclass(slots=True)
 class LabelHistogram:
-    """Histogram of one label value, such as the answers of one source: how many by bucket, and seconds in all."""
+    """Histogram of one label value, such as the answers of one source: counts by bucket, and the sum of seconds."""
 
     bucket_counts: list[int]
     seconds_sum: float = 0.0
@@ -67,7 +68,7 @@ class LabelHistogram:
 class SecondsHistogram(Collector):
     """Histogram by one label, without a lock: only the event loop adds to it.
 
-    Counted in finer buckets (`refine_bounds`) than Prometheus gets: one bisect serves both.
+    It counts in finer buckets (`refine_bounds`) than Prometheus gets, so that one bisect serves both.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class SecondsHistogram(Collector):
 def refine_bounds(
     bounds: Sequence[float], *, lowest: float = LOWEST_BOUND_S, ratio: float = BUCKET_RATIO
 ) -> tuple[float, ...]:
-    """Bounds from `lowest` to the last of `bounds` (ascending, above `lowest`) that hold all of them exactly."""
+    """Return bounds from `lowest` to the last of `bounds` (ascending, above `lowest`) that include all `bounds`."""
     finer_bounds = [lowest]
     for bound in bounds:
         lower_bound = finer_bounds[-1]
@@ -115,14 +116,14 @@ def refine_bounds(
 
 
 def bucket_middle(bounds: Sequence[float], bucket_index: int) -> float:
-    """Value that a bucket's observations are taken for; bucket n ends at bound n, the one after the last has no end."""
+    """Return the value assumed for a bucket's observations; bucket n ends at bound n, the last has no end."""
     if bucket_index == 0 or bucket_index >= len(bounds):
         return bounds[min(bucket_index, len(bounds) - 1)]
     return math.sqrt(bounds[bucket_index - 1] * bounds[bucket_index])
 
 
 def quantile(bounds: Sequence[float], count_by_bucket: Mapping[int, int], fraction: float) -> float | None:
-    """The value that `fraction` of the observations (counts by bucket) do not exceed; None without any."""
+    """Return the value that `fraction` of the observations (counts by bucket) do not exceed; None without any."""
     observation_count = sum(count_by_bucket.values())
     rank, cumulative_count = max(1, math.ceil(fraction * observation_count - 1e-9)), 0
     for bucket_index in sorted(count_by_bucket):
@@ -133,7 +134,7 @@ def quantile(bounds: Sequence[float], count_by_bucket: Mapping[int, int], fracti
 
 
 class FastTally:
-    """Counts of the hot route not yet in the metrics; `flush_callbacks` first add counts kept elsewhere."""
+    """Counts of the fast path that are not in the metrics yet; `flush_callbacks` first add counts kept elsewhere."""
 
     def __init__(self) -> None:
         self.answers: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -151,20 +152,20 @@ class FastTally:
 
 
 class L1Misses(Collector):
-    """Counter of entities that Redis answered, by why L1 did not: plain numbers, which only the event loop adds to."""
+    """Counter of entities that Redis answered, by the reason why L1 did not; only the event loop adds to it."""
 
     def __init__(self) -> None:
         self._count_by_table_and_reason: defaultdict[tuple[str, Absence], int] = defaultdict(int)
 
     def add(self, table_name: str, count_by_reason: Mapping[Absence, int]) -> None:
-        """Add entities of a table, each counted under its one reason."""
+        """Add entities of a table, each under one reason."""
         for reason, count in count_by_reason.items():
             self._count_by_table_and_reason[table_name, reason] += count
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """Counter family by table and reason."""
+        """Yield the counter family by table and reason."""
         family = CounterMetricFamily(
-            "larder_l1_misses", "Entities Redis answered, by why L1 did not hold them", labels=["table", "reason"]
+            "larder_l1_misses", "Entities that Redis answered, by the reason why L1 did not", labels=["table", "reason"]
         )
         for (table, reason), count in self._count_by_table_and_reason.items():
             family.add_metric([table, reason], count)
@@ -172,7 +173,7 @@ class L1Misses(Collector):
 
 
 class ChangedAnswers(Collector):
-    """Counter of answers by table, and summary of shares of lists: plain numbers, which only the event loop adds to."""
+    """Counter of answers with newer events, and summary of how lists changed; only the event loop adds to it."""
 
     def __init__(self) -> None:
         self.answers: Counter[str] = Counter()
@@ -180,17 +181,17 @@ class ChangedAnswers(Collector):
         self._share_sum_by_table: defaultdict[str, float] = defaultdict(float)
 
     def compare(self, table_name: str, items: NDArray[np.uint32], night_items: NDArray[np.uint32]) -> None:
-        """Add the share of a computed list that is not in the one of the night."""
+        """Add the share of a computed list that is not in the nightly list."""
         if len(items):
             self._list_count_by_table[table_name] += 1
             self._share_sum_by_table[table_name] += float(1.0 - np.isin(items, night_items).mean())
 
     def totals(self) -> tuple[int, int, float]:
-        """Answers, lists that were compared, and the sum of their shares, of all tables."""
+        """Return answers, compared lists, and the sum of their shares, over all tables."""
         return (self.answers.total(), self._list_count_by_table.total(), sum(self._share_sum_by_table.values()))
 
     def collect(self) -> Iterable[Metric]:
-        """Metric families by table."""
+        """Yield the metric families by table."""
         answers_family = CounterMetricFamily(
             "larder_event_answers", "Entities answered with newer events", labels=["table"]
         )
@@ -199,7 +200,7 @@ class ChangedAnswers(Collector):
         yield answers_family
         change_family = SummaryMetricFamily(
             "larder_event_list_change_ratio",
-            "Share of a list computed from newer events that is not in the night's, where L1 has that",
+            "Share of a list computed from newer events that is not in the nightly list, if L1 has that",
             labels=["table"],
         )
         for table, count in self._list_count_by_table.items():
@@ -216,28 +217,28 @@ class InternalCounters(Collector):
         self._read_counts, self._help_by_event = read_counts, help_by_event
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """Counter families, one for each event."""
+        """Yield one counter family per event."""
         for event, count in self._read_counts().items():
             yield CounterMetricFamily(f"larder_{event}", self._help_by_event.get(event, event), value=count)
 
 
 def add_samples_by_label(family: Family, number_by_label_value: Mapping[str, float]) -> Family:
-    """The family of one label, with a sample for each of its values."""
+    """Return the family with one sample per label value."""
     for label_value, number in number_by_label_value.items():
         family.add_metric([label_value], number)
     return family
 
 
 class LoopFailures(Collector):
-    """Collector of failures by loop, those that never failed included, and of the loops that keep failing."""
+    """Collector of failures by background loop, including loops without failures, and of loops that keep failing."""
 
     def __init__(self, loops: BackgroundLoops) -> None:
         self._loops = loops
 
     def collect(self) -> Iterable[Metric]:
-        """Counter and gauge, one sample for each name of a loop."""
+        """Yield counter and gauge, one sample per loop."""
         failures_family = CounterMetricFamily(
-            "larder_background_failures", "Errors that a background loop went on after", labels=["loop"]
+            "larder_background_failures", "Errors of a background loop, which then continued", labels=["loop"]
         )
         failing_family = GaugeMetricFamily(
             "larder_background_failing", "1 while a background loop keeps failing", labels=["loop"]

@@ -1,4 +1,4 @@
-"""The answer of `/metrics`: all workers of a host in one text, made at a bounded rate."""
+"""The response of `/metrics`: all workers of a host in one text, rendered at a bounded rate."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from pathlib import Path
 BURST_EXPOSITIONS = 20.0
 
 EXPOSITIONS_PER_S = 5.0
-"""Expositions per second at most, a few milliseconds of the event loop each; a scraper needs one a second at most."""
+"""Largest number of expositions per second, each of which takes the event loop a few milliseconds."""
 
 _PEER_TIMEOUT_S = 1.0
 
@@ -19,7 +19,7 @@ _PEER_TEXT_BYTES_MAX = 8 << 20
 
 
 class Exposition:
-    """Rate limit on `make_exposition`, however many ask: `BURST_EXPOSITIONS` at once, then `EXPOSITIONS_PER_S`."""
+    """Rate limit on `make_exposition` for any number of scrapers: a burst of `BURST_EXPOSITIONS`, then a fixed rate."""
 
     def __init__(
         self, make_exposition: Callable[[], Awaitable[bytes]], timer: Callable[[], float] = time.monotonic
@@ -30,7 +30,7 @@ class Exposition:
         self._exposition_body = b""
 
     async def __call__(self) -> bytes:
-        """The text, at most a moment old."""
+        """Return the text, rendered now or a moment ago."""
         now_s = self._timer()
         self._tokens = min(BURST_EXPOSITIONS, self._tokens + (now_s - self._refilled_at) * EXPOSITIONS_PER_S)
         self._refilled_at = now_s
@@ -41,7 +41,7 @@ class Exposition:
 
 
 class WorkerPeers:
-    """Unix sockets of the workers, in a folder that only they may enter; on each, a worker sends its own counts."""
+    """Unix sockets of the workers, in a folder that only they can access; on each, a worker sends its own counts."""
 
     def __init__(self, workers_folder: Path, slot: int) -> None:
         self._workers_folder = workers_folder
@@ -51,20 +51,20 @@ class WorkerPeers:
 
     @property
     def slot(self) -> int:
-        """Number of this worker, which no other has that lives."""
+        """Number of this worker, unique among living workers."""
         return self._slot
 
     def path(self, file_name: str) -> Path:
-        """File that all workers of the same parent share."""
+        """Return the path of a file shared by all workers of the same parent."""
         return self._workers_folder / file_name
 
     @property
     def replica(self) -> str:
-        """Name that all workers of the same parent share."""
+        """Name shared by all workers of the same parent."""
         return f"{socket.gethostname()}-{self._workers_folder.name.removeprefix('larder-')}"
 
     async def open(self, expose: Callable[[], bytes]) -> None:
-        """Answers peers from now on."""
+        """Start answering peers."""
         self._expose = expose
         socket_path = self._workers_folder / f"{self._slot}.sock"
         self._server = await asyncio.start_unix_server(self._serve_counts, socket_path)
@@ -76,7 +76,7 @@ class WorkerPeers:
             (self._workers_folder / f"{self._slot}.sock").unlink(missing_ok=True)
 
     async def exposition(self) -> bytes:
-        """The counts of every worker that answers in time, each series with the label `worker`."""
+        """Return the metrics of every worker that answers in time, each series with the label `worker`."""
         peer_paths = [
             peer_path for peer_path in self._workers_folder.glob("*.sock") if peer_path.stem != str(self._slot)
         ]
@@ -94,7 +94,7 @@ class WorkerPeers:
 
 
 async def _read_counts(socket_path: Path) -> bytes:
-    """The counts of a peer; empty for one that died or hangs."""
+    """Return the metrics of a peer; empty if it died or hangs."""
     writer: StreamWriter | None = None
     try:
         async with asyncio.timeout(_PEER_TIMEOUT_S):
@@ -107,7 +107,7 @@ async def _read_counts(socket_path: Path) -> bytes:
     finally:
         if writer is not None:
             writer.close()
-    # One that died while it told has told half a line.
+    # A worker that died while sending may have sent half a line.
     return (
         bytes(exposition_text)
         if len(exposition_text) <= _PEER_TEXT_BYTES_MAX and exposition_text.endswith(b"\n")
@@ -116,7 +116,7 @@ async def _read_counts(socket_path: Path) -> bytes:
 
 
 def merge_expositions(text_by_worker: Mapping[str, bytes]) -> bytes:
-    """Merge expositions (text format 0.0.4) by worker into one: each family once, with the series of all."""
+    """Merge expositions (text format 0.0.4) by worker into one: each family once, with the series of all workers."""
     head_lines_by_family: dict[bytes, list[bytes]] = {}
     sample_lines_by_family: dict[bytes, list[bytes]] = {}
     for worker, text in text_by_worker.items():

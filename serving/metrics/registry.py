@@ -1,6 +1,6 @@
-"""Everything the service counts; sources sum to the entities asked, misses to what no stored tier answered.
+"""Metrics of the service. Counts by source sum to the requested entities, misses to those no stored tier answered.
 
-What Redis answered sums to `larder_l1_misses`: each entity that L1 did not answer has exactly one reason.
+The entities that Redis answered sum to `larder_l1_misses`: each entity that L1 did not answer has exactly one reason.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ POINTER_LOOK_OUTCOMES = (
     "in_step", "load_failed", "redis_unreachable",
     "pointer_corrupt", "pointer_vanished", "pointer_backwards", "pointer_conflicting",
 )  # fmt: skip
-"""Outcomes of a look at the pointer."""
+"""Outcomes of a poll of the pointer."""
 
 AROUND_FLIP_S = 1.0
 """Seconds after a swap in which answers count as around the flip."""
@@ -33,26 +33,26 @@ _BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Metrics:
-    """Metrics with one registry per service, so that two services in a process (and tests) count apart."""
+    """Metrics with one registry per service, so that several services in a process (as in tests) count separately."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=True)
         counter = functools.partial(Counter, registry=registry)
         gauge = functools.partial(Gauge, registry=registry)
         histogram = functools.partial(Histogram, registry=registry)
-        # Not called `namespace`: Prometheus gives its targets in Kubernetes a label of that name.
+        # The label is not called `namespace`, which Prometheus adds to its targets in Kubernetes.
         self.namespace_info = gauge("larder_namespace_info", "1 for the namespace that is served", ["served_namespace"])
         self.entities = counter("larder_entities", "Entities asked for", ["table"])
         self.answers = counter("larder_answers", "Entities answered, by source", ["table", "source"])
-        self.misses = counter("larder_misses", "Entities no stored tier answered", ["table", "reason"])
+        self.misses = counter("larder_misses", "Entities that no stored tier answered", ["table", "reason"])
         self.l1_misses = L1Misses()
         registry.register(self.l1_misses)
         self.changed_answers = ChangedAnswers()
         registry.register(self.changed_answers)
         self.live_failures = counter("larder_live_failures", "Inputs that live did not answer", ["table", "reason"])
         self.requests = counter("larder_requests", "HTTP requests", ["route", "status"])
-        self.refreshes = counter("larder_refreshes", "Looks at the pointer, by outcome", ["outcome"])
-        for outcome in POINTER_LOOK_OUTCOMES:  # what first appears above 0 has no increase an alert could see
+        self.refreshes = counter("larder_refreshes", "Polls of the pointer, by outcome", ["outcome"])
+        for outcome in POINTER_LOOK_OUTCOMES:  # start at 0, so that alerts see the first increase
             self.refreshes.labels(outcome)
         self.answer_seconds = SecondsHistogram(
             "larder_answer_seconds", "Request start to answer", "source", tuple(Source), _SECONDS_BOUNDS
@@ -67,26 +67,25 @@ class Metrics:
         self.generation_info = gauge("larder_generation_info", "1 for each generation held", ["generation", "role"])
         self.generation_age = gauge("larder_generation_age_seconds", "Now minus data_until of the live generation")
         self.generation_missing = gauge(
-            "larder_generation_missing", "1 while the live generation is older than the newest night that is due"
+            "larder_generation_missing", "1 while the live generation is older than the newest due night"
         )
         self.generation_due = gauge(
-            "larder_generation_due_timestamp_seconds",
-            "Tick of the schedule that a generation must have followed by now",
+            "larder_generation_due_timestamp_seconds", "Scheduled time for which a generation must exist by now"
         )
         self.stale = gauge("larder_stale", "1 while the pointer cannot be trusted or followed")
         self.ready = gauge("larder_ready", "1 while /readyz says yes")
         self.degraded = gauge("larder_degraded", "1 while the live path has no model")
         self.fallback = gauge(
-            "larder_live_fallback", "1 while live models run on the processor though live_provider names another"
+            "larder_live_fallback", "1 while live models run on the CPU although live_provider names another provider"
         )
         self.breaker = gauge("larder_breaker_state", "0 closed, 1 half open, 2 open")
         self.blocklist_version = gauge("larder_blocklist_version", "The blocklist in force here")
         self.event_values = counter(
             "larder_event_values",
-            "Values of items that events set, and whether the live generation's filters know them",
+            "Item values set by events, by whether the live generation's filters know them",
             ["result"],
         )
-        self.blocklist_age = gauge("larder_blocklist_age_seconds", "Since the blocklist was last read")
+        self.blocklist_age = gauge("larder_blocklist_age_seconds", "Seconds since the blocklist was last read")
         self.l1_bytes = gauge("larder_l1_bytes", "Bytes in L1")
         self.l1_entries = gauge("larder_l1_entries", "Records in L1")
         self.live_queue = gauge("larder_live_queue", "Inputs waiting for the model")
@@ -95,7 +94,7 @@ class Metrics:
             "From the pointer's published_at to the swap here, both in Redis' time, at the last flip",
         )
         self.warm_seconds = gauge("larder_warm_seconds", "From staged to ready, at the last staging")
-        self.warmed_records = counter("larder_warmed_records", "Records read into L1 before they were asked for")
+        self.warmed_records = counter("larder_warmed_records", "Records read into L1 before they were requested")
         self.warming_seconds = counter("larder_warming_seconds", "Time spent on reading ahead")
         self.flip_answer_seconds = histogram(
             "larder_flip_answer_seconds", "Request start to answer, in the second after a flip", buckets=_SECONDS_BOUNDS
@@ -105,14 +104,14 @@ class Metrics:
         self._child_by_key: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
     def answered(self, table: str, source: Source, seconds: float) -> None:
-        """Count one entity's answer, which came after `seconds`."""
+        """Count one entity's answer, given after `seconds`."""
         self._child(self.answers, table, source).inc()
         self.answer_seconds.observe(source, seconds)
         if self.is_flipping:
             self.flip_answer_seconds.observe(seconds)
 
     def count_fast_answers(self, table: str, source: Source, seconds: float, times: int = 1) -> None:
-        """Count `times` entities of a table, requested and answered on the hot route, each after `seconds`."""
+        """Count `times` entities of a table that the fast path answered, each after `seconds`."""
         self.tally.answers[table, source] += times
         self.answer_seconds.observe(source, seconds, times)
         if self.is_flipping:
@@ -133,16 +132,16 @@ class Metrics:
         self._child(self.misses, table_name, reason).inc()
 
     def count_entities(self, tables: Iterable[str]) -> None:
-        """Count entities that passed validation: each of them will be answered exactly once."""
+        """Count entities that passed validation, each of which will be answered exactly once."""
         for table in tables:
             self._child(self.entities, table).inc()
 
     def requested(self, route: str, status: int) -> None:
-        """Count one HTTP request that has its response."""
+        """Count one HTTP request with its response."""
         self._child(self.requests, route, str(status)).inc()
 
     def _child(self, counter: Counter, *labels: str) -> Counter:
-        """Cached child: prometheus_client checks labels and locks at every look-up; a hit must not pay for that."""
+        """Return the cached child: prometheus_client checks labels and locks at every look-up, too slow for a hit."""
         key = (counter, labels)
         child = self._child_by_key.get(key)
         if child is None:
@@ -165,14 +164,14 @@ class Metrics:
         self.warming_seconds.inc(seconds)
 
     def set_generations(self, roles: Mapping[str, str], *, is_degraded: bool) -> None:
-        """Set the generations held from now on, by role."""
+        """Set the held generations, by role."""
         self.generation_info.clear()
         for role, generation in roles.items():
             self.generation_info.labels(generation, role).set(1)
         self.degraded.set(is_degraded)
 
     def flipped(self) -> None:
-        """Mark a change of the live generation: answers of the next moments are also counted as around a flip."""
+        """Record a flip: answers in the next `AROUND_FLIP_S` are also counted as around a flip."""
         self._flip_count += 1
         self.is_flipping = True
         for flip_callback in self.flip_callbacks:
@@ -183,11 +182,11 @@ class Metrics:
         self.is_flipping = self._flip_count != flip_number
 
     async def exposition(self) -> bytes:
-        """Response body for a scrape where this process is the whole service."""
+        """Return the response body for a scrape of a service of one process."""
         return self.expose()
 
     def settle(self) -> None:
-        """Add the hot route's counts since the last call."""
+        """Add the fast path's counts since the last call."""
         answers, requests = self.tally.drain()
         for (table, source), count in answers.items():
             self._child(self.entities, table).inc(count)
@@ -196,13 +195,13 @@ class Metrics:
             self._child(self.requests, route, "200").inc(count)
 
     def expose(self) -> bytes:
-        """All metrics in the text format of Prometheus."""
+        """Return all metrics in Prometheus' text format."""
         self.settle()
         return generate_latest(self.registry)
 
 
 def counts_of(counter: Counter) -> Iterator[tuple[Mapping[str, str], float]]:
-    """Yield labels and count of every child, without pending counts of the hot route (`Metrics.settle`)."""
+    """Yield labels and count of every child, without pending counts of the fast path (see `Metrics.settle`)."""
     for family in counter.collect():
         for sample in family.samples:
             if sample.name.endswith("_total"):

@@ -1,21 +1,23 @@
 """Sequential tests and bounds, valid after every sample: drift of answers, and an error rate. Pure.
 
-An error rate: for a weight w, each sample x in {0, 1} multiplies a capital by w**x / (1 - p + p*w), which is fair if p
-is the chance that it is wrong, whatever came before. By Ville's inequality the capital ever reaches 1/alpha with a
-chance of alpha at most. log(1 - p + p*w) is concave in p, so the bound that follows holds for the mean of the chances
-of all samples so far, however they changed: no rate that stays, no independence, no number of samples said beforehand
-(Howard, Ramdas, McAuliffe & Sekhon, "Time-uniform Chernoff bounds via nonnegative supermartingales", Probability
-Surveys 17, 2020). Several weights share alpha, and the best of them counts; weight 0 is for no error at all.
+Error rate: for a weight w, each sample x in {0, 1} multiplies a capital by w**x / (1 - p + p*w), which is fair if p is
+the sample's probability of being wrong, given all earlier samples. By Ville's inequality the capital ever reaches
+1/alpha with a probability of at most alpha. log(1 - p + p*w) is concave in p, so the resulting bound holds for the mean
+of the probabilities of all samples so far: the rate need not be constant, samples need not be independent, and their
+number need not be fixed in advance (Howard, Ramdas, McAuliffe & Sekhon, "Time-uniform Chernoff bounds via nonnegative
+supermartingales", Probability Surveys 17, 2020). Several weights share alpha, and the best one counts; weight 0 is for
+samples without any error.
 """
 
 import math
 from dataclasses import dataclass, field
 
 DRIFT_ALPHA = 1e-4
-"""Chance of a false alarm, in all of a generation's life and over all tables of one process together."""
+"""Probability of a false alarm during a generation's whole life, over all tables of one process together."""
 
 _DRIFT_STAKES = (0.1, 0.3, 0.6)
-"""Stakes as parts of the largest that cannot lose everything: small ones find a small drift, large ones a large one."""
+"""Stakes, as fractions of the largest that cannot lose everything: small stakes detect small drifts, large stakes large
+ones."""
 
 _WEIGHTS_BELOW_1 = (0.0, 0.1, 0.3, 0.5, 0.7)
 
@@ -24,15 +26,15 @@ _WEIGHTS_ABOVE_1 = (1.5, 3.0, 10.0, 40.0, 200.0)
 
 @dataclass(slots=True)
 class Drift:
-    """Drift test of one table of one release; `alpha` is its own part. An alarm stays.
+    """Drift test of one table of one release; `alpha` is this test's share. An alarm stays.
 
-    Hypothesis: whatever came before, a sample's overlap is at least `floor` in the mean. Against it a bet is laid on
-    every sample x in [0, 1]: the capital grows by 1 + stake * (floor - x), which is fair at best where the hypothesis
-    holds (Waudby-Smith & Ramdas, "Estimating means of bounded random variables by betting", JRSS-B 86(1), 2024).
-    Answers may go bad at any moment, so a share 1/(t*(t+1)) of the first capital is kept back for a bet that begins at
-    sample t, which makes a Shiryaev-Roberts statistic of it whose expectation never exceeds 1 (Shin, Ramdas & Rinaldo,
-    "E-detectors", 2023). By Ville's inequality the capital ever reaches 1/alpha with a chance of alpha at most, however
-    long it runs and whatever the overlaps are distributed like. No table of numbers, no window, two floats per stake.
+    Hypothesis: given all earlier samples, a sample's expected overlap is at least `floor`. Each sample x in [0, 1]
+    multiplies the capital of a bet against it by 1 + stake * (floor - x), which is at best fair if the hypothesis holds
+    (Waudby-Smith & Ramdas, "Estimating means of bounded random variables by betting", JRSS-B 86(1), 2024). Answers may
+    become bad at any moment, so a share 1/(t*(t+1)) of the initial capital is reserved for a bet that begins at sample
+    t. This makes it a Shiryaev-Roberts statistic whose expectation never exceeds 1 (Shin, Ramdas & Rinaldo,
+    "E-detectors", 2023). By Ville's inequality the capital ever reaches 1/alpha with a probability of at most alpha,
+    for any run length and any distribution of overlaps. The state is two floats per stake.
     """
 
     floor: float
@@ -58,17 +60,17 @@ class Drift:
 
     @property
     def evidence(self) -> float:
-        """The capital: 1 says nothing, 1/alpha raises the alarm."""
+        """Capital of the bet: 1 is no evidence, 1/alpha raises the alarm."""
         return sum(self._capital_by_stake) / len(self._capital_by_stake)
 
     @property
     def is_found(self) -> bool:
-        """True if the evidence ever was enough for an alarm."""
+        """True if the evidence was ever enough for an alarm."""
         return self.found_after_samples is not None
 
 
 def highest_error_rate(samples: int, wrong: int, alpha: float) -> float:
-    """The highest that the mean chance may be; too low at any moment, ever, with a chance of `alpha` at most."""
+    """Return an upper bound of the mean error probability; it is ever too low with a probability of at most `alpha`."""
     if not samples:
         return 1.0
     evidence = math.log(len(_WEIGHTS_BELOW_1) / alpha)
@@ -81,7 +83,7 @@ def highest_error_rate(samples: int, wrong: int, alpha: float) -> float:
 
 
 def lowest_error_rate(samples: int, wrong: int, alpha: float) -> float:
-    """The lowest that the mean chance may be; too high at any moment, ever, with a chance of `alpha` at most."""
+    """Return a lower bound of the mean error probability; it is ever too high with a probability of at most `alpha`."""
     if not wrong:
         return 0.0
     evidence = math.log(len(_WEIGHTS_ABOVE_1) / alpha)

@@ -1,4 +1,4 @@
-"""Near-match reuse: what live found for an input serves one close by, while its error is shown to be below a bound.
+"""Near-match reuse: live answers are reused for similar inputs, while their error is shown to be below a bound.
 
 Start at `near_matches`.
 """

@@ -28,21 +28,21 @@ from serving.near.reuse_policy import Decision, ReusePolicy
 
 log = logging.getLogger(__name__)
 
-faiss: Any = faiss_module  # its type stubs lag behind what the module has
+faiss: Any = faiss_module  # its type stubs are incomplete
 
 _QUERIES_PER_SEARCH = 16
-"""Queries per FAISS call: more would select another kernel, and another library for the sums."""
+"""Queries per FAISS call: for more, FAISS would use another kernel, with other rounding."""
 
 CLOSENESS_RANGES = 12
-"""Ranges of closeness, by which a policy learns: 0 is the farthest, each is half as wide as the one before."""
+"""Number of closeness ranges of a policy: 0 is the farthest, each is half as wide as the previous one."""
 
 FARTHEST_DISTANCE = 0.5
-"""Distance, in lengths of the vector, from which on no answer is near."""
+"""Distance, relative to the vector's length, from which no answer counts as near."""
 
 _MARGIN_MIN = 1e-30
 
 SEARCH_DEPTH_LISTS = 2
-"""Candidates kept of a search, in lengths of a list: with more, a farther input's best items are still among them."""
+"""Candidates kept per search, as a multiple of the list's length: more candidates cover inputs farther away."""
 
 SEARCH_DEPTH_MAX = 512
 
@@ -61,13 +61,13 @@ NumberArray = NDArray[np.float32]
 InputKind = Literal["history", "features", "both"]
 
 NearOutcome = Decision | Literal["far", "proven"]
-"""Outcome of an input: no recent answer is near, one is proven to be its own, or the policy's decision."""
+"""Outcome of an input: no recent answer is near, a near answer is proven to be exact, or the policy's decision."""
 
 JUDGED_OUTCOMES: tuple[NearOutcome, ...] = ("learn", "audit")
 
 
 class Nearest(NamedTuple, Generic[Entry]):
-    """Nearest of the recent vectors: its slot, its entry, and the distance in lengths of the query."""
+    """Nearest recent vector: its slot, its entry, and its distance relative to the query's length."""
 
     slot: int
     entry: Entry
@@ -75,9 +75,10 @@ class Nearest(NamedTuple, Generic[Entry]):
 
 
 class RecentVectors(Generic[Entry]):
-    """Index of the `capacity` vectors float32 [dims] that were added or used last; not thread-safe.
+    """Index of the `capacity` most recently added or used vectors float32[dims]; not thread-safe.
 
-    A scan of them all: at 4,096 x 128 it takes some 60 us, a hundredth of a search among a hundred times as many items.
+    A query scans all vectors: 4,096 x 128 take about 60 us, a hundredth of a search among a hundred times as many
+    items.
     """
 
     def __init__(self, capacity: int, dims: int) -> None:
@@ -110,7 +111,7 @@ class RecentVectors(Generic[Entry]):
         return nearest_entries
 
     def mark_used(self, slot: int) -> None:
-        """Mark the entry as used: the least recently used one is replaced first."""
+        """Mark the entry as used; the least recently used entry is replaced first."""
         self._use_tick += 1
         self._used_tick_by_slot[slot] = self._use_tick
 
@@ -121,7 +122,7 @@ class RecentVectors(Generic[Entry]):
             self._index.add(vector[None])
             self._entries.append(entry)
         else:
-            if self._index_vectors is None:  # FAISS' own memory, which grows no more
+            if self._index_vectors is None:  # memory of the FAISS index, which has its final size
                 flat_vectors = faiss.rev_swig_ptr(self._index.get_xb(), self._capacity * self._dims)
                 self._index_vectors = flat_vectors.reshape(self._capacity, self._dims)
             slot = int(self._used_tick_by_slot.argmin())
@@ -139,7 +140,7 @@ class RecentVectors(Generic[Entry]):
 
 @dataclass(slots=True, eq=False)
 class KeptAnswer(Generic[Answer]):
-    """Recent answer, its margin, and the least distance at which it proved wrong."""
+    """Recent answer, its margin, and the smallest distance at which it proved wrong."""
 
     answer: Answer
     margin: float
@@ -147,9 +148,9 @@ class KeptAnswer(Generic[Answer]):
 
 
 class NearAnswer(NamedTuple, Generic[Answer]):
-    """Recent answer near an input: its slot, and the distance in lengths of the input's vector.
+    """Recent answer near an input: its slot, and its distance relative to the length of the input's vector.
 
-    `closeness` is the range by which the policy knows it.
+    `closeness` is the policy's range for it.
     """
 
     kept_answer: KeptAnswer[Answer]
@@ -159,7 +160,7 @@ class NearAnswer(NamedTuple, Generic[Answer]):
 
     @property
     def answer(self) -> Answer:
-        """Answer itself."""
+        """The answer."""
         return self.kept_answer.answer
 
 
@@ -176,9 +177,9 @@ class Neighbours(Generic[Answer]):
         self._lock = Lock()
 
     def find_near(self, vectors: NDArray[np.float32], blocklist_version: int = 0) -> list[NearAnswer[Answer] | None]:
-        """Return the nearest recent answer of each vector [n, dims]; None if none is near, or it proved wrong at less.
+        """Return each vector's [n, dims] nearest answer; None if none is near, or it was wrong at a smaller distance.
 
-        A later version of the common exclusions forgets the answers before it; an earlier one finds nothing.
+        A later `blocklist_version` drops all earlier answers; for an earlier version nothing is found.
         """
         with self._lock:
             if blocklist_version > self._blocklist_version:
@@ -190,7 +191,7 @@ class Neighbours(Generic[Answer]):
         return [None if nearest is None else _near_answer(nearest) for nearest in nearest_entries]
 
     def may_use(self, near_answer: NearAnswer[Answer]) -> bool:
-        """True unless the policy rejects such answers in any case."""
+        """True unless the policy will neither reuse nor judge such answers."""
         with self._lock:
             return self.policy.may_use(near_answer.closeness)
 
@@ -211,9 +212,9 @@ class Neighbours(Generic[Answer]):
         margin: float = 1.0,
         blocklist_version: int = 0,
     ) -> None:
-        """Judge the near answer by a computed one; store that unless the near one is right for both.
+        """Judge the near answer by a computed one; store the computed one unless the near one was right.
 
-        The smaller its `margin`, the sooner another answer is right for a near input.
+        A smaller `margin` means that near inputs are more likely to have another answer.
         """
         distance_bound = math.inf
         with self._lock:
@@ -223,7 +224,7 @@ class Neighbours(Generic[Answer]):
                     return
                 distance_bound = near_answer.distance
                 near_answer.kept_answer.distance_bound = min(near_answer.kept_answer.distance_bound, distance_bound)
-            # A vector of no length, or what is made of numbers that are none, has no neighbours.
+            # A zero vector, or one with infinite or NaN components, has no neighbours.
             is_sound = 0 < float(np.abs(vector).max(initial=0)) < math.inf and 0 <= margin < math.inf
             if is_sound and blocklist_version == self._blocklist_version:
                 self._recent_vectors.add(vector, KeptAnswer(answer, margin, distance_bound))
@@ -244,7 +245,7 @@ def _near_answer(nearest: Nearest[KeptAnswer[Answer]]) -> NearAnswer[Answer] | N
 def closeness_range(distance: float, margin: float) -> int:
     """Return the number of the closeness range of a distance divided by the answer's margin.
 
-    How likely an answer changes goes by how far away it is and how far it is from changing, not by distance alone.
+    The probability of a different answer depends on the distance relative to the margin, not on distance alone.
     """
     if distance <= 0:
         return CLOSENESS_RANGES - 1
@@ -256,7 +257,7 @@ def closeness_range(distance: float, margin: float) -> int:
 class Candidates:
     """Candidates of one search, best first, padded with -1; no other item scores above `score_bound`.
 
-    Scores are those in the direction of its vector; `score_bound` is infinite where the index is not exact.
+    Scores are for the query's unit vector; `score_bound` is infinite if the index is not exact.
     """
 
     ordinals: NDArray[np.int32]
@@ -266,13 +267,13 @@ class Candidates:
 class ListMatches:
     """Near matches of one top-K table for one kind of input.
 
-    Only the search is skipped: exclusions, scores and order are those of any live answer. An item is missed only if
-    the neighbour's search did not reach it; an answer is wrong if it has less than `overlap_min` of the list that live
+    Only the search is skipped: exclusions, scores and order are as in any live answer. An item is missed only if it is
+    not among the neighbour's candidates; an answer is wrong if it has less than `overlap_min` of the list that live
     would give.
 
-    `score_reach`, where the index is exact, is the most that a score can change over a distance of one. No item beyond
-    the candidates then scores above `score_bound` + distance x reach (Cauchy-Schwarz): a list whose last item does is
-    the live answer itself, whatever the policy says.
+    `score_reach`, if the index is exact, is the largest change of a score over a distance of 1. No item beyond the
+    candidates then scores above `score_bound` + distance x reach (Cauchy-Schwarz): a list whose last item scores higher
+    is proven to be the live answer, whatever the policy says.
     """
 
     def __init__(
@@ -300,7 +301,7 @@ class ListMatches:
     ) -> tuple[list[bytes], list[float | None]]:
         """Return a record for each input, and the distance of the input whose candidates were reused, None if computed.
 
-        `blocklist_version` grows with each blocklist, whose ordinals are `blocked`.
+        `blocklist_version` grows with each blocklist; `blocked` are the current one's ordinals.
         """
         neighbours, search = self.neighbours, predictor.search(self._table)
         vectors = predictor.vectors(batch)
@@ -358,7 +359,7 @@ class ListMatches:
         return predictor.lists(self._table, (ordinals, scores), fingerprints, scored_at), reused
 
     def _is_worth(self, near_answer: NearAnswer[Candidates], depth: int) -> bool:
-        """True if the near candidates are enough for a list and may be reused."""
+        """True if the near candidates suffice for a list and may be reused."""
         may_use = self._score_reach is not None or self.neighbours.may_use(near_answer)
         return may_use and len(near_answer.answer.ordinals) >= depth
 
@@ -370,13 +371,13 @@ class ListMatches:
         candidate_sets: Sequence[Candidates],
         distances: NDArray[np.float64],
     ) -> list[bool]:
-        """Return whether each list, which ends with `last_ordinals`, is proven: no item beyond its candidates fits."""
+        """Return whether each list (ending with `last_ordinals`) is proven: no other item can be in it."""
         if self._score_reach is None:
             return [False] * len(candidate_sets)
         is_full = last_ordinals != NO_ITEM
         score_bounds = np.array([candidate_set.score_bound for candidate_set in candidate_sets])
         last_scores = search.scores(directions, np.where(is_full, last_ordinals, 0).astype(np.int64))
-        rounding = 4 * directions.shape[1] * _ULP  # of four sums of so many products
+        rounding = 4 * directions.shape[1] * _ULP  # rounding error of four sums of this many products
         is_above_bound = last_scores > score_bounds + (distances + rounding) * self._score_reach
         proven: list[bool] = (np.isneginf(score_bounds) | (is_full & is_above_bound)).tolist()
         return proven
@@ -412,8 +413,8 @@ def _list_overlap(reused_items: NDArray[np.uint32], computed_items: NDArray[np.u
 class ValueMatches:
     """Near matches of one value table for one kind of input.
 
-    Its model's output is the answer, so that there is no search to skip: inputs are compared by the numbers that were
-    sent, and the model itself is skipped. An answer is wrong if its first label is another one.
+    The model's output is the answer, so there is no search to skip: inputs are compared by the sent numbers, and the
+    model is skipped. An answer is wrong if its first label differs.
     """
 
     def __init__(self, table_name: str, neighbours: Neighbours[NumberArray]) -> None:
@@ -484,7 +485,7 @@ class NearRecord(NamedTuple):
 class NearMatches:
     """Near matches by generation, table and kind of input; thread-safe.
 
-    Learned state lives as long as the generation's models: an answer is never reused in another one.
+    Learned state lives as long as the generation's models: answers are never reused in another generation.
     """
 
     def __init__(self, config_by_table: Mapping[str, NearConfig], rng: Random | None = None) -> None:
@@ -500,11 +501,11 @@ class NearMatches:
         self._lock = Lock()
 
     def check(self, snapshot: Snapshot) -> None:
-        """Warn of each configured table without reusable answers in this generation."""
+        """Log a warning for each configured table whose answers cannot be reused in this generation."""
         for table_name in self._config_by_table:
             if (reason := refusal_reason(snapshot, table_name)) is not None:
                 log.warning(
-                    "[serving.near.%s] reuses nothing in generation %s: %s", table_name, snapshot.generation, reason
+                    "[serving.near.%s] has no effect in generation %s: %s", table_name, snapshot.generation, reason
                 )
 
     def covers(self, snapshot: Snapshot, table: str) -> bool:
@@ -529,7 +530,7 @@ class NearMatches:
         """Return a record for each input; raise the model's errors."""
         predictor = snapshot.predictor
         if predictor is None:
-            raise ValueError("a snapshot without a model predicts nothing")
+            raise ValueError("the snapshot has no model")
         records: list[NearRecord] = [NearRecord(b"")] * len(inputs)
         for input_kind_of_batch in {near_input.kind for near_input in inputs}:
             rows = [row for row, near_input in enumerate(inputs) if near_input.kind == input_kind_of_batch]
@@ -545,7 +546,7 @@ class NearMatches:
                 batch_records = predictor.predict(table, batch, id_fingerprints, scored_at, blocked=blocked)
                 distances: list[float | None] = [None] * len(batch_records)
             else:
-                # Not the version of the list: an arm obeys that of another namespace as well.
+                # Not the blocklist's version: an arm also enforces the blocklist of another namespace.
                 blocked_stamp = snapshot.blocked_stamp
                 batch_records, distances = matches.predict(
                     predictor, batch, id_fingerprints, scored_at, blocked, blocked_stamp
@@ -556,7 +557,7 @@ class NearMatches:
 
     def policies(self) -> Iterator[tuple[str, InputKind, ReusePolicy]]:
         """Yield the policy of each table and kind of input, of the most recently used generation."""
-        with self._lock:  # a scrape comes while the model's threads meet a new kind
+        with self._lock:  # a copy: the model's threads may add kinds during a scrape
             sorted_policies = sorted(self._policy_by_key.items(), key=lambda keyed_policy: keyed_policy[0])
         for (table, kind), policy in sorted_policies:
             yield table, kind, policy
@@ -597,16 +598,16 @@ def refusal_reason(snapshot: Snapshot, table_name: str) -> str | None:
     """Return the reason why answers of the table cannot be reused in this generation; None if some can."""
     manifest_table = snapshot.manifest.tables.get(table_name)
     if manifest_table is None:
-        return f"there is no such table; known are {', '.join(sorted(snapshot.manifest.tables))}"
+        return f"there is no such table; the tables are {', '.join(sorted(snapshot.manifest.tables))}"
     predictor = snapshot.predictor
     if predictor is None or not predictor.supports(table_name):
         return "no model computes its answers"
     if manifest_table.kind == "vector":
-        return "its answer is the vector itself: behind its model there is nothing to spare"
+        return "its answer is the vector itself: there is no search to skip"
     if manifest_table.kind == "value" and not predictor.takes_floats_only(table_name):
         return "its model takes more than float32 features, by which inputs could be compared"
     if manifest_table.kind == "value" and manifest_table.layout.width < 2:
-        return "it has a single value, and no first label that could differ"
+        return "it has a single value, so there is no first label to compare"
     return None
 
 
@@ -620,7 +621,7 @@ class NearMetrics(Collector):
         """Yield metric families: inputs by outcome, whether answers are reused, and their error with its interval."""
         inputs_family = CounterMetricFamily(
             "larder_near_inputs",
-            "Inputs that no tier knew, by what became of them: far, proven, reuse, audit, learn, leave",
+            "Inputs without a stored answer, by outcome: far, proven, reuse, audit, learn, leave",
             labels=["table", "outcome"],
         )
         for table, count_by_outcome in self._near_matches.outcome_counts_by_table.items():
@@ -628,11 +629,11 @@ class NearMetrics(Collector):
                 inputs_family.add_metric([table, outcome], count)
         label_names = ["table", "input"]
         reusing_family = GaugeMetricFamily(
-            "larder_near_reusing", "1 while the policy lets near answers be reused", labels=label_names
+            "larder_near_reusing", "1 while the policy allows reuse of near answers", labels=label_names
         )
         off_family = GaugeMetricFamily(
             "larder_near_off",
-            "1 once reuse has turned itself off: its error was shown to be above the bound",
+            "1 once reuse has been turned off, because its error was shown to be above the bound",
             labels=label_names,
         )
         error_family = GaugeMetricFamily(

@@ -1,7 +1,7 @@
 """Policy of near-match reuse: how close an answer must be to be reused, learned from judged samples. Pure.
 
-A sample is judged where live computes an answer although one is near: it was wrong if the two differ. Closeness comes
-in ranges, 0 the farthest. Four rules hold the error below the bound:
+A near answer is judged if live computes the exact answer as well: it was wrong if the two differ. Closeness is divided
+into ranges, 0 is the farthest. Four rules keep the error below the bound:
 
 - a range is reused only if its own samples, at least 2 / error of them, were wrong at most half as often as the bound
   allows: nothing closer, farther or elsewhere speaks for what it says against itself;
@@ -25,31 +25,32 @@ from typing import Literal
 from serving.metrics.sequential import Drift, highest_error_rate, lowest_error_rate
 
 Decision = Literal["reuse", "audit", "learn", "leave"]
-"""`reuse` the near answer; `audit` or `learn`: compute, and judge it; `leave`: compute, there is nothing to learn."""
+"""`reuse`: reuse the near answer; `audit`, `learn`: compute, and judge the near answer; `leave`: compute, do not
+judge."""
 
 ALPHA = 0.05
-"""Chance that the bound of any range is ever too low, in a generation's life."""
+"""Probability that the error bound of any range is ever too low during a generation's life."""
 
 ALPHA_OFF = 1e-3
-"""Chance of turning off although the error is within the bound."""
+"""Probability of turning reuse off although the error is within the bound."""
 
 AUDITED = 0.05
 """Share of reusable answers that are computed and judged instead."""
 
 DOUBTS = 100
-"""Audits in a row that must be right after a wrong one; meanwhile every reusable answer is audited."""
+"""Number of audits in a row that must be right after a wrong audit; meanwhile every reusable answer is audited."""
 
 
 @dataclass(slots=True)
 class Samples:
-    """Samples since the last start anew."""
+    """Counts of judged and wrong samples since the last restart, and the number of starts."""
 
     judged: int = 0
     wrong: int = 0
     starts: int = 1
 
     def add(self, *, wrong: bool) -> None:
-        """Add one."""
+        """Add one sample."""
         self.judged += 1
         self.wrong += wrong
 
@@ -65,20 +66,20 @@ class ReusePolicy:
         self._alpha = ALPHA / ranges
         self._samples_by_range = [Samples() for _ in range(ranges)]
         self._from = [Samples() for _ in range(ranges)]
-        """Samples of each range and all that are closer."""
+        """Samples of each range together with all closer ranges."""
         self._is_trusted = [False] * ranges
         self._is_hopeless = [False] * ranges
         self._drift = Drift(1.0 - error, ALPHA_OFF)
         self._rng = rng
         self._doubts = 0
-        """Audits that must be right, one after another, before anything is reused again."""
+        """Number of audits in a row that must still be right before answers are reused again."""
 
     def may_use(self, closeness: int) -> bool:
-        """True unless nothing is reused or learned in this range any more."""
+        """True while near answers in this range may be reused or judged."""
         return not (self.is_off or self._is_hopeless[closeness])
 
     def decide(self, closeness: int) -> Decision:
-        """Decide about one near answer."""
+        """Return the decision about one near answer."""
         if not self.may_use(closeness):
             return "leave"
         if not self._is_trusted[closeness]:
@@ -114,7 +115,7 @@ class ReusePolicy:
             self._is_trusted[range_index] = is_within and is_clean
 
     def _is_within_error(self, samples: Samples) -> bool:
-        if samples.judged * self.error < 1:  # no bound is as low after so few
+        if samples.judged * self.error < 1:  # too few samples for a bound this low
             return False
         alpha = self._alpha / (samples.starts * (samples.starts + 1))
         return highest_error_rate(samples.judged, samples.wrong, alpha) <= self.error
@@ -128,11 +129,11 @@ class ReusePolicy:
 
     @property
     def is_reusing(self) -> bool:
-        """True while any range is trusted and no audit has just been wrong."""
+        """True while a range is trusted and no recent audit was wrong."""
         return any(self._is_trusted) and not (self.is_off or self._doubts)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Bounds of the error of reused answers, its mean over all audits; both hold at every moment, at 1 - ALPHA."""
+        """Confidence interval (1 - ALPHA, valid at any time) of the mean error of reused answers, from all audits."""
         count, wrong = self.audits, self.wrong_audits
         return lowest_error_rate(count, wrong, ALPHA / 2), highest_error_rate(count, wrong, ALPHA / 2)

@@ -1,4 +1,4 @@
-"""Processes of the service: the server, its workers, their log, and the resources that they take.
+"""Processes of the service: server, workers, their log, and their resources.
 
 Start at `server`.
 """

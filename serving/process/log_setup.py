@@ -16,16 +16,16 @@ from cache.errors import SECRET_OPTIONS, mask_secrets
 from serving.requests.context import current_record
 
 if TYPE_CHECKING:
-    from cache.config.serving import ServingConfig  # pydantic: not for who only asks for help
+    from cache.config.serving import ServingConfig  # loads pydantic, which --help does not need
 
 TEXT_LENGTH_MAX = 16_384
-"""Characters of one text; a traceback of any depth ends there."""
+"""Largest number of characters of one text; longer tracebacks are cut."""
 
 BURST_RECORDS = 20.0
-"""Records of one place in the program that may come at once."""
+"""Log records per place in the program that may come in one burst."""
 
 RECORD_FIELDS_ATTRIBUTE = "larder_fields"
-"""Attribute of a record: fields of its line besides its message, by name."""
+"""Attribute of a log record with further fields of its line, by name."""
 
 _MASK_TEXT = "***"
 
@@ -42,11 +42,11 @@ def configure_for(settings: "ServingConfig", level: str, *, worker: int | None =
     handler.setFormatter((JsonFormatter if settings.log == "json" else TextFormatter)(redact, worker))
     handler.addFilter(LogRateLimit(settings.log_lines_per_s))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("faiss").setLevel(logging.WARNING)  # each build that it does not find, as if that were news
+    logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs each of its variants that it cannot import
 
 
 def record_fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The record's own fields, and those that say to which request it belongs."""
+    """Return the record's own fields, and those that identify its request."""
     line_fields = dict(getattr(record, RECORD_FIELDS_ATTRIBUTE, None) or {})
     if (request_record := current_record()) is not None and "request_id" not in line_fields:
         line_fields |= request_record.log_ids()
@@ -70,7 +70,7 @@ class Redactor:
 
 
 def passwords_of(*urls: str) -> set[str]:
-    """The passwords of URLs, as written and as meant."""
+    """Return the passwords in URLs, as written and percent-decoded."""
     passwords: set[str] = set()
     for url in urls:
         netloc = urlsplit(url).netloc if "://" in url else ""
@@ -84,7 +84,7 @@ def passwords_of(*urls: str) -> set[str]:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formatter to one JSON object a line; `time` in UTC, the exception's traceback as one text."""
+    """Formatter to one JSON object per line; `time` is in UTC, the traceback is one text."""
 
     def __init__(self, redact: Redactor, worker: int | None = None) -> None:
         super().__init__()
@@ -129,9 +129,9 @@ class TextFormatter(logging.Formatter):
 
 
 class LogRateLimit(logging.Filter):
-    """Rate limit: `records_per_s` of each place in the program, after a first burst: no storm fills a disk.
+    """Rate limit: `records_per_s` for each place in the program, after an initial burst.
 
-    The first record that passes after others did not says how many were dropped.
+    The first record that passes after dropped ones says how many were dropped.
     """
 
     def __init__(self, records_per_s: float, timer: Callable[[], float] = time.monotonic) -> None:
@@ -142,7 +142,7 @@ class LogRateLimit(logging.Filter):
         self._bucket_by_location: dict[tuple[str, int, int], _Bucket] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record may be written; note in it how many were dropped before."""
+        """Return whether the record may be written; store in it how many were dropped before."""
         log_site = record.name, record.lineno, record.levelno
         with self._lock:
             now_s = self._timer()
@@ -164,7 +164,7 @@ class _Bucket:
         self._tokens, self._refilled_at, self._dropped_count = BURST_RECORDS, now_s, 0
 
     def take_token(self, now_s: float, records_per_s: float) -> int | None:
-        """Take a token: None if the record is to be dropped, else how many were dropped before it."""
+        """Take a token; return None if the record has to be dropped, else the number dropped before it."""
         self._tokens = min(BURST_RECORDS, self._tokens + (now_s - self._refilled_at) * records_per_s)
         self._refilled_at = now_s
         if self._tokens < 1.0:

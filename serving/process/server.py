@@ -30,11 +30,11 @@ _QUIET_CHECKS = 5
 _LISTENING_CHECK_S = 1.0
 
 _SWITCH_INTERVAL_S = 0.0005
-"""Seconds that a thread opening the next generation may delay the loop; Python's own 5 ms is noticeable."""
+"""Thread switch interval in seconds: a thread that opens a generation may delay the loop this long. Default: 5 ms."""
 
 
 class WatchedConnections(Protocol):
-    """Bounds of a server's connections, which are checked now and then."""
+    """Protocol of bounded connections that are checked periodically."""
 
     @property
     def check_interval_s(self) -> float:
@@ -45,7 +45,7 @@ class WatchedConnections(Protocol):
 
 
 class Server(uvicorn.Server):
-    """HTTP server that announces when it serves, and stops once no more requests come."""
+    """HTTP server that announces its start, and at the end drains until no more requests come."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then announce."""
         self._loop = asyncio.get_running_loop()
-        # A new certificate closes the sockets that the old one was shown on: those are not the caller's.
+        # Copies, because a new certificate closes and replaces the sockets.
         server_sockets = sockets if self._tls is None else [listener.dup() for listener in sockets or []]
         await super().startup(server_sockets)
         if self.started:
             self._listening_sockets.keep(sockets or [])
-            if self._tls is not None:  # uvicorn has no setting for the time of a handshake
+            if self._tls is not None:  # uvicorn has no setting for the handshake time-out
                 await self._listening_sockets.renew()
             check_interval_s = _LISTENING_CHECK_S if self._connections is None else self._connections.check_interval_s
             self._check_tasks.append(
@@ -96,7 +96,7 @@ class Server(uvicorn.Server):
             self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop as uvicorn does; connections are checked until the last one has gone."""
+        """Stop as uvicorn does; connections are checked until the last one has ended."""
         self._listening_sockets.leave()
         try:
             await super().shutdown(sockets)
@@ -118,12 +118,12 @@ class Server(uvicorn.Server):
             self.force_exit = self._is_exit_requested
             if self.force_exit:
                 self.config.timeout_graceful_shutdown = 0
-                log.warning("told twice to stop: requests under way are cut off")
-                # What uvicorn says of its own parts from here on is a traceback of each.
+                log.warning("second signal to stop: requests under way are cut off")
+                # From now on uvicorn would log a traceback for each of its tasks.
                 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             return
         self._is_exit_requested = True
-        # A signal handler runs between any two instructions, and the loop may be asleep.
+        # A signal handler runs at any point, and the loop may be waiting for events.
         self._loop.call_soon_threadsafe(self._start_draining, sig)
 
     def retire(self) -> None:
@@ -139,15 +139,15 @@ class Server(uvicorn.Server):
             self._drain_task = asyncio.create_task(self._drain(sig))
 
     async def _drain(self, sig: int) -> None:
-        """Accept and answer until a while without requests, so that no request under way is reset."""
+        """Accept and answer until there are no requests for a while, so that none is reset."""
         loop, server_state = asyncio.get_running_loop(), self.server_state
         give_up_at = loop.time() + self._drain_s
         app: Any = self.config.app
         signing_off = asyncio.create_task(app.state.service.drain())
         for headers in (self.config.encoded_headers, server_state.default_headers):
-            headers.append((b"connection", b"close"))  # callers go elsewhere for their next request
+            headers.append((b"connection", b"close"))  # clients open their next connection elsewhere
         answered_count, quiet_checks = server_state.total_requests, 0
-        # Looks, not seconds: a loop that was busy in between has not yet seen what lies in its sockets.
+        # Count checks, not seconds: a loop that was busy in between may not have read its sockets yet.
         while quiet_checks < _QUIET_CHECKS and loop.time() < give_up_at and not self.should_exit:
             await asyncio.sleep(_DRAIN_CHECK_INTERVAL_S)
             is_quiet = not server_state.tasks and server_state.total_requests == answered_count
@@ -166,13 +166,13 @@ def settings_of(
     uvicorn_config = uvicorn.Config(
         app,
         loop="uvloop",
-        ws="none",  # nobody here speaks it, and a connection given to it would be out of bounds
+        ws="none",  # not used; a websocket connection would not be bounded
         timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # seconds, whole or not
         http=http,
         lifespan="on",
         access_log=False,
-        proxy_headers=False,  # nobody here asks who called
-        log_config=None,  # uvicorn's loggers write where all others do
+        proxy_headers=False,  # client addresses are not used
+        log_config=None,  # uvicorn's loggers use the common handlers
         log_level=log_level,
         backlog=_BACKLOG,
     )
@@ -183,10 +183,10 @@ def settings_of(
 
 
 class ListeningSockets:
-    """Listening sockets of one server, each with a second descriptor, to listen again from.
+    """Listening sockets of one server, each with a duplicate descriptor to listen again from.
 
-    A loop that cannot accept for want of a file descriptor may close its listening socket without a word (uvloop, where
-    another thread took the descriptor that libuv keeps for this case): the process would live on, deaf.
+    An event loop that cannot accept for lack of file descriptors may close its listening socket silently (uvloop, if
+    another thread took the descriptor that libuv reserves for this case). The process would live on without listening.
     """
 
     def __init__(self, server: uvicorn.Server, tls: TlsWatch | None = None, handshake_s: float = 10.0) -> None:
@@ -195,17 +195,17 @@ class ListeningSockets:
         self._socket_pairs: list[tuple[socket.socket, socket.socket]] = []
 
     def keep(self, sockets: Iterable[socket.socket]) -> None:
-        """Keep a second descriptor of each socket from now on."""
+        """Duplicate the descriptor of each socket."""
         self._socket_pairs = [(listener, listener.dup()) for listener in sockets]
 
     def leave(self) -> None:
-        """Close the second descriptors: the server itself stops listening."""
+        """Close the duplicate descriptors; the server itself stops listening."""
         for _, spare in self._socket_pairs:
             spare.close()
         self._socket_pairs = []
 
     async def renew(self) -> None:
-        """Listen with the new certificate; connections stay, and waiting ones get the new certificate."""
+        """Listen with the new certificate; existing connections stay, and queued ones get the new certificate."""
         servers = self._server.servers
         old_servers = list(servers)
         socket_pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -213,13 +213,13 @@ class ListeningSockets:
             for _, spare in self._socket_pairs:
                 socket_pairs.append((await self._listen_again(spare), spare))
         except BaseException:
-            # The old ones go on; what listens already would be listened to twice from the next try on.
+            # The old servers go on; close the new ones, or the next attempt would listen twice.
             for server in servers[len(old_servers) :]:
                 server.close()
             del servers[len(old_servers) :]
             raise
         self._socket_pairs, self._is_due = socket_pairs, False
-        for old_server in old_servers:  # not earlier: where listening anew fails, the old ones go on
+        for old_server in old_servers:  # only now: if listening again fails, the old servers go on
             servers.remove(old_server)
             old_server.close()
 
@@ -231,7 +231,7 @@ class ListeningSockets:
                 self._socket_pairs[index] = await self._listen_again(spare), spare
 
     async def look_at_certificate(self) -> None:
-        """Load a changed certificate; its files are read in a thread, so that a hanging mount blocks only that."""
+        """Load a changed certificate; files are read in a thread, so that a hanging mount does not block the loop."""
         if self._tls is not None and await asyncio.to_thread(self._tls.reload_if_changed):
             self._is_due = True
         if self._is_due:

@@ -1,4 +1,4 @@
-"""The parent of several workers: one listening socket for all, and another worker for each that dies."""
+"""Parent process of several workers: one listening socket for all, and a new worker for each that dies."""
 
 import asyncio
 import contextlib
@@ -19,26 +19,26 @@ from serving.access.quota import QuotaTable
 log = logging.getLogger(__name__)
 
 READY_MESSAGE, RETIRE_MESSAGE = b"ready", b"retire"
-"""Messages of worker and parent over their control socket; its end says that the other is gone."""
+"""Messages of worker and parent over their control socket; end of file means that the other process has ended."""
 
 START_MAX_S = 600.0
-"""Seconds that a worker has to become ready: a generation's files are read and checked before."""
+"""Seconds that a worker may take to become ready, which includes reading and checking a generation's files."""
 KILL_GRACE_S = 5.0
 STEADY_AFTER_S = 10.0
-"""Seconds after which a worker that was ready starts the count of failures anew."""
+"""Seconds of readiness after which a worker resets the count of failures."""
 FAILED_STARTS_MAX = 5
 QUOTAS_FILE_NAME = "quotas"
-"""Name of the file with the standings of all quotas, in the workers' folder."""
+"""Name of the quota table's file in the workers' folder."""
 
 
 def restart_pause_s(failures: int) -> float:
-    """Seconds before the next start, after so many short lives in a row."""
+    """Return the seconds before the next start, after this many short-lived workers in a row."""
     return 0.0 if failures < 1 else min(30.0, 0.2 * 2.0 ** min(failures - 1, 10))
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A worker process; no other that lives has its slot."""
+    """Worker process; its slot is unique among living workers."""
 
     slot: int
     process: asyncio.subprocess.Process
@@ -53,11 +53,11 @@ class Worker:
 
     @property
     def is_steady(self) -> bool:
-        """True if the worker became ready long enough ago for its end to be no failed start."""
+        """True if the worker has been ready long enough for its end not to count as a failed start."""
         return self.ready_at is not None and time.monotonic() - self.ready_at >= STEADY_AFTER_S
 
     def retire(self) -> None:
-        """Ask the worker to take no new connections, to answer pending requests, and to end."""
+        """Ask the worker to accept no more connections, answer pending requests, and end."""
         with contextlib.suppress(OSError):
             self.control.send(RETIRE_MESSAGE)
 
@@ -67,7 +67,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpawner:
-    """Starts workers; each is a program of its own and reads its settings anew."""
+    """Starts workers; each is a separate program that reads its settings again."""
 
     listener: socket.socket
     workers_folder: Path
@@ -76,7 +76,7 @@ class WorkerSpawner:
     program: tuple[str, ...] = ("-m", "serving.worker")
 
     async def __call__(self, slot: int) -> Worker:
-        """Start a worker; raises OSError where the system has no room for another process or file."""
+        """Start a worker; raise OSError if the system cannot create another process or file."""
         parent_socket, worker_socket = socket.socketpair()
         parent_socket.setblocking(False)
         inherited_descriptors = (self.listener.fileno(), worker_socket.fileno())
@@ -85,18 +85,18 @@ class WorkerSpawner:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable, *self.program, *map(str, inherited_descriptors),
                     str(self.workers_folder), str(slot), self.log_level,
-                    # Not among the arguments: they can be read by anybody on the host, and the URL holds a password.
+                    # Not an argument: other users of the host can read arguments, and the URL contains a password.
                     env=os.environ | {"REDIS_URL": self.redis_url},
                     stdin=asyncio.subprocess.DEVNULL, pass_fds=inherited_descriptors,
-                    start_new_session=True,  # Ctrl-C is told to the parent, which tells its workers once
+                    start_new_session=True,  # own session: Ctrl-C goes to the parent only, which signals its workers
                 )  # fmt: skip
             except BaseException:
-                parent_socket.close()  # a process that was forked all the same ends by this
+                parent_socket.close()  # also ends a process that was forked although an error occurred
                 raise
         return Worker(slot, process, parent_socket)
 
     def clean(self, slot: int) -> None:
-        """Remove files and counts that a worker that ended may have left."""
+        """Remove the files and counts that an ended worker may have left."""
         (self.workers_folder / f"{slot}.sock").unlink(missing_ok=True)
         QuotaTable.clear_column_in_file(self.workers_folder / QUOTAS_FILE_NAME, slot)
 
@@ -121,7 +121,7 @@ class WorkerSupervisor:
     _is_announced: bool = False
 
     async def run(self) -> int:
-        """The exit code: 0 after a clean stop, else 1, or a worker's own if none could start."""
+        """Run until stopped; return 0 after a clean stop, else 1, or a worker's exit code if none could start."""
         loop = asyncio.get_running_loop()
         for stop_signal in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(stop_signal, self._stop)
@@ -136,7 +136,7 @@ class WorkerSupervisor:
             for worker_index in range(self.worker_count)
         ]  # fmt: skip
         await asyncio.wait(keep_tasks)
-        while self._reap_tasks:  # one that a rolling restart has just started or retired
+        while self._reap_tasks:  # also workers that a rolling restart has just started or retired
             await asyncio.wait(self._reap_tasks)
         await cancel_and_wait([roll_task])
         return self._exit_code
@@ -145,21 +145,21 @@ class WorkerSupervisor:
         """Stop the workers: at the first signal they drain, at the second they end at once."""
         bound_s = KILL_GRACE_S + (0.0 if self._stop_event.is_set() else self.drain_s)
         self._stop_event.set()
-        self.spawn.listener.close()  # the workers' own keep it open while they drain
+        self.spawn.listener.close()  # the workers' descriptors keep it open while they drain
         for worker in self._living_workers:
             worker.send_signal(signal.SIGTERM)
         asyncio.get_running_loop().call_later(bound_s, self._kill)
 
     def _kill(self) -> None:
         for worker in self._living_workers:
-            log.warning("%s did not stop in time and is killed", worker)
+            log.warning("%s did not stop in time and was killed", worker)
             worker.send_signal(signal.SIGKILL)
 
     async def _keep_worker(self, worker_index: int) -> None:
-        """Keep a worker in one place: where one ends, or cannot be started, another try follows after a pause."""
+        """Keep a worker running in one slot: if it ends or cannot be started, try again after a pause."""
         workers, failure_count = self._workers_by_slot, 0
         while not self._stop_event.is_set():
-            # One may be there: this begins again after an error.
+            # A worker may already run: this function is restarted after an error.
             worker = workers[worker_index] or await self._start_worker()
             workers[worker_index] = worker
             ended_worker: Worker | None = None
@@ -167,7 +167,7 @@ class WorkerSupervisor:
             while worker is not None:
                 self._announce_once()
                 exit_code = await worker.process.wait()
-                # A rolling restart may have put another one in its place.
+                # A rolling restart may have replaced the worker.
                 ended_worker, worker = (worker, workers[worker_index] if workers[worker_index] is not worker else None)
             workers[worker_index] = None
             if self._stop_event.is_set():
@@ -187,13 +187,13 @@ class WorkerSupervisor:
                     await self._stop_event.wait()
 
     def _is_hopeless(self, ended_worker: Worker | None, exit_code: int | None, failure_count: int) -> bool:
-        """Return whether starting again is given up; never while any worker answers.
+        """Return whether to stop restarting workers; never while any worker answers.
 
-        `ended_worker` is the worker that ended with `exit_code`; None where not even its process could be started.
+        `ended_worker` is the worker that ended with `exit_code`; None if its process could not even be started.
         """
         if any(worker.ready_at is not None for worker in self._living_workers):
             return False
-        is_refused = exit_code == 2 and not self._is_announced  # its settings; it said what is wrong
+        is_refused = exit_code == 2 and not self._is_announced  # invalid settings, which the worker has reported
         was_ready = ended_worker is not None and ended_worker.ready_at is not None
         if was_ready or not (is_refused or failure_count >= FAILED_STARTS_MAX):
             return False
@@ -211,12 +211,12 @@ class WorkerSupervisor:
             self.announce()
 
     async def _start_worker(self) -> Worker | None:
-        """A worker that is ready, or that has ended or is about to; None where no process can be started now."""
+        """Start a worker; return it once it is ready or ends; None if no process can be started."""
         slot = min(set(range(len(self._used_slots) + 1)) - self._used_slots)
         self._used_slots.add(slot)
         try:
             worker = await self.spawn(slot)
-        except Exception as error:  # of any kind: the workers that run must not end with it
+        except Exception as error:  # any error: running workers must not be affected
             self._used_slots.discard(slot)
             log.error("worker %d cannot be started: %s", slot, error, exc_info=not isinstance(error, OSError))
             return None
@@ -244,7 +244,7 @@ class WorkerSupervisor:
         try:
             self.spawn.clean(worker.slot)
         except OSError as error:
-            log.error("what %s left cannot be removed: %s", worker, error)
+            log.error("files of %s cannot be removed: %s", worker, error)
         self._used_slots.discard(worker.slot)
 
     async def _end_worker(self, worker: Worker, bound_s: float) -> None:
@@ -252,29 +252,29 @@ class WorkerSupervisor:
             async with asyncio.timeout(bound_s):
                 await worker.process.wait()
         except TimeoutError:
-            log.warning("%s did not end in time and is killed", worker)
+            log.warning("%s did not end in time and was killed", worker)
             worker.send_signal(signal.SIGKILL)
             await worker.process.wait()
 
     async def _roll_workers(self) -> None:
-        """Replace one worker after the other, the new one ready before the old one is let go."""
+        """Replace the workers one by one; each new worker is ready before the old one is retired."""
         self._roll_event.clear()
         for worker_index, old_worker in enumerate(self._workers_by_slot):
             if self._stop_event.is_set():
                 return
             if old_worker is None or old_worker.ready_at is None:
-                continue  # it is starting, with the settings of today
+                continue  # it is still starting, so it has the current settings
             new_worker = await self._start_worker()
             if self._stop_event.is_set():
                 return
             if new_worker is None or new_worker.ready_at is None:
                 log.error(
-                    "%s did not become ready: the workers that run go on as they are", new_worker or "a new worker"
+                    "%s did not become ready: the remaining workers are not replaced", new_worker or "a new worker"
                 )
                 return
             if self._workers_by_slot[worker_index] is old_worker:
                 self._workers_by_slot[worker_index] = new_worker
-            else:  # it died meanwhile, and has a successor
+            else:  # it has died and was replaced meanwhile
                 old_worker = new_worker
             old_worker.retire()
             await self._end_worker(old_worker, self.drain_s + KILL_GRACE_S)

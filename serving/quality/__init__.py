@@ -1,4 +1,4 @@
-"""Quality of answers: samples scored again, drift of inputs and scores, and shares of entities that are read.
+"""Quality of answers: sampled answers computed again, drift of answers, and shares of entities that are read.
 
 Start at `monitor`.
 """

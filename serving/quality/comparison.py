@@ -26,23 +26,23 @@ from serving.requests.reasons import LiveReason
 log = logging.getLogger(__name__)
 
 CLOSE_SHARE = 2.0**-8
-"""Difference of numbers, as a share of the largest, that counts as none: the rounding of float16 and int8."""
+"""Difference of numbers, relative to the largest, that counts as equal: the rounding of float16 and int8."""
 
 Band = Literal["none", "1-9", "10-99", "100+", "popular", "other"]
-"""Band of the answered entity: the size of its history, since a generation does not count requests per entity; for
-items, whether they are among the popular ones that a generation has as defaults."""
+"""Band of the answered entity. For users: the length of their history, since a generation does not count requests per
+entity. For items: whether they are among the popular items that a generation has as defaults."""
 
 OrdinalsAndNumbers = tuple[NDArray[np.int64] | None, NDArray[np.float32]]
-"""Ordinals (of lists) and numbers."""
+"""Ordinals (of lists) and scores or values."""
 
 
 class AnswerComparison(NamedTuple):
-    """Comparison of an answer: `overlap` and `score_error` are shares, `age_s` the data's when the answer was served.
+    """Comparison of an answer: `overlap` and `score_error` are shares, `age_s` is the data's age when it was served.
 
-    Of lists `overlap` is that of the first n of both, n being what was served; of vectors their cosine (0 if negative);
-    of values 1 minus the error. `score_error` is the mean difference of the numbers rank by rank, as a share of the
-    largest that the model gives. `record_overlap` is the overlap as the night's own gate has it, None where the stored
-    record was not at hand.
+    `overlap` of lists is that of the first n items, n being the served number; of vectors it is their cosine (0 if
+    negative); of values it is 1 minus the error. `score_error` is the mean difference of the numbers rank by rank,
+    relative to the model's largest number. `record_overlap` is the overlap as the night's gate computes it, None
+    without the stored record.
     """
 
     table: str
@@ -57,7 +57,7 @@ class AnswerComparison(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """Agreement of a served answer with the model's, in the terms of `AnswerComparison`."""
+    """Agreement of a served answer with the model's; fields as in `AnswerComparison`."""
 
     is_exact: bool
     overlap: float
@@ -65,7 +65,7 @@ class Agreement(NamedTuple):
 
 
 class SampleSkipped(Exception):
-    """An answer that cannot be compared, and why."""
+    """The answer cannot be compared; `reason` says why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -80,12 +80,12 @@ class NightInputProbe:
     seed: int
 
     def of(self, user_id: bytes) -> LiveInput | None:
-        """Return the input of a user; None if it is not in the probe."""
+        """Return the input of a user; None if the probe lacks the user."""
         return self.probe.input_of(hash_id(user_id, self.seed))
 
 
 def open_night_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputProbe | None:
-    """Fetches, checks and maps a probe; None where there is none or it is damaged: then user tables go unjudged."""
+    """Fetch, check and map a probe; None if it is missing or damaged: then user tables are not compared."""
     artefact_fields = snapshot.manifest.facts.get(PROBE_FACT)
     if not artefact_fields:
         return None
@@ -100,7 +100,7 @@ def open_night_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputPro
 
 
 def compare(sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputProbe | None) -> AnswerComparison:
-    """Compare an answer; raise SampleSkipped: no_input, no_model, blocked (meanwhile), gone (its table) or failed."""
+    """Compare an answer; raise SampleSkipped: no_input, no_model, blocked, gone (its table) or failed."""
     table = snapshot.manifest.tables.get(sample.table)
     if table is None:
         raise SampleSkipped("gone")
@@ -122,7 +122,7 @@ def compare(sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputPr
         served_ordinals, served_numbers = _decode_served(sample, snapshot, table)
         stored_prediction = _decode_stored(sample.record, snapshot, table, SKEW_DEPTH) if sample.record else None
         live_record = decode_record(table.layout, outcome.record, snapshot.items.count)
-    except Exception as damage:  # what a damaged record holds is the read path's to count
+    except Exception as damage:  # the read path counts damaged records
         raise SampleSkipped("failed") from damage
     if live_record.items is None or served_ordinals is None:
         agreement = _compare_numbers(table, served_numbers, live_record.numbers)
@@ -144,14 +144,14 @@ def _comparison_input(
 ) -> LiveInput:
     if sample.caller_input is not None:
         return sample.caller_input
-    if sample.producer == "live":  # stored for an input that somebody else had sent
+    if sample.producer == "live":  # it was computed from the sent input of another request
         raise SampleSkipped("no_input")
     if table.entity == "item":
         return LiveInput(item=snapshot.items.ordinal_of(sample.raw))
     night_input = None if night_inputs is None else night_inputs.of(sample.raw)
     if night_input is None:
         raise SampleSkipped("no_input")
-    if night_input.features:  # of all models of users; each takes its own
+    if night_input.features:  # features of all user models; each model uses its own
         tower_spec = TowerSpec.from_json(snapshot.manifest.models[str(table.producer.model)].spec)
         model_features = {
             str(feature.column): night_input.features[str(feature.column)] for feature in tower_spec.features
@@ -180,7 +180,7 @@ def _decode_served(sample: AnswerSample, snapshot: Snapshot, table: Table) -> Or
 
 
 def _allowed_indices(item_ordinals: NDArray[np.uint32], exclusion_sets: Sequence[frozenset[int]]) -> list[int]:
-    """Places of the items that no set of `exclusion_sets` holds."""
+    """Return the indexes of the items that are in none of `exclusion_sets`."""
     ordinals = item_ordinals.tolist()
     return [
         item_index

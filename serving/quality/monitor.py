@@ -1,4 +1,4 @@
-"""Monitor of the quality of answers: computes sampled ones again, in a thread that everything else comes before."""
+"""Monitor of the quality of answers: computes sampled answers again, in a thread of lowest priority."""
 
 import asyncio
 import time
@@ -28,12 +28,12 @@ from serving.usage.hot_keys import HotKeySketch
 from serving.usage.table_usage import ReadHashes, TableUsage
 
 IDLE_PAUSE_S = 0.2
-"""Seconds between checks of an empty queue, and while live requests come first."""
+"""Seconds between checks while the queue is empty or live inference is busy."""
 
 HELP_BY_EVENT: Mapping[str, str] = {
-    "cold_reported": "Ids added to the sketch of those asked for in vain",
-    "cold_reports_failed": "Reports to that sketch that failed",
-    "reads_left_out": "Reads not counted towards who was read at all",
+    "cold_reported": "Ids added to the sketch of requested ids without a stored answer",
+    "cold_reports_failed": "Failed reports to that sketch",
+    "reads_left_out": "Reads not counted for the share of entities read",
 }
 """Help text by event."""
 
@@ -41,7 +41,7 @@ Step = Callable[[], Coroutine[Any, Any, None]]
 
 
 class QualityMonitor:
-    """Quality monitor; `to_json` is for the dashboard, `periodic_steps` run in the loop that follows Redis."""
+    """Quality monitor; `to_json` is for the dashboard, `periodic_steps` are run by the background loops."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class QualityMonitor:
         ]
 
     def internal_counters(self) -> dict[str, float]:
-        """Event counts by name."""
+        """Return event counts by name."""
         return {
             "cold_reported": self.cold_sketch.reported_count,
             "cold_reports_failed": self.cold_sketch.failed_count,
@@ -116,7 +116,7 @@ class QualityMonitor:
             self._judge_task = self._loops.start("quality_samples", self._answer_judge.judge_next)
 
     async def aclose(self) -> None:
-        """Stop sampling, and take this replica's part of the shared report back."""
+        """Stop sampling, and withdraw this replica's part of the shared report."""
         await cancel_and_wait([self._judge_task])
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._report_interval_s:
@@ -124,7 +124,7 @@ class QualityMonitor:
 
 
 class JudgedSample(NamedTuple):
-    """A sample, or why there is none, and the processor time that it took."""
+    """Comparison of a sample, or the reason why there is none, and its processor time."""
 
     outcome: AnswerComparison | SampleSkipped
     cpu_s: float
@@ -132,9 +132,9 @@ class JudgedSample(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AnswerJudge:
-    """Judges answers in at most `cpu_share` of one core, by the thread's own clock; idle while `is_busy` says so.
+    """Judges answers in at most `cpu_share` of one core, by the thread's CPU clock; idle while `is_busy()`.
 
-    `threads`: those of one inference, of which only the first is measured; all are counted like it.
+    `threads` is the number of threads of an inference; only the first is measured, and its time is multiplied.
     """
 
     sampler: AnswerSampler
@@ -151,7 +151,7 @@ class AnswerJudge:
     _inputs_by_generation: dict[str, NightInputProbe | None] = field(init=False, default_factory=dict)
 
     async def judge_next(self) -> None:
-        """Judge an answer if one waits, and pause; an answer that cannot be judged is counted, and raises."""
+        """Judge a waiting answer, if any, and pause; on an unexpected error count the answer and raise the error."""
         try:
             pause_s = await self.step()
         except Exception:
@@ -160,7 +160,7 @@ class AnswerJudge:
         await asyncio.sleep(pause_s)
 
     async def step(self) -> float:
-        """Judge an answer if one waits and the model is free; return the seconds to pause, to keep the budget."""
+        """Judge a waiting answer if the model is free; return the seconds to pause, to stay within the CPU budget."""
         self._inputs_by_generation = {
             generation: night_inputs
             for generation, night_inputs in self._inputs_by_generation.items()
@@ -191,7 +191,7 @@ class AnswerJudge:
         return judged_sample.cpu_s / self.cpu_share
 
     def _with_stored_record(self, sample: AnswerSample, snapshot: Snapshot) -> AnswerSample:
-        """Add the stored record, if it is still in L1: a caller may have been sent only a few of its items."""
+        """Add the stored record if it is still in L1, since the answer may have only a few of its items."""
         table = snapshot.manifest.tables.get(sample.table)
         if sample.record or sample.producer != "batch" or table is None:
             return sample
@@ -209,5 +209,5 @@ class AnswerJudge:
                 self._inputs_by_generation[snapshot.generation] = self.open_night_inputs(snapshot)
             outcome = compare(sample, snapshot, self._inputs_by_generation[snapshot.generation])
         except SampleSkipped as skipped:
-            outcome = SampleSkipped(skipped.reason)  # without the frames, which hold the generation
+            outcome = SampleSkipped(skipped.reason)  # without frames, which would keep the generation alive
         return JudgedSample(outcome, (time.thread_time() - cpu_start_s) * self.threads)

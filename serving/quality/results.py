@@ -1,4 +1,4 @@
-"""Results of compared samples: sums with their certainty, drift, and one report of all replicas."""
+"""Results of compared samples: sums with confidence intervals, drift, and one report of all replicas."""
 
 import math
 from bisect import bisect_left
@@ -26,31 +26,31 @@ CellKey = tuple[str, str, str, str]
 """Table, source, producer, band."""
 
 ERROR_BOUNDS = (0.0, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Upper bounds of the score error's buckets; one more is for larger errors."""
+"""Upper bounds of the score error's buckets; a further bucket is for larger errors."""
 
-_Z_OF_95_PERCENT = 1.959964  # of 95 %
+_Z_OF_95_PERCENT = 1.959964  # of a 95 % interval
 
 OVERLAP_FLOOR = 0.5
-"""Overlap that must be reached where the night has measured none."""
+"""Required overlap if the night has measured none."""
 
 THRESHOLD_LENIENCE = 0.05
-"""Margin below the gate's threshold: whom callers ask for is not whom the gate drew."""
+"""Margin below the gate's threshold, because requested entities differ from those that the gate sampled."""
 
 CELL_LABELS = ("table", "source", "producer", "band")
 
 REPORT_TTL_S = 120
-"""Life of the hash in Redis in seconds, from the last report of any replica on."""
+"""Life in seconds of the hash in Redis after the last report of any replica."""
 
 REPORT_FRESH_MAX_S = 30.0
-"""Age in seconds (plus two report intervals) beyond which a replica's part counts no more."""
+"""Age in seconds (plus two report intervals) beyond which a replica's part is ignored."""
 
 _REPORTS_PER_COUNT = 6
-"""Reports from one count of the worklist to the next: a count takes the event loop 10 ms and more."""
+"""Number of reports per count of the worklist, which takes the event loop at least 10 ms."""
 
 
 @dataclass(slots=True)
 class SampleTotals:
-    """Samples that are counted together."""
+    """Sums over the samples of a cell."""
 
     samples: int = 0
     exact: int = 0
@@ -71,13 +71,13 @@ class SampleTotals:
         self.errors[bisect_left(ERROR_BOUNDS, sample.score_error)] += 1
 
     def to_json(self) -> list[Any]:
-        """JSON list of the sums and the error buckets, for Redis."""
+        """Return the JSON list of the sums and the error buckets, for Redis."""
         sums = (self.samples, self.exact, self.overlap, self.overlap_squares_sum, self.error, self.age)
         return [*sums, self.errors]
 
     @classmethod
     def of(cls, cells: Iterable[Sequence[Any]]) -> "SampleTotals":
-        """Sum of cells in the form that `to_json` gives them."""
+        """Return the sum of cells in the form of `to_json`."""
         total_cell = cls()
         for samples, exact, overlap, squares, error, age, errors in cells:
             total_cell.samples += samples
@@ -90,18 +90,18 @@ class SampleTotals:
         return total_cell
 
     def exact_rate(self) -> dict[str, float]:
-        """Rate of exact samples, and the bounds of its 95 % interval."""
+        """Return the rate of exact samples, and the bounds of its 95 % interval."""
         low, high = wilson_interval(self.exact, self.samples)
         return {"rate": self.exact / max(1, self.samples), "low": low, "high": high}
 
     def mean_overlap(self) -> dict[str, float]:
-        """Mean overlap, and the bounds of its 95 % interval."""
+        """Return the mean overlap, and the bounds of its 95 % interval."""
         mean = self.overlap / max(1, self.samples)
         interval_half_width = half_width(self.overlap, self.overlap_squares_sum, self.samples)
         return {"mean": mean, "low": max(0.0, mean - interval_half_width), "high": min(1.0, mean + interval_half_width)}
 
     def mean_error(self) -> dict[str, float]:
-        """Mean score error, and the upper bound of the bucket that holds the 99th percentile."""
+        """Return the mean score error, and the upper bound of the bucket with the 99th percentile."""
         rank, cumulative_count = math.ceil(0.99 * self.samples), 0
         p99 = ERROR_BOUNDS[-1]
         for bound, count in zip(ERROR_BOUNDS, self.errors, strict=False):
@@ -113,22 +113,22 @@ class SampleTotals:
 
 
 def wilson_interval(hit_count: int, total: int) -> tuple[float, float]:
-    """The 95 % score interval of a rate (Wilson, JASA 22, 1927): sound at 0, at 1 and for few."""
+    """Return the 95 % score interval of a rate (Wilson, JASA 22, 1927): valid at 0, at 1 and for few samples."""
     if not total:
         return 0.0, 1.0
     rate, z2 = hit_count / total, _Z_OF_95_PERCENT * _Z_OF_95_PERCENT
     interval_middle = rate + z2 / (2 * total)
     interval_half_width = _Z_OF_95_PERCENT * math.sqrt(rate * (1 - rate) / total + z2 / (4 * total * total))
-    # At the ends the bound is the rate itself, but for the rounding of floats.
+    # At 0 and 1 the bound equals the rate, except for rounding of floats.
     low = (interval_middle - interval_half_width) / (1 + z2 / total) if hit_count else 0.0
     high = (interval_middle + interval_half_width) / (1 + z2 / total) if hit_count < total else 1.0
     return low, high
 
 
 def half_width(value_sum: float, squares_sum: float, sample_count: int) -> float:
-    """Half-width of a mean's 95 % interval by the normal approximation (central limit theorem); 1 for fewer than two.
+    """Return the half-width of a mean's 95 % interval by the normal approximation; 1 for fewer than two samples.
 
-    Samples of one entity are not independent: where few are asked for very often the interval is too narrow.
+    Samples of one entity are not independent: if a few entities are requested very often, the interval is too narrow.
     """
     if sample_count < 2:
         return 1.0
@@ -137,12 +137,12 @@ def half_width(value_sum: float, squares_sum: float, sample_count: int) -> float
 
 
 def pack_cells(cells: Mapping[CellKey, SampleTotals]) -> dict[str, list[Any]]:
-    """Cells as JSON; no part of a key holds a tab."""
+    """Encode cells as JSON; parts of a key contain no tabs."""
     return {"\t".join(cell_key): cell.to_json() for cell_key, cell in cells.items()}
 
 
 def merge_cells(replica_cells: Iterable[Mapping[str, Sequence[Any]]]) -> dict[CellKey, SampleTotals]:
-    """The cells of all parts, summed."""
+    """Return the sums of the cells of all parts."""
     cells_by_packed_key: dict[str, list[Sequence[Any]]] = {}
     for cells_of_replica in replica_cells:
         for packed_key, cell in cells_of_replica.items():
@@ -155,7 +155,7 @@ def merge_cells(replica_cells: Iterable[Mapping[str, Sequence[Any]]]) -> dict[Ce
 
 
 class QualityResults(Collector):
-    """Sums of all samples, and of the live release's, which alone is judged for drift. For the event loop only."""
+    """Sums of all samples, and of those of the live release, the only one tested for drift. For the event loop only."""
 
     def __init__(self) -> None:
         self.skipped_by_reason: Counter[str] = Counter()
@@ -164,11 +164,11 @@ class QualityResults(Collector):
         self._totals_by_cell: defaultdict[CellKey, SampleTotals] = defaultdict(SampleTotals)
         self._live_totals_by_cell: defaultdict[CellKey, SampleTotals] = defaultdict(SampleTotals)
         self.judged_release: tuple[str, int] | None = None
-        """Generation and epoch that are judged."""
+        """Generation and epoch of the judged release."""
         self._drift_by_table: dict[str, Drift] = {}
 
     def begin_release(self, live_snapshot: Snapshot, now_s: float) -> None:
-        """Judge this release from now on, unless it does so already."""
+        """Start to judge this release, unless it is already judged."""
         if (release := (live_snapshot.generation, live_snapshot.epoch)) == self.judged_release:
             return
         tables = live_snapshot.manifest.tables
@@ -190,7 +190,7 @@ class QualityResults(Collector):
             self._drift_by_table[sample.table].add_overlap(sample.record_overlap)
 
     def to_json(self) -> dict[str, Any]:
-        """Part of this replica, which other replicas merge with their own."""
+        """Return this replica's part, which other replicas merge with theirs."""
         return {
             "generation": None if self.judged_release is None else self.judged_release[0],
             "since": self.judged_since,
@@ -203,18 +203,18 @@ class QualityResults(Collector):
         }
 
     def collect(self) -> Iterable[Metric]:
-        """Metric families of the samples, skipped answers, processor time and drift."""
+        """Yield metric families of the samples, skipped answers, processor time and drift."""
         samples_family = CounterMetricFamily(
-            "larder_quality_samples", "Served answers that were computed once more", labels=CELL_LABELS
+            "larder_quality_samples", "Served answers that were computed again", labels=CELL_LABELS
         )
         exact_family = CounterMetricFamily(
-            "larder_quality_exact", "Of these, those that came out the same", labels=CELL_LABELS
+            "larder_quality_exact", "Answers that were the same when computed again", labels=CELL_LABELS
         )
         overlap_family, error_family, age_family = (
             SummaryMetricFamily(f"larder_quality_{table_name}", help_text, labels=CELL_LABELS)
             for table_name, help_text in (
-                ("overlap_ratio", "Share of the served list that the model gives too"),
-                ("score_error_ratio", "Difference of the numbers, as a share of the largest"),
+                ("overlap_ratio", "Share of the served list that is in the model's list, too"),
+                ("score_error_ratio", "Difference of the numbers, relative to the largest"),
                 ("age_seconds", "Age of the data when the answer was served"),
             )
         )
@@ -226,10 +226,10 @@ class QualityResults(Collector):
             age_family.add_metric(cell_key, cell.samples, cell.age)
         yield from (samples_family, exact_family, overlap_family, error_family, age_family)
         skipped_family = CounterMetricFamily(
-            "larder_quality_skipped", "Answers drawn and not compared", labels=["reason"]
+            "larder_quality_skipped", "Sampled answers that were not compared", labels=["reason"]
         )
         yield add_samples_by_label(skipped_family, self.skipped_by_reason)
-        yield CounterMetricFamily("larder_quality_cpu_seconds", "Processor time spent on it", value=self.cpu_s)
+        yield CounterMetricFamily("larder_quality_cpu_seconds", "Processor time spent on comparisons", value=self.cpu_s)
         drift_family = GaugeMetricFamily(
             "larder_quality_drift",
             "1 once the live release's answers have been shown to differ from the model's",
@@ -240,7 +240,7 @@ class QualityResults(Collector):
         )
         evidence_family = GaugeMetricFamily(
             "larder_quality_drift_evidence_ratio",
-            "Evidence of that, as a share of what raises the alarm",
+            "Evidence of drift, as a share of the alarm's threshold",
             labels=["table"],
         )
         evidence_ratio_by_table = {
@@ -257,7 +257,7 @@ def _overlap_floor(live: Snapshot, is_list: bool) -> float:
 
 
 class SharedReport:
-    """Shared report; `clock` is Redis' own, so that reports of several hosts can be compared."""
+    """Shared report; `clock` is Redis' clock, so that reports of several hosts are comparable."""
 
     def __init__(
         self,
@@ -279,10 +279,10 @@ class SharedReport:
         self._other_parts: list[dict[str, Any]] = []
         self._worklist_size: int | None = None
         self._reports_until_count = 0
-        """Reports that still go by before the worklist is counted again."""
+        """Reports until the worklist is counted again."""
 
     async def report(self) -> None:
-        """Write this replica's part and read the others'; without Redis forget theirs and report only its own."""
+        """Write this replica's part and read the others; without Redis forget them and report only this part."""
         await self._table_usage.report()
         now_s, send_command, report_key = (self._clock(), self._control.execute, self._control.keyspace.quality)
         own_part = self._build_own_part(now_s)
@@ -308,14 +308,14 @@ class SharedReport:
         ]
 
     async def sign_off(self) -> None:
-        """Take this replica's part back."""
+        """Withdraw this replica's part."""
         try:
             await self._control.execute("HDEL", self._control.keyspace.quality, self._replica_name)
         except TierUnavailable:
             return
 
     def to_json(self) -> dict[str, Any] | None:
-        """Quality for the dashboard, by `summarise_parts` of this generation's parts; None before there is one."""
+        """Return the quality for the dashboard, from this generation's parts; None without a generation."""
         if self._results.judged_release is None:
             return None
         parts = [
@@ -358,12 +358,12 @@ def _parse_part(raw_part: bytes) -> dict[str, Any] | None:
         summarise_parts([part], worklist=None, read_share=None, size_bytes=1)
         is_sound = isinstance(part["at"], int | float) and {"replica", "generation"} <= part.keys()
         return part if is_sound else None
-    except Exception:  # whatever it is: it would cost all replicas this part of the page
+    except Exception:  # any malformed part would break this part of the page on all replicas
         return None
 
 
 def still_unknown_names(live: Snapshot, names: Sequence[EntityName]) -> list[EntityName]:
-    """Names that this generation does not know either, of tables that it has."""
+    """Return the names, of tables that this generation has, that it does not know either."""
     tables = live.manifest.tables
     return [
         (table_name, entity_id)
@@ -375,7 +375,7 @@ def still_unknown_names(live: Snapshot, names: Sequence[EntityName]) -> list[Ent
 def summarise_parts(
     replica_parts: Sequence[dict[str, Any]], *, worklist: int | None, read_share: float | None, size_bytes: int
 ) -> dict[str, Any]:
-    """Summary of the replicas' parts, which `GET /dashboard/data` calls `quality`."""
+    """Return the summary of the replicas' parts: `quality` in `GET /dashboard/data`."""
     totals_by_cell = merge_cells(replica_part["cells"] for replica_part in replica_parts)
     total_cell = SampleTotals.of(cell_totals.to_json() for cell_totals in totals_by_cell.values())
     drifted_tables = sorted({table for replica_part in replica_parts for table in replica_part["drift"]})
@@ -399,7 +399,7 @@ def _cell_row(key: CellKey, cell: SampleTotals) -> dict[str, Any]:
 
 
 def _cell_figures(cell: SampleTotals) -> dict[str, Any]:
-    """Figures of a cell; without samples they are None, since a rate of 0 would be an alarm."""
+    """Return the figures of a cell; None without samples, since a rate of 0 would look like an alarm."""
     is_known = cell.samples > 0
     return {
         "samples": cell.samples,
@@ -413,13 +413,13 @@ def _cell_figures(cell: SampleTotals) -> dict[str, Any]:
 def _sentence(total_cell: SampleTotals, drift: Sequence[str]) -> str:
     if drift:
         return (
-            f"Answers of {', '.join(drift)} are not what the model says: roll back, or restore the pages "
-            "(`larder restore`) and start the service anew."
+            f"Answers of {', '.join(drift)} differ from the model's: roll back, or restore the pages (`larder "
+            "restore`) and restart the service."
         )
     if not total_cell.samples:
-        return "No served answer has been computed once more yet."
+        return "No served answer has been computed again yet."
     exact, overlap = total_cell.exact_rate(), total_cell.mean_overlap()
     return (
-        f"Of {total_cell.samples} served answers computed once more {100 * exact['rate']:.1f} % came out the same "
+        f"Of {total_cell.samples} served answers computed again {100 * exact['rate']:.1f} % were the same "
         f"({100 * exact['low']:.1f} to {100 * exact['high']:.1f} %), with {100 * overlap['mean']:.1f} % of the items."
     )

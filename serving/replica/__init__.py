@@ -1,4 +1,4 @@
-"""A running replica as its features see it: the namespaces that it holds, and the hooks at which they attach.
+"""A replica as its features see it: the namespaces that it holds, and the hooks at which features attach.
 
 Start at `hooks`.
 """

@@ -1,4 +1,4 @@
-"""Hooks of a replica, which features fill at the start, and the replica that each `attach` receives."""
+"""Hooks of a replica, which features fill at the start, and the replica that is passed to each `attach`."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
@@ -36,10 +36,10 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class RequestWatch(Protocol):
-    """Observer that requests without a ready answer are answered under."""
+    """Observer of requests without a ready answer."""
 
     def leaves(self, scope: Scope) -> bool:
-        """True if a single lookup may pass by."""
+        """True if a single lookup with these headers need not be observed."""
 
     async def __call__(self, below: Application, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request by `below`, under observation."""
@@ -47,42 +47,42 @@ class RequestWatch(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Hooks:
-    """Everything that features add to a replica; filled at the start, then only read."""
+    """Extensions that features add to a replica; filled at the start, then only read."""
 
     namespaces: list[Callable[[HeldNamespace], object]] = field(default_factory=list)
-    """Called with each namespace that is opened beside the own one, before it starts."""
+    """Called with each namespace that is opened in addition to the replica's own, before it starts."""
     routers: list[Router] = field(default_factory=list)
     """Routers of requests, called in order."""
     handlers: dict[str, Handler] = field(default_factory=dict)
     """Handlers of the features' operations, by `operation_id`."""
     pages: list[BaseRoute] = field(default_factory=list)
-    """Routes of files, which hold no data and ask for no token."""
+    """Routes of static files, which contain no data and need no token."""
     request_watch: RequestWatch | None = None
     is_traced: TraceJudge | None = None
     counts: list[Callable[[], Mapping[str, int]]] = field(default_factory=list)
-    """Callables that return counts by field, which the dashboard adds up."""
+    """Functions that return counts by field, which the dashboard adds up."""
     reports: dict[str, Report] = field(default_factory=dict)
     """Reports of features, by name."""
     start_steps: list[LifecycleStep] = field(default_factory=list)
-    """Called in order once the background runs."""
+    """Called in order once the background tasks run."""
     drain_steps: list[LifecycleStep] = field(default_factory=list)
-    """Called after the replica has signed off, while answers go on."""
+    """Called after the replica has signed off, while it still answers."""
     stop_steps: list[LifecycleStep] = field(default_factory=list)
-    """Called in order at the end, before the background is stopped."""
+    """Called in order at the end, before the background tasks are stopped."""
     close_steps: list[LifecycleStep] = field(default_factory=list)
-    """Called last, the newest first."""
+    """Called last, in reverse order."""
     attached: list[object] = field(default_factory=list)
-    """What each `attach` returned, for tests."""
+    """Return values of all `attach` functions, for tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """The core of a running service, put together and not started yet. `own_namespace` is the one that it follows."""
+    """Core of a service, assembled but not started yet. `own_namespace` is the configured namespace."""
 
     config: ServingConfig
     name: str
     fleet_name: str
-    """Name that the workers of one parent share."""
+    """Name shared by the workers of one parent."""
     metrics: Metrics
     loops: BackgroundLoops
     in_thread: StoreThreads
@@ -93,7 +93,7 @@ class Replica:
     """Threads of live inference."""
     batcher: MicroBatcher
     inference: BatchInference
-    """Inference that `batcher` runs; hook `compute`."""
+    """Inference that `batcher` runs; the hook `compute`."""
     admission: Admission
     nights: Nights
     releases: ReleaseWatch

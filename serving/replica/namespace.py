@@ -1,4 +1,4 @@
-"""Parts of a namespace that a replica holds: its own, or one beside it."""
+"""Parts of a namespace that a replica holds: its own, or an additional one."""
 
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -23,12 +23,12 @@ from serving.metrics.registry import Metrics
 from serving.process.resources import StoreThreads
 
 SnapshotOpener = Callable[[Snapshot], Snapshot]
-"""Completes a snapshot that was opened, in a thread; raises if it cannot be loaded."""
+"""Completes a newly opened snapshot, in a thread; raises if it cannot be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceComponents:
-    """The parts that read the keys of one namespace."""
+    """Parts that read the keys of one namespace."""
 
     remote: DataPlane
     tiers: TieredCache
@@ -45,7 +45,7 @@ class NamespaceComponents:
 
 @dataclass(frozen=True, slots=True)
 class HeldNamespace:
-    """Parts of one namespace: nothing of another can be reached through them. `metrics` are those of it alone."""
+    """Parts of one namespace, without access to others; `metrics` are for this namespace only."""
 
     config: ServingConfig
     metrics: Metrics
@@ -58,12 +58,12 @@ class HeldNamespace:
     heartbeat: Heartbeat
     refresher: Refresher
     openers: list[SnapshotOpener]
-    """Called in order with each snapshot that was opened, before it answers; features add theirs at the start."""
+    """Called in order with each newly opened snapshot, before it answers; features append to it at the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedNamespace:
-    """A namespace that answers beside the replica's own."""
+    """Namespace that answers in addition to the replica's own."""
 
     held_namespace: HeldNamespace
     service: LookupService
@@ -79,7 +79,7 @@ class ServedNamespace:
         await self.held_namespace.refresher.drain()
 
     async def aclose(self) -> None:
-        """Sign off, close the connections, and let go of the threads."""
+        """Sign off, close the connections, and shut down the threads."""
         try:
             await self.held_namespace.refresher.aclose()
         finally:

@@ -1,4 +1,4 @@
-"""Requests and answers as values: bodies within bounds, JSON and Arrow in, options, refusals, answer fields.
+"""Requests and answers as values: bounded bodies, parsing of JSON and Arrow, options, refusals, answer fields.
 
 Start at `models` and `parsing`.
 """

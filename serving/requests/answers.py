@@ -1,7 +1,7 @@
 """Fields and sources of an answer, each declared once: name, type, when it is present, and meaning. Pure.
 
-A field is a line of `Origin` (every answer has it), of `Answer` (the tables of one kind have it) or of `Ranking`.
-Renderings, JSON schema and reference page read it from there; the client's results are these very classes.
+A field is declared in `Origin` (for all answers), in `Answer` (for tables of one kind) or in `Ranking`. Renderers, JSON
+schema and reference page use these declarations; the client returns the same classes.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ Numbers = NDArray[np.float32]
 ProducedBy = Literal["batch", "live", "defaults"]
 
 PresenceCondition = Literal["always", "told", "topk", "vector", "value"]
-"""Answers that have a field: all; those with a value for it; or all of one kind of tables."""
+"""Which answers have a field: all; those with a value for it; or those of one kind of tables."""
 
 WHEN_SET: PresenceCondition = "told"
 
@@ -49,7 +49,7 @@ FALLBACK_SOURCES = tuple([source for source in Source if source not in (*STORED_
 
 
 class FieldDeclaration(NamedTuple):
-    """Facts of a field besides name and type; an absent one is null in Arrow, as is one that may be `null`."""
+    """Declaration of a field besides name and type; a field that is absent in JSON is null in Arrow."""
 
     meaning: str
     present_when: PresenceCondition = "always"
@@ -62,13 +62,13 @@ class FieldDeclaration(NamedTuple):
 class Origin:
     """Origin of an answer: its table, source and generation, and reasons for anything unusual."""
 
-    id: Annotated[str | None, FieldDeclaration("Id as it was asked; null: only an input was sent", is_nullable=True)]
-    table: Annotated[str, FieldDeclaration("Table that was asked")]
+    id: Annotated[str | None, FieldDeclaration("Requested id; null: only an input was sent", is_nullable=True)]
+    table: Annotated[str, FieldDeclaration("Requested table")]
     source: Annotated[Source, FieldDeclaration("Rung of the ladder that answered")]
     producer: Annotated[
-        ProducedBy | None, FieldDeclaration("What computed it; null: nothing did", is_nullable=True)
+        ProducedBy | None, FieldDeclaration("What computed the answer; null: nothing did", is_nullable=True)
     ] = None
-    generation: Annotated[str, FieldDeclaration("Generation that all of the answer is of")]
+    generation: Annotated[str, FieldDeclaration("Generation that the whole answer is from")]
     age_seconds: Annotated[float, FieldDeclaration("Now minus the generation's data_until")]
     published_at: Annotated[str, FieldDeclaration("Time of publication, RFC 3339, UTC", schema_format="date-time")]
     reason: Annotated[str | None, FieldDeclaration("Why this is not a plain hit", WHEN_SET)] = None
@@ -82,37 +82,37 @@ class Origin:
         FieldDeclaration("Distance of the input whose live answer this reuses, in lengths of its vector", WHEN_SET),
     ] = None
     events: Annotated[
-        int, FieldDeclaration("Events of the user that are counted, and newer than the generation", WHEN_SET)
+        int, FieldDeclaration("Number of the user's counted events that are newer than the generation", WHEN_SET)
     ] = 0
     as_of: Annotated[
         str | None,
         FieldDeclaration(
-            "Time when the newest of them was accepted, RFC 3339, UTC", WHEN_SET, schema_format="date-time"
+            "Time when the newest of these events was accepted, RFC 3339, UTC", WHEN_SET, schema_format="date-time"
         ),
     ] = None
     approximate: Annotated[
         bool,
         FieldDeclaration(
-            "Not surely what a night with these events would answer: found by the index, or stored before", WHEN_SET
+            "May differ from a night's answer with these events: found by the index, or stored earlier", WHEN_SET
         ),
     ] = False
     stale: Annotated[str | None, FieldDeclaration("Why this replica may lag behind", WHEN_SET)] = None
     experiment: Annotated[str | None, FieldDeclaration("Experiment that the request's key is in", WHEN_SET)] = None
-    arm: Annotated[str | None, FieldDeclaration("Arm of it that answered", WHEN_SET)] = None
+    arm: Annotated[str | None, FieldDeclaration("Arm of the experiment that answered", WHEN_SET)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Answer(Origin):
-    """Answer for one entity; which of items with scores, vector and values is set depends on the table."""
+    """Answer for one entity; the table's kind decides which of items with scores, vector or values is set."""
 
     items: Annotated[tuple[str, ...] | None, FieldDeclaration("Item ids, best first", "topk")] = None
     scores: Annotated[Numbers | None, FieldDeclaration("Scores of the items", "topk")] = None
     short: Annotated[bool, FieldDeclaration("Fewer than k remain; under a filter: fewer than k pass", "topk")] = False
     vector: Annotated[
-        Numbers | None, FieldDeclaration("Embedding; null: there is none", "vector", is_nullable=True)
+        Numbers | None, FieldDeclaration("Embedding; null: none", "vector", is_nullable=True)
     ] = None
     values: Annotated[
-        Numbers | None, FieldDeclaration("Model outputs; null: there are none", "value", is_nullable=True)
+        Numbers | None, FieldDeclaration("Model outputs; null: none", "value", is_nullable=True)
     ] = None
     labels: Annotated[tuple[str, ...] | None, FieldDeclaration("Names of the values", "value")] = None
 
@@ -127,14 +127,18 @@ class Ranking(Origin):
     )
     score_tolerance: Annotated[
         float | None,
-        FieldDeclaration("How far scores may be off, relative to the vector's largest part; 0 for float32", WHEN_SET),
+        FieldDeclaration(
+            "Largest error of scores, relative to the largest vector component; 0: float32",
+            WHEN_SET),
     ] = None
     unknown: Annotated[tuple[str, ...], FieldDeclaration("Candidates that the generation does not have")] = ()
     blocked: Annotated[tuple[str, ...], FieldDeclaration("Candidates on the blocklist")] = ()
     excluded: Annotated[tuple[str, ...], FieldDeclaration("Candidates in the sent history")] = ()
     filtered: Annotated[tuple[str, ...], FieldDeclaration("Candidates that do not pass the filter", WHEN_SET)] = ()
     unscored: Annotated[
-        tuple[str, ...], FieldDeclaration("Candidates for which there is no vector of the user", WHEN_SET)
+        tuple[str, ...], FieldDeclaration(
+            "Candidates without a score: the user has no vector",
+            WHEN_SET)
     ] = ()
 
 
@@ -151,12 +155,12 @@ class AnswerField:
 
     @property
     def json_key_bytes(self) -> bytes:
-        """JSON key of the field, after a comma."""
+        """JSON key of the field, preceded by a comma."""
         return b',"%b":' % self.name.encode()
 
     @property
     def arrow_field(self) -> Field:
-        """Arrow column; of numbers a list, which may have its table's width instead of any."""
+        """Return the Arrow column; a list of numbers may have the fixed width of its table."""
         is_nullable = self.declaration.is_nullable or self.declaration.present_when == WHEN_SET
         if self.type is Numbers or get_origin(self.type) is tuple:
             child = Field("item", "f4" if self.type is Numbers else "utf8")
@@ -165,7 +169,7 @@ class AnswerField:
 
     @property
     def arrow_type_name(self) -> str:
-        """Name of the Arrow type."""
+        """Return the name of the Arrow type."""
         arrow_column = self.arrow_field
         if arrow_column.child is None:
             return _ARROW_NAME_BY_KIND[arrow_column.kind]
@@ -174,7 +178,7 @@ class AnswerField:
 
     @property
     def json_schema(self) -> dict[str, Any]:
-        """JSON schema of the value."""
+        """Return the JSON schema of the value."""
         field_schema: dict[str, Any] = {"description": self.declaration.meaning}
         if self.declaration.schema_format is not None:
             field_schema["format"] = self.declaration.schema_format

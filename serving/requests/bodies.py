@@ -1,4 +1,4 @@
-"""Request bodies within bounds of bytes, time and memory; responses made of JSON and Arrow."""
+"""Request bodies within bounds of bytes, time and memory; responses of JSON and Arrow."""
 
 import asyncio
 import math
@@ -14,15 +14,15 @@ from serving.requests.errors import Problem
 from serving.requests.negotiation import JSON_MEDIA_TYPE, check_codings
 
 ResponseMessages = tuple[Message, Message]
-"""Both ASGI messages of a whole response: its start, its body."""
+"""Both ASGI messages of a complete response: start and body."""
 
 BODIES_BYTES_MAX = 64 << 20
 
 
 async def read_body(request: Request, body_bytes_max: int, timeout_s: float) -> bytes:
-    """Read the whole body; the length that a caller declares can only make it refuse earlier.
+    """Read the whole body; a declared length can only cause an earlier refusal.
 
-    Raises Problem 413, 415 (a body in a content coding) or 408.
+    Raises Problem 413 (too long), 415 (content coding) or 408 (too slow).
     """
     check_codings(request.scope["headers"])
     if declares_longer_body(request.scope["headers"], body_bytes_max):
@@ -41,7 +41,7 @@ async def read_body(request: Request, body_bytes_max: int, timeout_s: float) -> 
 
 
 def _body_too_large_problem(body_bytes_max: int) -> Problem:
-    problem_message = f"a body has at most {body_bytes_max} bytes"
+    problem_message = f"a body may have at most {body_bytes_max} bytes"
     return Problem(413, "body_too_large", problem_message, field="body", limit=body_bytes_max)
 
 
@@ -54,9 +54,9 @@ def declares_longer_body(headers: Iterable[tuple[bytes, bytes]], body_bytes_max:
 
 
 async def read_replayable_body(receive: Receive, body_bytes_max: int, timeout_s: float) -> tuple[bytes | None, Receive]:
-    """Body of the request, None if it is too long or never ended; and a `receive` that replays all that was read.
+    """Return the body, None if it is too long or incomplete; and a `receive` that replays what was read.
 
-    Raises Problem 408 for a body that has not arrived within `timeout_s`, however steadily it trickles.
+    Raises Problem 408 for a body that has not arrived completely within `timeout_s`.
     """
     received_messages: deque[Message] = deque()
 
@@ -84,12 +84,12 @@ def _body_timeout_problem(timeout_s: float) -> Problem:
 
 
 def refusal_response(problem: Problem) -> Response:
-    """The response to a request that gets no answer."""
+    """Return the response for a refused request."""
     response = json_response(problem.status, problem.body())
     if problem.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     elif problem.status in (408, 413):
-        response.headers["Connection"] = "close"  # the rest of the body is not waited for
+        response.headers["Connection"] = "close"  # do not wait for the rest of the body
     elif problem.status == 415 and problem.field == "content-encoding":
         response.headers["Accept-Encoding"] = "identity"  # RFC 9110, section 15.5.16
     elif (wait_s := problem.details.get("retry_after_seconds")) is not None:
@@ -100,12 +100,12 @@ def refusal_response(problem: Problem) -> Response:
 
 
 def json_response(status: int, body: object) -> Response:
-    """JSON response with this body."""
+    """Return a JSON response with this body."""
     return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type=JSON_MEDIA_TYPE)
 
 
 def arrow_response(stream: bytes) -> Response:
-    """Response of status 200 with this Arrow IPC stream."""
+    """Return a response with status 200 and this Arrow IPC stream."""
     return Response(stream, 200, media_type=ARROW_MEDIA_TYPE)
 
 
@@ -117,7 +117,7 @@ class BodyBudget:
         self.held_bytes = 0
 
     def of(self, receive: Receive) -> "BudgetedBody":
-        """The body of one request, counted as it is read."""
+        """Return the body of one request, which is counted as it is read."""
         return BudgetedBody(self, receive)
 
 
@@ -137,11 +137,11 @@ class BudgetedBody:
         self._budget.held_bytes -= self._charged_bytes
 
     async def receive(self) -> Message:
-        """The next message; raises Problem 503 where the bodies of others leave no room for it."""
+        """Return the next message; raise Problem 503 if the bodies of other requests leave no room."""
         message = await self._receive()
         piece_bytes = len(message.get("body", b""))
         if self._budget.held_bytes + piece_bytes > self._budget.bytes_max:
-            problem_message = f"bodies of all requests together have at most {self._budget.bytes_max} bytes at once"
+            problem_message = f"the bodies of all requests together may have at most {self._budget.bytes_max} bytes"
             raise Problem(503, "overloaded", problem_message, field="body", limit=self._budget.bytes_max)
         self._budget.held_bytes += piece_bytes
         self._charged_bytes += piece_bytes

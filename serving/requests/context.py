@@ -1,4 +1,4 @@
-"""Record of one request while it is answered: its id, its trace, and the times of its stages."""
+"""Record of one request while it is answered: id, trace, and times of its stages."""
 
 import re
 import time
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 CALLER_KEY = "larder.caller"
-"""Key in the scope of a request: its caller, whose `name` may be logged."""
+"""Key in the scope of a request for its caller, whose `name` may be logged."""
 
 _TRACEPARENT_PATTERN = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _TRACEPARENT_BYTES_MAX = 512
 
 _TRACESTATE_BYTES_MAX = 512
-"""Bytes of tracestate that have to be passed on at least; a longer one is left out."""
+"""Bytes of tracestate that must at least be passed on; a longer tracestate is dropped."""
 
 
 class StageTime(NamedTuple):
-    """Time in one stage, its monotonic end, and its number of entities (0: not counted)."""
+    """Seconds in one stage, its monotonic end, and its number of entities (0: not counted)."""
 
     name: str
     ended_at: float
@@ -44,7 +44,7 @@ class ParentSpan(NamedTuple):
 class RequestRecord:
     """Record of one request: `started` is monotonic; `id` names the request in logs and to its caller.
 
-    Ready answers, the hottest path, have none.
+    Ready answers, the fastest path, have no record.
     """
 
     started: float
@@ -53,19 +53,19 @@ class RequestRecord:
     stages: list[StageTime] = field(default_factory=list)
     status: int = 0
     body: bytes = b""
-    """Last piece of the response's body, not a copy."""
+    """Last piece of the response's body, without a copy."""
     caller: str = ""
-    """Name of the token that was sent, never the token; empty for a stranger, or where there are no tokens."""
+    """Name of the sent token, never the token; empty without a valid token, or if the service has no tokens."""
     span: tuple[str, str] | None = None
-    """Trace and span id, once there is a span."""
+    """Trace id and span id, once there is a span."""
     is_over: bool = False
 
     def end(self) -> None:
-        """End the record; a connection opened by the request keeps this context for good."""
+        """End the record: a connection opened during the request keeps a reference to this context."""
         self.is_over, self.body = True, b""
 
     def log_ids(self) -> dict[str, str]:
-        """Return the fields of a log line that name the request and its trace."""
+        """Return the fields of a log line that identify the request and its trace."""
         id_by_field = {"request_id": self.id}
         if self.span is not None:
             id_by_field["trace_id"], id_by_field["span_id"] = self.span
@@ -82,7 +82,7 @@ class RequestRecord:
 
 
 CURRENT_RECORD: ContextVar[RequestRecord | None] = ContextVar("larder_seen", default=None)
-"""Record of the request that this task answers, inherited by the tasks it starts; a grouped request has another."""
+"""Record of the request that this task answers; inherited by tasks that it starts."""
 
 
 def current_record() -> RequestRecord | None:
@@ -98,7 +98,7 @@ def note_stage(stage: str, seconds: float, entities: int = 0) -> None:
 
 
 class RequestFacts(NamedTuple):
-    """Facts of a request for log and spans; the id of an entity only if that is switched on."""
+    """Facts of a request for log and spans; the entity's id only if that is switched on."""
 
     method: str
     route: str
@@ -107,9 +107,9 @@ class RequestFacts(NamedTuple):
 
 
 def parse_parent(traceparents: Iterable[bytes], tracestates: Iterable[bytes] = ()) -> ParentSpan | None:
-    """Parse the caller's span by W3C Trace Context (https://www.w3.org/TR/trace-context/); None starts a trace anew.
+    """Parse the caller's span by W3C Trace Context (https://www.w3.org/TR/trace-context/); None starts a new trace.
 
-    None if there is no traceparent, more than one, or an invalid one.
+    Returns None for a missing, repeated or invalid traceparent.
     """
     traceparent_values = list(traceparents)
     if len(traceparent_values) != 1 or len(traceparent_values[0]) > _TRACEPARENT_BYTES_MAX:
@@ -118,7 +118,7 @@ def parse_parent(traceparents: Iterable[bytes], tracestates: Iterable[bytes] = (
     if traceparent_match is None:
         return None
     version, trace_id, span_id, flags, version_suffix = traceparent_match.groups()
-    # A later version may say more after the flags; this one does not.
+    # Later versions may have further fields after the flags; version 00 has none.
     if version == b"ff" or (version == b"00" and version_suffix is not None):
         return None
     if not trace_id.strip(b"0") or not span_id.strip(b"0"):

@@ -18,7 +18,7 @@ class Problem(LarderError):
         self.field = field
 
     def body(self) -> dict[str, object]:
-        """The JSON body."""
+        """Return the JSON body."""
         error: dict[str, object] = {"code": self.reason, "message": self.message}
         if self.field is not None:
             error["field"] = self.field
@@ -26,12 +26,12 @@ class Problem(LarderError):
 
 
 def unprocessable(code: str, message: str, field: str | None, **details: object) -> Problem:
-    """Problem 422: the request was understood and can never be answered as sent."""
+    """Return a Problem 422: the request was understood and can never be answered as sent."""
     return Problem(422, code, message, field=field, **details)
 
 
 def problem_from_input(error: InvalidInput, field: str) -> Problem:
-    """A refusal by cache's own checks, with the place in the request that it is about."""
+    """Return the Problem for an InvalidInput of `cache`, with the place in the request."""
     details = {
         detail_name: detail_value for detail_name, detail_value in error.details.items() if detail_name != "field"
     }
@@ -50,34 +50,34 @@ class ErrorCode(NamedTuple):
 
 ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
     "disconnected": ErrorCode(400, "The body ended early; most servers see it first, and answer in plain text"),
-    "unauthorized": ErrorCode(401, "No token was sent, or nobody's"),
-    "token_expired": ErrorCode(401, "The token's time is over: ask for a new one"),
-    "scope_missing": ErrorCode(403, "The token lacks the scope that `scope` names; `scopes` are those it has"),
+    "unauthorized": ErrorCode(401, "No token was sent, or an unknown one"),
+    "token_expired": ErrorCode(401, "The token has expired: ask the operator for a new one"),
+    "scope_missing": ErrorCode(403, "The token lacks the scope named by `scope`; `scopes` are its scopes"),
     "not_found": ErrorCode(404, "There is no such route"),
     "unknown_table": ErrorCode(404, "There is no such table; /v1/generations lists them"),
-    "method_not_allowed": ErrorCode(405, "The route has no such method; `Allow` names those it has"),
-    "not_acceptable": ErrorCode(406, "No such form of an answer; `supported` lists those there are"),
+    "method_not_allowed": ErrorCode(405, "The route does not support the method; `Allow` lists the supported ones"),
+    "not_acceptable": ErrorCode(406, "An answer cannot have this media type; `supported` lists the possible ones"),
     "body_timeout": ErrorCode(408, "The body did not arrive in time"),
     "generation_gone": ErrorCode(409, "The generation is not held here: ask without it"),
     "arm_gone": ErrorCode(409, "The arm of the experiment is not held here: ask without it"),
     "body_too_large": ErrorCode(413, "The body has more than `limit` bytes: send less at once"),
-    "unsupported_media_type": ErrorCode(415, "No such form of a body; `supported` lists those there are"),
-    "unsupported_content_encoding": ErrorCode(415, "The body is in a content coding: send it as it is"),
-    "invalid_json": ErrorCode(422, "The body is no JSON"),
-    "invalid_arrow": ErrorCode(422, "The body is no Arrow IPC stream"),
-    "unsupported_arrow": ErrorCode(422, "The stream has what this service does not read"),
-    "invalid_field": ErrorCode(422, "A value is not what `field` takes"),
-    "missing_field": ErrorCode(422, "A field that is needed was not sent"),
+    "unsupported_media_type": ErrorCode(415, "A body cannot have this media type; `supported` lists the possible ones"),
+    "unsupported_content_encoding": ErrorCode(415, "The body has a content coding: send it without"),
+    "invalid_json": ErrorCode(422, "The body is not JSON"),
+    "invalid_arrow": ErrorCode(422, "The body is not an Arrow IPC stream"),
+    "unsupported_arrow": ErrorCode(422, "The stream uses a feature that this service does not support"),
+    "invalid_field": ErrorCode(422, "`field` does not allow this value"),
+    "missing_field": ErrorCode(422, "A required field was not sent"),
     "unknown_field": ErrorCode(422, "There is no such field or option"),
     "invalid_id": ErrorCode(422, "An id is not 1 to 256 bytes of UTF-8"),
-    "invalid_input": ErrorCode(422, "What was sent cannot be computed from"),
-    "invalid_k": ErrorCode(422, "`k` is not within the table's lists"),
-    "invalid_filter": ErrorCode(422, "The filter cannot be read; `field` is the place in it"),
+    "invalid_input": ErrorCode(422, "Nothing can be computed from what was sent"),
+    "invalid_k": ErrorCode(422, "`k` is not between 1 and the length of the table's lists"),
+    "invalid_filter": ErrorCode(422, "The filter is invalid; `field` is the place in it"),
     "unknown_filter": ErrorCode(422, "No filter of that name is declared"),
     "unknown_attribute": ErrorCode(422, "The generation has no such attribute"),
-    "invalid_rerank": ErrorCode(422, "The re-ranking cannot be read; `field` is the place in it"),
+    "invalid_rerank": ErrorCode(422, "The re-ranking is invalid; `field` is the place in it"),
     "unknown_rerank": ErrorCode(422, "No re-ranking of that name is declared"),
-    "invalid_feature": ErrorCode(422, "A feature is no text, number or list of numbers"),
+    "invalid_feature": ErrorCode(422, "A feature is not a text, a number, or a list of one of them"),
     "not_finite": ErrorCode(422, "A number is not finite"),
     "too_many_features": ErrorCode(422, "More features than are allowed"),
     "too_many_values": ErrorCode(422, "A feature has more values than `limit`"),
@@ -87,10 +87,10 @@ ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
     "exclude_too_long": ErrorCode(422, "`exclude` is longer than `limit`"),
     "too_many_ids": ErrorCode(422, "All histories and `exclude` together hold more ids than `limit`"),
     "too_many_numbers": ErrorCode(422, "All features together hold more values than `limit`"),
-    "quota_exceeded": ErrorCode(429, "`quota` has no room: come again after `Retry-After`"),
-    "internal_error": ErrorCode(500, "A defect of the service, which has logged it"),
-    "not_ready": ErrorCode(503, "No generation is loaded yet: come again after `Retry-After`"),
-    "overloaded": ErrorCode(503, "Too much is under way: come again after `Retry-After`"),
-    "l2_unavailable": ErrorCode(503, "Redis does not answer: come again after `Retry-After`"),
+    "quota_exceeded": ErrorCode(429, "`quota` is used up: try again after `Retry-After`"),
+    "internal_error": ErrorCode(500, "A bug of the service, which has logged it"),
+    "not_ready": ErrorCode(503, "No generation is loaded yet: try again after `Retry-After`"),
+    "overloaded": ErrorCode(503, "Too many requests are under way: try again after `Retry-After`"),
+    "l2_unavailable": ErrorCode(503, "Redis does not answer: try again after `Retry-After`"),
 }
-"""Error codes, except those of single operations; invalid HTTP is refused before it reaches a route, in plain text."""
+"""Error codes, except those of single operations. Invalid HTTP is refused in plain text before it reaches a route."""

@@ -15,7 +15,7 @@ _FEATURES_MAX = 256
 _FEATURE_WIDTH_MAX = 8_192
 
 _EXACT_WHOLE_NUMBER_MAX = 2**53
-"""Bound of exact whole numbers: larger ones are not all distinct as doubles."""
+"""Bound of exact integers: larger ones are not all distinct as doubles."""
 
 _SCAN_CHUNK_BYTES = 1 << 16
 _COMMA, _OPENING_BRACKET, _OPENING_BRACE, _QUOTE, _BACKSLASH = b',[{"\\'
@@ -34,23 +34,23 @@ def read_json(body: bytes, values_max: int) -> object:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
         problem_message = f"the body is not JSON (which has no NaN or Infinity): {error}"
-    # Raised out here, else it would hold the parser's error, which holds the whole text.
+    # Raised outside the handler: otherwise its context would keep the parser's error, and so the whole text.
     raise unprocessable("invalid_json", problem_message, "body")
 
 
 def read_object(json_value: object, field: str, known_fields: frozenset[str]) -> dict[str, Any]:
     """Return the fields of a JSON object without null ones; raise Problem for a field not in `known_fields`.
 
-    `field` is the path of the object, "body" for the whole.
+    `field` is the path of the object, "body" for the whole body.
     """
     if not isinstance(json_value, dict):
-        raise unprocessable("invalid_field", f"{field} is a JSON object", field)
+        raise unprocessable("invalid_field", f"{field} must be a JSON object", field)
     for field_name in json_value:
-        # A misspelt "history" that was silently ignored would be answered as if nothing had been sent.
+        # If a misspelt "history" were ignored, the request would be answered as if none had been sent.
         if field_name not in known_fields:
             field_path = field_name if field == "body" else f"{field}.{field_name}"
             raise unprocessable(
-                "unknown_field", f"{field_path} is not a field here", field_path, known=sorted(known_fields)
+                "unknown_field", f"{field_path} is not a known field", field_path, known=sorted(known_fields)
             )
     return {field_name: field_value for field_name, field_value in json_value.items() if field_value is not None}
 
@@ -71,7 +71,7 @@ def invalid_id_problem(error: InvalidId, field: str) -> Problem:
 def read_ids(sent_ids: object, field: str, ids_max: int, error_code: str) -> tuple[bytes, ...]:
     """Return the canonical bytes of a list of at most `ids_max` ids."""
     if not isinstance(sent_ids, list):
-        raise unprocessable("invalid_field", f"{field} is a list of ids", field)
+        raise unprocessable("invalid_field", f"{field} must be a list of ids", field)
     check_length(sent_ids, 0, ids_max, field, error_code)
     try:
         return tuple([canonical_id(sent_id) for sent_id in sent_ids])
@@ -82,9 +82,9 @@ def read_ids(sent_ids: object, field: str, ids_max: int, error_code: str) -> tup
 
 
 def read_features(sent_features: object, field: str, text_bytes_max: int) -> dict[str, FeatureValue]:
-    """Return named features, of types and sizes that a model may take; a text has at most `text_bytes_max` of UTF-8."""
+    """Return features by name, of types and sizes that a model may use; texts have at most `text_bytes_max` bytes."""
     if not isinstance(sent_features, dict):
-        raise unprocessable("invalid_field", f"{field} is a JSON object", field)
+        raise unprocessable("invalid_field", f"{field} must be a JSON object", field)
     if len(sent_features) > _FEATURES_MAX:
         raise unprocessable("too_many_features", f"at most {_FEATURES_MAX} features", field)
     return {
@@ -95,7 +95,7 @@ def read_features(sent_features: object, field: str, text_bytes_max: int) -> dic
 
 def _read_feature(feature_value: object, field: str, text_bytes_max: int) -> FeatureValue:
     if isinstance(feature_value, bool):
-        raise unprocessable("invalid_feature", f"{field} is true or false, which no model takes: send 1 or 0", field)
+        raise unprocessable("invalid_feature", f"{field} must not be a boolean: send 1 or 0", field)
     if isinstance(feature_value, float) and not math.isfinite(feature_value):
         raise unprocessable("not_finite", f"{field} is not a finite number", field)
     if isinstance(feature_value, str):
@@ -108,7 +108,7 @@ def _read_feature(feature_value: object, field: str, text_bytes_max: int) -> Fea
         if feature_value and isinstance(feature_value[0], str):
             return _read_texts(feature_value, field, text_bytes_max)
         return _read_vector(feature_value, field)
-    raise unprocessable("invalid_feature", f"{field} is a text, a number, a list of texts or a list of numbers", field)
+    raise unprocessable("invalid_feature", f"{field} must be a text, a number, or a list of either", field)
 
 
 def _read_texts(sent_texts: list[Any], field: str, text_bytes_max: int) -> tuple[str, ...]:
@@ -125,14 +125,14 @@ def _check_text(text: str, text_bytes_max: int, field: str) -> None:
 
 
 def _read_vector(sent_numbers: list[Any], field: str) -> tuple[float, ...]:
-    """Return the numbers of a list feature; whole numbers stay whole, as the model decides their dtype."""
+    """Return the numbers of a list feature; integers stay integers, because the model decides the dtype."""
     value_types = set(map(type, sent_numbers))
     if not value_types <= {int, float}:
         index = next(position for position, element in enumerate(sent_numbers) if type(element) not in (int, float))
         field_path = f"{field}[{index}]"
         raise unprocessable("invalid_feature", f"{field_path} is not a number", field_path)
     if int in value_types and max(abs(min(sent_numbers)), abs(max(sent_numbers))) > _EXACT_WHOLE_NUMBER_MAX:
-        raise unprocessable("invalid_feature", f"{field} holds numbers beyond 2**53 beside whole ones", field)
+        raise unprocessable("invalid_feature", f"{field} mixes integers with numbers beyond 2**53", field)
     return tuple(sent_numbers)
 
 
@@ -161,7 +161,7 @@ def has_more_values(json_text: bytes, values_max: int) -> bool:
         chunk_chars = np.frombuffer(odd_backslash + json_text[chunk_start : chunk_start + _SCAN_CHUNK_BYTES], np.uint8)
         quote_mask = chunk_chars == _QUOTE
         escaped_positions = _escaped_positions(chunk_chars)
-        # A run of backslashes that is cut here goes on with as many as count: one or none.
+        # Of a run of backslashes that continues from the previous piece only its parity matters.
         odd_backslash = b"\\" if len(escaped_positions) and escaped_positions[-1] == len(chunk_chars) else b""
         quote_mask[escaped_positions[: len(escaped_positions) - len(odd_backslash)]] = False
         in_string_mask = np.bitwise_xor.accumulate(quote_mask) ^ is_in_string

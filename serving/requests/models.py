@@ -1,4 +1,4 @@
-"""Requests of callers, as immutable values. Pure."""
+"""Requests as immutable values. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class RequestedEntity:
 
 @dataclass(frozen=True, slots=True)
 class FeedbackReport:
-    """Feedback of a caller: `count` events, of answers of a generation, to a key, or of an arm; the others are None."""
+    """Feedback: `count` events for a generation, a canary key or an arm; the other two are None."""
 
     generation: str | None
     key: bytes | None

@@ -1,4 +1,4 @@
-"""Builders of JSON schemas, and named schemas: written where they are used, collected under `components`. Pure."""
+"""Builders of JSON schemas, and named schemas, which are collected under `components`. Pure."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ _REFERENCE_PREFIX = "#/components/schemas/"
 
 
 class NamedSchema(dict[str, Any]):
-    """JSON schema that the document has once, under its name; each use becomes a reference."""
+    """JSON schema that the document contains once, under its name; each use becomes a reference."""
 
     def __init__(self, name: str, schema: Json) -> None:
         super().__init__(schema)
@@ -60,7 +60,7 @@ def nullable_schema(schema: Json) -> Json:
 
 
 def open_enum_schema(name: str, value_meanings: Iterable[tuple[str, str]], meaning: str) -> NamedSchema:
-    """Return a named schema of a text that is one of `value_meanings` today; more values may be added."""
+    """Return a named schema of a text with the known values `value_meanings`; more values may be added later."""
     known_value_meanings = list(value_meanings)
     value_lines = "".join(
         f"\n- `{allowed_value}`: {value_meaning}" for allowed_value, value_meaning in known_value_meanings

@@ -1,4 +1,4 @@
-"""Content negotiation: the form of a request and of its answer, by the headers. Pure."""
+"""Content negotiation: the media types of a request and of its answer, by the headers. Pure."""
 
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
@@ -13,7 +13,7 @@ _ARROW_TYPE_BYTES = ARROW_MEDIA_TYPE.encode()
 _FORM_BY_CONTENT_TYPE: dict[bytes, BodyForm] = {
     _ARROW_TYPE_BYTES: "arrow",
     b"application/json": "json",
-    # What curl and urllib say of a body when nobody chose a type.
+    # The default type that curl and urllib send for a body.
     b"application/x-www-form-urlencoded": "json",
     b"": "json",
 }
@@ -34,7 +34,7 @@ class Forms(NamedTuple):
 
 
 def parse_forms(headers: Iterable[tuple[bytes, bytes]]) -> Forms:
-    """Forms by Content-Type and Accept, header names in lower case.
+    """Return the forms by Content-Type and Accept; header names are in lower case.
 
     Raises Problem 415 or 406 for any other type, and 415 for a body in a content coding.
     """
@@ -62,7 +62,8 @@ def _check_coding(header_value: bytes) -> None:
     if coding not in (b"", b"identity"):
         coding_name = coding.decode("ascii", "replace")
         raise Problem(
-            415, "unsupported_content_encoding", f"the body is in the coding {coding_name!r}: send it without one",
+            415, "unsupported_content_encoding",
+                f"the body has the content coding {coding_name!r}: send it without one",
             field="content-encoding", supported=["identity"],
         )  # fmt: skip
 
@@ -72,14 +73,14 @@ def _parse_content_type(header_value: bytes) -> BodyForm:
     body_form = _FORM_BY_CONTENT_TYPE.get(media_type)
     if body_form is None:
         raise Problem(
-            415, "unsupported_media_type", f"a body is one of {', '.join(_OFFERED_MEDIA_TYPES)}",
+            415, "unsupported_media_type", f"the media type of a body must be one of {', '.join(_OFFERED_MEDIA_TYPES)}",
             field="content-type", supported=_OFFERED_MEDIA_TYPES,
         )  # fmt: skip
     return body_form
 
 
 def _choose_response_form(accept_header: bytes) -> BodyForm:
-    """Form with the greatest weight, a type named outright before a wildcard, the first of equals."""
+    """Return the form with the greatest weight; explicit types precede wildcards, earlier types later ones."""
     exact_form = _FORM_BY_ACCEPT.get(accept_header)
     if exact_form is not None:
         return exact_form
@@ -92,7 +93,7 @@ def _choose_response_form(accept_header: bytes) -> BodyForm:
             best_choice = *rank, form
     if best_choice is None:
         raise Problem(
-            406, "not_acceptable", f"an answer is one of {', '.join(_OFFERED_MEDIA_TYPES)}",
+            406, "not_acceptable", f"the media type of an answer can be one of {', '.join(_OFFERED_MEDIA_TYPES)}",
             field="accept", supported=_OFFERED_MEDIA_TYPES,
         )  # fmt: skip
     return best_choice[2]

@@ -1,4 +1,4 @@
-"""Options of a request: each is declared once, and read from a body, a query or a header. Pure."""
+"""Options of a request, each declared once, and parsed from a body, a query or a header. Pure."""
 
 import contextlib
 import math
@@ -51,12 +51,12 @@ class Limits:
 
     @property
     def max_values(self) -> int:
-        """Bound on the values of any kind in a JSON body: ids, numbers, entities, and a few others."""
+        """Bound on the number of values of any kind in a JSON body: ids, numbers, entities, and a few others."""
         return self.max_ids + 2 * self.max_numbers + 8 * self.max_batch + 64
 
 
 class RequestedArm(NamedTuple):
-    """Arm of an experiment by which a tester wants to be answered."""
+    """Arm of an experiment that a tester wants to answer the request."""
 
     experiment: str
     arm: str
@@ -74,13 +74,13 @@ class RequestOptions:
     generation: str | None = None
     canary_key: bytes | None = None
     filter: Filter | str | None = None
-    """Filter that was sent, or the name of one that the generation declares."""
+    """The sent filter, or the name of a filter that the generation declares."""
     rerank: Reranking | None = None
     arm: RequestedArm | None = None
     max_events: int | None = None
-    """0: newer events are not counted; None: all are."""
+    """0: newer events are not counted; None: all are counted."""
     as_of: int | None = None
-    """Number of the position up to which events are counted, for explanations; None: all are."""
+    """Number of the position up to which events are counted; None: all are counted."""
 
     @property
     def is_reshaped(self) -> bool:
@@ -90,9 +90,9 @@ class RequestOptions:
 
 @dataclass(frozen=True, slots=True)
 class RequestOption:
-    """Declaration of an option; the parsers of bodies and URLs, the schema and the documents follow from it.
+    """Declaration of an option, used by the parsers of bodies and URLs, the schema and the documents.
 
-    `parse_body_value` reads the value of a JSON body. `parse_url_text` makes that value of a URL's text, given the
+    `parse_body_value` parses the value of a JSON body. `parse_url_text` converts a URL's text to that value, given the
     option's name. `options_field` is the field of RequestOptions.
     """
 
@@ -101,9 +101,9 @@ class RequestOption:
     parse_body_value: Callable[[Any, Limits], Any]
     parse_url_text: Callable[[str, str], object]
     query_schema: Json | None = None
-    """Schema in a URL, if it is another one than in a body."""
+    """Schema in a URL, if it differs from that in a body."""
     is_for_lists_only: bool = False
-    """True for an option of lookups in a body alone: neither a URL nor a score request has it."""
+    """True for an option that only bodies of lookups may have, not URLs and score requests."""
 
 
 def body_options(body_fields: Mapping[str, Any], limits: Limits) -> RequestOptions:
@@ -117,7 +117,7 @@ def body_options(body_fields: Mapping[str, Any], limits: Limits) -> RequestOptio
 
 
 def body_deadline_s(parsed_body: object, limits: Limits) -> float:
-    """Return a JSON body's deadline in seconds, even if other fields are invalid; raise Problem for a bad deadline."""
+    """Return a JSON body's deadline in seconds, even if other fields are invalid; raise Problem if it is invalid."""
     sent_deadline_ms = parsed_body.get("deadline_ms") if isinstance(parsed_body, dict) else None
     if sent_deadline_ms is None:
         return limits.deadline_ms / 1000
@@ -125,7 +125,7 @@ def body_deadline_s(parsed_body: object, limits: Limits) -> float:
 
 
 def query_options(query: bytes, limits: Limits) -> RequestOptions:
-    """Return the options of a URL's query; without any, all defaults."""
+    """Return the options of a URL's query; without any, the defaults."""
     if not query:
         return RequestOptions(limits.deadline_ms / 1000)
     return text_options(_parse_query(query), limits)
@@ -152,7 +152,7 @@ def _options_with_deadline(options: dict[str, Any], limits: Limits) -> RequestOp
 def with_headers(options: RequestOptions, headers: Iterable[tuple[bytes, bytes]], limits: Limits) -> RequestOptions:
     """Return the options with the request's headers (names in lower case) applied, in one pass.
 
-    The tighter of two deadlines counts; the canary's key, and an arm, only if the body or the query has none.
+    The shorter of two deadlines applies; canary key and arm only if the body or the query has none.
     """
     for header_name, header_value in headers:
         if header_name == b"x-deadline-ms":
@@ -178,24 +178,24 @@ def read_arm(sent_value: object, field: str = "arm") -> RequestedArm:
 
 def _parse_fresh(sent_value: object, _limits: Limits) -> bool:
     if not isinstance(sent_value, bool):
-        raise unprocessable("invalid_field", "fresh is true or false", "fresh")
+        raise unprocessable("invalid_field", "fresh must be true or false", "fresh")
     return sent_value
 
 
 def _fresh_from_text(text: str, field: str) -> bool:
     if text.lower() not in ("true", "false", "1", "0"):
-        raise unprocessable("invalid_field", f"{field} is true or false", field)
+        raise unprocessable("invalid_field", f"{field} must be true or false", field)
     return text.lower() in ("true", "1")
 
 
 def _parse_generation(sent_value: object, _limits: Limits) -> str:
     if not isinstance(sent_value, str):
-        raise unprocessable("invalid_field", "generation is a string", "generation")
+        raise unprocessable("invalid_field", "generation must be a string", "generation")
     return sent_value
 
 
 def _parse_filter(sent_value: object, _limits: Limits) -> Filter | str | None:
-    """Parse a filter, or return the name of a declared one, which the answering generation looks up."""
+    """Parse a filter, or return the name of a declared filter, which the generation resolves."""
     if sent_value is None or (isinstance(sent_value, str) and NAME_PATTERN.fullmatch(sent_value)):
         return sent_value
     try:
@@ -216,7 +216,7 @@ def _parse_reranking(sent_value: object, limits: Limits) -> Reranking:
         declared_names = sorted(limits.rerankings)
         raise unprocessable(
             "unknown_rerank",
-            f"no re-ranking {sent_value[:40]!r} is declared; there are {', '.join(declared_names) or 'none'}",
+            f"no re-ranking {sent_value[:40]!r} is declared; declared are: {', '.join(declared_names) or 'none'}",
             "rerank",
             declared=declared_names,
         )
@@ -232,7 +232,7 @@ def _reranking_from_text(text: str, field: str) -> object:
 
 def _json_from_text(text: str, field: str) -> object:
     if len(text) > _JSON_TEXT_CHARS_MAX:
-        problem_message = f"{field} has at most {_JSON_TEXT_CHARS_MAX} characters here"
+        problem_message = f"{field} may have at most {_JSON_TEXT_CHARS_MAX} characters in a URL"
         raise unprocessable(f"invalid_{field}", problem_message, field, limit=_JSON_TEXT_CHARS_MAX)
     try:
         return orjson.loads(text)
@@ -252,36 +252,38 @@ def _parse_query(query: bytes) -> dict[str, str]:
 
 
 def _parse_number(text: str, field: str) -> float:
-    # Not what float() takes: that reads "1_0", "nan" and digits of any script.
+    # Stricter than float(), which accepts "1_0", "nan" and digits of any script.
     if not _NUMBER_PATTERN.fullmatch(text):
-        raise unprocessable("invalid_field", f"{field} is a number, not {text[:40]!r}", field)
+        raise unprocessable("invalid_field", f"{field} must be a number, not {text[:40]!r}", field)
     return float(text)
 
 
 def _parse_whole_number(text: str, field: str) -> int:
     if not _WHOLE_NUMBER_PATTERN.fullmatch(text):
-        raise unprocessable(f"invalid_{field}", f"{field} is a whole number, not {text[:40]!r}", field)
+        raise unprocessable(f"invalid_{field}", f"{field} must be a whole number, not {text[:40]!r}", field)
     if len(text) > _DIGITS_MAX:
-        raise unprocessable(f"invalid_{field}", f"{field} has at most {_DIGITS_MAX} digits, not {len(text)}", field)
+        raise unprocessable(
+            f"invalid_{field}", f"{field} may have at most {_DIGITS_MAX} digits, not {len(text)}", field
+        )
     return int(text)
 
 
 def _parse_k(sent_value: object, _limits: Limits) -> int:
     if isinstance(sent_value, bool) or not isinstance(sent_value, int):
-        raise unprocessable("invalid_k", "k is a whole number", "k")
+        raise unprocessable("invalid_k", "k must be a whole number", "k")
     if sent_value < 1:
-        raise unprocessable("invalid_k", f"k is 1 or more, not {sent_value}", "k")
+        raise unprocessable("invalid_k", f"k must be 1 or more, not {sent_value}", "k")
     return sent_value
 
 
 def _parse_max_events(sent_value: object, _limits: Limits) -> int:
     if isinstance(sent_value, bool) or sent_value != 0:
-        raise unprocessable("invalid_field", "max_events is 0, for the stored answer, or left out", "max_events")
+        raise unprocessable("invalid_field", "max_events must be 0, for the stored answer, or left out", "max_events")
     return 0
 
 
 def _parse_as_of(sent_value: object, _limits: Limits) -> int:
-    """Return the number of the last counted position: a position's own, or of all accepted up to a time."""
+    """Return the number of the last counted position, given as a position or as a time of acceptance."""
     if isinstance(sent_value, str):
         with contextlib.suppress(InvalidInput):
             return Position.parse(sent_value).number
@@ -290,19 +292,19 @@ def _parse_as_of(sent_value: object, _limits: Limits) -> int:
             if counted_until.tzinfo is not None and counted_until.timestamp() >= 0:
                 return Position(int(counted_until.timestamp() * 1000 + 0.5) + 1, 0).number - 1
     raise unprocessable(
-        "invalid_field", "as_of is a position such as 1700000000000-0, or a time with its zone", "as_of"
+        "invalid_field", "as_of must be a position such as 1700000000000-0, or a time with its zone", "as_of"
     )
 
 
 def _parse_max_age_s(sent_value: object, _limits: Limits) -> float:
     if isinstance(sent_value, bool) or not isinstance(sent_value, int | float) or not 0 <= sent_value < math.inf:
-        raise unprocessable("invalid_field", "max_age_seconds is a finite number, 0 or more", "max_age_seconds")
+        raise unprocessable("invalid_field", "max_age_seconds must be a finite number, 0 or more", "max_age_seconds")
     return float(sent_value)
 
 
 def _parse_deadline_s(sent_value: object, limits: Limits, field: str = "deadline_ms") -> float:
     if isinstance(sent_value, bool) or not isinstance(sent_value, int | float) or not 0 < sent_value < math.inf:
-        raise unprocessable("invalid_field", f"{field} is a finite number above 0", field)
+        raise unprocessable("invalid_field", f"{field} must be a finite number above 0", field)
     return min(float(sent_value), limits.deadline_max_ms) / 1000
 
 
@@ -329,7 +331,7 @@ _FILTER_SCHEMA = NamedSchema(
         "minProperties": 1,
         "maxProperties": 1,
         "additionalProperties": True,
-        "description": "One operator (and, or, not; ==, in, <, <=, >, >=, contains, exists) and what it takes, such as "
+        "description": "One operator (and, or, not; ==, in, <, <=, >, >=, contains, exists) and its operands, such as "
         '{"<": ["price", 20]}',
     },
 )
@@ -365,9 +367,12 @@ _RERANKING_SCHEMA = NamedSchema(
                         "most": {
                             "type": "integer",
                             "minimum": 1,
-                            "description": "At most so many items of one value of `attribute`",
+                            "description": "Largest number of items with the same value of `attribute`",
                         },
-                        "mmr": {"type": "number", "description": "Weight of a score against likeness to those before"},
+                        "mmr": {
+                            "type": "number",
+                            "description": "Weight of the score against similarity to earlier items",
+                        },
                     },
                     additionalProperties=False,
                 ),
@@ -416,8 +421,7 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
         {
             "type": "number",
             "exclusiveMinimum": 0,
-            "description": "Milliseconds that an answer may take; what cannot be had in them is answered by a later "
-            "rung",
+            "description": "Milliseconds that an answer may take; slower entities are answered by a later rung",
         },
         _parse_deadline_s,
         _parse_number,
@@ -436,11 +440,7 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
     ),
     "max_events": RequestOption(
         "max_events",
-        {
-            "type": "integer",
-            "enum": [0],
-            "description": "0: the stored answer, whatever events the user has that are newer",
-        },
+        {"type": "integer", "enum": [0], "description": "0: the stored answer, even if the user has newer events"},
         _parse_max_events,
         _parse_number,
     ),
@@ -448,15 +448,15 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
         "as_of",
         {
             "type": "string",
-            "description": "Count events of the user up to this position, or accepted by this time (RFC 3339), as an "
-            "earlier answer told: while they are kept, it is made again",
+            "description": "Count the user's events up to this position, or accepted by this time (RFC 3339): repeats "
+            "an earlier answer as long as its events are kept",
         },
         _parse_as_of,
         _unchanged_text,
     ),
     "generation": RequestOption(
         "generation",
-        {"type": "string", "description": "Answer from this generation, or 409"},
+        {"type": "string", "description": "Answer from this generation; 409 if it is not held"},
         _parse_generation,
         _unchanged_text,
     ),
@@ -464,8 +464,8 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
         "canary_key",
         with_description(
             ID_SCHEMA,
-            "Decides whether a canary answers, if one runs: the same key always meets the same generation. "
-            "By default the user, if the request is about one user alone; without either the live one answers",
+            "Decides whether a running canary answers: the same key always gets the same generation. Default: the "
+            "user, if the request is about one user only; without a key the live generation answers",
         ),
         _parse_canary_key,
         _unchanged_text,
@@ -475,7 +475,7 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
         {
             "type": "string",
             "pattern": "^[^=]{1,32}=[^=]{1,32}$",
-            "description": "EXPERIMENT=ARM that is to answer, or 409; for testers, not counted",
+            "description": "EXPERIMENT=ARM that must answer; 409 if it is not held. For testers, not counted",
         },
         _parse_arm,
         _unchanged_text,
@@ -506,4 +506,4 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
 """Options by their names in bodies and URLs."""
 
 QUERY_OPTION_NAMES: Final = frozenset(name for name, option in REQUEST_OPTIONS.items() if not option.is_for_lists_only)
-"""Options of a URL, and of a score request."""
+"""Names of the options of URLs and score requests."""

@@ -1,4 +1,4 @@
-"""Parsing of lookups, scores and feedback, from a URL, JSON or Arrow: each body once, plain lookups the short way."""
+"""Parsers of lookups, scores and feedback, from a URL, JSON or Arrow; each body is parsed once."""
 
 import asyncio
 import re
@@ -38,13 +38,13 @@ from serving.requests.options import (
 )
 
 RequestScope = MutableMapping[str, Any]
-"""ASGI scope of a request, in which the contents of its body are kept for the next reader."""
+"""ASGI scope of a request, which caches the parsed body for the next reader."""
 
 T = TypeVar("T")
 LOOKUP_PATH_PREFIX = b"/v1/lookup/"
 
 LARGE_BODY_BYTES = 256 << 10
-"""Bytes of a body beyond which reading it would hold the event loop for more than some 5 ms."""
+"""Bytes of a body from which parsing would block the event loop for more than about 5 ms."""
 
 _CONTENT_KEY = "larder.content"
 
@@ -58,7 +58,7 @@ _FEEDBACK_COUNT_MAX = 1_000_000
 ID_COLUMN_NAME = "id"
 
 _FOREIGN_METADATA_PREFIXES = ("pandas", "ARROW:")
-"""Prefixes of metadata names that other tools leave; they mean nothing here."""
+"""Prefixes of metadata names of other tools, which are ignored."""
 
 _K_DIGITS_MAX = 5
 _CACHED_QUERIES_MAX = 1_024
@@ -70,7 +70,7 @@ _WATCHED_HEADERS = frozenset({b"x-deadline-ms", b"x-larder-canary-key", ARM_HEAD
 def lookup_from_body(
     scope: RequestScope, body: bytes, form: BodyForm, table: str | None, limits: Limits
 ) -> LookupRequest:
-    """Lookup that a body asks for; the kept contents are removed."""
+    """Return the lookup of a body; removes the cached contents."""
     content = pop_content(scope, body, form, limits)
     if form == "arrow" and table is not None:
         return lookup_from_stream(content, table, limits)
@@ -86,7 +86,7 @@ def pop_content(scope: RequestScope, body: bytes, form: BodyForm, limits: Limits
 
 
 def peek_content(scope: RequestScope, body: bytes, form: BodyForm, limits: Limits) -> Any:
-    """Read the body, as JSON or as `ArrowLookup`; raise Problem. Either outcome is kept for the next reader."""
+    """Parse the body as JSON or `ArrowLookup`; raise Problem. Both outcomes are cached for the next reader."""
     if _CONTENT_KEY not in scope:
         try:
             is_arrow = form == "arrow"
@@ -99,21 +99,21 @@ def peek_content(scope: RequestScope, body: bytes, form: BodyForm, limits: Limit
     try:
         raise content_or_problem.with_traceback(None)
     finally:
-        del content_or_problem  # else the error holds this frame, and with it the body, until Python looks for cycles
+        del content_or_problem  # else the error keeps this frame, and so the body, alive
 
 
 def store_refusal(scope: RequestScope, error: Exception) -> None:
     """Store an error that every later reader gets; the body is not read again."""
-    scope[_CONTENT_KEY] = error.with_traceback(None)  # whose frames hold the body
+    scope[_CONTENT_KEY] = error.with_traceback(None)  # its frames would keep the body
 
 
 async def run_in_thread_if_large(body: bytes, read_body_content: Callable[[], T]) -> T:
-    """Run `read_body_content`: in a thread if the body is large, so that other requests are answered meanwhile."""
+    """Run `read_body_content`, in a thread if the body is large, so that other requests are answered meanwhile."""
     return read_body_content() if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read_body_content)
 
 
 def lookup_from_url(raw_path: bytes, path_prefix: bytes, query: bytes, limits: Limits) -> LookupRequest:
-    """Lookup from `<prefix><table>/<entity>?k=...`; the id is all after the table, percent-decoded, with slashes."""
+    """Return the lookup of `<prefix><table>/<entity>?k=...`; the id is the percent-decoded rest, with slashes."""
     prefix_index = raw_path.find(path_prefix)
     if prefix_index < 0:
         raise Problem(404, "not_found", "the fixed part of this path must not be percent-encoded")
@@ -130,11 +130,11 @@ def lookup_from_url(raw_path: bytes, path_prefix: bytes, query: bytes, limits: L
 
 
 def lookup_from_json(content: object, table: str | None, limits: Limits) -> LookupRequest:
-    """Lookup from the JSON of POST /v1/lookup/{table}, or of POST /v1/lookup when `table` is None."""
+    """Return the lookup of the JSON of POST /v1/lookup/{table}, or of POST /v1/lookup if `table` is None."""
     body_fields = read_object(content, "body", _LOOKUP_FIELDS)
     sent_entities = body_fields.get("entities")
     if not isinstance(sent_entities, list):
-        raise unprocessable("invalid_field", "entities is a list", "entities")
+        raise unprocessable("invalid_field", "entities must be a list", "entities")
     check_length(sent_entities, 1, limits.max_batch, "entities", "batch_too_long")
     _check_totals(sent_entities, body_fields, limits)
     entities = tuple(
@@ -145,34 +145,36 @@ def lookup_from_json(content: object, table: str | None, limits: Limits) -> Look
 
 
 def score_from_json(content: object, limits: Limits) -> ScoreRequest:
-    """Score request from the JSON of POST /v1/score."""
+    """Return the score request of the JSON of POST /v1/score."""
     body_fields = read_object(content, "body", _SCORE_FIELDS)
     if "user" not in body_fields:
         raise unprocessable("missing_field", "user is missing", "user")
     _check_totals([body_fields["user"]], body_fields, limits)
     candidate_ids = read_ids(body_fields.get("items"), "items", limits.max_batch, "batch_too_long")
     if not candidate_ids:
-        raise unprocessable("invalid_field", "items is a list of 1 or more ids", "items")
+        raise unprocessable("invalid_field", "items must be a list of 1 or more ids", "items")
     return ScoreRequest(
         _read_entity(body_fields["user"], "", "user", limits), candidate_ids, body_options(body_fields, limits)
     )
 
 
 def feedback_from_json(content: object) -> FeedbackReport:
-    """Feedback from the JSON of POST /v1/feedback."""
+    """Return the feedback of the JSON of POST /v1/feedback."""
     body_fields = read_object(content, "body", _FEEDBACK_FIELDS)
     generation, canary_key = body_fields.get("generation"), body_fields.get("canary_key")
     arm = None if body_fields.get("arm") is None else read_arm(body_fields["arm"])
     if sum(subject is not None for subject in (generation, canary_key, arm)) != 1:
-        problem_message = "send one of generation, as the answer had it, canary_key, and arm, as EXPERIMENT=ARM"
+        problem_message = "send exactly one of generation (of the answer), canary_key and arm (EXPERIMENT=ARM)"
         raise unprocessable("missing_field", problem_message, "body")
     if generation is not None and not isinstance(generation, str):
         raise unprocessable("invalid_field", "generation is a string", "generation")
     event, count = body_fields.get("event"), body_fields.get("count", 1)
     if not isinstance(event, str) or not _FEEDBACK_EVENT_PATTERN.fullmatch(event):
-        raise unprocessable("invalid_field", "event is 1 to 32 of a-z, 0-9 and _, a letter first", "event")
+        raise unprocessable(
+            "invalid_field", "event must be 1 to 32 characters of a-z, 0-9 and _, beginning with a letter", "event"
+        )
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _FEEDBACK_COUNT_MAX:
-        raise unprocessable("invalid_field", f"count is a whole number from 1 to {_FEEDBACK_COUNT_MAX}", "count")
+        raise unprocessable("invalid_field", f"count must be a whole number from 1 to {_FEEDBACK_COUNT_MAX}", "count")
     canary_key = None if canary_key is None else read_id(canary_key, "canary_key")
     return FeedbackReport(generation, canary_key, arm, event, count)
 
@@ -185,7 +187,7 @@ def _read_entity(sent_entity: object, table: str | None, field: str, limits: Lim
     if table is None:
         table_name = entity_fields.get("table")
         if not isinstance(table_name, str):
-            raise unprocessable("missing_field", f"{field}.table names a table", f"{field}.table")
+            raise unprocessable("missing_field", f"{field}.table must be the name of a table", f"{field}.table")
         table = table_name
     sent_id, sent_history, sent_features = (
         entity_fields.get("id"),
@@ -207,7 +209,7 @@ def _read_entity(sent_entity: object, table: str | None, field: str, limits: Lim
 
 
 def _check_totals(entities: list[Any], body_fields: Mapping[str, Any], limits: Limits) -> None:
-    """Refuse too many ids or numbers in all, before any is read: inputs within their own limits may still add up."""
+    """Refuse too many ids or numbers in total, before any is read: each input may be within its own limit."""
     sent_entities = [sent_entity for sent_entity in entities if isinstance(sent_entity, dict)]
     id_lists = [sent_entity.get("history") for sent_entity in sent_entities]
     id_lists.append(body_fields.get("exclude"))
@@ -215,7 +217,7 @@ def _check_totals(entities: list[Any], body_fields: Mapping[str, Any], limits: L
     if id_count > limits.max_ids:
         raise unprocessable(
             "too_many_ids",
-            f"histories and exclude hold {id_count} ids in all, {limits.max_ids} are allowed",
+            f"histories and exclude have {id_count} ids in total, {limits.max_ids} are allowed",
             "body",
             limit=limits.max_ids,
         )
@@ -223,14 +225,14 @@ def _check_totals(entities: list[Any], body_fields: Mapping[str, Any], limits: L
     if number_count > limits.max_numbers:
         raise unprocessable(
             "too_many_numbers",
-            f"features hold {number_count} values in all, {limits.max_numbers} are allowed",
+            f"features have {number_count} values in total, {limits.max_numbers} are allowed",
             "body",
             limit=limits.max_numbers,
         )
 
 
 def _count_values(features: object) -> int:
-    """Count of values: each number of a list, and each feature that is no list."""
+    """Return the number of values: list elements, and features that are not lists."""
     feature_values = features.values() if isinstance(features, dict) else ()
     return sum(
         [max(1, len(feature_value)) if isinstance(feature_value, list) else 1 for feature_value in feature_values]
@@ -242,21 +244,21 @@ def _path_text(encoded_text: bytes) -> str:
 
 
 class ArrowLookup(NamedTuple):
-    """Ids that were sent, as bytes of UTF-8, and options by name as texts."""
+    """Sent ids as UTF-8 bytes, and options by name as texts."""
 
     ids: list[bytes]
     options: dict[str, str]
 
 
 def read_arrow_lookup(body: bytes, limits: Limits) -> ArrowLookup:
-    """Return the ids, unchecked except for their number; raise Problem for another kind of stream."""
+    """Return ids and options, checking only the number of ids; raise Problem for other streams."""
     try:
-        # One more than allowed is enough to tell.
+        # Reading one more than allowed is enough to refuse.
         cutter = loader.kernels.cut_texts
         read_rows_max = limits.max_batch + 1
         frame = read_frame(body, read_rows_max, as_bytes=True, cutter=cutter, check_fields=_check_column)
     except MalformedStream as error:
-        raise unprocessable("invalid_arrow", f"the body is no Arrow IPC stream of ids: {error}", "body") from error
+        raise unprocessable("invalid_arrow", f"the body is not an Arrow IPC stream of ids: {error}", "body") from error
     except UnsupportedStream as error:
         raise unprocessable("unsupported_arrow", str(error), "body") from error
     sent_ids = frame.columns[ID_COLUMN_NAME]
@@ -273,7 +275,7 @@ def read_arrow_lookup(body: bytes, limits: Limits) -> ArrowLookup:
 
 
 def lookup_from_stream(id_stream: ArrowLookup, table: str, limits: Limits) -> LookupRequest:
-    """Lookup from the stream of POST /v1/lookup/{table}."""
+    """Return the lookup of the stream of POST /v1/lookup/{table}."""
     text_ids = [raw_id.decode() for raw_id in id_stream.ids]
     canonical_ids = [read_id(text_id, f"entities[{index}]") for index, text_id in enumerate(text_ids)]
     entities = tuple(
@@ -287,7 +289,7 @@ def _check_column(fields: tuple[Field, ...]) -> None:
     if [field.name for field in fields] != [ID_COLUMN_NAME] or fields[0].kind not in ("utf8", "large_utf8"):
         raise unprocessable(
             "invalid_field",
-            f"a batch is one column {ID_COLUMN_NAME!r} of utf8; histories and features go as JSON",
+            f"a batch must have one column {ID_COLUMN_NAME!r} of utf8; send histories and features as JSON",
             "entities",
         )
 
@@ -301,19 +303,19 @@ class ParsedLookup(NamedTuple):
 
 
 class IdBatch(NamedTuple):
-    """Lookup of many ids in one table; `k` None = all."""
+    """Lookup of many ids in one table; `k` None: all items."""
 
     raws: list[bytes]
     k: int | None
 
 
 def parse_single_lookup(path: bytes) -> ParsedLookup | None:
-    """The table and the id of `/v1/lookup/<table>/<id>`."""
+    """Return the table and the id of `/v1/lookup/<table>/<id>`."""
     if not path.startswith(LOOKUP_PATH_PREFIX):
         return None
     table, _, encoded_id = path[len(LOOKUP_PATH_PREFIX) :].partition(b"/")
     id_bytes = unquote_to_bytes(encoded_id) if b"%" in encoded_id else encoded_id
-    # An encoded table is for those who decode it.
+    # The routes decode a percent-encoded table.
     if not 0 < len(id_bytes) <= ID_BYTES_MAX or b"%" in table:
         return None
     try:
@@ -323,7 +325,7 @@ def parse_single_lookup(path: bytes) -> ParsedLookup | None:
 
 
 def id_batch_from_json(body_fields: object, ids_max: int) -> IdBatch | None:
-    """Plain text ids, as most batches are, and perhaps `k`, from the JSON of a body."""
+    """Return a batch of text ids, perhaps with `k`, from a JSON body; None for any other body."""
     if not isinstance(body_fields, dict) or not body_fields.keys() <= _BATCH_FIELDS:
         return None
     sent_ids, k = body_fields.get("entities"), _plain_k(body_fields)
@@ -343,7 +345,7 @@ def _plain_k(body_fields: Mapping[str, Any]) -> int | None:
 
 
 def id_batch_from_stream(id_stream: ArrowLookup) -> IdBatch | None:
-    """Batch for the hot route: plain ids and perhaps `k`; None for all that other routes handle."""
+    """Return a batch of plain ids, perhaps with `k`, for the fast path; None for any other stream."""
     id_bytes_list, options = id_stream
     if not have_id_lengths(id_bytes_list) or not options.keys() <= {"k"}:
         return None
@@ -355,16 +357,16 @@ def id_batch_from_stream(id_stream: ArrowLookup) -> IdBatch | None:
 
 
 def tighten_deadline(options: RequestOptions, deadline_s: float) -> RequestOptions:
-    """Options with the tighter of their deadline and the headers'."""
+    """Return the options with the shorter of their deadline and that of the headers."""
     if deadline_s >= options.deadline_s:
         return options
     return replace(options, deadline_s=deadline_s)
 
 
 class QueryOptionsCache:
-    """Cache of options by URL query, for those that only choose `k`, a deadline and a filter.
+    """Cache of options by URL query, for queries with only `k`, a deadline and a filter.
 
-    Only short ones are cached: queries that repeat are short, and a bounded number cannot fill the memory.
+    Only short queries are cached, in a bounded number: queries that repeat are short.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -372,7 +374,7 @@ class QueryOptionsCache:
         self._options_by_query: dict[bytes, RequestOptions | None] = {}
 
     def of(self, query: bytes) -> RequestOptions | None:
-        """The options, read as everywhere else, once per distinct query."""
+        """Return the options, parsed once per distinct query."""
         if len(query) > _CACHED_QUERY_BYTES_MAX:
             return self._read_plain_options(query)
         try:
@@ -393,13 +395,13 @@ class QueryOptionsCache:
 
 
 class HeaderReader:
-    """Judges the headers that matter to a lookup; names come in lower case."""
+    """Reader of the headers that affect a lookup; names are in lower case."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
 
     def deadline_s(self, headers: Iterable[tuple[bytes, bytes]]) -> float | None:
-        """Deadline in seconds by the request's headers, infinite without one; None: not for the hot route."""
+        """Return the headers' deadline in seconds, infinite without one; None if the fast path cannot be used."""
         deadline_s = float("inf")
         for header_name, header_value in headers:
             if header_name not in _WATCHED_HEADERS:
@@ -409,7 +411,7 @@ class HeaderReader:
                 if not sent_ms:
                     return None
                 deadline_s = min(deadline_s, min(sent_ms, self._limits.deadline_max_ms) / 1000)
-            # Where the stages are told, TIMING_HEADER has been taken away before.
+            # If stage times are reported, TIMING_HEADER has been removed before.
             elif header_name in (ARM_HEADER, TIMING_HEADER) or not (
                 header_value.isascii() and 0 < len(header_value) <= ID_BYTES_MAX
             ):

@@ -1,4 +1,4 @@
-"""Requests under observation: their spans, their lines in the log, and `Server-Timing`.
+"""Observation of requests: spans, log lines, and `Server-Timing`.
 
 Start at `observer`.
 """

@@ -1,4 +1,4 @@
-"""Observer of requests: their names, the times of their stages, a line in the log, and a span."""
+"""Observer of requests: request ids, times of stages, a log line, and a span."""
 
 import itertools
 import logging
@@ -43,7 +43,7 @@ Below = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestLog:
-    """Log of requests without ready answers from L1: nothing is decided or written for each hit."""
+    """Log of requests without ready answers from L1, which are not logged."""
 
     _: KW_ONLY
     sampled_share: float
@@ -51,7 +51,7 @@ class RequestLog:
     draw: Callable[[], float] = random.random
 
     def level(self, request_record: RequestRecord, seconds: float) -> int | None:
-        """Log level: errors and slow requests have their own, so that no sample crowds them out; None: no line."""
+        """Return the log level, None for no line; errors and slow requests are logged regardless of the sample."""
         if request_record.status >= 500:
             return logging.ERROR
         if seconds >= self.slow_s:
@@ -59,7 +59,7 @@ class RequestLog:
         return logging.INFO if self.draw() < self.sampled_share else None
 
     def write(self, level: int, request_record: RequestRecord, request: RequestFacts, seconds: float) -> None:
-        """Write one line, unless the request is a readiness probe, whose answer is a state and no fault."""
+        """Write one line, unless the request is a readiness probe, whose 503 is not an error."""
         if request.route != "/readyz" and log.isEnabledFor(level):
             fields = {RECORD_FIELDS_ATTRIBUTE: log_fields(request_record, request, seconds)}
             log.log(level, "%s %s", request.method, request.route, extra=fields)
@@ -67,7 +67,7 @@ class RequestLog:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestObserver:
-    """Request observer. `times`: stage times go into `Server-Timing`; `tables`: names that logs and spans may hold."""
+    """Request observer. `times`: send stage times in `Server-Timing`; `tables`: names allowed in logs and spans."""
 
     tables: Callable[[], Container[str]]
     _: KW_ONLY
@@ -76,7 +76,7 @@ class RequestObserver:
     tracer: "Spans | None"
 
     def leaves(self, scope: Scope) -> bool:
-        """True if a single lookup may pass by: it asks for nothing, is part of no trace, and costs little itself."""
+        """True if a single lookup need not be observed: it requests no timing, is not traced, and costs little."""
         if not _WATCHED_HEADERS.isdisjoint([name for name, _ in scope["headers"]]):
             return False
         return self.tracer is None or not self.tracer.decide_traced(scope, None)
@@ -109,7 +109,7 @@ class RequestObserver:
             if message["type"] == "http.response.start":
                 request_record.status = status = message["status"]
                 headers = [*message["headers"], (b"x-request-id", request_record.id.encode())]
-                if self.times and status != 401:  # a stranger learns nothing
+                if self.times and status != 401:  # not for callers without a valid token
                     headers.append(
                         (b"server-timing", server_timing(request_record, time.monotonic() - request_record.started))
                     )
@@ -135,7 +135,7 @@ class RequestObserver:
 def _read_request_headers(
     request_record: RequestRecord, values_by_header: dict[bytes, list[bytes]], scope: Scope
 ) -> Scope:
-    """Read request id and trace headers; return the scope for the hot route, which takes only headers it knows."""
+    """Read request id and trace headers; return the scope without them, for the fast path."""
     request_record.id = (
         accepted_id(values_by_header[b"x-request-id"][0]) or "" if b"x-request-id" in values_by_header else ""
     )
@@ -147,12 +147,12 @@ def _read_request_headers(
 
 
 def accepted_id(sent_id: bytes | None) -> str | None:
-    """A caller's own id: 1 to 128 letters, digits and `._~:+/=@-`; None for anything else, which no log shall hold."""
+    """Return the caller's request id (1 to 128 letters, digits and `._~:+/=@-`); None if it is invalid."""
     return sent_id.decode("ascii") if sent_id is not None and _VALID_REQUEST_ID_PATTERN.fullmatch(sent_id) else None
 
 
 def new_request_id() -> str:
-    """New id that no other process makes: a random part of this one's own, and a number."""
+    """Return a new unique id: a random part of this process, and a number."""
     return f"{_process_prefix}-{next(_request_numbers):x}"
 
 
@@ -165,7 +165,7 @@ def _watched_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, list
 
 
 def server_timing(request_record: RequestRecord, total_s: float) -> bytes:
-    """The value of `Server-Timing` (https://www.w3.org/TR/server-timing/), in milliseconds."""
+    """Return the value of `Server-Timing` (https://www.w3.org/TR/server-timing/), in milliseconds."""
     total_entry = b"total;dur=%.3f" % (total_s * 1000)
     if not request_record.stages:
         return total_entry
@@ -192,7 +192,7 @@ def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> Reque
 
 
 def log_fields(request_record: RequestRecord, request: RequestFacts, seconds: float) -> dict[str, Any]:
-    """Fields of the request's line; none of them is an entity's id."""
+    """Return the fields of the request's line, none of which is an entity's id."""
     fields: dict[str, Any] = dict(request_record.log_ids())
     if request.table is not None:
         fields["table"] = request.table

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests, built from a request's record when it is over. Imported only if enabled."""
+"""OpenTelemetry spans of requests, built from a request's record at its end. Imported only if enabled."""
 
 import asyncio
 import contextlib
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 
 class Spans:
-    """Tracer of requests. `share`: part of those without a parent that begin a trace; others follow their parent.
+    """Tracer of requests. `share`: share of requests without a parent that are traced; others follow their parent.
 
-    Spans are queued in bounded memory and sent by a thread of the SDK's own; what does not fit is dropped there.
+    Spans are queued in bounded memory and sent by a thread of the SDK; spans that do not fit are dropped.
     """
 
     def __init__(self, processor: SpanProcessor, *, trace_share: float, with_ids: bool, instance: str) -> None:
@@ -52,12 +52,12 @@ class Spans:
 
     @classmethod
     def exporting(cls, *, trace_share: float, with_ids: bool, instance: str) -> "Spans":
-        """Create spans that are exported over OTLP/HTTP, as the environment says (OTEL_EXPORTER_OTLP_ENDPOINT etc.)."""
+        """Create spans exported over OTLP/HTTP, as set in the environment (OTEL_EXPORTER_OTLP_ENDPOINT etc.)."""
         processor = BatchSpanProcessor(OTLPSpanExporter())
         return cls(processor, trace_share=trace_share, with_ids=with_ids, instance=instance)
 
     def decide_traced(self, scope: MutableMapping[str, Any], parent: ParentSpan | None) -> bool:
-        """Return whether the request is traced; kept in `scope`, since the hot route asks before the observer does."""
+        """Return whether the request is traced; cached in `scope`, since fast path and observer both need it."""
         is_traced: bool | None = scope.get(_TRACED_KEY)
         if is_traced is None:
             is_traced = scope["path"].startswith(_TRACED_PATH_PREFIX) and (
@@ -106,17 +106,17 @@ class Spans:
         span.end(epoch_ns(request_record.started + seconds))
 
     async def aclose(self) -> None:
-        """Send the queued spans within a few seconds: a collector that is away does not block the stop."""
+        """Send the queued spans within a few seconds, so that an unreachable collector does not block the stop."""
         closed_event = asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def close() -> None:
             try:
                 self._provider.shutdown()
-            except Exception:  # a guest: what it raises must not keep the service from ending
+            except Exception:  # errors of the exporter must not prevent the service from ending
                 log.warning("spans could not be sent at the end", exc_info=True)
             finally:
-                with contextlib.suppress(RuntimeError):  # the loop waited long enough, and is closed
+                with contextlib.suppress(RuntimeError):  # the event loop waited long enough, and is closed
                     loop.call_soon_threadsafe(closed_event.set)
 
         threading.Thread(target=close, name="larder-spans", daemon=True).start()
@@ -157,7 +157,7 @@ def _shared_attributes(request_record: RequestRecord, request: RequestFacts) -> 
 
 
 def _request_attributes(request_record: RequestRecord, request: RequestFacts) -> dict[str, str | int]:
-    """Return the attributes of the request's own span; names by OpenTelemetry's conventions where there are any."""
+    """Return the attributes of the request's span, named by OpenTelemetry's conventions where possible."""
     count_by_source = count_sources(request_record.body)
     attributes: dict[str, str | int] = {
         "http.request.method": request.method,

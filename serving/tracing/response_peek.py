@@ -1,4 +1,4 @@
-"""Response facts read from the body's bytes: exact, since no text in JSON holds an unescaped quote. Pure."""
+"""Facts read from the bytes of a JSON response; exact, since texts in JSON contain no unescaped quotes. Pure."""
 
 import re
 
@@ -14,6 +14,6 @@ def count_sources(body: bytes) -> dict[str, int]:
 
 
 def find_generation(body: bytes) -> str | None:
-    """The generation of the first answer."""
+    """Return the generation of the first answer."""
     generation_match = _GENERATION_PATTERN.search(body)
     return None if generation_match is None else generation_match[1].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Namespaces of the arms of all experiments, held in addition to the replica's own while an experiment names them."""
+"""Namespaces of the arms of experiments, held in addition to the replica's own while an experiment names them."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from serving.requests.reasons import StaleReason
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 1.0
-"""Seconds until the next attempt at a namespace that could not be started; doubled per attempt."""
+"""Seconds until the next attempt to start a namespace after a failure; doubles per attempt."""
 RETRY_MAX_S = 60.0
 _CANCEL_INTERVAL_S = 0.1
 
@@ -32,13 +32,13 @@ class ArmNamespace(Protocol):
         ...
 
     async def start(self) -> None:
-        """Load the live generation, send heartbeats and keep following; returns also if none can be loaded yet."""
+        """Load the live generation, send heartbeats, and follow the pointer; returns even if none can be loaded yet."""
 
     async def aclose(self) -> None:
-        """Sign off and release everything, also what an interrupted start has opened."""
+        """Sign off and release everything, also after an interrupted start."""
 
     async def drain(self) -> None:
-        """Sign off, while answers go on; a start that is under way never signs on."""
+        """Sign off, while answers go on; a start under way does not sign on."""
 
 
 class ArmState(Enum):
@@ -51,7 +51,7 @@ class ArmState(Enum):
     DRAINING = "draining"
     """No experiment names the namespace any more; requests that captured it go on."""
     CLOSING = "closing"
-    """The namespace is being closed; it is not opened again before that is done."""
+    """The namespace is being closed; it is not opened again before it is closed."""
     FAILED = "failed"
     """The namespace could not be started, and is closed; it is tried again later."""
     CLOSED = "closed"
@@ -83,14 +83,14 @@ class Arm:
         """Task that starts or closes the namespace."""
 
     def enter(self, state: ArmState) -> None:
-        """Change the state; raise RuntimeError for one that cannot follow."""
+        """Change the state; raise RuntimeError for an invalid transition."""
         if state not in _NEXT_STATES[self.state]:
             raise RuntimeError(f"arm {self.name} cannot become {state.value}: it is {self.state.value}")
         self.state = state
 
     @property
     def answering_service(self) -> LookupService | None:
-        """Lookup service; None unless it is held, has loaded a generation, and enforces its blocklists."""
+        """Lookup service; None unless the namespace is held, has a generation, and enforces its blocklists."""
         if self.namespace is None or self.state not in (ArmState.SERVING, ArmState.DRAINING):
             return None
         service = self.namespace.service
@@ -100,7 +100,7 @@ class Arm:
 
 
 class Routing:
-    """Experiments of one version, ready for lookups of keys."""
+    """Routing table of one version of the experiments."""
 
     def __init__(self, record: Experiments) -> None:
         self.experiments: Mapping[str, Experiment] = {experiment.name: experiment for experiment in record.current}
@@ -114,22 +114,22 @@ class Routing:
         }
 
     def find_arm(self, assignment_key: bytes) -> tuple[str, str] | None:
-        """Return the running experiment and arm of the key; None without one."""
+        """Return the running experiment and the arm of the key; None without one."""
         experiment_name = self._experiment_owners.owner_of(assignment_key)
         arm_owners = None if experiment_name is None else self._arm_owners_by_experiment.get(experiment_name)
         arm_name = None if arm_owners is None else arm_owners.owner_of(assignment_key)
         return None if experiment_name is None or arm_name is None else (experiment_name, arm_name)
 
     def is_sampled(self, experiment: str, assignment_key: bytes) -> bool:
-        """True if the key's exposures are recorded: of a key always, or never."""
+        """True if the key's exposures are recorded; always the same for a key."""
         return self._sample_by_experiment[experiment].has_key(assignment_key)
 
 
 class ArmHolder:
-    """Follower of the experiments' record, which holds the namespaces that it names.
+    """Follower of the experiments' record; holds the namespaces of their arms.
 
-    Polls follow one after the other and wait for no namespace: each is started and closed by a task of its own. One
-    that is no longer named is released `grace_s` later: requests that captured it have ended by then.
+    Polls run one after the other and do not wait for namespaces: each is started and closed by its own task. A
+    namespace that is no longer named is released after `grace_s`, when requests that captured it have ended.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class ArmHolder:
         self._in_thread = in_thread
         self._grace_s, self._timer = grace_s, timer
         self._arm_by_namespace: dict[str, Arm] = {}
-        """Arms by namespace; a namespace stays until it is closed, so that none is open twice."""
+        """Arms by namespace; a namespace stays until it is closed, so that it is not opened twice."""
         self._refresh_lock = asyncio.Lock()
         self._is_ending = False
 
@@ -165,17 +165,17 @@ class ArmHolder:
 
     @property
     def answering_services(self) -> tuple[LookupService, ...]:
-        """Services of all arms that answer, without the own namespace's."""
+        """Services of all answering arms, without that of the replica's own namespace."""
         arm_services = [arm.answering_service for arm in self._arm_by_namespace.values()]
         return tuple(service for service in arm_services if service is not None)
 
     @property
     def state_by_namespace(self) -> dict[str, ArmState]:
-        """States of the namespaces held or to be held, without the own one."""
+        """States of the namespaces held or to be held, without the replica's own."""
         return {name: arm.state for name, arm in self._arm_by_namespace.items()}
 
     async def refresh(self) -> None:
-        """Read the newest version; one that cannot be read leaves the last in force, and sets a concern."""
+        """Read the newest version; if that fails, keep the last one in force and set a concern."""
         async with self._refresh_lock:
             follower = self.own_service.follower
             try:
@@ -191,9 +191,9 @@ class ArmHolder:
                 self._advance_arms()
 
     async def enforce(self) -> None:
-        """Make every arm enforce the blocklist of the own namespace; costs nothing if all do.
+        """Make every arm enforce the blocklist of the replica's own namespace; costs nothing if all do.
 
-        An arm that fails delays no other, and does not answer until a later call succeeds.
+        An arm that fails does not delay others, and does not answer until a later call succeeds.
         """
         await asyncio.gather(*(self._enforce(arm) for arm in list(self._arm_by_namespace.values())))
 
@@ -203,7 +203,7 @@ class ArmHolder:
             await asyncio.wait(tasks)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the experiments for the dashboard, each with its arms, the control first."""
+        """Return the experiments for the dashboard, each with its arms, control first."""
         experiment_rows = []
         for experiment in self.record.current:
             arms = sorted(experiment.arms, key=lambda arm: arm.namespace != self.namespace)
@@ -229,20 +229,20 @@ class ArmHolder:
         return None if served is None else served.live.generation
 
     async def drain(self) -> None:
-        """Sign off in all namespaces, and open no more."""
+        """Sign off in all namespaces, and open no further ones."""
         self._is_ending = True
         open_namespaces = [arm.namespace for arm in self._arm_by_namespace.values() if arm.namespace is not None]
         await asyncio.gather(*(namespace.drain() for namespace in open_namespaces), return_exceptions=True)
 
     async def aclose(self) -> None:
-        """Release all namespaces; none is opened again."""
+        """Release all namespaces for the last time."""
         self._is_ending = True
         for arm in list(self._arm_by_namespace.values()):
             self._begin_close(arm)
         await self.settled()
 
     def _advance_arms(self) -> None:
-        """Advance the state of each arm by the record and the clock, without waiting."""
+        """Advance each arm's state by record and clock, without waiting."""
         now_s, named_namespaces = self._timer(), self.record.namespaces(self.namespace)
         for arm_namespace in named_namespaces:
             arm = self._arm_by_namespace.get(arm_namespace)
@@ -291,7 +291,7 @@ class ArmHolder:
                 await namespace.drain()
             await self._enforce(arm)
             await namespace.start()
-            # Loading takes minutes, in which more may have been blocked.
+            # Again: loading takes minutes, in which the blocklist may have changed.
             await self._enforce(arm)
         except Exception:
             arm.failure_count += 1
@@ -309,24 +309,24 @@ class ArmHolder:
 
     async def _close(self, arm: Arm, start_task: asyncio.Task[None] | None) -> None:
         while start_task is not None and not start_task.done():
-            # Again and again: a client library may lose a cancellation that meets its reply.
+            # Repeatedly: a client library may lose a cancellation that coincides with a reply.
             start_task.cancel()
             await asyncio.wait({start_task}, timeout=_CANCEL_INTERVAL_S)
         await self._close_namespace(arm)
         arm.enter(ArmState.CLOSED)
         del self._arm_by_namespace[arm.name]
-        log.info("namespace %s is held no more", arm.name)
+        log.info("namespace %s is no longer held", arm.name)
 
     async def _close_namespace(self, arm: Arm) -> None:
         if arm.namespace is not None:
             try:
                 await arm.namespace.aclose()
-            except Exception:  # whatever is left of it, the others go on
-                log.exception("namespace %s cannot be closed in order", arm.name)
+            except Exception:  # the other namespaces must not be affected
+                log.exception("namespace %s could not be closed cleanly", arm.name)
         arm.namespace = None
 
     async def _enforce(self, arm: Arm) -> None:
-        """Make an arm enforce the own namespace's blocklist, also if that changes meanwhile."""
+        """Make an arm enforce the blocklist of the replica's own namespace, even if it changes meanwhile."""
         own_holder, is_enforced = self.own_service.follower.holder, True
         while is_enforced and arm.namespace is not None:
             arm_holder = arm.namespace.service.follower.holder

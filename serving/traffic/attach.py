@@ -1,4 +1,4 @@
-"""Attachment of canaries and experiments to a replica: the routers of requests, and their counts."""
+"""Attachment of canaries and experiments to a replica: routers of requests, and their counts."""
 
 from fastapi import Request
 
@@ -16,9 +16,9 @@ from serving.traffic.canary import CanaryMetrics, CanaryRouter, CanaryRouters
 from serving.traffic.exposures import FLUSH_S, HELP_BY_EVENT, ExposureLog
 from serving.traffic.router import ExperimentMetrics, ExperimentRouter
 
-_GENERATION_SCHEMA: Json = {"type": "string", "description": "As the answer named it; or canary_key or arm"}
-_CANARY_KEY_SCHEMA: Json = with_description(ID_SCHEMA, "As the request had it; or generation or arm")
-_ARM_SCHEMA: Json = {**REQUEST_OPTIONS["arm"].schema, "description": "EXPERIMENT=ARM, as the answer had them"}
+_GENERATION_SCHEMA: Json = {"type": "string", "description": "Generation of the answer; or canary_key or arm"}
+_CANARY_KEY_SCHEMA: Json = with_description(ID_SCHEMA, "canary_key of the request; or generation or arm")
+_ARM_SCHEMA: Json = {**REQUEST_OPTIONS["arm"].schema, "description": "EXPERIMENT=ARM of the answer"}
 _COUNT_SCHEMA: Json = {"type": "integer", "minimum": 1, "maximum": 1_000_000, "description": "1 by default"}
 
 
@@ -28,7 +28,7 @@ _REQUEST_SCHEMA: Json = schemas.closed_object_schema(
         "event": {
             "type": "string",
             "pattern": "^[a-z][a-z0-9_]{0,31}$",
-            "description": "What came of the answer, such as `click`",
+            "description": "Kind of feedback, such as `click`",
         },
         **schemas.nullable_fields(
             {
@@ -44,7 +44,7 @@ _REQUEST_SCHEMA: Json = schemas.closed_object_schema(
         {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
         for name in ("generation", "canary_key", "arm")
     ],
-    description="What came of answers: of one generation, of one canary key, or of one arm",
+    description="Feedback for one generation, one canary key, or one arm",
 )
 
 
@@ -54,13 +54,13 @@ _RECEIPT_SCHEMA: Json = schemas.named_object_schema(
         "arm": {
             "type": ["string", "null"],
             "enum": ["live", "canary", None],
-            "description": "What it was counted for; null: for nothing, since no canary runs, or the generation or arm "
-            "is not held",
+            "description": "Arm of the canary that it was counted for; null: none, because no canary runs, or the "
+            "generation or arm is not held",
         },
-        "experiment": {"type": "string", "description": "EXPERIMENT=ARM that it was counted for, if any"},
+        "experiment": {"type": "string", "description": "EXPERIMENT=ARM that the feedback was counted for, if any"},
     },
     ("arm",),
-    description="What the feedback was counted for",
+    description="Arms that the feedback was counted for",
 )
 
 
@@ -72,9 +72,9 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
             path="/v1/feedback",
             operation_id="sendFeedback",
             tag="reports",
-            summary="What came of answers",
-            description="Counts an event, such as a click, for the generation or the arm that answered. Send "
-            "one of generation, canary_key and arm.",
+            summary="Feedback on answers",
+            description="Counts an event, such as a click, for the generation or arm that answered. Send one of "
+            "generation, canary_key and arm.",
             answer_schema=_RECEIPT_SCHEMA,
             answer_example={"arm": None},
             body_schema=_REQUEST_SCHEMA,
@@ -85,7 +85,7 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
 
 
 def attach(replica: Replica) -> ExperimentRouter:
-    """Route requests by the experiments and canaries that run, count them, and hold the arms' namespaces."""
+    """Route requests by the running experiments and canaries, count them, and hold the arms' namespaces."""
     config, own_namespace, hooks = replica.config, replica.own_namespace, replica.hooks
     canary_routers = CanaryRouters()
 

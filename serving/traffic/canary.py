@@ -1,4 +1,4 @@
-"""A canary at work: which requests it answers, and the counts of both arms, in bounded space."""
+"""Canary: selection of the requests that it answers, and counts of both arms, in bounded memory."""
 
 import math
 from collections import Counter as Tally
@@ -27,15 +27,15 @@ Arm = Literal["live", "canary"]
 ARMS: tuple[Arm, ...] = ("live", "canary")
 
 COUNTED_EVENTS_MAX = 16
-"""Kinds of feedback that are counted separately; further ones count as `other`."""
+"""Number of kinds of feedback that are counted separately; further kinds count as `other`."""
 
 OTHER_EVENT = "other"
 
 SAMPLED_KEYS_MAX = 8_192
-"""Keys remembered per arm: some 2 MB; at least half as many once there are more."""
+"""Largest number of sampled keys per arm, about 2 MB; the sample keeps at least half as many."""
 
 _SAMPLE_SEED = 0x6B657973
-"""Hash seed, not the split's: within an arm the sample must not follow it."""
+"""Hash seed that differs from the split's, so that the sample is independent of the arm."""
 
 _STEPS_PER_OCTAVE = 8
 
@@ -51,7 +51,7 @@ def canary_split(canary: Canary) -> KeySplit:
 
 
 class CanaryAssignment(NamedTuple):
-    """Part of a request in a canary: the arm that answers it, the key that chose it, and the canary itself."""
+    """Assignment of a request: the arm that answers it, the key that determined the arm, and the canary."""
 
     arm: Arm
     key: bytes
@@ -64,7 +64,7 @@ class CanaryMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "larder_canary_requests",
-            "Requests while a canary runs: what answered, or why live did",
+            "Requests while a canary runs, by arm, or by the reason for no arm",
             ["arm"],
             registry=registry,
         )
@@ -74,8 +74,8 @@ class CanaryMetrics:
             ["arm", "source"],
             registry=registry,
         )
-        self.top_score = Summary("larder_canary_top_score", "Best score of each list", ["arm"], registry=registry)
-        self.feedback = Counter("larder_feedback", "What callers report, by arm", ["arm", "event"], registry=registry)
+        self.top_score = Summary("larder_canary_top_score", "Top score of each list", ["arm"], registry=registry)
+        self.feedback = Counter("larder_feedback", "Feedback by arm", ["arm", "event"], registry=registry)
 
 
 class CanaryRouter:
@@ -91,7 +91,7 @@ class CanaryRouter:
     def route(
         self, served: ServedGenerations, entities: Sequence[RequestedEntity], options: RequestOptions
     ) -> tuple[ServedGenerations, CanaryAssignment | None]:
-        """Holding that answers the whole request, and the arm and key by which it is counted; None for neither arm."""
+        """Return the generations that answer the request, and its assignment; None if it is in neither arm."""
         if (canary := self._holder.canary) is None:
             return served, None
         if options.generation is not None:
@@ -112,15 +112,15 @@ class CanaryRouter:
         return self._holder.canary is not None
 
     def finish(self, assignment: CanaryAssignment, answers: Sequence[AnswerJson], is_of_candidates: bool) -> None:
-        """Count the answers of a request; scores of items that its caller chose say nothing of a generation."""
+        """Count the answers of a request; scores of items that the caller chose are ignored."""
         if is_of_candidates:
             answers = [{"source": answer["source"]} for answer in answers]
         self.count(assignment, answers)
 
     def count(self, assignment: CanaryAssignment | None, answers: Sequence[AnswerJson]) -> None:
-        """Count a request of one arm that has its answers.
+        """Count an answered request of one arm.
 
-        One that was routed under another canary, or another share, does not count for the one that runs now.
+        A request that was routed under another canary or share is not counted for the current canary.
         """
         if assignment is None:
             return
@@ -141,7 +141,7 @@ class CanaryRouter:
         event_name: str,
         count: int,
     ) -> Arm | None:
-        """Count a report on a generation's answers, or to a key; return the arm, None if it is neither."""
+        """Count feedback for a generation or a key; return the arm, None if it belongs to neither arm."""
         canary = self._holder.canary
         if canary is None or served.canary is None:
             return None
@@ -161,7 +161,7 @@ class CanaryRouter:
         return arm
 
     def report(self) -> dict[str, Any] | None:
-        """Counts of both arms that the heartbeat carries while a canary runs; None while none does."""
+        """Return the counts of both arms for the heartbeat; None while no canary runs."""
         if (canary := self._holder.canary) is None:
             return None
         self._begin_counts(canary)
@@ -173,7 +173,7 @@ class CanaryRouter:
         }
 
     def _begin_counts(self, canary: Canary) -> None:
-        if canary != self._counted_canary:  # another one, or another share: what was counted is not comparable
+        if canary != self._counted_canary:  # another canary or share: earlier counts are not comparable
             self._counted_canary, self._counts_by_arm = (canary, {arm: ArmCounts(canary.event) for arm in ARMS})
 
     def _without_arm(self, served: ServedGenerations, reason: str) -> tuple[ServedGenerations, None]:
@@ -182,13 +182,13 @@ class CanaryRouter:
 
 
 class CanaryRouters:
-    """Routers by namespace, for as long as each is held."""
+    """Canary routers by namespace, as long as the namespace is held."""
 
     def __init__(self) -> None:
         self._router_by_holder: WeakKeyDictionary[GenerationHolder, CanaryRouter] = WeakKeyDictionary()
 
     def add(self, holder: GenerationHolder, router: CanaryRouter) -> None:
-        """Add the router of a namespace, under the holder of its generations."""
+        """Add the router of a namespace."""
         self._router_by_holder[holder] = router
 
     def of(self, service: LookupService) -> CanaryRouter:
@@ -212,7 +212,7 @@ class CanaryRouters:
 def assignment_key(
     served: ServedGenerations, entities: Sequence[RequestedEntity], options: RequestOptions
 ) -> bytes | None:
-    """Key by which a request is assigned: the caller's, else the one user that it is about."""
+    """Return the key that assigns a request: the caller's key, else the only user of the request."""
     if options.canary_key is not None:
         return options.canary_key
     if len(entities) != 1:
@@ -228,7 +228,7 @@ class EventNames:
         self._names: set[str] = set()
 
     def counted_name(self, event_name: str, always_counted: str = "") -> str:
-        """Name under which an event is counted; what decides is a setting and no caller's choice: one more of it."""
+        """Return the name under which an event is counted; the canary's deciding event always has its own."""
         if event_name not in self._names and (
             len(self._names) < COUNTED_EVENTS_MAX or event_name == always_counted != ""
         ):
@@ -244,12 +244,12 @@ class _FirstAnswer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class KeySample:
-    """Uniform sample of the keys of one arm, each with the first answer that it got.
+    """Uniform sample of the keys of one arm, each with its first answer.
 
-    The split is over keys, so each key is counted once, by its first answer: a few busy ones would outweigh all others.
-    Beyond `keys_max` keys a uniform sample of them is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On
-    adaptive sampling", 1990): those whose hash ends in `level` zero bits, one more whenever there are too many.
-    `sketch` has all of them.
+    Traffic is split by key, so each key counts once, by its first answer; otherwise a few busy keys would dominate.
+    Beyond `keys_max` keys a uniform sample is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On adaptive
+    sampling", 1990): keys whose hash ends in `level` zero bits, where `level` grows whenever there are too many.
+    `sketch` counts all keys.
     """
 
     keys_max: int = SAMPLED_KEYS_MAX
@@ -264,7 +264,7 @@ class KeySample:
         return len(self._first_answer_by_key)
 
     def add_answer(self, assignment_key: bytes, answer_kind: str, top_score: float | None) -> None:
-        """Add an answer to a key; only its first one counts."""
+        """Add an answer to a key; only the key's first answer counts."""
         key_hash = xxhash.xxh3_64_intdigest(assignment_key, _SAMPLE_SEED)
         if key_hash in self._first_answer_by_key:
             return
@@ -310,7 +310,7 @@ class ArmCounts:
     keys: KeySample = field(default_factory=KeySample)
 
     def count_answers(self, assignment_key: bytes, answers: Sequence[Mapping[str, Any]]) -> list[float]:
-        """Count one more request; the top scores of the lists that this very generation gave."""
+        """Count one more request; return the top scores of the lists that come from this arm's generation."""
         self.requests += 1
         if answers:
             self.keys.add_answer(assignment_key, _answer_kind(answers[0]), _top_score_of(answers[0]))
@@ -324,9 +324,9 @@ class ArmCounts:
         self.feedback[event_name] += count
 
     def to_json(self) -> dict[str, Any]:
-        """JSON object for the heartbeat; buckets as text, for JSON has no other keys.
+        """Return the JSON object for the heartbeat; buckets are texts, since they are keys.
 
-        `keys` is how many are kept, each of them standing for `weight` keys; replicas' sketches of keys can be united.
+        `keys` is the number of kept keys, each of which represents `weight` keys; sketches of replicas can be merged.
         """
         return {
             "requests": self.requests,
@@ -343,10 +343,9 @@ class ArmCounts:
 
 
 def _answer_kind(answer: Mapping[str, Any]) -> str:
-    """Way in which the answer came about. Whether memory or Redis held a record says nothing of its generation.
+    """Return the kind of an answer; L1 and L2 are the same kind, since they say nothing about the generation.
 
-    An answer that counts newer events of the user is `stored`: the other generation may have these events in its
-    records, since it was made later.
+    An answer that counts newer events of the user is `stored`: a generation that was made later has them in records.
     """
     source = Source(answer["source"])
     if source in FALLBACK_SOURCES:
@@ -364,7 +363,7 @@ def _top_score_of(answer: Mapping[str, Any]) -> float | None:
 
 
 def bucket_of_score(score: float) -> int:
-    """A whole number that grows with the score: eighths of an octave (9 %) between 2**-16 and 2**16, either sign."""
+    """Return a bucket number that grows with the score: eighths of an octave (9 %), 2**-16 to 2**16, both signs."""
     magnitude = min(abs(score), 2.0**_OCTAVES)
     if magnitude < 2.0**-_OCTAVES:
         return 0

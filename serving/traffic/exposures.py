@@ -1,6 +1,6 @@
-"""Exposure log of a process for the store: keys by arm and hour, with their counts.
+"""Exposure log of a process, written to the store: keys by arm and hour, with counts.
 
-Parts are JSON and small, as the service has no Parquet; nights make one file of an hour's parts, without repetitions.
+Parts are small JSON files, since the service has no Parquet; nights merge an hour's parts into one file.
 """
 
 import asyncio
@@ -22,24 +22,24 @@ from serving.process.resources import StoreThreads
 log = logging.getLogger(__name__)
 
 FLUSH_S = 60.0
-"""Seconds between flushes; a killed process loses what it has not written."""
+"""Seconds between flushes; a killed process loses unwritten exposures."""
 
 WAITING_EXPOSURES_MAX = 1 << 18
-"""Exposures that wait to be written; more are dropped, and counted."""
+"""Exposures that may wait to be written; further ones are dropped and counted."""
 
 PART_EXPOSURES_MAX = 1 << 15
 """Exposures in one part, some 3 MiB at most with keys of 64 bytes."""
 
 WAITING_PARTS_MAX = 1_024
-"""Parts that wait for a store that cannot be written; counts also wait."""
+"""Parts that may wait while the store cannot be written; counts wait, too."""
 
 LOGGED_EXPOSURES_MAX = 1 << 18
-"""Exposures remembered as written in this hour, some 20 MB; a repetition that is forgotten is dropped by the night."""
+"""Exposures remembered as written in this hour, about 20 MB; the night drops repetitions of forgotten ones."""
 
 HELP_BY_EVENT: Mapping[str, str] = {
     "exposures_written": "Keys of experiments written into the exposure log",
-    "exposures_dropped": "Keys of experiments not written down, because too many waited",
-    "exposure_writes_failed": "Failed tries to write a part of the exposure log",
+    "exposures_dropped": "Keys of experiments not logged, because too many waited",
+    "exposure_writes_failed": "Failed attempts to write a part of the exposure log",
 }
 """Help text by event."""
 
@@ -47,7 +47,7 @@ _ExperimentAndArm = tuple[str, str]
 
 
 class Exposure(NamedTuple):
-    """A key's first meeting with an arm in an hour, as far as this process knows; `at` in Unix seconds."""
+    """First exposure of a key to an arm in an hour, as far as this process knows; `at` in Unix seconds."""
 
     key: bytes
     at: float
@@ -63,7 +63,7 @@ class _ArmHour:
 
 
 class ExposureLog:
-    """Log of one process; a part that cannot be written is tried again under the same name, so none counts twice."""
+    """Log of one process; writes of a part are retried under the same name, so that none counts twice."""
 
     def __init__(
         self, store: ArtefactStore, replica_name: str, *, clock: Callable[[], float], in_thread: StoreThreads
@@ -82,7 +82,7 @@ class ExposureLog:
         self._write_lock = asyncio.Lock()
 
     def count_request(self, experiment: str, arm: str, exposed_key: bytes | None) -> None:
-        """Count one request that an arm answered; without an `exposed_key` it is no exposure to be written down."""
+        """Count one request that an arm answered; without an `exposed_key` no exposure is logged."""
         now_s = self._clock()
         arm_hour = self._arm_hour(now_s, experiment, arm)
         arm_hour.requests += 1
@@ -105,18 +105,18 @@ class ExposureLog:
         self._arm_hour(self._clock(), experiment, arm).feedback[event_name] += count
 
     async def flush(self) -> None:
-        """Write all waiting parts to the store; parts that cannot be written go on waiting."""
+        """Write all waiting parts to the store; parts that cannot be written wait for the next flush."""
         async with self._write_lock:
             if len(self._waiting_parts) < WAITING_PARTS_MAX:
                 self._cut_parts()
             while self._waiting_parts:
                 part_path, part_body, exposure_count = self._waiting_parts[0]
                 try:
-                    # One that is there is this very part: an earlier try that seemed to fail.
+                    # An existing file is this part, from an earlier write that seemed to fail.
                     await self._in_thread(self._store.write_once, part_path, part_body)
                 except (LarderError, OSError) as error:
                     self.failed_count += 1
-                    log.warning("exposures cannot be written, they wait: %s", error)
+                    log.warning("exposures cannot be written and stay queued: %s", error)
                     return
                 self._waiting_parts.popleft()
                 self._waiting_count -= exposure_count

@@ -1,4 +1,4 @@
-"""Routing of experiments: the arm's namespace that answers a whole request, and its counts."""
+"""Routing of experiments: selection of the namespace that answers a request, and counts by arm."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,20 +17,20 @@ from serving.traffic.canary import CanaryRouter, EventNames, assignment_key
 from serving.traffic.exposures import ExposureLog
 
 ARM_REQUESTS_PREFIX, ARM_FEEDBACK_PREFIX = "n:", "f:"
-"""Beginnings of fields of counts as the dashboard adds them up."""
+"""Prefixes of count fields that the dashboard adds up."""
 
 
 class ExperimentAssignment(NamedTuple):
-    """Arm of an experiment that answers a request, and the key that chose it; None where the caller did.
+    """Arm of an experiment that answers a request, and the key that determined it; None if the caller chose the arm.
 
-    All of it is as the request was routed: the experiment may have been stopped when the answers are there.
+    All fields are from the time of routing: the experiment may be stopped before the answers are ready.
     """
 
     experiment: str
     arm: str
     key: bytes | None
     is_sampled: bool = False
-    """True if the key's exposures are written down."""
+    """True if the key's exposures are logged."""
 
 
 class ExperimentMetrics:
@@ -40,13 +40,13 @@ class ExperimentMetrics:
         counter = partial(Counter, registry=registry)
         self.requests = counter("larder_experiment_requests", "Requests that an arm answered", ["experiment", "arm"])
         self.answers = counter(
-            "larder_experiment_answers", "Entities answered by source, by an arm", ["experiment", "arm", "source"]
+            "larder_experiment_answers", "Entities answered by arms, by source", ["experiment", "arm", "source"]
         )
         self.version = Gauge(
             "larder_experiments_version", "The version of the experiments in force here", registry=registry
         )
         self.feedback = counter(
-            "larder_experiment_feedback", "What callers report, by arm of an experiment", ["experiment", "arm", "event"]
+            "larder_experiment_feedback", "Feedback by arm of an experiment", ["experiment", "arm", "event"]
         )
         self.without_arm = counter(
             "larder_experiment_aside", "Requests in no arm while experiments are held", ["reason"]
@@ -74,7 +74,7 @@ class ExperimentRouter:
         metrics: ExperimentMetrics,
         canary_of: Callable[[LookupService], CanaryRouter],
     ) -> None:
-        """`canary_of`: router of the canaries in the namespace of a service."""
+        """`canary_of` returns the canary router of a service's namespace."""
         self.exposures = exposure_log
         self._canary_of = canary_of
         self._arm_holder = arm_holder
@@ -84,7 +84,7 @@ class ExperimentRouter:
     def route_request(
         self, routed: RoutedRequest, entities: Sequence[RequestedEntity], options: RequestOptions
     ) -> RoutedRequest:
-        """Send a request to the namespace of its arm. Raise Problem (409) as `route` does."""
+        """Send a request to the namespace of its arm. Raises Problem (409), like `route`."""
         if options.arm is None and self._arm_holder.routing is None:
             return routed
         service, assignment = self.route(entities, options)
@@ -94,15 +94,15 @@ class ExperimentRouter:
         return routed._replace(service=service, finishers=(finisher, *routed.finishers))
 
     def finish(self, assignment: ExperimentAssignment, answers: list[AnswerJson], _is_of_candidates: bool) -> None:
-        """Note the arm in the answers of a request, and count them."""
+        """Add the arm to the answers of a request, and count them."""
         self.attach_arm(assignment, answers)
 
     def route(
         self, entities: Sequence[RequestedEntity], options: RequestOptions
     ) -> tuple[LookupService, ExperimentAssignment | None]:
-        """The service that answers the whole request, and the arm that it is; None for no arm.
+        """Return the service that answers the request, and its assignment; None if it is in no arm.
 
-        Raises Problem (409) for an arm that the caller names and that is not held here.
+        Raises Problem (409) if the caller names an arm that is not held here.
         """
         own_service, routing = self._arm_holder.own_service, self._arm_holder.routing
         if options.arm is not None:
@@ -123,7 +123,7 @@ class ExperimentRouter:
         return service, ExperimentAssignment(experiment_name, arm_name, key, routing.is_sampled(experiment_name, key))
 
     def attach_arm(self, assignment: ExperimentAssignment | None, answers: list[AnswerJson]) -> list[AnswerJson]:
-        """The answers of a request, each with its arm, counted; without an arm as they are."""
+        """Add the arm to each answer and count them; without an arm return the answers unchanged."""
         if assignment is None:
             return answers
         experiment_name, arm_name, key, _ = assignment
@@ -137,7 +137,7 @@ class ExperimentRouter:
         return answers
 
     def feedback(self, report: FeedbackReport) -> dict[str, str | None]:
-        """Count a caller's report for the arm of an experiment and for that of a canary in its namespace."""
+        """Count feedback for the arm of an experiment, and for that of a canary in its namespace."""
         service = self._arm_holder.own_service
         experiment_and_arm: tuple[str, str] | None = report.arm
         if report.key is not None and (routing := self._arm_holder.routing) is not None:
@@ -160,13 +160,13 @@ class ExperimentRouter:
         return {"arm": canary_arm, "experiment": "=".join(experiment_and_arm)}
 
     def _log_exposure(self, assignment: ExperimentAssignment, key: bytes) -> None:
-        """Write a request down: no erased or blocked key, and none that the experiment's sample leaves out."""
+        """Log an exposure, except for erased or blocked keys and keys outside the experiment's sample."""
         blocklist = self._arm_holder.own_service.follower.holder.blocklist
         is_logged = assignment.is_sampled and key not in blocklist.users and key not in blocklist.entities
         self.exposures.count_request(assignment.experiment, assignment.arm, key if is_logged else None)
 
     def _running_service(self, experiment: str, arm: str) -> LookupService | None:
-        """The service of an arm of an experiment that runs."""
+        """Return the service of an arm of a running experiment."""
         routing = self._arm_holder.routing
         held_experiment = None if routing is None else routing.experiments.get(experiment)
         return (
@@ -190,14 +190,14 @@ class ExperimentRouter:
         return service, ExperimentAssignment(requested_arm.experiment, requested_arm.arm, None)
 
     def _arm_service(self, experiment: str, arm: str) -> LookupService | None:
-        """The service of an arm; None where that is not held."""
+        """Return the service of an arm; None if it is not held."""
         routing = self._arm_holder.routing
         held_experiment = None if routing is None else routing.experiments.get(experiment)
         held_arm = None if held_experiment is None else held_experiment.arm(arm)
         return None if held_arm is None else self._arm_holder.service(held_arm.namespace)
 
     def _service_holding(self, generation: str) -> LookupService:
-        """The namespace that has a pinned generation, the own one first; the own one if none has."""
+        """Return the service that holds a pinned generation, the replica's own first; its own if none does."""
         own_service = self._arm_holder.own_service
         for service in (own_service, *self._arm_holder.answering_services):
             served = service.follower.served
@@ -211,6 +211,6 @@ class ExperimentRouter:
 
 
 def _can_answer(service: LookupService, entities: Sequence[RequestedEntity]) -> bool:
-    """True if the namespace has every requested table: a later night of its own may have left one out."""
+    """True if the namespace has every requested table: a night of that namespace may have left one out."""
     tables = service.capture_served().live.manifest.tables
     return all(entity.table in tables for entity in entities)

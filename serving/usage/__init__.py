@@ -1,4 +1,4 @@
-"""Usage: hot ids, tables that are read, and the best size of L1.
+"""Usage: hot ids, reads of tables, and advice on the size of L1.
 
 Start at `attach`.
 """

@@ -1,4 +1,4 @@
-"""Attachment of usage to a replica: hot ids of all replicas, and the best size of L1."""
+"""Attachment of usage to a replica: hot ids of all replicas, and advice on the size of L1."""
 
 from cache.usage.hot_keys import SharedHotKeys
 from serving.metrics.collectors import InternalCounters
@@ -9,7 +9,7 @@ from serving.usage.l1_advisor import L1Advisor
 
 
 def attach(replica: Replica) -> L1Advisor:
-    """Report hot ids to Redis, warm L1 from those of all replicas, and keep the curve of L1's size."""
+    """Report hot ids to Redis, warm L1 with those of all replicas, and maintain the hit-ratio curve of L1."""
     own_namespace = replica.own_namespace
     sketch = share_hot_ids(own_namespace)
     replica.hooks.namespaces.append(share_hot_ids)
@@ -23,7 +23,7 @@ def attach(replica: Replica) -> L1Advisor:
 
 
 def share_hot_ids(namespace: HeldNamespace) -> HotKeySketch:
-    """Let a namespace share with all replicas which of its ids are hot, unless the settings say not to."""
+    """Let a namespace share its hot ids with all replicas, unless the settings forbid it."""
     recent_names, holder, sketch_s = (
         namespace.components.ladder.recent_names,
         namespace.holder,

@@ -1,4 +1,4 @@
-"""Hot keys: counted in this process, reported to Redis every few seconds, and read from there at a cold start."""
+"""Hot keys: counted in this process, reported to Redis every few seconds, and read from Redis at a cold start."""
 
 import asyncio
 from collections import Counter
@@ -12,22 +12,22 @@ from serving.engine.answer_observer import RecentNames
 from serving.generations.snapshot import Snapshot
 
 REPORTED_NAMES_MAX = 512
-"""Entities in a report, the most requested ones."""
+"""Number of entities in a report, the most requested ones."""
 _NAMES_PER_CALL = 128
-"""Entities in one script call, which blocks Redis for a third of a millisecond."""
+"""Number of entities in one script call, which blocks Redis for a third of a millisecond."""
 _FETCH_TIMEOUT_S = 1.0
 
 
 HELP_BY_EVENT: Mapping[str, str] = {
-    "hot_reported": "Ids added to the sketch of what is asked for most",
-    "hot_reports_failed": "Reports to that sketch that failed",
+    "hot_reported": "Ids added to the sketch of the most requested ids",
+    "hot_reports_failed": "Failed reports to that sketch",
 }
 """Help text by event."""
 
 
 @dataclass(slots=True, eq=False)
 class HotKeySketch:
-    """Reports of this replica to the sketch; a failing Redis costs a report, nothing is retried."""
+    """Reports of this replica to the sketch; if Redis fails, the report is lost and not retried."""
 
     shared: SharedHotKeys
     recent: RecentNames

@@ -1,4 +1,4 @@
-"""Advisor of L1's size: what L1 would answer if it were smaller or larger, from the traffic of all workers."""
+"""Advisor on the size of L1: estimates its hit ratio at smaller and larger sizes, from the traffic of all workers."""
 
 import asyncio
 import time
@@ -20,13 +20,13 @@ STEPS_PER_DOUBLING = 4
 """Points of the curve per doubling."""
 
 SMALLEST_DOUBLING, LARGEST_DOUBLING = -6, 3
-"""Doublings from the budget to the ends of the curve."""
+"""Ends of the curve, in doublings of the budget."""
 
 DOUBLINGS_BY_SIZE = {"half": -1, "now": 0, "double": 1}
 """Values of the label `size`, in doublings of the budget."""
 
 _NOTICED_DIFFERENCE = 0.001
-"""Differences below a tenth of a point are none."""
+"""Differences below a tenth of a percentage point count as none."""
 
 STEP_S = 0.25
 """Seconds between steps."""
@@ -35,28 +35,28 @@ HALF_LIFE_S = 3_600.0
 """Seconds after which a read counts for half as much."""
 
 TOUCHES_PER_S = 8_000
-"""Touches of sampled keys a second, on average, at any traffic: about 12 ms of processor time."""
+"""Largest average number of touches of sampled keys per second: about 12 ms of processor time."""
 
 TOUCHES_PER_READ = 0.02
-"""Touches of sampled keys per read, where reads are many: 0.04 microseconds of the 8 that a single L1 hit takes."""
+"""Touches of sampled keys per read in a busy service: 0.04 of the 8 microseconds that a single L1 hit takes."""
 
 FREE_TOUCHES_PER_S = 500
-"""Touches of sampled keys a second in a service with little to do: 0.8 ms of processor time."""
+"""Touches of sampled keys per second that are always allowed: 0.8 ms of processor time."""
 
 BUSY_SAMPLING_RATE = 0.25
-"""The sampling rate once these bounds are met; each further time it is halved."""
+"""Sampling rate after these bounds are first exceeded; each further time it is halved."""
 
 SAMPLED_READS_MIN = 200
-"""Reads of sampled keys before anything is said: then a ratio is off by 7 points at most, 19 times in 20."""
+"""Sampled reads before results are shown: then a ratio is off by at most 7 percentage points with 95 % probability."""
 
 _CREDIT_MAX = 10_000.0
 
 _TOUCHES_PER_SLICE = 128
-"""Touches worked off before others may use the event loop: about 0.2 ms."""
+"""Touches processed before yielding to the event loop: about 0.2 ms."""
 
 
 class HitRatioCurve(NamedTuple):
-    """Curve of hit ratios for L1s of one budget; `reads`: how many it rests on, lately."""
+    """Curve of hit ratios by size of L1; `reads` is the weighted number of reads behind it."""
 
     budget_bytes: int
     capacities: Sequence[int]
@@ -67,7 +67,7 @@ class HitRatioCurve(NamedTuple):
     reads: float
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able form for the dashboard."""
+        """Return the JSON-able form for the dashboard."""
         points = zip(self.capacities, self.entries, self.ratios, strict=True)
         return {
             "sampling_rate": self.sampling_rate,
@@ -82,7 +82,7 @@ class HitRatioCurve(NamedTuple):
         }
 
     def ratio(self, doublings: int) -> float:
-        """Hit ratio of an L1 with the budget doubled so many times; below 0, halved."""
+        """Return the hit ratio of an L1 with the budget times 2**`doublings`."""
         return self.ratios[(doublings - SMALLEST_DOUBLING) * STEPS_PER_DOUBLING]
 
     def _sentence(self) -> str:
@@ -104,11 +104,11 @@ class HitRatioCurve(NamedTuple):
 
 
 class L1Advisor(Collector):
-    """Keeps the curve of the worker's L1 up to date in the background, from what `Tiers.trace` holds.
+    """Maintains the curve of this worker's L1 in the background, from the access trace of the tiers.
 
-    A generation is part of every key, so after a flip all keys are new, as they are in L1: the sample starts again,
-    the reads counted so far age as ever, and what the flip costs is in the curve. Records read ahead for a flip are
-    not: until they are asked for once they count as absent. `keys_max` bounds the sample, 0 switches it off.
+    A generation is part of every key, so after a flip all keys are new, as they are in L1: the sample is restarted,
+    counted reads age as before, and the curve includes the cost of the flip. Records read ahead for a flip count as
+    absent until they are requested once. `keys_max` bounds the sample; 0 switches the advisor off.
     """
 
     def __init__(
@@ -158,14 +158,14 @@ class L1Advisor(Collector):
                 for new_count, earlier_count in zip(self._last_counts, earlier_counts, strict=True)
             )
             miss_ratio_curve.count(hit_count, reads)
-        else:  # nobody knows what was pushed out: these reads keep the order of keys, and count for nothing
+        else:  # some reads were lost: the others keep the order of keys, but are not counted
             self.lost_step_count += 1
             self._lower_sampling_rate()
             touches = [(spot, -abs(size)) for spot, size in touches]
         for first_index in range(0, len(touches), _TOUCHES_PER_SLICE):
             if first_index:
                 await asyncio.sleep(0)
-                if trace.generation != self._curve_generation:  # a flip: the next step begins anew
+                if trace.generation != self._curve_generation:  # after a flip the next step restarts
                     return
             miss_ratio_curve.record_touches(
                 touches[first_index : first_index + _TOUCHES_PER_SLICE], self._tiers.local_tier.table_bytes_per_entry
@@ -183,7 +183,7 @@ class L1Advisor(Collector):
         self._tiers.access_trace.sample_up_to(self._miss_ratio_curve.greatest_sampled_spot)
 
     def to_json(self) -> dict[str, Any] | None:
-        """Curve of this worker's L1, JSON-able; None before there was enough traffic."""
+        """Return the JSON-able curve of this worker's L1; None before there was enough traffic."""
         if self._miss_ratio_curve.sampled_reads < SAMPLED_READS_MIN:
             return None
         return self._curve().to_json()
@@ -201,12 +201,10 @@ class L1Advisor(Collector):
         )
 
     def collect(self) -> Iterable[Metric]:
-        """Metrics of three points of the curve, and of how far they can be trusted."""
+        """Yield metrics of three points of the curve, and of the sample's size."""
         miss_ratio_curve = self._miss_ratio_curve
         predicted_family = GaugeMetricFamily(
-            "larder_l1_predicted_hit_ratio",
-            "Share of reads that L1 would answer at a size, by the advisor",
-            labels=["size"],
+            "larder_l1_predicted_hit_ratio", "Estimated share of reads that L1 would answer, by size", labels=["size"]
         )
         if miss_ratio_curve.sampled_reads >= SAMPLED_READS_MIN:
             curve = self._curve()
@@ -221,20 +219,20 @@ class L1Advisor(Collector):
             yield GaugeMetricFamily(f"larder_l1_advisor_{gauge_name}", help_text, float(gauge_value))
         yield CounterMetricFamily(
             "larder_l1_advisor_lost_steps",
-            "Steps of the advisor whose reads came too fast to be counted",
+            "Steps of the advisor without counts, because too many reads came",
             self.lost_step_count,
         )
 
 
 def _hit_and_read_counts(counters: Counters) -> tuple[int, int]:
-    """Reads that found a record, and all reads."""
+    """Return the number of reads that found a record, and of all reads."""
     return counters.l1 + counters.l2_records, counters.total
 
 
 def merge_curves(worker_reports: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """Merge curves of `HitRatioCurve.to_json`, weighted by reads; None if all are empty.
 
-    Each worker has an L1 of its own, so a size is that of one. Of several budgets, which occur only during a change of
+    Each worker has its own L1, so sizes are per worker. If budgets differ, which happens only during a change of
     settings, the one with the most reads is returned.
     """
     curve_reports = [curve_report for curve_report in worker_reports if curve_report]
@@ -268,7 +266,7 @@ def merge_curves(worker_reports: Iterable[Mapping[str, Any] | None]) -> dict[str
 
 
 def format_size(size_bytes: int) -> str:
-    """Size as text, rounded, in the largest binary unit that it fills."""
+    """Format a size, rounded, in the largest binary unit that it reaches."""
     for unit, unit_bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if (size_in_unit := size_bytes / (1 << unit_bits)) >= 1:
             return f"{size_in_unit:.0f} {unit}" if size_in_unit >= 100 else f"{size_in_unit:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Usage of the live generation's records: which are read at all, and how often for the memory they take."""
+"""Usage of the live generation's records: share of records read, and reads relative to memory."""
 
 import asyncio
 from collections import defaultdict
@@ -19,26 +19,26 @@ from serving.metrics.registry import Metrics, counts_of
 from serving.requests.answers import STORED_SOURCES
 
 READ_HASHES_MAX = 1 << 16
-"""Hashes kept between two reports; what comes after them is left out and counted."""
+"""Largest number of hashes kept between two reports; further ones are dropped and counted."""
 
 HASHES_PER_PFADD = 512
-"""Hashes in one PFADD: some 0.2 ms of Redis, which readers wait for."""
+"""Hashes in one PFADD, which blocks Redis for about 0.2 ms."""
 
 READ_COUNTS_TTL_S = 3 * 86_400
-"""Seconds that the counts live, from the last report on."""
+"""Seconds that the counts live after the last report."""
 
 HashBatches = Sequence[Sequence[int | bytes]]
-"""Hashes as they were added."""
+"""Batches of hashes as they were added."""
 
 
 GIGABYTE = 1e9
 
 
 class ReadHashes:
-    """Hashes of entities that were read, by generation and table; Redis' HyperLogLogs count them over all replicas.
+    """Hashes of entities that were read, by generation and table; HyperLogLogs in Redis count them over all replicas.
 
-    Who is read has been read from Redis once per process and generation (or ahead of requests, which the sketch of
-    recent requests tells), so hits of L1 add nothing and cost nothing.
+    Each entity in L1 was read from Redis once per process and generation (or was warmed up, which the recent requests
+    show), so hits of L1 need not be recorded.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class ReadHashes:
         self._remaining_hashes = READ_HASHES_MAX
 
     def add(self, generation: str, table_name: str, entity_hashes: Sequence[int | bytes]) -> None:
-        """Add the hashes of entities that were read; count them as left out if there is no room."""
+        """Add the hashes of entities that were read; count them as dropped if there is no room."""
         if len(entity_hashes) > self._remaining_hashes:
             self.left_out += len(entity_hashes)
             return
@@ -55,7 +55,7 @@ class ReadHashes:
         self._hashes_by_table[generation, table_name].append(entity_hashes)
 
     def drain(self, generation: str) -> Mapping[str, HashBatches]:
-        """Hashes by table of what was read of this generation since the last call; those of others are forgotten."""
+        """Return the hashes by table read from this generation since the last call; drop those of other generations."""
         hashes_by_table = {
             table: hash_batches
             for (hashes_generation, table), hash_batches in self._hashes_by_table.items()
@@ -67,13 +67,13 @@ class ReadHashes:
 
 
 def pack_hashes(hash_batches: HashBatches) -> list[bytes]:
-    """Hashes as bytes, each once; digests of inputs left out. 20 ms for all that is kept: not for the event loop."""
+    """Return the distinct hashes as bytes, without input digests. Takes up to 20 ms: not for the event loop."""
     entity_hashes = set(chain.from_iterable(hash_batches))
     return [entity_hash.to_bytes(8, "little") for entity_hash in entity_hashes if isinstance(entity_hash, int)]
 
 
 def split_hashes(packed_hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
-    """Batches of the hashes that travel at once."""
+    """Yield batches of hashes for one PFADD each."""
     return [
         packed_hashes[first_index : first_index + HASHES_PER_PFADD]
         for first_index in range(0, len(packed_hashes), HASHES_PER_PFADD)
@@ -82,7 +82,7 @@ def split_hashes(packed_hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
 
 @dataclass(eq=False)
 class TableUsage(Collector):
-    """Reads of all replicas, as Redis adds them up; hits of this process since the live release came."""
+    """Reads of all replicas, added up in Redis, and hits of this process since the live release."""
 
     control: ControlPlane
     reads: ReadHashes
@@ -96,7 +96,7 @@ class TableUsage(Collector):
     _hits_before_release: dict[str, float] = field(init=False, default_factory=dict)
 
     async def report(self) -> None:
-        """Report this replica's reads to Redis, and read the total over all replicas."""
+        """Report this replica's reads to Redis, and read the totals of all replicas."""
         live_snapshot = self.get_live_snapshot()
         if live_snapshot is None:
             return
@@ -104,7 +104,7 @@ class TableUsage(Collector):
             if self._release is not None:
                 self._hits_before_release = stored_answers_by_table(self.metrics)
             self._release, self.read_count_by_table = release, {}
-        # Taken here: what is remembered of requests is the event loop's own, and changes with each of them.
+        # Taken on the event loop, which changes the remembered requests.
         recent_names, hashes_by_table = (list(self.list_recent_names()), self.reads.drain(live_snapshot.generation))
         packed_hashes_by_table = await asyncio.to_thread(
             self._pack_by_table, live_snapshot, recent_names, hashes_by_table
@@ -116,7 +116,7 @@ class TableUsage(Collector):
                     await send_command("PFADD", read_key_of(live_snapshot.generation, table), *hash_batch)
                 await send_command("EXPIRE", read_key_of(live_snapshot.generation, table), READ_COUNTS_TTL_S)
             for table in live_snapshot.manifest.tables:
-                # An estimate: off by 0.8 % in the standard deviation, so it may exceed what there is.
+                # HyperLogLog's standard error is 0.8 %, so the estimate may exceed the number of records.
                 read_count = int(await send_command("PFCOUNT", read_key_of(live_snapshot.generation, table)))
                 self.read_count_by_table[table] = min(read_count, record_count(live_snapshot, table))
         except TierUnavailable:
@@ -125,7 +125,7 @@ class TableUsage(Collector):
     def _pack_by_table(
         self, live: Snapshot, recent_names: Sequence[EntityName], hashes_by_table: Mapping[str, HashBatches]
     ) -> dict[str, list[bytes]]:
-        """Pack hashes of read entities, and of those requested without a read, as they were warmed before."""
+        """Pack hashes of read entities, and of requested entities that were not read because they were warmed up."""
         packed_hashes_by_table = {table: pack_hashes(hash_batches) for table, hash_batches in hashes_by_table.items()}
         names_of_generation = {(live.generation, entity_name) for entity_name in recent_names}
         for _, (table_name, entity_id) in names_of_generation - self._reported_names:
@@ -137,14 +137,14 @@ class TableUsage(Collector):
         return packed_hashes_by_table
 
     def hits(self) -> dict[str, float]:
-        """Hits of this process under the live release, by table."""
+        """Return the hits of this process since the live release, by table."""
         return {
             table: count - self._hits_before_release.get(table, 0.0)
             for table, count in stored_answers_by_table(self.metrics).items()
         }
 
     def read_share(self) -> float | None:
-        """Share of the live generation's records that were read at least once; None when that is not known."""
+        """Return the share of the live generation's records that were read at least once; None if unknown."""
         live = self.get_live_snapshot()
         if live is None or not self.read_count_by_table or self._release != (live.generation, live.epoch):
             return None
@@ -158,7 +158,7 @@ class TableUsage(Collector):
         return 0 if live is None else sum(page_bytes(live, table) for table in live.manifest.tables)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """Gauge families by table of the live generation; every family, also before there is one."""
+        """Yield the gauge families by table of the live generation; all families, even without a generation."""
         live = self.get_live_snapshot()
         live_tables = [] if live is None else [(live, table) for table in live.manifest.tables]
         hits = self.hits()
@@ -169,11 +169,13 @@ class TableUsage(Collector):
                     "Records of the live generation"
 ), {table: record_count(snapshot, table) for snapshot, table in live_tables}),
             "bytes": ("Bytes of its pages", {table: page_bytes(snapshot, table) for snapshot, table in live_tables}),
-            "read_records": ("Of its records, those read at least once by any replica", self.read_count_by_table),
+            "read_records": (
+                "Its records that any replica read at least once",
+                self.read_count_by_table),
             (
                     "hits"
 ): ((
-                    "Answers from stored records since it is live"
+                    "Answers from stored records since the live generation became live"
 ), {table: hits.get(table, 0) for _, table in live_tables}),
         }  # fmt: skip
         for gauge_name, (help_text, number_by_table) in text_and_numbers_by_gauge.items():
@@ -182,7 +184,7 @@ class TableUsage(Collector):
 
 
 def stored_answers_by_table(metrics: Metrics) -> dict[str, float]:
-    """Answers from stored records by table, since the start of this process."""
+    """Return answers from stored records by table, since the start of this process."""
     metrics.settle()
     hits_by_table: defaultdict[str, float] = defaultdict(float)
     for value_by_label, count in counts_of(metrics.answers):
