@@ -60,7 +60,7 @@ _OTHER_REFUSALS_TEXT = (
 
 _UNANSWERABLE_TEXT = "The request cannot be answered as sent: `error.code` says why, `error.field` where"
 _TOKEN_CODES = ("unauthorized", "token_expired", "scope_missing", "quota_exceeded")
-_TABLE_CODES = ("unknown_table", "generation_gone", "arm_gone")
+_TABLE_CODES = ("unknown_table", "generation_gone")
 _BODY_CODES = (
     "disconnected",
     "body_timeout",
@@ -180,6 +180,8 @@ class Operation:
             yield from _TOKEN_CODES
         if self.has_options:
             yield from _TABLE_CODES
+            if self.has_arms:
+                yield "arm_gone"
         if self.body_schema is not None:
             yield from _BODY_CODES
         if self.has_arrow:
