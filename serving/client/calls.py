@@ -77,9 +77,7 @@ class Options:
     def __post_init__(self) -> None:
         """Raise InvalidArgument for a deadline that is not a finite number above 0."""
         if self.deadline_ms is not None and not 0 < self.deadline_ms < float("inf"):
-            raise InvalidArgument(
-                f"deadline_ms must be a finite number above 0, not {self.deadline_ms}", "deadline_ms"
-            )
+            raise InvalidArgument(f"deadline_ms must be a finite number above 0, not {self.deadline_ms}", "deadline_ms")
 
     def pinned(self, generation: str) -> "Options":
         """Return a copy of these options that requests answers from one generation."""
@@ -122,7 +120,9 @@ class NewEvent:
     def to_json(self, field: str = "event") -> dict[str, Any]:
         """Return the JSON object of the fields that are set; raise InvalidArgument, `field` is the event's place."""
         body: dict[str, Any] = {
-            name: as_id(value, f"{field}.{name}") for name in ("id", "user", "item") if (value := getattr(self, name)) is not None
+            name: as_id(value, f"{field}.{name}")
+            for name in ("id", "user", "item")
+            if (value := getattr(self, name)) is not None
         }
         for name in ("time", "type", "weight", "attributes", "features", "vector"):
             if (value := getattr(self, name)) is not None:

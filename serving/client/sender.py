@@ -146,7 +146,9 @@ class Sender:
             if not (may_retry and is_in_time and attempt < policy.attempts and self._retry_budget.try_spend()):
                 raise last_error
             await self._pace.sleep(pause_s)
-        raise DeadlineExceeded(f"{call.method} {call.path}: no answer by the deadline{self._busy_text()}") from last_error
+        raise DeadlineExceeded(
+            f"{call.method} {call.path}: no answer by the deadline{self._busy_text()}"
+        ) from last_error
 
     async def aclose(self) -> None:
         """Close the connections, those of abandoned requests included."""

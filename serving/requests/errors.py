@@ -80,7 +80,9 @@ ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
     "invalid_feature": ErrorCode(422, "A feature is no text, number or list of numbers"),
     "not_finite": ErrorCode(422, "A number is not finite"),
     "too_many_features": ErrorCode(422, "More features than are allowed"),
-    "too_many_values": ErrorCode(422, "A feature or the whole body has more values, or an Arrow stream more record batches, than `limit`"),
+    "too_many_values": ErrorCode(
+        422, "A feature or the whole body has more values, or an Arrow stream more record batches, than `limit`"
+    ),
     "feature_too_long": ErrorCode(422, "A text feature is longer than `limit`"),
     "batch_too_long": ErrorCode(422, "No entities (events, items) at all, or more than `limit`: send several requests"),
     "history_too_long": ErrorCode(422, "A history is longer than `limit`"),

@@ -52,9 +52,7 @@ _CONTENT_KEY = "larder.content"
 _LOOKUP_FIELDS = frozenset({"entities", *REQUEST_OPTIONS})
 _BATCH_FIELDS = frozenset({"entities", "k"})
 _ENTITY_FIELDS = frozenset({"id", "history", "features"})
-_ENTITY_TEXT = (
-    "an id (a text or a whole number from -2**63 to 2**64 - 1) or a JSON object with id, history or features"
-)
+_ENTITY_TEXT = "an id (a text or a whole number from -2**63 to 2**64 - 1) or a JSON object with id, history or features"
 _TABLE_ENTITY_TEXT = "a JSON object with table, and with id, history or features"
 _SCORE_FIELDS = frozenset({"user", "items", *QUERY_OPTION_NAMES})
 _FEEDBACK_SUBJECT_NAMES = ("generation", "canary_key", "arm")
@@ -190,7 +188,9 @@ def _read_entity(sent_entity: object, table: str | None, field: str, limits: Lim
         sent_entity = {"id": sent_entity}
     known_fields = _ENTITY_FIELDS if table is not None else _ENTITY_FIELDS | {"table"}
     if not isinstance(sent_entity, dict):
-        raise unprocessable("invalid_field", f"{field} is {_TABLE_ENTITY_TEXT if table is None else _ENTITY_TEXT}", field)
+        raise unprocessable(
+            "invalid_field", f"{field} is {_TABLE_ENTITY_TEXT if table is None else _ENTITY_TEXT}", field
+        )
     entity_fields = read_object(sent_entity, field, known_fields)
     if table is None:
         table_field = f"{field}.table"

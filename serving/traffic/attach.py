@@ -56,7 +56,10 @@ _RECEIPT_SCHEMA: Json = schemas.named_object_schema(
             "description": "What it was counted for: `live` or `canary` where a canary runs, else EXPERIMENT=ARM; "
             "null: for nothing, since no canary runs, or the generation or arm is not held",
         },
-        "experiment": {"type": "string", "description": "EXPERIMENT=ARM that it was counted for, if any, beside a canary too"},
+        "experiment": {
+            "type": "string",
+            "description": "EXPERIMENT=ARM that it was counted for, if any, beside a canary too",
+        },
     },
     ("arm",),
     description="What the feedback was counted for",
