@@ -40,6 +40,10 @@ class UnsupportedStream(ValueError):
     """Valid stream with a feature that is not supported here; the message says what to send instead."""
 
 
+class TooManyBatches(UnsupportedStream):
+    """Stream with more than `BATCHES_MAX` record batches."""
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """All record batches of a stream, one list or array per column."""
@@ -74,7 +78,7 @@ def read_frame(
     row_count = 0
     for batch_index, (batch_message, body) in enumerate(read_messages(memoryview(stream_bytes)[len(schema_message) :])):
         if batch_index == BATCHES_MAX:
-            raise UnsupportedStream(f"the stream has more than {BATCHES_MAX} record batches: send larger ones")
+            raise TooManyBatches(f"the stream has more than {BATCHES_MAX} record batches: send larger ones")
         if batch_message.kind != arrow.RECORD_BATCH_MESSAGE_KIND:
             raise UnsupportedStream("only record batches are supported: send no dictionaries")
         layout = batch_layout(batch_message)

@@ -3,8 +3,9 @@
     with Client("http://larder:8000", policy=Policy(deadline_ms=100)) as larder:
         answer = larder.lookup("user_topk", "u-1", Options(k=20))
 
-Each failed call raises a subclass of Unanswered: DeadlineExceeded, Unreachable, Garbled, or a Refusal with the
-service's own code (InvalidRequest, Unauthorized, TokenExpired, Forbidden, GenerationGone, Unavailable, QuotaExceeded).
+Each failed call raises a subclass of Unanswered: InvalidArgument before anything is sent, DeadlineExceeded,
+Unreachable, Garbled, or a Refusal with the service's own code (InvalidRequest, Unauthorized, TokenExpired, Forbidden,
+GenerationGone, Unavailable, QuotaExceeded).
 """
 
 try:
@@ -24,6 +25,7 @@ from serving.client.errors import (
     Forbidden,
     Garbled,
     GenerationGone,
+    InvalidArgument,
     InvalidRequest,
     QuotaExceeded,
     Refusal,
@@ -38,7 +40,7 @@ from serving.requests.answers import Answer, Ranking, Source
 
 __all__ = [
     "Answer", "AsyncClient", "Client", "DeadlineExceeded", "Entity", "EventReceipt", "EventRejection", "Forbidden",
-    "Garbled", "GenerationGone", "Generations", "Held", "Id", "InvalidRequest", "NewEvent", "Options", "Pace", "Policy",
-    "QuotaExceeded", "Ranking", "Refusal", "Source", "TokenExpired", "Unanswered", "Unauthorized", "Unavailable",
-    "Unreachable",
+    "Garbled", "GenerationGone", "Generations", "Held", "Id", "InvalidArgument", "InvalidRequest", "NewEvent", "Options",
+    "Pace", "Policy", "QuotaExceeded", "Ranking", "Refusal", "Source", "TokenExpired", "Unanswered", "Unauthorized",
+    "Unavailable", "Unreachable",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """Requests of the client's callers, and the HTTP requests made of them. Pure."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
@@ -11,6 +12,7 @@ import orjson
 
 from serving.arrow.schema import ARROW_MEDIA_TYPE, Field
 from serving.arrow.writer import whole_text_column, write_stream
+from serving.client.errors import InvalidArgument
 
 Id = str | int
 
@@ -27,17 +29,19 @@ class Entity:
     features: Mapping[str, Any] | None = None
     table: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of the fields that are set."""
+    def to_json(self, field: str = "entity") -> dict[str, Any]:
+        """Return the JSON object of the fields that are set; raise InvalidArgument, `field` is the entity's place."""
         body: dict[str, Any] = {}
         if self.id is not None:
-            body["id"] = as_id(self.id)
+            body["id"] = as_id(self.id, f"{field}.id")
         if self.history is not None:
-            body["history"] = as_ids(self.history)
+            body["history"] = as_ids(self.history, f"{field}.history")
         if self.features is not None:
             body["features"] = dict(self.features)
+            _check_value(body["features"], f"{field}.features")
         if self.table is not None:
             body["table"] = self.table
+            _check_value(self.table, f"{field}.table")
         return body
 
 
@@ -71,21 +75,24 @@ class Options:
     """Name of a declared re-ranking, or an expression such as `{"diversify": {"attribute": "brand", "most": 2}}`."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a deadline that is not a finite number above 0."""
+        """Raise InvalidArgument for a deadline that is not a finite number above 0."""
         if self.deadline_ms is not None and not 0 < self.deadline_ms < float("inf"):
-            raise ValueError(f"deadline_ms must be a finite number above 0, not {self.deadline_ms}")
+            raise InvalidArgument(f"deadline_ms must be a finite number above 0, not {self.deadline_ms}", "deadline_ms")
 
     def pinned(self, generation: str) -> "Options":
         """Return a copy of these options that requests answers from one generation."""
         return replace(self, generation=generation)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of the options that are set."""
+        """Return the JSON object of the options that are set. Raise InvalidArgument."""
         body = {option_field.name: getattr(self, option_field.name) for option_field in fields(self)}
+        for option_name, option_value in body.items():
+            if option_value is not None and option_name not in ("exclude", "canary_key"):
+                _check_value(option_value, option_name)
         if self.exclude is not None:
-            body["exclude"] = as_ids(self.exclude)
+            body["exclude"] = as_ids(self.exclude, "exclude")
         if self.canary_key is not None:
-            body["canary_key"] = as_id(self.canary_key)
+            body["canary_key"] = as_id(self.canary_key, "canary_key")
         if isinstance(self.filter, Mapping):
             body["filter"] = dict(self.filter)
         if isinstance(self.rerank, Mapping):
@@ -110,13 +117,16 @@ class NewEvent:
     features: Mapping[str, Any] | None = None
     vector: Sequence[float] | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of the fields that are set."""
+    def to_json(self, field: str = "event") -> dict[str, Any]:
+        """Return the JSON object of the fields that are set; raise InvalidArgument, `field` is the event's place."""
         body: dict[str, Any] = {
-            name: as_id(value) for name in ("id", "user", "item") if (value := getattr(self, name)) is not None
+            name: as_id(value, f"{field}.{name}")
+            for name in ("id", "user", "item")
+            if (value := getattr(self, name)) is not None
         }
         for name in ("time", "type", "weight", "attributes", "features", "vector"):
             if (value := getattr(self, name)) is not None:
+                _check_value(value, f"{field}.{name}")
                 body[name] = value
         return body
 
@@ -142,9 +152,9 @@ class EventsCall(NamedTuple):
 
 
 def build_get(table: str, entity: Id, options: Options) -> Call:
-    """Build a GET of one entity. Raise ValueError for `exclude`, which may be too long for a URL."""
+    """Build a GET of one entity. Raise InvalidArgument, also for `exclude`, which may be too long for a URL."""
     if options.exclude is not None:
-        raise ValueError("exclude is only possible with lookup_many: it may be too long for a URL")
+        raise InvalidArgument("exclude is only possible with lookup_many: it may be too long for a URL", "exclude")
     # In a path "." and ".." would be resolved as folders.
     quoted_id = quote(as_id(entity), safe="").replace(".", "%2E")
     return Call("GET", f"{_lookup_path(table)}/{quoted_id}", _option_texts(options))
@@ -152,7 +162,10 @@ def build_get(table: str, entity: Id, options: Options) -> Call:
 
 def build_post(table: str | None, entities: IdsOrEntities, options: Options) -> Call:
     """Build a POST of entities of one table; without `table` each entity names its own."""
-    entity_bodies = [entity.to_json() if isinstance(entity, Entity) else {"id": as_id(entity)} for entity in entities]
+    entity_bodies = [
+        entity.to_json(f"entities[{index}]") if isinstance(entity, Entity) else {"id": as_id(entity, "entities", index)}
+        for index, entity in enumerate(entities)
+    ]
     return _build_json_post(_lookup_path(table), {"entities": entity_bodies, **options.to_json()})
 
 
@@ -161,7 +174,7 @@ def many_binary(table: str, entities: IdsOrEntities, options: Options) -> Call:
     ids = [entity for entity in entities if not isinstance(entity, Entity)]
     if len(ids) < len(entities) or options.exclude is not None:
         return replace(build_post(table, entities, options), accept=ARROW_MEDIA_TYPE)
-    content = write_arrow_ids(as_ids(ids), _option_texts(options))
+    content = write_arrow_ids(as_ids(ids, "entities"), _option_texts(options))
     return Call("POST", _lookup_path(table), None, content, content_type=ARROW_MEDIA_TYPE, accept=ARROW_MEDIA_TYPE)
 
 
@@ -173,8 +186,8 @@ def write_arrow_ids(ids: Sequence[str], options: Mapping[str, str]) -> bytes:
 
 def score(user: Id | Entity, items: Sequence[Id], options: Options) -> Call:
     """Build a POST of one user's candidates."""
-    user_json = user.to_json() if isinstance(user, Entity) else as_id(user)
-    return _build_json_post("/v1/score", {"user": user_json, "items": as_ids(items), **options.to_json()})
+    user_json = user.to_json("user") if isinstance(user, Entity) else as_id(user, "user")
+    return _build_json_post("/v1/score", {"user": user_json, "items": as_ids(items, "items"), **options.to_json()})
 
 
 def feedback(event: str, generation: str | None, canary_key: Id | None, arm: str | None, count: int) -> Call:
@@ -183,9 +196,11 @@ def feedback(event: str, generation: str | None, canary_key: Id | None, arm: str
     if generation is not None:
         body["generation"] = generation
     if canary_key is not None:
-        body["canary_key"] = as_id(canary_key)
+        body["canary_key"] = as_id(canary_key, "canary_key")
     if arm is not None:
         body["arm"] = arm
+    for name, value in body.items():
+        _check_value(value, name)
     return _build_json_post("/v1/feedback", body, is_repeatable=False)
 
 
@@ -198,7 +213,7 @@ def split(
     values.
     """
     if isinstance(entities, str):
-        raise TypeError(f"entities must be a list, not the text {entities!r}")
+        raise InvalidArgument(f"entities must be a list, not the text {entities!r}", "entities")
     excluded_count = len(options.exclude or ())
     part_start, id_count, number_count = 0, excluded_count, 0
     for index, entity in enumerate(entities):
@@ -217,16 +232,14 @@ def split(
 def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
     """Return requests with all events, in order, each of at most `max_batch` events and `EVENT_BODY_BYTES`.
 
-    Raises TypeError with the event's index for an event that cannot be written as JSON; then nothing is sent.
+    Raises InvalidArgument with the event's index for an event that cannot be sent; then nothing is sent.
     """
     calls: list[EventsCall] = []
     event_bodies: list[bytes] = []
     size_bytes = 0
     for index, event in enumerate(events):
-        try:
-            event_body = orjson.dumps(event.to_json(), option=orjson.OPT_SERIALIZE_NUMPY)
-        except orjson.JSONEncodeError as error:
-            raise TypeError(f"events[{index}] cannot be written as JSON: {error}") from error
+        field = f"events[{index}]"
+        event_body = _write_json(event.to_json(field), field)
         if event_bodies and (len(event_bodies) == max_batch or size_bytes + len(event_body) > EVENT_BODY_BYTES):
             calls.append(_build_events_call(index, event_bodies))
             event_bodies, size_bytes = [], 0
@@ -237,18 +250,65 @@ def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
     return calls
 
 
-def as_id(value: object) -> str:
-    """Return an id as text, an int in decimal form; raise TypeError for other types, including bool."""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise TypeError(f"an id must be a str or an int, not {value!r}")
-    return str(value)
+def as_id(value: object, field: str = "id", index: int | None = None) -> str:
+    """Return an id as text, an int in decimal form; raise InvalidArgument for other types, including bool.
+
+    `field` is the id's place in the request, with `index` that of its list.
+    """
+    if isinstance(value, str) and (value.isascii() or _is_unicode(value)):
+        return str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    place = field if index is None else f"{field}[{index}]"
+    if isinstance(value, str):
+        raise InvalidArgument(f"{place}: {value!r} is no valid Unicode (it holds half of a pair of surrogates)", place)
+    raise InvalidArgument(f"{place}: an id must be a str or an int, not {value!r}", place)
 
 
-def as_ids(values: Sequence[Id]) -> list[str]:
-    """Return the texts of a list of ids; raise TypeError for other types, including a text in place of the list."""
+def as_ids(values: Sequence[Id], field: str = "ids") -> list[str]:
+    """Return the texts of a list of ids; raise InvalidArgument for other types, including a text instead of a list."""
     if isinstance(values, str):
-        raise TypeError(f"ids must be a list, not the text {values!r}")
-    return [as_id(value) for value in values]
+        raise InvalidArgument(f"{field} must be a list of ids, not the text {values!r}", field)
+    return [as_id(value, field, index) for index, value in enumerate(values)]
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_value(value: object, field: str) -> None:
+    """Raise InvalidArgument for a text or a number, at any depth, that JSON does not have."""
+    if isinstance(value, str):
+        if not value.isascii() and not _is_unicode(value):
+            raise InvalidArgument(f"{field} is no valid Unicode (it holds half of a pair of surrogates)", field)
+    elif isinstance(value, float | np.floating):
+        if not np.isfinite(value):
+            raise InvalidArgument(f"{field} must be a finite number, not {float(value)}", field)
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind == "f" and not np.isfinite(value).all():
+            position = tuple(int(index) for index in np.argwhere(~np.isfinite(value))[0])
+            place = field + "".join([f"[{index}]" for index in position])
+            raise InvalidArgument(f"{place} must be a finite number, not {float(value[position])}", place)
+    elif isinstance(value, Mapping):
+        for name, inner_value in value.items():
+            if isinstance(name, str):
+                _check_value(name, field)
+            _check_value(inner_value, f"{field}.{name}")
+    elif isinstance(value, list | tuple) and not _are_finite_numbers(value):
+        for index, inner_value in enumerate(value):
+            _check_value(inner_value, f"{field}[{index}]")
+
+
+def _are_finite_numbers(values: Sequence[Any]) -> bool:
+    """Whether a list has finite numbers alone: fast, because a list may have thousands of them."""
+    try:
+        return all(map(math.isfinite, values))
+    except (TypeError, OverflowError):
+        return False
 
 
 def _count_feature_values(entity: Entity) -> int:
@@ -266,17 +326,28 @@ def _option_texts(options: Options) -> dict[str, str]:
 
 def _option_text(option_value: object) -> str:
     if isinstance(option_value, Mapping):
-        return orjson.dumps(option_value).decode()
+        return _write_json(option_value, "options").decode()
     return str(option_value).lower() if isinstance(option_value, bool) else str(option_value)
 
 
 def _lookup_path(table: str | None) -> str:
-    return "/v1/lookup" if table is None else f"/v1/lookup/{quote(table, safe='')}"
+    if table is None:
+        return "/v1/lookup"
+    if not isinstance(table, str):
+        raise InvalidArgument(f"table must be a str, not {table!r}", "table")
+    _check_value(table, "table")
+    return f"/v1/lookup/{quote(table, safe='')}"
 
 
 def _build_json_post(path: str, body: Mapping[str, Any], *, is_repeatable: bool = True) -> Call:
-    content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Call("POST", path, None, content, is_repeatable)
+    return Call("POST", path, None, _write_json(body, "body"), is_repeatable)
+
+
+def _write_json(body: Mapping[str, Any], field: str) -> bytes:
+    try:
+        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    except orjson.JSONEncodeError as error:
+        raise InvalidArgument(f"{field} cannot be written as JSON: {error}", field) from error
 
 
 def _build_events_call(end_index: int, event_bodies: Sequence[bytes]) -> EventsCall:

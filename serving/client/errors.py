@@ -12,6 +12,17 @@ class Unanswered(Exception):
     """Base class of all errors of a call."""
 
 
+class InvalidArgument(Unanswered, TypeError, ValueError):
+    """Argument that cannot be sent, such as NaN or a text with half of a pair of surrogates; nothing was sent.
+
+    `field` is its place in the request, such as `entities[3].features.price`.
+    """
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class DeadlineExceeded(Unanswered):
     """The deadline of the call passed without an answer; `__cause__` is the error of the last attempt, if any."""
 

@@ -243,7 +243,15 @@ DASHBOARD_SCHEMA: Json = _object_schema(
         clients=_nullable_schema("integer"), evicted=_nullable_schema("integer"),
     ),
     breakers=_COUNTS_SCHEMA,
-    queue=_object_schema("Queue", "All workers together; `queue_seconds` of the slowest"),
+    queue=_object_schema(
+        "Queue", "All workers together; `queue_seconds` of the slowest",
+        live_queued={"type": "integer", "description": "Inputs that wait for live inference"},
+        under_way={"type": "integer", "description": "Requests that are being answered"},
+        requests_max={"type": "integer", "description": "Requests that may be under way"},
+        queue_seconds={"type": "number", "description": "How long a request waits for its turn"},
+        shed={"type": "integer", "description": "What was refused or left out since the start of each running worker"},
+        shed_lately={"type": "integer", "description": "Of these, over the last `seconds` of `lately`"},
+    ),
     l1=_object_schema(
         "L1", "All workers together",
         bytes={"type": "integer"}, budget_bytes={"type": "integer"}, entries={"type": "integer"},

@@ -20,7 +20,7 @@ from cache.format.iso_times import iso_time
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
 from serving.requests.errors import Problem, problem_from_input, unprocessable
-from serving.requests.json_fields import check_length, read_features, read_id, read_object
+from serving.requests.json_fields import check_length, read_features, read_id, read_list, read_object
 
 EVENT_ID_BYTES_MAX: Final = 128
 EVENT_TYPE_BYTES_MAX: Final = 64
@@ -98,9 +98,7 @@ class EventReader:
     def extract_events(self, content: object) -> list[Any]:
         """Return the list of events in a request's body, unparsed; raise Problem if it is missing or too long."""
         body_fields = read_object(content, "body", frozenset({"events"}))
-        events = body_fields.get("events")
-        if not isinstance(events, list):
-            raise unprocessable("invalid_field", "events must be a list", "events")
+        events = read_list(body_fields, "events")
         check_length(events, 1, self.config.batch, "events", "batch_too_long")
         return events
 
@@ -163,10 +161,7 @@ class EventReader:
             raise unprocessable("missing_field", f"{field_path}.id is missing", f"{field_path}.id")
         if user is None and item is None:
             raise unprocessable("missing_field", f"{field_path} has neither user nor item", field_path)
-        event_id_bytes = read_id(event_id, f"{field_path}.id")
-        if len(event_id_bytes) > EVENT_ID_BYTES_MAX:
-            detail = f"{field_path}.id has {len(event_id_bytes)} bytes, {EVENT_ID_BYTES_MAX} are allowed"
-            raise unprocessable("invalid_id", detail, f"{field_path}.id", limit=EVENT_ID_BYTES_MAX)
+        event_id_bytes = _read_event_id(event_id, f"{field_path}.id")
         event_time_us = read_time(event_fields["time"], f"{field_path}.time") if "time" in event_fields else now_us
         if event_time_us > now_us + self.config.ahead_s * 1e6:
             ahead_s = (event_time_us - now_us) / 1e6
@@ -211,6 +206,15 @@ def _refuse_erased(user: object, blocklist: Blocklist) -> None:
         return
     if user_id in blocklist.users or user_id in blocklist.entities:
         raise unprocessable("erased", "its user is blocked or was erased", None)
+
+
+def _read_event_id(event_id: object, field_path: str) -> bytes:
+    # Of a text, the bounds of other ids are not those of an event's.
+    id_size = len(event_id.encode(errors="replace")) if isinstance(event_id, str) else 1
+    if not 1 <= id_size <= EVENT_ID_BYTES_MAX:
+        detail = f"{field_path} has {id_size} bytes of UTF-8, 1 to {EVENT_ID_BYTES_MAX} are allowed"
+        raise unprocessable("invalid_id", detail, field_path, limit=EVENT_ID_BYTES_MAX)
+    return read_id(event_id, field_path)
 
 
 def read_time(raw_time: object, field_path: str) -> int:

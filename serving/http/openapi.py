@@ -35,6 +35,8 @@ _HEADER_PARAMETERS: Mapping[str, Json] = {
     },
 }
 
+_ARM_PARAMETERS = frozenset({"arm", "X-Larder-Arm"})
+
 _PATH_PARAMETERS: Mapping[str, Json] = {
     "table": {
         "description": "Name of the table; /v1/generations lists all tables",
@@ -58,8 +60,14 @@ _OTHER_REFUSALS_TEXT = (
 
 _UNANSWERABLE_TEXT = "The request cannot be answered as sent: `error.code` is the reason, `error.field` the place"
 _TOKEN_CODES = ("unauthorized", "token_expired", "scope_missing", "quota_exceeded")
-_TABLE_CODES = ("unknown_table", "generation_gone", "arm_gone")
-_BODY_CODES = ("disconnected", "body_timeout", "body_too_large", "unsupported_content_encoding")
+_TABLE_CODES = ("unknown_table", "generation_gone")
+_BODY_CODES = (
+    "disconnected",
+    "body_timeout",
+    "body_too_large",
+    "unsupported_media_type",
+    "unsupported_content_encoding",
+)
 _COMMON_CODES = ("internal_error", "not_ready", "overloaded")
 
 
@@ -87,6 +95,8 @@ class Operation:
     path_names: tuple[str, ...] = ()
     has_query: bool = False
     has_options: bool = False
+    has_arms: bool = True
+    """False: it takes the options of a lookup, and refuses one that names an arm of an experiment."""
     has_arrow: bool = False
     codes: Mapping[str, ErrorCode] = field(default_factory=lambda: MappingProxyType({}))
     is_limited: bool = False
@@ -138,6 +148,7 @@ class Operation:
             }
             for location, parameter_schemas in optional_parameters
             for parameter_name, schema in parameter_schemas.items()
+            if self.has_arms or parameter_name not in _ARM_PARAMETERS
         ]
 
     def _responses(self, problem_schema: Json, *, has_tokens: bool) -> Json:
@@ -169,10 +180,12 @@ class Operation:
             yield from _TOKEN_CODES
         if self.has_options:
             yield from _TABLE_CODES
+            if self.has_arms:
+                yield "arm_gone"
         if self.body_schema is not None:
             yield from _BODY_CODES
         if self.has_arrow:
-            yield from ("not_acceptable", "unsupported_media_type")
+            yield "not_acceptable"
         yield from (*self.codes, *_COMMON_CODES)
 
 

@@ -32,7 +32,7 @@ from serving.requests.bodies import arrow_response, json_response, read_body, re
 from serving.requests.errors import Problem, problem_from_input, unprocessable
 from serving.requests.models import LookupRequest, RequestedEntity
 from serving.requests.named_schema import Json
-from serving.requests.negotiation import BodyForm, parse_forms
+from serving.requests.negotiation import BodyForm, check_json_type, parse_forms
 from serving.requests.options import RequestOptions, with_headers
 from serving.requests.parsing import (
     LOOKUP_PATH_PREFIX,
@@ -172,7 +172,7 @@ def _route_request(service: Service, entities: Sequence[RequestedEntity], option
 
 async def read_lookup(service: LookupService, request: Request, form: BodyForm, table: str | None) -> LookupRequest:
     """Read the body of a lookup, and charge its entities to the caller's quota; raise Problem."""
-    body, limits = await read_request_body(service, request), service.limits
+    body, limits = await read_request_body(service, request, form), service.limits
     lookup_request = await run_in_thread_if_large(
         body, functools.partial(lookup_from_body, request.scope, body, form, table, limits)
     )
@@ -186,13 +186,15 @@ async def read_json(service: LookupService, request: Request) -> object:
     return await run_in_thread_if_large(body, functools.partial(pop_content, request.scope, body, "json", limits))
 
 
-async def read_request_body(service: LookupService, request: Request) -> bytes:
-    """Read a body within the service's bounds; raise Problem, also for options in the URL."""
+async def read_request_body(service: LookupService, request: Request, form: BodyForm = "json") -> bytes:
+    """Read a body of this form within the service's bounds; raise Problem, also for options in the URL."""
     if query := request.scope["query_string"]:
         option_name = query.partition(b"&")[0].partition(b"=")[0].decode("ascii", "replace")
         raise unprocessable(
             "unknown_field", f"{option_name[:40]!r} is in the URL: a POST has its options in the body", "query"
         )
+    if form == "json":
+        check_json_type(request.scope["headers"])
     return await read_body(request, service.body_bytes_max, service.body_timeout_s)
 
 

@@ -86,9 +86,10 @@ def _input_fields(limits: Limits) -> Json:
     return nullable_fields({"id": ID_SCHEMA, "history": history, "features": FEATURES})
 
 
-def _body_options(limits: Limits) -> Json:
+def _body_options(limits: Limits, *, without: str | None = None) -> Json:
     exclude = {**_OPTION_SCHEMAS["exclude"], "maxItems": limits.max_exclude}
-    return nullable_fields({**_OPTION_SCHEMAS, "exclude": exclude})
+    option_schemas = {**_OPTION_SCHEMAS, "exclude": exclude}
+    return nullable_fields({name: schema for name, schema in option_schemas.items() if name != without})
 
 
 _ID_OR_INPUT: list[Json] = [
@@ -114,10 +115,17 @@ def _entity_or_id_schema(limits: Limits) -> Json:
     return NamedSchema("Entity", {"oneOf": [ID_SCHEMA, _entity_schema(limits)]})
 
 
-def lookup_body_schema(limits: Limits, name: str = "LookupRequest", entities_max: int | None = None) -> Json:
-    """Return the schema of the body of POST /v1/lookup/{table}; `entities_max`: a separate limit, if any."""
-    entities = list_schema(_entity_or_id_schema(limits), minItems=1, maxItems=entities_max or limits.max_batch)
-    return closed_object_schema(name, {"entities": entities, **_body_options(limits)}, ("entities",))
+def lookup_body_schema(limits: Limits) -> Json:
+    """Return the schema of the body of POST /v1/lookup/{table}."""
+    entities = list_schema(_entity_or_id_schema(limits), minItems=1, maxItems=limits.max_batch)
+    return closed_object_schema("LookupRequest", {"entities": entities, **_body_options(limits)}, ("entities",))
+
+
+def explain_body_schema(limits: Limits) -> Json:
+    """Return the schema of the body of POST /v1/explain/{table}: one entity, and the options of a lookup but `arm`."""
+    entities = list_schema(_entity_or_id_schema(limits), minItems=1, maxItems=1)
+    options = _body_options(limits, without="arm")
+    return closed_object_schema("ExplainRequest", {"entities": entities, **options}, ("entities",))
 
 
 def tables_lookup_body(limits: Limits) -> Json:

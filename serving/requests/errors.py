@@ -69,7 +69,7 @@ ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
     "invalid_field": ErrorCode(422, "`field` does not allow this value"),
     "missing_field": ErrorCode(422, "A required field was not sent"),
     "unknown_field": ErrorCode(422, "There is no such field or option"),
-    "invalid_id": ErrorCode(422, "An id is not 1 to 256 bytes of UTF-8"),
+    "invalid_id": ErrorCode(422, "An id is not 1 to 256 bytes of UTF-8 (of an event: 128)"),
     "invalid_input": ErrorCode(422, "Nothing can be computed from what was sent"),
     "invalid_k": ErrorCode(422, "`k` is not between 1 and the length of the table's lists"),
     "invalid_filter": ErrorCode(422, "The filter is invalid; `field` is the place in it"),
@@ -80,7 +80,9 @@ ERROR_CODES: Final[Mapping[str, ErrorCode]] = {
     "invalid_feature": ErrorCode(422, "A feature is not a text, a number, or a list of one of them"),
     "not_finite": ErrorCode(422, "A number is not finite"),
     "too_many_features": ErrorCode(422, "More features than are allowed"),
-    "too_many_values": ErrorCode(422, "A feature has more values than `limit`"),
+    "too_many_values": ErrorCode(
+        422, "A feature or the whole body has more values, or an Arrow stream more record batches, than `limit`"
+    ),
     "feature_too_long": ErrorCode(422, "A text feature is longer than `limit`"),
     "batch_too_long": ErrorCode(422, "No entities (events, items) at all, or more than `limit`: send several requests"),
     "history_too_long": ErrorCode(422, "A history is longer than `limit`"),

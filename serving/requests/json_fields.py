@@ -1,6 +1,7 @@
 """Parser of the fields of a JSON body: ids, features and lists within bounds; errors name the field. Pure."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -68,11 +69,21 @@ def invalid_id_problem(error: InvalidId, field: str) -> Problem:
     return Problem(422, error.code, error.message, field=field, **error.details)
 
 
-def read_ids(sent_ids: object, field: str, ids_max: int, error_code: str) -> tuple[bytes, ...]:
-    """Return the canonical bytes of a list of at most `ids_max` ids."""
+def read_list(body_fields: Mapping[str, Any], field: str) -> list[Any]:
+    """Return a list that a body must have; raise Problem if it was not sent, or is no list."""
+    if field not in body_fields:
+        raise unprocessable("missing_field", f"{field} is missing: send a list", field)
+    sent_list = body_fields[field]
+    if not isinstance(sent_list, list):
+        raise unprocessable("invalid_field", f"{field} is a list", field)
+    return sent_list
+
+
+def read_ids(sent_ids: object, field: str, ids_max: int, error_code: str, *, ids_min: int = 0) -> tuple[bytes, ...]:
+    """Return the canonical bytes of a list of `ids_min` to `ids_max` ids."""
     if not isinstance(sent_ids, list):
         raise unprocessable("invalid_field", f"{field} must be a list of ids", field)
-    check_length(sent_ids, 0, ids_max, field, error_code)
+    check_length(sent_ids, ids_min, ids_max, field, error_code)
     try:
         return tuple([canonical_id(sent_id) for sent_id in sent_ids])
     except InvalidId:

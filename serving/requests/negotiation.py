@@ -23,6 +23,7 @@ _FORM_BY_ACCEPT: dict[bytes, BodyForm] = {
     b"application/*": "json",
     b"*/*": "json",
 }
+_JSON_SUFFIX = b"+json"
 _OFFERED_MEDIA_TYPES = [JSON_MEDIA_TYPE, ARROW_MEDIA_TYPE]
 
 
@@ -50,6 +51,13 @@ def parse_forms(headers: Iterable[tuple[bytes, bytes]]) -> Forms:
     return Forms(body_form, _choose_response_form(b",".join(accept_values)) if accept_values else "json")
 
 
+def check_json_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raise Problem 415 for a body of a route without Arrow that is not JSON by Content-Type; names in lower case."""
+    for header_name, header_value in headers:
+        if header_name == b"content-type" and _body_form(header_value) != "json":
+            raise _media_type_problem([JSON_MEDIA_TYPE])
+
+
 def check_codings(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Raise Problem 415 for a body in a content coding, such as gzip; header names in lower case."""
     for header_name, header_value in headers:
@@ -69,14 +77,24 @@ def _check_coding(header_value: bytes) -> None:
 
 
 def _parse_content_type(header_value: bytes) -> BodyForm:
-    media_type = header_value.partition(b";")[0].strip().lower()
-    body_form = _FORM_BY_CONTENT_TYPE.get(media_type)
+    body_form = _body_form(header_value)
     if body_form is None:
-        raise Problem(
-            415, "unsupported_media_type", f"the media type of a body must be one of {', '.join(_OFFERED_MEDIA_TYPES)}",
-            field="content-type", supported=_OFFERED_MEDIA_TYPES,
-        )  # fmt: skip
+        raise _media_type_problem(_OFFERED_MEDIA_TYPES)
     return body_form
+
+
+def _body_form(content_type: bytes) -> BodyForm | None:
+    """Return the form of a body by its Content-Type, None for other media types."""
+    media_type = content_type.partition(b";")[0].strip().lower()
+    body_form = _FORM_BY_CONTENT_TYPE.get(media_type)
+    return "json" if body_form is None and media_type.endswith(_JSON_SUFFIX) else body_form
+
+
+def _media_type_problem(supported: list[str]) -> Problem:
+    return Problem(
+        415, "unsupported_media_type", f"the media type of a body here must be {' or '.join(supported)}",
+        field="content-type", supported=supported,
+    )  # fmt: skip
 
 
 def _choose_response_form(accept_header: bytes) -> BodyForm:

@@ -10,7 +10,7 @@ from urllib.parse import unquote_to_bytes
 from cache.errors import InvalidId
 from cache.format.ids import ID_BYTES_MAX, canonical_id, have_id_lengths
 from cache.native import loader
-from serving.arrow.reader import UnsupportedStream, read_frame
+from serving.arrow.reader import BATCHES_MAX, TooManyBatches, UnsupportedStream, read_frame
 from serving.arrow.schema import Field, MalformedStream
 from serving.requests.errors import Problem, unprocessable
 from serving.requests.json_fields import (
@@ -20,6 +20,7 @@ from serving.requests.json_fields import (
     read_id,
     read_ids,
     read_json,
+    read_list,
     read_object,
 )
 from serving.requests.models import FeedbackReport, LookupRequest, RequestedEntity, ScoreRequest
@@ -51,8 +52,11 @@ _CONTENT_KEY = "larder.content"
 _LOOKUP_FIELDS = frozenset({"entities", *REQUEST_OPTIONS})
 _BATCH_FIELDS = frozenset({"entities", "k"})
 _ENTITY_FIELDS = frozenset({"id", "history", "features"})
+_ENTITY_TEXT = "an id (a text or a whole number from -2**63 to 2**64 - 1) or a JSON object with id, history or features"
+_TABLE_ENTITY_TEXT = "a JSON object with table, and with id, history or features"
 _SCORE_FIELDS = frozenset({"user", "items", *QUERY_OPTION_NAMES})
-_FEEDBACK_FIELDS = frozenset({"generation", "canary_key", "arm", "event", "count"})
+_FEEDBACK_SUBJECT_NAMES = ("generation", "canary_key", "arm")
+_FEEDBACK_FIELDS = frozenset({*_FEEDBACK_SUBJECT_NAMES, "event", "count"})
 _FEEDBACK_EVENT_PATTERN = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _FEEDBACK_COUNT_MAX = 1_000_000
 ID_COLUMN_NAME = "id"
@@ -132,9 +136,7 @@ def lookup_from_url(raw_path: bytes, path_prefix: bytes, query: bytes, limits: L
 def lookup_from_json(content: object, table: str | None, limits: Limits) -> LookupRequest:
     """Return the lookup of the JSON of POST /v1/lookup/{table}, or of POST /v1/lookup if `table` is None."""
     body_fields = read_object(content, "body", _LOOKUP_FIELDS)
-    sent_entities = body_fields.get("entities")
-    if not isinstance(sent_entities, list):
-        raise unprocessable("invalid_field", "entities must be a list", "entities")
+    sent_entities = read_list(body_fields, "entities")
     check_length(sent_entities, 1, limits.max_batch, "entities", "batch_too_long")
     _check_totals(sent_entities, body_fields, limits)
     entities = tuple(
@@ -150,9 +152,8 @@ def score_from_json(content: object, limits: Limits) -> ScoreRequest:
     if "user" not in body_fields:
         raise unprocessable("missing_field", "user is missing", "user")
     _check_totals([body_fields["user"]], body_fields, limits)
-    candidate_ids = read_ids(body_fields.get("items"), "items", limits.max_batch, "batch_too_long")
-    if not candidate_ids:
-        raise unprocessable("invalid_field", "items must be a list of 1 or more ids", "items")
+    sent_items = read_list(body_fields, "items")
+    candidate_ids = read_ids(sent_items, "items", limits.max_batch, "batch_too_long", ids_min=1)
     return ScoreRequest(
         _read_entity(body_fields["user"], "", "user", limits), candidate_ids, body_options(body_fields, limits)
     )
@@ -163,12 +164,17 @@ def feedback_from_json(content: object) -> FeedbackReport:
     body_fields = read_object(content, "body", _FEEDBACK_FIELDS)
     generation, canary_key = body_fields.get("generation"), body_fields.get("canary_key")
     arm = None if body_fields.get("arm") is None else read_arm(body_fields["arm"])
-    if sum(subject is not None for subject in (generation, canary_key, arm)) != 1:
+    subject_names = [name for name in _FEEDBACK_SUBJECT_NAMES if body_fields.get(name) is not None]
+    if len(subject_names) != 1:
         problem_message = "send exactly one of generation (of the answer), canary_key and arm (EXPERIMENT=ARM)"
+        if subject_names:
+            raise unprocessable("invalid_field", f"{problem_message}, not {' and '.join(subject_names)}", "body")
         raise unprocessable("missing_field", problem_message, "body")
     if generation is not None and not isinstance(generation, str):
-        raise unprocessable("invalid_field", "generation is a string", "generation")
-    event, count = body_fields.get("event"), body_fields.get("count", 1)
+        raise unprocessable("invalid_field", "generation must be a string", "generation")
+    if "event" not in body_fields:
+        raise unprocessable("missing_field", "event is missing: say what came of the answer, such as click", "event")
+    event, count = body_fields["event"], body_fields.get("count", 1)
     if not isinstance(event, str) or not _FEEDBACK_EVENT_PATTERN.fullmatch(event):
         raise unprocessable(
             "invalid_field", "event must be 1 to 32 characters of a-z, 0-9 and _, beginning with a letter", "event"
@@ -183,12 +189,18 @@ def _read_entity(sent_entity: object, table: str | None, field: str, limits: Lim
     if isinstance(sent_entity, str | int) and table is not None:
         sent_entity = {"id": sent_entity}
     known_fields = _ENTITY_FIELDS if table is not None else _ENTITY_FIELDS | {"table"}
+    if not isinstance(sent_entity, dict):
+        raise unprocessable(
+            "invalid_field", f"{field} is {_TABLE_ENTITY_TEXT if table is None else _ENTITY_TEXT}", field
+        )
     entity_fields = read_object(sent_entity, field, known_fields)
     if table is None:
-        table_name = entity_fields.get("table")
-        if not isinstance(table_name, str):
-            raise unprocessable("missing_field", f"{field}.table must be the name of a table", f"{field}.table")
-        table = table_name
+        table_field = f"{field}.table"
+        if "table" not in entity_fields:
+            raise unprocessable("missing_field", f"{table_field} is missing: name a table", table_field)
+        table = entity_fields["table"]
+        if not isinstance(table, str):
+            raise unprocessable("invalid_field", f"{table_field} must be the name of a table", table_field)
     sent_id, sent_history, sent_features = (
         entity_fields.get("id"),
         entity_fields.get("history"),
@@ -259,6 +271,8 @@ def read_arrow_lookup(body: bytes, limits: Limits) -> ArrowLookup:
         frame = read_frame(body, read_rows_max, as_bytes=True, cutter=cutter, check_fields=_check_column)
     except MalformedStream as error:
         raise unprocessable("invalid_arrow", f"the body is not an Arrow IPC stream of ids: {error}", "body") from error
+    except TooManyBatches as error:
+        raise unprocessable("too_many_values", str(error), "body", limit=BATCHES_MAX) from error
     except UnsupportedStream as error:
         raise unprocessable("unsupported_arrow", str(error), "body") from error
     sent_ids = frame.columns[ID_COLUMN_NAME]

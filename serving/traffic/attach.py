@@ -53,11 +53,13 @@ _RECEIPT_SCHEMA: Json = schemas.named_object_schema(
     {
         "arm": {
             "type": ["string", "null"],
-            "enum": ["live", "canary", None],
-            "description": "Arm of the canary that it was counted for; null: none, because no canary runs, or the "
-            "generation or arm is not held",
+            "description": "What the feedback was counted for: `live` or `canary` where a canary runs, else "
+            "EXPERIMENT=ARM; null: nothing, since no canary runs, or the generation or arm is not held",
         },
-        "experiment": {"type": "string", "description": "EXPERIMENT=ARM that the feedback was counted for, if any"},
+        "experiment": {
+            "type": "string",
+            "description": "EXPERIMENT=ARM that it was counted for, if any, beside a canary too",
+        },
     },
     ("arm",),
     description="Arms that the feedback was counted for",

@@ -137,7 +137,10 @@ class ExperimentRouter:
         return answers
 
     def feedback(self, report: FeedbackReport) -> dict[str, str | None]:
-        """Count feedback for the arm of an experiment, and for that of a canary in its namespace."""
+        """Count a caller's report for the arm of an experiment and for that of a canary in its namespace.
+
+        Returns what it was counted for: `arm` is null only if it was counted for nothing.
+        """
         service = self._arm_holder.own_service
         experiment_and_arm: tuple[str, str] | None = report.arm
         if report.key is not None and (routing := self._arm_holder.routing) is not None:
@@ -157,7 +160,8 @@ class ExperimentRouter:
         counted_event_name = self._event_names.counted_name(report.event)
         self.exposures.count_feedback(*experiment_and_arm, counted_event_name, report.count)
         self._metrics.feedback.labels(*experiment_and_arm, counted_event_name).inc(report.count)
-        return {"arm": canary_arm, "experiment": "=".join(experiment_and_arm)}
+        experiment_arm = "=".join(experiment_and_arm)
+        return {"arm": canary_arm or experiment_arm, "experiment": experiment_arm}
 
     def _log_exposure(self, assignment: ExperimentAssignment, key: bytes) -> None:
         """Log an exposure, except for erased or blocked keys and keys outside the experiment's sample."""

@@ -34,14 +34,60 @@ CHANGED_CODES: Final[Mapping[str, tuple[int, int]]] = {"status": (0, 3)}
 ADDED_AT: Final[Mapping[str, frozenset[str]]] = {
     "body.components.schemas.Explanation.properties": frozenset({"new_items", "filter", "rerank"}),
     "body.components.schemas.HeldGeneration.required": frozenset({"entities", "tables", "models", "indexes"}),
+    "body.components.schemas.DashboardQueue.properties": frozenset(
+        {"live_queued", "under_way", "requests_max", "queue_seconds", "shed", "shed_lately"}
+    ),
 }
 """Names that are new at one place alone: what answers had, and OpenAPI did not say."""
 
 
 WIDENED_AT: Final = frozenset(
     f"body.components.schemas.Event.properties.{field_name}" for field_name in ("time", "type", "attributes")
+) | {"body.components.schemas.FeedbackReceipt.properties.arm"}
+"""Schemas that allow more than those of the frozen commit: null, which the service took all along, and the arm of an
+experiment in `arm`."""
+
+REMOVED_AT: Final[Mapping[str, frozenset[str]]] = {
+    "body.components.schemas.ExplainRequest.properties": frozenset({"arm"}),
+    "body.paths./v1/explain/{table}.post.parameters": frozenset({"X-Larder-Arm"}),
+    "body.paths./v1/explain/{table}/{entity}.get.parameters": frozenset({"arm", "X-Larder-Arm"}),
+}
+"""Names that OpenAPI had at one place, for what the service always refused there."""
+
+FILLED_AT: Final = frozenset({"body.arm"})
+"""Fields that may have a text now where the frozen commit has null: the experiment's arm that feedback counted for."""
+
+CHANGED_REFUSALS: Final = frozenset(
+    {
+        (
+            (422, "invalid_field"),
+            (422, "missing_field"),
+        ),  # a list that is needed, or the event of feedback, is not sent
+        ((422, "missing_field"), (422, "invalid_field")),  # two subjects of feedback; a table that is no text
+        ((422, "invalid_field"), (422, "batch_too_long")),  # no candidates
+        ((422, "unsupported_arrow"), (422, "too_many_values")),  # more than 64 record batches
+    }
 )
-"""Schemas that allow more than those of the frozen commit: null, which the service took all along."""
+"""Status and code of refusals before and now."""
+
+UNSUPPORTED_TYPE: Final = (415, "unsupported_media_type")
+"""Status and code of a body that is not JSON by its Content-Type, which was read as JSON before, on routes of JSON."""
+
+
+def is_decided_refusal(left: tuple[int, Any], right: tuple[int, Any], *, is_other_type: bool) -> bool:
+    """Whether a refusal was decided to be another one; each is a status and the code, None of an answer.
+
+    `is_other_type`: the request says that its body is neither JSON nor what stands for it.
+    """
+    return (left, right) in CHANGED_REFUSALS or (is_other_type and right == UNSUPPORTED_TYPE)
+
+
+def without_removed(left: Any, path: str) -> Any:
+    """Return `left`, an object or a list of named objects, without what was removed at this place."""
+    removed = REMOVED_AT.get(path, frozenset())
+    if isinstance(left, dict):
+        return {name: value for name, value in left.items() if name not in removed}
+    return [value for value in left if not (isinstance(value, dict) and value.get("name") in removed)]
 
 
 def without_added(left: Any, right: Any, path: str) -> Any:

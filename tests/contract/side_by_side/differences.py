@@ -7,7 +7,13 @@ from typing import Any, Final, NamedTuple
 import orjson
 import pyarrow as pa
 
-from tests.contract.side_by_side.decided import WIDENED_AT, without_added
+from tests.contract.side_by_side.decided import (
+    FILLED_AT,
+    WIDENED_AT,
+    is_decided_refusal,
+    without_added,
+    without_removed,
+)
 from tests.contract.side_by_side.exchange import Answer
 
 ARROW: Final = "application/vnd.apache.arrow.stream"
@@ -43,8 +49,15 @@ class Difference(NamedTuple):
         return f"{self.path}: {_shorten(self.left_side)} | {_shorten(self.right)}"
 
 
-def difference(left: Answer, right: Answer, *, is_shape: bool = False) -> Difference | None:
-    """The first difference of two answers, None if they are alike; `is_shape`: names and types of fields alone."""
+def difference(
+    left: Answer, right: Answer, *, is_shape: bool = False, is_other_type: bool = False
+) -> Difference | None:
+    """The first difference of two answers, None if they are alike; `is_shape`: names and types of fields alone.
+
+    `is_other_type`: the request says that its body is not JSON.
+    """
+    if is_decided_refusal(_refusal(left), _refusal(right), is_other_type=is_other_type):
+        return None
     if left.status != right.status:
         return Difference(
             "status", f"{left.status} {left.body[:_SHOWN_CHARS]!r}", f"{right.status} {right.body[:_SHOWN_CHARS]!r}"
@@ -63,6 +76,15 @@ def difference(left: Answer, right: Answer, *, is_shape: bool = False) -> Differ
     return None
 
 
+def _refusal(answer: Answer) -> tuple[int, Any]:
+    """Status of an answer and the code of its error, None without one."""
+    if answer.status < 400 or answer.header("content-type") != "application/json":
+        return answer.status, None
+    body = orjson.loads(answer.body or b"null")
+    error = body.get("error") if isinstance(body, dict) else None
+    return answer.status, error.get("code") if isinstance(error, dict) else None
+
+
 def masked(body: bytes) -> bytes:
     """JSON whose masked fields have one value, and no momentary `stale`."""
     return _MASKS.sub(rb'"\1\2":0', _STALE.sub(b"", body))
@@ -75,11 +97,14 @@ def differences_of_values(
     # Examples of OpenAPI are held against their schemas by a test of their own.
     if name == "example" or path in WIDENED_AT:
         return
+    if left is None and isinstance(right, str) and path in FILLED_AT:
+        return
     if type(left) is not type(right):
         if not (is_shape and None in (left, right)):
             yield Difference(path, left, right)
     elif isinstance(left, dict):
-        left, right = _without_momentary(left), _without_momentary(without_added(left, right, path))
+        left = _without_momentary(without_removed(left, path))
+        right = _without_momentary(without_added(left, right, path))
         # Of counts the names are words in the order in which they were met.
         ordered = sorted if is_shape else list
         if ordered(left) != ordered(right):
@@ -87,7 +112,7 @@ def differences_of_values(
         for key, value in left.items():
             yield from differences_of_values(value, right.get(key), f"{path}.{key}", is_shape=is_shape, name=key)
     elif isinstance(left, list):
-        right = without_added(left, right, path)
+        left, right = without_removed(left, path), without_added(left, right, path)
         if not is_shape and len(left) != len(right):
             yield Difference(f"{path} (length)", len(left), len(right))
         for number, pair in enumerate(zip(left, right, strict=False)):

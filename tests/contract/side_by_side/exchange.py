@@ -32,6 +32,12 @@ class Request:
     wire: bytes = field(default=b"", repr=False)
     """What is sent in place of a request, where that is no valid one."""
 
+    @property
+    def has_other_type(self) -> bool:
+        """Whether it says that its body is something else than JSON."""
+        media_types = [value.partition(";")[0] for name, value in self.headers if name.lower() == "content-type"]
+        return any(not media_type.endswith("json") for media_type in media_types)
+
     def numbered(self, number: int, headers: tuple[tuple[str, str], ...] = ()) -> "Request":
         """The same as the request of this number, with these headers before its own."""
         return replace(self, number=number, headers=headers + self.headers)

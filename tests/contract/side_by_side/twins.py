@@ -55,13 +55,14 @@ class Twins:
     def compare(self, request: Request) -> tuple[tuple[Answer, Answer], Difference | None]:
         """Answers of both and their difference, once what may lag behind has settled."""
         is_shape = request.kind in SHAPES
+        is_other_type = request.has_other_type
         answers = self.send(request)
-        change = difference(*answers, is_shape=is_shape)
+        change = difference(*answers, is_shape=is_shape, is_other_type=is_other_type)
         give_up = time.monotonic() + SETTLE_S
         while change is not None and request.settles and time.monotonic() < give_up:
             time.sleep(0.05)  # a bounded poll: what is asked changes nothing
             answers = self.send(request)
-            change = difference(*answers, is_shape=is_shape)
+            change = difference(*answers, is_shape=is_shape, is_other_type=is_other_type)
         return answers, change
 
     def move(self, action: Callable[[NightConfig], object]) -> None:

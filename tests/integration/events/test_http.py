@@ -122,6 +122,15 @@ async def test_a_body_whose_events_cannot_be_separated_is_refused(app: Running, 
     assert response.json()["error"]["code"] == "invalid_json"
 
 
+async def test_a_list_that_is_not_sent_and_a_body_that_is_no_json_have_codes_of_their_own(app: Running) -> None:
+    arrow = {"Content-Type": "application/vnd.apache.arrow.stream"}
+    missing, other_type = await app.http.post("/v1/events", json={}), await app.http.post("/v1/events", headers=arrow)
+
+    assert (missing.status_code, missing.json()["error"]["code"]) == (422, "missing_field")
+    assert (other_type.status_code, other_type.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert other_type.json()["error"]["supported"] == ["application/json"]
+
+
 async def test_the_dashboard_shows_what_was_taken_in_and_how_far_it_is_counted(app: Running) -> None:
     position = (await post(app, event(1), {"id": 1})).json()["position"]
 

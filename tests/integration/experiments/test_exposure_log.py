@@ -102,7 +102,8 @@ def _look_up_and_click(
             if arm is not None and number % 2:
                 feedback = {"event": "click", "count": 2, "arm": f"ranker={arm}"}
             feedback_answer = client.post("/v1/feedback", content=orjson.dumps(feedback)).json()
-            assert feedback_answer == {"arm": None} | ({} if arm is None else {"experiment": f"ranker={arm}"})
+            counted_for = None if arm is None else f"ranker={arm}"
+            assert feedback_answer == {"arm": counted_for} | ({} if arm is None else {"experiment": counted_for})
             if arm is not None:
                 clicks[arm] += 2
         unknown_arm_feedback = {"event": "click", "arm": "ranker=nobody"}

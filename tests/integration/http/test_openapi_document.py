@@ -1,5 +1,6 @@
 """The OpenAPI document of a running service: schemas with names, examples that run, one answer for each operation."""
 
+import copy
 from collections.abc import AsyncIterator, Iterable
 from urllib.parse import quote
 
@@ -71,6 +72,45 @@ async def test_every_object_has_a_name(document: Json) -> None:
 
     assert {path for path in objects if path[:2] != ("components", "schemas") or len(path) > 3} == set()
     assert {"Answer", "EntityInput", "Problem", "Event"} <= {path[-1] for path in objects}
+
+
+async def test_every_schema_of_an_object_says_what_it_holds(document: Json) -> None:
+    objects = {path: part for path, part in parts(document) if is_object(part)}
+
+    empty = {path for path, part in objects.items() if part.get("properties") == {}}
+    silent = {path for path, part in objects.items() if not {"properties", "additionalProperties"} & part.keys()}
+    assert empty | silent == set()
+
+
+async def test_every_field_of_an_answer_is_in_its_schema(app: Running, document: Json, night: NightConfig) -> None:
+    user = quote(min(histories(night)), safe="")
+    closed_document = copy.deepcopy(document)
+    for _, part in parts(closed_document["components"]):
+        if is_object(part) and "properties" in part:
+            part.setdefault("additionalProperties", False)
+    await app.get(f"/v1/lookup/user_topk/{user}")
+
+    for template, path in (
+        ("/dashboard/data", "/dashboard/data"),
+        ("/v1/generations", "/v1/generations"),
+        ("/readyz", "/readyz"),
+        ("/healthz", "/healthz"),
+        ("/v1/lookup/{table}/{entity}", f"/v1/lookup/user_topk/{user}"),
+        ("/v1/explain/{table}/{entity}", f"/v1/explain/user_topk/{user}"),
+    ):
+        schema = document["paths"][template]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        assert problems(closed_document, schema, await app.get(path)) == [], template
+
+
+async def test_an_explanation_has_no_option_that_it_always_refuses(app: Running, document: Json) -> None:
+    refused = await app.http.post("/v1/explain/user_topk", json={"entities": ["u"], "arm": "ranker=b"})
+
+    assert refused.status_code == 422
+    assert "arm" not in document["components"]["schemas"]["ExplainRequest"]["properties"]
+    assert "arm" in document["components"]["schemas"]["LookupRequest"]["properties"]
+    for path, method in (("/v1/explain/{table}/{entity}", "get"), ("/v1/explain/{table}", "post")):
+        parameters = {parameter["name"] for parameter in document["paths"][path][method]["parameters"]}
+        assert {"arm", "X-Larder-Arm"} & parameters == set() and "X-Deadline-Ms" in parameters
 
 
 async def test_every_reference_leads_somewhere_and_every_schema_is_used(document: Json) -> None:

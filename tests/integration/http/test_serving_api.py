@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 
 from cache.format.item_table import ItemTable
@@ -196,6 +197,11 @@ def exact_order(night: NightConfig, generation: str, ranked: list[str], top: dic
         ("POST", "/v1/lookup/user_topk", {"entities": [{"id": "x", "features": {"age": 3}}]}, 422, "invalid_input"),
         ("POST", "/v1/lookup", {"entities": [{"id": "x"}]}, 422, "missing_field"),
         ("POST", "/v1/score", {"user": "x", "items": ["a"] * 1001}, 422, "batch_too_long"),
+        ("POST", "/v1/lookup/user_topk", {}, 422, "missing_field"),
+        ("POST", "/v1/lookup", {}, 422, "missing_field"),
+        ("POST", "/v1/score", {"user": "x"}, 422, "missing_field"),
+        ("POST", "/v1/score", {"user": "x", "items": []}, 422, "batch_too_long"),
+        ("POST", "/v1/explain/user_topk", {}, 422, "missing_field"),
         ("POST", "/v1/lookup/user_topk?k=2", {"entities": ["x"]}, 422, "unknown_field"),
         ("POST", "/v1/lookup?filter=cheap", {"entities": [{"id": "x", "table": "user_topk"}]}, 422, "unknown_field"),
         ("POST", "/v1/score?generation=gone", {"user": "x", "items": ["a"]}, 422, "unknown_field"),
@@ -210,6 +216,47 @@ async def test_what_cannot_be_answered_is_refused_for_a_program_to_read(
 
     assert response.status_code == status
     assert response.json()["error"]["code"] == code and response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/lookup", {"entities": [{"id": "x", "table": "user_topk"}]}),
+        ("/v1/score", {"user": "x", "items": ["i-00001"]}),
+        ("/v1/feedback", {"event": "click", "canary_key": "x"}),
+        ("/v1/explain/user_topk", {"entities": ["x"]}),
+        ("/v1/lookup/user_topk", {"entities": ["x"]}),
+    ],
+)
+async def test_a_body_of_another_media_type_is_refused_by_its_type(app: Running, path: str, body: Any) -> None:
+    arrow = "application/vnd.apache.arrow.stream"
+    supported = ["application/json", *([arrow] if path == "/v1/lookup/user_topk" else [])]
+    json_types = ("application/json; charset=utf-8", "application/vnd.shop+json", "application/x-www-form-urlencoded")
+    for media_type in (None, *json_types):
+        headers = {} if media_type is None else {"Content-Type": media_type}
+        response = await app.http.post(path, content=orjson.dumps(body), headers=headers)
+        assert response.status_code == 200, (media_type, response.text)
+    for media_type in {"text/plain", "application/xml", arrow}.difference(supported):
+        headers = {"Content-Type": media_type}
+        response = await app.http.post(path, content=orjson.dumps(body), headers=headers)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (415, "unsupported_media_type")
+        assert (error["field"], error["supported"]) == ("content-type", supported)
+
+
+async def test_the_last_of_two_equal_names_counts_and_answers_are_for_no_cache(
+    app: Running, night: NightConfig
+) -> None:
+    user = known_users(night, 1)[0]
+
+    of_url = await app.http.get(f"/v1/lookup/user_topk/{user}?k=1&k=3")
+    body = b'{"entities": ["nobody"], "entities": ["%b"], "k": 1, "k": 3}' % user.encode()
+    of_body = await app.http.post("/v1/lookup/user_topk", content=body)
+
+    (answer,) = of_body.json()["answers"]
+    assert answer["id"] == user and len(answer["items"]) == len(of_url.json()["items"]) == 3
+    for response in (of_url, of_body):
+        assert not {"cache-control", "etag", "expires"} & response.headers.keys()
 
 
 async def test_a_body_that_lies_about_its_length_is_stopped_while_it_streams(night: NightConfig) -> None:

@@ -230,6 +230,72 @@ async def test_a_service_that_never_answers_is_given_up_at_the_deadline() -> Non
     assert handler_ended.is_set()
 
 
+@dataclass
+class Crowd:
+    """Requests are answered when the test lets them go; the most at once are counted."""
+
+    let_go: asyncio.Event = field(default_factory=asyncio.Event)
+    paths: list[str] = field(default_factory=list)
+    under_way: int = 0
+    most: int = 0
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.paths.append(request.url.path)
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            await self.let_go.wait()
+        finally:
+            self.under_way -= 1
+        return good()
+
+
+async def test_no_more_requests_than_connections_enter_the_pool_at_once() -> None:
+    crowd = Crowd()
+    asking = client(crowd, connections=4)
+    calls = [asyncio.create_task(asking.lookup("t", f"u-{number}")) for number in range(200)]
+    async with asyncio.timeout(10):
+        while len(crowd.paths) < 4:  # noqa: ASYNC110 - no event tells how many calls arrived
+            await asyncio.sleep(0)
+
+    crowd.let_go.set()
+    answers = await asyncio.gather(*calls)
+
+    assert len(answers) == 200 and crowd.most == 4
+    assert crowd.paths == [f"/v1/lookup/t/u-{number}" for number in range(200)]
+
+
+async def test_waiting_for_a_connection_counts_for_the_deadline() -> None:
+    crowd = Crowd()
+    asking = client(crowd, connections=1)
+    first_call = asyncio.create_task(asking.lookup("t", "u-1", Options(deadline_ms=60_000)))
+    async with asyncio.timeout(10):
+        while not crowd.paths:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0)
+
+    with pytest.raises(DeadlineExceeded, match=r"all 1 connections are in use.*lookup_many"):
+        await asking.lookup("t", "u-2", Options(deadline_ms=20))
+    crowd.let_go.set()
+
+    assert (await first_call).id == "u-1" and (await asking.lookup("t", "u-3")).id == "u-1"
+    assert crowd.paths == ["/v1/lookup/t/u-1", "/v1/lookup/t/u-3"]
+
+
+async def test_what_is_told_to_the_service_is_what_is_left_after_the_wait() -> None:
+    script, clock = Script([good()]), Clock()
+    asking = client(script, clock, connections=1, deadline_ms=1_000, told_share=0.5)
+    slots = asking._sender._connection_slots
+    await slots.acquire()
+    call = asyncio.create_task(asking.lookup("t", "u-1"))
+    await asyncio.sleep(0)
+
+    clock.now_s += 0.6
+    slots.release()
+    await call
+
+    assert get_deadlines_ms(script) == [pytest.approx(200, abs=1)]
+
+
 async def test_the_deadline_that_a_call_names_is_the_one_the_service_is_asked_for() -> None:
     script = Script([good()])
 

@@ -102,6 +102,13 @@ def test_what_is_no_event_is_rejected_with_its_reason(changes: dict[str, Any], r
     assert reasons(COMPLETE_EVENT | changes) == [reason] and reason in REJECTION_REASONS
 
 
+@pytest.mark.parametrize("event_id", ["", "x" * 129, "x" * 300])
+def test_the_bytes_that_an_event_id_may_have_are_told(event_id: str) -> None:
+    rejected = read(COMPLETE_EVENT | {"id": event_id}).rejected
+
+    assert f"{len(event_id)} bytes of UTF-8, 1 to 128 are allowed" in rejected[0].detail
+
+
 def test_null_clears_an_attribute() -> None:
     assert reasons(COMPLETE_EVENT | {"item": None, "attributes": {"a": None}}) == []
 
@@ -150,7 +157,7 @@ def test_microseconds_of_iso_times_are_kept(at_us: int) -> None:
     ("content", "code"),
     [
         ([], "invalid_field"),
-        ({}, "invalid_field"),
+        ({}, "missing_field"),
         ({"events": {}}, "invalid_field"),
         ({"events": []}, "batch_too_long"),
         ({"events": [{}] * 6}, "batch_too_long"),

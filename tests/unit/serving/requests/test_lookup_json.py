@@ -170,7 +170,8 @@ def test_one_and_one_point_nought_and_true_are_not_the_same_id() -> None:
         (b'{"entities": [{"id": "a", "features": {"x": NaN}}]}', "invalid_json", "body"),
         (b'{"entities": [{"id": "a", "features": {"x": 1e999}}]}', "invalid_json", "body"),
         (b"[]", "invalid_field", "body"),
-        ({}, "invalid_field", "entities"),
+        ({}, "missing_field", "entities"),
+        ({"entities": {}}, "invalid_field", "entities"),
         ({"entities": []}, "batch_too_long", "entities"),
         ({"entities": ["a"] * 1001}, "batch_too_long", "entities"),
         ({"entities": ["a", ""]}, "invalid_id", "entities[1].id"),
@@ -204,7 +205,37 @@ def test_entities_of_several_tables_each_name_theirs() -> None:
     lookup = lookup_body(b'{"entities": [{"table": "a", "id": 1}, {"table": "b", "id": 2}]}', None, LIMITS)
 
     assert [(entity.table, entity.id) for entity in lookup.entities] == [("a", "1"), ("b", "2")]
-    assert refused({"entities": [{"id": "x"}]}, None)[1] == "missing_field"
+    assert refused({"entities": [{"id": "x"}]}, None) == (422, "missing_field", "entities[0].table")
+    assert refused({"entities": [{"id": "x", "table": 5}]}, None) == (422, "invalid_field", "entities[0].table")
+
+
+@pytest.mark.parametrize("entity", [b"1.5", b"null", b"18446744073709551616", b"[]"])
+def test_what_is_no_entity_is_told_that_ids_may_stand_there_too(entity: bytes) -> None:
+    with pytest.raises(
+        Problem, match=r"entities\[0\] is an id .*from -2\*\*63 to 2\*\*64 - 1\) or a JSON object"
+    ) as caught:
+        lookup_body(b'{"entities": [%b]}' % entity, "t", LIMITS)
+
+    assert caught.value.reason == "invalid_field"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "field"),
+    [
+        ({"event": "click"}, "missing_field", "body"),
+        ({"event": "click", "canary_key": "k", "generation": "g"}, "invalid_field", "body"),
+        ({"event": "click", "canary_key": "k", "generation": None, "arm": "e=a"}, "invalid_field", "body"),
+        ({"canary_key": "k"}, "missing_field", "event"),
+        ({"canary_key": "k", "event": 5}, "invalid_field", "event"),
+    ],
+)
+def test_feedback_that_lacks_a_field_is_told_from_one_with_a_field_too_many(
+    body: dict[str, object], code: str, field: str
+) -> None:
+    with pytest.raises(Problem) as caught:
+        feedback_from_json(body)
+
+    assert (caught.value.reason, caught.value.field) == (code, field)
 
 
 def test_a_deadline_is_the_tighter_of_body_and_header_and_never_above_the_limit() -> None:
@@ -233,9 +264,15 @@ def test_a_score_request_has_a_user_and_candidates() -> None:
     score_request = score_body(b'{"user": {"history": ["a"]}, "items": ["b", 7]}', LIMITS)
 
     assert score_request.user.history == (b"a",) and score_request.items == (b"b", b"7")
-    for raw_body in (b'{"items": ["a"]}', b'{"user": "u"}', b'{"user": "u", "items": []}'):
-        with pytest.raises(Problem):
+    for raw_body, code in (
+        (b'{"items": ["a"]}', "missing_field"),
+        (b'{"user": "u"}', "missing_field"),
+        (b'{"user": "u", "items": "a"}', "invalid_field"),
+        (b'{"user": "u", "items": []}', "batch_too_long"),
+    ):
+        with pytest.raises(Problem) as caught:
             score_body(raw_body, LIMITS)
+        assert caught.value.reason == code
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False)
