@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cache.config.night import NightConfig
     from precompute.sources.readers import Interactions
     from precompute.sources.unusable import UnusableRows
-    from serving.events.connection import FoundDurability
+    from serving.events.connection import FoundDurability, MemoryUse
 
 CheckState = Literal["ok", "to do", "not used"]
 
@@ -418,13 +418,16 @@ def check_events(config: "NightConfig") -> CheckResult:
     if not config.events.enabled:
         return "not used", "[events] enabled is false: the service accepts no events"
     from cache.process.redis_server import running_server
+    from serving.events.connection import WritesRefused
 
     running_redis = running_server(config.path(config.state))
     server_url = config.events_redis or (running_redis.url if running_redis else "")
     if not server_url:
         return "ok", "in the Redis that each command starts: events are lost when the command ends"
     try:
-        durability, eviction_policy = asyncio.run(_read_durability(server_url, config))
+        events_server = asyncio.run(_inspect_events_server(server_url, config))
+    except WritesRefused as error:
+        return "to do", f"every event is refused with 503: {url_without_password(server_url)}: {error.message}"
     except LarderError as error:
         return (
             "to do",
@@ -433,6 +436,7 @@ def check_events(config: "NightConfig") -> CheckResult:
                 "right, and is the server running?"
             ),
         )
+    durability, eviction_policy = events_server.durability, events_server.eviction_policy
     if eviction_policy.startswith("allkeys"):
         return (
             "to do",
@@ -452,6 +456,8 @@ def check_events(config: "NightConfig") -> CheckResult:
             f"{durability.persistence!r}"
         )
         return "to do", f"{summary}: set appendonly yes and appendfsync {demanded_durability} there"
+    if (full_text := events_server.full_text(config.events.stream_bytes)) is not None:
+        return "to do", f"every event is refused with 429: {url_without_password(server_url)} {full_text}"
     summary = (
         f"{url_without_password(server_url)}; durability {durability.persistence}, maxmemory-policy "
         f"{eviction_policy or 'not reported'}"
@@ -461,16 +467,44 @@ def check_events(config: "NightConfig") -> CheckResult:
     )
 
 
-async def _read_durability(url: str, config: "NightConfig") -> "tuple[FoundDurability, str]":
+class _EventsServer(NamedTuple):
+    """What was found of the Redis of events, which answers and writes."""
+
+    durability: "FoundDurability"
+    eviction_policy: str
+    memory: "MemoryUse"
+    stream_bytes: int
+
+    def full_text(self, stream_bytes_max: int) -> str | None:
+        """Say why it accepts no further events, with the remedy; None if it has room."""
+        if self.memory.is_full:
+            return (
+                f"is at its maxmemory ({self.memory.used_bytes:,} of {self.memory.limit_bytes:,} bytes): run `larder "
+                "night`, which makes room; if it fills up again, raise its maxmemory to more than twice [events] "
+                "stream_bytes, or send fewer events"
+            )
+        if self.stream_bytes >= stream_bytes_max:
+            return (
+                f"holds a stream of {self.stream_bytes:,} bytes, and [events] stream_bytes is {stream_bytes_max:,}: "
+                "run `larder night`, which makes room; if it fills up again, raise stream_bytes and its maxmemory"
+            )
+        return None
+
+
+async def _inspect_events_server(url: str, config: "NightConfig") -> _EventsServer:
     from serving.events.connection import EventsRedis
 
-    events_redis = EventsRedis(url, config.events.durability)
+    events_redis, keys = EventsRedis(url, config.events.durability), config.of_events().keyspace()
     try:
-        durability = await events_redis.refresh_durability()
-        eviction_policy = await events_redis.eviction_policy()
+        await events_redis.demand_writes(keys.inbox)
+        return _EventsServer(
+            await events_redis.refresh_durability(),
+            await events_redis.eviction_policy(),
+            await events_redis.memory_use(),
+            int(await events_redis.execute("MEMORY USAGE", keys.events, "SAMPLES", 5) or 0),
+        )
     finally:
         await events_redis.aclose()
-    return durability, eviction_policy
 
 
 def check_live_provider(_config: "NightConfig") -> CheckResult:

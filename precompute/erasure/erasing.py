@@ -165,7 +165,7 @@ def _overlay_keys(config: NightConfig, store: ArtefactStore, generation: str, er
     ]
 
 
-def settle_erasures(config: NightConfig, releases: Releases) -> list[ErasureStatus]:
+def settle_erasures(config: NightConfig, releases: Releases, *, in_night: bool = False) -> list[ErasureStatus]:
     """Enforce every erasure in force and mark those that are done; return the status of each, oldest first.
 
     None is marked while the store has no generation: it may be the wrong store, and no night has left out the entity
@@ -180,7 +180,7 @@ def settle_erasures(config: NightConfig, releases: Releases) -> list[ErasureStat
     drop_overlays(config, store, control, pending)
     drop_from_sketches(config, store, control, pending)
     forget_keys(store, [erasure.raw for erasure in pending if erasure.kind == "user"])
-    forget_events(config, pending)
+    forget_events(config, pending, in_night=in_night)
     remove_bundles_with_items(store, [erasure.raw for erasure in pending if erasure.kind == "item"])
     # Registry rows are read before files: a night first adds its row, then reads the erasures, then writes files.
     holders_by_number = holders_by_erasure_number(store, pending, control.rows())
@@ -200,7 +200,7 @@ def settle_erasures_in_night(
 ) -> dict[str, int]:
     """Settle all erasures, and sweep notes of removed generations; return `erasures_pending` for the report."""
     sweep_left_out_notes(releases.store, needed_generations)
-    pending = sum(status.state == "pending" for status in settle_erasures(config, releases))
+    pending = sum(status.state == "pending" for status in settle_erasures(config, releases, in_night=True))
     return {"erasures_pending": pending}
 
 

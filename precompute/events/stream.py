@@ -1,6 +1,7 @@
 """Event stream at night: events are written to files, which are merged and erased from; then the stream is trimmed."""
 
 import io
+import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -39,6 +40,8 @@ from precompute.events.stores import connect_events
 from precompute.partitions.night_input import EventFields
 from precompute.releases.release_log import Releases
 from precompute.sources.erasures import NO_ERASURES, ErasedEntities, Erasure, all_erasures
+
+_log = logging.getLogger(__name__)
 
 ENTRIES_AT_ONCE: Final = 1_000
 """Entries of a batch, for which Redis needs a millisecond or two."""
@@ -249,8 +252,10 @@ def _merge_group(
     return TakenFile(files[0].after, end_position), buffer.getvalue()
 
 
-def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
+def forget_events(config: NightConfig, erasures: Iterable[Erasure], *, in_night: bool = False) -> None:
     """Remove the events of erased entities, from the stream first, so that a night that takes it over has none of them.
+
+    If entries were removed, and in each night (`in_night`), Redis is told to rewrite its log, which has them until then.
 
     This is also done if events are disabled or those of another namespace are used: earlier events may still be stored
     in this one. Events of the other namespace are never removed: it has its own erasures.
@@ -258,7 +263,9 @@ def forget_events(config: NightConfig, erasures: Iterable[Erasure]) -> None:
     erased_entities, store = ErasedEntities.of(erasures), config.store()
     if config.events.enabled or config.events_url or list_taken_files(store):
         with connect_events(config) as client:
-            forget_in_stream(client, config.keyspace(), erased_entities)
+            removed_count = forget_in_stream(client, config.keyspace(), erased_entities)
+            if removed_count or in_night:
+                start_log_rewrite(client)
     forget_in_files(store, erased_entities)
 
 
@@ -283,6 +290,44 @@ def forget_in_stream(client: "redis.Redis", keys: Keyspace, erased_entities: Era
             removed_count += int(client.xdel(stream_key, *entry_ids)) if entry_ids else 0
             behind_id = entries[-1][0].decode()
     return removed_count
+
+
+def start_log_rewrite(client: "redis.Redis") -> bool:
+    """Have Redis rewrite its append-only file without the removed entries; return True if it began.
+
+    Redis goes on in the background. A server without such a file is left alone, and a refusal is logged: the next night
+    tries again.
+    """
+    try:
+        if not client.info("persistence").get("aof_enabled"):
+            return False
+        client.bgrewriteaof()
+    except redis.ResponseError as error:
+        right_hint = (
+            "; give the user of nights +bgrewriteaof, as infra/redis-events.conf does"
+            if isinstance(error, redis.exceptions.NoPermissionError)
+            else ""
+        )
+        _log.warning(
+            "the append-only file of the Redis of events keeps removed events until it is rewritten, which Redis did not "
+            "begin (%s); the next night tries again%s", error, right_hint,
+        )  # fmt: skip
+        return False
+    if _keeps_removed_entries(client):
+        _log.warning(
+            "the Redis of events rewrites its append-only file, but with removed events beside others of the same block: "
+            "set aof-use-rdb-preamble no in its file, as in infra/redis-events.conf, and restart it"
+        )
+    return True
+
+
+def _keeps_removed_entries(client: "redis.Redis") -> bool:
+    """True if a rewritten file begins with a snapshot: Redis copies blocks of a stream into it with removed entries."""
+    try:
+        settings: Any = client.config_get("aof-use-rdb-preamble")
+    except redis.ResponseError:  # this user may not read settings
+        return False
+    return bool(settings.get("aof-use-rdb-preamble") == "yes")
 
 
 def _is_event_of_erased(entry_fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:

@@ -72,7 +72,7 @@ _PUBLICATIONS_PER_SWEEP = 30
 
 PUBLISH_TIMEOUT_S = 2.0
 
-EVENT_TEXT_FIELDS: Final = ("durability", "demanded", "counted_until", "published_until")
+EVENT_TEXT_FIELDS: Final = ("durability", "demanded", "writes_refused", "counted_until", "published_until")
 """Text fields of the events in a worker's row; positions are Redis stream ids."""
 
 EVENT_NUMBER_FIELDS: Final = (*HELP_TEXT_BY_GAUGE, "lag_s", "users", "held_bytes", "held_max_bytes")
@@ -314,6 +314,7 @@ def merge_event_rows(worker_rows: Sequence[_EventsRow | None]) -> dict[str, Any]
         "up": None if worst_row.get("up") is None else bool(worst_row["up"]),
         "durability": worst_row.get("durability"),
         "demanded": worst_row.get("demanded"),
+        "writes_refused": worst_row.get("writes_refused"),
         **{
             field_name: min(_present_values(rows, field_name), key=Position.parse, default=None)
             for field_name in ("counted_until", "published_until")

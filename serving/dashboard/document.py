@@ -124,7 +124,7 @@ _REUSE_SCHEMA = _object_schema(
 _EVENTS_SCHEMA = _object_schema(
     "Events",
     "Events of the last minutes; states are the worst of all workers; null if the service takes no events",
-    up=_nullable_schema("boolean", "Whether the Redis of events answers and is as durable as demanded"),
+    up=_nullable_schema("boolean", "Whether the Redis of events answers, writes, and is as durable as demanded"),
     durability=_nullable_schema(
             "string"
 ), demanded=_nullable_schema(
@@ -148,6 +148,7 @@ _EVENTS_SCHEMA = _object_schema(
 ), inbox_lag_seconds=_nullable_schema(
             "number"
 ),
+    writes_refused=_nullable_schema("string", "Why the Redis of events answers and refuses to write; null: it does not"),
     counted_until=_nullable_schema("string", "Position up to which answers count all events"),
     taken_until=_nullable_schema("string", "Position up to which some generation has all events"),
     published_until=_nullable_schema("string", "Position up to which the live generation has all events"),
@@ -755,9 +756,13 @@ def _check_events(body: Body) -> Iterator[Finding]:
         # unreachable.
         falls_short = demanded != "any" and found_durability not in (None, "always", demanded)
         shortfall = f"is less durable than demanded (found: {found_durability}, demanded: {demanded})"
+        if (writes_refused := event_fields["writes_refused"]) is not None:
+            cause = writes_refused.removeprefix("the Redis of events ")
+        else:
+            cause = shortfall if falls_short else "is unreachable"
         yield Finding(
             "bad",
-            f"No events are accepted: their Redis {shortfall if falls_short else 'is unreachable'}.",
+            f"No events are accepted: their Redis {cause}.",
             "Run larder check for details. Producers must send again all events without a 202.",
         )
     if refused_count := event_fields["refused"].get("events_full"):

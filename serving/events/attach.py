@@ -42,7 +42,8 @@ _ERROR_CODES: Mapping[str, ErrorCode] = {
     "events_disabled": ErrorCode(409, "This service takes no events: `[events] enabled` is false"),
     "events_full": ErrorCode(429, "The stream is full for now: try again after `Retry-After`"),
     "events_unavailable": ErrorCode(
-        503, "The Redis of events cannot be reached, or is less durable than `[events] durability` demands"
+        503,
+        "The Redis of events cannot be reached, refuses to write, or is less durable than `[events] durability` demands",
     ),
 }
 
@@ -144,11 +145,13 @@ class EventOverview:
     def to_json(self) -> dict[str, Any]:
         """Return the event fields of the worker's row; unknown values are left out."""
         redis, newer_events, served = (self.intake.redis, self.follower.newer_events, self.holder.served)
+        write_refusal = self.intake.counts.write_refusal
         events_of_night = None if served is None else served.live.manifest.events
         return {
             **self.intake.counts.value_by_gauge,
             "durability": None if redis.found_durability is None else redis.found_durability.persistence,
             "demanded": redis.demanded_durability,
+            "writes_refused": None if write_refusal is None else write_refusal.outside,
             "lag_s": round(self.follower.lag_s(), 3),
             "users": len(newer_events.users),
             "held_bytes": newer_events.size_bytes,

@@ -11,7 +11,17 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 
 from cache.config.events import Durability
 from cache.errors import ConfigError, LarderError
@@ -37,6 +47,12 @@ Command = tuple[bytes | str | int | float, ...]
 _RANK_BY_PERSISTENCE: Final = {"always": 2, "everysec": 1, "none": 0, "unknown": 0}
 _AOF_ENABLED_PATTERN = re.compile(rb"aof_enabled:([01])")
 _EVICTION_POLICY_PATTERN: Final = re.compile(rb"maxmemory_policy:(\S+)")
+_MEMORY_FIGURE_PATTERN: Final = re.compile(
+    rb"^(used_memory|maxmemory|mem_not_counted_for_evict):(\d+)\r?$", re.MULTILINE
+)
+
+NEVER_AN_ENTRY_ID: Final = "0-0"
+"""Id that no entry of a stream can have: removing it changes nothing, and Redis refuses it as it refuses any write."""
 
 
 class EventsUnavailable(LarderError):
@@ -47,13 +63,91 @@ class EventsUnavailable(LarderError):
     @property
     def outside(self) -> str:
         """Message for callers, without the host and port of a connection error, which only the log names."""
-        return self.message if self.__cause__ is None else "the Redis of events cannot be reached"
+        match self.__cause__:
+            case None:
+                return self.message
+            case AuthenticationError() | AuthorizationError() | NoPermissionError():
+                return "the Redis of events refuses the user of this service or lacks a right of it"
+            case BusyLoadingError():
+                return "the Redis of events is still loading its data"
+            case ResponseError():
+                return "the Redis of events answers with an error"
+            case _:
+                return "the Redis of events cannot be reached"
+
+
+class WritesRefused(EventsUnavailable):
+    """The Redis of events answers, and refuses to write; the message says why, and the remedy."""
+
+    def __init__(self, refusal: "WriteRefusal", reply_text: str) -> None:
+        super().__init__(
+            f"the Redis of events answers, but refuses to write ({reply_text}): {refusal.remedy}", refusal=refusal.code
+        )
+        self._refusal = refusal
+
+    @property
+    def outside(self) -> str:
+        """Message for callers, who cannot mend it."""
+        return f"the Redis of events answers, but refuses to write: {self._refusal.why}"
 
 
 class EventsFull(LarderError):
     """The stream is full until it is trimmed, or its Redis is at its maxmemory."""
 
     code = "events_full"
+
+
+class WriteRefusal(NamedTuple):
+    """Error code with which a Redis that answers refuses to write, why it does, and the remedy."""
+
+    code: str
+    why: str
+    remedy: str
+
+
+_WRITE_REFUSALS: Final = (
+    WriteRefusal(
+        "MISCONF",
+        "it cannot write to its disk",
+        "its disk is full or fails; make room there (INFO persistence and its log name the file), and it accepts events "
+        "again by itself",
+    ),
+    WriteRefusal(
+        "READONLY",
+        "it is a read-only replica",
+        "it is a read-only replica; point LARDER_EVENTS_URL at its primary",
+    ),
+    WriteRefusal(
+        "NOREPLICAS",
+        "too few replicas follow it",
+        "fewer replicas follow it than its min-replicas-to-write demands; start them, or lower min-replicas-to-write",
+    ),
+)  # fmt: skip
+
+
+def find_write_refusal(error: Exception) -> WritesRefused | None:
+    """Return the refusal if an error of redis-py says that Redis refuses all writes at present, else None."""
+    if not isinstance(error, ResponseError):
+        return None
+    # redis-py removes the code of errors that have a class of their own.
+    code = "READONLY" if isinstance(error, ReadOnlyError) else str(error).partition(" ")[0]
+    for refusal in _WRITE_REFUSALS:
+        if refusal.code == code:
+            reply_text = str(error).partition(" script: ")[0].rstrip(".")
+            return WritesRefused(refusal, reply_text if reply_text.startswith(code) else f"{code} {reply_text}")
+    return None
+
+
+class MemoryUse(NamedTuple):
+    """Bytes that count towards Redis' `maxmemory`, and that limit; 0: it has none."""
+
+    used_bytes: int
+    limit_bytes: int
+
+    @property
+    def is_full(self) -> bool:
+        """True if Redis refuses further events."""
+        return 0 < self.limit_bytes <= self.used_bytes
 
 
 class FoundDurability(NamedTuple):
@@ -138,6 +232,27 @@ class EventsRedis:
         self.found_durability = durability
         return durability
 
+    async def demand_writes(self, inbox_key: str) -> None:
+        """Raise WritesRefused if this Redis answers and refuses to write; changes nothing.
+
+        `inbox_key` is the one stream that the service and the night may both remove entries of.
+        """
+        with _translate_errors():
+            try:
+                await self._client.execute_command("XDEL", inbox_key, NEVER_AN_ENTRY_ID)  # type: ignore[no-untyped-call]
+            except ResponseError as error:
+                if (refused := find_write_refusal(error)) is not None:
+                    raise refused from error
+                if isinstance(error, WrongReply):
+                    raise
+                # Any other error (a missing right, a key of another type) says nothing about all writes.
+
+    async def memory_use(self) -> MemoryUse:
+        """Return the memory in use and its limit."""
+        figures = dict(_MEMORY_FIGURE_PATTERN.findall(await self.execute("INFO", "memory")))
+        used_bytes = int(figures.get(b"used_memory", 0)) - int(figures.get(b"mem_not_counted_for_evict", 0))
+        return MemoryUse(used_bytes, int(figures.get(b"maxmemory", 0)))
+
     async def eviction_policy(self) -> str:
         """Return the maxmemory-policy of this Redis, "" if INFO lacks it."""
         policy_match = _EVICTION_POLICY_PATTERN.search(await self.execute("INFO", "memory"))
@@ -208,6 +323,8 @@ def _translate_errors() -> Iterator[None]:
     except OutOfMemoryError as error:
         raise EventsFull("the Redis of events is at its maxmemory") from error
     except (RedisError, OSError) as error:
+        if (refused := find_write_refusal(error)) is not None:
+            raise refused from error
         raise EventsUnavailable(f"the Redis of events: {error or type(error).__name__}") from error
     except RuntimeError as error:
         if not str(error).endswith(HANDLER_CLOSED_MESSAGE):

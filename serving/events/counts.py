@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cache.format.redis_keys import Keyspace
-from serving.events.connection import EventsRedis, EventsUnavailable
+from serving.events.connection import EventsRedis, EventsUnavailable, WritesRefused
 from serving.metrics.collectors import ChangedAnswers, SecondsHistogram, add_samples_by_label
 
 ACCEPTED, REPEATED, TOO_MANY = "accepted", "repeated", "too_many"
@@ -52,25 +52,36 @@ class EventCounts(Collector):
         self._redis, self._keyspace, self._stream_bytes_max = redis, keyspace, stream_bytes_max
         self.value_by_gauge: dict[str, float] = {}
         """Measurements of the last refresh by name; empty before the first."""
+        self.write_refusal: WritesRefused | None = None
+        """Refusal of the last refresh by a server that answers but refuses to write; None: it writes, or is unreachable."""
 
     async def refresh(self) -> None:
-        """Measure the stream and the inbox, and check the server's settings; if it is unreachable, report only that."""
+        """Measure the stream and the inbox; check the server's settings and that it writes.
+
+        If it is unreachable, report only that.
+        """
         stream_key, inbox_key = self._keyspace.events, self._keyspace.inbox
+        write_refusal = None
         try:
+            try:
+                await self._redis.demand_writes(inbox_key)
+            except WritesRefused as error:
+                write_refusal = error
             durability = await self._redis.refresh_durability()
             size_bytes, stream_length, inbox_length, oldest_inbox_entries, redis_time = await self._redis.execute_all([
                 ("MEMORY USAGE", stream_key, "SAMPLES", 5), ("XLEN", stream_key), ("XLEN", inbox_key),
                 ("XRANGE", inbox_key, "-", "+", "COUNT", 1), ("TIME",),
             ])  # fmt: skip
         except EventsUnavailable:
-            self.value_by_gauge = {"up": 0.0}
+            self.value_by_gauge, self.write_refusal = {"up": 0.0}, None
             return
+        self.write_refusal = write_refusal
         # Not `Position`: producers may use ids of their own, such as microseconds.
         oldest_entry_s = (
             int(oldest_inbox_entries[0][0].split(b"-")[0]) / 1000 if oldest_inbox_entries else float(redis_time[0])
         )
         self.value_by_gauge = {
-            "up": float(durability.suffices(self._redis.demanded_durability)),
+            "up": float(write_refusal is None and durability.suffices(self._redis.demanded_durability)),
             "stream_bytes": float(size_bytes or 0),
             "stream_max_bytes": float(self._stream_bytes_max),
             "stream_length": float(stream_length),
@@ -99,7 +110,7 @@ class EventCounts(Collector):
 
 
 HELP_TEXT_BY_GAUGE = {
-    "up": "1 while the Redis of events answers and is as durable as demanded",
+    "up": "1 while the Redis of events answers, writes, and is as durable as demanded",
     "stream_bytes": "Bytes of the stream of accepted events",
     "stream_max_bytes": "Limit of the stream's bytes; beyond it events are refused",
     "stream_length": "Events in the stream",

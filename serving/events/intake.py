@@ -561,6 +561,8 @@ class EventParts:
             async with asyncio.timeout(_START_WAIT_S):
                 await self.redis.demand_durability()
                 await self.intake.counts.refresh()
+                if self.intake.counts.write_refusal is not None:
+                    raise self.intake.counts.write_refusal
                 policy = await self.redis.eviction_policy()
                 if self.redis.demanded_durability != "any" and policy.startswith(("volatile", "allkeys")):
                     log.warning(_EVICTION_WARNING, policy)

@@ -224,6 +224,7 @@ class Events(TypedDict):
     up: bool | None
     durability: str | None
     demanded: str | None
+    writes_refused: str | None
     results: dict[str, Number] | None
     refused: dict[str, Number] | None
     answers: Number

@@ -95,7 +95,7 @@ def well(now_s: float = NOW_S, bins: int = HOUR_BINS, seed: int = 6) -> Dashboar
             "hits_per_gb": 21_204_817.4,
         },
         "events": {
-            "up": True, "durability": "everysec", "demanded": "everysec",
+            "up": True, "durability": "everysec", "demanded": "everysec", "writes_refused": None,
             "results": {"accepted": 61_204, "repeated": 912, "too_many": 188, "invalid_field": 41},
             "refused": {}, "answers": 21_377, "answers_share": 0.0412, "list_change": 0.187, "lag_s": 0.004,
             "users": 12_902, "held_bytes": 9_437_184, "held_max_bytes": 268_435_456, "stream_bytes": 71_303_168,

@@ -100,6 +100,7 @@ function stream() {
     if (!events) return;
     const { up, durability, demanded, inbox_lag_seconds: waits } = events;
     found.lede(up === true ? "It answers, and keeps events as demanded."
+      : events.writes_refused ? "It answers, but refuses to write: no events are accepted."
       : up === false ? "It is away, or keeps less than is demanded: no events are accepted." : "It has not been looked at yet.");
     replace(place, facts([
       ["Accepts events", up === true ? mark("ok", "yes") : up === false ? mark("bad", "no") : "not known"],

@@ -17,6 +17,7 @@ ADDED_FIELDS: Final = frozenset(
         "background_failing",
         "overlap_at_20_newest",
         "untimed",
+        "writes_refused",
     }
 )
 """Fields of JSON documents that the frozen commit does not have."""

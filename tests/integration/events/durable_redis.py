@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import time
@@ -35,7 +36,17 @@ class DurableRedis:
 
     def start(self) -> None:
         """Starts it over what the last one left."""
-        command = [str(redis_binary()), "--port", str(self.port), "--bind", "127.0.0.1"]
+        # A write beyond a limit of its files fails, as on a full disk; by default the signal ends the process.
+        command = [
+            "sh",
+            "-c",
+            'trap "" XFSZ; exec "$0" "$@"',
+            str(redis_binary()),
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+        ]
         command += ["--dir", str(self._folder.resolve())]
         for name, value in self._settings.items():
             command += [f"--{name}", value]
@@ -48,11 +59,31 @@ class DurableRedis:
             time.sleep(0.01)
         raise AssertionError(self._process.log_tail())
 
+    @property
+    def pid(self) -> int:
+        """The process of the server itself."""
+        with self.client() as client:
+            return int(client.info("server")["process_id"])
+
+    @contextlib.contextmanager
+    def full_disk(self) -> Iterator[None]:
+        """Within, the server can write nothing to its disk, and knows; afterwards there is room again."""
+        pid = self.pid
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        try:
+            with self.client() as client:
+                with contextlib.suppress(redis.ResponseError):
+                    client.set("larder:test:full", "x")
+                _wait_for(client, "aof_last_write_status", "err")
+            yield
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            with self.client() as client:
+                _wait_for(client, "aof_last_write_status", "ok")
+
     def kill(self) -> None:
         """Ends it as a crash does."""
-        with self.client() as client:
-            pid = int(client.info("server")["process_id"])
-        os.kill(pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
         self.kills += 1
         self.stop()
 
@@ -65,6 +96,13 @@ class DurableRedis:
     def client(self) -> Any:
         """A plain client."""
         return redis.Redis(port=self.port, protocol=2, socket_timeout=5, retry=Retry(NoBackoff(), 0))
+
+
+def _wait_for(client: Any, field: str, value: str) -> None:
+    give_up = time.monotonic() + 20
+    while client.info("persistence")[field] != value:
+        assert time.monotonic() < give_up, f"{field} is not {value}"
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -79,3 +79,59 @@ def test_events_do_not_lie_in_a_cluster(kind: Any) -> None:
         kind(redis_url="redis+cluster://127.0.0.1:1", events=EventsConfig(enabled=True))
 
     kind(redis_url="redis+cluster://127.0.0.1:1", events_url="redis://127.0.0.1:1", events=EventsConfig(enabled=True))
+
+
+def test_one_whose_disk_is_full_is_named_with_its_remedy(server: DurableRedis, tmp_path: Path) -> None:
+    with server.full_disk():
+        state, detail = check_events(tmp_path, server.url, enabled=True, durability="everysec")
+
+    assert state == "to do" and "MISCONF" in detail and "its disk is full or fails; make room there" in detail
+    assert check_events(tmp_path, server.url, enabled=True, durability="everysec")[0] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("refuses", "accepts", "remedy"),
+    [
+        (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE"), "point LARDER_EVENTS_URL at its primary"),
+        (
+            ("CONFIG", "SET", "min-replicas-to-write", "1"), ("CONFIG", "SET", "min-replicas-to-write", "0"),
+            "lower min-replicas-to-write",
+        ),
+    ],
+    ids=["a replica", "too few replicas"],
+)  # fmt: skip
+def test_one_that_answers_and_refuses_to_write_is_named_with_its_remedy(
+    server: DurableRedis, tmp_path: Path, refuses: tuple[str, ...], accepts: tuple[str, ...], remedy: str
+) -> None:
+    with server.client() as client:
+        client.execute_command(*refuses)
+        try:
+            state, detail = check_events(tmp_path, server.url, enabled=True)
+        finally:
+            client.execute_command(*accepts)
+
+    assert state == "to do" and "answers, but refuses to write" in detail and remedy in detail
+
+
+def test_one_at_its_maxmemory_is_full(server: DurableRedis, tmp_path: Path) -> None:
+    with server.client() as client:
+        client.config_set("maxmemory", "1")
+        try:
+            state, detail = check_events(tmp_path, server.url, enabled=True)
+        finally:
+            client.config_set("maxmemory", "0")
+
+    assert state == "to do" and "is refused with 429" in detail
+    assert "at its maxmemory" in detail and "larder night" in detail
+
+
+def test_one_whose_stream_has_all_that_it_may_is_full(server: DurableRedis, tmp_path: Path) -> None:
+    keys = NightConfig().keyspace()
+    with server.client() as client:
+        client.xadd(keys.events, {"e": b"x" * (1 << 20)})
+        try:
+            state, detail = check_events(tmp_path, server.url, enabled=True, stream_bytes=1 << 20)
+        finally:
+            client.delete(keys.events)
+
+    assert state == "to do" and "[events] stream_bytes is 1,048,576" in detail and "larder night" in detail

@@ -238,6 +238,71 @@ async def test_an_outage_is_reported_and_over_when_redis_is_back(tmp_path: Path,
             assert (receipt["accepted"], receipt["repeated"]) == (1, 1)
 
 
+async def test_a_full_disk_is_named_to_callers_counted_as_not_accepting_and_over_when_there_is_room(
+    tmp_path: Path, keyspace: Keyspace, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a Redis of events with the shipped durability
+    with durable_redis(tmp_path, "everysec") as server:
+        async with intake(server.url, keyspace, inbox=True) as running_intake:
+            counts = running_intake.parts.intake.counts
+            await running_intake.accept_events(event(0))
+
+            # When its disk is full
+            with server.full_disk():
+                with pytest.raises(Problem) as caught:
+                    await running_intake.accept_events(event(1))
+                await counts.refresh()
+                full_gauges, refusal = counts.value_by_gauge, counts.write_refusal
+
+            # Then callers hear what is so, the log has Redis' own words, and the alert's figure is 0
+            assert (caught.value.status, caught.value.reason) == (503, "events_unavailable")
+            assert "answers, but refuses to write: it cannot write to its disk" in caught.value.message
+            assert "MISCONF Errors writing to the AOF file" in caplog.text
+            assert (full_gauges["up"], full_gauges["stream_length"]) == (0.0, 1.0) and refusal is not None
+
+            # And with room again it accepts events by itself
+            await counts.refresh()
+            assert counts.value_by_gauge["up"] == 1.0 and counts.write_refusal is None
+            assert (await running_intake.accept_events(event(1)))["accepted"] == 1
+
+
+async def test_a_service_that_starts_before_a_full_disk_says_so(
+    tmp_path: Path, keyspace: Keyspace, caplog: pytest.LogCaptureFixture
+) -> None:
+    with durable_redis(tmp_path, "everysec") as server, server.full_disk():
+        async with intake(server.url, keyspace, inbox=True):
+            pass
+
+    assert "no events are accepted for now: the Redis of events answers, but refuses to write (MISCONF" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("refuses", "accepts", "why"),
+    [
+        (("REPLICAOF", "127.0.0.1", "1"), ("REPLICAOF", "NO", "ONE"), "it is a read-only replica"),
+        (
+            ("CONFIG", "SET", "min-replicas-to-write", "1"), ("CONFIG", "SET", "min-replicas-to-write", "0"),
+            "too few replicas follow it",
+        ),
+    ],
+    ids=["a replica", "too few replicas"],
+)  # fmt: skip
+async def test_a_redis_that_refuses_to_write_for_another_reason_is_named_as_well(
+    server: DurableRedis, client: Any, keyspace: Keyspace, refuses: tuple[str, ...], accepts: tuple[str, ...], why: str
+) -> None:
+    async with intake(server.url, keyspace) as running_intake:
+        client.execute_command(*refuses)
+        try:
+            with pytest.raises(Problem) as caught:
+                await running_intake.accept_events(event(0))
+            await running_intake.parts.intake.counts.refresh()
+            up = running_intake.parts.intake.counts.value_by_gauge["up"]
+        finally:
+            client.execute_command(*accepts)
+
+    assert f"answers, but refuses to write: {why}" in caught.value.message and up == 0.0
+
+
 async def test_the_script_comes_back_by_itself(server: DurableRedis, client: Any, keyspace: Keyspace) -> None:
     async with intake(server.url, keyspace) as running_intake:
         await running_intake.accept_events(event(0))

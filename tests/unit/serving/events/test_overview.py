@@ -16,7 +16,7 @@ def row(**changes: Any) -> dict[str, Any]:
     """A worker that is fine."""
     numbers = dict.fromkeys(EVENT_NUMBER_FIELDS, 1.0)
     texts = {
-        "durability": "everysec", "demanded": "everysec", "counted_until": "20-1", "published_until": "10-0",
+        "durability": "everysec", "demanded": "everysec", "writes_refused": None, "counted_until": "20-1", "published_until": "10-0",
     }  # fmt: skip
     return {**numbers, **texts, **changes}
 
@@ -34,7 +34,7 @@ def overview(persistence: str | None, published_until: str | None, *, is_held: b
         redis=SimpleNamespace(
             found_durability=persistence and SimpleNamespace(persistence=persistence), demanded_durability="always"
         ),
-        counts=SimpleNamespace(value_by_gauge=dict.fromkeys(GAUGES, 1.0)),
+        counts=SimpleNamespace(value_by_gauge=dict.fromkeys(GAUGES, 1.0), write_refusal=None),
     )
     holder = SimpleNamespace(served=SimpleNamespace(live=live) if is_held else None)
     return EventOverview(cast(Any, intake), cast(Any, follower), cast(Any, holder))

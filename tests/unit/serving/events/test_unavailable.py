@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cache.store.blocklist import Blocklist
@@ -45,3 +46,20 @@ async def test_a_refused_request_does_not_name_the_redis_of_events(caplog: pytes
 async def test_a_durability_error_is_passed_to_the_caller() -> None:
     with pytest.raises(Problem, match="its disk in time: send them again"):
         await intake(EventsUnavailable("the Redis of events did not write to its disk in time")).accept_events([{}])
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (NoPermissionError("this user has no permissions"), "refuses the user of this service or lacks a right of it"),
+        (AuthenticationError("invalid username-password pair"), "refuses the user of this service"),
+        (BusyLoadingError("Redis is loading the dataset in memory"), "is still loading its data"),
+        (ResponseError("WRONGTYPE at events.internal"), "answers with an error"),
+    ],
+    ids=["a right", "a password", "loading", "another error"],
+)
+async def test_a_redis_that_answers_with_an_error_is_not_called_away(error: Exception, message: str) -> None:
+    with pytest.raises(EventsUnavailable) as raised, _translate_errors():
+        raise error
+
+    assert message in raised.value.outside and "events.internal" not in raised.value.outside
