@@ -43,7 +43,7 @@ _ERROR_CODES: Mapping[str, ErrorCode] = {
     "events_full": ErrorCode(429, "The stream is full for now: try again after `Retry-After`"),
     "events_unavailable": ErrorCode(
         503,
-        "The Redis of events cannot be reached, refuses to write, or is less durable than `[events] durability` demands",
+        "The Redis of events is unreachable, refuses to write, or is less durable than `[events] durability` demands",
     ),
 }
 

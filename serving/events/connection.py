@@ -109,8 +109,8 @@ _WRITE_REFUSALS: Final = (
     WriteRefusal(
         "MISCONF",
         "it cannot write to its disk",
-        "its disk is full or fails; make room there (INFO persistence and its log name the file), and it accepts events "
-        "again by itself",
+        "its disk is full or fails; make room there (INFO persistence and its log name the file), and it accepts "
+        "events again by itself",
     ),
     WriteRefusal(
         "READONLY",

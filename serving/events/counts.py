@@ -53,7 +53,7 @@ class EventCounts(Collector):
         self.value_by_gauge: dict[str, float] = {}
         """Measurements of the last refresh by name; empty before the first."""
         self.write_refusal: WritesRefused | None = None
-        """Refusal of the last refresh by a server that answers but refuses to write; None: it writes, or is unreachable."""
+        """Refusal of writes at the last refresh; None: the server accepts writes, or is unreachable."""
 
     async def refresh(self) -> None:
         """Measure the stream and the inbox; check the server's settings and that it writes.
