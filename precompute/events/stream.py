@@ -255,7 +255,7 @@ def _merge_group(
 def forget_events(config: NightConfig, erasures: Iterable[Erasure], *, in_night: bool = False) -> None:
     """Remove the events of erased entities, from the stream first, so that a night that takes it over has none of them.
 
-    If entries were removed, and in each night (`in_night`), Redis is told to rewrite its log, which has them until then.
+    If entries were removed, and in each night (`in_night`), Redis rewrites its log, which has them until then.
 
     This is also done if events are disabled or those of another namespace are used: earlier events may still be stored
     in this one. Events of the other namespace are never removed: it has its own erasures.
@@ -309,14 +309,14 @@ def start_log_rewrite(client: "redis.Redis") -> bool:
             else ""
         )
         _log.warning(
-            "the append-only file of the Redis of events keeps removed events until it is rewritten, which Redis did not "
-            "begin (%s); the next night tries again%s", error, right_hint,
+            "the append-only file of the Redis of events keeps removed events until it is rewritten, which Redis did "
+            "not begin (%s); the next night tries again%s", error, right_hint,
         )  # fmt: skip
         return False
     if _keeps_removed_entries(client):
         _log.warning(
-            "the Redis of events rewrites its append-only file, but with removed events beside others of the same block: "
-            "set aof-use-rdb-preamble no in its file, as in infra/redis-events.conf, and restart it"
+            "the Redis of events rewrites its append-only file, but with removed events beside others of the same "
+            "block: set aof-use-rdb-preamble no in its file, as in infra/redis-events.conf, and restart it"
         )
     return True
 

@@ -148,7 +148,7 @@ _EVENTS_SCHEMA = _object_schema(
 ), inbox_lag_seconds=_nullable_schema(
             "number"
 ),
-    writes_refused=_nullable_schema("string", "Why the Redis of events answers and refuses to write; null: it does not"),
+    writes_refused=_nullable_schema("string", "Why the Redis of events answers, and refuses to write; null: no"),
     counted_until=_nullable_schema("string", "Position up to which answers count all events"),
     taken_until=_nullable_schema("string", "Position up to which some generation has all events"),
     published_until=_nullable_schema("string", "Position up to which the live generation has all events"),

@@ -42,8 +42,7 @@ _ERROR_CODES: Mapping[str, ErrorCode] = {
     "events_disabled": ErrorCode(409, "This service takes no events: `[events] enabled` is false"),
     "events_full": ErrorCode(429, "The stream takes no more for now: come again after `Retry-After`"),
     "events_unavailable": ErrorCode(
-        503,
-        "The Redis of events cannot be reached, refuses to write, or keeps less than `[events] durability` demands",
+        503, "The Redis of events cannot be reached, refuses to write, or keeps less than `[events] durability` demands"
     ),
 }
 

@@ -47,7 +47,9 @@ Command = tuple[bytes | str | int | float, ...]
 _RANK_BY_PERSISTENCE: Final = {"always": 2, "everysec": 1, "none": 0, "unknown": 0}
 _AOF_ENABLED_PATTERN = re.compile(rb"aof_enabled:([01])")
 _EVICTION_POLICY_PATTERN: Final = re.compile(rb"maxmemory_policy:(\S+)")
-_MEMORY_FIGURE_PATTERN: Final = re.compile(rb"^(used_memory|maxmemory|mem_not_counted_for_evict):(\d+)\r?$", re.MULTILINE)
+_MEMORY_FIGURE_PATTERN: Final = re.compile(
+    rb"^(used_memory|maxmemory|mem_not_counted_for_evict):(\d+)\r?$", re.MULTILINE
+)
 
 NEVER_AN_ENTRY_ID: Final = "0-0"
 """Id that no entry of a stream can have: removing it changes nothing, and Redis refuses it as it refuses any write."""
@@ -107,8 +109,7 @@ _WRITE_REFUSALS: Final = (
     WriteRefusal(
         "MISCONF",
         "it cannot write to its disk",
-        "its disk is full or fails; make room there (INFO persistence and its log name the file), and it accepts events "
-        "again by itself",
+        "its disk is full or fails; make room there (its log names the file), and it accepts events again by itself",
     ),
     WriteRefusal(
         "READONLY",

@@ -37,7 +37,16 @@ class DurableRedis:
     def start(self) -> None:
         """Starts it over what the last one left."""
         # A write beyond a limit of its files fails, as on a full disk; by default the signal ends the process.
-        command = ["sh", "-c", 'trap "" XFSZ; exec "$0" "$@"', str(redis_binary()), "--port", str(self.port), "--bind", "127.0.0.1"]
+        command = [
+            "sh",
+            "-c",
+            'trap "" XFSZ; exec "$0" "$@"',
+            str(redis_binary()),
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+        ]
         command += ["--dir", str(self._folder.resolve())]
         for name, value in self._settings.items():
             command += [f"--{name}", value]

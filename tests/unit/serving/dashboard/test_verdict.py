@@ -41,7 +41,9 @@ def events(**changes: Any) -> dict[str, Any]:
     """Events that are taken in as they should be."""
     fine = {
         "up": True, "durability": "everysec", "demanded": "everysec", "writes_refused": None,
-        "results": {"accepted": 950, "repeated": 50}, "refused": {}, "lag_s": 0.0, "held_bytes": 10, "held_max_bytes": 100, "stream_bytes": 79,
+        "results": {"accepted": 950, "repeated": 50}, "refused": {}, "lag_s": 0.0,
+        "held_bytes": 10, "held_max_bytes": 100,
+        "stream_bytes": 79,
         "stream_max_bytes": 100, "inbox_lag_seconds": 0.5,
     }  # fmt: skip
     return fine | changes
@@ -192,7 +194,8 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "events, refused by a full disk": (
         {
             "events": events(
-                up=False, writes_refused="the Redis of events answers, but refuses to write: it cannot write to its disk"
+                up=False,
+                writes_refused="the Redis of events answers, but refuses to write: it cannot write to its disk",
             )
         },
         "bad",

@@ -16,7 +16,8 @@ def row(**changes: Any) -> dict[str, Any]:
     """A worker that is fine."""
     numbers = dict.fromkeys(EVENT_NUMBER_FIELDS, 1.0)
     texts = {
-        "durability": "everysec", "demanded": "everysec", "writes_refused": None, "counted_until": "20-1", "published_until": "10-0",
+        "durability": "everysec", "demanded": "everysec", "writes_refused": None, "counted_until": "20-1",
+        "published_until": "10-0",
     }  # fmt: skip
     return {**numbers, **texts, **changes}
 
