@@ -20,11 +20,19 @@ from cache.process.child_process import GuardedCommand
 from cache.store.artefacts import ArtefactStore
 from precompute.config.settings import NightConfig
 from precompute.events.stores import connect_events
-from precompute.events.stream import EventStores, forget_in_stream, take_events, trim_stream
-from precompute.sources.erasures import ErasedEntities
+from precompute.events.stream import (
+    EventStores,
+    forget_events,
+    forget_in_stream,
+    start_log_rewrite,
+    take_events,
+    trim_stream,
+)
+from precompute.sources.erasures import ErasedEntities, request_erasure
 from serving.events import intake as inbox_module
 from serving.events.intake import INBOX_GROUP
 from tests.conftest import redis_binary
+from tests.integration.events.durable_redis import durable_redis
 from tests.integration.events.intakes import event, intake
 from tests.integration.events.test_check import check_events
 from tests.integration.releases.test_acl import CONF, answering, client
@@ -152,6 +160,72 @@ def test_the_night_takes_over_trims_and_forgets_with_the_loaders_rights(
     assert state == ("ok" if name == EVENTS_SERVER else "to do")
 
 
+def log_bytes(folder: Path) -> bytes:
+    """All that the append-only file of a server holds."""
+    return b"".join(path.read_bytes() for path in sorted((folder / "appendonlydir").iterdir()))
+
+
+def test_an_erasure_leaves_nothing_in_the_servers_log(tmp_path: Path) -> None:
+    # Given a server with the shipped file, and an event of an erased user between others of the same block
+    path = tmp_path / "redis.sock"
+    url = f"unix://larder-loader:loads@{path}"
+    config = NightConfig(
+        namespace="default", events_url=url, events=EventsConfig(enabled=True), artifacts=str(tmp_path / "store"),
+        base=str(tmp_path),
+    )  # fmt: skip
+    with started(EVENTS_SERVER, tmp_path, path) as process:
+        assert poll_until(lambda: answering(path)), process.log_tail()
+        with client(path, "larder-reader", "reads") as reader:
+            for number, user in enumerate(["stays-1", "goes-away", "stays-2"]):
+                reader.xadd(KEYS.events, {"e": Event(str(number), 1, user.encode(), b"i").to_bytes()})
+            assert poll_until(lambda: b"goes-away" in log_bytes(tmp_path))
+
+            # When it is erased
+            forget_events(config, [request_erasure(config.store(), b"goes-away", "user", requested_at=0.0)])
+
+            # Then the log is rewritten without it
+            assert poll_until(lambda: b"goes-away" not in log_bytes(tmp_path)), reader.info("persistence")
+            assert b"stays-1" in log_bytes(tmp_path) and reader.xlen(KEYS.events) == 2
+
+            # And a night with the pending erasure has it rewritten once more; another command does not
+            rewrites = reader.info("persistence")["aof_rewrites"]
+            forget_events(config, [request_erasure(config.store(), b"goes-away", "user", requested_at=0.0)])
+            assert reader.info("persistence")["aof_rewrites"] == rewrites
+            forget_events(
+                config, [request_erasure(config.store(), b"goes-away", "user", requested_at=0.0)], in_night=True
+            )
+            assert poll_until(lambda: reader.info("persistence")["aof_rewrites"] == rewrites + 1)
+
+
+def test_a_log_that_is_not_rewritten_is_warned_of_and_stops_no_erasure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with durable_redis(tmp_path) as server, server.client() as admin:
+        admin.execute_command("ACL", "SETUSER", "old", "on", ">old", "~*", "+@all", "-bgrewriteaof")
+        config = NightConfig(
+            namespace="default", events_url=server.url.replace("//", "//old:old@"), events=EventsConfig(enabled=True),
+            artifacts=str(tmp_path / "store"), base=str(tmp_path),
+        )  # fmt: skip
+        erasure = request_erasure(config.store(), b"goes", "user", requested_at=0.0)
+
+        # A user without the right
+        forget_events(config, [erasure], in_night=True)
+        assert "until it is rewritten, which Redis did not begin" in caplog.text and "+bgrewriteaof" in caplog.text
+
+        # A file that begins with a snapshot, as by default
+        caplog.clear()
+        with redis.Redis(port=server.port, protocol=3) as connection:
+            assert start_log_rewrite(connection)
+        assert "set aof-use-rdb-preamble no" in caplog.text
+
+        # No file at all
+        caplog.clear()
+        admin.config_set("appendonly", "no")
+        with redis.Redis(port=server.port) as connection:
+            assert not start_log_rewrite(connection)
+        assert not caplog.text
+
+
 def test_with_a_server_of_their_own_no_user_reaches_anything_else(tmp_path: Path) -> None:
     socket = tmp_path / "redis.sock"
     commands = [
@@ -190,7 +264,8 @@ def test_a_server_of_their_own_gives_no_right_that_the_shared_one_does_not() -> 
     reads, all_reads = brackets(own_lines["larder-reader"]), brackets(shared["larder-reader"])
     assert reads <= all_reads
     assert {bracket for bracket in all_reads if ":events" in bracket} <= reads
-    assert commands(own_lines["larder-loader"]) <= commands(shared["larder-loader"])
+    # The server of pages has no log to rewrite, and must not begin one.
+    assert commands(own_lines["larder-loader"]) - {"bgrewriteaof"} <= commands(shared["larder-loader"])
 
 
 def read_runbook_commands() -> list[tuple[str, str, str]]:
