@@ -4,7 +4,8 @@
         answer = larder.lookup("user_topk", "u-1", Options(k=20))
 
 Each failed call raises a subclass of Unanswered: InvalidArgument before anything is sent, DeadlineExceeded,
-Unreachable, Garbled, or a Refusal with the service's own code (InvalidRequest, Unauthorized, TokenExpired, Forbidden, GenerationGone, Unavailable, QuotaExceeded).
+Unreachable, Garbled, or a Refusal with the service's own code (InvalidRequest, Unauthorized, TokenExpired, Forbidden,
+GenerationGone, Unavailable, QuotaExceeded).
 """
 
 try:
@@ -39,7 +40,7 @@ from serving.requests.answers import Answer, Ranking, Source
 
 __all__ = [
     "Answer", "AsyncClient", "Client", "DeadlineExceeded", "Entity", "EventReceipt", "EventRejection", "Forbidden",
-    "Garbled", "GenerationGone", "Generations", "Held", "Id", "InvalidArgument", "InvalidRequest", "NewEvent", "Options", "Pace",
-    "Policy", "QuotaExceeded", "Ranking", "Refusal", "Source", "TokenExpired", "Unanswered", "Unauthorized", "Unavailable",
-    "Unreachable",
+    "Garbled", "GenerationGone", "Generations", "Held", "Id", "InvalidArgument", "InvalidRequest", "NewEvent", "Options",
+    "Pace", "Policy", "QuotaExceeded", "Ranking", "Refusal", "Source", "TokenExpired", "Unanswered", "Unauthorized",
+    "Unavailable", "Unreachable",
 ]  # fmt: skip

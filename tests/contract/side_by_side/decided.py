@@ -55,7 +55,7 @@ REMOVED_AT: Final[Mapping[str, frozenset[str]]] = {
 """Names that OpenAPI had at one place, for what the service always refused there."""
 
 FILLED_AT: Final = frozenset({"body.arm"})
-"""Fields that may have a text now where the frozen commit says null: the arm of an experiment that feedback counted for."""
+"""Fields that may have a text where the frozen commit says null: the arm that feedback was counted for."""
 
 CHANGED_REFUSALS: Final = frozenset(
     {
