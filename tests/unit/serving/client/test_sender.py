@@ -236,6 +236,8 @@ class Crowd:
 
     let_go: asyncio.Event = field(default_factory=asyncio.Event)
     paths: list[str] = field(default_factory=list)
+    crowded_at: int = 1
+    is_crowded: asyncio.Event = field(default_factory=asyncio.Event)
     under_way: int = 0
     most: int = 0
 
@@ -243,6 +245,8 @@ class Crowd:
         self.paths.append(request.url.path)
         self.under_way += 1
         self.most = max(self.most, self.under_way)
+        if len(self.paths) == self.crowded_at:
+            self.is_crowded.set()
         try:
             await self.let_go.wait()
         finally:
@@ -251,12 +255,11 @@ class Crowd:
 
 
 async def test_no_more_requests_than_connections_enter_the_pool_at_once() -> None:
-    crowd = Crowd()
-    asking = client(crowd, connections=4)
+    crowd = Crowd(crowded_at=4)
+    asking = client(crowd, connections=4, deadline_ms=60_000)
     calls = [asyncio.create_task(asking.lookup("t", f"u-{number}")) for number in range(200)]
     async with asyncio.timeout(10):
-        while len(crowd.paths) < 4:  # noqa: ASYNC110 - no event tells how many calls arrived
-            await asyncio.sleep(0)
+        await crowd.is_crowded.wait()
 
     crowd.let_go.set()
     answers = await asyncio.gather(*calls)
@@ -270,14 +273,13 @@ async def test_waiting_for_a_connection_counts_for_the_deadline() -> None:
     asking = client(crowd, connections=1)
     first_call = asyncio.create_task(asking.lookup("t", "u-1", Options(deadline_ms=60_000)))
     async with asyncio.timeout(10):
-        while not crowd.paths:  # noqa: ASYNC110 - as above
-            await asyncio.sleep(0)
+        await crowd.is_crowded.wait()
 
     with pytest.raises(DeadlineExceeded, match=r"all 1 connections are in use.*lookup_many"):
         await asking.lookup("t", "u-2", Options(deadline_ms=20))
     crowd.let_go.set()
 
-    assert (await first_call).id == "u-1" and (await asking.lookup("t", "u-3")).id == "u-1"
+    assert (await first_call).id == "u-1" and (await asking.lookup("t", "u-3", Options(deadline_ms=60_000))).id == "u-1"
     assert crowd.paths == ["/v1/lookup/t/u-1", "/v1/lookup/t/u-3"]
 
 
