@@ -82,7 +82,7 @@ class PageReads(Sequence[PageRead]):
     def __len__(self) -> int:
         return len(self.page_numbers)
 
-    def __getitem__(self, index: int) -> PageRead:  # type: ignore[override]  # nobody slices reads
+    def __getitem__(self, index: int) -> PageRead:  # type: ignore[override]  # callers use no slices
         page, offset = self.page_numbers.item(index), self.offsets.item(index)
         return PageRead(self.generation, self.table, page, offset, self.length)
 
@@ -321,7 +321,7 @@ def pack_lease(command: Lease) -> bytes:
 
 
 def pack_lease_mark(lease_mark: LeaseMark) -> bytes:
-    """Format the command that marks a lease as done, whoever holds it: the answer is stored."""
+    """Format the command that marks a lease as done for every holder, since the answer is stored."""
     key, value = lease_mark.key.encode(), LEASE_DONE_PREFIX + lease_mark.token
     return b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n%b" % (
         len(key), key, len(value), value, _LEASE_DONE_EXPIRY,
@@ -346,7 +346,7 @@ class Frames(Sequence[bytes]):
     def __len__(self) -> int:
         return self._reply_count
 
-    def __getitem__(self, index: int) -> bytes:  # type: ignore[override]  # nobody slices replies
+    def __getitem__(self, index: int) -> bytes:  # type: ignore[override]  # callers use no slices
         if not 0 <= index < self._reply_count:
             raise IndexError(index)
         payload_start = self._payload_offset + index * self._stride_bytes

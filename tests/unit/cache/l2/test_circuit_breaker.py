@@ -76,7 +76,7 @@ def test_stragglers_from_before_the_opening_do_not_postpone_the_probe() -> None:
 
 
 def test_a_threshold_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="at least 1"):
         Breaker(threshold=0)
 
 

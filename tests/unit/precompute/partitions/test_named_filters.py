@@ -81,7 +81,7 @@ def test_they_are_read_from_the_file(tmp_path: Path) -> None:
         (None, {"x": FilterConfig({"exists": "price"}, ("user_vector",))}, "lists are item_similar, user_topk"),
         (None, {"x": FilterConfig({"exists": "price"}, ("gone",))}, "names table 'gone'"),
         (None, {"x" * 60: FilterConfig({"exists": "price"}, ("user_topk",))}, "has 1 to 64"),
-        (None, {"x": FilterConfig({"exists": "price"}, ("user_topk", "user_topk"))}, "one name"),
+        (None, {"x": FilterConfig({"exists": "price"}, ("user_topk", "user_topk"))}, "the same name"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused(sources: Any, filters: Any, message: str) -> None:
