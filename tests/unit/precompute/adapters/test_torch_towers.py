@@ -170,7 +170,7 @@ def test_features_may_be_a_table_whose_further_columns_are_kept_for_filters(kind
 
     written = pq.read_table(tmp_path / "out/item_features.parquet").to_pydict()
     assert written == {"item": IDS, "price": price.tolist(), "category": category}
-    assert any("not take, are kept: category; name" in line for line in report.lines())
+    assert any("not take, are kept: category; for filters" in line for line in report.lines())
 
 
 @pytest.mark.parametrize(
