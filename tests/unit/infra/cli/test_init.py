@@ -289,7 +289,7 @@ def test_a_folder_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
             "user,item,timestamp\nNULL,i1,1700000000\nu2,i2,1700000000\n",
             "of the first 2 rows, 1 cannot be used: user: no id",
         ),
-        ("user,item,date\nu1,i1,20231114\nu2,i2,20231115\n", "dates as yyyymmdd: they are read so"),
+        ("user,item,date\nu1,i1,20231114\nu2,i2,20231115\n", "dates as yyyymmdd: they are read as UTC"),
         ("user,item,day\nu1,i1,19675\nu2,i2,19676\n", "numbers of days.*write dates"),
         ('user,item,title\nu1,i1,"a \\"b\\" c"\n', "a backslash is before a quote"),
         ("user,item,date\n17850.0,i1,2023-11-14\n", "Int64"),

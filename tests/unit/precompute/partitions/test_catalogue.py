@@ -77,7 +77,7 @@ def test_a_table_of_items_without_rows_is_no_catalogue_of_all_that_the_model_kno
     pq.write_table(pa.table({"item": pa.array([], pa.string())}), tmp_path / "items.parquet")
     config = NightConfig(base=str(tmp_path), sources=Sources(item_features="items.parquet"))
 
-    with pytest.raises(SourceError, match=r"items\.parquet has no rows.*leave .*item_features out"):
+    with pytest.raises(SourceError, match=r"items\.parquet has no rows.*remove .*item_features"):
         write_catalogue(config, bundle_of(["a", "b"]), tmp_path)
     with pytest.raises(SourceError, match=r"items\.parquet has no rows"):
         write_catalogue(config, bundle_of(["a", "b"]), tmp_path, event_item_ids=[b"c"])
