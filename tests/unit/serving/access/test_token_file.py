@@ -124,9 +124,9 @@ def test_names_are_fit_for_labels(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("body", "expected"), [
-    (b"", "is no JSON"), (b"[]", "must be an object"), (b'{"version":1}', "must be an object"),
+    (b"", "is not JSON"), (b"[]", "must be an object"), (b'{"version":1}', "must be an object"),
     (b'{"version":2,"tokens":{}}', "version must be 1, not 2"), (b'{"version":1,"tokens":[]}', "at most 256"),
-    (b" " * (TOKEN_FILE_BYTES_MAX + 1), "larger than"), (b"\xff", "is no JSON"), (b"[" * 100_000, "is no JSON"),
+    (b" " * (TOKEN_FILE_BYTES_MAX + 1), "larger than"), (b"\xff", "is not JSON"), (b"[" * 100_000, "is not JSON"),
 ])  # fmt: skip
 def test_what_is_no_tokens_file_is_refused(tmp_path: Path, body: bytes, expected: str) -> None:
     path = tmp_path / "tokens.json"
