@@ -26,7 +26,7 @@ _READS_MAX = 5
 """Reads of the catalogue at most, until two in a row are equal."""
 
 PROMISES = {
-    "echo": f"{API}: `id`: Id as it was asked; `table`: Requested table",
+    "echo": f"{API}: `id`: Requested id; `table`: Requested table",
     "generation": f"{API}: Generation that the whole answer is from",
     "one generation": "README: An answer is never a mixture of two nights",
     "pin": f"{API}: `generation=` pins a generation while a replica offers it",

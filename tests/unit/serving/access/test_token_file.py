@@ -89,7 +89,7 @@ def test_a_file_of_another_user_is_left_as_it_was_if_it_cannot_be_given_back(
 
 
 @pytest.mark.parametrize(("entry", "expected"), [
-    ({"sha256": DIGEST, "scopes": ["write"]}, "scopes must be of read, score, .*, not 'write'"),
+    ({"sha256": DIGEST, "scopes": ["write"]}, "scopes must be among read, score, .*, not 'write'"),
     ({"sha256": DIGEST, "scopes": []}, "scopes must name at least one"),
     ({"sha256": DIGEST, "scopes": "read"}, "scopes must be"),
     ({"sha256": DIGEST}, "scopes is missing"),

@@ -11,7 +11,7 @@ from serving.client.calls import as_id, build_get, build_post, score, split
 
 @pytest.mark.parametrize("wrong", [True, 1.5, None, b"u-1"])
 def test_what_is_no_id_is_refused_before_it_leaves(wrong: object) -> None:
-    with pytest.raises(TypeError, match="an id is"):
+    with pytest.raises(TypeError, match="an id must be"):
         as_id(wrong)
 
 
