@@ -3,19 +3,21 @@
 A near answer is judged if live computes the exact answer as well: it was wrong if the two differ. Closeness is divided
 into ranges, 0 is the farthest. Four rules keep the error below the bound:
 
-- a range is reused only if its own samples, at least 2 / error of them, were wrong at most half as often as the bound
-  allows: nothing closer, farther or elsewhere speaks for what it says against itself;
-- and only if it lies within one from which on, with all that is closer, the highest that the mean chance of being wrong
-  may be is within the bound, looked at after each sample (`error_rate.highest`). What is closer is judged at most as
-  often as what is farther and has shown the same, so the mean over what is reused is no higher;
-- of what could be reused a share is computed all the same, drawn by a coin that no caller sees. One such audit that
-  proves wrong, and its range and all that lean on it start anew, at a smaller part of alpha; nothing at all is reused
-  until `DOUBTS` audits in a row were right. Whoever was right for long and turns costs 1 / AUDITED wrong answers;
-- the audits are an error measured with its interval, and feed a test for drift. Once either shows that the error is
-  above the bound, nothing is reused any more in all of the generation's life.
+- A range is reused only if its own samples, at least 2 / error of them, were wrong at most half as often as the bound
+  allows. Samples of other ranges cannot make up for these.
+- It must also lie within a range from which on, together with all closer ranges, the upper bound of the mean
+  probability of being wrong is within the bound, checked after each sample (`sequential.highest_error_rate`). A
+  closer range is judged at most as often as a farther one with the same results, so the mean over reused answers is
+  not higher.
+- A random share of the reusable answers, drawn independently of callers, is computed nevertheless (audits). After a
+  wrong audit its range, and all farther ranges, start again with a smaller part of alpha, and no answer is reused
+  until `DOUBTS` audits in a row were right. If answers change after a long time without errors, this costs about 1 /
+  AUDITED wrong ones.
+- The audits also measure the error with its interval, and feed a test for drift. Once either shows that the error is
+  above the bound, nothing is reused any more during the generation's life.
 
 (Deciding by judged samples when a stored answer may be reused: Schroeder et al., "vCache: Verified Semantic Prompt
-Caching", 2025, which fits a curve of the error to similarity for each entry; here nothing is assumed of it.)
+Caching", 2025, which fits a curve of error over similarity for each entry; here nothing is assumed about that curve.)
 """
 
 from dataclasses import dataclass

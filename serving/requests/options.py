@@ -434,7 +434,7 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
     ),
     "max_age_seconds": RequestOption(
         "max_age_s",
-        {"type": "number", "minimum": 0, "description": "Compute from the input if what is stored is older"},
+        {"type": "number", "minimum": 0, "description": "Compute from the input if the stored answer is older"},
         _parse_max_age_s,
         _parse_number,
     ),

@@ -100,7 +100,7 @@ def one_of_many() -> Dashboard:
     odd = {**first, "replica": "serve-behind", "generation": "20261121T000000Z-9aa01b77c0de", "ready": False,
            "failed": "checksum of page 7 of user_topk differs", "seen_s": 4.0}  # fmt: skip
     verdict = {"level": "warn", "sentence": "One of 40 replicas answers from another generation.",
-               "advice": "Look at the log of serve-behind."}  # fmt: skip
+               "advice": "Read the log of serve-behind."}  # fmt: skip
     return data | {"replicas": [*other_replicas, odd], "verdict": verdict}  # type: ignore[return-value]
 
 

@@ -79,7 +79,7 @@ def well(now_s: float = NOW_S, bins: int = HOUR_BINS, seed: int = 6) -> Dashboar
             "age_s": 30_120.0,
             "drift": False,
             "drifted": [],
-            "sentence": "Of 12480 served answers computed once more 98.7 % came out the same (98.5 to 98.9 %), "
+            "sentence": "Of 12480 served answers computed again 98.7 % were the same (98.5 to 98.9 %), "
             "with 99.7 % of the items.",
             "by": [
                 _stratum(*stratum_arguments) for stratum_arguments in (

@@ -106,7 +106,7 @@ def _check_coarse(stage: Stage, shop: Shop, user: str) -> None:
         stage.require(
             abs(score - exact[item]) <= bound * max(reach, 1.0) + 1e-5,
             "score tolerance",
-            "docs/reference/http-api.md: How far scores may be off, relative to the vector's largest part",
+            "docs/reference/http-api.md: Largest error of scores, relative to the largest vector component",
             exact[item],
             score_answer,
             client.recent[-1:],

@@ -121,7 +121,7 @@ def _ask_keys(stage: Stage, shop: Shop, rng: random.Random, arms: dict[str, str]
             stage.require(
                 first_generation_id == id_,
                 "canary sticky",
-                "docs/reference/http-api.md: the same key always meets the same generation",
+                "docs/reference/http-api.md: the same key always gets the same generation",
                 first_generation_id,
                 {"key": key, "way": key_source, "answer": answers[0]},
                 shop.client.recent[-2:],
@@ -136,7 +136,7 @@ def _ask_without_key(stage: Stage, shop: Shop, live: str) -> None:
         stage.require(
             {answer["generation"] for answer in answers} == {live},
             "canary without key",
-            "docs/reference/http-api.md: without either the live one answers",
+            "docs/reference/http-api.md: without a key the live generation answers",
             live,
             answers,
             shop.client.recent[-1:],

@@ -98,7 +98,7 @@ async def test_a_sound_generation_agrees_with_its_model_in_every_table(sound: Ni
     assert report["samples"] == sum(group["samples"] for group in report["by"]) == sum(text.values())
     assert report["overlap"]["low"] <= report["overlap"]["mean"] <= report["overlap"]["high"]
     assert report["overlap"]["mean"] > 0.9 and report["score_error"]["mean"] < 0.1
-    assert not report["drift"] and "came out the same" in report["sentence"]
+    assert not report["drift"] and "were the same" in report["sentence"]
     assert set(drift.values()) == {0.0}
     assert all(group["age_s"] > 0 for group in report["by"])
 

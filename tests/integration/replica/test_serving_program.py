@@ -223,7 +223,7 @@ def test_two_stop_signals_end_it_at_once_and_without_a_traceback(night: NightCon
         assert process.wait(15) == 0
 
     log_text = log.read_text()
-    assert "Traceback" not in log_text and "told twice to stop" in log_text
+    assert "Traceback" not in log_text and "second signal to stop" in log_text
 
 
 def test_a_killed_service_takes_its_redis_along(night: NightConfig, tmp_path: Path) -> None:

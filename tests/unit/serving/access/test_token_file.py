@@ -89,7 +89,7 @@ def test_a_file_of_another_user_is_left_as_it_was_if_it_cannot_be_given_back(
 
 
 @pytest.mark.parametrize(("entry", "expected"), [
-    ({"sha256": DIGEST, "scopes": ["write"]}, "scopes must be of read, score, .*, not 'write'"),
+    ({"sha256": DIGEST, "scopes": ["write"]}, "scopes must be among read, score, .*, not 'write'"),
     ({"sha256": DIGEST, "scopes": []}, "scopes must name at least one"),
     ({"sha256": DIGEST, "scopes": "read"}, "scopes must be"),
     ({"sha256": DIGEST}, "scopes is missing"),
@@ -124,9 +124,9 @@ def test_names_are_fit_for_labels(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("body", "expected"), [
-    (b"", "is no JSON"), (b"[]", "must be an object"), (b'{"version":1}', "must be an object"),
+    (b"", "is not JSON"), (b"[]", "must be an object"), (b'{"version":1}', "must be an object"),
     (b'{"version":2,"tokens":{}}', "version must be 1, not 2"), (b'{"version":1,"tokens":[]}', "at most 256"),
-    (b" " * (TOKEN_FILE_BYTES_MAX + 1), "larger than"), (b"\xff", "is no JSON"), (b"[" * 100_000, "is no JSON"),
+    (b" " * (TOKEN_FILE_BYTES_MAX + 1), "larger than"), (b"\xff", "is not JSON"), (b"[" * 100_000, "is not JSON"),
 ])  # fmt: skip
 def test_what_is_no_tokens_file_is_refused(tmp_path: Path, body: bytes, expected: str) -> None:
     path = tmp_path / "tokens.json"

@@ -68,7 +68,12 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "Redis cannot be asked (connection refused)",
         "larder restore",
     ),
-    "breaker": ({"breakers": {"closed": 3, "half_open": 1, "open": 1}}, "bad", "2 workers left Redis alone", "SLOWLOG"),
+    "breaker": (
+        {"breakers": {"closed": 3, "half_open": 1, "open": 1}},
+        "bad",
+        "2 workers stopped using Redis",
+        "SLOWLOG",
+    ),
     "not ready": (
         {"replicas": [replica(), replica(replica="b", ready=False, failed="no room")]},
         "bad",
@@ -83,7 +88,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         },
         "bad",
         "has no manifest in /x",
-        "b has another artefact store: correct LARDER_ARTIFACTS",
+        "b uses another artefact store: correct its LARDER_ARTIFACTS",
     ),
     "failed night": (
         {"nights": [{"generation": G1, "failure": {"step": "load", "at": 0.0, "error": "refused: Redis is full."}}]},
@@ -100,7 +105,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "missing": (
         {"schedule": {"age_s": 200_000.0, "due_at": 0.0, "missing": True}},
         "bad",
-        "no generation: what is served is 2.3 days old",
+        "no generation: the served generation is 2.3 days old",
         "DAG",
     ),
     "stale": (
@@ -231,7 +236,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "5.5% of the events were rejected, mostly as in_future",
         "correct the producers",
     ),
-    "overload": ({"queue": {"shed_lately": 40}}, "warn", "40 inferences or requests were left out", "LARDER_WORKERS"),
+    "overload": ({"queue": {"shed_lately": 40}}, "warn", "40 inferences or requests were shed", "LARDER_WORKERS"),
 }
 
 

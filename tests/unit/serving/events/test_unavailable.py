@@ -39,12 +39,12 @@ async def test_a_refused_request_does_not_name_the_redis_of_events(caplog: pytes
 
     problem = refused.value
     assert (problem.status, problem.reason) == (503, "events_unavailable")
-    assert problem.message == ("the Redis of events cannot be reached: send them again, under the same ids")
+    assert problem.message == ("the Redis of events cannot be reached: send the events again, with the same ids")
     assert "events.internal:6380" in caplog.text
 
 
 async def test_a_durability_error_is_passed_to_the_caller() -> None:
-    with pytest.raises(Problem, match="its disk in time: send them again"):
+    with pytest.raises(Problem, match="its disk in time: send the events again"):
         await intake(EventsUnavailable("the Redis of events did not write to its disk in time")).accept_events([{}])
 
 

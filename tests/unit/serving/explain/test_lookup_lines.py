@@ -18,14 +18,14 @@ ANSWER = {
         ({}, None),
         (
             {"source": "default", "reason": "not_in_generation"},
-            "nothing was sent to compute from: these items suit most users",
+            "no history or features were sent: these items are the defaults",
         ),
         (
             {"source": "default", "reason": "not_in_generation", "live": "no_usable_input"},
-            "what was sent is nothing to compute from: these items suit most users",
+            "no answer can be computed from what was sent: these items are the defaults",
         ),
         ({"source": "default", "reason": "entity_blocked"}, None),
-        ({"dropped_history": 2}, "2 of the history are no items of this generation"),
+        ({"dropped_history": 2}, "2 ids of the history are not items of this generation"),
     ],
 )
 def test_what_may_be_a_mistake_is_said_below_the_answer(
@@ -43,7 +43,7 @@ def test_no_items_are_not_said_to_suit_anybody() -> None:
 
     lines = list(answer_lines({**ANSWER, **answer_fields}))
 
-    assert lines[1].endswith("nothing was sent to compute from: there is no answer")
+    assert lines[1].endswith("no history or features were sent: no answer")
 
 
 @pytest.mark.parametrize("text", ["a,b", "a, b", " a ,b,", "@ids.txt"])

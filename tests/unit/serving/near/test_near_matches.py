@@ -237,7 +237,7 @@ def test_values_of_an_input_close_by_spare_the_model_and_keep_their_first_label(
         ("mood", None),
         ("mixed", "more than float32 features"),
         ("single", "a single value"),
-        ("nowhere", "there is no such table; known are mixed, mood, single, user_topk"),
+        ("nowhere", "there is no such table; the tables are mixed, mood, single, user_topk"),
     ],
 )
 def test_a_table_of_which_nothing_can_be_reused_says_why(

@@ -87,7 +87,7 @@ async def test_a_rolling_restart_works_after_one_that_could_not_start_a_worker(
     os.kill(os.getpid(), signal.SIGHUP)
 
     async def has_given_up() -> bool:
-        return "go on as they are" in caplog.text
+        return "the remaining workers are not replaced" in caplog.text
 
     assert await eventually(has_given_up)
     assert parent.pids == pids_before
