@@ -40,7 +40,7 @@ from serving.requests.answers import Answer, Ranking, Source
 
 __all__ = [
     "Answer", "AsyncClient", "Client", "DeadlineExceeded", "Entity", "EventReceipt", "EventRejection", "Forbidden",
-    "Garbled", "GenerationGone", "Generations", "Held", "Id", "InvalidArgument", "InvalidRequest", "NewEvent", "Options",
-    "Pace", "Policy", "QuotaExceeded", "Ranking", "Refusal", "Source", "TokenExpired", "Unanswered", "Unauthorized",
-    "Unavailable", "Unreachable",
+    "Garbled", "GenerationGone", "Generations", "Held", "Id", "InvalidArgument", "InvalidRequest", "NewEvent",
+    "Options", "Pace", "Policy", "QuotaExceeded", "Ranking", "Refusal", "Source", "TokenExpired", "Unanswered",
+    "Unauthorized", "Unavailable", "Unreachable",
 ]  # fmt: skip
