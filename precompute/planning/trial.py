@@ -366,7 +366,7 @@ def rate_from_rehearsal(
         scorer.top(user_vectors, min(k, len(item_vectors)))
         measured_rates.append(len(user_vectors) / (time.perf_counter() - start_s))
     device_name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
-    return DeviceRate(max(measured_rates), f"measured on this host's {device_name} with {len(user_vectors):,} users")
+    return DeviceRate(max(measured_rates), f"a measurement on this {device_name} with {len(user_vectors):,} users")
 
 
 def measure_page_costs(client: "redis.Redis", keys: Keyspace, page_sizes: Iterable[int]) -> dict[int, int]:

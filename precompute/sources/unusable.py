@@ -48,7 +48,7 @@ _REMEDY_BY_REASON: Final = {
     'separator must be quoted; if quotes do not enclose values, set [sources] quote = ""',
     LINE_BREAK_REASON: 'is a quote not closed? If quotes do not enclose values, set [sources] quote = ""',
     NOT_UTF_8_REASON: "convert the file, e.g. with iconv -t utf-8",
-    NO_TIME_REASON: "add the times, or name another column in sources.timestamp_column",
+    NO_TIME_REASON: "fill them in, or name another column in sources.timestamp_column",
     NOT_A_TIME_REASON: _TIME_REMEDY,
     TIME_RANGE_REASON: _TIME_REMEDY,
     TEXT_TOO_LONG_REASON: "shorten it, or raise feature_text_bytes, for nights and the service alike",

@@ -37,7 +37,7 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
     assert {check_line["what"] for check_line in check_lines if check_line["state"] == "to do"} == {"bundle"}
 
     output = larder(shop, "train", "--quiet")
-    assert " stood among 20 suggestions: the best of " in output
+    assert " were among 20 suggestions: the best of " in output
     larder(shop, "check", environ=redis)
     assert " gates passed" in larder(shop, "night", environ=redis)
     status = json.loads(larder(shop, "status", "--json", code=3, environ=redis))  # nobody serves

@@ -295,7 +295,7 @@ def test_a_file_that_lacks_a_column_of_another_is_named(tmp_path, name, endings,
         else:
             head, row = ",".join(["user", "item", *columns]), f"u,i{f',{SECONDS}' * len(columns)}"
             (tmp_path / f"{number}.csv").write_text(f"{head}\n{row}\n")
-    with pytest.raises(SourceError, match=rf"{lacks}\.\w+ has no column '{name}', .* has one"):
+    with pytest.raises(SourceError, match=rf"{lacks}\.\w+ has no column '{name}', but .* has: its rows"):
         read(tmp_path, "*")
     pairs, *_ = read(tmp_path, "*", **{f"{name}_column": ""})
     assert pairs == [("u", "i")] * 2
@@ -418,7 +418,7 @@ def test_further_words_for_nothing_are_no_ids(tmp_path, null_spelling):
 
 def test_an_empty_id_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "a.csv").write_text("user,item\n,i1\n,i2\n")
-    with pytest.raises(SourceError, match="an id has 1 to 256 bytes: fill empty ones in"):
+    with pytest.raises(SourceError, match="an id has 1 to 256 bytes: fill in empty ones"):
         read(tmp_path, "a.csv")
 
 
@@ -462,7 +462,7 @@ def test_signs_around_the_ids_of_lines_are_told(tmp_path, lines, reason):
     *titles, line = lines
     rows = [*titles, *(line.format(number) for number in range(40))]
     (tmp_path / "a.txt").write_text("\n".join(rows) + "\n")
-    with pytest.raises(SourceError, match=rf"a\.txt {reason}.*leave out.*format = \"lines\""):
+    with pytest.raises(SourceError, match=rf"a\.txt {reason}.*remove.*format = \"lines\""):
         read(tmp_path, "a.txt")
     assert read(tmp_path, "a.txt", format="lines")[0]
 
