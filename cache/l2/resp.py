@@ -398,6 +398,7 @@ REPLY_SHAPES: Final[Mapping[str, ReplyShape]] = {
     "COMMAND": _shape("a list of commands", _is_list_of_commands),
     "COMMAND INFO": _shape("a list of commands", _is_list_of_commands),
     "CONFIG GET": MAP_SHAPE,
+    "BGREWRITEAOF": TEXT_SHAPE,
     "DEL": COUNT_SHAPE,
     "EVAL": SCRIPT_RESULT_SHAPE,
     "EVALSHA": SCRIPT_RESULT_SHAPE,

@@ -58,6 +58,7 @@ NEEDED_COMMANDS: Final = tuple(
 LACK_EFFECT_BY_COMMAND: Final = {
     "config": "settings are read from INFO, and the durability of events is tested with WAITAOF",
     "waitaof": "without CONFIG as well, no event is known to be durable",
+    "bgrewriteaof": "erased events stay in the append-only file until Redis rewrites it by itself",
 }
 """Optional Redis commands -> the consequence if the server lacks the command."""
 

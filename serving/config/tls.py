@@ -99,8 +99,11 @@ class TlsWatch(Collector):
                 )
             return False
         self.is_stale = False
-        log.info("certificate %s is in force", self._tls_files.certificate_path)
         return True
+
+    def log_renewal(self) -> None:
+        """Log that the service listens with the changed files."""
+        log.info("certificate %s is in force", self._tls_files.certificate_path)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Yield the gauge of whether the newest certificate is in force."""

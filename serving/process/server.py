@@ -236,6 +236,8 @@ class ListeningSockets:
             self._is_due = True
         if self._is_due:
             await self.renew()
+            if self._tls is not None:
+                self._tls.log_renewal()
 
     async def _listen_again(self, spare: socket.socket) -> socket.socket:
         """Listen on another descriptor of the socket; return the descriptor."""

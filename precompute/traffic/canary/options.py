@@ -16,7 +16,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--percent",
         type=float,
-        help="share of the requests in % (default: that of the running canary, else percent of [canary]); a change "
+        help="share of the requests in %% (default: that of the running canary, else percent of [canary]); a change "
         "restarts the counts",
     )
     command.add_argument("--reason", help="reason of abandon, kept in the release record")

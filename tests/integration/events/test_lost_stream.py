@@ -110,4 +110,4 @@ async def test_without_a_readable_position_in_the_store_that_of_the_snapshots_co
 
     await newest_position.load_taken_position(AT_ONCE)
 
-    assert newest_position() == Position(5, 0) and "is not known" in caplog.text
+    assert newest_position() == Position(5, 0) and "is unknown" in caplog.text

@@ -203,7 +203,7 @@ def test_from_a_shell(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[
 
     assert {brands[item_id] for item_id in answer["items"]} == {"brand-0"}
     assert explanation["filter"]["passing"] == sum(brand == "brand-0" for brand in brands.values())
-    assert "--filter is a JSON object" in capsys.readouterr().err
+    assert "--filter must be a JSON object" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     larder(tmp_path, *arguments)
     assert (tmp_path / "shop" / "larder.toml").read_text() == "# changed\n"
     output = larder(tmp_path, *arguments, "--users", "items.npy")
-    assert "cannot: use user_vectors.parquet, which larder.toml does not name" in output
+    assert "use user_vectors.parquet: larder.toml, which was kept, does not name it" in output
 
 
 def test_an_import_that_died_on_its_way_can_be_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

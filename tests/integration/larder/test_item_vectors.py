@@ -69,7 +69,7 @@ def test_every_night_answers_from_the_vectors_of_its_day(
 ) -> None:
     everyone = [{"id": f"u{number}"} for number in range(USERS)]
 
-    assert "made of items.parquet by each night" in larder(shop, "check", environ=environ)
+    assert "each night makes it from items.parquet" in larder(shop, "check", environ=environ)
     larder(shop, "night", "--data-until", FIRST, environ=environ)
     with running(shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=environ) as url:
         look_up = asking(url)

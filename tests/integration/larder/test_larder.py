@@ -62,7 +62,7 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
         assert explanation["answer"]["tier"] == "l1"
 
         refused = larder(shop, "lookup", "nothing", "u-00001", "--url", url, code=1)
-        assert "there is no table 'nothing'; there are item_similar," in refused
+        assert "there is no table 'nothing'; its tables are item_similar," in refused
         assert refused.startswith("larder: ") and refused.count("\n") == 1
 
         # What programs read is JSON alone, of all commands.
@@ -90,7 +90,7 @@ def test_without_a_redis_one_is_started_for_all(shop: Path, tmp_path: Path) -> N
         refusal = larder(shop, "redis", code=2, environ=settings)
         assert refusal.startswith("larder: a Redis already runs for ") and address in refusal
         larder(shop, "night", "--quiet", environ=settings)
-        assert f"{address}, of `larder redis`" in larder(shop, "check", environ=settings)
+        assert f"{address}, started by `larder redis`" in larder(shop, "check", environ=settings)
         with running(shop, "serve", "--port", "0", line_prefix="Larder serves on ", environ=settings) as url:
             lookup_output = larder(shop, "lookup", "user_topk", "u-00001", "--url", url)
             assert " from l2, " in lookup_output.splitlines()[0]

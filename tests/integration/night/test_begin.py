@@ -152,7 +152,7 @@ def test_a_model_that_learnt_its_test_data_is_reported(config, trained, is_repor
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     remarks = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)["remarks"]
 
-    assert any("learnt from interactions up to 2100" in remark for remark in remarks) is is_reported
+    assert any("trained on interactions up to 2100" in remark for remark in remarks) is is_reported
 
 
 def test_a_file_from_the_future_names_no_generation(config):

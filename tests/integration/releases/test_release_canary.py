@@ -105,7 +105,7 @@ def test_what_is_tried_out_is_not_retired(tried):
 
 def test_only_one_verified_newer_generation_is_tried_out_next_to_a_live_one(world):
     world.load(A)
-    with pytest.raises(Conflict, match="nothing is live"):
+    with pytest.raises(Conflict, match="no generation is live"):
         moves.start_canary(world.releases, A, 5.0, "try")
     world.load(C)
     world.publish(B)
@@ -125,7 +125,7 @@ def test_a_canary_refused_between_look_and_move_is_not_tried_out(world, monkeypa
     meanwhile(
         monkeypatch, Control, "move_pointer", lambda: moves.refuse(world.releases, B, reason="bad", attempt="gate")
     )
-    with pytest.raises(Conflict, match="tried out: it is refused"):
+    with pytest.raises(Conflict, match="tried out: its state is now refused"):
         moves.start_canary(world.releases, B, 5.0, "try")
     assert world.live().canary is None
 

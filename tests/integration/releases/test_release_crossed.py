@@ -72,7 +72,7 @@ def test_a_roll_back_never_lands_on_a_generation_retired_meanwhile(world, monkey
         world.client.set(world.keys.page(A, "score", 3), b"streamed by the roll back meanwhile")
 
     meanwhile(monkeypatch, Control, "move_pointer", retire_target)
-    with pytest.raises(Conflict, match="retired by now"):
+    with pytest.raises(Conflict, match="state is now retired"):
         moves.roll_back(world.releases, to=A, reason="bad", attempt=world.attempt())
     assert world.live().generation == C and not pages_of(world, A)
     assert world.releases.ledger().state(A) is GenerationState.RETIRED
@@ -86,7 +86,7 @@ def test_a_publish_never_lands_on_a_generation_refused_meanwhile(world, monkeypa
         moves.refuse(world.releases, B, reason="bad", attempt="gate")
 
     meanwhile(monkeypatch, Control, "move_pointer", refuse_generation)
-    with pytest.raises(Conflict, match="refused by now"):
+    with pytest.raises(Conflict, match="state is now refused"):
         moves.publish(world.releases, B, attempt=world.attempt())
     assert world.live().generation == A
 

@@ -63,5 +63,6 @@ def test_check_names_variables_that_nobody_reads(tmp_path: Path, monkeypatch: py
     settings_file.write_text("")
     monkeypatch.setenv("LARDER_CONFIG", str(settings_file))
     monkeypatch.setenv("LARDER_IMAGE_TAG", "7")
+    monkeypatch.delenv("LARDER_SEED", raising=False)
 
     assert _check_settings() == ("ok", f"{settings_file}; not read: LARDER_IMAGE_TAG")

@@ -57,6 +57,7 @@ RIGHT: dict[str, tuple[list[Any], list[Any]]] = {
     "COMMAND INFO": ([[[b"get", 2, [b"readonly"], 1, 1, 1], None]], []),
     "CONFIG GET": ([[b"a", b"b"], []], [{b"a": b"b"}, {}]),
     "EVAL": ([1, b"a", None, [1, b"a"]], []),
+    "BGREWRITEAOF": ([b"Background append only file rewriting started"], []),
     "EVALSHA": ([[b"17-0"]], []),
     "FLUSHALL": ([b"OK"], []),
     "GET": ([b"\xff", None], []),

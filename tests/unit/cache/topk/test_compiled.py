@@ -138,7 +138,7 @@ def test_any_case_is_exact(engine, data):
         ({"users": np.full((2, 8), np.nan, np.float32)}, "row 0 is not"),
         ({"users": np.full((2, 8), np.inf, np.float32)}, "finite"),
         ({"excluded": Histories.of([[]])}, "2 users, not 1"),
-        ({"excluded": Histories(np.array([0, 2, 1]), np.arange(1))}, "rising"),
+        ({"excluded": Histories(np.array([0, 2, 1]), np.arange(1))}, "ascending"),
         ({"excluded": Histories(np.array([0, 0, 1]), np.arange(1, dtype=np.int32))}, "int32"),
         ({"allowed": np.ones(29, np.bool_)}, r"bool \[30\]"),
         ({"allowed": np.ones(30, np.uint8)}, "uint8"),

@@ -160,7 +160,7 @@ def test_a_part_that_is_none_is_named(tmp_path: Path) -> None:
     store = ArtefactStore(str(tmp_path))
     store.write(exposure_part_path(HOUR, "r1", 1), b"{")
 
-    with pytest.raises(CorruptArtefact, match=r"exposures/parts/500000.r1-1.json is no part"):
+    with pytest.raises(CorruptArtefact, match=r"exposures/parts/500000.r1-1.json is not a part"):
         gather_exposures(store, gathered_at=LATER)
 
 

@@ -49,7 +49,7 @@ def test_people_get_tables(replay_arguments, capsys):
         ("--days", "0", "--days must be 1 to 3650, not 0"),
         ("--k", "1001", "--k must be 1 to 1000, not 1001"),
         ("--users", "-1", "--users must be 1 to"),
-        ("--seed", "-1", "--seed is 0 to"),
+        ("--seed", "-1", "--seed must be 0 to"),
         ("--data", "nothing.csv", "nothing.csv"),
     ],
 )

@@ -168,7 +168,7 @@ def test_a_log_that_cannot_be_replayed_is_refused_with_what_to_do(tmp_path):
         replay(timeless, DAY)
     with pytest.raises(SourceError, match=r"spans 10.5 days: too short to replay its last 11"):
         replay(config, replace(DAY, days=11))
-    with pytest.raises(SourceError, match="nobody"):
+    with pytest.raises(SourceError, match="no user in the log"):
         replay(write(tmp_path, [*rows[:1500], (0, rows[0][1], (DAYS + 1) * DAY_S)]), DAY)
     with pytest.raises(ConfigError, match="--data"):
         replay(replace(config, sources=Sources()), DAY)

@@ -112,7 +112,7 @@ def test_rows_of_users_whom_the_partition_does_not_name_are_no_evidence(tmp_path
     incomplete_ids = pa.table({"user": ["user-1"], HASH_COLUMN: hash_ids([b"user-1"], SEED)})
     with pa.OSFile(str(tmp_path / "0000.ids"), "wb") as sink, pa.ipc.new_stream(sink, incomplete_ids.schema) as writer:
         writer.write_table(incomplete_ids)
-    with pytest.raises(CorruptArtefact, match="whose ids it lacks"):
+    with pytest.raises(CorruptArtefact, match="of users that it does not name"):
         sample_users(tmp_path, entities, directory, history_limit=10)
 
 

@@ -174,7 +174,9 @@ def test_a_folder_called_metadata_is_no_table(write_files: WriteFiles, tmp_path:
 def test_only_notes_are_named_where_nothing_else_matches(write_files: WriteFiles, tmp_path: Path) -> None:
     path_prefix = write_files(["clicks/_SUCCESS", "clicks/~$a.csv"])
 
-    with pytest.raises(SourceError, match=r"no source file matches .*notes .*_SUCCESS, ~\$a\.csv"):
+    with pytest.raises(
+        SourceError, match=r"no source file matches .*only files of other programs match.*_SUCCESS, ~\$a\.csv"
+    ):
         source_files((f"{path_prefix}clicks/*",), tmp_path)
 
 

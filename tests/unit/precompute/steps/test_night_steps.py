@@ -78,7 +78,7 @@ def test_every_step_has_a_command(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("file", "after"),
-    [("dags/nightly_precompute.py", "What it does:"), ("docs/explanation/life-of-a-night.md", "## The steps")],
+    [("dags/nightly_precompute.py", "Tasks:"), ("docs/explanation/life-of-a-night.md", "## The steps")],
 )
 def test_documents_name_the_steps_in_their_order(file: str, after: str) -> None:
     text = (ROOT / file).read_text().partition(after)[2].partition("retire")[0] + "retire"

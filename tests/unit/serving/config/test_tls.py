@@ -64,7 +64,7 @@ def test_settings_that_do_not_fit_together_are_refused(changes: dict[str, str], 
 def test_files_are_checked_before_anything_starts(tmp_path: Path, pairs: tuple[Pair, Pair]) -> None:
     good = {"tls_certificate": str(pairs[0].certificate), "tls_key": str(pairs[0].key)}
     check_configured_files(ServingConfig(**good))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="no pair"):
+    with pytest.raises(ConfigError, match="not a matching PEM pair"):
         check_configured_files(ServingConfig(**good | {"tls_key": str(pairs[1].key)}))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="tokens add"):
         check_configured_files(ServingConfig(tokens_file=str(tmp_path / "none")))

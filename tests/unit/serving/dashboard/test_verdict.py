@@ -57,7 +57,7 @@ def test_all_is_well() -> None:
     assert (dashboard_verdict["level"], dashboard_verdict["advice"], dashboard_verdict["also"]) == ("ok", None, [])
     assert dashboard_verdict["sentence"] == (
         f"All is well: generation {G1} is live on 1 replica and 90.0% of the answers of the last "
-        "minutes came from cache."
+        "minutes came from the cache."
     )
 
 
@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "redis away": (
         {"whole": False, "trouble": "connection refused"},
         "bad",
-        "Redis cannot be asked (connection refused)",
+        "Redis cannot be reached (connection refused)",
         "larder restore",
     ),
     "breaker": (
@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "not ready": (
         {"replicas": [replica(), replica(replica="b", ready=False, failed="no room")]},
         "bad",
-        "1 of 2 replicas cannot be asked: no room",
+        "1 of 2 replicas not ready: no room",
         "log of b",
     ),
     "another store": (
@@ -93,13 +93,13 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "failed night": (
         {"nights": [{"generation": G1, "failure": {"step": "load", "at": 0.0, "error": "refused: Redis is full."}}]},
         "warn",
-        f"The last night failed at 1970-01-01 00:00 UTC in the step load ({G1}): refused: Redis is full; what is live",
+        f"The last night failed at 1970-01-01 00:00 UTC in the step load ({G1}): refused: Redis is full; the live generation stays",
         "larder night again",
     ),
     "nothing published": (
         {"replicas": [replica(ready=False, generation=None)]},
         "bad",
-        "1 of 1 replica cannot",
+        "1 of 1 replica not ready",
         "larder night",
     ),
     "missing": (
@@ -134,7 +134,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
             ]
         },
         "warn",
-        "refused by a gate, what is live stays",
+        "refused by a gate, the live generation stays",
         "override",
     ),
     "apart": ({"replicas": [replica(), replica(generation=G2)]}, "warn", f"2 generations: {G2}, {G1}", "restart"),
@@ -144,7 +144,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "10.0% of the answers are from the previous generation or defaults (2.0% before), mostly because of cold_start",
         "miss reasons",
     ),
-    "fallback, much": ({"lately": lately(hits=500, fallbacks=500)}, "bad", "50.0% of the answers", "live path"),
+    "fallback, much": ({"lately": lately(hits=500, fallbacks=500)}, "bad", "50.0% of the answers", "live inference"),
     "hit rate": (
         {"lately": lately(hits=700, live=280, fallbacks=20)},
         "warn",
@@ -179,19 +179,19 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "events, away after a good look": (
         {"events": events(up=False)},
         "bad",
-        "No events are accepted: their Redis is away.",
+        "No events are accepted: their Redis is unreachable.",
         "larder check",
     ),
     "events, away from the start": (
         {"events": events(up=False, durability=None)},
         "bad",
-        "No events are accepted: their Redis is away.",
+        "No events are accepted: their Redis is unreachable.",
         "larder check",
     ),
     "events, away where nothing is demanded": (
         {"events": events(up=False, durability="none", demanded="any")},
         "bad",
-        "No events are accepted: their Redis is away.",
+        "No events are accepted: their Redis is unreachable.",
         "larder check",
     ),
     "events, refused by a full disk": (

@@ -244,7 +244,7 @@ def test_an_entry_that_is_no_event_is_rejected(fields: dict[str, str], reason: s
 
 
 def test_an_entry_that_is_no_utf8_is_rejected() -> None:
-    with pytest.raises(Problem, match="no event"):
+    with pytest.raises(Problem, match="not an event"):
         READER.parse_inbox_entry({b"user": b"\xff"}, "1-0", NOW_S, EMPTY_BLOCKLIST)
 
 
