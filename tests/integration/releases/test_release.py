@@ -304,7 +304,7 @@ def test_a_move_to_files_that_are_gone_is_a_conflict(world, subpath):
     for key in pages_of(world, A):
         world.client.delete(key)
     world.store.delete(generation_path(A, subpath))
-    with pytest.raises(Conflict, match="gone|is missing from"):
+    with pytest.raises(Conflict, match=r"gone|is missing from"):
         moves.roll_back(world.releases, to=A, reason="bad", attempt=world.attempt())
     assert world.live().generation == B
 
