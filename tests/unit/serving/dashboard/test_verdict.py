@@ -93,8 +93,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "failed night": (
         {"nights": [{"generation": G1, "failure": {"step": "load", "at": 0.0, "error": "refused: Redis is full."}}]},
         "warn",
-        f"The last night failed at 1970-01-01 00:00 UTC in the step load ({G1}): refused: Redis is full; the live "
-        "generation stays",
+        f"in the step load ({G1}): refused: Redis is full; the live generation stays",
         "larder night again",
     ),
     "nothing published": (
