@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     if missing_extra_message := missing_extra(prog, "serving", *SERVING_MODULES):
         print(f"larder: {missing_extra_message}", file=sys.stderr)
         return 2
-    from cache.config.variables import unknown_variables
+    from cache.config.variables import demand_spelled_variables, unknown_variables
     from serving.config.settings import (
         ServingConfig,
         check_configured_files,
@@ -73,12 +73,12 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
-        unknown_names = unknown_variables(os.environ)
+        demand_spelled_variables(os.environ)
         config = ServingConfig.load(
             os.environ, host=options.host, port=options.port, workers=options.workers, insecure=options.insecure or None
         )
         configure_for(config, options.log_level)
-        for name in unknown_names:
+        for name in unknown_variables(os.environ):
             log.warning("%s is set, but Larder has no such variable", name)
         config.require_guard()
         check_header_token(config.token)

@@ -4,14 +4,18 @@ import difflib
 import re
 from collections.abc import Mapping
 
+from cache.config.events import EventsConfig
+from cache.config.night import NightConfig
 from cache.config.section import sections_of, variables
+from cache.config.serving import ServingConfig
+from cache.config.timetable import DagConfig
 from cache.errors import ConfigError
 
 OTHER_VARIABLES = frozenset({
-    "LARDER_CA", "LARDER_COLUMNS", "LARDER_CONFIG", "LARDER_DATA", "LARDER_EVENTS_FSYNC",
-    "LARDER_EVENTS_MAXMEMORY", "LARDER_GPU_SLOTS", "LARDER_KERNEL", "LARDER_LOADER_PASSWORD",
-    "LARDER_PARALLELISM", "LARDER_PRODUCER_PASSWORD", "LARDER_READER_PASSWORD", "LARDER_REDIS_MAXMEMORY",
-    "LARDER_REDIS_SERVER", "LARDER_SCORE_QUEUE", "LARDER_UPGRADE_FROM", "LARDER_WITHOUT_FROZEN_COMMIT",
+    "LARDER_CA", "LARDER_COLUMNS", "LARDER_CONFIG", "LARDER_DATA", "LARDER_EVENTS_FSYNC", "LARDER_EVENTS_MAXMEMORY",
+    "LARDER_GPU_SLOTS", "LARDER_KERNEL", "LARDER_LOADER_PASSWORD", "LARDER_PARALLELISM", "LARDER_PRODUCER_PASSWORD",
+    "LARDER_READER_PASSWORD", "LARDER_REDIS_MAXMEMORY", "LARDER_REDIS_SERVER", "LARDER_SCORE_QUEUE",
+    "LARDER_UPGRADE_FROM", "LARDER_WITHOUT_FROZEN_COMMIT",
 })  # fmt: skip
 """Variables that are no settings: of commands, compose files and tests."""
 
@@ -27,23 +31,14 @@ _SIMILARITY_MIN = 0.85
 
 def setting_variables() -> frozenset[str]:
     """Return the names of the variables of all settings."""
-    from cache.config.events import EventsConfig
-    from cache.config.night import NightConfig
-    from cache.config.serving import ServingConfig
-    from cache.config.timetable import DagConfig
-
     section_classes = [NightConfig, ServingConfig, EventsConfig, DagConfig, *sections_of(NightConfig).values()]
     return frozenset(name for section_class in section_classes for name in variables(section_class).values())
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the names that begin with `LARDER_` and that nothing reads; raise ConfigError for a misspelled one.
-
-    A misspelled variable is refused, since the service would start without what it sets: a tokens file, for instance.
-    Other names are not: they may belong to a team's own deployment.
-    """
+    """Return the names that begin with `LARDER_`, have a value, and are read by nothing; sorted."""
     known_names = OTHER_VARIABLES | setting_variables()
-    unknown_names = sorted(
+    return sorted(
         name
         for name, text in environ.items()
         if name.startswith(_PREFIX)
@@ -52,10 +47,18 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
         and not name.startswith(_TEST_PREFIX)
         and not _KUBERNETES_PATTERN.search(name)
     )
-    for name in unknown_names:
+
+
+def demand_spelled_variables(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for an unknown variable whose name is nearly that of a known one.
+
+    Without what it sets, a tokens file for instance, the service would start open. Other unknown names are accepted:
+    they may belong to a team's own deployment.
+    """
+    known_names = OTHER_VARIABLES | setting_variables()
+    for name in unknown_variables(environ):
         if similar_names := difflib.get_close_matches(name, known_names, n=1, cutoff=_SIMILARITY_MIN):
             raise ConfigError(
                 f"{name}: there is no such variable; did you mean {similar_names[0]}? Unset it if it is not "
                 "Larder's, or give it another prefix than LARDER_"
             )
-    return unknown_names

@@ -145,7 +145,7 @@ def _group_lines(group: str, entries: list[CommandEntry]) -> Iterator[str]:
 def read_night_settings() -> "NightConfig":
     """Return the night's settings from LARDER_CONFIG, which `larder` sets, and the environment; raise ConfigError."""
     from cache.config.night import NightConfig  # imports pydantic, which would slow down --help
-    from cache.config.variables import unknown_variables
+    from cache.config.variables import demand_spelled_variables
 
-    unknown_variables(os.environ)
+    demand_spelled_variables(os.environ)
     return NightConfig.configured(os.environ)

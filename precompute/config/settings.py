@@ -15,7 +15,7 @@ from cache.config.night import (
     TableConfig,
     parse_time,
 )
-from cache.config.variables import unknown_variables
+from cache.config.variables import demand_spelled_variables
 
 __all__ = [
     "FacetConfig",
@@ -35,7 +35,7 @@ __all__ = [
 
 def night_config(path: str | None = None, environment: Mapping[str, str] = os.environ, **overrides: Any) -> NightConfig:
     """Return the configuration of this process: a file, then the environment, then the command line."""
-    unknown_variables(environment)
+    demand_spelled_variables(environment)
     return NightConfig.configured(environment, path, **overrides)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cache.config.serving import ServingConfig
-from cache.config.variables import OTHER_VARIABLES, setting_variables, unknown_variables
+from cache.config.variables import OTHER_VARIABLES, demand_spelled_variables, setting_variables, unknown_variables
 from cache.errors import ConfigError
 from precompute.config.settings import night_config
 from tests.unit.infra.test_environment import DOCUMENTED, SETTINGS
@@ -44,6 +44,7 @@ def test_variables_of_a_teams_own_deployment_are_returned_and_not_refused() -> N
 
     # then only the first is one that nobody reads; an empty variable is as good as none
     assert unknown_variables(environ) == ["LARDER_IMAGE_TAG"]
+    demand_spelled_variables(environ)
     assert ServingConfig.load(environ).port == ServingConfig().port
 
 
