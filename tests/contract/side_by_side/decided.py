@@ -75,6 +75,19 @@ UNSUPPORTED_TYPE: Final = (415, "unsupported_media_type")
 """Status and code of a body that is not JSON by its Content-Type, which was read as JSON before, on routes of JSON."""
 
 
+JSON_ROUTES: Final = frozenset(
+    {
+        "POST /v1/lookup", "POST /v1/score", "POST /v1/feedback", "POST /v1/events", "POST /v1/explain/{table}",
+    }
+)  # fmt: skip
+"""Routes that read each body as JSON before."""
+
+
+def is_added_sample(labels: Mapping[str, str]) -> bool:
+    """Whether a sample counts requests that only this tree refuses for their type."""
+    return labels.get("status") == str(UNSUPPORTED_TYPE[0]) and labels.get("route") in JSON_ROUTES
+
+
 def is_decided_refusal(left: tuple[int, Any], right: tuple[int, Any], *, is_other_type: bool) -> bool:
     """Whether a refusal was decided to be another one; each is a status and the code, None of an answer.
 

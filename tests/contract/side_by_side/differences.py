@@ -23,8 +23,9 @@ AGES: Final = frozenset({"age_seconds", "expires_in_seconds", "retry_after_secon
 """Names of numbers that say how long ago something was, or how long it takes."""
 ACCEPTED_AT: Final = frozenset({"as_of", "position", "fingerprint", "time"})
 """Names of texts that say when an event was accepted, or are hashed from it."""
-PROSE_AT: Final = frozenset({"body.info.contact.name"})
-PROSE: Final = frozenset({"message", "detail", "sentence", "description", "summary", "title", "version", "why"})
+PROSE_AT: Final = ("body.info.contact.name", ".agreement.why")
+"""Ends of the paths of further texts for people."""
+PROSE: Final = frozenset({"message", "detail", "sentence", "description", "summary", "title", "version"})
 """Names of texts for people, and of the release."""
 MOMENTARY_STALE: Final = frozenset({"events_behind"})
 """Words of `stale` that say how busy the machine is."""
@@ -96,7 +97,7 @@ def differences_of_values(
 ) -> Iterator[Difference]:
     """Differences of two JSON values: names and their order, types, values to the last bit."""
     # Examples of OpenAPI are held against their schemas by a test of their own.
-    if name == "example" or path in WIDENED_AT | PROSE_AT:
+    if name == "example" or path in WIDENED_AT or path.endswith(PROSE_AT):
         return
     if left is None and isinstance(right, str) and path in FILLED_AT:
         return
