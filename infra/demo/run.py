@@ -116,8 +116,7 @@ class Click:
     def __init__(self, url: str, dataset: Dataset, judge: Judge) -> None:
         unchanged_users = [user for user in dataset.histories if user not in dataset.arriving]
         self.user = unchanged_users[0] if unchanged_users else next(iter(dataset.histories))
-        self.item = ""
-        self._is_list_unchanged_else = bool(unchanged_users)
+        self.item, self._is_list_unchanged_else = "", bool(unchanged_users)
         self._url, self._judge = url, judge
         self._live_answer: Answer | None = None
 
@@ -333,7 +332,8 @@ class Demo:
     def _audit(self, store: ArtefactStore) -> None:
         with run_demo_step(self.console, "Audit: every answer against the service's own counters"):
             published_generations = {move.generation for move in all_releases(store) if move.is_done}
-            self.judge.audit_answers(httpx.get(f"{self.service.url}/metrics").text, published_generations)
+            metrics_text = httpx.get(f"{self.service.url}/metrics").raise_for_status().text
+            self.judge.audit_answers(metrics_text, published_generations)
         for source, count in self.judge.sources.most_common():
             self.summary[f"from {source}"] = f"{count:,} answers, {count / self.judge.sources.total():.2%}"
 

@@ -406,7 +406,7 @@ def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress 
         if not checked_reply("EVAL", client.eval(_REMOVE_POINTER_SCRIPT, 1, keys.live, raw_pointer), COUNT_SHAPE):
             raise Conflict(f"the pointer in {keys.live} changed while it was being checked; try again")
         log.warning("removed pointer %s, reason %s: %.200r", keys.live, reason, raw_pointer)
-        _follow_records(releases, ledger, reason)
+        _correct_registry_rows(releases, ledger, reason)
     removed_text = raw_pointer.decode(errors="replace")[:200]
     if ledger.live_generation is None:
         return {"removed": removed_text, "generation": None, "next": "run a night: it can publish"}
@@ -420,7 +420,7 @@ def _pointer_if_readable(raw_pointer: bytes) -> Pointer | None:
         return None
 
 
-def _follow_records(releases: Releases, ledger: Ledger, reason: str) -> None:
+def _correct_registry_rows(releases: Releases, ledger: Ledger, reason: str) -> None:
     """Correct registry rows that the store's releases contradict: the store decides.
 
     Generations that only Redis has as published become abandoned: they can be made and verified again, or swept. Those

@@ -232,12 +232,13 @@ class ListeningSockets:
 
     async def look_at_certificate(self) -> None:
         """Load a changed certificate; files are read in a thread, so that a hanging mount does not block the loop."""
-        if self._tls is not None and await asyncio.to_thread(self._tls.reload_if_changed):
+        if self._tls is None:
+            return
+        if await asyncio.to_thread(self._tls.reload_if_changed):
             self._is_due = True
         if self._is_due:
             await self.renew()
-            if self._tls is not None:
-                self._tls.log_renewal()
+            self._tls.log_renewal()
 
     async def _listen_again(self, spare: socket.socket) -> socket.socket:
         """Listen on another descriptor of the socket; return the descriptor."""
