@@ -30,13 +30,11 @@ def difference_of_metrics(left: str, right: str) -> Difference | None:
     before, after = exposed(left), exposed(right)
     names = before.keys() | {name for name in after if name.split()[0] not in ADDED_METRICS}
     for name in sorted(names):
-        left_samples = before.get(name)
-        # Whether a request of a seed sends such a body is chance.
-        right_samples = after.get(name) and {sample for sample in after[name] if not is_added_sample(dict(sample[1]))}
+        left_samples, right_samples = before.get(name), after.get(name)
         if left_samples != right_samples:
-            only = (
-                sorted((left_samples or set()) - (right_samples or set())),
-                sorted((right_samples or set()) - (left_samples or set())),
-            )
-            return Difference(name, *only)
+            only_left = (left_samples or set()) - (right_samples or set())
+            only_right = (right_samples or set()) - (left_samples or set())
+            only_right = {sample for sample in only_right if not is_added_sample(dict(sample[1]))}
+            if None in (left_samples, right_samples) or only_left or only_right:
+                return Difference(name, sorted(only_left), sorted(only_right))
     return None
