@@ -30,6 +30,8 @@ class ForgingProxy:
     def __init__(self, upstream: tuple[str, int]) -> None:
         self._upstream = upstream
         self._lock = threading.Lock()
+        self._no_end_pending = threading.Condition(self._lock)
+        self._pending_ends = 0
         self._order: Order | None = None
         self._since_order: Counter[str] = Counter()
         self._last: dict[str, bytes] = {}
@@ -43,8 +45,12 @@ class ForgingProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def forge(self, order: Order | None) -> None:
-        """Follow this order from now on; None: forge nothing."""
+        """Follow this order from now on; None: forge nothing.
+
+        Connections that the order before ended are closed when this returns, so that no later call meets their end.
+        """
         with self._lock:
+            assert self._no_end_pending.wait_for(lambda: not self._pending_ends, timeout=10), "a connection never ended"
             self._order, self.forged = order, 0
             self._since_order.clear()
 
@@ -70,8 +76,15 @@ class ForgingProxy:
             if order is None or order.command != command or order.number not in (None, number):
                 return reply, False
             self.forged += 1
-        forgery = MALFORMATIONS[order.malformation](reply, previous_reply)
+            forgery = MALFORMATIONS[order.malformation](reply, previous_reply)
+            self._pending_ends += forgery.ends
         return forgery.data, forgery.ends
+
+    def report_end(self) -> None:
+        """Say that a connection that a forgery ends is closed."""
+        with self._lock:
+            self._pending_ends -= 1
+            self._no_end_pending.notify_all()
 
     def _accept(self) -> None:
         while True:
@@ -125,11 +138,11 @@ class _Connection:
         self.close()
 
     def _pass_replies(self) -> None:
-        waiting = b""
+        waiting, ends = b"", False
         with contextlib.suppress(OSError, ValueError):
             while data := self.server.recv(1 << 16):
                 waiting += data
-                at, outgoing_replies, ends = 0, [], False
+                at, outgoing_replies = 0, []
                 while not ends and (end := reply_end(waiting, at)) is not None:
                     reply, at = waiting[at:end], end
                     is_push = reply[:1] == b">" or not self._commands
@@ -141,6 +154,8 @@ class _Connection:
                 if ends:
                     break
         self.close()
+        if ends:
+            self.proxy.report_end()
 
 
 @contextlib.contextmanager
