@@ -76,7 +76,7 @@ _OPTION_SCHEMAS: Json = {name: option.schema for name, option in REQUEST_OPTIONS
 QUERY_OPTION_SCHEMAS: Json = {
     name: option.query_schema or option.schema
     for name, option in REQUEST_OPTIONS.items()
-    if not option.is_for_lists_only
+    if not option.is_for_lookup_bodies_only
 }
 """Schemas of the options of a URL, by name."""
 

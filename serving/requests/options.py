@@ -102,7 +102,7 @@ class RequestOption:
     parse_url_text: Callable[[str, str], object]
     query_schema: Json | None = None
     """Schema in a URL, if it differs from that in a body."""
-    is_for_lists_only: bool = False
+    is_for_lookup_bodies_only: bool = False
     """True for an option that only bodies of lookups may have, not URLs and score requests."""
 
 
@@ -414,7 +414,7 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
         list_schema(ID_SCHEMA, description="Item ids that must not appear"),
         _parse_exclude,
         _unchanged_text,
-        is_for_lists_only=True,
+        is_for_lookup_bodies_only=True,
     ),
     "deadline_ms": RequestOption(
         "deadline_s",
@@ -505,5 +505,7 @@ REQUEST_OPTIONS: Final[Mapping[str, RequestOption]] = {
 }
 """Options by their names in bodies and URLs."""
 
-QUERY_OPTION_NAMES: Final = frozenset(name for name, option in REQUEST_OPTIONS.items() if not option.is_for_lists_only)
+QUERY_OPTION_NAMES: Final = frozenset(
+    name for name, option in REQUEST_OPTIONS.items() if not option.is_for_lookup_bodies_only
+)
 """Names of the options of URLs and score requests."""
