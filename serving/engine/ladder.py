@@ -102,8 +102,10 @@ class Ladder:
         If too few stored items pass the filter, the list is searched again from the user's vector, but only for
         requests that sent a filter.
 
-        All kinds of requests end here. A pending answer may already have the outcome of a read from the tiers
-        (`PendingAnswer.set_read_result`), such as that of a batched read; its record is not read again.
+        Every request comes here exactly once, unless stored records alone answer it: a GET or a batch of ids without
+        any option but `k`, `deadline_ms` and a cached filter, which `hot_route` and `batch_lookup` answer and count. A
+        pending answer may already have the outcome of a read from the tiers (`PendingAnswer.set_read_result`), such as
+        that of a batched read; its record is not read again.
         """
         live = served.live
         if not context.is_part:
