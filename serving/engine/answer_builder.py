@@ -239,7 +239,9 @@ class AnswerBuilder:
         if (counted_events := pending.counted_events) is not None:
             if counted_events.is_approximate or not _counts_newer_events(pending, source):
                 flag_fields = {"approximate": True, **flag_fields}
-            if pending.reason is not None and pending.reason.traits.is_nowhere and not pending.is_settled:
+            if pending.is_settled:
+                pending.reason = pending.reason or MissReason.NEWER_EVENTS
+            elif pending.reason is not None and pending.reason.traits.is_nowhere:
                 pending.reason = MissReason.NEWER_EVENTS
         if pending.is_before_night:
             flag_fields = {"approximate": True, **flag_fields}

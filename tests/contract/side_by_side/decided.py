@@ -88,6 +88,11 @@ def is_added_sample(labels: Mapping[str, str]) -> bool:
     return labels.get("status") == str(UNSUPPORTED_TYPE[0]) and labels.get("route") in JSON_ROUTES
 
 
+def is_added_reason(reason: object, is_approximate: object) -> bool:
+    """Whether an answer has this reason since the frozen commit: a stored one that counts no newer events."""
+    return reason == "newer_events" and is_approximate is True
+
+
 def is_decided_refusal(left: tuple[int, Any], right: tuple[int, Any], *, is_other_type: bool) -> bool:
     """Whether a refusal was decided to be another one; each is a status and the code, None of an answer.
 
@@ -108,5 +113,7 @@ def without_added(left: Any, right: Any, path: str) -> Any:
     """Return `right`, an object or a list of names, without the added fields that `left` does not have."""
     added = (ADDED_FIELDS | ADDED_AT.get(path, frozenset())).difference(name for name in left if isinstance(name, str))
     if isinstance(right, dict):
+        if "reason" not in left and is_added_reason(right.get("reason"), right.get("approximate")):
+            added |= {"reason"}
         return {name: value for name, value in right.items() if name not in added}
     return [value for value in right if not (isinstance(value, str) and value in added)]

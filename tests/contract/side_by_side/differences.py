@@ -1,7 +1,7 @@
 """What is compared of two answers, and the few fields that are not: ages, request ids, times of acceptance, prose."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -10,6 +10,7 @@ import pyarrow as pa
 from tests.contract.side_by_side.decided import (
     FILLED_AT,
     WIDENED_AT,
+    is_added_reason,
     is_decided_refusal,
     without_added,
     without_removed,
@@ -158,12 +159,21 @@ def _difference_of_streams(left: bytes, right: bytes) -> Difference | None:
         if name in AGES | ACCEPTED_AT or (name == "stale" and _is_momentary(before[name], after[name])):
             continue
         if not before[name].equals(after[name]):
-            rows = zip(before[name].to_pylist(), after[name].to_pylist(), strict=True)
+            rows = list(zip(before[name].to_pylist(), after[name].to_pylist(), strict=True))
             differing = next(
                 ((row, pair) for row, pair in enumerate(rows) if pair[0] != pair[1]), (0, ("bits", "bits"))
             )
+            if name == "reason" and _differ_by_added_reasons(rows, after["approximate"].to_pylist()):
+                continue
             return Difference(f"column {name}[{differing[0]}]", *differing[1])
     return None
+
+
+def _differ_by_added_reasons(rows: Sequence[tuple[Any, Any]], is_approximate: Sequence[Any]) -> bool:
+    return all(
+        left == right or (left is None and is_added_reason(right, flag))
+        for (left, right), flag in zip(rows, is_approximate, strict=True)
+    )
 
 
 def _is_momentary(*columns: pa.ChunkedArray) -> bool:

@@ -72,6 +72,19 @@ async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_f
     assert "i3" not in answer["items"] and answer["approximate"] is True
 
 
+async def test_a_stored_answer_that_does_not_count_the_events_has_a_reason(world: EventWorld) -> None:
+    # Given a user with a record, and a click that nothing can compute from
+    snapshot = with_events(world)
+    clicks(world, "u1", "i3")
+
+    # When a list is asked for
+    (answer,) = await world.ladder.lookup(ServedGenerations(snapshot), ask(entity("u1")), monotonic())
+
+    # Then the night's list answers, and is no plain hit to who reads the reason
+    assert (answer["source"], answer["reason"]) == ("l2", "newer_events")
+    assert answer["approximate"] is True and "i3" not in answer["items"]
+
+
 @pytest.mark.parametrize("run", [compute_from_events, compute_with_new_items])
 def test_without_a_model_every_job_of_a_batch_is_unavailable(world: EventWorld, run: Any) -> None:
     snapshot = world.snapshot(predictor=None)
