@@ -101,11 +101,11 @@ class RegistryRow:
 class Replica:
     """A serving replica's last heartbeat; times are Redis' own, Unix seconds.
 
-    `ready_generations`: loaded and warmed generations. `failure_by_generation`: generation -> why the replica cannot
-    load it. `l2_p99_ms`: latency over the last few seconds. `canary`: the replica's counts while a canary runs.
-    `overlay_ttl_s`: longest life of its overlays. `memory_available_bytes`, `disk_free_bytes`: what is left on its
-    host, or in its container. `release`: release of its program. `readable_versions`: oldest and newest version that it
-    reads, by format.
+    `ready_generations`: loaded and warmed generations. `failure_by_generation`: generation -> why the replica
+    cannot load it. `degraded`: why its live model does not work. `l2_p99_ms`: latency over the last few seconds.
+    `canary`: the replica's counts while a canary runs. `overlay_ttl_s`: longest life of its overlays.
+    `memory_available_bytes`, `disk_free_bytes`: what is left on its host, or in its container. `release`: release
+    of its program. `readable_versions`: oldest and newest version that it reads, by format.
     """
 
     name: str
@@ -124,6 +124,7 @@ class Replica:
     disk_free_bytes: int | None = None
     release: str = FIRST_RELEASE
     readable_versions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    degraded: str | None = None
 
     @classmethod
     def from_beat(cls, heartbeat_bytes: bytes, beat_at: float) -> "Replica":
@@ -147,6 +148,7 @@ class Replica:
                 name: (int(oldest), int(newest_version))
                 for name, (oldest, newest_version) in heartbeat_fields.get("reads", {}).items()
             },
+            heartbeat_fields.get("degraded"),
         )  # fmt: skip
 
 

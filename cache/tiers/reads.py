@@ -116,7 +116,7 @@ class MissReason(DescribedEnum):
     TOO_OLD = ("too_old", "The stored answer is older than `max_age_seconds`", MissTraits(allows_stored=True))
     EXHAUSTED = (
         "exhausted",
-        "Exclusions leave nothing of a stored live answer, or fewer than k items where live has more; a record of the night is `short` then",
+        "Exclusions leave nothing, or fewer than k items where live has more; a record of the night is then `short`",
         MissTraits(allows_stored=True, holds_for_previous=True),
     )
     FILTERED = (

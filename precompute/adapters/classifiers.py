@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from cache.errors import LarderError, SourceError
+from cache.errors import LarderError, ModelFailed, SourceError
 from cache.model.tower import Tower
 from cache.model.tower_spec import InputDtype, InputSpec, TowerSpec
 from cache.store.artefacts import write_atomically
@@ -261,6 +261,7 @@ def from_classifier(
         if not len(usable_rows):
             raise _no_usable_row_error(source_table.drop_columns([id_column]), len(ids))
         tried_rows = _try_rows(tower, column_by_input, expected, ids, usable_rows)
+        _demand_answer_to_blank(tower)
         if tuple(labels) not in (classes, earlier_labels):
             compared_rows = usable_rows[:REORDER_CHECK_ROWS_MAX]
             input_by_name = {
@@ -641,6 +642,25 @@ def _model_input(feature_column: Any, input_spec: InputSpec, rows: NDArray[np.in
         selected_column = selected_column.flatten()
     input_values = np.asarray(selected_column.to_pylist(), object if input_spec.dtype == "string" else input_spec.dtype)
     return input_values if input_spec.width is None else input_values.reshape(len(rows), input_spec.width)
+
+
+def _demand_answer_to_blank(tower: Tower) -> None:
+    """Raise SourceError if the model fails on 0 and empty texts, which each replica tries before it serves a model."""
+    blank_by_input = {
+        input_spec.name: np.array(
+            [tower.spec.blank_features()[input_spec.name]], object if input_spec.dtype == "string" else input_spec.dtype
+        )
+        for input_spec in tower.spec.features
+    }
+    try:
+        tower.run(blank_by_input)
+    except ModelFailed as error:
+        raise SourceError(
+            f"the model answers each row of the table, but not 0 and empty texts, which each replica tries before it "
+            f'serves: {error.message}; let the model take unknown values, for example with handle_unknown="ignore" '
+            "for an encoder of scikit-learn",
+            columns=[str(input_spec.column) for input_spec in tower.spec.features],
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -257,11 +257,16 @@ def _list_problems(status: Mapping[str, Any], namespace_state: NamespaceState, s
             failed_at_clause = f" at {iso(failure.at)}" if failure is not None and is_last_failure else ""
             problems.append(
                 f"{refused_generation} was refused{failed_at_clause}: {rules}; `larder verify {refused_generation}` "
-                "shows the values, and how to let it pass"
+                "shows the values, and what to do"
             )
     for replica in namespace_state.replicas:
         for generation, load_error in replica.failure_by_generation.items():
             problems.append(f"replica {replica.name} cannot load {generation}: {load_error}")
+        if replica.degraded is not None:
+            problems.append(
+                f"replica {replica.name} answers without its live model ({replica.degraded}), so ids that the night "
+                "does not know get defaults: its log says why the model does not open; mend its host, or roll back"
+            )
         if pointer is not None and replica.served_generation != pointer.generation:
             problems.append(f"replica {replica.name} answers from {replica.served_generation or 'nothing'}")
     return problems
@@ -370,6 +375,7 @@ def _replica_fields(replica: Replica) -> dict[str, Any]:
         "epoch": replica.epoch,
         "ready": list(replica.ready_generations),
         "failed": dict(replica.failure_by_generation),
+        "degraded": replica.degraded,
     }
 
 

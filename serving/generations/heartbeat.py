@@ -82,6 +82,7 @@ class Heartbeat:
             "epoch": follower.epoch,
             "ready": [generation for generation in holder.generations if generation not in failed],
             "failed": failed,
+            "degraded": None if served is None else served.live.degraded,
             "swapped_at": swapped_at,
             "warm_s": staged.warm_s,
             "l2_p99_ms": self.l2_p99_ms(),

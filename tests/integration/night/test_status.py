@@ -152,6 +152,18 @@ def test_a_lost_pointer_and_a_replica_left_behind_are_problems(config: NightConf
     )
 
 
+def test_a_replica_without_its_live_model_is_a_problem(config: NightConfig) -> None:
+    live = publish_night(config, DATA_UNTIL)
+    with open_releases(config) as releases:
+        beat = {"replica": "bare", "serving": live, "holds": [live], "ready": [live], "degraded": "no such locale"}
+        releases.control.client.zadd(config.keyspace().replicas, {orjson.dumps(beat): releases.control.time()})
+        status_report = make_report(config)
+
+    (problem,) = status_report["problems"]
+    assert problem.startswith("replica bare answers without its live model (no such locale)")
+    assert [replica["degraded"] for replica in status_report["replicas"]] == ["no such locale"]
+
+
 def test_without_redis_it_tells_what_the_store_knows_and_says_so(
     config: NightConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,6 +97,25 @@ def with_dictionaries() -> onnx.ModelProto:
     return model
 
 
+def of_codes() -> onnx.ModelProto:
+    """Two numbers for each code from 10 to 15: `code` int64 [n, 1] -> `values` float [n, 2]; it fails on others."""
+    nodes = [
+        helper.make_node("Sub", ["code", "first"], ["row"]),
+        helper.make_node("Gather", ["rows", "row"], ["gathered"]),
+        helper.make_node("Squeeze", ["gathered", "middle"], ["values"]),
+    ]
+    initializers = [
+        numpy_helper.from_array(np.array(10), "first"),
+        numpy_helper.from_array(np.arange(12, dtype=np.float32).reshape(6, 2), "rows"),
+        numpy_helper.from_array(np.array([1]), "middle"),
+    ]
+    graph = helper.make_graph(
+        nodes, "codes", [helper.make_tensor_value_info("code", TensorProto.INT64, [None, 1])],
+        [helper.make_tensor_value_info("values", TensorProto.FLOAT, [None, 2])], initializers,
+    )  # fmt: skip
+    return _model(graph)
+
+
 def with_a_locale(locale: str) -> onnx.ModelProto:
     """`of_texts`, whose text is lower-cased first by the rules of a locale."""
     model = of_texts()

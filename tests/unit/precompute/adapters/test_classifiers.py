@@ -210,6 +210,15 @@ def test_a_model_that_fails_when_it_is_run_is_named_with_its_input(tmp_path: Pat
     assert "\n" not in raised.value.message and not (tmp_path / "to").exists()
 
 
+def test_a_model_that_fails_on_zero_is_refused_before_a_night_refuses_it(tmp_path: Path) -> None:
+    accounts = pa.table({"account": ["a1", "a2"], "code": [10, 15]})
+
+    with pytest.raises(SourceError, match=r"each row of the table, but not 0 and empty texts.*handle_unknown"):
+        from_classifier(examples.of_codes(), accounts, labels=LABELS, id_column="account", to=tmp_path / "to")
+
+    assert not (tmp_path / "to").exists()
+
+
 def test_a_model_of_which_no_output_is_finite_is_refused(tmp_path: Path) -> None:
     model = examples.linear()
     nan = numpy_helper.from_array(np.full((3, 2), np.nan, np.float32), "coefficients")
