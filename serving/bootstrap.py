@@ -94,10 +94,10 @@ async def running(
     service = LookupService(
         follower=follower, ladder=ladder, metrics=metrics, limits=request_limits(config),
         body_bytes_max=config.body_bytes, body_timeout_s=config.body_timeout_s, tiers=tiers,
-        l2_bound_s=remote.bound_s, admission=service_components.admission, observes=config.observe,
+        l2_bound_s=remote.bound_s, admission=service_components.admission, observes_answers=config.observe,
     )  # fmt: skip
 
-    def open_beside(namespace: str) -> ServedNamespace:
+    def open_beside_namespace(namespace: str) -> ServedNamespace:
         # All namespaces follow the same event stream, each from the position of its own generation.
         followed_events = replace(config.events, namespace=config.of_events().namespace)
         namespace_config = replace(config, namespace=namespace, events=followed_events)
@@ -130,7 +130,7 @@ async def running(
         executor=service_components.executor,
         batcher=service_components.batcher, inference=service_components.inference,
         admission=service_components.admission, nights=nights,
-        releases=releases, service=service, open_namespace=open_beside,
+        releases=releases, service=service, open_namespace=open_beside_namespace,
     )  # fmt: skip
     hooks = replica.hooks
 
@@ -196,11 +196,11 @@ class MetricSources:
         metrics, local, nights = self.metrics, self.tiers.local_tier, self.nights
         refresher, follower = self.refresher, self.refresher.follower
 
-        def age() -> float:
+        def generation_age_s() -> float:
             age_s = nights.age_s()
             return float("nan") if age_s is None else age_s
 
-        metrics.generation_age.set_function(age)
+        metrics.generation_age.set_function(generation_age_s)
         metrics.generation_missing.set_function(lambda: float(nights.is_missing()))
         metrics.generation_due.set_function(nights.due_at)
         metrics.stale.set_function(lambda: float(follower.stale is not None))

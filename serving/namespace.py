@@ -68,11 +68,11 @@ class ServiceComponents:
         batcher = MicroBatcher(
             executor,
             worker_count=config.live_workers,
-            max_batch=config.live_batch,
-            max_queue=config.live_queue,
-            max_queue_bytes=config.live_queue_bytes,
-            compute=inference,
-            observe=metrics.inferred,
+            batch_size_max=config.live_batch,
+            queued_jobs_max=config.live_queue,
+            queued_bytes_max=config.live_queue_bytes,
+            compute_batch=inference,
+            observe_batch=metrics.inferred,
         )
         admission = Admission(
             target_s=config.queue_target_ms / 1000,
@@ -81,7 +81,7 @@ class ServiceComponents:
         )
         lag_sampler = LoopLagSampler(
             admission.observe, batcher.longest_wait_share,
-            every_s=config.queue_interval_ms / 1000 / _SAMPLES_PER_INTERVAL,
+            sampling_interval_s=config.queue_interval_ms / 1000 / _SAMPLES_PER_INTERVAL,
             loops=loops,
         )  # fmt: skip
         l1_cache = LocalTier(config.l1_bytes)
@@ -123,15 +123,17 @@ def _build_namespace_components(
     )
     negative_cache = NegativeCache(config.negative_entries, config.negative_ttl_s)
     tiers = TieredCache(local, negative_cache, remote, loops=loops)
-    lease_manager = LeaseManager(remote, tiers, remote.control.keyspace, wait_s=config.lease_wait_ms / 1000, name=name)
+    lease_manager = LeaseManager(
+        remote, tiers, remote.control.keyspace, lease_wait_s=config.lease_wait_ms / 1000, process_name=name
+    )
     inferences = LiveInferences(
         batcher,
         tiers,
         overlay_ttl_s=config.overlay_ttl_s,
         outage_ttl_s=config.outage_ttl_s,
         leases=lease_manager if config.lease_wait_ms else None,
-        admit=admission.admit_live,
-        spares_reads=config.overlay_reads == "auto",
+        admit_input=admission.admit_live,
+        may_skip_overlay_reads=config.overlay_reads == "auto",
         changed_answers=metrics.changed_answers,
     )
     ladder = Ladder(tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, observer=answer_observer)
@@ -173,7 +175,7 @@ def open_namespace(
         return snapshot
 
     clock = RedisClock()
-    warmup = L1Warmup(components.tiers, ladder.recent_names.all_names, observe=metrics.warmed)
+    warmup = L1Warmup(components.tiers, ladder.recent_names.all_names, observe_warmup=metrics.warmed)
     holder = GenerationHolder(
         open_snapshot, metrics, warm=warmup, on_flip=on_flip, staging_executor=staging_executor, in_thread=in_thread
     )

@@ -101,11 +101,13 @@ def read_arrow_answers(response_body: bytes, entity_count: int) -> list[Answer]:
         frame = read_frame(response_body, entity_count)
     except (MalformedStream, UnsupportedStream) as error:
         raise Garbled(f"the body is not an Arrow IPC stream: {error}; it begins with {response_body[:80]!r}") from error
-    if frame.rows != entity_count:
-        raise Garbled(f"expected answers for {entity_count} entities, received {frame.rows}")
+    if frame.row_count != entity_count:
+        raise Garbled(f"expected answers for {entity_count} entities, received {frame.row_count}")
     answer_fields = Answer.__dataclass_fields__
-    field_names = [field_name for field_name in frame.columns if field_name in answer_fields and field_name != "id"]
-    table = frame.metadata.get("table")
+    field_names = [
+        field_name for field_name in frame.values_by_column if field_name in answer_fields and field_name != "id"
+    ]
+    table = frame.schema_metadata.get("table")
 
     def answer(entity_id: str | None, *values: Any) -> Answer:
         field_values = {
@@ -118,7 +120,9 @@ def read_arrow_answers(response_body: bytes, entity_count: int) -> list[Answer]:
 
     try:
         return list(
-            starmap(answer, zip(*(frame.columns[field_name] for field_name in ("id", *field_names)), strict=True))
+            starmap(
+                answer, zip(*(frame.values_by_column[field_name] for field_name in ("id", *field_names)), strict=True)
+            )
         )
     except (KeyError, TypeError) as error:
         raise Garbled(f"the response does not conform to the API: {error}") from error

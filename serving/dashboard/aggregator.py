@@ -106,10 +106,10 @@ class FleetView:
         publisher: MetricsPublisher,
         bucket_bounds: Sequence[float],
         clock: Callable[[], float],
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._control, self._keyspace, self._publisher = control, control.keyspace, publisher
-        self._clock, self._timer = clock, timer
+        self._clock, self._monotonic_clock = clock, monotonic_clock
         self._fleet_bins = _DrawnBins(bucket_bounds)
         self._own_bins = _DrawnBins(bucket_bounds)
         self._full_read_at: float | None = None
@@ -163,7 +163,7 @@ class FleetView:
         self, oldest_start: int, newest_start: int
     ) -> tuple[dict[bytes, bytes], dict[bytes, bytes], dict[int, dict[bytes, bytes]]]:
         """Read the workers' table, the registry, and the bins that may have changed."""
-        chunk_index = self._timer()
+        chunk_index = self._monotonic_clock()
         is_full_read = self._full_read_at is None or chunk_index - self._full_read_at >= _FULL_READ_INTERVAL_S
         first_start = oldest_start if is_full_read else newest_start - _FRESH_BIN_COUNT * BIN_S
         bin_starts = range(first_start, newest_start + 1, BIN_S)

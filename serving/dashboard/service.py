@@ -58,7 +58,7 @@ class Dashboard:
         events: Provider = lambda: None,
         list_experiments: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
         in_thread: StoreThreads,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_on = is_on
 
@@ -68,9 +68,9 @@ class Dashboard:
         self.publisher = MetricsPublisher(control, worker_name, clock, read_counts, read_full_worker_state)
         self.advisor, self.quality = advisor, quality
         self._list_experiments = list_experiments
-        self._fleet = FleetView(control, self.publisher, bucket_bounds, clock, timer)
+        self._fleet = FleetView(control, self.publisher, bucket_bounds, clock, monotonic_clock)
         self._history, self._in_thread = history, in_thread
-        self._bounds, self._nights, self._timer = bucket_bounds, nights, timer
+        self._bounds, self._nights, self._monotonic_clock = bucket_bounds, nights, monotonic_clock
         self._archive_rows: ArchiveRows = [], []
         self._archive_read_at, self._archive_tried_at = float("-inf"), float("-inf")
         self._generations_at: float | None = None
@@ -86,7 +86,7 @@ class Dashboard:
         """Return the document as JSON, at most a second old; raise Problem: 404 if switched off, 503 if too late."""
         if not self.is_on:
             raise Problem(404, "dashboard_off", "the dashboard is switched off: LARDER_DASHBOARD_S is 0")
-        if self._timer() - self._read_at >= READ_INTERVAL_S:
+        if self._monotonic_clock() - self._read_at >= READ_INTERVAL_S:
             # All viewers share one reading, which goes on if a viewer leaves: concurrent readings would mix their bins.
             if self._read_task is None or self._read_task.done():
                 self._read_task = asyncio.create_task(self._read())
@@ -121,11 +121,11 @@ class Dashboard:
             return orjson.dumps(dashboard_document, option=orjson.OPT_SERIALIZE_NUMPY)
 
         self._document_body = await asyncio.to_thread(compose_body)
-        self._read_at = self._timer()
+        self._read_at = self._monotonic_clock()
 
     async def _refresh_archive(self, reading: FleetReading) -> None:
         """Start a due reading of generations and nights, unless one is under way; wait if the known table is old."""
-        now_s = self._timer()
+        now_s = self._monotonic_clock()
         if self._archive_task is None:
             if now_s - self._archive_tried_at < ARCHIVE_INTERVAL_S:
                 return
@@ -137,11 +137,11 @@ class Dashboard:
     async def _read_archive(self, reading: FleetReading) -> None:
         try:
             self._archive_rows = await self._in_thread(self._history.read, reading.registry)
-            self._archive_read_at, self._generations_at = self._timer(), reading.read_at
+            self._archive_read_at, self._generations_at = self._monotonic_clock(), reading.read_at
         except Exception:  # an error here must not break the rest of the page
             log.exception("generations and nights cannot be read")
         finally:
-            self._archive_tried_at, self._archive_task = self._timer(), None
+            self._archive_tried_at, self._archive_task = self._monotonic_clock(), None
 
     async def aclose(self) -> None:
         """Stop reading, and withdraw this worker's figures from the dashboards of the others."""

@@ -74,7 +74,7 @@ class EventFollower:
         *,
         recheck_values: Callable[[], None],
         held_bytes_max: int,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.unreadable_count = 0
         """Number of stream entries that are not events."""
@@ -85,11 +85,11 @@ class EventFollower:
         self._note_stale = note_stale
         self._recheck_values = recheck_values
         self.held_bytes_max = held_bytes_max
-        self._timer = timer
-        self._clock = RedisClock(timer)
+        self._monotonic_clock = monotonic_clock
+        self._clock = RedisClock(monotonic_clock)
         self._floor_number: int | None = None
         self._waits_since: float | None = None
-        """Time of `timer` since which there are unread events; None if all were read."""
+        """Time of `monotonic_clock` since which there are unread events; None if all were read."""
         self._blocklist = Blocklist()
         # Built once per blocklist: 6 ms for 100,000 entries.
         self._blocked_owners, self._unblocked_owners = _EventOwners(), _EventOwners()
@@ -125,7 +125,7 @@ class EventFollower:
             )
         )
         try:
-            asked_at = self._timer()
+            asked_at = self._monotonic_clock()
             seconds, microseconds = await client.time()
             self._clock.set(seconds + microseconds / 1e6, asked_at)
             yield client
@@ -165,7 +165,7 @@ class EventFollower:
         if self._is_at_end:
             return 0.0
         if self._floor_number is None:
-            return 0.0 if self._waits_since is None else self._timer() - self._waits_since
+            return 0.0 if self._waits_since is None else self._monotonic_clock() - self._waits_since
         latest_event_at = Position.from_number(self.newer_events.users.last_number).ms / 1000
         return max(0.0, self._clock() - max(latest_event_at, self._caught_up_at))
 
@@ -224,7 +224,7 @@ class EventFollower:
                 (self._unblocked_owners.item_ids | previous_owners.item_ids) - self._blocked_owners.item_ids,
             )
             newer_events.forget(
-                self._blocked_owners.user_ids & newer_events.packed.keys(), self._blocked_owners.item_ids
+                self._blocked_owners.user_ids & newer_events.packed_input_by_id.keys(), self._blocked_owners.item_ids
             )
         if self._floor_number is not None and (self._unblocked_owners.user_ids or self._unblocked_owners.item_ids):
             newer_events.forget(*self._unblocked_owners)  # remains of an earlier attempt that an outage interrupted
@@ -255,7 +255,7 @@ class EventFollower:
                 await self._read_all_since(client, after_number)
                 return False
             await self._add_entries(client, self.newer_events, None)
-        user_ids = list(reread_events.packed)
+        user_ids = list(reread_events.packed_input_by_id)
         for first_index in range(0, len(user_ids), _ENTRIES_AT_ONCE):
             self.newer_events.users.prepend(reread_events.users, user_ids[first_index : first_index + _ENTRIES_AT_ONCE])
             await asyncio.sleep(0)
@@ -276,7 +276,7 @@ class EventFollower:
 
     async def _drop_until(self, floor_number: int) -> None:
         """Forget the events that all held generations include, yielding after some users."""
-        user_ids = list(self.newer_events.packed)
+        user_ids = list(self.newer_events.packed_input_by_id)
         for first_index in range(0, len(user_ids), _ENTRIES_AT_ONCE):
             self.newer_events.users.drop_until(floor_number, user_ids[first_index : first_index + _ENTRIES_AT_ONCE])
             await asyncio.sleep(0)
@@ -293,7 +293,7 @@ class EventFollower:
         if self._floor_number is not None or self._find_floor_number() is not None:
             self._is_at_end = False
             if self._waits_since is None:
-                self._waits_since = self._timer()
+                self._waits_since = self._monotonic_clock()
             self._note_stale(EVENTS_BEHIND)
 
     def _catch_up(self) -> None:

@@ -301,7 +301,7 @@ def _event_excerpt(raw_event: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class EventIntake:
-    """Intake of events into the stream of one namespace; `clock` returns Unix seconds, `timer` monotonic ones."""
+    """Intake of events into the stream of one namespace; `clock` returns Unix seconds, `monotonic_clock` monotonic ones."""
 
     redis: EventsRedis
     reader: EventReader
@@ -312,14 +312,14 @@ class EventIntake:
     counts: EventCounts
     get_blocklist: Callable[[], Blocklist]
     clock: Callable[[], float]
-    timer: Callable[[], float]
+    monotonic_clock: Callable[[], float]
 
     async def accept_events(self, raw_events: Sequence[Any]) -> dict[str, Any]:
         """Accept a request's list of events; return the response. Raise Problem if no event can be accepted now.
 
         After a Problem some events may still have been accepted: sent again with their ids they count once.
         """
-        began_at = self.timer()
+        began_at = self.monotonic_clock()
         parse_events, parse_arguments = (
             self.reader.parse_body_events,
             (raw_events, self.clock(), self.get_blocklist()),
@@ -343,7 +343,7 @@ class EventIntake:
             if isinstance(error, EventsUnavailable) and (message := error.outside) != error.message:
                 log.warning("no events are accepted: %s", error.message)
             raise Problem(503, error.code, f"{message}: send the events again, with the same ids") from error
-        self.counts.accept_seconds.observe("http", self.timer() - began_at)
+        self.counts.accept_seconds.observe("http", self.monotonic_clock() - began_at)
         return self._build_receipt(raw_events, read_events, outcomes)
 
     async def accept_entries(self, entries: Sequence[tuple[str, Mapping[bytes, bytes]]]) -> None:
@@ -351,7 +351,7 @@ class EventIntake:
 
         Raises EventsFull, EventsUnavailable and EventsBusy, and counts them: producers do not see them.
         """
-        began_at, now_s, blocklist = self.timer(), self.clock(), self.get_blocklist()
+        began_at, now_s, blocklist = self.monotonic_clock(), self.clock(), self.get_blocklist()
         packed_events: list[PackedEvent] = []
         packed_entry_fields: list[Mapping[bytes, bytes]] = []
         rejected_entries: list[tuple[Problem, Mapping[bytes, bytes]]] = []
@@ -372,7 +372,7 @@ class EventIntake:
         for entry_fields, outcome in zip(packed_entry_fields, outcomes, strict=True):
             self._count_outcome(outcome, entry_fields)
         await self.rejections.flush()
-        self.counts.accept_seconds.observe("inbox", self.timer() - began_at)
+        self.counts.accept_seconds.observe("inbox", self.monotonic_clock() - began_at)
 
     def _build_receipt(
         self, raw_events: Sequence[Any], read_events: ParsedEvents, outcomes: Sequence[AcceptOutcome]

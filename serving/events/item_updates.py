@@ -78,12 +78,12 @@ class ItemUpdater:
         holder: GenerationHolder,
         newer_events: NewerEvents,
         metrics: Metrics,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._holder = holder
         self._attribute_events, self._new_item_events = newer_events.values, newer_events.items
         self._metrics = metrics
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._failed_generations: set[str] = set()
         holder.update_snapshot = self.update
 
@@ -112,7 +112,7 @@ class ItemUpdater:
             for snapshot in snapshots
             if self._is_behind(snapshot)
         }
-        return SnapshotUpdate(missing_by_generation, self._failed_generations, self._timer())
+        return SnapshotUpdate(missing_by_generation, self._failed_generations, self._monotonic_clock())
 
     def _is_behind(self, snapshot: Snapshot) -> bool:
         """True if the snapshot lacks known values or items, unless earlier events still have to be read again."""
@@ -121,7 +121,7 @@ class ItemUpdater:
             return False
         if new_item_inputs(snapshot) is not None and update.new_items_version != self._new_item_events.version:
             return True
-        if snapshot.new_items.retry_at <= self._timer():
+        if snapshot.new_items.retry_at <= self._monotonic_clock():
             return True
         if snapshot.part(Filtering) is None and not snapshot.new_items:
             return False

@@ -30,43 +30,43 @@ NO_LIMIT = (1 << 64) - 1
 
 
 class CountedEvents(NamedTuple):
-    """Newer events that an answer counts, newest last; `digest` covers all inputs of the answer.
+    """Newer events that an answer counts, newest last; `inputs_digest` covers all inputs of the answer.
 
-    Unless `is_whole`, some events may be missing, and nothing is computed from the known ones. `is_past`: an earlier
+    Unless `has_all_events`, some events may be missing, and nothing is computed from the known ones. `is_as_of_earlier`: an earlier
     position was requested; the answer is computed and not stored. `is_approximate`: attributes are newer than the
     position.
     """
 
-    input: EventInput
-    digest: bytes
-    is_whole: bool = True
-    is_past: bool = False
+    event_input: EventInput
+    inputs_digest: bytes
+    has_all_events: bool = True
+    is_as_of_earlier: bool = False
     is_approximate: bool = False
 
     @property
-    def position(self) -> int:
+    def directory_position(self) -> int:
         """Position of the user in the directory; -1 if the night did not know them."""
-        return self.input.position
+        return self.event_input.position
 
     @property
-    def counts_sent(self) -> bool:
+    def counts_sent_input(self) -> bool:
         """True if the caller's input counts in addition to the events."""
-        return self.input.caller_input is not None
+        return self.event_input.caller_input is not None
 
     @property
-    def events(self) -> int:
+    def event_count(self) -> int:
         """Number of events."""
-        return len(self.input.events)
+        return len(self.event_input.events)
 
     @property
-    def as_of(self) -> str:
+    def newest_accepted_at(self) -> str:
         """Time when the newest event was accepted, RFC 3339, UTC."""
-        return iso_time(Position.from_number(self.input.events[-1].number).ms / 1000)
+        return iso_time(Position.from_number(self.event_input.events[-1].number).ms / 1000)
 
     @property
-    def items(self) -> tuple[bytes, ...]:
+    def event_item_ids(self) -> tuple[bytes, ...]:
         """Ids of the events' items."""
-        return tuple([event.item for event in self.input.events if event.item])
+        return tuple([event.item for event in self.event_input.events if event.item])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +85,7 @@ class NewerEvents(NewerInputs):
         return self.users.size_bytes + self.values.size_bytes + self.items.size_bytes
 
     @property
-    def packed(self) -> dict[bytes, bytes]:
+    def packed_input_by_id(self) -> dict[bytes, bytes]:
         """Events by user; always the same dictionary, without users that have no events.
 
         Each event replaces the user's object: while the object is the same, an answer made from it counts all events.
@@ -115,7 +115,7 @@ class NewerEvents(NewerInputs):
         for raw in self.values.items_with_values(item_ids):
             self.values.forget("item", raw)
 
-    def changes(self, snapshot: Snapshot, table: Table, user_id: bytes) -> bool:
+    def changes_answer(self, snapshot: Snapshot, table: Table, user_id: bytes) -> bool:
         """True if the user has events that the generation lacks and that change this table's answers."""
         generation_events = snapshot.part(GenerationEvents)
         if generation_events is None or (model_features := generation_events.tables.get(table.name)) is None:
@@ -178,12 +178,12 @@ class NewerEvents(NewerInputs):
             return
         if options.as_of is not None and (events_of_night := snapshot.part(GenerationEvents)) is not None:
             for case in cases:
-                case.is_before_night = options.as_of < events_of_night.until_number
+                case.is_as_of_before_night = options.as_of < events_of_night.until_number
         _include_new_items(snapshot, cases, options)
-        packed, pacer = self.packed, YieldPacer()
+        packed, pacer = self.packed_input_by_id, YieldPacer()
         undecided_answers = []
         for pending_answer in cases:
-            user_id = pending_answer.entity.raw
+            user_id = pending_answer.entity.raw_id
             if user_id is None or user_id not in packed or pending_answer.counted_events is not None:
                 continue
             await pacer.count_entity(pending_answer.entity)
@@ -192,7 +192,7 @@ class NewerEvents(NewerInputs):
             )
             if counted_events is None:
                 continue
-            counts_sent = pending_answer.record_key.position >= 0 and counted_events.counts_sent
+            counts_sent = pending_answer.record_key.position >= 0 and counted_events.counts_sent_input
             if counts_sent and _is_computed(snapshot, pending_answer, counted_events):
                 undecided_answers.append((pending_answer, user_id))
             else:
@@ -218,7 +218,7 @@ class NewerEvents(NewerInputs):
         generation_events, counted_events = (snapshot.part(GenerationEvents), sibling_pending.counted_events)
         if generation_events is None or counted_events is None:
             return
-        if generation_events.changes_answer(case.table, counted_events.position, snapshot.seen_items):
+        if generation_events.changes_answer(case.table, counted_events.directory_position, snapshot.seen_items):
             _include_counted_events(snapshot, case, counted_events)
 
 
@@ -239,7 +239,7 @@ def _find_counted_events(
 ) -> CountedEvents | None:
     """Return the user's newer events that an answer counts, including new items; None without any."""
     as_of = NO_LIMIT if options.as_of is None else options.as_of
-    sent_input = (case.live_input, case.digest) if counts_sent_input else None
+    sent_input = (case.live_input, case.input_digest) if counts_sent_input else None
     counted_events = newer_events.find_counted_events(
         snapshot, case.table, user_id, case.record_key.position, sent_input, as_of
     )
@@ -247,8 +247,8 @@ def _find_counted_events(
         return None
     counted_events = _with_new_items(snapshot, counted_events, options.as_of)
     if new_items := case.new_items:
-        digest = xxhash.xxh3_128_digest(counted_events.digest + new_items.digest)
-        counted_events = counted_events._replace(digest=digest)
+        digest = xxhash.xxh3_128_digest(counted_events.inputs_digest + new_items.digest)
+        counted_events = counted_events._replace(inputs_digest=digest)
     if snapshot.new_items.newest_number > as_of:  # the new items of that position may have been different
         counted_events = counted_events._replace(is_approximate=True)
     return counted_events
@@ -259,18 +259,18 @@ def _is_computed(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInpu
     generation_events = snapshot.part(GenerationEvents)
     return (
         generation_events is not None
-        and newer_input.is_whole
-        and generation_events.can_compute(case.table, newer_input.position)
+        and newer_input.has_all_events
+        and generation_events.can_compute(case.table, newer_input.directory_position)
     )
 
 
 def _include_counted_events(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInput) -> None:
     is_computed = _is_computed(snapshot, case, newer_input)
-    case.include_counted_events(newer_input, is_settled=not is_computed)
-    if newer_input.is_past and is_computed:
+    case.include_counted_events(newer_input, is_settled_for_stored=not is_computed)
+    if newer_input.is_as_of_earlier and is_computed:
         case.reason = MissReason.NEWER_EVENTS  # never a stored answer
     if snapshot.predictor is None:
-        case.live_reason = LiveReason.NO_MODEL
+        case.live_failure_reason = LiveReason.NO_MODEL
 
 
 def _with_new_items(snapshot: Snapshot, counted_events: CountedEvents, as_of: int | None) -> CountedEvents:
@@ -280,17 +280,17 @@ def _with_new_items(snapshot: Snapshot, counted_events: CountedEvents, as_of: in
     approximate.
     """
     new_items = snapshot.new_items
-    if not new_items or new_items.number_by_id.keys().isdisjoint(counted_events.items):
+    if not new_items or new_items.number_by_id.keys().isdisjoint(counted_events.event_item_ids):
         return counted_events
     if as_of is not None:
         new_items = new_items.up_to(as_of)
-    new_items_in_events = sorted({*counted_events.items} & new_items.number_by_id.keys())
+    new_items_in_events = sorted({*counted_events.event_item_ids} & new_items.number_by_id.keys())
     if not new_items_in_events:
         return counted_events
     packed_item_ids = b"".join([len(item_id).to_bytes(4, "little") + item_id for item_id in new_items_in_events])
     return counted_events._replace(
-        input=counted_events.input._replace(new_items=new_items),
-        digest=xxhash.xxh3_128_digest(counted_events.digest + packed_item_ids),
+        event_input=counted_events.event_input._replace(new_items=new_items),
+        inputs_digest=xxhash.xxh3_128_digest(counted_events.inputs_digest + packed_item_ids),
         is_approximate=counted_events.is_approximate or bool(snapshot.manifest.facts.get(ITEM_VECTORS_FACT)),
     )
 
@@ -322,7 +322,7 @@ def compute_from_events(jobs: Sequence[InferenceJob], scored_at: int) -> list[In
         batch_jobs: Sequence[InferenceJob], prepared_inputs: Sequence[PreparedInput]
     ) -> Sequence[ComputedRecord]:
         fingerprints, new_items = (
-            [job.fingerprint for job in batch_jobs],
+            [job.id_fingerprint for job in batch_jobs],
             [job.eligible_new_items for job in batch_jobs],
         )
         records = predictor.predict(table, prepared_inputs, fingerprints, scored_at, new_items)

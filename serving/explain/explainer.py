@@ -101,11 +101,13 @@ class TierInspector:
     Its reads of L2 use the normal path, so they count for the circuit breaker and may fail like any read.
     """
 
-    def __init__(self, tiers: TieredCache, remote: DataPlane, timer: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, tiers: TieredCache, remote: DataPlane, monotonic_clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._l1 = tiers.local_tier
         self._negative_cache = tiers.negative_cache
         self._remote = remote
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
 
     def inspect_l1(self, view: SnapshotView, record_key: RecordKey) -> ReadResult | None:
         """Return the outcome of inspecting L1; None if L1 has nothing for this entity."""
@@ -132,7 +134,7 @@ class TierInspector:
 
     async def read_l2(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
         """Return the outcome of a read of L2."""
-        asked_at = self._timer()
+        asked_at = self._monotonic_clock()
         l2_reply: L2Result = await self._remote.submit(reads_of(view, (record_key,)), itemgetter(0))
         if isinstance(l2_reply, TierUnavailable):
             return unavailable_miss(l2_reply)
@@ -274,7 +276,7 @@ class Rescorer:
         computed_record: bytes | None = None
         reason: str | None = "nothing_to_compute_from"
         computed_from = _rescore_input_of(case)
-        if case.may_compute(snapshot):
+        if case.may_compute_live(snapshot):
             record, computed_record, reason = await self._infer_live(snapshot, case)
         elif computed_from is not None:  # blocked, or without a producer
             reason = case.reason if case.reason == MissReason.ENTITY_BLOCKED else "no_producer"
@@ -292,10 +294,10 @@ class Rescorer:
         if not self.admission.admit_live():
             return None, None, LiveReason.OVERLOADED
         job = InferenceJob(
-            snapshot, case.table.name, case.live_input, case.record_key.fingerprint, case.size_bytes,
+            snapshot, case.table.name, case.live_input, case.record_key.fingerprint, case.input_size_bytes,
             time.monotonic() + RESCORE_TIMEOUT_S,
-            newer_input=None if case.is_settled else case.counted_events and case.counted_events.input,
-            eligible_new_items=new_items_of(snapshot, case), seen_ordinals=case.find_seen_ordinals(snapshot),
+            newer_input=None if case.is_settled_for_stored else case.counted_events and case.counted_events.event_input,
+            eligible_new_items=new_items_of(snapshot, case), seen_item_ordinals=case.find_seen_ordinals(snapshot),
         )  # fmt: skip
         try:
             computed_record = await asyncio.wait_for(self.batcher.infer(job), RESCORE_TIMEOUT_S)
@@ -315,7 +317,7 @@ class Rescorer:
         self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record
     ) -> Record | None:
         """Return the stored list, scored and ordered by the stored vector; None without one."""
-        user_id, list_items, predictor = case.entity.raw, stored_record.items, snapshot.predictor
+        user_id, list_items, predictor = case.entity.raw_id, stored_record.items, snapshot.predictor
         if user_id is None or list_items is None or predictor is None or case.table.entity != "user":
             return None
         if not predictor.supports(case.table.name):
@@ -330,7 +332,7 @@ class Rescorer:
             return None
         try:
             vector = PendingAnswer(
-                case.entity, vector_table, vector_table.layout.width, record_key, case.digest
+                case.entity, vector_table, vector_table.layout.width, record_key, case.input_digest
             ).decode_record(snapshot, outcome.record)
         except CorruptArtefact:
             return None
@@ -341,7 +343,7 @@ class Rescorer:
 
 
 def _rescore_input_of(case: PendingAnswer) -> RescoreInput | None:
-    if case.counted_events is not None and not case.is_settled:
+    if case.counted_events is not None and not case.is_settled_for_stored:
         return "events"
     if case.entity.has_input:
         return "sent"
@@ -523,13 +525,13 @@ class Explainer:
         deadline = time.monotonic() + request.options.deadline_s
         filter_mask = await self._ladder.shaper.filter_mask(snapshot, request.options, deadline)
         reranker = await self._ladder.shaper.reranker(snapshot, request.options, deadline)
-        table, night_key, entity_id, requested_key = (case.table, case.nightly_key, case.entity.raw, case.record_key)
+        table, night_key, entity_id, requested_key = (case.table, case.nightly_key, case.entity.raw_id, case.record_key)
         view = snapshot.view
         l1, l2 = (self._inspector.inspect_l1(view, requested_key), await self._inspector.read_l2(view, requested_key))
         live_result = self._inspector.find_stand_in(view, requested_key)
         excluded_ordinals = case.history_in(snapshot).item_numbers if table.kind == "topk" else frozenset()
         if case.counted_events is not None:
-            excluded_ordinals |= frozenset(snapshot.numbers_of(case.counted_events.items).tolist())
+            excluded_ordinals |= frozenset(snapshot.numbers_of(case.counted_events.event_item_ids).tolist())
         record_decoder = RecordDecoder(snapshot, case, excluded_ordinals)
         if snapshot.blocks_entity(table, entity_id):
             case.reason = MissReason.ENTITY_BLOCKED
@@ -637,11 +639,11 @@ def _event_fields(snapshot: Snapshot, counted_events: NewerInput | None) -> dict
     generation_events = snapshot.part(GenerationEvents)
     if counted_events is None or generation_events is None:
         return None
-    event_input = counted_events.input
+    event_input = counted_events.event_input
     events = event_input.events if isinstance(event_input, EventInput) else ()
     return {
         "until": str(Position.from_number(generation_events.until_number)),
-        "as_of": counted_events.as_of,
+        "as_of": counted_events.newest_accepted_at,
         "counted": [
             {
                 "item": event.item.decode(),

@@ -79,14 +79,14 @@ class FilterEvaluator:
         self,
         executor: Executor | None = None,
         admit: Callable[[], bool] = lambda: True,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
         *,
         mask_executor: Executor | None = None,
     ) -> None:
         self.admit = admit
         self._executor = executor
         self._mask_executor = mask_executor
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._evaluations: dict[tuple[int, bytes | str], _Evaluation] = {}
 
     async def apply(self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext) -> None:
@@ -190,7 +190,7 @@ class FilterEvaluator:
             evaluation.outcome.add_done_callback(lambda outcome: self._finish_evaluation(evaluation_key, outcome))
         evaluation.waiting_count += 1
         try:
-            timeout_s = max(0.0, deadline - self._timer())
+            timeout_s = max(0.0, deadline - self._monotonic_clock())
             await asyncio.wait({evaluation.outcome}, timeout=timeout_s)
         finally:
             evaluation.waiting_count -= 1
@@ -220,7 +220,7 @@ class FilterEvaluator:
         def search_all() -> list[SearchResult] | None:
             search_results = []
             for vector_search in searches:
-                if self._timer() > deadline:  # no request waits any more
+                if self._monotonic_clock() > deadline:  # no request waits any more
                     return None
                 search_results.append(
                     filtering.search(
@@ -237,7 +237,7 @@ class FilterEvaluator:
         if self._executor is None or is_short:
             return search_all()
         search_future = asyncio.get_running_loop().run_in_executor(self._executor, search_all)
-        finished_futures, _ = await asyncio.wait({search_future}, timeout=max(0.0, deadline - self._timer()))
+        finished_futures, _ = await asyncio.wait({search_future}, timeout=max(0.0, deadline - self._monotonic_clock()))
         if not finished_futures:
             search_future.cancel()  # has an effect only if it has not started
             return None
@@ -279,7 +279,7 @@ class FilteredLookup(ListShaper):
         cases = await build_pending_answers(served.live, request)
         context = RequestContext.of(request.options, started)
         for pending_answer in cases:
-            pending_answer.is_exact = True
+            pending_answer.forbids_near_answer = True
         await self._filter_evaluator.apply(served, cases, context)
         await self._ladder.resolve(served, cases, context)
         if unanswered_cases := [case for case in cases if case.answer is None]:
@@ -325,7 +325,7 @@ class FilteredLookup(ListShaper):
                 case.reason = entity_vector.reason
                 # The vector includes the newer events, or is not affected by events, and the events' items are
                 # excluded.
-                case.is_settled = bool(entity_vector.answer_flags)
+                case.is_settled_for_stored = bool(entity_vector.answer_flags)
                 self._ladder.answer_builder.answer_from_search(
                     case,
                     snapshot,
@@ -342,7 +342,7 @@ class FilteredLookup(ListShaper):
     def _try_admit(self, case: PendingAnswer) -> bool:
         if self._filter_evaluator.admit():
             return True
-        case.live_reason = LiveReason.OVERLOADED
+        case.live_failure_reason = LiveReason.OVERLOADED
         return False
 
     async def _vectors_of(
@@ -365,9 +365,9 @@ class FilteredLookup(ListShaper):
             options = replace(context.options, k=None, filter=None, rerank=None, exclude=())
             vector_cases = await build_pending_answers(snapshot, LookupRequest(entities, options))
             for case_index, vector_case in zip(user_indices, vector_cases, strict=True):
-                vector_case.is_exact = True
+                vector_case.forbids_near_answer = True
                 self._ladder.newer_inputs.copy_newer_input(snapshot, vector_case, cases[case_index])
-            vector_context = RequestContext.of(options, context.started, is_part=True)
+            vector_context = RequestContext.of(options, context.request_started_at, is_part_of_answer=True)
             vector_answers = await self._ladder.resolve(served, vector_cases, vector_context)
             for case_index, vector_case, answer in zip(user_indices, vector_cases, vector_answers, strict=True):
                 if answer["vector"] is not None and answer["generation"] == snapshot.generation:
@@ -376,8 +376,8 @@ class FilteredLookup(ListShaper):
                         answer["vector"], answer["source"], answer["producer"],
                         answer.get("reason"), flag_fields,
                     )  # fmt: skip
-                elif cases[case_index].live_reason is None:
-                    cases[case_index].live_reason = vector_case.live_reason
+                elif cases[case_index].live_failure_reason is None:
+                    cases[case_index].live_failure_reason = vector_case.live_failure_reason
         return entity_vectors
 
 

@@ -20,13 +20,15 @@ HOST_MEASURE_INTERVAL_S = 5.0
 class RedisClock:
     """Redis' clock in Unix seconds, shared by replicas and publishers on all hosts; initially this host's clock."""
 
-    def __init__(self, timer: Callable[[], float] = time.monotonic, clock: Callable[[], float] = time.time) -> None:
-        self._timer = timer
-        self._offset_s = clock() - timer()
+    def __init__(
+        self, monotonic_clock: Callable[[], float] = time.monotonic, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._monotonic_clock = monotonic_clock
+        self._offset_s = clock() - monotonic_clock()
 
     def __call__(self) -> float:
         """Return the current time in Redis' Unix seconds."""
-        return self.to_redis_time_s(self._timer())
+        return self.to_redis_time_s(self._monotonic_clock())
 
     def to_redis_time_s(self, monotonic_s: float) -> float:
         """Convert a moment of this process's monotonic clock to Redis' time."""
@@ -34,7 +36,7 @@ class RedisClock:
 
     def set(self, redis_time_s: float, requested_at_s: float) -> None:
         """Set the clock: Redis' time is that of the middle between `requested_at_s` (monotonic) and now."""
-        self._offset_s = redis_time_s - (requested_at_s + self._timer()) / 2
+        self._offset_s = redis_time_s - (requested_at_s + self._monotonic_clock()) / 2
 
 
 @dataclass(slots=True, eq=False)

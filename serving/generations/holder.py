@@ -52,7 +52,7 @@ class GenerationHolder:
         on_flip: Callable[[str], None] = lambda _before: None,
         staging_executor: Executor | None = None,
         in_thread: StoreThreads,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.served: ServedGenerations | None = None
         self.blocklist = Blocklist()
@@ -77,7 +77,7 @@ class GenerationHolder:
         self._on_flip = on_flip
         self._staging_executor = staging_executor
         self._in_thread = in_thread
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._first_snapshot: Snapshot | None = None
 
     @property
@@ -146,7 +146,9 @@ class GenerationHolder:
                 None if served.next is None else self._next_unless_served(served.next, live, previous_snapshot)
             )
         if served is None or served.live.generation != live.generation:
-            self.last_swap = LiveSwap(live.generation, self._timer(), pointer.published_at, is_flip=served is not None)
+            self.last_swap = LiveSwap(
+                live.generation, self._monotonic_clock(), pointer.published_at, is_flip=served is not None
+            )
         if served is not None and served.live.generation != live.generation:
             self._on_flip(served.live.generation)
         self.replace_served(ServedGenerations(released_snapshot, previous_snapshot, next_snapshot))

@@ -82,21 +82,21 @@ class PointerFollower:
         poll_s: float,
         clock: Callable[[], float],
         in_thread: StoreThreads,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_draining = False
         self.holder = holder
-        self.progress = PointerProgress(load_bound_s, timer)
-        self.staged = StagedGeneration(holder, clock, timer)
+        self.progress = PointerProgress(load_bound_s, monotonic_clock)
+        self.staged = StagedGeneration(holder, clock, monotonic_clock)
         self._store = store
         self._control = control
         self._metrics = metrics
         self._poll_s, self._load_bound_s = poll_s, load_bound_s
         self._in_thread = in_thread
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self.concerns = Concerns("pointer", StaleReason.STARTING)
         self._retry_s, self._retry_at = min(_LOAD_RETRY_S, load_bound_s / 3), 0.0
-        self._degraded_reopen = DegradedReopen(holder, timer)
+        self._degraded_reopen = DegradedReopen(holder, monotonic_clock)
         self._poll_lock = asyncio.Lock()
         self._previous_load_task: asyncio.Task[None] | None = None
 
@@ -183,7 +183,7 @@ class PointerFollower:
             self._note_pointer_concern(_STALE_REASON_BY_VERDICT[verdict])
         elif not self.progress.is_behind:
             self._clear_pointer_concern()
-        elif self.progress.newest_pointer is not None and self._timer() >= self._retry_at:
+        elif self.progress.newest_pointer is not None and self._monotonic_clock() >= self._retry_at:
             await self._follow(self.progress.newest_pointer)
         else:
             self._note_pointer_concern(StaleReason.LOAD_FAILED)
@@ -228,7 +228,9 @@ class PointerFollower:
             await asyncio.wait(pending)
 
     async def _start_from_releases(self, pointer: Pointer | None) -> None:
-        if self.progress.followed_pointer is not None or (self.load_failure and self._timer() < self._retry_at):
+        if self.progress.followed_pointer is not None or (
+            self.load_failure and self._monotonic_clock() < self._retry_at
+        ):
             return
         try:
             recorded_pointer = await self._in_thread(newest_pointer, self._store)
@@ -267,7 +269,7 @@ class PointerFollower:
     async def _note_load_failure(self, pointer: Pointer, reason: str) -> None:
         reason = mask_secrets(reason)
         self.progress.load_failure = f"generation {pointer.generation} cannot be loaded: {reason}"
-        self._retry_at = self._timer() + self._retry_s
+        self._retry_at = self._monotonic_clock() + self._retry_s
         self._note_pointer_concern(StaleReason.LOAD_FAILED)
         await self._unless_overtaken(pointer, self._fall_back(pointer))
 
@@ -333,12 +335,12 @@ class PointerFollower:
 class PointerProgress:
     """Lag of a replica; it becomes unready `load_bound_s` seconds after a new pointer, retries included."""
 
-    def __init__(self, load_bound_s: float, timer: Callable[[], float]) -> None:
+    def __init__(self, load_bound_s: float, monotonic_clock: Callable[[], float]) -> None:
         self.newest_pointer: Pointer | None = None
         self.followed_pointer: Pointer | None = None
         self.load_failure: str | None = None
         self._load_bound_s = load_bound_s
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._behind_since = 0.0
 
     @property
@@ -349,7 +351,7 @@ class PointerProgress:
     def note_newer(self, pointer: Pointer) -> None:
         """Record a newer pointer; while the replica is behind, further pointers do not restart the bound."""
         if not self.is_behind:
-            self._behind_since = self._timer()
+            self._behind_since = self._monotonic_clock()
         self.newest_pointer = pointer
 
     def note_served(self, pointer: Pointer) -> None:
@@ -361,7 +363,7 @@ class PointerProgress:
         if self.newest_pointer is None or not self.is_behind:
             return None
         is_first = self.followed_pointer is None and self.load_failure is not None
-        if not is_first and self._timer() - self._behind_since < self._load_bound_s:
+        if not is_first and self._monotonic_clock() - self._behind_since < self._load_bound_s:
             return None
         return self.load_failure or f"generation {self.newest_pointer.generation} is still loading"
 
@@ -406,7 +408,9 @@ class Concerns:
 class StagedGeneration:
     """Staged generation, at most one at a time; staging another one, or none, releases it."""
 
-    def __init__(self, holder: GenerationHolder, clock: Callable[[], float], timer: Callable[[], float]) -> None:
+    def __init__(
+        self, holder: GenerationHolder, clock: Callable[[], float], monotonic_clock: Callable[[], float]
+    ) -> None:
         self.requested_generation: str | None = None
         self.is_ready = False
         self.load_failure: str | None = None
@@ -414,7 +418,7 @@ class StagedGeneration:
         self._staging_note: Staging | None = None
         self._holder = holder
         self._clock = clock
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._load_task: asyncio.Task[None] | None = None
         self._next_load_at = 0.0
 
@@ -439,7 +443,7 @@ class StagedGeneration:
             self.drop()
             self.requested_generation = generation
             self._start_if_idle(self._load)
-        elif generation is not None and self._timer() >= self._next_load_at:
+        elif generation is not None and self._monotonic_clock() >= self._next_load_at:
             self._start_if_idle(self._top_up if self.is_ready else self._load)
 
     def drop(self) -> asyncio.Task[None] | None:
@@ -467,7 +471,7 @@ class StagedGeneration:
         self._load_task = asyncio.create_task(load_or_top_up(self.requested_generation))
 
     async def _load(self, generation: str) -> None:
-        started_at = self._timer()
+        started_at = self._monotonic_clock()
         try:
             snapshot = self._holder.find_snapshot(generation) or await self._holder.open_staged(generation)
             if (reason := self._holder.refusal_reason(snapshot)) is not None:
@@ -480,44 +484,44 @@ class StagedGeneration:
             self._note_failure(generation, mask_secrets(str(error)) or type(error).__name__)
             return
         self.load_failure, self.is_ready = None, True
-        self.warm_s = self._timer() - started_at
-        self._next_load_at = self._timer() + _STAGE_TOP_UP_S
+        self.warm_s = self._monotonic_clock() - started_at
+        self._next_load_at = self._monotonic_clock() + _STAGE_TOP_UP_S
         self._holder.hold_staged(snapshot)
         log.info("generation %s is ready after %.3f s", generation, self.warm_s)
 
     def _note_failure(self, generation: str, reason: str) -> None:
         log.warning("generation %s is not ready: %s", generation, reason)
-        self.load_failure, self._next_load_at = reason, self._timer() + _STAGE_RETRY_S
+        self.load_failure, self._next_load_at = reason, self._monotonic_clock() + _STAGE_RETRY_S
 
     async def _top_up(self, generation: str) -> None:
         if (snapshot := self._holder.find_snapshot(generation)) is not None:
             await self._holder.warm(snapshot)
-        self._next_load_at = self._timer() + _STAGE_TOP_UP_S
+        self._next_load_at = self._monotonic_clock() + _STAGE_TOP_UP_S
 
 
 class DegradedReopen:
     """Reopening of a degraded live generation in the background, while polls and rollbacks go on."""
 
-    def __init__(self, holder: GenerationHolder, timer: Callable[[], float]) -> None:
+    def __init__(self, holder: GenerationHolder, monotonic_clock: Callable[[], float]) -> None:
         self._holder = holder
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._reopen_at, self._wait_s = 0.0, _REOPEN_FIRST_S
         self._load_task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Restart for another live generation; cancel a load for the former one."""
         self.drop()
-        self._reopen_at, self._wait_s = self._timer() + _REOPEN_FIRST_S, _REOPEN_FIRST_S
+        self._reopen_at, self._wait_s = self._monotonic_clock() + _REOPEN_FIRST_S, _REOPEN_FIRST_S
 
     def reopen_if_due(self, pointer: Pointer | None) -> None:
         """Start to reopen the pointer's generation if it is degraded and the wait has ended; does not wait."""
         served = self._holder.served
         if served is None or pointer is None or served.live.degraded is None:
             return
-        if self._timer() < self._reopen_at or (self._load_task is not None and not self._load_task.done()):
+        if self._monotonic_clock() < self._reopen_at or (self._load_task is not None and not self._load_task.done()):
             return
         self._wait_s = min(2 * self._wait_s, _REOPEN_MAX_S)
-        self._reopen_at = self._timer() + self._wait_s
+        self._reopen_at = self._monotonic_clock() + self._wait_s
         self._load_task = asyncio.create_task(self._reopen(pointer))
 
     def drop(self) -> asyncio.Task[None] | None:

@@ -45,18 +45,18 @@ class Refresher:
         blocklist_poll_s: float,
         heartbeat_s: float,
         in_thread: StoreThreads,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
         loops: BackgroundLoops | None = None,
     ) -> None:
         self.follower = follower
         self._loops = BackgroundLoops() if loops is None else loops
-        self.blocklist_read_at = timer()
+        self.blocklist_read_at = monotonic_clock()
         self._store = store
         self._control = control
         self._heartbeat = heartbeat
         self._last_heartbeat: bytes | None = None
         self._in_thread = in_thread
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._poll_s = poll_s
         self._pointer_event, self._blocklist_event, self._heartbeat_event = (
             asyncio.Event(), asyncio.Event(), asyncio.Event(),
@@ -134,7 +134,7 @@ class Refresher:
             return
         follower.note_concern("blocklist", read_error and StaleReason.BLOCKLIST_UNREADABLE, read_error or "")
         if read_error is None:
-            self.blocklist_read_at = self._timer()
+            self.blocklist_read_at = self._monotonic_clock()
 
     async def sweep_copies(self) -> None:
         """Remove this host's copies of generations that the store no longer has, except held ones."""
@@ -147,7 +147,7 @@ class Refresher:
             if self.follower.is_draining:
                 return
             try:
-                requested_at_s = self._timer()
+                requested_at_s = self._monotonic_clock()
                 self._heartbeat.clock.set(await self._control.time(), requested_at_s)
                 payload = orjson.dumps(self._heartbeat.payload())
                 await self._control.heartbeat(payload, self._heartbeat.clock(), self._last_heartbeat)

@@ -68,7 +68,7 @@ def build_routes(service: Service) -> tuple[APIRouter, Json]:
     """Return all routes of the service, and their OpenAPI document."""
     register_url_convertor("rest", _PathRemainder())
     router = APIRouter(route_class=_DirectRoute)
-    guard = Guard(service.metrics, service.timer)
+    guard = Guard(service.metrics, service.monotonic_clock)
 
     async def lookup_one(request: Request, started: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
@@ -82,7 +82,7 @@ def build_routes(service: Service) -> tuple[APIRouter, Json]:
         if forms.response_form == "json":
             return {"answers": answers}
         table = snapshot.table(request.path_params["table"])
-        entity_ids = [entity.raw for entity in lookup_request.entities]
+        entity_ids = [entity.raw_id for entity in lookup_request.entities]
         return arrow_response(answers_stream(table, entity_ids, dict(enumerate(answers))))
 
     async def lookup_tables(request: Request, started: float) -> object:
@@ -153,7 +153,7 @@ async def _look_up(
     lookup_request = LookupRequest(
         lookup_request.entities, with_request_headers(service, request, lookup_request.options)
     )
-    service.metrics.stage("parse", service.timer() - started)
+    service.metrics.stage("parse", service.monotonic_clock() - started)
     routed_request = _route_request(service, lookup_request.entities, lookup_request.options)
     served = routed_request.capture_served()
     lookup_function = routed_request.service.lookup(is_reshaped=lookup_request.options.is_reshaped)
@@ -223,13 +223,13 @@ class Guard:
     """Guard of one service's routes."""
 
     metrics: Metrics
-    timer: Callable[[], float]
+    monotonic_clock: Callable[[], float]
 
     def wrap_handler(self, route: str, handler: Handler, *, required_scope: Scope, is_counted: bool = True) -> Endpoint:
         """Wrap the handler as an endpoint for callers with `required_scope`; requests are counted under `route`."""
 
         async def answer(request: Request) -> Response:
-            started = self.timer() - noted_wait_s(request.scope)
+            started = self.monotonic_clock() - noted_wait_s(request.scope)
             try:
                 caller_of(request.scope).require_scope(required_scope)
                 handler_result = await handler(request, started)

@@ -22,16 +22,16 @@ class Exposition:
     """Rate limit on `make_exposition` for any number of scrapers: a burst of `BURST_EXPOSITIONS`, then a fixed rate."""
 
     def __init__(
-        self, make_exposition: Callable[[], Awaitable[bytes]], timer: Callable[[], float] = time.monotonic
+        self, make_exposition: Callable[[], Awaitable[bytes]], monotonic_clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._make_exposition = make_exposition
-        self._timer = timer
-        self._tokens, self._refilled_at = BURST_EXPOSITIONS, timer()
+        self._monotonic_clock = monotonic_clock
+        self._tokens, self._refilled_at = BURST_EXPOSITIONS, monotonic_clock()
         self._exposition_body = b""
 
     async def __call__(self) -> bytes:
         """Return the text, rendered now or a moment ago."""
-        now_s = self._timer()
+        now_s = self._monotonic_clock()
         self._tokens = min(BURST_EXPOSITIONS, self._tokens + (now_s - self._refilled_at) * EXPOSITIONS_PER_S)
         self._refilled_at = now_s
         if self._tokens >= 1 or not self._exposition_body:

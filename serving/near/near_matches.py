@@ -508,22 +508,22 @@ class NearMatches:
                     "[serving.near.%s] has no effect in generation %s: %s", table_name, snapshot.generation, reason
                 )
 
-    def covers(self, snapshot: Snapshot, table: str) -> bool:
+    def covers_table(self, snapshot: Snapshot, table_name: str) -> bool:
         """True if answers of the table may be reused."""
-        return table in self._config_by_table and refusal_reason(snapshot, table) is None
+        return table_name in self._config_by_table and refusal_reason(snapshot, table_name) is None
 
     def compute(
-        self, jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput], scored_at: int
+        self, jobs: Sequence[InferenceJob], prepared_inputs: Sequence[PreparedInput], scored_at: int
     ) -> list[ComputedRecord]:
         """Return a record for each job of one snapshot and table with its input; raise the model's errors."""
         inputs = [
-            NearInput(prepared, job.fingerprint, input_kind(job.live_input) if job.may_reuse else None)
-            for job, prepared in zip(jobs, batch, strict=True)
+            NearInput(prepared, job.id_fingerprint, input_kind(job.live_input) if job.may_reuse_near_answer else None)
+            for job, prepared in zip(jobs, prepared_inputs, strict=True)
         ]
         near_records = self.predict(jobs[0].snapshot, jobs[0].table, inputs, scored_at)
         return [
             ComputedRecord(record, prepared.unknown_id_count, distance)
-            for (record, distance), prepared in zip(near_records, batch, strict=True)
+            for (record, distance), prepared in zip(near_records, prepared_inputs, strict=True)
         ]
 
     def predict(self, snapshot: Snapshot, table: str, inputs: Sequence[NearInput], scored_at: int) -> list[NearRecord]:

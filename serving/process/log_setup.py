@@ -134,10 +134,10 @@ class LogRateLimit(logging.Filter):
     The first record that passes after dropped ones says how many were dropped.
     """
 
-    def __init__(self, records_per_s: float, timer: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, records_per_s: float, monotonic_clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._records_per_s = records_per_s
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._lock = threading.Lock()
         self._bucket_by_location: dict[tuple[str, int, int], _Bucket] = {}
 
@@ -145,7 +145,7 @@ class LogRateLimit(logging.Filter):
         """Return whether the record may be written; store in it how many were dropped before."""
         log_site = record.name, record.lineno, record.levelno
         with self._lock:
-            now_s = self._timer()
+            now_s = self._monotonic_clock()
             bucket = self._bucket_by_location.get(log_site)
             if bucket is None:
                 if len(self._bucket_by_location) >= _LOG_SITES_MAX:

@@ -104,15 +104,17 @@ def compare(sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputPr
     table = snapshot.manifest.tables.get(sample.table)
     if table is None:
         raise SampleSkipped("gone")
-    if snapshot.blocks_entity(table, sample.raw):
+    if snapshot.blocks_entity(table, sample.raw_id):
         raise SampleSkipped("blocked")
     if snapshot.predictor is None or not snapshot.predictor.supports(sample.table):
         raise SampleSkipped("no_model")
     live_input = _comparison_input(sample, snapshot, table, night_inputs)
     directory = snapshot.directories[table.entity]
-    position = directory.find(hash_id(sample.raw, directory.seed))
+    position = directory.find(hash_id(sample.raw_id, directory.seed))
     seen_ordinals = snapshot.past_item_ordinals(table, position)
-    job = InferenceJob(snapshot, sample.table, live_input, fingerprint(sample.raw), 0, seen_ordinals=seen_ordinals)
+    job = InferenceJob(
+        snapshot, sample.table, live_input, fingerprint(sample.raw_id), 0, seen_item_ordinals=seen_ordinals
+    )
     (outcome,) = compute([job])
     if isinstance(outcome, LiveUnavailable) and outcome.reason == LiveReason.NO_USABLE_INPUT:
         raise SampleSkipped("no_input")
@@ -120,7 +122,9 @@ def compare(sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputPr
         raise SampleSkipped("failed")
     try:
         served_ordinals, served_numbers = _decode_served(sample, snapshot, table)
-        stored_prediction = _decode_stored(sample.record, snapshot, table, SKEW_DEPTH) if sample.record else None
+        stored_prediction = (
+            _decode_stored(sample.stored_record, snapshot, table, SKEW_DEPTH) if sample.stored_record else None
+        )
         live_record = decode_record(table.layout, outcome.record, snapshot.items.count)
     except Exception as damage:  # the read path counts damaged records
         raise SampleSkipped("failed") from damage
@@ -134,7 +138,7 @@ def compare(sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputPr
         record_overlap = None
         if stored_prediction is not None and stored_prediction[0] is not None:
             record_overlap = _compare_lists(stored_prediction[0], stored_prediction[1], live_items, live_scores).overlap
-    age_s = 0.0 if sample.producer == "live" else sample.at - snapshot.manifest.data_until
+    age_s = 0.0 if sample.producer == "live" else sample.answered_at - snapshot.manifest.data_until
     band = _band(snapshot, live_input)
     return AnswerComparison(table.name, sample.source, sample.producer, band, *agreement, age_s, record_overlap)
 
@@ -147,8 +151,8 @@ def _comparison_input(
     if sample.producer == "live":  # it was computed from the sent input of another request
         raise SampleSkipped("no_input")
     if table.entity == "item":
-        return LiveInput(item=snapshot.items.ordinal_of(sample.raw))
-    night_input = None if night_inputs is None else night_inputs.of(sample.raw)
+        return LiveInput(item=snapshot.items.ordinal_of(sample.raw_id))
+    night_input = None if night_inputs is None else night_inputs.of(sample.raw_id)
     if night_input is None:
         raise SampleSkipped("no_input")
     if night_input.features:  # features of all user models; each model uses its own
@@ -169,9 +173,9 @@ def _decode_stored(record: bytes, snapshot: Snapshot, table: Table, k: int) -> O
 
 
 def _decode_served(sample: AnswerSample, snapshot: Snapshot, table: Table) -> OrdinalsAndNumbers:
-    if sample.fields is None and not sample.body:
-        return _decode_stored(sample.record, snapshot, table, sample.k)
-    answer_fields: Mapping[str, Any] = sample.fields or orjson.loads(sample.body)
+    if sample.answer_fields is None and not sample.answer_json:
+        return _decode_stored(sample.stored_record, snapshot, table, sample.k)
+    answer_fields: Mapping[str, Any] = sample.answer_fields or orjson.loads(sample.answer_json)
     if (items := answer_fields.get("items")) is not None:
         ordinals = snapshot.items.ordinals_of([item_id.encode() for item_id in items])
         return ordinals, np.asarray(answer_fields["scores"], np.float32)

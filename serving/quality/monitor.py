@@ -64,8 +64,8 @@ class QualityMonitor:
             return holder.live
 
         cold_names, self._read_hashes = RecentNames(), ReadHashes()
-        watch.on_cold.append(cold_names.append)
-        watch.on_read.append(self._read_hashes.add)
+        watch.on_unknown_id.append(cold_names.append)
+        watch.on_l2_read.append(self._read_hashes.add)
         watch.sampler = AnswerSampler(config.sampled_per_mille)
         self.cold_sketch = HotKeySketch(SharedHotKeys(control), cold_names, get_live_snapshot, clock, COLD_WINDOW)
         self._results = QualityResults()
@@ -83,7 +83,7 @@ class QualityMonitor:
             get_live_snapshot=get_live_snapshot,
             find_snapshot=holder.find_snapshot,
             open_night_inputs=partial(open_night_inputs, config.store()),
-            is_busy=lambda: batcher.queued > 0 or admission.is_behind or admission.live_admitted_share < 1,
+            is_busy=lambda: batcher.queued > 0 or admission.is_loop_behind or admission.live_admitted_share < 1,
             executor=self._executor,
             cpu_share=config.quality_cpu_share,
             threads=config.live_threads,
@@ -193,13 +193,13 @@ class AnswerJudge:
     def _with_stored_record(self, sample: AnswerSample, snapshot: Snapshot) -> AnswerSample:
         """Add the stored record if it is still in L1, since the answer may have only a few of its items."""
         table = snapshot.manifest.tables.get(sample.table)
-        if sample.record or sample.producer != "batch" or table is None:
+        if sample.stored_record or sample.producer != "batch" or table is None:
             return sample
-        key = hash_id(sample.raw, snapshot.directories[table.entity].seed)
+        key = hash_id(sample.raw_id, snapshot.directories[table.entity].seed)
         entry = self.local.get(LocalKey(sample.generation, sample.table, key))
         if entry is None or entry.digest is not None:
             return sample
-        return sample._replace(record=entry.record)
+        return sample._replace(stored_record=entry.record)
 
     def _judge(self, sample: AnswerSample, snapshot: Snapshot) -> JudgedSample:
         cpu_start_s = time.thread_time()

@@ -92,14 +92,14 @@ def read_ids(sent_ids: object, field: str, ids_max: int, error_code: str, *, ids
         raise
 
 
-def read_features(sent_features: object, field: str, text_bytes_max: int) -> dict[str, FeatureValue]:
+def read_features(sent_features: object, field_path: str, text_bytes_max: int) -> dict[str, FeatureValue]:
     """Return features by name, of types and sizes that a model may use; texts have at most `text_bytes_max` bytes."""
     if not isinstance(sent_features, dict):
-        raise unprocessable("invalid_field", f"{field} must be a JSON object", field)
+        raise unprocessable("invalid_field", f"{field_path} must be a JSON object", field_path)
     if len(sent_features) > _FEATURES_MAX:
-        raise unprocessable("too_many_features", f"at most {_FEATURES_MAX} features", field)
+        raise unprocessable("too_many_features", f"at most {_FEATURES_MAX} features", field_path)
     return {
-        feature_name: _read_feature(feature_value, f"{field}.{feature_name}", text_bytes_max)
+        feature_name: _read_feature(feature_value, f"{field_path}.{feature_name}", text_bytes_max)
         for feature_name, feature_value in sent_features.items()
     }
 

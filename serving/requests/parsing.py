@@ -258,8 +258,8 @@ def _path_text(encoded_text: bytes) -> str:
 class ArrowLookup(NamedTuple):
     """Sent ids as UTF-8 bytes, and options by name as texts."""
 
-    ids: list[bytes]
-    options: dict[str, str]
+    sent_ids: list[bytes]
+    option_text_by_name: dict[str, str]
 
 
 def read_arrow_lookup(body: bytes, limits: Limits) -> ArrowLookup:
@@ -268,21 +268,21 @@ def read_arrow_lookup(body: bytes, limits: Limits) -> ArrowLookup:
         # Reading one more than allowed is enough to refuse.
         cutter = loader.kernels.cut_texts
         read_rows_max = limits.max_batch + 1
-        frame = read_frame(body, read_rows_max, as_bytes=True, cutter=cutter, check_fields=_check_column)
+        frame = read_frame(body, read_rows_max, texts_as_bytes=True, text_cutter=cutter, check_fields=_check_column)
     except MalformedStream as error:
         raise unprocessable("invalid_arrow", f"the body is not an Arrow IPC stream of ids: {error}", "body") from error
     except TooManyBatches as error:
         raise unprocessable("too_many_values", str(error), "body", limit=BATCHES_MAX) from error
     except UnsupportedStream as error:
         raise unprocessable("unsupported_arrow", str(error), "body") from error
-    sent_ids = frame.columns[ID_COLUMN_NAME]
+    sent_ids = frame.values_by_column[ID_COLUMN_NAME]
     if None in sent_ids:
         index = sent_ids.index(None)
         raise unprocessable("invalid_field", f"entities[{index}] is null", f"entities[{index}]")
     check_length(sent_ids, 1, limits.max_batch, "entities", "batch_too_long")
     options = {
         option_name: option_text
-        for option_name, option_text in frame.metadata.items()
+        for option_name, option_text in frame.schema_metadata.items()
         if not option_name.startswith(_FOREIGN_METADATA_PREFIXES)
     }
     return ArrowLookup(sent_ids, options)
@@ -290,13 +290,13 @@ def read_arrow_lookup(body: bytes, limits: Limits) -> ArrowLookup:
 
 def lookup_from_stream(id_stream: ArrowLookup, table: str, limits: Limits) -> LookupRequest:
     """Return the lookup of the stream of POST /v1/lookup/{table}."""
-    text_ids = [raw_id.decode() for raw_id in id_stream.ids]
+    text_ids = [raw_id.decode() for raw_id in id_stream.sent_ids]
     canonical_ids = [read_id(text_id, f"entities[{index}]") for index, text_id in enumerate(text_ids)]
     entities = tuple(
         RequestedEntity(table, entity_id, canonical_id_bytes, f"entities[{index}]")
         for index, (entity_id, canonical_id_bytes) in enumerate(zip(text_ids, canonical_ids, strict=True))
     )
-    return LookupRequest(entities, text_options(id_stream.options, limits))
+    return LookupRequest(entities, text_options(id_stream.option_text_by_name, limits))
 
 
 def _check_column(fields: tuple[Field, ...]) -> None:
@@ -313,13 +313,13 @@ class ParsedLookup(NamedTuple):
 
     table: str
     id: str
-    raw: bytes
+    raw_id: bytes
 
 
 class IdBatch(NamedTuple):
     """Lookup of many ids in one table; `k` None: all items."""
 
-    raws: list[bytes]
+    raw_ids: list[bytes]
     k: int | None
 
 

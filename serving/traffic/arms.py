@@ -141,7 +141,7 @@ class ArmHolder:
         *,
         in_thread: StoreThreads,
         grace_s: float,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.own_service, self.namespace = own_service, namespace
         self.record = Experiments()
@@ -150,7 +150,7 @@ class ArmHolder:
         self._store = store
         self._open_namespace = open_namespace
         self._in_thread = in_thread
-        self._grace_s, self._timer = grace_s, timer
+        self._grace_s, self._monotonic_clock = grace_s, monotonic_clock
         self._arm_by_namespace: dict[str, Arm] = {}
         """Arms by namespace; a namespace stays until it is closed, so that it is not opened twice."""
         self._refresh_lock = asyncio.Lock()
@@ -243,7 +243,7 @@ class ArmHolder:
 
     def _advance_arms(self) -> None:
         """Advance each arm's state by record and clock, without waiting."""
-        now_s, named_namespaces = self._timer(), self.record.namespaces(self.namespace)
+        now_s, named_namespaces = self._monotonic_clock(), self.record.namespaces(self.namespace)
         for arm_namespace in named_namespaces:
             arm = self._arm_by_namespace.get(arm_namespace)
             if arm is None:
@@ -299,7 +299,7 @@ class ArmHolder:
             log.exception("namespace %s cannot be held; trying again in %g s", arm.name, wait_s)
             await self._close_namespace(arm)
             if arm.state is ArmState.STARTING:
-                arm.retry_at = self._timer() + wait_s
+                arm.retry_at = self._monotonic_clock() + wait_s
                 arm.enter(ArmState.FAILED)
         else:
             if arm.state is ArmState.STARTING:  # a cancellation may have been lost

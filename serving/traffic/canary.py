@@ -218,7 +218,7 @@ def assignment_key(
     if len(entities) != 1:
         return None
     table = served.live.manifest.tables.get(entities[0].table)
-    return entities[0].raw if table is not None and table.entity == "user" else None
+    return entities[0].raw_id if table is not None and table.entity == "user" else None
 
 
 class EventNames:

@@ -143,8 +143,8 @@ class ExperimentRouter:
         """
         service = self._arm_holder.own_service
         experiment_and_arm: tuple[str, str] | None = report.arm
-        if report.key is not None and (routing := self._arm_holder.routing) is not None:
-            experiment_and_arm = routing.find_arm(report.key)
+        if report.canary_key is not None and (routing := self._arm_holder.routing) is not None:
+            experiment_and_arm = routing.find_arm(report.canary_key)
         elif report.generation is not None:
             service = self._service_holding(report.generation)
         if experiment_and_arm is not None:
@@ -153,13 +153,13 @@ class ExperimentRouter:
         canary_arm = None
         if report.arm is None:
             canary_arm = self._canary_of(service).count_feedback(
-                service.capture_served(), report.generation, report.key, report.event, report.count
+                service.capture_served(), report.generation, report.canary_key, report.event_name, report.event_count
             )
         if experiment_and_arm is None:
             return {"arm": canary_arm}
-        counted_event_name = self._event_names.counted_name(report.event)
-        self.exposures.count_feedback(*experiment_and_arm, counted_event_name, report.count)
-        self._metrics.feedback.labels(*experiment_and_arm, counted_event_name).inc(report.count)
+        counted_event_name = self._event_names.counted_name(report.event_name)
+        self.exposures.count_feedback(*experiment_and_arm, counted_event_name, report.event_count)
+        self._metrics.feedback.labels(*experiment_and_arm, counted_event_name).inc(report.event_count)
         experiment_arm = "=".join(experiment_and_arm)
         return {"arm": canary_arm or experiment_arm, "experiment": experiment_arm}
 

@@ -116,13 +116,13 @@ class L1Advisor(Collector):
         tiers: TieredCache,
         live: Callable[[], Snapshot | None],
         keys_max: int,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lost_step_count = 0
         self.step_s = STEP_S if keys_max else 0.0
         self._tiers = tiers
         self._live = live
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._budget_bytes = budget_bytes = tiers.local_tier.max_bytes
         doublings = [
             step_index / STEPS_PER_DOUBLING
@@ -131,7 +131,7 @@ class L1Advisor(Collector):
         self._capacities = [round(budget_bytes * 2**doubling) for doubling in doublings]
         self._miss_ratio_curve = MissRatioCurve(self._capacities, keys_max)
         self._curve_generation: str | None = None
-        self._stepped_at = timer()
+        self._stepped_at = monotonic_clock()
         self._touch_credit = _CREDIT_MAX
         self._last_counts = _hit_and_read_counts(tiers.counters)
         if keys_max:
@@ -141,7 +141,7 @@ class L1Advisor(Collector):
         """Add the reads since the last step to the curve."""
         trace, miss_ratio_curve = self._tiers.access_trace, self._miss_ratio_curve
         self._tiers.counters.add_pending()
-        now_s = self._timer()
+        now_s = self._monotonic_clock()
         elapsed_s, self._stepped_at = now_s - self._stepped_at, now_s
         touches, is_whole = list(trace), len(trace) < TRACED_READS_MAX
         trace.clear()

@@ -86,11 +86,11 @@ class Through:
         self._batcher = MicroBatcher(
             pool,
             worker_count=config.live_workers,
-            max_batch=config.live_batch,
-            max_queue=config.live_queue,
-            max_queue_bytes=config.live_queue_bytes,
-            compute=compute,
-            observe=lambda size, _: self.sizes.append(size),
+            batch_size_max=config.live_batch,
+            queued_jobs_max=config.live_queue,
+            queued_bytes_max=config.live_queue_bytes,
+            compute_batch=compute,
+            observe_batch=lambda size, _: self.sizes.append(size),
         )
 
     def lone(self, jobs: list[InferenceJob]) -> Measured:

@@ -39,7 +39,7 @@ class Board:
             self.redis, history, worker_name="a", read_counts=lambda: {"r": 1},
             read_worker_state=lambda: about, bucket_bounds=refine_bounds((0.1,)),
             nights=Nights(Schedule(), follower, self.clock),
-            clock=self.clock, timer=self.clock, **{"in_thread": THREADS} | more,
+            clock=self.clock, monotonic_clock=self.clock, **{"in_thread": THREADS} | more,
         )  # fmt: skip
 
     async def data(self) -> dict[str, Any]:

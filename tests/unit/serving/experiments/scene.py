@@ -117,7 +117,7 @@ class Scene:
         self.ends.set()
         self.arms = ArmHolder(
             cast(LookupService, self.own_service), "own", self.store, self.open,
-            in_thread=THREADS, grace_s=GRACE_S, timer=self.clock,
+            in_thread=THREADS, grace_s=GRACE_S, monotonic_clock=self.clock,
         )  # fmt: skip
 
     def open(self, name: str) -> FakeNamespace:

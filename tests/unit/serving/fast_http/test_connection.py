@@ -61,7 +61,7 @@ class Front:
         self.request_watch: Any = None
         self.gate: Any = None
         self.has_room: Any = None
-        self.callers = Callers(is_open=True)
+        self.callers = Callers(answers_without_token=True)
         self.looked_up_targets: list[bytes] = []
         self.asked_with_others: list[bytes] = []
         self.run: list[bytes] = []

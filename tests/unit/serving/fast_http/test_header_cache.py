@@ -23,7 +23,7 @@ class FakeFastLookups:
 
 
 def blocks(watch: Any = None) -> Any:
-    return HeaderCache(SimpleNamespace(request_watch=watch, callers=Callers(is_open=True)))  # type: ignore[arg-type]
+    return HeaderCache(SimpleNamespace(request_watch=watch, callers=Callers(answers_without_token=True)))  # type: ignore[arg-type]
 
 
 def test_headers_are_judged_once() -> None:

@@ -631,9 +631,9 @@ async def test_the_time_for_l2_grows_with_the_batch(world: World) -> None:
         return await read(view, record_keys, get_loop_time() + 60.0)
 
     world.tiers.get_many = note_deadline  # type: ignore[method-assign]
-    ladder = Ladder(world.tiers, world.inferences, world.metrics, l2_deadline_s=0.05, timer=lambda: 10.0)
+    ladder = Ladder(world.tiers, world.inferences, world.metrics, l2_deadline_s=0.05, monotonic_clock=lambda: 10.0)
     for size in (1, 1_000):
-        await ladder.lookup(ServedGenerations(world.snapshot()), ask(*[entity("u1")] * size), started=10.0)
+        await ladder.lookup(ServedGenerations(world.snapshot()), ask(*[entity("u1")] * size), request_started_at=10.0)
 
     assert deadlines == pytest.approx([10.05, 10.15], abs=0.001)
 
@@ -647,7 +647,7 @@ def test_an_input_weighs_what_its_features_weigh(world: World) -> None:
             1,
             None,  # type: ignore[arg-type]
             b"",
-        ).size_bytes
+        ).input_size_bytes
 
     assert weight(features={"text": "x" * 4_000}) > 4_000
     assert weight(features={"vector": (0.5,) * 1_000}) > 8_000

@@ -248,11 +248,13 @@ def test_a_table_of_which_nothing_can_be_reused_says_why(
     near.check(at)
 
     refusal_text = refusal_reason(at, table)
-    assert (refusal_text is None) == (expected_refusal is None) and near.covers(at, table) == (expected_refusal is None)
+    assert (refusal_text is None) == (expected_refusal is None) and near.covers_table(at, table) == (
+        expected_refusal is None
+    )
     assert expected_refusal is None or (
         expected_refusal in str(refusal_text) and f"[serving.near.{table}]" in caplog.text
     )
-    assert not near.covers(at, "another")
+    assert not near.covers_table(at, "another")
 
 
 def test_without_a_model_nothing_is_reused_nor_of_a_vector(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ async def test_a_sampled_answer_stays_that_of_the_vector() -> None:
 
     # Then the sample has the vector, and not the candidates' scores
     sample = sampler.next()
-    assert sample is not None and sample.fields is not None
-    assert "vector" in sample.fields and "scores" not in sample.fields
+    assert sample is not None and sample.answer_fields is not None
+    assert "vector" in sample.answer_fields and "scores" not in sample.answer_fields
 
 
 class EverythingPasses:

@@ -203,7 +203,7 @@ def test_a_column_is_cut_alike_and_refused_alike(ids: list[str | None], noise: l
 
     def read_columns(cutter: Any) -> Any:
         try:
-            return read_frame(bytes(damaged_stream), 10, as_bytes=True, cutter=cutter).columns
+            return read_frame(bytes(damaged_stream), 10, texts_as_bytes=True, text_cutter=cutter).values_by_column
         except ValueError as error:
             return type(error), str(error)
 

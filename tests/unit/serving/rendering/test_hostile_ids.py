@@ -129,4 +129,4 @@ def test_a_stream_of_questions_is_read_as_it_was_asked(columns: Any, ids: list[s
     with patch.object(loader, "kernels", columns):
         id_batch = id_batch_from_stream(read_arrow_lookup(write_arrow_ids(ids, {}), LIMITS))
 
-    assert id_batch is not None and [raw.decode() for raw in id_batch.raws] == ids
+    assert id_batch is not None and [raw.decode() for raw in id_batch.raw_ids] == ids

@@ -56,7 +56,7 @@ def test_the_id_in_a_path_is_taken_as_it_is(path: bytes, id_: str) -> None:
     lookup = lookup_from_url(PREFIX + path, PREFIX, b"", LIMITS)
 
     assert (lookup.entities[0].table, lookup.entities[0].id) == ("t", id_)
-    assert lookup.entities[0].raw == id_.encode()
+    assert lookup.entities[0].raw_id == id_.encode()
 
 
 def test_a_malformed_id_in_a_path_is_refused() -> None:
