@@ -42,7 +42,7 @@ class ServiceComponents:
     """Components of the process and of its own namespace; none of them depends on the live generation."""
 
     metrics: Metrics
-    cores: Sequence[int]
+    core_numbers: Sequence[int]
     local: LocalTier
     batcher: MicroBatcher
     admission: Admission
@@ -53,8 +53,8 @@ class ServiceComponents:
     loops: BackgroundLoops
 
     @classmethod
-    def of(cls, config: ServingConfig, name: str, loops: BackgroundLoops | None = None) -> "ServiceComponents":
-        """Create all components of the replica `name`, without connecting; `loops` run the background tasks."""
+    def of(cls, config: ServingConfig, replica_name: str, loops: BackgroundLoops | None = None) -> "ServiceComponents":
+        """Create all components of the replica `replica_name`, without connecting; `loops` run the background tasks."""
         loops = BackgroundLoops() if loops is None else loops
         metrics = Metrics()
         metrics.namespace_info.labels(config.namespace).set(1)
@@ -87,17 +87,17 @@ class ServiceComponents:
         l1_cache = LocalTier(config.l1_bytes)
         answer_observer = AnswerObserver(metrics.l1_misses, l1_cache.eviction_history)
         namespace_components = _build_namespace_components(
-            config, name, l1_cache, batcher, admission, metrics, answer_observer, loops
+            config, replica_name, l1_cache, batcher, admission, metrics, answer_observer, loops
         )
         return cls(
             metrics, cores, l1_cache, batcher, admission, lag_sampler, executor, namespace_components, inference, loops
         )
 
-    def of_namespace(self, config: ServingConfig, name: str) -> NamespaceComponents:
+    def of_namespace(self, config: ServingConfig, replica_name: str) -> NamespaceComponents:
         """Build the components of another namespace, which shares L1, executor, admission and metrics."""
         watch = AnswerObserver(self.metrics.l1_misses, self.local.eviction_history)
         return _build_namespace_components(
-            config, name, self.local, self.batcher, self.admission, self.metrics, watch, self.loops
+            config, replica_name, self.local, self.batcher, self.admission, self.metrics, watch, self.loops
         )
 
     async def aclose(self) -> None:
@@ -108,7 +108,7 @@ class ServiceComponents:
 
 def _build_namespace_components(
     config: ServingConfig,
-    name: str,
+    replica_name: str,
     local: LocalTier,
     batcher: MicroBatcher,
     admission: Admission,
@@ -124,7 +124,7 @@ def _build_namespace_components(
     negative_cache = NegativeCache(config.negative_entries, config.negative_ttl_s)
     tiers = TieredCache(local, negative_cache, remote, loops=loops)
     lease_manager = LeaseManager(
-        remote, tiers, remote.control.keyspace, lease_wait_s=config.lease_wait_ms / 1000, process_name=name
+        remote, tiers, remote.control.keyspace, lease_wait_s=config.lease_wait_ms / 1000, process_name=replica_name
     )
     inferences = LiveInferences(
         batcher,
@@ -142,18 +142,18 @@ def _build_namespace_components(
 
 def open_namespace(
     config: ServingConfig,
-    name: str,
+    replica_name: str,
     components: NamespaceComponents,
-    cores: Sequence[int],
+    core_numbers: Sequence[int],
     metrics: Metrics,
     *,
-    host: HostHeadroom,
+    host_headroom: HostHeadroom,
     staging_executor: Executor,
     in_thread: StoreThreads,
     loops: BackgroundLoops | None = None,
     on_flip: Callable[[str], None] = lambda _before: None,
 ) -> HeldNamespace:
-    """Create a namespace's parts for the replica `name`, without reading; `metrics` are for this namespace only."""
+    """Create a namespace's parts for the replica `replica_name`, without reading; `metrics` are for this namespace only."""
     store, control, ladder = config.store(), components.remote.control, components.ladder
     accelerator = None if config.live_provider == "cpu" else Accelerator(config.live_provider)
     openers: list[SnapshotOpener] = []
@@ -166,8 +166,8 @@ def open_namespace(
             published_at=pointer.published_at,
             blocklist=blocklist,
             precision=config.precision,
-            threads=config.live_threads,
-            cores=cores,
+            thread_count=config.live_threads,
+            core_numbers=core_numbers,
             accelerator=accelerator,
         )
         for opener in openers:
@@ -184,8 +184,8 @@ def open_namespace(
         clock=clock, in_thread=in_thread,
     )  # fmt: skip
     heartbeat = Heartbeat(
-        name, follower, clock, metrics, components.remote.p99_ms,
-        overlay_ttl_s=config.overlay_ttl_s, host_headroom=host,
+        replica_name, follower, clock, metrics, components.remote.p99_ms,
+        overlay_ttl_s=config.overlay_ttl_s, host_headroom=host_headroom,
     )  # fmt: skip
     refresher = Refresher(
         follower, store, control, heartbeat, poll_s=config.poll_s,

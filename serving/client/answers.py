@@ -19,7 +19,7 @@ _ARRAY_FIELD_NAMES = frozenset(
     answer_field.name
     for declared in (Answer, Ranking)
     for answer_field in declared_fields(declared)
-    if answer_field.type is Numbers
+    if answer_field.field_type is Numbers
 )
 
 _SOURCE_BY_NAME: Mapping[str, Source] = {source.value: source for source in Source}
@@ -37,11 +37,17 @@ class Held:
     details: Mapping[str, Any]
 
     @classmethod
-    def of(cls, body: Mapping[str, Any] | None) -> Self | None:
+    def of(cls, generation_fields: Mapping[str, Any] | None) -> Self | None:
         """Parse a held generation from JSON."""
-        if body is None:
+        if generation_fields is None:
             return None
-        return cls(body["generation"], body["epoch"], body["published_at"], body["data_until"], body)
+        return cls(
+            generation_fields["generation"],
+            generation_fields["epoch"],
+            generation_fields["published_at"],
+            generation_fields["data_until"],
+            generation_fields,
+        )
 
 
 @dataclass(frozen=True, slots=True)

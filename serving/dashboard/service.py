@@ -35,7 +35,7 @@ ArchiveRows = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 class Dashboard:
-    """Dashboard of one worker: call `publish` every few seconds; `data` answers all viewers from one reading a second.
+    """Dashboard of one worker: call `publish` every few seconds; `document_json` answers all viewers from one reading a second.
 
     `advisor`, `events` and `quality` return parts of the document without waiting: `advisor` and `events` for this
     worker, `quality` for all replicas. `list_experiments` returns the held experiments.
@@ -47,7 +47,7 @@ class Dashboard:
         history: GenerationHistory,
         *,
         worker_name: str,
-        is_on: bool = True,
+        is_dashboard_on: bool = True,
         read_counts: Callable[[], Counts],
         read_worker_state: Callable[[], Mapping[str, Any]],
         bucket_bounds: tuple[float, ...],
@@ -60,7 +60,7 @@ class Dashboard:
         in_thread: StoreThreads,
         monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.is_on = is_on
+        self.is_on = is_dashboard_on
 
         def read_full_worker_state() -> Mapping[str, Any]:
             return {**read_worker_state(), "advisor": _call_provider(advisor), "events": _call_provider(events)}
@@ -73,7 +73,7 @@ class Dashboard:
         self._bounds, self._nights, self._monotonic_clock = bucket_bounds, nights, monotonic_clock
         self._archive_rows: ArchiveRows = [], []
         self._archive_read_at, self._archive_tried_at = float("-inf"), float("-inf")
-        self._generations_at: float | None = None
+        self._generations_read_at: float | None = None
         self._archive_task: asyncio.Task[None] | None = None
         self._read_task: asyncio.Task[None] | None = None
         self._document_body, self._read_at = b"", float("-inf")
@@ -82,7 +82,7 @@ class Dashboard:
         """Publish this worker's counts to Redis; if Redis is unreachable, a later call publishes them."""
         await self.publisher.publish()
 
-    async def data(self) -> bytes:
+    async def document_json(self) -> bytes:
         """Return the document as JSON, at most a second old; raise Problem: 404 if switched off, 503 if too late."""
         if not self.is_on:
             raise Problem(404, "dashboard_off", "the dashboard is switched off: LARDER_DASHBOARD_S is 0")
@@ -101,7 +101,7 @@ class Dashboard:
         await self._refresh_archive(reading)
         served = self._nights.follower.served
         schedule = {
-            "age_s": self._nights.age_s(), "due_at": self._nights.due_at(),
+            "age_s": self._nights.generation_age_s(), "due_at": self._nights.due_at(),
             "missing": self._nights.is_missing(),
         }  # fmt: skip
         quality = _call_provider(self.quality)
@@ -113,9 +113,9 @@ class Dashboard:
 
         def compose_body() -> bytes:
             dashboard_document = build_document(
-                reading, schedule=schedule, archive=self._archive_rows, roles=roles,
-                generations_at=self._generations_at,
-                bucket_bounds=self._bounds, advisor=_call_provider(merge_advice), quality=quality,
+                reading, schedule_fields=schedule, generation_and_night_rows=self._archive_rows, generation_by_role=roles,
+                generations_read_at=self._generations_read_at,
+                bucket_bounds=self._bounds, advisor_fields=_call_provider(merge_advice), quality_fields=quality,
                 experiment_rows=experiment_rows,
             )  # fmt: skip
             return orjson.dumps(dashboard_document, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -136,8 +136,8 @@ class Dashboard:
 
     async def _read_archive(self, reading: FleetReading) -> None:
         try:
-            self._archive_rows = await self._in_thread(self._history.read, reading.registry)
-            self._archive_read_at, self._generations_at = self._monotonic_clock(), reading.read_at
+            self._archive_rows = await self._in_thread(self._history.read, reading.registry_row_by_generation)
+            self._archive_read_at, self._generations_read_at = self._monotonic_clock(), reading.read_at
         except Exception:  # an error here must not break the rest of the page
             log.exception("generations and nights cannot be read")
         finally:

@@ -132,7 +132,7 @@ class AnswerBuilder:
         is_computed_from_history = source is Source.LIVE and pending.counted_events is None
         if not is_computed_from_history and table.kind == "topk" and pending.entity.history:
             exclusions += (pending.history_in(snapshot).item_numbers,)
-        current_values, entity_id = snapshot.changed_facets.get(table.name), pending.entity.raw_id
+        current_values, entity_id = snapshot.changed_values_by_facet.get(table.name), pending.entity.raw_id
         if current_values is not None and entity_id is not None and record.items is not None:
             outdated_ordinals = record.items[~current_values.mask_having_text(entity_id.decode(), record.items)]
             exclusions += (frozenset(outdated_ordinals.tolist()),)
@@ -211,7 +211,7 @@ class AnswerBuilder:
         )
         if filter_mask is not None:
             prediction["short"] = _is_list_short(filter_mask, left_out_ordinals(pending, snapshot, context), pending.k)
-        producer = "defaults" if pending.table.name in snapshot.defaults else None
+        producer = "defaults" if pending.table.name in snapshot.default_list_by_table else None
         self._complete_answer(pending, prediction, snapshot, Source.DEFAULT, producer, context, {})
 
     @staticmethod
@@ -268,7 +268,7 @@ class AnswerBuilder:
         """Count the answer by source and reason."""
         table = pending.table.name
         if pending.counted_events is not None:
-            self._metrics.changed_answers.answers[table] += 1
+            self._metrics.changed_answers.answer_count_by_table[table] += 1
         self._metrics.answered(table, source, self._monotonic_clock() - context.request_started_at)
         if source not in STORED_SOURCES:
             entity_key, reason = pending.record_key.key, pending.reason
@@ -321,7 +321,7 @@ def _counts_newer_events(pending: PendingAnswer, source: Source) -> bool:
 def left_out_ordinals(pending: PendingAnswer, snapshot: Snapshot, context: RequestContext) -> NDArray[np.int64]:
     """Return the ordinals int64 that a list leaves out, the user's history included."""
     excluded_ordinals = (
-        context.excluded_ordinals(snapshot) | pending.history_in(snapshot).item_numbers | snapshot.blocked
+        context.excluded_ordinals(snapshot) | pending.history_in(snapshot).item_numbers | snapshot.blocked_item_numbers
     )
     if (own_ordinal := pending.own_ordinal) is not None:  # an item is not similar to itself
         excluded_ordinals |= {own_ordinal}
@@ -341,7 +341,7 @@ def _left_out_of_previous(
     excluded_ordinals = (
         context.excluded_ordinals(previous)
         | pending.history_in(previous).item_numbers
-        | previous.blocked
+        | previous.blocked_item_numbers
         | seen_ordinals
     )
     if pending.table.entity == "item" and pending.entity.raw_id is not None:

@@ -49,7 +49,7 @@ def compute(
 
     def predict(batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]) -> Sequence[ComputedRecord]:
         fingerprints = [job.id_fingerprint for job in batch_jobs]
-        records = predictor.predict(table, batch, fingerprints, scored_at, blocked=snapshot.blocked_ordinals)
+        records = predictor.predict(table, batch, fingerprints, scored_at, blocked=snapshot.blocked_item_ordinals)
         predicted_rows = zip(records, batch, strict=True)
         return [ComputedRecord(record, prepared.unknown_id_count) for record, prepared in predicted_rows]
 
@@ -72,7 +72,7 @@ def compute_with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list
     def predict(batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]) -> Sequence[ComputedRecord]:
         list_search, vectors = predictor.search(table), predictor.vectors(batch)
         metric, layout = list_search.searcher.metric, snapshot.manifest.tables[table].layout
-        night_lists = list_search.lists(batch, vectors, snapshot.blocked_ordinals)
+        night_lists = list_search.lists(batch, vectors, snapshot.blocked_item_ordinals)
         records_without_new = predictor.lists(
             table, night_lists, [job.eligible_new_items.own_fingerprint for job in batch_jobs], scored_at
         )

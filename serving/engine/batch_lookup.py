@@ -204,7 +204,7 @@ class BatchLookups:
             item_ids_by_slice.append(
                 list_items(lookup, batch_answers, slice(slice_start, slice_start + _ANSWERS_PER_SLICE))
             )
-        stale_reason = self._service.follower.stale
+        stale_reason = self._service.follower.stale_reason
         return render_stream(lookup, batch_answers, item_ids_by_slice, self._clock(), stale_reason)
 
     async def _yield_before_deadline(self, lookup: BatchRequest) -> None:
@@ -250,7 +250,7 @@ class BatchLookups:
         plain_mask = positions >= 0
         if live.has_blocked_entities:
             plain_mask &= [not live.blocks_entity(table, raw_id) for raw_id in lookup.raw_ids]
-        if table.name in live.changed_facets:
+        if table.name in live.changed_values_by_facet:
             plain_mask[:] = False
         newer_inputs = self._ladder.newer_inputs
         if newer_inputs.packed_input_by_id and not newer_inputs.packed_input_by_id.keys().isdisjoint(lookup.raw_ids):
@@ -357,7 +357,7 @@ class BatchLookups:
 
     def get_static_tail(self, live: Snapshot) -> StaticTail:
         """Return the cached JSON fields that all answers of this snapshot share at present."""
-        static_tail, stale_reason = self._static_tail, self._service.follower.stale
+        static_tail, stale_reason = self._static_tail, self._service.follower.stale_reason
         if static_tail is None or static_tail.snapshot is not live or static_tail.stale_reason != stale_reason:
             static_tail = self._static_tail = StaticTail(live, stale_reason)
         return static_tail

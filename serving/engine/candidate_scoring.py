@@ -132,7 +132,7 @@ def _sort_out_candidates(
     ):
         if ordinal < 0:
             unranked_ids_by_reason["unknown"].append(candidate_id.decode())
-        elif ordinal in snapshot.blocked:
+        elif ordinal in snapshot.blocked_item_numbers:
             unranked_ids_by_reason["blocked"].append(candidate_id.decode())
         elif ordinal in history_numbers:
             unranked_ids_by_reason["excluded"].append(candidate_id.decode())

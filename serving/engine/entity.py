@@ -268,7 +268,7 @@ def new_items_of(snapshot: Snapshot, pending: PendingAnswer) -> EligibleNewItems
         excluded_ids += pending.counted_events.event_item_ids
     excluded_numbers = {
         pending.new_items.number_by_id.get(excluded_id, -1) for excluded_id in excluded_ids
-    } | snapshot.blocked
+    } | snapshot.blocked_item_numbers
     return EligibleNewItems(pending.new_items, frozenset(excluded_numbers), pending.nightly_key.fingerprint)
 
 
@@ -309,7 +309,7 @@ def with_filter_table(snapshot: Snapshot, record_key: RecordKey, options: Reques
     """
     if not isinstance(options.filter, str) or options.rerank is not None or record_key.position < 0:
         return record_key
-    if options.filter in snapshot.changed_filters:
+    if options.filter in snapshot.changed_filter_names:
         return record_key
     declared_filter = snapshot.manifest.filters.get(options.filter)
     filter_table = None if declared_filter is None else declared_filter.tables.get(record_key.table.name)

@@ -70,7 +70,7 @@ class FastLookups:
         self._get_packed_events = self._newer_inputs.packed_input_by_id.get
         self._concerns = service.follower.concerns
         self._metrics = service.metrics
-        self._requests_by_route = service.metrics.tally.requests
+        self._requests_by_route = service.metrics.tally.request_count_by_route
         self.answer = self._answer_ready
         self._sent_answers = SentAnswers(
             service, clock, self._time_next_answer if service.observes_answers else _skip_timing
@@ -110,7 +110,7 @@ class FastLookups:
         served, sent_answers = self._holder.served, self._sent_answers
         if served is None or self._holder.is_divided or self._concerns.reasons_text is not None:
             return None
-        if ready_answer.state_stamp != served.live.stamp and ready_answer.state_stamp != served.live.values_stamp:
+        if ready_answer.state_stamp != served.live.stamp and ready_answer.state_stamp != served.live.item_values_stamp:
             return None
         if self._get_packed_events(ready_answer.table_and_id[1]) is not ready_answer.user_events:
             return None
@@ -167,7 +167,7 @@ class FastLookups:
         is_plain = (
             record_key.position >= 0
             and not live.blocks_entity(table, single_lookup.raw_id)
-            and table.name not in live.changed_facets
+            and table.name not in live.changed_values_by_facet
         )
         if (events := self._get_packed_events(single_lookup.raw_id)) is not None:
             is_plain = is_plain and not self._newer_inputs.changes_answer(live, table, single_lookup.raw_id)
@@ -441,7 +441,7 @@ class SentAnswers(list[ReadyAnswer]):
         self._counters, self._trace = service.tiers.counters, service.tiers.access_trace
         self._tally, self._answer_seconds = service.metrics.tally, service.metrics.answer_seconds
         self._sampler = service.ladder.observer.sampler
-        self._newer_event_answers = service.metrics.changed_answers.answers
+        self._newer_event_answers = service.metrics.changed_answers.answer_count_by_table
         self._timing_step = ANSWERS_PER_TIMED_ONE if self._observes else FLUSHED_ANSWER_COUNT
         self.due_length = self._timing_step
         self._recent.flush_pending = self._counters.add_pending = self.flush
@@ -470,7 +470,7 @@ class SentAnswers(list[ReadyAnswer]):
     def _count_answers(self, entity_names: list[EntityName]) -> None:
         sent_count = len(entity_names)
         self._counters.ready_answers += sent_count
-        self._tally.requests[GET_ROUTE] += sent_count
+        self._tally.request_count_by_route[GET_ROUTE] += sent_count
         answer_seconds = self.timed_answer_seconds or [0.0]
         for time_index, seconds in enumerate(answer_seconds):
             represented_count = sent_count * (time_index + 1) // len(answer_seconds) - sent_count * time_index // len(
@@ -488,7 +488,7 @@ class SentAnswers(list[ReadyAnswer]):
             else Counter(map(_get_table, entity_names))
         )
         for table_name, answer_count in count_by_table.items():
-            self._tally.answers[table_name, Source.L1] += answer_count
+            self._tally.answer_counts[table_name, Source.L1] += answer_count
         sampler = self._sampler
         sampler.countdown -= sent_count
         if sampler.countdown < 0:
@@ -507,7 +507,7 @@ class SentAnswers(list[ReadyAnswer]):
     def _offer_to_sampler(self, ready_answer: ReadyAnswer) -> None:
         """Pass an answer to the sampler with its current age; skip an answer from before a flip."""
         served, now_s = self._holder.served, self._clock()
-        live_stamps = () if served is None else (served.live.stamp, served.live.values_stamp)
+        live_stamps = () if served is None else (served.live.stamp, served.live.item_values_stamp)
         if served is not None and ready_answer.state_stamp in live_stamps and not ready_answer.has_newer_events:
             age_json = orjson.dumps(round(now_s - ready_answer.data_until, 3))
             body = b"".join((ready_answer.body_head, age_json, ready_answer.body_tail))

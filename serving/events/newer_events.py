@@ -106,14 +106,14 @@ class NewerEvents(NewerInputs):
 
     def forget(self, user_ids: Iterable[bytes], item_ids: frozenset[bytes]) -> None:
         """Forget events of users, and new items and item values, also those of items that nights know."""
-        for raw in user_ids:
-            self.users.forget(raw)
-            self.values.forget("user", raw)
-        for raw in item_ids:
-            if raw in self.items:
-                self.items.forget(raw)
-        for raw in self.values.items_with_values(item_ids):
-            self.values.forget("item", raw)
+        for raw_id in user_ids:
+            self.users.forget(raw_id)
+            self.values.forget("user", raw_id)
+        for raw_id in item_ids:
+            if raw_id in self.items:
+                self.items.forget(raw_id)
+        for raw_id in self.values.items_with_values(item_ids):
+            self.values.forget("item", raw_id)
 
     def changes_answer(self, snapshot: Snapshot, table: Table, user_id: bytes) -> bool:
         """True if the user has events that the generation lacks and that change this table's answers."""
@@ -131,18 +131,20 @@ class NewerEvents(NewerInputs):
         snapshot: Snapshot,
         table: Table,
         user_id: bytes,
-        position: int,
-        sent_input: tuple[LiveInput, bytes] | None = None,
-        as_of: int = NO_LIMIT,
+        directory_position: int,
+        sent_input_and_digest: tuple[LiveInput, bytes] | None = None,
+        as_of_position_number: int = NO_LIMIT,
     ) -> CountedEvents | None:
-        """Return the user's events, up to the position `as_of`, that an answer of the table counts; None without any.
+        """Return the user's events, up to the position `as_of_position_number`, that an answer of the table counts; None without any.
 
-        `position` is the user's position in the directory (-1: unknown to the night). `sent_input` is the caller's
+        `directory_position` is the user's position in the directory (-1: unknown to the night). `sent_input_and_digest` is the caller's
         input with its digest. It counts only for users for whom the night and these events have no input that the model
         can use, and is None for a user with a record in the table.
         """
         events_of_night = snapshot.part(GenerationEvents)
-        if events_of_night is None or not events_of_night.changes_answer(table, position, snapshot.seen_items):
+        if events_of_night is None or not events_of_night.changes_answer(
+            table, directory_position, snapshot.seen_items
+        ):
             return None
         if snapshot.blocks_entity(table, user_id):
             return None
@@ -150,17 +152,25 @@ class NewerEvents(NewerInputs):
         newer_events = self.users.list_events_after(user_id, events_of_night.until_number)
         user_values = self.values.values_of_user(user_id, events_of_night.until_number)
         uses_event_values = takes_any_attribute(user_values, model_features)
-        events = tuple([event for event in newer_events if event.number <= as_of and (event.item or uses_event_values)])
+        events = tuple(
+            [
+                event
+                for event in newer_events
+                if event.number <= as_of_position_number and (event.item or uses_event_values)
+            ]
+        )
         if not events:
             return None
-        event_input, digest = EventInput(position, events, None, user_values), b""
-        if sent_input is not None and not events_of_night.has_input(table, event_input):
-            caller_input, digest = sent_input
+        event_input, sent_input_digest = EventInput(directory_position, events, None, user_values), b""
+        if sent_input_and_digest is not None and not events_of_night.has_input(table, event_input):
+            caller_input, sent_input_digest = sent_input_and_digest
             event_input = event_input._replace(caller_input=caller_input)
         is_whole = events_of_night.until_number >= self.users.complete_after_number
-        is_past = as_of < NO_LIMIT
-        is_approximate = uses_event_values and self.values.newest_number_of_user(user_id) > as_of
-        return CountedEvents(event_input, _digest(user_id, events, digest), is_whole, is_past, is_approximate)
+        is_past = as_of_position_number < NO_LIMIT
+        is_approximate = uses_event_values and self.values.newest_number_of_user(user_id) > as_of_position_number
+        return CountedEvents(
+            event_input, _inputs_digest(user_id, events, sent_input_digest), is_whole, is_past, is_approximate
+        )
 
     async def count_newer(
         self, snapshot: Snapshot, cases: Sequence[PendingAnswer], options: RequestOptions, read_records: ReadRecords
@@ -222,10 +232,10 @@ class NewerEvents(NewerInputs):
             _include_counted_events(snapshot, case, counted_events)
 
 
-def _digest(user_id: bytes, events: Sequence[UserEvent], sent_digest: bytes) -> bytes:
+def _inputs_digest(user_id: bytes, events: Sequence[UserEvent], sent_input_digest: bytes) -> bytes:
     # All events: a digest of only the newest could not tell an answer that lacks earlier events from a complete one.
     packed_numbers = struct.pack(f"<II{len(events)}Q", len(user_id), len(events), *[event.number for event in events])
-    return xxhash.xxh3_128_digest(packed_numbers + user_id + sent_digest)
+    return xxhash.xxh3_128_digest(packed_numbers + user_id + sent_input_digest)
 
 
 def _find_counted_events(
@@ -238,10 +248,10 @@ def _find_counted_events(
     counts_sent_input: bool,
 ) -> CountedEvents | None:
     """Return the user's newer events that an answer counts, including new items; None without any."""
-    as_of = NO_LIMIT if options.as_of is None else options.as_of
-    sent_input = (case.live_input, case.input_digest) if counts_sent_input else None
+    as_of_position_number = NO_LIMIT if options.as_of is None else options.as_of
+    sent_input_and_digest = (case.live_input, case.input_digest) if counts_sent_input else None
     counted_events = newer_events.find_counted_events(
-        snapshot, case.table, user_id, case.record_key.position, sent_input, as_of
+        snapshot, case.table, user_id, case.record_key.position, sent_input_and_digest, as_of_position_number
     )
     if counted_events is None:
         return None
@@ -249,7 +259,9 @@ def _find_counted_events(
     if new_items := case.new_items:
         digest = xxhash.xxh3_128_digest(counted_events.inputs_digest + new_items.digest)
         counted_events = counted_events._replace(inputs_digest=digest)
-    if snapshot.new_items.newest_number > as_of:  # the new items of that position may have been different
+    if (
+        snapshot.new_items.newest_number > as_of_position_number
+    ):  # the new items of that position may have been different
         counted_events = counted_events._replace(is_approximate=True)
     return counted_events
 
@@ -273,7 +285,9 @@ def _include_counted_events(snapshot: Snapshot, case: PendingAnswer, newer_input
         case.live_failure_reason = LiveReason.NO_MODEL
 
 
-def _with_new_items(snapshot: Snapshot, counted_events: CountedEvents, as_of: int | None) -> CountedEvents:
+def _with_new_items(
+    snapshot: Snapshot, counted_events: CountedEvents, as_of_position_number: int | None
+) -> CountedEvents:
     """Return the events with new items included, as the next night will count them.
 
     If items are given as a table of vectors, the next night's models will know the new items, so the answer is
@@ -282,8 +296,8 @@ def _with_new_items(snapshot: Snapshot, counted_events: CountedEvents, as_of: in
     new_items = snapshot.new_items
     if not new_items or new_items.number_by_id.keys().isdisjoint(counted_events.event_item_ids):
         return counted_events
-    if as_of is not None:
-        new_items = new_items.up_to(as_of)
+    if as_of_position_number is not None:
+        new_items = new_items.up_to(as_of_position_number)
     new_items_in_events = sorted({*counted_events.event_item_ids} & new_items.number_by_id.keys())
     if not new_items_in_events:
         return counted_events

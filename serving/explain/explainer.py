@@ -189,7 +189,7 @@ class PageChecks:
             "records": record_count,
         }
         page_result = await self.tier_inspector.read_page(PageRead(generation, table.name, page_number, 0, size_bytes))
-        expected, sums_error = await self._expected_checksum(generation, table_part, page_index)
+        expected, sums_error = await self._expected_checksum_and_error(generation, table_part, page_index)
         if isinstance(page_result, Miss):
             return page_report | {"state": page_result.reason.value, "expected": expected, "checksum": None}
         checksum = f"{xxhash.xxh3_64_intdigest(page_result):016x}"
@@ -197,7 +197,7 @@ class PageChecks:
         page_report |= {"state": state, "expected": expected, "checksum": checksum}
         return page_report | ({"why": sums_error} if sums_error else {})
 
-    async def _expected_checksum(
+    async def _expected_checksum_and_error(
         self, generation: str, part: TablePart, page_index: int
     ) -> tuple[str | None, str | None]:
         timeout_message = f"the artefact store did not deliver the checksums within {_CHECKSUMS_TIMEOUT_S:g} s"
@@ -228,7 +228,7 @@ class PageChecks:
 
 @dataclass(frozen=True, slots=True)
 class RescoreResult:
-    """Result of a rescore: a record, or the `reason` why there is none.
+    """Result of a rescore: a record, or the `failure_reason` why there is none.
 
     `computed_from`: the sent history or features, the item itself, the night's input of a user with newer events, or
     the user's stored vector. The vector only scores the items of the stored list; it does not show which other items
@@ -236,10 +236,10 @@ class RescoreResult:
     """
 
     record: Record | None
-    reason: str | None
+    failure_reason: str | None
     computed_from: RescoreInput | None
-    seconds: float
-    precision: str | None
+    rescore_seconds: float
+    model_precision: str | None
     computed_record: bytes | None = None
     """Encoded record of an inference from an input; None if scored by the stored vector."""
 
@@ -252,9 +252,9 @@ class RescoreResult:
         """Return the fields of the explanation except the prediction."""
         return {
             "computed_from": self.computed_from,
-            "reason": self.reason,
-            "seconds": round(self.seconds, 6),
-            "precision": self.precision,
+            "reason": self.failure_reason,
+            "seconds": round(self.rescore_seconds, 6),
+            "precision": self.model_precision,
         }
 
 
@@ -358,7 +358,7 @@ def _precision(snapshot: Snapshot, table: Table) -> str | None:
 class UncountedMetrics(Metrics):
     """Metrics of the explainer's lookups; discarded."""
 
-    def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
+    def stage(self, stage_name: str, stage_seconds: float, entity_count: int = 0) -> None:
         """Ignore a stage: the explanation's request measures its own stages."""
 
 
@@ -372,15 +372,15 @@ class LadderReplay:
     def __init__(
         self,
         inspector: TierInspector,
-        l1: ReadResult | None,
-        l2: ReadResult,
+        l1_result: ReadResult | None,
+        l2_result: ReadResult,
         live_result: ReadResult | None,
         rescore_result: RescoreResult,
     ) -> None:
         self._inspector = inspector
         self._rescore_result = rescore_result
         self._result_by_key: dict[tuple[str, int | bytes], ReadResult] = {}
-        stored_result = l2 if l1 is None else l1
+        stored_result = l2_result if l1_result is None else l1_result
         if isinstance(stored_result, Miss) and stored_result.reason.traits.is_outage and isinstance(live_result, Hit):
             stored_result = live_result._replace(reason=stored_result.reason)
         self.stored_result = stored_result
@@ -431,10 +431,10 @@ class LadderReplay:
         self,
         snapshot: Snapshot,  # noqa: ARG002
         cases: Sequence[PendingAnswer],
-        limit_s: float,  # noqa: ARG002
+        time_limit_s: float,  # noqa: ARG002
     ) -> Sequence[ComputedRecord | LiveUnavailable]:
         """Return the outcome of the inference that was already run."""
-        computed_record, reason = self._rescore_result.computed_record, self._rescore_result.reason
+        computed_record, reason = self._rescore_result.computed_record, self._rescore_result.failure_reason
         return [
             LiveUnavailable(reason or LiveReason.FAILED) if computed_record is None else ComputedRecord(computed_record)
             for _ in cases
@@ -550,8 +550,8 @@ class Explainer:
             "epoch": snapshot.epoch,
             "published_at": snapshot.published_at,
             "age_seconds": round(time.time() - snapshot.manifest.data_until, 3),
-            "stale": self._follower.stale,
-            "degraded": snapshot.degraded,
+            "stale": self._follower.stale_reason,
+            "degraded": snapshot.degraded_reason,
             "answer": answer,
             "directory": self._directory_fields(snapshot, night_key),
             "events": _event_fields(snapshot, case.counted_events),
@@ -671,7 +671,7 @@ def _answer_fields(case: PendingAnswer, rescore_result: RescoreResult) -> dict[s
     source = "default" if case.answer is None else case.answer["source"]
     is_stored = source in STORED_SOURCES
     reason = None if case.answer is None else case.answer.get("reason")
-    live = rescore_result.reason if rescore_result.is_of_input and not is_stored else None
+    live = rescore_result.failure_reason if rescore_result.is_of_input and not is_stored else None
     return {"tier": source, "reason": reason and str(reason), "live": live}
 
 
@@ -693,11 +693,11 @@ def _record_fields(record: Record, hit: Hit, prediction: Mapping[str, Any]) -> d
     }
 
 
-def _has_same_record(l1: ReadResult | None, l2: ReadResult) -> bool | None:
+def _has_same_record(l1_result: ReadResult | None, l2_result: ReadResult) -> bool | None:
     """True if both tiers hold the same bytes; None unless both hold a record."""
-    if not isinstance(l1, Hit) or not isinstance(l2, Hit):
+    if not isinstance(l1_result, Hit) or not isinstance(l2_result, Hit):
         return None
-    return l1.record == l2.record
+    return l1_result.record == l2_result.record
 
 
 ComparedPrediction = Mapping[str, Any]

@@ -82,12 +82,12 @@ class _AdmissionSlot:
 class AsgiApp(FastAPI):
     """FastAPI with observer, admission and bounds. Without a `gate` it is plain FastAPI."""
 
-    def __init__(self, *, api_paths: ApiPaths, bodies_bytes: int = BODIES_BYTES_MAX, **settings: Any) -> None:
+    def __init__(self, *, api_paths: ApiPaths, bodies_bytes_max: int = BODIES_BYTES_MAX, **settings: Any) -> None:
         super().__init__(**settings)
         self.api_paths = api_paths
-        self.body_budget = BodyBudget(bodies_bytes)
+        self.body_budget = BodyBudget(bodies_bytes_max)
         self.callers = Callers(answers_without_token=True)
-        self.has_room: Callable[[], bool] = _has_always_room
+        self.has_room_for_answer: Callable[[], bool] = _has_always_room
         """Callback that returns whether unread answers leave room for a large one."""
         self.gate: AdmissionGate | None = None
         self.request_watch: RequestWatch | None = None
@@ -124,7 +124,7 @@ class AsgiApp(FastAPI):
         answer_below = self._answer_admitted if caller_of(scope).quota is None else self._answer_within_quota
         if request_watch is None:
             await answer_below(gate, scope, receive, send)
-        elif self.fast_path is not None and scope["method"] == "GET" and request_watch.leaves(scope):
+        elif self.fast_path is not None and scope["method"] == "GET" and request_watch.leaves_unobserved(scope):
             # The observer is still used if the fast path does not answer.
             await answer_below(gate, scope, receive, send, request_watch)
         else:
@@ -164,7 +164,7 @@ class AsgiApp(FastAPI):
                 if gate.admission.may_be_late(waited_s):
                     timely_receive = await gate.receive_unless_late(scope, receive, waited_s)
                 response_messages: ResponseMessages | None = OVERLOADED_MESSAGES
-                if not is_short and not self.has_room():
+                if not is_short and not self.has_room_for_answer():
                     gate.admission.shed_counts["full"] += 1
                 elif timely_receive is not None:
                     response_messages, parsed_get, receive = await self._answer_fast(gate, scope, timely_receive)

@@ -67,10 +67,10 @@ class AllowedHeaders(NamedTuple):
     content_length_index: int = -1
     """Index of content-length among the headers; -1 without one."""
 
-    def with_length(self, digits: bytes) -> Headers:
+    def with_length(self, length_digits: bytes) -> Headers:
         """Return the headers of the same request with another body length."""
         headers = self.headers.copy()
-        headers[self.content_length_index] = _CONTENT_LENGTH, digits
+        headers[self.content_length_index] = _CONTENT_LENGTH, length_digits
         return headers
 
 
@@ -112,7 +112,7 @@ class HeaderCache:
         if not caller.may_use_scope("read"):
             return None
         header_names = [header_name for header_name, _ in headers]
-        is_unwatched = request_watch is None or request_watch.leaves({"headers": headers})
+        is_unwatched = request_watch is None or request_watch.leaves_unobserved({"headers": headers})
         content_length_index = header_names.index(_CONTENT_LENGTH) if _CONTENT_LENGTH in header_names else -1
         return AllowedHeaders(headers, is_unwatched, caller, content_length_index)
 
@@ -175,7 +175,7 @@ class ResponseHeads:
     def __init__(self) -> None:
         self._cached_headers: Headers | None = None
         self._cached_header_count = 0
-        self._cached_head: bytes | None = None
+        self._cached_response_head: bytes | None = None
 
     def head_for(self, headers: Headers) -> bytes | None:
         """Return status line and headers up to the length; None while responses must close their connection."""
@@ -183,26 +183,28 @@ class ResponseHeads:
             self._cached_headers, self._cached_header_count = headers, len(headers)
             header_lines = b"".join(b"%b: %b\r\n" % header for header in headers)
             closes_connection = any(header_name == b"connection" for header_name, _ in headers)
-            self._cached_head = None if closes_connection else _OK_STATUS_LINE + header_lines + b"content-length: "
-        return self._cached_head
+            self._cached_response_head = (
+                None if closes_connection else _OK_STATUS_LINE + header_lines + b"content-length: "
+            )
+        return self._cached_response_head
 
 
 class AsgiCycle:
     """ASGI callables `receive` and `send` of one request."""
 
-    __slots__ = ("_body", "_body_pieces", "_is_complete", "_lost_event", "_start_message")
+    __slots__ = ("_is_complete", "_lost_event", "_request_body", "_response_body_pieces", "_start_message")
 
-    def __init__(self, body: bytes) -> None:
-        self._body: bytes | None = body
+    def __init__(self, request_body: bytes) -> None:
+        self._request_body: bytes | None = request_body
         self._lost_event: asyncio.Event | None = None
         self._start_message: Message | None = None
-        self._body_pieces: list[bytes] = []
+        self._response_body_pieces: list[bytes] = []
         self._is_complete = False
 
     async def receive(self) -> Message:
         """Return the body first; then wait for the end of the connection and return `http.disconnect`."""
-        if self._body is not None:
-            body, self._body = self._body, None
+        if self._request_body is not None:
+            body, self._request_body = self._request_body, None
             return {"type": "http.request", "body": body, "more_body": False}
         if self._lost_event is None:
             self._lost_event = asyncio.Event()
@@ -214,7 +216,7 @@ class AsgiCycle:
         if message["type"] == "http.response.start":
             self._start_message = message
         else:
-            self._body_pieces.append(message.get("body", b""))
+            self._response_body_pieces.append(message.get("body", b""))
             self._is_complete = not message.get("more_body", False)
 
     def mark_lost(self) -> None:
@@ -227,7 +229,7 @@ class AsgiCycle:
         """Return the response's start, with content-length, and its body; None if the application did not finish it."""
         if self._start_message is None or not self._is_complete:
             return None
-        body, headers = b"".join(self._body_pieces), self._start_message["headers"]
+        body, headers = b"".join(self._response_body_pieces), self._start_message["headers"]
         if not any(name == b"content-length" for name, _ in headers):
             headers = [*headers, (b"content-length", b"%d" % len(body))]
         return {**self._start_message, "headers": headers}, body
@@ -241,7 +243,7 @@ class SharedState:
         self.connections = Connections(bounds or PeerBounds())
         self.header_cache = HeaderCache(front)
         self.response_heads = ResponseHeads()
-        front.has_room = self._has_room
+        front.has_room_for_answer = self._has_room
 
     def _has_room(self) -> bool:
         """True if one more large answer may be started."""
@@ -329,7 +331,7 @@ class LookupConnection(Connection):
         return True
 
     def _try_quota(
-        self, fast_path: FastPath, caller: Caller, quota: Quota, target: bytes, response_head: bytes
+        self, fast_path: FastPath, caller: Caller, quota: Quota, request_target: bytes, response_head: bytes
     ) -> bool:
         """Send a ready answer within the caller's quota, or refuse; return False if the application must answer."""
         if (shortage := quota.enter_request(1)) is not None:
@@ -337,7 +339,7 @@ class LookupConnection(Connection):
             start_message, body_message = self._shared.app.refuse_for_problem(caller.count_quota_refusal(shortage))
             self._respond(start_message, body_message["body"])
             return True
-        if (body := fast_path.answer(target)) is None:
+        if (body := fast_path.answer(request_target)) is None:
             quota.give_back(1)
             return False
         quota.close()

@@ -67,9 +67,9 @@ class Agreement(NamedTuple):
 class SampleSkipped(Exception):
     """The answer cannot be compared; `reason` says why."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    def __init__(self, skip_reason: str) -> None:
+        super().__init__(skip_reason)
+        self.reason = skip_reason
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,11 +77,11 @@ class NightInputProbe:
     """Inputs of one generation's users."""
 
     probe: Probe
-    seed: int
+    hash_seed: int
 
     def of(self, user_id: bytes) -> LiveInput | None:
         """Return the input of a user; None if the probe lacks the user."""
-        return self.probe.input_of(hash_id(user_id, self.seed))
+        return self.probe.input_of(hash_id(user_id, self.hash_seed))
 
 
 def open_night_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputProbe | None:
@@ -92,7 +92,7 @@ def open_night_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputPro
     try:
         artefact = Artefact(**artefact_fields)
         fetch_checked(store, snapshot.generation, artefact)
-        probe = Probe.open(snapshot.root / artefact.path, snapshot.items)
+        probe = Probe.open(snapshot.generation_folder / artefact.path, snapshot.items)
         return NightInputProbe(probe, snapshot.directories["user"].seed)
     except Exception:
         log.warning("the probe of %s cannot be read", snapshot.generation, exc_info=True)
@@ -132,7 +132,7 @@ def compare(sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputPr
         agreement = _compare_numbers(table, served_numbers, live_record.numbers)
         record_overlap: float | None = agreement.overlap
     else:
-        allowed_indices = _allowed_indices(live_record.items, (*sample.exclusions, snapshot.blocked))
+        allowed_indices = _allowed_indices(live_record.items, (*sample.exclusions, snapshot.blocked_item_numbers))
         live_items, live_scores = (live_record.items[allowed_indices], live_record.numbers[allowed_indices])
         agreement = _compare_lists(served_ordinals, served_numbers, live_items, live_scores)
         record_overlap = None
@@ -164,11 +164,11 @@ def _comparison_input(
     return night_input
 
 
-def _decode_stored(record: bytes, snapshot: Snapshot, table: Table, k: int) -> OrdinalsAndNumbers:
-    stored_record = decode_record(table.layout, record, snapshot.items.count)
+def _decode_stored(record_bytes: bytes, snapshot: Snapshot, table: Table, k: int) -> OrdinalsAndNumbers:
+    stored_record = decode_record(table.layout, record_bytes, snapshot.items.count)
     if stored_record.items is None:
         return None, stored_record.numbers
-    allowed_indices = _allowed_indices(stored_record.items, (snapshot.blocked,))[:k]
+    allowed_indices = _allowed_indices(stored_record.items, (snapshot.blocked_item_numbers,))[:k]
     return stored_record.items[allowed_indices].astype(np.int64), stored_record.numbers[allowed_indices]
 
 
@@ -221,7 +221,8 @@ def _compare_numbers(table: Table, served_numbers: NDArray[np.float32], live_num
 def _band(snapshot: Snapshot, live_input: LiveInput) -> Band:
     if live_input.item is not None:
         is_popular = any(
-            live_input.item in default_list.ordinal_by_id.values() for default_list in snapshot.defaults.values()
+            live_input.item in default_list.ordinal_by_id.values()
+            for default_list in snapshot.default_list_by_table.values()
         )
         return "popular" if is_popular else "other"
     history_length = len(live_input.history or ())

@@ -26,9 +26,9 @@ class ExperimentAssignment(NamedTuple):
     All fields are from the time of routing: the experiment may be stopped before the answers are ready.
     """
 
-    experiment: str
-    arm: str
-    key: bytes | None
+    experiment_name: str
+    arm_name: str
+    assignment_key: bytes | None
     is_sampled: bool = False
     """True if the key's exposures are logged."""
 
@@ -52,7 +52,7 @@ class ExperimentMetrics:
             "larder_experiment_aside", "Requests in no arm while experiments are held", ["reason"]
         )
 
-    def by_field(self) -> dict[str, int]:
+    def counts_by_field(self) -> dict[str, int]:
         """Return the requests and feedback of arms, by the fields of the dashboard."""
         return {
             prefix + "=".join(value_by_label[label_name] for label_name in label_names): int(count)
@@ -163,18 +163,24 @@ class ExperimentRouter:
         experiment_arm = "=".join(experiment_and_arm)
         return {"arm": canary_arm or experiment_arm, "experiment": experiment_arm}
 
-    def _log_exposure(self, assignment: ExperimentAssignment, key: bytes) -> None:
+    def _log_exposure(self, assignment: ExperimentAssignment, assignment_key: bytes) -> None:
         """Log an exposure, except for erased or blocked keys and keys outside the experiment's sample."""
         blocklist = self._arm_holder.own_service.follower.holder.blocklist
-        is_logged = assignment.is_sampled and key not in blocklist.users and key not in blocklist.entities
-        self.exposures.count_request(assignment.experiment, assignment.arm, key if is_logged else None)
+        is_logged = (
+            assignment.is_sampled and assignment_key not in blocklist.users and assignment_key not in blocklist.entities
+        )
+        self.exposures.count_request(
+            assignment.experiment_name, assignment.arm_name, assignment_key if is_logged else None
+        )
 
-    def _running_service(self, experiment: str, arm: str) -> LookupService | None:
+    def _running_service(self, experiment_name: str, arm_name: str) -> LookupService | None:
         """Return the service of an arm of a running experiment."""
         routing = self._arm_holder.routing
-        held_experiment = None if routing is None else routing.experiments.get(experiment)
+        held_experiment = None if routing is None else routing.experiments.get(experiment_name)
         return (
-            self._arm_service(experiment, arm) if held_experiment is not None and held_experiment.is_running else None
+            self._arm_service(experiment_name, arm_name)
+            if held_experiment is not None and held_experiment.is_running
+            else None
         )
 
     def _route_to_named_arm(self, requested_arm: RequestedArm) -> tuple[LookupService, ExperimentAssignment]:
@@ -193,11 +199,11 @@ class ExperimentRouter:
             )  # fmt: skip
         return service, ExperimentAssignment(requested_arm.experiment, requested_arm.arm, None)
 
-    def _arm_service(self, experiment: str, arm: str) -> LookupService | None:
+    def _arm_service(self, experiment_name: str, arm_name: str) -> LookupService | None:
         """Return the service of an arm; None if it is not held."""
         routing = self._arm_holder.routing
-        held_experiment = None if routing is None else routing.experiments.get(experiment)
-        held_arm = None if held_experiment is None else held_experiment.arm(arm)
+        held_experiment = None if routing is None else routing.experiments.get(experiment_name)
+        held_arm = None if held_experiment is None else held_experiment.arm(arm_name)
         return None if held_arm is None else self._arm_holder.service(held_arm.namespace)
 
     def _service_holding(self, generation: str) -> LookupService:
@@ -209,8 +215,8 @@ class ExperimentRouter:
                 return service
         return own_service
 
-    def _without_arm(self, service: LookupService, reason: str) -> tuple[LookupService, None]:
-        self._metrics.without_arm.labels(reason).inc()
+    def _without_arm(self, service: LookupService, no_arm_reason: str) -> tuple[LookupService, None]:
+        self._metrics.without_arm.labels(no_arm_reason).inc()
         return service, None
 
 

@@ -49,7 +49,7 @@ def open_snapshot(config: ServingConfig, precision: ModelPrecision) -> Snapshot:
     generation = max(store.names("generations"))
     return Snapshot.open(
         store, generation, epoch=1, published_at=0, blocklist=Blocklist(),
-        precision=precision, threads=config.live_threads,
+        precision=precision, thread_count=config.live_threads,
     )  # fmt: skip
 
 

@@ -82,14 +82,16 @@ def prediction_from_defaults(
         return {"vector": None}
     if table.kind == "value":
         return {"values": None, "labels": table.labels}
-    default_list = snapshot.defaults.get(table.name)
+    default_list = snapshot.default_list_by_table.get(table.name)
     if default_list is None:
         return {"items": [], "scores": [], "short": True}
     exclusions = (*exclusions, default_list.ordinals_among(entity.history))
     if table.entity == "item" and entity.raw_id is not None:
         # An item is not similar to itself, however popular it is.
         exclusions = (*exclusions, default_list.ordinals_among((entity.raw_id,)))
-    return _build_top_list(snapshot, default_list.items, default_list.scores, k, exclusions, filter_mask, reranker)
+    return _build_top_list(
+        snapshot, default_list.item_ordinals, default_list.item_scores, k, exclusions, filter_mask, reranker
+    )
 
 
 def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> SentHistory:
@@ -116,7 +118,7 @@ def _build_top_list(
     if filter_mask is not None:
         is_passing = filter_mask.among(item_ordinals)
         item_ordinals, item_scores = item_ordinals[is_passing], item_scores[is_passing]
-    excluded_sets = [excluded_set for excluded_set in (*exclusions, snapshot.blocked) if excluded_set]
+    excluded_sets = [excluded_set for excluded_set in (*exclusions, snapshot.blocked_item_numbers) if excluded_set]
     if excluded_sets:
         ordinals = item_ordinals.tolist()
         kept_indexes = list(range(len(ordinals)))

@@ -78,7 +78,7 @@ class StaticTail:
         head, snapshot = prediction_json + self._head_by_tier[Source.L1], self.snapshot
         stamp, data_until = snapshot.stamp, snapshot.manifest.data_until
         if depends_on_item_attributes:
-            stamp = snapshot.values_stamp
+            stamp = snapshot.item_values_stamp
         return ReadyAnswer(
             stamp, head, self._tail, data_until, table_and_id, request_target, user_events=packed_user_events
         )
@@ -230,7 +230,9 @@ def plain_record_mask(snapshot: Snapshot, table: Table, record_rows: NDArray[Any
         snapshot.items.count,
     )  # fmt: skip
     plain_mask = np.frombuffer(bytearray(raw_mask), np.bool_)
-    if is_list and len(snapshot.blocked_ordinals):
+    if is_list and len(snapshot.blocked_item_ordinals):
         used_mask = np.arange(width) < record_rows["count"][:, None]
-        plain_mask = plain_mask & ~(np.isin(record_rows["items"], snapshot.blocked_ordinals) & used_mask).any(axis=1)
+        plain_mask = plain_mask & ~(np.isin(record_rows["items"], snapshot.blocked_item_ordinals) & used_mask).any(
+            axis=1
+        )
     return plain_mask

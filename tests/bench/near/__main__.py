@@ -144,7 +144,7 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
     for outcome, number in sorted(near.outcome_counts_by_table[TABLE].items()):
         report.figures[f"share of inputs: {outcome}"] = round(number / total, 4)
     for _, _, policy in near.policies():
-        low, high = policy.interval
+        low, high = policy.error_interval
         report.figures["error by audits"] = f"{policy.wrong_audits}/{policy.audits}, {low:.4f} to {high:.4f}"
     reused, wrong = true_error(near, snapshot, stream.jobs(2 * count), config.overlap)
     report.figures["error of what was reused, computed again"] = f"{wrong}/{reused}"

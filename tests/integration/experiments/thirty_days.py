@@ -356,7 +356,7 @@ class ThirtyDays:
         for replica in self.replicas:
             await replica.poll()
             assert replica.arms.record == self.record
-            assert replica.own_held_namespace.follower.stale in (None, "blocklist_unreadable")
+            assert replica.own_held_namespace.follower.stale_reason in (None, "blocklist_unreadable")
 
     async def night(self, day: int) -> None:
         """Nights of all namespaces, sweeps, exposures; now and then another replica takes one's place."""

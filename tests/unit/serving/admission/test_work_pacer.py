@@ -208,7 +208,7 @@ async def test_a_cancelled_waiter_holds_up_no_other(pacer: WorkPacer, clock: Fak
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
 
     assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError, float, float]
-    assert not pacer.is_backlogged and pacer.waited_s() == 0.0
+    assert not pacer.is_backlogged and pacer.longest_wait_s() == 0.0
 
 
 async def test_short_work_goes_ahead(pacer: WorkPacer, clock: FakeClock) -> None:
@@ -314,7 +314,7 @@ async def test_a_queue_of_work_counts_as_one_of_the_loop(clock: FakeClock) -> No
 
 async def test_no_large_answer_is_begun_while_peers_do_not_take_theirs(clock: FakeClock) -> None:
     app, worked, admission = front(clock)
-    app.has_room = lambda: False
+    app.has_room_for_answer = lambda: False
 
     messages = await collect_messages(app, "batch")
 

@@ -62,4 +62,4 @@ async def test_a_redis_that_answers_with_an_error_is_not_called_away(error: Exce
     with pytest.raises(EventsUnavailable) as raised, _translate_errors():
         raise error
 
-    assert message in raised.value.outside and "events.internal" not in raised.value.outside
+    assert message in raised.value.public_message and "events.internal" not in raised.value.public_message

@@ -60,7 +60,7 @@ class Front:
         self.untraced_fast: Any = Ready()
         self.request_watch: Any = None
         self.gate: Any = None
-        self.has_room: Any = None
+        self.has_room_for_answer: Any = None
         self.callers = Callers(answers_without_token=True)
         self.looked_up_targets: list[bytes] = []
         self.asked_with_others: list[bytes] = []

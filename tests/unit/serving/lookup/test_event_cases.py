@@ -187,11 +187,13 @@ def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(wo
     newer_events.values.add(Position(2, 0), event)
 
     then, counted_now = (
-        newer_events.find_counted_events(country_snapshot, table, b"u1", -1, as_of=Position(at, 0).number)
+        newer_events.find_counted_events(
+            country_snapshot, table, b"u1", -1, as_of_position_number=Position(at, 0).number
+        )
         for at in (1, 2)
     )
     counted_without_features = newer_events.find_counted_events(
-        plain_snapshot, table, b"u1", -1, as_of=Position(1, 0).number
+        plain_snapshot, table, b"u1", -1, as_of_position_number=Position(1, 0).number
     )
 
     assert then is not None and counted_now is not None and counted_without_features is not None

@@ -90,7 +90,7 @@ def test_rows_written_at_once_are_each_the_json_of_one(
 @example(id_='a",', names=list(hostile.EVERY))
 def test_one_row_is_written_as_one_of_many(layout: Layout, id_: str, names: list[str]) -> None:
     live, (record,) = snapshot(names), records(layout, 1, len(names))
-    live.blocked = frozenset()
+    live.blocked_item_numbers = frozenset()
 
     start = answer_start(live, table(layout), Hit(record.tobytes(), "l1", False, None), id_, 2)
 
