@@ -61,7 +61,8 @@ async def running(
     store_threads = StoreThreads()
     host_headroom = HostHeadroom(config.store().local(""), store_threads)
     open_held_namespace = partial(
-        open_namespace, core_numbers=service_components.core_numbers, host_headroom=host_headroom, staging_executor=staging_executor,
+        open_namespace, core_numbers=service_components.core_numbers, host_headroom=host_headroom,
+        staging_executor=staging_executor,
         in_thread=store_threads,
         loops=loops,
     )  # fmt: skip
@@ -125,7 +126,8 @@ async def running(
         return ServedNamespace(held_namespace, beside_service, in_thread, staging_pool)
 
     replica = Replica(
-        config=config, replica_name=replica_name, fleet_name=replica_name if peers is None else peers.replica_name, metrics=metrics,
+        config=config, replica_name=replica_name, fleet_name=replica_name if peers is None else peers.replica_name,
+        metrics=metrics,
         loops=loops, in_thread=store_threads, own_namespace=own_namespace, l1_tier=service_components.local,
         inference_executor=service_components.executor,
         batcher=service_components.batcher, inference=service_components.inference,

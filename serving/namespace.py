@@ -153,7 +153,7 @@ def open_namespace(
     loops: BackgroundLoops | None = None,
     on_flip: Callable[[str], None] = lambda _before: None,
 ) -> HeldNamespace:
-    """Create a namespace's parts for the replica `replica_name`, without reading; `metrics` are for this namespace only."""
+    """Create a namespace's parts for this replica, without reading; `metrics` are for this namespace only."""
     store, control, ladder = config.store(), components.remote.control, components.ladder
     accelerator = None if config.live_provider == "cpu" else Accelerator(config.live_provider)
     openers: list[SnapshotOpener] = []

@@ -119,7 +119,7 @@ def caller_of(scope: Mapping[str, Any]) -> Caller:
 
 
 def enter_quota(scope: MutableMapping[str, Any], *, is_of_one_entity: bool) -> AbstractContextManager[object]:
-    """Charge a request, and its entity if `is_of_one_entity`, to its caller's quota; raise Problem (429) if that is exceeded.
+    """Charge a request, and its entity if `is_of_one_entity`, to its caller's quota; raise Problem (429) if exceeded.
 
     The request is in flight until the context ends.
     """
@@ -153,7 +153,7 @@ class Callers:
     def __init__(
         self, token_owners: Iterable[tuple[bytes, Caller]] = (), *, answers_without_token: bool = False
     ) -> None:
-        """`token_owners`: pairs of a token's SHA-256 and its owner. `answers_without_token`: the service answers without a token."""
+        """`token_owners`: pairs of a token's SHA-256 and its owner. `answers_without_token`: no token is needed."""
         self._digest_caller_pairs = tuple(token_owners)
         self._answers_without_token = answers_without_token
 

@@ -31,7 +31,7 @@ _IN_FLIGHT_RETRY_S = 1.0
 
 TABLE_ROWS = 512
 """Rows of the table: twice as many as a tokens file may have tokens. A removed token's row is reused once
-`is_fresh`."""
+`is_unused`."""
 
 _TABLE_HEADER = struct.Struct("<8sI")
 _TABLE_MAGIC = b"larderq1"
@@ -109,7 +109,8 @@ def quota_exceeded(shortage: Shortage) -> Problem:
     return Problem(
         429, "quota_exceeded",
         f"this token has used up its quota {shortage.kind} ({shortage.exceeded_limit:g}); try again after Retry-After",
-        quota=shortage.kind, limit=shortage.exceeded_limit, retry_after_seconds=math.ceil(shortage.retry_after_s * 1_000) / 1_000,
+        quota=shortage.kind, limit=shortage.exceeded_limit,
+        retry_after_seconds=math.ceil(shortage.retry_after_s * 1_000) / 1_000,
     )  # fmt: skip
 
 

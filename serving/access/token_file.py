@@ -182,8 +182,8 @@ def _copy_owner(tokens_path: Path, draft_path: Path) -> None:
             os.chown(draft_path, replaced_stat.st_uid, replaced_stat.st_gid)
         except PermissionError:
             raise ConfigError(
-                f"tokens file {tokens_path} belongs to uid {replaced_stat.st_uid} and gid {replaced_stat.st_gid}: run this "
-                "command as that user or as root, else the service could not read the changed file",
+                f"tokens file {tokens_path} belongs to uid {replaced_stat.st_uid} and gid {replaced_stat.st_gid}: run "
+                "this command as that user or as root, else the service could not read the changed file",
                 field="tokens_file",
             ) from None
     draft_path.chmod(stat.S_IMODE(replaced_stat.st_mode))

@@ -127,8 +127,8 @@ class Admission:
 class Valve:
     """Valve that admits a share, 0 to 1, of some work, depending on the wait in one queue.
 
-    The signal is CoDel's (RFC 8289): the shortest wait of an interval. If it exceeds `target_wait`, every request had to
-    wait, so the queue stands; a burst that drains within the interval does not count. The reaction is like DAGOR's
+    The signal is CoDel's (RFC 8289): the shortest wait of an interval. If it exceeds `target_wait`, every request had
+    to wait, so the queue stands; a burst that drains within the interval does not count. The reaction is like DAGOR's
     (WeChat, SoCC 2018): a share of the work is admitted. After an interval with a standing queue the share is
     multiplied by the ratio of `target_wait` to the wait (the gradient of Netflix' concurrency-limits). After any other
     interval it grows by a step, which doubles until a queue stands again (TCP's slow start): the share recovers within
@@ -179,7 +179,7 @@ class Valve:
 
 @dataclass(slots=True, eq=False)
 class LoopLagSampler:
-    """Periodic sampler: calls `observe_queues` with the length of an event-loop iteration, `model_wait()` and the time.
+    """Periodic sampler: calls `observe_queues` with the length of an iteration, the model's wait share and the time.
 
     The length is measured from one callback to the next, which the first one schedules. Everything that became ready in
     between is handled in that time, so the length is the longest wait of a new request. Between samples nothing runs.

@@ -54,10 +54,10 @@ class _Waiter:
 
 
 class WorkPacer:
-    """Pacer that admits portions of work, up to `budget_s` per iteration of one event loop, started requests first.
+    """Pacer that admits portions of work, up to `iteration_budget_s` per iteration of a loop, started requests first.
 
-    After `budget_s` of new work the loop first handles its sockets until nothing is ready, for 50 ms at most. It
-    accepts one connection per iteration, so without this a health probe would wait for one portion per connection
+    After `iteration_budget_s` of new work the loop first handles its sockets until nothing is ready, for 50 ms at most.
+    It accepts one connection per iteration, so without this a health probe would wait for one portion per connection
     before its own. By then the loop has also noticed which clients have left.
     """
 

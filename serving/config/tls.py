@@ -52,8 +52,8 @@ class TlsFiles:
             )  # never prompts for a passphrase
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
-                f"tls_certificate {self.certificate_path} and tls_key {self.key_path} are not a matching PEM pair without "
-                f"passphrase: {error}",
+                f"tls_certificate {self.certificate_path} and tls_key {self.key_path} are not a matching PEM pair "
+                f"without passphrase: {error}",
                 field="tls_certificate",
             ) from None
         if self.client_ca_path:

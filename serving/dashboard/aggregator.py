@@ -68,7 +68,7 @@ Quantiles = dict[str, float | None]
 
 
 class DrawnBin(NamedTuple):
-    """Bin in the form that the page draws: `quantiles_by_source` by source and quantile, `seconds_by_stage` in seconds."""
+    """Bin in the form that the page draws; all times are in seconds."""
 
     request_count: int
     answer_count_by_source: dict[str, int]

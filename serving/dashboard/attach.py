@@ -45,7 +45,7 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
 
 
 def attach(replica: Replica) -> Dashboard:
-    """Publish this worker's counts, and show those of all workers; other features add theirs by `Hooks.reports`."""
+    """Publish this worker's counts, and show those of all workers; features add reports by `Hooks.report_by_name`."""
     config, own_namespace, hooks, metrics = (replica.config, replica.own_namespace, replica.hooks, replica.metrics)
     admission, l1_cache = replica.admission, replica.l1_tier
 
@@ -82,7 +82,8 @@ def attach(replica: Replica) -> Dashboard:
 
     dashboard = Dashboard(
         own_namespace.components.remote.control, GenerationHistory(own_namespace.store, replica.releases.read_records),
-        worker_name=replica.replica_name, is_dashboard_on=config.observe and config.dashboard_s > 0, read_counts=read_counts,
+        worker_name=replica.replica_name, is_dashboard_on=config.observe and config.dashboard_s > 0,
+        read_counts=read_counts,
         read_worker_state=read_worker_state, bucket_bounds=metrics.answer_seconds.bounds, nights=replica.nights,
         clock=own_namespace.clock,
         advisor=lambda: read_report("advisor"), quality=lambda: read_report("quality"),

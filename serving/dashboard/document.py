@@ -461,7 +461,9 @@ def experiments_with_counts(
         {
             **experiment_row,
             "arms": [
-                _arm_row(experiment_row["experiment"], experiment_row["arms"], arm, request_count_by_arm, event_counts_by_arm)
+                _arm_row(
+                    experiment_row["experiment"], experiment_row["arms"], arm, request_count_by_arm, event_counts_by_arm
+                )
                 for arm in experiment_row["arms"]
             ],
         }

@@ -35,7 +35,7 @@ ArchiveRows = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 class Dashboard:
-    """Dashboard of one worker: call `publish` every few seconds; `document_json` answers all viewers from one reading a second.
+    """Dashboard of one worker: call `publish` every few seconds; all viewers share one `document_json` a second.
 
     `advisor`, `events` and `quality` return parts of the document without waiting: `advisor` and `events` for this
     worker, `quality` for all replicas. `list_experiments` returns the held experiments.
@@ -113,7 +113,8 @@ class Dashboard:
 
         def compose_body() -> bytes:
             dashboard_document = build_document(
-                reading, schedule_fields=schedule, generation_and_night_rows=self._archive_rows, generation_by_role=roles,
+                reading, schedule_fields=schedule, generation_and_night_rows=self._archive_rows,
+                generation_by_role=roles,
                 generations_read_at=self._generations_read_at,
                 bucket_bounds=self._bounds, advisor_fields=_call_provider(merge_advice), quality_fields=quality,
                 experiment_rows=experiment_rows,

@@ -33,7 +33,8 @@ from serving.requests.reasons import LiveReason
 class RequestContext:
     """State shared by all entities of one request; times are monotonic.
 
-    `is_part_of_answer`: the lookup is part of another answer (such as the vector for a search), and only that answer is counted.
+    `is_part_of_answer`: the lookup is part of another answer (such as the vector for a search), and only that answer is
+    counted.
     """
 
     options: RequestOptions
@@ -122,7 +123,7 @@ class AnswerBuilder:
     ) -> None:
         """Set the answer, unless a list has fewer than `min_items` items left and a lower rung may have more.
 
-        If fewer than k items pass a filter, they become `pending.partial`: a search by vectors may find more.
+        If fewer than k items pass a filter, they become `pending.partial_list`: a search by vectors may find more.
         `seen_ordinals` are the user's past items, if the list was computed without knowing them.
         """
         table = snapshot.manifest.tables[pending.table.name]
@@ -254,7 +255,8 @@ class AnswerBuilder:
             prediction, snapshot, table, pending.entity, source, producer, self._clock(),
             reason=reason, live=pending.live_failure_reason, dropped_history=dropped_count or None,
             reranked=context.reranking_names(snapshot), near=pending.near_distance if source is Source.LIVE else None,
-            events=counted_events and counted_events.event_count, as_of=counted_events and counted_events.newest_accepted_at,
+            events=counted_events and counted_events.event_count,
+            as_of=counted_events and counted_events.newest_accepted_at,
             **flag_fields,
         )  # fmt: skip
         if not context.is_part_of_answer:

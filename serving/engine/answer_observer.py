@@ -73,8 +73,9 @@ class RecentNames(deque[EntityName]):
 class AnswerSample(NamedTuple):
     """Answer as it was served, by `generation`; `answered_at` in Unix seconds.
 
-    The sent answer is `answer_json` (JSON), `answer_fields`, or the first `k` items of `stored_record`, the complete stored record if known.
-    `caller_input` is the input that it was computed from, None for the night's own input; `exclusions` were left out.
+    The sent answer is `answer_json` (JSON), `answer_fields`, or the first `k` items of `stored_record`, the complete
+    stored record if known. `caller_input` is the input that it was computed from, None for the night's own input;
+    `exclusions` were left out.
     """
 
     generation: str

@@ -53,7 +53,7 @@ _JSON_FORMS = Forms("json", "json")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchRequest:
-    """Batch request for entities of a table; `raw_ids` are the bytes of their ids, `request_started_at` is monotonic."""
+    """Batch request for entities of a table; `request_started_at` is monotonic."""
 
     served: ServedGenerations
     table: Table
@@ -72,8 +72,8 @@ class BatchAnswers:
     """Answers of a batch, one per id: rows for plain records of the live generation, JSON for all others.
 
     `answer_indices` int64[n]: the index of each row's answer. `record_rows`: n records of the table's dtype that
-    `plain_record_mask` accepts. `row_is_from_l2` bool[n]: from L2, else from L1. `answer_by_index`: the answers of all other ids, by
-    index, from the ladder or from a list with exclusions; each has its own source, generation and flags.
+    `plain_record_mask` accepts. `row_is_from_l2` bool[n]: from L2, else from L1. `answer_by_index`: the answers of all
+    other ids, by index, from the ladder or from a list with exclusions; each has its own source, generation and flags.
     """
 
     answer_indices: NDArray[np.int64]
@@ -397,7 +397,7 @@ def render_stream(
     now_s: float,
     stale_reason: str | None,
 ) -> bytes:
-    """Render the body of the response, with `list_items` of all rows; `now_s`: Unix seconds, `stale_reason`: the service's."""
+    """Render the body of the response, with `list_items` of all rows; `now_s` are Unix seconds."""
     live, table = lookup.served.live, lookup.table
     # The fields of both tiers differ only in the source, the first column.
     _, *common_fields = row_of(origin_fields(live, Source.L1, "batch", now_s, stale=stale_reason))

@@ -42,7 +42,7 @@ GroupResult = bytes | ReadResult | None
 
 
 class SingleRequest(NamedTuple):
-    """Parsed GET; `served` are its captured generations, `record_key` is the nightly key, `request_started_at` is monotonic."""
+    """Parsed GET; `served` were captured, `record_key` is the nightly key, `request_started_at` is monotonic."""
 
     served: ServedGenerations
     table: Table

@@ -87,12 +87,13 @@ class NewerInput(Protocol):
 
 @dataclass(slots=True, eq=False)
 class PendingAnswer:
-    """Pending answer of one entity: `reason` is why there is no plain hit, `live_failure_reason` why live gave no answer.
+    """Pending answer of one entity: `reason` is why there is no plain hit, `live_failure_reason` why live gave none.
 
-    `unknown_id_count` is the number of ids of the history that the model lacked, if live has counted them. `near_distance` is
-    the distance of the input whose answer live reused; if `forbids_near_answer`, no such answer is allowed. `counted_events` are
-    newer events of the user that the answer counts. Once `is_settled_for_stored`, it counts them only by excluding their items
-    from a list that was computed without them. `new_items` are the new items that a computed answer may name.
+    `unknown_id_count` is the number of ids of the history that the model lacked, if live has counted them.
+    `near_distance` is the distance of the input whose answer live reused; if `forbids_near_answer`, no such answer is
+    allowed. `counted_events` are newer events of the user that the answer counts. Once `is_settled_for_stored`, it
+    counts them only by excluding their items from a list that was computed without them. `new_items` are the new items
+    that a computed answer may name.
     """
 
     entity: RequestedEntity

@@ -261,7 +261,7 @@ class FastLookups:
 
 
 def _skip_timing() -> None:
-    """Do nothing: default of `time_next`, for routes that time no answers."""
+    """Do nothing: default of `time_next_answer`, for routes that time no answers."""
 
 
 def _arrow_messages(arrow_stream: bytes) -> ResponseMessages:
@@ -422,7 +422,7 @@ class SingleLookups:
 
 
 class SentAnswers(list[ReadyAnswer]):
-    """Sent answers of the live generation, in order, not counted yet; `timed_answer_seconds` are those of timed answers.
+    """Sent answers of the live generation, in order, not counted yet; `timed_answer_seconds` are of timed ones.
 
     Code that appends calls `flush_or_time` at a length of `due_length`; code that reads counts calls `flush` first.
     `time_next_answer` is called when the next answer has to be timed. Counting in bulk costs a third of single counts.

@@ -179,8 +179,10 @@ class LiveInferences:
             job = InferenceJob(
                 snapshot, table, pending.live_input, record_key.fingerprint, pending.input_size_bytes, give_up_at,
                 may_reuse_near_answer=may_reuse_near_answer,
-                newer_input=None if pending.is_settled_for_stored else pending.counted_events and pending.counted_events.event_input,
-                eligible_new_items=new_items_of(snapshot, pending), seen_item_ordinals=pending.find_seen_ordinals(snapshot),
+                newer_input=None if pending.is_settled_for_stored
+                else pending.counted_events and pending.counted_events.event_input,
+                eligible_new_items=new_items_of(snapshot, pending),
+                seen_item_ordinals=pending.find_seen_ordinals(snapshot),
             )  # fmt: skip
             self._job_by_flight_key[flight_key] = job
             # Evaluated now: the pending answer may settle for the nightly record later.

@@ -45,11 +45,11 @@ class LeaseCounts:
 
 
 class LeaseManager:
-    """Manager of leases, which live for half of `wait_s` and are renewed while their leader computes.
+    """Manager of leases, which live for half of `lease_wait_s` and are renewed while their leader computes.
 
     A process that has stored its answer marks the lease as done, even if another process holds it. A follower polls
     with jitter, takes the stored answer once the lease is done, and becomes the leader once the lease has expired.
-    After `wait_s`, or half of its caller's time, it computes without a lease.
+    After `lease_wait_s`, or half of its caller's time, it computes without a lease.
     """
 
     def __init__(

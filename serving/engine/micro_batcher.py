@@ -109,8 +109,8 @@ class InferenceJob:
 class ComputedRecord:
     """Record computed by live; the model lacks `unknown_id_count` ids of the history (None: not counted).
 
-    `near_distance` is the distance of the input whose answer is reused, None for a computed record. `record_without_new_items`
-    is the same record without new items, if it has any.
+    `near_distance` is the distance of the input whose answer is reused, None for a computed record.
+    `record_without_new_items` is the same record without new items, if it has any.
     """
 
     record: bytes

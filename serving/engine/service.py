@@ -26,7 +26,8 @@ LookupFunction = Callable[[ServedGenerations, LookupRequest, float], Awaitable[l
 class LookupService:
     """Parts of the service that answer requests, with the limits of requests.
 
-    `l2_bound_s` returns how long a read of L2 may take now; without `observes_answers` nothing is recorded for the dashboard.
+    `l2_bound_s` returns how long a read of L2 may take now; without `observes_answers` nothing is recorded for the
+    dashboard.
     """
 
     follower: PointerFollower

@@ -252,7 +252,8 @@ def open_events(namespace: HeldNamespace, snapshot: Snapshot) -> Snapshot:
         return snapshot
     if snapshot.predictor is not None:
         open_with_models = functools.partial(
-            events.with_models, snapshot.manifest, snapshot.generation_folder, snapshot.items, seen_items, snapshot.predictor,
+            events.with_models, snapshot.manifest, snapshot.generation_folder, snapshot.items, seen_items,
+            snapshot.predictor,
             threads=config.live_threads, cores=parse_cores(config.live_cores),
             exact_search_bytes_max=config.events.exact_bytes,
         )  # fmt: skip

@@ -302,8 +302,8 @@ def _script_id(script: str) -> str:
 def _check_durability(found_durability: FoundDurability, demanded_durability: Durability) -> None:
     if not found_durability.suffices(demanded_durability):
         raise EventsUnavailable(
-            f"[events] durability demands {demanded_durability!r}, and the Redis of events has {found_durability.persistence!r}: set "
-            "appendonly yes and appendfsync there, or allow its user CONFIG GET",
+            f"[events] durability demands {demanded_durability!r}, and the Redis of events has "
+            f"{found_durability.persistence!r}: set appendonly yes and appendfsync there, or allow its user CONFIG GET",
             demanded=demanded_durability,
             found=found_durability.persistence,
         )

@@ -256,7 +256,8 @@ class EventFollower:
     ) -> bool:
         """Read a range of the stream again and prepend its events, while new events are added as usual.
 
-        If both do not fit into memory, read the stream again from `after_position_number` as far as memory allows; return False.
+        If both do not fit into memory, read the stream again from `after_position_number` as far as memory allows;
+        return False.
         """
         self._fall_behind()
         reread_events = _empty_events_since(after_position_number)

@@ -269,7 +269,8 @@ class RejectionQueue:
             try:
                 await self._redis.execute_all([
                     ("XADD", self._rejected_events_key, "MAXLEN", "~", self._entries_max, "*",
-                     "reason", rejection.rejection_reason, "detail", rejection.rejection_detail, "event", rejection.event_excerpt)
+                     "reason", rejection.rejection_reason, "detail", rejection.rejection_detail,
+                     "event", rejection.event_excerpt)
                     for rejection in self._waiting_rejections
                 ])  # fmt: skip
             except EventsFull:  # otherwise the inbox would wait for its rejected events, and fill Redis further
@@ -301,7 +302,7 @@ def _event_excerpt(raw_event: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class EventIntake:
-    """Intake of events into the stream of one namespace; `clock` returns Unix seconds, `monotonic_clock` monotonic ones."""
+    """Intake of events into the stream of one namespace; `clock` returns Unix seconds."""
 
     redis: EventsRedis
     reader: EventReader

@@ -32,8 +32,8 @@ VALUES_CHECK_INTERVAL_S = 0.25
 class ItemUpdate(NamedTuple):
     """Extent to which a snapshot includes item values and new items of events.
 
-    `values_until_position_number` is the number of the position up to which it has item values; `new_items_version` is the
-    version of `NewItemEvents` from which its new items were made.
+    `values_until_position_number` is the number of the position up to which it has item values; `new_items_version` is
+    the version of `NewItemEvents` from which its new items were made.
     """
 
     values_until_position_number: int
@@ -158,7 +158,7 @@ class MissingItems(NamedTuple):
 
 
 class SnapshotUpdate:
-    """Update of snapshots with item values and new items, for any thread; `outcome_counts_by_generation` are outcomes by generation.
+    """Update of snapshots with item values and new items, for any thread.
 
     `failed_generations` are the generations for which a failure was already logged.
     """

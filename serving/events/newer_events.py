@@ -32,9 +32,9 @@ NO_LIMIT = (1 << 64) - 1
 class CountedEvents(NamedTuple):
     """Newer events that an answer counts, newest last; `inputs_digest` covers all inputs of the answer.
 
-    Unless `has_all_events`, some events may be missing, and nothing is computed from the known ones. `is_as_of_earlier`: an earlier
-    position was requested; the answer is computed and not stored. `is_approximate`: attributes are newer than the
-    position.
+    Unless `has_all_events`, some events may be missing, and nothing is computed from the known ones.
+    `is_as_of_earlier`: an earlier position was requested; the answer is computed and not stored. `is_approximate`:
+    attributes are newer than the position.
     """
 
     event_input: EventInput
@@ -135,11 +135,11 @@ class NewerEvents(NewerInputs):
         sent_input_and_digest: tuple[LiveInput, bytes] | None = None,
         as_of_position_number: int = NO_LIMIT,
     ) -> CountedEvents | None:
-        """Return the user's events, up to the position `as_of_position_number`, that an answer of the table counts; None without any.
+        """Return the user's events, up to `as_of_position_number`, that the table's answer counts; None without any.
 
-        `directory_position` is the user's position in the directory (-1: unknown to the night). `sent_input_and_digest` is the caller's
-        input with its digest. It counts only for users for whom the night and these events have no input that the model
-        can use, and is None for a user with a record in the table.
+        `directory_position` is the user's position in the directory (-1: unknown to the night). `sent_input_and_digest`
+        is the caller's input with its digest. It counts only for users for whom the night and these events have no
+        input that the model can use, and is None for a user with a record in the table.
         """
         events_of_night = snapshot.part(GenerationEvents)
         if events_of_night is None or not events_of_night.changes_answer(

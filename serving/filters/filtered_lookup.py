@@ -70,9 +70,9 @@ class _Evaluation:
 class FilterEvaluator:
     """Evaluator of requests' filters in threads, whose number bounds the concurrent work.
 
-    `executor` searches by vectors, `mask_executor` evaluates filters. They run nothing else: a flood of filters must
-    not delay a blocklist or a revocation. Without executors all work is done on the event loop. Searches and costly
-    filters must be admitted by `admit_work`, like inputs of the model.
+    `search_executor` searches by vectors, `mask_executor` evaluates filters. They run nothing else: a flood of filters
+    must not delay a blocklist or a revocation. Without executors all work is done on the event loop. Searches and
+    costly filters must be admitted by `admit_work`, like inputs of the model.
     """
 
     def __init__(

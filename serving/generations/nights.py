@@ -143,7 +143,7 @@ def open_refusal(effective_releases: Iterable[Release]) -> Release | None:
 
 
 class RedisMemory:
-    """Redis' memory at the last refresh; `redis_used_bytes`: None after an error, `redis_max_bytes`: 0 if a server has no limit."""
+    """Redis' memory at the last refresh: used (None after an error) and allowed (0 if a server has no limit)."""
 
     def __init__(self, control: ControlPlane) -> None:
         self.redis_used_bytes: int | None = None

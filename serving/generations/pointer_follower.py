@@ -52,7 +52,8 @@ _REOPEN_MAX_S = 640.0
 class Health:
     """Readiness of a replica; the other fields are reasons for limitations, or None.
 
-    `degraded_reason` and `failure_reason` contain error texts with files, hosts and checksums: only for callers with a token.
+    `degraded_reason` and `failure_reason` contain error texts with files, hosts and checksums: only for callers with a
+    token.
     """
 
     is_ready: bool

@@ -205,7 +205,7 @@ class InboundMeter:
             raise BoundViolation(429)
 
     def head_excess_status(self, received_data: bytes) -> int:
-        """Return status 431 if `received_data` begins or continues a head of more lines than `head_fields`; 0 otherwise.
+        """Return status 431 if `received_data` begins or continues a head of more lines than `head_fields`; else 0.
 
         Otherwise parsing the fields would cost four times as much as accepting the connection.
         """

@@ -129,7 +129,7 @@ class ChunkedBody:
         self._partial_line = b""
 
     def feed(self, received_data: bytes) -> tuple[bytes, int]:
-        """Return the part of the body that is in `received_data`, and how many bytes of `received_data` belong to the message.
+        """Return the part of the body that is in `received_data`, and how many of its bytes belong to the message.
 
         Raises ProtocolViolation for invalid chunks.
         """

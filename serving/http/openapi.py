@@ -75,8 +75,8 @@ _COMMON_CODES = ("internal_error", "not_ready", "overloaded")
 class Operation:
     """Operation of the API: one method of one path.
 
-    `error_code_by_name`: refusal codes in addition to those of its kind; `has_arrow`: body and answer may be Arrow streams.
-    `is_limited`: subject to admission, like all paths with its prefix; `is_counted`: `/metrics` counts it.
+    `error_code_by_name`: refusal codes in addition to those of its kind; `has_arrow`: body and answer may be Arrow
+    streams. `is_limited`: subject to admission, like all paths with its prefix; `is_counted`: `/metrics` counts it.
     """
 
     method: str

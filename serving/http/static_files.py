@@ -59,7 +59,9 @@ class StaticPage:
         ]
         return [
             *routes,
-            Route(f"{self.url_path}/", functools.partial(_redirect_without_slash, self.url_path), include_in_schema=False),
+            Route(
+                f"{self.url_path}/", functools.partial(_redirect_without_slash, self.url_path), include_in_schema=False
+            ),
         ]  # fmt: skip
 
 

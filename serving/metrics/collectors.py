@@ -108,7 +108,7 @@ class SecondsHistogram(Collector):
 def refine_bounds(
     bucket_bounds: Sequence[float], *, lowest_bound: float = LOWEST_BOUND_S, bound_ratio: float = BUCKET_RATIO
 ) -> tuple[float, ...]:
-    """Return bounds from `lowest_bound` to the last of `bucket_bounds` (ascending, above `lowest_bound`) that include all `bucket_bounds`."""
+    """Return bounds from `lowest_bound` up to the last of `bucket_bounds` (ascending) that include all of these."""
     finer_bounds = [lowest_bound]
     for bound in bucket_bounds:
         lower_bound = finer_bounds[-1]
@@ -130,7 +130,7 @@ def bucket_middle(bucket_bounds: Sequence[float], bucket_index: int) -> float:
 def quantile(
     bucket_bounds: Sequence[float], count_by_bucket: Mapping[int, int], observation_share: float
 ) -> float | None:
-    """Return the value that `observation_share` of the observations (counts by bucket) do not exceed; None without any."""
+    """Return the value that `observation_share` of the observations do not exceed; None without any."""
     observation_count = sum(count_by_bucket.values())
     rank, cumulative_count = max(1, math.ceil(observation_share * observation_count - 1e-9)), 0
     for bucket_index in sorted(count_by_bucket):

@@ -28,13 +28,13 @@ _WEIGHTS_ABOVE_1 = (1.5, 3.0, 10.0, 40.0, 200.0)
 class Drift:
     """Drift test of one table of one release; `alpha` is this test's share. An alarm stays.
 
-    Hypothesis: given all earlier samples, a sample's expected overlap is at least `overlap_floor`. Each sample x in [0, 1]
-    multiplies the capital of a bet against it by 1 + stake * (floor - x), which is at best fair if the hypothesis holds
-    (Waudby-Smith & Ramdas, "Estimating means of bounded random variables by betting", JRSS-B 86(1), 2024). Answers may
-    become bad at any moment, so a share 1/(t*(t+1)) of the initial capital is reserved for a bet that begins at sample
-    t. This makes it a Shiryaev-Roberts statistic whose expectation never exceeds 1 (Shin, Ramdas & Rinaldo,
-    "E-detectors", 2023). By Ville's inequality the capital ever reaches 1/alpha with a probability of at most alpha,
-    for any run length and any distribution of overlaps. The state is two floats per stake.
+    Hypothesis: given all earlier samples, a sample's expected overlap is at least `overlap_floor`. Each sample x in [0,
+    1] multiplies the capital of a bet against it by 1 + stake * (floor - x), which is at best fair if the hypothesis
+    holds (Waudby-Smith & Ramdas, "Estimating means of bounded random variables by betting", JRSS-B 86(1), 2024).
+    Answers may become bad at any moment, so a share 1/(t*(t+1)) of the initial capital is reserved for a bet that
+    begins at sample t. This makes it a Shiryaev-Roberts statistic whose expectation never exceeds 1 (Shin, Ramdas &
+    Rinaldo, "E-detectors", 2023). By Ville's inequality the capital ever reaches 1/alpha with a probability of at most
+    alpha, for any run length and any distribution of overlaps. The state is two floats per stake.
     """
 
     overlap_floor: float

@@ -75,7 +75,7 @@ class Nearest(NamedTuple, Generic[Entry]):
 
 
 class RecentVectors(Generic[Entry]):
-    """Index of the `capacity` most recently added or used vectors float32[dims]; not thread-safe.
+    """Index of the `vector_count_max` most recently added or used vectors float32[dims]; not thread-safe.
 
     A query scans all vectors: 4,096 x 128 take about 60 us, a hundredth of a search among a hundred times as many
     items.

@@ -132,9 +132,10 @@ class JudgedSample(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AnswerJudge:
-    """Judges answers in at most `cpu_share` of one core, by the thread's CPU clock; idle while `is_busy()`.
+    """Judges answers in at most `cpu_share` of one core, by the thread's CPU clock; idle while `is_model_busy()`.
 
-    `inference_threads` is the number of threads of an inference; only the first is measured, and its time is multiplied.
+    `inference_threads` is the number of threads of an inference; only the first is measured, and its time is
+    multiplied.
     """
 
     sampler: AnswerSampler

@@ -42,7 +42,7 @@ class ParentSpan(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """Record of one request: `request_started_at` is monotonic; `request_id` names the request in logs and to its caller.
+    """Record of one request: `request_started_at` is monotonic; `request_id` is its name in logs and to its caller.
 
     Ready answers, the fastest path, have no record.
     """

@@ -69,7 +69,7 @@ class RequestLog:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestObserver:
-    """Request observer. `sends_server_timing`: send stage times in `Server-Timing`; `get_table_names`: names allowed in logs and spans."""
+    """Request observer; `get_table_names` returns the names that are allowed in logs and spans."""
 
     get_table_names: Callable[[], Container[str]]
     _: KW_ONLY

@@ -224,7 +224,7 @@ def assignment_key(
 
 
 class EventNames:
-    """Kinds of feedback counted separately: the first `COUNTED_EVENTS_MAX` and `always_counted`; others are `other`."""
+    """Kinds of feedback counted separately: the first `COUNTED_EVENTS_MAX`, and a given one; others are `other`."""
 
     def __init__(self) -> None:
         self._counted_event_names: set[str] = set()
@@ -249,9 +249,9 @@ class KeySample:
     """Uniform sample of the keys of one arm, each with its first answer.
 
     Traffic is split by key, so each key counts once, by its first answer; otherwise a few busy keys would dominate.
-    Beyond `sampled_keys_max` keys a uniform sample is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On adaptive
-    sampling", 1990): keys whose hash ends in `sampling_level` zero bits, where `sampling_level` grows whenever there are too many.
-    `sketch` counts all keys.
+    Beyond `sampled_keys_max` keys a uniform sample is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On
+    adaptive sampling", 1990): keys whose hash ends in `sampling_level` zero bits, where `sampling_level` grows whenever
+    there are too many. `sketch` counts all keys.
     """
 
     sampled_keys_max: int = SAMPLED_KEYS_MAX

@@ -108,7 +108,7 @@ class L1Advisor(Collector):
 
     A generation is part of every key, so after a flip all keys are new, as they are in L1: the sample is restarted,
     counted reads age as before, and the curve includes the cost of the flip. Records read ahead for a flip count as
-    absent until they are requested once. `keys_max` bounds the sample; 0 switches the advisor off.
+    absent until they are requested once. `sampled_keys_max` bounds the sample; 0 switches the advisor off.
     """
 
     def __init__(

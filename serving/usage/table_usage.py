@@ -168,7 +168,9 @@ class TableUsage(Collector):
 ): ((
                     "Records of the live generation"
 ), {table: table_record_count(snapshot, table) for snapshot, table in live_tables}),
-            "bytes": ("Bytes of its pages", {table: table_page_bytes(snapshot, table) for snapshot, table in live_tables}),
+            "bytes": (
+                "Bytes of its pages", {table: table_page_bytes(snapshot, table) for snapshot, table in live_tables},
+            ),
             "read_records": (
                 "Its records that any replica read at least once",
                 self.read_count_by_table),

@@ -59,8 +59,8 @@ PLANTS = (
         (
             Change(
                 _ENTITY,
-                "self.directory_position >= 0 and self.reason != MissReason.NOT_IN_GENERATION",
-                "self.directory_position >= 0",
+                "and self.directory_position >= 0\n            and self.reason != MissReason.NOT_IN_GENERATION",
+                "and self.directory_position >= 0",
             ),
         ),
     ),
@@ -125,8 +125,8 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "context.excluded_ordinals(snapshot) | pending.history_in(snapshot).item_numbers | snapshot.blocked_item_numbers",
-                "pending.history_in(snapshot).item_numbers | snapshot.blocked_item_numbers",
+                "context.excluded_ordinals(snapshot) | pending.history_in(snapshot).item_numbers",
+                "pending.history_in(snapshot).item_numbers",
             ),
         ),
     ),

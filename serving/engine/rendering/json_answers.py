@@ -141,7 +141,7 @@ def answer_texts(
     k: int,
     answer_ends: Sequence[bytes],
 ) -> list[bytes]:
-    """Return each answer's JSON from records that `plain_record_mask` accepts; `answer_ends` begin after the prediction."""
+    """Return each answer's JSON from records that `plain_record_mask` accepts; `answer_ends` follow the prediction."""
     quoted_ids = _id_json_texts(entity_ids)
     table_name_json = b'","table":%b' % orjson.dumps(table.name)
     kind = table.layout.kind
@@ -226,8 +226,8 @@ def plain_record_mask(snapshot: Snapshot, table: Table, record_rows: NDArray[Any
         plain_mask: NDArray[np.bool_] = nightly_mask & (record_rows["count"] == width) & finite_mask
         return plain_mask
     raw_mask = loader.kernels.plain_record_mask(
-        record_rows, width, is_list, layout.precision == "f2", plain_answer_bits(), NIGHTLY_FLAGS, min_count, SAFE_EXPONENT,
-        snapshot.items.count,
+        record_rows, width, is_list, layout.precision == "f2", plain_answer_bits(), NIGHTLY_FLAGS, min_count,
+        SAFE_EXPONENT, snapshot.items.count,
     )  # fmt: skip
     plain_mask = np.frombuffer(bytearray(raw_mask), np.bool_)
     if is_list and len(snapshot.blocked_item_ordinals):

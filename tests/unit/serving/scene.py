@@ -100,7 +100,7 @@ class Scene:
         self.on_open()
         if to.generation in self.broken:
             raise CorruptArtefact("items.bin has 3 bytes")
-        changes = {"epoch": to.epoch, "blocklist": blocklist, "degraded": self.degraded}
+        changes = {"epoch": to.epoch, "blocklist": blocklist, "degraded_reason": self.degraded}
         return self.world.snapshot(to.generation, **changes)
 
     async def warm(self, coming: Snapshot, _current: Snapshot | None) -> None:

@@ -24,7 +24,7 @@ def intake(error: Exception) -> EventIntake:
     async def accept(_events: object) -> None:
         raise error
 
-    no_events: Any = SimpleNamespace(packed=[], rejected=[], places=[])
+    no_events: Any = SimpleNamespace(packed_events=[], rejected_events=[], event_indices=[])
     parts: Any = SimpleNamespace(accept=accept, parse_body_events=lambda *_: no_events, found_durability=None)
     counts: Any = EventCounts(parts, SimpleNamespace(events="", inbox="", rejected=""), 1)  # type: ignore[arg-type]
     return EventIntake(parts, parts, parts, parts, parts, counts, Blocklist, time.time, time.monotonic)

@@ -178,9 +178,10 @@ async def test_history_exclusions_and_blocked_items_appear_from_no_source(world:
     blocked_item, excluded = night_list("u3")[0], world.ids(night_list("u3")[1:2])
     seen_items = world.ids(night_list("u3")[2:3])
     snapshot = world.snapshot(
-        blocked=frozenset({blocked_item}), blocklist=Blocklist(1, frozenset(ids(*world.ids([blocked_item]))))
+        blocked_item_numbers=frozenset({blocked_item}),
+        blocklist=Blocklist(1, frozenset(ids(*world.ids([blocked_item])))),
     )
-    previous = world.snapshot(OLDER, blocked=frozenset({blocked_item}))
+    previous = world.snapshot(OLDER, blocked_item_numbers=frozenset({blocked_item}))
     exclusions = {*world.ids([blocked_item]), *excluded, *seen_items}
     options = {"exclude": ids(*excluded)}
 
@@ -327,7 +328,7 @@ async def test_a_model_that_raises_leaves_every_entity_with_an_answer(world: Wor
 
 
 async def test_a_generation_without_a_model_still_answers_from_pages_and_defaults(world: World) -> None:
-    served = ServedGenerations(world.snapshot(predictor=None, degraded="broken"))
+    served = ServedGenerations(world.snapshot(predictor=None, degraded_reason="broken"))
 
     answers = await look_up(world, served, entity("u1"), entity("x", history=ids("i1")))
 

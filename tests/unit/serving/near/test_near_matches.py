@@ -35,7 +35,7 @@ def snapshot(predictor: Predictor, blocked: tuple[int, ...] = (), version: int =
     """As much of a generation as near matches need."""
     return SimpleNamespace(
         predictor=predictor, manifest=SimpleNamespace(tables=predictor._tables), generation="g",
-        blocked_ordinals=np.array(blocked, np.int64), blocked_stamp=version,
+        blocked_item_ordinals=np.array(blocked, np.int64), blocklist_stamp=version,
         blocklist=Blocklist(version=1),  # in an arm it stays, whatever the service's own namespace blocks
     )  # fmt: skip
 

@@ -58,7 +58,7 @@ def snapshot(names: Sequence[str], blocked: Sequence[int] = ()) -> Any:
         shared_ids=SharedIdArrays(np.frombuffer(b"".join(raws), np.uint8), offsets),
         json_texts=ItemJsonTexts(len(names), ids_of, longest),
     )
-    return SimpleNamespace(items=items, blocked_ordinals=np.array(blocked, np.int64))
+    return SimpleNamespace(items=items, blocked_item_ordinals=np.array(blocked, np.int64))
 
 
 def table(layout: Layout) -> Table:
@@ -102,7 +102,7 @@ def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
     numbers = json_answers.record_numbers(of, good, k)
     texts = [json_answers.answer_texts(live, of, ids, good, k, ends) for _ in range(2)][1]
     lookup: Any = SimpleNamespace(table=of, k=k, served=SimpleNamespace(live=live))
-    resolved: Any = SimpleNamespace(rows=good)
+    resolved: Any = SimpleNamespace(record_rows=good)
     named = list_items(lookup, resolved, slice(None))
     streamed = answers_stream(of, [b"i"] * len(good), {}, stored(numbers, named))
     with interpreted():

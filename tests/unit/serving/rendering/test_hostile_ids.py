@@ -109,7 +109,7 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(columns: Any, ids: list[s
     row = some_row("l1")
 
     with patch.object(loader, "kernels", columns):
-        named = list_items(lookup, SimpleNamespace(rows=good), slice(None))  # type: ignore[arg-type]
+        named = list_items(lookup, SimpleNamespace(record_rows=good), slice(None))  # type: ignore[arg-type]
         numbers = json_answers.record_numbers(table(layout), good, 2)
         stored_rows = StoredRows(np.arange(len(ids)), (row, row), np.zeros(len(ids), bool), numbers, named)
         arrow_stream = answers_stream(table(layout), [id_.encode() for id_ in ids], {}, stored_rows)
