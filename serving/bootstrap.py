@@ -98,10 +98,10 @@ async def running(
         l2_bound_s=remote.bound_s, admission=service_components.admission, observes_answers=config.observe,
     )  # fmt: skip
 
-    def open_beside_namespace(namespace: str) -> ServedNamespace:
+    def open_beside_namespace(namespace_name: str) -> ServedNamespace:
         # All namespaces follow the same event stream, each from the position of its own generation.
         followed_events = replace(config.events, namespace=config.of_events().namespace)
-        namespace_config = replace(config, namespace=namespace, events=followed_events)
+        namespace_config = replace(config, namespace=namespace_name, events=followed_events)
         beside_components = service_components.of_namespace(namespace_config, replica_name)
         # Own threads: if loads of this namespace hang, the service can still read its blocklist.
         in_thread = StoreThreads()

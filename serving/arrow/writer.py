@@ -32,7 +32,7 @@ class Column(NamedTuple):
     """One column in a record batch: nodes (length, null count) of the column and its children, and their buffers."""
 
     lengths_and_null_counts: tuple[tuple[int, int], ...]
-    buffers: tuple[bytes, ...]
+    column_buffers: tuple[bytes, ...]
 
 
 AssembleStream = Callable[[bytes, bytes, int, int, int, int, int, list[int], list[bytes], bytes], bytes | None]
@@ -58,14 +58,14 @@ def write_stream(
     `assemble`: a faster equivalent of `assemble_stream`, which returns None for input that it does not support.
     """
     node_numbers = [number for column in columns for node in column.lengths_and_null_counts for number in node]
-    buffers = [buffer for column in columns for buffer in column.buffers]
-    template = _batch_template(len(node_numbers) // 2, len(buffers))
+    column_buffers = [buffer for column in columns for buffer in column.column_buffers]
+    template = _batch_template(len(node_numbers) // 2, len(column_buffers))
     assemble_arguments = (
         schema_message(fields, schema_metadata),
         *template,
         row_count,
         node_numbers,
-        buffers,
+        column_buffers,
         END_OF_STREAM,
     )
     fast_stream = None if assemble is None else assemble(*assemble_arguments)
@@ -81,17 +81,17 @@ def assemble_stream(
     buffers_offset: int,
     row_count: int,
     lengths_and_null_counts: list[int],
-    buffers: list[bytes],
+    column_buffers: list[bytes],
     end_marker: bytes,
 ) -> bytes:
     """Return the stream: `stream_head`, metadata with its numbers, buffers at multiples of 8 bytes, `end_marker`."""
     body_pieces: list[bytes] = []
     buffer_extents: list[int] = []
     body_bytes = 0
-    for buffer in buffers:
-        buffer_extents += body_bytes, (buffer_bytes := len(buffer))
+    for column_buffer in column_buffers:
+        buffer_extents += body_bytes, (buffer_bytes := len(column_buffer))
         if buffer_bytes:
-            body_pieces.append(buffer)
+            body_pieces.append(column_buffer)
             if padding_bytes := -buffer_bytes & 7:
                 body_pieces.append(_PADDING_BY_SIZE[padding_bytes])
                 buffer_bytes += padding_bytes
@@ -146,7 +146,7 @@ def text_column(text_values: Sequence[bytes | None]) -> Column:
         pass
     is_valid = [text_value is not None for text_value in text_values]
     column = whole_text_column([text_value or b"" for text_value in text_values])
-    return Column(((len(text_values), is_valid.count(False)),), (pack_bits(is_valid), *column.buffers[1:]))
+    return Column(((len(text_values), is_valid.count(False)),), (pack_bits(is_valid), *column.column_buffers[1:]))
 
 
 def whole_text_column(text_values: Sequence[bytes]) -> Column:
@@ -204,7 +204,7 @@ def list_column(
     validity_bits = pack_bits(row_is_valid) if null_count and row_is_valid is not None else b""
     return Column(
         ((len(list_ends) - 1, null_count), *child_column.lengths_and_null_counts),
-        (validity_bits, list_ends.tobytes(), *child_column.buffers),
+        (validity_bits, list_ends.tobytes(), *child_column.column_buffers),
     )
 
 
@@ -213,7 +213,7 @@ def fixed_list_column(row_count: int, child_column: Column, row_is_valid: Sequen
     null_count = 0 if row_is_valid is None else len(row_is_valid) - sum(row_is_valid)
     validity_bits = pack_bits(row_is_valid) if null_count and row_is_valid is not None else b""
     return Column(
-        ((row_count, null_count), *child_column.lengths_and_null_counts), (validity_bits, *child_column.buffers)
+        ((row_count, null_count), *child_column.lengths_and_null_counts), (validity_bits, *child_column.column_buffers)
     )
 
 

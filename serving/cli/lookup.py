@@ -43,8 +43,8 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
 
 
-def _show_answer(document: Mapping[str, Any]) -> None:
-    for line in answer_lines(document["answers"][0] if "answers" in document else document):
+def _show_answer(answer_document: Mapping[str, Any]) -> None:
+    for line in answer_lines(answer_document["answers"][0] if "answers" in answer_document else answer_document):
         print(printable(line))
 
 

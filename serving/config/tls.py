@@ -115,10 +115,10 @@ class TlsWatch(Collector):
         )  # fmt: skip
 
 
-def _check_file_readable(path: str) -> None:
+def _check_file_readable(file_path: str) -> None:
     try:
-        size_bytes = Path(path).stat().st_size
+        size_bytes = Path(file_path).stat().st_size
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field="tls_certificate") from None
+        raise ConfigError(f"cannot read {file_path}: {error.strerror}", field="tls_certificate") from None
     if size_bytes > _TLS_FILE_BYTES_MAX:
-        raise ConfigError(f"{path} is larger than {_TLS_FILE_BYTES_MAX:,} bytes", field="tls_certificate")
+        raise ConfigError(f"{file_path} is larger than {_TLS_FILE_BYTES_MAX:,} bytes", field="tls_certificate")

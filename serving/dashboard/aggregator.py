@@ -122,7 +122,9 @@ class FleetView:
         oldest_bin_start = newest_bin_start - (BINS_MAX - 1) * BIN_S
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                workers, registry, worker_blobs_by_start = await self._read(oldest_bin_start, newest_bin_start)
+                workers, registry, worker_blobs_by_start = await self._read_tables_and_bins(
+                    oldest_bin_start, newest_bin_start
+                )
                 infos = await self._control.infos()
         except (TierUnavailable, TimeoutError) as error:
             self._full_read_at = None
@@ -159,7 +161,7 @@ class FleetView:
             _parse_rows(registry), infos,
         )  # fmt: skip
 
-    async def _read(
+    async def _read_tables_and_bins(
         self, oldest_bin_start: int, newest_bin_start: int
     ) -> tuple[dict[bytes, bytes], dict[bytes, bytes], dict[int, dict[bytes, bytes]]]:
         """Read the workers' table, the registry, and the bins that may have changed."""

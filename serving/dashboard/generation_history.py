@@ -49,7 +49,7 @@ class GenerationHistory:
         self._read_releases = read_releases
         self._facts_by_generation: dict[str, GenerationFacts] = {}
 
-    def read(
+    def read_generations_and_nights(
         self, registry_row_by_generation: Mapping[str, Mapping[str, Any]] | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return generations and nights, newest first; without a registry, states come from the release records."""

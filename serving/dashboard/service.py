@@ -137,7 +137,9 @@ class Dashboard:
 
     async def _read_archive(self, reading: FleetReading) -> None:
         try:
-            self._archive_rows = await self._in_thread(self._history.read, reading.registry_row_by_generation)
+            self._archive_rows = await self._in_thread(
+                self._history.read_generations_and_nights, reading.registry_row_by_generation
+            )
             self._archive_read_at, self._generations_read_at = self._monotonic_clock(), reading.read_at
         except Exception:  # an error here must not break the rest of the page
             log.exception("generations and nights cannot be read")

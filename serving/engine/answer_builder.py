@@ -39,7 +39,7 @@ class RequestContext:
 
     options: RequestOptions
     request_started_at: float
-    deadline: float
+    deadline_at: float
     is_part_of_answer: bool = False
     _excluded_ordinals_by_generation: dict[str, frozenset[int]] = field(default_factory=dict)
     _filter_mask_by_generation: dict[str, FilterMask] = field(default_factory=dict)

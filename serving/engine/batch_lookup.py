@@ -260,10 +260,10 @@ class BatchLookups:
     async def read_rows(self, lookup: BatchRequest, record_keys: RecordKeys) -> tuple[Rows, NDArray[np.bool_]]:
         """Read the rows of ids that the night knows from the tiers; return also the mask of plain answers."""
         live, table = lookup.served.live, lookup.table
-        deadline = None  # a copy: the tier keeps its own records
+        deadline_at = None  # a copy: the tier keeps its own records
         if lookup.options.deadline_s < self._service.l2_bound_s():
-            deadline = self._ladder.l2_deadline(lookup.options, lookup.request_started_at, len(record_keys))
-        rows = await self._tiers.get_rows(live.view, record_keys, deadline)
+            deadline_at = self._ladder.l2_deadline(lookup.options, lookup.request_started_at, len(record_keys))
+        rows = await self._tiers.get_rows(live.view, record_keys, deadline_at)
         await wait_for_room()
         plain_mask = plain_record_mask(live, table, rows.records, lookup.k)
         if rows.result_by_index:

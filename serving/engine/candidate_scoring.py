@@ -32,10 +32,10 @@ async def rank_candidates(
     """
     served = served.pin_generation(score_request.options.generation)
     request_options, shaper = score_request.options, ladder.shaper
-    deadline = request_started_at + request_options.deadline_s
-    filter_mask = await shaper.filter_mask(served.live, request_options, deadline)
-    reranker = await shaper.reranker(served.live, request_options, deadline)
-    if not await _can_shape_list(shaper, served.previous, request_options, deadline):
+    deadline_at = request_started_at + request_options.deadline_s
+    filter_mask = await shaper.filter_mask(served.live, request_options, deadline_at)
+    reranker = await shaper.reranker(served.live, request_options, deadline_at)
+    if not await _can_shape_list(shaper, served.previous, request_options, deadline_at):
         served = replace(served, previous=None)  # the previous generation cannot apply the filter or re-ranking
     table = user_vector_table(served.live)
     user = score_request.user.with_table(table.name)
@@ -46,8 +46,8 @@ async def rank_candidates(
     snapshot = served.find(answer["generation"]) or served.live
     user_vector = answer.pop("vector")
     if snapshot is not served.live:
-        filter_mask = await shaper.filter_mask(snapshot, request_options, deadline)
-        reranker = await shaper.reranker(snapshot, request_options, deadline)
+        filter_mask = await shaper.filter_mask(snapshot, request_options, deadline_at)
+        reranker = await shaper.reranker(snapshot, request_options, deadline_at)
     ordinals, unranked_ids_by_reason = _sort_out_candidates(snapshot, score_request, filter_mask)
     answer |= {"items": [], "scores": []}
     if user_vector is not None and ordinals:
@@ -63,13 +63,13 @@ async def rank_candidates(
 
 
 async def _can_shape_list(
-    shaper: ListShaper, snapshot: Snapshot | None, options: RequestOptions, deadline: float
+    shaper: ListShaper, snapshot: Snapshot | None, options: RequestOptions, deadline_at: float
 ) -> bool:
     """True if a generation has the attributes that the request's filter and re-ranking name."""
     if snapshot is not None:
         try:
-            await shaper.filter_mask(snapshot, options, deadline)
-            await shaper.reranker(snapshot, options, deadline)
+            await shaper.filter_mask(snapshot, options, deadline_at)
+            await shaper.reranker(snapshot, options, deadline_at)
         except Problem:
             return False
     return True
@@ -122,13 +122,13 @@ def _sort_out_candidates(
     history_numbers = history_in(snapshot, score_request.user.history).item_numbers
     ranked_ordinals: dict[int, None] = {}
     unranked_ids_by_reason: dict[str, list[str]] = {"unknown": [], "blocked": [], "excluded": []}
-    candidate_ordinals = snapshot.items.ordinals_of(score_request.items)
+    candidate_ordinals = snapshot.items.ordinals_of(score_request.candidate_ids)
     passing_flags = [True] * len(candidate_ordinals)
     if filter_mask is not None:
         unranked_ids_by_reason["filtered"] = []
         passing_flags = filter_mask.among(np.maximum(candidate_ordinals, 0)).tolist()
     for candidate_id, ordinal, is_passing in zip(
-        score_request.items, candidate_ordinals.tolist(), passing_flags, strict=True
+        score_request.candidate_ids, candidate_ordinals.tolist(), passing_flags, strict=True
     ):
         if ordinal < 0:
             unranked_ids_by_reason["unknown"].append(candidate_id.decode())

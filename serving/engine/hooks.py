@@ -82,12 +82,14 @@ class ListShaper:
         return None
 
     def filter_mask(
-        self, _snapshot: Snapshot, options: RequestOptions, _deadline: float, /
+        self, _snapshot: Snapshot, options: RequestOptions, _deadline_at: float, /
     ) -> Awaitable[FilterMask | None]:
         """Return the mask of the items that pass the filter, None without one; raise Problem for an invalid filter."""
         return _refuse_sent("filter", options.filter)
 
-    def reranker(self, _snapshot: Snapshot, options: RequestOptions, _deadline: float, /) -> Awaitable[Reranker | None]:
+    def reranker(
+        self, _snapshot: Snapshot, options: RequestOptions, _deadline_at: float, /
+    ) -> Awaitable[Reranker | None]:
         """Return the re-ranker of the items, None without one; raise Problem for an unsupported re-ranking."""
         return _refuse_sent("rerank", options.rerank)
 

@@ -168,7 +168,7 @@ class LiveInferences:
             (snapshot.generation, table, record_key.key, inputs_digest, may_reuse_near_answer, is_under_lease),
         )
         if (job := self._job_by_flight_key.get(flight_key)) is not None:
-            job.deadline = max(job.deadline, give_up_at)
+            job.deadline_at = max(job.deadline_at, give_up_at)
         is_joining = flight_key in self.flights
         if record_key.position < 0 and traits.is_looked_up:
             self.repeat_rate.note_input(is_joining)
@@ -258,7 +258,7 @@ class LiveInferences:
         async def compute(lease_mark: LeaseMark | None) -> ComputedRecord:
             return await self._infer(job, inference_target, lease_mark)
 
-        time_limit_s = max(0.0, job.deadline - time.monotonic())
+        time_limit_s = max(0.0, job.deadline_at - time.monotonic())
         record_or_hit = await lease_manager.answer(
             job.snapshot.view, inference_target.record_key, inference_target.input_digest, time_limit_s, compute
         )

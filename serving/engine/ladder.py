@@ -30,9 +30,9 @@ class RecordReader(Protocol):
     """Interface of the tiers that the ladder uses."""
 
     async def get_many(
-        self, view: SnapshotView, record_keys: Sequence[RecordKey], deadline: float
+        self, view: SnapshotView, record_keys: Sequence[RecordKey], deadline_at: float
     ) -> Sequence[ReadResult]:
-        """Return one outcome per record key, in order; `deadline` is monotonic."""
+        """Return one outcome per record key, in order; `deadline_at` is monotonic."""
 
     def discard(self, view: SnapshotView, record_key: RecordKey) -> None:
         """Remove a record that turned out to be damaged."""
@@ -225,7 +225,7 @@ class Ladder:
         pendings = [pending for pending in pendings if _is_worth_computing(pending, snapshot)]
         if not pendings:
             return
-        remaining_s = max(0.0, context.deadline - started_at)
+        remaining_s = max(0.0, context.deadline_at - started_at)
         # Leave some time for the rungs after live.
         limit_s = remaining_s - min(self._l2_deadline_s, remaining_s / 4)
         outcomes = await self._inferences.run(snapshot, pendings, limit_s)

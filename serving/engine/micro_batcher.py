@@ -79,14 +79,14 @@ class LiveUnavailable(Exception):
 
 @dataclass(slots=True, eq=False)
 class InferenceJob:
-    """Queued input for a table of a snapshot; joining requests with a later deadline extend `deadline` (monotonic)."""
+    """Queued input for a table of a snapshot; joining requests with a later one extend `deadline_at` (monotonic)."""
 
     snapshot: Snapshot
     table: str
     live_input: LiveInput
     id_fingerprint: int
     input_size_bytes: int
-    deadline: float = math.inf
+    deadline_at: float = math.inf
     queued_at: float = 0.0
     may_reuse_near_answer: bool = False
     """True if the answer to a near input will do."""
@@ -180,7 +180,7 @@ class MicroBatcher:
         """Return the largest share of its time that a queue's oldest input has waited; 0 if all queues are empty."""
         now_s = self._monotonic_clock()
         oldest_jobs = [queued_jobs[0][0] for queued_jobs in self._queue_by_key.values() if queued_jobs]
-        waits_and_limits = [(now_s - job.queued_at, job.deadline - job.queued_at) for job in oldest_jobs]
+        waits_and_limits = [(now_s - job.queued_at, job.deadline_at - job.queued_at) for job in oldest_jobs]
         return max((waited_s / max(available_s, 1e-6) for waited_s, available_s in waits_and_limits), default=0.0)
 
     def _start_batches(self) -> None:
@@ -201,7 +201,7 @@ class MicroBatcher:
         while queued_jobs and len(batch) < size_limit:
             job, computed_future = queued_jobs[0]
             if not computed_future.done():
-                size_in_time = cost.batch_size_within(job.deadline - now_s, size_limit)
+                size_in_time = cost.batch_size_within(job.deadline_at - now_s, size_limit)
                 if size_in_time < 1:
                     self.hopeless_count += 1
                     cost.fade()

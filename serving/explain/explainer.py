@@ -413,7 +413,7 @@ class LadderReplay:
         self,
         view: SnapshotView,
         record_keys: Sequence[RecordKey],
-        deadline: float,  # noqa: ARG002 - what was seen waits for nobody
+        deadline_at: float,  # noqa: ARG002 - what was seen waits for nobody
     ) -> Sequence[ReadResult]:
         """Return the recorded outcomes."""
         return [await self.read(view, record_key) for record_key in record_keys]
@@ -447,7 +447,7 @@ class RecordDecoder:
 
     snapshot: Snapshot
     case: PendingAnswer
-    exclusions: frozenset[int]
+    excluded_ordinals: frozenset[int]
 
     def find_nightly_record(self, *outcomes: ReadResult | None) -> tuple[Record, Hit] | None:
         """Return the nightly record from the first tier that has it."""
@@ -464,7 +464,7 @@ class RecordDecoder:
         self, record: Record, filter_mask: FilterMask | None = None, reranker: Reranker | None = None
     ) -> Prediction:
         """Build the prediction of an answer: without blocked, seen and filtered items, cut at `k`."""
-        case, exclusion_sets = self.case, (self.exclusions,)
+        case, exclusion_sets = self.case, (self.excluded_ordinals,)
         return prediction_from_record(self.snapshot, case.table, record, case.k, exclusion_sets, filter_mask, reranker)
 
     def _readable_records(self, outcomes: tuple[ReadResult | None, ...]) -> list[tuple[Record, Hit]]:

@@ -119,28 +119,28 @@ class FilterEvaluator:
     async def _set_mask_and_reranker(self, snapshot: Snapshot, context: RequestContext) -> None:
         options = context.options
         if options.filter is not None:
-            context.set_filter_mask(snapshot, await self._passing_mask(snapshot, options.filter, context.deadline))
-        reranker = await self.reranker(snapshot, options.rerank, context.deadline)
+            context.set_filter_mask(snapshot, await self._passing_mask(snapshot, options.filter, context.deadline_at))
+        reranker = await self.reranker(snapshot, options.rerank, context.deadline_at)
         if reranker is not None:
             context.set_reranker(snapshot, reranker)
 
-    async def reranker(self, snapshot: Snapshot, reranking: Reranking | None, deadline: float) -> Reranker | None:
+    async def reranker(self, snapshot: Snapshot, reranking: Reranking | None, deadline_at: float) -> Reranker | None:
         """Return the re-ranker of a generation's items, None without a re-ranking.
 
-        Raises Problem if the generation does not support it, or if it is not ready by `deadline` (monotonic).
+        Raises Problem if the generation does not support it, or if it is not ready by `deadline_at` (monotonic).
         """
         if reranking is None:
             return None
         try:
-            return await self._build_reranker(snapshot, reranking, deadline)
+            return await self._build_reranker(snapshot, reranking, deadline_at)
         except InvalidFilter as error:
             raise problem_from_input(error, "rerank") from error
 
-    async def _build_reranker(self, snapshot: Snapshot, reranking: Reranking, deadline: float) -> Reranker:
+    async def _build_reranker(self, snapshot: Snapshot, reranking: Reranking, deadline_at: float) -> Reranker:
         boost_masks = []
         for boost_index, boost in enumerate(reranking.boosts):
             try:
-                boost_masks.append(await self._get_or_evaluate(snapshot, boost.filter, deadline))
+                boost_masks.append(await self._get_or_evaluate(snapshot, boost.filter, deadline_at))
             except InvalidFilter as error:
                 raise with_error_path(error, f"boost[{boost_index}].filter") from error
         filtering = snapshot.part(Filtering)
@@ -148,21 +148,23 @@ class FilterEvaluator:
         return Reranker(reranking, tuple(boost_masks), attributes, snapshot.items.vectors)
 
     async def evaluate(
-        self, snapshot: Snapshot, filter_or_name: Filter | str | None, deadline: float
+        self, snapshot: Snapshot, filter_or_name: Filter | str | None, deadline_at: float
     ) -> FilterMask | None:
         """Return the mask of a generation's items that pass, None without a filter.
 
-        Raises Problem if the generation does not support it, or if it is not ready by `deadline` (monotonic).
+        Raises Problem if the generation does not support it, or if it is not ready by `deadline_at` (monotonic).
         """
-        return None if filter_or_name is None else await self._passing_mask(snapshot, filter_or_name, deadline)
+        return None if filter_or_name is None else await self._passing_mask(snapshot, filter_or_name, deadline_at)
 
-    async def _passing_mask(self, snapshot: Snapshot, filter_or_name: Filter | str, deadline: float) -> FilterMask:
+    async def _passing_mask(self, snapshot: Snapshot, filter_or_name: Filter | str, deadline_at: float) -> FilterMask:
         try:
-            return await self._get_or_evaluate(snapshot, filter_or_name, deadline)
+            return await self._get_or_evaluate(snapshot, filter_or_name, deadline_at)
         except InvalidFilter as error:
             raise problem_from_input(error, "filter") from error
 
-    async def _get_or_evaluate(self, snapshot: Snapshot, filter_or_name: Filter | str, deadline: float) -> FilterMask:
+    async def _get_or_evaluate(
+        self, snapshot: Snapshot, filter_or_name: Filter | str, deadline_at: float
+    ) -> FilterMask:
         filtering = snapshot.part(Filtering)
         if filtering is None:
             if isinstance(filter_or_name, str):
@@ -175,12 +177,12 @@ class FilterEvaluator:
             return filter_mask
         if self._mask_executor is None or filtering.evaluation_cost(filter_or_name) <= _INLINE_COMPARISONS_MAX:
             return filtering.evaluate(filter_or_name)
-        return await self._evaluate_in_thread(self._mask_executor, filtering, filter_or_name, deadline)
+        return await self._evaluate_in_thread(self._mask_executor, filtering, filter_or_name, deadline_at)
 
     async def _evaluate_in_thread(
-        self, mask_executor: Executor, filtering: Filtering, filter_or_name: Filter | str, deadline: float
+        self, mask_executor: Executor, filtering: Filtering, filter_or_name: Filter | str, deadline_at: float
     ) -> FilterMask:
-        """Return the filter's mask, evaluated once for all concurrent requests; raise Problem after `deadline`."""
+        """Return the filter's mask, evaluated once for all concurrent requests; raise Problem after `deadline_at`."""
         evaluation_key = (
             id(filtering),
             filter_or_name if isinstance(filter_or_name, str) else filter_or_name.canonical_bytes,
@@ -195,7 +197,7 @@ class FilterEvaluator:
             evaluation.mask_future.add_done_callback(lambda outcome: self._finish_evaluation(evaluation_key, outcome))
         evaluation.waiting_count += 1
         try:
-            timeout_s = max(0.0, deadline - self._monotonic_clock())
+            timeout_s = max(0.0, deadline_at - self._monotonic_clock())
             await asyncio.wait({evaluation.mask_future}, timeout=timeout_s)
         finally:
             evaluation.waiting_count -= 1
@@ -216,16 +218,16 @@ class FilterEvaluator:
             mask_future.exception()  # retrieve the error even if no request waits any more
 
     async def search(
-        self, snapshot: Snapshot, filter_mask: FilterMask, searches: Sequence[VectorSearch], deadline: float
+        self, snapshot: Snapshot, filter_mask: FilterMask, searches: Sequence[VectorSearch], deadline_at: float
     ) -> list[SearchResult] | None:
-        """Search the best passing items for each vector, in order; None if not done by `deadline` (monotonic)."""
+        """Search the best passing items for each vector, in order; None if not done by `deadline_at` (monotonic)."""
         filtering = snapshot.part(Filtering)
         assert filtering is not None  # noqa: S101 - something passes
 
         def search_all() -> list[SearchResult] | None:
             search_results = []
             for vector_search in searches:
-                if self._monotonic_clock() > deadline:  # no request waits any more
+                if self._monotonic_clock() > deadline_at:  # no request waits any more
                     return None
                 search_results.append(
                     filtering.search(
@@ -242,7 +244,9 @@ class FilterEvaluator:
         if self._search_executor is None or is_short:
             return search_all()
         search_future = asyncio.get_running_loop().run_in_executor(self._search_executor, search_all)
-        finished_futures, _ = await asyncio.wait({search_future}, timeout=max(0.0, deadline - self._monotonic_clock()))
+        finished_futures, _ = await asyncio.wait(
+            {search_future}, timeout=max(0.0, deadline_at - self._monotonic_clock())
+        )
         if not finished_futures:
             search_future.cancel()  # has an effect only if it has not started
             return None
@@ -300,13 +304,15 @@ class FilteredLookup(ListShaper):
             return None
         return filtering.get_cached(options.filter)
 
-    def filter_mask(self, snapshot: Snapshot, options: RequestOptions, deadline: float) -> Awaitable[FilterMask | None]:
+    def filter_mask(
+        self, snapshot: Snapshot, options: RequestOptions, deadline_at: float
+    ) -> Awaitable[FilterMask | None]:
         """Evaluate the filter of a request: see `FilterEvaluator.evaluate`."""
-        return self._filter_evaluator.evaluate(snapshot, options.filter, deadline)
+        return self._filter_evaluator.evaluate(snapshot, options.filter, deadline_at)
 
-    def reranker(self, snapshot: Snapshot, options: RequestOptions, deadline: float) -> Awaitable[Reranker | None]:
+    def reranker(self, snapshot: Snapshot, options: RequestOptions, deadline_at: float) -> Awaitable[Reranker | None]:
         """Create the re-ranker of a request: see `FilterEvaluator.reranker`."""
-        return self._filter_evaluator.reranker(snapshot, options.rerank, deadline)
+        return self._filter_evaluator.reranker(snapshot, options.rerank, deadline_at)
 
     async def _search_for_partial(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
@@ -326,7 +332,7 @@ class FilteredLookup(ListShaper):
                 _search_of(case, snapshot, entity_vector.entity_vector, context)
                 for case, entity_vector in pending_vectors
             ]
-            search_results = await self._filter_evaluator.search(snapshot, filter_mask, searches, context.deadline)
+            search_results = await self._filter_evaluator.search(snapshot, filter_mask, searches, context.deadline_at)
             pacer = YieldPacer(context.options)
             for (case, entity_vector), search_result in zip(pending_vectors, search_results or (), strict=False):
                 await pacer.count_entity(case.entity)

@@ -86,8 +86,8 @@ async def _send_asset(asset: Asset, request: Request) -> Response:
     return Response(asset.asset_bytes, 200, headers, asset.media_type)
 
 
-async def _redirect_without_slash(path: str, _request: Request) -> Response:
-    return RedirectResponse(f"..{path}", 308)
+async def _redirect_without_slash(url_path: str, _request: Request) -> Response:
+    return RedirectResponse(f"..{url_path}", 308)
 
 
 def _matches_etag(if_none_match: str, etag: str) -> bool:

@@ -193,7 +193,7 @@ class ChangedAnswers(Collector):
             self._list_count_by_table[table_name] += 1
             self._changed_shares_by_table[table_name] += float(1.0 - np.isin(computed_items, night_items).mean())
 
-    def totals(self) -> tuple[int, int, float]:
+    def answers_lists_and_shares(self) -> tuple[int, int, float]:
         """Return answers, compared lists, and the sum of their shares, over all tables."""
         return (
             self.answer_count_by_table.total(),

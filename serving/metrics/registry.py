@@ -105,7 +105,7 @@ class Metrics:
 
     def answered(self, table_name: str, source: Source, answer_seconds: float) -> None:
         """Count one entity's answer, given after `answer_seconds`."""
-        self._child(self.answers, table_name, source).inc()
+        self._labelled_counter(self.answers, table_name, source).inc()
         self.answer_seconds.observe(source, answer_seconds)
         if self.is_flipping:
             self.flip_answer_seconds.observe(answer_seconds)
@@ -121,26 +121,26 @@ class Metrics:
     def set_by_events(self, value_count_by_result: Mapping[str, int]) -> None:
         """Count the values set by events, by result."""
         for result, count in value_count_by_result.items():
-            self._child(self.event_values, result).inc(count)
+            self._labelled_counter(self.event_values, result).inc(count)
 
-    def live_failed(self, table_name: str, reason: str) -> None:
+    def live_failed(self, table_name: str, failure_reason: str) -> None:
         """Count one input that live did not answer."""
-        self._child(self.live_failures, table_name, reason).inc()
+        self._labelled_counter(self.live_failures, table_name, failure_reason).inc()
 
-    def missed(self, table_name: str, reason: str) -> None:
+    def missed(self, table_name: str, miss_reason: str) -> None:
         """Count one entity that no stored tier answered."""
-        self._child(self.misses, table_name, reason).inc()
+        self._labelled_counter(self.misses, table_name, miss_reason).inc()
 
     def count_entities(self, table_names: Iterable[str]) -> None:
         """Count entities that passed validation, each of which will be answered exactly once."""
         for table_name in table_names:
-            self._child(self.entities, table_name).inc()
+            self._labelled_counter(self.entities, table_name).inc()
 
     def requested(self, route: str, http_status: int) -> None:
         """Count one HTTP request with its response."""
-        self._child(self.requests, route, str(http_status)).inc()
+        self._labelled_counter(self.requests, route, str(http_status)).inc()
 
-    def _child(self, counter: Counter, *labels: str) -> Counter:
+    def _labelled_counter(self, counter: Counter, *labels: str) -> Counter:
         """Return the cached child: prometheus_client checks labels and locks at every look-up, too slow for a hit."""
         key = (counter, labels)
         child = self._child_by_key.get(key)
@@ -189,10 +189,10 @@ class Metrics:
         """Add the fast path's counts since the last call."""
         answers, requests = self.tally.drain()
         for (table, source), count in answers.items():
-            self._child(self.entities, table).inc(count)
-            self._child(self.answers, table, source).inc(count)
+            self._labelled_counter(self.entities, table).inc(count)
+            self._labelled_counter(self.answers, table, source).inc(count)
         for route, count in requests.items():
-            self._child(self.requests, route, "200").inc(count)
+            self._labelled_counter(self.requests, route, "200").inc(count)
 
     def expose(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -271,7 +271,7 @@ class Candidates:
     Scores are for the query's unit vector; `score_bound` is infinite if the index is not exact.
     """
 
-    ordinals: NDArray[np.int32]
+    candidate_ordinals: NDArray[np.int32]
     score_bound: float
 
 
@@ -335,7 +335,7 @@ class ListMatches:
                 [near_answer_by_row[row].answer for row in rows],
                 [excluded_by_row[row] for row in rows],
             )
-            candidates = [candidate_set.ordinals.astype(np.int64) for candidate_set in candidate_sets]
+            candidates = [candidate_set.candidate_ordinals.astype(np.int64) for candidate_set in candidate_sets]
             ordinals[rows], scores[rows] = search.rank_candidates(vectors[rows], candidates, row_exclusions)
             distances = np.array([near_answer_by_row[row].relative_distance for row in rows])
             proven_flags = self._are_proven(search, directions[rows], ordinals[rows, -1], candidate_sets, distances)
@@ -372,7 +372,7 @@ class ListMatches:
     def _is_worth_reusing(self, near_answer: NearAnswer[Candidates], needed_depth: int) -> bool:
         """True if the near candidates suffice for a list and may be reused."""
         may_use = self._score_change_per_distance is not None or self.neighbours.may_use(near_answer)
-        return may_use and len(near_answer.answer.ordinals) >= needed_depth
+        return may_use and len(near_answer.answer.candidate_ordinals) >= needed_depth
 
     def _are_proven(
         self,
@@ -559,14 +559,14 @@ class NearMatches:
             blocked = snapshot.blocked_item_ordinals
             if matches is None or matches.neighbours.policy.is_off:
                 batch_records = predictor.predict(table_name, batch, id_fingerprints, scored_at, blocked=blocked)
-                distances: list[float | None] = [None] * len(batch_records)
+                reused_distances: list[float | None] = [None] * len(batch_records)
             else:
                 # Not the blocklist's version: an arm also enforces the blocklist of another namespace.
                 blocked_stamp = snapshot.blocklist_stamp
-                batch_records, distances = matches.predict(
+                batch_records, reused_distances = matches.predict(
                     predictor, batch, id_fingerprints, scored_at, blocked, blocked_stamp
                 )
-            for row, record, distance in zip(rows, batch_records, distances, strict=True):
+            for row, record, distance in zip(rows, batch_records, reused_distances, strict=True):
                 near_records[row] = NearRecord(record, distance)
         return near_records
 

@@ -159,16 +159,16 @@ class Server(uvicorn.Server):
 
 
 def settings_of(
-    app: ASGIApp, config: ServingConfig, log_level: str, http: Any, tls: TlsWatch | None = None
+    app: ASGIApp, config: ServingConfig, log_level: str, http_protocol_class: Any, tls: TlsWatch | None = None
 ) -> uvicorn.Config:
-    """Return uvicorn's settings; `http` names its protocol, or creates connections."""
+    """Return uvicorn's settings; `http_protocol_class` names its protocol, or creates connections."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     uvicorn_config = uvicorn.Config(
         app,
         loop="uvloop",
         ws="none",  # not used; a websocket connection would not be bounded
         timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # seconds, whole or not
-        http=http,
+        http=http_protocol_class,
         lifespan="on",
         access_log=False,
         proxy_headers=False,  # client addresses are not used

@@ -374,12 +374,12 @@ def _parse_part(raw_part: bytes) -> dict[str, Any] | None:
         return None
 
 
-def still_unknown_names(live: Snapshot, names: Sequence[EntityName]) -> list[EntityName]:
+def still_unknown_names(live: Snapshot, entity_names: Sequence[EntityName]) -> list[EntityName]:
     """Return the names, of tables that this generation has, that it does not know either."""
     tables = live.manifest.tables
     return [
         (table_name, entity_id)
-        for table_name, entity_id in names
+        for table_name, entity_id in entity_names
         if table_name in tables and not live.knows_entity(tables[table_name], entity_id)
     ]
 
@@ -397,7 +397,7 @@ def summarise_parts(
         **_cell_figures(total_cell),
         "drift": bool(drifted_tables),
         "drifted": drifted_tables,
-        "sentence": _sentence(total_cell, drifted_tables),
+        "sentence": _quality_sentence(total_cell, drifted_tables),
         "by": [_cell_row(cell_key, cell_totals) for cell_key, cell_totals in sorted(totals_by_cell.items())],
         "worklist": worklist_size,
         "read_share": read_share,
@@ -422,7 +422,7 @@ def _cell_figures(cell_totals: SampleTotals) -> dict[str, Any]:
     }
 
 
-def _sentence(total_cell: SampleTotals, drifted_tables: Sequence[str]) -> str:
+def _quality_sentence(total_cell: SampleTotals, drifted_tables: Sequence[str]) -> str:
     if drifted_tables:
         return (
             f"Answers of {', '.join(drifted_tables)} differ from the model's: roll back, or restore the pages (`larder "

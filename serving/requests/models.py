@@ -53,7 +53,7 @@ class ScoreRequest:
     """Score request: a user and the candidates to rank."""
 
     user: RequestedEntity
-    items: tuple[bytes, ...]
+    candidate_ids: tuple[bytes, ...]
     options: RequestOptions
 
     def with_options(self, options: RequestOptions) -> Self:

@@ -12,9 +12,9 @@ _REFERENCE_PREFIX = "#/components/schemas/"
 class NamedSchema(dict[str, Any]):
     """JSON schema that the document contains once, under its name; each use becomes a reference."""
 
-    def __init__(self, name: str, schema: Json) -> None:
+    def __init__(self, schema_name: str, schema: Json) -> None:
         super().__init__(schema)
-        self.name = name
+        self.name = schema_name
 
 
 DETAILS_SCHEMA = NamedSchema(

@@ -58,8 +58,8 @@ class Limits:
 class RequestedArm(NamedTuple):
     """Arm of an experiment that a tester wants to answer the request."""
 
-    experiment: str
-    arm: str
+    experiment_name: str
+    arm_name: str
 
 
 @dataclass(frozen=True, slots=True)

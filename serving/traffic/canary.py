@@ -368,10 +368,10 @@ def _top_score_of(answer: Mapping[str, Any]) -> float | None:
     return float(scores[0])
 
 
-def bucket_of_score(score: float) -> int:
+def bucket_of_score(top_score: float) -> int:
     """Return a bucket number that grows with the score: eighths of an octave (9 %), 2**-16 to 2**16, both signs."""
-    magnitude = min(abs(score), 2.0**_OCTAVES)
+    magnitude = min(abs(top_score), 2.0**_OCTAVES)
     if magnitude < 2.0**-_OCTAVES:
         return 0
     bucket_step = min(math.floor(math.log2(magnitude) * _STEPS_PER_OCTAVE) + _MIDDLE_BUCKET, 2 * _MIDDLE_BUCKET - 1) + 1
-    return bucket_step if score > 0 else -bucket_step
+    return bucket_step if top_score > 0 else -bucket_step

@@ -184,20 +184,20 @@ class ExperimentRouter:
         )
 
     def _route_to_named_arm(self, requested_arm: RequestedArm) -> tuple[LookupService, ExperimentAssignment]:
-        service = self._arm_service(requested_arm.experiment, requested_arm.arm)
+        service = self._arm_service(requested_arm.experiment_name, requested_arm.arm_name)
         if service is None:
             routing = self._arm_holder.routing
             held_experiments = {} if routing is None else routing.experiments
             raise Problem(
                 409, "arm_gone",
-                f"no arm {requested_arm.arm!r} of an experiment {requested_arm.experiment!r} is held here",
+                f"no arm {requested_arm.arm_name!r} of an experiment {requested_arm.experiment_name!r} is held here",
                 field="arm",
                 held=[
                     f"{held_experiment.name}={arm.name}"
                     for held_experiment in held_experiments.values() for arm in held_experiment.arms
                 ],
             )  # fmt: skip
-        return service, ExperimentAssignment(requested_arm.experiment, requested_arm.arm, None)
+        return service, ExperimentAssignment(requested_arm.experiment_name, requested_arm.arm_name, None)
 
     def _arm_service(self, experiment_name: str, arm_name: str) -> LookupService | None:
         """Return the service of an arm; None if it is not held."""

@@ -33,6 +33,6 @@ def share_hot_ids(namespace: HeldNamespace) -> HotKeySketch:
         SharedHotKeys(namespace.components.remote.control), recent_names, lambda: holder.live, namespace.clock
     )
     if sketch_s:
-        namespace.warmup.get_shared_hot_names = sketch.hottest
+        namespace.warmup.get_shared_hot_names = sketch.hottest_names
         namespace.refresher.add_periodic("hot_ids", sketch_s, sketch.report)
     return sketch

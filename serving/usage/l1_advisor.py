@@ -75,17 +75,17 @@ class HitRatioCurve(NamedTuple):
             "reads": round(self.weighted_read_count, 1),
             "budget_bytes": self.budget_bytes,
             "hit_ratio": self.hit_ratio(0),
-            "sentence": self._sentence(),
+            "sentence": self._hit_ratio_sentence(),
             "curve": [
                 {"bytes": size_bytes, "entries": entries, "hit_ratio": ratio} for size_bytes, entries, ratio in points
             ],
         }
 
-    def hit_ratio(self, doublings: int) -> float:
-        """Return the hit ratio of an L1 with the budget times 2**`doublings`."""
-        return self.hit_ratios[(doublings - SMALLEST_DOUBLING) * STEPS_PER_DOUBLING]
+    def hit_ratio(self, budget_doublings: int) -> float:
+        """Return the hit ratio of an L1 with the budget times 2**`budget_doublings`."""
+        return self.hit_ratios[(budget_doublings - SMALLEST_DOUBLING) * STEPS_PER_DOUBLING]
 
-    def _sentence(self) -> str:
+    def _hit_ratio_sentence(self) -> str:
         current_ratio = self.hit_ratio(0)
         doubling_gain, halving_loss = self.hit_ratio(1) - current_ratio, current_ratio - self.hit_ratio(-1)
         sentence = f"L1 of {format_size(self.budget_bytes)} gives {100 * current_ratio:.1f} %"
@@ -251,14 +251,14 @@ def merge_curves(worker_reports: Iterable[Mapping[str, Any] | None]) -> dict[str
     ]
     points_by_size = list(zip(*(curve_report["curve"] for curve_report in same_budget_reports), strict=True))
 
-    def mean(points: Sequence[Mapping[str, Any]], field_name: str) -> float:
-        return sum(weight * float(point[field_name]) for weight, point in zip(weights, points, strict=True))
+    def weighted_mean(curve_points: Sequence[Mapping[str, Any]], field_name: str) -> float:
+        return sum(weight * float(point[field_name]) for weight, point in zip(weights, curve_points, strict=True))
 
     return HitRatioCurve(
         budget_bytes,
         [column[0]["bytes"] for column in points_by_size],
-        [mean(column, "hit_ratio") for column in points_by_size],
-        [round(mean(column, "entries")) for column in points_by_size],
+        [weighted_mean(column, "hit_ratio") for column in points_by_size],
+        [round(weighted_mean(column, "entries")) for column in points_by_size],
         min(curve_report["sampling_rate"] for curve_report in same_budget_reports),
         sum(curve_report["sampled"] for curve_report in same_budget_reports),
         total_reads,

@@ -92,7 +92,7 @@ class TableUsage(Collector):
     failed_report_count: int = field(init=False, default=0)
     read_count_by_table: dict[str, int] = field(init=False, default_factory=dict)
     _reported_names: set[tuple[str, EntityName]] = field(init=False, default_factory=set)
-    _release: tuple[str, int] | None = field(init=False, default=None)
+    _generation_and_epoch: tuple[str, int] | None = field(init=False, default=None)
     _hits_before_release: dict[str, float] = field(init=False, default_factory=dict)
 
     async def report(self) -> None:
@@ -100,10 +100,10 @@ class TableUsage(Collector):
         live_snapshot = self.get_live_snapshot()
         if live_snapshot is None:
             return
-        if (release := (live_snapshot.generation, live_snapshot.epoch)) != self._release:
-            if self._release is not None:
+        if (release := (live_snapshot.generation, live_snapshot.epoch)) != self._generation_and_epoch:
+            if self._generation_and_epoch is not None:
                 self._hits_before_release = stored_answers_by_table(self.metrics)
-            self._release, self.read_count_by_table = release, {}
+            self._generation_and_epoch, self.read_count_by_table = release, {}
         # Taken on the event loop, which changes the remembered requests.
         recent_names, hashes_by_table = (list(self.list_recent_names()), self.reads.drain(live_snapshot.generation))
         packed_hashes_by_table = await asyncio.to_thread(
@@ -146,7 +146,7 @@ class TableUsage(Collector):
     def read_share(self) -> float | None:
         """Return the share of the live generation's records that were read at least once; None if unknown."""
         live = self.get_live_snapshot()
-        if live is None or not self.read_count_by_table or self._release != (live.generation, live.epoch):
+        if live is None or not self.read_count_by_table or self._generation_and_epoch != (live.generation, live.epoch):
             return None
         return sum(self.read_count_by_table.values()) / max(
             1, sum(table_record_count(live, table) for table in self.read_count_by_table)

@@ -159,7 +159,7 @@ async def test_a_job_that_cannot_end_in_time_is_refused_and_not_computed(executo
 
     # When one has half a second left and another two
     late, early = job(snapshot, "i1"), job(snapshot, "i2")
-    late.deadline, early.deadline = clock.now_s + 0.5, clock.now_s + 2.0
+    late.deadline_at, early.deadline_at = clock.now_s + 0.5, clock.now_s + 2.0
     outcomes = await asyncio.gather(batches.infer(late), batches.infer(early), return_exceptions=True)
 
     # Then only the second is computed
@@ -184,7 +184,7 @@ async def test_a_wrong_estimate_does_not_stop_the_model_for_good(executor: Threa
     answered = 0
     for _ in range(100):
         soon = job(snapshot, "i1")
-        soon.deadline = clock.now_s + 0.3
+        soon.deadline_at = clock.now_s + 0.3
         outcomes = await asyncio.gather(batches.infer(soon), return_exceptions=True)
         answered += isinstance(outcomes[0], ComputedRecord)
 

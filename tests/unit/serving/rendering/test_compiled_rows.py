@@ -216,4 +216,4 @@ def test_ids_become_a_column_alike(ids: list[bytes | None]) -> None:
 
     assert (buffers is None) == (None in ids)
     if buffers is not None:
-        assert (b"", *buffers) == writer.text_column(ids).buffers
+        assert (b"", *buffers) == writer.text_column(ids).column_buffers

@@ -119,7 +119,7 @@ async def test_whoever_reads_records_of_a_replica_reads_none_a_second_time(
         return read_many(paths)
 
     monkeypatch.setattr(store, "read_many", note_and_read)
-    generations, _ = history.read(None)
+    generations, _ = history.read_generations_and_nights(None)
 
     assert read_paths == [intent_path(3)]
     assert [generation["state"] for generation in generations] == ["live", "superseded"]

@@ -263,7 +263,7 @@ def test_what_is_null_counts_as_not_sent() -> None:
 def test_a_score_request_has_a_user_and_candidates() -> None:
     score_request = score_body(b'{"user": {"history": ["a"]}, "items": ["b", 7]}', LIMITS)
 
-    assert score_request.user.history == (b"a",) and score_request.items == (b"b", b"7")
+    assert score_request.user.history == (b"a",) and score_request.candidate_ids == (b"b", b"7")
     for raw_body, code in (
         (b'{"items": ["a"]}', "missing_field"),
         (b'{"user": "u"}', "missing_field"),
