@@ -61,12 +61,12 @@ def with_changed_filtering(snapshot: Snapshot, filtering: Filtering) -> Snapshot
     facet_by_table = {} if snapshot.manifest.events is None else snapshot.manifest.events.facets
     return snapshot.with_same_stamp(
         part_by_class={**snapshot.part_by_class, Filtering: filtering},
-        changed_facets={
+        changed_values_by_facet={
             table: filtering.attributes.columns[attribute_name]
             for table, attribute_name in facet_by_table.items()
             if attribute_name in filtering.changed_attributes
         },
-        changed_filters=frozenset(filter(filtering.may_differ, snapshot.manifest.filters)),
+        changed_filter_names=frozenset(filter(filtering.may_differ, snapshot.manifest.filters)),
     )
 
 

@@ -194,7 +194,7 @@ async def test_a_row_of_another_kind_is_left_out_and_does_not_break_the_page(
 
 
 async def test_switched_off_it_says_so(tmp_path: Path) -> None:
-    board = Board(tmp_path, is_on=False)
+    board = Board(tmp_path, is_dashboard_on=False)
 
     with pytest.raises(Problem, match="LARDER_DASHBOARD_S"):
         await board.dashboard.document_json()

@@ -28,12 +28,12 @@ def read(*events: Any, blocklist: Blocklist = EMPTY_BLOCKLIST) -> Any:
 
 
 def reasons(*events: Any, blocklist: Blocklist = EMPTY_BLOCKLIST) -> list[str]:
-    return [rejection.reason for rejection in read(*events, blocklist=blocklist).rejected]
+    return [rejection.rejection_reason for rejection in read(*events, blocklist=blocklist).rejected_events]
 
 
 def the_event(event_json: Any) -> Event:
     read_events = read(event_json)
-    assert not read_events.rejected
+    assert not read_events.rejected_events
     return Event.from_bytes(read_events.packed_events[0].body)
 
 
@@ -104,7 +104,7 @@ def test_what_is_no_event_is_rejected_with_its_reason(changes: dict[str, Any], r
 
 @pytest.mark.parametrize("event_id", ["", "x" * 129, "x" * 300])
 def test_the_bytes_that_an_event_id_may_have_are_told(event_id: str) -> None:
-    rejected = read(COMPLETE_EVENT | {"id": event_id}).rejected
+    rejected = read(COMPLETE_EVENT | {"id": event_id}).rejected_events
 
     assert f"{len(event_id)} bytes of UTF-8, 1 to 128 are allowed" in rejected[0].rejection_detail
 
@@ -116,10 +116,9 @@ def test_null_clears_an_attribute() -> None:
 def test_others_of_the_request_are_read_all_the_same() -> None:
     read_events = read("no object", COMPLETE_EVENT, COMPLETE_EVENT | {"id": None}, COMPLETE_EVENT | {"id": "e-2"})
 
-    assert read_events.event_indices == [1, 3] and [rejection.event_index for rejection in read_events.rejected] == [
-        0,
-        2,
-    ]
+    assert read_events.event_indices == [1, 3] and [
+        rejection.event_index for rejection in read_events.rejected_events
+    ] == [0, 2]
     assert "events[2].id" in read_events.rejected_events[1].rejection_detail
 
 
@@ -127,7 +126,7 @@ def test_events_of_erased_or_blocked_users_are_rejected_without_naming_them() ->
     for blocklist in (Blocklist(users=frozenset([b"u-1"])), Blocklist(entities=frozenset([b"u-1"]))):
         read_events = read(COMPLETE_EVENT, blocklist=blocklist)
 
-        assert [rejection.reason for rejection in read_events.rejected] == ["erased"]
+        assert [rejection.rejection_reason for rejection in read_events.rejected_events] == ["erased"]
         assert "u-1" not in read_events.rejected_events[0].rejection_detail
     assert reasons(COMPLETE_EVENT, blocklist=Blocklist(items=frozenset([b"i-1", b"u-1"]))) == []
 

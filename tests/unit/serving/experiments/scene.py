@@ -44,8 +44,8 @@ class FakeShelf:
         self.enforcement_error = None if self.has_threads else "can't start new thread"
         return self.has_threads
 
-    def set_experiments_running(self, *, by_experiments: bool) -> None:
-        self.divided = by_experiments
+    def set_experiments_running(self, *, are_running: bool) -> None:
+        self.divided = are_running
 
 
 @dataclass
