@@ -140,7 +140,7 @@ async def test_under_overload_the_stored_list_less_the_events_items_is_marked_as
     stored_answer = await served_world.get_answer(user)
     await served_world.clicks(user, stored_answer["items"][1])
     await served_world.clicks(stranger, stored_answer["items"][1])
-    monkeypatch.setattr(served_world.app.service.ladder._inferences, "admit", lambda: False)
+    monkeypatch.setattr(served_world.app.service.ladder._inferences, "admit_input", lambda: False)
 
     answer, stranger_answer = (await served_world.get_answer(user), await served_world.get_answer(stranger))
 
