@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
     """Run the service; return 0 after a clean stop, 2 if it cannot start as configured, 1 if no worker stays up."""
     argv = sys.argv[1:] if arguments is None else list(arguments)
     if argv and argv[0] in _MODULE_BY_COMMAND:
-        command: Callable[[Sequence[str]], int] = importlib.import_module(_MODULE_BY_COMMAND[argv[0]]).main
-        return command(argv[1:])
+        run_command: Callable[[Sequence[str]], int] = importlib.import_module(_MODULE_BY_COMMAND[argv[0]]).main
+        return run_command(argv[1:])
     options = argument_parser(prog).parse_args(argv)
     if missing_extra_message := missing_extra(prog, "serving", *SERVING_MODULES):
         print(f"larder: {missing_extra_message}", file=sys.stderr)
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
             interrupts_never_swallowed(),
             _open_listener(config) as listener,
             supervised_redis_url(
-                Path(config.state), config.redis_url, refill=functools.partial(_refill, config)
+                Path(config.state), config.redis_url, refill=functools.partial(_refill_own_redis, config)
             ) as redis_url,
         ):
             is_own_redis = not config.redis_url
@@ -179,7 +179,7 @@ def _check_redis(config: "ServingConfig", *, is_own_redis: bool) -> bool:
         client.close()
     if is_own_redis and is_empty:
         if newest_release(config.store()) is not None:
-            return _restore(config)
+            return _restore_newest_release(config)
         settings_file = os.environ.get("LARDER_CONFIG") or "defaults, no larder.toml in this folder"
         log.warning(
             "nothing was published in %s yet (settings: %s): run `larder night`, or start in your settings' folder",
@@ -188,7 +188,7 @@ def _check_redis(config: "ServingConfig", *, is_own_redis: bool) -> bool:
     return True
 
 
-def _refill(config: "ServingConfig", redis_url: str) -> bool:
+def _refill_own_redis(config: "ServingConfig", redis_url: str) -> bool:
     """Fill the service's own Redis after its restart; log an error instead of raising it, since the service goes on."""
     try:
         return _check_redis(replace(config, redis_url=redis_url), is_own_redis=True)
@@ -199,15 +199,15 @@ def _refill(config: "ServingConfig", redis_url: str) -> bool:
 
 def _eviction_policy(server: "redis.Redis") -> str:
     try:
-        info: dict[str, object] = server.info("memory")
-        return str(info.get("maxmemory_policy", ""))
+        memory_info: dict[str, object] = server.info("memory")
+        return str(memory_info.get("maxmemory_policy", ""))
     except WrongReply:
         raise
     except ResponseError:
         return ""  # this Redis user has no permission for INFO; the policy is unknown
 
 
-def _restore(config: "ServingConfig") -> bool:
+def _restore_newest_release(config: "ServingConfig") -> bool:
     """Restore the newest release by running Larder's restore program, since serving never imports precompute."""
     log.info("the Redis that was just started is empty: filling it with the newest release")
     environment = os.environ | {

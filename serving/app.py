@@ -69,7 +69,7 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
         redirect_slashes=False,
         docs_url=None,  # FastAPI's page loads a script from another host: DOCS_PAGE replaces it
         redoc_url=None,
-        bodies_bytes=config.bodies_bytes,
+        bodies_bytes_max=config.bodies_bytes,
         api_paths=ApiPaths.of(all_operations(request_limits(config))),
     )
 
@@ -98,7 +98,7 @@ def tokens_in_force(config: ServingConfig, peers: WorkerPeers | None) -> TokenWa
     """Open the tokens, with quotas shared by the workers of the same parent; raise ConfigError if that fails."""
     is_shared = peers is not None and config.tokens_file
     quota_rows = (
-        QuotaTable.open(peers.path(QUOTAS_FILE_NAME), peers.slot)
+        QuotaTable.open(peers.path(QUOTAS_FILE_NAME), peers.worker_slot)
         if peers is not None and is_shared
         else QuotaTable.create_private()
     )

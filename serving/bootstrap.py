@@ -61,7 +61,8 @@ async def running(
     store_threads = StoreThreads()
     host_headroom = HostHeadroom(config.store().local(""), store_threads)
     open_held_namespace = partial(
-        open_namespace, cores=service_components.cores, host=host_headroom, staging_executor=staging_executor,
+        open_namespace, core_numbers=service_components.core_numbers, host_headroom=host_headroom,
+        staging_executor=staging_executor,
         in_thread=store_threads,
         loops=loops,
     )  # fmt: skip
@@ -94,13 +95,13 @@ async def running(
     service = LookupService(
         follower=follower, ladder=ladder, metrics=metrics, limits=request_limits(config),
         body_bytes_max=config.body_bytes, body_timeout_s=config.body_timeout_s, tiers=tiers,
-        l2_bound_s=remote.bound_s, admission=service_components.admission, observes=config.observe,
+        l2_bound_s=remote.bound_s, admission=service_components.admission, observes_answers=config.observe,
     )  # fmt: skip
 
-    def open_beside(namespace: str) -> ServedNamespace:
+    def open_beside_namespace(namespace_name: str) -> ServedNamespace:
         # All namespaces follow the same event stream, each from the position of its own generation.
         followed_events = replace(config.events, namespace=config.of_events().namespace)
-        namespace_config = replace(config, namespace=namespace, events=followed_events)
+        namespace_config = replace(config, namespace=namespace_name, events=followed_events)
         beside_components = service_components.of_namespace(namespace_config, replica_name)
         # Own threads: if loads of this namespace hang, the service can still read its blocklist.
         in_thread = StoreThreads()
@@ -116,7 +117,7 @@ async def running(
             in_thread=in_thread,
             staging_executor=staging_pool,
         )
-        for attach_namespace in replica.hooks.namespaces:
+        for attach_namespace in replica.hooks.namespace_hooks:
             attach_namespace(held_namespace)
         beside_service = replace(
             service, follower=held_namespace.follower, ladder=beside_components.ladder, tiers=beside_components.tiers,
@@ -125,12 +126,13 @@ async def running(
         return ServedNamespace(held_namespace, beside_service, in_thread, staging_pool)
 
     replica = Replica(
-        config=config, name=replica_name, fleet_name=replica_name if peers is None else peers.replica, metrics=metrics,
+        config=config, replica_name=replica_name, fleet_name=replica_name if peers is None else peers.replica_name,
+        metrics=metrics,
         loops=loops, in_thread=store_threads, own_namespace=own_namespace, l1_tier=service_components.local,
-        executor=service_components.executor,
+        inference_executor=service_components.executor,
         batcher=service_components.batcher, inference=service_components.inference,
         admission=service_components.admission, nights=nights,
-        releases=releases, service=service, open_namespace=open_beside,
+        releases=releases, service=service, open_namespace=open_beside_namespace,
     )  # fmt: skip
     hooks = replica.hooks
 
@@ -141,7 +143,7 @@ async def running(
 
     try:
         for feature in features:
-            hooks.attached.append(feature.attach(replica))
+            hooks.attached_features.append(feature.attach(replica))
         full_service = Service(
             **{service_field.name: getattr(service, service_field.name) for service_field in fields(service)},
             has_tokens=config.has_tokens, drain=drain, nights=nights, hooks=hooks,
@@ -196,15 +198,15 @@ class MetricSources:
         metrics, local, nights = self.metrics, self.tiers.local_tier, self.nights
         refresher, follower = self.refresher, self.refresher.follower
 
-        def age() -> float:
-            age_s = nights.age_s()
+        def generation_age_s() -> float:
+            age_s = nights.generation_age_s()
             return float("nan") if age_s is None else age_s
 
-        metrics.generation_age.set_function(age)
+        metrics.generation_age.set_function(generation_age_s)
         metrics.generation_missing.set_function(lambda: float(nights.is_missing()))
         metrics.generation_due.set_function(nights.due_at)
-        metrics.stale.set_function(lambda: float(follower.stale is not None))
-        metrics.ready.set_function(lambda: float(follower.health.ready))
+        metrics.stale.set_function(lambda: float(follower.stale_reason is not None))
+        metrics.ready.set_function(lambda: float(follower.health.is_ready))
         metrics.breaker.set_function(lambda: _NUMBER_BY_BREAKER_STATE[self.remote.stats.breaker])
         metrics.blocklist_age.set_function(lambda: time.monotonic() - refresher.blocklist_read_at)
         metrics.l1_bytes.set_function(lambda: local.size_bytes)

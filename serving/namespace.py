@@ -42,7 +42,7 @@ class ServiceComponents:
     """Components of the process and of its own namespace; none of them depends on the live generation."""
 
     metrics: Metrics
-    cores: Sequence[int]
+    core_numbers: Sequence[int]
     local: LocalTier
     batcher: MicroBatcher
     admission: Admission
@@ -53,8 +53,8 @@ class ServiceComponents:
     loops: BackgroundLoops
 
     @classmethod
-    def of(cls, config: ServingConfig, name: str, loops: BackgroundLoops | None = None) -> "ServiceComponents":
-        """Create all components of the replica `name`, without connecting; `loops` run the background tasks."""
+    def of(cls, config: ServingConfig, replica_name: str, loops: BackgroundLoops | None = None) -> "ServiceComponents":
+        """Create all components of the replica `replica_name`, without connecting; `loops` run the background tasks."""
         loops = BackgroundLoops() if loops is None else loops
         metrics = Metrics()
         metrics.namespace_info.labels(config.namespace).set(1)
@@ -68,11 +68,11 @@ class ServiceComponents:
         batcher = MicroBatcher(
             executor,
             worker_count=config.live_workers,
-            max_batch=config.live_batch,
-            max_queue=config.live_queue,
-            max_queue_bytes=config.live_queue_bytes,
-            compute=inference,
-            observe=metrics.inferred,
+            batch_size_max=config.live_batch,
+            queued_jobs_max=config.live_queue,
+            queued_bytes_max=config.live_queue_bytes,
+            compute_batch=inference,
+            observe_batch=metrics.inferred,
         )
         admission = Admission(
             target_s=config.queue_target_ms / 1000,
@@ -81,23 +81,23 @@ class ServiceComponents:
         )
         lag_sampler = LoopLagSampler(
             admission.observe, batcher.longest_wait_share,
-            every_s=config.queue_interval_ms / 1000 / _SAMPLES_PER_INTERVAL,
+            sampling_interval_s=config.queue_interval_ms / 1000 / _SAMPLES_PER_INTERVAL,
             loops=loops,
         )  # fmt: skip
         l1_cache = LocalTier(config.l1_bytes)
         answer_observer = AnswerObserver(metrics.l1_misses, l1_cache.eviction_history)
         namespace_components = _build_namespace_components(
-            config, name, l1_cache, batcher, admission, metrics, answer_observer, loops
+            config, replica_name, l1_cache, batcher, admission, metrics, answer_observer, loops
         )
         return cls(
             metrics, cores, l1_cache, batcher, admission, lag_sampler, executor, namespace_components, inference, loops
         )
 
-    def of_namespace(self, config: ServingConfig, name: str) -> NamespaceComponents:
+    def of_namespace(self, config: ServingConfig, replica_name: str) -> NamespaceComponents:
         """Build the components of another namespace, which shares L1, executor, admission and metrics."""
         watch = AnswerObserver(self.metrics.l1_misses, self.local.eviction_history)
         return _build_namespace_components(
-            config, name, self.local, self.batcher, self.admission, self.metrics, watch, self.loops
+            config, replica_name, self.local, self.batcher, self.admission, self.metrics, watch, self.loops
         )
 
     async def aclose(self) -> None:
@@ -108,7 +108,7 @@ class ServiceComponents:
 
 def _build_namespace_components(
     config: ServingConfig,
-    name: str,
+    replica_name: str,
     local: LocalTier,
     batcher: MicroBatcher,
     admission: Admission,
@@ -123,15 +123,17 @@ def _build_namespace_components(
     )
     negative_cache = NegativeCache(config.negative_entries, config.negative_ttl_s)
     tiers = TieredCache(local, negative_cache, remote, loops=loops)
-    lease_manager = LeaseManager(remote, tiers, remote.control.keyspace, wait_s=config.lease_wait_ms / 1000, name=name)
+    lease_manager = LeaseManager(
+        remote, tiers, remote.control.keyspace, lease_wait_s=config.lease_wait_ms / 1000, process_name=replica_name
+    )
     inferences = LiveInferences(
         batcher,
         tiers,
         overlay_ttl_s=config.overlay_ttl_s,
         outage_ttl_s=config.outage_ttl_s,
         leases=lease_manager if config.lease_wait_ms else None,
-        admit=admission.admit_live,
-        spares_reads=config.overlay_reads == "auto",
+        admit_input=admission.admit_live,
+        may_skip_overlay_reads=config.overlay_reads == "auto",
         changed_answers=metrics.changed_answers,
     )
     ladder = Ladder(tiers, inferences, metrics, l2_deadline_s=config.l2_deadline_ms / 1000, observer=answer_observer)
@@ -140,18 +142,18 @@ def _build_namespace_components(
 
 def open_namespace(
     config: ServingConfig,
-    name: str,
+    replica_name: str,
     components: NamespaceComponents,
-    cores: Sequence[int],
+    core_numbers: Sequence[int],
     metrics: Metrics,
     *,
-    host: HostHeadroom,
+    host_headroom: HostHeadroom,
     staging_executor: Executor,
     in_thread: StoreThreads,
     loops: BackgroundLoops | None = None,
     on_flip: Callable[[str], None] = lambda _before: None,
 ) -> HeldNamespace:
-    """Create a namespace's parts for the replica `name`, without reading; `metrics` are for this namespace only."""
+    """Create a namespace's parts for this replica, without reading; `metrics` are for this namespace only."""
     store, control, ladder = config.store(), components.remote.control, components.ladder
     accelerator = None if config.live_provider == "cpu" else Accelerator(config.live_provider)
     openers: list[SnapshotOpener] = []
@@ -164,8 +166,8 @@ def open_namespace(
             published_at=pointer.published_at,
             blocklist=blocklist,
             precision=config.precision,
-            threads=config.live_threads,
-            cores=cores,
+            thread_count=config.live_threads,
+            core_numbers=core_numbers,
             accelerator=accelerator,
         )
         for opener in openers:
@@ -173,7 +175,7 @@ def open_namespace(
         return snapshot
 
     clock = RedisClock()
-    warmup = L1Warmup(components.tiers, ladder.recent_names.all_names, observe=metrics.warmed)
+    warmup = L1Warmup(components.tiers, ladder.recent_names.all_names, observe_warmup=metrics.warmed)
     holder = GenerationHolder(
         open_snapshot, metrics, warm=warmup, on_flip=on_flip, staging_executor=staging_executor, in_thread=in_thread
     )
@@ -182,8 +184,8 @@ def open_namespace(
         clock=clock, in_thread=in_thread,
     )  # fmt: skip
     heartbeat = Heartbeat(
-        name, follower, clock, metrics, components.remote.p99_ms,
-        overlay_ttl_s=config.overlay_ttl_s, host_headroom=host,
+        replica_name, follower, clock, metrics, components.remote.p99_ms,
+        overlay_ttl_s=config.overlay_ttl_s, host_headroom=host_headroom,
     )  # fmt: skip
     refresher = Refresher(
         follower, store, control, heartbeat, poll_s=config.poll_s,

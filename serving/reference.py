@@ -61,7 +61,10 @@ def generated_sections() -> Mapping[str, str]:
         "stale": _enum_table("stale", ((stale_reason, stale_reason.meaning) for stale_reason in StaleReason)),
         "codes": _markdown_table(
             ("status", "code", "meaning"),
-            ((str(error.status), f"`{code}`", error.meaning) for code, error in refusal_codes(_operations()).items()),
+            (
+                (str(error.http_status), f"`{code}`", error.meaning)
+                for code, error in refusal_codes(_operations()).items()
+            ),
         ),
     }
 

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         config = ServingConfig.load(os.environ)
-        configure_for(config, log_level, worker=slot)
+        configure_for(config, log_level, worker_slot=slot)
         app = create_app(config, WorkerPeers(workers_folder, slot))
 
         def announce() -> None:

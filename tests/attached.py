@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 def attached(service: Service, kind: type[T]) -> T:
     """The part of this class that a feature of the service returned."""
-    return next(part for part in service.hooks.attached if isinstance(part, kind))
+    return next(part for part in service.hooks.attached_features if isinstance(part, kind))
 
 
 def newer_events_of(service: LookupService) -> NewerEvents:

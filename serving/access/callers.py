@@ -59,14 +59,14 @@ class Caller:
 
     def __init__(
         self,
-        name: str,
-        scopes: Iterable[str],
+        token_name: str,
+        token_scopes: Iterable[str],
         request_counts: CallerCounts,
         expires_at: float = float("inf"),
         quota: Quota | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.name, self.scopes, self.counts = name, frozenset(scopes), request_counts
+        self.name, self.scopes, self.counts = token_name, frozenset(token_scopes), request_counts
         self.expires_at, self.quota = expires_at, quota
         self.has_quota_or_expiry = quota is not None or expires_at != float("inf")
         self._clock = clock
@@ -118,8 +118,8 @@ def caller_of(scope: Mapping[str, Any]) -> Caller:
     return caller
 
 
-def enter_quota(scope: MutableMapping[str, Any], *, is_of_one: bool) -> AbstractContextManager[object]:
-    """Charge a request, and its entity if `is_of_one`, to its caller's quota; raise Problem (429) if that is exceeded.
+def enter_quota(scope: MutableMapping[str, Any], *, is_of_one_entity: bool) -> AbstractContextManager[object]:
+    """Charge a request, and its entity if `is_of_one_entity`, to its caller's quota; raise Problem (429) if exceeded.
 
     The request is in flight until the context ends.
     """
@@ -127,9 +127,9 @@ def enter_quota(scope: MutableMapping[str, Any], *, is_of_one: bool) -> Abstract
     quota = caller.quota
     if quota is None or caller.is_expired:
         return contextlib.nullcontext()
-    if (shortage := quota.enter_request(int(is_of_one))) is not None:
+    if (shortage := quota.enter_request(int(is_of_one_entity))) is not None:
         raise caller.count_quota_refusal(shortage)
-    if is_of_one:
+    if is_of_one_entity:
         scope[_ENTITIES_CHARGED_KEY] = True
     return contextlib.closing(quota)
 
@@ -150,21 +150,23 @@ class Callers:
     nothing about the known tokens.
     """
 
-    def __init__(self, token_owners: Iterable[tuple[bytes, Caller]] = (), *, is_open: bool = False) -> None:
-        """`token_owners`: pairs of a token's SHA-256 and its owner. `is_open`: the service answers without a token."""
+    def __init__(
+        self, token_owners: Iterable[tuple[bytes, Caller]] = (), *, answers_without_token: bool = False
+    ) -> None:
+        """`token_owners`: pairs of a token's SHA-256 and its owner. `answers_without_token`: no token is needed."""
         self._digest_caller_pairs = tuple(token_owners)
-        self._is_open = is_open
+        self._answers_without_token = answers_without_token
 
     @classmethod
     def of(
         cls,
         token: str,
-        tokens: TokenEntries | None,
+        file_tokens: TokenEntries | None,
         quota_table: QuotaTable,
         request_counts_by_name: MutableMapping[str, CallerCounts],
         *,
         clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> "Callers":
         """Build the owners of the one `token` ("": none) and of the file's tokens (None: no file).
 
@@ -178,12 +180,16 @@ class Callers:
                 request_counts_by_name.setdefault(DEFAULT_CALLER_NAME, CallerCounts()),
             )
             token_owners += [(digest, default_caller) for digest in token_digests(token)]
-        for token_name, token_entry in (tokens or {}).items():
-            quota = Quota(row_key(token_name), token_entry.limits, quota_table, timer) if token_entry.limits else None
+        for token_name, token_entry in (file_tokens or {}).items():
+            quota = (
+                Quota(row_key(token_name), token_entry.limits, quota_table, monotonic_clock)
+                if token_entry.limits
+                else None
+            )
             request_counts = request_counts_by_name.setdefault(token_name, CallerCounts())
-            caller = Caller(token_name, token_entry.scopes, request_counts, token_entry.expires_s, quota, clock)
+            caller = Caller(token_name, token_entry.scopes, request_counts, token_entry.expires_at_s, quota, clock)
             token_owners.append((bytes.fromhex(token_entry.sha256), caller))
-        return cls(token_owners, is_open=not token and tokens is None)
+        return cls(token_owners, answers_without_token=not token and file_tokens is None)
 
     def identify_and_count(self, scope: MutableMapping[str, Any]) -> None:
         """Store the caller in the request's scope unless it is there already, and count the request."""
@@ -193,22 +199,22 @@ class Callers:
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
         """Return the owner of the first token in these headers (names in lower case); STRANGER without one."""
-        if self._is_open:
+        if self._answers_without_token:
             return ANYBODY
         for header_name, header_value in headers:
             if header_name == b"authorization":
                 return self._find_token_owner(header_value)
         return STRANGER
 
-    def _find_token_owner(self, authorization: bytes) -> Caller:
-        digest = hashlib.sha256(authorization[len(_BEARER_PREFIX) :][:TOKEN_BYTES_MAX]).digest()
+    def _find_token_owner(self, authorization_header: bytes) -> Caller:
+        digest = hashlib.sha256(authorization_header[len(_BEARER_PREFIX) :][:TOKEN_BYTES_MAX]).digest()
         owner = STRANGER
         for known_digest, caller in self._digest_caller_pairs:  # no early exit: a constant duration
             if hmac.compare_digest(digest, known_digest):
                 owner = caller
         # The scheme's name is case-insensitive (RFC 9110, 11.1), the token is not.
-        is_bearer = authorization[: len(_BEARER_PREFIX)].lower() == _BEARER_PREFIX
-        is_token = is_bearer and len(authorization) <= len(_BEARER_PREFIX) + TOKEN_BYTES_MAX
+        is_bearer = authorization_header[: len(_BEARER_PREFIX)].lower() == _BEARER_PREFIX
+        is_token = is_bearer and len(authorization_header) <= len(_BEARER_PREFIX) + TOKEN_BYTES_MAX
         return owner if is_token else STRANGER
 
 
@@ -230,19 +236,21 @@ class TokenWatch(Collector):
         quota_table: QuotaTable,
         *,
         clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Read the file; raise ConfigError if that fails or the content is invalid."""
         self._token, self._tokens_path = token, Path(tokens_path) if tokens_path else None
-        self._quota_table, self._clock, self._timer = quota_table, clock, timer
+        self._quota_table, self._clock, self._monotonic_clock = quota_table, clock, monotonic_clock
         self._counts_by_name: dict[str, CallerCounts] = {}
-        self._loaded_version = self._version()
+        self._loaded_version = self._tokens_file_version()
         self.is_stale = False
         self.callers = self._build_callers(None if self._tokens_path is None else read_tokens(self._tokens_path))
 
     @contextlib.asynccontextmanager
-    async def follow_file(self, loops: BackgroundLoops, on_change: Callable[[Callers], None]) -> AsyncIterator[None]:
-        """Check the file at regular intervals while the context is open; call `on_change` with new callers."""
+    async def follow_file(
+        self, loops: BackgroundLoops, on_callers_change: Callable[[Callers], None]
+    ) -> AsyncIterator[None]:
+        """Check the file at regular intervals while the context is open; call `on_callers_change` with new callers."""
         if self._tokens_path is None:
             yield
             return
@@ -252,8 +260,8 @@ class TokenWatch(Collector):
 
         async def reload_if_changed() -> None:
             version_and_tokens = await asyncio.get_running_loop().run_in_executor(executor, self._read_if_changed)
-            if version_and_tokens is not None and self._put_in_force(*version_and_tokens):
-                on_change(self.callers)
+            if version_and_tokens is not None and self._put_tokens_in_force(*version_and_tokens):
+                on_callers_change(self.callers)
 
         check_task = loops.start("tokens", reload_if_changed, wait=lambda: asyncio.sleep(TOKENS_CHECK_INTERVAL_S))
         try:
@@ -265,7 +273,7 @@ class TokenWatch(Collector):
     def reload_if_changed(self) -> bool:
         """Read the file again if it changed; return whether the callers changed."""
         version_and_tokens = self._read_if_changed()
-        return version_and_tokens is not None and self._put_in_force(*version_and_tokens)
+        return version_and_tokens is not None and self._put_tokens_in_force(*version_and_tokens)
 
     def _read_if_changed(self) -> tuple[FileVersion, TokenEntries | ConfigError] | None:
         """Return a changed file's version with its tokens or error, None if unchanged; changes no state.
@@ -275,23 +283,27 @@ class TokenWatch(Collector):
         """
         if self._tokens_path is None:
             return None
-        if (version := self._version()) == self._loaded_version and not self.is_stale:
+        if (version := self._tokens_file_version()) == self._loaded_version and not self.is_stale:
             return None
         try:
             return version, read_tokens(self._tokens_path)
         except ConfigError as error:
             return version, error
 
-    def _put_in_force(self, version: FileVersion, tokens: TokenEntries | ConfigError) -> bool:
-        if isinstance(tokens, ConfigError):
-            if not (self.is_stale and version == self._loaded_version):
-                log.error("the tokens file is not applied, the previous tokens stay in force: %s", tokens.message)
-            self.is_stale, self._loaded_version = True, version
+    def _put_tokens_in_force(
+        self, tokens_file_version: FileVersion, tokens_or_error: TokenEntries | ConfigError
+    ) -> bool:
+        if isinstance(tokens_or_error, ConfigError):
+            if not (self.is_stale and tokens_file_version == self._loaded_version):
+                log.error(
+                    "the tokens file is not applied, the previous tokens stay in force: %s", tokens_or_error.message
+                )
+            self.is_stale, self._loaded_version = True, tokens_file_version
             return False
-        self.callers = self._build_callers(tokens)
+        self.callers = self._build_callers(tokens_or_error)
         # Set last: if an error prevents this, the file is read again at the next check.
-        self.is_stale, self._loaded_version = False, version
-        log.info("%d tokens of %s are in force", len(tokens), self._tokens_path)
+        self.is_stale, self._loaded_version = False, tokens_file_version
+        log.info("%d tokens of %s are in force", len(tokens_or_error), self._tokens_path)
         return True
 
     def collect(self) -> Iterable[Metric]:
@@ -313,12 +325,17 @@ class TokenWatch(Collector):
             value=float(self.is_stale),
         )  # fmt: skip
 
-    def _build_callers(self, tokens: TokenEntries | None) -> Callers:
-        for removed_name in self._counts_by_name.keys() - {DEFAULT_CALLER_NAME} - set(tokens or {}):
+    def _build_callers(self, file_tokens: TokenEntries | None) -> Callers:
+        for removed_name in self._counts_by_name.keys() - {DEFAULT_CALLER_NAME} - set(file_tokens or {}):
             del self._counts_by_name[removed_name]  # keep no series for names that are no longer in the file
         return Callers.of(
-            self._token, tokens, self._quota_table, self._counts_by_name, clock=self._clock, timer=self._timer
+            self._token,
+            file_tokens,
+            self._quota_table,
+            self._counts_by_name,
+            clock=self._clock,
+            monotonic_clock=self._monotonic_clock,
         )
 
-    def _version(self) -> FileVersion:
+    def _tokens_file_version(self) -> FileVersion:
         return None if self._tokens_path is None else file_version(self._tokens_path)

@@ -77,7 +77,7 @@ class TokenEntry:
             parse_file_time(getattr(self, time_field_name), time_field_name)
 
     @property
-    def expires_s(self) -> float:
+    def expires_at_s(self) -> float:
         """Unix seconds of expiry; infinite: never."""
         return parse_file_time(self.expires_at, "expires_at")
 
@@ -90,41 +90,46 @@ class TokenEntry:
 TokenEntries = Mapping[str, TokenEntry]
 
 
-def read_tokens(path: Path) -> TokenEntries:
+def read_tokens(tokens_path: Path) -> TokenEntries:
     """Read the file's entries by name; raise ConfigError, naming file, token, field, value and allowed values."""
     try:
-        with path.open("rb") as file:
+        with tokens_path.open("rb") as file:
             file_bytes = file.read(TOKEN_FILE_BYTES_MAX + 1)
     except OSError as error:
         remedy = "`larder tokens add NAME` creates it"
         if isinstance(error, PermissionError):
             remedy = "make it readable for the service's user, by its owner or by its group and mode 0640"
-        raise ConfigError(f"cannot read tokens file {path}: {error.strerror}; {remedy}", field="tokens_file") from error
+        raise ConfigError(
+            f"cannot read tokens file {tokens_path}: {error.strerror}; {remedy}", field="tokens_file"
+        ) from error
     if len(file_bytes) > TOKEN_FILE_BYTES_MAX:
-        raise ConfigError(f"tokens file {path} is larger than {TOKEN_FILE_BYTES_MAX:,} bytes")
+        raise ConfigError(f"tokens file {tokens_path} is larger than {TOKEN_FILE_BYTES_MAX:,} bytes")
     try:
         document = orjson.loads(file_bytes)
     except orjson.JSONDecodeError as error:
-        raise ConfigError(f"tokens file {path} is not JSON: {error}") from None
+        raise ConfigError(f"tokens file {tokens_path} is not JSON: {error}") from None
     if not isinstance(document, dict) or document.keys() != {"version", "tokens"}:
-        raise ConfigError(f"tokens file {path} must be an object with exactly `version` and `tokens`")
+        raise ConfigError(f"tokens file {tokens_path} must be an object with exactly `version` and `tokens`")
     if document["version"] != TOKEN_FILE_VERSION:
-        raise ConfigError(f"tokens file {path}: version must be {TOKEN_FILE_VERSION}, not {document['version']!r:.40}")
+        raise ConfigError(
+            f"tokens file {tokens_path}: version must be {TOKEN_FILE_VERSION}, not {document['version']!r:.40}"
+        )
     raw_entries = document["tokens"]
     if not isinstance(raw_entries, dict) or len(raw_entries) > TOKENS_MAX:
-        raise ConfigError(f"tokens file {path}: tokens must be an object of at most {TOKENS_MAX} names")
+        raise ConfigError(f"tokens file {tokens_path}: tokens must be an object of at most {TOKENS_MAX} names")
     entry_by_name = {
-        token_name: _parse_token_entry(path, token_name, raw_entry) for token_name, raw_entry in raw_entries.items()
+        token_name: _parse_token_entry(tokens_path, token_name, raw_entry)
+        for token_name, raw_entry in raw_entries.items()
     }
     name_by_digest: dict[str, str] = {}
     for token_name, token_entry in entry_by_name.items():
         if (earlier_name := name_by_digest.setdefault(token_entry.sha256, token_name)) != token_name:
-            raise ConfigError(f"tokens file {path}: {earlier_name} and {token_name} have the same sha256")
+            raise ConfigError(f"tokens file {tokens_path}: {earlier_name} and {token_name} have the same sha256")
     return entry_by_name
 
 
-def _parse_token_entry(path: Path, token_name: str, raw_entry: Any) -> TokenEntry:
-    entry_place = f"tokens file {path}: token {token_name[:64]!r}"
+def _parse_token_entry(tokens_path: Path, token_name: str, raw_entry: Any) -> TokenEntry:
+    entry_place = f"tokens file {tokens_path}: token {token_name[:64]!r}"
     check_token_name(token_name, entry_place)
     if not isinstance(raw_entry, dict):
         raise ConfigError(f"{entry_place} must be an object of settings")
@@ -150,35 +155,35 @@ def check_token_name(token_name: str, error_place: str) -> None:
         )
 
 
-def write_tokens(path: Path, entry_by_name: TokenEntries) -> None:
+def write_tokens(tokens_path: Path, entry_by_name: TokenEntries) -> None:
     """Replace the file atomically, keeping owner, group and mode; a new file is readable by its owner only.
 
     Raises ConfigError for too many tokens, and if this user cannot restore the file's owner and group.
     """
     if len(entry_by_name) > TOKENS_MAX:
-        raise ConfigError(f"tokens file {path} holds at most {TOKENS_MAX} tokens: revoke some")
+        raise ConfigError(f"tokens file {tokens_path} holds at most {TOKENS_MAX} tokens: revoke some")
     fields_by_name = {token_name: _entry_to_json(entry) for token_name, entry in sorted(entry_by_name.items())}
     file_bytes = orjson.dumps(
         {"version": TOKEN_FILE_VERSION, "tokens": fields_by_name},
         option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE,
     )
-    with open_draft(path) as draft_path:
+    with open_draft(tokens_path) as draft_path:
         draft_path.touch(mode=0o600)
         draft_path.write_bytes(file_bytes)
-        if path.exists():
-            _copy_owner(path, draft_path)
+        if tokens_path.exists():
+            _copy_owner(tokens_path, draft_path)
 
 
-def _copy_owner(path: Path, draft_path: Path) -> None:
+def _copy_owner(tokens_path: Path, draft_path: Path) -> None:
     """Give the new file the owner, group and mode of the replaced file, so that the service can still read it."""
-    replaced_stat, draft_stat = path.stat(), draft_path.stat()
+    replaced_stat, draft_stat = tokens_path.stat(), draft_path.stat()
     if (replaced_stat.st_uid, replaced_stat.st_gid) != (draft_stat.st_uid, draft_stat.st_gid):
         try:
             os.chown(draft_path, replaced_stat.st_uid, replaced_stat.st_gid)
         except PermissionError:
             raise ConfigError(
-                f"tokens file {path} belongs to uid {replaced_stat.st_uid} and gid {replaced_stat.st_gid}: run this "
-                "command as that user or as root, else the service could not read the changed file",
+                f"tokens file {tokens_path} belongs to uid {replaced_stat.st_uid} and gid {replaced_stat.st_gid}: run "
+                "this command as that user or as root, else the service could not read the changed file",
                 field="tokens_file",
             ) from None
     draft_path.chmod(stat.S_IMODE(replaced_stat.st_mode))
@@ -192,10 +197,10 @@ def _entry_to_json(entry: TokenEntry) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def lock_tokens(path: Path) -> Iterator[None]:
+def lock_tokens(tokens_path: Path) -> Iterator[None]:
     """Hold the lock that serialises changes of the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder_descriptor = os.open(path.parent, os.O_RDONLY)
+    tokens_path.parent.mkdir(parents=True, exist_ok=True)
+    folder_descriptor = os.open(tokens_path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder_descriptor, fcntl.LOCK_EX)
         yield

@@ -73,16 +73,16 @@ class Admission:
         self.requests_under_way -= 1
 
     @property
-    def is_behind(self) -> bool:
+    def is_loop_behind(self) -> bool:
         """True if requests queue for the event loop, so that some may miss their deadlines."""
-        return self.loop_valve.interval_wait > self.loop_valve.target
+        return self.loop_valve.interval_wait > self.loop_valve.target_wait
 
     def may_be_late(self, waited_s: float) -> bool:
         """True if a request's wait, or the loop's queue, is long enough that its deadline must be checked.
 
         Otherwise the check is skipped, since it may have to read the body.
         """
-        return self.is_behind or waited_s > self.loop_valve.target
+        return self.is_loop_behind or waited_s > self.loop_valve.target_wait
 
     def is_late(self, deadline_s: float, waited_s: float = 0.0) -> bool:
         """Return whether a request's deadline has passed before its work begins; if so, count it as shed.
@@ -106,63 +106,65 @@ class Admission:
         """Share of the inputs, 0 to 1, that may go to the model."""
         return self.loop_valve.admitted_share * self.model_valve.admitted_share
 
-    def observe(self, iteration_s: float, model_wait_share: float, now_s: float) -> None:
+    def observe(self, loop_iteration_s: float, model_wait_share: float, now_s: float) -> None:
         """Sample both queues: seconds of an iteration, and the share of its time that the oldest input has waited.
 
         A wait in the pacer counts like a wait for the loop.
         """
-        iteration_s = max(iteration_s, self.work_pacer.waited_s())
-        self.loop_valve.observe(iteration_s, now_s)
-        costly_target_s = self.costly_valve.target
+        loop_iteration_s = max(loop_iteration_s, self.work_pacer.longest_wait_s())
+        self.loop_valve.observe(loop_iteration_s, now_s)
+        costly_target_s = self.costly_valve.target_wait
         is_queue_standing = (
             self.loop_valve.admitted_share <= LIVE_LEFT_OUT_SHARE
-            or iteration_s > URGENT_TARGET_MULTIPLE * costly_target_s
+            or loop_iteration_s > URGENT_TARGET_MULTIPLE * costly_target_s
         )
-        self.costly_valve.observe(iteration_s if is_queue_standing else min(iteration_s, costly_target_s), now_s)
+        self.costly_valve.observe(
+            loop_iteration_s if is_queue_standing else min(loop_iteration_s, costly_target_s), now_s
+        )
         self.model_valve.observe(model_wait_share, now_s)
 
 
 class Valve:
     """Valve that admits a share, 0 to 1, of some work, depending on the wait in one queue.
 
-    The signal is CoDel's (RFC 8289): the shortest wait of an interval. If it exceeds `target`, every request had to
-    wait, so the queue stands; a burst that drains within the interval does not count. The reaction is like DAGOR's
+    The signal is CoDel's (RFC 8289): the shortest wait of an interval. If it exceeds `target_wait`, every request had
+    to wait, so the queue stands; a burst that drains within the interval does not count. The reaction is like DAGOR's
     (WeChat, SoCC 2018): a share of the work is admitted. After an interval with a standing queue the share is
-    multiplied by the ratio of `target` to the wait (the gradient of Netflix' concurrency-limits). After any other
+    multiplied by the ratio of `target_wait` to the wait (the gradient of Netflix' concurrency-limits). After any other
     interval it grows by a step, which doubles until a queue stands again (TCP's slow start): the share recovers within
     half a second after an overload.
     """
 
-    def __init__(self, target: float, interval_s: float) -> None:
-        self.target = target
+    def __init__(self, target_wait: float, interval_s: float) -> None:
+        self.target_wait = target_wait
         self.admitted_share = 1.0
         self.interval_wait = 0.0
-        """Shortest wait of the previous interval, in the unit of `target`."""
+        """Shortest wait of the previous interval, in the unit of `target_wait`."""
         self._interval_s = interval_s
         self._shortest_wait, self._interval_began_at = inf, 0.0
         self._growth_step, self._admission_credit = _FIRST_GROWTH_STEP, 0.0
 
-    def observe(self, wait: float, now_s: float) -> None:
-        """Add one sample of the wait, in the unit of `target`; `now_s` in seconds.
+    def observe(self, queue_wait: float, now_s: float) -> None:
+        """Add one sample of the wait, in the unit of `target_wait`; `now_s` in seconds.
 
         An interval has at least two samples, since one long pause is not a queue. The last sample of an interval is
         also the first of the next one, so that every sample counts even if samples are rare.
         """
         if self._shortest_wait == inf:
             self._interval_began_at = now_s
-        self._shortest_wait = min(self._shortest_wait, wait)
+        self._shortest_wait = min(self._shortest_wait, queue_wait)
         if now_s - self._interval_began_at < self._interval_s:
             return
         self.interval_wait = self._shortest_wait
-        if self.interval_wait <= self.target:
+        if self.interval_wait <= self.target_wait:
             self.admitted_share = min(1.0, self.admitted_share + self._growth_step)
             self._growth_step = min(1.0, 2 * self._growth_step)
         else:
             self._growth_step = _FIRST_GROWTH_STEP
-            self.admitted_share *= max(_SHRINK_FACTOR_MIN, self.target / self.interval_wait)
+            self.admitted_share *= max(_SHRINK_FACTOR_MIN, self.target_wait / self.interval_wait)
             if self.admitted_share < _ADMITTED_SHARE_MIN:
                 self.admitted_share = 0.0
-        self._shortest_wait, self._interval_began_at = wait, now_s
+        self._shortest_wait, self._interval_began_at = queue_wait, now_s
 
     def try_admit(self) -> bool:
         """Return whether one more piece of work is admitted: exactly the admitted share is, evenly spread."""
@@ -177,7 +179,7 @@ class Valve:
 
 @dataclass(slots=True, eq=False)
 class LoopLagSampler:
-    """Periodic sampler: calls `observe` with the length of an event-loop iteration, `model_wait()` and the time.
+    """Periodic sampler: calls `observe_queues` with the length of an iteration, the model's wait share and the time.
 
     The length is measured from one callback to the next, which the first one schedules. Everything that became ready in
     between is handled in that time, so the length is the longest wait of a new request. Between samples nothing runs.
@@ -185,11 +187,11 @@ class LoopLagSampler:
     make samples rarer.
     """
 
-    observe: ObserveQueues
-    model_wait: Callable[[], float]
+    observe_queues: ObserveQueues
+    get_model_wait_share: Callable[[], float]
     _: KW_ONLY
-    every_s: float
-    timer: Callable[[], float] = time.monotonic
+    sampling_interval_s: float
+    monotonic_clock: Callable[[], float] = time.monotonic
     loops: BackgroundLoops = field(default_factory=BackgroundLoops)
     _sampling_task: asyncio.Task[None] | None = field(init=False, default=None)
 
@@ -205,23 +207,23 @@ class LoopLagSampler:
 
     async def _sample_iterations(self) -> None:
         """Observe one iteration after a pause, and the following ones until one is short."""
-        await asyncio.sleep(self.every_s)
+        await asyncio.sleep(self.sampling_interval_s)
         # This runs ahead of the callbacks of ready sockets, so the measured iteration begins here.
-        loop, iteration_began_at = asyncio.get_running_loop(), self.timer()
+        loop, iteration_began_at = asyncio.get_running_loop(), self.monotonic_clock()
         done_future: asyncio.Future[None] = loop.create_future()
 
         def end_iteration() -> None:
             nonlocal iteration_began_at
             if done_future.done():  # the task was cancelled meanwhile
                 return
-            now_s = self.timer()
+            now_s = self.monotonic_clock()
             iteration_s, iteration_began_at = now_s - iteration_began_at, now_s
             try:
-                self.observe(iteration_s, self.model_wait(), now_s)
+                self.observe_queues(iteration_s, self.get_model_wait_share(), now_s)
             except Exception as error:
                 done_future.set_exception(error)
                 return
-            if iteration_s > self.every_s:
+            if iteration_s > self.sampling_interval_s:
                 loop.call_soon(end_iteration)
             else:
                 done_future.set_result(None)

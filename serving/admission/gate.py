@@ -54,7 +54,7 @@ class DeadlineCheck:
         body_form = parse_forms(scope["headers"]).request_form
         parsed_body = peek_content(scope, body, body_form, limits)
         if body_form == "arrow":
-            return text_options(parsed_body.options, limits).deadline_s
+            return text_options(parsed_body.option_text_by_name, limits).deadline_s
         return body_deadline_s(parsed_body, limits)
 
 

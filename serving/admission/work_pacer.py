@@ -47,22 +47,24 @@ class CallerGone(Exception):
 
 
 class _Waiter:
-    __slots__ = ("future", "is_gone", "queued_at_s")
+    __slots__ = ("begin_future", "is_client_gone", "queued_at_s")
 
-    def __init__(self, future: "asyncio.Future[None]", queued_at_s: float, is_gone: IsGone) -> None:
-        self.future, self.queued_at_s, self.is_gone = future, queued_at_s, is_gone
+    def __init__(self, begin_future: "asyncio.Future[None]", queued_at_s: float, is_client_gone: IsGone) -> None:
+        self.begin_future, self.queued_at_s, self.is_client_gone = begin_future, queued_at_s, is_client_gone
 
 
 class WorkPacer:
-    """Pacer that admits portions of work, up to `budget_s` per iteration of one event loop, started requests first.
+    """Pacer that admits portions of work, up to `iteration_budget_s` per iteration of a loop, started requests first.
 
-    After `budget_s` of new work the loop first handles its sockets until nothing is ready, for 50 ms at most. It
-    accepts one connection per iteration, so without this a health probe would wait for one portion per connection
+    After `iteration_budget_s` of new work the loop first handles its sockets until nothing is ready, for 50 ms at most.
+    It accepts one connection per iteration, so without this a health probe would wait for one portion per connection
     before its own. By then the loop has also noticed which clients have left.
     """
 
-    def __init__(self, budget_s: float = ITERATION_BUDGET_S, timer: Callable[[], float] = time.monotonic) -> None:
-        self._budget_s, self._timer = budget_s, timer
+    def __init__(
+        self, iteration_budget_s: float = ITERATION_BUDGET_S, monotonic_clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._iteration_budget_s, self._monotonic_clock = iteration_budget_s, monotonic_clock
         self._begun_waiters: deque[_Waiter] = deque()
         self._new_waiters: deque[_Waiter] = deque()
         self._put_off_waiters: list[tuple[deque[_Waiter], _Waiter]] = []
@@ -72,14 +74,14 @@ class WorkPacer:
         self._is_end_scheduled = False
         self._more_gone_until = -inf
 
-    def waited_s(self) -> float:
+    def longest_wait_s(self) -> float:
         """Return the seconds that the oldest request has waited for its work to begin; 0 without one."""
         waiting_since_times = [
             waiter.queued_at_s for queue, waiter in self._put_off_waiters if queue is self._new_waiters
         ]
         if self._new_waiters:
             waiting_since_times.append(self._new_waiters[0].queued_at_s)
-        return self._timer() - min(waiting_since_times) if waiting_since_times else 0.0
+        return self._monotonic_clock() - min(waiting_since_times) if waiting_since_times else 0.0
 
     @property
     def is_backlogged(self) -> bool:
@@ -87,7 +89,7 @@ class WorkPacer:
 
         A peer that has closed its sending side may still read the answer, so without a backlog it is answered.
         """
-        return self.waited_s() >= _BACKLOG_WAIT_S or self._timer() < self._more_gone_until
+        return self.longest_wait_s() >= _BACKLOG_WAIT_S or self._monotonic_clock() < self._more_gone_until
 
     def note_dropped_connection(self) -> None:
         """Record that a connection was dropped on acceptance: more are expected while requests wait.
@@ -95,63 +97,67 @@ class WorkPacer:
         Without a backlog the expectation must expire. If each dropped connection renewed it, peers that have only
         closed their sending side would be dropped for as long as they keep coming.
         """
-        if self.waited_s() >= _BACKLOG_WAIT_S:
+        if self.longest_wait_s() >= _BACKLOG_WAIT_S:
             self._expect_more_gone()
 
     def _expect_more_gone(self) -> None:
-        self._more_gone_until = self._timer() + _MORE_GONE_EXPECTED_S
+        self._more_gone_until = self._monotonic_clock() + _MORE_GONE_EXPECTED_S
 
-    async def begin(self, is_gone: IsGone, *, is_short: bool = False) -> float:
+    async def wait_to_begin(self, is_client_gone: IsGone, *, is_short_request: bool = False) -> float:
         """Wait until the work of a request may begin; return the seconds waited.
 
         A short request goes ahead of others. Raises CallerGone if it had to wait and its client has left.
         """
-        now_s = self._timer()
+        now_s = self._monotonic_clock()
         can_begin_at_once = not (self._begun_waiters or self._put_off_waiters)
-        if not is_short:
-            if now_s - self._iteration_ended_at >= self._budget_s:
+        if not is_short_request:
+            if now_s - self._iteration_ended_at >= self._iteration_budget_s:
                 self._begun_work_s = 0.0  # the loop was idle, or could have been
-            can_begin_at_once = can_begin_at_once and not self._new_waiters and self._begun_work_s < self._budget_s
+            can_begin_at_once = (
+                can_begin_at_once and not self._new_waiters and self._begun_work_s < self._iteration_budget_s
+            )
         if can_begin_at_once and self._is_within_budget(now_s):
             return 0.0
         try:
-            await self._wait_in_queue(self._begun_waiters if is_short else self._new_waiters, now_s, is_gone)
+            await self._wait_in_queue(
+                self._begun_waiters if is_short_request else self._new_waiters, now_s, is_client_gone
+            )
         except CallerGone:
-            if self._timer() - now_s >= _BACKLOG_WAIT_S:
+            if self._monotonic_clock() - now_s >= _BACKLOG_WAIT_S:
                 self._expect_more_gone()
             raise
-        return self._timer() - now_s
+        return self._monotonic_clock() - now_s
 
     async def go_on(self) -> None:
         """Yield to the event loop; return when started work may continue with another portion."""
-        await self._wait_in_queue(self._begun_waiters, self._timer(), _is_never_gone)
+        await self._wait_in_queue(self._begun_waiters, self._monotonic_clock(), _is_client_never_gone)
 
     async def resume(self) -> None:
         """Wait until this iteration has room to continue started work that waited for Redis or the model.
 
         Replies for many requests often arrive together: without this all of them would continue in one iteration.
         """
-        now_s = self._timer()
+        now_s = self._monotonic_clock()
         if self._begun_waiters or self._put_off_waiters or not self._is_within_budget(now_s):
-            await self._wait_in_queue(self._begun_waiters, now_s, _is_never_gone)
+            await self._wait_in_queue(self._begun_waiters, now_s, _is_client_never_gone)
 
     def _is_within_budget(self, now_s: float) -> bool:
         if self._budget_ends_at is None:
-            self._budget_ends_at = now_s + self._budget_s
+            self._budget_ends_at = now_s + self._iteration_budget_s
             self._schedule_iteration_end()
             return True
         return now_s < self._budget_ends_at
 
-    async def _wait_in_queue(self, queue: deque[_Waiter], queued_at_s: float, is_gone: IsGone) -> None:
+    async def _wait_in_queue(self, waiter_queue: deque[_Waiter], queued_at_s: float, is_client_gone: IsGone) -> None:
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(loop.create_future(), queued_at_s, is_gone)
-        queue.append(waiter)
+        waiter = _Waiter(loop.create_future(), queued_at_s, is_client_gone)
+        waiter_queue.append(waiter)
         self._schedule_iteration_end()
-        await waiter.future
-        while not self._is_within_budget(self._timer()):
-            waiter.future = loop.create_future()
-            self._put_off_waiters.append((queue, waiter))
-            await waiter.future
+        await waiter.begin_future
+        while not self._is_within_budget(self._monotonic_clock()):
+            waiter.begin_future = loop.create_future()
+            self._put_off_waiters.append((waiter_queue, waiter))
+            await waiter.begin_future
 
     def _schedule_iteration_end(self) -> None:
         if not self._is_end_scheduled:
@@ -160,10 +166,10 @@ class WorkPacer:
 
     def _end_iteration(self) -> None:
         """End an iteration's budget, and wake the waiters of the next one unless sockets come first."""
-        now_s = self._timer()
+        now_s = self._monotonic_clock()
         is_quiet, self._iteration_ended_at = (now_s - self._iteration_ended_at < _QUIET_ITERATION_S_MAX, now_s)
         if self._budget_ends_at is not None:
-            self._begun_work_s += now_s - (self._budget_ends_at - self._budget_s)
+            self._begun_work_s += now_s - (self._budget_ends_at - self._iteration_budget_s)
             self._budget_ends_at, is_quiet = None, False
         self._is_end_scheduled = False
         put_off_waiters, self._put_off_waiters = self._put_off_waiters, []
@@ -172,36 +178,36 @@ class WorkPacer:
         if not (self._begun_waiters or self._new_waiters):
             return
         self._schedule_iteration_end()
-        woken_count = _wake_some(self._begun_waiters, _WOKEN_PER_ITERATION_MAX)
+        woken_count = _wake_oldest(self._begun_waiters, _WOKEN_PER_ITERATION_MAX)
         if self._new_waiters and not is_quiet:
             sockets_waited_s = now_s - max(self._new_work_begun_at, self._new_waiters[0].queued_at_s)
             if sockets_waited_s < _SOCKETS_FIRST_S_MAX:
                 return
         if self._new_waiters:
             self._new_work_begun_at, self._begun_work_s = now_s, 0.0
-            _wake_some(self._new_waiters, _WOKEN_PER_ITERATION_MAX - woken_count)
+            _wake_oldest(self._new_waiters, _WOKEN_PER_ITERATION_MAX - woken_count)
 
 
-def _wake_some(queue: deque[_Waiter], wake_max: int) -> int:
+def _wake_oldest(waiter_queue: deque[_Waiter], woken_max: int) -> int:
     """Wake the oldest waiters; return their number."""
     woken_count = 0
-    while queue and woken_count < wake_max:
-        woken_count += _wake(queue.popleft())
+    while waiter_queue and woken_count < woken_max:
+        woken_count += _wake(waiter_queue.popleft())
     return woken_count
 
 
 def _wake(waiter: _Waiter) -> bool:
     """Wake a waiter, with CallerGone if its client has left; return False if it was cancelled."""
-    if waiter.future.done():
+    if waiter.begin_future.done():
         return False
-    if waiter.is_gone():
-        waiter.future.set_exception(CallerGone())
+    if waiter.is_client_gone():
+        waiter.begin_future.set_exception(CallerGone())
     else:
-        waiter.future.set_result(None)
+        waiter.begin_future.set_result(None)
     return True
 
 
-def _is_never_gone() -> bool:
+def _is_client_never_gone() -> bool:
     return False
 
 

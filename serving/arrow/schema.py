@@ -44,21 +44,21 @@ _UINT32 = struct.Struct("<I")
 
 
 class Field(NamedTuple):
-    """Column of a schema; a list has a `child`, and a fixed-size list also a `width`."""
+    """Column of a schema; a list has a `child`, and a fixed-size list also a `fixed_list_size`."""
 
     name: str
     kind: ColumnKind
     nullable: bool = False
     child: "Field | None" = None
-    width: int = 0
+    fixed_list_size: int = 0
 
 
 @functools.lru_cache(maxsize=256)
-def schema_message(fields: tuple[Field, ...], metadata: tuple[tuple[str, str], ...] = ()) -> bytes:
+def schema_message(fields: tuple[Field, ...], schema_metadata: tuple[tuple[str, str], ...] = ()) -> bytes:
     """Return the encapsulated message that begins a stream."""
     builder = flatbuffers.Builder(1024)
     fields_offset = _write_offsets(builder, [_write_field(builder, field) for field in fields])
-    metadata_offset = _write_offsets(builder, [_write_pair(builder, *key_value) for key_value in metadata])
+    metadata_offset = _write_offsets(builder, [_write_pair(builder, *key_value) for key_value in schema_metadata])
     builder.StartObject(4)
     builder.PrependUOffsetTRelativeSlot(1, fields_offset, 0)
     builder.PrependUOffsetTRelativeSlot(2, metadata_offset, 0)
@@ -76,10 +76,10 @@ def finish_message(builder: flatbuffers.Builder, message_kind: int, header_offse
     return bytes(builder.Output())
 
 
-def encapsulate(metadata: bytes) -> bytes:
+def encapsulate(message_metadata: bytes) -> bytes:
     """Prefix a message's metadata with its length and pad it, so that the body begins at a multiple of 8."""
-    padded_bytes = len(metadata) + -len(metadata) % 8
-    return CONTINUATION + padded_bytes.to_bytes(4, "little") + metadata.ljust(padded_bytes, b"\0")
+    padded_bytes = len(message_metadata) + -len(message_metadata) % 8
+    return CONTINUATION + padded_bytes.to_bytes(4, "little") + message_metadata.ljust(padded_bytes, b"\0")
 
 
 def _write_field(builder: flatbuffers.Builder, field: Field) -> int:
@@ -104,14 +104,14 @@ def _put_type(builder: flatbuffers.Builder, field: Field) -> None:
         "i4": lambda: (builder.PrependInt32Slot(0, 32, 0), builder.PrependBoolSlot(1, True, False))[0],
         "f4": lambda: builder.PrependInt16Slot(0, 1, 0),
         "f8": lambda: builder.PrependInt16Slot(0, 2, 0),
-        "fixed": lambda: builder.PrependInt32Slot(0, field.width, 0),
+        "fixed": lambda: builder.PrependInt32Slot(0, field.fixed_list_size, 0),
     }
     if field.kind in put_by_kind:
         put_by_kind[field.kind]()
 
 
-def _write_pair(builder: flatbuffers.Builder, key: str, value: str) -> int:
-    key_offset, value_offset = builder.CreateString(key), builder.CreateString(value)
+def _write_pair(builder: flatbuffers.Builder, metadata_key: str, metadata_value: str) -> int:
+    key_offset, value_offset = builder.CreateString(metadata_key), builder.CreateString(metadata_value)
     builder.StartObject(2)
     builder.PrependUOffsetTRelativeSlot(0, key_offset, 0)
     builder.PrependUOffsetTRelativeSlot(1, value_offset, 0)
@@ -119,9 +119,9 @@ def _write_pair(builder: flatbuffers.Builder, key: str, value: str) -> int:
     return pair_offset
 
 
-def _write_offsets(builder: flatbuffers.Builder, offsets: Sequence[int]) -> int:
-    builder.StartVector(4, len(offsets), 4)
-    for offset in reversed(offsets):
+def _write_offsets(builder: flatbuffers.Builder, element_offsets: Sequence[int]) -> int:
+    builder.StartVector(4, len(element_offsets), 4)
+    for offset in reversed(element_offsets):
         builder.PrependUOffsetTRelative(offset)
     vector_offset: int = builder.EndVector()
     return vector_offset
@@ -141,33 +141,33 @@ class FlatTable:
         if self._vtable_bytes < 4 or self._vtable_offset + self._vtable_bytes > len(message_bytes):
             raise MalformedStream("a vtable extends beyond its message")
 
-    def field_offset(self, slot: int) -> int:
+    def field_offset(self, field_slot: int) -> int:
         """Return the position of a field's value in the message; 0 if it has none."""
-        slot_offset = 4 + 2 * slot
+        slot_offset = 4 + 2 * field_slot
         if slot_offset + 2 > self._vtable_bytes:
             return 0
         relative_offset = self._unpack_at(_UINT16, self._vtable_offset + slot_offset)
         return self._table_offset + relative_offset if relative_offset else 0
 
-    def read_scalar(self, slot: int, layout: str) -> int:
+    def read_scalar(self, field_slot: int, scalar_layout: str) -> int:
         """Return a scalar by its struct layout; 0 if the field is absent."""
-        value_offset = self.field_offset(slot)
-        return self._unpack_at(struct.Struct(layout), value_offset) if value_offset else 0
+        value_offset = self.field_offset(field_slot)
+        return self._unpack_at(struct.Struct(scalar_layout), value_offset) if value_offset else 0
 
-    def table(self, slot: int) -> "FlatTable":
+    def table(self, field_slot: int) -> "FlatTable":
         """Return the table that a field points at."""
-        pointer_offset = self.field_offset(slot)
+        pointer_offset = self.field_offset(field_slot)
         if not pointer_offset:
-            raise MalformedStream(f"a message lacks the field in slot {slot}")
+            raise MalformedStream(f"a message lacks the field in slot {field_slot}")
         return FlatTable(self._message_bytes, pointer_offset + self._unpack_at(_UINT32, pointer_offset))
 
-    def has_field(self, slot: int) -> bool:
+    def has_field(self, field_slot: int) -> bool:
         """True if the field is present."""
-        return self.field_offset(slot) != 0
+        return self.field_offset(field_slot) != 0
 
-    def vector_extent(self, slot: int, element_bytes: int) -> tuple[int, int]:
+    def vector_extent(self, field_slot: int, element_bytes: int) -> tuple[int, int]:
         """Return (position of the first element, count) of a vector with elements of `element_bytes`; else (0, 0)."""
-        pointer_offset = self.field_offset(slot)
+        pointer_offset = self.field_offset(field_slot)
         if not pointer_offset:
             return 0, 0
         vector_offset = pointer_offset + self._unpack_at(_UINT32, pointer_offset)
@@ -176,37 +176,37 @@ class FlatTable:
             raise MalformedStream("a vector extends beyond its message")
         return vector_offset + 4, element_count
 
-    def read_tables(self, slot: int, count_max: int) -> list["FlatTable"]:
+    def read_tables(self, field_slot: int, table_count_max: int) -> list["FlatTable"]:
         """Return a vector of tables."""
-        first_offset, table_count = self.vector_extent(slot, 4)
-        if table_count > count_max:
-            raise MalformedStream(f"{table_count} elements where at most {count_max} are allowed")
+        first_offset, table_count = self.vector_extent(field_slot, 4)
+        if table_count > table_count_max:
+            raise MalformedStream(f"{table_count} elements where at most {table_count_max} are allowed")
         offset_positions = range(first_offset, first_offset + 4 * table_count, 4)
         return [
             FlatTable(self._message_bytes, pointer_offset + self._unpack_at(_UINT32, pointer_offset))
             for pointer_offset in offset_positions
         ]
 
-    def read_int64_pairs(self, slot: int, count_max: int) -> list[tuple[int, int]]:
+    def read_int64_pairs(self, field_slot: int, pair_count_max: int) -> list[tuple[int, int]]:
         """Return a vector of structs of two int64."""
-        first_offset, pair_count = self.vector_extent(slot, 16)
-        if pair_count > count_max:
-            raise MalformedStream(f"{pair_count} elements where at most {count_max} are allowed")
+        first_offset, pair_count = self.vector_extent(field_slot, 16)
+        if pair_count > pair_count_max:
+            raise MalformedStream(f"{pair_count} elements where at most {pair_count_max} are allowed")
         numbers = struct.unpack_from(f"<{2 * pair_count}q", self._message_bytes, first_offset)
         return list(zip(numbers[::2], numbers[1::2], strict=True))
 
-    def read_text(self, slot: int) -> str:
+    def read_text(self, field_slot: int) -> str:
         """Return a string; empty if the field is absent."""
-        text_offset, text_bytes = self.vector_extent(slot, 1)
+        text_offset, text_bytes = self.vector_extent(field_slot, 1)
         try:
             return str(self._message_bytes[text_offset : text_offset + text_bytes], "utf-8")
         except UnicodeDecodeError as error:
             raise MalformedStream("a name is not UTF-8") from error
 
-    def _unpack_at(self, layout: struct.Struct, offset: int) -> int:
-        if not 0 <= offset <= len(self._message_bytes) - layout.size:
+    def _unpack_at(self, scalar_layout: struct.Struct, scalar_offset: int) -> int:
+        if not 0 <= scalar_offset <= len(self._message_bytes) - scalar_layout.size:
             raise MalformedStream("an offset points beyond its message")
-        scalar: int = layout.unpack_from(self._message_bytes, offset)[0]
+        scalar: int = scalar_layout.unpack_from(self._message_bytes, scalar_offset)[0]
         return scalar
 
 

@@ -31,15 +31,15 @@ _MESSAGE_PREFIX_BYTES = 8
 class Column(NamedTuple):
     """One column in a record batch: nodes (length, null count) of the column and its children, and their buffers."""
 
-    nodes: tuple[tuple[int, int], ...]
-    buffers: tuple[bytes, ...]
+    lengths_and_null_counts: tuple[tuple[int, int], ...]
+    column_buffers: tuple[bytes, ...]
 
 
 AssembleStream = Callable[[bytes, bytes, int, int, int, int, int, list[int], list[bytes], bytes], bytes | None]
 
 
 class _BatchTemplate(NamedTuple):
-    metadata: bytes
+    batch_metadata: bytes
     body_length_offset: int
     row_count_offset: int
     nodes_offset: int
@@ -50,49 +50,56 @@ def write_stream(
     fields: tuple[Field, ...],
     columns: Sequence[Column],
     row_count: int,
-    metadata: tuple[tuple[str, str], ...] = (),
+    schema_metadata: tuple[tuple[str, str], ...] = (),
     assemble: AssembleStream | None = None,
 ) -> bytes:
     """Return the whole stream; `columns` are those of `fields`, in their order, `row_count` long.
 
     `assemble`: a faster equivalent of `assemble_stream`, which returns None for input that it does not support.
     """
-    node_numbers = [number for column in columns for node in column.nodes for number in node]
-    buffers = [buffer for column in columns for buffer in column.buffers]
-    template = _batch_template(len(node_numbers) // 2, len(buffers))
-    assemble_arguments = (schema_message(fields, metadata), *template, row_count, node_numbers, buffers, END_OF_STREAM)
+    node_numbers = [number for column in columns for node in column.lengths_and_null_counts for number in node]
+    column_buffers = [buffer for column in columns for buffer in column.column_buffers]
+    template = _batch_template(len(node_numbers) // 2, len(column_buffers))
+    assemble_arguments = (
+        schema_message(fields, schema_metadata),
+        *template,
+        row_count,
+        node_numbers,
+        column_buffers,
+        END_OF_STREAM,
+    )
     fast_stream = None if assemble is None else assemble(*assemble_arguments)
     return assemble_stream(*assemble_arguments) if fast_stream is None else fast_stream
 
 
 def assemble_stream(
     stream_head: bytes,
-    metadata: bytes,
+    batch_metadata: bytes,
     body_length_offset: int,
     row_count_offset: int,
     nodes_offset: int,
     buffers_offset: int,
     row_count: int,
-    node_numbers: list[int],
-    buffers: list[bytes],
+    lengths_and_null_counts: list[int],
+    column_buffers: list[bytes],
     end_marker: bytes,
 ) -> bytes:
     """Return the stream: `stream_head`, metadata with its numbers, buffers at multiples of 8 bytes, `end_marker`."""
     body_pieces: list[bytes] = []
     buffer_extents: list[int] = []
     body_bytes = 0
-    for buffer in buffers:
-        buffer_extents += body_bytes, (buffer_bytes := len(buffer))
+    for column_buffer in column_buffers:
+        buffer_extents += body_bytes, (buffer_bytes := len(column_buffer))
         if buffer_bytes:
-            body_pieces.append(buffer)
+            body_pieces.append(column_buffer)
             if padding_bytes := -buffer_bytes & 7:
                 body_pieces.append(_PADDING_BY_SIZE[padding_bytes])
                 buffer_bytes += padding_bytes
             body_bytes += buffer_bytes
-    batch_head = bytearray(metadata)
+    batch_head = bytearray(batch_metadata)
     struct.pack_into("<q", batch_head, body_length_offset, body_bytes)
     struct.pack_into("<q", batch_head, row_count_offset, row_count)
-    struct.pack_into(f"<{len(node_numbers)}q", batch_head, nodes_offset, *node_numbers)
+    struct.pack_into(f"<{len(lengths_and_null_counts)}q", batch_head, nodes_offset, *lengths_and_null_counts)
     struct.pack_into(f"<{len(buffer_extents)}q", batch_head, buffers_offset, *buffer_extents)
     return b"".join((stream_head, batch_head, *body_pieces, end_marker))
 
@@ -139,7 +146,7 @@ def text_column(text_values: Sequence[bytes | None]) -> Column:
         pass
     is_valid = [text_value is not None for text_value in text_values]
     column = whole_text_column([text_value or b"" for text_value in text_values])
-    return Column(((len(text_values), is_valid.count(False)),), (pack_bits(is_valid), *column.buffers[1:]))
+    return Column(((len(text_values), is_valid.count(False)),), (pack_bits(is_valid), *column.column_buffers[1:]))
 
 
 def whole_text_column(text_values: Sequence[bytes]) -> Column:
@@ -163,10 +170,10 @@ def null_text_column(row_count: int) -> Column:
     return Column(((row_count, row_count),), (bytes((row_count + 7) // 8), bytes(4 * row_count + 4), b""))
 
 
-def number_column(number_values: NDArray[np.generic], is_valid: Sequence[bool] | None = None) -> Column:
-    """Return a column of the array's dtype; null where `is_valid` is False."""
-    null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
-    validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
+def number_column(number_values: NDArray[np.generic], row_is_valid: Sequence[bool] | None = None) -> Column:
+    """Return a column of the array's dtype; null where `row_is_valid` is False."""
+    null_count = 0 if row_is_valid is None else len(row_is_valid) - sum(row_is_valid)
+    validity_bits = pack_bits(row_is_valid) if null_count and row_is_valid is not None else b""
     return Column(((len(number_values), null_count),), (validity_bits, number_values.tobytes()))
 
 
@@ -182,28 +189,32 @@ def false_flag_column(row_count: int) -> Column:
     return flag_column([False] * row_count)
 
 
-def flag_column(flag_values: Sequence[bool], is_valid: Sequence[bool] | None = None) -> Column:
-    """Return a column of bool; null where `is_valid` is False."""
-    null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
-    validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
+def flag_column(flag_values: Sequence[bool], row_is_valid: Sequence[bool] | None = None) -> Column:
+    """Return a column of bool; null where `row_is_valid` is False."""
+    null_count = 0 if row_is_valid is None else len(row_is_valid) - sum(row_is_valid)
+    validity_bits = pack_bits(row_is_valid) if null_count and row_is_valid is not None else b""
     return Column(((len(flag_values), null_count),), (validity_bits, pack_bits(flag_values)))
 
 
-def list_column(list_ends: NDArray[np.int32], child_column: Column, is_valid: Sequence[bool] | None = None) -> Column:
+def list_column(
+    list_ends: NDArray[np.int32], child_column: Column, row_is_valid: Sequence[bool] | None = None
+) -> Column:
     """Return a column of lists of `child_column`, cut at `list_ends` int32[row_count + 1], which begin with 0."""
-    null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
-    validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
+    null_count = 0 if row_is_valid is None else len(row_is_valid) - sum(row_is_valid)
+    validity_bits = pack_bits(row_is_valid) if null_count and row_is_valid is not None else b""
     return Column(
-        ((len(list_ends) - 1, null_count), *child_column.nodes),
-        (validity_bits, list_ends.tobytes(), *child_column.buffers),
+        ((len(list_ends) - 1, null_count), *child_column.lengths_and_null_counts),
+        (validity_bits, list_ends.tobytes(), *child_column.column_buffers),
     )
 
 
-def fixed_list_column(row_count: int, child_column: Column, is_valid: Sequence[bool] | None = None) -> Column:
+def fixed_list_column(row_count: int, child_column: Column, row_is_valid: Sequence[bool] | None = None) -> Column:
     """Return a column of fixed-size lists; `child_column` has the numbers of every list, including null lists."""
-    null_count = 0 if is_valid is None else len(is_valid) - sum(is_valid)
-    validity_bits = pack_bits(is_valid) if null_count and is_valid is not None else b""
-    return Column(((row_count, null_count), *child_column.nodes), (validity_bits, *child_column.buffers))
+    null_count = 0 if row_is_valid is None else len(row_is_valid) - sum(row_is_valid)
+    validity_bits = pack_bits(row_is_valid) if null_count and row_is_valid is not None else b""
+    return Column(
+        ((row_count, null_count), *child_column.lengths_and_null_counts), (validity_bits, *child_column.column_buffers)
+    )
 
 
 def pack_bits(flag_values: Sequence[bool]) -> bytes:

@@ -43,8 +43,8 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
 
 
-def _show_answer(document: Mapping[str, Any]) -> None:
-    for line in answer_lines(document["answers"][0] if "answers" in document else document):
+def _show_answer(answer_document: Mapping[str, Any]) -> None:
+    for line in answer_lines(answer_document["answers"][0] if "answers" in answer_document else answer_document):
         print(printable(line))
 
 
@@ -86,9 +86,9 @@ class QuestionFailed(Exception):
     """The service could not be reached, or refused the request; the message says what to do."""
 
 
-def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
+def question_parser(prog: str, command_description: str) -> argparse.ArgumentParser:
     """Return the parser of a command that asks a service for one entity of a table."""
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser = argparse.ArgumentParser(prog=prog, description=command_description)
     parser.add_argument("table", help="name of a table; /v1/generations lists them")
     parser.add_argument("entity", help="id of the entity; 7 and 007 are different ids")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="default: %(default)s")
@@ -109,23 +109,26 @@ def question_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def ask_and_show(
-    arguments: argparse.Namespace, parser: argparse.ArgumentParser, route: str, show: Callable[[dict[str, Any]], None]
+    arguments: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    api_route: str,
+    show_answer: Callable[[dict[str, Any]], None],
 ) -> int:
     """Ask `/v1/ROUTE/TABLE` and show the answer; return 0, or 1 after a printed error; exit with 2 for wrong usage."""
     try:
         service_address = _parse_url(arguments.url)
-        body, tls = question_of(arguments), tls_context(arguments)
+        question_body, tls = question_of(arguments), tls_context(arguments)
     except (ValueError, ConfigError) as error:
         parser.error(str(error))
     try:
-        document = send_question(service_address, arguments, body, tls, route=route)
+        document = send_question(service_address, arguments, question_body, tls, api_route=api_route)
     except QuestionFailed as error:
         print(printable_lines(f"larder: {error}"), file=sys.stderr)
         return 1
     if arguments.json:
         print(printable_lines(json_text(document)))
     else:
-        show(document)
+        show_answer(document)
     return 0
 
 
@@ -147,26 +150,26 @@ def question_of(arguments: argparse.Namespace) -> dict[str, Any] | None:
         argument is None for argument in (arguments.history, arguments.features, arguments.filter, arguments.rerank)
     ):
         return None
-    entity: dict[str, Any] = {"id": arguments.entity}
+    entity_fields: dict[str, Any] = {"id": arguments.entity}
     if arguments.history is not None:
-        entity["history"] = _read_history(arguments.history)
+        entity_fields["history"] = _read_history(arguments.history)
     if arguments.features is not None:
-        entity["features"] = _parse_json(arguments.features, "--features")
-    options: dict[str, Any] = {"k": arguments.k, "generation": arguments.generation, "as_of": arguments.as_of}
+        entity_fields["features"] = _parse_json(arguments.features, "--features")
+    option_fields: dict[str, Any] = {"k": arguments.k, "generation": arguments.generation, "as_of": arguments.as_of}
     if arguments.filter is not None:
         is_name = NAME_PATTERN.fullmatch(arguments.filter)
-        options["filter"] = arguments.filter if is_name else _parse_json(arguments.filter, "--filter")
+        option_fields["filter"] = arguments.filter if is_name else _parse_json(arguments.filter, "--filter")
     if arguments.rerank is not None:
         is_json = arguments.rerank.startswith("{")
-        options["rerank"] = _parse_json(arguments.rerank, "--rerank") if is_json else arguments.rerank
-    return {"entities": [entity]} | {k: v for k, v in options.items() if v is not None}
+        option_fields["rerank"] = _parse_json(arguments.rerank, "--rerank") if is_json else arguments.rerank
+    return {"entities": [entity_fields]} | {k: v for k, v in option_fields.items() if v is not None}
 
 
-def _parse_json(json_text_of_option: str, option: str) -> Any:
+def _parse_json(json_text_of_option: str, option_name: str) -> Any:
     try:
         return orjson.loads(json_text_of_option)
     except orjson.JSONDecodeError as error:
-        raise ValueError(f"{option} must be a JSON object: {error}") from error
+        raise ValueError(f"{option_name} must be a JSON object: {error}") from error
 
 
 def _read_history(history_text: str) -> list[str]:
@@ -183,18 +186,18 @@ def _read_history(history_text: str) -> list[str]:
 def send_question(
     service_address: tuple[str, str, int, str],
     arguments: argparse.Namespace,
-    body: dict[str, Any] | None,
+    question_body: dict[str, Any] | None,
     tls: ssl.SSLContext | None = None,
     *,
-    route: str,
+    api_route: str,
 ) -> dict[str, Any]:
     """Send the request and return the service's answer; raise QuestionFailed."""
     scheme, host, port, root_path = service_address
     service_url = f"{scheme}://{host}:{port}{root_path}"
     token = arguments.token if arguments.token is not None else os.environ.get("LARDER_TOKEN", "")
     headers = {"Authorization": f"Bearer {token}".encode()} if token else {}
-    request_path = f"{root_path}/v1/{route}/{quote(arguments.table, safe='')}"
-    if body is None:
+    request_path = f"{root_path}/v1/{api_route}/{quote(arguments.table, safe='')}"
+    if question_body is None:
         options = {"k": arguments.k, "generation": arguments.generation, "as_of": arguments.as_of}
         query = "&".join(f"{k}={quote(str(v), safe='')}" for k, v in options.items() if v is not None)
         request_path += f"/{quote(arguments.entity, safe='')}" + (f"?{query}" if query else "")
@@ -206,9 +209,9 @@ def send_question(
     try:
         with contextlib.closing(http_connection) as connection:
             connection.request(
-                "GET" if body is None else "POST",
+                "GET" if question_body is None else "POST",
                 request_path,
-                body=None if body is None else orjson.dumps(body),
+                body=None if question_body is None else orjson.dumps(question_body),
                 headers=headers,
             )
             response = connection.getresponse()
@@ -237,23 +240,23 @@ def _checked_answer(service_url: str, http_status: int, response_body: bytes, *,
         )
     if error.get("code") == "unauthorized" and has_token:
         raise QuestionFailed(f"{service_url} does not know this token (--token, or LARDER_TOKEN)")
-    raise QuestionFailed(f"{service_url}: {error.get('message', http_status)}{_remedy(error)}")
+    raise QuestionFailed(f"{service_url}: {error.get('message', http_status)}{_remedy_for_refusal(error)}")
 
 
-def _remedy(error: Mapping[str, Any]) -> str:
-    match error.get("code"):
+def _remedy_for_refusal(error_fields: Mapping[str, Any]) -> str:
+    match error_fields.get("code"):
         case "unauthorized":
             return " (--token, or LARDER_TOKEN)"
         case "scope_missing":
             return " (another --token)"
         case "unknown_table":
-            return f"; its tables are {', '.join(error.get('tables', ()))}"
+            return f"; its tables are {', '.join(error_fields.get('tables', ()))}"
         case "not_found":
             return "; this version of the service does not support the command, or --url has a superfluous path"
         case "not_ready":
             return "; publish a generation, or wait until it is loaded (/readyz)"
         case "generation_gone":
-            return f"; it holds {', '.join(error.get('held', ()))}"
+            return f"; it holds {', '.join(error_fields.get('held', ()))}"
         case "overloaded":
             return "; try again in a moment"
         case _:

@@ -168,6 +168,6 @@ def _token_row(token_name: str, token_entry: TokenEntry) -> tuple[str, str, str,
         "-" if quota_limit is None else f"{quota_limit:g}" for quota_limit in quota_limits
     )
     expiry_text = token_entry.expires_at or "never"
-    if token_entry.expires_s <= datetime.now(UTC).timestamp():
+    if token_entry.expires_at_s <= datetime.now(UTC).timestamp():
         expiry_text += " (expired)"
     return (token_name, ",".join(token_entry.scopes), requests_text, entities_text, in_flight_text, expiry_text)

@@ -19,7 +19,7 @@ _ARRAY_FIELD_NAMES = frozenset(
     answer_field.name
     for declared in (Answer, Ranking)
     for answer_field in declared_fields(declared)
-    if answer_field.type is Numbers
+    if answer_field.field_type is Numbers
 )
 
 _SOURCE_BY_NAME: Mapping[str, Source] = {source.value: source for source in Source}
@@ -37,11 +37,17 @@ class Held:
     details: Mapping[str, Any]
 
     @classmethod
-    def of(cls, body: Mapping[str, Any] | None) -> Self | None:
+    def of(cls, generation_fields: Mapping[str, Any] | None) -> Self | None:
         """Parse a held generation from JSON."""
-        if body is None:
+        if generation_fields is None:
             return None
-        return cls(body["generation"], body["epoch"], body["published_at"], body["data_until"], body)
+        return cls(
+            generation_fields["generation"],
+            generation_fields["epoch"],
+            generation_fields["published_at"],
+            generation_fields["data_until"],
+            generation_fields,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +107,13 @@ def read_arrow_answers(response_body: bytes, entity_count: int) -> list[Answer]:
         frame = read_frame(response_body, entity_count)
     except (MalformedStream, UnsupportedStream) as error:
         raise Garbled(f"the body is not an Arrow IPC stream: {error}; it begins with {response_body[:80]!r}") from error
-    if frame.rows != entity_count:
-        raise Garbled(f"expected answers for {entity_count} entities, received {frame.rows}")
+    if frame.row_count != entity_count:
+        raise Garbled(f"expected answers for {entity_count} entities, received {frame.row_count}")
     answer_fields = Answer.__dataclass_fields__
-    field_names = [field_name for field_name in frame.columns if field_name in answer_fields and field_name != "id"]
-    table = frame.metadata.get("table")
+    field_names = [
+        field_name for field_name in frame.values_by_column if field_name in answer_fields and field_name != "id"
+    ]
+    table = frame.schema_metadata.get("table")
 
     def answer(entity_id: str | None, *values: Any) -> Answer:
         field_values = {
@@ -118,7 +126,9 @@ def read_arrow_answers(response_body: bytes, entity_count: int) -> list[Answer]:
 
     try:
         return list(
-            starmap(answer, zip(*(frame.columns[field_name] for field_name in ("id", *field_names)), strict=True))
+            starmap(
+                answer, zip(*(frame.values_by_column[field_name] for field_name in ("id", *field_names)), strict=True)
+            )
         )
     except (KeyError, TypeError) as error:
         raise Garbled(f"the response does not conform to the API: {error}") from error

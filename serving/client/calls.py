@@ -137,17 +137,17 @@ class Call:
 
     method: str
     path: str
-    params: Mapping[str, str] | None = None
-    content: bytes | None = None
+    query_parameters: Mapping[str, str] | None = None
+    request_body: bytes | None = None
     is_repeatable: bool = True
     content_type: str = "application/json"
     accept: str = "application/json"
 
 
 class EventsCall(NamedTuple):
-    """Request with some of the events; `at` is the index of its first event among all events."""
+    """Request with some of the events; `first_event_index` is the index of its first event among all events."""
 
-    at: int
+    first_event_index: int
     call: Call
 
 
@@ -184,15 +184,17 @@ def write_arrow_ids(ids: Sequence[str], options: Mapping[str, str]) -> bytes:
     return write_stream((Field("id", "utf8"),), [column], len(ids), tuple(options.items()))
 
 
-def score(user: Id | Entity, items: Sequence[Id], options: Options) -> Call:
+def score(user: Id | Entity, candidate_ids: Sequence[Id], options: Options) -> Call:
     """Build a POST of one user's candidates."""
     user_json = user.to_json("user") if isinstance(user, Entity) else as_id(user, "user")
-    return _build_json_post("/v1/score", {"user": user_json, "items": as_ids(items, "items"), **options.to_json()})
+    return _build_json_post(
+        "/v1/score", {"user": user_json, "items": as_ids(candidate_ids, "items"), **options.to_json()}
+    )
 
 
-def feedback(event: str, generation: str | None, canary_key: Id | None, arm: str | None, count: int) -> Call:
+def feedback(event_name: str, generation: str | None, canary_key: Id | None, arm: str | None, event_count: int) -> Call:
     """Build a POST of feedback on answers. It is not repeatable, because it is counted each time it arrives."""
-    body: dict[str, Any] = {"event": event, "count": count}
+    body: dict[str, Any] = {"event": event_name, "count": event_count}
     if generation is not None:
         body["generation"] = generation
     if canary_key is not None:
@@ -250,63 +252,65 @@ def event_calls(events: Sequence[NewEvent], max_batch: int) -> list[EventsCall]:
     return calls
 
 
-def as_id(value: object, field: str = "id", index: int | None = None) -> str:
+def as_id(sent_id: object, field: str = "id", list_index: int | None = None) -> str:
     """Return an id as text, an int in decimal form; raise InvalidArgument for other types, including bool.
 
-    `field` is the id's place in the request, with `index` that of its list.
+    `field` is the id's place in the request, with `list_index` that of its list.
     """
-    if isinstance(value, str) and (value.isascii() or _is_unicode(value)):
-        return str(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    place = field if index is None else f"{field}[{index}]"
-    if isinstance(value, str):
-        raise InvalidArgument(f"{place}: {value!r} is no valid Unicode (it holds half of a pair of surrogates)", place)
-    raise InvalidArgument(f"{place}: an id must be a str or an int, not {value!r}", place)
+    if isinstance(sent_id, str) and (sent_id.isascii() or _is_unicode(sent_id)):
+        return str(sent_id)
+    if isinstance(sent_id, int) and not isinstance(sent_id, bool):
+        return str(sent_id)
+    place = field if list_index is None else f"{field}[{list_index}]"
+    if isinstance(sent_id, str):
+        raise InvalidArgument(
+            f"{place}: {sent_id!r} is no valid Unicode (it holds half of a pair of surrogates)", place
+        )
+    raise InvalidArgument(f"{place}: an id must be a str or an int, not {sent_id!r}", place)
 
 
-def as_ids(values: Sequence[Id], field: str = "ids") -> list[str]:
+def as_ids(sent_ids: Sequence[Id], field: str = "ids") -> list[str]:
     """Return the texts of a list of ids; raise InvalidArgument for other types, including a text instead of a list."""
-    if isinstance(values, str):
-        raise InvalidArgument(f"{field} must be a list of ids, not the text {values!r}", field)
-    return [as_id(value, field, index) for index, value in enumerate(values)]
+    if isinstance(sent_ids, str):
+        raise InvalidArgument(f"{field} must be a list of ids, not the text {sent_ids!r}", field)
+    return [as_id(sent_id, field, index) for index, sent_id in enumerate(sent_ids)]
 
 
-def _is_unicode(text: str) -> bool:
+def _is_unicode(json_text: str) -> bool:
     try:
-        text.encode()
+        json_text.encode()
     except UnicodeEncodeError:
         return False
     return True
 
 
-def _check_value(value: object, field: str) -> None:
+def _check_value(json_value: object, field: str) -> None:
     """Raise InvalidArgument for a text or a number, at any depth, that JSON does not have."""
-    if isinstance(value, str):
-        if not value.isascii() and not _is_unicode(value):
+    if isinstance(json_value, str):
+        if not json_value.isascii() and not _is_unicode(json_value):
             raise InvalidArgument(f"{field} is no valid Unicode (it holds half of a pair of surrogates)", field)
-    elif isinstance(value, float | np.floating):
-        if not np.isfinite(value):
-            raise InvalidArgument(f"{field} must be a finite number, not {float(value)}", field)
-    elif isinstance(value, np.ndarray):
-        if value.dtype.kind == "f" and not np.isfinite(value).all():
-            position = tuple(int(index) for index in np.argwhere(~np.isfinite(value))[0])
+    elif isinstance(json_value, float | np.floating):
+        if not np.isfinite(json_value):
+            raise InvalidArgument(f"{field} must be a finite number, not {float(json_value)}", field)
+    elif isinstance(json_value, np.ndarray):
+        if json_value.dtype.kind == "f" and not np.isfinite(json_value).all():
+            position = tuple(int(index) for index in np.argwhere(~np.isfinite(json_value))[0])
             place = field + "".join([f"[{index}]" for index in position])
-            raise InvalidArgument(f"{place} must be a finite number, not {float(value[position])}", place)
-    elif isinstance(value, Mapping):
-        for name, inner_value in value.items():
+            raise InvalidArgument(f"{place} must be a finite number, not {float(json_value[position])}", place)
+    elif isinstance(json_value, Mapping):
+        for name, inner_json_value in json_value.items():
             if isinstance(name, str):
                 _check_value(name, field)
-            _check_value(inner_value, f"{field}.{name}")
-    elif isinstance(value, list | tuple) and not _are_finite_numbers(value):
-        for index, inner_value in enumerate(value):
-            _check_value(inner_value, f"{field}[{index}]")
+            _check_value(inner_json_value, f"{field}.{name}")
+    elif isinstance(json_value, list | tuple) and not _are_finite_numbers(json_value):
+        for index, inner_json_value in enumerate(json_value):
+            _check_value(inner_json_value, f"{field}[{index}]")
 
 
-def _are_finite_numbers(values: Sequence[Any]) -> bool:
+def _are_finite_numbers(list_elements: Sequence[Any]) -> bool:
     """Whether a list has finite numbers alone: fast, because a list may have thousands of them."""
     try:
-        return all(map(math.isfinite, values))
+        return all(map(math.isfinite, list_elements))
     except (TypeError, OverflowError):
         return False
 

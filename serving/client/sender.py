@@ -84,14 +84,14 @@ class Pace:
 class ExtraRequestBudget:
     """Budget of extra requests: each original request adds `share`, up to a balance of `most`."""
 
-    def __init__(self, earned_share: float, saved_max: float, saved: float = 0.0) -> None:
-        self._earned_per_request = earned_share
-        self._saved_max = saved_max
-        self._saved_requests = saved
+    def __init__(self, earned_per_request: float, saved_requests_max: float, saved_requests: float = 0.0) -> None:
+        self._earned_per_request = earned_per_request
+        self._saved_requests_max = saved_requests_max
+        self._saved_requests = saved_requests
 
     def earn(self) -> None:
         """Add the share of one original request."""
-        self._saved_requests = min(self._saved_max, self._saved_requests + self._earned_per_request)
+        self._saved_requests = min(self._saved_requests_max, self._saved_requests + self._earned_per_request)
 
     def try_spend(self) -> bool:
         """Take one extra request from the budget; return whether the balance allowed it."""
@@ -108,8 +108,8 @@ class Sender:
     more expensive, so that 1,500 together got no answer within 30 s.
     """
 
-    def __init__(self, http: httpx.AsyncClient, policy: Policy, pace: Pace) -> None:
-        self._http = http
+    def __init__(self, http_client: httpx.AsyncClient, policy: Policy, pace: Pace) -> None:
+        self._http = http_client
         self._policy = policy
         self._pace = pace
         self._connection_slots = asyncio.Semaphore(policy.connections)
@@ -168,8 +168,8 @@ class Sender:
         """Lengthen a wait at random, so that clients refused at the same time do not retry at the same time."""
         return wait_s * self._pace.rng.uniform(1, _SPREAD_FACTOR_MAX) if wait_s else 0.0
 
-    def _backoff_s(self, attempt: int) -> float:
-        longest_ms = min(self._policy.backoff_max_ms, self._policy.backoff_ms * 2 ** (attempt - 1))
+    def _backoff_s(self, attempt_number: int) -> float:
+        longest_ms = min(self._policy.backoff_max_ms, self._policy.backoff_ms * 2 ** (attempt_number - 1))
         return self._pace.rng.uniform(0, longest_ms) / 1000
 
     async def _exchange_or_hedge(self, call: Call, deadline_at: float) -> httpx.Response:
@@ -208,11 +208,11 @@ class Sender:
         service_deadline_ms = (deadline_at - self._pace.timer()) * 1000 * self._policy.told_share
         # Whole milliseconds: the service's fast path only parses integers.
         headers = {"X-Deadline-Ms": str(max(1, int(service_deadline_ms))), "Accept": call.accept}
-        if call.content is not None:
+        if call.request_body is not None:
             headers["Content-Type"] = call.content_type
         try:
             return await self._http.request(
-                call.method, call.path, params=call.params, content=call.content, headers=headers
+                call.method, call.path, params=call.query_parameters, content=call.request_body, headers=headers
             )
         except httpx.DecodingError as error:
             raise Garbled(f"{call.method} {call.path}: {error}") from error
@@ -221,10 +221,10 @@ class Sender:
             raise Unreachable(detail, is_sent=not isinstance(error, _UNSENT_ERRORS)) from error
 
 
-async def _first_usable(tasks: list[asyncio.Task[httpx.Response]]) -> httpx.Response:
+async def _first_usable(request_tasks: list[asyncio.Task[httpx.Response]]) -> httpx.Response:
     """Return the first usable response; if all fail, the result or error of the first failure."""
     failed_tasks: list[asyncio.Task[httpx.Response]] = []
-    pending_tasks = set(tasks)
+    pending_tasks = set(request_tasks)
     while pending_tasks:
         finished_tasks, pending_tasks = await asyncio.wait(pending_tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in finished_tasks:

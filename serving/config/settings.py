@@ -36,12 +36,12 @@ def request_limits(config: ServingConfig) -> Limits:
     )
 
 
-def _read_declared_reranking(name: str, declaration: Mapping[str, Any]) -> Reranking:
+def _read_declared_reranking(reranking_name: str, reranking_declaration: Mapping[str, Any]) -> Reranking:
     try:
-        return read_reranking(declaration, _BOOST_FACTOR_MAX)
+        return read_reranking(reranking_declaration, _BOOST_FACTOR_MAX)
     except InvalidInput as error:
         inner_field = error.details.get("field")
-        setting_name = f"rerank.{name}" if inner_field is None else f"rerank.{name}.{inner_field}"
+        setting_name = f"rerank.{reranking_name}" if inner_field is None else f"rerank.{reranking_name}.{inner_field}"
         raise ConfigError(f"[serving.{setting_name}]: {error.message}", field="rerank") from error
 
 

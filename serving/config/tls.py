@@ -28,7 +28,7 @@ class TlsFiles:
     """Files of certificate, key and client authorities ("": none)."""
 
     certificate_path: str
-    key: str
+    key_path: str
     client_ca_path: str = ""
     client_certificates: ClientCertificates = "off"
 
@@ -44,14 +44,16 @@ class TlsFiles:
         ssl_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         ssl_context.minimum_version = ssl.TLSVersion.TLSv1_2
         ssl_context.set_alpn_protocols(["http/1.1"])
-        for path in filter(None, (self.certificate_path, self.key, self.client_ca_path)):
+        for path in filter(None, (self.certificate_path, self.key_path, self.client_ca_path)):
             _check_file_readable(path)
         try:
-            ssl_context.load_cert_chain(self.certificate_path, self.key, password="")  # never prompts for a passphrase
+            ssl_context.load_cert_chain(
+                self.certificate_path, self.key_path, password=""
+            )  # never prompts for a passphrase
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
-                f"tls_certificate {self.certificate_path} and tls_key {self.key} are not a matching PEM pair without "
-                f"passphrase: {error}",
+                f"tls_certificate {self.certificate_path} and tls_key {self.key_path} are not a matching PEM pair "
+                f"without passphrase: {error}",
                 field="tls_certificate",
             ) from None
         if self.client_ca_path:
@@ -68,9 +70,9 @@ class TlsFiles:
             ssl_context.num_tickets = 0
         return ssl_context
 
-    def version(self) -> FileVersions:
+    def file_versions(self) -> FileVersions:
         """Return a value that changes whenever one of the files changes."""
-        return tuple(file_version(Path(path)) for path in (self.certificate_path, self.key, self.client_ca_path))
+        return tuple(file_version(Path(path)) for path in (self.certificate_path, self.key_path, self.client_ca_path))
 
 
 class TlsWatch(Collector):
@@ -79,13 +81,13 @@ class TlsWatch(Collector):
     def __init__(self, tls_files: TlsFiles) -> None:
         """Raise ConfigError for files that cannot be used."""
         self._tls_files = tls_files
-        self._loaded_version = tls_files.version()
+        self._loaded_version = tls_files.file_versions()
         self.context = tls_files.context()
         self.is_stale = False
 
     def reload_if_changed(self) -> bool:
         """Read changed files, and retry those that could not be used; return whether the context was replaced."""
-        version = self._tls_files.version()
+        version = self._tls_files.file_versions()
         if version == self._loaded_version and not self.is_stale:
             return False
         is_logged, self._loaded_version = version == self._loaded_version, version
@@ -113,10 +115,10 @@ class TlsWatch(Collector):
         )  # fmt: skip
 
 
-def _check_file_readable(path: str) -> None:
+def _check_file_readable(file_path: str) -> None:
     try:
-        size_bytes = Path(path).stat().st_size
+        size_bytes = Path(file_path).stat().st_size
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field="tls_certificate") from None
+        raise ConfigError(f"cannot read {file_path}: {error.strerror}", field="tls_certificate") from None
     if size_bytes > _TLS_FILE_BYTES_MAX:
-        raise ConfigError(f"{path} is larger than {_TLS_FILE_BYTES_MAX:,} bytes", field="tls_certificate")
+        raise ConfigError(f"{file_path} is larger than {_TLS_FILE_BYTES_MAX:,} bytes", field="tls_certificate")

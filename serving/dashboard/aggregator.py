@@ -26,7 +26,7 @@ from serving.dashboard.counters import (
     counts_of_kind,
     is_count,
     merged_counts,
-    unpack,
+    unpack_counts,
 )
 from serving.events.counts import ACCEPTED, REPEATED, RESULT_PREFIX
 from serving.metrics.collectors import quantile
@@ -68,14 +68,14 @@ Quantiles = dict[str, float | None]
 
 
 class DrawnBin(NamedTuple):
-    """Bin in the form that the page draws: `seconds` by source and quantile, `stages` in seconds."""
+    """Bin in the form that the page draws; all times are in seconds."""
 
-    requests: int
-    answers: dict[str, int]
-    seconds: dict[str, Quantiles]
-    stages: dict[str, float]
-    misses: dict[str, int]
-    events: dict[str, int]
+    request_count: int
+    answer_count_by_source: dict[str, int]
+    quantiles_by_source: dict[str, Quantiles]
+    seconds_by_stage: dict[str, float]
+    miss_count_by_reason: dict[str, int]
+    event_count_by_result: dict[str, int]
 
 
 EMPTY_BIN = DrawnBin(0, {}, {}, {}, {}, {})
@@ -83,17 +83,17 @@ EMPTY_BIN = DrawnBin(0, {}, {}, {}, {}, {})
 
 @dataclass(frozen=True, slots=True)
 class FleetReading:
-    """Result of one reading; `trouble` says why it covers only this worker, None if it covers all.
+    """Result of one reading; `trouble_text` says why it covers only this worker, None if it covers all.
 
     `recent_counts_by_start` has the raw counts of the newest bins.
     """
 
     read_at: float
-    trouble: str | None
+    trouble_text: str | None
     worker_rows: Mapping[str, Mapping[str, Any]]
     bin_by_start: Mapping[int, DrawnBin]
     recent_counts_by_start: Mapping[int, Counts]
-    registry: Mapping[str, Mapping[str, Any]] | None = None
+    registry_row_by_generation: Mapping[str, Mapping[str, Any]] | None = None
     redis_infos: Sequence[Mapping[str, Any]] = ()
 
 
@@ -106,28 +106,30 @@ class FleetView:
         publisher: MetricsPublisher,
         bucket_bounds: Sequence[float],
         clock: Callable[[], float],
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._control, self._keyspace, self._publisher = control, control.keyspace, publisher
-        self._clock, self._timer = clock, timer
+        self._clock, self._monotonic_clock = clock, monotonic_clock
         self._fleet_bins = _DrawnBins(bucket_bounds)
         self._own_bins = _DrawnBins(bucket_bounds)
         self._full_read_at: float | None = None
 
     async def read(self) -> FleetReading:
         """Read the counts of all workers; without Redis only this worker's."""
-        own_row = self._publisher.note()
+        own_row = self._publisher.note_counts()
         now_s = own_row["at"]
-        newest_start = bin_start_of(now_s)
-        oldest_start = newest_start - (BINS_MAX - 1) * BIN_S
+        newest_bin_start = bin_start_of(now_s)
+        oldest_bin_start = newest_bin_start - (BINS_MAX - 1) * BIN_S
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                workers, registry, worker_blobs_by_start = await self._read(oldest_start, newest_start)
+                workers, registry, worker_blobs_by_start = await self._read_tables_and_bins(
+                    oldest_bin_start, newest_bin_start
+                )
                 infos = await self._control.infos()
         except (TierUnavailable, TimeoutError) as error:
             self._full_read_at = None
-            own_blobs_by_start = {start: [blob] for start, blob in self._publisher.bins.packed.items()}
-            await asyncio.to_thread(self._own_bins.merge_bins, own_blobs_by_start, oldest_start, newest_start)
+            own_blobs_by_start = {start: [blob] for start, blob in self._publisher.bins.packed_counts_by_start.items()}
+            await asyncio.to_thread(self._own_bins.merge_bins, own_blobs_by_start, oldest_bin_start, newest_bin_start)
             trouble = str(error) or f"no reply within {READ_TIMEOUT_S} s"
             shown_workers = {self._publisher.name: own_row}
             return FleetReading(
@@ -138,14 +140,14 @@ class FleetView:
                 dict(self._own_bins.recent_counts_by_start),
             )
         for bin_start in worker_blobs_by_start:
-            if (blob := self._publisher.bins.packed.get(bin_start)) is not None:
+            if (blob := self._publisher.bins.packed_counts_by_start.get(bin_start)) is not None:
                 worker_blobs_by_start[bin_start][self._publisher.name.encode()] = blob
         blobs_by_start = {
             start: list(blob_by_worker.values())
             for start, blob_by_worker in worker_blobs_by_start.items()
             if blob_by_worker
         }
-        await asyncio.to_thread(self._fleet_bins.merge_bins, blobs_by_start, oldest_start, newest_start)
+        await asyncio.to_thread(self._fleet_bins.merge_bins, blobs_by_start, oldest_bin_start, newest_bin_start)
         # Another version may publish fewer fields.
         unknown_row = dict.fromkeys(own_row)
         shown_workers = {
@@ -154,19 +156,19 @@ class FleetView:
             if now_s - worker_row["at"] < WORKER_SILENCE_MAX_S and _can_be_shown(worker_row)
         } | {self._publisher.name: own_row}
         return FleetReading(
-            now_s, self._publisher.trouble, shown_workers, dict(self._fleet_bins.bin_by_start),
+            now_s, self._publisher.trouble_text, shown_workers, dict(self._fleet_bins.bin_by_start),
             dict(self._fleet_bins.recent_counts_by_start),
             _parse_rows(registry), infos,
         )  # fmt: skip
 
-    async def _read(
-        self, oldest_start: int, newest_start: int
+    async def _read_tables_and_bins(
+        self, oldest_bin_start: int, newest_bin_start: int
     ) -> tuple[dict[bytes, bytes], dict[bytes, bytes], dict[int, dict[bytes, bytes]]]:
         """Read the workers' table, the registry, and the bins that may have changed."""
-        chunk_index = self._timer()
+        chunk_index = self._monotonic_clock()
         is_full_read = self._full_read_at is None or chunk_index - self._full_read_at >= _FULL_READ_INTERVAL_S
-        first_start = oldest_start if is_full_read else newest_start - _FRESH_BIN_COUNT * BIN_S
-        bin_starts = range(first_start, newest_start + 1, BIN_S)
+        first_start = oldest_bin_start if is_full_read else newest_bin_start - _FRESH_BIN_COUNT * BIN_S
+        bin_starts = range(first_start, newest_bin_start + 1, BIN_S)
         table_commands = [("HGETALL", self._keyspace.workers), ("HGETALL", self._keyspace.generations)]
         workers, registry = await self._control.execute_all(table_commands)
         worker_blobs_by_start: dict[int, dict[bytes, bytes]] = {}
@@ -180,35 +182,39 @@ class FleetView:
 
 @dataclass(slots=True)
 class _DrawnBins:
-    """Cache of drawn bins; `digest_by_start` shows whether their blobs are unchanged."""
+    """Cache of drawn bins; `blobs_digest_by_start` shows whether their blobs are unchanged."""
 
-    bounds: Sequence[float]
-    digest_by_start: dict[int, int] = field(default_factory=dict)
+    bucket_bounds: Sequence[float]
+    blobs_digest_by_start: dict[int, int] = field(default_factory=dict)
     bin_by_start: dict[int, DrawnBin] = field(default_factory=dict)
     recent_counts_by_start: dict[int, Counts] = field(default_factory=dict)
 
-    def merge_bins(self, blobs_by_start: Mapping[int, Sequence[bytes]], oldest_start: int, newest_start: int) -> None:
+    def merge_bins(
+        self, packed_counts_by_start: Mapping[int, Sequence[bytes]], oldest_bin_start: int, newest_bin_start: int
+    ) -> None:
         """Add up the workers' counts of each bin that changed, and drop bins outside the range."""
-        for start, blobs in blobs_by_start.items():
-            is_recent = start > newest_start - RECENT_BIN_COUNT * BIN_S
+        for start, blobs in packed_counts_by_start.items():
+            is_recent = start > newest_bin_start - RECENT_BIN_COUNT * BIN_S
             blobs_digest = xxhash.xxh3_64_intdigest(b"".join(sorted(blobs)))
-            if self.digest_by_start.get(start) == blobs_digest and (
+            if self.blobs_digest_by_start.get(start) == blobs_digest and (
                 start in self.recent_counts_by_start or not is_recent
             ):
                 continue
-            count_by_field = merged_counts(map(unpack, blobs))
-            self.digest_by_start[start], self.bin_by_start[start] = (
+            count_by_field = merged_counts(map(unpack_counts, blobs))
+            self.blobs_digest_by_start[start], self.bin_by_start[start] = (
                 blobs_digest,
-                draw_bin(count_by_field, self.bounds),
+                draw_bin(count_by_field, self.bucket_bounds),
             )
             if is_recent:
                 self.recent_counts_by_start[start] = count_by_field
         for entries_by_start, first_start in (
-            (self.digest_by_start, oldest_start),
-            (self.bin_by_start, oldest_start),
-            (self.recent_counts_by_start, newest_start - RECENT_BIN_COUNT * BIN_S + 1),
+            (self.blobs_digest_by_start, oldest_bin_start),
+            (self.bin_by_start, oldest_bin_start),
+            (self.recent_counts_by_start, newest_bin_start - RECENT_BIN_COUNT * BIN_S + 1),
         ):
-            for start in [bin_start for bin_start in entries_by_start if not first_start <= bin_start <= newest_start]:
+            for start in [
+                bin_start for bin_start in entries_by_start if not first_start <= bin_start <= newest_bin_start
+            ]:
                 del entries_by_start[start]
 
 
@@ -229,25 +235,25 @@ def _can_be_shown(worker_row: Mapping[str, Any]) -> bool:
     """Return whether a row's fields have the expected types: a wrong type would break the whole page."""
     count_by_field, event_fields = worker_row.get("counts") or {}, worker_row.get("events") or {}
     return (
-        _has_kinds(worker_row, _ROW_TEXT_FIELDS, _ROW_NUMBER_FIELDS)
+        _has_field_types(worker_row, _ROW_TEXT_FIELDS, _ROW_NUMBER_FIELDS)
         and isinstance(count_by_field, dict)
         and all(map(is_count, count_by_field.values()))
         and isinstance(event_fields, dict)
-        and _has_kinds(event_fields, counters.EVENT_TEXT_FIELDS, counters.EVENT_NUMBER_FIELDS)
+        and _has_field_types(event_fields, counters.EVENT_TEXT_FIELDS, counters.EVENT_NUMBER_FIELDS)
         and _can_be_added(counters.merge_event_rows, event_fields)
         and _can_be_added(merge_curves, worker_row.get("advisor"))
     )
 
 
-def _has_kinds(row: Mapping[str, Any], text_fields: Sequence[str], number_fields: Sequence[str]) -> bool:
-    return all(isinstance(row.get(field_name), str | None) for field_name in text_fields) and all(
-        row.get(field_name) is None or is_count(row[field_name]) for field_name in number_fields
+def _has_field_types(table_row: Mapping[str, Any], text_fields: Sequence[str], number_fields: Sequence[str]) -> bool:
+    return all(isinstance(table_row.get(field_name), str | None) for field_name in text_fields) and all(
+        table_row.get(field_name) is None or is_count(table_row[field_name]) for field_name in number_fields
     )
 
 
-def _can_be_added(add_up: Callable[[Sequence[Any]], object], row_part: Any) -> bool:
+def _can_be_added(add_up_parts: Callable[[Sequence[Any]], object], row_part: Any) -> bool:
     try:
-        add_up([row_part])
+        add_up_parts([row_part])
     except Exception:  # data of another version, of any form
         return False
     return True
@@ -259,31 +265,43 @@ def build_series(bin_by_start: Mapping[int, DrawnBin], end_bin_start: int) -> di
     drawn_bins = [bin_by_start.get(bin_start, EMPTY_BIN) for bin_start in bin_starts]
     shown_reasons = _most_frequent_reasons(drawn_bins)
     misses_by_reason = {
-        miss_reason: [drawn_bin.misses.get(miss_reason, 0) for drawn_bin in drawn_bins] for miss_reason in shown_reasons
+        miss_reason: [drawn_bin.miss_count_by_reason.get(miss_reason, 0) for drawn_bin in drawn_bins]
+        for miss_reason in shown_reasons
     }
-    event_results = (ACCEPTED, REPEATED, REJECTED) if any(drawn_bin.events for drawn_bin in drawn_bins) else ()
+    event_results = (
+        (ACCEPTED, REPEATED, REJECTED) if any(drawn_bin.event_count_by_result for drawn_bin in drawn_bins) else ()
+    )
     other_misses = [
-        sum(n for quantile_or_event, n in drawn_bin.misses.items() if quantile_or_event not in misses_by_reason)
+        sum(
+            n
+            for quantile_or_event, n in drawn_bin.miss_count_by_reason.items()
+            if quantile_or_event not in misses_by_reason
+        )
         for drawn_bin in drawn_bins
     ]
     return {
         "step_s": BIN_S,
         "at": list(bin_starts),
-        "requests": [drawn_bin.requests for drawn_bin in drawn_bins],
-        "answers": {source.value: [drawn_bin.answers.get(source, 0) for drawn_bin in drawn_bins] for source in Source},
+        "requests": [drawn_bin.request_count for drawn_bin in drawn_bins],
+        "answers": {
+            source.value: [drawn_bin.answer_count_by_source.get(source, 0) for drawn_bin in drawn_bins]
+            for source in Source
+        },
         "seconds": {
             source.value: {
                 quantile_or_event: [
-                    drawn_bin.seconds.get(source, {}).get(quantile_or_event) for drawn_bin in drawn_bins
+                    drawn_bin.quantiles_by_source.get(source, {}).get(quantile_or_event) for drawn_bin in drawn_bins
                 ]
                 for quantile_or_event in FRACTION_BY_QUANTILE
             }
             for source in Source
         },
-        "stages": {stage: [drawn_bin.stages.get(stage, 0.0) for drawn_bin in drawn_bins] for stage in STAGE_NAMES},
+        "stages": {
+            stage: [drawn_bin.seconds_by_stage.get(stage, 0.0) for drawn_bin in drawn_bins] for stage in STAGE_NAMES
+        },
         "misses": misses_by_reason | ({"other": other_misses} if any(other_misses) else {}),
         "events": {
-            quantile_or_event: [drawn_bin.events.get(quantile_or_event, 0) for drawn_bin in drawn_bins]
+            quantile_or_event: [drawn_bin.event_count_by_result.get(quantile_or_event, 0) for drawn_bin in drawn_bins]
             for quantile_or_event in event_results
         },
     }
@@ -292,7 +310,7 @@ def build_series(bin_by_start: Mapping[int, DrawnBin], end_bin_start: int) -> di
 def _most_frequent_reasons(drawn_bins: Sequence[DrawnBin]) -> list[str]:
     miss_count_by_reason: dict[str, int] = {}
     for drawn_bin in drawn_bins:
-        for reason, n in drawn_bin.misses.items():
+        for reason, n in drawn_bin.miss_count_by_reason.items():
             miss_count_by_reason[reason] = miss_count_by_reason.get(reason, 0) + n
     return sorted(miss_count_by_reason, key=lambda reason: (-miss_count_by_reason[reason], reason))[:SHOWN_REASONS_MAX]
 
@@ -305,11 +323,11 @@ def draw_bin(count_by_field: Mapping[str, int], bucket_bounds: Sequence[float]) 
         quantiles_by_source(count_by_field, bucket_bounds),
         {stage: microseconds / 1e6 for stage, microseconds in counts_of_kind(count_by_field, STAGE_PREFIX).items()},
         counts_of_kind(count_by_field, MISS_PREFIX),
-        events_in(count_by_field),
+        event_counts_in(count_by_field),
     )
 
 
-def events_in(count_by_field: Mapping[str, int]) -> dict[str, int]:
+def event_counts_in(count_by_field: Mapping[str, int]) -> dict[str, int]:
     """Return the numbers of events accepted, repeated and rejected; empty if no event was sent."""
     count_by_result = counts_of_kind(count_by_field, RESULT_PREFIX)
     if not count_by_result:

@@ -37,7 +37,7 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
                 "trouble": None,
                 "verdict": {"level": "ok", "sentence": "All is well.", "advice": None, "also": []},
             },
-            codes={"dashboard_off": ErrorCode(404, "The dashboard is switched off here")},
+            error_code_by_name={"dashboard_off": ErrorCode(404, "The dashboard is switched off here")},
             is_counted=False,  # the dashboard's own requests are not counted
             scope="admin",
         ),
@@ -45,18 +45,18 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
 
 
 def attach(replica: Replica) -> Dashboard:
-    """Publish this worker's counts, and show those of all workers; other features add theirs by `Hooks.reports`."""
+    """Publish this worker's counts, and show those of all workers; features add reports by `Hooks.report_by_name`."""
     config, own_namespace, hooks, metrics = (replica.config, replica.own_namespace, replica.hooks, replica.metrics)
     admission, l1_cache = replica.admission, replica.l1_tier
 
     def read_counts() -> Counts:
         count_by_field = collect_counts(metrics, sum(admission.shed_counts.values()))
-        for read_feature_counts in hooks.counts:
+        for read_feature_counts in hooks.count_readers:
             count_by_field.update(read_feature_counts())
         return count_by_field
 
     def read_report(report_name: str) -> Any:
-        provider = hooks.reports.get(report_name)
+        provider = hooks.report_by_name.get(report_name)
         return None if provider is None else provider()
 
     def read_worker_state() -> Mapping[str, Any]:
@@ -66,10 +66,10 @@ def attach(replica: Replica) -> Dashboard:
             "replica": replica.fleet_name,
             "generation": None if served is None else served.live.generation,
             "epoch": None if served is None else served.live.epoch,
-            "ready": health.ready,
-            "stale": health.stale,
-            "degraded": health.degraded,
-            "failed": health.failed,
+            "ready": health.is_ready,
+            "stale": health.stale_reason,
+            "degraded": health.degraded_reason,
+            "failed": health.failure_reason,
             "breaker": own_namespace.components.remote.stats.breaker,
             "live_queued": replica.batcher.queued,
             "under_way": admission.requests_under_way,
@@ -82,7 +82,8 @@ def attach(replica: Replica) -> Dashboard:
 
     dashboard = Dashboard(
         own_namespace.components.remote.control, GenerationHistory(own_namespace.store, replica.releases.read_records),
-        worker_name=replica.name, is_on=config.observe and config.dashboard_s > 0, read_counts=read_counts,
+        worker_name=replica.replica_name, is_dashboard_on=config.observe and config.dashboard_s > 0,
+        read_counts=read_counts,
         read_worker_state=read_worker_state, bucket_bounds=metrics.answer_seconds.bounds, nights=replica.nights,
         clock=own_namespace.clock,
         advisor=lambda: read_report("advisor"), quality=lambda: read_report("quality"),
@@ -92,11 +93,11 @@ def attach(replica: Replica) -> Dashboard:
     if dashboard.is_on:
         own_namespace.refresher.add_periodic("dashboard", config.dashboard_s, dashboard.publish)
 
-    async def answer_data(_request: Request, _started: float) -> object:
-        body = await dashboard.data()
+    async def answer_data(_request: Request, _request_started_at: float) -> object:
+        body = await dashboard.document_json()
         return Response(body, media_type=JSON_MEDIA_TYPE, headers={"Cache-Control": "no-store"})
 
     hooks.handlers["getDashboard"] = answer_data
-    hooks.pages += DASHBOARD_PAGE.routes()
+    hooks.page_routes += DASHBOARD_PAGE.routes()
     hooks.close_steps.append(dashboard.aclose)
     return dashboard

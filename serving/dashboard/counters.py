@@ -125,9 +125,9 @@ def shown_totals(count_by_field: Mapping[str, int]) -> Counts:
     return {field: n for field, n in count_by_field.items() if field.startswith(_TOTAL_PREFIXES)}
 
 
-def counts_of_kind(count_by_field: Mapping[str, int], prefix: str) -> dict[str, int]:
+def counts_of_kind(count_by_field: Mapping[str, int], field_prefix: str) -> dict[str, int]:
     """Return the fields that begin with the prefix, without it."""
-    return {field[len(prefix) :]: n for field, n in count_by_field.items() if field.startswith(prefix)}
+    return {field[len(field_prefix) :]: n for field, n in count_by_field.items() if field.startswith(field_prefix)}
 
 
 def buckets_of_sources(count_by_field: Mapping[str, int]) -> dict[str, dict[int, int]]:
@@ -139,7 +139,7 @@ def buckets_of_sources(count_by_field: Mapping[str, int]) -> dict[str, dict[int,
     return count_by_bucket_by_source
 
 
-def pack(count_by_field: Mapping[str, int]) -> bytes:
+def pack_counts(count_by_field: Mapping[str, int]) -> bytes:
     """Encode counts as JSON; a histogram is encoded as its first bucket and a list of counts, a third of the size."""
     plain_counts = {field: n for field, n in count_by_field.items() if not field.startswith(TIME_PREFIX)}
     run_by_source = {}
@@ -152,10 +152,10 @@ def pack(count_by_field: Mapping[str, int]) -> bytes:
     return orjson.dumps([plain_counts, run_by_source])
 
 
-def unpack(blob: bytes) -> Counts:
-    """Decode `pack`; return no counts for anything else, such as another version's format."""
+def unpack_counts(packed_counts: bytes) -> Counts:
+    """Decode `pack_counts`; return no counts for anything else, such as another version's format."""
     try:
-        plain_counts, run_by_source = orjson.loads(blob)
+        plain_counts, run_by_source = orjson.loads(packed_counts)
         count_by_field = {str(field): int(n) for field, n in plain_counts.items()}
         for source, (first_bucket, *bucket_run) in run_by_source.items():
             count_by_field |= {
@@ -169,9 +169,9 @@ def unpack(blob: bytes) -> Counts:
     return count_by_field if min(bucket_counts, default=0) >= 0 and all(map(is_count, count_by_field.values())) else {}
 
 
-def is_count(value: object) -> bool:
+def is_count(field_value: object) -> bool:
     """True if the value is a number that can be added to others and published."""
-    return type(value) in (int, float) and -_COUNT_BOUND < cast(float, value) < _COUNT_BOUND
+    return type(field_value) in (int, float) and -_COUNT_BOUND < cast(float, field_value) < _COUNT_BOUND
 
 
 def bin_start_of(moment_s: float) -> int:
@@ -183,7 +183,7 @@ class TimeBins:
     """Packed bins of one worker, at most `BINS_MAX`; `unpublished_starts` are the bins that Redis may lack."""
 
     def __init__(self) -> None:
-        self.packed: dict[int, bytes] = {}
+        self.packed_counts_by_start: dict[int, bytes] = {}
         self.unpublished_starts: set[int] = set()
 
     def add(self, moment_s: float, new_counts: Mapping[str, int]) -> None:
@@ -191,17 +191,19 @@ class TimeBins:
         if not new_counts:
             return
         bin_start = bin_start_of(moment_s)
-        earlier_counts: Counts = unpack(self.packed[bin_start]) if bin_start in self.packed else {}
-        self.packed[bin_start] = pack(merged_counts((earlier_counts, new_counts)))
+        earlier_counts: Counts = (
+            unpack_counts(self.packed_counts_by_start[bin_start]) if bin_start in self.packed_counts_by_start else {}
+        )
+        self.packed_counts_by_start[bin_start] = pack_counts(merged_counts((earlier_counts, new_counts)))
         self.unpublished_starts.add(bin_start)
-        while len(self.packed) > BINS_MAX:
-            oldest_start = min(self.packed)
-            del self.packed[oldest_start]
+        while len(self.packed_counts_by_start) > BINS_MAX:
+            oldest_start = min(self.packed_counts_by_start)
+            del self.packed_counts_by_start[oldest_start]
             self.unpublished_starts.discard(oldest_start)
 
     def mark_unpublished(self) -> None:
         """Mark all bins as unpublished: Redis may have lost all of them."""
-        self.unpublished_starts = set(self.packed)
+        self.unpublished_starts = set(self.packed_counts_by_start)
 
 
 class MetricsPublisher:
@@ -213,14 +215,14 @@ class MetricsPublisher:
     def __init__(
         self,
         control: ControlPlane,
-        name: str,
+        worker_name: str,
         clock: Callable[[], float],
         read_counts: Callable[[], Counts],
         read_worker_state: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self.name = name
+        self.name = worker_name
         self.bins = TimeBins()
-        self.trouble: str | None = None
+        self.trouble_text: str | None = None
         self._control, self._keyspace, self._clock = control, control.keyspace, clock
         self._collect_counts, self._read_worker_state = read_counts, read_worker_state
         self._noted_at = self._started_at = clock()
@@ -228,7 +230,7 @@ class MetricsPublisher:
         self._has_published = False
         self._publish_count = 0
 
-    def note(self) -> dict[str, Any]:
+    def note_counts(self) -> dict[str, Any]:
         """Add the counts since the last call to the bin of the interval's middle; return this worker's current row."""
         now_s, count_by_field = self._clock(), self._collect_counts()
         self.bins.add((self._noted_at + now_s) / 2, count_difference(count_by_field, self._noted_counts))
@@ -242,10 +244,11 @@ class MetricsPublisher:
 
     async def publish(self) -> None:
         """Note the counts, and write unpublished values to Redis; if Redis is unreachable, a later call writes them."""
-        worker_row, bins = self.note(), self.bins
+        worker_row, bins = self.note_counts(), self.bins
         # A copy: counts that are noted while Redis replies stay unpublished.
         blob_by_start = {
-            start: bins.packed[start] for start in sorted(bins.unpublished_starts, reverse=True)[:BINS_AT_ONCE]
+            start: bins.packed_counts_by_start[start]
+            for start in sorted(bins.unpublished_starts, reverse=True)[:BINS_AT_ONCE]
         }
         commands: list[tuple[CommandArgument, ...]] = [
             ("HSET", self._keyspace.workers, self.name, orjson.dumps(worker_row)),
@@ -261,15 +264,17 @@ class MetricsPublisher:
         except (TierUnavailable, TimeoutError) as error:
             self._note_trouble(str(error) or f"no reply within {PUBLISH_TIMEOUT_S} s")
             return
-        bins.unpublished_starts -= {start for start, blob in blob_by_start.items() if bins.packed.get(start) is blob}
-        if self.trouble is not None or (is_new and self._has_published):
+        bins.unpublished_starts -= {
+            start for start, blob in blob_by_start.items() if bins.packed_counts_by_start.get(start) is blob
+        }
+        if self.trouble_text is not None or (is_new and self._has_published):
             bins.mark_unpublished()  # Redis may have been replaced or emptied
-        self.trouble, self._has_published = None, True
+        self.trouble_text, self._has_published = None, True
 
-    def _note_trouble(self, trouble: str) -> None:
-        if self.trouble is None:
-            log.warning("the dashboard shows only this worker: %s", trouble)
-        self.trouble = trouble
+    def _note_trouble(self, trouble_text: str) -> None:
+        if self.trouble_text is None:
+            log.warning("the dashboard shows only this worker: %s", trouble_text)
+        self.trouble_text = trouble_text
 
     async def _sweep(self, now_s: float) -> None:
         self._publish_count += 1
@@ -322,5 +327,5 @@ def merge_event_rows(worker_rows: Sequence[_EventsRow | None]) -> dict[str, Any]
     }
 
 
-def _present_values(rows: Sequence[_EventsRow], field_name: str) -> list[Any]:
-    return [row[field_name] for row in rows if row.get(field_name) is not None]
+def _present_values(event_rows: Sequence[_EventsRow], field_name: str) -> list[Any]:
+    return [row[field_name] for row in event_rows if row.get(field_name) is not None]

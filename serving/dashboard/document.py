@@ -23,7 +23,7 @@ from serving.events.counts import (
     RESULT_PREFIX,
 )
 from serving.events.follower import EVENTS_BEHIND
-from serving.generations.nights import used_and_max_bytes
+from serving.generations.nights import redis_used_and_max_bytes
 from serving.requests.answers import FALLBACK_SOURCES, STORED_SOURCES, Source
 from serving.requests.named_schema import DETAILS_SCHEMA, Json, NamedSchema, nullable_schema
 from serving.requests.reasons import StaleReason
@@ -285,16 +285,16 @@ DASHBOARD_SCHEMA: Json = _object_schema(
 def build_document(
     reading: FleetReading,
     *,
-    schedule: Mapping[str, Any],
-    archive: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
-    roles: Mapping[str, str],
+    schedule_fields: Mapping[str, Any],
+    generation_and_night_rows: tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
+    generation_by_role: Mapping[str, str],
     bucket_bounds: Sequence[float],
-    advisor: Mapping[str, Any] | None,
-    quality: Mapping[str, Any] | None,
+    advisor_fields: Mapping[str, Any] | None,
+    quality_fields: Mapping[str, Any] | None,
     experiment_rows: Sequence[Mapping[str, Any]] = (),
-    generations_at: float | None = None,
+    generations_read_at: float | None = None,
 ) -> dict[str, Any]:
-    """Build the document; `roles` maps each role to the generation that this replica holds in it.
+    """Build the document; `generation_by_role` maps each role to the generation that this replica holds in it.
 
     `experiment_rows` are the experiments that this replica holds, each with its arms, control first.
     """
@@ -302,16 +302,16 @@ def build_document(
     end_bin_start = int((reading.read_at - SETTLED_S) // BIN_S) * BIN_S
     recent_counts = merged_counts(reading.recent_counts_by_start.values())
     total_counts = merged_counts(worker["counts"] or {} for worker in workers)
-    role_by_generation = {generation: role for role, generation in roles.items()}
-    generation_rows, nights = archive
+    role_by_generation = {generation: role for role, generation in generation_by_role.items()}
+    generation_rows, nights = generation_and_night_rows
     generations = [
         {**generation_row, "role": role_by_generation.get(generation_row["generation"])}
         for generation_row in generation_rows
     ]
     body: dict[str, Any] = {
         "now": reading.read_at,
-        "whole": reading.trouble is None,
-        "trouble": reading.trouble,
+        "whole": reading.trouble_text is None,
+        "trouble": reading.trouble_text,
         "replicas": summarise_replicas(workers, reading.read_at),
         "series": build_series(reading.bin_by_start, end_bin_start),
         "lately": {
@@ -328,9 +328,9 @@ def build_document(
             "misses": counters.counts_of_kind(total_counts, counters.MISS_PREFIX),
             "entities": total_counts.get(counters.ENTITIES_FIELD, 0),
         },
-        "generations_at": generations_at,
+        "generations_at": generations_read_at,
         "generations": generations,
-        "schedule": dict(schedule),
+        "schedule": dict(schedule_fields),
         "nights": list(nights),
         "redis": summarise_redis(reading.redis_infos),
         "breakers": {"closed": 0, "half_open": 0, "open": 0} | Counter(str(worker["breaker"]) for worker in workers),
@@ -347,8 +347,8 @@ def build_document(
             "budget_bytes": _sum_field(workers, "l1_budget_bytes"),
             "entries": _sum_field(workers, "l1_entries"),
         },
-        "advisor": advisor,
-        "quality": quality,
+        "advisor": advisor_fields,
+        "quality": quality_fields,
         "experiments": experiments_with_counts(experiment_rows, total_counts),
         "events": summarise_events(workers, recent_counts, generations),
     }
@@ -364,7 +364,7 @@ def _earlier_answers(bin_by_start: Mapping[int, DrawnBin], recent_counts_by_star
     answer_counts = Counter[str]()
     for bin_start, drawn_bin in bin_by_start.items():
         if bin_start not in recent_counts_by_start:
-            answer_counts.update(drawn_bin.answers)
+            answer_counts.update(drawn_bin.answer_count_by_source)
     return {source.value: answer_counts[source] for source in Source}
 
 
@@ -387,21 +387,21 @@ def summarise_replicas(workers: Iterable[Worker], now_s: float) -> list[dict[str
                 "generation": oldest_epoch_worker["generation"],
                 "epoch": oldest_epoch_worker["epoch"],
                 "ready": all(worker["ready"] for worker in replica_workers),
-                "stale": _first_value(replica_workers, "stale"),
-                "degraded": _first_value(replica_workers, "degraded"),
+                "stale": _first_set_value(replica_workers, "stale"),
+                "degraded": _first_set_value(replica_workers, "degraded"),
                 "seen_s": round(max(max(0.0, now_s - worker["at"]) for worker in replica_workers), 3),
-                "failed": _first_value(replica_workers, "failed"),
+                "failed": _first_set_value(replica_workers, "failed"),
             }
         )
     return replica_rows
 
 
-def _first_value(replica_workers: Iterable[Worker], field_name: str) -> str | None:
+def _first_set_value(replica_workers: Iterable[Worker], field_name: str) -> str | None:
     return next((worker[field_name] for worker in replica_workers if worker[field_name]), None)
 
 
 def summarise_events(
-    workers: Iterable[Worker], recent_counts: Mapping[str, int], generations: Iterable[Mapping[str, Any]]
+    workers: Iterable[Worker], recent_counts: Mapping[str, int], generation_rows: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
     """Summarise events from all workers' rows and `recent_counts`; None if the service takes no events.
 
@@ -417,7 +417,7 @@ def summarise_events(
     )
     taken_positions = [
         events_until
-        for generation_row in generations
+        for generation_row in generation_rows
         if (events_until := generation_row.get("events_until")) is not None
     ]
     return {
@@ -433,18 +433,18 @@ def summarise_events(
     }
 
 
-def summarise_redis(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarise_redis(redis_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return memory, clients and evictions, summed over a cluster's nodes, and the worst of their eviction policies."""
-    if not infos:
+    if not redis_infos:
         return dict.fromkeys(("used_bytes", "limit_bytes", "policy", "clients", "evicted"))
-    policies = [str(info.get("maxmemory_policy", "")) for info in infos]
-    used_bytes, limit_bytes = used_and_max_bytes(infos)
+    policies = [str(info.get("maxmemory_policy", "")) for info in redis_infos]
+    used_bytes, limit_bytes = redis_used_and_max_bytes(redis_infos)
     return {
         "used_bytes": used_bytes,
         "limit_bytes": limit_bytes or None,
         "policy": next((policy for policy in policies if policy.startswith("allkeys")), policies[0]) or None,
-        "clients": sum(int(info.get("connected_clients", 0)) for info in infos),
-        "evicted": sum(int(info.get("evicted_keys", 0)) for info in infos),
+        "clients": sum(int(info.get("connected_clients", 0)) for info in redis_infos),
+        "evicted": sum(int(info.get("evicted_keys", 0)) for info in redis_infos),
     }
 
 
@@ -455,13 +455,15 @@ def experiments_with_counts(
 
     Counts from before a worker's start are in `larder experiment status`.
     """
-    requests_by_arm = counters.counts_of_kind(total_counts, ARM_REQUESTS_PREFIX)
-    events_by_arm = _events_by_arm(counters.counts_of_kind(total_counts, ARM_FEEDBACK_PREFIX))
+    request_count_by_arm = counters.counts_of_kind(total_counts, ARM_REQUESTS_PREFIX)
+    event_counts_by_arm = _events_by_arm(counters.counts_of_kind(total_counts, ARM_FEEDBACK_PREFIX))
     return [
         {
             **experiment_row,
             "arms": [
-                _arm_row(experiment_row["experiment"], experiment_row["arms"], arm, requests_by_arm, events_by_arm)
+                _arm_row(
+                    experiment_row["experiment"], experiment_row["arms"], arm, request_count_by_arm, event_counts_by_arm
+                )
                 for arm in experiment_row["arms"]
             ],
         }
@@ -471,36 +473,36 @@ def experiments_with_counts(
 
 def _events_by_arm(count_by_arm_and_event: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """Return counts of reported events by arm and event."""
-    counts_by_arm: dict[str, dict[str, int]] = {}
+    event_counts_by_arm: dict[str, dict[str, int]] = {}
     for arm_and_event, count in count_by_arm_and_event.items():
         arm, _, event_name = arm_and_event.rpartition("=")
-        counts_by_arm.setdefault(arm, {})[event_name] = count
-    return counts_by_arm
+        event_counts_by_arm.setdefault(arm, {})[event_name] = count
+    return event_counts_by_arm
 
 
 def _arm_row(
-    experiment: str,
-    arms: Sequence[Mapping[str, Any]],
+    experiment_name: str,
+    experiment_arms: Sequence[Mapping[str, Any]],
     arm: Mapping[str, Any],
-    requests_by_arm: Mapping[str, int],
-    events_by_arm: Mapping[str, Mapping[str, int]],
+    request_count_by_arm: Mapping[str, int],
+    event_counts_by_arm: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
-    control_key, arm_key = (f"{experiment}={compared_arm['arm']}" for compared_arm in (arms[0], arm))
-    control_counts, arm_counts = events_by_arm.get(control_key, {}), events_by_arm.get(arm_key, {})
+    control_key, arm_key = (f"{experiment_name}={compared_arm['arm']}" for compared_arm in (experiment_arms[0], arm))
+    control_counts, arm_counts = event_counts_by_arm.get(control_key, {}), event_counts_by_arm.get(arm_key, {})
     figures_by_event = {}
     for event_name in sorted({*control_counts, *arm_counts}):
-        count_and_requests = (arm_counts.get(event_name, 0), requests_by_arm.get(arm_key, 0))
+        count_and_requests = (arm_counts.get(event_name, 0), request_count_by_arm.get(arm_key, 0))
         ratio = None
         if arm_key != control_key:
             ratio = rate_ratio(
-                *count_and_requests, control_counts.get(event_name, 0), requests_by_arm.get(control_key, 0)
+                *count_and_requests, control_counts.get(event_name, 0), request_count_by_arm.get(control_key, 0)
             )
         figures_by_event[event_name] = {
             "count": count_and_requests[0],
             "rate": count_and_requests[0] / count_and_requests[1] if count_and_requests[1] else None,
             "ratio": None if ratio is None else ratio._asdict(),
         }
-    return {**arm, "requests": requests_by_arm.get(arm_key, 0), "events": figures_by_event}
+    return {**arm, "requests": request_count_by_arm.get(arm_key, 0), "events": figures_by_event}
 
 
 class Finding(NamedTuple):
@@ -540,10 +542,10 @@ def _live_generation(body: Body) -> str | None:
     return next((replica["generation"] for replica in body["replicas"] if replica["generation"]), None)
 
 
-def _share_of_sources(answers_by_source: Mapping[str, int], sources: Sequence[str]) -> float | None:
-    answer_count = sum(answers_by_source.values())
+def _share_of_sources(answer_count_by_source: Mapping[str, int], source_names: Sequence[str]) -> float | None:
+    answer_count = sum(answer_count_by_source.values())
     return (
-        sum(answers_by_source.get(source, 0) for source in sources) / answer_count
+        sum(answer_count_by_source.get(source, 0) for source in source_names) / answer_count
         if answer_count >= ANSWERS_MIN
         else None
     )
@@ -772,10 +774,12 @@ def _check_events(body: Body) -> Iterator[Finding]:
             "minutes.",
             _STREAM_ADVICE,
         )
-    elif (stream_share := _share(event_fields["stream_bytes"], event_fields["stream_max_bytes"])) >= STREAM_WARN:
+    elif (
+        stream_share := _share_of_total(event_fields["stream_bytes"], event_fields["stream_max_bytes"])
+    ) >= STREAM_WARN:
         yield Finding("warn", f"The stream of events is {stream_share:.0%} full.", _STREAM_ADVICE)
     if EVENTS_BEHIND in _stale_reasons(body):
-        memory_share = _share(event_fields["held_bytes"], event_fields["held_max_bytes"])
+        memory_share = _share_of_total(event_fields["held_bytes"], event_fields["held_max_bytes"])
         yield Finding(
             "warn",
             f"Answers may lack accepted events: a worker is {event_fields['lag_s'] or 0:.1f} s behind, "
@@ -806,12 +810,12 @@ def _check_events(body: Body) -> Iterator[Finding]:
         )
 
 
-def _share(amount: float | None, total: float | None) -> float:
-    return amount / total if amount is not None and total else 0.0
+def _share_of_total(part_amount: float | None, total_amount: float | None) -> float:
+    return part_amount / total_amount if part_amount is not None and total_amount else 0.0
 
 
-def _age_text(seconds: float) -> str:
-    hours = seconds / 3600
+def _age_text(age_s: float) -> str:
+    hours = age_s / 3600
     return f"{hours:.0f} h" if hours < 48 else f"{hours / 24:.1f} days"
 
 

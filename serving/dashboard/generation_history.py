@@ -29,11 +29,11 @@ _BUSY_STATES = ("begun", "loaded", "verified")
 class GenerationFacts:
     """Cached facts of one generation in a certain state; `document_fields` are its size and gates in the document."""
 
-    state: str | None
+    generation_state: str | None
     document_fields: Mapping[str, Any]
-    began_at: float
-    steps: Sequence[Mapping[str, Any]]
-    reuse: Mapping[str, Any] | None
+    night_began_at: float
+    step_rows: Sequence[Mapping[str, Any]]
+    reuse_fields: Mapping[str, Any] | None
 
 
 _UNKNOWN_FIELDS: Mapping[str, Any] = {
@@ -49,14 +49,14 @@ class GenerationHistory:
         self._read_releases = read_releases
         self._facts_by_generation: dict[str, GenerationFacts] = {}
 
-    def read(
-        self, registry: Mapping[str, Mapping[str, Any]] | None
+    def read_generations_and_nights(
+        self, registry_row_by_generation: Mapping[str, Mapping[str, Any]] | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return generations and nights, newest first; without a registry, states come from the release records."""
         releases: Sequence[Release] = []
         with suppress(LarderError, OSError, ValueError):
             releases = self._read_releases()
-        generation_names = {release.generation for release in releases} | set(registry or ())
+        generation_names = {release.generation for release in releases} | set(registry_row_by_generation or ())
         with suppress(LarderError, OSError):
             generation_names |= set(self._store.names("generations"))
         newest_names = sorted(filter(GENERATION_PATTERN.fullmatch, generation_names), reverse=True)[
@@ -65,24 +65,31 @@ class GenerationHistory:
         self._facts_by_generation = {
             name: facts for name, facts in self._facts_by_generation.items() if name in newest_names
         }
-        generations: list[dict[str, Any]] = []
-        nights: list[dict[str, Any]] = []
+        generation_rows: list[dict[str, Any]] = []
+        night_rows: list[dict[str, Any]] = []
         for generation_name in newest_names:
             state, reason = _state_and_reason(
-                generation_name, releases, None if registry is None else registry.get(generation_name)
+                generation_name,
+                releases,
+                None if registry_row_by_generation is None else registry_row_by_generation.get(generation_name),
             )
             facts = self._read_facts(generation_name, state)
-            generations.append(_generation_row(generation_name, state, reason, releases, facts))
-            if facts is not None and facts.steps and len(nights) < SHOWN_NIGHTS_MAX:
-                nights.append(_night_row(generation_name, state, facts))
+            generation_rows.append(_generation_row(generation_name, state, reason, releases, facts))
+            if facts is not None and facts.step_rows and len(night_rows) < SHOWN_NIGHTS_MAX:
+                night_rows.append(_night_row(generation_name, state, facts))
         failure = last_failure(self._store)
         if failure is not None and not failure.is_refused:
-            nights = _with_failure(nights, failure)
-        return generations, nights
+            night_rows = _with_failure(night_rows, failure)
+        return generation_rows, night_rows
 
-    def _read_facts(self, generation_name: str, state: str | None) -> GenerationFacts | None:
+    def _read_facts(self, generation_name: str, generation_state: str | None) -> GenerationFacts | None:
         earlier_facts = self._facts_by_generation.get(generation_name)
-        if earlier_facts is not None and earlier_facts.state == state and state not in _BUSY_STATES and state != "live":
+        if (
+            earlier_facts is not None
+            and earlier_facts.generation_state == generation_state
+            and generation_state not in _BUSY_STATES
+            and generation_state != "live"
+        ):
             return earlier_facts
         try:
             manifest = read_manifest(self._store, generation_name)
@@ -90,7 +97,7 @@ class GenerationHistory:
             return earlier_facts
         # Facts still change: verification rewrites gates, and the live generation's warm-up is recorded later.
         facts = self._facts_by_generation[generation_name] = _build_facts(
-            state, manifest, list(self._read_step_times(generation_name))
+            generation_state, manifest, list(self._read_step_times(generation_name))
         )
         return facts
 
@@ -104,13 +111,13 @@ class GenerationHistory:
 
 
 def _build_facts(
-    state: str | None, manifest: Manifest, step_times: Sequence[tuple[str, float, float]]
+    generation_state: str | None, manifest: Manifest, step_times: Sequence[tuple[str, float, float]]
 ) -> GenerationFacts:
     seconds_by_step = dict(manifest.timings) | {step: step_seconds for step, _, step_seconds in step_times}
     reuse = Reuse.of(manifest.facts)
     seconds_before_seal = sum(step_seconds for step, step_seconds in manifest.timings.items() if step != "verify")
     return GenerationFacts(
-        state,
+        generation_state,
         {
             "data_until": manifest.data_until,
             "bytes": sum(artefact.size_bytes for artefact in (*manifest.artefacts(), *manifest.pages())),
@@ -172,8 +179,8 @@ def _is_move(release: Release) -> bool:
 
 def _generation_row(
     generation_name: str,
-    state: str | None,
-    reason: str | None,
+    generation_state: str | None,
+    state_reason: str | None,
     releases: Sequence[Release],
     facts: GenerationFacts | None,
 ) -> dict[str, Any]:
@@ -183,33 +190,33 @@ def _generation_row(
     )
     return {
         "generation": generation_name,
-        "state": state,
+        "state": generation_state,
         "epoch": None if last_move is None else last_move.epoch,
         "role": None,
         "published_at": None if last_move is None else publication_time(releases, generation_name) or last_move.at,
         **(_UNKNOWN_FIELDS if facts is None else facts.document_fields),
-        "reason": reason,
+        "reason": state_reason,
     }
 
 
-def _night_row(generation_name: str, state: str | None, facts: GenerationFacts) -> dict[str, Any]:
+def _night_row(generation_name: str, generation_state: str | None, facts: GenerationFacts) -> dict[str, Any]:
     return {
         "generation": generation_name,
-        "outcome": _OUTCOME_BY_STATE.get(state or "", "unfinished"),
-        "began_at": facts.began_at,
-        "steps": list(facts.steps),
-        "reuse": facts.reuse,
+        "outcome": _OUTCOME_BY_STATE.get(generation_state or "", "unfinished"),
+        "began_at": facts.night_began_at,
+        "steps": list(facts.step_rows),
+        "reuse": facts.reuse_fields,
         "failure": None,
     }
 
 
-def _with_failure(nights: list[dict[str, Any]], failure: NightFailure) -> list[dict[str, Any]]:
+def _with_failure(night_rows: list[dict[str, Any]], failure: NightFailure) -> list[dict[str, Any]]:
     """Return the nights, the failed one first; if it failed early it has no files, and so no times of steps."""
     failed_night: dict[str, Any] = {
         "generation": failure.generation or "", "began_at": None, "steps": [], "reuse": None,
     }  # fmt: skip
     other_nights = []
-    for night in nights:
+    for night in night_rows:
         if night["generation"] == failure.generation:
             failed_night = night
         else:

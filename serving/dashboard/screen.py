@@ -19,14 +19,14 @@ _TABLE_OLD_S = 20.0
 DashboardBody = Mapping[str, Any]
 
 
-def draw_screen(body: DashboardBody, trouble: str | None = None) -> Group:
-    """Draw the document for a terminal of 100 columns; `trouble` says why it is outdated."""
+def draw_screen(body: DashboardBody, trouble_text: str | None = None) -> Group:
+    """Draw the document for a terminal of 100 columns; `trouble_text` says why it is outdated."""
     screen_parts: list[RenderableType] = [_verdict_panel(body), _sources_table(body), _replicas_table(body)]
     screen_parts += [_generations_table(body), Text(_misses_line(body)), Text(_state_line(body))]
     if body.get("events") is not None:
         screen_parts.append(Text(_events_line(body)))
-    if trouble:
-        screen_parts.insert(0, Text(f"outdated: {trouble}", style="bold red"))
+    if trouble_text:
+        screen_parts.insert(0, Text(f"outdated: {trouble_text}", style="bold red"))
     return Group(*screen_parts)
 
 

@@ -35,7 +35,7 @@ ArchiveRows = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 class Dashboard:
-    """Dashboard of one worker: call `publish` every few seconds; `data` answers all viewers from one reading a second.
+    """Dashboard of one worker: call `publish` every few seconds; all viewers share one `document_json` a second.
 
     `advisor`, `events` and `quality` return parts of the document without waiting: `advisor` and `events` for this
     worker, `quality` for all replicas. `list_experiments` returns the held experiments.
@@ -47,7 +47,7 @@ class Dashboard:
         history: GenerationHistory,
         *,
         worker_name: str,
-        is_on: bool = True,
+        is_dashboard_on: bool = True,
         read_counts: Callable[[], Counts],
         read_worker_state: Callable[[], Mapping[str, Any]],
         bucket_bounds: tuple[float, ...],
@@ -58,9 +58,9 @@ class Dashboard:
         events: Provider = lambda: None,
         list_experiments: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
         in_thread: StoreThreads,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.is_on = is_on
+        self.is_on = is_dashboard_on
 
         def read_full_worker_state() -> Mapping[str, Any]:
             return {**read_worker_state(), "advisor": _call_provider(advisor), "events": _call_provider(events)}
@@ -68,12 +68,12 @@ class Dashboard:
         self.publisher = MetricsPublisher(control, worker_name, clock, read_counts, read_full_worker_state)
         self.advisor, self.quality = advisor, quality
         self._list_experiments = list_experiments
-        self._fleet = FleetView(control, self.publisher, bucket_bounds, clock, timer)
+        self._fleet = FleetView(control, self.publisher, bucket_bounds, clock, monotonic_clock)
         self._history, self._in_thread = history, in_thread
-        self._bounds, self._nights, self._timer = bucket_bounds, nights, timer
+        self._bounds, self._nights, self._monotonic_clock = bucket_bounds, nights, monotonic_clock
         self._archive_rows: ArchiveRows = [], []
         self._archive_read_at, self._archive_tried_at = float("-inf"), float("-inf")
-        self._generations_at: float | None = None
+        self._generations_read_at: float | None = None
         self._archive_task: asyncio.Task[None] | None = None
         self._read_task: asyncio.Task[None] | None = None
         self._document_body, self._read_at = b"", float("-inf")
@@ -82,11 +82,11 @@ class Dashboard:
         """Publish this worker's counts to Redis; if Redis is unreachable, a later call publishes them."""
         await self.publisher.publish()
 
-    async def data(self) -> bytes:
+    async def document_json(self) -> bytes:
         """Return the document as JSON, at most a second old; raise Problem: 404 if switched off, 503 if too late."""
         if not self.is_on:
             raise Problem(404, "dashboard_off", "the dashboard is switched off: LARDER_DASHBOARD_S is 0")
-        if self._timer() - self._read_at >= READ_INTERVAL_S:
+        if self._monotonic_clock() - self._read_at >= READ_INTERVAL_S:
             # All viewers share one reading, which goes on if a viewer leaves: concurrent readings would mix their bins.
             if self._read_task is None or self._read_task.done():
                 self._read_task = asyncio.create_task(self._read())
@@ -101,7 +101,7 @@ class Dashboard:
         await self._refresh_archive(reading)
         served = self._nights.follower.served
         schedule = {
-            "age_s": self._nights.age_s(), "due_at": self._nights.due_at(),
+            "age_s": self._nights.generation_age_s(), "due_at": self._nights.due_at(),
             "missing": self._nights.is_missing(),
         }  # fmt: skip
         quality = _call_provider(self.quality)
@@ -113,19 +113,20 @@ class Dashboard:
 
         def compose_body() -> bytes:
             dashboard_document = build_document(
-                reading, schedule=schedule, archive=self._archive_rows, roles=roles,
-                generations_at=self._generations_at,
-                bucket_bounds=self._bounds, advisor=_call_provider(merge_advice), quality=quality,
+                reading, schedule_fields=schedule, generation_and_night_rows=self._archive_rows,
+                generation_by_role=roles,
+                generations_read_at=self._generations_read_at,
+                bucket_bounds=self._bounds, advisor_fields=_call_provider(merge_advice), quality_fields=quality,
                 experiment_rows=experiment_rows,
             )  # fmt: skip
             return orjson.dumps(dashboard_document, option=orjson.OPT_SERIALIZE_NUMPY)
 
         self._document_body = await asyncio.to_thread(compose_body)
-        self._read_at = self._timer()
+        self._read_at = self._monotonic_clock()
 
     async def _refresh_archive(self, reading: FleetReading) -> None:
         """Start a due reading of generations and nights, unless one is under way; wait if the known table is old."""
-        now_s = self._timer()
+        now_s = self._monotonic_clock()
         if self._archive_task is None:
             if now_s - self._archive_tried_at < ARCHIVE_INTERVAL_S:
                 return
@@ -136,12 +137,14 @@ class Dashboard:
 
     async def _read_archive(self, reading: FleetReading) -> None:
         try:
-            self._archive_rows = await self._in_thread(self._history.read, reading.registry)
-            self._archive_read_at, self._generations_at = self._timer(), reading.read_at
+            self._archive_rows = await self._in_thread(
+                self._history.read_generations_and_nights, reading.registry_row_by_generation
+            )
+            self._archive_read_at, self._generations_read_at = self._monotonic_clock(), reading.read_at
         except Exception:  # an error here must not break the rest of the page
             log.exception("generations and nights cannot be read")
         finally:
-            self._archive_tried_at, self._archive_task = self._timer(), None
+            self._archive_tried_at, self._archive_task = self._monotonic_clock(), None
 
     async def aclose(self) -> None:
         """Stop reading, and withdraw this worker's figures from the dashboards of the others."""

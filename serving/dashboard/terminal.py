@@ -90,7 +90,7 @@ def _print_screen(body: Mapping[str, Any]) -> None:
     SafeConsole().print(draw_screen(body))
 
 
-def _watch(fetch_body: Callable[[], dict[str, Any]], every_s: float, body: dict[str, Any]) -> None:
+def _watch(fetch_body: Callable[[], dict[str, Any]], refresh_interval_s: float, body: dict[str, Any]) -> None:
     from rich.live import Live
 
     from cache.process.console import SafeConsole
@@ -99,7 +99,7 @@ def _watch(fetch_body: Callable[[], dict[str, Any]], every_s: float, body: dict[
     with Live(draw_screen(body), console=SafeConsole(), screen=True, auto_refresh=False) as live_display:
         while True:
             live_display.refresh()
-            time.sleep(every_s)
+            time.sleep(refresh_interval_s)
             try:
                 body, trouble = fetch_body(), None
             except NoDashboard as error:  # the service may be restarting: keep the last document

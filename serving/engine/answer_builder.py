@@ -33,30 +33,33 @@ from serving.requests.reasons import LiveReason
 class RequestContext:
     """State shared by all entities of one request; times are monotonic.
 
-    `is_part`: the lookup is part of another answer (such as the vector for a search), and only that answer is counted.
+    `is_part_of_answer`: the lookup is part of another answer (such as the vector for a search), and only that answer is
+    counted.
     """
 
     options: RequestOptions
-    started: float
-    deadline: float
-    is_part: bool = False
-    _ordinals_by_generation: dict[str, frozenset[int]] = field(default_factory=dict)
+    request_started_at: float
+    deadline_at: float
+    is_part_of_answer: bool = False
+    _excluded_ordinals_by_generation: dict[str, frozenset[int]] = field(default_factory=dict)
     _filter_mask_by_generation: dict[str, FilterMask] = field(default_factory=dict)
     _reranker_by_generation: dict[str, Reranker] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: RequestOptions, started: float, *, is_part: bool = False) -> Self:
-        """Build the state of a request that arrived at `started`."""
-        return cls(options, started, started + options.deadline_s, is_part)
+    def of(cls, options: RequestOptions, request_started_at: float, *, is_part_of_answer: bool = False) -> Self:
+        """Build the state of a request that arrived at `request_started_at`."""
+        return cls(options, request_started_at, request_started_at + options.deadline_s, is_part_of_answer)
 
     def excluded_ordinals(self, snapshot: Snapshot) -> frozenset[int]:
         """Return the ordinals of `exclude`, looked up once per generation and not once per entity."""
         if not self.options.exclude:
             return frozenset()
-        excluded_ordinals = self._ordinals_by_generation.get(snapshot.generation)
+        excluded_ordinals = self._excluded_ordinals_by_generation.get(snapshot.generation)
         if excluded_ordinals is None:
             ordinals = snapshot.numbers_of(self.options.exclude)
-            excluded_ordinals = self._ordinals_by_generation[snapshot.generation] = frozenset(ordinals.tolist())
+            excluded_ordinals = self._excluded_ordinals_by_generation[snapshot.generation] = frozenset(
+                ordinals.tolist()
+            )
         return excluded_ordinals
 
     def set_filter_mask(self, snapshot: Snapshot, filter_mask: FilterMask) -> None:
@@ -96,11 +99,15 @@ class AnswerBuilder:
     """Builder of the answers of pending entities."""
 
     def __init__(
-        self, metrics: Metrics, observer: AnswerObserver, timer: Callable[[], float], clock: Callable[[], float]
+        self,
+        metrics: Metrics,
+        observer: AnswerObserver,
+        monotonic_clock: Callable[[], float],
+        clock: Callable[[], float],
     ) -> None:
         self._metrics = metrics
         self._observer = observer
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._clock = clock
 
     def answer_from_record(
@@ -116,7 +123,7 @@ class AnswerBuilder:
     ) -> None:
         """Set the answer, unless a list has fewer than `min_items` items left and a lower rung may have more.
 
-        If fewer than k items pass a filter, they become `pending.partial`: a search by vectors may find more.
+        If fewer than k items pass a filter, they become `pending.partial_list`: a search by vectors may find more.
         `seen_ordinals` are the user's past items, if the list was computed without knowing them.
         """
         table = snapshot.manifest.tables[pending.table.name]
@@ -126,7 +133,7 @@ class AnswerBuilder:
         is_computed_from_history = source is Source.LIVE and pending.counted_events is None
         if not is_computed_from_history and table.kind == "topk" and pending.entity.history:
             exclusions += (pending.history_in(snapshot).item_numbers,)
-        current_values, entity_id = snapshot.changed_facets.get(table.name), pending.entity.raw
+        current_values, entity_id = snapshot.changed_values_by_facet.get(table.name), pending.entity.raw_id
         if current_values is not None and entity_id is not None and record.items is not None:
             outdated_ordinals = record.items[~current_values.mask_having_text(entity_id.decode(), record.items)]
             exclusions += (frozenset(outdated_ordinals.tolist()),)
@@ -147,7 +154,7 @@ class AnswerBuilder:
             if filter_mask is not None and may_have_more_items(prediction, record, table, lacks_history=lacks_history):
                 pending.reason = MissReason.FILTERED
                 producer = "live" if record.live else "batch"
-                pending.partial = PartialList(
+                pending.partial_list = PartialList(
                     prediction, snapshot, source, producer, filter_mask, record.answer_flags, seen_ordinals
                 )
                 return
@@ -180,17 +187,17 @@ class AnswerBuilder:
 
     def answer_partial(self, pending: PendingAnswer, snapshot: Snapshot, context: RequestContext) -> None:
         """Answer with the list items that pass the filter; `short` and the reason say that more items may pass."""
-        if pending.partial is None:
+        if pending.partial_list is None:
             self.answer_by_default(pending, snapshot, context)
             return
         # The list's generation may be the previous one, which has other ordinals.
-        prediction, list_snapshot, source, producer, filter_mask, flag_fields, seen_ordinals = pending.partial
+        prediction, list_snapshot, source, producer, filter_mask, flag_fields, seen_ordinals = pending.partial_list
         excluded_ordinals = (
             left_out_ordinals(pending, list_snapshot, context)
             if list_snapshot is snapshot
             else _left_out_of_previous(pending, list_snapshot, context, seen_ordinals)
         )
-        prediction["short"] = _is_short(filter_mask, excluded_ordinals, pending.k)
+        prediction["short"] = _is_list_short(filter_mask, excluded_ordinals, pending.k)
         self._complete_answer(pending, prediction, list_snapshot, source, producer, context, flag_fields)
 
     def answer_by_default(self, pending: PendingAnswer, snapshot: Snapshot, context: RequestContext) -> None:
@@ -204,8 +211,8 @@ class AnswerBuilder:
             snapshot, pending.table, pending.entity, pending.k, exclusions, filter_mask, context.reranker(snapshot)
         )
         if filter_mask is not None:
-            prediction["short"] = _is_short(filter_mask, left_out_ordinals(pending, snapshot, context), pending.k)
-        producer = "defaults" if pending.table.name in snapshot.defaults else None
+            prediction["short"] = _is_list_short(filter_mask, left_out_ordinals(pending, snapshot, context), pending.k)
+        producer = "defaults" if pending.table.name in snapshot.default_list_by_table else None
         self._complete_answer(pending, prediction, snapshot, Source.DEFAULT, producer, context, {})
 
     @staticmethod
@@ -213,7 +220,7 @@ class AnswerBuilder:
         """Return the items of newer events if the list was computed without these events, else nothing."""
         if pending.counted_events is None or pending.table.kind != "topk" or _counts_newer_events(pending, source):
             return ()
-        return (frozenset(snapshot.numbers_of(pending.counted_events.items).tolist()),)
+        return (frozenset(snapshot.numbers_of(pending.counted_events.event_item_ids).tolist()),)
 
     def _complete_answer(
         self,
@@ -227,8 +234,8 @@ class AnswerBuilder:
     ) -> None:
         table = pending.table.name
         # A history that only excluded items from a nightly list was not used to compute.
-        is_history_used = (pending.counted_events is None or pending.counted_events.counts_sent) and (
-            producer == "live" or pending.live_reason == LiveReason.NO_USABLE_INPUT
+        is_history_used = (pending.counted_events is None or pending.counted_events.counts_sent_input) and (
+            producer == "live" or pending.live_failure_reason == LiveReason.NO_USABLE_INPUT
         )
         dropped_count = 0
         if is_history_used:
@@ -239,21 +246,22 @@ class AnswerBuilder:
         if (counted_events := pending.counted_events) is not None:
             if counted_events.is_approximate or not _counts_newer_events(pending, source):
                 flag_fields = {"approximate": True, **flag_fields}
-            if pending.is_settled:
+            if pending.is_settled_for_stored:
                 pending.reason = pending.reason or MissReason.NEWER_EVENTS
             elif pending.reason is not None and pending.reason.traits.is_nowhere:
                 pending.reason = MissReason.NEWER_EVENTS
-        if pending.is_before_night:
+        if pending.is_as_of_before_night:
             flag_fields = {"approximate": True, **flag_fields}
         reason = None if pending.reason is None else pending.reason.public
         pending.answer = complete_answer(
             prediction, snapshot, table, pending.entity, source, producer, self._clock(),
-            reason=reason, live=pending.live_reason, dropped_history=dropped_count or None,
-            reranked=context.reranking_names(snapshot), near=pending.near if source is Source.LIVE else None,
-            events=counted_events and counted_events.events, as_of=counted_events and counted_events.as_of,
+            reason=reason, live=pending.live_failure_reason, dropped_history=dropped_count or None,
+            reranked=context.reranking_names(snapshot), near=pending.near_distance if source is Source.LIVE else None,
+            events=counted_events and counted_events.event_count,
+            as_of=counted_events and counted_events.newest_accepted_at,
             **flag_fields,
         )  # fmt: skip
-        if not context.is_part:
+        if not context.is_part_of_answer:
             self._count_answer(pending, snapshot, source, context)
         elif source is Source.L2 and pending.record_key.position >= 0:
             self._observer.note_read(snapshot.generation, table, (pending.record_key.key,))
@@ -264,8 +272,8 @@ class AnswerBuilder:
         """Count the answer by source and reason."""
         table = pending.table.name
         if pending.counted_events is not None:
-            self._metrics.changed_answers.answers[table] += 1
-        self._metrics.answered(table, source, self._timer() - context.started)
+            self._metrics.changed_answers.answer_count_by_table[table] += 1
+        self._metrics.answered(table, source, self._monotonic_clock() - context.request_started_at)
         if source not in STORED_SOURCES:
             entity_key, reason = pending.record_key.key, pending.reason
             counted_reason = self._observer.classify_miss(snapshot.generation, table, entity_key, reason)
@@ -275,8 +283,8 @@ class AnswerBuilder:
                 snapshot.generation, table, pending.record_key.key, pending.record_key.position >= 0
             )
         if pending.is_cold:
-            for on_cold_id in self._observer.on_cold:
-                on_cold_id((table, pending.entity.raw or b""))
+            for on_cold_id in self._observer.on_unknown_id:
+                on_cold_id((table, pending.entity.raw_id or b""))
 
     def _offer_to_sampler(
         self,
@@ -291,8 +299,8 @@ class AnswerBuilder:
 
         Reused near answers are measured separately.
         """
-        is_near = pending.near is not None and source is Source.LIVE
-        has_new_items = bool(pending.new_items) and (source is Source.LIVE or pending.names_new_items)
+        is_near = pending.near_distance is not None and source is Source.LIVE
+        has_new_items = bool(pending.new_items) and (source is Source.LIVE or pending.may_name_new_items)
         if context.options.is_reshaped or is_near or has_new_items or pending.counted_events is not None:
             return
         sampler = self._observer.sampler
@@ -300,29 +308,29 @@ class AnswerBuilder:
         if sampler.countdown >= 0:
             return
         sampler.draw_indices(1)
-        entity_id = pending.entity.raw
+        entity_id = pending.entity.raw_id
         if entity_id is not None:
             sent_input = pending.live_input if producer == "live" and pending.entity.has_input else None
             sampler.put(AnswerSample(
                 snapshot.generation, pending.table.name, entity_id, source, producer, self._clock(),
-                fields=pending.answer, caller_input=sent_input, exclusions=exclusions,
+                answer_fields=pending.answer, caller_input=sent_input, exclusions=exclusions,
             ))  # fmt: skip
 
 
 def _counts_newer_events(pending: PendingAnswer, source: Source) -> bool:
     """True if the answer was computed from the newer events that the entity counts."""
-    return not pending.is_settled and source not in FALLBACK_SOURCES
+    return not pending.is_settled_for_stored and source not in FALLBACK_SOURCES
 
 
 def left_out_ordinals(pending: PendingAnswer, snapshot: Snapshot, context: RequestContext) -> NDArray[np.int64]:
     """Return the ordinals int64 that a list leaves out, the user's history included."""
     excluded_ordinals = (
-        context.excluded_ordinals(snapshot) | pending.history_in(snapshot).item_numbers | snapshot.blocked
+        context.excluded_ordinals(snapshot) | pending.history_in(snapshot).item_numbers | snapshot.blocked_item_numbers
     )
     if (own_ordinal := pending.own_ordinal) is not None:  # an item is not similar to itself
         excluded_ordinals |= {own_ordinal}
     if pending.counted_events is not None:
-        excluded_ordinals |= frozenset(snapshot.numbers_of(pending.counted_events.items).tolist())
+        excluded_ordinals |= frozenset(snapshot.numbers_of(pending.counted_events.event_item_ids).tolist())
     if snapshot.new_items:  # new items that this answer does not name
         nameable_count = snapshot.items.count + len(pending.new_items)
         excluded_ordinals |= frozenset(range(nameable_count, snapshot.nameable_item_count))
@@ -337,17 +345,17 @@ def _left_out_of_previous(
     excluded_ordinals = (
         context.excluded_ordinals(previous)
         | pending.history_in(previous).item_numbers
-        | previous.blocked
+        | previous.blocked_item_numbers
         | seen_ordinals
     )
-    if pending.table.entity == "item" and pending.entity.raw is not None:
-        excluded_ordinals |= frozenset(previous.numbers_of((pending.entity.raw,)).tolist())
+    if pending.table.entity == "item" and pending.entity.raw_id is not None:
+        excluded_ordinals |= frozenset(previous.numbers_of((pending.entity.raw_id,)).tolist())
     if pending.counted_events is not None:
-        excluded_ordinals |= frozenset(previous.numbers_of(pending.counted_events.items).tolist())
+        excluded_ordinals |= frozenset(previous.numbers_of(pending.counted_events.event_item_ids).tolist())
     excluded_ordinals |= frozenset(range(previous.items.count, previous.nameable_item_count))  # no new items
     return np.array([ordinal for ordinal in sorted(excluded_ordinals) if ordinal >= 0], np.int64)
 
 
-def _is_short(filter_mask: FilterMask, excluded_ordinals: NDArray[np.int64], k: int) -> bool:
+def _is_list_short(filter_mask: FilterMask, excluded_ordinals: NDArray[np.int64], k: int) -> bool:
     """True if fewer than k of the generation's items pass the filter and are not excluded."""
     return filter_mask.count - int(filter_mask.among(np.unique(excluded_ordinals)).sum()) < k

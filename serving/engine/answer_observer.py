@@ -71,22 +71,23 @@ class RecentNames(deque[EntityName]):
 
 
 class AnswerSample(NamedTuple):
-    """Answer as it was served, by `generation`; `at` in Unix seconds.
+    """Answer as it was served, by `generation`; `answered_at` in Unix seconds.
 
-    The sent answer is `body` (JSON), `fields`, or the first `k` items of `record`, the complete stored record if known.
-    `caller_input` is the input that it was computed from, None for the night's own input; `exclusions` were left out.
+    The sent answer is `answer_json` (JSON), `answer_fields`, or the first `k` items of `stored_record`, the complete
+    stored record if known. `caller_input` is the input that it was computed from, None for the night's own input;
+    `exclusions` were left out.
     """
 
     generation: str
     table: str
-    raw: bytes
+    raw_id: bytes
     source: str
     producer: str
-    at: float
+    answered_at: float
     k: int = 0
-    record: bytes = b""
-    body: bytes = b""
-    fields: Mapping[str, Any] | None = None
+    stored_record: bytes = b""
+    answer_json: bytes = b""
+    answer_fields: Mapping[str, Any] | None = None
     caller_input: LiveInput | None = None
     exclusions: Exclusions = ()
 
@@ -94,8 +95,13 @@ class AnswerSample(NamedTuple):
     def size_bytes(self) -> int:
         """Approximate bytes of memory that the sample holds."""
         sent_input = self.caller_input or LiveInput()
-        byte_texts = (self.raw, self.record, self.body, *(sent_input.history or ()))
-        sampled_parts = (byte_texts, *self.exclusions, *_values_of(self.fields), *_values_of(sent_input.features))
+        byte_texts = (self.raw_id, self.stored_record, self.answer_json, *(sent_input.history or ()))
+        sampled_parts = (
+            byte_texts,
+            *self.exclusions,
+            *_values_of(self.answer_fields),
+            *_values_of(sent_input.features),
+        )
         object_count = sum(
             len(sampled_value) if hasattr(sampled_value, "__len__") else 1 for sampled_value in sampled_parts
         )
@@ -114,27 +120,27 @@ class AnswerSampler:
     place of a random number per record.)
     """
 
-    def __init__(self, per_mille: float, rng: random.Random | None = None) -> None:
+    def __init__(self, sampled_per_mille: float, rng: random.Random | None = None) -> None:
         self.sampled_count = 0
         self.dropped_count = 0
         self.countdown = 0
         self._queue: deque[tuple[AnswerSample, int]] = deque()
         self._queue_bytes = 0
         self._rng = rng or random.Random()
-        sample_chance = min(per_mille / 1000, 1.0)
+        sample_chance = min(sampled_per_mille / 1000, 1.0)
         self._log_of_skip_chance = math.log1p(-sample_chance) if sample_chance < 1 else -math.inf
         self.countdown = self._draw_gap()
 
-    def draw_indices(self, count: int) -> list[int]:
-        """Return the indexes of the picks among the last `count` answers; draw the gap before the next pick."""
-        sample_index, sample_indexes = count + self.countdown, []
-        while sample_index < count:
+    def draw_indices(self, answer_count: int) -> list[int]:
+        """Return the indexes of the picks among the last `answer_count` answers; draw the gap before the next pick."""
+        sample_index, sample_indexes = answer_count + self.countdown, []
+        while sample_index < answer_count:
             sample_indexes.append(sample_index)
             sample_index += 1 + self._draw_gap()
-        self.countdown = sample_index - count
+        self.countdown = sample_index - answer_count
         return sample_indexes
 
-    def has_room(self) -> bool:
+    def has_room_for_sample(self) -> bool:
         """Return whether one more sample may wait; if not, count it as dropped, so that it need not be built."""
         if len(self._queue) < SAMPLE_QUEUE_MAX and self._queue_bytes < SAMPLE_QUEUE_BYTES_MAX:
             return True
@@ -143,7 +149,7 @@ class AnswerSampler:
 
     def put(self, sample: AnswerSample) -> None:
         """Queue a sample; drop and count it if too many wait."""
-        if self.has_room():
+        if self.has_room_for_sample():
             self.sampled_count += 1
             self._queue.append((sample, size_bytes := sample.size_bytes))
             self._queue_bytes += size_bytes
@@ -177,35 +183,35 @@ class AnswerObserver:
     def __init__(self, l1_misses: L1Misses, eviction_history: EvictionHistory | None = None) -> None:
         self.sampler = AnswerSampler(0)
         """Sampler, which a feature replaces and reads from; the default samples nothing."""
-        self.on_read: list[Callable[[str, str, Sequence[int | bytes]], None]] = []
+        self.on_l2_read: list[Callable[[str, str, Sequence[int | bytes]], None]] = []
         """Called with generation, table and hashes of entities that Redis answered and the night knows."""
-        self.on_cold: list[Callable[[EntityName], object]] = []
+        self.on_unknown_id: list[Callable[[EntityName], object]] = []
         """Called with a requested id that the night does not know."""
         self._l1_misses = l1_misses
         self._eviction_history = eviction_history or EvictionHistory(slot_count=2)
 
-    def classify_miss(self, generation: str, table: str, key: int | bytes, reason: MissReason | None) -> str:
+    def classify_miss(self, generation: str, table: str, entity_hash: int | bytes, reason: MissReason | None) -> str:
         """Return the reason by which a miss is counted; an unknown id may have had a live answer that expired."""
         if reason is None:
             return MissReason.INTERNAL_ERROR
-        if reason.traits.is_nowhere and self._eviction_history.has_expired(generation, table, key):
+        if reason.traits.is_nowhere and self._eviction_history.has_expired(generation, table, entity_hash):
             return MissReason.EXPIRED
         return reason.public
 
-    def count_read(self, generation: str, table: str, key: int | bytes, is_known: bool = True) -> None:
-        """Count an entity that was answered by Redis and not by L1; `is_known`: the night knows it."""
-        self._l1_misses.add(table, {self._eviction_history.find_reason(generation, table, key): 1})
-        if is_known:
-            for on_read_hook in self.on_read:
-                on_read_hook(generation, table, (key,))
+    def count_read(self, generation: str, table: str, entity_hash: int | bytes, is_known_to_night: bool = True) -> None:
+        """Count an entity that was answered by Redis and not by L1; `is_known_to_night`: the night knows it."""
+        self._l1_misses.add(table, {self._eviction_history.find_reason(generation, table, entity_hash): 1})
+        if is_known_to_night:
+            for on_read_hook in self.on_l2_read:
+                on_read_hook(generation, table, (entity_hash,))
 
-    def count_reads(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
+    def count_reads(self, generation: str, table: str, entity_hashes: Sequence[int | bytes]) -> None:
         """Count entities known to the night that were answered by Redis and not by L1."""
-        self._l1_misses.add(table, self._eviction_history.count_reasons(generation, table, keys))
-        for on_read_hook in self.on_read:
-            on_read_hook(generation, table, keys)
+        self._l1_misses.add(table, self._eviction_history.count_reasons(generation, table, entity_hashes))
+        for on_read_hook in self.on_l2_read:
+            on_read_hook(generation, table, entity_hashes)
 
-    def note_read(self, generation: str, table: str, keys: Sequence[int | bytes]) -> None:
-        """Call `on_read` for entities that Redis answered; their misses are counted elsewhere."""
-        for on_read_hook in self.on_read:
-            on_read_hook(generation, table, keys)
+    def note_read(self, generation: str, table: str, entity_hashes: Sequence[int | bytes]) -> None:
+        """Call `on_l2_read` for entities that Redis answered; their misses are counted elsewhere."""
+        for on_read_hook in self.on_l2_read:
+            on_read_hook(generation, table, entity_hashes)

@@ -48,12 +48,12 @@ def compute(
         return [LiveUnavailable(LiveReason.NO_MODEL)] * len(jobs)
 
     def predict(batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]) -> Sequence[ComputedRecord]:
-        fingerprints = [job.fingerprint for job in batch_jobs]
-        records = predictor.predict(table, batch, fingerprints, scored_at, blocked=snapshot.blocked_ordinals)
+        fingerprints = [job.id_fingerprint for job in batch_jobs]
+        records = predictor.predict(table, batch, fingerprints, scored_at, blocked=snapshot.blocked_item_ordinals)
         predicted_rows = zip(records, batch, strict=True)
         return [ComputedRecord(record, prepared.unknown_id_count) for record, prepared in predicted_rows]
 
-    if reuse is not None and reuse.covers(snapshot, table):
+    if reuse is not None and reuse.covers_table(snapshot, table):
         return run_in_halves(
             jobs,
             lambda: _prepare_inputs(predictor, jobs),
@@ -72,14 +72,14 @@ def compute_with_new_items(jobs: Sequence[InferenceJob], scored_at: int) -> list
     def predict(batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]) -> Sequence[ComputedRecord]:
         list_search, vectors = predictor.search(table), predictor.vectors(batch)
         metric, layout = list_search.searcher.metric, snapshot.manifest.tables[table].layout
-        night_lists = list_search.lists(batch, vectors, snapshot.blocked_ordinals)
+        night_lists = list_search.lists(batch, vectors, snapshot.blocked_item_ordinals)
         records_without_new = predictor.lists(
             table, night_lists, [job.eligible_new_items.own_fingerprint for job in batch_jobs], scored_at
         )
         merged_night_lists = merge_new_items(
             night_lists, vectors, [job.eligible_new_items for job in batch_jobs], metric, layout
         )
-        records = predictor.lists(table, merged_night_lists, [job.fingerprint for job in batch_jobs], scored_at)
+        records = predictor.lists(table, merged_night_lists, [job.id_fingerprint for job in batch_jobs], scored_at)
         predicted_rows = zip(records, batch, records_without_new, strict=True)
         return [
             ComputedRecord(record, prepared.unknown_id_count, record_without_new_items=record_without_new)
@@ -95,23 +95,23 @@ def _prepare_inputs(
     """Prepare callers' inputs; lists also leave out the users' past items known to the night."""
     prepared_inputs = predictor.prepare_all(jobs[0].table, [job.live_input for job in jobs])
     return [
-        replace(prepared, excluded=np.union1d(prepared.excluded, job.seen_ordinals))
-        if isinstance(prepared, PreparedInput) and len(job.seen_ordinals)
+        replace(prepared, excluded=np.union1d(prepared.excluded, job.seen_item_ordinals))
+        if isinstance(prepared, PreparedInput) and len(job.seen_item_ordinals)
         else prepared
         for job, prepared in zip(jobs, prepared_inputs, strict=True)
     ]
 
 
 def run_in_halves(
-    jobs: Sequence[InferenceJob], prepare: _PrepareInputs, predict: _PredictRecords
+    jobs: Sequence[InferenceJob], prepare_inputs: _PrepareInputs, predict_records: _PredictRecords
 ) -> list[InferenceOutcome]:
     """Return the outcomes of jobs whose inputs are prepared and predicted in one batch.
 
     If that raises, each half is tried by itself: a faulty job is found after about 2 log2(n) runs.
     """
-    outcomes: list[InferenceOutcome] = [LiveUnavailable(LiveReason.NO_USABLE_INPUT)] * len(jobs)
+    job_outcomes: list[InferenceOutcome] = [LiveUnavailable(LiveReason.NO_USABLE_INPUT)] * len(jobs)
     try:
-        prepared_inputs = prepare()
+        prepared_inputs = prepare_inputs()
     except Exception as error:  # the model is foreign code: the ladder goes on whatever it raises
         return [without_frames(error)] * len(jobs)
     indexed_inputs: list[tuple[int, PreparedInput]] = []
@@ -119,20 +119,20 @@ def run_in_halves(
         if isinstance(prepared, PreparedInput):
             indexed_inputs.append((job_index, prepared))
         elif prepared is not None:
-            outcomes[job_index] = prepared
+            job_outcomes[job_index] = prepared
     remaining_runs = [indexed_inputs] if indexed_inputs else []
     while remaining_runs:
         input_run = remaining_runs.pop()
         try:
-            computed_records = predict(
+            computed_records = predict_records(
                 [jobs[job_index] for job_index, _ in input_run], [prepared_input for _, prepared_input in input_run]
             )
         except Exception as error:
             if len(input_run) == 1:
-                outcomes[input_run[0][0]] = without_frames(error)
+                job_outcomes[input_run[0][0]] = without_frames(error)
             else:
                 remaining_runs += [input_run[len(input_run) // 2 :], input_run[: len(input_run) // 2]]
             continue
         for (job_index, _), job_result in zip(input_run, computed_records, strict=True):
-            outcomes[job_index] = job_result
-    return outcomes
+            job_outcomes[job_index] = job_result
+    return job_outcomes

@@ -42,21 +42,21 @@ GroupResult = bytes | ReadResult | None
 
 
 class SingleRequest(NamedTuple):
-    """Parsed GET; `served` are its captured generations, `record_key` is the nightly key, `started` is monotonic."""
+    """Parsed GET; `served` were captured, `record_key` is the nightly key, `request_started_at` is monotonic."""
 
     served: ServedGenerations
     table: Table
     lookup: ParsedLookup
     record_key: RecordKey
     options: RequestOptions
-    started: float
-    request: bytes
+    request_started_at: float
+    request_target: bytes
     """Path and query, the key of a ready answer."""
-    is_plain: bool
+    may_use_nightly_record: bool
     """True if a nightly record may answer the request."""
     filter_mask: FilterMask | None = None
     """Items that pass the request's filter; None without one."""
-    events: bytes | None = None
+    packed_user_events: bytes | None = None
     """Packed newer events of a user with this id at the time of the request, the object itself."""
 
     @property
@@ -68,7 +68,7 @@ class SingleRequest(NamedTuple):
     def pending_answer(self) -> PendingAnswer:
         """The pending answer for the ladder."""
         single_lookup = self.lookup
-        entity = RequestedEntity(single_lookup.table, single_lookup.id, single_lookup.raw, "id")
+        entity = RequestedEntity(single_lookup.table, single_lookup.id, single_lookup.raw_id, "id")
         return build_plain_pending_answer(self.served.live, self.table, self.k, self.record_key, entity)
 
 
@@ -91,18 +91,20 @@ class GetCoalescer:
         self._members_by_key: dict[tuple[int, str, int], list[_GroupMember]] = {}
         self._is_iteration_open, self._l2_due_at = False, 0.0
         self._arrival_count = self._previous_arrival_count = self._iteration_count = self._expected_arrivals = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._group_tasks: set[asyncio.Task[None]] = set()
 
     def has_time_for_l2(self, single_request: SingleRequest) -> bool:
         """Return whether the request's deadline is later than L2's own for a read that starts in this iteration."""
         if not self._is_iteration_open:  # else computed by the first request of the iteration
-            self._l2_due_at = self._service.timer() + self._service.l2_bound_s()
-        return single_request.started + single_request.options.deadline_s >= self._l2_due_at
+            self._l2_due_at = self._service.monotonic_clock() + self._service.l2_bound_s()
+        return single_request.request_started_at + single_request.options.deadline_s >= self._l2_due_at
 
     def _has_time_for_group(self, members: list[_GroupMember]) -> bool:
-        l2_ends_at = self._service.timer() + self._service.l2_bound_s()
+        l2_ends_at = self._service.monotonic_clock() + self._service.l2_bound_s()
         return (
-            min([single_request.started + single_request.options.deadline_s for single_request, _ in members])
+            min(
+                [single_request.request_started_at + single_request.options.deadline_s for single_request, _ in members]
+            )
             >= l2_ends_at
         )
 
@@ -151,8 +153,8 @@ class GetCoalescer:
             _release_to_single_reads(members)
             return
         task = asyncio.get_running_loop().create_task(self._answer_group(members))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._group_tasks.add(task)
+        task.add_done_callback(self._group_tasks.discard)
 
     async def _answer_group(self, members: list[_GroupMember]) -> None:
         try:
@@ -181,7 +183,7 @@ class GetCoalescer:
         l2_flags = read_rows.is_l2[plain_mask].tolist()
         plain_rows = read_rows.records if len(plain_members) == len(plain_mask) else read_rows.records[plain_mask]
         static_tail = self._batches.get_static_tail(live)
-        end_by_source = static_tail.end_by_tier(static_tail.age_json(self._clock()))
+        end_by_source = static_tail.answer_end_by_tier(static_tail.age_json(self._clock()))
         ends_by_tier = end_by_source[Source.L1], end_by_source[Source.L2]
         answer_bodies = answer_texts(
             live,
@@ -191,7 +193,7 @@ class GetCoalescer:
             lookup.k,
             [ends_by_tier[is_from_l2] for is_from_l2 in l2_flags],
         )
-        now_s, observer = self._service.timer(), self._service.ladder.observer
+        now_s, observer = self._service.monotonic_clock(), self._service.ladder.observer
         sampler, read_keys = observer.sampler, list[int | bytes]()
         for row_index, (member, answer_body, is_from_l2) in enumerate(
             zip(plain_members, answer_bodies, l2_flags, strict=True)
@@ -199,18 +201,18 @@ class GetCoalescer:
             if member.result_future.done():  # its caller has left
                 continue
             single_request, tier = member.single_request, STORED_SOURCES[is_from_l2]
-            entity_name = single_request.lookup.table, single_request.lookup.raw
+            entity_name = single_request.lookup.table, single_request.lookup.raw_id
             self._service.ladder.recent_names.append(entity_name)
-            self._service.metrics.count_fast_answers(entity_name[0], tier, now_s - single_request.started)
-            if not is_from_l2 and static_tail.stale is None:
+            self._service.metrics.count_fast_answers(entity_name[0], tier, now_s - single_request.request_started_at)
+            if not is_from_l2 and static_tail.stale_reason is None:
                 answer_start = answer_body[: -len(end_by_source[Source.L1])]
                 is_facet = single_request.table.is_facet
                 ready_answer = static_tail.build_ready_answer(
                     answer_start,
                     entity_name,
-                    single_request.request,
-                    single_request.events,
-                    depends_on_attributes=is_facet,
+                    single_request.request_target,
+                    single_request.packed_user_events,
+                    depends_on_item_attributes=is_facet,
                 )
                 self._service.tiers.keep(live.view, single_request.record_key, ready_answer)
             member.result_future.set_result(answer_body)
@@ -230,8 +232,10 @@ class GetCoalescer:
 def _group_lookup(members: Sequence[_GroupMember]) -> BatchRequest:
     first_request = members[0].single_request
     options = RequestOptions(min([single_request.options.deadline_s for single_request, _ in members]), first_request.k)
-    entity_ids = [single_request.lookup.raw for single_request, _ in members]
-    return BatchRequest(first_request.served, first_request.table, entity_ids, options, first_request.started)
+    entity_ids = [single_request.lookup.raw_id for single_request, _ in members]
+    return BatchRequest(
+        first_request.served, first_request.table, entity_ids, options, first_request.request_started_at
+    )
 
 
 def _build_record_keys(lookup: BatchRequest, members: Sequence[_GroupMember]) -> RecordKeys:

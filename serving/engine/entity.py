@@ -45,19 +45,19 @@ class NewerInput(Protocol):
     """Input that is newer than the night's: newer events of a user. The hook `rewrite` creates it."""
 
     @property
-    def input(self) -> object:
+    def event_input(self) -> object:
         """Input of live inference, as `BatchInference.compute_newer` takes it."""
 
     @property
-    def digest(self) -> bytes:
+    def inputs_digest(self) -> bytes:
         """Digest of all inputs of the answer."""
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_events(self) -> bool:
         """True if all events are known; else nothing is computed from them."""
 
     @property
-    def is_past(self) -> bool:
+    def is_as_of_earlier(self) -> bool:
         """True if an earlier position was requested: the answer is computed and not stored."""
 
     @property
@@ -65,55 +65,56 @@ class NewerInput(Protocol):
         """True if an answer computed from this input may differ from the next night's."""
 
     @property
-    def position(self) -> int:
+    def directory_position(self) -> int:
         """Position of the user in the directory; -1 if the night did not know them."""
 
     @property
-    def counts_sent(self) -> bool:
+    def counts_sent_input(self) -> bool:
         """True if the caller's input counts in addition to the events."""
 
     @property
-    def events(self) -> int:
+    def event_count(self) -> int:
         """Number of events."""
 
     @property
-    def as_of(self) -> str:
+    def newest_accepted_at(self) -> str:
         """Time when the newest event was accepted, RFC 3339, UTC."""
 
     @property
-    def items(self) -> tuple[bytes, ...]:
+    def event_item_ids(self) -> tuple[bytes, ...]:
         """Ids of the events' items."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingAnswer:
-    """Pending answer of one entity: `reason` is why there is no plain hit, `live_reason` why live gave no answer.
+    """Pending answer of one entity: `reason` is why there is no plain hit, `live_failure_reason` why live gave none.
 
-    `unknown_id_count` is the number of ids of the history that the model lacked, if live has counted them. `near` is
-    the distance of the input whose answer live reused; if `is_exact`, no such answer is allowed. `counted_events` are
-    newer events of the user that the answer counts. Once `is_settled`, it counts them only by excluding their items
-    from a list that was computed without them. `new_items` are the new items that a computed answer may name.
+    `unknown_id_count` is the number of ids of the history that the model lacked, if live has counted them.
+    `near_distance` is the distance of the input whose answer live reused; if `forbids_near_answer`, no such answer is
+    allowed. `counted_events` are newer events of the user that the answer counts. Once `is_settled_for_stored`, it
+    counts them only by excluding their items from a list that was computed without them. `new_items` are the new items
+    that a computed answer may name.
     """
 
     entity: RequestedEntity
     table: Table
     k: int
     record_key: RecordKey
-    digest: bytes
+    input_digest: bytes
     reason: MissReason | None = None
-    live_reason: str | None = None
+    live_failure_reason: str | None = None
     hit: Hit | None = None
     answer: AnswerJson | None = None
     unknown_id_count: int | None = None
-    partial: PartialList | None = None
-    near: float | None = None
-    is_exact: bool = False
+    partial_list: PartialList | None = None
+    near_distance: float | None = None
+    forbids_near_answer: bool = False
     counted_events: NewerInput | None = None
-    is_settled: bool = False
-    is_before_night: bool = False
+    is_settled_for_stored: bool = False
+    is_as_of_before_night: bool = False
     """True if the request's `as_of` lies before the newest event that the night counts."""
     new_items: NewItems = NO_NEW_ITEMS
-    _history: tuple[str, SentHistory] | None = None
+    _generation_and_history: tuple[str, SentHistory] | None = None
     _nightly_key: RecordKey | None = None
 
     def set_read_result(self, read_result: ReadResult) -> None:
@@ -123,26 +124,30 @@ class PendingAnswer:
         else:
             self.hit = read_result
 
-    def include_counted_events(self, counted_events: NewerInput, *, is_settled: bool) -> None:
+    def include_counted_events(self, counted_events: NewerInput, *, is_settled_for_stored: bool) -> None:
         """Set the newer events; an answer with them is stored separately, under their digest.
 
         The nightly list of a named filter is not used then: the filter is applied to the user's plain list.
         """
-        self.counted_events, self.is_settled, self.is_exact = counted_events, is_settled, True
+        self.counted_events, self.is_settled_for_stored, self.forbids_near_answer = (
+            counted_events,
+            is_settled_for_stored,
+            True,
+        )
         self.reason = self.hit = None
-        if not is_settled:
-            self._use_digest(counted_events.digest)
+        if not is_settled_for_stored:
+            self._use_digest(counted_events.inputs_digest)
 
     def include_new_items(self, new_items: NewItems) -> None:
         """Set the new items; a computed answer is then stored under a digest of input and new items."""
-        self.new_items, self.is_exact = new_items, True
+        self.new_items, self.forbids_near_answer = new_items, True
         if new_items and self.entity.has_input and self.record_key.position < 0:
             self.reason = self.hit = None
-            self._use_digest(xxhash.xxh3_128_digest(self.digest + new_items.digest))
+            self._use_digest(xxhash.xxh3_128_digest(self.input_digest + new_items.digest))
 
-    def _use_digest(self, digest: bytes) -> None:
-        self._nightly_key, self.digest = self.nightly_key._replace(table=self.table), digest
-        self.record_key = RecordKey(self.table, digest, fingerprint(digest), -1, digest)
+    def _use_digest(self, input_digest: bytes) -> None:
+        self._nightly_key, self.input_digest = self.nightly_key._replace(table=self.table), input_digest
+        self.record_key = RecordKey(self.table, input_digest, fingerprint(input_digest), -1, input_digest)
 
     def fall_back_to_nightly(self) -> bool:
         """Use the nightly record from now on, because no answer with newer events or new items is available.
@@ -151,11 +156,11 @@ class PendingAnswer:
         """
         if self._nightly_key is None:
             return False
-        self.record_key, self._nightly_key, self.is_settled = self._nightly_key, None, True
+        self.record_key, self._nightly_key, self.is_settled_for_stored = self._nightly_key, None, True
         return self.record_key.position >= 0 or self.counted_events is None
 
     @property
-    def names_new_items(self) -> bool:
+    def may_name_new_items(self) -> bool:
         """True if the record that is read is not the nightly one, and so may name new items."""
         return self._nightly_key is not None
 
@@ -165,18 +170,19 @@ class PendingAnswer:
         return self._nightly_key or self.record_key
 
     @property
-    def position(self) -> int:
+    def directory_position(self) -> int:
         """Position of the entity in its directory; -1 if the night did not know it."""
-        return self.record_key.position if self.counted_events is None else self.counted_events.position
+        return self.record_key.position if self.counted_events is None else self.counted_events.directory_position
 
     @property
-    def size_bytes(self) -> int:
+    def input_size_bytes(self) -> int:
         """Approximate bytes of the input while it waits for the model."""
         if self.counted_events is not None:
-            return 256 + 128 * self.counted_events.events
+            return 256 + 128 * self.counted_events.event_count
         history, features = self.entity.history or (), self.entity.features or {}
         feature_sizes = [
-            128 + len(feature_name) + _feature_bytes(feature_value) for feature_name, feature_value in features.items()
+            128 + len(feature_name) + _feature_size_bytes(feature_value)
+            for feature_name, feature_value in features.items()
         ]
         return 256 + 49 * len(history) + sum(map(len, history)) + sum(feature_sizes)
 
@@ -195,21 +201,25 @@ class PendingAnswer:
     @property
     def is_cold(self) -> bool:
         """True if the night did not know the id and the id is not blocked."""
-        return self.position < 0 and self.entity.raw is not None and self.reason != MissReason.ENTITY_BLOCKED
+        return (
+            self.directory_position < 0 and self.entity.raw_id is not None and self.reason != MissReason.ENTITY_BLOCKED
+        )
 
     @property
-    def may_reuse(self) -> bool:
+    def may_reuse_near_answer(self) -> bool:
         """True if the answer to a near input may be reused; never for an id that the night knows."""
-        return self.record_key.position < 0 and not self.is_exact
+        return self.record_key.position < 0 and not self.forbids_near_answer
 
-    def may_compute(self, snapshot: Snapshot) -> bool:
+    def may_compute_live(self, snapshot: Snapshot) -> bool:
         """True unless the entity is blocked or has no input, or its table has no producer; the model may still fail."""
         if self.reason == MissReason.ENTITY_BLOCKED:
             return False
-        if self.counted_events is not None and not self.is_settled:
+        if self.counted_events is not None and not self.is_settled_for_stored:
             return True
         if (
-            self.counted_events is not None and self.position >= 0 and self.reason != MissReason.NOT_IN_GENERATION
+            self.counted_events is not None
+            and self.directory_position >= 0
+            and self.reason != MissReason.NOT_IN_GENERATION
         ):  # the night computed this item
             return False
         if not self.entity.has_input and self.own_ordinal is None:
@@ -228,25 +238,25 @@ class PendingAnswer:
         """
         if self.reason == MissReason.ENTITY_BLOCKED:
             return _NO_ORDINALS
-        return live.past_item_ordinals(self.table, self.position)
+        return live.past_item_ordinals(self.table, self.directory_position)
 
     def is_answered_by_night(self, record: Record) -> bool:
         """True if the record is this user's nightly list, or one computed from the night's input and newer events.
 
         Then it is the answer even if few of its items are left. For the list of an item lower rungs are tried.
         """
-        if self.position < 0 or self.table.entity != "user":
+        if self.directory_position < 0 or self.table.entity != "user":
             return False
         if not record.live:
             return True
-        counted_events = None if self.is_settled else self.counted_events
-        return counted_events is not None and not counted_events.counts_sent
+        counted_events = None if self.is_settled_for_stored else self.counted_events
+        return counted_events is not None and not counted_events.counts_sent_input
 
     def history_in(self, snapshot: Snapshot) -> SentHistory:
         """Return the sent history with this generation's ordinals, looked up once."""
-        if self._history is None or self._history[0] != snapshot.generation:
-            self._history = snapshot.generation, history_in(snapshot, self.entity.history)
-        return self._history[1]
+        if self._generation_and_history is None or self._generation_and_history[0] != snapshot.generation:
+            self._generation_and_history = snapshot.generation, history_in(snapshot, self.entity.history)
+        return self._generation_and_history[1]
 
 
 def new_items_of(snapshot: Snapshot, pending: PendingAnswer) -> EligibleNewItems:
@@ -255,15 +265,15 @@ def new_items_of(snapshot: Snapshot, pending: PendingAnswer) -> EligibleNewItems
         return NO_ELIGIBLE_NEW_ITEMS
     excluded_ids = list(pending.entity.history or ())
     # A settled answer excludes the events' items later: its record is shared by all who send this input.
-    if pending.counted_events is not None and not pending.is_settled:
-        excluded_ids += pending.counted_events.items
+    if pending.counted_events is not None and not pending.is_settled_for_stored:
+        excluded_ids += pending.counted_events.event_item_ids
     excluded_numbers = {
         pending.new_items.number_by_id.get(excluded_id, -1) for excluded_id in excluded_ids
-    } | snapshot.blocked
+    } | snapshot.blocked_item_numbers
     return EligibleNewItems(pending.new_items, frozenset(excluded_numbers), pending.nightly_key.fingerprint)
 
 
-def _feature_bytes(feature_value: FeatureValue) -> int:
+def _feature_size_bytes(feature_value: FeatureValue) -> int:
     if isinstance(feature_value, str):
         return 4 * len(feature_value)  # Python uses at most 4 bytes per character
     if not isinstance(feature_value, tuple):
@@ -280,12 +290,14 @@ async def build_pending_answers(snapshot: Snapshot, request: LookupRequest) -> l
     for entity in request.entities:
         await yield_pacer.count_entity(entity)
         table = snapshot.table(entity.table)
-        k = _check_k(table, request.options.k)
+        k = _checked_list_length(table, request.options.k)
         if entity.features:
             _check_features(snapshot, table, entity)
-        digest = _input_digest_of(snapshot, entity)
-        record_key = with_filter_table(snapshot, _find_record_key(snapshot, table, entity, digest), request.options)
-        pendings.append(PendingAnswer(entity, table, k, record_key, digest))
+        input_digest = _input_digest_of(snapshot, entity)
+        record_key = with_filter_table(
+            snapshot, _find_record_key(snapshot, table, entity, input_digest), request.options
+        )
+        pendings.append(PendingAnswer(entity, table, k, record_key, input_digest))
     return pendings
 
 
@@ -298,7 +310,7 @@ def with_filter_table(snapshot: Snapshot, record_key: RecordKey, options: Reques
     """
     if not isinstance(options.filter, str) or options.rerank is not None or record_key.position < 0:
         return record_key
-    if options.filter in snapshot.changed_filters:
+    if options.filter in snapshot.changed_filter_names:
         return record_key
     declared_filter = snapshot.manifest.filters.get(options.filter)
     filter_table = None if declared_filter is None else declared_filter.tables.get(record_key.table.name)
@@ -309,8 +321,8 @@ def build_plain_pending_answer(
     snapshot: Snapshot, table: Table, k: int, record_key: RecordKey, entity: RequestedEntity
 ) -> PendingAnswer:
     """Build the pending answer of an entity without an input, which was looked up as `record_key`."""
-    digest = record_key.digest or snapshot.digest_of_nothing
-    return PendingAnswer(entity, table, k, record_key, digest)
+    input_digest = record_key.digest or snapshot.digest_of_nothing
+    return PendingAnswer(entity, table, k, record_key, input_digest)
 
 
 def find_plain_record_key(snapshot: Snapshot, table: Table, raw_id: bytes) -> RecordKey:
@@ -320,11 +332,11 @@ def find_plain_record_key(snapshot: Snapshot, table: Table, raw_id: bytes) -> Re
     return record_key._replace(digest=snapshot.digest_of_nothing) if is_own_input else record_key
 
 
-def find_record_key(snapshot: Snapshot, table: Table, raw_id: bytes, digest: bytes | None = None) -> RecordKey:
+def find_record_key(snapshot: Snapshot, table: Table, raw_id: bytes, input_digest: bytes | None = None) -> RecordKey:
     """Return the record key of an id, with the digest of its input if there is one."""
     directory = snapshot.directories[table.entity]
     key = hash_id(raw_id, directory.seed)
-    return RecordKey(table, key, fingerprint(raw_id), directory.find(key), digest)
+    return RecordKey(table, key, fingerprint(raw_id), directory.find(key), input_digest)
 
 
 def _input_digest_of(snapshot: Snapshot, entity: RequestedEntity) -> bytes:
@@ -332,15 +344,15 @@ def _input_digest_of(snapshot: Snapshot, entity: RequestedEntity) -> bytes:
     return input_digest(model_digest, entity.history or None, entity.features or None)
 
 
-def _find_record_key(snapshot: Snapshot, table: Table, entity: RequestedEntity, digest: bytes) -> RecordKey:
-    if entity.raw is None:
-        return RecordKey(table, digest, fingerprint(digest), -1, digest)
+def _find_record_key(snapshot: Snapshot, table: Table, entity: RequestedEntity, input_digest: bytes) -> RecordKey:
+    if entity.raw_id is None:
+        return RecordKey(table, input_digest, fingerprint(input_digest), -1, input_digest)
     if entity.has_input:
-        return find_record_key(snapshot, table, entity.raw, digest)
-    return find_plain_record_key(snapshot, table, entity.raw)
+        return find_record_key(snapshot, table, entity.raw_id, input_digest)
+    return find_plain_record_key(snapshot, table, entity.raw_id)
 
 
-def _check_k(table: Table, k: int | None) -> int:
+def _checked_list_length(table: Table, k: int | None) -> int:
     width = table.layout.width
     if k is None or table.kind != "topk":
         return width
@@ -359,7 +371,7 @@ def _check_features(snapshot: Snapshot, table: Table, entity: RequestedEntity) -
     try:
         predictor.prepare(table.name, LiveInput(None, entity.features, None))
     except InvalidInput as error:
-        raise problem_from_input(error, f"{entity.field}.features") from error
+        raise problem_from_input(error, f"{entity.field_path}.features") from error
 
 
 def unanswered_of(pendings: Sequence[PendingAnswer]) -> list[PendingAnswer]:
@@ -369,7 +381,7 @@ def unanswered_of(pendings: Sequence[PendingAnswer]) -> list[PendingAnswer]:
 
 def find_previous_record_key(previous: Snapshot, pending: PendingAnswer) -> RecordKey | str:
     """Return the record key for the previous generation, or the reason why it cannot answer."""
-    entity_id = pending.entity.raw
+    entity_id = pending.entity.raw_id
     if entity_id is None:
         return pending.reason or "no_id"
     if pending.reason is not None and pending.reason.traits.holds_for_previous:

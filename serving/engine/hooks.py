@@ -30,11 +30,11 @@ class NewerInputs:
     """Inputs that are newer than the night's, and new items: the hook `rewrite`. This base class has none."""
 
     @property
-    def packed(self) -> Mapping[bytes, bytes]:
+    def packed_input_by_id(self) -> Mapping[bytes, bytes]:
         """Newer inputs by id; always the same mapping. When the input of an id changes, its value is another object."""
         return _NO_PACKED_INPUTS
 
-    def changes(self, _snapshot: Snapshot, _table: Table, _raw: bytes, /) -> bool:
+    def changes_answer(self, _snapshot: Snapshot, _table: Table, _raw_id: bytes, /) -> bool:
         """True if the table's answer for the id has to differ from the night's."""
         return False
 
@@ -55,13 +55,13 @@ class NewerInputs:
 class AnswerReuse(Protocol):
     """Replacement for the model's predictor that may reuse the answer computed for another input."""
 
-    def covers(self, snapshot: Snapshot, table: str) -> bool:
+    def covers_table(self, snapshot: Snapshot, table_name: str) -> bool:
         """True if answers of the table may be reused."""
 
     def compute(
-        self, jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput], scored_at: int
+        self, jobs: Sequence[InferenceJob], prepared_inputs: Sequence[PreparedInput], scored_at: int
     ) -> Sequence[ComputedRecord]:
-        """Return a record for each job; `batch` has their inputs. Raise the model's errors."""
+        """Return a record for each job; `prepared_inputs` has their inputs. Raise the model's errors."""
 
 
 ComputeNewer = Callable[[Sequence[InferenceJob], int], list[InferenceOutcome]]
@@ -71,7 +71,9 @@ ComputeNewer = Callable[[Sequence[InferenceJob], int], list[InferenceOutcome]]
 class ListShaper:
     """Filtering and re-ranking of lists: the hook `shape`. This base class refuses both. Times are monotonic."""
 
-    async def lookup(self, _served: ServedGenerations, request: LookupRequest, _started: float, /) -> list[AnswerJson]:
+    async def lookup(
+        self, _served: ServedGenerations, request: LookupRequest, _request_started_at: float, /
+    ) -> list[AnswerJson]:
         """Answer each entity of a request with a filter or a re-ranking once, in order, from captured generations."""
         raise _unshaped_problem("rerank" if request.options.filter is None else "filter")
 
@@ -80,12 +82,14 @@ class ListShaper:
         return None
 
     def filter_mask(
-        self, _snapshot: Snapshot, options: RequestOptions, _deadline: float, /
+        self, _snapshot: Snapshot, options: RequestOptions, _deadline_at: float, /
     ) -> Awaitable[FilterMask | None]:
         """Return the mask of the items that pass the filter, None without one; raise Problem for an invalid filter."""
         return _refuse_sent("filter", options.filter)
 
-    def reranker(self, _snapshot: Snapshot, options: RequestOptions, _deadline: float, /) -> Awaitable[Reranker | None]:
+    def reranker(
+        self, _snapshot: Snapshot, options: RequestOptions, _deadline_at: float, /
+    ) -> Awaitable[Reranker | None]:
         """Return the re-ranker of the items, None without one; raise Problem for an unsupported re-ranking."""
         return _refuse_sent("rerank", options.rerank)
 

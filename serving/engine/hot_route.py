@@ -67,17 +67,19 @@ class FastLookups:
         self._tiers = tiers = service.tiers
         self._find_ready_answer = tiers.local_tier.find_ready_answer
         self._shaper, self._newer_inputs = service.ladder.shaper, service.ladder.newer_inputs
-        self._get_packed_events = self._newer_inputs.packed.get
+        self._get_packed_events = self._newer_inputs.packed_input_by_id.get
         self._concerns = service.follower.concerns
         self._metrics = service.metrics
-        self._requests_by_route = service.metrics.tally.requests
+        self._requests_by_route = service.metrics.tally.request_count_by_route
         self.answer = self._answer_ready
-        self._sent_answers = SentAnswers(service, clock, self._time_next_answer if service.observes else _skip_timing)
-        if service.observes:
+        self._sent_answers = SentAnswers(
+            service, clock, self._time_next_answer if service.observes_answers else _skip_timing
+        )
+        if service.observes_answers:
             self._metrics.flip_callbacks.append(self._time_next_answer)
             self._metrics.tally.flush_callbacks.append(self._sent_answers.flush)
             self._time_next_answer()
-        self._timer, self._clock = service.timer, clock
+        self._monotonic_clock, self._clock = service.monotonic_clock, clock
         self._options_by_query = QueryOptionsCache(service.limits)
         self._is_traced = is_traced
         self._admission_gate = service.create_gate()
@@ -100,15 +102,15 @@ class FastLookups:
         """True if a lookup with these headers may have a ready answer."""
         return self._admission_gate.can_use_fast_path(headers)
 
-    def _answer_ready(self, target: bytes) -> bytes | None:
+    def _answer_ready(self, request_target: bytes) -> bytes | None:
         """Return the ready body in L1 for exactly this path and query, with its current age; None without one."""
-        ready_answer = self._find_ready_answer(target)
+        ready_answer = self._find_ready_answer(request_target)
         if ready_answer is None:
             return None
         served, sent_answers = self._holder.served, self._sent_answers
         if served is None or self._holder.is_divided or self._concerns.reasons_text is not None:
             return None
-        if ready_answer.state_stamp != served.live.stamp and ready_answer.state_stamp != served.live.values_stamp:
+        if ready_answer.state_stamp != served.live.stamp and ready_answer.state_stamp != served.live.item_values_stamp:
             return None
         if self._get_packed_events(ready_answer.table_and_id[1]) is not ready_answer.user_events:
             return None
@@ -123,12 +125,12 @@ class FastLookups:
     def _time_next_answer(self) -> None:
         self.answer = self._answer_timed
 
-    def _answer_timed(self, target: bytes) -> bytes | None:
+    def _answer_timed(self, request_target: bytes) -> bytes | None:
         """Answer and record the time; used for one of many answers, and for each while generations change."""
-        started = self._timer()
-        body = self._answer_ready(target)
+        answer_started_at = self._monotonic_clock()
+        body = self._answer_ready(request_target)
         if body is not None:
-            self._sent_answers.timed_seconds.append(answer_s := self._timer() - started)
+            self._sent_answers.timed_answer_seconds.append(answer_s := self._monotonic_clock() - answer_started_at)
             if self._metrics.is_flipping:
                 self._metrics.flip_answer_seconds.observe(answer_s)
             else:
@@ -139,7 +141,7 @@ class FastLookups:
         """Parse a GET of one id and look it up in the directory; None for a request that the routes must handle."""
         if not caller_of(scope).may_use_scope("read"):  # first: requests of unknown callers must not change any state
             return None
-        started = self._timer()
+        started = self._monotonic_clock()
         deadline_s, served = (self._admission_gate.headers.deadline_s(scope["headers"]), self._get_served())
         if deadline_s is None or served is None:
             return None
@@ -150,7 +152,7 @@ class FastLookups:
         table = live.manifest.tables.get(single_lookup.table)
         if table is None or is_k_too_large(table, options.k):
             return None
-        record_key, filter_mask = find_plain_record_key(live, table, single_lookup.raw), None
+        record_key, filter_mask = find_plain_record_key(live, table, single_lookup.raw_id), None
         if options.filter is not None:
             # The filter's mask must be cached, and the table must have lists; otherwise the routes evaluate or refuse
             # it.
@@ -164,11 +166,11 @@ class FastLookups:
         request_target = scope["raw_path"] + (b"?" + query if query else b"")
         is_plain = (
             record_key.position >= 0
-            and not live.blocks_entity(table, single_lookup.raw)
-            and table.name not in live.changed_facets
+            and not live.blocks_entity(table, single_lookup.raw_id)
+            and table.name not in live.changed_values_by_facet
         )
-        if (events := self._get_packed_events(single_lookup.raw)) is not None:
-            is_plain = is_plain and not self._newer_inputs.changes(live, table, single_lookup.raw)
+        if (events := self._get_packed_events(single_lookup.raw_id)) is not None:
+            is_plain = is_plain and not self._newer_inputs.changes_answer(live, table, single_lookup.raw_id)
         return SingleRequest(
             served, table, single_lookup, record_key, options, started, request_target, is_plain, filter_mask, events
         )
@@ -205,7 +207,7 @@ class FastLookups:
 
     async def post(self, scope: Scope, receive: Receive) -> tuple[ResponseMessages | None, Receive]:
         """Return the answer to a batch for one table, or None, and a `receive` that replays the request."""
-        started, path = self._timer() - noted_wait_s(scope), scope.get("raw_path") or b""
+        started, path = self._monotonic_clock() - noted_wait_s(scope), scope.get("raw_path") or b""
         if not path.startswith(LOOKUP_PATH_PREFIX) or not caller_of(scope).may_use_scope("read"):
             return None, receive
         if scope["query_string"]:  # the routes refuse it
@@ -245,8 +247,8 @@ class FastLookups:
         """Return the generations to answer from; None without any, or if a canary or experiments take some requests."""
         return None if self._holder.is_divided else self._holder.served
 
-    def _response_messages(self, body: bytes) -> ResponseMessages:
-        body_bytes = len(body)
+    def _response_messages(self, answer_json: bytes) -> ResponseMessages:
+        body_bytes = len(answer_json)
         start_message = self._start_message_by_length.get(body_bytes)
         if start_message is None:
             if len(self._start_message_by_length) >= _CACHED_START_MESSAGES_MAX:
@@ -255,16 +257,16 @@ class FastLookups:
                 **_START_MESSAGE,
                 "headers": [(b"content-length", b"%d" % body_bytes), _JSON_HEADER],
             }
-        return start_message, {"type": "http.response.body", "body": body}
+        return start_message, {"type": "http.response.body", "body": answer_json}
 
 
 def _skip_timing() -> None:
-    """Do nothing: default of `time_next`, for routes that time no answers."""
+    """Do nothing: default of `time_next_answer`, for routes that time no answers."""
 
 
-def _arrow_messages(stream: bytes) -> ResponseMessages:
-    headers = [(b"content-length", b"%d" % len(stream)), _ARROW_HEADER]
-    return {**_START_MESSAGE, "headers": headers}, {"type": "http.response.body", "body": stream}
+def _arrow_messages(arrow_stream: bytes) -> ResponseMessages:
+    headers = [(b"content-length", b"%d" % len(arrow_stream)), _ARROW_HEADER]
+    return {**_START_MESSAGE, "headers": headers}, {"type": "http.response.body", "body": arrow_stream}
 
 
 class SingleLookups:
@@ -283,20 +285,20 @@ class SingleLookups:
     async def answer(self, single_request: SingleRequest) -> bytes | None:
         """Return the body of the response; None if a filtered answer needs more than L1."""
         if single_request.filter_mask is not None:
-            return self._render_filtered(single_request) if single_request.is_plain else None
-        if not single_request.is_plain:
-            self._metrics.stage("parse", self._service.timer() - single_request.started)
+            return self._render_filtered(single_request) if single_request.may_use_nightly_record else None
+        if not single_request.may_use_nightly_record:
+            self._metrics.stage("parse", self._service.monotonic_clock() - single_request.request_started_at)
             return await self._resolve_by_ladder(single_request, None)
         read_result_or_body: ReadResult | bytes | None = self._tiers.peek(
             single_request.served.live.view, single_request.record_key
         )
         if read_result_or_body is None:
-            coalescer, started_at = self._coalescer, self._service.timer()
+            coalescer, started_at = self._coalescer, self._service.monotonic_clock()
             if coalescer.has_time_for_l2(single_request) and coalescer.note_arrival():
                 read_result_or_body = await coalescer.join(single_request)
             if read_result_or_body is None:
                 read_result_or_body = await self._read_l2(single_request)
-            note_stage("stored", self._service.timer() - started_at, 1)
+            note_stage("stored", self._service.monotonic_clock() - started_at, 1)
         return await self._finish_outcome(single_request, read_result_or_body)
 
     def try_join(self, single_request: SingleRequest) -> asyncio.Future[GroupResult] | None:
@@ -305,7 +307,7 @@ class SingleLookups:
         With 32 lookups in flight a task for each would cost 2 of 24 us, 7 % of an L2 lookup's processor time.
         """
         coalescer, live = self._coalescer, single_request.served.live
-        is_plain = single_request.is_plain and single_request.filter_mask is None
+        is_plain = single_request.may_use_nightly_record and single_request.filter_mask is None
         if not (is_plain and coalescer.is_busy and coalescer.has_time_for_l2(single_request)):
             return None
         local_key = LocalKey(live.generation, single_request.lookup.table, single_request.record_key.key)
@@ -332,7 +334,9 @@ class SingleLookups:
         """Read L2, with a deadline if the request has less time than L2 may take."""
         deadline = None
         if not self._coalescer.has_time_for_l2(single_request):
-            deadline = self._ladder.l2_deadline(single_request.options, single_request.started)  # needs a deadline
+            deadline = self._ladder.l2_deadline(
+                single_request.options, single_request.request_started_at
+            )  # needs a deadline
         return await self._tiers.get(single_request.served.live.view, single_request.record_key, deadline)
 
     def _render_filtered(self, single_request: SingleRequest) -> bytes | None:
@@ -359,12 +363,14 @@ class SingleLookups:
             single_request.filter_mask,
         )
 
-    def _count_and_finish(self, single_request: SingleRequest, hit: Hit, body_start: bytes) -> bytes:
+    def _count_and_finish(self, single_request: SingleRequest, hit: Hit, answer_start: bytes) -> bytes:
         live, single_lookup = single_request.served.live, single_request.lookup
-        entity_name = single_lookup.table, single_lookup.raw
+        entity_name = single_lookup.table, single_lookup.raw_id
         self._ladder.recent_names.append(entity_name)
         source = Source.L1 if hit.tier == "l1" else Source.L2
-        self._metrics.count_fast_answers(single_lookup.table, source, self._service.timer() - single_request.started)
+        self._metrics.count_fast_answers(
+            single_lookup.table, source, self._service.monotonic_clock() - single_request.request_started_at
+        )
         if source is Source.L2:
             self._observer.count_read(live.generation, single_lookup.table, single_request.record_key.key)
         sampler = self._observer.sampler
@@ -375,24 +381,24 @@ class SingleLookups:
                 live.generation, *entity_name, source, "batch", self._clock(), single_request.k, hit.record
             ))  # fmt: skip
         static_tail = self._batches.get_static_tail(live)
-        if source is Source.L1 and static_tail.stale is None:
+        if source is Source.L1 and static_tail.stale_reason is None:
             depends_on_attributes = single_request.filter_mask is not None or single_request.table.is_facet
             ready_answer = static_tail.build_ready_answer(
-                body_start,
+                answer_start,
                 entity_name,
-                single_request.request,
-                single_request.events,
-                depends_on_attributes=depends_on_attributes,
+                single_request.request_target,
+                single_request.packed_user_events,
+                depends_on_item_attributes=depends_on_attributes,
             )
             self._tiers.keep(live.view, single_request.record_key, ready_answer)
-        return body_start + static_tail.end_of_answer(source, self._clock())
+        return answer_start + static_tail.end_of_answer(source, self._clock())
 
     async def _resolve_by_ladder(self, single_request: SingleRequest, outcome: ReadResult | None) -> bytes:
         """Return the body with the ladder's answer; `outcome` is that of the tiers' read, None without one."""
         pending = single_request.pending_answer
         if outcome is not None:
             pending.set_read_result(outcome)
-        context = RequestContext.of(single_request.options, single_request.started)
+        context = RequestContext.of(single_request.options, single_request.request_started_at)
         answers = await self._ladder.resolve(single_request.served, [pending], context)
         answer = self._service.attach_staleness(answers)[0]
         self._keep_newer_answer(single_request, pending, answer)
@@ -400,35 +406,42 @@ class SingleLookups:
 
     def _keep_newer_answer(self, single_request: SingleRequest, pending: PendingAnswer, answer: AnswerJson) -> None:
         """Keep an answer with newer events in L1, unless it settled for the nightly record."""
-        live, events = single_request.served.live, single_request.events
-        is_whole = pending.counted_events is not None and not pending.is_settled
+        live, events = single_request.served.live, single_request.packed_user_events
+        is_whole = pending.counted_events is not None and not pending.is_settled_for_stored
         if events is None or not is_whole or answer["source"] is not Source.L1:
             return
-        if "stale" in answer or self._ladder.newer_inputs.packed.get(single_request.lookup.raw) is not events:
+        if (
+            "stale" in answer
+            or self._ladder.newer_inputs.packed_input_by_id.get(single_request.lookup.raw_id) is not events
+        ):
             return
-        ready_answer = ready_with_events(live, answer, single_request.lookup.raw, single_request.request, events)
+        ready_answer = ready_with_events(
+            live, answer, single_request.lookup.raw_id, single_request.request_target, events
+        )
         self._tiers.keep(live.view, single_request.record_key, ready_answer)
 
 
 class SentAnswers(list[ReadyAnswer]):
-    """Sent answers of the live generation, in order, not counted yet; `timed_seconds` are those of timed answers.
+    """Sent answers of the live generation, in order, not counted yet; `timed_answer_seconds` are of timed ones.
 
     Code that appends calls `flush_or_time` at a length of `due_length`; code that reads counts calls `flush` first.
-    `time_next` is called when the next answer has to be timed. Counting in bulk costs a third of single counts.
+    `time_next_answer` is called when the next answer has to be timed. Counting in bulk costs a third of single counts.
     """
 
-    def __init__(self, service: LookupService, clock: Callable[[], float], time_next: Callable[[], None]) -> None:
+    def __init__(
+        self, service: LookupService, clock: Callable[[], float], time_next_answer: Callable[[], None]
+    ) -> None:
         super().__init__()
-        self.timed_seconds: list[float] = []
-        self.time_next = time_next
+        self.timed_answer_seconds: list[float] = []
+        self.time_next_answer = time_next_answer
         self._clock = clock
         self._holder = service.follower.holder
         self._local = service.tiers.local_tier
-        self._recent, self._observes = service.ladder.recent_names, service.observes
+        self._recent, self._observes = service.ladder.recent_names, service.observes_answers
         self._counters, self._trace = service.tiers.counters, service.tiers.access_trace
         self._tally, self._answer_seconds = service.metrics.tally, service.metrics.answer_seconds
         self._sampler = service.ladder.observer.sampler
-        self._newer_event_answers = service.metrics.changed_answers.answers
+        self._newer_event_answers = service.metrics.changed_answers.answer_count_by_table
         self._timing_step = ANSWERS_PER_TIMED_ONE if self._observes else FLUSHED_ANSWER_COUNT
         self.due_length = self._timing_step
         self._recent.flush_pending = self._counters.add_pending = self.flush
@@ -439,7 +452,7 @@ class SentAnswers(list[ReadyAnswer]):
             self.flush()
         else:
             self.due_length += self._timing_step
-            self.time_next()
+            self.time_next_answer()
 
     def flush(self) -> None:
         """Count all answers in the list, and clear it."""
@@ -450,15 +463,15 @@ class SentAnswers(list[ReadyAnswer]):
         if self._observes:
             self._count_answers(entity_names)
         self.clear()
-        self.timed_seconds.clear()
+        self.timed_answer_seconds.clear()
         self.due_length = self._timing_step
-        self.time_next()
+        self.time_next_answer()
 
     def _count_answers(self, entity_names: list[EntityName]) -> None:
         sent_count = len(entity_names)
         self._counters.ready_answers += sent_count
-        self._tally.requests[GET_ROUTE] += sent_count
-        answer_seconds = self.timed_seconds or [0.0]
+        self._tally.request_count_by_route[GET_ROUTE] += sent_count
+        answer_seconds = self.timed_answer_seconds or [0.0]
         for time_index, seconds in enumerate(answer_seconds):
             represented_count = sent_count * (time_index + 1) // len(answer_seconds) - sent_count * time_index // len(
                 answer_seconds
@@ -475,12 +488,12 @@ class SentAnswers(list[ReadyAnswer]):
             else Counter(map(_get_table, entity_names))
         )
         for table_name, answer_count in count_by_table.items():
-            self._tally.answers[table_name, Source.L1] += answer_count
+            self._tally.answer_counts[table_name, Source.L1] += answer_count
         sampler = self._sampler
         sampler.countdown -= sent_count
         if sampler.countdown < 0:
             for index in sampler.draw_indices(sent_count):
-                if sampler.has_room():
+                if sampler.has_room_for_sample():
                     self._offer_to_sampler(self[index])
 
     def note_access(self, ready_answer: ReadyAnswer) -> None:
@@ -494,10 +507,12 @@ class SentAnswers(list[ReadyAnswer]):
     def _offer_to_sampler(self, ready_answer: ReadyAnswer) -> None:
         """Pass an answer to the sampler with its current age; skip an answer from before a flip."""
         served, now_s = self._holder.served, self._clock()
-        live_stamps = () if served is None else (served.live.stamp, served.live.values_stamp)
+        live_stamps = () if served is None else (served.live.stamp, served.live.item_values_stamp)
         if served is not None and ready_answer.state_stamp in live_stamps and not ready_answer.has_newer_events:
             age_json = orjson.dumps(round(now_s - ready_answer.data_until, 3))
             body = b"".join((ready_answer.body_head, age_json, ready_answer.body_tail))
             self._sampler.put(
-                AnswerSample(served.live.generation, *ready_answer.table_and_id, Source.L1, "batch", now_s, body=body)
+                AnswerSample(
+                    served.live.generation, *ready_answer.table_and_id, Source.L1, "batch", now_s, answer_json=body
+                )
             )

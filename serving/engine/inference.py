@@ -48,9 +48,9 @@ class InferenceTarget(NamedTuple):
     """
 
     record_key: RecordKey
-    digest: bytes
-    replaces_nightly: bool
-    is_kept: bool = True
+    input_digest: bytes
+    replaces_nightly_answer: bool
+    stores_answer: bool = True
     key_without_new_items: RecordKey | None = None
 
 
@@ -106,8 +106,8 @@ class LiveInferences:
     overlay_ttl_s: float
     outage_ttl_s: float
     leases: LeaseManager | None = None
-    admit: Callable[[], bool] = lambda: True
-    spares_reads: bool = False
+    admit_input: Callable[[], bool] = lambda: True
+    may_skip_overlay_reads: bool = False
     changed_answers: ChangedAnswers | None = None
     near_reuse_tables: frozenset[str] = frozenset()
     """Tables whose answers to near inputs may be reused."""
@@ -120,12 +120,12 @@ class LiveInferences:
         self.repeat_rate.note_input(True)
 
     async def run(
-        self, snapshot: Snapshot, pendings: Sequence[PendingAnswer], limit_s: float
+        self, snapshot: Snapshot, pendings: Sequence[PendingAnswer], time_limit_s: float
     ) -> list[ComputedRecord | LiveUnavailable]:
-        """Return outcomes within `limit_s` seconds, one per pending answer, in order."""
+        """Return outcomes within `time_limit_s` seconds, one per pending answer, in order."""
         if snapshot.predictor is None:
             return [LiveUnavailable(LiveReason.NO_MODEL)] * len(pendings)
-        give_up_at = time.monotonic() + limit_s
+        give_up_at = time.monotonic() + time_limit_s
         flight_seats: list[FlightSeat[FlightKey, ComputedRecord] | None] = []
         yield_pacer = YieldPacer()
         try:
@@ -150,7 +150,7 @@ class LiveInferences:
         return outcomes + [LiveUnavailable(LiveReason.TIMEOUT)] * (len(pendings) - len(flight_seats))
 
     def _board_flight(
-        self, snapshot: Snapshot, pending: PendingAnswer, deadline: float
+        self, snapshot: Snapshot, pending: PendingAnswer, give_up_at: float
     ) -> FlightSeat[FlightKey, ComputedRecord] | None:
         """Return a seat in the flight of this input, None if the inference is shed under overload.
 
@@ -158,34 +158,38 @@ class LiveInferences:
         """
         record_key, table = pending.record_key, pending.table.name
         traits = NO_MISS_TRAITS if pending.reason is None else pending.reason.traits
-        may_reuse = table in self.near_reuse_tables and pending.may_reuse and traits.is_looked_up
-        digest = pending.digest + pending.new_items.digest
+        may_reuse_near_answer = (
+            table in self.near_reuse_tables and pending.may_reuse_near_answer and traits.is_looked_up
+        )
+        inputs_digest = pending.input_digest + pending.new_items.digest
         is_under_lease = record_key.position < 0 and traits.is_shared
         lease_manager, flight_key = (
             self.leases,
-            (snapshot.generation, table, record_key.key, digest, may_reuse, is_under_lease),
+            (snapshot.generation, table, record_key.key, inputs_digest, may_reuse_near_answer, is_under_lease),
         )
         if (job := self._job_by_flight_key.get(flight_key)) is not None:
-            job.deadline = max(job.deadline, deadline)
+            job.deadline_at = max(job.deadline_at, give_up_at)
         is_joining = flight_key in self.flights
         if record_key.position < 0 and traits.is_looked_up:
             self.repeat_rate.note_input(is_joining)
-        if not is_joining and not self.admit():  # joining a flight costs nothing
+        if not is_joining and not self.admit_input():  # joining a flight costs nothing
             return None
 
         def start_inference() -> asyncio.Future[ComputedRecord]:
             job = InferenceJob(
-                snapshot, table, pending.live_input, record_key.fingerprint, pending.size_bytes, deadline,
-                may_reuse=may_reuse,
-                newer_input=None if pending.is_settled else pending.counted_events and pending.counted_events.input,
-                eligible_new_items=new_items_of(snapshot, pending), seen_ordinals=pending.find_seen_ordinals(snapshot),
+                snapshot, table, pending.live_input, record_key.fingerprint, pending.input_size_bytes, give_up_at,
+                may_reuse_near_answer=may_reuse_near_answer,
+                newer_input=None if pending.is_settled_for_stored
+                else pending.counted_events and pending.counted_events.event_input,
+                eligible_new_items=new_items_of(snapshot, pending),
+                seen_item_ordinals=pending.find_seen_ordinals(snapshot),
             )  # fmt: skip
             self._job_by_flight_key[flight_key] = job
             # Evaluated now: the pending answer may settle for the nightly record later.
-            is_kept = pending.counted_events is None or not pending.counted_events.is_past
-            night_record_key = pending.nightly_key if pending.new_items and pending.entity.raw is not None else None
+            stores_answer = pending.counted_events is None or not pending.counted_events.is_as_of_earlier
+            night_record_key = pending.nightly_key if pending.new_items and pending.entity.raw_id is not None else None
             inference_target = InferenceTarget(
-                record_key, pending.digest, traits.allows_stand_in, is_kept, night_record_key
+                record_key, pending.input_digest, traits.allows_stand_in, stores_answer, night_record_key
             )
             if lease_manager is None or not is_under_lease:
                 computed_future = self._infer(job, inference_target)
@@ -198,11 +202,11 @@ class LiveInferences:
 
     def plan_overlay_reads(self, snapshot: Snapshot, pendings: Sequence[PendingAnswer]) -> None:
         """Decide which overlays are left unread, and which of them are probed."""
-        if snapshot.predictor is None or not (self.spares_reads and self.repeat_rate.are_repeats_rare):
+        if snapshot.predictor is None or not (self.may_skip_overlay_reads and self.repeat_rate.are_repeats_rare):
             return
         for pending in pendings:
             record_key = pending.record_key
-            if record_key.position < 0 and record_key.digest is not None and pending.may_compute(snapshot):
+            if record_key.position < 0 and record_key.digest is not None and pending.may_compute_live(snapshot):
                 pending.record_key = record_key._replace(skips_overlay=True)
                 if self.repeat_rate.count_unread():
                     self.tiers.probe(snapshot.view, record_key, self.repeat_rate.note_probe)
@@ -211,17 +215,17 @@ class LiveInferences:
         self, job: InferenceJob, inference_target: InferenceTarget, lease_mark: LeaseMark | None = None
     ) -> asyncio.Future[ComputedRecord]:
         # A live answer for an id that the night knows is kept, in L1 only, while its page is unavailable.
-        is_unknown, is_in_outage = (inference_target.record_key.position < 0, inference_target.replaces_nightly)
+        is_unknown, is_in_outage = (inference_target.record_key.position < 0, inference_target.replaces_nightly_answer)
 
         def store_when_computed(finished_future: asyncio.Future[ComputedRecord]) -> None:
             if (
-                not (inference_target.is_kept and (is_unknown or is_in_outage))
+                not (inference_target.stores_answer and (is_unknown or is_in_outage))
                 or finished_future.cancelled()
                 or finished_future.exception() is not None
             ):
                 return
             computed = finished_future.result()
-            if computed.near is None:
+            if computed.near_distance is None:
                 ttl_s = self.overlay_ttl_s if is_unknown else self.outage_ttl_s
                 view, night_record_key, record = (
                     job.snapshot.view,
@@ -237,7 +241,7 @@ class LiveInferences:
                         )
                     record = record if is_unknown else computed.record_without_new_items
                 self.tiers.put_live(
-                    view, inference_target.record_key, record, inference_target.digest, ttl_s, lease_mark
+                    view, inference_target.record_key, record, inference_target.input_digest, ttl_s, lease_mark
                 )
             elif lease_mark is not None and self.leases is not None:
                 # Not stored, since it was not computed from this input; end the lease so that other processes need not
@@ -254,9 +258,9 @@ class LiveInferences:
         async def compute(lease_mark: LeaseMark | None) -> ComputedRecord:
             return await self._infer(job, inference_target, lease_mark)
 
-        limit_s = max(0.0, job.deadline - time.monotonic())
+        time_limit_s = max(0.0, job.deadline_at - time.monotonic())
         record_or_hit = await lease_manager.answer(
-            job.snapshot.view, inference_target.record_key, inference_target.digest, limit_s, compute
+            job.snapshot.view, inference_target.record_key, inference_target.input_digest, time_limit_s, compute
         )
         if not isinstance(record_or_hit, Hit):
             return record_or_hit

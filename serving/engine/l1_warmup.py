@@ -30,8 +30,8 @@ class L1Warmup:
     tiers: TieredCache
     get_recent_names: Callable[[], Sequence[EntityName]]
     get_shared_hot_names: Callable[[], Awaitable[Sequence[EntityName]]] | None = None
-    observe: Callable[[int, float], None] = lambda _records, _seconds: None
-    timer: Callable[[], float] = time.monotonic
+    observe_warmup: Callable[[int, float], None] = lambda _records, _seconds: None
+    monotonic_clock: Callable[[], float] = time.monotonic
     _warmed_generation: str | None = field(init=False, default=None)
     _warmed_names: set[EntityName] = field(init=False, default_factory=set)
     _shared_hot_names: Sequence[EntityName] = field(init=False, default=())
@@ -40,7 +40,7 @@ class L1Warmup:
         """Read hot ids for the coming generation, those of this replica first, for a bounded time."""
         if current_snapshot is not None and coming_snapshot.generation == current_snapshot.generation:
             return
-        started_at = self.timer()
+        started_at = self.monotonic_clock()
         if coming_snapshot.generation != self._warmed_generation:
             shared_hot_names = () if self.get_shared_hot_names is None else await self.get_shared_hot_names()
             self._warmed_generation, self._warmed_names, self._shared_hot_names = (
@@ -53,7 +53,7 @@ class L1Warmup:
         self._warmed_names = {hot_name for hot_name in hot_names if hot_name in self._warmed_names}
         record_count, give_up_at = 0, started_at + _WARMUP_S_MAX
         for slice_start in range(0, len(new_names), _SLICE_NAMES):
-            if self.timer() >= give_up_at:
+            if self.monotonic_clock() >= give_up_at:
                 break
             name_slice = new_names[slice_start : slice_start + _SLICE_NAMES]
             if record_keys := _build_record_keys(coming_snapshot, name_slice):
@@ -64,7 +64,7 @@ class L1Warmup:
             self._warmed_names.update(name_slice)
             await asyncio.sleep(_SLICE_PAUSE_S)
         if new_names:
-            self.observe(record_count, self.timer() - started_at)
+            self.observe_warmup(record_count, self.monotonic_clock() - started_at)
         if len(new_names) >= _FREEZE_RECORDS_MIN:
             # These records live as long as the generation; a full collection that visits them would delay all requests.
             gc.collect(1)

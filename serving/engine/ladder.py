@@ -30,9 +30,9 @@ class RecordReader(Protocol):
     """Interface of the tiers that the ladder uses."""
 
     async def get_many(
-        self, view: SnapshotView, record_keys: Sequence[RecordKey], deadline: float
+        self, view: SnapshotView, record_keys: Sequence[RecordKey], deadline_at: float
     ) -> Sequence[ReadResult]:
-        """Return one outcome per record key, in order; `deadline` is monotonic."""
+        """Return one outcome per record key, in order; `deadline_at` is monotonic."""
 
     def discard(self, view: SnapshotView, record_key: RecordKey) -> None:
         """Remove a record that turned out to be damaged."""
@@ -48,9 +48,9 @@ class InferenceRunner(Protocol):
         """Count an input that was answered from an overlay."""
 
     async def run(
-        self, snapshot: Snapshot, pendings: Sequence[PendingAnswer], limit_s: float
+        self, snapshot: Snapshot, pendings: Sequence[PendingAnswer], time_limit_s: float
     ) -> Sequence[ComputedRecord | LiveUnavailable]:
-        """Return outcomes within `limit_s` seconds, one per pending answer, in order."""
+        """Return outcomes within `time_limit_s` seconds, one per pending answer, in order."""
 
 
 class Ladder:
@@ -64,7 +64,7 @@ class Ladder:
         *,
         l2_deadline_s: float,
         observer: AnswerObserver | None = None,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.recent_names = RecentNames()
@@ -75,9 +75,9 @@ class Ladder:
         """Hook `shape`; a feature replaces it when it attaches."""
         self._tiers, self._inferences = tiers, inferences
         self._metrics = metrics
-        self.answer_builder = AnswerBuilder(metrics, self.observer, timer, clock)
+        self.answer_builder = AnswerBuilder(metrics, self.observer, monotonic_clock, clock)
         self._l2_deadline_s = l2_deadline_s
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._clock = clock
         # No fallback before `_compute_live`: otherwise requests for a fresh answer would get the fallback.
         self._rungs = (
@@ -88,11 +88,13 @@ class Ladder:
             self._give_default,
         )
 
-    async def lookup(self, served: ServedGenerations, request: LookupRequest, started: float) -> list[AnswerJson]:
+    async def lookup(
+        self, served: ServedGenerations, request: LookupRequest, request_started_at: float
+    ) -> list[AnswerJson]:
         """Answer each entity once, in order, from the generations captured in `served` when the request came."""
         served = served.pin_generation(request.options.generation)
         pendings = await build_pending_answers(served.live, request)
-        return await self.resolve(served, pendings, RequestContext.of(request.options, started))
+        return await self.resolve(served, pendings, RequestContext.of(request.options, request_started_at))
 
     async def resolve(
         self, served: ServedGenerations, pendings: Sequence[PendingAnswer], context: RequestContext
@@ -108,16 +110,16 @@ class Ladder:
         that of a batched read; its record is not read again.
         """
         live = served.live
-        if not context.is_part:
+        if not context.is_part_of_answer:
             self._metrics.count_entities([pending.table.name for pending in pendings])
         # Only ids that the night knows: a flood of random ids must not displace hot ids.
         self.recent_names.extend(
-            (pending.table.name, pending.entity.raw)
+            (pending.table.name, pending.entity.raw_id)
             for pending in pendings
-            if pending.record_key.position >= 0 and pending.entity.raw is not None
+            if pending.record_key.position >= 0 and pending.entity.raw_id is not None
         )
         try:
-            if self.newer_inputs.packed or live.new_items or context.options.as_of is not None:
+            if self.newer_inputs.packed_input_by_id or live.new_items or context.options.as_of is not None:
                 await self._count_newer(live, pendings, context)
             for rung in self._rungs:
                 waiting_pendings = unanswered_of(pendings)
@@ -131,10 +133,10 @@ class Ladder:
                 self.answer_builder.answer_by_default(pending, live, context)
         return [pending.answer for pending in pendings if pending.answer is not None]
 
-    def l2_deadline(self, options: RequestOptions, started: float, command_count: int = 1) -> float:
+    def l2_deadline(self, options: RequestOptions, request_started_at: float, l2_command_count: int = 1) -> float:
         """Return the monotonic time until which a request may wait for its stored records."""
-        tier_wait_s = deadline_for(self._l2_deadline_s, command_count)
-        return min(started + options.deadline_s, self._timer() + tier_wait_s)
+        tier_wait_s = deadline_for(self._l2_deadline_s, l2_command_count)
+        return min(request_started_at + options.deadline_s, self._monotonic_clock() + tier_wait_s)
 
     async def _count_newer(
         self, snapshot: Snapshot, pendings: Sequence[PendingAnswer], context: RequestContext
@@ -142,7 +144,7 @@ class Ladder:
         """Add newer events and new items to the pending answers."""
 
         def read_records(record_keys: Sequence[RecordKey]) -> Awaitable[Sequence[ReadResult]]:
-            deadline = self.l2_deadline(context.options, context.started, len(record_keys))
+            deadline = self.l2_deadline(context.options, context.request_started_at, len(record_keys))
             return self._tiers.get_many(snapshot.view, record_keys, deadline)
 
         await self.newer_inputs.count_newer(snapshot, pendings, context.options, read_records)
@@ -153,9 +155,9 @@ class Ladder:
         """Answer from stored records in L1 and L2."""
         snapshot = served.live
         for pending in pendings:
-            if snapshot.blocks_entity(pending.table, pending.entity.raw):
+            if snapshot.blocks_entity(pending.table, pending.entity.raw_id):
                 pending.reason, pending.hit = MissReason.ENTITY_BLOCKED, None
-            elif context.options.fresh and pending.may_compute(snapshot):
+            elif context.options.fresh and pending.may_compute_live(snapshot):
                 pending.reason = MissReason.FRESH
         unread_pendings = [pending for pending in pendings if pending.reason is None and pending.hit is None]
         self._inferences.plan_overlay_reads(snapshot, unread_pendings)
@@ -177,16 +179,16 @@ class Ladder:
     ) -> None:
         record = decode_record(pending.table.layout, hit.record, snapshot.nameable_item_count)
         pending.reason = hit.reason
-        if self._is_too_old(snapshot, record, context.options.max_age_s):
+        if self._is_record_too_old(snapshot, record, context.options.max_age_s):
             pending.reason = MissReason.TOO_OLD
-            if pending.may_compute(snapshot):
+            if pending.may_compute_live(snapshot):
                 return
         elif context.options.fresh:
             pending.reason = MissReason.NOTHING_TO_COMPUTE_FROM
         # For an item, live can compute a longer list than a record holds; with sent features it would be a different
         # list.
         live_knows_more = pending.own_ordinal is not None and not pending.entity.features and not record.live
-        can_compute_more = live_knows_more and pending.entity.has_input and pending.may_compute(snapshot)
+        can_compute_more = live_knows_more and pending.entity.has_input and pending.may_compute_live(snapshot)
         min_items = context.options.k if can_compute_more and context.options.k is not None else 1
         self.answer_builder.answer_from_record(
             pending, snapshot, record, Source(hit.tier), context, min_items=min_items
@@ -202,15 +204,15 @@ class Ladder:
     ) -> None:
         if not pendings:
             return
-        started_at = self._timer()
+        started_at = self._monotonic_clock()
         record_keys = [pending.record_key for pending in pendings]
-        deadline = self.l2_deadline(context.options, context.started, _command_count(record_keys))
+        deadline = self.l2_deadline(context.options, context.request_started_at, _l2_command_count(record_keys))
         outcomes = await self._tiers.get_many(snapshot.view, record_keys, deadline)
         for pending, outcome in zip(pendings, outcomes, strict=True):
             pending.set_read_result(outcome)
-        self._metrics.stage("stored", self._timer() - started_at, len(pendings))
+        self._metrics.stage("stored", self._monotonic_clock() - started_at, len(pendings))
 
-    def _is_too_old(self, snapshot: Snapshot, record: Record, max_age_s: float | None) -> bool:
+    def _is_record_too_old(self, snapshot: Snapshot, record: Record, max_age_s: float | None) -> bool:
         if max_age_s is None:
             return False
         # The age of a live record is that of its inference; the age of a nightly record is that of its data.
@@ -221,11 +223,11 @@ class Ladder:
         self, served: ServedGenerations, pendings: list[PendingAnswer], context: RequestContext
     ) -> None:
         """Answer by live inference."""
-        snapshot, started_at = served.live, self._timer()
+        snapshot, started_at = served.live, self._monotonic_clock()
         pendings = [pending for pending in pendings if _is_worth_computing(pending, snapshot)]
         if not pendings:
             return
-        remaining_s = max(0.0, context.deadline - started_at)
+        remaining_s = max(0.0, context.deadline_at - started_at)
         # Leave some time for the rungs after live.
         limit_s = remaining_s - min(self._l2_deadline_s, remaining_s / 4)
         outcomes = await self._inferences.run(snapshot, pendings, limit_s)
@@ -235,25 +237,25 @@ class Ladder:
             if isinstance(outcome, ComputedRecord):
                 self._answer_from_computed(pending, snapshot, outcome, context)
             else:
-                pending.live_reason = outcome.reason
-            if pending.live_reason is not None:
-                self._metrics.live_failed(pending.table.name, pending.live_reason)
-        self._metrics.stage("live", self._timer() - started_at, len(pendings))
+                pending.live_failure_reason = outcome.reason
+            if pending.live_failure_reason is not None:
+                self._metrics.live_failed(pending.table.name, pending.live_failure_reason)
+        self._metrics.stage("live", self._monotonic_clock() - started_at, len(pendings))
 
     def _answer_from_computed(
         self, pending: PendingAnswer, snapshot: Snapshot, computed: ComputedRecord, context: RequestContext
     ) -> None:
         miss_reason = pending.reason
-        pending.unknown_id_count, pending.near = computed.unknown_id_count, computed.near
+        pending.unknown_id_count, pending.near_distance = computed.unknown_id_count, computed.near_distance
         try:
             record = pending.decode_record(snapshot, computed.record)
             self.answer_builder.answer_from_record(pending, snapshot, record, Source.LIVE, context)
         except Exception:  # as for a stored record
             log.warning("a live record of %s cannot be read", pending.table.name, exc_info=True)
             self._tiers.discard(snapshot.view, pending.record_key)
-            pending.live_reason = LiveReason.CORRUPT
-        if pending.answer is None and pending.live_reason is None and pending.reason is not MissReason.FILTERED:
-            pending.reason, pending.live_reason = miss_reason, LiveReason.EXHAUSTED
+            pending.live_failure_reason = LiveReason.CORRUPT
+        if pending.answer is None and pending.live_failure_reason is None and pending.reason is not MissReason.FILTERED:
+            pending.reason, pending.live_failure_reason = miss_reason, LiveReason.EXHAUSTED
 
     async def _settle_for_stored(
         self, served: ServedGenerations, pendings: list[PendingAnswer], context: RequestContext
@@ -266,7 +268,7 @@ class Ladder:
             for pending in pendings
             if pending.fall_back_to_nightly()
             or pending.reason == MissReason.FRESH
-            or (pending.reason == MissReason.UNREAD and pending.live_reason != LiveReason.OVERLOADED)
+            or (pending.reason == MissReason.UNREAD and pending.live_failure_reason != LiveReason.OVERLOADED)
         ]
         for pending in unread_pendings:
             pending.reason, pending.record_key = (None, pending.record_key._replace(skips_overlay=False))
@@ -297,9 +299,9 @@ class Ladder:
         ]
         if not keyed_pendings:
             return
-        started_at = self._timer()
+        started_at = self._monotonic_clock()
         record_keys = [record_key for _, record_key in keyed_pendings]
-        deadline = self.l2_deadline(context.options, context.started, _command_count(record_keys))
+        deadline = self.l2_deadline(context.options, context.request_started_at, _l2_command_count(record_keys))
         outcomes = await self._tiers.get_many(previous.view, record_keys, deadline)
         yield_pacer = YieldPacer(context.options)
         for (pending, record_key), outcome in zip(keyed_pendings, outcomes, strict=True):
@@ -318,7 +320,7 @@ class Ladder:
                 self._tiers.discard(previous.view, record_key)
             if pending.answer is None and pending.reason is not MissReason.FILTERED:
                 pending.reason = miss_reason
-        self._metrics.stage("previous", self._timer() - started_at, len(keyed_pendings))
+        self._metrics.stage("previous", self._monotonic_clock() - started_at, len(keyed_pendings))
 
     async def _give_default(
         self, served: ServedGenerations, pendings: list[PendingAnswer], context: RequestContext
@@ -342,8 +344,8 @@ def _seen_in_previous(previous: Snapshot, pending: PendingAnswer, live: Snapshot
 def _is_worth_computing(pending: PendingAnswer, snapshot: Snapshot) -> bool:
     """True if live may compute, and would not just repeat the list of which no items were left."""
     is_used_up = pending.reason == MissReason.EXHAUSTED and pending.hit is not None and pending.hit.is_live
-    return pending.may_compute(snapshot) and not is_used_up
+    return pending.may_compute_live(snapshot) and not is_used_up
 
 
-def _command_count(record_keys: Sequence[RecordKey]) -> int:
+def _l2_command_count(record_keys: Sequence[RecordKey]) -> int:
     return sum(1 if record_key.position >= 0 else COMMANDS_PER_OVERLAY_READ for record_key in record_keys)

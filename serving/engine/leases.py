@@ -45,11 +45,11 @@ class LeaseCounts:
 
 
 class LeaseManager:
-    """Manager of leases, which live for half of `wait_s` and are renewed while their leader computes.
+    """Manager of leases, which live for half of `lease_wait_s` and are renewed while their leader computes.
 
     A process that has stored its answer marks the lease as done, even if another process holds it. A follower polls
     with jitter, takes the stored answer once the lease is done, and becomes the leader once the lease has expired.
-    After `wait_s`, or half of its caller's time, it computes without a lease.
+    After `lease_wait_s`, or half of its caller's time, it computes without a lease.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class LeaseManager:
         tiers: TieredCache,
         keyspace: Keyspace,
         *,
-        wait_s: float,
-        name: str = "",
-        timer: Callable[[], float] = time.monotonic,
+        lease_wait_s: float,
+        process_name: str = "",
+        monotonic_clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
@@ -68,12 +68,12 @@ class LeaseManager:
         self._data_plane = data_plane
         self._tiers = tiers
         self._keyspace = keyspace
-        self._wait_s = wait_s
-        self._life_s = wait_s / 2
-        self._slow_reply_s = wait_s / 8
-        self._token_prefix = f"{name or secrets.token_hex(4)}/".encode()
+        self._lease_wait_s = lease_wait_s
+        self._lease_life_s = lease_wait_s / 2
+        self._slow_reply_s = lease_wait_s / 8
+        self._token_prefix = f"{process_name or secrets.token_hex(4)}/".encode()
         self._token_number = 0
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._sleep = sleep
         self._jitter = jitter
         self._resting_until = float("-inf")
@@ -83,7 +83,7 @@ class LeaseManager:
 
     def _count_if_resting(self) -> bool:
         """Return whether leases are suspended, after Redis was slow; if so, count an answer without a lease."""
-        if self._timer() >= self._resting_until:
+        if self._monotonic_clock() >= self._resting_until:
             return False
         self.counts.unavailable += 1
         return True
@@ -92,8 +92,8 @@ class LeaseManager:
         self,
         view: SnapshotView,
         record_key: RecordKey,
-        digest: bytes,
-        limit_s: float,
+        input_digest: bytes,
+        time_limit_s: float,
         compute: Callable[[LeaseMark | None], Awaitable[T]],
     ) -> T | Hit:
         """Return the answer of `compute`, run in at most one process at a time, or another process's stored answer.
@@ -102,17 +102,17 @@ class LeaseManager:
         """
         if self._count_if_resting():
             return await compute(None)
-        lease_set_at = started_at = self._timer()
-        lease_mark = self._build_lease_mark(view, record_key, digest)
+        lease_set_at = started_at = self._monotonic_clock()
+        lease_mark = self._build_lease_mark(view, record_key, input_digest)
         lease_state = await self._try_acquire(lease_mark)
         if lease_state is not None:
-            give_up_at = started_at + min(self._wait_s, limit_s / 2)
+            give_up_at = started_at + min(self._lease_wait_s, time_limit_s / 2)
             follow_result = await self._follow(lease_mark, lease_state, view, record_key, give_up_at)
             if isinstance(follow_result, Hit):
                 return follow_result
             if not follow_result:
                 return await compute(lease_mark)
-            lease_set_at = self._timer()
+            lease_set_at = self._monotonic_clock()
         return await self._lead(lease_mark, lease_set_at, compute)
 
     async def _lead(
@@ -163,7 +163,7 @@ class LeaseManager:
                 # The answer was evicted, or replaced by that of another input: no process is computing it now.
                 if await self._data_plane.lease(self._build_swap(lease_mark, latest_state)) == lease_mark.token:
                     break
-            remaining_s = give_up_at - self._timer()
+            remaining_s = give_up_at - self._monotonic_clock()
             if remaining_s <= 0:
                 self.counts.timed_out += 1
                 return False
@@ -173,42 +173,42 @@ class LeaseManager:
         self.counts.taken_over += 1
         return True
 
-    def _build_swap(self, lease_mark: LeaseMark, expected_value: bytes) -> LeaseSwap:
-        return LeaseSwap(lease_mark.key, expected_value, lease_mark.token, self._life_ms)
+    def _build_swap(self, lease_mark: LeaseMark, expected_lease_value: bytes) -> LeaseSwap:
+        return LeaseSwap(lease_mark.key, expected_lease_value, lease_mark.token, self._lease_life_ms)
 
     @property
-    def _life_ms(self) -> int:
-        return max(1, round(1000 * self._life_s))
+    def _lease_life_ms(self) -> int:
+        return max(1, round(1000 * self._lease_life_s))
 
     async def _try_acquire(self, lease_mark: LeaseMark) -> bytes | TierUnavailable | None:
-        started_at = self._timer()
-        lease_state = await self._data_plane.lease(LeaseTake(lease_mark.key, lease_mark.token, self._life_ms))
-        self._rest_if_slow(lease_state, self._timer() - started_at)
+        started_at = self._monotonic_clock()
+        lease_state = await self._data_plane.lease(LeaseTake(lease_mark.key, lease_mark.token, self._lease_life_ms))
+        self._rest_if_slow(lease_state, self._monotonic_clock() - started_at)
         return lease_state
 
-    def _rest_if_slow(self, lease_state: bytes | TierUnavailable | None, took_s: float) -> None:
-        if isinstance(lease_state, TierUnavailable) or took_s > self._slow_reply_s:
-            self._resting_until = self._timer() + LEASE_REST_S
+    def _rest_if_slow(self, lease_state: bytes | TierUnavailable | None, reply_took_s: float) -> None:
+        if isinstance(lease_state, TierUnavailable) or reply_took_s > self._slow_reply_s:
+            self._resting_until = self._monotonic_clock() + LEASE_REST_S
 
-    def _build_lease_mark(self, view: SnapshotView, record_key: RecordKey, digest: bytes) -> LeaseMark:
+    def _build_lease_mark(self, view: SnapshotView, record_key: RecordKey, input_digest: bytes) -> LeaseMark:
         self._token_number += 1
         return LeaseMark(
-            self._keyspace.lease(view.generation, record_key.table.name, hash_hex(record_key.key), digest),
+            self._keyspace.lease(view.generation, record_key.table.name, hash_hex(record_key.key), input_digest),
             self._token_prefix + b"%d" % self._token_number,
         )
 
     def _renew_later(self) -> None:
         loop = asyncio.get_running_loop()
-        self._renewal_timer = loop.call_later(self._life_s / _RENEWAL_CHECKS_PER_LIFE, self._renew)
+        self._renewal_timer = loop.call_later(self._lease_life_s / _RENEWAL_CHECKS_PER_LIFE, self._renew)
 
     def _renew(self) -> None:
         # One pipeline renews all leases of the process; leases that end before the next check need no timer.
         self._renewal_timer = None
         if self._written_at_by_mark:  # first, so that leases whose renewal fails are renewed at the next check
             self._renew_later()
-        now_s = self._timer()
+        now_s = self._monotonic_clock()
         # No lease has used more than a third of its life by then; most have ended earlier.
-        renewal_age_s = self._life_s / 3 - self._life_s / _RENEWAL_CHECKS_PER_LIFE
+        renewal_age_s = self._lease_life_s / 3 - self._lease_life_s / _RENEWAL_CHECKS_PER_LIFE
         due_marks = [
             lease_mark
             for lease_mark, lease_set_at in self._written_at_by_mark.items()

@@ -29,35 +29,35 @@ class BatchCost:
         self._batch_weight = self._size_sum = self._seconds_sum = self._size_square_sum = self._product_sum = 0.0
         self._fade_factor = 1.0
 
-    def add(self, batch_size: int, seconds: float) -> None:
+    def add(self, batch_size: int, batch_seconds: float) -> None:
         """Add a batch's size and seconds; reset a faded estimate that turns out to be far too high."""
-        if self._fade_factor < 1 and seconds < self.expected_s(batch_size) / self._fade_factor / 2:
+        if self._fade_factor < 1 and batch_seconds < self.expected_batch_s(batch_size) / self._fade_factor / 2:
             self._batch_weight = self._size_sum = self._seconds_sum = self._size_square_sum = self._product_sum = 0.0
         self._fade_factor = 1.0
         self._batch_weight = self._batch_weight * _COST_DECAY + 1
         self._size_sum = self._size_sum * _COST_DECAY + batch_size
-        self._seconds_sum = self._seconds_sum * _COST_DECAY + seconds
+        self._seconds_sum = self._seconds_sum * _COST_DECAY + batch_seconds
         self._size_square_sum = self._size_square_sum * _COST_DECAY + batch_size * batch_size
-        self._product_sum = self._product_sum * _COST_DECAY + batch_size * seconds
+        self._product_sum = self._product_sum * _COST_DECAY + batch_size * batch_seconds
 
     def fade(self) -> None:
         """Lower the estimate a little: an estimate that prevents all batches could never be corrected."""
         self._fade_factor *= 0.9
 
-    def expected_s(self, batch_size: int) -> float:
+    def expected_batch_s(self, batch_size: int) -> float:
         """Return the expected seconds of a batch of this size; 0 without evidence."""
-        fixed_s, per_input_s = self._fit_line()
+        fixed_s, per_input_s = self._fixed_and_per_input_s()
         return (fixed_s + per_input_s * batch_size) * self._fade_factor
 
-    def size_within(self, seconds: float, size_max: int) -> int:
-        """Return the largest batch size, up to `size_max`, that is expected to end in time."""
-        fixed_s, per_input_s = self._fit_line()
-        remaining_s = seconds / self._fade_factor - fixed_s
+    def batch_size_within(self, available_s: float, batch_size_max: int) -> int:
+        """Return the largest batch size, up to `batch_size_max`, that is expected to end in time."""
+        fixed_s, per_input_s = self._fixed_and_per_input_s()
+        remaining_s = available_s / self._fade_factor - fixed_s
         if remaining_s < 0:
             return 0
-        return size_max if remaining_s >= per_input_s * size_max else int(remaining_s / per_input_s)
+        return batch_size_max if remaining_s >= per_input_s * batch_size_max else int(remaining_s / per_input_s)
 
-    def _fit_line(self) -> tuple[float, float]:
+    def _fixed_and_per_input_s(self) -> tuple[float, float]:
         if not self._batch_weight:
             return 0.0, 0.0
         mean_size, mean_seconds = (self._size_sum / self._batch_weight, self._seconds_sum / self._batch_weight)
@@ -72,29 +72,29 @@ class BatchCost:
 class LiveUnavailable(Exception):
     """Live has no answer for this input now; `reason` is a `LiveReason`."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    def __init__(self, live_failure_reason: str) -> None:
+        super().__init__(live_failure_reason)
+        self.reason = live_failure_reason
 
 
 @dataclass(slots=True, eq=False)
 class InferenceJob:
-    """Queued input for a table of a snapshot; joining requests with a later deadline extend `deadline` (monotonic)."""
+    """Queued input for a table of a snapshot; joining requests with a later one extend `deadline_at` (monotonic)."""
 
     snapshot: Snapshot
     table: str
     live_input: LiveInput
-    fingerprint: int
-    size_bytes: int
-    deadline: float = math.inf
+    id_fingerprint: int
+    input_size_bytes: int
+    deadline_at: float = math.inf
     queued_at: float = 0.0
-    may_reuse: bool = False
+    may_reuse_near_answer: bool = False
     """True if the answer to a near input will do."""
     newer_input: object = None
     """Newer input that replaces `live_input`, created by the feature that computes from it."""
     eligible_new_items: EligibleNewItems = NO_ELIGIBLE_NEW_ITEMS
     """New items that the list may name."""
-    seen_ordinals: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    seen_item_ordinals: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """Ordinals of the user's past items, which the list leaves out in addition to those of `live_input`."""
 
     @property
@@ -109,13 +109,13 @@ class InferenceJob:
 class ComputedRecord:
     """Record computed by live; the model lacks `unknown_id_count` ids of the history (None: not counted).
 
-    `near` is the distance of the input whose answer is reused, None for a computed record. `record_without_new_items`
-    is the same record without new items, if it has any.
+    `near_distance` is the distance of the input whose answer is reused, None for a computed record.
+    `record_without_new_items` is the same record without new items, if it has any.
     """
 
     record: bytes
     unknown_id_count: int | None = None
-    near: float | None = None
+    near_distance: float | None = None
     record_without_new_items: bytes | None = None
 
 
@@ -136,21 +136,21 @@ class MicroBatcher:
         executor: Executor,
         *,
         worker_count: int,
-        max_batch: int,
-        max_queue: int,
-        max_queue_bytes: int,
-        compute: ComputeBatch,
-        observe: Callable[[int, float], None] = lambda _size, _seconds: None,
-        timer: Callable[[], float] = time.monotonic,
+        batch_size_max: int,
+        queued_jobs_max: int,
+        queued_bytes_max: int,
+        compute_batch: ComputeBatch,
+        observe_batch: Callable[[int, float], None] = lambda _size, _seconds: None,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
         self._idle_worker_count = worker_count
-        self._max_batch = max_batch
-        self._max_queue = max_queue
-        self._max_queue_bytes = max_queue_bytes
-        self._compute = compute
-        self._observe = observe
-        self._timer = timer
+        self._batch_size_max = batch_size_max
+        self._queued_jobs_max = queued_jobs_max
+        self._queued_bytes_max = queued_bytes_max
+        self._compute_batch = compute_batch
+        self._observe_batch = observe_batch
+        self._monotonic_clock = monotonic_clock
         self._queue_by_key: dict[tuple[int, str], deque[QueuedJob]] = {}
         self._cost_by_queue_name: defaultdict[str, BatchCost] = defaultdict(BatchCost)
         self._is_pump_scheduled = False
@@ -163,13 +163,13 @@ class MicroBatcher:
         """Queue one job; return its future record, or LiveUnavailable (full queue, too little time, error)."""
         loop = asyncio.get_running_loop()
         computed_future: asyncio.Future[ComputedRecord] = loop.create_future()
-        if self.queued >= self._max_queue or self.queued_bytes + job.size_bytes > self._max_queue_bytes:
+        if self.queued >= self._queued_jobs_max or self.queued_bytes + job.input_size_bytes > self._queued_bytes_max:
             computed_future.set_exception(LiveUnavailable(LiveReason.BUSY))
             return computed_future
-        job.queued_at = self._timer()
+        job.queued_at = self._monotonic_clock()
         self._queue_by_key.setdefault((id(job.snapshot), job.queue_name), deque()).append((job, computed_future))
         self.queued += 1
-        self.queued_bytes += job.size_bytes
+        self.queued_bytes += job.input_size_bytes
         if self._idle_worker_count and not self._is_pump_scheduled:
             # At the end of this iteration of the event loop, so that its jobs share one batch.
             self._is_pump_scheduled = True
@@ -178,9 +178,9 @@ class MicroBatcher:
 
     def longest_wait_share(self) -> float:
         """Return the largest share of its time that a queue's oldest input has waited; 0 if all queues are empty."""
-        now_s = self._timer()
+        now_s = self._monotonic_clock()
         oldest_jobs = [queued_jobs[0][0] for queued_jobs in self._queue_by_key.values() if queued_jobs]
-        waits_and_limits = [(now_s - job.queued_at, job.deadline - job.queued_at) for job in oldest_jobs]
+        waits_and_limits = [(now_s - job.queued_at, job.deadline_at - job.queued_at) for job in oldest_jobs]
         return max((waited_s / max(available_s, 1e-6) for waited_s, available_s in waits_and_limits), default=0.0)
 
     def _start_batches(self) -> None:
@@ -197,11 +197,11 @@ class MicroBatcher:
     def _pop_batch(self, queued_jobs: deque[QueuedJob], cost: BatchCost) -> list[QueuedJob]:
         """Take the next batch of a queue, oldest first; drop cancelled jobs, fail those that cannot end in time."""
         batch: list[QueuedJob] = []
-        now_s, size_limit = self._timer(), self._max_batch
+        now_s, size_limit = self._monotonic_clock(), self._batch_size_max
         while queued_jobs and len(batch) < size_limit:
             job, computed_future = queued_jobs[0]
             if not computed_future.done():
-                size_in_time = cost.size_within(job.deadline - now_s, size_limit)
+                size_in_time = cost.batch_size_within(job.deadline_at - now_s, size_limit)
                 if size_in_time < 1:
                     self.hopeless_count += 1
                     cost.fade()
@@ -213,32 +213,36 @@ class MicroBatcher:
                     batch.append((job, computed_future))
             queued_jobs.popleft()
             self.queued -= 1
-            self.queued_bytes -= job.size_bytes
+            self.queued_bytes -= job.input_size_bytes
         return batch
 
     def _start_batch(self, batch: list[QueuedJob]) -> None:
         self._idle_worker_count -= 1
         loop = asyncio.get_running_loop()
-        started = self._timer()
+        batch_started_at = self._monotonic_clock()
 
         def run_batch() -> None:
-            error: Exception | None = None
+            batch_error: Exception | None = None
             outcomes: Sequence[InferenceOutcome] = ()
             try:
-                outcomes = self._compute([job for job, _ in batch])
+                outcomes = self._compute_batch([job for job, _ in batch])
             except Exception as failed:
-                error = without_frames(failed)
+                batch_error = without_frames(failed)
             # Directly to the loop: an asyncio future in between would cost a single request two more iterations.
-            report_outcomes(outcomes, error, self._timer())
+            report_outcomes(outcomes, batch_error, self._monotonic_clock())
 
-        def report_outcomes(outcomes: Sequence[InferenceOutcome], error: Exception | None, ended_at: float) -> None:
+        def report_outcomes(
+            outcomes: Sequence[InferenceOutcome], batch_error: Exception | None, batch_ended_at: float
+        ) -> None:
             # If the loop is closed, no caller waits any more.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._finish_batch, batch, started, outcomes, error, ended_at)
+                loop.call_soon_threadsafe(
+                    self._finish_batch, batch, batch_started_at, outcomes, batch_error, batch_ended_at
+                )
 
         def report_failure(run_future: "Future[None]") -> None:
             if run_future.cancelled() or run_future.exception() is not None:
-                report_outcomes((), LiveUnavailable(LiveReason.FAILED), started)
+                report_outcomes((), LiveUnavailable(LiveReason.FAILED), batch_started_at)
 
         try:
             self._executor.submit(run_batch).add_done_callback(report_failure)
@@ -249,17 +253,17 @@ class MicroBatcher:
     def _finish_batch(
         self,
         batch: list[QueuedJob],
-        started: float,
+        batch_started_at: float,
         outcomes: Sequence[InferenceOutcome],
-        error: Exception | None,
-        ended_at: float,
+        batch_error: Exception | None,
+        batch_ended_at: float,
     ) -> None:
         self._idle_worker_count += 1
-        if error is not None:
-            outcomes = [error] * len(batch)
+        if batch_error is not None:
+            outcomes = [batch_error] * len(batch)
         else:
-            self._observe(len(batch), ended_at - started)
-            self._cost_by_queue_name[batch[0][0].queue_name].add(len(batch), ended_at - started)
+            self._observe_batch(len(batch), batch_ended_at - batch_started_at)
+            self._cost_by_queue_name[batch[0][0].queue_name].add(len(batch), batch_ended_at - batch_started_at)
         if self._queue_by_key:  # start the next batch first, so that the model works while answers are delivered
             self._start_batches()
         _resolve(batch, outcomes)

@@ -26,7 +26,8 @@ LookupFunction = Callable[[ServedGenerations, LookupRequest, float], Awaitable[l
 class LookupService:
     """Parts of the service that answer requests, with the limits of requests.
 
-    `l2_bound_s` returns how long a read of L2 may take now; without `observes` nothing is recorded for the dashboard.
+    `l2_bound_s` returns how long a read of L2 may take now; without `observes_answers` nothing is recorded for the
+    dashboard.
     """
 
     follower: PointerFollower
@@ -38,8 +39,8 @@ class LookupService:
     tiers: TieredCache
     l2_bound_s: Callable[[], float]
     admission: Admission
-    observes: bool = True
-    timer: Callable[[], float] = time.monotonic
+    observes_answers: bool = True
+    monotonic_clock: Callable[[], float] = time.monotonic
 
     def capture_served(self) -> ServedGenerations:
         """Return the generations for one request, captured once; raise Problem (503) before any is loaded."""

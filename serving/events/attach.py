@@ -151,7 +151,7 @@ class EventOverview:
             **self.intake.counts.value_by_gauge,
             "durability": None if redis.found_durability is None else redis.found_durability.persistence,
             "demanded": redis.demanded_durability,
-            "writes_refused": None if write_refusal is None else write_refusal.outside,
+            "writes_refused": None if write_refusal is None else write_refusal.public_message,
             "lag_s": round(self.follower.lag_s(), 3),
             "users": len(newer_events.users),
             "held_bytes": newer_events.size_bytes,
@@ -180,10 +180,10 @@ def operations(_limits: Limits) -> tuple[Operation, ...]:
                 "durability": "everysec",
                 "position": "1795174289000-0",
             },
-            status="202",
+            answer_status="202",
             body_schema=_REQUEST_SCHEMA,
             body_example={"events": [{"id": "e-1", "user": "u-00042", "item": "i-02618"}]},
-            codes=_ERROR_CODES,
+            error_code_by_name=_ERROR_CODES,
             scope="events",
         ),
     )
@@ -197,11 +197,11 @@ def attach(replica: Replica) -> EventIntake | None:
     config, own_namespace, hooks = replica.config, replica.own_namespace, replica.hooks
     replica.inference.compute_newer = compute_from_events
     follower = follow_events(own_namespace)
-    hooks.namespaces.append(follow_events)
+    hooks.namespace_hooks.append(follow_events)
     holder, newer_events = own_namespace.holder, follower.newer_events
     newest_position = NewestPosition(newer_events, holder, config.of_events().store())
     event_parts = EventParts.of(
-        config, replica.name, lambda: holder.blocklist, newest_position,
+        config, replica.replica_name, lambda: holder.blocklist, newest_position,
         lambda: None if holder.live is None else new_item_inputs(holder.live), replica.loops,
     )  # fmt: skip
     event_parts.add_periodic_tasks(own_namespace.refresher, config.figures_s)
@@ -213,8 +213,8 @@ def attach(replica: Replica) -> EventIntake | None:
         await event_parts.start()
 
     hooks.handlers["sendEvents"] = handler_of(replica.service, event_parts.intake)
-    hooks.counts.append(lambda: counts_by_field(event_counts, replica.metrics.changed_answers))
-    hooks.reports["events"] = EventOverview(event_parts.intake, follower, holder).to_json
+    hooks.count_readers.append(lambda: counts_by_field(event_counts, replica.metrics.changed_answers))
+    hooks.report_by_name["events"] = EventOverview(event_parts.intake, follower, holder).to_json
     hooks.start_steps.append(start_intake)
     hooks.stop_steps.append(event_parts.aclose)
     return event_parts.intake
@@ -240,7 +240,7 @@ def follow_events(namespace: HeldNamespace) -> EventFollower:
 
 def open_events(namespace: HeldNamespace, snapshot: Snapshot) -> Snapshot:
     """Return a snapshot with its generation's event models; it is degraded if these do not open."""
-    config, seen_items, degraded = namespace.config, snapshot.seen_items, snapshot.degraded
+    config, seen_items, degraded = namespace.config, snapshot.seen_items, snapshot.degraded_reason
     events = None if seen_items is None else GenerationEvents.of(snapshot.manifest, config.events.namespace)
     if events is None or seen_items is None:
         if config.events.namespace:
@@ -252,15 +252,16 @@ def open_events(namespace: HeldNamespace, snapshot: Snapshot) -> Snapshot:
         return snapshot
     if snapshot.predictor is not None:
         open_with_models = functools.partial(
-            events.with_models, snapshot.manifest, snapshot.root, snapshot.items, seen_items, snapshot.predictor,
+            events.with_models, snapshot.manifest, snapshot.generation_folder, snapshot.items, seen_items,
+            snapshot.predictor,
             threads=config.live_threads, cores=parse_cores(config.live_cores),
             exact_search_bytes_max=config.events.exact_bytes,
         )  # fmt: skip
         events, degraded = open_event_models(namespace.store, snapshot.manifest, open_with_models, events)
-    return dataclasses.replace(snapshot.with_part(events), degraded=degraded)
+    return dataclasses.replace(snapshot.with_part(events), degraded_reason=degraded)
 
 
-async def refuse_events(_request: Request, _started: float) -> object:
+async def refuse_events(_request: Request, _request_started_at: float) -> object:
     """Refuse events, because this service accepts none."""
     problem_message = "this service accepts no events: set enabled = true in [events]"
     raise Problem(409, "events_disabled", problem_message)
@@ -269,7 +270,7 @@ async def refuse_events(_request: Request, _started: float) -> object:
 def handler_of(service: LookupService, intake: EventIntake) -> Handler:
     """Return the handler of requests that send events."""
 
-    async def accept(request: Request, _started: float) -> object:
+    async def accept(request: Request, _request_started_at: float) -> object:
         sent_events = intake.reader.extract_events(await read_events(request))
         spend_quota(request.scope, len(sent_events))
         return json_response(202, await intake.accept_events(sent_events))

@@ -61,7 +61,7 @@ class EventsUnavailable(LarderError):
     code = "events_unavailable"
 
     @property
-    def outside(self) -> str:
+    def public_message(self) -> str:
         """Message for callers, without the host and port of a connection error, which only the log names."""
         match self.__cause__:
             case None:
@@ -81,14 +81,15 @@ class WritesRefused(EventsUnavailable):
 
     def __init__(self, refusal: "WriteRefusal", reply_text: str) -> None:
         super().__init__(
-            f"the Redis of events answers, but refuses to write ({reply_text}): {refusal.remedy}", refusal=refusal.code
+            f"the Redis of events answers, but refuses to write ({reply_text}): {refusal.remedy}",
+            refusal=refusal.redis_error_code,
         )
         self._refusal = refusal
 
     @property
-    def outside(self) -> str:
+    def public_message(self) -> str:
         """Message for callers, who cannot mend it."""
-        return f"the Redis of events answers, but refuses to write: {self._refusal.why}"
+        return f"the Redis of events answers, but refuses to write: {self._refusal.refusal_cause}"
 
 
 class EventsFull(LarderError):
@@ -100,8 +101,8 @@ class EventsFull(LarderError):
 class WriteRefusal(NamedTuple):
     """Error code with which a Redis that answers refuses to write, why it does, and the remedy."""
 
-    code: str
-    why: str
+    redis_error_code: str
+    refusal_cause: str
     remedy: str
 
 
@@ -132,7 +133,7 @@ def find_write_refusal(error: Exception) -> WritesRefused | None:
     # redis-py removes the code of errors that have a class of their own.
     code = "READONLY" if isinstance(error, ReadOnlyError) else str(error).partition(" ")[0]
     for refusal in _WRITE_REFUSALS:
-        if refusal.code == code:
+        if refusal.redis_error_code == code:
             reply_text = str(error).partition(" script: ")[0].rstrip(".")
             return WritesRefused(refusal, reply_text if reply_text.startswith(code) else f"{code} {reply_text}")
     return None
@@ -151,14 +152,17 @@ class MemoryUse(NamedTuple):
 
 
 class FoundDurability(NamedTuple):
-    """Durability found on a server; `waits` if each call has to wait for the disk."""
+    """Durability found on a server; `waits_for_disk` if each call has to wait for the disk."""
 
     persistence: Persistence
-    waits: bool = False
+    waits_for_disk: bool = False
 
-    def suffices(self, demanded: Durability) -> bool:
+    def suffices(self, demanded_durability: Durability) -> bool:
         """True if the durability is at least the demanded one."""
-        return demanded == "any" or _RANK_BY_PERSISTENCE[self.persistence] >= _RANK_BY_PERSISTENCE[demanded]
+        return (
+            demanded_durability == "any"
+            or _RANK_BY_PERSISTENCE[self.persistence] >= _RANK_BY_PERSISTENCE[demanded_durability]
+        )
 
 
 class EventsRedis:
@@ -168,13 +172,13 @@ class EventsRedis:
     retried: callers send an event again under its id.
     """
 
-    def __init__(self, url: str, demanded: Durability) -> None:
-        self.demanded_durability = demanded
+    def __init__(self, redis_url: str, demanded_durability: Durability) -> None:
+        self.demanded_durability = demanded_durability
         self.found_durability: FoundDurability | None = None
         """Durability found by the last check; None before the first."""
         try:
             self._pool = ConnectionPool.from_url(
-                url,
+                redis_url,
                 protocol=2,
                 socket_connect_timeout=CONNECT_TIMEOUT_S,
                 socket_timeout=REPLY_TIMEOUT_S,
@@ -202,18 +206,20 @@ class EventsRedis:
                     pipeline.execute_command(*command)
                 return await pipeline.execute()
 
-    async def accept(self, keys: Sequence[bytes], arguments: Sequence[Any], script: str = ACCEPT_SCRIPT) -> list[bytes]:
+    async def accept(
+        self, script_keys: Sequence[bytes], arguments: Sequence[Any], script: str = ACCEPT_SCRIPT
+    ) -> list[bytes]:
         """Return the replies of an acceptance script, once the events are as durable as demanded."""
-        script_arguments = (len(keys), *keys, *arguments)
+        evalsha_arguments = (len(script_keys), *script_keys, *arguments)
         with _translate_errors():
             # One connection for check and script: a connection that is opened only now may have reached another server.
             connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
             try:
                 await self._check_durability_of(connection)
                 try:
-                    return await self._execute_durably(connection, ("EVALSHA", _script_id(script), *script_arguments))
+                    return await self._execute_durably(connection, ("EVALSHA", _script_id(script), *evalsha_arguments))
                 except NoScriptError:
-                    return await self._execute_durably(connection, ("EVAL", script, *script_arguments))
+                    return await self._execute_durably(connection, ("EVAL", script, *evalsha_arguments))
             except ResponseError as error:
                 if not str(error).startswith(STREAM_FULL_PREFIX):
                     raise
@@ -270,7 +276,7 @@ class EventsRedis:
 
     async def _execute_durably(self, connection: AbstractConnection, command: Command) -> list[bytes]:
         commands = [command]
-        if self.found_durability is not None and self.found_durability.waits:
+        if self.found_durability is not None and self.found_durability.waits_for_disk:
             commands.append(("WAITAOF", 1, 0, int(REPLY_TIMEOUT_S * 900)))
         await connection.send_packed_command(connection.pack_commands(commands))
         replies = [await _read_reply(connection) for _ in commands]
@@ -293,13 +299,13 @@ def _script_id(script: str) -> str:
     return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
 
 
-def _check_durability(durability: FoundDurability, demanded: Durability) -> None:
-    if not durability.suffices(demanded):
+def _check_durability(found_durability: FoundDurability, demanded_durability: Durability) -> None:
+    if not found_durability.suffices(demanded_durability):
         raise EventsUnavailable(
-            f"[events] durability demands {demanded!r}, and the Redis of events has {durability.persistence!r}: set "
-            "appendonly yes and appendfsync there, or allow its user CONFIG GET",
-            demanded=demanded,
-            found=durability.persistence,
+            f"[events] durability demands {demanded_durability!r}, and the Redis of events has "
+            f"{found_durability.persistence!r}: set appendonly yes and appendfsync there, or allow its user CONFIG GET",
+            demanded=demanded_durability,
+            found=found_durability.persistence,
         )
 
 
@@ -332,7 +338,7 @@ def _translate_errors() -> Iterator[None]:
         raise EventsUnavailable("the Redis of events closed the connection") from error
 
 
-async def find_durability(send_command: CommandSender, demanded: Durability) -> FoundDurability:
+async def find_durability(send_command: CommandSender, demanded_durability: Durability) -> FoundDurability:
     """Determine durability from the server's settings or, if those are hidden, from what INFO says of its log.
 
     If the settings are hidden and more than `any` is demanded, calls use WAITAOF where the server has it.
@@ -361,7 +367,7 @@ async def find_durability(send_command: CommandSender, demanded: Durability) -> 
         return FoundDurability("unknown")
     if aof_match[1] == b"0":
         return FoundDurability("none")
-    if demanded == "any":
+    if demanded_durability == "any":
         return FoundDurability("unknown")
     try:
         await send_command("WAITAOF", "0", "0", "1")
@@ -369,4 +375,4 @@ async def find_durability(send_command: CommandSender, demanded: Durability) -> 
         raise
     except ResponseError:  # Redis 7.0 has no WAITAOF
         return FoundDurability("unknown")
-    return FoundDurability("always", waits=True)
+    return FoundDurability("always", waits_for_disk=True)

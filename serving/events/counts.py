@@ -128,7 +128,7 @@ def counts_by_field(counts: EventCounts, changed_answers: ChangedAnswers) -> dic
     count_by_field |= {
         f"{REFUSAL_PREFIX}{result_or_reason}": n for result_or_reason, n in counts.refusal_count_by_reason.items() if n
     }
-    newer_event_answers, compared_lists, changed_share_sum = changed_answers.totals()
+    newer_event_answers, compared_lists, changed_share_sum = changed_answers.answers_lists_and_shares()
     changed_ppm = round(changed_share_sum * 1e6)
     return count_by_field | {
         NEWER_EVENT_ANSWERS_FIELD: newer_event_answers,

@@ -66,7 +66,7 @@ class EventFollower:
 
     def __init__(
         self,
-        url: str,
+        redis_url: str,
         keyspace: Keyspace,
         newer_events: NewerEvents,
         holder: GenerationHolder,
@@ -74,22 +74,22 @@ class EventFollower:
         *,
         recheck_values: Callable[[], None],
         held_bytes_max: int,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.unreadable_count = 0
         """Number of stream entries that are not events."""
-        self._url = url
+        self._redis_url = redis_url
         self._stream_key = keyspace.events
         self.newer_events = newer_events
         self._holder = holder
         self._note_stale = note_stale
         self._recheck_values = recheck_values
         self.held_bytes_max = held_bytes_max
-        self._timer = timer
-        self._clock = RedisClock(timer)
-        self._floor_number: int | None = None
-        self._waits_since: float | None = None
-        """Time of `timer` since which there are unread events; None if all were read."""
+        self._monotonic_clock = monotonic_clock
+        self._clock = RedisClock(monotonic_clock)
+        self._floor_position_number: int | None = None
+        self._unread_since: float | None = None
+        """Time of `monotonic_clock` since which there are unread events; None if all were read."""
         self._blocklist = Blocklist()
         # Built once per blocklist: 6 ms for 100,000 entries.
         self._blocked_owners, self._unblocked_owners = _EventOwners(), _EventOwners()
@@ -117,7 +117,7 @@ class EventFollower:
         """Open a separate connection, whose reads may block."""
         client = check_replies(
             Redis.from_url(
-                self._url,
+                self._redis_url,
                 protocol=2,
                 socket_timeout=_SOCKET_TIMEOUT_S,
                 retry=Retry(NoBackoff(), 0),
@@ -125,7 +125,7 @@ class EventFollower:
             )
         )
         try:
-            asked_at = self._timer()
+            asked_at = self._monotonic_clock()
             seconds, microseconds = await client.time()
             self._clock.set(seconds + microseconds / 1e6, asked_at)
             yield client
@@ -134,17 +134,17 @@ class EventFollower:
 
     async def step(self, client: Redis, wait_ms: int | None = None) -> bool:
         """Add new events, waiting up to `wait_ms` for one; return False if there is nothing to follow, or no room."""
-        floor_number = self._find_floor_number()
-        if floor_number is None:
+        floor_position_number = self._find_floor_position_number()
+        if floor_position_number is None:
             self._catch_up()
             return False
         await self._apply_blocklist(client, self._holder.blocklist)
-        if self._floor_number is None:
-            await self._read_all_since(client, floor_number)
-        elif floor_number < self._floor_number:
-            await self._read_earlier(client, floor_number, self._floor_number)
-        elif floor_number > self._floor_number:
-            await self._drop_until(floor_number)
+        if self._floor_position_number is None:
+            await self._read_all_since(client, floor_position_number)
+        elif floor_position_number < self._floor_position_number:
+            await self._read_earlier(client, floor_position_number, self._floor_position_number)
+        elif floor_position_number > self._floor_position_number:
+            await self._drop_until(floor_position_number)
         if self.newer_events.size_bytes >= self.held_bytes_max:
             self._fall_behind()
             return False
@@ -164,8 +164,8 @@ class EventFollower:
         """
         if self._is_at_end:
             return 0.0
-        if self._floor_number is None:
-            return 0.0 if self._waits_since is None else self._timer() - self._waits_since
+        if self._floor_position_number is None:
+            return 0.0 if self._unread_since is None else self._monotonic_clock() - self._unread_since
         latest_event_at = Position.from_number(self.newer_events.users.last_number).ms / 1000
         return max(0.0, self._clock() - max(latest_event_at, self._caught_up_at))
 
@@ -174,12 +174,12 @@ class EventFollower:
         served = self._holder.served
         return 0 if served is None else len(served.live.new_items.left_out_ids)
 
-    def _find_floor_number(self) -> int | None:
+    def _find_floor_position_number(self) -> int | None:
         """Return the oldest position up to which a held generation has events; None if no generation has events."""
         served = self._holder.served
         if served is None:
             return None
-        return min(_until_numbers(served.snapshots), default=None)
+        return min(_until_position_numbers(served.snapshots), default=None)
 
     async def _add_entries(
         self,
@@ -187,7 +187,7 @@ class EventFollower:
         newer_events: NewerEvents,
         wait_ms: int | None,
         *,
-        until_number: int = NO_LIMIT,
+        until_position_number: int = NO_LIMIT,
         only_owners: "_EventOwners | None" = None,
     ) -> int:
         """Add the next entries up to a position, of all or some owners; return the number of entries read."""
@@ -198,7 +198,7 @@ class EventFollower:
         stream_entries: list[tuple[bytes, dict[bytes, bytes]]] = stream_replies[0][1] if stream_replies else []
         for entry_id, entry_fields in stream_entries:
             position = Position.parse(entry_id)
-            if position.number > until_number:
+            if position.number > until_position_number:
                 return 0
             try:
                 event = event_of_entry(entry_fields)
@@ -207,7 +207,9 @@ class EventFollower:
                 log.warning("entry %s of the stream is not an event", position)
                 newer_events.users.last_number = position.number
                 continue
-            if self._blocked_owners.has(event) or (only_owners is not None and not only_owners.has(event)):
+            if self._blocked_owners.owns_event(event) or (
+                only_owners is not None and not only_owners.owns_event(event)
+            ):
                 newer_events.users.last_number = position.number
             else:
                 newer_events.add(position, event)
@@ -224,38 +226,49 @@ class EventFollower:
                 (self._unblocked_owners.item_ids | previous_owners.item_ids) - self._blocked_owners.item_ids,
             )
             newer_events.forget(
-                self._blocked_owners.user_ids & newer_events.packed.keys(), self._blocked_owners.item_ids
+                self._blocked_owners.user_ids & newer_events.packed_input_by_id.keys(), self._blocked_owners.item_ids
             )
-        if self._floor_number is not None and (self._unblocked_owners.user_ids or self._unblocked_owners.item_ids):
+        if self._floor_position_number is not None and (
+            self._unblocked_owners.user_ids or self._unblocked_owners.item_ids
+        ):
             newer_events.forget(*self._unblocked_owners)  # remains of an earlier attempt that an outage interrupted
-            await self._reread(client, self._floor_number, newer_events.users.last_number, self._unblocked_owners)
+            await self._reread(
+                client, self._floor_position_number, newer_events.users.last_number, self._unblocked_owners
+            )
             if self._unblocked_owners.item_ids:
                 self._recheck_values()
         self._unblocked_owners = _EventOwners()
 
-    async def _read_earlier(self, client: Redis, floor_number: int, known_floor_number: int) -> None:
+    async def _read_earlier(self, client: Redis, floor_position_number: int, known_position_number: int) -> None:
         """Read the events between a new, earlier floor and the known events."""
-        if await self._reread(client, floor_number, known_floor_number):
+        if await self._reread(client, floor_position_number, known_position_number):
             self.newer_events.users.complete_after_number = self.newer_events.values.complete_after_number = (
-                floor_number
+                floor_position_number
             )
-            self._floor_number = floor_number
+            self._floor_position_number = floor_position_number
 
     async def _reread(
-        self, client: Redis, after_number: int, until_number: int, only_owners: "_EventOwners | None" = None
+        self,
+        client: Redis,
+        after_position_number: int,
+        until_position_number: int,
+        only_owners: "_EventOwners | None" = None,
     ) -> bool:
         """Read a range of the stream again and prepend its events, while new events are added as usual.
 
-        If both do not fit into memory, read the stream again from `after_number` as far as memory allows; return False.
+        If both do not fit into memory, read the stream again from `after_position_number` as far as memory allows;
+        return False.
         """
         self._fall_behind()
-        reread_events = _empty_events_since(after_number)
-        while await self._add_entries(client, reread_events, None, until_number=until_number, only_owners=only_owners):
+        reread_events = _empty_events_since(after_position_number)
+        while await self._add_entries(
+            client, reread_events, None, until_position_number=until_position_number, only_owners=only_owners
+        ):
             if reread_events.size_bytes + self.newer_events.size_bytes >= self.held_bytes_max:
-                await self._read_all_since(client, after_number)
+                await self._read_all_since(client, after_position_number)
                 return False
             await self._add_entries(client, self.newer_events, None)
-        user_ids = list(reread_events.packed)
+        user_ids = list(reread_events.packed_input_by_id)
         for first_index in range(0, len(user_ids), _ENTRIES_AT_ONCE):
             self.newer_events.users.prepend(reread_events.users, user_ids[first_index : first_index + _ENTRIES_AT_ONCE])
             await asyncio.sleep(0)
@@ -264,40 +277,42 @@ class EventFollower:
         self.newer_events.items.prepend(reread_events.items)
         return True
 
-    async def _read_all_since(self, client: Redis, floor_number: int) -> None:
+    async def _read_all_since(self, client: Redis, floor_position_number: int) -> None:
         """Read the stream from a position on; the previous events stay in use meanwhile."""
         self._fall_behind()
-        reread_events = _empty_events_since(floor_number)
+        reread_events = _empty_events_since(floor_position_number)
         while await self._add_entries(client, reread_events, None) and reread_events.size_bytes < self.held_bytes_max:
             pass
         for _ in self.newer_events.become_in_turns(reread_events):
             await asyncio.sleep(0)
-        self._floor_number = floor_number
+        self._floor_position_number = floor_position_number
 
-    async def _drop_until(self, floor_number: int) -> None:
+    async def _drop_until(self, floor_position_number: int) -> None:
         """Forget the events that all held generations include, yielding after some users."""
-        user_ids = list(self.newer_events.packed)
+        user_ids = list(self.newer_events.packed_input_by_id)
         for first_index in range(0, len(user_ids), _ENTRIES_AT_ONCE):
-            self.newer_events.users.drop_until(floor_number, user_ids[first_index : first_index + _ENTRIES_AT_ONCE])
+            self.newer_events.users.drop_until(
+                floor_position_number, user_ids[first_index : first_index + _ENTRIES_AT_ONCE]
+            )
             await asyncio.sleep(0)
         has_more = True
         while has_more:
-            has_more = self.newer_events.values.drop_until(floor_number, _ENTRIES_AT_ONCE) == _ENTRIES_AT_ONCE
+            has_more = self.newer_events.values.drop_until(floor_position_number, _ENTRIES_AT_ONCE) == _ENTRIES_AT_ONCE
             await asyncio.sleep(0)
-        self.newer_events.items.drop_until(floor_number)
-        self.newer_events.users.last_number = max(self.newer_events.users.last_number, floor_number)
-        self.newer_events.users.complete_after_number = floor_number
-        self._floor_number = floor_number
+        self.newer_events.items.drop_until(floor_position_number)
+        self.newer_events.users.last_number = max(self.newer_events.users.last_number, floor_position_number)
+        self.newer_events.users.complete_after_number = floor_position_number
+        self._floor_position_number = floor_position_number
 
     def _fall_behind(self) -> None:
-        if self._floor_number is not None or self._find_floor_number() is not None:
+        if self._floor_position_number is not None or self._find_floor_position_number() is not None:
             self._is_at_end = False
-            if self._waits_since is None:
-                self._waits_since = self._timer()
+            if self._unread_since is None:
+                self._unread_since = self._monotonic_clock()
             self._note_stale(EVENTS_BEHIND)
 
     def _catch_up(self) -> None:
-        self._is_at_end, self._caught_up_at, self._waits_since = True, self._clock(), None
+        self._is_at_end, self._caught_up_at, self._unread_since = True, self._clock(), None
         self._note_stale(None)
 
 
@@ -307,7 +322,7 @@ class _EventOwners(NamedTuple):
     user_ids: frozenset[bytes] = frozenset()
     item_ids: frozenset[bytes] = frozenset()
 
-    def has(self, event: Event) -> bool:
+    def owns_event(self, event: Event) -> bool:
         return event.user in self.user_ids or (event.kind == "item" and event.item in self.item_ids)
 
 
@@ -324,7 +339,7 @@ def _empty_events_since(position_number: int) -> NewerEvents:
     return empty_events
 
 
-def _until_numbers(snapshots: Iterable[Snapshot]) -> list[int]:
+def _until_position_numbers(snapshots: Iterable[Snapshot]) -> list[int]:
     """Return the number of the position up to which each generation with events has them."""
     snapshot_events = [snapshot.part(GenerationEvents) for snapshot in snapshots]
     return [generation_events.until_number for generation_events in snapshot_events if generation_events]
@@ -385,7 +400,7 @@ class NewestPosition:
 
     def __call__(self) -> Position:
         snapshots = () if self._holder.served is None else self._holder.served.snapshots
-        until_numbers = _until_numbers(snapshots)
+        until_numbers = _until_position_numbers(snapshots)
         return max(
             self._taken_position, Position.from_number(max([self._newer_events.users.last_number, *until_numbers]))
         )

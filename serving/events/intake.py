@@ -104,7 +104,7 @@ _EVICTION_WARNING = (
 class _EventChunk(NamedTuple):
     events: Sequence[PackedEvent]
     size_bytes: int
-    outcome: asyncio.Future[list[AcceptOutcome]]
+    outcomes_future: asyncio.Future[list[AcceptOutcome]]
 
 
 class EventsBusy(LarderError):
@@ -125,11 +125,11 @@ class Acceptor:
         keyspace: Keyspace,
         bounds: StreamBounds,
         get_newest_position: Callable[[], Position],
-        script: str = ACCEPT_SCRIPT,
+        accept_script: str = ACCEPT_SCRIPT,
         loops: BackgroundLoops | None = None,
     ) -> None:
         """`get_newest_position` returns the newest known position, even if the stream has been lost since."""
-        self._redis, self._keyspace, self._bounds, self._script = redis, keyspace, bounds, script
+        self._redis, self._keyspace, self._bounds, self._accept_script = redis, keyspace, bounds, accept_script
         self._get_newest_position = get_newest_position
         self._loops = BackgroundLoops() if loops is None else loops
         self._waiting_chunks: deque[_EventChunk] = deque()
@@ -164,13 +164,13 @@ class Acceptor:
                 "event_acceptor", self._send, is_due=lambda: bool(self._waiting_chunks)
             )
         # Await all chunks, even if one fails: asyncio logs errors that are never retrieved.
-        chunk_outcomes = await asyncio.gather(*(chunk.outcome for chunk in chunks), return_exceptions=True)
-        accepted: list[AcceptOutcome] = []
+        chunk_outcomes = await asyncio.gather(*(chunk.outcomes_future for chunk in chunks), return_exceptions=True)
+        event_outcomes: list[AcceptOutcome] = []
         for outcome in chunk_outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-            accepted += outcome
-        return accepted
+            event_outcomes += outcome
+        return event_outcomes
 
     async def aclose(self) -> None:
         """Wait for the call under way; refuse the waiting events."""
@@ -186,7 +186,7 @@ class Acceptor:
         events = [event for piece in chunks for event in piece.events]
         try:
             keys, arguments = accept_script_arguments(self._keyspace, self._bounds, events, self._get_newest_position())
-            replies = await self._redis.accept(keys, arguments, self._script)
+            replies = await self._redis.accept(keys, arguments, self._accept_script)
             outcomes = _parse_outcomes(replies, len(events))
         except Exception as error:
             # During an outage the waiting events would only fail later.
@@ -195,8 +195,8 @@ class Acceptor:
         else:
             first_index = 0
             for chunk in chunks:
-                if not chunk.outcome.done():
-                    chunk.outcome.set_result(outcomes[first_index : first_index + len(chunk.events)])
+                if not chunk.outcomes_future.done():
+                    chunk.outcomes_future.set_result(outcomes[first_index : first_index + len(chunk.events)])
                 first_index += len(chunk.events)
 
     def _take_next_chunks(self) -> list[_EventChunk]:
@@ -205,7 +205,7 @@ class Acceptor:
             chunk = self._waiting_chunks.popleft()
             self._waiting_bytes -= chunk.size_bytes
             remaining_event_count -= len(chunk.events)
-            if not chunk.outcome.cancelled():
+            if not chunk.outcomes_future.cancelled():
                 chunks.append(chunk)
         return chunks
 
@@ -217,14 +217,14 @@ class Acceptor:
 
     def _refuse(self, chunks: Sequence[_EventChunk], error: Exception) -> None:
         for chunk in chunks:
-            if not chunk.outcome.done():
-                chunk.outcome.set_exception(error)
+            if not chunk.outcomes_future.done():
+                chunk.outcomes_future.set_exception(error)
 
 
-def _parse_outcomes(replies: Sequence[bytes], event_count: int) -> list[AcceptOutcome]:
+def _parse_outcomes(outcome_replies: Sequence[bytes], event_count: int) -> list[AcceptOutcome]:
     """Parse the outcomes of `event_count` events; raise EventsUnavailable for malformed or missing replies."""
     try:
-        outcomes = read_outcomes(replies)
+        outcomes = read_outcomes(outcome_replies)
     except InvalidInput as error:
         raise EventsUnavailable(f"the Redis of events: {error.message}") from error
     if len(outcomes) != event_count:
@@ -235,30 +235,30 @@ def _parse_outcomes(replies: Sequence[bytes], event_count: int) -> list[AcceptOu
 
 
 class _Rejection(NamedTuple):
-    reason: str
-    detail: str
-    event: bytes
+    rejection_reason: str
+    rejection_detail: str
+    event_excerpt: bytes
 
 
 class RejectionQueue:
     """Queue of rejected events that are written to Redis; beyond a bound they are only counted."""
 
-    def __init__(self, redis: EventsRedis, keyspace: Keyspace, counts: EventCounts, entries_max: int) -> None:
-        """Create an empty queue; `entries_max`: number of the newest rejected events that Redis keeps."""
+    def __init__(self, redis: EventsRedis, keyspace: Keyspace, counts: EventCounts, rejected_entries_max: int) -> None:
+        """Create an empty queue; `rejected_entries_max`: number of the newest rejected events that Redis keeps."""
         self._redis, self._rejected_events_key, self._counts, self._entries_max = (
-            redis, keyspace.rejected_events, counts, entries_max,
+            redis, keyspace.rejected_events, counts, rejected_entries_max,
         )  # fmt: skip
         self._waiting_rejections: deque[_Rejection] = deque()
         self._write_lock = asyncio.Lock()
 
-    def add(self, reason: str, detail: str, raw_event: Any) -> None:
+    def add(self, rejection_reason: str, rejection_detail: str, raw_event: Any) -> None:
         """Count and queue a rejected event; `raw_event` is its original content."""
-        self._counts.count_by_result[reason] += 1
+        self._counts.count_by_result[rejection_reason] += 1
         if len(self._waiting_rejections) >= REJECTIONS_WAITING_MAX:
             self._counts.dropped_count += 1
             return
-        event_excerpt = b"" if reason == ERASED else _event_excerpt(raw_event)
-        self._waiting_rejections.append(_Rejection(reason, detail, event_excerpt))
+        event_excerpt = b"" if rejection_reason == ERASED else _event_excerpt(raw_event)
+        self._waiting_rejections.append(_Rejection(rejection_reason, rejection_detail, event_excerpt))
 
     async def flush(self) -> None:
         """Write the queued events. If Redis is at its maxmemory, drop them; on EventsUnavailable keep them queued."""
@@ -269,7 +269,8 @@ class RejectionQueue:
             try:
                 await self._redis.execute_all([
                     ("XADD", self._rejected_events_key, "MAXLEN", "~", self._entries_max, "*",
-                     "reason", rejection.reason, "detail", rejection.detail, "event", rejection.event)
+                     "reason", rejection.rejection_reason, "detail", rejection.rejection_detail,
+                     "event", rejection.event_excerpt)
                     for rejection in self._waiting_rejections
                 ])  # fmt: skip
             except EventsFull:  # otherwise the inbox would wait for its rejected events, and fill Redis further
@@ -301,7 +302,7 @@ def _event_excerpt(raw_event: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class EventIntake:
-    """Intake of events into the stream of one namespace; `clock` returns Unix seconds, `timer` monotonic ones."""
+    """Intake of events into the stream of one namespace; `clock` returns Unix seconds."""
 
     redis: EventsRedis
     reader: EventReader
@@ -312,14 +313,14 @@ class EventIntake:
     counts: EventCounts
     get_blocklist: Callable[[], Blocklist]
     clock: Callable[[], float]
-    timer: Callable[[], float]
+    monotonic_clock: Callable[[], float]
 
     async def accept_events(self, raw_events: Sequence[Any]) -> dict[str, Any]:
         """Accept a request's list of events; return the response. Raise Problem if no event can be accepted now.
 
         After a Problem some events may still have been accepted: sent again with their ids they count once.
         """
-        began_at = self.timer()
+        began_at = self.monotonic_clock()
         parse_events, parse_arguments = (
             self.reader.parse_body_events,
             (raw_events, self.clock(), self.get_blocklist()),
@@ -330,7 +331,7 @@ class EventIntake:
             else parse_events(*parse_arguments)
         )
         try:
-            outcomes = await self.acceptor.accept(read_events.packed)
+            outcomes = await self.acceptor.accept(read_events.packed_events)
         except EventsFull as error:
             self.counts.refusal_count_by_reason[error.code] += 1
             raise Problem(
@@ -340,22 +341,22 @@ class EventIntake:
         except (EventsUnavailable, EventsBusy) as error:
             self.counts.refusal_count_by_reason[error.code] += 1
             message = error.message
-            if isinstance(error, EventsUnavailable) and (message := error.outside) != error.message:
+            if isinstance(error, EventsUnavailable) and (message := error.public_message) != error.message:
                 log.warning("no events are accepted: %s", error.message)
             raise Problem(503, error.code, f"{message}: send the events again, with the same ids") from error
-        self.counts.accept_seconds.observe("http", self.timer() - began_at)
+        self.counts.accept_seconds.observe("http", self.monotonic_clock() - began_at)
         return self._build_receipt(raw_events, read_events, outcomes)
 
-    async def accept_entries(self, entries: Sequence[tuple[str, Mapping[bytes, bytes]]]) -> None:
+    async def accept_entries(self, inbox_entries: Sequence[tuple[str, Mapping[bytes, bytes]]]) -> None:
         """Accept or reject entries of the inbox, given by their ids; rejected entries are stored on return.
 
         Raises EventsFull, EventsUnavailable and EventsBusy, and counts them: producers do not see them.
         """
-        began_at, now_s, blocklist = self.timer(), self.clock(), self.get_blocklist()
+        began_at, now_s, blocklist = self.monotonic_clock(), self.clock(), self.get_blocklist()
         packed_events: list[PackedEvent] = []
         packed_entry_fields: list[Mapping[bytes, bytes]] = []
         rejected_entries: list[tuple[Problem, Mapping[bytes, bytes]]] = []
-        for entry_id, entry_fields in entries:
+        for entry_id, entry_fields in inbox_entries:
             try:
                 packed_events.append(self.reader.parse_inbox_entry(entry_fields, entry_id, now_s, blocklist))
             except Problem as read_problem:
@@ -372,14 +373,16 @@ class EventIntake:
         for entry_fields, outcome in zip(packed_entry_fields, outcomes, strict=True):
             self._count_outcome(outcome, entry_fields)
         await self.rejections.flush()
-        self.counts.accept_seconds.observe("inbox", self.timer() - began_at)
+        self.counts.accept_seconds.observe("inbox", self.monotonic_clock() - began_at)
 
     def _build_receipt(
         self, raw_events: Sequence[Any], read_events: ParsedEvents, outcomes: Sequence[AcceptOutcome]
     ) -> dict[str, Any]:
-        for rejected_event in read_events.rejected:
-            self.rejections.add(rejected_event.reason, rejected_event.detail, raw_events[rejected_event.event_index])
-        rejected_events, newest_position = list(read_events.rejected), Position(0, 0)
+        for rejected_event in read_events.rejected_events:
+            self.rejections.add(
+                rejected_event.rejection_reason, rejected_event.rejection_detail, raw_events[rejected_event.event_index]
+            )
+        rejected_events, newest_position = list(read_events.rejected_events), Position(0, 0)
         count_by_result: Counter[str] = Counter()
         for event_index, outcome in zip(read_events.event_indices, outcomes, strict=True):
             count_by_result[outcome.reason or ACCEPTED] += 1
@@ -393,7 +396,11 @@ class EventIntake:
             ACCEPTED: count_by_result[ACCEPTED],
             REPEATED: count_by_result[REPEATED],
             "rejected": [
-                {"index": rejected_event.event_index, "reason": rejected_event.reason, "detail": rejected_event.detail}
+                {
+                    "index": rejected_event.event_index,
+                    "reason": rejected_event.rejection_reason,
+                    "detail": rejected_event.rejection_detail,
+                }
                 for rejected_event in sorted(rejected_events)
             ],
             "durability": "unknown" if durability is None else durability.persistence,
@@ -410,8 +417,8 @@ class EventIntake:
 class InboxEntry(NamedTuple):
     """Entry of the inbox: its id, and its fields as its producer wrote them."""
 
-    id: bytes
-    fields: dict[bytes, bytes]
+    entry_id: bytes
+    entry_fields: dict[bytes, bytes]
 
 
 class Inbox:
@@ -490,19 +497,19 @@ class Inbox:
             )
         return await self._read_entries(">", "BLOCK", INBOX_BLOCK_MS)
 
-    async def _read_entries(self, after: str, *options: Any) -> list[InboxEntry]:
+    async def _read_entries(self, after_entry_id: str, *options: Any) -> list[InboxEntry]:
         reply = await self._redis.execute(
             "XREADGROUP", "GROUP", INBOX_GROUP, self._consumer_name, "COUNT", EVENTS_PER_CALL, *options,
-            "STREAMS", self._inbox_key, after,
+            "STREAMS", self._inbox_key, after_entry_id,
         )  # fmt: skip
         return _inbox_entries(reply[0][1]) if reply else []
 
     async def _take_in_entries(self, entries: list[InboxEntry]) -> None:
         if not entries:
             return
-        present_entries = [(entry.id.decode(), entry.fields) for entry in entries if entry.fields]
+        present_entries = [(entry.entry_id.decode(), entry.entry_fields) for entry in entries if entry.entry_fields]
         await self._intake.accept_entries(present_entries)
-        entry_ids = [entry.id for entry in entries]
+        entry_ids = [entry.entry_id for entry in entries]
         await self._redis.execute("EVAL", _FINISH_ENTRIES_SCRIPT, 1, self._inbox_key, INBOX_GROUP, *entry_ids)
 
 
@@ -550,10 +557,10 @@ class EventParts:
         )  # fmt: skip
         return cls(redis, intake, Inbox(redis, keyspace, intake, consumer_name, loops))
 
-    def add_periodic_tasks(self, refresher: Refresher, figures_s: float) -> None:
+    def add_periodic_tasks(self, refresher: Refresher, figures_interval_s: float) -> None:
         """Add writes of rejected events, and measurements of stream and inbox, to the replica's background tasks."""
         refresher.add_periodic("event_rejections", REJECTIONS_FLUSH_S, self.intake.rejections.step)
-        refresher.add_periodic("event_figures", figures_s, self.intake.counts.refresh)
+        refresher.add_periodic("event_figures", figures_interval_s, self.intake.counts.refresh)
 
     async def start(self) -> None:
         """Check the Redis of events, log its problems, and start to consume the inbox."""

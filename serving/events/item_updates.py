@@ -32,20 +32,20 @@ VALUES_CHECK_INTERVAL_S = 0.25
 class ItemUpdate(NamedTuple):
     """Extent to which a snapshot includes item values and new items of events.
 
-    `values_until_number` is the number of the position up to which it has item values; `new_items_version` is the
-    version of `NewItemEvents` from which its new items were made.
+    `values_until_position_number` is the number of the position up to which it has item values; `new_items_version` is
+    the version of `NewItemEvents` from which its new items were made.
     """
 
-    values_until_number: int
+    values_until_position_number: int
     new_items_version: int = 0
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
         """Return the update of a snapshot; a newly opened snapshot is as its night built it."""
-        return snapshot.part(cls) or cls(events_until_number(snapshot.manifest))
+        return snapshot.part(cls) or cls(events_until_position_number(snapshot.manifest))
 
 
-def events_until_number(manifest: Manifest) -> int:
+def events_until_position_number(manifest: Manifest) -> int:
     """Return the number of the position up to which the night took events over; 0 if it took none."""
     return 0 if manifest.events is None else Position.parse(manifest.events.until).number
 
@@ -61,12 +61,12 @@ def with_changed_filtering(snapshot: Snapshot, filtering: Filtering) -> Snapshot
     facet_by_table = {} if snapshot.manifest.events is None else snapshot.manifest.events.facets
     return snapshot.with_same_stamp(
         part_by_class={**snapshot.part_by_class, Filtering: filtering},
-        changed_facets={
+        changed_values_by_facet={
             table: filtering.attributes.columns[attribute_name]
             for table, attribute_name in facet_by_table.items()
             if attribute_name in filtering.changed_attributes
         },
-        changed_filters=frozenset(filter(filtering.may_differ, snapshot.manifest.filters)),
+        changed_filter_names=frozenset(filter(filtering.may_differ, snapshot.manifest.filters)),
     )
 
 
@@ -78,12 +78,12 @@ class ItemUpdater:
         holder: GenerationHolder,
         newer_events: NewerEvents,
         metrics: Metrics,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._holder = holder
         self._attribute_events, self._new_item_events = newer_events.values, newer_events.items
         self._metrics = metrics
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._failed_generations: set[str] = set()
         holder.update_snapshot = self.update
 
@@ -92,7 +92,7 @@ class ItemUpdater:
         while (served := self._holder.served) is not None and any(map(self._is_behind, served.snapshots)):
             update = self._update_of(served.snapshots)
             if await self._holder.change_snapshots(served, update.apply_to):
-                self._metrics.set_by_events(update.counts[served.live.generation])
+                self._metrics.set_by_events(update.outcome_counts_by_generation[served.live.generation])
                 return
 
     def recheck_values(self) -> None:
@@ -112,25 +112,25 @@ class ItemUpdater:
             for snapshot in snapshots
             if self._is_behind(snapshot)
         }
-        return SnapshotUpdate(missing_by_generation, self._failed_generations, self._timer())
+        return SnapshotUpdate(missing_by_generation, self._failed_generations, self._monotonic_clock())
 
     def _is_behind(self, snapshot: Snapshot) -> bool:
         """True if the snapshot lacks known values or items, unless earlier events still have to be read again."""
         update = ItemUpdate.of(snapshot)
-        if update.values_until_number < self._attribute_events.complete_after_number:
+        if update.values_until_position_number < self._attribute_events.complete_after_number:
             return False
         if new_item_inputs(snapshot) is not None and update.new_items_version != self._new_item_events.version:
             return True
-        if snapshot.new_items.retry_at <= self._timer():
+        if snapshot.new_items.retry_at <= self._monotonic_clock():
             return True
         if snapshot.part(Filtering) is None and not snapshot.new_items:
             return False
-        return self._attribute_events.newest_item_number > update.values_until_number
+        return self._attribute_events.newest_item_number > update.values_until_position_number
 
 
 def _with_values_of_night(snapshot: Snapshot) -> Snapshot:
-    values_until = events_until_number(snapshot.manifest)
-    return snapshot.with_part(ItemUpdate.of(snapshot)._replace(values_until_number=values_until))
+    values_until = events_until_position_number(snapshot.manifest)
+    return snapshot.with_part(ItemUpdate.of(snapshot)._replace(values_until_position_number=values_until))
 
 
 class MissingItems(NamedTuple):
@@ -139,7 +139,7 @@ class MissingItems(NamedTuple):
     values: NewerValues
     new_items: tuple[NewItem, ...]
     values_of_new_items: ValuesOfItems
-    version: int
+    new_items_version: int
 
     @classmethod
     def of(cls, attribute_events: AttributeEvents, new_item_events: NewItemEvents, snapshot: Snapshot) -> Self:
@@ -151,14 +151,14 @@ class MissingItems(NamedTuple):
         values_of_new_items = attribute_events.values_of_items(
             (new_item.raw_id for new_item in new_items), until_number
         )
-        values_until = ItemUpdate.of(snapshot).values_until_number
+        values_until = ItemUpdate.of(snapshot).values_until_position_number
         return cls(
             attribute_events.item_values_since(values_until), new_items, values_of_new_items, new_item_events.version
         )
 
 
 class SnapshotUpdate:
-    """Update of snapshots with item values and new items, for any thread; `counts` are outcomes by generation.
+    """Update of snapshots with item values and new items, for any thread.
 
     `failed_generations` are the generations for which a failure was already logged.
     """
@@ -166,7 +166,7 @@ class SnapshotUpdate:
     def __init__(
         self, missing_by_generation: Mapping[str, MissingItems], failed_generations: set[str], now_s: float
     ) -> None:
-        self.counts: dict[str, Counter[str]] = defaultdict(Counter)
+        self.outcome_counts_by_generation: dict[str, Counter[str]] = defaultdict(Counter)
         self._missing_by_generation = missing_by_generation
         self._failed_generations = failed_generations
         self._now_s = now_s
@@ -186,7 +186,7 @@ class SnapshotUpdate:
         return snapshot
 
     def _with_values(self, snapshot: Snapshot, missing_items: MissingItems) -> Snapshot:
-        item_update = ItemUpdate.of(snapshot)._replace(values_until_number=missing_items.values.until_number)
+        item_update = ItemUpdate.of(snapshot)._replace(values_until_position_number=missing_items.values.until_number)
         if (filtering := snapshot.part(Filtering)) is None:
             return snapshot.with_part(item_update)
         attribute_values, packed_new_item_values = (
@@ -202,7 +202,7 @@ class SnapshotUpdate:
             if ordinal >= 0
         ]
         changed_filtering, changed_columns = filtering.with_item_values(item_values)
-        count_by_outcome = self.counts[snapshot.generation]
+        count_by_outcome = self.outcome_counts_by_generation[snapshot.generation]
         ordinals_and_values = zip(ordinals, attribute_values, strict=True)
         is_item_unknown = [
             item_ordinal < 0 and attribute_value.entity_id not in packed_new_item_values
@@ -239,5 +239,5 @@ class SnapshotUpdate:
         values_of_new_items = [values_by_item[new_item.raw_id] for new_item in new_items.items]
         if (filtering := snapshot.part(Filtering)) is not None:
             snapshot = snapshot.with_part(filtering.with_new_items(values_of_new_items, new_items.vectors))
-        item_update = ItemUpdate.of(snapshot)._replace(new_items_version=missing_items.version)
+        item_update = ItemUpdate.of(snapshot)._replace(new_items_version=missing_items.new_items_version)
         return snapshot.with_part(item_update).with_new_items(new_items)

@@ -30,43 +30,43 @@ NO_LIMIT = (1 << 64) - 1
 
 
 class CountedEvents(NamedTuple):
-    """Newer events that an answer counts, newest last; `digest` covers all inputs of the answer.
+    """Newer events that an answer counts, newest last; `inputs_digest` covers all inputs of the answer.
 
-    Unless `is_whole`, some events may be missing, and nothing is computed from the known ones. `is_past`: an earlier
-    position was requested; the answer is computed and not stored. `is_approximate`: attributes are newer than the
-    position.
+    Unless `has_all_events`, some events may be missing, and nothing is computed from the known ones.
+    `is_as_of_earlier`: an earlier position was requested; the answer is computed and not stored. `is_approximate`:
+    attributes are newer than the position.
     """
 
-    input: EventInput
-    digest: bytes
-    is_whole: bool = True
-    is_past: bool = False
+    event_input: EventInput
+    inputs_digest: bytes
+    has_all_events: bool = True
+    is_as_of_earlier: bool = False
     is_approximate: bool = False
 
     @property
-    def position(self) -> int:
+    def directory_position(self) -> int:
         """Position of the user in the directory; -1 if the night did not know them."""
-        return self.input.position
+        return self.event_input.position
 
     @property
-    def counts_sent(self) -> bool:
+    def counts_sent_input(self) -> bool:
         """True if the caller's input counts in addition to the events."""
-        return self.input.caller_input is not None
+        return self.event_input.caller_input is not None
 
     @property
-    def events(self) -> int:
+    def event_count(self) -> int:
         """Number of events."""
-        return len(self.input.events)
+        return len(self.event_input.events)
 
     @property
-    def as_of(self) -> str:
+    def newest_accepted_at(self) -> str:
         """Time when the newest event was accepted, RFC 3339, UTC."""
-        return iso_time(Position.from_number(self.input.events[-1].number).ms / 1000)
+        return iso_time(Position.from_number(self.event_input.events[-1].number).ms / 1000)
 
     @property
-    def items(self) -> tuple[bytes, ...]:
+    def event_item_ids(self) -> tuple[bytes, ...]:
         """Ids of the events' items."""
-        return tuple([event.item for event in self.input.events if event.item])
+        return tuple([event.item for event in self.event_input.events if event.item])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +85,7 @@ class NewerEvents(NewerInputs):
         return self.users.size_bytes + self.values.size_bytes + self.items.size_bytes
 
     @property
-    def packed(self) -> dict[bytes, bytes]:
+    def packed_input_by_id(self) -> dict[bytes, bytes]:
         """Events by user; always the same dictionary, without users that have no events.
 
         Each event replaces the user's object: while the object is the same, an answer made from it counts all events.
@@ -106,16 +106,16 @@ class NewerEvents(NewerInputs):
 
     def forget(self, user_ids: Iterable[bytes], item_ids: frozenset[bytes]) -> None:
         """Forget events of users, and new items and item values, also those of items that nights know."""
-        for raw in user_ids:
-            self.users.forget(raw)
-            self.values.forget("user", raw)
-        for raw in item_ids:
-            if raw in self.items:
-                self.items.forget(raw)
-        for raw in self.values.items_with_values(item_ids):
-            self.values.forget("item", raw)
+        for raw_id in user_ids:
+            self.users.forget(raw_id)
+            self.values.forget("user", raw_id)
+        for raw_id in item_ids:
+            if raw_id in self.items:
+                self.items.forget(raw_id)
+        for raw_id in self.values.items_with_values(item_ids):
+            self.values.forget("item", raw_id)
 
-    def changes(self, snapshot: Snapshot, table: Table, user_id: bytes) -> bool:
+    def changes_answer(self, snapshot: Snapshot, table: Table, user_id: bytes) -> bool:
         """True if the user has events that the generation lacks and that change this table's answers."""
         generation_events = snapshot.part(GenerationEvents)
         if generation_events is None or (model_features := generation_events.tables.get(table.name)) is None:
@@ -131,18 +131,20 @@ class NewerEvents(NewerInputs):
         snapshot: Snapshot,
         table: Table,
         user_id: bytes,
-        position: int,
-        sent_input: tuple[LiveInput, bytes] | None = None,
-        as_of: int = NO_LIMIT,
+        directory_position: int,
+        sent_input_and_digest: tuple[LiveInput, bytes] | None = None,
+        as_of_position_number: int = NO_LIMIT,
     ) -> CountedEvents | None:
-        """Return the user's events, up to the position `as_of`, that an answer of the table counts; None without any.
+        """Return the user's events, up to `as_of_position_number`, that the table's answer counts; None without any.
 
-        `position` is the user's position in the directory (-1: unknown to the night). `sent_input` is the caller's
-        input with its digest. It counts only for users for whom the night and these events have no input that the model
-        can use, and is None for a user with a record in the table.
+        `directory_position` is the user's position in the directory (-1: unknown to the night). `sent_input_and_digest`
+        is the caller's input with its digest. It counts only for users for whom the night and these events have no
+        input that the model can use, and is None for a user with a record in the table.
         """
         events_of_night = snapshot.part(GenerationEvents)
-        if events_of_night is None or not events_of_night.changes_answer(table, position, snapshot.seen_items):
+        if events_of_night is None or not events_of_night.changes_answer(
+            table, directory_position, snapshot.seen_items
+        ):
             return None
         if snapshot.blocks_entity(table, user_id):
             return None
@@ -150,17 +152,25 @@ class NewerEvents(NewerInputs):
         newer_events = self.users.list_events_after(user_id, events_of_night.until_number)
         user_values = self.values.values_of_user(user_id, events_of_night.until_number)
         uses_event_values = takes_any_attribute(user_values, model_features)
-        events = tuple([event for event in newer_events if event.number <= as_of and (event.item or uses_event_values)])
+        events = tuple(
+            [
+                event
+                for event in newer_events
+                if event.number <= as_of_position_number and (event.item or uses_event_values)
+            ]
+        )
         if not events:
             return None
-        event_input, digest = EventInput(position, events, None, user_values), b""
-        if sent_input is not None and not events_of_night.has_input(table, event_input):
-            caller_input, digest = sent_input
+        event_input, sent_input_digest = EventInput(directory_position, events, None, user_values), b""
+        if sent_input_and_digest is not None and not events_of_night.has_input(table, event_input):
+            caller_input, sent_input_digest = sent_input_and_digest
             event_input = event_input._replace(caller_input=caller_input)
         is_whole = events_of_night.until_number >= self.users.complete_after_number
-        is_past = as_of < NO_LIMIT
-        is_approximate = uses_event_values and self.values.newest_number_of_user(user_id) > as_of
-        return CountedEvents(event_input, _digest(user_id, events, digest), is_whole, is_past, is_approximate)
+        is_past = as_of_position_number < NO_LIMIT
+        is_approximate = uses_event_values and self.values.newest_number_of_user(user_id) > as_of_position_number
+        return CountedEvents(
+            event_input, _inputs_digest(user_id, events, sent_input_digest), is_whole, is_past, is_approximate
+        )
 
     async def count_newer(
         self, snapshot: Snapshot, cases: Sequence[PendingAnswer], options: RequestOptions, read_records: ReadRecords
@@ -178,12 +188,12 @@ class NewerEvents(NewerInputs):
             return
         if options.as_of is not None and (events_of_night := snapshot.part(GenerationEvents)) is not None:
             for case in cases:
-                case.is_before_night = options.as_of < events_of_night.until_number
+                case.is_as_of_before_night = options.as_of < events_of_night.until_number
         _include_new_items(snapshot, cases, options)
-        packed, pacer = self.packed, YieldPacer()
+        packed, pacer = self.packed_input_by_id, YieldPacer()
         undecided_answers = []
         for pending_answer in cases:
-            user_id = pending_answer.entity.raw
+            user_id = pending_answer.entity.raw_id
             if user_id is None or user_id not in packed or pending_answer.counted_events is not None:
                 continue
             await pacer.count_entity(pending_answer.entity)
@@ -192,7 +202,7 @@ class NewerEvents(NewerInputs):
             )
             if counted_events is None:
                 continue
-            counts_sent = pending_answer.record_key.position >= 0 and counted_events.counts_sent
+            counts_sent = pending_answer.record_key.position >= 0 and counted_events.counts_sent_input
             if counts_sent and _is_computed(snapshot, pending_answer, counted_events):
                 undecided_answers.append((pending_answer, user_id))
             else:
@@ -218,14 +228,14 @@ class NewerEvents(NewerInputs):
         generation_events, counted_events = (snapshot.part(GenerationEvents), sibling_pending.counted_events)
         if generation_events is None or counted_events is None:
             return
-        if generation_events.changes_answer(case.table, counted_events.position, snapshot.seen_items):
+        if generation_events.changes_answer(case.table, counted_events.directory_position, snapshot.seen_items):
             _include_counted_events(snapshot, case, counted_events)
 
 
-def _digest(user_id: bytes, events: Sequence[UserEvent], sent_digest: bytes) -> bytes:
+def _inputs_digest(user_id: bytes, events: Sequence[UserEvent], sent_input_digest: bytes) -> bytes:
     # All events: a digest of only the newest could not tell an answer that lacks earlier events from a complete one.
     packed_numbers = struct.pack(f"<II{len(events)}Q", len(user_id), len(events), *[event.number for event in events])
-    return xxhash.xxh3_128_digest(packed_numbers + user_id + sent_digest)
+    return xxhash.xxh3_128_digest(packed_numbers + user_id + sent_input_digest)
 
 
 def _find_counted_events(
@@ -238,18 +248,20 @@ def _find_counted_events(
     counts_sent_input: bool,
 ) -> CountedEvents | None:
     """Return the user's newer events that an answer counts, including new items; None without any."""
-    as_of = NO_LIMIT if options.as_of is None else options.as_of
-    sent_input = (case.live_input, case.digest) if counts_sent_input else None
+    as_of_position_number = NO_LIMIT if options.as_of is None else options.as_of
+    sent_input_and_digest = (case.live_input, case.input_digest) if counts_sent_input else None
     counted_events = newer_events.find_counted_events(
-        snapshot, case.table, user_id, case.record_key.position, sent_input, as_of
+        snapshot, case.table, user_id, case.record_key.position, sent_input_and_digest, as_of_position_number
     )
     if counted_events is None:
         return None
     counted_events = _with_new_items(snapshot, counted_events, options.as_of)
     if new_items := case.new_items:
-        digest = xxhash.xxh3_128_digest(counted_events.digest + new_items.digest)
-        counted_events = counted_events._replace(digest=digest)
-    if snapshot.new_items.newest_number > as_of:  # the new items of that position may have been different
+        digest = xxhash.xxh3_128_digest(counted_events.inputs_digest + new_items.digest)
+        counted_events = counted_events._replace(inputs_digest=digest)
+    if (
+        snapshot.new_items.newest_number > as_of_position_number
+    ):  # the new items of that position may have been different
         counted_events = counted_events._replace(is_approximate=True)
     return counted_events
 
@@ -259,38 +271,40 @@ def _is_computed(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInpu
     generation_events = snapshot.part(GenerationEvents)
     return (
         generation_events is not None
-        and newer_input.is_whole
-        and generation_events.can_compute(case.table, newer_input.position)
+        and newer_input.has_all_events
+        and generation_events.can_compute(case.table, newer_input.directory_position)
     )
 
 
 def _include_counted_events(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInput) -> None:
     is_computed = _is_computed(snapshot, case, newer_input)
-    case.include_counted_events(newer_input, is_settled=not is_computed)
-    if newer_input.is_past and is_computed:
+    case.include_counted_events(newer_input, is_settled_for_stored=not is_computed)
+    if newer_input.is_as_of_earlier and is_computed:
         case.reason = MissReason.NEWER_EVENTS  # never a stored answer
     if snapshot.predictor is None:
-        case.live_reason = LiveReason.NO_MODEL
+        case.live_failure_reason = LiveReason.NO_MODEL
 
 
-def _with_new_items(snapshot: Snapshot, counted_events: CountedEvents, as_of: int | None) -> CountedEvents:
+def _with_new_items(
+    snapshot: Snapshot, counted_events: CountedEvents, as_of_position_number: int | None
+) -> CountedEvents:
     """Return the events with new items included, as the next night will count them.
 
     If items are given as a table of vectors, the next night's models will know the new items, so the answer is
     approximate.
     """
     new_items = snapshot.new_items
-    if not new_items or new_items.number_by_id.keys().isdisjoint(counted_events.items):
+    if not new_items or new_items.number_by_id.keys().isdisjoint(counted_events.event_item_ids):
         return counted_events
-    if as_of is not None:
-        new_items = new_items.up_to(as_of)
-    new_items_in_events = sorted({*counted_events.items} & new_items.number_by_id.keys())
+    if as_of_position_number is not None:
+        new_items = new_items.up_to(as_of_position_number)
+    new_items_in_events = sorted({*counted_events.event_item_ids} & new_items.number_by_id.keys())
     if not new_items_in_events:
         return counted_events
     packed_item_ids = b"".join([len(item_id).to_bytes(4, "little") + item_id for item_id in new_items_in_events])
     return counted_events._replace(
-        input=counted_events.input._replace(new_items=new_items),
-        digest=xxhash.xxh3_128_digest(counted_events.digest + packed_item_ids),
+        event_input=counted_events.event_input._replace(new_items=new_items),
+        inputs_digest=xxhash.xxh3_128_digest(counted_events.inputs_digest + packed_item_ids),
         is_approximate=counted_events.is_approximate or bool(snapshot.manifest.facts.get(ITEM_VECTORS_FACT)),
     )
 
@@ -322,7 +336,7 @@ def compute_from_events(jobs: Sequence[InferenceJob], scored_at: int) -> list[In
         batch_jobs: Sequence[InferenceJob], prepared_inputs: Sequence[PreparedInput]
     ) -> Sequence[ComputedRecord]:
         fingerprints, new_items = (
-            [job.fingerprint for job in batch_jobs],
+            [job.id_fingerprint for job in batch_jobs],
             [job.eligible_new_items for job in batch_jobs],
         )
         records = predictor.predict(table, prepared_inputs, fingerprints, scored_at, new_items)

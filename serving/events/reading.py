@@ -65,22 +65,22 @@ class RejectedEvent(NamedTuple):
     """Rejected event: its index in the request, the reason, and an explanation."""
 
     event_index: int
-    reason: str
-    detail: str
+    rejection_reason: str
+    rejection_detail: str
 
 
 class ParsedEvents(NamedTuple):
     """Acceptable events of one request, each with its index, and the rejected events."""
 
     event_indices: list[int]
-    packed: list[PackedEvent]
-    rejected: list[RejectedEvent]
+    packed_events: list[PackedEvent]
+    rejected_events: list[RejectedEvent]
 
 
 class UnreadableEvent(NamedTuple):
     """Event in a body that is not JSON, with the parser's message; nothing of it is stored, as its owner is unknown."""
 
-    reason: str
+    parser_message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,9 @@ class EventReader:
     config: EventsConfig
     get_new_item_inputs: Callable[[], NewItemInputs | None] = lambda: None
 
-    def extract_events(self, content: object) -> list[Any]:
+    def extract_events(self, parsed_body: object) -> list[Any]:
         """Return the list of events in a request's body, unparsed; raise Problem if it is missing or too long."""
-        body_fields = read_object(content, "body", frozenset({"events"}))
+        body_fields = read_object(parsed_body, "body", frozenset({"events"}))
         events = read_list(body_fields, "events")
         check_length(events, 1, self.config.batch, "events", "batch_too_long")
         return events
@@ -111,10 +111,10 @@ class EventReader:
                 event = self._parse_and_check(raw_event, f"events[{event_index}]", now_us, blocklist)
             except Problem as problem:
                 detail = problem.message[:DETAIL_CHARS_MAX]
-                read_events.rejected.append(RejectedEvent(event_index, problem.reason, detail))
+                read_events.rejected_events.append(RejectedEvent(event_index, problem.reason, detail))
             else:
                 read_events.event_indices.append(event_index)
-                read_events.packed.append(event)
+                read_events.packed_events.append(event)
         return read_events
 
     def parse_inbox_entry(
@@ -136,7 +136,7 @@ class EventReader:
         if isinstance(raw_event, UnreadableEvent):
             detail = (
                 f"{field_path} is not JSON (which has no NaN, Infinity or half of a pair of surrogates): "
-                f"{raw_event.reason}"
+                f"{raw_event.parser_message}"
             )
             raise unprocessable("invalid_json", detail, field_path)
         # First: nothing of such an event is kept, even if it is also invalid.
@@ -162,7 +162,7 @@ class EventReader:
         if user is None and item is None:
             raise unprocessable("missing_field", f"{field_path} has neither user nor item", field_path)
         event_id_bytes = _read_event_id(event_id, f"{field_path}.id")
-        event_time_us = read_time(event_fields["time"], f"{field_path}.time") if "time" in event_fields else now_us
+        event_time_us = read_time_us(event_fields["time"], f"{field_path}.time") if "time" in event_fields else now_us
         if event_time_us > now_us + self.config.ahead_s * 1e6:
             ahead_s = (event_time_us - now_us) / 1e6
             detail = f"{field_path}.time is {ahead_s:.3f} s ahead, {self.config.ahead_s:g} s are allowed"
@@ -199,25 +199,25 @@ class EventReader:
         )
 
 
-def _refuse_erased(user: object, blocklist: Blocklist) -> None:
+def _refuse_erased(raw_user: object, blocklist: Blocklist) -> None:
     try:
-        user_id = canonical_id(user)
+        user_id = canonical_id(raw_user)
     except InvalidId:
         return
     if user_id in blocklist.users or user_id in blocklist.entities:
         raise unprocessable("erased", "its user is blocked or was erased", None)
 
 
-def _read_event_id(event_id: object, field_path: str) -> bytes:
+def _read_event_id(raw_event_id: object, field_path: str) -> bytes:
     # Of a text, the bounds of other ids are not those of an event's.
-    id_size = len(event_id.encode(errors="replace")) if isinstance(event_id, str) else 1
+    id_size = len(raw_event_id.encode(errors="replace")) if isinstance(raw_event_id, str) else 1
     if not 1 <= id_size <= EVENT_ID_BYTES_MAX:
         detail = f"{field_path} has {id_size} bytes of UTF-8, 1 to {EVENT_ID_BYTES_MAX} are allowed"
         raise unprocessable("invalid_id", detail, field_path, limit=EVENT_ID_BYTES_MAX)
-    return read_id(event_id, field_path)
+    return read_id(raw_event_id, field_path)
 
 
-def read_time(raw_time: object, field_path: str) -> int:
+def read_time_us(raw_time: object, field_path: str) -> int:
     """Parse ISO 8601 (UTC without a zone) or Unix seconds to microseconds since 1970; raise Problem."""
     if isinstance(raw_time, str) and len(raw_time) <= _TIME_CHARS_MAX:
         try:
@@ -241,13 +241,13 @@ def _check_since_1970(event_time_us: int, field_path: str) -> int:
 
 
 def _refuse_fields(
-    event_fields: Mapping[str, Any], field_path: str, refused_names: Sequence[str], owners_text: str
+    event_fields: Mapping[str, Any], field_path: str, refused_names: Sequence[str], allowed_owners_text: str
 ) -> None:
     for field_name in refused_names:
         if field_name in event_fields:
             refused_path = f"{field_path}.{field_name}"
             raise unprocessable(
-                "invalid_field", f"{refused_path} is only allowed in an event of {owners_text}", refused_path
+                "invalid_field", f"{refused_path} is only allowed in an event of {allowed_owners_text}", refused_path
             )
 
 
@@ -311,21 +311,21 @@ def _parse_inbox_texts(entry_fields: Mapping[bytes, bytes]) -> dict[str, Any]:
     return event_fields
 
 
-def read_body_of_events(problem: Problem, body: bytes, events_max: int) -> object:
+def read_body_of_events(problem: Problem, request_body: bytes, events_max: int) -> object:
     """Return the content of a body that was refused with `problem`; raise `problem` if events cannot be separated."""
-    contents = read_separately(body, events_max) if problem.reason == "invalid_json" else None
+    contents = read_separately(request_body, events_max) if problem.reason == "invalid_json" else None
     if contents is None:
         raise problem
     return contents
 
 
-def read_separately(body: bytes, events_max: int) -> dict[str, object] | None:
+def read_separately(request_body: bytes, events_max: int) -> dict[str, object] | None:
     """Parse each event of a malformed body separately; None if they cannot be separated, or each one is valid JSON.
 
-    Reads at most `events_max + 1` events. `body` as a whole is not JSON.
+    Reads at most `events_max + 1` events. `request_body` as a whole is not JSON.
     """
     try:
-        event_pieces = list(islice(_event_pieces(body), events_max + 1))
+        event_pieces = list(islice(_event_pieces(request_body), events_max + 1))
     except _NoListError:
         return None
     events = [_parse_piece(event_piece) for event_piece in event_pieces]
@@ -336,13 +336,13 @@ class _NoListError(ValueError):
     """The body is not an object with only a list of events, or has unclosed texts or brackets."""
 
 
-def _event_pieces(body: bytes) -> Iterator[bytes]:
+def _event_pieces(request_body: bytes) -> Iterator[bytes]:
     """Yield the text of each event of the list; may raise _NoListError after some of them."""
-    head_match = _EVENTS_HEAD_PATTERN.match(body)
+    head_match = _EVENTS_HEAD_PATTERN.match(request_body)
     if head_match is None:
         raise _NoListError
     piece_start, bracket_depth = head_match.end(), 0
-    for token in _JSON_TOKEN_PATTERN.finditer(body, piece_start):
+    for token in _JSON_TOKEN_PATTERN.finditer(request_body, piece_start):
         symbol = token[0]
         if symbol == b'"':
             raise _NoListError
@@ -351,13 +351,13 @@ def _event_pieces(body: bytes) -> Iterator[bytes]:
         elif symbol in b"]}":
             bracket_depth -= 1
         if bracket_depth < 0 or (bracket_depth == 0 and symbol == b","):
-            event_piece = body[piece_start : token.start()]
+            event_piece = request_body[piece_start : token.start()]
             if not event_piece.strip():
                 raise _NoListError
             yield event_piece
             piece_start = token.end()
         if bracket_depth < 0:
-            if symbol != b"]" or not _EVENTS_TAIL_PATTERN.fullmatch(body, piece_start):
+            if symbol != b"]" or not _EVENTS_TAIL_PATTERN.fullmatch(request_body, piece_start):
                 raise _NoListError
             return
     raise _NoListError

@@ -56,7 +56,7 @@ _EXPLANATION_SCHEMA: Json = schemas.named_object_schema(
         "events": schemas.details_schema(
             "Counted newer events, `as_of` of the newest, and `until`, up to which the generation has events; null: "
             "none",
-            is_null=True,
+            is_nullable=True,
         ),
         "new_items": {
             "type": "array",
@@ -70,29 +70,31 @@ _EXPLANATION_SCHEMA: Json = schemas.named_object_schema(
                 description="An item of the answer that no night knows",
             ),
         },
-        "page": schemas.details_schema("Page of its record in Redis with its checksum; null: unknown", is_null=True),
+        "page": schemas.details_schema(
+            "Page of its record in Redis with its checksum; null: unknown", is_nullable=True
+        ),
         "l1": _TIER_SCHEMA,
         "l2": _TIER_SCHEMA,
         "same_bytes": {
             "type": ["boolean", "null"],
             "description": "Whether both tiers hold the same bytes; null: a tier has no record",
         },
-        "record": schemas.details_schema("The stored record, decoded", is_null=True),
+        "record": schemas.details_schema("The stored record, decoded", is_nullable=True),
         "filter": schemas.details_schema(
             "Items that pass the filter (`passing` of `items`), and those of the stored list; null: no filter was sent",
-            is_null=True,
+            is_nullable=True,
         ),
         "rerank": schemas.details_schema(
-            "What determines the order (`by`), and the stored list in that order; null: no re-ranking", is_null=True
+            "What determines the order (`by`), and the stored list in that order; null: no re-ranking", is_nullable=True
         ),
-        "previous": schemas.details_schema("Record of the previous generation; null: none is held", is_null=True),
+        "previous": schemas.details_schema("Record of the previous generation; null: none is held", is_nullable=True),
         "model": schemas.details_schema(
             "Current output of the model, and its input: `computed_from` is `sent`, `own` (the item "
             "itself), `events` (the night's input and newer events), `stored_vector` (scores of the stored list "
             "only) or null"
         ),
-        "difference": schemas.details_schema("Model minus record: `exact`, `overlap`, deltas", is_null=True),
-        "default": schemas.details_schema("The default answer", is_null=True),
+        "difference": schemas.details_schema("Model minus record: `exact`, `overlap`, deltas", is_nullable=True),
+        "default": schemas.details_schema("The default answer", is_nullable=True),
     },
     ("table", "id", "sentence", "generation", "answer", "directory", "l1", "l2", "model"),
     description="Why an entity is answered as it is",
@@ -127,10 +129,10 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             "changes nothing. Only for the service's own namespace: `arm` is refused.",
             answer_schema=_EXPLANATION_SCHEMA,
             answer_example=_EXPLANATION_EXAMPLE,
-            path_names=("table", "entity"),
+            path_parameter_names=("table", "entity"),
             has_query=True,
             has_options=True,
-            has_arms=False,
+            may_name_arm=False,
             is_limited=True,
             scope="explain",
         ),
@@ -145,9 +147,9 @@ def operations(limits: Limits) -> tuple[Operation, ...]:
             answer_example=_EXPLANATION_EXAMPLE,
             body_schema=schemas.explain_body_schema(limits),
             body_example={"entities": [{"id": "u-00042", "history": ["i-01302"]}]},
-            path_names=("table",),
+            path_parameter_names=("table",),
             has_options=True,
-            has_arms=False,
+            may_name_arm=False,
             is_limited=True,
             scope="explain",
         ),
@@ -162,12 +164,12 @@ def attach(replica: Replica) -> Explainer:
         replica.own_namespace.store, components.ladder, in_thread=replica.in_thread,
     )  # fmt: skip
 
-    async def explain_one(request: Request, _started: float) -> object:
+    async def explain_one(request: Request, _request_started_at: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
         lookup_request = lookup_from_url(raw_path, PATH_PREFIX, request.scope["query_string"], service.limits)
         return await explain_request(request, lookup_request)
 
-    async def explain_input(request: Request, _started: float) -> object:
+    async def explain_input(request: Request, _request_started_at: float) -> object:
         lookup_request = await read_lookup(service, request, "json", request.path_params["table"])
         return await explain_request(request, lookup_request)
 

@@ -123,45 +123,45 @@ def _location_rows(explanation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "previous", f"{previous['generation']} {previous_state}"
 
 
-def _tier_text(tier: Mapping[str, Any]) -> str:
-    if not tier["found"]:
-        return str(tier["reason"])
-    remaining_s = tier.get("expires_in_seconds")
-    return f"there, {tier['by']}" + ("" if remaining_s is None else f", for {remaining_s:.0f} s more")
+def _tier_text(tier_fields: Mapping[str, Any]) -> str:
+    if not tier_fields["found"]:
+        return str(tier_fields["reason"])
+    remaining_s = tier_fields.get("expires_in_seconds")
+    return f"there, {tier_fields['by']}" + ("" if remaining_s is None else f", for {remaining_s:.0f} s more")
 
 
-def _record_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    scored_at = datetime.fromtimestamp(record["scored_at"], UTC).isoformat(timespec="seconds")
-    yield "made by", f"{record['by']}, scored {scored_at}"
-    yield "bytes", f"{record['bytes']}, format {record['format']}, {record['count']} used"
-    yield "fingerprint", record["fingerprint"]
-    yield from _prediction_rows(record)
+def _record_rows(record_fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    scored_at = datetime.fromtimestamp(record_fields["scored_at"], UTC).isoformat(timespec="seconds")
+    yield "made by", f"{record_fields['by']}, scored {scored_at}"
+    yield "bytes", f"{record_fields['bytes']}, format {record_fields['format']}, {record_fields['count']} used"
+    yield "fingerprint", record_fields["fingerprint"]
+    yield from _prediction_rows(record_fields)
 
 
-def _prediction_rows(prediction: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    if "items" in prediction:
-        items_and_scores = zip(prediction["items"], prediction["scores"], strict=True)
+def _prediction_rows(prediction_fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if "items" in prediction_fields:
+        items_and_scores = zip(prediction_fields["items"], prediction_fields["scores"], strict=True)
         yield "items", _value_text([f"{item} ({score:.5g})" for item, score in items_and_scores])
     for field_name in ("vector", "values"):
-        if prediction.get(field_name) is not None:
-            yield field_name, _value_text([f"{number:.5g}" for number in prediction[field_name]])
+        if prediction_fields.get(field_name) is not None:
+            yield field_name, _value_text([f"{number:.5g}" for number in prediction_fields[field_name]])
 
 
-def _value_text(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if not isinstance(value, list):
-        return _text_or(value)
-    more_text = f", and {len(value) - _SHOWN_VALUES_MAX} more" if len(value) > _SHOWN_VALUES_MAX else ""
-    return (", ".join(map(str, value[:_SHOWN_VALUES_MAX])) or "none") + more_text
+def _value_text(field_value: object) -> str:
+    if isinstance(field_value, bool):
+        return "yes" if field_value else "no"
+    if isinstance(field_value, float):
+        return f"{field_value:.6g}"
+    if not isinstance(field_value, list):
+        return _text_or(field_value)
+    more_text = f", and {len(field_value) - _SHOWN_VALUES_MAX} more" if len(field_value) > _SHOWN_VALUES_MAX else ""
+    return (", ".join(map(str, field_value[:_SHOWN_VALUES_MAX])) or "none") + more_text
 
 
-def _text_or(value: object, otherwise: str = "-") -> str:
-    return otherwise if value is None else str(value)
+def _text_or(field_value: object, text_if_none: str = "-") -> str:
+    return text_if_none if field_value is None else str(field_value)
 
 
-def _age_text(seconds: float) -> str:
-    hours, minutes = divmod(int(seconds) // 60, 60)
+def _age_text(age_s: float) -> str:
+    hours, minutes = divmod(int(age_s) // 60, 60)
     return f"{hours} h {minutes} min"

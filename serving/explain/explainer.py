@@ -101,11 +101,13 @@ class TierInspector:
     Its reads of L2 use the normal path, so they count for the circuit breaker and may fail like any read.
     """
 
-    def __init__(self, tiers: TieredCache, remote: DataPlane, timer: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, tiers: TieredCache, remote: DataPlane, monotonic_clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._l1 = tiers.local_tier
         self._negative_cache = tiers.negative_cache
         self._remote = remote
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
 
     def inspect_l1(self, view: SnapshotView, record_key: RecordKey) -> ReadResult | None:
         """Return the outcome of inspecting L1; None if L1 has nothing for this entity."""
@@ -132,7 +134,7 @@ class TierInspector:
 
     async def read_l2(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
         """Return the outcome of a read of L2."""
-        asked_at = self._timer()
+        asked_at = self._monotonic_clock()
         l2_reply: L2Result = await self._remote.submit(reads_of(view, (record_key,)), itemgetter(0))
         if isinstance(l2_reply, TierUnavailable):
             return unavailable_miss(l2_reply)
@@ -187,7 +189,7 @@ class PageChecks:
             "records": record_count,
         }
         page_result = await self.tier_inspector.read_page(PageRead(generation, table.name, page_number, 0, size_bytes))
-        expected, sums_error = await self._expected_checksum(generation, table_part, page_index)
+        expected, sums_error = await self._expected_checksum_and_error(generation, table_part, page_index)
         if isinstance(page_result, Miss):
             return page_report | {"state": page_result.reason.value, "expected": expected, "checksum": None}
         checksum = f"{xxhash.xxh3_64_intdigest(page_result):016x}"
@@ -195,7 +197,7 @@ class PageChecks:
         page_report |= {"state": state, "expected": expected, "checksum": checksum}
         return page_report | ({"why": sums_error} if sums_error else {})
 
-    async def _expected_checksum(
+    async def _expected_checksum_and_error(
         self, generation: str, part: TablePart, page_index: int
     ) -> tuple[str | None, str | None]:
         timeout_message = f"the artefact store did not deliver the checksums within {_CHECKSUMS_TIMEOUT_S:g} s"
@@ -226,7 +228,7 @@ class PageChecks:
 
 @dataclass(frozen=True, slots=True)
 class RescoreResult:
-    """Result of a rescore: a record, or the `reason` why there is none.
+    """Result of a rescore: a record, or the `failure_reason` why there is none.
 
     `computed_from`: the sent history or features, the item itself, the night's input of a user with newer events, or
     the user's stored vector. The vector only scores the items of the stored list; it does not show which other items
@@ -234,10 +236,10 @@ class RescoreResult:
     """
 
     record: Record | None
-    reason: str | None
+    failure_reason: str | None
     computed_from: RescoreInput | None
-    seconds: float
-    precision: str | None
+    rescore_seconds: float
+    model_precision: str | None
     computed_record: bytes | None = None
     """Encoded record of an inference from an input; None if scored by the stored vector."""
 
@@ -250,9 +252,9 @@ class RescoreResult:
         """Return the fields of the explanation except the prediction."""
         return {
             "computed_from": self.computed_from,
-            "reason": self.reason,
-            "seconds": round(self.seconds, 6),
-            "precision": self.precision,
+            "reason": self.failure_reason,
+            "seconds": round(self.rescore_seconds, 6),
+            "precision": self.model_precision,
         }
 
 
@@ -274,7 +276,7 @@ class Rescorer:
         computed_record: bytes | None = None
         reason: str | None = "nothing_to_compute_from"
         computed_from = _rescore_input_of(case)
-        if case.may_compute(snapshot):
+        if case.may_compute_live(snapshot):
             record, computed_record, reason = await self._infer_live(snapshot, case)
         elif computed_from is not None:  # blocked, or without a producer
             reason = case.reason if case.reason == MissReason.ENTITY_BLOCKED else "no_producer"
@@ -292,10 +294,10 @@ class Rescorer:
         if not self.admission.admit_live():
             return None, None, LiveReason.OVERLOADED
         job = InferenceJob(
-            snapshot, case.table.name, case.live_input, case.record_key.fingerprint, case.size_bytes,
+            snapshot, case.table.name, case.live_input, case.record_key.fingerprint, case.input_size_bytes,
             time.monotonic() + RESCORE_TIMEOUT_S,
-            newer_input=None if case.is_settled else case.counted_events and case.counted_events.input,
-            eligible_new_items=new_items_of(snapshot, case), seen_ordinals=case.find_seen_ordinals(snapshot),
+            newer_input=None if case.is_settled_for_stored else case.counted_events and case.counted_events.event_input,
+            eligible_new_items=new_items_of(snapshot, case), seen_item_ordinals=case.find_seen_ordinals(snapshot),
         )  # fmt: skip
         try:
             computed_record = await asyncio.wait_for(self.batcher.infer(job), RESCORE_TIMEOUT_S)
@@ -315,7 +317,7 @@ class Rescorer:
         self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record
     ) -> Record | None:
         """Return the stored list, scored and ordered by the stored vector; None without one."""
-        user_id, list_items, predictor = case.entity.raw, stored_record.items, snapshot.predictor
+        user_id, list_items, predictor = case.entity.raw_id, stored_record.items, snapshot.predictor
         if user_id is None or list_items is None or predictor is None or case.table.entity != "user":
             return None
         if not predictor.supports(case.table.name):
@@ -330,7 +332,7 @@ class Rescorer:
             return None
         try:
             vector = PendingAnswer(
-                case.entity, vector_table, vector_table.layout.width, record_key, case.digest
+                case.entity, vector_table, vector_table.layout.width, record_key, case.input_digest
             ).decode_record(snapshot, outcome.record)
         except CorruptArtefact:
             return None
@@ -341,7 +343,7 @@ class Rescorer:
 
 
 def _rescore_input_of(case: PendingAnswer) -> RescoreInput | None:
-    if case.counted_events is not None and not case.is_settled:
+    if case.counted_events is not None and not case.is_settled_for_stored:
         return "events"
     if case.entity.has_input:
         return "sent"
@@ -356,7 +358,7 @@ def _precision(snapshot: Snapshot, table: Table) -> str | None:
 class UncountedMetrics(Metrics):
     """Metrics of the explainer's lookups; discarded."""
 
-    def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
+    def stage(self, stage_name: str, stage_seconds: float, entity_count: int = 0) -> None:
         """Ignore a stage: the explanation's request measures its own stages."""
 
 
@@ -370,15 +372,15 @@ class LadderReplay:
     def __init__(
         self,
         inspector: TierInspector,
-        l1: ReadResult | None,
-        l2: ReadResult,
+        l1_result: ReadResult | None,
+        l2_result: ReadResult,
         live_result: ReadResult | None,
         rescore_result: RescoreResult,
     ) -> None:
         self._inspector = inspector
         self._rescore_result = rescore_result
         self._result_by_key: dict[tuple[str, int | bytes], ReadResult] = {}
-        stored_result = l2 if l1 is None else l1
+        stored_result = l2_result if l1_result is None else l1_result
         if isinstance(stored_result, Miss) and stored_result.reason.traits.is_outage and isinstance(live_result, Hit):
             stored_result = live_result._replace(reason=stored_result.reason)
         self.stored_result = stored_result
@@ -411,7 +413,7 @@ class LadderReplay:
         self,
         view: SnapshotView,
         record_keys: Sequence[RecordKey],
-        deadline: float,  # noqa: ARG002 - what was seen waits for nobody
+        deadline_at: float,  # noqa: ARG002 - what was seen waits for nobody
     ) -> Sequence[ReadResult]:
         """Return the recorded outcomes."""
         return [await self.read(view, record_key) for record_key in record_keys]
@@ -429,10 +431,10 @@ class LadderReplay:
         self,
         snapshot: Snapshot,  # noqa: ARG002
         cases: Sequence[PendingAnswer],
-        limit_s: float,  # noqa: ARG002
+        time_limit_s: float,  # noqa: ARG002
     ) -> Sequence[ComputedRecord | LiveUnavailable]:
         """Return the outcome of the inference that was already run."""
-        computed_record, reason = self._rescore_result.computed_record, self._rescore_result.reason
+        computed_record, reason = self._rescore_result.computed_record, self._rescore_result.failure_reason
         return [
             LiveUnavailable(reason or LiveReason.FAILED) if computed_record is None else ComputedRecord(computed_record)
             for _ in cases
@@ -445,7 +447,7 @@ class RecordDecoder:
 
     snapshot: Snapshot
     case: PendingAnswer
-    exclusions: frozenset[int]
+    excluded_ordinals: frozenset[int]
 
     def find_nightly_record(self, *outcomes: ReadResult | None) -> tuple[Record, Hit] | None:
         """Return the nightly record from the first tier that has it."""
@@ -462,7 +464,7 @@ class RecordDecoder:
         self, record: Record, filter_mask: FilterMask | None = None, reranker: Reranker | None = None
     ) -> Prediction:
         """Build the prediction of an answer: without blocked, seen and filtered items, cut at `k`."""
-        case, exclusion_sets = self.case, (self.exclusions,)
+        case, exclusion_sets = self.case, (self.excluded_ordinals,)
         return prediction_from_record(self.snapshot, case.table, record, case.k, exclusion_sets, filter_mask, reranker)
 
     def _readable_records(self, outcomes: tuple[ReadResult | None, ...]) -> list[tuple[Record, Hit]]:
@@ -523,13 +525,13 @@ class Explainer:
         deadline = time.monotonic() + request.options.deadline_s
         filter_mask = await self._ladder.shaper.filter_mask(snapshot, request.options, deadline)
         reranker = await self._ladder.shaper.reranker(snapshot, request.options, deadline)
-        table, night_key, entity_id, requested_key = (case.table, case.nightly_key, case.entity.raw, case.record_key)
+        table, night_key, entity_id, requested_key = (case.table, case.nightly_key, case.entity.raw_id, case.record_key)
         view = snapshot.view
         l1, l2 = (self._inspector.inspect_l1(view, requested_key), await self._inspector.read_l2(view, requested_key))
         live_result = self._inspector.find_stand_in(view, requested_key)
         excluded_ordinals = case.history_in(snapshot).item_numbers if table.kind == "topk" else frozenset()
         if case.counted_events is not None:
-            excluded_ordinals |= frozenset(snapshot.numbers_of(case.counted_events.items).tolist())
+            excluded_ordinals |= frozenset(snapshot.numbers_of(case.counted_events.event_item_ids).tolist())
         record_decoder = RecordDecoder(snapshot, case, excluded_ordinals)
         if snapshot.blocks_entity(table, entity_id):
             case.reason = MissReason.ENTITY_BLOCKED
@@ -548,8 +550,8 @@ class Explainer:
             "epoch": snapshot.epoch,
             "published_at": snapshot.published_at,
             "age_seconds": round(time.time() - snapshot.manifest.data_until, 3),
-            "stale": self._follower.stale,
-            "degraded": snapshot.degraded,
+            "stale": self._follower.stale_reason,
+            "degraded": snapshot.degraded_reason,
             "answer": answer,
             "directory": self._directory_fields(snapshot, night_key),
             "events": _event_fields(snapshot, case.counted_events),
@@ -637,11 +639,11 @@ def _event_fields(snapshot: Snapshot, counted_events: NewerInput | None) -> dict
     generation_events = snapshot.part(GenerationEvents)
     if counted_events is None or generation_events is None:
         return None
-    event_input = counted_events.input
+    event_input = counted_events.event_input
     events = event_input.events if isinstance(event_input, EventInput) else ()
     return {
         "until": str(Position.from_number(generation_events.until_number)),
-        "as_of": counted_events.as_of,
+        "as_of": counted_events.newest_accepted_at,
         "counted": [
             {
                 "item": event.item.decode(),
@@ -669,7 +671,7 @@ def _answer_fields(case: PendingAnswer, rescore_result: RescoreResult) -> dict[s
     source = "default" if case.answer is None else case.answer["source"]
     is_stored = source in STORED_SOURCES
     reason = None if case.answer is None else case.answer.get("reason")
-    live = rescore_result.reason if rescore_result.is_of_input and not is_stored else None
+    live = rescore_result.failure_reason if rescore_result.is_of_input and not is_stored else None
     return {"tier": source, "reason": reason and str(reason), "live": live}
 
 
@@ -691,11 +693,11 @@ def _record_fields(record: Record, hit: Hit, prediction: Mapping[str, Any]) -> d
     }
 
 
-def _has_same_record(l1: ReadResult | None, l2: ReadResult) -> bool | None:
+def _has_same_record(l1_result: ReadResult | None, l2_result: ReadResult) -> bool | None:
     """True if both tiers hold the same bytes; None unless both hold a record."""
-    if not isinstance(l1, Hit) or not isinstance(l2, Hit):
+    if not isinstance(l1_result, Hit) or not isinstance(l2_result, Hit):
         return None
-    return l1.record == l2.record
+    return l1_result.record == l2_result.record
 
 
 ComparedPrediction = Mapping[str, Any]

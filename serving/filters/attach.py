@@ -15,7 +15,7 @@ def attach(replica: Replica) -> FilterEvaluator:
     mask_executor = ThreadPoolExecutor(
         FILTER_THREADS, "larder-filters", initializer=lower_thread_priority, initargs=(replica.config.live_nice,)
     )  # fmt: skip
-    filters = FilterEvaluator(replica.executor, replica.admission.admit_live, mask_executor=mask_executor)
+    filters = FilterEvaluator(replica.inference_executor, replica.admission.admit_live, mask_executor=mask_executor)
 
     def shape_lists(namespace: HeldNamespace) -> None:
         ladder = namespace.components.ladder
@@ -26,12 +26,12 @@ def attach(replica: Replica) -> FilterEvaluator:
         mask_executor.shutdown(wait=False, cancel_futures=True)
 
     shape_lists(replica.own_namespace)
-    replica.hooks.namespaces.append(shape_lists)
+    replica.hooks.namespace_hooks.append(shape_lists)
     replica.hooks.close_steps.append(aclose)
     return filters
 
 
 def open_filtering(snapshot: Snapshot) -> Snapshot:
     """Return a snapshot with filters over its items, if the items have attributes."""
-    filtering = Filtering.open(snapshot.root, snapshot.manifest, snapshot.items)
+    filtering = Filtering.open(snapshot.generation_folder, snapshot.manifest, snapshot.items)
     return snapshot if filtering is None else snapshot.with_part(filtering)

@@ -49,8 +49,8 @@ _INLINE_VECTORS_MAX = 4_096
 class VectorSearch(NamedTuple):
     """Search for one list: a vector, ordinals to leave out, and the number of items."""
 
-    vector: NDArray[np.float32]
-    exclusions: NDArray[np.int64]
+    query_vector: NDArray[np.float32]
+    excluded_ordinals: NDArray[np.int64]
     k: int
     metric: Metric
 
@@ -62,7 +62,7 @@ class _Evaluation:
     filtering: Filtering
     """Keeps the object alive, because its `id()` is the key."""
     thread_future: "Future[FilterMask]"
-    outcome: "asyncio.Future[FilterMask]"
+    mask_future: "asyncio.Future[FilterMask]"
     waiting_count: int = 0
     """Number of waiting requests."""
 
@@ -70,23 +70,23 @@ class _Evaluation:
 class FilterEvaluator:
     """Evaluator of requests' filters in threads, whose number bounds the concurrent work.
 
-    `executor` searches by vectors, `mask_executor` evaluates filters. They run nothing else: a flood of filters must
-    not delay a blocklist or a revocation. Without executors all work is done on the event loop. Searches and costly
-    filters must be admitted by `admit`, like inputs of the model.
+    `search_executor` searches by vectors, `mask_executor` evaluates filters. They run nothing else: a flood of filters
+    must not delay a blocklist or a revocation. Without executors all work is done on the event loop. Searches and
+    costly filters must be admitted by `admit_work`, like inputs of the model.
     """
 
     def __init__(
         self,
-        executor: Executor | None = None,
-        admit: Callable[[], bool] = lambda: True,
-        timer: Callable[[], float] = time.monotonic,
+        search_executor: Executor | None = None,
+        admit_work: Callable[[], bool] = lambda: True,
+        monotonic_clock: Callable[[], float] = time.monotonic,
         *,
         mask_executor: Executor | None = None,
     ) -> None:
-        self.admit = admit
-        self._executor = executor
+        self.admit_work = admit_work
+        self._search_executor = search_executor
         self._mask_executor = mask_executor
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._evaluations: dict[tuple[int, bytes | str], _Evaluation] = {}
 
     async def apply(self, served: ServedGenerations, cases: Sequence[PendingAnswer], context: RequestContext) -> None:
@@ -119,114 +119,121 @@ class FilterEvaluator:
     async def _set_mask_and_reranker(self, snapshot: Snapshot, context: RequestContext) -> None:
         options = context.options
         if options.filter is not None:
-            context.set_filter_mask(snapshot, await self._passing_mask(snapshot, options.filter, context.deadline))
-        reranker = await self.reranker(snapshot, options.rerank, context.deadline)
+            context.set_filter_mask(snapshot, await self._passing_mask(snapshot, options.filter, context.deadline_at))
+        reranker = await self.reranker(snapshot, options.rerank, context.deadline_at)
         if reranker is not None:
             context.set_reranker(snapshot, reranker)
 
-    async def reranker(self, snapshot: Snapshot, reranking: Reranking | None, deadline: float) -> Reranker | None:
+    async def reranker(self, snapshot: Snapshot, reranking: Reranking | None, deadline_at: float) -> Reranker | None:
         """Return the re-ranker of a generation's items, None without a re-ranking.
 
-        Raises Problem if the generation does not support it, or if it is not ready by `deadline` (monotonic).
+        Raises Problem if the generation does not support it, or if it is not ready by `deadline_at` (monotonic).
         """
         if reranking is None:
             return None
         try:
-            return await self._build_reranker(snapshot, reranking, deadline)
+            return await self._build_reranker(snapshot, reranking, deadline_at)
         except InvalidFilter as error:
             raise problem_from_input(error, "rerank") from error
 
-    async def _build_reranker(self, snapshot: Snapshot, reranking: Reranking, deadline: float) -> Reranker:
+    async def _build_reranker(self, snapshot: Snapshot, reranking: Reranking, deadline_at: float) -> Reranker:
         boost_masks = []
         for boost_index, boost in enumerate(reranking.boosts):
             try:
-                boost_masks.append(await self._get_or_evaluate(snapshot, boost.filter, deadline))
+                boost_masks.append(await self._get_or_evaluate(snapshot, boost.filter, deadline_at))
             except InvalidFilter as error:
                 raise with_error_path(error, f"boost[{boost_index}].filter") from error
         filtering = snapshot.part(Filtering)
         attributes = None if filtering is None else filtering.attributes
         return Reranker(reranking, tuple(boost_masks), attributes, snapshot.items.vectors)
 
-    async def evaluate(self, snapshot: Snapshot, filter_: Filter | str | None, deadline: float) -> FilterMask | None:
+    async def evaluate(
+        self, snapshot: Snapshot, filter_or_name: Filter | str | None, deadline_at: float
+    ) -> FilterMask | None:
         """Return the mask of a generation's items that pass, None without a filter.
 
-        Raises Problem if the generation does not support it, or if it is not ready by `deadline` (monotonic).
+        Raises Problem if the generation does not support it, or if it is not ready by `deadline_at` (monotonic).
         """
-        return None if filter_ is None else await self._passing_mask(snapshot, filter_, deadline)
+        return None if filter_or_name is None else await self._passing_mask(snapshot, filter_or_name, deadline_at)
 
-    async def _passing_mask(self, snapshot: Snapshot, filter_: Filter | str, deadline: float) -> FilterMask:
+    async def _passing_mask(self, snapshot: Snapshot, filter_or_name: Filter | str, deadline_at: float) -> FilterMask:
         try:
-            return await self._get_or_evaluate(snapshot, filter_, deadline)
+            return await self._get_or_evaluate(snapshot, filter_or_name, deadline_at)
         except InvalidFilter as error:
             raise problem_from_input(error, "filter") from error
 
-    async def _get_or_evaluate(self, snapshot: Snapshot, filter_: Filter | str, deadline: float) -> FilterMask:
+    async def _get_or_evaluate(
+        self, snapshot: Snapshot, filter_or_name: Filter | str, deadline_at: float
+    ) -> FilterMask:
         filtering = snapshot.part(Filtering)
         if filtering is None:
-            if isinstance(filter_, str):
-                raise unknown_filter_error(filter_)
+            if isinstance(filter_or_name, str):
+                raise unknown_filter_error(filter_or_name)
             raise UnknownAttribute(
                 "items of this generation have no attributes: set [sources] item_attributes for the next night",
                 attributes={},
             )
-        if (filter_mask := filtering.get_cached(filter_)) is not None:
+        if (filter_mask := filtering.get_cached(filter_or_name)) is not None:
             return filter_mask
-        if self._mask_executor is None or filtering.evaluation_cost(filter_) <= _INLINE_COMPARISONS_MAX:
-            return filtering.evaluate(filter_)
-        return await self._evaluate_in_thread(self._mask_executor, filtering, filter_, deadline)
+        if self._mask_executor is None or filtering.evaluation_cost(filter_or_name) <= _INLINE_COMPARISONS_MAX:
+            return filtering.evaluate(filter_or_name)
+        return await self._evaluate_in_thread(self._mask_executor, filtering, filter_or_name, deadline_at)
 
     async def _evaluate_in_thread(
-        self, executor: Executor, filtering: Filtering, filter_: Filter | str, deadline: float
+        self, mask_executor: Executor, filtering: Filtering, filter_or_name: Filter | str, deadline_at: float
     ) -> FilterMask:
-        """Return the filter's mask, evaluated once for all concurrent requests; raise Problem after `deadline`."""
-        evaluation_key = (id(filtering), filter_ if isinstance(filter_, str) else filter_.canonical_bytes)
+        """Return the filter's mask, evaluated once for all concurrent requests; raise Problem after `deadline_at`."""
+        evaluation_key = (
+            id(filtering),
+            filter_or_name if isinstance(filter_or_name, str) else filter_or_name.canonical_bytes,
+        )
         evaluation = self._evaluations.get(evaluation_key)
         if evaluation is None:
-            if len(self._evaluations) >= WAITING_FILTERS_MAX or not self.admit():
+            if len(self._evaluations) >= WAITING_FILTERS_MAX or not self.admit_work():
                 raise _overloaded()
-            thread_future = executor.submit(filtering.evaluate, filter_)
+            thread_future = mask_executor.submit(filtering.evaluate, filter_or_name)
             evaluation = _Evaluation(filtering, thread_future, asyncio.wrap_future(thread_future))
             self._evaluations[evaluation_key] = evaluation
-            evaluation.outcome.add_done_callback(lambda outcome: self._finish_evaluation(evaluation_key, outcome))
+            evaluation.mask_future.add_done_callback(lambda outcome: self._finish_evaluation(evaluation_key, outcome))
         evaluation.waiting_count += 1
         try:
-            timeout_s = max(0.0, deadline - self._timer())
-            await asyncio.wait({evaluation.outcome}, timeout=timeout_s)
+            timeout_s = max(0.0, deadline_at - self._monotonic_clock())
+            await asyncio.wait({evaluation.mask_future}, timeout=timeout_s)
         finally:
             evaluation.waiting_count -= 1
             if not evaluation.waiting_count and evaluation.thread_future.cancel():
                 # No request waits and it has not started; a started evaluation goes on, and its mask is cached.
                 self._evaluations.pop(evaluation_key, None)
-        if not evaluation.outcome.done() or evaluation.outcome.cancelled():
+        if not evaluation.mask_future.done() or evaluation.mask_future.cancelled():
             raise _overloaded()
-        return evaluation.outcome.result()
+        return evaluation.mask_future.result()
 
     def _finish_evaluation(
-        self, evaluation_key: tuple[int, bytes | str], outcome: "asyncio.Future[FilterMask]"
+        self, evaluation_key: tuple[int, bytes | str], mask_future: "asyncio.Future[FilterMask]"
     ) -> None:
         evaluation = self._evaluations.get(evaluation_key)
-        if evaluation is not None and evaluation.outcome is outcome:
+        if evaluation is not None and evaluation.mask_future is mask_future:
             del self._evaluations[evaluation_key]
-        if not outcome.cancelled():
-            outcome.exception()  # retrieve the error even if no request waits any more
+        if not mask_future.cancelled():
+            mask_future.exception()  # retrieve the error even if no request waits any more
 
     async def search(
-        self, snapshot: Snapshot, filter_mask: FilterMask, searches: Sequence[VectorSearch], deadline: float
+        self, snapshot: Snapshot, filter_mask: FilterMask, searches: Sequence[VectorSearch], deadline_at: float
     ) -> list[SearchResult] | None:
-        """Search the best passing items for each vector, in order; None if not done by `deadline` (monotonic)."""
+        """Search the best passing items for each vector, in order; None if not done by `deadline_at` (monotonic)."""
         filtering = snapshot.part(Filtering)
         assert filtering is not None  # noqa: S101 - something passes
 
         def search_all() -> list[SearchResult] | None:
             search_results = []
             for vector_search in searches:
-                if self._timer() > deadline:  # no request waits any more
+                if self._monotonic_clock() > deadline_at:  # no request waits any more
                     return None
                 search_results.append(
                     filtering.search(
-                        vector_search.vector,
+                        vector_search.query_vector,
                         filter_mask,
-                        vector_search.exclusions,
+                        vector_search.excluded_ordinals,
                         vector_search.k,
                         vector_search.metric,
                     )
@@ -234,10 +241,12 @@ class FilterEvaluator:
             return search_results
 
         is_short = filter_mask.count * len(searches) <= _INLINE_VECTORS_MAX
-        if self._executor is None or is_short:
+        if self._search_executor is None or is_short:
             return search_all()
-        search_future = asyncio.get_running_loop().run_in_executor(self._executor, search_all)
-        finished_futures, _ = await asyncio.wait({search_future}, timeout=max(0.0, deadline - self._timer()))
+        search_future = asyncio.get_running_loop().run_in_executor(self._search_executor, search_all)
+        finished_futures, _ = await asyncio.wait(
+            {search_future}, timeout=max(0.0, deadline_at - self._monotonic_clock())
+        )
         if not finished_futures:
             search_future.cancel()  # has an effect only if it has not started
             return None
@@ -255,7 +264,7 @@ def _overloaded() -> Problem:
 class SourcedVector(NamedTuple):
     """Vector of an entity, its source, and the reason why it is not a stored vector."""
 
-    vector: NDArray[np.float32]
+    entity_vector: NDArray[np.float32]
     source: Source
     producer: str
     reason: MissReason | None
@@ -273,13 +282,15 @@ class FilteredLookup(ListShaper):
         self._ladder = ladder
         self._filter_evaluator = filter_evaluator
 
-    async def lookup(self, served: ServedGenerations, request: LookupRequest, started: float) -> list[AnswerJson]:
+    async def lookup(
+        self, served: ServedGenerations, request: LookupRequest, request_started_at: float
+    ) -> list[AnswerJson]:
         """Answer each entity once, in order, from the generations captured in `served` when the request came."""
         served = served.pin_generation(request.options.generation)
         cases = await build_pending_answers(served.live, request)
-        context = RequestContext.of(request.options, started)
+        context = RequestContext.of(request.options, request_started_at)
         for pending_answer in cases:
-            pending_answer.is_exact = True
+            pending_answer.forbids_near_answer = True
         await self._filter_evaluator.apply(served, cases, context)
         await self._ladder.resolve(served, cases, context)
         if unanswered_cases := [case for case in cases if case.answer is None]:
@@ -293,13 +304,15 @@ class FilteredLookup(ListShaper):
             return None
         return filtering.get_cached(options.filter)
 
-    def filter_mask(self, snapshot: Snapshot, options: RequestOptions, deadline: float) -> Awaitable[FilterMask | None]:
+    def filter_mask(
+        self, snapshot: Snapshot, options: RequestOptions, deadline_at: float
+    ) -> Awaitable[FilterMask | None]:
         """Evaluate the filter of a request: see `FilterEvaluator.evaluate`."""
-        return self._filter_evaluator.evaluate(snapshot, options.filter, deadline)
+        return self._filter_evaluator.evaluate(snapshot, options.filter, deadline_at)
 
-    def reranker(self, snapshot: Snapshot, options: RequestOptions, deadline: float) -> Awaitable[Reranker | None]:
+    def reranker(self, snapshot: Snapshot, options: RequestOptions, deadline_at: float) -> Awaitable[Reranker | None]:
         """Create the re-ranker of a request: see `FilterEvaluator.reranker`."""
-        return self._filter_evaluator.reranker(snapshot, options.rerank, deadline)
+        return self._filter_evaluator.reranker(snapshot, options.rerank, deadline_at)
 
     async def _search_for_partial(
         self, served: ServedGenerations, cases: list[PendingAnswer], context: RequestContext
@@ -316,16 +329,17 @@ class FilteredLookup(ListShaper):
         ]
         if pending_vectors and filter_mask is not None:
             searches = [
-                _search_of(case, snapshot, entity_vector.vector, context) for case, entity_vector in pending_vectors
+                _search_of(case, snapshot, entity_vector.entity_vector, context)
+                for case, entity_vector in pending_vectors
             ]
-            search_results = await self._filter_evaluator.search(snapshot, filter_mask, searches, context.deadline)
+            search_results = await self._filter_evaluator.search(snapshot, filter_mask, searches, context.deadline_at)
             pacer = YieldPacer(context.options)
             for (case, entity_vector), search_result in zip(pending_vectors, search_results or (), strict=False):
                 await pacer.count_entity(case.entity)
                 case.reason = entity_vector.reason
                 # The vector includes the newer events, or is not affected by events, and the events' items are
                 # excluded.
-                case.is_settled = bool(entity_vector.answer_flags)
+                case.is_settled_for_stored = bool(entity_vector.answer_flags)
                 self._ladder.answer_builder.answer_from_search(
                     case,
                     snapshot,
@@ -340,9 +354,9 @@ class FilteredLookup(ListShaper):
                 self._ladder.answer_builder.answer_partial(case, snapshot, context)
 
     def _try_admit(self, case: PendingAnswer) -> bool:
-        if self._filter_evaluator.admit():
+        if self._filter_evaluator.admit_work():
             return True
-        case.live_reason = LiveReason.OVERLOADED
+        case.live_failure_reason = LiveReason.OVERLOADED
         return False
 
     async def _vectors_of(
@@ -365,9 +379,9 @@ class FilteredLookup(ListShaper):
             options = replace(context.options, k=None, filter=None, rerank=None, exclude=())
             vector_cases = await build_pending_answers(snapshot, LookupRequest(entities, options))
             for case_index, vector_case in zip(user_indices, vector_cases, strict=True):
-                vector_case.is_exact = True
+                vector_case.forbids_near_answer = True
                 self._ladder.newer_inputs.copy_newer_input(snapshot, vector_case, cases[case_index])
-            vector_context = RequestContext.of(options, context.started, is_part=True)
+            vector_context = RequestContext.of(options, context.request_started_at, is_part_of_answer=True)
             vector_answers = await self._ladder.resolve(served, vector_cases, vector_context)
             for case_index, vector_case, answer in zip(user_indices, vector_cases, vector_answers, strict=True):
                 if answer["vector"] is not None and answer["generation"] == snapshot.generation:
@@ -376,14 +390,16 @@ class FilteredLookup(ListShaper):
                         answer["vector"], answer["source"], answer["producer"],
                         answer.get("reason"), flag_fields,
                     )  # fmt: skip
-                elif cases[case_index].live_reason is None:
-                    cases[case_index].live_reason = vector_case.live_reason
+                elif cases[case_index].live_failure_reason is None:
+                    cases[case_index].live_failure_reason = vector_case.live_failure_reason
         return entity_vectors
 
 
 def _search_of(
-    case: PendingAnswer, snapshot: Snapshot, vector: NDArray[np.float32], context: RequestContext
+    case: PendingAnswer, snapshot: Snapshot, query_vector: NDArray[np.float32], context: RequestContext
 ) -> VectorSearch:
     """Build a search that excludes the list's exclusions; for a re-ranking, as many items as a stored list has."""
     k = case.k if context.options.rerank is None else case.table.layout.width
-    return VectorSearch(vector, left_out_ordinals(case, snapshot, context), k, ranking_metric(snapshot, case.table))
+    return VectorSearch(
+        query_vector, left_out_ordinals(case, snapshot, context), k, ranking_metric(snapshot, case.table)
+    )

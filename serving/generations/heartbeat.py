@@ -20,13 +20,15 @@ HOST_MEASURE_INTERVAL_S = 5.0
 class RedisClock:
     """Redis' clock in Unix seconds, shared by replicas and publishers on all hosts; initially this host's clock."""
 
-    def __init__(self, timer: Callable[[], float] = time.monotonic, clock: Callable[[], float] = time.time) -> None:
-        self._timer = timer
-        self._offset_s = clock() - timer()
+    def __init__(
+        self, monotonic_clock: Callable[[], float] = time.monotonic, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._monotonic_clock = monotonic_clock
+        self._offset_s = clock() - monotonic_clock()
 
     def __call__(self) -> float:
         """Return the current time in Redis' Unix seconds."""
-        return self.to_redis_time_s(self._timer())
+        return self.to_redis_time_s(self._monotonic_clock())
 
     def to_redis_time_s(self, monotonic_s: float) -> float:
         """Convert a moment of this process's monotonic clock to Redis' time."""
@@ -34,20 +36,20 @@ class RedisClock:
 
     def set(self, redis_time_s: float, requested_at_s: float) -> None:
         """Set the clock: Redis' time is that of the middle between `requested_at_s` (monotonic) and now."""
-        self._offset_s = redis_time_s - (requested_at_s + self._timer()) / 2
+        self._offset_s = redis_time_s - (requested_at_s + self._monotonic_clock()) / 2
 
 
 @dataclass(slots=True, eq=False)
 class HostHeadroom:
-    """Free memory and disk of the host; `headroom` is the last measurement, empty before the first."""
+    """Free memory and disk of the host; `free_bytes_by_name` is the last measurement, empty before the first."""
 
     disk_folder: Path
     in_thread: StoreThreads
-    headroom: Mapping[str, int] = field(init=False, default_factory=dict)
+    free_bytes_by_name: Mapping[str, int] = field(init=False, default_factory=dict)
 
     async def refresh(self) -> None:
         """Measure once, in a thread: a network file system may block."""
-        self.headroom = await self.in_thread(_read_headroom, self.disk_folder)
+        self.free_bytes_by_name = await self.in_thread(_read_headroom, self.disk_folder)
 
 
 def _read_headroom(disk_folder: Path) -> dict[str, int]:
@@ -62,8 +64,8 @@ class Heartbeat:
     follower: PointerFollower
     clock: RedisClock
     metrics: Metrics
-    l2_p99_ms: Callable[[], float | None] = lambda: None
-    canary: Callable[[], Mapping[str, Any] | None] = lambda: None
+    get_l2_p99_ms: Callable[[], float | None] = lambda: None
+    get_canary_report: Callable[[], Mapping[str, Any] | None] = lambda: None
     overlay_ttl_s: float | None = None
     host_headroom: HostHeadroom | None = None
     _stamped_swap: tuple[LiveSwap, float] | None = None
@@ -71,7 +73,7 @@ class Heartbeat:
     def payload(self) -> dict[str, Any]:
         """Return the JSON-able payload: `holds` must not be retired, `ready` may be published, `failed` has reasons."""
         follower, holder = self.follower, self.follower.holder
-        staged, served, failed = follower.staged, holder.served, follower.failures
+        staged, served, failed = follower.staged, holder.served, follower.failure_by_generation
         swapped_at = self._swapped_at(holder.last_swap)
         if staged.warm_s is not None:
             self.metrics.warm_seconds.set(staged.warm_s)
@@ -85,13 +87,13 @@ class Heartbeat:
             "degraded": None if served is None else served.live.degraded,
             "swapped_at": swapped_at,
             "warm_s": staged.warm_s,
-            "l2_p99_ms": self.l2_p99_ms(),
-            "canary": self.canary(),
+            "l2_p99_ms": self.get_l2_p99_ms(),
+            "canary": self.get_canary_report(),
             "overlay_ttl_s": self.overlay_ttl_s,
             **version_stamp(HEARTBEAT),
             "release": THIS_RELEASE,
             "reads": served_formats(),
-            **({} if self.host_headroom is None else self.host_headroom.headroom),
+            **({} if self.host_headroom is None else self.host_headroom.free_bytes_by_name),
         }
 
     def _swapped_at(self, swap: LiveSwap | None) -> float | None:

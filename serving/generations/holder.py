@@ -52,7 +52,7 @@ class GenerationHolder:
         on_flip: Callable[[str], None] = lambda _before: None,
         staging_executor: Executor | None = None,
         in_thread: StoreThreads,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.served: ServedGenerations | None = None
         self.blocklist = Blocklist()
@@ -77,7 +77,7 @@ class GenerationHolder:
         self._on_flip = on_flip
         self._staging_executor = staging_executor
         self._in_thread = in_thread
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._first_snapshot: Snapshot | None = None
 
     @property
@@ -123,9 +123,9 @@ class GenerationHolder:
     def refusal_reason(self, staged_snapshot: Snapshot) -> str | None:
         """Return a reason to refuse a generation whose models do not open although the live one's do, else None."""
         served = self.served
-        if staged_snapshot.degraded is None or served is None or served.live.degraded is not None:
+        if staged_snapshot.degraded_reason is None or served is None or served.live.degraded_reason is not None:
             return None
-        return f"its models do not open: {staged_snapshot.degraded}"
+        return f"its models do not open: {staged_snapshot.degraded_reason}"
 
     def hold_staged(self, staged_snapshot: Snapshot | None) -> None:
         """Hold the staged snapshot, or release it (None)."""
@@ -138,7 +138,7 @@ class GenerationHolder:
         """Make a snapshot live; the former live snapshot stays held if the pointer names it as previous."""
         served, released_snapshot = (self.served, live.released_as(pointer.epoch, pointer.published_at))
         self._first_snapshot, self.canary = None, pointer.canary
-        self.set_experiments_running(by_experiments=self._has_experiments)
+        self.set_experiments_running(are_running=self._has_experiments)
         previous_snapshot = next_snapshot = None
         if served is not None:
             previous_snapshot = served.find(pointer.previous)
@@ -146,7 +146,9 @@ class GenerationHolder:
                 None if served.next is None else self._next_unless_served(served.next, live, previous_snapshot)
             )
         if served is None or served.live.generation != live.generation:
-            self.last_swap = LiveSwap(live.generation, self._timer(), pointer.published_at, is_flip=served is not None)
+            self.last_swap = LiveSwap(
+                live.generation, self._monotonic_clock(), pointer.published_at, is_flip=served is not None
+            )
         if served is not None and served.live.generation != live.generation:
             self._on_flip(served.live.generation)
         self.replace_served(ServedGenerations(released_snapshot, previous_snapshot, next_snapshot))
@@ -159,10 +161,10 @@ class GenerationHolder:
         role_generations = (live.generation, None if previous is None else previous.generation)
         return None if next_snapshot.generation in role_generations else next_snapshot
 
-    def set_experiments_running(self, *, by_experiments: bool) -> None:
+    def set_experiments_running(self, *, are_running: bool) -> None:
         """Set whether experiments run, which send some requests to other namespaces."""
-        self._has_experiments = by_experiments
-        self.is_divided = by_experiments or self.canary is not None
+        self._has_experiments = are_running
+        self.is_divided = are_running or self.canary is not None
 
     def replace_served(self, served: ServedGenerations) -> None:
         """Replace `served`; the only method that changes the held generations, apart from their blocklist."""
@@ -176,8 +178,8 @@ class GenerationHolder:
             served = dataclasses.replace(served, next=next_snapshot)
         self.served = dataclasses.replace(served, canary=held_canary)
         live = self.served.live
-        self._metrics.set_generations(self.served.generation_by_role, is_degraded=live.degraded is not None)
-        self._metrics.fallback.set(live.fallback is not None)
+        self._metrics.set_generations(self.served.generation_by_role, is_degraded=live.degraded_reason is not None)
+        self._metrics.fallback.set(live.fallback_reason is not None)
 
     async def put_own_blocklist_in_force(self, blocklist: Blocklist) -> bool:
         """Put a version of the namespace's own blocklist in force, and pass it on; return the result of `enforce()`."""

@@ -48,7 +48,7 @@ class Nights:
         """True if a night is missing; also after a rollback, which makes an older night live."""
         return self.schedule.is_missing(self.clock(), self._created_at())
 
-    def missed_count(self) -> int:
+    def missed_night_count(self) -> int:
         """Return the number of nights that are due but not served."""
         return self.schedule.count_missed(self.clock(), self._created_at())
 
@@ -56,7 +56,7 @@ class Nights:
         served = self.follower.served
         return None if served is None else float(served.live.manifest.created_at)
 
-    def age_s(self) -> float | None:
+    def generation_age_s(self) -> float | None:
         """Return the served generation's age in seconds since its `data_until`; None if none is served."""
         served = self.follower.served
         return None if served is None else self.clock() - served.live.manifest.data_until
@@ -67,7 +67,7 @@ class Nights:
         return {
             "missing": self.is_missing(),
             "due": due_time.isoformat(timespec="seconds").replace("+00:00", "Z"),
-            "age_seconds": self.age_s(),
+            "age_seconds": self.generation_age_s(),
         }
 
 
@@ -76,13 +76,13 @@ class ReleaseWatch:
 
     def __init__(self, store: ArtefactStore, in_thread: StoreThreads) -> None:
         self.last_time_by_action: dict[str, float] = {}
-        self.refused_rules: frozenset[str] = frozenset()
+        self.failed_gate_rules: frozenset[str] = frozenset()
         self.failure: NightFailure | None = None
         self._store = store
         self._in_thread = in_thread
         self._release_by_number: dict[int, Release] = {}
         self._records_lock = threading.Lock()
-        self._judged_refusal: tuple[int, frozenset[str]] = 0, frozenset()
+        self._refusal_number_and_rules: tuple[int, frozenset[str]] = 0, frozenset()
         self._last_error_text: str | None = None
 
     def read_records(self) -> list[Release]:
@@ -96,7 +96,7 @@ class ReleaseWatch:
     async def refresh(self) -> None:
         """Read the new records; log a new error."""
         try:
-            self.last_time_by_action, self.refused_rules, self.failure = await self._in_thread(self._read_state)
+            self.last_time_by_action, self.failed_gate_rules, self.failure = await self._in_thread(self._read_state)
             error_text = None
         except (LarderError, OSError, ValueError) as error:
             error_text = str(error)
@@ -110,20 +110,23 @@ class ReleaseWatch:
         ]
         refusal = open_refusal(effective_releases)
         last_time_by_action: dict[str, float] = {release.action: release.at for release in effective_releases}
-        return last_time_by_action, self._refused_rules(refusal), last_failure(self._store)
+        return last_time_by_action, self._read_failed_rules(refusal), last_failure(self._store)
 
-    def _refused_rules(self, refusal: Release | None) -> frozenset[str]:
+    def _read_failed_rules(self, refusal: Release | None) -> frozenset[str]:
         if refusal is None:
             return frozenset()
         # A refusal is recorded before its verdicts: an unknown gate is read again later.
-        if self._judged_refusal[0] != refusal.stored_number or UNKNOWN_GATE in self._judged_refusal[1]:
+        if (
+            self._refusal_number_and_rules[0] != refusal.stored_number
+            or UNKNOWN_GATE in self._refusal_number_and_rules[1]
+        ):
             try:
                 gates = read_manifest(self._store, refusal.generation).gates
             except LarderError:
                 gates = ()
             failed_rules = frozenset(str(gate["rule"]) for gate in gates if not gate["passed"])
-            self._judged_refusal = refusal.stored_number, failed_rules or frozenset({UNKNOWN_GATE})
-        return self._judged_refusal[1]
+            self._refusal_number_and_rules = refusal.stored_number, failed_rules or frozenset({UNKNOWN_GATE})
+        return self._refusal_number_and_rules[1]
 
 
 def open_refusal(effective_releases: Iterable[Release]) -> Release | None:
@@ -140,11 +143,11 @@ def open_refusal(effective_releases: Iterable[Release]) -> Release | None:
 
 
 class RedisMemory:
-    """Redis' memory at the last refresh; `used_bytes`: None after an error, `max_bytes`: 0 if a server has no limit."""
+    """Redis' memory at the last refresh: used (None after an error) and allowed (0 if a server has no limit)."""
 
     def __init__(self, control: ControlPlane) -> None:
-        self.used_bytes: int | None = None
-        self.max_bytes = 0
+        self.redis_used_bytes: int | None = None
+        self.redis_max_bytes = 0
         self._control = control
 
     async def refresh(self) -> None:
@@ -152,15 +155,15 @@ class RedisMemory:
         try:
             server_infos = await self._control.infos()
         except TierUnavailable:
-            self.used_bytes = None
+            self.redis_used_bytes = None
             return
-        self.used_bytes, self.max_bytes = used_and_max_bytes(server_infos)
+        self.redis_used_bytes, self.redis_max_bytes = redis_used_and_max_bytes(server_infos)
 
 
-def used_and_max_bytes(server_infos: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+def redis_used_and_max_bytes(redis_infos: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
     """Return the bytes used and allowed on all servers together; the latter is 0 if a server has no limit."""
     used_and_max_pairs = [
-        (int(server_info.get("used_memory", 0)), int(server_info.get("maxmemory", 0))) for server_info in server_infos
+        (int(redis_info.get("used_memory", 0)), int(redis_info.get("maxmemory", 0))) for redis_info in redis_infos
     ]
     server_max_bytes = [max_bytes for _, max_bytes in used_and_max_pairs]
     return sum(used_bytes for used_bytes, _ in used_and_max_pairs), sum(server_max_bytes) if all(
@@ -187,7 +190,7 @@ class NightMetrics(Collector):
         yield GaugeMetricFamily(
             "larder_nights_missed",
             f"Nights that are due but not served, {MISSED_TICKS_MAX} at most",
-            self.nights.missed_count(),
+            self.nights.missed_night_count(),
         )
         yield GaugeMetricFamily(
             "larder_generation_data_until_timestamp_seconds",
@@ -205,7 +208,7 @@ class NightMetrics(Collector):
             "larder_gate_refused",
             "1 for each gate that refused the last night, until a generation is published",
             "rule",
-            dict.fromkeys(sorted(releases.refused_rules), 1.0),
+            dict.fromkeys(sorted(releases.failed_gate_rules), 1.0),
         )
         failure = releases.failure
         yield _labelled_gauge(
@@ -216,12 +219,12 @@ class NightMetrics(Collector):
             # Without the shard's number, to bound the number of label values.
             {} if failure is None or failure.is_refused else {failure.step.partition(",")[0]: 1.0},
         )
-        used_bytes = redis_memory.used_bytes
+        used_bytes = redis_memory.redis_used_bytes
         yield GaugeMetricFamily("larder_redis_memory_used_bytes", "Used memory of all nodes of Redis", used_bytes)
         yield GaugeMetricFamily(
             "larder_redis_memory_max_bytes",
             "maxmemory of all nodes of Redis, 0 if a node has no limit",
-            None if used_bytes is None else redis_memory.max_bytes,
+            None if used_bytes is None else redis_memory.redis_max_bytes,
         )
 
 

@@ -52,20 +52,21 @@ _REOPEN_MAX_S = 640.0
 class Health:
     """Readiness of a replica; the other fields are reasons for limitations, or None.
 
-    `degraded` and `failed` contain error texts with files, hosts and checksums: only for callers with a token.
+    `degraded_reason` and `failure_reason` contain error texts with files, hosts and checksums: only for callers with a
+    token.
     """
 
-    ready: bool
-    stale: str | None
-    degraded: str | None
-    failed: str | None
+    is_ready: bool
+    stale_reason: str | None
+    degraded_reason: str | None
+    failure_reason: str | None
     public_failure: str | None = None
-    """Public text for `failed`."""
+    """Public text for `failure_reason`."""
 
     def to_public_json(self) -> dict[str, bool | str | None]:
         """Return the fields of health without the details of errors."""
-        degraded = None if self.degraded is None else "no_model"
-        return {"ready": self.ready, "stale": self.stale, "degraded": degraded, "failed": self.public_failure}
+        degraded = None if self.degraded_reason is None else "no_model"
+        return {"ready": self.is_ready, "stale": self.stale_reason, "degraded": degraded, "failed": self.public_failure}
 
 
 class PointerFollower:
@@ -82,21 +83,21 @@ class PointerFollower:
         poll_s: float,
         clock: Callable[[], float],
         in_thread: StoreThreads,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_draining = False
         self.holder = holder
-        self.progress = PointerProgress(load_bound_s, timer)
-        self.staged = StagedGeneration(holder, clock, timer)
+        self.progress = PointerProgress(load_bound_s, monotonic_clock)
+        self.staged = StagedGeneration(holder, clock, monotonic_clock)
         self._store = store
         self._control = control
         self._metrics = metrics
         self._poll_s, self._load_bound_s = poll_s, load_bound_s
         self._in_thread = in_thread
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self.concerns = Concerns("pointer", StaleReason.STARTING)
         self._retry_s, self._retry_at = min(_LOAD_RETRY_S, load_bound_s / 3), 0.0
-        self._degraded_reopen = DegradedReopen(holder, timer)
+        self._degraded_reopen = DegradedReopen(holder, monotonic_clock)
         self._poll_lock = asyncio.Lock()
         self._previous_load_task: asyncio.Task[None] | None = None
 
@@ -122,7 +123,7 @@ class PointerFollower:
         return self.staged.unexpired_generation(None if served is None else served.live.generation) is not None
 
     @property
-    def stale(self) -> str | None:
+    def stale_reason(self) -> str | None:
         """Reason why answers may lag behind, or None."""
         return self.concerns.reasons_text
 
@@ -140,14 +141,14 @@ class PointerFollower:
             unready_reason = "no version of the blocklist could be read"
         elif served is not None and unready_reason is None and self.holder.enforcement_error is not None:
             unready_reason = f"version {self.holder.blocklist.version} of the blocklist is not in force"
-        degraded = None if served is None else served.live.degraded
+        degraded = None if served is None else served.live.degraded_reason
         ready = served is not None and unready_reason is None
         failed = unready_reason or self.load_failure
         public_failure = self.progress.public_failure() if failed == self.load_failure else unready_reason
-        return Health(ready, self.stale, degraded, failed, public_failure)
+        return Health(ready, self.stale_reason, degraded, failed, public_failure)
 
     @property
-    def failures(self) -> dict[str, str]:
+    def failure_by_generation(self) -> dict[str, str]:
         """Reason by generation why it cannot be loaded here."""
         reason_by_generation = {}
         if self.staged.requested_generation is not None and self.staged.load_failure is not None:
@@ -156,10 +157,10 @@ class PointerFollower:
             reason_by_generation[self.progress.newest_pointer.generation] = self.load_failure
         return reason_by_generation
 
-    def note_concern(self, subject: ConcernSubject, reason: str | None, remedy: str = "") -> None:
+    def note_concern(self, subject: ConcernSubject, stale_reason: str | None, remedy: str = "") -> None:
         """Set a reason why answers may lag behind, or clear it (None); log a change."""
-        if self.concerns.note(subject, reason) and reason is not None:
-            log.warning("stale: %s%s", reason, remedy and f": {remedy}")
+        if self.concerns.note(subject, stale_reason) and stale_reason is not None:
+            log.warning("stale: %s%s", stale_reason, remedy and f": {remedy}")
 
     async def poll_pointer(self) -> None:
         """Read the pointer, follow a newer one, stage the next generation and reopen a degraded one."""
@@ -183,7 +184,7 @@ class PointerFollower:
             self._note_pointer_concern(_STALE_REASON_BY_VERDICT[verdict])
         elif not self.progress.is_behind:
             self._clear_pointer_concern()
-        elif self.progress.newest_pointer is not None and self._timer() >= self._retry_at:
+        elif self.progress.newest_pointer is not None and self._monotonic_clock() >= self._retry_at:
             await self._follow(self.progress.newest_pointer)
         else:
             self._note_pointer_concern(StaleReason.LOAD_FAILED)
@@ -228,7 +229,9 @@ class PointerFollower:
             await asyncio.wait(pending)
 
     async def _start_from_releases(self, pointer: Pointer | None) -> None:
-        if self.progress.followed_pointer is not None or (self.load_failure and self._timer() < self._retry_at):
+        if self.progress.followed_pointer is not None or (
+            self.load_failure and self._monotonic_clock() < self._retry_at
+        ):
             return
         try:
             recorded_pointer = await self._in_thread(newest_pointer, self._store)
@@ -264,10 +267,10 @@ class PointerFollower:
         if pointer.previous is not None and self.served and self.served.previous is None:
             self._previous_load_task = asyncio.create_task(self._load_previous(pointer, pointer.previous))
 
-    async def _note_load_failure(self, pointer: Pointer, reason: str) -> None:
-        reason = mask_secrets(reason)
-        self.progress.load_failure = f"generation {pointer.generation} cannot be loaded: {reason}"
-        self._retry_at = self._timer() + self._retry_s
+    async def _note_load_failure(self, pointer: Pointer, failure_reason: str) -> None:
+        failure_reason = mask_secrets(failure_reason)
+        self.progress.load_failure = f"generation {pointer.generation} cannot be loaded: {failure_reason}"
+        self._retry_at = self._monotonic_clock() + self._retry_s
         self._note_pointer_concern(StaleReason.LOAD_FAILED)
         await self._unless_overtaken(pointer, self._fall_back(pointer))
 
@@ -321,9 +324,9 @@ class PointerFollower:
         if previous is not None and self.served is not None and self.progress.followed_pointer is pointer:
             self.holder.replace_served(dataclasses.replace(self.served, previous=previous))
 
-    def _note_pointer_concern(self, reason: str, remedy: str = "") -> None:
-        self.note_concern("pointer", reason, remedy)
-        self._metrics.refreshes.labels(reason).inc()
+    def _note_pointer_concern(self, stale_reason: str, remedy: str = "") -> None:
+        self.note_concern("pointer", stale_reason, remedy)
+        self._metrics.refreshes.labels(stale_reason).inc()
 
     def _clear_pointer_concern(self) -> None:
         self.note_concern("pointer", None)
@@ -333,12 +336,12 @@ class PointerFollower:
 class PointerProgress:
     """Lag of a replica; it becomes unready `load_bound_s` seconds after a new pointer, retries included."""
 
-    def __init__(self, load_bound_s: float, timer: Callable[[], float]) -> None:
+    def __init__(self, load_bound_s: float, monotonic_clock: Callable[[], float]) -> None:
         self.newest_pointer: Pointer | None = None
         self.followed_pointer: Pointer | None = None
         self.load_failure: str | None = None
         self._load_bound_s = load_bound_s
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._behind_since = 0.0
 
     @property
@@ -349,7 +352,7 @@ class PointerProgress:
     def note_newer(self, pointer: Pointer) -> None:
         """Record a newer pointer; while the replica is behind, further pointers do not restart the bound."""
         if not self.is_behind:
-            self._behind_since = self._timer()
+            self._behind_since = self._monotonic_clock()
         self.newest_pointer = pointer
 
     def note_served(self, pointer: Pointer) -> None:
@@ -361,7 +364,7 @@ class PointerProgress:
         if self.newest_pointer is None or not self.is_behind:
             return None
         is_first = self.followed_pointer is None and self.load_failure is not None
-        if not is_first and self._timer() - self._behind_since < self._load_bound_s:
+        if not is_first and self._monotonic_clock() - self._behind_since < self._load_bound_s:
             return None
         return self.load_failure or f"generation {self.newest_pointer.generation} is still loading"
 
@@ -386,27 +389,31 @@ def judge_pointer(pointer: Pointer | None, seen_pointer: Pointer | None) -> Poin
 class Concerns:
     """Reasons why answers may lag behind: at most one per followed subject."""
 
-    def __init__(self, subject: ConcernSubject, reason: str) -> None:
-        self.reasons_text: str | None = reason
+    def __init__(self, subject: ConcernSubject, stale_reason: str) -> None:
+        self.reasons_text: str | None = stale_reason
         """All reasons, separated by commas, or None; for callers and probes."""
-        self._reason_by_subject: dict[ConcernSubject, str] = {subject: reason}
+        self._reason_by_subject: dict[ConcernSubject, str] = {subject: stale_reason}
 
-    def note(self, subject: ConcernSubject, reason: str | None) -> bool:
+    def note(self, subject: ConcernSubject, stale_reason: str | None) -> bool:
         """Set a concern, or clear it (None); return whether that changed it."""
-        if self._reason_by_subject.get(subject) == reason:
+        if self._reason_by_subject.get(subject) == stale_reason:
             return False
-        if reason is None:
+        if stale_reason is None:
             del self._reason_by_subject[subject]
         else:
-            self._reason_by_subject[subject] = reason
-        self.reasons_text = ",".join(reason for _, reason in sorted(self._reason_by_subject.items())) or None
+            self._reason_by_subject[subject] = stale_reason
+        self.reasons_text = (
+            ",".join(stale_reason for _, stale_reason in sorted(self._reason_by_subject.items())) or None
+        )
         return True
 
 
 class StagedGeneration:
     """Staged generation, at most one at a time; staging another one, or none, releases it."""
 
-    def __init__(self, holder: GenerationHolder, clock: Callable[[], float], timer: Callable[[], float]) -> None:
+    def __init__(
+        self, holder: GenerationHolder, clock: Callable[[], float], monotonic_clock: Callable[[], float]
+    ) -> None:
         self.requested_generation: str | None = None
         self.is_ready = False
         self.load_failure: str | None = None
@@ -414,14 +421,14 @@ class StagedGeneration:
         self._staging_note: Staging | None = None
         self._holder = holder
         self._clock = clock
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._load_task: asyncio.Task[None] | None = None
         self._next_load_at = 0.0
 
-    def update_note(self, note_bytes: bytes | None) -> None:
+    def update_note(self, staging_note_bytes: bytes | None) -> None:
         """Store the staging note from Redis; an unreadable note counts as none."""
         try:
-            self._staging_note = None if note_bytes is None else Staging.from_bytes(note_bytes)
+            self._staging_note = None if staging_note_bytes is None else Staging.from_bytes(staging_note_bytes)
         except CorruptArtefact as error:
             log.warning("the staging note cannot be read, no generation is staged: %s", error)
             self._staging_note = None
@@ -439,7 +446,7 @@ class StagedGeneration:
             self.drop()
             self.requested_generation = generation
             self._start_if_idle(self._load)
-        elif generation is not None and self._timer() >= self._next_load_at:
+        elif generation is not None and self._monotonic_clock() >= self._next_load_at:
             self._start_if_idle(self._top_up if self.is_ready else self._load)
 
     def drop(self) -> asyncio.Task[None] | None:
@@ -452,10 +459,10 @@ class StagedGeneration:
         self._load_task, self.requested_generation, self.load_failure, self.is_ready = (None, None, None, False)
         return task
 
-    async def wait_until_settled(self, within_s: float | None = None) -> None:
-        """Wait until nothing is loading, or for `within_s`."""
+    async def wait_until_settled(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is loading, or for `timeout_s`."""
         if self._load_task is not None:
-            await asyncio.wait({self._load_task}, timeout=within_s)
+            await asyncio.wait({self._load_task}, timeout=timeout_s)
 
     def is_loading(self, generation: str) -> bool:
         """True if a load or a top-up of this generation is under way."""
@@ -467,7 +474,7 @@ class StagedGeneration:
         self._load_task = asyncio.create_task(load_or_top_up(self.requested_generation))
 
     async def _load(self, generation: str) -> None:
-        started_at = self._timer()
+        started_at = self._monotonic_clock()
         try:
             snapshot = self._holder.find_snapshot(generation) or await self._holder.open_staged(generation)
             if (reason := self._holder.refusal_reason(snapshot)) is not None:
@@ -480,44 +487,44 @@ class StagedGeneration:
             self._note_failure(generation, mask_secrets(str(error)) or type(error).__name__)
             return
         self.load_failure, self.is_ready = None, True
-        self.warm_s = self._timer() - started_at
-        self._next_load_at = self._timer() + _STAGE_TOP_UP_S
+        self.warm_s = self._monotonic_clock() - started_at
+        self._next_load_at = self._monotonic_clock() + _STAGE_TOP_UP_S
         self._holder.hold_staged(snapshot)
         log.info("generation %s is ready after %.3f s", generation, self.warm_s)
 
-    def _note_failure(self, generation: str, reason: str) -> None:
-        log.warning("generation %s is not ready: %s", generation, reason)
-        self.load_failure, self._next_load_at = reason, self._timer() + _STAGE_RETRY_S
+    def _note_failure(self, generation: str, failure_reason: str) -> None:
+        log.warning("generation %s is not ready: %s", generation, failure_reason)
+        self.load_failure, self._next_load_at = failure_reason, self._monotonic_clock() + _STAGE_RETRY_S
 
     async def _top_up(self, generation: str) -> None:
         if (snapshot := self._holder.find_snapshot(generation)) is not None:
             await self._holder.warm(snapshot)
-        self._next_load_at = self._timer() + _STAGE_TOP_UP_S
+        self._next_load_at = self._monotonic_clock() + _STAGE_TOP_UP_S
 
 
 class DegradedReopen:
     """Reopening of a degraded live generation in the background, while polls and rollbacks go on."""
 
-    def __init__(self, holder: GenerationHolder, timer: Callable[[], float]) -> None:
+    def __init__(self, holder: GenerationHolder, monotonic_clock: Callable[[], float]) -> None:
         self._holder = holder
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._reopen_at, self._wait_s = 0.0, _REOPEN_FIRST_S
         self._load_task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Restart for another live generation; cancel a load for the former one."""
         self.drop()
-        self._reopen_at, self._wait_s = self._timer() + _REOPEN_FIRST_S, _REOPEN_FIRST_S
+        self._reopen_at, self._wait_s = self._monotonic_clock() + _REOPEN_FIRST_S, _REOPEN_FIRST_S
 
     def reopen_if_due(self, pointer: Pointer | None) -> None:
         """Start to reopen the pointer's generation if it is degraded and the wait has ended; does not wait."""
         served = self._holder.served
-        if served is None or pointer is None or served.live.degraded is None:
+        if served is None or pointer is None or served.live.degraded_reason is None:
             return
-        if self._timer() < self._reopen_at or (self._load_task is not None and not self._load_task.done()):
+        if self._monotonic_clock() < self._reopen_at or (self._load_task is not None and not self._load_task.done()):
             return
         self._wait_s = min(2 * self._wait_s, _REOPEN_MAX_S)
-        self._reopen_at = self._timer() + self._wait_s
+        self._reopen_at = self._monotonic_clock() + self._wait_s
         self._load_task = asyncio.create_task(self._reopen(pointer))
 
     def drop(self) -> asyncio.Task[None] | None:
@@ -539,5 +546,5 @@ class DegradedReopen:
             return
         served = self._holder.served
         # Meanwhile another release may have become live, also of this generation; it has another epoch.
-        if reopened_snapshot.degraded is None and served is not None and served.live.epoch == pointer.epoch:
+        if reopened_snapshot.degraded_reason is None and served is not None and served.live.epoch == pointer.epoch:
             self._holder.replace_served(dataclasses.replace(served, live=reopened_snapshot))

@@ -45,18 +45,18 @@ class Refresher:
         blocklist_poll_s: float,
         heartbeat_s: float,
         in_thread: StoreThreads,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
         loops: BackgroundLoops | None = None,
     ) -> None:
         self.follower = follower
         self._loops = BackgroundLoops() if loops is None else loops
-        self.blocklist_read_at = timer()
+        self.blocklist_read_at = monotonic_clock()
         self._store = store
         self._control = control
         self._heartbeat = heartbeat
         self._last_heartbeat: bytes | None = None
         self._in_thread = in_thread
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._poll_s = poll_s
         self._pointer_event, self._blocklist_event, self._heartbeat_event = (
             asyncio.Event(), asyncio.Event(), asyncio.Event(),
@@ -68,23 +68,25 @@ class Refresher:
             ("heartbeat", lambda: heartbeat_s, self.send_heartbeat, self._heartbeat_event),
             ("host_copies", lambda: _COPIES_SWEEP_S, self.sweep_copies, asyncio.Event()),
         ]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._background_tasks: list[asyncio.Task[None]] = []
         self._named_loops: list[tuple[str, BackgroundStep]] = []
         self._heartbeat_lock = asyncio.Lock()
         self._is_eviction_safe = self._is_eviction_policy_unknown = False
 
-    def add_periodic(self, name: str, pause_s: float, step: BackgroundStep, announcement: bytes | None = None) -> None:
-        """Add a step that runs every `pause_s` seconds from the start on, and when `announcement` is announced.
+    def add_periodic(
+        self, loop_name: str, step_interval_s: float, step: BackgroundStep, announcement: bytes | None = None
+    ) -> None:
+        """Add a step that runs every `step_interval_s` seconds from the start on, and when `announcement` is announced.
 
-        `name` is the name of its loop in the log and in metrics.
+        `loop_name` is the name of its loop in the log and in metrics.
         """
-        self._periodic_steps.append((name, lambda: pause_s, step, wake_event := asyncio.Event()))
+        self._periodic_steps.append((loop_name, lambda: step_interval_s, step, wake_event := asyncio.Event()))
         if announcement is not None:
             self._event_by_announcement[announcement] = wake_event
 
-    def add_loop(self, name: str, run_loop: BackgroundStep) -> None:
+    def add_loop(self, loop_name: str, run_loop: BackgroundStep) -> None:
         """Add a function that runs in a background loop with this name, from `start` until `aclose`."""
-        self._named_loops.append((name, run_loop))
+        self._named_loops.append((loop_name, run_loop))
 
     async def start(self) -> None:
         """Run every step once, then keep running them in the background."""
@@ -95,13 +97,13 @@ class Refresher:
         self.follower.holder.on_change = self._heartbeat_event.set  # publishers wait for it
         for name, pause_s, step, wake_event in self._periodic_steps:
             wait = functools.partial(_wait_for_wake, pause_s, wake_event)
-            self._tasks.append(self._loops.start(name, step, wait=wait))
+            self._background_tasks.append(self._loops.start(name, step, wait=wait))
         for name, run_loop in (("announcements", self.listen), *self._named_loops):
-            self._tasks.append(self._loops.start(name, run_loop))
+            self._background_tasks.append(self._loops.start(name, run_loop))
 
     async def aclose(self) -> None:
         """Stop the background tasks, and sign off."""
-        await cancel_and_wait(self._tasks)
+        await cancel_and_wait(self._background_tasks)
         await self.follower.aclose()
         await self._sign_off()
 
@@ -134,7 +136,7 @@ class Refresher:
             return
         follower.note_concern("blocklist", read_error and StaleReason.BLOCKLIST_UNREADABLE, read_error or "")
         if read_error is None:
-            self.blocklist_read_at = self._timer()
+            self.blocklist_read_at = self._monotonic_clock()
 
     async def sweep_copies(self) -> None:
         """Remove this host's copies of generations that the store no longer has, except held ones."""
@@ -147,7 +149,7 @@ class Refresher:
             if self.follower.is_draining:
                 return
             try:
-                requested_at_s = self._timer()
+                requested_at_s = self._monotonic_clock()
                 self._heartbeat.clock.set(await self._control.time(), requested_at_s)
                 payload = orjson.dumps(self._heartbeat.payload())
                 await self._control.heartbeat(payload, self._heartbeat.clock(), self._last_heartbeat)
@@ -229,9 +231,9 @@ def newest_blocklist(store: ArtefactStore, enforced_version: int) -> tuple[Block
     return (Blocklist() if not versions_and_stems and enforced_version < 0 else None), read_error
 
 
-def _read_blocklist(store: ArtefactStore, version: int, stem: str) -> Blocklist:
-    blocklist_bytes = store.read(f"blocklist/{stem}.json")
+def _read_blocklist(store: ArtefactStore, blocklist_version: int, version_stem: str) -> Blocklist:
+    blocklist_bytes = store.read(f"blocklist/{version_stem}.json")
     blocklist = None if blocklist_bytes is None else Blocklist.from_bytes(blocklist_bytes)
-    if blocklist is None or blocklist.version != version:
+    if blocklist is None or blocklist.version != blocklist_version:
         raise CorruptArtefact("is not there" if blocklist is None else f"calls itself {blocklist.version}")
     return blocklist

@@ -36,7 +36,7 @@ Part = TypeVar("Part")
 class ItemValues(Protocol):
     """Current values of one attribute of a generation's items."""
 
-    def mask_having_text(self, text: str, ordinals: NDArray[Any]) -> NDArray[np.bool_]:
+    def mask_having_text(self, attribute_text: str, item_ordinals: NDArray[Any]) -> NDArray[np.bool_]:
         """Return a mask of the items that have the text as a value."""
 
 
@@ -44,8 +44,8 @@ class ItemValues(Protocol):
 class DefaultList:
     """Default list of a top-K table, the last fallback: ordinals and scores, best first."""
 
-    items: NDArray[np.uint32]
-    scores: NDArray[np.float32]
+    item_ordinals: NDArray[np.uint32]
+    item_scores: NDArray[np.float32]
     ordinal_by_id: Mapping[bytes, int]
     """Ordinals by item id."""
 
@@ -63,33 +63,33 @@ class Snapshot:
     epoch: int
     published_at: str
     manifest: Manifest
-    root: Path
+    generation_folder: Path
     directories: Mapping[str, Directory]
     items: ItemTable
     view: SnapshotView
     predictor: Predictor | None
-    degraded: str | None
-    defaults: Mapping[str, DefaultList]
+    degraded_reason: str | None
+    default_list_by_table: Mapping[str, DefaultList]
     blocklist: Blocklist
-    blocked: frozenset[int]
-    blocked_ordinals: NDArray[np.int64]
-    fallback: str | None = None
+    blocked_item_numbers: frozenset[int]
+    blocked_item_ordinals: NDArray[np.int64]
+    fallback_reason: str | None = None
     """Reason why live models run on the CPU although another provider is configured."""
     seen_items: SeenItems | None = None
     """Past items of users, if there are filters or events."""
     part_by_class: Mapping[type, Any] = field(default_factory=dict)
     """Parts of the generation that features opened, by class."""
-    changed_facets: Mapping[str, ItemValues] = field(default_factory=dict)
+    changed_values_by_facet: Mapping[str, ItemValues] = field(default_factory=dict)
     """By facet table: current values of its attribute, if an item's value has changed since the night."""
-    changed_filters: frozenset[str] = frozenset()
+    changed_filter_names: frozenset[str] = frozenset()
     """Named filters that other items may pass now than in the night."""
     new_items: NewItems = NO_NEW_ITEMS
     """Items that lists may name although the night did not know them."""
-    blocked_stamp: int = field(default_factory=_STAMP_COUNTER.__next__)
+    blocklist_stamp: int = field(default_factory=_STAMP_COUNTER.__next__)
     """Number of the enforced blocklist; grows with each change of any namespace's list."""
     stamp: int = field(init=False, default_factory=_STAMP_COUNTER.__next__)
     """Number that is unique to this value: the same generation with another blocklist or release has another number."""
-    values_stamp: int = field(init=False, default_factory=_STAMP_COUNTER.__next__)
+    item_values_stamp: int = field(init=False, default_factory=_STAMP_COUNTER.__next__)
     """Like `stamp`, but also changes with items' attributes, for answers that depend on them."""
 
     @classmethod
@@ -102,13 +102,13 @@ class Snapshot:
         published_at: float,
         blocklist: Blocklist,
         precision: ModelPrecision,
-        threads: int,
-        cores: Sequence[int] = (),
+        thread_count: int,
+        core_numbers: Sequence[int] = (),
         accelerator: Accelerator | None = None,
     ) -> Self:
         """Fetch, verify, map and warm a generation; slow, so not for the event loop.
 
-        If a model or index does not open, the snapshot is `degraded`: its pages still answer.
+        If a model or index does not open, the snapshot is `degraded_reason`: its pages still answer.
         """
         manifest = read_manifest(store, generation)
         live_file_paths = {live_file.path for live_file in live_files(manifest)}
@@ -118,24 +118,26 @@ class Snapshot:
         root = store.local(generation_path(generation))
         directories = {name: Directory.open(root, entity_set) for name, entity_set in manifest.entity_sets.items()}
         items = ItemTable.open(root, manifest)
-        predictor, degraded, fallback = open_predictor(store, manifest, items, precision, threads, cores, accelerator)
+        predictor, degraded, fallback = open_predictor(
+            store, manifest, items, precision, thread_count, core_numbers, accelerator
+        )
         blocked, blocked_ordinals = _blocked_items(blocklist, items)
         return cls(
             generation=generation,
             epoch=epoch,
             published_at=_iso_time(published_at),
             manifest=manifest,
-            root=root,
+            generation_folder=root,
             directories=directories,
             items=items,
             view=SnapshotView(generation, directories),
             predictor=predictor,
-            degraded=degraded,
-            fallback=fallback,
-            defaults=read_defaults(manifest, root, items),
+            degraded_reason=degraded,
+            fallback_reason=fallback,
+            default_list_by_table=read_defaults(manifest, root, items),
             blocklist=blocklist,
-            blocked=blocked,
-            blocked_ordinals=blocked_ordinals,
+            blocked_item_numbers=blocked,
+            blocked_item_ordinals=blocked_ordinals,
             seen_items=SeenItems.open(root, manifest, directories["user"]),
         )
 
@@ -143,8 +145,8 @@ class Snapshot:
         """Return a snapshot of this generation with another version of the blocklist."""
         blocked, blocked_ordinals = _blocked_items(blocklist, self.items, self.new_items)
         return dataclasses.replace(
-            self, blocklist=blocklist, blocked=blocked, blocked_ordinals=blocked_ordinals,
-            blocked_stamp=next(_STAMP_COUNTER),
+            self, blocklist=blocklist, blocked_item_numbers=blocked, blocked_item_ordinals=blocked_ordinals,
+            blocklist_stamp=next(_STAMP_COUNTER),
         )  # fmt: skip
 
     def with_new_items(self, new_items: NewItems) -> Self:
@@ -152,7 +154,7 @@ class Snapshot:
         if new_items.digest == self.new_items.digest:
             return self.with_same_stamp(new_items=new_items)
         blocked, _ = _blocked_items(self.blocklist, self.items, new_items)
-        return dataclasses.replace(self, new_items=new_items, blocked=blocked)
+        return dataclasses.replace(self, new_items=new_items, blocked_item_numbers=blocked)
 
     def part(self, part_class: type[Part]) -> Part | None:
         """Return the part of this class that a feature opened; None if there is none."""
@@ -182,12 +184,12 @@ class Snapshot:
         """Return a snapshot of this generation for a later release (a rollback to it, a restore)."""
         return dataclasses.replace(self, epoch=epoch, published_at=_iso_time(published_at))
 
-    def table(self, name: str) -> Table:
+    def table(self, table_name: str) -> Table:
         """Return the table of that name; raise Problem (404)."""
-        table = self.manifest.tables.get(name)
+        table = self.manifest.tables.get(table_name)
         if table is None:
             raise Problem(
-                404, "unknown_table", f"there is no table {name!r}",
+                404, "unknown_table", f"there is no table {table_name!r}",
                 field="table", tables=sorted(self.manifest.tables),
             )  # fmt: skip
         return table
@@ -206,28 +208,28 @@ class Snapshot:
         """Digest of a missing input, used for items, which are their own input."""
         return _digest_of_nothing("" if self.predictor is None else self.predictor.model_digest)
 
-    def knows_entity(self, table: Table, raw: bytes) -> bool:
+    def knows_entity(self, table: Table, raw_id: bytes) -> bool:
         """True if the night knew the entity."""
         directory = self.directories[table.entity]
-        return directory.find(hash_id(raw, directory.seed)) >= 0
+        return directory.find(hash_id(raw_id, directory.seed)) >= 0
 
-    def past_item_ordinals(self, table: Table, position: int) -> NDArray[np.int64]:
+    def past_item_ordinals(self, table: Table, user_position: int) -> NDArray[np.int64]:
         """Return ordinals int64 of the past items of the user at a position (-1: unknown), which lists leave out.
 
         Empty if the generation does not keep them (it has neither attributes of items nor events).
         """
         is_list_of_user = table.kind == "topk" and table.entity == "user"
-        if self.seen_items is None or not is_list_of_user or position < 0:
+        if self.seen_items is None or not is_list_of_user or user_position < 0:
             return np.empty(0, np.int64)
-        return self.seen_items.ordinals_of(position)
+        return self.seen_items.ordinals_of(user_position)
 
-    def blocks_entity(self, table: Table, raw: bytes | None) -> bool:
+    def blocks_entity(self, table: Table, raw_id: bytes | None) -> bool:
         """True if the entity itself must not be served (also when it is blocked as an item or a user)."""
-        if raw is None:
+        if raw_id is None:
             return False
         blocklist = self.blocklist
         blocked_of_kind = {"item": blocklist.items, "user": blocklist.users}.get(table.entity, ())
-        return raw in blocklist.entities or raw in blocked_of_kind
+        return raw_id in blocklist.entities or raw_id in blocked_of_kind
 
 
 @functools.lru_cache(maxsize=16)
@@ -250,12 +252,12 @@ def _blocked_items(
     return frozenset(numbers[numbers >= 0].tolist()), known_ordinals
 
 
-def read_defaults(manifest: Manifest, root: Path, items: ItemTable) -> dict[str, DefaultList]:
+def read_defaults(manifest: Manifest, generation_folder: Path, items: ItemTable) -> dict[str, DefaultList]:
     """Read a generation's defaults by table; raise CorruptArtefact if they do not fit its items.
 
     Item tables have no defaults: popular items suit an unknown user, but are not similar to a given item.
     """
-    document_bytes = (root / manifest.defaults.path).read_bytes()
+    document_bytes = (generation_folder / manifest.defaults.path).read_bytes()
     try:
         document = orjson.loads(document_bytes)
         defaults = {}

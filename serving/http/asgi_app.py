@@ -23,17 +23,17 @@ ADMITTED_KEY = "larder.admitted"
 
 
 class ParsedGet(Protocol):
-    """Parsed GET of one id; `is_plain` if a nightly record may answer it."""
+    """Parsed GET of one id; `may_use_nightly_record` if a nightly record may answer it."""
 
     @property
-    def is_plain(self) -> bool:
+    def may_use_nightly_record(self) -> bool:
         """True if the night knows the id and it is not blocked."""
 
 
 class FastPath(Protocol):
     """Fast path to some answers; if a method returns None, the request takes the complete path."""
 
-    def answer(self, target: bytes) -> bytes | None:
+    def answer(self, request_target: bytes) -> bytes | None:
         """Return the body of a ready answer to a GET of this path and query."""
 
     def can_use_fast_path(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
@@ -82,12 +82,12 @@ class _AdmissionSlot:
 class AsgiApp(FastAPI):
     """FastAPI with observer, admission and bounds. Without a `gate` it is plain FastAPI."""
 
-    def __init__(self, *, api_paths: ApiPaths, bodies_bytes: int = BODIES_BYTES_MAX, **settings: Any) -> None:
+    def __init__(self, *, api_paths: ApiPaths, bodies_bytes_max: int = BODIES_BYTES_MAX, **settings: Any) -> None:
         super().__init__(**settings)
         self.api_paths = api_paths
-        self.body_budget = BodyBudget(bodies_bytes)
-        self.callers = Callers(is_open=True)
-        self.has_room: Callable[[], bool] = _has_always_room
+        self.body_budget = BodyBudget(bodies_bytes_max)
+        self.callers = Callers(answers_without_token=True)
+        self.has_room_for_answer: Callable[[], bool] = _has_always_room
         """Callback that returns whether unread answers leave room for a large one."""
         self.gate: AdmissionGate | None = None
         self.request_watch: RequestWatch | None = None
@@ -124,7 +124,7 @@ class AsgiApp(FastAPI):
         answer_below = self._answer_admitted if caller_of(scope).quota is None else self._answer_within_quota
         if request_watch is None:
             await answer_below(gate, scope, receive, send)
-        elif self.fast_path is not None and scope["method"] == "GET" and request_watch.leaves(scope):
+        elif self.fast_path is not None and scope["method"] == "GET" and request_watch.leaves_unobserved(scope):
             # The observer is still used if the fast path does not answer.
             await answer_below(gate, scope, receive, send, request_watch)
         else:
@@ -137,7 +137,7 @@ class AsgiApp(FastAPI):
         try:
             is_get = scope["method"] == "GET"
             is_of_one = is_get and scope["path"].startswith(self.api_paths.single_entity_prefixes)
-            quota_context = enter_quota(scope, is_of_one=is_of_one)
+            quota_context = enter_quota(scope, is_of_one_entity=is_of_one)
         except Problem as problem:
             await _send_messages(gate.count_if_refused(refusal_messages(problem)), send)
             return
@@ -157,14 +157,14 @@ class AsgiApp(FastAPI):
             pacer = gate.admission.work_pacer
             pacer_token = CURRENT_PACER.set(pacer)
             try:
-                waited_s = await pacer.begin(scope.get(IS_GONE_KEY, _is_never_gone), is_short=is_short)
+                waited_s = await pacer.wait_to_begin(scope.get(IS_GONE_KEY, _is_never_gone), is_short_request=is_short)
                 if waited_s:
                     store_wait(scope, waited_s)
                 timely_receive: Receive | None = receive
                 if gate.admission.may_be_late(waited_s):
                     timely_receive = await gate.receive_unless_late(scope, receive, waited_s)
                 response_messages: ResponseMessages | None = OVERLOADED_MESSAGES
-                if not is_short and not self.has_room():
+                if not is_short and not self.has_room_for_answer():
                     gate.admission.shed_counts["full"] += 1
                 elif timely_receive is not None:
                     response_messages, parsed_get, receive = await self._answer_fast(gate, scope, timely_receive)
@@ -189,7 +189,7 @@ class AsgiApp(FastAPI):
         fast_path, answer, parsed_get = self.fast_path, None, None
         is_post = scope["method"] == "POST"
         if fast_path is not None and scope["method"] == "GET" and (parsed_get := fast_path.parse_get(scope)):
-            answer = await fast_path.get(parsed_get) if parsed_get.is_plain else None
+            answer = await fast_path.get(parsed_get) if parsed_get.may_use_nightly_record else None
         if answer is None and ADMITTED_KEY not in scope and not gate.admission.admit_costly():
             return OVERLOADED_MESSAGES, None, receive
         if fast_path is not None and is_post:
@@ -206,7 +206,7 @@ class AsgiApp(FastAPI):
     ) -> None:
         """Take the complete path: a parsed GET goes to the ladder, any other request through the router."""
         answer_below = super().__call__
-        if parsed_get is not None and not parsed_get.is_plain:
+        if parsed_get is not None and not parsed_get.may_use_nightly_record:
             answer_below = functools.partial(self._answer_parsed_get, parsed_get)
         if request_watch is not None:
             await request_watch(answer_below, scope, receive, send)
@@ -226,7 +226,7 @@ class AsgiApp(FastAPI):
         if gate is None or fast_path is None:
             return None
         admission = gate.admission
-        if admission.requests_under_way >= admission.requests_max or admission.is_behind:
+        if admission.requests_under_way >= admission.requests_max or admission.is_loop_behind:
             return None
         group_future = fast_path.try_join(parsed_get)
         if group_future is not None:
@@ -262,12 +262,12 @@ class AsgiApp(FastAPI):
             pacer = gate.admission.work_pacer
             pacer_token = CURRENT_PACER.set(pacer)
             try:
-                waited_s = await pacer.begin(scope[IS_GONE_KEY], is_short=True)
+                waited_s = await pacer.wait_to_begin(scope[IS_GONE_KEY], is_short_request=True)
                 if waited_s:
                     store_wait(scope, waited_s)
                 if not (gate.admission.may_be_late(waited_s) and gate.is_late(scope, b"", waited_s)):
                     response_messages: ResponseMessages | None = OVERLOADED_MESSAGES
-                    if parsed_get.is_plain:
+                    if parsed_get.may_use_nightly_record:
                         response_messages = await fast_path.get(parsed_get)
                     elif gate.admission.admit_costly():
                         response_messages = await self._answer_by_ladder(parsed_get, scope)

@@ -54,7 +54,7 @@ class Connections:
     def __init__(self, bounds: PeerBounds) -> None:
         self.bounds = bounds
         self.unread_answers = UnreadAnswers(bounds.answers_bytes)
-        self.ended_by_reason: Counter[str] = Counter()
+        self.ended_count_by_reason: Counter[str] = Counter()
         """Counts of ended connections by reason, except those ended by peers or for idleness."""
         self._connections_without_request: dict[Connection, None] = {}  # oldest first
         self._logged_count = 0
@@ -68,7 +68,7 @@ class Connections:
                 return False
             oldest_connection = next(iter(without_request))
             del without_request[oldest_connection]
-            self.ended_by_reason["unasked"] += 1
+            self.ended_count_by_reason["unasked"] += 1
             oldest_connection.drop()
         without_request[connection] = None
         return True
@@ -94,8 +94,8 @@ class Connections:
 
     def _log_ended(self) -> None:
         """Log ended connections as one line, so that hostile peers cannot fill the log."""
-        if (ended_count := self.ended_by_reason.total()) > self._logged_count:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self.ended_by_reason.most_common())
+        if (ended_count := self.ended_count_by_reason.total()) > self._logged_count:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.ended_count_by_reason.most_common())
             log.warning("%d connections ended (since the start: %s)", ended_count - self._logged_count, reasons)
             self._logged_count = ended_count
 
@@ -103,12 +103,12 @@ class Connections:
 class UnreadAnswers:
     """Connections whose write buffer is full, and their unsent bytes, for one event loop.
 
-    Beyond `bytes_max` slow connections are cut off, those that have waited longest first. If that is not enough,
+    Beyond `unread_bytes_max` slow connections are cut off, those that have waited longest first. If that is not enough,
     `is_full` is True, and no large answer should be started.
     """
 
-    def __init__(self, bytes_max: int) -> None:
-        self.bytes_max = bytes_max
+    def __init__(self, unread_bytes_max: int) -> None:
+        self.unread_bytes_max = unread_bytes_max
         self.cut_off_count = 0
         """Connections cut off since the start."""
         self._waiting_since_by_reader: dict[Connection, float] = {}  # longest wait first
@@ -124,7 +124,7 @@ class UnreadAnswers:
         """Count the unsent bytes of a connection whose write buffer is full."""
         self._waiting_since_by_reader.setdefault(reader, now_s)
         self._update_unread_bytes(reader)
-        if self._held_bytes > self.bytes_max:
+        if self._held_bytes > self.unread_bytes_max:
             self._cut_slow(now_s)
 
     def remove(self, reader: "Connection") -> None:
@@ -134,9 +134,9 @@ class UnreadAnswers:
 
     def is_full(self, now_s: float) -> bool:
         """True if the budget is used up by peers that are not slow enough to be cut off."""
-        if self._held_bytes > self.bytes_max:
+        if self._held_bytes > self.unread_bytes_max:
             self._cut_slow(now_s)
-        return self._held_bytes > self.bytes_max
+        return self._held_bytes > self.unread_bytes_max
 
     def _update_unread_bytes(self, reader: "Connection") -> None:
         unread_bytes = reader.unread_bytes()
@@ -147,7 +147,7 @@ class UnreadAnswers:
         for reader in self._waiting_since_by_reader:
             self._update_unread_bytes(reader)
         for reader, full_since_s in list(self._waiting_since_by_reader.items()):
-            if self._held_bytes <= self.bytes_max or now_s - full_since_s < SLOW_READER_S:
+            if self._held_bytes <= self.unread_bytes_max or now_s - full_since_s < SLOW_READER_S:
                 return
             self.remove(reader)
             self.cut_off_count += 1
@@ -155,18 +155,18 @@ class UnreadAnswers:
 
 
 class ConnectionStage(NamedTuple):
-    """Stage of a connection; `progress` changes whenever it progresses."""
+    """Stage of a connection; `progress_counts` changes whenever it progresses."""
 
-    kind: StageKind
-    progress: tuple[int, ...] = ()
+    stage_kind: StageKind
+    progress_counts: tuple[int, ...] = ()
 
 
 class BoundViolation(ProtocolViolation):
     """A connection has exceeded a bound; the peer gets the status, and `kind` is counted."""
 
-    def __init__(self, status: int) -> None:
-        self.kind, message = _REASON_AND_TEXT_BY_STATUS[status]
-        super().__init__(status, message)
+    def __init__(self, http_status: int) -> None:
+        self.kind, message = _REASON_AND_TEXT_BY_STATUS[http_status]
+        super().__init__(http_status, message)
 
 
 class InboundMeter:
@@ -204,41 +204,41 @@ class InboundMeter:
         if unanswered_count >= self._bounds.pipeline_max:
             raise BoundViolation(429)
 
-    def head_excess_status(self, data: bytes) -> int:
-        """Return status 431 if `data` begins or continues a head of more lines than `head_fields`; 0 otherwise.
+    def head_excess_status(self, received_data: bytes) -> int:
+        """Return status 431 if `received_data` begins or continues a head of more lines than `head_fields`; else 0.
 
         Otherwise parsing the fields would cost four times as much as accepting the connection.
         """
-        if not self.is_message_complete and (not self.is_in_head or data.startswith((b"\r", b"\n"))):
+        if not self.is_message_complete and (not self.is_in_head or received_data.startswith((b"\r", b"\n"))):
             return 0  # a body, or a head whose end may have begun in earlier data
-        head_end = data.find(_HEAD_END, 0, PIECE_BYTES)
-        line_count = data.count(b"\n", 0, PIECE_BYTES if head_end < 0 else head_end)
+        head_end = received_data.find(_HEAD_END, 0, PIECE_BYTES)
+        line_count = received_data.count(b"\n", 0, PIECE_BYTES if head_end < 0 else head_end)
         return 431 if line_count > 1 + self._bounds.head_fields else 0
 
-    def count_url(self, size_bytes: int) -> None:
-        """Add `size_bytes` bytes of the request target; raise BoundViolation (431) beyond `head_bytes`."""
-        self._head_bytes += size_bytes
+    def count_url(self, target_bytes: int) -> None:
+        """Add `target_bytes` bytes of the request target; raise BoundViolation (431) beyond `head_bytes`."""
+        self._head_bytes += target_bytes
         if self._head_bytes > self._bounds.head_bytes:
             raise BoundViolation(431)
 
-    def count_field(self, size_bytes: int) -> None:
-        """Add a header field or trailer of `size_bytes` bytes.
+    def count_field(self, field_bytes: int) -> None:
+        """Add a header field or trailer of `field_bytes` bytes.
 
         Raises BoundViolation (431) beyond `head_fields` or `head_bytes`.
         """
         self._field_count += 1
-        self._head_bytes += size_bytes
+        self._head_bytes += field_bytes
         if self._field_count > self._bounds.head_fields or self._head_bytes > self._bounds.head_bytes:
             raise BoundViolation(431)
 
-    def count_body(self, size_bytes: int, *, is_behind: bool) -> None:
+    def count_body(self, body_bytes: int, *, is_after_unanswered: bool) -> None:
         """Add bytes of a body.
 
         Raises BoundViolation (413) for more than BEHIND_BYTES_MAX of bodies after an unanswered request.
         """
         self._unreported_bytes = 0
-        if is_behind:
-            self._behind_bytes += size_bytes
+        if is_after_unanswered:
+            self._behind_bytes += body_bytes
             if self._behind_bytes > BEHIND_BYTES_MAX:
                 raise BoundViolation(413)
 
@@ -246,31 +246,33 @@ class InboundMeter:
         """Reset the count of bytes after an unanswered request, which now has its answer."""
         self._behind_bytes = 0
 
-    def is_within_bounds(self, size_bytes: int) -> bool:
-        """True if `size_bytes` more bytes, which the parser may not have reported yet, are within the bounds.
+    def is_within_bounds(self, received_bytes: int) -> bool:
+        """True if `received_bytes` more bytes, which the parser may not have reported yet, are within the bounds.
 
         The parser reports a value only at its end. Bytes are counted per piece, so up to two more pieces may be
         accepted.
         """
         if self.is_message_complete:
             return True
-        self._unreported_bytes += size_bytes
+        self._unreported_bytes += received_bytes
         return self._unreported_bytes <= self._bounds.head_bytes + PIECE_BYTES
 
     def stalled_stage_kind(self, connection_stage: ConnectionStage | None, now_s: float) -> StageKind | None:
         """Return the kind of the stage if the connection has been in it for longer than allowed."""
         if connection_stage != self._stage:
             self._stage, self._stage_began_at = connection_stage, now_s
-        elif connection_stage is not None and now_s - self._stage_began_at > self._allowed_s(connection_stage.kind):
+        elif connection_stage is not None and now_s - self._stage_began_at > self._allowed_s(
+            connection_stage.stage_kind
+        ):
             self._stage = None
-            return connection_stage.kind
+            return connection_stage.stage_kind
         return None
 
-    def _allowed_s(self, kind: StageKind) -> float:
+    def _allowed_s(self, stage_kind: StageKind) -> float:
         bounds = self._bounds
-        if kind == "body":
+        if stage_kind == "body":
             return bounds.body_timeout_s
-        return bounds.head_timeout_s if kind in ("silent", "head") else bounds.write_timeout_s
+        return bounds.head_timeout_s if stage_kind in ("silent", "head") else bounds.write_timeout_s
 
 
 class Connection(Http1Protocol):
@@ -364,7 +366,7 @@ class Connection(Http1Protocol):
 
         The application reads whole bodies, so it is not woken for small pieces except the last.
         """
-        self._inbound_meter.count_body(len(body), is_behind=bool(self.pipeline) or self._is_write_buffer_full)
+        self._inbound_meter.count_body(len(body), is_after_unanswered=bool(self.pipeline) or self._is_write_buffer_full)
         cycle = self.cycle
         if cycle is None or cycle.response_complete or len(cycle.body) + len(body) > PIECE_BYTES:
             super().on_body(body)
@@ -413,7 +415,7 @@ class Connection(Http1Protocol):
         if kind == "head":
             self.refuse(BoundViolation(408))
             return
-        self._connections.ended_by_reason[kind] += 1
+        self._connections.ended_count_by_reason[kind] += 1
         if kind in ("write", "close"):
             self._reset()
         else:
@@ -425,7 +427,7 @@ class Connection(Http1Protocol):
 
     def cut_off(self) -> None:
         """End the connection immediately, because others need the memory of its unsent answers."""
-        self._connections.ended_by_reason["unread"] += 1
+        self._connections.ended_count_by_reason["unread"] += 1
         self._reset()
 
     def _reset(self) -> None:
@@ -459,7 +461,7 @@ class Connection(Http1Protocol):
     def refuse(self, violation: ProtocolViolation) -> None:
         """Count the end of a connection that exceeds a bound, then refuse its next request."""
         if isinstance(violation, BoundViolation) and not (self.reads_no_more or self.transport.is_closing()):
-            self._connections.ended_by_reason[violation.kind] += 1
+            self._connections.ended_count_by_reason[violation.kind] += 1
         super().refuse(violation)
 
     def timeout_keep_alive_handler(self) -> None:

@@ -65,9 +65,9 @@ _half_closed_connections: WeakSet["Http1Protocol"] = WeakSet()
 class ProtocolViolation(Exception):
     """A request violates a rule; its sender gets the status and the message."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(status, message)
-        self.status, self.message = status, message
+    def __init__(self, http_status: int, message: str) -> None:
+        super().__init__(http_status, message)
+        self.status, self.message = http_status, message
 
 
 def request_version(request_line: bytes) -> bytes:
@@ -75,15 +75,15 @@ def request_version(request_line: bytes) -> bytes:
     line_match = _REQUEST_LINE_PATTERN.fullmatch(request_line)
     if line_match is None:
         raise ProtocolViolation(400, "the request line is not METHOD, TARGET and HTTP/1.1 with one space between them")
-    method, version = line_match.groups()
-    if version not in _SERVED_VERSIONS:
+    method, http_version = line_match.groups()
+    if http_version not in _SERVED_VERSIONS:
         raise ProtocolViolation(505, "only HTTP/1.0 and HTTP/1.1 are supported")
     if method == b"CONNECT":
         raise ProtocolViolation(501, "CONNECT is not supported: this is not a proxy")
-    return version
+    return http_version
 
 
-def body_length(version: bytes, headers: Headers) -> int:
+def body_length(http_version: bytes, headers: Headers) -> int:
     """Return the bytes of the body that follows a head, CHUNKED for chunks; header names in lower case.
 
     Raises ProtocolViolation for fields that are not allowed in a request of this version.
@@ -101,11 +101,11 @@ def body_length(version: bytes, headers: Headers) -> int:
             content_length = int(header_value)
         else:
             codings += b"," + header_value
-    if host_count != 1 and (host_count or version != b"1.0"):
+    if host_count != 1 and (host_count or http_version != b"1.0"):
         raise ProtocolViolation(400, f"a request must have exactly one Host field, not {host_count}")
     if not codings:
         return content_length
-    if version == b"1.0":
+    if http_version == b"1.0":
         raise ProtocolViolation(400, "HTTP/1.0 has no Transfer-Encoding: send Content-Length")
     coding_names = [coding.strip(b" \t").lower() for coding in codings[1:].split(b",")]
     if b"" in coding_names:
@@ -128,64 +128,64 @@ class ChunkedBody:
         self._chunk_bytes_left = self._trailers_bytes = 0
         self._partial_line = b""
 
-    def feed(self, data: bytes) -> tuple[bytes, int]:
-        """Return the part of the body that is in `data`, and how many bytes of `data` belong to the message.
+    def feed(self, received_data: bytes) -> tuple[bytes, int]:
+        """Return the part of the body that is in `received_data`, and how many of its bytes belong to the message.
 
         Raises ProtocolViolation for invalid chunks.
         """
         body_pieces: list[bytes] = []
-        offset, data_bytes = 0, len(data)
+        offset, data_bytes = 0, len(received_data)
         while offset < data_bytes and not self.is_complete:
             if self._chunk_bytes_left:
-                body_pieces.append(data[offset : offset + self._chunk_bytes_left])
+                body_pieces.append(received_data[offset : offset + self._chunk_bytes_left])
                 offset += len(body_pieces[-1])
                 self._chunk_bytes_left -= len(body_pieces[-1])
                 continue
             if self._expected_part == "size" and not self._partial_line:
-                offset = _append_tiny_chunks(data, offset, body_pieces)
-            line_end = data.find(b"\n", offset) + 1
-            self._partial_line += data[offset : line_end or data_bytes]
+                offset = _append_tiny_chunks(received_data, offset, body_pieces)
+            line_end = received_data.find(b"\n", offset) + 1
+            self._partial_line += received_data[offset : line_end or data_bytes]
             offset = line_end or data_bytes
             if len(self._partial_line) > _LINE_BYTES_MAX:
                 raise ProtocolViolation(400, "a line between the chunks of the body is too long")
             if line_end:
-                line, self._partial_line = self._partial_line, b""
-                self._parse_line(line)
+                chunk_line, self._partial_line = self._partial_line, b""
+                self._parse_line(chunk_line)
         return b"".join(body_pieces), offset
 
-    def _parse_line(self, line: bytes) -> None:
+    def _parse_line(self, chunk_line: bytes) -> None:
         if self._expected_part == "size":
-            size_match = _CHUNK_SIZE_PATTERN.fullmatch(line)
+            size_match = _CHUNK_SIZE_PATTERN.fullmatch(chunk_line)
             if size_match is None or len(digits := size_match[1].lstrip(b"0")) > _SIZE_DIGITS_MAX:
                 raise ProtocolViolation(400, "the size of a chunk is not a hexadecimal number")
             self._chunk_bytes_left = int(digits or b"0", 16)
             self._expected_part = "end of chunk" if self._chunk_bytes_left else "trailer"
         elif self._expected_part == "end of chunk":
-            if line != b"\r\n":
+            if chunk_line != b"\r\n":
                 raise ProtocolViolation(400, "a chunk is longer than its size")
             self._expected_part = "size"
-        elif line == b"\r\n":
+        elif chunk_line == b"\r\n":
             self.is_complete = True
         else:
-            self._trailers_bytes += len(line)
-            if not _TRAILER_PATTERN.fullmatch(line):
+            self._trailers_bytes += len(chunk_line)
+            if not _TRAILER_PATTERN.fullmatch(chunk_line):
                 raise ProtocolViolation(400, "a trailer of the body is not NAME: VALUE")
             if self._trailers_bytes > _TRAILERS_BYTES_MAX:
                 raise ProtocolViolation(431, "the trailers of the body are too large")
 
 
-def _append_tiny_chunks(data: bytes, offset: int, body_pieces: list[bytes]) -> int:
-    """Append the chunks from `offset` on that have at most 15 bytes; return the offset of the first other chunk.
+def _append_tiny_chunks(received_data: bytes, chunk_offset: int, body_pieces: list[bytes]) -> int:
+    """Append the chunks from `chunk_offset` on that have at most 15 bytes; return the offset of the first other chunk.
 
     Costs a quarter of parsing lines, for bodies that arrive in chunks of a few bytes.
     """
-    while (chunk_bytes := _SIZE_BY_TINY_CHUNK_LINE.get(data[offset : offset + 3])) is not None:
-        chunk_end = offset + 3 + chunk_bytes
-        if data[chunk_end : chunk_end + 2] != b"\r\n":
+    while (chunk_bytes := _SIZE_BY_TINY_CHUNK_LINE.get(received_data[chunk_offset : chunk_offset + 3])) is not None:
+        chunk_end = chunk_offset + 3 + chunk_bytes
+        if received_data[chunk_end : chunk_end + 2] != b"\r\n":
             break
-        body_pieces.append(data[offset + 3 : chunk_end])
-        offset = chunk_end + 2
-    return offset
+        body_pieces.append(received_data[chunk_offset + 3 : chunk_end])
+        chunk_offset = chunk_end + 2
+    return chunk_offset
 
 
 class _CycleTransport:
@@ -434,51 +434,51 @@ class Http1Protocol(HttpToolsProtocol):
     def _is_within_request(self) -> bool:
         return self._partial_request_line is not None or self._is_line_read
 
-    def _feed_head(self, data: bytes) -> bytes:
+    def _feed_head(self, received_data: bytes) -> bytes:
         """Feed the parser up to the end of the head; return the bytes after it."""
-        if not self._is_line_read and not (data := self._check_request_line(data)):
+        if not self._is_line_read and not (received_data := self._check_request_line(received_data)):
             return b""
-        head_window = self._head_tail + data
+        head_window = self._head_tail + received_data
         head_end = head_window.find(_HEAD_END)
         if head_end < 0:
-            fed_bytes, self._head_tail = len(data), head_window[1 - len(_HEAD_END) :]
+            fed_bytes, self._head_tail = len(received_data), head_window[1 - len(_HEAD_END) :]
         else:
             fed_bytes, self._head_tail = head_end + len(_HEAD_END) - len(self._head_tail), b""
             self._is_head_fed = True
         # An upgrade may be ignored (RFC 9110, section 7.8). The body is read here, and then a new parser is used.
         with contextlib.suppress(httptools.HttpParserUpgrade):
-            self.parser.feed_data(data[:fed_bytes])
-        return data[fed_bytes:]
+            self.parser.feed_data(received_data[:fed_bytes])
+        return received_data[fed_bytes:]
 
-    def _check_request_line(self, data: bytes) -> bytes:
+    def _check_request_line(self, received_data: bytes) -> bytes:
         """Check the request line as soon as it is complete; return the bytes without empty lines before it."""
         if self._partial_request_line is not None and self._partial_request_line == bytearray(b"\r"):
-            data, self._partial_request_line = b"\r" + data, None
-        if self._partial_request_line is None and data[0] in b"\r\n":
-            data = data[_EMPTY_LINES_PATTERN.match(data).end() :]  # type: ignore[union-attr]  # it matches nothing as well
-            if data == b"\r":
-                self._partial_request_line = bytearray(data)  # it may begin an empty line
+            received_data, self._partial_request_line = b"\r" + received_data, None
+        if self._partial_request_line is None and received_data[0] in b"\r\n":
+            received_data = received_data[_EMPTY_LINES_PATTERN.match(received_data).end() :]  # type: ignore[union-attr]  # it matches nothing as well
+            if received_data == b"\r":
+                self._partial_request_line = bytearray(received_data)  # it may begin an empty line
                 return b""
-            if data[:1] in (b"\r", b"\n"):
+            if received_data[:1] in (b"\r", b"\n"):
                 raise ProtocolViolation(400, "only empty lines that end with CR LF may precede a request")
-        line_end = data.find(b"\n") + 1
+        line_end = received_data.find(b"\n") + 1
         if line_end:
-            self._http_version = request_version(bytes(self._partial_request_line or b"") + data[:line_end])
+            self._http_version = request_version(bytes(self._partial_request_line or b"") + received_data[:line_end])
             self._is_line_read, self._partial_request_line = True, None
-        elif data:
-            self._partial_request_line = (self._partial_request_line or bytearray()) + data
-        return data
+        elif received_data:
+            self._partial_request_line = (self._partial_request_line or bytearray()) + received_data
+        return received_data
 
-    def _feed_body(self, data: bytes) -> bytes:
-        """Pass on the part of the body that is in `data`; return the bytes after it."""
+    def _feed_body(self, received_data: bytes) -> bytes:
+        """Pass on the part of the body that is in `received_data`; return the bytes after it."""
         chunked_body = self._chunked_body
         if chunked_body is None:
-            body = data[: self._body_bytes_left]
+            body = received_data[: self._body_bytes_left]
             consumed_bytes = len(body)
             self._body_bytes_left -= consumed_bytes
             is_complete = not self._body_bytes_left
         else:
-            body, consumed_bytes = chunked_body.feed(data)
+            body, consumed_bytes = chunked_body.feed(received_data)
             is_complete = chunked_body.is_complete
         if body:
             self.on_body(body)
@@ -487,7 +487,7 @@ class Http1Protocol(HttpToolsProtocol):
             self.parser = httptools.HttpRequestParser(self)  # the previous parser waits for a body
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             self.on_message_complete()
-        return data[consumed_bytes:]
+        return received_data[consumed_bytes:]
 
     def _discard(self, discarded_bytes: int) -> None:
         self._discarded_bytes += discarded_bytes

@@ -67,10 +67,10 @@ class AllowedHeaders(NamedTuple):
     content_length_index: int = -1
     """Index of content-length among the headers; -1 without one."""
 
-    def with_length(self, digits: bytes) -> Headers:
+    def with_length(self, length_digits: bytes) -> Headers:
         """Return the headers of the same request with another body length."""
         headers = self.headers.copy()
-        headers[self.content_length_index] = _CONTENT_LENGTH, digits
+        headers[self.content_length_index] = _CONTENT_LENGTH, length_digits
         return headers
 
 
@@ -112,7 +112,7 @@ class HeaderCache:
         if not caller.may_use_scope("read"):
             return None
         header_names = [header_name for header_name, _ in headers]
-        is_unwatched = request_watch is None or request_watch.leaves({"headers": headers})
+        is_unwatched = request_watch is None or request_watch.leaves_unobserved({"headers": headers})
         content_length_index = header_names.index(_CONTENT_LENGTH) if _CONTENT_LENGTH in header_names else -1
         return AllowedHeaders(headers, is_unwatched, caller, content_length_index)
 
@@ -175,7 +175,7 @@ class ResponseHeads:
     def __init__(self) -> None:
         self._cached_headers: Headers | None = None
         self._cached_header_count = 0
-        self._cached_head: bytes | None = None
+        self._cached_response_head: bytes | None = None
 
     def head_for(self, headers: Headers) -> bytes | None:
         """Return status line and headers up to the length; None while responses must close their connection."""
@@ -183,26 +183,28 @@ class ResponseHeads:
             self._cached_headers, self._cached_header_count = headers, len(headers)
             header_lines = b"".join(b"%b: %b\r\n" % header for header in headers)
             closes_connection = any(header_name == b"connection" for header_name, _ in headers)
-            self._cached_head = None if closes_connection else _OK_STATUS_LINE + header_lines + b"content-length: "
-        return self._cached_head
+            self._cached_response_head = (
+                None if closes_connection else _OK_STATUS_LINE + header_lines + b"content-length: "
+            )
+        return self._cached_response_head
 
 
 class AsgiCycle:
     """ASGI callables `receive` and `send` of one request."""
 
-    __slots__ = ("_body", "_body_pieces", "_is_complete", "_lost_event", "_start_message")
+    __slots__ = ("_is_complete", "_lost_event", "_request_body", "_response_body_pieces", "_start_message")
 
-    def __init__(self, body: bytes) -> None:
-        self._body: bytes | None = body
+    def __init__(self, request_body: bytes) -> None:
+        self._request_body: bytes | None = request_body
         self._lost_event: asyncio.Event | None = None
         self._start_message: Message | None = None
-        self._body_pieces: list[bytes] = []
+        self._response_body_pieces: list[bytes] = []
         self._is_complete = False
 
     async def receive(self) -> Message:
         """Return the body first; then wait for the end of the connection and return `http.disconnect`."""
-        if self._body is not None:
-            body, self._body = self._body, None
+        if self._request_body is not None:
+            body, self._request_body = self._request_body, None
             return {"type": "http.request", "body": body, "more_body": False}
         if self._lost_event is None:
             self._lost_event = asyncio.Event()
@@ -214,7 +216,7 @@ class AsgiCycle:
         if message["type"] == "http.response.start":
             self._start_message = message
         else:
-            self._body_pieces.append(message.get("body", b""))
+            self._response_body_pieces.append(message.get("body", b""))
             self._is_complete = not message.get("more_body", False)
 
     def mark_lost(self) -> None:
@@ -227,7 +229,7 @@ class AsgiCycle:
         """Return the response's start, with content-length, and its body; None if the application did not finish it."""
         if self._start_message is None or not self._is_complete:
             return None
-        body, headers = b"".join(self._body_pieces), self._start_message["headers"]
+        body, headers = b"".join(self._response_body_pieces), self._start_message["headers"]
         if not any(name == b"content-length" for name, _ in headers):
             headers = [*headers, (b"content-length", b"%d" % len(body))]
         return {**self._start_message, "headers": headers}, body
@@ -241,7 +243,7 @@ class SharedState:
         self.connections = Connections(bounds or PeerBounds())
         self.header_cache = HeaderCache(front)
         self.response_heads = ResponseHeads()
-        front.has_room = self._has_room
+        front.has_room_for_answer = self._has_room
 
     def _has_room(self) -> bool:
         """True if one more large answer may be started."""
@@ -287,27 +289,31 @@ class LookupConnection(Connection):
             self._asgi_cycle.mark_lost()
         super().connection_lost(exc)
 
-    def _try_answer_fast(self, data: bytes) -> bool:
+    def _try_answer_fast(self, received_data: bytes) -> bool:
         fast_path = self._shared.app.untraced_fast
         if fast_path is None:
             return False
-        is_get = data[:4] == b"GET "
-        if not is_get and data[:16] != b"POST " + LOOKUP_PATH_PREFIX:
+        is_get = received_data[:4] == b"GET "
+        if not is_get and received_data[:16] != b"POST " + LOOKUP_PATH_PREFIX:
             return False
-        line_end = data.find(b"\r\n")
+        line_end = received_data.find(b"\r\n")
         if is_get:
-            header_block = data[line_end:]
+            header_block = received_data[line_end:]
         else:
-            head_end = data.find(b"\r\n\r\n", line_end) + 4
-            header_block, length_digits = split_content_length(data[line_end:head_end])
-            if not length_digits or len(data) - head_end != int(length_digits):
+            head_end = received_data.find(b"\r\n\r\n", line_end) + 4
+            header_block, length_digits = split_content_length(received_data[line_end:head_end])
+            if not length_digits or len(received_data) - head_end != int(length_digits):
                 return False
         if (
             allowed_headers := self._shared.header_cache.find_judged(fast_path, header_block)
             or self._judge_repeated(fast_path, header_block)
         ) is None:
             return False
-        if data[line_end - 9 : line_end] != b" HTTP/1.1" or self._is_write_buffer_full or self.transport.is_closing():
+        if (
+            received_data[line_end - 9 : line_end] != b" HTTP/1.1"
+            or self._is_write_buffer_full
+            or self.transport.is_closing()
+        ):
             return False
         if self._partial_request_line is not None or self.is_discarding:
             return False
@@ -315,21 +321,23 @@ class LookupConnection(Connection):
         if response_head is None:
             return False
         if not is_get:
-            return self._try_post(data[5 : line_end - 9], allowed_headers, length_digits, data[head_end:])
-        target, caller = data[4 : line_end - 9], allowed_headers.caller
+            return self._try_post(
+                received_data[5 : line_end - 9], allowed_headers, length_digits, received_data[head_end:]
+            )
+        target, caller = received_data[4 : line_end - 9], allowed_headers.caller
         if caller.has_quota_or_expiry:
             if caller.is_expired:
                 return False
             if caller.quota is not None and target.startswith(LOOKUP_PATH_PREFIX):
                 return self._try_quota(fast_path, caller, caller.quota, target, response_head)
         if (body := fast_path.answer(target)) is None:
-            return self._try_lookup(fast_path, target, allowed_headers, data)
+            return self._try_lookup(fast_path, target, allowed_headers, received_data)
         caller.counts.request_count += 1
         self._write_json_answer(response_head, body)
         return True
 
     def _try_quota(
-        self, fast_path: FastPath, caller: Caller, quota: Quota, target: bytes, response_head: bytes
+        self, fast_path: FastPath, caller: Caller, quota: Quota, request_target: bytes, response_head: bytes
     ) -> bool:
         """Send a ready answer within the caller's quota, or refuse; return False if the application must answer."""
         if (shortage := quota.enter_request(1)) is not None:
@@ -337,7 +345,7 @@ class LookupConnection(Connection):
             start_message, body_message = self._shared.app.refuse_for_problem(caller.count_quota_refusal(shortage))
             self._respond(start_message, body_message["body"])
             return True
-        if (body := fast_path.answer(target)) is None:
+        if (body := fast_path.answer(request_target)) is None:
             quota.give_back(1)
             return False
         quota.close()
@@ -352,12 +360,16 @@ class LookupConnection(Connection):
             return None
         return self._shared.header_cache.judge_and_cache(fast_path, header_block)
 
-    def _try_lookup(self, fast_path: FastPath, target: bytes, allowed_headers: AllowedHeaders, data: bytes) -> bool:
+    def _try_lookup(
+        self, fast_path: FastPath, request_target: bytes, allowed_headers: AllowedHeaders, received_data: bytes
+    ) -> bool:
         if not (
-            allowed_headers.is_unwatched and target.startswith(LOOKUP_PATH_PREFIX) and _TARGET_PATTERN.fullmatch(target)
+            allowed_headers.is_unwatched
+            and request_target.startswith(LOOKUP_PATH_PREFIX)
+            and _TARGET_PATTERN.fullmatch(request_target)
         ):
             return False
-        path, _, query = target.partition(b"?")
+        path, _, query = request_target.partition(b"?")
         scope = {
             "method": "GET", "raw_path": path, "query_string": query, "headers": allowed_headers.headers,
             CALLER_KEY: allowed_headers.caller, IS_GONE_KEY: self.transport.is_closing,
@@ -373,16 +385,16 @@ class LookupConnection(Connection):
             return False
         self._is_answering_fast, self._caller = True, allowed_headers.caller
         if group_future is None:
-            self._start_task(self._look_up(front.answer_get(parsed_get, scope), data))
+            self._start_task(self._look_up(front.answer_get(parsed_get, scope), received_data))
         else:
-            group_future.add_done_callback(functools.partial(self._send_joined, parsed_get, data))
+            group_future.add_done_callback(functools.partial(self._send_joined, parsed_get, received_data))
         return True
 
-    def _send_joined(self, parsed_get: ParsedGet, data: bytes, group_future: asyncio.Future[Any]) -> None:
+    def _send_joined(self, parsed_get: ParsedGet, received_data: bytes, group_future: asyncio.Future[Any]) -> None:
         """Send the answer of a grouped read; without one, continue alone in a task."""
         front = self._shared.app
         if (body := front.finish_joined(group_future)) is None:
-            self._start_task(self._look_up(front.answer_after_join(parsed_get, group_future), data))
+            self._start_task(self._look_up(front.answer_after_join(parsed_get, group_future), received_data))
             return
         self._is_answering_fast = False
         self._caller.counts.request_count += 1
@@ -409,21 +421,21 @@ class LookupConnection(Connection):
         if task.cancelled():
             self.transport.close()
 
-    async def _look_up(self, lookup_work: Coroutine[Any, Any, ResponseMessages | None], data: bytes) -> None:
+    async def _look_up(self, lookup_work: Coroutine[Any, Any, ResponseMessages | None], received_data: bytes) -> None:
         try:
             answer = await lookup_work
         except Exception:  # uvicorn's path handles the request and reports the error
             log.exception("a lookup failed")
             answer = None
-        self._send_or_pass_on(data, answer)
+        self._send_or_pass_on(received_data, answer)
 
-    def _send_or_pass_on(self, data: bytes, answer: ResponseMessages | None) -> None:
+    def _send_or_pass_on(self, received_data: bytes, answer: ResponseMessages | None) -> None:
         """Send the answer of a finished lookup; without one pass its request to uvicorn."""
         self._is_answering_fast = False
         if self.transport.is_closing():
             return
         if answer is None:
-            super().data_received(data)
+            super().data_received(received_data)
             if self._ends_after_answer:
                 super().shutdown()
         else:
@@ -439,10 +451,12 @@ class LookupConnection(Connection):
         if self._has_peer_closed:
             self.end_if_peer_closed()
 
-    def _try_post(self, target: bytes, allowed_headers: AllowedHeaders, length_digits: bytes, body: bytes) -> bool:
+    def _try_post(
+        self, request_target: bytes, allowed_headers: AllowedHeaders, length_digits: bytes, body: bytes
+    ) -> bool:
         """Run a request with a body without uvicorn's parser and cycle: a refusal costs 14 to 24 us, not 50 to 78."""
-        path, _, query = target.partition(b"?")
-        if b"%" in path or not _TARGET_PATTERN.fullmatch(target):
+        path, _, query = request_target.partition(b"?")
+        if b"%" in path or not _TARGET_PATTERN.fullmatch(request_target):
             return False
         is_unwatched = allowed_headers.is_unwatched  # for an observed request the observer reports the refusal
         if is_unwatched and (refusal := self._shared.app.refuse_if_overloaded()) is not None:

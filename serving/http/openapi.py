@@ -75,8 +75,8 @@ _COMMON_CODES = ("internal_error", "not_ready", "overloaded")
 class Operation:
     """Operation of the API: one method of one path.
 
-    `codes`: refusal codes in addition to those of its kind; `has_arrow`: body and answer may be Arrow streams.
-    `is_limited`: subject to admission, like all paths with its prefix; `is_counted`: `/metrics` counts it.
+    `error_code_by_name`: refusal codes in addition to those of its kind; `has_arrow`: body and answer may be Arrow
+    streams. `is_limited`: subject to admission, like all paths with its prefix; `is_counted`: `/metrics` counts it.
     """
 
     method: str
@@ -88,17 +88,17 @@ class Operation:
     answer_schema: Json
     answer_example: object
     """Example of an answer, valid by the schema."""
-    status: str = "200"
+    answer_status: str = "200"
     body_schema: Json | None = None
     body_example: object = None
-    """Example of a body that is answered with `status`."""
-    path_names: tuple[str, ...] = ()
+    """Example of a body that is answered with `answer_status`."""
+    path_parameter_names: tuple[str, ...] = ()
     has_query: bool = False
     has_options: bool = False
-    has_arms: bool = True
+    may_name_arm: bool = True
     """False: it takes the options of a lookup, and refuses one that names an arm of an experiment."""
     has_arrow: bool = False
-    codes: Mapping[str, ErrorCode] = field(default_factory=lambda: MappingProxyType({}))
+    error_code_by_name: Mapping[str, ErrorCode] = field(default_factory=lambda: MappingProxyType({}))
     is_limited: bool = False
     is_counted: bool = True
     scope: Scope | None = None
@@ -134,7 +134,7 @@ class Operation:
     def _parameters(self) -> list[Json]:
         parameters = [
             {"in": "path", "name": parameter_name, "required": True, **_PATH_PARAMETERS[parameter_name]}
-            for parameter_name in self.path_names
+            for parameter_name in self.path_parameter_names
         ]
         optional_parameters = [("query", schemas.QUERY_OPTION_SCHEMAS)] if self.has_query else []
         optional_parameters += [("header", dict(_HEADER_PARAMETERS))] if self.has_options else []
@@ -148,22 +148,22 @@ class Operation:
             }
             for location, parameter_schemas in optional_parameters
             for parameter_name, schema in parameter_schemas.items()
-            if self.has_arms or parameter_name not in _ARM_PARAMETERS
+            if self.may_name_arm or parameter_name not in _ARM_PARAMETERS
         ]
 
     def _responses(self, problem_schema: Json, *, has_tokens: bool) -> Json:
         answer_content = {"schema": self.answer_schema, "example": self.answer_example}
         responses = {
-            self.status: {"description": "Answered", "content": {JSON_MEDIA_TYPE: answer_content}},
+            self.answer_status: {"description": "Answered", "content": {JSON_MEDIA_TYPE: answer_content}},
             **self.other_answer_by_status,
         }
         if self.scope is None:
             return responses
         texts_by_status: dict[int, list[str]] = {}
-        code_by_name = {**ERROR_CODES, **self.codes}
+        code_by_name = {**ERROR_CODES, **self.error_code_by_name}
         for code in self._refusal_codes(has_tokens=has_tokens):
             error = code_by_name[code]
-            texts_by_status.setdefault(error.status, []).append(f"`{code}`: {error.meaning}")
+            texts_by_status.setdefault(error.http_status, []).append(f"`{code}`: {error.meaning}")
         description_by_status = {str(status): "; ".join(lines) for status, lines in texts_by_status.items()}
         if has_tokens:
             description_by_status["403"] += f". It needs the scope {self.scope}"
@@ -180,17 +180,17 @@ class Operation:
             yield from _TOKEN_CODES
         if self.has_options:
             yield from _TABLE_CODES
-            if self.has_arms:
+            if self.may_name_arm:
                 yield "arm_gone"
         if self.body_schema is not None:
             yield from _BODY_CODES
         if self.has_arrow:
             yield "not_acceptable"
-        yield from (*self.codes, *_COMMON_CODES)
+        yield from (*self.error_code_by_name, *_COMMON_CODES)
 
 
-def _refusal_response(problem_schema: Json, description: str, status: str = "") -> Json:
-    headers = {"headers": _RETRY_AFTER_HEADER} if status in ("429", "503") else {}
+def _refusal_response(problem_schema: Json, description: str, http_status: str = "") -> Json:
+    headers = {"headers": _RETRY_AFTER_HEADER} if http_status in ("429", "503") else {}
     return {"description": description, **headers, "content": {JSON_MEDIA_TYPE: {"schema": problem_schema}}}
 
 
@@ -217,7 +217,7 @@ class ApiPaths(NamedTuple):
                 scoped_prefixes[operation.fixed_path] = None
             if operation.is_limited:
                 limited_prefixes[operation.fixed_path.rstrip("/")] = None
-            if operation.method == "get" and "entity" in operation.path_names:
+            if operation.method == "get" and "entity" in operation.path_parameter_names:
                 single_entity_prefixes[operation.fixed_path] = None
         return cls(tuple(scoped_prefixes), tuple(limited_prefixes), tuple(single_entity_prefixes))
 
@@ -230,9 +230,11 @@ def sorted_by_tag(operations: Iterable[Operation]) -> list[Operation]:
 
 def refusal_codes(operations: Iterable[Operation]) -> Mapping[str, ErrorCode]:
     """Return all error codes of a service with these operations, by status."""
-    operation_codes = {code_name: code for operation in operations for code_name, code in operation.codes.items()}
+    operation_codes = {
+        code_name: code for operation in operations for code_name, code in operation.error_code_by_name.items()
+    }
     codes = {**ERROR_CODES, **operation_codes}
-    return dict(sorted(codes.items(), key=lambda named_code: named_code[1].status))
+    return dict(sorted(codes.items(), key=lambda named_code: named_code[1].http_status))
 
 
 def openapi_document(operations: Sequence[Operation], *, has_tokens: bool) -> Json:
@@ -397,7 +399,7 @@ def core_operations(limits: Limits) -> tuple[Operation, ...]:
             "defaults of a table of lists, or null with a reason, but never an error.",
             answer_schema=schemas.ANSWER,
             answer_example=_LIST_EXAMPLE,
-            path_names=("table", "entity"),
+            path_parameter_names=("table", "entity"),
             has_query=True,
             has_options=True,
             is_limited=True,
@@ -415,7 +417,7 @@ def core_operations(limits: Limits) -> tuple[Operation, ...]:
             answer_example={"answers": [_LIST_EXAMPLE]},
             body_schema=schemas.lookup_body_schema(limits),
             body_example=lookup_body,
-            path_names=("table",),
+            path_parameter_names=("table",),
             has_options=True,
             has_arrow=True,
             is_limited=True,

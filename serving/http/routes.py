@@ -68,38 +68,38 @@ def build_routes(service: Service) -> tuple[APIRouter, Json]:
     """Return all routes of the service, and their OpenAPI document."""
     register_url_convertor("rest", _PathRemainder())
     router = APIRouter(route_class=_DirectRoute)
-    guard = Guard(service.metrics, service.timer)
+    guard = Guard(service.metrics, service.monotonic_clock)
 
-    async def lookup_one(request: Request, started: float) -> object:
+    async def lookup_one(request: Request, request_started_at: float) -> object:
         raw_path = request.scope.get("raw_path") or request.url.path.encode()
         lookup_request = lookup_from_url(raw_path, LOOKUP_PATH_PREFIX, request.scope["query_string"], service.limits)
-        return (await _look_up(service, request, lookup_request, started))[0][0]
+        return (await _look_up(service, request, lookup_request, request_started_at))[0][0]
 
-    async def lookup_table(request: Request, started: float) -> object:
+    async def lookup_table(request: Request, request_started_at: float) -> object:
         forms = parse_forms(request.scope["headers"])
         lookup_request = await read_lookup(service, request, forms.request_form, request.path_params["table"])
-        answers, snapshot = await _look_up(service, request, lookup_request, started)
+        answers, snapshot = await _look_up(service, request, lookup_request, request_started_at)
         if forms.response_form == "json":
             return {"answers": answers}
         table = snapshot.table(request.path_params["table"])
-        entity_ids = [entity.raw for entity in lookup_request.entities]
+        entity_ids = [entity.raw_id for entity in lookup_request.entities]
         return arrow_response(answers_stream(table, entity_ids, dict(enumerate(answers))))
 
-    async def lookup_tables(request: Request, started: float) -> object:
+    async def lookup_tables(request: Request, request_started_at: float) -> object:
         lookup_request = await read_lookup(service, request, "json", None)
-        return {"answers": (await _look_up(service, request, lookup_request, started))[0]}
+        return {"answers": (await _look_up(service, request, lookup_request, request_started_at))[0]}
 
-    async def score(request: Request, started: float) -> object:
+    async def score(request: Request, request_started_at: float) -> object:
         score_request = score_from_json(await read_json(service, request), service.limits)
         spend_quota(request.scope, 1)
         score_request = score_request.with_options(with_request_headers(service, request, score_request.options))
         user = score_request.user.with_table(user_vector_table(service.capture_served().live).name)
         routed_request = _route_request(service, (user,), score_request.options)
         served, ladder = routed_request.capture_served(), routed_request.service.ladder
-        answer = await rank_candidates(ladder, served, score_request, started)
+        answer = await rank_candidates(ladder, served, score_request, request_started_at)
         return routed_request.finish([answer], is_of_candidates=True)[0]
 
-    async def generations(_request: Request, _started: float) -> object:
+    async def generations(_request: Request, _request_started_at: float) -> object:
         holder = service.follower.holder
         return generations_overview(service.capture_served(), service.follower.health, holder.canary)
 
@@ -114,7 +114,7 @@ def build_routes(service: Service) -> tuple[APIRouter, Json]:
             "epoch": None if served is None else served.live.epoch,
             "schedule": service.nights.readyz_body(),
         }
-        return json_response(200 if health.ready else 503, body)
+        return json_response(200 if health.is_ready else 503, body)
 
     async def metrics(_request: Request) -> Response:
         return Response(await service.expose_metrics(), media_type=CONTENT_TYPE)
@@ -141,23 +141,23 @@ def build_routes(service: Service) -> tuple[APIRouter, Json]:
     router.add_api_route("/healthz", healthz, methods=["GET"])
     router.add_api_route("/readyz", readyz, methods=["GET"])
     router.add_api_route("/metrics", metrics, methods=["GET"], response_class=Response)
-    router.routes.extend(service.hooks.pages)
+    router.routes.extend(service.hooks.page_routes)
     router.routes.extend(DOCS_PAGE.routes())
     return router, openapi_document(service.operations, has_tokens=service.has_tokens)
 
 
 async def _look_up(
-    service: Service, request: Request, lookup_request: LookupRequest, started: float
+    service: Service, request: Request, lookup_request: LookupRequest, request_started_at: float
 ) -> tuple[list[AnswerJson], Snapshot]:
     """Return the answers, one per entity, and the snapshot that answered."""
     lookup_request = LookupRequest(
         lookup_request.entities, with_request_headers(service, request, lookup_request.options)
     )
-    service.metrics.stage("parse", service.timer() - started)
+    service.metrics.stage("parse", service.monotonic_clock() - request_started_at)
     routed_request = _route_request(service, lookup_request.entities, lookup_request.options)
     served = routed_request.capture_served()
     lookup_function = routed_request.service.lookup(is_reshaped=lookup_request.options.is_reshaped)
-    answers = await lookup_function(served, lookup_request, started)
+    answers = await lookup_function(served, lookup_request, request_started_at)
     live = served.pin_generation(lookup_request.options.generation).live
     return routed_request.finish(answers), live
 
@@ -170,11 +170,13 @@ def _route_request(service: Service, entities: Sequence[RequestedEntity], option
     return routed_request
 
 
-async def read_lookup(service: LookupService, request: Request, form: BodyForm, table: str | None) -> LookupRequest:
+async def read_lookup(
+    service: LookupService, request: Request, body_form: BodyForm, table_name: str | None
+) -> LookupRequest:
     """Read the body of a lookup, and charge its entities to the caller's quota; raise Problem."""
-    body, limits = await read_request_body(service, request, form), service.limits
+    request_body, limits = await read_request_body(service, request, body_form), service.limits
     lookup_request = await run_in_thread_if_large(
-        body, functools.partial(lookup_from_body, request.scope, body, form, table, limits)
+        request_body, functools.partial(lookup_from_body, request.scope, request_body, body_form, table_name, limits)
     )
     spend_quota(request.scope, len(lookup_request.entities))
     return lookup_request
@@ -186,14 +188,14 @@ async def read_json(service: LookupService, request: Request) -> object:
     return await run_in_thread_if_large(body, functools.partial(pop_content, request.scope, body, "json", limits))
 
 
-async def read_request_body(service: LookupService, request: Request, form: BodyForm = "json") -> bytes:
+async def read_request_body(service: LookupService, request: Request, body_form: BodyForm = "json") -> bytes:
     """Read a body of this form within the service's bounds; raise Problem, also for options in the URL."""
     if query := request.scope["query_string"]:
         option_name = query.partition(b"&")[0].partition(b"=")[0].decode("ascii", "replace")
         raise unprocessable(
             "unknown_field", f"{option_name[:40]!r} is in the URL: a POST has its options in the body", "query"
         )
-    if form == "json":
+    if body_form == "json":
         check_json_type(request.scope["headers"])
     return await read_body(request, service.body_bytes_max, service.body_timeout_s)
 
@@ -223,16 +225,16 @@ class Guard:
     """Guard of one service's routes."""
 
     metrics: Metrics
-    timer: Callable[[], float]
+    monotonic_clock: Callable[[], float]
 
     def wrap_handler(self, route: str, handler: Handler, *, required_scope: Scope, is_counted: bool = True) -> Endpoint:
         """Wrap the handler as an endpoint for callers with `required_scope`; requests are counted under `route`."""
 
         async def answer(request: Request) -> Response:
-            started = self.timer() - noted_wait_s(request.scope)
+            request_started_at = self.monotonic_clock() - noted_wait_s(request.scope)
             try:
                 caller_of(request.scope).require_scope(required_scope)
-                handler_result = await handler(request, started)
+                handler_result = await handler(request, request_started_at)
                 response = (
                     handler_result if isinstance(handler_result, Response) else json_response(200, handler_result)
                 )
@@ -272,10 +274,10 @@ def generations_overview(served: ServedGenerations, health: Health, canary: Cana
             "items": len(served.live.blocklist.items),
             "entities": len(served.live.blocklist.entities) + len(served.live.blocklist.users),
         },
-        "ready": health.ready,
-        "stale": health.stale,
-        "degraded": health.degraded,
-        "failed": health.failed,
+        "ready": health.is_ready,
+        "stale": health.stale_reason,
+        "degraded": health.degraded_reason,
+        "failed": health.failure_reason,
     }
 
 
@@ -311,7 +313,7 @@ def _snapshot_overview(snapshot: Snapshot) -> dict[str, Any]:
             }
             for name, model in manifest.models.items()
         },
-        "fallback": snapshot.fallback,
+        "fallback": snapshot.fallback_reason,
         "indexes": {
             name: {"kind": index.kind, "recall": index.recall, "size_bytes": index.file.size_bytes}
             for name, index in manifest.indexes.items()

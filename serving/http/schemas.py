@@ -33,27 +33,29 @@ DATE_TIME: Json = {"type": "string", "format": "date-time"}
 
 
 def named_object_schema(
-    name: str, properties: Json, required: tuple[str, ...] = (), **further_keywords: object
+    schema_name: str, property_schemas: Json, required_names: tuple[str, ...] = (), **further_keywords: object
 ) -> Json:
     """Return the schema of a named object."""
-    return NamedSchema(name, object_schema(properties, required, **further_keywords))
+    return NamedSchema(schema_name, object_schema(property_schemas, required_names, **further_keywords))
 
 
 def closed_object_schema(
-    name: str, properties: Json, required: tuple[str, ...] = (), **further_keywords: object
+    schema_name: str, property_schemas: Json, required_names: tuple[str, ...] = (), **further_keywords: object
 ) -> Json:
     """Return the schema of a named object whose unknown fields are refused."""
-    return NamedSchema(name, object_schema(properties, required, additionalProperties=False, **further_keywords))
+    return NamedSchema(
+        schema_name, object_schema(property_schemas, required_names, additionalProperties=False, **further_keywords)
+    )
 
 
-def nullable_fields(properties: Json) -> Json:
+def nullable_fields(property_schemas: Json) -> Json:
     """Return schemas of optional fields of a body; a null field counts as not sent."""
-    return {name: nullable_schema(field_schema) for name, field_schema in properties.items()}
+    return {name: nullable_schema(field_schema) for name, field_schema in property_schemas.items()}
 
 
-def details_schema(description: str, *, is_null: bool = False) -> Json:
+def details_schema(description: str, *, is_nullable: bool = False) -> Json:
     """Return the schema of details for people and dashboards, whose names may change."""
-    if is_null:
+    if is_nullable:
         return {**nullable_schema(DETAILS_SCHEMA), "description": description}
     return with_description(DETAILS_SCHEMA, description)
 
@@ -86,10 +88,10 @@ def _input_fields(limits: Limits) -> Json:
     return nullable_fields({"id": ID_SCHEMA, "history": history, "features": FEATURES})
 
 
-def _body_options(limits: Limits, *, without: str | None = None) -> Json:
+def _body_options(limits: Limits, *, omitted_option: str | None = None) -> Json:
     exclude = {**_OPTION_SCHEMAS["exclude"], "maxItems": limits.max_exclude}
     option_schemas = {**_OPTION_SCHEMAS, "exclude": exclude}
-    return nullable_fields({name: schema for name, schema in option_schemas.items() if name != without})
+    return nullable_fields({name: schema for name, schema in option_schemas.items() if name != omitted_option})
 
 
 _ID_OR_INPUT: list[Json] = [
@@ -124,7 +126,7 @@ def lookup_body_schema(limits: Limits) -> Json:
 def explain_body_schema(limits: Limits) -> Json:
     """Return the schema of the body of POST /v1/explain/{table}: one entity, and the options of a lookup but `arm`."""
     entities = list_schema(_entity_or_id_schema(limits), minItems=1, maxItems=1)
-    options = _body_options(limits, without="arm")
+    options = _body_options(limits, omitted_option="arm")
     return closed_object_schema("ExplainRequest", {"entities": entities, **options}, ("entities",))
 
 
@@ -190,16 +192,19 @@ SOURCE = NamedSchema(
 )
 
 
-def _declared_schema(name: str, answer_class: type[Origin], description: str) -> Json:
+def _declared_schema(schema_name: str, answer_class: type[Origin], description: str) -> Json:
     fields = declared_fields(answer_class)
     required_names = [field.name for field in fields if field.declaration.present_when == "always"]
     return named_object_schema(
-        name, {field.name: _field_schema(field) for field in fields}, tuple(required_names), description=description
+        schema_name,
+        {field.name: _field_schema(field) for field in fields},
+        tuple(required_names),
+        description=description,
     )
 
 
 def _field_schema(field: AnswerField) -> Json:
-    if field.type is Source:
+    if field.field_type is Source:
         return SOURCE
     return _ENUM_SCHEMAS.get(field.name, field.json_schema)
 
@@ -231,9 +236,11 @@ ARROW_ANSWERS: Json = {
 RANKED_ITEMS = _declared_schema("RankedItems", Ranking, "Candidates of one user in rank order")
 
 
-def problem_schema(codes: Mapping[str, ErrorCode]) -> Json:
+def problem_schema(error_code_by_name: Mapping[str, ErrorCode]) -> Json:
     """Return the schema of a refusal with one of these codes."""
-    code = open_enum_schema("ErrorCode", ((name, error.meaning) for name, error in codes.items()), "What went wrong")
+    code = open_enum_schema(
+        "ErrorCode", ((name, error.meaning) for name, error in error_code_by_name.items()), "What went wrong"
+    )
     error = named_object_schema(
         "ProblemError",
         {

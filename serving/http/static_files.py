@@ -34,7 +34,7 @@ PAGE_HEADERS = {
 class Asset:
     """File of a page as it is sent."""
 
-    body: bytes
+    asset_bytes: bytes
     media_type: str
     etag: str
 
@@ -43,9 +43,9 @@ class Asset:
 class StaticPage:
     """Page at a path, and its files below that path, from a folder in a package."""
 
-    path: str
-    package: str
-    folder: str
+    url_path: str
+    package_name: str
+    package_folder: str
 
     def assets(self) -> Mapping[str, Asset]:
         """Return every file of the page by path, read once."""
@@ -59,17 +59,19 @@ class StaticPage:
         ]
         return [
             *routes,
-            Route(f"{self.path}/", functools.partial(_redirect_without_slash, self.path), include_in_schema=False),
+            Route(
+                f"{self.url_path}/", functools.partial(_redirect_without_slash, self.url_path), include_in_schema=False
+            ),
         ]  # fmt: skip
 
 
 @functools.cache
 def _read_assets(page: StaticPage) -> Mapping[str, Asset]:
     asset_by_path = {}
-    for file in files(page.package).joinpath(page.folder).iterdir():
+    for file in files(page.package_name).joinpath(page.package_folder).iterdir():
         if (media_type := _MEDIA_TYPE_BY_SUFFIX.get(PurePosixPath(file.name).suffix)) is not None:
             body = file.read_bytes()
-            path = page.path if file.name == _INDEX_FILE_NAME else f"{page.path}/{file.name}"
+            path = page.url_path if file.name == _INDEX_FILE_NAME else f"{page.url_path}/{file.name}"
             asset_by_path[path] = Asset(body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
     return asset_by_path
 
@@ -79,13 +81,13 @@ async def _send_asset(asset: Asset, request: Request) -> Response:
     if _matches_etag(request.headers.get("if-none-match", ""), asset.etag):
         return Response(None, 304, headers)
     if request.method == "HEAD":
-        headers |= {"Content-Length": str(len(asset.body))}
+        headers |= {"Content-Length": str(len(asset.asset_bytes))}
         return Response(None, 200, headers, asset.media_type)
-    return Response(asset.body, 200, headers, asset.media_type)
+    return Response(asset.asset_bytes, 200, headers, asset.media_type)
 
 
-async def _redirect_without_slash(path: str, _request: Request) -> Response:
-    return RedirectResponse(f"..{path}", 308)
+async def _redirect_without_slash(url_path: str, _request: Request) -> Response:
+    return RedirectResponse(f"..{url_path}", 308)
 
 
 def _matches_etag(if_none_match: str, etag: str) -> bool:

@@ -72,42 +72,47 @@ class SecondsHistogram(Collector):
     """
 
     def __init__(
-        self, metric_name: str, help_text: str, label_name: str, label_values: Sequence[str], bounds: Sequence[float]
+        self,
+        metric_name: str,
+        help_text: str,
+        label_name: str,
+        label_values: Sequence[str],
+        bucket_bounds: Sequence[float],
     ) -> None:
-        self.bounds = refine_bounds(bounds)
+        self.bounds = refine_bounds(bucket_bounds)
         self._metric_name, self._help_text, self._label_name = metric_name, help_text, label_name
-        self._exposed_bounds = [(bound, self.bounds.index(bound)) for bound in bounds]
+        self._exposed_bounds = [(bound, self.bounds.index(bound)) for bound in bucket_bounds]
         self.histogram_by_label_value = {
             label_value: LabelHistogram([0] * (len(self.bounds) + 1)) for label_value in label_values
         }
 
-    def observe(self, label_value: str, seconds: float, observation_count: int = 1) -> None:
+    def observe(self, label_value: str, observed_seconds: float, observation_count: int = 1) -> None:
         """Add `observation_count` observations of the same duration."""
         label_histogram = self.histogram_by_label_value[label_value]
-        label_histogram.bucket_counts[bisect_left(self.bounds, seconds)] += observation_count
-        label_histogram.seconds_sum += seconds * observation_count
+        label_histogram.bucket_counts[bisect_left(self.bounds, observed_seconds)] += observation_count
+        label_histogram.seconds_sum += observed_seconds * observation_count
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """Yield the histogram family with Prometheus' buckets."""
         family = HistogramMetricFamily(self._metric_name, self._help_text, labels=[self._label_name])
         for label_value, label_histogram in self.histogram_by_label_value.items():
             cumulative_counts = list(accumulate(label_histogram.bucket_counts))
-            buckets: list[tuple[str, float]] = []
+            cumulative_buckets: list[tuple[str, float]] = []
             for bound, bucket_index in (*self._exposed_bounds, (float("inf"), len(cumulative_counts) - 1)):
                 bound_text: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
-                buckets.append((bound_text, float(cumulative_counts[bucket_index])))
-            family.add_metric([label_value], buckets, label_histogram.seconds_sum)
+                cumulative_buckets.append((bound_text, float(cumulative_counts[bucket_index])))
+            family.add_metric([label_value], cumulative_buckets, label_histogram.seconds_sum)
         yield family
 
 
 def refine_bounds(
-    bounds: Sequence[float], *, lowest: float = LOWEST_BOUND_S, ratio: float = BUCKET_RATIO
+    bucket_bounds: Sequence[float], *, lowest_bound: float = LOWEST_BOUND_S, bound_ratio: float = BUCKET_RATIO
 ) -> tuple[float, ...]:
-    """Return bounds from `lowest` to the last of `bounds` (ascending, above `lowest`) that include all `bounds`."""
-    finer_bounds = [lowest]
-    for bound in bounds:
+    """Return bounds from `lowest_bound` up to the last of `bucket_bounds` (ascending) that include all of these."""
+    finer_bounds = [lowest_bound]
+    for bound in bucket_bounds:
         lower_bound = finer_bounds[-1]
-        step_count = max(1, math.ceil(math.log(bound / lower_bound) / math.log(ratio) - 1e-9))
+        step_count = max(1, math.ceil(math.log(bound / lower_bound) / math.log(bound_ratio) - 1e-9))
         finer_bounds += [
             lower_bound * (bound / lower_bound) ** (step_number / step_count) for step_number in range(1, step_count)
         ]
@@ -115,21 +120,23 @@ def refine_bounds(
     return tuple(finer_bounds)
 
 
-def bucket_middle(bounds: Sequence[float], bucket_index: int) -> float:
+def bucket_middle(bucket_bounds: Sequence[float], bucket_index: int) -> float:
     """Return the value assumed for a bucket's observations; bucket n ends at bound n, the last has no end."""
-    if bucket_index == 0 or bucket_index >= len(bounds):
-        return bounds[min(bucket_index, len(bounds) - 1)]
-    return math.sqrt(bounds[bucket_index - 1] * bounds[bucket_index])
+    if bucket_index == 0 or bucket_index >= len(bucket_bounds):
+        return bucket_bounds[min(bucket_index, len(bucket_bounds) - 1)]
+    return math.sqrt(bucket_bounds[bucket_index - 1] * bucket_bounds[bucket_index])
 
 
-def quantile(bounds: Sequence[float], count_by_bucket: Mapping[int, int], fraction: float) -> float | None:
-    """Return the value that `fraction` of the observations (counts by bucket) do not exceed; None without any."""
+def quantile(
+    bucket_bounds: Sequence[float], count_by_bucket: Mapping[int, int], observation_share: float
+) -> float | None:
+    """Return the value that `observation_share` of the observations do not exceed; None without any."""
     observation_count = sum(count_by_bucket.values())
-    rank, cumulative_count = max(1, math.ceil(fraction * observation_count - 1e-9)), 0
+    rank, cumulative_count = max(1, math.ceil(observation_share * observation_count - 1e-9)), 0
     for bucket_index in sorted(count_by_bucket):
         cumulative_count += count_by_bucket[bucket_index]
         if cumulative_count >= rank:
-            return bucket_middle(bounds, bucket_index)
+            return bucket_middle(bucket_bounds, bucket_index)
     return None
 
 
@@ -137,17 +144,17 @@ class FastTally:
     """Counts of the fast path that are not in the metrics yet; `flush_callbacks` first add counts kept elsewhere."""
 
     def __init__(self) -> None:
-        self.answers: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self.requests: defaultdict[str, int] = defaultdict(int)
+        self.answer_counts: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.request_count_by_route: defaultdict[str, int] = defaultdict(int)
         self.flush_callbacks: list[Callable[[], None]] = []
 
     def drain(self) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
         """Return and clear the counts of answers by (table, source), and of requests with status 200 by route."""
         for flush in self.flush_callbacks:
             flush()
-        drained_counts = dict(self.answers), dict(self.requests)
-        self.answers.clear()
-        self.requests.clear()
+        drained_counts = dict(self.answer_counts), dict(self.request_count_by_route)
+        self.answer_counts.clear()
+        self.request_count_by_route.clear()
         return drained_counts
 
 
@@ -176,26 +183,30 @@ class ChangedAnswers(Collector):
     """Counter of answers with newer events, and summary of how lists changed; only the event loop adds to it."""
 
     def __init__(self) -> None:
-        self.answers: Counter[str] = Counter()
+        self.answer_count_by_table: Counter[str] = Counter()
         self._list_count_by_table: Counter[str] = Counter()
-        self._share_sum_by_table: defaultdict[str, float] = defaultdict(float)
+        self._changed_shares_by_table: defaultdict[str, float] = defaultdict(float)
 
-    def compare(self, table_name: str, items: NDArray[np.uint32], night_items: NDArray[np.uint32]) -> None:
+    def compare(self, table_name: str, computed_items: NDArray[np.uint32], night_items: NDArray[np.uint32]) -> None:
         """Add the share of a computed list that is not in the nightly list."""
-        if len(items):
+        if len(computed_items):
             self._list_count_by_table[table_name] += 1
-            self._share_sum_by_table[table_name] += float(1.0 - np.isin(items, night_items).mean())
+            self._changed_shares_by_table[table_name] += float(1.0 - np.isin(computed_items, night_items).mean())
 
-    def totals(self) -> tuple[int, int, float]:
+    def answers_lists_and_shares(self) -> tuple[int, int, float]:
         """Return answers, compared lists, and the sum of their shares, over all tables."""
-        return (self.answers.total(), self._list_count_by_table.total(), sum(self._share_sum_by_table.values()))
+        return (
+            self.answer_count_by_table.total(),
+            self._list_count_by_table.total(),
+            sum(self._changed_shares_by_table.values()),
+        )
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metric families by table."""
         answers_family = CounterMetricFamily(
             "larder_event_answers", "Entities answered with newer events", labels=["table"]
         )
-        for table, count in self.answers.items():
+        for table, count in self.answer_count_by_table.items():
             answers_family.add_metric([table], count)
         yield answers_family
         change_family = SummaryMetricFamily(
@@ -204,7 +215,7 @@ class ChangedAnswers(Collector):
             labels=["table"],
         )
         for table, count in self._list_count_by_table.items():
-            change_family.add_metric([table], count, self._share_sum_by_table[table])
+            change_family.add_metric([table], count, self._changed_shares_by_table[table])
         yield change_family
 
 

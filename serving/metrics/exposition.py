@@ -22,16 +22,16 @@ class Exposition:
     """Rate limit on `make_exposition` for any number of scrapers: a burst of `BURST_EXPOSITIONS`, then a fixed rate."""
 
     def __init__(
-        self, make_exposition: Callable[[], Awaitable[bytes]], timer: Callable[[], float] = time.monotonic
+        self, make_exposition: Callable[[], Awaitable[bytes]], monotonic_clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._make_exposition = make_exposition
-        self._timer = timer
-        self._tokens, self._refilled_at = BURST_EXPOSITIONS, timer()
+        self._monotonic_clock = monotonic_clock
+        self._tokens, self._refilled_at = BURST_EXPOSITIONS, monotonic_clock()
         self._exposition_body = b""
 
     async def __call__(self) -> bytes:
         """Return the text, rendered now or a moment ago."""
-        now_s = self._timer()
+        now_s = self._monotonic_clock()
         self._tokens = min(BURST_EXPOSITIONS, self._tokens + (now_s - self._refilled_at) * EXPOSITIONS_PER_S)
         self._refilled_at = now_s
         if self._tokens >= 1 or not self._exposition_body:
@@ -43,51 +43,51 @@ class Exposition:
 class WorkerPeers:
     """Unix sockets of the workers, in a folder that only they can access; on each, a worker sends its own counts."""
 
-    def __init__(self, workers_folder: Path, slot: int) -> None:
+    def __init__(self, workers_folder: Path, worker_slot: int) -> None:
         self._workers_folder = workers_folder
-        self._slot = slot
+        self._worker_slot = worker_slot
         self._server: asyncio.Server | None = None
-        self._expose: Callable[[], bytes] = bytes
+        self._render_metrics: Callable[[], bytes] = bytes
 
     @property
-    def slot(self) -> int:
+    def worker_slot(self) -> int:
         """Number of this worker, unique among living workers."""
-        return self._slot
+        return self._worker_slot
 
     def path(self, file_name: str) -> Path:
         """Return the path of a file shared by all workers of the same parent."""
         return self._workers_folder / file_name
 
     @property
-    def replica(self) -> str:
+    def replica_name(self) -> str:
         """Name shared by all workers of the same parent."""
         return f"{socket.gethostname()}-{self._workers_folder.name.removeprefix('larder-')}"
 
-    async def open(self, expose: Callable[[], bytes]) -> None:
+    async def open(self, render_metrics: Callable[[], bytes]) -> None:
         """Start answering peers."""
-        self._expose = expose
-        socket_path = self._workers_folder / f"{self._slot}.sock"
+        self._render_metrics = render_metrics
+        socket_path = self._workers_folder / f"{self._worker_slot}.sock"
         self._server = await asyncio.start_unix_server(self._serve_counts, socket_path)
 
     async def aclose(self) -> None:
         """Stop answering peers, and remove the socket's file."""
         if self._server is not None:
             self._server.close()
-            (self._workers_folder / f"{self._slot}.sock").unlink(missing_ok=True)
+            (self._workers_folder / f"{self._worker_slot}.sock").unlink(missing_ok=True)
 
     async def exposition(self) -> bytes:
         """Return the metrics of every worker that answers in time, each series with the label `worker`."""
         peer_paths = [
-            peer_path for peer_path in self._workers_folder.glob("*.sock") if peer_path.stem != str(self._slot)
+            peer_path for peer_path in self._workers_folder.glob("*.sock") if peer_path.stem != str(self._worker_slot)
         ]
         peer_texts = await asyncio.gather(*map(_read_counts, peer_paths))
         text_by_slot = {peer_path.stem: text for peer_path, text in zip(peer_paths, peer_texts, strict=True) if text}
-        text_by_slot[str(self._slot)] = self._expose()
+        text_by_slot[str(self._worker_slot)] = self._render_metrics()
         return merge_expositions(dict(sorted(text_by_slot.items(), key=lambda slot_and_text: int(slot_and_text[0]))))
 
     async def _serve_counts(self, _reader: StreamReader, writer: StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError):
-            writer.write(self._expose())
+            writer.write(self._render_metrics())
             async with asyncio.timeout(_PEER_TIMEOUT_S):
                 await writer.drain()
         writer.close()

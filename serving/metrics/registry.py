@@ -103,44 +103,44 @@ class Metrics:
         self.flip_callbacks: list[Callable[[], None]] = []
         self._child_by_key: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
-    def answered(self, table: str, source: Source, seconds: float) -> None:
-        """Count one entity's answer, given after `seconds`."""
-        self._child(self.answers, table, source).inc()
-        self.answer_seconds.observe(source, seconds)
+    def answered(self, table_name: str, source: Source, answer_seconds: float) -> None:
+        """Count one entity's answer, given after `answer_seconds`."""
+        self._labelled_counter(self.answers, table_name, source).inc()
+        self.answer_seconds.observe(source, answer_seconds)
         if self.is_flipping:
-            self.flip_answer_seconds.observe(seconds)
+            self.flip_answer_seconds.observe(answer_seconds)
 
-    def count_fast_answers(self, table: str, source: Source, seconds: float, times: int = 1) -> None:
-        """Count `times` entities of a table that the fast path answered, each after `seconds`."""
-        self.tally.answers[table, source] += times
-        self.answer_seconds.observe(source, seconds, times)
+    def count_fast_answers(self, table_name: str, source: Source, answer_seconds: float, entity_count: int = 1) -> None:
+        """Count `entity_count` entities of a table that the fast path answered, each after `answer_seconds`."""
+        self.tally.answer_counts[table_name, source] += entity_count
+        self.answer_seconds.observe(source, answer_seconds, entity_count)
         if self.is_flipping:
-            for _ in range(times):
-                self.flip_answer_seconds.observe(seconds)
+            for _ in range(entity_count):
+                self.flip_answer_seconds.observe(answer_seconds)
 
-    def set_by_events(self, count_by_result: Mapping[str, int]) -> None:
+    def set_by_events(self, value_count_by_result: Mapping[str, int]) -> None:
         """Count the values set by events, by result."""
-        for result, count in count_by_result.items():
-            self._child(self.event_values, result).inc(count)
+        for result, count in value_count_by_result.items():
+            self._labelled_counter(self.event_values, result).inc(count)
 
-    def live_failed(self, table_name: str, reason: str) -> None:
+    def live_failed(self, table_name: str, failure_reason: str) -> None:
         """Count one input that live did not answer."""
-        self._child(self.live_failures, table_name, reason).inc()
+        self._labelled_counter(self.live_failures, table_name, failure_reason).inc()
 
-    def missed(self, table_name: str, reason: str) -> None:
+    def missed(self, table_name: str, miss_reason: str) -> None:
         """Count one entity that no stored tier answered."""
-        self._child(self.misses, table_name, reason).inc()
+        self._labelled_counter(self.misses, table_name, miss_reason).inc()
 
-    def count_entities(self, tables: Iterable[str]) -> None:
+    def count_entities(self, table_names: Iterable[str]) -> None:
         """Count entities that passed validation, each of which will be answered exactly once."""
-        for table in tables:
-            self._child(self.entities, table).inc()
+        for table_name in table_names:
+            self._labelled_counter(self.entities, table_name).inc()
 
-    def requested(self, route: str, status: int) -> None:
+    def requested(self, route: str, http_status: int) -> None:
         """Count one HTTP request with its response."""
-        self._child(self.requests, route, str(status)).inc()
+        self._labelled_counter(self.requests, route, str(http_status)).inc()
 
-    def _child(self, counter: Counter, *labels: str) -> Counter:
+    def _labelled_counter(self, counter: Counter, *labels: str) -> Counter:
         """Return the cached child: prometheus_client checks labels and locks at every look-up, too slow for a hit."""
         key = (counter, labels)
         child = self._child_by_key.get(key)
@@ -148,25 +148,25 @@ class Metrics:
             child = self._child_by_key[key] = counter.labels(*labels)
         return child
 
-    def stage(self, stage: str, seconds: float, entities: int = 0) -> None:
+    def stage(self, stage_name: str, stage_seconds: float, entity_count: int = 0) -> None:
         """Record that one stage of the current request has ended."""
-        self.stage_seconds.observe(stage, seconds)
-        note_stage(stage, seconds, entities)
+        self.stage_seconds.observe(stage_name, stage_seconds)
+        note_stage(stage_name, stage_seconds, entity_count)
 
-    def inferred(self, input_count: int, seconds: float) -> None:
+    def inferred(self, input_count: int, inference_seconds: float) -> None:
         """Record one inference for `input_count` inputs."""
         self.live_batch.observe(input_count)
-        self.stage("inference", seconds)
+        self.stage("inference", inference_seconds)
 
-    def warmed(self, record_count: int, seconds: float) -> None:
+    def warmed(self, record_count: int, warming_seconds: float) -> None:
         """Count records that were read ahead, and the seconds that it took."""
         self.warmed_records.inc(record_count)
-        self.warming_seconds.inc(seconds)
+        self.warming_seconds.inc(warming_seconds)
 
-    def set_generations(self, roles: Mapping[str, str], *, is_degraded: bool) -> None:
+    def set_generations(self, generation_by_role: Mapping[str, str], *, is_degraded: bool) -> None:
         """Set the held generations, by role."""
         self.generation_info.clear()
-        for role, generation in roles.items():
+        for role, generation in generation_by_role.items():
             self.generation_info.labels(generation, role).set(1)
         self.degraded.set(is_degraded)
 
@@ -189,10 +189,10 @@ class Metrics:
         """Add the fast path's counts since the last call."""
         answers, requests = self.tally.drain()
         for (table, source), count in answers.items():
-            self._child(self.entities, table).inc(count)
-            self._child(self.answers, table, source).inc(count)
+            self._labelled_counter(self.entities, table).inc(count)
+            self._labelled_counter(self.answers, table, source).inc(count)
         for route, count in requests.items():
-            self._child(self.requests, route, "200").inc(count)
+            self._labelled_counter(self.requests, route, "200").inc(count)
 
     def expose(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -22,6 +22,6 @@ def attach(replica: Replica) -> NearMatches | None:
 
     replica.inference.reuse = near_matches
     reuse_in(replica.own_namespace)
-    replica.hooks.namespaces.append(reuse_in)
+    replica.hooks.namespace_hooks.append(reuse_in)
     replica.metrics.registry.register(NearMetrics(near_matches))
     return near_matches

@@ -69,39 +69,41 @@ JUDGED_OUTCOMES: tuple[NearOutcome, ...] = ("learn", "audit")
 class Nearest(NamedTuple, Generic[Entry]):
     """Nearest recent vector: its slot, its entry, and its distance relative to the query's length."""
 
-    slot: int
+    vector_slot: int
     entry: Entry
-    distance: float
+    relative_distance: float
 
 
 class RecentVectors(Generic[Entry]):
-    """Index of the `capacity` most recently added or used vectors float32[dims]; not thread-safe.
+    """Index of the `vector_count_max` most recently added or used vectors float32[dims]; not thread-safe.
 
     A query scans all vectors: 4,096 x 128 take about 60 us, a hundredth of a search among a hundred times as many
     items.
     """
 
-    def __init__(self, capacity: int, dims: int) -> None:
-        self._capacity = capacity
+    def __init__(self, vector_count_max: int, dims: int) -> None:
+        self._vector_count_max = vector_count_max
         self._dims = dims
         self._index = faiss.IndexFlatL2(dims)
         self._index_vectors: NDArray[np.float32] | None = None
         self._entries: list[Entry] = []
-        self._used_tick_by_slot = np.zeros(capacity, np.int64)
+        self._used_tick_by_slot = np.zeros(vector_count_max, np.int64)
         self._use_tick = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find_nearest(self, queries: NDArray[np.float32]) -> list[Nearest[Entry] | None]:
+    def find_nearest(self, query_vectors: NDArray[np.float32]) -> list[Nearest[Entry] | None]:
         """Return the nearest vector of each query [n, dims]; None for a zero query, or an empty index."""
         if not self._entries:
-            return [None] * len(queries)
+            return [None] * len(query_vectors)
         faiss.omp_set_num_threads(1)
         nearest_entries: list[Nearest[Entry] | None] = []
-        lengths = np.sqrt(np.einsum("nd,nd->n", queries, queries)).tolist()
-        for first_index in range(0, len(queries), _QUERIES_PER_SEARCH):
-            query_chunk = np.ascontiguousarray(queries[first_index : first_index + _QUERIES_PER_SEARCH], np.float32)
+        lengths = np.sqrt(np.einsum("nd,nd->n", query_vectors, query_vectors)).tolist()
+        for first_index in range(0, len(query_vectors), _QUERIES_PER_SEARCH):
+            query_chunk = np.ascontiguousarray(
+                query_vectors[first_index : first_index + _QUERIES_PER_SEARCH], np.float32
+            )
             squared_distances, slots = self._index.search(query_chunk, 1)
             squares_and_slots = zip(squared_distances[:, 0].tolist(), slots[:, 0].tolist(), strict=True)
             for length, (squared_distance, slot) in zip(lengths[first_index:], squares_and_slots, strict=False):
@@ -110,25 +112,25 @@ class RecentVectors(Generic[Entry]):
                 nearest_entries.append(Nearest(slot, self._entries[slot], distance) if is_usable else None)
         return nearest_entries
 
-    def mark_used(self, slot: int) -> None:
+    def mark_used(self, vector_slot: int) -> None:
         """Mark the entry as used; the least recently used entry is replaced first."""
         self._use_tick += 1
-        self._used_tick_by_slot[slot] = self._use_tick
+        self._used_tick_by_slot[vector_slot] = self._use_tick
 
-    def add(self, vector: NDArray[np.float32], entry: Entry) -> None:
+    def add(self, added_vector: NDArray[np.float32], entry: Entry) -> None:
         """Add a vector with its entry; a full index replaces the least recently used one."""
-        slot = len(self._entries)
-        if slot < self._capacity:
-            self._index.add(vector[None])
+        vector_slot = len(self._entries)
+        if vector_slot < self._vector_count_max:
+            self._index.add(added_vector[None])
             self._entries.append(entry)
         else:
             if self._index_vectors is None:  # memory of the FAISS index, which has its final size
-                flat_vectors = faiss.rev_swig_ptr(self._index.get_xb(), self._capacity * self._dims)
-                self._index_vectors = flat_vectors.reshape(self._capacity, self._dims)
-            slot = int(self._used_tick_by_slot.argmin())
-            self._index_vectors[slot] = vector
-            self._entries[slot] = entry
-        self.mark_used(slot)
+                flat_vectors = faiss.rev_swig_ptr(self._index.get_xb(), self._vector_count_max * self._dims)
+                self._index_vectors = flat_vectors.reshape(self._vector_count_max, self._dims)
+            vector_slot = int(self._used_tick_by_slot.argmin())
+            self._index_vectors[vector_slot] = added_vector
+            self._entries[vector_slot] = entry
+        self.mark_used(vector_slot)
 
     def clear(self) -> None:
         """Remove all vectors."""
@@ -143,20 +145,20 @@ class KeptAnswer(Generic[Answer]):
     """Recent answer, its margin, and the smallest distance at which it proved wrong."""
 
     answer: Answer
-    margin: float
-    distance_bound: float
+    answer_margin: float
+    wrong_at_distance: float
 
 
 class NearAnswer(NamedTuple, Generic[Answer]):
     """Recent answer near an input: its slot, and its distance relative to the length of the input's vector.
 
-    `closeness` is the policy's range for it.
+    `closeness_index` is the policy's range for it.
     """
 
     kept_answer: KeptAnswer[Answer]
-    distance: float
-    slot: int
-    closeness: int
+    relative_distance: float
+    vector_slot: int
+    closeness_index: int
 
     @property
     def answer(self) -> Answer:
@@ -168,66 +170,75 @@ class Neighbours(Generic[Answer]):
     """Recent answers of one table, generation and kind of input; thread-safe."""
 
     def __init__(
-        self, error_bound: float, capacity: int, dims: int, rng: Random, count_by_outcome: Counter[NearOutcome]
+        self,
+        error_share_max: float,
+        vector_count_max: int,
+        dims: int,
+        rng: Random,
+        count_by_outcome: Counter[NearOutcome],
     ) -> None:
-        self.policy = ReusePolicy(error_bound, CLOSENESS_RANGES, rng)
-        self._recent_vectors: RecentVectors[KeptAnswer[Answer]] = RecentVectors(capacity, dims)
+        self.policy = ReusePolicy(error_share_max, CLOSENESS_RANGES, rng)
+        self._recent_vectors: RecentVectors[KeptAnswer[Answer]] = RecentVectors(vector_count_max, dims)
         self._count_by_outcome = count_by_outcome
-        self._blocklist_version = 0
+        self._blocklist_stamp = 0
         self._lock = Lock()
 
-    def find_near(self, vectors: NDArray[np.float32], blocklist_version: int = 0) -> list[NearAnswer[Answer] | None]:
+    def find_near(
+        self, query_vectors: NDArray[np.float32], blocklist_stamp: int = 0
+    ) -> list[NearAnswer[Answer] | None]:
         """Return each vector's [n, dims] nearest answer; None if none is near, or it was wrong at a smaller distance.
 
-        A later `blocklist_version` drops all earlier answers; for an earlier version nothing is found.
+        A later `blocklist_stamp` drops all earlier answers; for an earlier version nothing is found.
         """
         with self._lock:
-            if blocklist_version > self._blocklist_version:
-                self._blocklist_version = blocklist_version
+            if blocklist_stamp > self._blocklist_stamp:
+                self._blocklist_stamp = blocklist_stamp
                 self._recent_vectors.clear()
-            if blocklist_version < self._blocklist_version:
-                return [None] * len(vectors)
-            nearest_entries = self._recent_vectors.find_nearest(vectors)
+            if blocklist_stamp < self._blocklist_stamp:
+                return [None] * len(query_vectors)
+            nearest_entries = self._recent_vectors.find_nearest(query_vectors)
         return [None if nearest is None else _near_answer(nearest) for nearest in nearest_entries]
 
     def may_use(self, near_answer: NearAnswer[Answer]) -> bool:
         """True unless the policy will neither reuse nor judge such answers."""
         with self._lock:
-            return self.policy.may_use(near_answer.closeness)
+            return self.policy.may_use(near_answer.closeness_index)
 
     def decide(self, near_answer: NearAnswer[Answer]) -> Decision:
         """Return the policy's decision about a near answer."""
         with self._lock:
-            self._recent_vectors.mark_used(near_answer.slot)
-            return self.policy.decide(near_answer.closeness)
+            self._recent_vectors.mark_used(near_answer.vector_slot)
+            return self.policy.decide(near_answer.closeness_index)
 
     def judge_and_store(
         self,
-        vector: NDArray[np.float32],
+        query_vector: NDArray[np.float32],
         answer: Answer,
         near_answer: NearAnswer[Answer] | None,
         outcome: NearOutcome,
         *,
         is_wrong: bool,
-        margin: float = 1.0,
-        blocklist_version: int = 0,
+        answer_margin: float = 1.0,
+        blocklist_stamp: int = 0,
     ) -> None:
         """Judge the near answer by a computed one; store the computed one unless the near one was right.
 
-        A smaller `margin` means that near inputs are more likely to have another answer.
+        A smaller `answer_margin` means that near inputs are more likely to have another answer.
         """
-        distance_bound = math.inf
+        wrong_at_distance = math.inf
         with self._lock:
             if near_answer is not None and outcome in JUDGED_OUTCOMES:
-                self.policy.judge(near_answer.closeness, is_audit=outcome == "audit", wrong=is_wrong)
+                self.policy.judge(near_answer.closeness_index, is_audit=outcome == "audit", is_wrong=is_wrong)
                 if not is_wrong:
                     return
-                distance_bound = near_answer.distance
-                near_answer.kept_answer.distance_bound = min(near_answer.kept_answer.distance_bound, distance_bound)
+                wrong_at_distance = near_answer.relative_distance
+                near_answer.kept_answer.wrong_at_distance = min(
+                    near_answer.kept_answer.wrong_at_distance, wrong_at_distance
+                )
             # A zero vector, or one with infinite or NaN components, has no neighbours.
-            is_sound = 0 < float(np.abs(vector).max(initial=0)) < math.inf and 0 <= margin < math.inf
-            if is_sound and blocklist_version == self._blocklist_version:
-                self._recent_vectors.add(vector, KeptAnswer(answer, margin, distance_bound))
+            is_sound = 0 < float(np.abs(query_vector).max(initial=0)) < math.inf and 0 <= answer_margin < math.inf
+            if is_sound and blocklist_stamp == self._blocklist_stamp:
+                self._recent_vectors.add(query_vector, KeptAnswer(answer, answer_margin, wrong_at_distance))
 
     def count(self, outcomes: Sequence[NearOutcome]) -> None:
         """Count inputs by outcome."""
@@ -236,20 +247,20 @@ class Neighbours(Generic[Answer]):
 
 
 def _near_answer(nearest: Nearest[KeptAnswer[Answer]]) -> NearAnswer[Answer] | None:
-    kept_answer, distance = nearest.entry, nearest.distance
-    if not distance < min(FARTHEST_DISTANCE, kept_answer.distance_bound):
+    kept_answer, distance = nearest.entry, nearest.relative_distance
+    if not distance < min(FARTHEST_DISTANCE, kept_answer.wrong_at_distance):
         return None
-    return NearAnswer(kept_answer, distance, nearest.slot, closeness_range(distance, kept_answer.margin))
+    return NearAnswer(kept_answer, distance, nearest.vector_slot, closeness_range(distance, kept_answer.answer_margin))
 
 
-def closeness_range(distance: float, margin: float) -> int:
+def closeness_range(relative_distance: float, answer_margin: float) -> int:
     """Return the number of the closeness range of a distance divided by the answer's margin.
 
     The probability of a different answer depends on the distance relative to the margin, not on distance alone.
     """
-    if distance <= 0:
+    if relative_distance <= 0:
         return CLOSENESS_RANGES - 1
-    halving_count = int(math.log2(max(margin, _MARGIN_MIN) * FARTHEST_DISTANCE / distance))
+    halving_count = int(math.log2(max(answer_margin, _MARGIN_MIN) * FARTHEST_DISTANCE / relative_distance))
     return min(max(halving_count, 0), CLOSENESS_RANGES - 1)
 
 
@@ -260,7 +271,7 @@ class Candidates:
     Scores are for the query's unit vector; `score_bound` is infinite if the index is not exact.
     """
 
-    ordinals: NDArray[np.int32]
+    candidate_ordinals: NDArray[np.int32]
     score_bound: float
 
 
@@ -279,61 +290,61 @@ class ListMatches:
     def __init__(
         self,
         table_name: str,
-        width: int,
+        list_length: int,
         overlap_min: float,
-        score_reach: float | None,
+        score_change_per_distance: float | None,
         neighbours: Neighbours[Candidates],
     ) -> None:
         self.neighbours = neighbours
         self._table = table_name
-        self._width = width
+        self._list_length = list_length
         self._overlap_min = overlap_min
-        self._score_reach = score_reach
+        self._score_change_per_distance = score_change_per_distance
 
     def predict(
         self,
         predictor: Predictor,
-        batch: Sequence[PreparedInput],
-        fingerprints: Sequence[int],
+        prepared_inputs: Sequence[PreparedInput],
+        id_fingerprints: Sequence[int],
         scored_at: int,
-        blocked: OrdinalArray,
-        blocklist_version: int,
+        blocked_ordinals: OrdinalArray,
+        blocklist_stamp: int,
     ) -> tuple[list[bytes], list[float | None]]:
         """Return a record for each input, and the distance of the input whose candidates were reused, None if computed.
 
-        `blocklist_version` grows with each blocklist; `blocked` are the current one's ordinals.
+        `blocklist_stamp` grows with each blocklist; `blocked_ordinals` are the current one's ordinals.
         """
         neighbours, search = self.neighbours, predictor.search(self._table)
-        vectors = predictor.vectors(batch)
+        vectors = predictor.vectors(prepared_inputs)
         lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))[:, None]
         directions = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
-        excluded_by_row = search.excluded(batch, blocked)
+        excluded_by_row = search.excluded(prepared_inputs, blocked_ordinals)
         needed_depths = search.counts(excluded_by_row)
         needed_depth_by_row = needed_depths.tolist()
-        near_answers = neighbours.find_near(directions, blocklist_version)
+        near_answers = neighbours.find_near(directions, blocklist_stamp)
         near_answer_by_row = {
             row: near_answer
             for row, near_answer in enumerate(near_answers)
-            if near_answer is not None and self._is_worth(near_answer, needed_depth_by_row[row])
+            if near_answer is not None and self._is_worth_reusing(near_answer, needed_depth_by_row[row])
         }
         outcomes: list[NearOutcome] = ["far" if near_answer is None else "leave" for near_answer in near_answers]
-        ordinals = np.full((len(batch), self._width), NO_ITEM, np.uint32)
-        scores = np.zeros((len(batch), self._width), np.float32)
+        ordinals = np.full((len(prepared_inputs), self._list_length), NO_ITEM, np.uint32)
+        scores = np.zeros((len(prepared_inputs), self._list_length), np.float32)
         if rows := list(near_answer_by_row):
             candidate_sets, row_exclusions = (
                 [near_answer_by_row[row].answer for row in rows],
                 [excluded_by_row[row] for row in rows],
             )
-            candidates = [candidate_set.ordinals.astype(np.int64) for candidate_set in candidate_sets]
+            candidates = [candidate_set.candidate_ordinals.astype(np.int64) for candidate_set in candidate_sets]
             ordinals[rows], scores[rows] = search.rank_candidates(vectors[rows], candidates, row_exclusions)
-            distances = np.array([near_answer_by_row[row].distance for row in rows])
+            distances = np.array([near_answer_by_row[row].relative_distance for row in rows])
             proven_flags = self._are_proven(search, directions[rows], ordinals[rows, -1], candidate_sets, distances)
             for row, is_proven in zip(rows, proven_flags, strict=True):
                 outcomes[row] = "proven" if is_proven else neighbours.decide(near_answer_by_row[row])
         if rows := [row for row, row_outcome in enumerate(outcomes) if row_outcome not in ("proven", "reuse")]:
-            search_depth = min(SEARCH_DEPTH_LISTS * self._width, SEARCH_DEPTH_MAX, search.searcher.depth_max)
+            search_depth = min(SEARCH_DEPTH_LISTS * self._list_length, SEARCH_DEPTH_MAX, search.searcher.depth_max)
             deep_ordinals_by_row = search.candidates(
-                vectors[rows], np.maximum(needed_depths[rows], search_depth), blocked
+                vectors[rows], np.maximum(needed_depths[rows], search_depth), blocked_ordinals
             )
             needed_candidates = [
                 deep_ordinals[: needed_depth_by_row[row]]
@@ -348,51 +359,51 @@ class ListMatches:
                 is_wrong = is_judged and _list_overlap(ordinals[row], best_items) < self._overlap_min
                 neighbours.judge_and_store(
                     directions[row], answer, near_answer_by_row.get(row), outcomes[row],
-                    is_wrong=is_wrong, blocklist_version=blocklist_version,
+                    is_wrong=is_wrong, blocklist_stamp=blocklist_stamp,
                 )  # fmt: skip
             ordinals[rows], scores[rows] = best_lists
         neighbours.count(outcomes)
         reused = [
-            round(near_answer_by_row[row].distance, 6) if outcome == "reuse" else None
+            round(near_answer_by_row[row].relative_distance, 6) if outcome == "reuse" else None
             for row, outcome in enumerate(outcomes)
         ]
-        return predictor.lists(self._table, (ordinals, scores), fingerprints, scored_at), reused
+        return predictor.lists(self._table, (ordinals, scores), id_fingerprints, scored_at), reused
 
-    def _is_worth(self, near_answer: NearAnswer[Candidates], depth: int) -> bool:
+    def _is_worth_reusing(self, near_answer: NearAnswer[Candidates], needed_depth: int) -> bool:
         """True if the near candidates suffice for a list and may be reused."""
-        may_use = self._score_reach is not None or self.neighbours.may_use(near_answer)
-        return may_use and len(near_answer.answer.ordinals) >= depth
+        may_use = self._score_change_per_distance is not None or self.neighbours.may_use(near_answer)
+        return may_use and len(near_answer.answer.candidate_ordinals) >= needed_depth
 
     def _are_proven(
         self,
         search: ListSearch,
-        directions: VectorArray,
+        query_directions: VectorArray,
         last_ordinals: NDArray[np.uint32],
         candidate_sets: Sequence[Candidates],
-        distances: NDArray[np.float64],
+        relative_distances: NDArray[np.float64],
     ) -> list[bool]:
         """Return whether each list (ending with `last_ordinals`) is proven: no other item can be in it."""
-        if self._score_reach is None:
+        if self._score_change_per_distance is None:
             return [False] * len(candidate_sets)
         is_full = last_ordinals != NO_ITEM
         score_bounds = np.array([candidate_set.score_bound for candidate_set in candidate_sets])
-        last_scores = search.scores(directions, np.where(is_full, last_ordinals, 0).astype(np.int64))
-        rounding = 4 * directions.shape[1] * _ULP  # rounding error of four sums of this many products
-        is_above_bound = last_scores > score_bounds + (distances + rounding) * self._score_reach
-        proven: list[bool] = (np.isneginf(score_bounds) | (is_full & is_above_bound)).tolist()
-        return proven
+        last_scores = search.scores(query_directions, np.where(is_full, last_ordinals, 0).astype(np.int64))
+        rounding = 4 * query_directions.shape[1] * _ULP  # rounding error of four sums of this many products
+        is_above_bound = last_scores > score_bounds + (relative_distances + rounding) * self._score_change_per_distance
+        proven_flags: list[bool] = (np.isneginf(score_bounds) | (is_full & is_above_bound)).tolist()
+        return proven_flags
 
     def _to_candidates(
-        self, search: ListSearch, directions: VectorArray, searched_ordinals: Sequence[OrdinalArray]
+        self, search: ListSearch, query_directions: VectorArray, searched_ordinals: Sequence[OrdinalArray]
     ) -> list[Candidates]:
         """Copy the searched ordinals to candidates, so that they do not keep their batch alive."""
         score_bounds = np.full(len(searched_ordinals), math.inf)
-        if self._score_reach is not None:
+        if self._score_change_per_distance is not None:
             last_ordinals = np.array([row_ordinals[-1] for row_ordinals in searched_ordinals])
             is_whole_catalogue = (last_ordinals < 0) | (
                 np.array([len(row_ordinals) for row_ordinals in searched_ordinals]) == search.items.count
             )
-            scores = search.scores(directions, np.maximum(last_ordinals, 0))
+            scores = search.scores(query_directions, np.maximum(last_ordinals, 0))
             score_bounds = np.where(is_whole_catalogue, -math.inf, scores.astype(np.float64))
         return [
             Candidates(row_ordinals.astype(np.int32), score_bound)
@@ -424,43 +435,45 @@ class ValueMatches:
     def predict(
         self,
         predictor: Predictor,
-        batch: Sequence[PreparedInput],
-        fingerprints: Sequence[int],
+        prepared_inputs: Sequence[PreparedInput],
+        id_fingerprints: Sequence[int],
         scored_at: int,
-        blocked: NDArray[np.int64],  # noqa: ARG002 - no list, nothing to leave out
-        blocklist_version: int,  # noqa: ARG002
+        blocked_ordinals: NDArray[np.int64],  # noqa: ARG002 - no list, nothing to leave out
+        blocklist_stamp: int,  # noqa: ARG002
     ) -> tuple[list[bytes], list[float | None]]:
         """Return a record for each input, and the distance of the input whose values were reused, None if computed."""
         neighbours = self.neighbours
-        sent_vectors = predictor.sent_vectors(self._table, batch)
+        sent_vectors = predictor.sent_vectors(self._table, prepared_inputs)
         near_answers = neighbours.find_near(sent_vectors)
         outcomes: list[NearOutcome] = [
             "far" if near_answer is None else neighbours.decide(near_answer) for near_answer in near_answers
         ]
         rows = [row for row, outcome in enumerate(outcomes) if outcome != "reuse"]
-        computed_values = predictor.vectors([batch[row] for row in rows]) if rows else np.empty((0, 0), np.float32)
+        computed_values = (
+            predictor.vectors([prepared_inputs[row] for row in rows]) if rows else np.empty((0, 0), np.float32)
+        )
         values_by_row = dict(zip(rows, computed_values, strict=True))
         answer_values: list[NumberArray] = []
-        distances: list[float | None] = []
+        reused_distances: list[float | None] = []
         for row, (near_answer, outcome) in enumerate(zip(near_answers, outcomes, strict=True)):
             if near_answer is not None and outcome == "reuse":
                 answer_values.append(near_answer.answer)
-                distances.append(round(near_answer.distance, 6))
+                reused_distances.append(round(near_answer.relative_distance, 6))
                 continue
             is_wrong = near_answer is not None and near_answer.answer.argmax() != values_by_row[row].argmax()
             values_copy, margin = values_by_row[row].copy(), _label_margin(values_by_row[row])
             neighbours.judge_and_store(
-                sent_vectors[row], values_copy, near_answer, outcome, is_wrong=bool(is_wrong), margin=margin
+                sent_vectors[row], values_copy, near_answer, outcome, is_wrong=bool(is_wrong), answer_margin=margin
             )
             answer_values.append(values_by_row[row])
-            distances.append(None)
+            reused_distances.append(None)
         neighbours.count(outcomes)
-        return predictor.numbers(self._table, np.stack(answer_values), fingerprints, scored_at), distances
+        return predictor.numbers(self._table, np.stack(answer_values), id_fingerprints, scored_at), reused_distances
 
 
-def _label_margin(values: NumberArray) -> float:
+def _label_margin(label_values: NumberArray) -> float:
     """Return the lead of the first label over the second."""
-    second_value, first_value = np.partition(values, -2)[-2:]
+    second_value, first_value = np.partition(label_values, -2)[-2:]
     return float(first_value - second_value)
 
 
@@ -468,18 +481,18 @@ Matches = ListMatches | ValueMatches
 
 
 class NearInput(NamedTuple):
-    """Input ready for its model; `kind` is None if no near answer is allowed."""
+    """Input ready for its model; `input_kind` is None if no near answer is allowed."""
 
-    prepared: PreparedInput
-    fingerprint: int
-    kind: InputKind | None
+    prepared_input: PreparedInput
+    id_fingerprint: int
+    input_kind: InputKind | None
 
 
 class NearRecord(NamedTuple):
     """Live record, and the distance of the input whose answer it reuses; None for a computed one."""
 
     record: bytes
-    distance: float | None = None
+    reused_distance: float | None = None
 
 
 class NearMatches:
@@ -508,52 +521,54 @@ class NearMatches:
                     "[serving.near.%s] has no effect in generation %s: %s", table_name, snapshot.generation, reason
                 )
 
-    def covers(self, snapshot: Snapshot, table: str) -> bool:
+    def covers_table(self, snapshot: Snapshot, table_name: str) -> bool:
         """True if answers of the table may be reused."""
-        return table in self._config_by_table and refusal_reason(snapshot, table) is None
+        return table_name in self._config_by_table and refusal_reason(snapshot, table_name) is None
 
     def compute(
-        self, jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput], scored_at: int
+        self, jobs: Sequence[InferenceJob], prepared_inputs: Sequence[PreparedInput], scored_at: int
     ) -> list[ComputedRecord]:
         """Return a record for each job of one snapshot and table with its input; raise the model's errors."""
         inputs = [
-            NearInput(prepared, job.fingerprint, input_kind(job.live_input) if job.may_reuse else None)
-            for job, prepared in zip(jobs, batch, strict=True)
+            NearInput(prepared, job.id_fingerprint, input_kind(job.live_input) if job.may_reuse_near_answer else None)
+            for job, prepared in zip(jobs, prepared_inputs, strict=True)
         ]
         near_records = self.predict(jobs[0].snapshot, jobs[0].table, inputs, scored_at)
         return [
             ComputedRecord(record, prepared.unknown_id_count, distance)
-            for (record, distance), prepared in zip(near_records, batch, strict=True)
+            for (record, distance), prepared in zip(near_records, prepared_inputs, strict=True)
         ]
 
-    def predict(self, snapshot: Snapshot, table: str, inputs: Sequence[NearInput], scored_at: int) -> list[NearRecord]:
+    def predict(
+        self, snapshot: Snapshot, table_name: str, near_inputs: Sequence[NearInput], scored_at: int
+    ) -> list[NearRecord]:
         """Return a record for each input; raise the model's errors."""
         predictor = snapshot.predictor
         if predictor is None:
             raise ValueError("the snapshot has no model")
-        records: list[NearRecord] = [NearRecord(b"")] * len(inputs)
-        for input_kind_of_batch in {near_input.kind for near_input in inputs}:
-            rows = [row for row, near_input in enumerate(inputs) if near_input.kind == input_kind_of_batch]
-            batch = [inputs[row].prepared for row in rows]
-            id_fingerprints = [inputs[row].fingerprint for row in rows]
+        near_records: list[NearRecord] = [NearRecord(b"")] * len(near_inputs)
+        for input_kind_of_batch in {near_input.input_kind for near_input in near_inputs}:
+            rows = [row for row, near_input in enumerate(near_inputs) if near_input.input_kind == input_kind_of_batch]
+            batch = [near_inputs[row].prepared_input for row in rows]
+            id_fingerprints = [near_inputs[row].id_fingerprint for row in rows]
             matches = (
                 None
                 if input_kind_of_batch is None
-                else self._find_matches(predictor, snapshot, table, input_kind_of_batch)
+                else self._find_matches(predictor, snapshot, table_name, input_kind_of_batch)
             )
-            blocked = snapshot.blocked_ordinals
+            blocked = snapshot.blocked_item_ordinals
             if matches is None or matches.neighbours.policy.is_off:
-                batch_records = predictor.predict(table, batch, id_fingerprints, scored_at, blocked=blocked)
-                distances: list[float | None] = [None] * len(batch_records)
+                batch_records = predictor.predict(table_name, batch, id_fingerprints, scored_at, blocked=blocked)
+                reused_distances: list[float | None] = [None] * len(batch_records)
             else:
                 # Not the blocklist's version: an arm also enforces the blocklist of another namespace.
-                blocked_stamp = snapshot.blocked_stamp
-                batch_records, distances = matches.predict(
+                blocked_stamp = snapshot.blocklist_stamp
+                batch_records, reused_distances = matches.predict(
                     predictor, batch, id_fingerprints, scored_at, blocked, blocked_stamp
                 )
-            for row, record, distance in zip(rows, batch_records, distances, strict=True):
-                records[row] = NearRecord(record, distance)
-        return records
+            for row, record, distance in zip(rows, batch_records, reused_distances, strict=True):
+                near_records[row] = NearRecord(record, distance)
+        return near_records
 
     def policies(self) -> Iterator[tuple[str, InputKind, ReusePolicy]]:
         """Yield the policy of each table and kind of input, of the most recently used generation."""
@@ -585,13 +600,13 @@ class NearMatches:
         return ValueMatches(table_name, Neighbours(config.error, config.entries, dims, self._rng, count_by_outcome))
 
 
-def input_kind(source: LiveInput) -> InputKind | None:
+def input_kind(live_input: LiveInput) -> InputKind | None:
     """Return the kind of an input: history, features or both; None for a catalogue item, its own input."""
-    if source.item is not None or not (source.history or source.features):
+    if live_input.item is not None or not (live_input.history or live_input.features):
         return None
-    if source.history and source.features:
+    if live_input.history and live_input.features:
         return "both"
-    return "history" if source.history else "features"
+    return "history" if live_input.history else "features"
 
 
 def refusal_reason(snapshot: Snapshot, table_name: str) -> str | None:
@@ -645,7 +660,10 @@ class NearMetrics(Collector):
             reusing_family.add_metric([table, kind], policy.is_reusing)
             off_family.add_metric([table, kind], policy.is_off)
             measured_error = policy.wrong_audits / policy.audits if policy.audits else math.nan
-            error_bounds = (("measured", measured_error), *zip(("lowest", "highest"), policy.interval, strict=True))
+            error_bounds = (
+                ("measured", measured_error),
+                *zip(("lowest", "highest"), policy.error_interval, strict=True),
+            )
             for bound_name, error_value in error_bounds:
                 error_family.add_metric([table, kind, bound_name], error_value)
         yield from (inputs_family, reusing_family, off_family, error_family)

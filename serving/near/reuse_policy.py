@@ -47,63 +47,64 @@ DOUBTS = 100
 class Samples:
     """Counts of judged and wrong samples since the last restart, and the number of starts."""
 
-    judged: int = 0
-    wrong: int = 0
-    starts: int = 1
+    judged_count: int = 0
+    wrong_count: int = 0
+    start_count: int = 1
 
-    def add(self, *, wrong: bool) -> None:
+    def add(self, *, is_wrong: bool) -> None:
         """Add one sample."""
-        self.judged += 1
-        self.wrong += wrong
+        self.judged_count += 1
+        self.wrong_count += is_wrong
 
 
 class ReusePolicy:
     """Policy for the near answers of one table, generation and kind of input; not thread-safe."""
 
-    def __init__(self, error: float, ranges: int, rng: Random) -> None:
-        self.error = error
+    def __init__(self, error_share_max: float, range_count: int, rng: Random) -> None:
+        self.error_share_max = error_share_max
         self.is_off = False
         self.audits = 0
         self.wrong_audits = 0
-        self._alpha = ALPHA / ranges
-        self._samples_by_range = [Samples() for _ in range(ranges)]
-        self._from = [Samples() for _ in range(ranges)]
+        self._alpha = ALPHA / range_count
+        self._samples_by_range = [Samples() for _ in range(range_count)]
+        self._from = [Samples() for _ in range(range_count)]
         """Samples of each range together with all closer ranges."""
-        self._is_trusted = [False] * ranges
-        self._is_hopeless = [False] * ranges
-        self._drift = Drift(1.0 - error, ALPHA_OFF)
+        self._is_trusted = [False] * range_count
+        self._is_hopeless = [False] * range_count
+        self._drift = Drift(1.0 - error_share_max, ALPHA_OFF)
         self._rng = rng
         self._doubts = 0
         """Number of audits in a row that must still be right before answers are reused again."""
 
-    def may_use(self, closeness: int) -> bool:
+    def may_use(self, closeness_index: int) -> bool:
         """True while near answers in this range may be reused or judged."""
-        return not (self.is_off or self._is_hopeless[closeness])
+        return not (self.is_off or self._is_hopeless[closeness_index])
 
-    def decide(self, closeness: int) -> Decision:
+    def decide(self, closeness_index: int) -> Decision:
         """Return the decision about one near answer."""
-        if not self.may_use(closeness):
+        if not self.may_use(closeness_index):
             return "leave"
-        if not self._is_trusted[closeness]:
+        if not self._is_trusted[closeness_index]:
             return "learn"
         return "audit" if self._doubts or self._rng.random() < AUDITED else "reuse"
 
-    def judge(self, closeness: int, *, is_audit: bool, wrong: bool) -> None:
+    def judge(self, closeness_index: int, *, is_audit: bool, is_wrong: bool) -> None:
         """Record whether a near answer, whose exact answer was computed as well, was wrong."""
         if is_audit:
-            self._audited(wrong=wrong)
+            self._audited(is_wrong=is_wrong)
         samples_by_range, from_here = self._samples_by_range, self._from
-        if is_audit and wrong:
-            samples_by_range[closeness] = Samples()
-            for range_index in range(closeness + 1):
-                from_here[range_index] = Samples(starts=from_here[range_index].starts + 1)
+        if is_audit and is_wrong:
+            samples_by_range[closeness_index] = Samples()
+            for range_index in range(closeness_index + 1):
+                from_here[range_index] = Samples(start_count=from_here[range_index].start_count + 1)
         else:
-            samples_by_range[closeness].add(wrong=wrong)
-            for range_index in range(closeness + 1):
-                from_here[range_index].add(wrong=wrong)
-            range_samples = samples_by_range[closeness]
-            self._is_hopeless[closeness] = (
-                lowest_error_rate(range_samples.judged, range_samples.wrong, self._alpha) > self.error
+            samples_by_range[closeness_index].add(is_wrong=is_wrong)
+            for range_index in range(closeness_index + 1):
+                from_here[range_index].add(is_wrong=is_wrong)
+            range_samples = samples_by_range[closeness_index]
+            self._is_hopeless[closeness_index] = (
+                lowest_error_rate(range_samples.judged_count, range_samples.wrong_count, self._alpha)
+                > self.error_share_max
             )
         self._trust()
 
@@ -112,22 +113,23 @@ class ReusePolicy:
         for range_index, (range_samples, samples) in enumerate(zip(self._samples_by_range, self._from, strict=True)):
             is_within = is_within or self._is_within_error(samples)
             is_clean = (
-                range_samples.judged * self.error >= 2 and range_samples.wrong <= range_samples.judged * self.error / 2
+                range_samples.judged_count * self.error_share_max >= 2
+                and range_samples.wrong_count <= range_samples.judged_count * self.error_share_max / 2
             )
             self._is_trusted[range_index] = is_within and is_clean
 
     def _is_within_error(self, samples: Samples) -> bool:
-        if samples.judged * self.error < 1:  # too few samples for a bound this low
+        if samples.judged_count * self.error_share_max < 1:  # too few samples for a bound this low
             return False
-        alpha = self._alpha / (samples.starts * (samples.starts + 1))
-        return highest_error_rate(samples.judged, samples.wrong, alpha) <= self.error
+        alpha = self._alpha / (samples.start_count * (samples.start_count + 1))
+        return highest_error_rate(samples.judged_count, samples.wrong_count, alpha) <= self.error_share_max
 
-    def _audited(self, *, wrong: bool) -> None:
+    def _audited(self, *, is_wrong: bool) -> None:
         self.audits += 1
-        self.wrong_audits += wrong
-        self._doubts = DOUBTS if wrong else max(0, self._doubts - 1)
-        drifted = self._drift.add_overlap(0.0 if wrong else 1.0)
-        self.is_off = self.is_off or drifted or self.interval[0] > self.error
+        self.wrong_audits += is_wrong
+        self._doubts = DOUBTS if is_wrong else max(0, self._doubts - 1)
+        drifted = self._drift.add_overlap(0.0 if is_wrong else 1.0)
+        self.is_off = self.is_off or drifted or self.error_interval[0] > self.error_share_max
 
     @property
     def is_reusing(self) -> bool:
@@ -135,7 +137,7 @@ class ReusePolicy:
         return any(self._is_trusted) and not (self.is_off or self._doubts)
 
     @property
-    def interval(self) -> tuple[float, float]:
+    def error_interval(self) -> tuple[float, float]:
         """Confidence interval (1 - ALPHA, valid at any time) of the mean error of reused answers, from all audits."""
         count, wrong = self.audits, self.wrong_audits
         return lowest_error_rate(count, wrong, ALPHA / 2), highest_error_rate(count, wrong, ALPHA / 2)

@@ -34,14 +34,14 @@ _BEARER_PATTERN = re.compile(r"(?i)\b(bearer\s+)[^\s'\",;]+")
 _LOG_SITES_MAX = 1_024
 
 
-def configure_for(settings: "ServingConfig", level: str, *, worker: int | None = None) -> None:
+def configure_for(settings: "ServingConfig", log_level: str, *, worker_slot: int | None = None) -> None:
     """Send all log output of this process to standard error, in place of earlier handlers."""
     urls = (settings.redis_url, settings.events_url, settings.artifacts)
     redact = Redactor({settings.token} | passwords_of(*urls))
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter((JsonFormatter if settings.log == "json" else TextFormatter)(redact, worker))
+    handler.setFormatter((JsonFormatter if settings.log == "json" else TextFormatter)(redact, worker_slot))
     handler.addFilter(LogRateLimit(settings.log_lines_per_s))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
     logging.getLogger("faiss").setLevel(logging.WARNING)  # it logs each of its variants that it cannot import
 
 
@@ -86,10 +86,10 @@ def passwords_of(*urls: str) -> set[str]:
 class JsonFormatter(logging.Formatter):
     """Formatter to one JSON object per line; `time` is in UTC, the traceback is one text."""
 
-    def __init__(self, redact: Redactor, worker: int | None = None) -> None:
+    def __init__(self, redact: Redactor, worker_slot: int | None = None) -> None:
         super().__init__()
         self._redact = redact
-        self._worker_field = {} if worker is None else {"worker": worker}
+        self._worker_field = {} if worker_slot is None else {"worker": worker_slot}
 
     def format(self, record: logging.LogRecord) -> str:
         """Format the record as one line of JSON, without secrets."""
@@ -103,21 +103,21 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line_fields["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(self._clean(line_fields), default=str).decode()
+        return orjson.dumps(self._redacted(line_fields), default=str).decode()
 
-    def _clean(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._redact(value.encode(errors="replace").decode())
-        if isinstance(value, dict):
-            return {name: self._clean(field_value) for name, field_value in value.items()}
-        return value
+    def _redacted(self, field_value: Any) -> Any:
+        if isinstance(field_value, str):
+            return self._redact(field_value.encode(errors="replace").decode())
+        if isinstance(field_value, dict):
+            return {name: self._redacted(inner_field_value) for name, inner_field_value in field_value.items()}
+        return field_value
 
 
 class TextFormatter(logging.Formatter):
     """Formatter to text for people: level, logger, message, then the fields as `name=value`."""
 
-    def __init__(self, redact: Redactor, worker: int | None = None) -> None:
-        worker_prefix = "" if worker is None else f"worker {worker} "
+    def __init__(self, redact: Redactor, worker_slot: int | None = None) -> None:
+        worker_prefix = "" if worker_slot is None else f"worker {worker_slot} "
         super().__init__(f"%(levelname)s {worker_prefix}%(name)s: %(message)s")
         self._redact = redact
 
@@ -134,10 +134,10 @@ class LogRateLimit(logging.Filter):
     The first record that passes after dropped ones says how many were dropped.
     """
 
-    def __init__(self, records_per_s: float, timer: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, records_per_s: float, monotonic_clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._records_per_s = records_per_s
-        self._timer = timer
+        self._monotonic_clock = monotonic_clock
         self._lock = threading.Lock()
         self._bucket_by_location: dict[tuple[str, int, int], _Bucket] = {}
 
@@ -145,7 +145,7 @@ class LogRateLimit(logging.Filter):
         """Return whether the record may be written; store in it how many were dropped before."""
         log_site = record.name, record.lineno, record.levelno
         with self._lock:
-            now_s = self._timer()
+            now_s = self._monotonic_clock()
             bucket = self._bucket_by_location.get(log_site)
             if bucket is None:
                 if len(self._bucket_by_location) >= _LOG_SITES_MAX:

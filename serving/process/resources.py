@@ -39,31 +39,31 @@ WorkParameters = ParamSpec("WorkParameters")
 WorkResult = TypeVar("WorkResult")
 
 
-def check_cores(cores: tuple[int, ...]) -> None:
+def check_cores(core_numbers: tuple[int, ...]) -> None:
     """Raise ConfigError if this process may not run on one of the cores, or the system cannot pin threads."""
-    if not cores:
+    if not core_numbers:
         return
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("threads cannot be pinned here: leave live_cores empty", field="live_cores")
     allowed_cores = os.sched_getaffinity(0)
-    if missing_cores := sorted(set(cores) - allowed_cores):
+    if missing_cores := sorted(set(core_numbers) - allowed_cores):
         raise ConfigError(
             f"live_cores names {missing_cores}, but only {sorted(allowed_cores)} are allowed", field="live_cores"
         )
 
 
-def lower_thread_priority(nice: int) -> None:
+def lower_thread_priority(niceness: int) -> None:
     """Set the niceness of the calling thread and threads that it starts: 0 is normal, 19 the lowest priority."""
-    if nice and sys.platform == "linux":  # other systems have no niceness per thread
+    if niceness and sys.platform == "linux":  # other systems have no niceness per thread
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
-def place_thread(cores: tuple[int, ...], nice: int) -> None:
+def place_thread(core_numbers: tuple[int, ...], niceness: int) -> None:
     """Pin the calling thread and threads that it starts to these cores, if any, and set its niceness."""
-    if cores:
-        os.sched_setaffinity(0, cores)
-    lower_thread_priority(nice)
+    if core_numbers:
+        os.sched_setaffinity(0, core_numbers)
+    lower_thread_priority(niceness)
 
 
 class StoreThreads:
@@ -85,22 +85,22 @@ class StoreThreads:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def raise_file_limit(connections: int) -> int:
+def raise_file_limit(connection_count: int) -> int:
     """Raise the soft limit of open files for this many connections; return how many connections fit."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    required_files = connections + OPEN_FILES_HEADROOM
+    required_files = connection_count + OPEN_FILES_HEADROOM
     if soft_limit == resource.RLIM_INFINITY or soft_limit >= required_files:
-        return connections
+        return connection_count
     soft_limit = _raise_soft_limit(
         required_files if hard_limit == resource.RLIM_INFINITY else min(hard_limit, required_files),
         soft_limit,
         hard_limit,
     )
-    connections_max = min(connections, connections_with_room(soft_limit))
-    if connections_max < connections:
+    connections_max = min(connection_count, connections_with_room(soft_limit))
+    if connections_max < connection_count:
         log.warning(
             "room for %d connections instead of %d: only %d files may be open (ulimit -Hn)",
-            connections_max, connections, soft_limit,
+            connections_max, connection_count, soft_limit,
         )  # fmt: skip
     return connections_max
 

@@ -51,20 +51,20 @@ class Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         connections: WatchedConnections | None,
-        drain_s: float,
-        announce: Callable[[], None],
+        drain_timeout_s: float,
+        announce_start: Callable[[], None],
         tls: TlsWatch | None = None,
-        handshake_s: float = 10.0,
+        handshake_timeout_s: float = 10.0,
         loops: BackgroundLoops | None = None,
     ) -> None:
         super().__init__(config)
         self._loops = BackgroundLoops() if loops is None else loops
         self._connections = connections
         self._tls = tls
-        self._listening_sockets = ListeningSockets(self, tls, handshake_s)
+        self._listening_sockets = ListeningSockets(self, tls, handshake_timeout_s)
         self._check_tasks: list[asyncio.Task[None]] = []
-        self._drain_s = drain_s
-        self._announce = announce
+        self._drain_timeout_s = drain_timeout_s
+        self._announce_start = announce_start
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain_task: asyncio.Task[None] | None = None
         self._is_exit_requested = False
@@ -93,7 +93,7 @@ class Server(uvicorn.Server):
                     )
                 )  # fmt: skip
             freeze_objects()
-            self._announce()
+            self._announce_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop as uvicorn does; connections are checked until the last one has ended."""
@@ -141,7 +141,7 @@ class Server(uvicorn.Server):
     async def _drain(self, sig: int) -> None:
         """Accept and answer until there are no requests for a while, so that none is reset."""
         loop, server_state = asyncio.get_running_loop(), self.server_state
-        give_up_at = loop.time() + self._drain_s
+        give_up_at = loop.time() + self._drain_timeout_s
         app: Any = self.config.app
         signing_off = asyncio.create_task(app.state.service.drain())
         for headers in (self.config.encoded_headers, server_state.default_headers):
@@ -159,16 +159,16 @@ class Server(uvicorn.Server):
 
 
 def settings_of(
-    app: ASGIApp, config: ServingConfig, log_level: str, http: Any, tls: TlsWatch | None = None
+    app: ASGIApp, config: ServingConfig, log_level: str, http_protocol_class: Any, tls: TlsWatch | None = None
 ) -> uvicorn.Config:
-    """Return uvicorn's settings; `http` names its protocol, or creates connections."""
+    """Return uvicorn's settings; `http_protocol_class` names its protocol, or creates connections."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     uvicorn_config = uvicorn.Config(
         app,
         loop="uvloop",
         ws="none",  # not used; a websocket connection would not be bounded
         timeout_keep_alive=config.idle_timeout_s,  # type: ignore[arg-type]  # seconds, whole or not
-        http=http,
+        http=http_protocol_class,
         lifespan="on",
         access_log=False,
         proxy_headers=False,  # client addresses are not used
@@ -189,9 +189,9 @@ class ListeningSockets:
     another thread took the descriptor that libuv reserves for this case). The process would live on without listening.
     """
 
-    def __init__(self, server: uvicorn.Server, tls: TlsWatch | None = None, handshake_s: float = 10.0) -> None:
+    def __init__(self, server: uvicorn.Server, tls: TlsWatch | None = None, handshake_timeout_s: float = 10.0) -> None:
         self._server = server
-        self._tls, self._handshake_s, self._is_due = tls, handshake_s, False
+        self._tls, self._handshake_s, self._is_due = tls, handshake_timeout_s, False
         self._socket_pairs: list[tuple[socket.socket, socket.socket]] = []
 
     def keep(self, sockets: Iterable[socket.socket]) -> None:
@@ -240,9 +240,9 @@ class ListeningSockets:
             await self.renew()
             self._tls.log_renewal()
 
-    async def _listen_again(self, spare: socket.socket) -> socket.socket:
+    async def _listen_again(self, spare_socket: socket.socket) -> socket.socket:
         """Listen on another descriptor of the socket; return the descriptor."""
-        new_listener = spare.dup()
+        new_listener = spare_socket.dup()
         try:
             await self._listen(new_listener)
         except BaseException:
@@ -259,10 +259,10 @@ class ListeningSockets:
         )  # fmt: skip
         loop, backlog = asyncio.get_running_loop(), server.config.backlog
         context: ssl.SSLContext | None = None
-        bounds: dict[str, float] = {}
+        ssl_timeouts: dict[str, float] = {}
         if self._tls is not None:
-            context, bounds = self._tls.context, {"ssl_handshake_timeout": self._handshake_s}
+            context, ssl_timeouts = self._tls.context, {"ssl_handshake_timeout": self._handshake_s}
         asyncio_server = await loop.create_server(
-            protocol_factory, sock=listener, backlog=backlog, ssl=context, **bounds
+            protocol_factory, sock=listener, backlog=backlog, ssl=context, **ssl_timeouts
         )  # type: ignore[call-overload]
         server.servers.append(asyncio_server)

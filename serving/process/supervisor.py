@@ -31,18 +31,18 @@ QUOTAS_FILE_NAME = "quotas"
 """Name of the quota table's file in the workers' folder."""
 
 
-def restart_pause_s(failures: int) -> float:
+def restart_pause_s(failure_count: int) -> float:
     """Return the seconds before the next start, after this many short-lived workers in a row."""
-    return 0.0 if failures < 1 else min(30.0, 0.2 * 2.0 ** min(failures - 1, 10))
+    return 0.0 if failure_count < 1 else min(30.0, 0.2 * 2.0 ** min(failure_count - 1, 10))
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
     """Worker process; its slot is unique among living workers."""
 
-    slot: int
+    worker_slot: int
     process: asyncio.subprocess.Process
-    control: socket.socket
+    control_socket: socket.socket
     ready_at: float | None = None
 
     def send_signal(self, signal_: signal.Signals) -> None:
@@ -59,10 +59,10 @@ class Worker:
     def retire(self) -> None:
         """Ask the worker to accept no more connections, answer pending requests, and end."""
         with contextlib.suppress(OSError):
-            self.control.send(RETIRE_MESSAGE)
+            self.control_socket.send(RETIRE_MESSAGE)
 
     def __str__(self) -> str:
-        return f"worker {self.slot} (process {self.process.pid})"
+        return f"worker {self.worker_slot} (process {self.process.pid})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ class WorkerSpawner:
     workers_folder: Path
     redis_url: str
     log_level: str
-    program: tuple[str, ...] = ("-m", "serving.worker")
+    worker_program: tuple[str, ...] = ("-m", "serving.worker")
 
-    async def __call__(self, slot: int) -> Worker:
+    async def __call__(self, worker_slot: int) -> Worker:
         """Start a worker; raise OSError if the system cannot create another process or file."""
         parent_socket, worker_socket = socket.socketpair()
         parent_socket.setblocking(False)
@@ -83,8 +83,8 @@ class WorkerSpawner:
         with worker_socket:
             try:
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, *self.program, *map(str, inherited_descriptors),
-                    str(self.workers_folder), str(slot), self.log_level,
+                    sys.executable, *self.worker_program, *map(str, inherited_descriptors),
+                    str(self.workers_folder), str(worker_slot), self.log_level,
                     # Not an argument: other users of the host can read arguments, and the URL contains a password.
                     env=os.environ | {"REDIS_URL": self.redis_url},
                     stdin=asyncio.subprocess.DEVNULL, pass_fds=inherited_descriptors,
@@ -93,12 +93,12 @@ class WorkerSpawner:
             except BaseException:
                 parent_socket.close()  # also ends a process that was forked although an error occurred
                 raise
-        return Worker(slot, process, parent_socket)
+        return Worker(worker_slot, process, parent_socket)
 
-    def clean(self, slot: int) -> None:
+    def clean(self, worker_slot: int) -> None:
         """Remove the files and counts that an ended worker may have left."""
-        (self.workers_folder / f"{slot}.sock").unlink(missing_ok=True)
-        QuotaTable.clear_column_in_file(self.workers_folder / QUOTAS_FILE_NAME, slot)
+        (self.workers_folder / f"{worker_slot}.sock").unlink(missing_ok=True)
+        QuotaTable.clear_column_in_file(self.workers_folder / QUOTAS_FILE_NAME, worker_slot)
 
 
 @dataclass(slots=True, eq=False)
@@ -107,9 +107,9 @@ class WorkerSupervisor:
 
     worker_count: int
     spawn: WorkerSpawner
-    drain_s: float
-    announce: Callable[[], None]
-    pause_s: Callable[[int], float] = restart_pause_s
+    drain_timeout_s: float
+    announce_start: Callable[[], None]
+    get_restart_pause_s: Callable[[int], float] = restart_pause_s
     _workers_by_slot: list[Worker | None] = field(default_factory=list)
     _used_slots: set[int] = field(default_factory=set)
     _living_workers: set[Worker] = field(default_factory=set)
@@ -143,7 +143,7 @@ class WorkerSupervisor:
 
     def _stop(self) -> None:
         """Stop the workers: at the first signal they drain, at the second they end at once."""
-        bound_s = KILL_GRACE_S + (0.0 if self._stop_event.is_set() else self.drain_s)
+        bound_s = KILL_GRACE_S + (0.0 if self._stop_event.is_set() else self.drain_timeout_s)
         self._stop_event.set()
         self.spawn.listener.close()  # the workers' descriptors keep it open while they drain
         for worker in self._living_workers:
@@ -176,14 +176,16 @@ class WorkerSupervisor:
             if self._is_hopeless(ended_worker, exit_code, failure_count):
                 return
             if ended_worker is None:
-                log.warning("no worker could be started: trying again in %.1f s", self.pause_s(failure_count))
+                log.warning(
+                    "no worker could be started: trying again in %.1f s", self.get_restart_pause_s(failure_count)
+                )
             else:
                 log.warning(
                     "%s ended with code %d: another starts in %.1f s",
-                    ended_worker, exit_code, self.pause_s(failure_count),
+                    ended_worker, exit_code, self.get_restart_pause_s(failure_count),
                 )  # fmt: skip
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.pause_s(failure_count)):
+                async with asyncio.timeout(self.get_restart_pause_s(failure_count)):
                     await self._stop_event.wait()
 
     def _is_hopeless(self, ended_worker: Worker | None, exit_code: int | None, failure_count: int) -> bool:
@@ -208,7 +210,7 @@ class WorkerSupervisor:
         is_whole = all(worker and worker.ready_at is not None for worker in self._workers_by_slot)
         if is_whole and not self._is_announced:
             self._is_announced = True
-            self.announce()
+            self.announce_start()
 
     async def _start_worker(self) -> Worker | None:
         """Start a worker; return it once it is ready or ends; None if no process can be started."""
@@ -228,7 +230,7 @@ class WorkerSupervisor:
             worker.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(START_MAX_S):
-                ready_message = await asyncio.get_running_loop().sock_recv(worker.control, len(READY_MESSAGE))
+                ready_message = await asyncio.get_running_loop().sock_recv(worker.control_socket, len(READY_MESSAGE))
         except (TimeoutError, OSError):
             ready_message = b""
         if ready_message == READY_MESSAGE:
@@ -239,17 +241,17 @@ class WorkerSupervisor:
 
     async def _reap_worker(self, worker: Worker) -> None:
         await worker.process.wait()
-        worker.control.close()
+        worker.control_socket.close()
         self._living_workers.discard(worker)
         try:
-            self.spawn.clean(worker.slot)
+            self.spawn.clean(worker.worker_slot)
         except OSError as error:
             log.error("files of %s cannot be removed: %s", worker, error)
-        self._used_slots.discard(worker.slot)
+        self._used_slots.discard(worker.worker_slot)
 
-    async def _end_worker(self, worker: Worker, bound_s: float) -> None:
+    async def _end_worker(self, worker: Worker, end_timeout_s: float) -> None:
         try:
-            async with asyncio.timeout(bound_s):
+            async with asyncio.timeout(end_timeout_s):
                 await worker.process.wait()
         except TimeoutError:
             log.warning("%s did not end in time and was killed", worker)
@@ -277,5 +279,5 @@ class WorkerSupervisor:
             else:  # it has died and was replaced meanwhile
                 old_worker = new_worker
             old_worker.retire()
-            await self._end_worker(old_worker, self.drain_s + KILL_GRACE_S)
+            await self._end_worker(old_worker, self.drain_timeout_s + KILL_GRACE_S)
         log.info("all workers have been replaced")

@@ -12,13 +12,13 @@ def attach(replica: Replica) -> QualityMonitor:
     monitor = QualityMonitor(
         replica.config, components.answer_observer, replica.metrics, replica.l1_tier, components.remote.control,
         own_namespace.holder, components.ladder.recent_names, replica.batcher, replica.admission, own_namespace.clock,
-        replica.name, replica.loops,
+        replica.replica_name, replica.loops,
     )  # fmt: skip
     for loop_name, interval_s, step in monitor.periodic_steps():
         if interval_s:
             own_namespace.refresher.add_periodic(loop_name, interval_s, step)
     replica.metrics.registry.register(InternalCounters(monitor.internal_counters, HELP_BY_EVENT))
-    hooks.reports["quality"] = monitor.to_json
+    hooks.report_by_name["quality"] = monitor.to_json
     hooks.start_steps.append(monitor.start)
     hooks.close_steps.append(monitor.aclose)
     return monitor

@@ -67,9 +67,9 @@ class Agreement(NamedTuple):
 class SampleSkipped(Exception):
     """The answer cannot be compared; `reason` says why."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    def __init__(self, skip_reason: str) -> None:
+        super().__init__(skip_reason)
+        self.reason = skip_reason
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,11 +77,11 @@ class NightInputProbe:
     """Inputs of one generation's users."""
 
     probe: Probe
-    seed: int
+    hash_seed: int
 
     def of(self, user_id: bytes) -> LiveInput | None:
         """Return the input of a user; None if the probe lacks the user."""
-        return self.probe.input_of(hash_id(user_id, self.seed))
+        return self.probe.input_of(hash_id(user_id, self.hash_seed))
 
 
 def open_night_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputProbe | None:
@@ -92,7 +92,7 @@ def open_night_inputs(store: ArtefactStore, snapshot: Snapshot) -> NightInputPro
     try:
         artefact = Artefact(**artefact_fields)
         fetch_checked(store, snapshot.generation, artefact)
-        probe = Probe.open(snapshot.root / artefact.path, snapshot.items)
+        probe = Probe.open(snapshot.generation_folder / artefact.path, snapshot.items)
         return NightInputProbe(probe, snapshot.directories["user"].seed)
     except Exception:
         log.warning("the probe of %s cannot be read", snapshot.generation, exc_info=True)
@@ -104,15 +104,17 @@ def compare(sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputPr
     table = snapshot.manifest.tables.get(sample.table)
     if table is None:
         raise SampleSkipped("gone")
-    if snapshot.blocks_entity(table, sample.raw):
+    if snapshot.blocks_entity(table, sample.raw_id):
         raise SampleSkipped("blocked")
     if snapshot.predictor is None or not snapshot.predictor.supports(sample.table):
         raise SampleSkipped("no_model")
     live_input = _comparison_input(sample, snapshot, table, night_inputs)
     directory = snapshot.directories[table.entity]
-    position = directory.find(hash_id(sample.raw, directory.seed))
+    position = directory.find(hash_id(sample.raw_id, directory.seed))
     seen_ordinals = snapshot.past_item_ordinals(table, position)
-    job = InferenceJob(snapshot, sample.table, live_input, fingerprint(sample.raw), 0, seen_ordinals=seen_ordinals)
+    job = InferenceJob(
+        snapshot, sample.table, live_input, fingerprint(sample.raw_id), 0, seen_item_ordinals=seen_ordinals
+    )
     (outcome,) = compute([job])
     if isinstance(outcome, LiveUnavailable) and outcome.reason == LiveReason.NO_USABLE_INPUT:
         raise SampleSkipped("no_input")
@@ -120,7 +122,9 @@ def compare(sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputPr
         raise SampleSkipped("failed")
     try:
         served_ordinals, served_numbers = _decode_served(sample, snapshot, table)
-        stored_prediction = _decode_stored(sample.record, snapshot, table, SKEW_DEPTH) if sample.record else None
+        stored_prediction = (
+            _decode_stored(sample.stored_record, snapshot, table, SKEW_DEPTH) if sample.stored_record else None
+        )
         live_record = decode_record(table.layout, outcome.record, snapshot.items.count)
     except Exception as damage:  # the read path counts damaged records
         raise SampleSkipped("failed") from damage
@@ -128,13 +132,13 @@ def compare(sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputPr
         agreement = _compare_numbers(table, served_numbers, live_record.numbers)
         record_overlap: float | None = agreement.overlap
     else:
-        allowed_indices = _allowed_indices(live_record.items, (*sample.exclusions, snapshot.blocked))
+        allowed_indices = _allowed_indices(live_record.items, (*sample.exclusions, snapshot.blocked_item_numbers))
         live_items, live_scores = (live_record.items[allowed_indices], live_record.numbers[allowed_indices])
         agreement = _compare_lists(served_ordinals, served_numbers, live_items, live_scores)
         record_overlap = None
         if stored_prediction is not None and stored_prediction[0] is not None:
             record_overlap = _compare_lists(stored_prediction[0], stored_prediction[1], live_items, live_scores).overlap
-    age_s = 0.0 if sample.producer == "live" else sample.at - snapshot.manifest.data_until
+    age_s = 0.0 if sample.producer == "live" else sample.answered_at - snapshot.manifest.data_until
     band = _band(snapshot, live_input)
     return AnswerComparison(table.name, sample.source, sample.producer, band, *agreement, age_s, record_overlap)
 
@@ -147,8 +151,8 @@ def _comparison_input(
     if sample.producer == "live":  # it was computed from the sent input of another request
         raise SampleSkipped("no_input")
     if table.entity == "item":
-        return LiveInput(item=snapshot.items.ordinal_of(sample.raw))
-    night_input = None if night_inputs is None else night_inputs.of(sample.raw)
+        return LiveInput(item=snapshot.items.ordinal_of(sample.raw_id))
+    night_input = None if night_inputs is None else night_inputs.of(sample.raw_id)
     if night_input is None:
         raise SampleSkipped("no_input")
     if night_input.features:  # features of all user models; each model uses its own
@@ -160,18 +164,18 @@ def _comparison_input(
     return night_input
 
 
-def _decode_stored(record: bytes, snapshot: Snapshot, table: Table, k: int) -> OrdinalsAndNumbers:
-    stored_record = decode_record(table.layout, record, snapshot.items.count)
+def _decode_stored(record_bytes: bytes, snapshot: Snapshot, table: Table, k: int) -> OrdinalsAndNumbers:
+    stored_record = decode_record(table.layout, record_bytes, snapshot.items.count)
     if stored_record.items is None:
         return None, stored_record.numbers
-    allowed_indices = _allowed_indices(stored_record.items, (snapshot.blocked,))[:k]
+    allowed_indices = _allowed_indices(stored_record.items, (snapshot.blocked_item_numbers,))[:k]
     return stored_record.items[allowed_indices].astype(np.int64), stored_record.numbers[allowed_indices]
 
 
 def _decode_served(sample: AnswerSample, snapshot: Snapshot, table: Table) -> OrdinalsAndNumbers:
-    if sample.fields is None and not sample.body:
-        return _decode_stored(sample.record, snapshot, table, sample.k)
-    answer_fields: Mapping[str, Any] = sample.fields or orjson.loads(sample.body)
+    if sample.answer_fields is None and not sample.answer_json:
+        return _decode_stored(sample.stored_record, snapshot, table, sample.k)
+    answer_fields: Mapping[str, Any] = sample.answer_fields or orjson.loads(sample.answer_json)
     if (items := answer_fields.get("items")) is not None:
         ordinals = snapshot.items.ordinals_of([item_id.encode() for item_id in items])
         return ordinals, np.asarray(answer_fields["scores"], np.float32)
@@ -217,7 +221,8 @@ def _compare_numbers(table: Table, served_numbers: NDArray[np.float32], live_num
 def _band(snapshot: Snapshot, live_input: LiveInput) -> Band:
     if live_input.item is not None:
         is_popular = any(
-            live_input.item in default_list.ordinal_by_id.values() for default_list in snapshot.defaults.values()
+            live_input.item in default_list.ordinal_by_id.values()
+            for default_list in snapshot.default_list_by_table.values()
         )
         return "popular" if is_popular else "other"
     history_length = len(live_input.history or ())

@@ -46,7 +46,7 @@ class QualityMonitor:
     def __init__(
         self,
         config: ServingConfig,
-        watch: AnswerObserver,
+        answer_observer: AnswerObserver,
         metrics: Metrics,
         local: LocalTier,
         control: ControlPlane,
@@ -55,7 +55,7 @@ class QualityMonitor:
         batcher: MicroBatcher,
         admission: Admission,
         clock: RedisClock,
-        name: str,
+        replica_name: str,
         loops: BackgroundLoops | None = None,
     ) -> None:
         self._loops = BackgroundLoops() if loops is None else loops
@@ -64,29 +64,29 @@ class QualityMonitor:
             return holder.live
 
         cold_names, self._read_hashes = RecentNames(), ReadHashes()
-        watch.on_cold.append(cold_names.append)
-        watch.on_read.append(self._read_hashes.add)
-        watch.sampler = AnswerSampler(config.sampled_per_mille)
+        answer_observer.on_unknown_id.append(cold_names.append)
+        answer_observer.on_l2_read.append(self._read_hashes.add)
+        answer_observer.sampler = AnswerSampler(config.sampled_per_mille)
         self.cold_sketch = HotKeySketch(SharedHotKeys(control), cold_names, get_live_snapshot, clock, COLD_WINDOW)
         self._results = QualityResults()
         self._table_usage = TableUsage(control, self._read_hashes, metrics, recent_names.all_names, get_live_snapshot)
         self._shared_report = SharedReport(
-            control, name, self._results, self._table_usage, get_live_snapshot, clock, config.quality_s
+            control, replica_name, self._results, self._table_usage, get_live_snapshot, clock, config.quality_s
         )
         self._executor = ThreadPoolExecutor(
             1, "larder-quality", initializer=lower_thread_priority, initargs=(LOWEST_PRIORITY_NICE,)
         )
         self._answer_judge = AnswerJudge(
-            watch.sampler,
+            answer_observer.sampler,
             self._results,
             local,
             get_live_snapshot=get_live_snapshot,
             find_snapshot=holder.find_snapshot,
             open_night_inputs=partial(open_night_inputs, config.store()),
-            is_busy=lambda: batcher.queued > 0 or admission.is_behind or admission.live_admitted_share < 1,
+            is_model_busy=lambda: batcher.queued > 0 or admission.is_loop_behind or admission.live_admitted_share < 1,
             executor=self._executor,
             cpu_share=config.quality_cpu_share,
-            threads=config.live_threads,
+            inference_threads=config.live_threads,
         )
         self._is_sampling = config.sampled_per_mille > 0
         self._judge_task: asyncio.Task[None] | None = None
@@ -107,7 +107,7 @@ class QualityMonitor:
         return {
             "cold_reported": self.cold_sketch.reported_count,
             "cold_reports_failed": self.cold_sketch.failed_count,
-            "reads_left_out": self._read_hashes.left_out,
+            "reads_left_out": self._read_hashes.left_out_hash_count,
         }
 
     async def start(self) -> None:
@@ -132,9 +132,10 @@ class JudgedSample(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AnswerJudge:
-    """Judges answers in at most `cpu_share` of one core, by the thread's CPU clock; idle while `is_busy()`.
+    """Judges answers in at most `cpu_share` of one core, by the thread's CPU clock; idle while `is_model_busy()`.
 
-    `threads` is the number of threads of an inference; only the first is measured, and its time is multiplied.
+    `inference_threads` is the number of threads of an inference; only the first is measured, and its time is
+    multiplied.
     """
 
     sampler: AnswerSampler
@@ -144,10 +145,10 @@ class AnswerJudge:
     get_live_snapshot: Callable[[], Snapshot | None]
     find_snapshot: Callable[[str], Snapshot | None]
     open_night_inputs: Callable[[Snapshot], NightInputProbe | None]
-    is_busy: Callable[[], bool]
+    is_model_busy: Callable[[], bool]
     executor: Executor
     cpu_share: float
-    threads: int
+    inference_threads: int
     _inputs_by_generation: dict[str, NightInputProbe | None] = field(init=False, default_factory=dict)
 
     async def judge_next(self) -> None:
@@ -168,7 +169,7 @@ class AnswerJudge:
         }
         if (live_snapshot := self.get_live_snapshot()) is not None:
             self.results.begin_release(live_snapshot, time.time())
-        if self.is_busy():
+        if self.is_model_busy():
             self.results.skipped_by_reason["overload"] += len(self.sampler)
             self.sampler.clear()
         self.results.skipped_by_reason["queue_full"] = self.sampler.dropped_count
@@ -193,13 +194,13 @@ class AnswerJudge:
     def _with_stored_record(self, sample: AnswerSample, snapshot: Snapshot) -> AnswerSample:
         """Add the stored record if it is still in L1, since the answer may have only a few of its items."""
         table = snapshot.manifest.tables.get(sample.table)
-        if sample.record or sample.producer != "batch" or table is None:
+        if sample.stored_record or sample.producer != "batch" or table is None:
             return sample
-        key = hash_id(sample.raw, snapshot.directories[table.entity].seed)
+        key = hash_id(sample.raw_id, snapshot.directories[table.entity].seed)
         entry = self.local.get(LocalKey(sample.generation, sample.table, key))
         if entry is None or entry.digest is not None:
             return sample
-        return sample._replace(record=entry.record)
+        return sample._replace(stored_record=entry.record)
 
     def _judge(self, sample: AnswerSample, snapshot: Snapshot) -> JudgedSample:
         cpu_start_s = time.thread_time()
@@ -210,4 +211,4 @@ class AnswerJudge:
             outcome = compare(sample, snapshot, self._inputs_by_generation[snapshot.generation])
         except SampleSkipped as skipped:
             outcome = SampleSkipped(skipped.reason)  # without frames, which would keep the generation alive
-        return JudgedSample(outcome, (time.thread_time() - cpu_start_s) * self.threads)
+        return JudgedSample(outcome, (time.thread_time() - cpu_start_s) * self.inference_threads)

@@ -52,76 +52,87 @@ _REPORTS_PER_COUNT = 6
 class SampleTotals:
     """Sums over the samples of a cell."""
 
-    samples: int = 0
-    exact: int = 0
-    overlap: float = 0.0
+    sample_count: int = 0
+    exact_count: int = 0
+    overlap_sum: float = 0.0
     overlap_squares_sum: float = 0.0
-    error: float = 0.0
-    age: float = 0.0
-    errors: list[int] = field(default_factory=lambda: [0] * (len(ERROR_BOUNDS) + 1))
+    score_error_sum: float = 0.0
+    age_seconds_sum: float = 0.0
+    error_bucket_counts: list[int] = field(default_factory=lambda: [0] * (len(ERROR_BOUNDS) + 1))
 
     def add_sample(self, sample: AnswerComparison) -> None:
         """Add a sample to the sums."""
-        self.samples += 1
-        self.exact += sample.is_exact
-        self.overlap += sample.overlap
+        self.sample_count += 1
+        self.exact_count += sample.is_exact
+        self.overlap_sum += sample.overlap
         self.overlap_squares_sum += sample.overlap**2
-        self.error += sample.score_error
-        self.age += sample.age_s
-        self.errors[bisect_left(ERROR_BOUNDS, sample.score_error)] += 1
+        self.score_error_sum += sample.score_error
+        self.age_seconds_sum += sample.age_s
+        self.error_bucket_counts[bisect_left(ERROR_BOUNDS, sample.score_error)] += 1
 
     def to_json(self) -> list[Any]:
         """Return the JSON list of the sums and the error buckets, for Redis."""
-        sums = (self.samples, self.exact, self.overlap, self.overlap_squares_sum, self.error, self.age)
-        return [*sums, self.errors]
+        sums = (
+            self.sample_count,
+            self.exact_count,
+            self.overlap_sum,
+            self.overlap_squares_sum,
+            self.score_error_sum,
+            self.age_seconds_sum,
+        )
+        return [*sums, self.error_bucket_counts]
 
     @classmethod
-    def of(cls, cells: Iterable[Sequence[Any]]) -> "SampleTotals":
+    def of(cls, packed_cells: Iterable[Sequence[Any]]) -> "SampleTotals":
         """Return the sum of cells in the form of `to_json`."""
         total_cell = cls()
-        for samples, exact, overlap, squares, error, age, errors in cells:
-            total_cell.samples += samples
-            total_cell.exact += exact
-            total_cell.overlap += overlap
+        for samples, exact, overlap, squares, error, age, errors in packed_cells:
+            total_cell.sample_count += samples
+            total_cell.exact_count += exact
+            total_cell.overlap_sum += overlap
             total_cell.overlap_squares_sum += squares
-            total_cell.error += error
-            total_cell.age += age
-            total_cell.errors = [a + b for a, b in zip(total_cell.errors, errors, strict=True)]
+            total_cell.score_error_sum += error
+            total_cell.age_seconds_sum += age
+            total_cell.error_bucket_counts = [
+                a + b for a, b in zip(total_cell.error_bucket_counts, errors, strict=True)
+            ]
         return total_cell
 
     def exact_rate(self) -> dict[str, float]:
         """Return the rate of exact samples, and the bounds of its 95 % interval."""
-        low, high = wilson_interval(self.exact, self.samples)
-        return {"rate": self.exact / max(1, self.samples), "low": low, "high": high}
+        low, high = wilson_interval(self.exact_count, self.sample_count)
+        return {"rate": self.exact_count / max(1, self.sample_count), "low": low, "high": high}
 
     def mean_overlap(self) -> dict[str, float]:
         """Return the mean overlap, and the bounds of its 95 % interval."""
-        mean = self.overlap / max(1, self.samples)
-        interval_half_width = half_width(self.overlap, self.overlap_squares_sum, self.samples)
+        mean = self.overlap_sum / max(1, self.sample_count)
+        interval_half_width = half_width(self.overlap_sum, self.overlap_squares_sum, self.sample_count)
         return {"mean": mean, "low": max(0.0, mean - interval_half_width), "high": min(1.0, mean + interval_half_width)}
 
     def mean_error(self) -> dict[str, float]:
         """Return the mean score error, and the upper bound of the bucket with the 99th percentile."""
-        rank, cumulative_count = math.ceil(0.99 * self.samples), 0
+        rank, cumulative_count = math.ceil(0.99 * self.sample_count), 0
         p99 = ERROR_BOUNDS[-1]
-        for bound, count in zip(ERROR_BOUNDS, self.errors, strict=False):
+        for bound, count in zip(ERROR_BOUNDS, self.error_bucket_counts, strict=False):
             cumulative_count += count
             if cumulative_count >= rank:
                 p99 = bound
                 break
-        return {"mean": self.error / max(1, self.samples), "p99": p99}
+        return {"mean": self.score_error_sum / max(1, self.sample_count), "p99": p99}
 
 
-def wilson_interval(hit_count: int, total: int) -> tuple[float, float]:
+def wilson_interval(hit_count: int, sample_count: int) -> tuple[float, float]:
     """Return the 95 % score interval of a rate (Wilson, JASA 22, 1927): valid at 0, at 1 and for few samples."""
-    if not total:
+    if not sample_count:
         return 0.0, 1.0
-    rate, z2 = hit_count / total, _Z_OF_95_PERCENT * _Z_OF_95_PERCENT
-    interval_middle = rate + z2 / (2 * total)
-    interval_half_width = _Z_OF_95_PERCENT * math.sqrt(rate * (1 - rate) / total + z2 / (4 * total * total))
+    rate, z2 = hit_count / sample_count, _Z_OF_95_PERCENT * _Z_OF_95_PERCENT
+    interval_middle = rate + z2 / (2 * sample_count)
+    interval_half_width = _Z_OF_95_PERCENT * math.sqrt(
+        rate * (1 - rate) / sample_count + z2 / (4 * sample_count * sample_count)
+    )
     # At 0 and 1 the bound equals the rate, except for rounding of floats.
-    low = (interval_middle - interval_half_width) / (1 + z2 / total) if hit_count else 0.0
-    high = (interval_middle + interval_half_width) / (1 + z2 / total) if hit_count < total else 1.0
+    low = (interval_middle - interval_half_width) / (1 + z2 / sample_count) if hit_count else 0.0
+    high = (interval_middle + interval_half_width) / (1 + z2 / sample_count) if hit_count < sample_count else 1.0
     return low, high
 
 
@@ -136,15 +147,15 @@ def half_width(value_sum: float, squares_sum: float, sample_count: int) -> float
     return _Z_OF_95_PERCENT * math.sqrt(variance / sample_count)
 
 
-def pack_cells(cells: Mapping[CellKey, SampleTotals]) -> dict[str, list[Any]]:
+def pack_cells(totals_by_cell: Mapping[CellKey, SampleTotals]) -> dict[str, list[Any]]:
     """Encode cells as JSON; parts of a key contain no tabs."""
-    return {"\t".join(cell_key): cell.to_json() for cell_key, cell in cells.items()}
+    return {"\t".join(cell_key): cell.to_json() for cell_key, cell in totals_by_cell.items()}
 
 
-def merge_cells(replica_cells: Iterable[Mapping[str, Sequence[Any]]]) -> dict[CellKey, SampleTotals]:
+def merge_cells(packed_replica_cells: Iterable[Mapping[str, Sequence[Any]]]) -> dict[CellKey, SampleTotals]:
     """Return the sums of the cells of all parts."""
     cells_by_packed_key: dict[str, list[Sequence[Any]]] = {}
-    for cells_of_replica in replica_cells:
+    for cells_of_replica in packed_replica_cells:
         for packed_key, cell in cells_of_replica.items():
             cells_by_packed_key.setdefault(packed_key, []).append(cell)
     cell_by_key = {}
@@ -196,9 +207,9 @@ class QualityResults(Collector):
             "since": self.judged_since,
             "cells": pack_cells(self._live_totals_by_cell),
             "drift": {
-                table_name: drift.found_after_samples
+                table_name: drift.alarm_after_samples
                 for table_name, drift in self._drift_by_table.items()
-                if drift.is_found
+                if drift.is_drift_found
             },
         }
 
@@ -219,11 +230,11 @@ class QualityResults(Collector):
             )
         )
         for cell_key, cell in self._totals_by_cell.items():
-            samples_family.add_metric(cell_key, cell.samples)
-            exact_family.add_metric(cell_key, cell.exact)
-            overlap_family.add_metric(cell_key, cell.samples, cell.overlap)
-            error_family.add_metric(cell_key, cell.samples, cell.error)
-            age_family.add_metric(cell_key, cell.samples, cell.age)
+            samples_family.add_metric(cell_key, cell.sample_count)
+            exact_family.add_metric(cell_key, cell.exact_count)
+            overlap_family.add_metric(cell_key, cell.sample_count, cell.overlap_sum)
+            error_family.add_metric(cell_key, cell.sample_count, cell.score_error_sum)
+            age_family.add_metric(cell_key, cell.sample_count, cell.age_seconds_sum)
         yield from (samples_family, exact_family, overlap_family, error_family, age_family)
         skipped_family = CounterMetricFamily(
             "larder_quality_skipped", "Sampled answers that were not compared", labels=["reason"]
@@ -236,7 +247,8 @@ class QualityResults(Collector):
             labels=["table"],
         )
         yield add_samples_by_label(
-            drift_family, {table_name: float(drift.is_found) for table_name, drift in self._drift_by_table.items()}
+            drift_family,
+            {table_name: float(drift.is_drift_found) for table_name, drift in self._drift_by_table.items()},
         )
         evidence_family = GaugeMetricFamily(
             "larder_quality_drift_evidence_ratio",
@@ -326,13 +338,13 @@ class SharedReport:
         own_part = self._build_own_part(self._clock())
         return summarise_parts(
             [own_part, *parts],
-            worklist=self._worklist_size,
+            worklist_size=self._worklist_size,
             read_share=self._table_usage.read_share(),
-            size_bytes=self._table_usage.size_bytes(),
+            size_bytes=self._table_usage.pages_size_bytes(),
         )
 
     def _build_own_part(self, now_s: float) -> dict[str, Any]:
-        hits = sum(self._table_usage.hits().values())
+        hits = sum(self._table_usage.hits_by_table().values())
         return {"replica": self._replica_name, "at": now_s, "hits": hits, **self._results.to_json()}
 
     async def _count_worklist(self, now_s: float) -> None:
@@ -355,25 +367,25 @@ def _parse_part(raw_part: bytes) -> dict[str, Any] | None:
     """Parse a replica's part; None if it cannot be added to others, such as another version's."""
     try:
         part: dict[str, Any] = orjson.loads(raw_part)
-        summarise_parts([part], worklist=None, read_share=None, size_bytes=1)
+        summarise_parts([part], worklist_size=None, read_share=None, size_bytes=1)
         is_sound = isinstance(part["at"], int | float) and {"replica", "generation"} <= part.keys()
         return part if is_sound else None
     except Exception:  # any malformed part would break this part of the page on all replicas
         return None
 
 
-def still_unknown_names(live: Snapshot, names: Sequence[EntityName]) -> list[EntityName]:
+def still_unknown_names(live: Snapshot, entity_names: Sequence[EntityName]) -> list[EntityName]:
     """Return the names, of tables that this generation has, that it does not know either."""
     tables = live.manifest.tables
     return [
         (table_name, entity_id)
-        for table_name, entity_id in names
+        for table_name, entity_id in entity_names
         if table_name in tables and not live.knows_entity(tables[table_name], entity_id)
     ]
 
 
 def summarise_parts(
-    replica_parts: Sequence[dict[str, Any]], *, worklist: int | None, read_share: float | None, size_bytes: int
+    replica_parts: Sequence[dict[str, Any]], *, worklist_size: int | None, read_share: float | None, size_bytes: int
 ) -> dict[str, Any]:
     """Return the summary of the replicas' parts: `quality` in `GET /dashboard/data`."""
     totals_by_cell = merge_cells(replica_part["cells"] for replica_part in replica_parts)
@@ -385,41 +397,41 @@ def summarise_parts(
         **_cell_figures(total_cell),
         "drift": bool(drifted_tables),
         "drifted": drifted_tables,
-        "sentence": _sentence(total_cell, drifted_tables),
+        "sentence": _quality_sentence(total_cell, drifted_tables),
         "by": [_cell_row(cell_key, cell_totals) for cell_key, cell_totals in sorted(totals_by_cell.items())],
-        "worklist": worklist,
+        "worklist": worklist_size,
         "read_share": read_share,
         "hits_per_gb": sum(replica_part["hits"] for replica_part in replica_parts) / gigabytes if gigabytes else None,
     }
 
 
-def _cell_row(key: CellKey, cell: SampleTotals) -> dict[str, Any]:
-    table, source, producer, band = key
-    return {"table": table, "source": source, "producer": producer, "band": band, **_cell_figures(cell)}
+def _cell_row(cell_key: CellKey, cell_totals: SampleTotals) -> dict[str, Any]:
+    table, source, producer, band = cell_key
+    return {"table": table, "source": source, "producer": producer, "band": band, **_cell_figures(cell_totals)}
 
 
-def _cell_figures(cell: SampleTotals) -> dict[str, Any]:
+def _cell_figures(cell_totals: SampleTotals) -> dict[str, Any]:
     """Return the figures of a cell; None without samples, since a rate of 0 would look like an alarm."""
-    is_known = cell.samples > 0
+    is_known = cell_totals.sample_count > 0
     return {
-        "samples": cell.samples,
-        "exact": cell.exact_rate() if is_known else None,
-        "overlap": cell.mean_overlap() if is_known else None,
-        "score_error": cell.mean_error() if is_known else None,
-        "age_s": cell.age / cell.samples if is_known else None,
+        "samples": cell_totals.sample_count,
+        "exact": cell_totals.exact_rate() if is_known else None,
+        "overlap": cell_totals.mean_overlap() if is_known else None,
+        "score_error": cell_totals.mean_error() if is_known else None,
+        "age_s": cell_totals.age_seconds_sum / cell_totals.sample_count if is_known else None,
     }
 
 
-def _sentence(total_cell: SampleTotals, drift: Sequence[str]) -> str:
-    if drift:
+def _quality_sentence(total_cell: SampleTotals, drifted_tables: Sequence[str]) -> str:
+    if drifted_tables:
         return (
-            f"Answers of {', '.join(drift)} differ from the model's: roll back, or restore the pages (`larder "
+            f"Answers of {', '.join(drifted_tables)} differ from the model's: roll back, or restore the pages (`larder "
             "restore`) and restart the service."
         )
-    if not total_cell.samples:
+    if not total_cell.sample_count:
         return "No served answer has been computed again yet."
     exact, overlap = total_cell.exact_rate(), total_cell.mean_overlap()
     return (
-        f"Of {total_cell.samples} served answers computed again {100 * exact['rate']:.1f} % were the same "
+        f"Of {total_cell.sample_count} served answers computed again {100 * exact['rate']:.1f} % were the same "
         f"({100 * exact['low']:.1f} to {100 * exact['high']:.1f} %), with {100 * overlap['mean']:.1f} % of the items."
     )

@@ -38,7 +38,7 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 class RequestWatch(Protocol):
     """Observer of requests without a ready answer."""
 
-    def leaves(self, scope: Scope) -> bool:
+    def leaves_unobserved(self, scope: Scope) -> bool:
         """True if a single lookup with these headers need not be observed."""
 
     async def __call__(self, below: Application, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,19 +49,19 @@ class RequestWatch(Protocol):
 class Hooks:
     """Extensions that features add to a replica; filled at the start, then only read."""
 
-    namespaces: list[Callable[[HeldNamespace], object]] = field(default_factory=list)
+    namespace_hooks: list[Callable[[HeldNamespace], object]] = field(default_factory=list)
     """Called with each namespace that is opened in addition to the replica's own, before it starts."""
     routers: list[Router] = field(default_factory=list)
     """Routers of requests, called in order."""
     handlers: dict[str, Handler] = field(default_factory=dict)
     """Handlers of the features' operations, by `operation_id`."""
-    pages: list[BaseRoute] = field(default_factory=list)
+    page_routes: list[BaseRoute] = field(default_factory=list)
     """Routes of static files, which contain no data and need no token."""
     request_watch: RequestWatch | None = None
     is_traced: TraceJudge | None = None
-    counts: list[Callable[[], Mapping[str, int]]] = field(default_factory=list)
+    count_readers: list[Callable[[], Mapping[str, int]]] = field(default_factory=list)
     """Functions that return counts by field, which the dashboard adds up."""
-    reports: dict[str, Report] = field(default_factory=dict)
+    report_by_name: dict[str, Report] = field(default_factory=dict)
     """Reports of features, by name."""
     start_steps: list[LifecycleStep] = field(default_factory=list)
     """Called in order once the background tasks run."""
@@ -71,7 +71,7 @@ class Hooks:
     """Called in order at the end, before the background tasks are stopped."""
     close_steps: list[LifecycleStep] = field(default_factory=list)
     """Called last, in reverse order."""
-    attached: list[object] = field(default_factory=list)
+    attached_features: list[object] = field(default_factory=list)
     """Return values of all `attach` functions, for tests."""
 
 
@@ -80,7 +80,7 @@ class Replica:
     """Core of a service, assembled but not started yet. `own_namespace` is the configured namespace."""
 
     config: ServingConfig
-    name: str
+    replica_name: str
     fleet_name: str
     """Name shared by the workers of one parent."""
     metrics: Metrics
@@ -89,7 +89,7 @@ class Replica:
     """Threads that read the store."""
     own_namespace: HeldNamespace
     l1_tier: LocalTier
-    executor: Executor
+    inference_executor: Executor
     """Threads of live inference."""
     batcher: MicroBatcher
     inference: BatchInference

@@ -147,10 +147,10 @@ class Ranking(Origin):
 
 @dataclass(frozen=True, slots=True)
 class AnswerField:
-    """Declared field; `type` is the type of its values that are not null."""
+    """Declared field; `field_type` is the type of its values that are not null."""
 
     name: str
-    type: Any
+    field_type: Any
     declaration: FieldDeclaration
 
     @property
@@ -162,10 +162,10 @@ class AnswerField:
     def arrow_field(self) -> Field:
         """Return the Arrow column; a list of numbers may have the fixed width of its table."""
         is_nullable = self.declaration.is_nullable or self.declaration.present_when == WHEN_SET
-        if self.type is Numbers or get_origin(self.type) is tuple:
-            child = Field("item", "f4" if self.type is Numbers else "utf8")
+        if self.field_type is Numbers or get_origin(self.field_type) is tuple:
+            child = Field("item", "f4" if self.field_type is Numbers else "utf8")
             return Field(self.name, "list", is_nullable, child)
-        return Field(self.name, _ARROW_KIND_BY_TYPE.get(self.type, "utf8"), is_nullable)
+        return Field(self.name, _ARROW_KIND_BY_TYPE.get(self.field_type, "utf8"), is_nullable)
 
     @property
     def arrow_type_name(self) -> str:
@@ -173,7 +173,7 @@ class AnswerField:
         arrow_column = self.arrow_field
         if arrow_column.child is None:
             return _ARROW_NAME_BY_KIND[arrow_column.kind]
-        has_table_width = self.declaration.present_when in ("vector", "value") and self.type is Numbers
+        has_table_width = self.declaration.present_when in ("vector", "value") and self.field_type is Numbers
         return f"{'fixed_size_' * has_table_width}list<{_ARROW_NAME_BY_KIND[arrow_column.child.kind]}>"
 
     @property
@@ -182,12 +182,12 @@ class AnswerField:
         field_schema: dict[str, Any] = {"description": self.declaration.meaning}
         if self.declaration.schema_format is not None:
             field_schema["format"] = self.declaration.schema_format
-        allowed_values = list(Source) if self.type is Source else get_args(self.type)
-        if allowed_values and get_origin(self.type) is not tuple and self.type is not Numbers:
+        allowed_values = list(Source) if self.field_type is Source else get_args(self.field_type)
+        if allowed_values and get_origin(self.field_type) is not tuple and self.field_type is not Numbers:
             return field_schema | {"enum": [*map(str, allowed_values), *[None] * self.declaration.is_nullable]}
-        json_type = _JSON_NAME_BY_TYPE.get(self.type, "array")
+        json_type = _JSON_NAME_BY_TYPE.get(self.field_type, "array")
         if json_type == "array":
-            field_schema["items"] = {"type": "number" if self.type is Numbers else "string"}
+            field_schema["items"] = {"type": "number" if self.field_type is Numbers else "string"}
         return field_schema | {"type": [json_type, "null"] if self.declaration.is_nullable else json_type}
 
 

@@ -19,7 +19,7 @@ ResponseMessages = tuple[Message, Message]
 BODIES_BYTES_MAX = 64 << 20
 
 
-async def read_body(request: Request, body_bytes_max: int, timeout_s: float) -> bytes:
+async def read_body(request: Request, body_bytes_max: int, body_timeout_s: float) -> bytes:
     """Read the whole body; a declared length can only cause an earlier refusal.
 
     Raises Problem 413 (too long), 415 (content coding) or 408 (too slow).
@@ -29,14 +29,14 @@ async def read_body(request: Request, body_bytes_max: int, timeout_s: float) -> 
         raise _body_too_large_problem(body_bytes_max)
     body_pieces, body_bytes = [], 0
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(body_timeout_s):
             async for body_piece in request.stream():
                 body_bytes += len(body_piece)
                 if body_bytes > body_bytes_max:
                     raise _body_too_large_problem(body_bytes_max)
                 body_pieces.append(body_piece)
     except TimeoutError as error:
-        raise _body_timeout_problem(timeout_s) from error
+        raise _body_timeout_problem(body_timeout_s) from error
     return b"".join(body_pieces)
 
 
@@ -53,10 +53,12 @@ def declares_longer_body(headers: Iterable[tuple[bytes, bytes]], body_bytes_max:
     return False
 
 
-async def read_replayable_body(receive: Receive, body_bytes_max: int, timeout_s: float) -> tuple[bytes | None, Receive]:
+async def read_replayable_body(
+    receive: Receive, body_bytes_max: int, body_timeout_s: float
+) -> tuple[bytes | None, Receive]:
     """Return the body, None if it is too long or incomplete; and a `receive` that replays what was read.
 
-    Raises Problem 408 for a body that has not arrived completely within `timeout_s`.
+    Raises Problem 408 for a body that has not arrived completely within `body_timeout_s`.
     """
     received_messages: deque[Message] = deque()
 
@@ -65,7 +67,7 @@ async def read_replayable_body(receive: Receive, body_bytes_max: int, timeout_s:
 
     body_bytes, has_more = 0, True
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(body_timeout_s):
             while has_more:
                 message = await receive()
                 received_messages.append(message)
@@ -74,13 +76,13 @@ async def read_replayable_body(receive: Receive, body_bytes_max: int, timeout_s:
                     return None, replay_receive
                 has_more = message.get("more_body", False)
     except TimeoutError as error:
-        raise _body_timeout_problem(timeout_s) from error
+        raise _body_timeout_problem(body_timeout_s) from error
     return b"".join([read_message.get("body", b"") for read_message in received_messages]), replay_receive
 
 
-def _body_timeout_problem(timeout_s: float) -> Problem:
-    problem_message = f"the body did not arrive within {timeout_s} s"
-    return Problem(408, "body_timeout", problem_message, field="body", limit=timeout_s)
+def _body_timeout_problem(body_timeout_s: float) -> Problem:
+    problem_message = f"the body did not arrive within {body_timeout_s} s"
+    return Problem(408, "body_timeout", problem_message, field="body", limit=body_timeout_s)
 
 
 def refusal_response(problem: Problem) -> Response:
@@ -99,21 +101,23 @@ def refusal_response(problem: Problem) -> Response:
     return response
 
 
-def json_response(status: int, body: object) -> Response:
+def json_response(http_status: int, response_content: object) -> Response:
     """Return a JSON response with this body."""
-    return Response(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type=JSON_MEDIA_TYPE)
+    return Response(
+        orjson.dumps(response_content, option=orjson.OPT_SERIALIZE_NUMPY), http_status, media_type=JSON_MEDIA_TYPE
+    )
 
 
-def arrow_response(stream: bytes) -> Response:
+def arrow_response(arrow_stream: bytes) -> Response:
     """Return a response with status 200 and this Arrow IPC stream."""
-    return Response(stream, 200, media_type=ARROW_MEDIA_TYPE)
+    return Response(arrow_stream, 200, media_type=ARROW_MEDIA_TYPE)
 
 
 class BodyBudget:
     """Budget of request bodies in bytes, for one event loop."""
 
-    def __init__(self, bytes_max: int = BODIES_BYTES_MAX) -> None:
-        self.bytes_max = bytes_max
+    def __init__(self, bodies_bytes_max: int = BODIES_BYTES_MAX) -> None:
+        self.bodies_bytes_max = bodies_bytes_max
         self.held_bytes = 0
 
     def of(self, receive: Receive) -> "BudgetedBody":
@@ -140,9 +144,11 @@ class BudgetedBody:
         """Return the next message; raise Problem 503 if the bodies of other requests leave no room."""
         message = await self._receive()
         piece_bytes = len(message.get("body", b""))
-        if self._budget.held_bytes + piece_bytes > self._budget.bytes_max:
-            problem_message = f"the bodies of all requests together may have at most {self._budget.bytes_max} bytes"
-            raise Problem(503, "overloaded", problem_message, field="body", limit=self._budget.bytes_max)
+        if self._budget.held_bytes + piece_bytes > self._budget.bodies_bytes_max:
+            problem_message = (
+                f"the bodies of all requests together may have at most {self._budget.bodies_bytes_max} bytes"
+            )
+            raise Problem(503, "overloaded", problem_message, field="body", limit=self._budget.bodies_bytes_max)
         self._budget.held_bytes += piece_bytes
         self._charged_bytes += piece_bytes
         return message

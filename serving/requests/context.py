@@ -20,10 +20,10 @@ _TRACESTATE_BYTES_MAX = 512
 class StageTime(NamedTuple):
     """Seconds in one stage, its monotonic end, and its number of entities (0: not counted)."""
 
-    name: str
+    stage_name: str
     ended_at: float
-    seconds: float
-    entities: int
+    stage_seconds: float
+    entity_count: int
 
 
 class ParentSpan(NamedTuple):
@@ -31,44 +31,44 @@ class ParentSpan(NamedTuple):
 
     trace_id: str
     span_id: str
-    flags: int
+    trace_flags: int
     tracestate: str = ""
 
     @property
     def is_sampled(self) -> bool:
         """True if the caller records this trace."""
-        return bool(self.flags & 1)
+        return bool(self.trace_flags & 1)
 
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """Record of one request: `started` is monotonic; `id` names the request in logs and to its caller.
+    """Record of one request: `request_started_at` is monotonic; `request_id` is its name in logs and to its caller.
 
     Ready answers, the fastest path, have no record.
     """
 
-    started: float
-    id: str
+    request_started_at: float
+    request_id: str
     parent: ParentSpan | None = None
-    stages: list[StageTime] = field(default_factory=list)
-    status: int = 0
-    body: bytes = b""
+    stage_times: list[StageTime] = field(default_factory=list)
+    http_status: int = 0
+    last_body_piece: bytes = b""
     """Last piece of the response's body, without a copy."""
-    caller: str = ""
+    caller_name: str = ""
     """Name of the sent token, never the token; empty without a valid token, or if the service has no tokens."""
-    span: tuple[str, str] | None = None
+    trace_and_span_ids: tuple[str, str] | None = None
     """Trace id and span id, once there is a span."""
-    is_over: bool = False
+    is_request_over: bool = False
 
     def end(self) -> None:
         """End the record: a connection opened during the request keeps a reference to this context."""
-        self.is_over, self.body = True, b""
+        self.is_request_over, self.last_body_piece = True, b""
 
     def log_ids(self) -> dict[str, str]:
         """Return the fields of a log line that identify the request and its trace."""
-        id_by_field = {"request_id": self.id}
-        if self.span is not None:
-            id_by_field["trace_id"], id_by_field["span_id"] = self.span
+        id_by_field = {"request_id": self.request_id}
+        if self.trace_and_span_ids is not None:
+            id_by_field["trace_id"], id_by_field["span_id"] = self.trace_and_span_ids
         elif self.parent is not None:
             id_by_field["trace_id"] = self.parent.trace_id
         return id_by_field
@@ -76,8 +76,8 @@ class RequestRecord:
     def seconds_by_stage(self) -> dict[str, float]:
         """Return the seconds by stage, in the order in which they first ended."""
         seconds_by_stage: dict[str, float] = {}
-        for stage in self.stages:
-            seconds_by_stage[stage.name] = seconds_by_stage.get(stage.name, 0.0) + stage.seconds
+        for stage in self.stage_times:
+            seconds_by_stage[stage.stage_name] = seconds_by_stage.get(stage.stage_name, 0.0) + stage.stage_seconds
         return seconds_by_stage
 
 
@@ -88,22 +88,22 @@ CURRENT_RECORD: ContextVar[RequestRecord | None] = ContextVar("larder_seen", def
 def current_record() -> RequestRecord | None:
     """Return the record of the current request, if any."""
     request_record = CURRENT_RECORD.get()
-    return None if request_record is None or request_record.is_over else request_record
+    return None if request_record is None or request_record.is_request_over else request_record
 
 
-def note_stage(stage: str, seconds: float, entities: int = 0) -> None:
+def note_stage(stage_name: str, stage_seconds: float, entity_count: int = 0) -> None:
     """Record that one stage of the current request, if any, has ended."""
     if (request_record := current_record()) is not None:
-        request_record.stages.append(StageTime(stage, time.monotonic(), seconds, entities))
+        request_record.stage_times.append(StageTime(stage_name, time.monotonic(), stage_seconds, entity_count))
 
 
 class RequestFacts(NamedTuple):
     """Facts of a request for log and spans; the entity's id only if that is switched on."""
 
-    method: str
+    http_method: str
     route: str
-    table: str | None
-    entity: str | None
+    table_name: str | None
+    entity_id: str | None
 
 
 def parse_parent(traceparents: Iterable[bytes], tracestates: Iterable[bytes] = ()) -> ParentSpan | None:

@@ -44,7 +44,7 @@ def problem_from_input(error: InvalidInput, field: str) -> Problem:
 class ErrorCode(NamedTuple):
     """Status of a code, its meaning and the remedy."""
 
-    status: int
+    http_status: int
     meaning: str
 
 

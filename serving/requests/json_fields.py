@@ -22,17 +22,17 @@ _SCAN_CHUNK_BYTES = 1 << 16
 _COMMA, _OPENING_BRACKET, _OPENING_BRACE, _QUOTE, _BACKSLASH = b',[{"\\'
 
 
-def read_json(body: bytes, values_max: int) -> object:
+def read_json(request_body: bytes, json_values_max: int) -> object:
     """Parse a JSON body; raise Problem for malformed JSON, or, before parsing, for more values than allowed."""
-    if has_more_values(body, values_max):
+    if has_more_values(request_body, json_values_max):
         raise unprocessable(
             "too_many_values",
-            f"the body holds more than {values_max} lists, objects, texts and numbers: send several requests",
+            f"the body holds more than {json_values_max} lists, objects, texts and numbers: send several requests",
             "body",
-            limit=values_max,
+            limit=json_values_max,
         )
     try:
-        return orjson.loads(body)
+        return orjson.loads(request_body)
     except orjson.JSONDecodeError as error:
         problem_message = f"the body is not JSON (which has no NaN or Infinity): {error}"
     # Raised outside the handler: otherwise its context would keep the parser's error, and so the whole text.
@@ -92,14 +92,14 @@ def read_ids(sent_ids: object, field: str, ids_max: int, error_code: str, *, ids
         raise
 
 
-def read_features(sent_features: object, field: str, text_bytes_max: int) -> dict[str, FeatureValue]:
+def read_features(sent_features: object, field_path: str, text_bytes_max: int) -> dict[str, FeatureValue]:
     """Return features by name, of types and sizes that a model may use; texts have at most `text_bytes_max` bytes."""
     if not isinstance(sent_features, dict):
-        raise unprocessable("invalid_field", f"{field} must be a JSON object", field)
+        raise unprocessable("invalid_field", f"{field_path} must be a JSON object", field_path)
     if len(sent_features) > _FEATURES_MAX:
-        raise unprocessable("too_many_features", f"at most {_FEATURES_MAX} features", field)
+        raise unprocessable("too_many_features", f"at most {_FEATURES_MAX} features", field_path)
     return {
-        feature_name: _read_feature(feature_value, f"{field}.{feature_name}", text_bytes_max)
+        feature_name: _read_feature(feature_value, f"{field_path}.{feature_name}", text_bytes_max)
         for feature_name, feature_value in sent_features.items()
     }
 
@@ -131,8 +131,8 @@ def _read_texts(sent_texts: list[Any], field: str, text_bytes_max: int) -> tuple
     return tuple(sent_texts)
 
 
-def _check_text(text: str, text_bytes_max: int, field: str) -> None:
-    _check_feature_size(len(text.encode(errors="replace")), text_bytes_max, "bytes", field)
+def _check_text(feature_text: str, text_bytes_max: int, field: str) -> None:
+    _check_feature_size(len(feature_text.encode(errors="replace")), text_bytes_max, "bytes", field)
 
 
 def _read_vector(sent_numbers: list[Any], field: str) -> tuple[float, ...]:
@@ -147,10 +147,13 @@ def _read_vector(sent_numbers: list[Any], field: str) -> tuple[float, ...]:
     return tuple(sent_numbers)
 
 
-def _check_feature_size(size: int, size_max: int, unit: str, field: str) -> None:
-    if size > size_max:
+def _check_feature_size(feature_size: int, feature_size_max: int, size_unit: str, field: str) -> None:
+    if feature_size > feature_size_max:
         raise unprocessable(
-            "feature_too_long", f"{field} has {size} {unit}, {size_max} are allowed", field, limit=size_max
+            "feature_too_long",
+            f"{field} has {feature_size} {size_unit}, {feature_size_max} are allowed",
+            field,
+            limit=feature_size_max,
         )
 
 
@@ -165,10 +168,10 @@ def check_length(sent_list: list[Any], length_min: int, length_max: int, field: 
         )
 
 
-def has_more_values(json_text: bytes, values_max: int) -> bool:
-    """True if a JSON text has more than `values_max` values: commas and opening brackets outside its strings."""
+def has_more_values(json_text: bytes, json_values_max: int) -> bool:
+    """True if a JSON text has more than `json_values_max` values: commas and opening brackets outside its strings."""
     value_count, is_in_string, odd_backslash = 0, False, b""
-    for chunk_start in range(0, len(json_text) if len(json_text) > values_max else 0, _SCAN_CHUNK_BYTES):
+    for chunk_start in range(0, len(json_text) if len(json_text) > json_values_max else 0, _SCAN_CHUNK_BYTES):
         chunk_chars = np.frombuffer(odd_backslash + json_text[chunk_start : chunk_start + _SCAN_CHUNK_BYTES], np.uint8)
         quote_mask = chunk_chars == _QUOTE
         escaped_positions = _escaped_positions(chunk_chars)
@@ -178,15 +181,15 @@ def has_more_values(json_text: bytes, values_max: int) -> bool:
         in_string_mask = np.bitwise_xor.accumulate(quote_mask) ^ is_in_string
         separator_mask = (chunk_chars == _COMMA) | (chunk_chars == _OPENING_BRACKET) | (chunk_chars == _OPENING_BRACE)
         value_count += int(np.count_nonzero(separator_mask & ~in_string_mask))
-        if value_count > values_max:
+        if value_count > json_values_max:
             return True
         is_in_string = bool(in_string_mask[-1])
     return False
 
 
-def _escaped_positions(chars: NDArray[np.uint8]) -> NDArray[np.int64]:
+def _escaped_positions(text_chars: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Return the positions after an odd number of backslashes; the last may be the length of the text."""
-    backslash_positions = np.flatnonzero(chars == _BACKSLASH)
+    backslash_positions = np.flatnonzero(text_chars == _BACKSLASH)
     run_ends = np.flatnonzero(np.diff(backslash_positions, append=-1) != 1)
     run_lengths = np.diff(run_ends, prepend=-1)
     escaped_positions: NDArray[np.int64] = backslash_positions[run_ends[run_lengths % 2 == 1]] + 1

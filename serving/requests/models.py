@@ -10,12 +10,12 @@ from serving.requests.options import RequestedArm, RequestOptions
 
 @dataclass(frozen=True, slots=True)
 class RequestedEntity:
-    """Entity of a request; `field` is its path in the request, for messages."""
+    """Entity of a request; `field_path` is its path in the request, for messages."""
 
     table: str
     id: str | None
-    raw: bytes | None
-    field: str
+    raw_id: bytes | None
+    field_path: str
     history: tuple[bytes, ...] | None = None
     features: Mapping[str, FeatureValue] | None = None
 
@@ -31,13 +31,13 @@ class RequestedEntity:
 
 @dataclass(frozen=True, slots=True)
 class FeedbackReport:
-    """Feedback: `count` events for a generation, a canary key or an arm; the other two are None."""
+    """Feedback: `event_count` events for a generation, a canary key or an arm; the other two are None."""
 
     generation: str | None
-    key: bytes | None
+    canary_key: bytes | None
     arm: RequestedArm | None
-    event: str
-    count: int
+    event_name: str
+    event_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ScoreRequest:
     """Score request: a user and the candidates to rank."""
 
     user: RequestedEntity
-    items: tuple[bytes, ...]
+    candidate_ids: tuple[bytes, ...]
     options: RequestOptions
 
     def with_options(self, options: RequestOptions) -> Self:

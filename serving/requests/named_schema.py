@@ -12,9 +12,9 @@ _REFERENCE_PREFIX = "#/components/schemas/"
 class NamedSchema(dict[str, Any]):
     """JSON schema that the document contains once, under its name; each use becomes a reference."""
 
-    def __init__(self, name: str, schema: Json) -> None:
+    def __init__(self, schema_name: str, schema: Json) -> None:
         super().__init__(schema)
-        self.name = name
+        self.name = schema_name
 
 
 DETAILS_SCHEMA = NamedSchema(
@@ -27,9 +27,9 @@ DETAILS_SCHEMA = NamedSchema(
 )
 
 
-def object_schema(properties: Json, required: tuple[str, ...] = (), **further_keywords: object) -> Json:
+def object_schema(property_schemas: Json, required_names: tuple[str, ...] = (), **further_keywords: object) -> Json:
     """Return the schema of an object with these properties."""
-    return {"type": "object", "properties": properties, "required": list(required), **further_keywords}
+    return {"type": "object", "properties": property_schemas, "required": list(required_names), **further_keywords}
 
 
 def list_schema(item_schema: Json, **further_keywords: object) -> Json:

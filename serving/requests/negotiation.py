@@ -90,10 +90,10 @@ def _body_form(content_type: bytes) -> BodyForm | None:
     return "json" if body_form is None and media_type.endswith(_JSON_SUFFIX) else body_form
 
 
-def _media_type_problem(supported: list[str]) -> Problem:
+def _media_type_problem(supported_media_types: list[str]) -> Problem:
     return Problem(
-        415, "unsupported_media_type", f"the media type of a body here must be {' or '.join(supported)}",
-        field="content-type", supported=supported,
+        415, "unsupported_media_type", f"the media type of a body here must be {' or '.join(supported_media_types)}",
+        field="content-type", supported=supported_media_types,
     )  # fmt: skip
 
 
@@ -117,8 +117,8 @@ def _choose_response_form(accept_header: bytes) -> BodyForm:
     return best_choice[2]
 
 
-def _parse_weight(parameters: list[bytes]) -> float:
-    for parameter in parameters:
+def _parse_weight(media_type_parameters: list[bytes]) -> float:
+    for parameter in media_type_parameters:
         if parameter.startswith(b"q="):
             try:
                 return float(parameter[2:])

@@ -58,8 +58,8 @@ class Limits:
 class RequestedArm(NamedTuple):
     """Arm of an experiment that a tester wants to answer the request."""
 
-    experiment: str
-    arm: str
+    experiment_name: str
+    arm_name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +182,10 @@ def _parse_fresh(sent_value: object, _limits: Limits) -> bool:
     return sent_value
 
 
-def _fresh_from_text(text: str, field: str) -> bool:
-    if text.lower() not in ("true", "false", "1", "0"):
-        raise unprocessable("invalid_field", f"{field} must be true or false", field)
-    return text.lower() in ("true", "1")
+def _fresh_from_text(url_text: str, option_name: str) -> bool:
+    if url_text.lower() not in ("true", "false", "1", "0"):
+        raise unprocessable("invalid_field", f"{option_name} must be true or false", option_name)
+    return url_text.lower() in ("true", "1")
 
 
 def _parse_generation(sent_value: object, _limits: Limits) -> str:
@@ -204,8 +204,8 @@ def _parse_filter(sent_value: object, _limits: Limits) -> Filter | str | None:
         raise problem_from_input(error, "filter") from error
 
 
-def _filter_from_text(text: str, field: str) -> object:
-    return text if NAME_PATTERN.fullmatch(text) else _json_from_text(text, field)
+def _filter_from_text(url_text: str, option_name: str) -> object:
+    return url_text if NAME_PATTERN.fullmatch(url_text) else _json_from_text(url_text, option_name)
 
 
 def _parse_reranking(sent_value: object, limits: Limits) -> Reranking:
@@ -226,18 +226,18 @@ def _parse_reranking(sent_value: object, limits: Limits) -> Reranking:
         raise problem_from_input(error, "rerank") from error
 
 
-def _reranking_from_text(text: str, field: str) -> object:
-    return _json_from_text(text, field) if text.startswith("{") else text
+def _reranking_from_text(url_text: str, option_name: str) -> object:
+    return _json_from_text(url_text, option_name) if url_text.startswith("{") else url_text
 
 
-def _json_from_text(text: str, field: str) -> object:
-    if len(text) > _JSON_TEXT_CHARS_MAX:
-        problem_message = f"{field} may have at most {_JSON_TEXT_CHARS_MAX} characters in a URL"
-        raise unprocessable(f"invalid_{field}", problem_message, field, limit=_JSON_TEXT_CHARS_MAX)
+def _json_from_text(url_text: str, option_name: str) -> object:
+    if len(url_text) > _JSON_TEXT_CHARS_MAX:
+        problem_message = f"{option_name} may have at most {_JSON_TEXT_CHARS_MAX} characters in a URL"
+        raise unprocessable(f"invalid_{option_name}", problem_message, option_name, limit=_JSON_TEXT_CHARS_MAX)
     try:
-        return orjson.loads(text)
+        return orjson.loads(url_text)
     except orjson.JSONDecodeError as error:
-        raise unprocessable(f"invalid_{field}", f"{field} is not JSON: {error}", field) from error
+        raise unprocessable(f"invalid_{option_name}", f"{option_name} is not JSON: {error}", option_name) from error
 
 
 def _parse_query(query: bytes) -> dict[str, str]:
@@ -251,21 +251,25 @@ def _parse_query(query: bytes) -> dict[str, str]:
     return {name: sent_value for name, _, sent_value in query_parts}
 
 
-def _parse_number(text: str, field: str) -> float:
+def _parse_number(url_text: str, option_name: str) -> float:
     # Stricter than float(), which accepts "1_0", "nan" and digits of any script.
-    if not _NUMBER_PATTERN.fullmatch(text):
-        raise unprocessable("invalid_field", f"{field} must be a number, not {text[:40]!r}", field)
-    return float(text)
+    if not _NUMBER_PATTERN.fullmatch(url_text):
+        raise unprocessable("invalid_field", f"{option_name} must be a number, not {url_text[:40]!r}", option_name)
+    return float(url_text)
 
 
-def _parse_whole_number(text: str, field: str) -> int:
-    if not _WHOLE_NUMBER_PATTERN.fullmatch(text):
-        raise unprocessable(f"invalid_{field}", f"{field} must be a whole number, not {text[:40]!r}", field)
-    if len(text) > _DIGITS_MAX:
+def _parse_whole_number(url_text: str, option_name: str) -> int:
+    if not _WHOLE_NUMBER_PATTERN.fullmatch(url_text):
         raise unprocessable(
-            f"invalid_{field}", f"{field} may have at most {_DIGITS_MAX} digits, not {len(text)}", field
+            f"invalid_{option_name}", f"{option_name} must be a whole number, not {url_text[:40]!r}", option_name
         )
-    return int(text)
+    if len(url_text) > _DIGITS_MAX:
+        raise unprocessable(
+            f"invalid_{option_name}",
+            f"{option_name} may have at most {_DIGITS_MAX} digits, not {len(url_text)}",
+            option_name,
+        )
+    return int(url_text)
 
 
 def _parse_k(sent_value: object, _limits: Limits) -> int:
@@ -320,8 +324,8 @@ def _parse_arm(sent_value: object, _limits: Limits) -> RequestedArm:
     return read_arm(sent_value)
 
 
-def _unchanged_text(text: str, _field: str) -> str:
-    return text
+def _unchanged_text(url_text: str, _option_name: str) -> str:
+    return url_text
 
 
 _FILTER_SCHEMA = NamedSchema(

@@ -72,29 +72,31 @@ _WATCHED_HEADERS = frozenset({b"x-deadline-ms", b"x-larder-canary-key", ARM_HEAD
 
 
 def lookup_from_body(
-    scope: RequestScope, body: bytes, form: BodyForm, table: str | None, limits: Limits
+    scope: RequestScope, request_body: bytes, body_form: BodyForm, table_name: str | None, limits: Limits
 ) -> LookupRequest:
     """Return the lookup of a body; removes the cached contents."""
-    content = pop_content(scope, body, form, limits)
-    if form == "arrow" and table is not None:
-        return lookup_from_stream(content, table, limits)
-    return lookup_from_json(content, table, limits)
+    parsed_body = pop_content(scope, request_body, body_form, limits)
+    if body_form == "arrow" and table_name is not None:
+        return lookup_from_stream(parsed_body, table_name, limits)
+    return lookup_from_json(parsed_body, table_name, limits)
 
 
-def pop_content(scope: RequestScope, body: bytes, form: BodyForm, limits: Limits) -> Any:
+def pop_content(scope: RequestScope, request_body: bytes, body_form: BodyForm, limits: Limits) -> Any:
     """Parse the body like `peek_content`, for its last reader, and drop the cached result."""
     try:
-        return peek_content(scope, body, form, limits)
+        return peek_content(scope, request_body, body_form, limits)
     finally:
         del scope[_CONTENT_KEY]
 
 
-def peek_content(scope: RequestScope, body: bytes, form: BodyForm, limits: Limits) -> Any:
+def peek_content(scope: RequestScope, request_body: bytes, body_form: BodyForm, limits: Limits) -> Any:
     """Parse the body as JSON or `ArrowLookup`; raise Problem. Both outcomes are cached for the next reader."""
     if _CONTENT_KEY not in scope:
         try:
-            is_arrow = form == "arrow"
-            scope[_CONTENT_KEY] = read_arrow_lookup(body, limits) if is_arrow else read_json(body, limits.max_values)
+            is_arrow = body_form == "arrow"
+            scope[_CONTENT_KEY] = (
+                read_arrow_lookup(request_body, limits) if is_arrow else read_json(request_body, limits.max_values)
+            )
         except Problem as problem:
             scope[_CONTENT_KEY] = problem
     content_or_problem = scope[_CONTENT_KEY]
@@ -111,9 +113,9 @@ def store_refusal(scope: RequestScope, error: Exception) -> None:
     scope[_CONTENT_KEY] = error.with_traceback(None)  # its frames would keep the body
 
 
-async def run_in_thread_if_large(body: bytes, read_body_content: Callable[[], T]) -> T:
+async def run_in_thread_if_large(request_body: bytes, read_body_content: Callable[[], T]) -> T:
     """Run `read_body_content`, in a thread if the body is large, so that other requests are answered meanwhile."""
-    return read_body_content() if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read_body_content)
+    return read_body_content() if len(request_body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read_body_content)
 
 
 def lookup_from_url(raw_path: bytes, path_prefix: bytes, query: bytes, limits: Limits) -> LookupRequest:
@@ -133,22 +135,22 @@ def lookup_from_url(raw_path: bytes, path_prefix: bytes, query: bytes, limits: L
     return LookupRequest((RequestedEntity(_path_text(table), id_text, id_bytes, "id"),), query_options(query, limits))
 
 
-def lookup_from_json(content: object, table: str | None, limits: Limits) -> LookupRequest:
-    """Return the lookup of the JSON of POST /v1/lookup/{table}, or of POST /v1/lookup if `table` is None."""
-    body_fields = read_object(content, "body", _LOOKUP_FIELDS)
+def lookup_from_json(parsed_body: object, table_name: str | None, limits: Limits) -> LookupRequest:
+    """Return the lookup of the JSON of POST /v1/lookup/{table}, or of POST /v1/lookup if `table_name` is None."""
+    body_fields = read_object(parsed_body, "body", _LOOKUP_FIELDS)
     sent_entities = read_list(body_fields, "entities")
     check_length(sent_entities, 1, limits.max_batch, "entities", "batch_too_long")
     _check_totals(sent_entities, body_fields, limits)
     entities = tuple(
-        _read_entity(sent_entity, table, f"entities[{index}]", limits)
+        _read_entity(sent_entity, table_name, f"entities[{index}]", limits)
         for index, sent_entity in enumerate(sent_entities)
     )
     return LookupRequest(entities, body_options(body_fields, limits))
 
 
-def score_from_json(content: object, limits: Limits) -> ScoreRequest:
+def score_from_json(parsed_body: object, limits: Limits) -> ScoreRequest:
     """Return the score request of the JSON of POST /v1/score."""
-    body_fields = read_object(content, "body", _SCORE_FIELDS)
+    body_fields = read_object(parsed_body, "body", _SCORE_FIELDS)
     if "user" not in body_fields:
         raise unprocessable("missing_field", "user is missing", "user")
     _check_totals([body_fields["user"]], body_fields, limits)
@@ -159,9 +161,9 @@ def score_from_json(content: object, limits: Limits) -> ScoreRequest:
     )
 
 
-def feedback_from_json(content: object) -> FeedbackReport:
+def feedback_from_json(parsed_body: object) -> FeedbackReport:
     """Return the feedback of the JSON of POST /v1/feedback."""
-    body_fields = read_object(content, "body", _FEEDBACK_FIELDS)
+    body_fields = read_object(parsed_body, "body", _FEEDBACK_FIELDS)
     generation, canary_key = body_fields.get("generation"), body_fields.get("canary_key")
     arm = None if body_fields.get("arm") is None else read_arm(body_fields["arm"])
     subject_names = [name for name in _FEEDBACK_SUBJECT_NAMES if body_fields.get(name) is not None]
@@ -185,39 +187,43 @@ def feedback_from_json(content: object) -> FeedbackReport:
     return FeedbackReport(generation, canary_key, arm, event, count)
 
 
-def _read_entity(sent_entity: object, table: str | None, field: str, limits: Limits) -> RequestedEntity:
-    if isinstance(sent_entity, str | int) and table is not None:
+def _read_entity(sent_entity: object, table_name: str | None, field_path: str, limits: Limits) -> RequestedEntity:
+    if isinstance(sent_entity, str | int) and table_name is not None:
         sent_entity = {"id": sent_entity}
-    known_fields = _ENTITY_FIELDS if table is not None else _ENTITY_FIELDS | {"table"}
+    known_fields = _ENTITY_FIELDS if table_name is not None else _ENTITY_FIELDS | {"table"}
     if not isinstance(sent_entity, dict):
         raise unprocessable(
-            "invalid_field", f"{field} is {_TABLE_ENTITY_TEXT if table is None else _ENTITY_TEXT}", field
+            "invalid_field", f"{field_path} is {_TABLE_ENTITY_TEXT if table_name is None else _ENTITY_TEXT}", field_path
         )
-    entity_fields = read_object(sent_entity, field, known_fields)
-    if table is None:
-        table_field = f"{field}.table"
+    entity_fields = read_object(sent_entity, field_path, known_fields)
+    if table_name is None:
+        table_field = f"{field_path}.table"
         if "table" not in entity_fields:
             raise unprocessable("missing_field", f"{table_field} is missing: name a table", table_field)
-        table = entity_fields["table"]
-        if not isinstance(table, str):
+        table_name = entity_fields["table"]
+        if not isinstance(table_name, str):
             raise unprocessable("invalid_field", f"{table_field} must be the name of a table", table_field)
     sent_id, sent_history, sent_features = (
         entity_fields.get("id"),
         entity_fields.get("history"),
         entity_fields.get("features"),
     )
-    id_bytes = None if sent_id is None else read_id(sent_id, f"{field}.id")
+    id_bytes = None if sent_id is None else read_id(sent_id, f"{field_path}.id")
     history = (
         None
         if sent_history is None
-        else read_ids(sent_history, f"{field}.history", limits.max_history, "history_too_long")
+        else read_ids(sent_history, f"{field_path}.history", limits.max_history, "history_too_long")
     )
     features = (
-        None if sent_features is None else read_features(sent_features, f"{field}.features", limits.feature_text_bytes)
+        None
+        if sent_features is None
+        else read_features(sent_features, f"{field_path}.features", limits.feature_text_bytes)
     )
     if id_bytes is None and not history and not features:
-        raise unprocessable("missing_field", f"{field} has neither id nor history nor features", field)
-    return RequestedEntity(table, None if id_bytes is None else id_bytes.decode(), id_bytes, field, history, features)
+        raise unprocessable("missing_field", f"{field_path} has neither id nor history nor features", field_path)
+    return RequestedEntity(
+        table_name, None if id_bytes is None else id_bytes.decode(), id_bytes, field_path, history, features
+    )
 
 
 def _check_totals(entities: list[Any], body_fields: Mapping[str, Any], limits: Limits) -> None:
@@ -233,7 +239,7 @@ def _check_totals(entities: list[Any], body_fields: Mapping[str, Any], limits: L
             "body",
             limit=limits.max_ids,
         )
-    number_count = sum([_count_values(sent_entity.get("features")) for sent_entity in sent_entities])
+    number_count = sum([_count_feature_values(sent_entity.get("features")) for sent_entity in sent_entities])
     if number_count > limits.max_numbers:
         raise unprocessable(
             "too_many_numbers",
@@ -243,9 +249,9 @@ def _check_totals(entities: list[Any], body_fields: Mapping[str, Any], limits: L
         )
 
 
-def _count_values(features: object) -> int:
+def _count_feature_values(sent_features: object) -> int:
     """Return the number of values: list elements, and features that are not lists."""
-    feature_values = features.values() if isinstance(features, dict) else ()
+    feature_values = sent_features.values() if isinstance(sent_features, dict) else ()
     return sum(
         [max(1, len(feature_value)) if isinstance(feature_value, list) else 1 for feature_value in feature_values]
     )
@@ -258,45 +264,47 @@ def _path_text(encoded_text: bytes) -> str:
 class ArrowLookup(NamedTuple):
     """Sent ids as UTF-8 bytes, and options by name as texts."""
 
-    ids: list[bytes]
-    options: dict[str, str]
+    sent_ids: list[bytes]
+    option_text_by_name: dict[str, str]
 
 
-def read_arrow_lookup(body: bytes, limits: Limits) -> ArrowLookup:
+def read_arrow_lookup(request_body: bytes, limits: Limits) -> ArrowLookup:
     """Return ids and options, checking only the number of ids; raise Problem for other streams."""
     try:
         # Reading one more than allowed is enough to refuse.
         cutter = loader.kernels.cut_texts
         read_rows_max = limits.max_batch + 1
-        frame = read_frame(body, read_rows_max, as_bytes=True, cutter=cutter, check_fields=_check_column)
+        frame = read_frame(
+            request_body, read_rows_max, texts_as_bytes=True, text_cutter=cutter, check_fields=_check_column
+        )
     except MalformedStream as error:
         raise unprocessable("invalid_arrow", f"the body is not an Arrow IPC stream of ids: {error}", "body") from error
     except TooManyBatches as error:
         raise unprocessable("too_many_values", str(error), "body", limit=BATCHES_MAX) from error
     except UnsupportedStream as error:
         raise unprocessable("unsupported_arrow", str(error), "body") from error
-    sent_ids = frame.columns[ID_COLUMN_NAME]
+    sent_ids = frame.values_by_column[ID_COLUMN_NAME]
     if None in sent_ids:
         index = sent_ids.index(None)
         raise unprocessable("invalid_field", f"entities[{index}] is null", f"entities[{index}]")
     check_length(sent_ids, 1, limits.max_batch, "entities", "batch_too_long")
     options = {
         option_name: option_text
-        for option_name, option_text in frame.metadata.items()
+        for option_name, option_text in frame.schema_metadata.items()
         if not option_name.startswith(_FOREIGN_METADATA_PREFIXES)
     }
     return ArrowLookup(sent_ids, options)
 
 
-def lookup_from_stream(id_stream: ArrowLookup, table: str, limits: Limits) -> LookupRequest:
+def lookup_from_stream(id_stream: ArrowLookup, table_name: str, limits: Limits) -> LookupRequest:
     """Return the lookup of the stream of POST /v1/lookup/{table}."""
-    text_ids = [raw_id.decode() for raw_id in id_stream.ids]
+    text_ids = [raw_id.decode() for raw_id in id_stream.sent_ids]
     canonical_ids = [read_id(text_id, f"entities[{index}]") for index, text_id in enumerate(text_ids)]
     entities = tuple(
-        RequestedEntity(table, entity_id, canonical_id_bytes, f"entities[{index}]")
+        RequestedEntity(table_name, entity_id, canonical_id_bytes, f"entities[{index}]")
         for index, (entity_id, canonical_id_bytes) in enumerate(zip(text_ids, canonical_ids, strict=True))
     )
-    return LookupRequest(entities, text_options(id_stream.options, limits))
+    return LookupRequest(entities, text_options(id_stream.option_text_by_name, limits))
 
 
 def _check_column(fields: tuple[Field, ...]) -> None:
@@ -313,27 +321,27 @@ class ParsedLookup(NamedTuple):
 
     table: str
     id: str
-    raw: bytes
+    raw_id: bytes
 
 
 class IdBatch(NamedTuple):
     """Lookup of many ids in one table; `k` None: all items."""
 
-    raws: list[bytes]
+    raw_ids: list[bytes]
     k: int | None
 
 
-def parse_single_lookup(path: bytes) -> ParsedLookup | None:
+def parse_single_lookup(request_path: bytes) -> ParsedLookup | None:
     """Return the table and the id of `/v1/lookup/<table>/<id>`."""
-    if not path.startswith(LOOKUP_PATH_PREFIX):
+    if not request_path.startswith(LOOKUP_PATH_PREFIX):
         return None
-    table, _, encoded_id = path[len(LOOKUP_PATH_PREFIX) :].partition(b"/")
+    table_name, _, encoded_id = request_path[len(LOOKUP_PATH_PREFIX) :].partition(b"/")
     id_bytes = unquote_to_bytes(encoded_id) if b"%" in encoded_id else encoded_id
     # The routes decode a percent-encoded table.
-    if not 0 < len(id_bytes) <= ID_BYTES_MAX or b"%" in table:
+    if not 0 < len(id_bytes) <= ID_BYTES_MAX or b"%" in table_name:
         return None
     try:
-        return ParsedLookup(table.decode("ascii"), id_bytes.decode(), id_bytes)
+        return ParsedLookup(table_name.decode("ascii"), id_bytes.decode(), id_bytes)
     except UnicodeDecodeError:
         return None
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def attach(replica: Replica) -> RequestObserver:
     """Answer requests under an observer; raise ConfigError if traces are on and OpenTelemetry is not installed."""
     config, hooks, follower = replica.config, replica.hooks, replica.own_namespace.follower
-    spans = _open_spans(config, replica.name) if config.traces else None
+    spans = _open_spans(config, replica.replica_name) if config.traces else None
 
     def known_tables() -> Container[str]:
         served = follower.served
@@ -28,8 +28,8 @@ def attach(replica: Replica) -> RequestObserver:
 
     hooks.request_watch = observer = RequestObserver(
         known_tables,
-        times=config.server_timing,
-        journal=RequestLog(sampled_share=config.log_share, slow_s=config.log_slow_ms / 1000),
+        sends_server_timing=config.server_timing,
+        journal=RequestLog(sampled_share=config.log_share, slow_after_s=config.log_slow_ms / 1000),
         tracer=spans,
     )
     if spans is not None:
@@ -43,11 +43,11 @@ def _is_traced(spans: "Spans", scope: Scope) -> bool:
     return spans.decide_traced(scope, parse_parent(traceparents))
 
 
-def _open_spans(config: ServingConfig, instance: str) -> "Spans":
+def _open_spans(config: ServingConfig, instance_id: str) -> "Spans":
     try:
         from serving.tracing.otel_spans import Spans
     except ImportError as error:
         raise ConfigError(
             f"LARDER_TRACES needs OpenTelemetry ({error}): {install_command('otel')}", field="traces"
         ) from error
-    return Spans.exporting(trace_share=config.traces_share, with_ids=config.traces_ids, instance=instance)
+    return Spans.exporting(trace_share=config.traces_share, with_entity_ids=config.traces_ids, instance_id=instance_id)

@@ -47,35 +47,37 @@ class RequestLog:
 
     _: KW_ONLY
     sampled_share: float
-    slow_s: float
-    draw: Callable[[], float] = random.random
+    slow_after_s: float
+    draw_random_share: Callable[[], float] = random.random
 
-    def level(self, request_record: RequestRecord, seconds: float) -> int | None:
+    def choose_level(self, request_record: RequestRecord, request_seconds: float) -> int | None:
         """Return the log level, None for no line; errors and slow requests are logged regardless of the sample."""
-        if request_record.status >= 500:
+        if request_record.http_status >= 500:
             return logging.ERROR
-        if seconds >= self.slow_s:
+        if request_seconds >= self.slow_after_s:
             return logging.WARNING
-        return logging.INFO if self.draw() < self.sampled_share else None
+        return logging.INFO if self.draw_random_share() < self.sampled_share else None
 
-    def write(self, level: int, request_record: RequestRecord, request: RequestFacts, seconds: float) -> None:
+    def write(
+        self, log_level: int, request_record: RequestRecord, request: RequestFacts, request_seconds: float
+    ) -> None:
         """Write one line, unless the request is a readiness probe, whose 503 is not an error."""
-        if request.route != "/readyz" and log.isEnabledFor(level):
-            fields = {RECORD_FIELDS_ATTRIBUTE: log_fields(request_record, request, seconds)}
-            log.log(level, "%s %s", request.method, request.route, extra=fields)
+        if request.route != "/readyz" and log.isEnabledFor(log_level):
+            fields = {RECORD_FIELDS_ATTRIBUTE: log_fields(request_record, request, request_seconds)}
+            log.log(log_level, "%s %s", request.http_method, request.route, extra=fields)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestObserver:
-    """Request observer. `times`: send stage times in `Server-Timing`; `tables`: names allowed in logs and spans."""
+    """Request observer; `get_table_names` returns the names that are allowed in logs and spans."""
 
-    tables: Callable[[], Container[str]]
+    get_table_names: Callable[[], Container[str]]
     _: KW_ONLY
-    times: bool
+    sends_server_timing: bool
     journal: RequestLog
     tracer: "Spans | None"
 
-    def leaves(self, scope: Scope) -> bool:
+    def leaves_unobserved(self, scope: Scope) -> bool:
         """True if a single lookup need not be observed: it requests no timing, is not traced, and costs little."""
         if not _WATCHED_HEADERS.isdisjoint([name for name, _ in scope["headers"]]):
             return False
@@ -85,11 +87,11 @@ class RequestObserver:
         """Answer the request by `below`, and report its record to log and spans."""
         request_record = RequestRecord(time.monotonic(), "")
         if (caller := scope.get(CALLER_KEY)) is not None:
-            request_record.caller = caller.name
+            request_record.caller_name = caller.name
         if values_by_header := _watched_headers(scope["headers"]):
             scope = _read_request_headers(request_record, values_by_header, scope)
-        if not request_record.id:
-            request_record.id = new_request_id()
+        if not request_record.request_id:
+            request_record.request_id = new_request_id()
         span: Any = None
         if self.tracer is not None and self.tracer.decide_traced(scope, request_record.parent):
             span = self.tracer.begin(request_record)
@@ -97,7 +99,7 @@ class RequestObserver:
         try:
             await below(scope, receive, self._with_answer_headers(request_record, send))
         except Exception:
-            request_record.status = 500
+            request_record.http_status = 500
             raise
         finally:
             CURRENT_RECORD.reset(record_token)
@@ -107,36 +109,39 @@ class RequestObserver:
     def _with_answer_headers(self, request_record: RequestRecord, send: Send) -> Send:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                request_record.status = status = message["status"]
-                headers = [*message["headers"], (b"x-request-id", request_record.id.encode())]
-                if self.times and status != 401:  # not for callers without a valid token
+                request_record.http_status = status = message["status"]
+                headers = [*message["headers"], (b"x-request-id", request_record.request_id.encode())]
+                if self.sends_server_timing and status != 401:  # not for callers without a valid token
                     headers.append(
-                        (b"server-timing", server_timing(request_record, time.monotonic() - request_record.started))
+                        (
+                            b"server-timing",
+                            server_timing(request_record, time.monotonic() - request_record.request_started_at),
+                        )
                     )
                 message = {**message, "headers": headers}
             else:
-                request_record.body = message.get("body", b"")
+                request_record.last_body_piece = message.get("body", b"")
             await send(message)
 
         return send_with_headers
 
     def _report_request(self, request_record: RequestRecord, scope: Scope, span: Any) -> None:
-        seconds = time.monotonic() - request_record.started
-        level = self.journal.level(request_record, seconds)
-        if level is None and span is None:
+        request_seconds = time.monotonic() - request_record.request_started_at
+        log_level = self.journal.choose_level(request_record, request_seconds)
+        if log_level is None and span is None:
             return
-        request = request_of(scope, self.tables())
-        if level is not None:
-            self.journal.write(level, request_record, request, seconds)
+        request = request_of(scope, self.get_table_names())
+        if log_level is not None:
+            self.journal.write(log_level, request_record, request, request_seconds)
         if self.tracer is not None and span is not None:
-            self.tracer.end(span, request_record, request, seconds)
+            self.tracer.end(span, request_record, request, request_seconds)
 
 
 def _read_request_headers(
     request_record: RequestRecord, values_by_header: dict[bytes, list[bytes]], scope: Scope
 ) -> Scope:
     """Read request id and trace headers; return the scope without them, for the fast path."""
-    request_record.id = (
+    request_record.request_id = (
         accepted_id(values_by_header[b"x-request-id"][0]) or "" if b"x-request-id" in values_by_header else ""
     )
     if traceparents := values_by_header.get(b"traceparent"):
@@ -164,10 +169,10 @@ def _watched_headers(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, list
     return values_by_header
 
 
-def server_timing(request_record: RequestRecord, total_s: float) -> bytes:
+def server_timing(request_record: RequestRecord, request_s: float) -> bytes:
     """Return the value of `Server-Timing` (https://www.w3.org/TR/server-timing/), in milliseconds."""
-    total_entry = b"total;dur=%.3f" % (total_s * 1000)
-    if not request_record.stages:
+    total_entry = b"total;dur=%.3f" % (request_s * 1000)
+    if not request_record.stage_times:
         return total_entry
     stage_times = [
         b"%b;dur=%.3f" % (stage_name.encode(), stage_s * 1000)
@@ -176,7 +181,7 @@ def server_timing(request_record: RequestRecord, total_s: float) -> bytes:
     return b", ".join([*stage_times, total_entry])
 
 
-def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> RequestFacts:
+def request_of(scope: MutableMapping[str, Any], table_names: Container[str]) -> RequestFacts:
     """Return the facts of the request, by its route; `other` for an unknown path."""
     path: str = scope["path"]
     method = scope["method"] if scope["method"] in _NAMED_METHODS else "other"
@@ -187,20 +192,20 @@ def request_of(scope: MutableMapping[str, Any], tables: Container[str]) -> Reque
     table, slash, entity = path_parts[-1].partition("/")
     if route is None or len(path_parts) < 4 or not table:
         return RequestFacts(method, "other", None, None)
-    known_table = table if table in tables else None
+    known_table = table if table in table_names else None
     return RequestFacts(method, route + "/{entity}" * bool(slash), known_table, entity or None)
 
 
-def log_fields(request_record: RequestRecord, request: RequestFacts, seconds: float) -> dict[str, Any]:
+def log_fields(request_record: RequestRecord, request: RequestFacts, request_seconds: float) -> dict[str, Any]:
     """Return the fields of the request's line, none of which is an entity's id."""
-    fields: dict[str, Any] = dict(request_record.log_ids())
-    if request.table is not None:
-        fields["table"] = request.table
-    if request_record.caller:
-        fields["token"] = request_record.caller
-    fields |= {"status": request_record.status, "seconds": round(seconds, 6)}
-    if count_by_source := count_sources(request_record.body):
-        fields["sources"] = count_by_source
+    line_fields: dict[str, Any] = dict(request_record.log_ids())
+    if request.table_name is not None:
+        line_fields["table"] = request.table_name
+    if request_record.caller_name:
+        line_fields["token"] = request_record.caller_name
+    line_fields |= {"status": request_record.http_status, "seconds": round(request_seconds, 6)}
+    if count_by_source := count_sources(request_record.last_body_piece):
+        line_fields["sources"] = count_by_source
     if seconds_by_stage := request_record.seconds_by_stage():
-        fields["stages"] = {name: round(stage_s, 6) for name, stage_s in seconds_by_stage.items()}
-    return fields
+        line_fields["stages"] = {name: round(stage_s, 6) for name, stage_s in seconds_by_stage.items()}
+    return line_fields

@@ -43,18 +43,20 @@ class Spans:
     Spans are queued in bounded memory and sent by a thread of the SDK; spans that do not fit are dropped.
     """
 
-    def __init__(self, processor: SpanProcessor, *, trace_share: float, with_ids: bool, instance: str) -> None:
-        self._provider = TracerProvider(resource=_resource(instance), sampler=ALWAYS_ON, shutdown_on_exit=False)
+    def __init__(
+        self, processor: SpanProcessor, *, trace_share: float, with_entity_ids: bool, instance_id: str
+    ) -> None:
+        self._provider = TracerProvider(resource=_resource(instance_id), sampler=ALWAYS_ON, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("larder.serving")
         self._sampled_share = trace_share
-        self._with_ids = with_ids
+        self._with_entity_ids = with_entity_ids
 
     @classmethod
-    def exporting(cls, *, trace_share: float, with_ids: bool, instance: str) -> "Spans":
+    def exporting(cls, *, trace_share: float, with_entity_ids: bool, instance_id: str) -> "Spans":
         """Create spans exported over OTLP/HTTP, as set in the environment (OTEL_EXPORTER_OTLP_ENDPOINT etc.)."""
         processor = BatchSpanProcessor(OTLPSpanExporter())
-        return cls(processor, trace_share=trace_share, with_ids=with_ids, instance=instance)
+        return cls(processor, trace_share=trace_share, with_entity_ids=with_entity_ids, instance_id=instance_id)
 
     def decide_traced(self, scope: MutableMapping[str, Any], parent: ParentSpan | None) -> bool:
         """Return whether the request is traced; cached in `scope`, since fast path and observer both need it."""
@@ -72,13 +74,13 @@ class Spans:
             "request",
             context=_parent_context(request_record.parent),
             kind=SpanKind.SERVER,
-            start_time=time.time_ns() - round((time.monotonic() - request_record.started) * 1e9),
+            start_time=time.time_ns() - round((time.monotonic() - request_record.request_started_at) * 1e9),
         )
         ids = span.get_span_context()
-        request_record.span = f"{ids.trace_id:032x}", f"{ids.span_id:016x}"
+        request_record.trace_and_span_ids = f"{ids.trace_id:032x}", f"{ids.span_id:016x}"
         return span
 
-    def end(self, span: Span, request_record: RequestRecord, request: RequestFacts, seconds: float) -> None:
+    def end(self, span: Span, request_record: RequestRecord, request: RequestFacts, request_seconds: float) -> None:
         """End the span after the request's duration, with a child for each stage: `parse`, `stored` (L2), `live`..."""
         now_ns, monotonic_s = time.time_ns(), time.monotonic()
 
@@ -86,24 +88,24 @@ class Spans:
             return now_ns - round((monotonic_s - monotonic_moment_s) * 1e9)
 
         shared_attributes = _shared_attributes(request_record, request)
-        span.update_name(f"{request.method} {request.route}")
+        span.update_name(f"{request.http_method} {request.route}")
         span.set_attributes(shared_attributes | _request_attributes(request_record, request))
-        if self._with_ids and request.entity is not None:
-            span.set_attribute("larder.entity", request.entity)
-        if request_record.status >= 500 or not request_record.status:
+        if self._with_entity_ids and request.entity_id is not None:
+            span.set_attribute("larder.entity", request.entity_id)
+        if request_record.http_status >= 500 or not request_record.http_status:
             span.set_status(Status(StatusCode.ERROR))
         span_context = set_span_in_context(span, Context())
-        for stage in request_record.stages:
+        for stage in request_record.stage_times:
             stage_span = self._tracer.start_span(
-                f"larder.{stage.name}",
+                f"larder.{stage.stage_name}",
                 context=span_context,
-                start_time=epoch_ns(stage.ended_at - stage.seconds),
-                attributes={**shared_attributes, "larder.entities": stage.entities}
-                if stage.entities
+                start_time=epoch_ns(stage.ended_at - stage.stage_seconds),
+                attributes={**shared_attributes, "larder.entities": stage.entity_count}
+                if stage.entity_count
                 else shared_attributes,
             )
             stage_span.end(epoch_ns(stage.ended_at))
-        span.end(epoch_ns(request_record.started + seconds))
+        span.end(epoch_ns(request_record.request_started_at + request_seconds))
 
     async def aclose(self) -> None:
         """Send the queued spans within a few seconds, so that an unreachable collector does not block the stop."""
@@ -124,9 +126,9 @@ class Spans:
             await asyncio.wait_for(closed_event.wait(), _CLOSE_TIMEOUT_S)
 
 
-def _resource(instance: str) -> Resource:
+def _resource(instance_id: str) -> Resource:
     """Return the resource of OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES; the service's default name is `larder`."""
-    resource = Resource.create({"service.instance.id": instance})
+    resource = Resource.create({"service.instance.id": instance_id})
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         return resource.merge(Resource({"service.name": "larder"}))
     return resource
@@ -139,7 +141,7 @@ def _parent_context(parent: ParentSpan | None) -> Context:
         int(parent.trace_id, 16),
         int(parent.span_id, 16),
         is_remote=True,
-        trace_flags=TraceFlags(parent.flags),
+        trace_flags=TraceFlags(parent.trace_flags),
         trace_state=TraceState.from_header([parent.tracestate]) if parent.tracestate else None,
     )
     return set_span_in_context(NonRecordingSpan(parent_span_context), Context())
@@ -147,8 +149,8 @@ def _parent_context(parent: ParentSpan | None) -> Context:
 
 def _shared_attributes(request_record: RequestRecord, request: RequestFacts) -> dict[str, str | int]:
     """Return the attributes that every span of a request carries."""
-    generation = find_generation(request_record.body)
-    value_by_attribute = {"larder.table": request.table, "larder.generation": generation}
+    generation = find_generation(request_record.last_body_piece)
+    value_by_attribute = {"larder.table": request.table_name, "larder.generation": generation}
     return {
         attribute_name: attribute_value
         for attribute_name, attribute_value in value_by_attribute.items()
@@ -158,12 +160,12 @@ def _shared_attributes(request_record: RequestRecord, request: RequestFacts) -> 
 
 def _request_attributes(request_record: RequestRecord, request: RequestFacts) -> dict[str, str | int]:
     """Return the attributes of the request's span, named by OpenTelemetry's conventions where possible."""
-    count_by_source = count_sources(request_record.body)
+    count_by_source = count_sources(request_record.last_body_piece)
     attributes: dict[str, str | int] = {
-        "http.request.method": request.method,
+        "http.request.method": request.http_method,
         "http.route": request.route,
-        "http.response.status_code": request_record.status,
-        "larder.request_id": request_record.id,
+        "http.response.status_code": request_record.http_status,
+        "larder.request_id": request_record.request_id,
     }
     if count_by_source:
         attributes["larder.entities"] = sum(count_by_source.values())

@@ -120,9 +120,9 @@ class Routing:
         arm_name = None if arm_owners is None else arm_owners.owner_of(assignment_key)
         return None if experiment_name is None or arm_name is None else (experiment_name, arm_name)
 
-    def is_sampled(self, experiment: str, assignment_key: bytes) -> bool:
+    def is_sampled(self, experiment_name: str, assignment_key: bytes) -> bool:
         """True if the key's exposures are recorded; always the same for a key."""
-        return self._sample_by_experiment[experiment].has_key(assignment_key)
+        return self._sample_by_experiment[experiment_name].has_key(assignment_key)
 
 
 class ArmHolder:
@@ -135,32 +135,32 @@ class ArmHolder:
     def __init__(
         self,
         own_service: LookupService,
-        namespace: str,
+        namespace_name: str,
         store: ArtefactStore,
         open_namespace: Callable[[str], ArmNamespace],
         *,
         in_thread: StoreThreads,
         grace_s: float,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.own_service, self.namespace = own_service, namespace
+        self.own_service, self.namespace = own_service, namespace_name
         self.record = Experiments()
         self.routing: Routing | None = None
         """Routing of keys; None while no experiment is held ready or runs."""
         self._store = store
         self._open_namespace = open_namespace
         self._in_thread = in_thread
-        self._grace_s, self._timer = grace_s, timer
+        self._grace_s, self._monotonic_clock = grace_s, monotonic_clock
         self._arm_by_namespace: dict[str, Arm] = {}
         """Arms by namespace; a namespace stays until it is closed, so that it is not opened twice."""
         self._refresh_lock = asyncio.Lock()
         self._is_ending = False
 
-    def service(self, namespace: str) -> LookupService | None:
+    def service(self, namespace_name: str) -> LookupService | None:
         """Return the service of a namespace; None if it does not answer here."""
-        if namespace == self.namespace:
+        if namespace_name == self.namespace:
             return self.own_service
-        arm = self._arm_by_namespace.get(namespace)
+        arm = self._arm_by_namespace.get(namespace_name)
         return None if arm is None else arm.answering_service
 
     @property
@@ -186,7 +186,7 @@ class ArmHolder:
                 follower.note_concern("experiments", None)
                 self.record = newer_record or self.record
             self.routing = Routing(self.record) if self.record.current else None
-            follower.holder.set_experiments_running(by_experiments=bool(self.record.running))
+            follower.holder.set_experiments_running(are_running=bool(self.record.running))
             if not self._is_ending:
                 self._advance_arms()
 
@@ -223,8 +223,8 @@ class ArmHolder:
             })  # fmt: skip
         return experiment_rows
 
-    def _live_generation(self, namespace: str) -> str | None:
-        service = self.service(namespace)
+    def _live_generation(self, namespace_name: str) -> str | None:
+        service = self.service(namespace_name)
         served = None if service is None else service.follower.served
         return None if served is None else served.live.generation
 
@@ -243,7 +243,7 @@ class ArmHolder:
 
     def _advance_arms(self) -> None:
         """Advance each arm's state by record and clock, without waiting."""
-        now_s, named_namespaces = self._timer(), self.record.namespaces(self.namespace)
+        now_s, named_namespaces = self._monotonic_clock(), self.record.namespaces(self.namespace)
         for arm_namespace in named_namespaces:
             arm = self._arm_by_namespace.get(arm_namespace)
             if arm is None:
@@ -275,8 +275,8 @@ class ArmHolder:
                 start_task.cancel()
             self._run_task(arm, self._close(arm, start_task))
 
-    def _run_task(self, arm: Arm, work: Coroutine[Any, Any, None]) -> None:
-        arm.task = task = asyncio.create_task(work)
+    def _run_task(self, arm: Arm, arm_work: Coroutine[Any, Any, None]) -> None:
+        arm.task = task = asyncio.create_task(arm_work)
 
         def clear_task(_task: asyncio.Task[None]) -> None:
             if arm.task is task:
@@ -299,7 +299,7 @@ class ArmHolder:
             log.exception("namespace %s cannot be held; trying again in %g s", arm.name, wait_s)
             await self._close_namespace(arm)
             if arm.state is ArmState.STARTING:
-                arm.retry_at = self._timer() + wait_s
+                arm.retry_at = self._monotonic_clock() + wait_s
                 arm.enter(ArmState.FAILED)
         else:
             if arm.state is ArmState.STARTING:  # a cancellation may have been lost

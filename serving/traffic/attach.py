@@ -94,10 +94,10 @@ def attach(replica: Replica) -> ExperimentRouter:
     def hold_canaries(namespace: HeldNamespace) -> None:
         router = CanaryRouter(namespace.holder, CanaryMetrics(namespace.metrics.registry))
         canary_routers.add(namespace.holder, router)
-        namespace.heartbeat.canary = router.report
+        namespace.heartbeat.get_canary_report = router.report
 
     hold_canaries(own_namespace)
-    hooks.namespaces.append(hold_canaries)
+    hooks.namespace_hooks.append(hold_canaries)
     arm_holder = ArmHolder(
         replica.service, config.namespace, own_namespace.store, replica.open_namespace, in_thread=replica.in_thread,
         grace_s=config.deadline_max_ms / 1000,
@@ -107,7 +107,7 @@ def attach(replica: Replica) -> ExperimentRouter:
     own_namespace.refresher.add_periodic("arms_blocklist", poll_s, arm_holder.enforce)
     own_namespace.holder.pass_on_blocklist = arm_holder.enforce
     exposure_log = ExposureLog(
-        own_namespace.store, replica.name, clock=own_namespace.clock, in_thread=replica.in_thread
+        own_namespace.store, replica.replica_name, clock=own_namespace.clock, in_thread=replica.in_thread
     )
     own_namespace.refresher.add_periodic("exposures", FLUSH_S, exposure_log.flush)
     replica.metrics.registry.register(InternalCounters(exposure_log.internal_counters, HELP_BY_EVENT))
@@ -115,7 +115,7 @@ def attach(replica: Replica) -> ExperimentRouter:
     metrics.version.set_function(lambda: arm_holder.record.version)
     experiment_router = ExperimentRouter(arm_holder, exposure_log, metrics, canary_routers.of)
 
-    async def answer_feedback(request: Request, _started: float) -> object:
+    async def answer_feedback(request: Request, _request_started_at: float) -> object:
         return experiment_router.feedback(feedback_from_json(await read_json(replica.service, request)))
 
     async def close_arms() -> None:
@@ -124,8 +124,8 @@ def attach(replica: Replica) -> ExperimentRouter:
 
     hooks.routers += [experiment_router.route_request, canary_routers.route_request]
     hooks.handlers["sendFeedback"] = answer_feedback
-    hooks.counts.append(metrics.by_field)
-    hooks.reports["arms"] = arm_holder.to_json
+    hooks.count_readers.append(metrics.counts_by_field)
+    hooks.report_by_name["arms"] = arm_holder.to_json
     hooks.start_steps.append(arm_holder.refresh)
     hooks.drain_steps.append(arm_holder.drain)
     hooks.close_steps.append(close_arms)

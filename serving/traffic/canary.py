@@ -54,7 +54,7 @@ class CanaryAssignment(NamedTuple):
     """Assignment of a request: the arm that answers it, the key that determined the arm, and the canary."""
 
     arm: Arm
-    key: bytes
+    assignment_key: bytes
     canary: Canary
 
 
@@ -139,7 +139,7 @@ class CanaryRouter:
         generation: str | None,
         assignment_key: bytes | None,
         event_name: str,
-        count: int,
+        event_count: int,
     ) -> Arm | None:
         """Count feedback for a generation or a key; return the arm, None if it belongs to neither arm."""
         canary = self._holder.canary
@@ -156,8 +156,10 @@ class CanaryRouter:
                 else "live"
             )
         if arm is not None:
-            self._counts_by_arm[arm].count_feedback(event_name, count)
-            self._metrics.feedback.labels(arm, self._event_names.counted_name(event_name, canary.event)).inc(count)
+            self._counts_by_arm[arm].count_feedback(event_name, event_count)
+            self._metrics.feedback.labels(arm, self._event_names.counted_name(event_name, canary.event)).inc(
+                event_count
+            )
         return arm
 
     def report(self) -> dict[str, Any] | None:
@@ -176,8 +178,8 @@ class CanaryRouter:
         if canary != self._counted_canary:  # another canary or share: earlier counts are not comparable
             self._counted_canary, self._counts_by_arm = (canary, {arm: ArmCounts(canary.event) for arm in ARMS})
 
-    def _without_arm(self, served: ServedGenerations, reason: str) -> tuple[ServedGenerations, None]:
-        self._metrics.requests.labels(reason).inc()
+    def _without_arm(self, served: ServedGenerations, no_arm_reason: str) -> tuple[ServedGenerations, None]:
+        self._metrics.requests.labels(no_arm_reason).inc()
         return served, None
 
 
@@ -218,22 +220,22 @@ def assignment_key(
     if len(entities) != 1:
         return None
     table = served.live.manifest.tables.get(entities[0].table)
-    return entities[0].raw if table is not None and table.entity == "user" else None
+    return entities[0].raw_id if table is not None and table.entity == "user" else None
 
 
 class EventNames:
-    """Kinds of feedback counted separately: the first `COUNTED_EVENTS_MAX` and `always_counted`; others are `other`."""
+    """Kinds of feedback counted separately: the first `COUNTED_EVENTS_MAX`, and a given one; others are `other`."""
 
     def __init__(self) -> None:
-        self._names: set[str] = set()
+        self._counted_event_names: set[str] = set()
 
-    def counted_name(self, event_name: str, always_counted: str = "") -> str:
+    def counted_name(self, event_name: str, always_counted_event: str = "") -> str:
         """Return the name under which an event is counted; the canary's deciding event always has its own."""
-        if event_name not in self._names and (
-            len(self._names) < COUNTED_EVENTS_MAX or event_name == always_counted != ""
+        if event_name not in self._counted_event_names and (
+            len(self._counted_event_names) < COUNTED_EVENTS_MAX or event_name == always_counted_event != ""
         ):
-            self._names.add(event_name)
-        return event_name if event_name in self._names else OTHER_EVENT
+            self._counted_event_names.add(event_name)
+        return event_name if event_name in self._counted_event_names else OTHER_EVENT
 
 
 class _FirstAnswer(NamedTuple):
@@ -247,16 +249,16 @@ class KeySample:
     """Uniform sample of the keys of one arm, each with its first answer.
 
     Traffic is split by key, so each key counts once, by its first answer; otherwise a few busy keys would dominate.
-    Beyond `keys_max` keys a uniform sample is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On adaptive
-    sampling", 1990): keys whose hash ends in `level` zero bits, where `level` grows whenever there are too many.
-    `sketch` counts all keys.
+    Beyond `sampled_keys_max` keys a uniform sample is kept (Wegman's adaptive sampling, as analysed by Flajolet, "On
+    adaptive sampling", 1990): keys whose hash ends in `sampling_level` zero bits, where `sampling_level` grows whenever
+    there are too many. `sketch` counts all keys.
     """
 
-    keys_max: int = SAMPLED_KEYS_MAX
-    level: int = 0
+    sampled_keys_max: int = SAMPLED_KEYS_MAX
+    sampling_level: int = 0
     count_by_kind: Tally[str] = field(default_factory=Tally)
     count_by_score_bucket: Tally[int] = field(default_factory=Tally)
-    score_sum: float = 0.0
+    top_score_sum: float = 0.0
     sketch: KeySketch = field(default_factory=KeySketch)
     _first_answer_by_key: dict[int, _FirstAnswer] = field(default_factory=dict)
 
@@ -269,7 +271,7 @@ class KeySample:
         if key_hash in self._first_answer_by_key:
             return
         self.sketch.add(key_hash)
-        if key_hash & ((1 << self.level) - 1):
+        if key_hash & ((1 << self.sampling_level) - 1):
             return
         first_answer = self._first_answer_by_key[key_hash] = _FirstAnswer(
             answer_kind, top_score, None if top_score is None else bucket_of_score(top_score)
@@ -277,14 +279,14 @@ class KeySample:
         self.count_by_kind[answer_kind] += 1
         if first_answer.top_score is not None and first_answer.score_bucket is not None:
             self.count_by_score_bucket[first_answer.score_bucket] += 1
-            self.score_sum += first_answer.top_score
-        if len(self._first_answer_by_key) > self.keys_max:
+            self.top_score_sum += first_answer.top_score
+        if len(self._first_answer_by_key) > self.sampled_keys_max:
             self._halve()
 
     def _halve(self) -> None:
-        while len(self._first_answer_by_key) > self.keys_max:
-            self.level += 1
-            low_bits = (1 << self.level) - 1
+        while len(self._first_answer_by_key) > self.sampled_keys_max:
+            self.sampling_level += 1
+            low_bits = (1 << self.sampling_level) - 1
             self._first_answer_by_key = {
                 key_hash: first_answer
                 for key_hash, first_answer in self._first_answer_by_key.items()
@@ -295,33 +297,37 @@ class KeySample:
         self.count_by_score_bucket = Tally(
             [first_answer.score_bucket for first_answer in first_answers if first_answer.score_bucket is not None]
         )
-        self.score_sum = sum(
+        self.top_score_sum = sum(
             first_answer.top_score for first_answer in first_answers if first_answer.top_score is not None
         )
 
 
 @dataclass(slots=True, eq=False)
 class ArmCounts:
-    """Counts of one arm since its canary began; feedback called `event` always has its own count."""
+    """Counts of one arm since its canary began; feedback called `deciding_event` always has its own count."""
 
-    event: str = ""
-    requests: int = 0
-    feedback: Tally[str] = field(default_factory=Tally)
+    deciding_event: str = ""
+    request_count: int = 0
+    feedback_count_by_event: Tally[str] = field(default_factory=Tally)
     keys: KeySample = field(default_factory=KeySample)
 
     def count_answers(self, assignment_key: bytes, answers: Sequence[Mapping[str, Any]]) -> list[float]:
         """Count one more request; return the top scores of the lists that come from this arm's generation."""
-        self.requests += 1
+        self.request_count += 1
         if answers:
             self.keys.add_answer(assignment_key, _answer_kind(answers[0]), _top_score_of(answers[0]))
         return [top_score for answer in answers if (top_score := _top_score_of(answer)) is not None]
 
-    def count_feedback(self, event_name: str, count: int) -> None:
+    def count_feedback(self, event_name: str, event_count: int) -> None:
         """Count feedback; kinds beyond `COUNTED_EVENTS_MAX` are counted as `other`."""
-        other_count = len(self.feedback) - (self.event in self.feedback)
-        if event_name not in self.feedback and event_name != self.event and other_count >= COUNTED_EVENTS_MAX:
+        other_count = len(self.feedback_count_by_event) - (self.deciding_event in self.feedback_count_by_event)
+        if (
+            event_name not in self.feedback_count_by_event
+            and event_name != self.deciding_event
+            and other_count >= COUNTED_EVENTS_MAX
+        ):
             event_name = OTHER_EVENT
-        self.feedback[event_name] += count
+        self.feedback_count_by_event[event_name] += event_count
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object for the heartbeat; buckets are texts, since they are keys.
@@ -329,16 +335,16 @@ class ArmCounts:
         `keys` is the number of kept keys, each of which represents `weight` keys; sketches of replicas can be merged.
         """
         return {
-            "requests": self.requests,
+            "requests": self.request_count,
             "keys": len(self.keys),
-            "weight": 1 << self.keys.level,
+            "weight": 1 << self.keys.sampling_level,
             "sketch": self.keys.sketch.to_text(),
             "kinds": dict(self.keys.count_by_kind),
             "scores": {
                 str(score_bucket): count for score_bucket, count in sorted(self.keys.count_by_score_bucket.items())
             },
-            "score_sum": self.keys.score_sum,
-            "feedback": dict(self.feedback),
+            "score_sum": self.keys.top_score_sum,
+            "feedback": dict(self.feedback_count_by_event),
         }
 
 
@@ -362,10 +368,10 @@ def _top_score_of(answer: Mapping[str, Any]) -> float | None:
     return float(scores[0])
 
 
-def bucket_of_score(score: float) -> int:
+def bucket_of_score(top_score: float) -> int:
     """Return a bucket number that grows with the score: eighths of an octave (9 %), 2**-16 to 2**16, both signs."""
-    magnitude = min(abs(score), 2.0**_OCTAVES)
+    magnitude = min(abs(top_score), 2.0**_OCTAVES)
     if magnitude < 2.0**-_OCTAVES:
         return 0
     bucket_step = min(math.floor(math.log2(magnitude) * _STEPS_PER_OCTAVE) + _MIDDLE_BUCKET, 2 * _MIDDLE_BUCKET - 1) + 1
-    return bucket_step if score > 0 else -bucket_step
+    return bucket_step if top_score > 0 else -bucket_step

@@ -47,18 +47,18 @@ _ExperimentAndArm = tuple[str, str]
 
 
 class Exposure(NamedTuple):
-    """First exposure of a key to an arm in an hour, as far as this process knows; `at` in Unix seconds."""
+    """First exposure of a key to an arm in an hour, as far as this process knows; `exposed_at` in Unix seconds."""
 
-    key: bytes
-    at: float
+    exposed_key: bytes
+    exposed_at: float
 
 
 @dataclass(slots=True)
 class _ArmHour:
     """Counts of one arm in one hour since the last flush."""
 
-    requests: int = 0
-    feedback: Counter[str] = field(default_factory=Counter)
+    request_count: int = 0
+    feedback_count_by_event: Counter[str] = field(default_factory=Counter)
     exposures: list[Exposure] = field(default_factory=list)
 
 
@@ -81,14 +81,16 @@ class ExposureLog:
         self._part_number = 0
         self._write_lock = asyncio.Lock()
 
-    def count_request(self, experiment: str, arm: str, exposed_key: bytes | None) -> None:
+    def count_request(self, experiment_name: str, arm_name: str, exposed_key: bytes | None) -> None:
         """Count one request that an arm answered; without an `exposed_key` no exposure is logged."""
         now_s = self._clock()
-        arm_hour = self._arm_hour(now_s, experiment, arm)
-        arm_hour.requests += 1
+        arm_hour = self._arm_hour(now_s, experiment_name, arm_name)
+        arm_hour.request_count += 1
         if exposed_key is None:
             return
-        exposure_hash = xxhash.xxh3_64_intdigest(b"%b\0%b\0%b" % (experiment.encode(), arm.encode(), exposed_key))
+        exposure_hash = xxhash.xxh3_64_intdigest(
+            b"%b\0%b\0%b" % (experiment_name.encode(), arm_name.encode(), exposed_key)
+        )
         if exposure_hash in self._logged_hashes:
             return
         if self._waiting_count >= WAITING_EXPOSURES_MAX:
@@ -100,9 +102,9 @@ class ExposureLog:
         self._waiting_count += 1
         arm_hour.exposures.append(Exposure(exposed_key, now_s))
 
-    def count_feedback(self, experiment: str, arm: str, event_name: str, count: int) -> None:
+    def count_feedback(self, experiment_name: str, arm_name: str, event_name: str, event_count: int) -> None:
         """Count feedback for an arm."""
-        self._arm_hour(self._clock(), experiment, arm).feedback[event_name] += count
+        self._arm_hour(self._clock(), experiment_name, arm_name).feedback_count_by_event[event_name] += event_count
 
     async def flush(self) -> None:
         """Write all waiting parts to the store; parts that cannot be written wait for the next flush."""
@@ -130,29 +132,34 @@ class ExposureLog:
             "exposure_writes_failed": self.failed_count,
         }
 
-    def _arm_hour(self, now_s: float, experiment: str, arm: str) -> _ArmHour:
-        hour = int(now_s // HOUR_S)
-        if hour != self._logged_hour:
-            self._logged_hour = hour
+    def _arm_hour(self, now_s: float, experiment_name: str, arm_name: str) -> _ArmHour:
+        hour_number = int(now_s // HOUR_S)
+        if hour_number != self._logged_hour:
+            self._logged_hour = hour_number
             self._logged_hashes.clear()
-        hour_by_arm = self._arm_hours.setdefault(hour, {})
-        arm_hour = hour_by_arm.get((experiment, arm))
+        hour_by_arm = self._arm_hours.setdefault(hour_number, {})
+        arm_hour = hour_by_arm.get((experiment_name, arm_name))
         if arm_hour is None:
-            arm_hour = hour_by_arm[experiment, arm] = _ArmHour()
+            arm_hour = hour_by_arm[experiment_name, arm_name] = _ArmHour()
         return arm_hour
 
     def _cut_parts(self) -> None:
         """Convert the counts since the last flush to parts."""
         hours_by_arm, self._arm_hours = self._arm_hours, {}
-        for hour, hour_by_arm in hours_by_arm.items():
+        for hour_number, hour_by_arm in hours_by_arm.items():
             arm_lines: list[dict[str, object]] = []
             remaining_exposures = PART_EXPOSURES_MAX
             for (experiment, arm), arm_hour in hour_by_arm.items():
-                requests_and_feedback = {"requests": arm_hour.requests, "feedback": dict(arm_hour.feedback)}
+                requests_and_feedback = {
+                    "requests": arm_hour.request_count,
+                    "feedback": dict(arm_hour.feedback_count_by_event),
+                }
                 first_index = 0
                 while first_index < max(1, len(arm_hour.exposures)):
                     exposures = arm_hour.exposures[first_index : first_index + remaining_exposures]
-                    key_time_pairs = [[exposure.key.decode(), round(exposure.at, 3)] for exposure in exposures]
+                    key_time_pairs = [
+                        [exposure.exposed_key.decode(), round(exposure.exposed_at, 3)] for exposure in exposures
+                    ]
                     experiment_and_arm = {"experiment": experiment, "arm": arm}
                     arm_lines.append({**experiment_and_arm, **requests_and_feedback, "exposures": key_time_pairs})
                     requests_and_feedback = {"requests": 0, "feedback": {}}
@@ -161,13 +168,13 @@ class ExposureLog:
                         remaining_exposures - len(exposures),
                     )
                     if not remaining_exposures:
-                        self._add_part(hour, arm_lines)
+                        self._add_part(hour_number, arm_lines)
                         arm_lines, remaining_exposures = [], PART_EXPOSURES_MAX
             if arm_lines:
-                self._add_part(hour, arm_lines)
+                self._add_part(hour_number, arm_lines)
 
-    def _add_part(self, hour: int, arm_lines: list[dict[str, object]]) -> None:
+    def _add_part(self, hour_number: int, arm_lines: list[dict[str, object]]) -> None:
         self._part_number += 1
         exposure_count = sum(len(arm_line["exposures"]) for arm_line in arm_lines)  # type: ignore[misc, arg-type]
-        part_path = exposure_part_path(hour, self._replica_name, self._part_number)
+        part_path = exposure_part_path(hour_number, self._replica_name, self._part_number)
         self._waiting_parts.append((part_path, orjson.dumps({"arms": arm_lines}), exposure_count))

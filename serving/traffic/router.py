@@ -26,9 +26,9 @@ class ExperimentAssignment(NamedTuple):
     All fields are from the time of routing: the experiment may be stopped before the answers are ready.
     """
 
-    experiment: str
-    arm: str
-    key: bytes | None
+    experiment_name: str
+    arm_name: str
+    assignment_key: bytes | None
     is_sampled: bool = False
     """True if the key's exposures are logged."""
 
@@ -52,7 +52,7 @@ class ExperimentMetrics:
             "larder_experiment_aside", "Requests in no arm while experiments are held", ["reason"]
         )
 
-    def by_field(self) -> dict[str, int]:
+    def counts_by_field(self) -> dict[str, int]:
         """Return the requests and feedback of arms, by the fields of the dashboard."""
         return {
             prefix + "=".join(value_by_label[label_name] for label_name in label_names): int(count)
@@ -143,8 +143,8 @@ class ExperimentRouter:
         """
         service = self._arm_holder.own_service
         experiment_and_arm: tuple[str, str] | None = report.arm
-        if report.key is not None and (routing := self._arm_holder.routing) is not None:
-            experiment_and_arm = routing.find_arm(report.key)
+        if report.canary_key is not None and (routing := self._arm_holder.routing) is not None:
+            experiment_and_arm = routing.find_arm(report.canary_key)
         elif report.generation is not None:
             service = self._service_holding(report.generation)
         if experiment_and_arm is not None:
@@ -153,51 +153,57 @@ class ExperimentRouter:
         canary_arm = None
         if report.arm is None:
             canary_arm = self._canary_of(service).count_feedback(
-                service.capture_served(), report.generation, report.key, report.event, report.count
+                service.capture_served(), report.generation, report.canary_key, report.event_name, report.event_count
             )
         if experiment_and_arm is None:
             return {"arm": canary_arm}
-        counted_event_name = self._event_names.counted_name(report.event)
-        self.exposures.count_feedback(*experiment_and_arm, counted_event_name, report.count)
-        self._metrics.feedback.labels(*experiment_and_arm, counted_event_name).inc(report.count)
+        counted_event_name = self._event_names.counted_name(report.event_name)
+        self.exposures.count_feedback(*experiment_and_arm, counted_event_name, report.event_count)
+        self._metrics.feedback.labels(*experiment_and_arm, counted_event_name).inc(report.event_count)
         experiment_arm = "=".join(experiment_and_arm)
         return {"arm": canary_arm or experiment_arm, "experiment": experiment_arm}
 
-    def _log_exposure(self, assignment: ExperimentAssignment, key: bytes) -> None:
+    def _log_exposure(self, assignment: ExperimentAssignment, assignment_key: bytes) -> None:
         """Log an exposure, except for erased or blocked keys and keys outside the experiment's sample."""
         blocklist = self._arm_holder.own_service.follower.holder.blocklist
-        is_logged = assignment.is_sampled and key not in blocklist.users and key not in blocklist.entities
-        self.exposures.count_request(assignment.experiment, assignment.arm, key if is_logged else None)
+        is_logged = (
+            assignment.is_sampled and assignment_key not in blocklist.users and assignment_key not in blocklist.entities
+        )
+        self.exposures.count_request(
+            assignment.experiment_name, assignment.arm_name, assignment_key if is_logged else None
+        )
 
-    def _running_service(self, experiment: str, arm: str) -> LookupService | None:
+    def _running_service(self, experiment_name: str, arm_name: str) -> LookupService | None:
         """Return the service of an arm of a running experiment."""
         routing = self._arm_holder.routing
-        held_experiment = None if routing is None else routing.experiments.get(experiment)
+        held_experiment = None if routing is None else routing.experiments.get(experiment_name)
         return (
-            self._arm_service(experiment, arm) if held_experiment is not None and held_experiment.is_running else None
+            self._arm_service(experiment_name, arm_name)
+            if held_experiment is not None and held_experiment.is_running
+            else None
         )
 
     def _route_to_named_arm(self, requested_arm: RequestedArm) -> tuple[LookupService, ExperimentAssignment]:
-        service = self._arm_service(requested_arm.experiment, requested_arm.arm)
+        service = self._arm_service(requested_arm.experiment_name, requested_arm.arm_name)
         if service is None:
             routing = self._arm_holder.routing
             held_experiments = {} if routing is None else routing.experiments
             raise Problem(
                 409, "arm_gone",
-                f"no arm {requested_arm.arm!r} of an experiment {requested_arm.experiment!r} is held here",
+                f"no arm {requested_arm.arm_name!r} of an experiment {requested_arm.experiment_name!r} is held here",
                 field="arm",
                 held=[
                     f"{held_experiment.name}={arm.name}"
                     for held_experiment in held_experiments.values() for arm in held_experiment.arms
                 ],
             )  # fmt: skip
-        return service, ExperimentAssignment(requested_arm.experiment, requested_arm.arm, None)
+        return service, ExperimentAssignment(requested_arm.experiment_name, requested_arm.arm_name, None)
 
-    def _arm_service(self, experiment: str, arm: str) -> LookupService | None:
+    def _arm_service(self, experiment_name: str, arm_name: str) -> LookupService | None:
         """Return the service of an arm; None if it is not held."""
         routing = self._arm_holder.routing
-        held_experiment = None if routing is None else routing.experiments.get(experiment)
-        held_arm = None if held_experiment is None else held_experiment.arm(arm)
+        held_experiment = None if routing is None else routing.experiments.get(experiment_name)
+        held_arm = None if held_experiment is None else held_experiment.arm(arm_name)
         return None if held_arm is None else self._arm_holder.service(held_arm.namespace)
 
     def _service_holding(self, generation: str) -> LookupService:
@@ -209,8 +215,8 @@ class ExperimentRouter:
                 return service
         return own_service
 
-    def _without_arm(self, service: LookupService, reason: str) -> tuple[LookupService, None]:
-        self._metrics.without_arm.labels(reason).inc()
+    def _without_arm(self, service: LookupService, no_arm_reason: str) -> tuple[LookupService, None]:
+        self._metrics.without_arm.labels(no_arm_reason).inc()
         return service, None
 
 

@@ -12,13 +12,13 @@ def attach(replica: Replica) -> L1Advisor:
     """Report hot ids to Redis, warm L1 with those of all replicas, and maintain the hit-ratio curve of L1."""
     own_namespace = replica.own_namespace
     sketch = share_hot_ids(own_namespace)
-    replica.hooks.namespaces.append(share_hot_ids)
+    replica.hooks.namespace_hooks.append(share_hot_ids)
     advisor = L1Advisor(own_namespace.components.tiers, lambda: own_namespace.holder.live, replica.config.sampled_keys)
     if advisor.step_s:
         own_namespace.refresher.add_periodic("l1_advisor", advisor.step_s, advisor.step)
     replica.metrics.registry.register(advisor)
     replica.metrics.registry.register(InternalCounters(sketch.internal_counters, HELP_BY_EVENT))
-    replica.hooks.reports["advisor"] = advisor.to_json
+    replica.hooks.report_by_name["advisor"] = advisor.to_json
     return advisor
 
 
@@ -33,6 +33,6 @@ def share_hot_ids(namespace: HeldNamespace) -> HotKeySketch:
         SharedHotKeys(namespace.components.remote.control), recent_names, lambda: holder.live, namespace.clock
     )
     if sketch_s:
-        namespace.warmup.get_shared_hot_names = sketch.hottest
+        namespace.warmup.get_shared_hot_names = sketch.hottest_names
         namespace.refresher.add_periodic("hot_ids", sketch_s, sketch.report)
     return sketch

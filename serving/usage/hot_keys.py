@@ -80,7 +80,7 @@ class HotKeySketch:
         """Event counts by name."""
         return {"hot_reported": self.reported_count, "hot_reports_failed": self.failed_count}
 
-    async def hottest(self) -> Sequence[EntityName]:
+    async def hottest_names(self) -> Sequence[EntityName]:
         """Return the recently most requested entities of all replicas, hottest first; empty if Redis is slow."""
         try:
             async with asyncio.timeout(_FETCH_TIMEOUT_S):
@@ -89,8 +89,8 @@ class HotKeySketch:
             return ()
 
 
-def _count_hottest(names: Sequence[EntityName]) -> list[tuple[EntityName, int]]:
-    return Counter(names).most_common(REPORTED_NAMES_MAX)
+def _count_hottest(entity_names: Sequence[EntityName]) -> list[tuple[EntityName, int]]:
+    return Counter(entity_names).most_common(REPORTED_NAMES_MAX)
 
 
 def _is_blocked(live: Snapshot, name: EntityName) -> bool:

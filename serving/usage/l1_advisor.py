@@ -56,38 +56,38 @@ _TOUCHES_PER_SLICE = 128
 
 
 class HitRatioCurve(NamedTuple):
-    """Curve of hit ratios by size of L1; `reads` is the weighted number of reads behind it."""
+    """Curve of hit ratios by size of L1; `weighted_read_count` is the weighted number of reads behind it."""
 
     budget_bytes: int
-    capacities: Sequence[int]
-    ratios: Sequence[float]
-    entries: Sequence[int]
+    capacities_bytes: Sequence[int]
+    hit_ratios: Sequence[float]
+    entry_counts: Sequence[int]
     sampling_rate: float
-    sampled: int
-    reads: float
+    sampled_key_count: int
+    weighted_read_count: float
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON-able form for the dashboard."""
-        points = zip(self.capacities, self.entries, self.ratios, strict=True)
+        points = zip(self.capacities_bytes, self.entry_counts, self.hit_ratios, strict=True)
         return {
             "sampling_rate": self.sampling_rate,
-            "sampled": self.sampled,
-            "reads": round(self.reads, 1),
+            "sampled": self.sampled_key_count,
+            "reads": round(self.weighted_read_count, 1),
             "budget_bytes": self.budget_bytes,
-            "hit_ratio": self.ratio(0),
-            "sentence": self._sentence(),
+            "hit_ratio": self.hit_ratio(0),
+            "sentence": self._hit_ratio_sentence(),
             "curve": [
                 {"bytes": size_bytes, "entries": entries, "hit_ratio": ratio} for size_bytes, entries, ratio in points
             ],
         }
 
-    def ratio(self, doublings: int) -> float:
-        """Return the hit ratio of an L1 with the budget times 2**`doublings`."""
-        return self.ratios[(doublings - SMALLEST_DOUBLING) * STEPS_PER_DOUBLING]
+    def hit_ratio(self, budget_doublings: int) -> float:
+        """Return the hit ratio of an L1 with the budget times 2**`budget_doublings`."""
+        return self.hit_ratios[(budget_doublings - SMALLEST_DOUBLING) * STEPS_PER_DOUBLING]
 
-    def _sentence(self) -> str:
-        current_ratio = self.ratio(0)
-        doubling_gain, halving_loss = self.ratio(1) - current_ratio, current_ratio - self.ratio(-1)
+    def _hit_ratio_sentence(self) -> str:
+        current_ratio = self.hit_ratio(0)
+        doubling_gain, halving_loss = self.hit_ratio(1) - current_ratio, current_ratio - self.hit_ratio(-1)
         sentence = f"L1 of {format_size(self.budget_bytes)} gives {100 * current_ratio:.1f} %"
         if doubling_gain >= _NOTICED_DIFFERENCE:
             sentence += f", doubling adds {100 * doubling_gain:.1f} points"
@@ -97,7 +97,7 @@ class HitRatioCurve(NamedTuple):
             return f"{sentence}, halving costs {100 * halving_loss:.1f}"
         sufficient_bytes = next(
             size_bytes
-            for size_bytes, ratio in zip(self.capacities, self.ratios, strict=True)
+            for size_bytes, ratio in zip(self.capacities_bytes, self.hit_ratios, strict=True)
             if current_ratio - ratio < _NOTICED_DIFFERENCE
         )
         return f"{sentence}, {format_size(sufficient_bytes)} gives as much"
@@ -108,46 +108,46 @@ class L1Advisor(Collector):
 
     A generation is part of every key, so after a flip all keys are new, as they are in L1: the sample is restarted,
     counted reads age as before, and the curve includes the cost of the flip. Records read ahead for a flip count as
-    absent until they are requested once. `keys_max` bounds the sample; 0 switches the advisor off.
+    absent until they are requested once. `sampled_keys_max` bounds the sample; 0 switches the advisor off.
     """
 
     def __init__(
         self,
         tiers: TieredCache,
-        live: Callable[[], Snapshot | None],
-        keys_max: int,
-        timer: Callable[[], float] = time.monotonic,
+        get_live_snapshot: Callable[[], Snapshot | None],
+        sampled_keys_max: int,
+        monotonic_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lost_step_count = 0
-        self.step_s = STEP_S if keys_max else 0.0
+        self.step_s = STEP_S if sampled_keys_max else 0.0
         self._tiers = tiers
-        self._live = live
-        self._timer = timer
+        self._get_live_snapshot = get_live_snapshot
+        self._monotonic_clock = monotonic_clock
         self._budget_bytes = budget_bytes = tiers.local_tier.max_bytes
         doublings = [
             step_index / STEPS_PER_DOUBLING
             for step_index in range(SMALLEST_DOUBLING * STEPS_PER_DOUBLING, LARGEST_DOUBLING * STEPS_PER_DOUBLING + 1)
         ]
         self._capacities = [round(budget_bytes * 2**doubling) for doubling in doublings]
-        self._miss_ratio_curve = MissRatioCurve(self._capacities, keys_max)
+        self._miss_ratio_curve = MissRatioCurve(self._capacities, sampled_keys_max)
         self._curve_generation: str | None = None
-        self._stepped_at = timer()
+        self._stepped_at = monotonic_clock()
         self._touch_credit = _CREDIT_MAX
         self._last_counts = _hit_and_read_counts(tiers.counters)
-        if keys_max:
+        if sampled_keys_max:
             tiers.access_trace.sample_up_to(self._miss_ratio_curve.greatest_sampled_spot)
 
     async def step(self) -> None:
         """Add the reads since the last step to the curve."""
         trace, miss_ratio_curve = self._tiers.access_trace, self._miss_ratio_curve
         self._tiers.counters.add_pending()
-        now_s = self._timer()
+        now_s = self._monotonic_clock()
         elapsed_s, self._stepped_at = now_s - self._stepped_at, now_s
         touches, is_whole = list(trace), len(trace) < TRACED_READS_MAX
         trace.clear()
         earlier_counts, self._last_counts = (self._last_counts, _hit_and_read_counts(self._tiers.counters))
         miss_ratio_curve.age(0.5 ** (elapsed_s / HALF_LIFE_S))
-        live = self._live()
+        live = self._get_live_snapshot()
         trace.begin_generation(None if live is None else live.generation)
         if trace.generation != self._curve_generation:
             self._curve_generation = trace.generation
@@ -209,7 +209,7 @@ class L1Advisor(Collector):
         if miss_ratio_curve.sampled_reads >= SAMPLED_READS_MIN:
             curve = self._curve()
             for size_label, doublings in DOUBLINGS_BY_SIZE.items():
-                predicted_family.add_metric([size_label], curve.ratio(doublings))
+                predicted_family.add_metric([size_label], curve.hit_ratio(doublings))
         yield predicted_family
         sampling_rate = self._tiers.access_trace.greatest_sampled_spot >= 0 and miss_ratio_curve.rate
         for gauge_name, help_text, gauge_value in (
@@ -251,14 +251,14 @@ def merge_curves(worker_reports: Iterable[Mapping[str, Any] | None]) -> dict[str
     ]
     points_by_size = list(zip(*(curve_report["curve"] for curve_report in same_budget_reports), strict=True))
 
-    def mean(points: Sequence[Mapping[str, Any]], field_name: str) -> float:
-        return sum(weight * float(point[field_name]) for weight, point in zip(weights, points, strict=True))
+    def weighted_mean(curve_points: Sequence[Mapping[str, Any]], field_name: str) -> float:
+        return sum(weight * float(point[field_name]) for weight, point in zip(weights, curve_points, strict=True))
 
     return HitRatioCurve(
         budget_bytes,
         [column[0]["bytes"] for column in points_by_size],
-        [mean(column, "hit_ratio") for column in points_by_size],
-        [round(mean(column, "entries")) for column in points_by_size],
+        [weighted_mean(column, "hit_ratio") for column in points_by_size],
+        [round(weighted_mean(column, "entries")) for column in points_by_size],
         min(curve_report["sampling_rate"] for curve_report in same_budget_reports),
         sum(curve_report["sampled"] for curve_report in same_budget_reports),
         total_reads,

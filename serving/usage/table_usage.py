@@ -42,14 +42,14 @@ class ReadHashes:
     """
 
     def __init__(self) -> None:
-        self.left_out = 0
+        self.left_out_hash_count = 0
         self._hashes_by_table: defaultdict[tuple[str, str], list[Sequence[int | bytes]]] = defaultdict(list)
         self._remaining_hashes = READ_HASHES_MAX
 
     def add(self, generation: str, table_name: str, entity_hashes: Sequence[int | bytes]) -> None:
         """Add the hashes of entities that were read; count them as dropped if there is no room."""
         if len(entity_hashes) > self._remaining_hashes:
-            self.left_out += len(entity_hashes)
+            self.left_out_hash_count += len(entity_hashes)
             return
         self._remaining_hashes -= len(entity_hashes)
         self._hashes_by_table[generation, table_name].append(entity_hashes)
@@ -89,10 +89,10 @@ class TableUsage(Collector):
     metrics: Metrics
     list_recent_names: Callable[[], Iterable[EntityName]]
     get_live_snapshot: Callable[[], Snapshot | None]
-    failed: int = field(init=False, default=0)
+    failed_report_count: int = field(init=False, default=0)
     read_count_by_table: dict[str, int] = field(init=False, default_factory=dict)
     _reported_names: set[tuple[str, EntityName]] = field(init=False, default_factory=set)
-    _release: tuple[str, int] | None = field(init=False, default=None)
+    _generation_and_epoch: tuple[str, int] | None = field(init=False, default=None)
     _hits_before_release: dict[str, float] = field(init=False, default_factory=dict)
 
     async def report(self) -> None:
@@ -100,10 +100,10 @@ class TableUsage(Collector):
         live_snapshot = self.get_live_snapshot()
         if live_snapshot is None:
             return
-        if (release := (live_snapshot.generation, live_snapshot.epoch)) != self._release:
-            if self._release is not None:
+        if (release := (live_snapshot.generation, live_snapshot.epoch)) != self._generation_and_epoch:
+            if self._generation_and_epoch is not None:
                 self._hits_before_release = stored_answers_by_table(self.metrics)
-            self._release, self.read_count_by_table = release, {}
+            self._generation_and_epoch, self.read_count_by_table = release, {}
         # Taken on the event loop, which changes the remembered requests.
         recent_names, hashes_by_table = (list(self.list_recent_names()), self.reads.drain(live_snapshot.generation))
         packed_hashes_by_table = await asyncio.to_thread(
@@ -118,9 +118,9 @@ class TableUsage(Collector):
             for table in live_snapshot.manifest.tables:
                 # HyperLogLog's standard error is 0.8 %, so the estimate may exceed the number of records.
                 read_count = int(await send_command("PFCOUNT", read_key_of(live_snapshot.generation, table)))
-                self.read_count_by_table[table] = min(read_count, record_count(live_snapshot, table))
+                self.read_count_by_table[table] = min(read_count, table_record_count(live_snapshot, table))
         except TierUnavailable:
-            self.failed += 1
+            self.failed_report_count += 1
 
     def _pack_by_table(
         self, live: Snapshot, recent_names: Sequence[EntityName], hashes_by_table: Mapping[str, HashBatches]
@@ -136,7 +136,7 @@ class TableUsage(Collector):
         self._reported_names = names_of_generation
         return packed_hashes_by_table
 
-    def hits(self) -> dict[str, float]:
+    def hits_by_table(self) -> dict[str, float]:
         """Return the hits of this process since the live release, by table."""
         return {
             table: count - self._hits_before_release.get(table, 0.0)
@@ -146,29 +146,31 @@ class TableUsage(Collector):
     def read_share(self) -> float | None:
         """Return the share of the live generation's records that were read at least once; None if unknown."""
         live = self.get_live_snapshot()
-        if live is None or not self.read_count_by_table or self._release != (live.generation, live.epoch):
+        if live is None or not self.read_count_by_table or self._generation_and_epoch != (live.generation, live.epoch):
             return None
         return sum(self.read_count_by_table.values()) / max(
-            1, sum(record_count(live, table) for table in self.read_count_by_table)
+            1, sum(table_record_count(live, table) for table in self.read_count_by_table)
         )
 
-    def size_bytes(self) -> int:
+    def pages_size_bytes(self) -> int:
         """Bytes of the live generation's pages."""
         live = self.get_live_snapshot()
-        return 0 if live is None else sum(page_bytes(live, table) for table in live.manifest.tables)
+        return 0 if live is None else sum(table_page_bytes(live, table) for table in live.manifest.tables)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Yield the gauge families by table of the live generation; all families, even without a generation."""
         live = self.get_live_snapshot()
         live_tables = [] if live is None else [(live, table) for table in live.manifest.tables]
-        hits = self.hits()
+        hits = self.hits_by_table()
         text_and_numbers_by_gauge: Mapping[str, tuple[str, Mapping[str, float]]] = {
             (
                     "records"
 ): ((
                     "Records of the live generation"
-), {table: record_count(snapshot, table) for snapshot, table in live_tables}),
-            "bytes": ("Bytes of its pages", {table: page_bytes(snapshot, table) for snapshot, table in live_tables}),
+), {table: table_record_count(snapshot, table) for snapshot, table in live_tables}),
+            "bytes": (
+                "Bytes of its pages", {table: table_page_bytes(snapshot, table) for snapshot, table in live_tables},
+            ),
             "read_records": (
                 "Its records that any replica read at least once",
                 self.read_count_by_table),
@@ -193,11 +195,11 @@ def stored_answers_by_table(metrics: Metrics) -> dict[str, float]:
     return dict(hits_by_table)
 
 
-def record_count(live: Snapshot, table_name: str) -> int:
+def table_record_count(live: Snapshot, table_name: str) -> int:
     """Number of records of a table."""
     return sum(table_part.count for table_part in live.manifest.tables[table_name].parts)
 
 
-def page_bytes(live: Snapshot, table_name: str) -> int:
+def table_page_bytes(live: Snapshot, table_name: str) -> int:
     """Bytes of a table's pages."""
     return sum(table_part.file.size_bytes for table_part in live.manifest.tables[table_name].parts)

@@ -49,7 +49,7 @@ def open_snapshot(config: ServingConfig, precision: ModelPrecision) -> Snapshot:
     generation = max(store.names("generations"))
     return Snapshot.open(
         store, generation, epoch=1, published_at=0, blocklist=Blocklist(),
-        precision=precision, threads=config.live_threads,
+        precision=precision, thread_count=config.live_threads,
     )  # fmt: skip
 
 
@@ -86,11 +86,11 @@ class Through:
         self._batcher = MicroBatcher(
             pool,
             worker_count=config.live_workers,
-            max_batch=config.live_batch,
-            max_queue=config.live_queue,
-            max_queue_bytes=config.live_queue_bytes,
-            compute=compute,
-            observe=lambda size, _: self.sizes.append(size),
+            batch_size_max=config.live_batch,
+            queued_jobs_max=config.live_queue,
+            queued_bytes_max=config.live_queue_bytes,
+            compute_batch=compute,
+            observe_batch=lambda size, _: self.sizes.append(size),
         )
 
     def lone(self, jobs: list[InferenceJob]) -> Measured:

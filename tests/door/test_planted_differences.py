@@ -40,7 +40,7 @@ PLANTS = (
     Plant(
         "chunk_may_be_longer_than_its_size",
         "bytes behind a chunk are passed over up to the end of their line",
-        (Change(_PROTOCOL, 'if line != b"\\r\\n":', 'if not line.endswith(b"\\r\\n"):'),),
+        (Change(_PROTOCOL, 'if chunk_line != b"\\r\\n":', 'if not chunk_line.endswith(b"\\r\\n"):'),),
     ),
 )
 

@@ -56,7 +56,13 @@ PLANTS = (
     Plant(
         "click_ends_live_answer",
         "a user with interactions but without a record is not answered live any more after a click",
-        (Change(_ENTITY, "self.position >= 0 and self.reason != MissReason.NOT_IN_GENERATION", "self.position >= 0"),),
+        (
+            Change(
+                _ENTITY,
+                "and self.directory_position >= 0\n            and self.reason != MissReason.NOT_IN_GENERATION",
+                "and self.directory_position >= 0",
+            ),
+        ),
     ),
     Plant(
         "known_user_turns_to_sent_history",
@@ -119,15 +125,15 @@ PLANTS = (
         (
             Change(
                 _ANSWER_BUILDER,
-                "context.excluded_ordinals(snapshot) | pending.history_in(snapshot).item_numbers | snapshot.blocked",
-                "pending.history_in(snapshot).item_numbers | snapshot.blocked",
+                "context.excluded_ordinals(snapshot) | pending.history_in(snapshot).item_numbers",
+                "pending.history_in(snapshot).item_numbers",
             ),
         ),
     ),
     Plant(
         "vector_of_a_search_is_counted",
         "the metrics count an entity of `user_vector` for a filtered lookup that nobody sent for that table",
-        (Change("serving/engine/ladder.py", "if not context.is_part:", "if True:"),),
+        (Change("serving/engine/ladder.py", "if not context.is_part_of_answer:", "if True:"),),
     ),
     Plant(
         "erased_user_keeps_the_stored_list",
@@ -135,8 +141,8 @@ PLANTS = (
         (
             Change(
                 "serving/generations/snapshot.py",
-                "return raw in blocklist.entities or raw in blocked_of_kind",
-                'return table.entity != "user" and (raw in blocklist.entities or raw in blocked_of_kind)',
+                "return raw_id in blocklist.entities or raw_id in blocked_of_kind",
+                'return table.entity != "user" and (raw_id in blocklist.entities or raw_id in blocked_of_kind)',
             ),
         ),
     ),

@@ -213,9 +213,9 @@ def snapshot(number: int, model: Model | None) -> Snapshot:
     simulated_night = night(number)
     return Snapshot(
         generation=simulated_night.generation, epoch=0, published_at="", manifest=simulated_night.manifest(1),
-        root=Path("/nowhere"), directories=simulated_night.directories, items=_items(),
+        generation_folder=Path("/nowhere"), directories=simulated_night.directories, items=_items(),
         view=SnapshotView(simulated_night.generation, simulated_night.directories), predictor=model,  # type: ignore[arg-type]
-        degraded=None if model is not None else "the model does not open",
-        defaults={TABLE: simulated_night.default}, blocklist=Blocklist(), blocked=frozenset(),
-        blocked_ordinals=np.empty(0, np.int64),
+        degraded_reason=None if model is not None else "the model does not open",
+        default_list_by_table={TABLE: simulated_night.default}, blocklist=Blocklist(), blocked_item_numbers=frozenset(),
+        blocked_item_ordinals=np.empty(0, np.int64),
     )  # fmt: skip

@@ -369,8 +369,8 @@ class Rules:
         previous = served.previous.generation if served.previous else pointer.previous
         if calm_s > 2 * LEARNS_S and epoch == pointer.epoch and previous != pointer.previous:
             raise Broken(f"{replica.host.name} holds {served.generation_by_role}, the pointer is {pointer}")
-        if self._of.faults.calm_s() > MENDS_S and served.live.degraded is not None:
-            raise Broken(f"{replica.host.name} stays degraded: {served.live.degraded}")
+        if self._of.faults.calm_s() > MENDS_S and served.live.degraded_reason is not None:
+            raise Broken(f"{replica.host.name} stays degraded: {served.live.degraded_reason}")
 
     def _demand_obedient(self, replica: Replica, blocklist: Blocklist) -> None:
         """An arm that answers bars what the service's own namespace has barred for some time."""
@@ -397,7 +397,7 @@ class Rules:
         if service is None:
             raise Broken(f"{replica.host.name} does not come up again")
         health = service.follower.health
-        is_well = health.ready and health.stale is None and health.degraded is None
+        is_well = health.is_ready and health.stale_reason is None and health.degraded_reason is None
         if self._epochs[nights.OWN_NAMESPACE] and not is_well:
             raise Broken(f"{replica.host.name} is not well: {health}")
         self._demand_arms_held(replica)

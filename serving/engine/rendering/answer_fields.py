@@ -25,7 +25,9 @@ Exclusions = tuple[frozenset[int], ...]
 class Reranker(Protocol):
     """Re-ranking of a list; the hook `shape` creates it."""
 
-    def rerank(self, ordinals: NDArray[np.uint32], scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+    def rerank(
+        self, candidate_ordinals: NDArray[np.uint32], candidate_scores: NDArray[np.float32], k: int
+    ) -> NDArray[np.int64]:
         """Return positions int64 of at most k candidates in their new order; `candidates` are sorted best first."""
 
 
@@ -80,14 +82,16 @@ def prediction_from_defaults(
         return {"vector": None}
     if table.kind == "value":
         return {"values": None, "labels": table.labels}
-    default_list = snapshot.defaults.get(table.name)
+    default_list = snapshot.default_list_by_table.get(table.name)
     if default_list is None:
         return {"items": [], "scores": [], "short": True}
     exclusions = (*exclusions, default_list.ordinals_among(entity.history))
-    if table.entity == "item" and entity.raw is not None:
+    if table.entity == "item" and entity.raw_id is not None:
         # An item is not similar to itself, however popular it is.
-        exclusions = (*exclusions, default_list.ordinals_among((entity.raw,)))
-    return _build_top_list(snapshot, default_list.items, default_list.scores, k, exclusions, filter_mask, reranker)
+        exclusions = (*exclusions, default_list.ordinals_among((entity.raw_id,)))
+    return _build_top_list(
+        snapshot, default_list.item_ordinals, default_list.item_scores, k, exclusions, filter_mask, reranker
+    )
 
 
 def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> SentHistory:
@@ -103,8 +107,8 @@ def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> SentHisto
 
 def _build_top_list(
     snapshot: Snapshot,
-    items: NDArray[np.uint32],
-    scores: NDArray[np.float32],
+    item_ordinals: NDArray[np.uint32],
+    item_scores: NDArray[np.float32],
     k: int,
     exclusions: Exclusions,
     filter_mask: FilterMask | None,
@@ -112,27 +116,31 @@ def _build_top_list(
 ) -> Prediction:
     """Return the first k of a list, in its order or a re-ranker's, without excluded, blocked or filtered items."""
     if filter_mask is not None:
-        is_passing = filter_mask.among(items)
-        items, scores = items[is_passing], scores[is_passing]
-    excluded_sets = [excluded_set for excluded_set in (*exclusions, snapshot.blocked) if excluded_set]
+        is_passing = filter_mask.among(item_ordinals)
+        item_ordinals, item_scores = item_ordinals[is_passing], item_scores[is_passing]
+    excluded_sets = [excluded_set for excluded_set in (*exclusions, snapshot.blocked_item_numbers) if excluded_set]
     if excluded_sets:
-        ordinals = items.tolist()
+        ordinals = item_ordinals.tolist()
         kept_indexes = list(range(len(ordinals)))
         for excluded_set in excluded_sets:
             kept_indexes = [index for index in kept_indexes if ordinals[index] not in excluded_set]
-        items, scores = items[kept_indexes], scores[kept_indexes]
-    return build_list(snapshot, items, scores, k, reranker)
+        item_ordinals, item_scores = item_ordinals[kept_indexes], item_scores[kept_indexes]
+    return build_list(snapshot, item_ordinals, item_scores, k, reranker)
 
 
 def build_list(
-    snapshot: Snapshot, items: NDArray[np.uint32], scores: NDArray[np.float32], k: int, reranker: Reranker | None
+    snapshot: Snapshot,
+    item_ordinals: NDArray[np.uint32],
+    item_scores: NDArray[np.float32],
+    k: int,
+    reranker: Reranker | None,
 ) -> Prediction:
     """Return a list of the first k items, in the given order or a re-ranker's."""
-    selection = slice(k) if reranker is None else reranker.rerank(items, scores, k)
-    items, scores = items[selection], scores[selection]
+    selection = slice(k) if reranker is None else reranker.rerank(item_ordinals, item_scores, k)
+    item_ordinals, item_scores = item_ordinals[selection], item_scores[selection]
     item_table, new_items = snapshot.items, snapshot.new_items
-    item_ids = new_items.ids_of(item_table, items) if new_items else item_table.ids_of(items)
-    return {"items": item_ids, "scores": scores, "short": len(items) < k}
+    item_ids = new_items.ids_of(item_table, item_ordinals) if new_items else item_table.ids_of(item_ordinals)
+    return {"items": item_ids, "scores": item_scores, "short": len(item_ordinals) < k}
 
 
 def iso_time(unix_s: float) -> str:
@@ -141,7 +149,7 @@ def iso_time(unix_s: float) -> str:
     return iso_text.replace("+00:00", "Z")
 
 
-def age_s(snapshot: Snapshot, now_s: float) -> float:
+def data_age_s(snapshot: Snapshot, now_s: float) -> float:
     """Return the age in seconds of the generation's data at a time in Unix seconds."""
     return round(now_s - snapshot.manifest.data_until, 3)
 
@@ -154,7 +162,7 @@ def origin_fields(
         "source": source,
         "producer": producer,
         "generation": snapshot.generation,
-        "age_seconds": age_s(snapshot, now_s),
+        "age_seconds": data_age_s(snapshot, now_s),
         "published_at": snapshot.published_at,
     }
     for field_name, field_value in optional_fields.items():
@@ -166,7 +174,7 @@ def origin_fields(
 def complete_answer(
     prediction: Prediction,
     snapshot: Snapshot,
-    table: str,
+    table_name: str,
     entity: RequestedEntity,
     source: Source,
     producer: str | None,
@@ -174,7 +182,7 @@ def complete_answer(
     **optional_fields: object,
 ) -> AnswerJson:
     """Return the prediction with the fields of its origin."""
-    answer: AnswerJson = {"id": entity.id, "table": table}
+    answer: AnswerJson = {"id": entity.id, "table": table_name}
     answer |= prediction
     answer |= origin_fields(snapshot, source, producer, now_s, **optional_fields)
     return answer

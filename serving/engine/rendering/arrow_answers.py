@@ -52,9 +52,9 @@ class StoredRows(NamedTuple):
     answer_indices: NDArray[np.int64]
     origin_by_tier: tuple[OriginRow, OriginRow]
     """Origin of rows from L1, and of rows from L2."""
-    is_l2: NDArray[np.bool_]
-    numbers: NDArray[np.float32]
-    items: IdBytes
+    row_is_from_l2: NDArray[np.bool_]
+    row_numbers: NDArray[np.float32]
+    list_item_ids: IdBytes
     """Item ids of each list, if the rows are lists."""
 
 
@@ -64,23 +64,27 @@ _NO_STORED_ROWS = StoredRows(np.zeros(0, np.int64), ((), ()), np.zeros(0, bool),
 
 def answers_stream(
     table: Table,
-    ids: Sequence[bytes | None],
-    answers: Mapping[int, AnswerJson],
+    entity_ids: Sequence[bytes | None],
+    answer_by_row: Mapping[int, AnswerJson],
     stored_rows: StoredRows = _NO_STORED_ROWS,
 ) -> bytes:
     """Return the body of the response; row i is one of `stored_rows`, or else `answers[i]`."""
-    row_count = len(ids)
-    columns = [_id_column(ids), *_origin_columns(row_count, answers, stored_rows)]
+    row_count = len(entity_ids)
+    columns = [_id_column(entity_ids), *_origin_columns(row_count, answer_by_row, stored_rows)]
     prediction_columns = _PREDICTION_COLUMNS_BY_KIND[table.kind]
     if table.kind == "topk":
-        columns += _top_columns(row_count, answers, stored_rows)
+        columns += _top_columns(row_count, answer_by_row, stored_rows)
         return _write_table_stream(table, (*_ID_AND_ORIGIN_COLUMNS, *prediction_columns), columns, row_count)
-    field, vector_column = _vector_column(prediction_columns[0], row_count, answers, stored_rows, table.layout.width)
+    field, vector_column = _vector_column(
+        prediction_columns[0], row_count, answer_by_row, stored_rows, table.layout.width
+    )
     fields = (*_ID_AND_ORIGIN_COLUMNS, field, *prediction_columns[1:])
     columns.append(vector_column)
     if table.kind == "value":
         table_labels = table.labels
-        label_lists = [answers[row]["labels"] if row in answers else table_labels for row in range(row_count)]
+        label_lists = [
+            answer_by_row[row]["labels"] if row in answer_by_row else table_labels for row in range(row_count)
+        ]
         columns.append(_text_list_column(label_lists))
     return _write_table_stream(table, fields, columns, row_count)
 
@@ -89,36 +93,40 @@ def _write_table_stream(table: Table, fields: tuple[Field, ...], columns: list[C
     return write_stream(fields, columns, row_count, ((TABLE_METADATA_KEY, table.name),), loader.kernels.stream)
 
 
-def _id_column(ids: Sequence[bytes | None]) -> Column:
-    joined_ids = loader.kernels.joined(ids)
-    return text_column(ids) if joined_ids is None else Column(((len(ids), 0),), (b"", *joined_ids))
+def _id_column(entity_ids: Sequence[bytes | None]) -> Column:
+    joined_ids = loader.kernels.joined(entity_ids)
+    return text_column(entity_ids) if joined_ids is None else Column(((len(entity_ids), 0),), (b"", *joined_ids))
 
 
-def _origin_columns(row_count: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows) -> list[Column]:
+def _origin_columns(row_count: int, answer_by_row: Mapping[int, AnswerJson], stored_rows: StoredRows) -> list[Column]:
     l1_origin, l2_origin = stored_rows.origin_by_tier
-    if not answers and (l2_count := np.count_nonzero(stored_rows.is_l2)) in (0, row_count):
+    if not answer_by_row and (l2_count := np.count_nonzero(stored_rows.row_is_from_l2)) in (0, row_count):
         origin_row = l2_origin if l2_count else l1_origin
         return [
             _constant_column(field, value, row_count) for field, value in zip(_ORIGIN_COLUMNS, origin_row, strict=True)
         ]
     origins: list[OriginRow] = [()] * row_count
-    for row, is_l2 in zip(stored_rows.answer_indices.tolist(), stored_rows.is_l2.tolist(), strict=True):
+    for row, is_l2 in zip(stored_rows.answer_indices.tolist(), stored_rows.row_is_from_l2.tolist(), strict=True):
         origins[row] = l2_origin if is_l2 else l1_origin
-    for row, answer in answers.items():
+    for row, answer in answer_by_row.items():
         origins[row] = row_of(answer)
     fields_and_values = zip(_ORIGIN_COLUMNS, zip(*origins, strict=True), strict=True)
     return [field_column(field, values) for field, values in fields_and_values]
 
 
-def _constant_column(field: Field, constant: Any, row_count: int) -> Column:
+def _constant_column(field: Field, constant_value: Any, row_count: int) -> Column:
     """Return a column with one value in each row."""
     if field.kind == "utf8":
-        return null_text_column(row_count) if constant is None else repeated_text_column(constant.encode(), row_count)
-    if constant is None and field.kind == "i4":
+        return (
+            null_text_column(row_count)
+            if constant_value is None
+            else repeated_text_column(constant_value.encode(), row_count)
+        )
+    if constant_value is None and field.kind == "i4":
         return null_number_column(row_count)
-    if constant is None or field.kind == "bool":
-        return field_column(field, [constant] * row_count)
-    return Column(((row_count, 0),), (b"", struct.pack(_STRUCT_FORMAT_BY_KIND[field.kind], constant) * row_count))
+    if constant_value is None or field.kind == "bool":
+        return field_column(field, [constant_value] * row_count)
+    return Column(((row_count, 0),), (b"", struct.pack(_STRUCT_FORMAT_BY_KIND[field.kind], constant_value) * row_count))
 
 
 def row_of(origin: AnswerJson) -> OriginRow:
@@ -141,22 +149,22 @@ def field_column(field: Field, cell_values: Sequence[Any]) -> Column:
 
 
 def _top_columns(
-    row_count: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows
+    row_count: int, answer_by_row: Mapping[int, AnswerJson], stored_rows: StoredRows
 ) -> tuple[Column, Column, Column]:
-    if not answers:
-        list_count, width = stored_rows.numbers.shape
+    if not answer_by_row:
+        list_count, width = stored_rows.row_numbers.shape
         list_ends = np.arange(list_count + 1, dtype=np.int32) * np.int32(width)
-        name_column = _name_column(stored_rows.items)
-        score_column = number_column(stored_rows.numbers.ravel())
+        name_column = _name_column(stored_rows.list_item_ids)
+        score_column = number_column(stored_rows.row_numbers.ravel())
         return (list_column(list_ends, name_column), list_column(list_ends, score_column), false_flag_column(row_count))
-    width, short_flags = stored_rows.numbers.shape[1], [False] * row_count
+    width, short_flags = stored_rows.row_numbers.shape[1], [False] * row_count
     joined_names_by_row, names_by_row = [b""] * row_count, {}
     item_count_by_row = np.zeros(row_count, np.int32)
     item_count_by_row[stored_rows.answer_indices] = width
-    name_cuts = [0, *np.cumsum(stored_rows.items.id_sizes.sum(axis=1)).tolist()]
+    name_cuts = [0, *np.cumsum(stored_rows.list_item_ids.id_sizes.sum(axis=1)).tolist()]
     for row, (cut_start, cut_end) in zip(stored_rows.answer_indices.tolist(), pairwise(name_cuts), strict=True):
-        joined_names_by_row[row] = stored_rows.items.joined_ids[cut_start:cut_end]
-    for row, answer in answers.items():
+        joined_names_by_row[row] = stored_rows.list_item_ids.joined_ids[cut_start:cut_end]
+    for row, answer in answer_by_row.items():
         names_by_row[row] = item_names = [item_id.encode() for item_id in answer["items"]]
         joined_names_by_row[row], item_count_by_row[row], short_flags[row] = (
             b"".join(item_names),
@@ -168,8 +176,11 @@ def _top_columns(
     name_sizes, flat_scores = np.empty(list_ends[-1], np.int32), np.empty(list_ends[-1], np.float32)
     stored_slots = list_ends[stored_rows.answer_indices][:, None] + np.arange(width, dtype=np.int32)
     if len(stored_rows.answer_indices):  # an empty table has no sizes to read the width from
-        name_sizes[stored_slots], flat_scores[stored_slots] = (stored_rows.items.id_sizes, stored_rows.numbers)
-    for row, answer in answers.items():
+        name_sizes[stored_slots], flat_scores[stored_slots] = (
+            stored_rows.list_item_ids.id_sizes,
+            stored_rows.row_numbers,
+        )
+    for row, answer in answer_by_row.items():
         row_slice = slice(list_ends[row], list_ends[row + 1])
         name_sizes[row_slice], flat_scores[row_slice] = (list(map(len, names_by_row[row])), answer["scores"])
     name_column = _name_column(IdBytes.of(b"".join(joined_names_by_row), name_sizes))
@@ -185,21 +196,21 @@ def _name_column(item_names: IdBytes) -> Column:
 
 
 def _vector_column(
-    field: Field, row_count: int, answers: Mapping[int, AnswerJson], stored_rows: StoredRows, width: int
+    field: Field, row_count: int, answer_by_row: Mapping[int, AnswerJson], stored_rows: StoredRows, vector_width: int
 ) -> tuple[Field, Column]:
     """Return the vector column of the table's width; of lists of any size if another night's answers differ."""
     vector_by_row: list[NDArray[np.float32] | None] = [None] * row_count
-    for row, vector in zip(stored_rows.answer_indices.tolist(), stored_rows.numbers, strict=True):
+    for row, vector in zip(stored_rows.answer_indices.tolist(), stored_rows.row_numbers, strict=True):
         vector_by_row[row] = vector
-    for row, answer in answers.items():
+    for row, answer in answer_by_row.items():
         vector_by_row[row] = answer[field.name]
     is_present = [row_vector is not None for row_vector in vector_by_row]
     present_vectors = [row_vector for row_vector in vector_by_row if row_vector is not None]
-    if all(len(row_vector) == width for row_vector in present_vectors):
-        matrix = np.zeros((row_count, width), np.float32)
+    if all(len(row_vector) == vector_width for row_vector in present_vectors):
+        matrix = np.zeros((row_count, vector_width), np.float32)
         if present_vectors:
             matrix[np.flatnonzero(is_present)] = present_vectors
-        fixed_field = field._replace(kind="fixed", width=width)
+        fixed_field = field._replace(kind="fixed", fixed_list_size=vector_width)
         return fixed_field, fixed_list_column(row_count, number_column(matrix.ravel()), is_present)
     vector_sizes = [0 if row_vector is None else len(row_vector) for row_vector in vector_by_row]
     flat_numbers = np.concatenate(present_vectors)
@@ -211,5 +222,5 @@ def _text_list_column(text_lists: Sequence[Sequence[str]]) -> Column:
     return list_column(_list_ends([len(row_texts) for row_texts in text_lists]), whole_text_column(flat_texts))
 
 
-def _list_ends(sizes: Sequence[int]) -> NDArray[np.int32]:
-    return np.fromiter(itertools.accumulate(sizes, initial=0), np.int32, len(sizes) + 1)
+def _list_ends(list_sizes: Sequence[int]) -> NDArray[np.int32]:
+    return np.fromiter(itertools.accumulate(list_sizes, initial=0), np.int32, len(list_sizes) + 1)

@@ -18,7 +18,7 @@ from cache.tiers.reads import Hit
 from serving.engine.rendering.answer_fields import (
     JSON_OPTIONS,
     AnswerJson,
-    age_s,
+    data_age_s,
     may_have_more_items,
     origin_fields,
     prediction_from_record,
@@ -44,17 +44,17 @@ _NUMERAL_TEXTS = Numerals()
 class StaticTail:
     """Closing fields of all answers from the batch records of a snapshot, for as long as it is served."""
 
-    def __init__(self, snapshot: Snapshot, stale: str | None) -> None:
-        self.snapshot, self.stale = snapshot, stale
-        origins = {tier: origin_fields(snapshot, tier, "batch", 0.0, stale=stale) for tier in STORED_SOURCES}
+    def __init__(self, snapshot: Snapshot, stale_reason: str | None) -> None:
+        self.snapshot, self.stale_reason = snapshot, stale_reason
+        origins = {tier: origin_fields(snapshot, tier, "batch", 0.0, stale=stale_reason) for tier in STORED_SOURCES}
         self._head_by_tier = {tier: _split_at_age(origin)[0] for tier, origin in origins.items()}
         self._tail = _split_at_age(origins[Source.L1])[1]
 
     def age_json(self, now_s: float) -> bytes:
         """Return `age_seconds` as JSON, at a time in Unix seconds."""
-        return orjson.dumps(age_s(self.snapshot, now_s))
+        return orjson.dumps(data_age_s(self.snapshot, now_s))
 
-    def end_by_tier(self, age_json: bytes) -> dict[Source, bytes]:
+    def answer_end_by_tier(self, age_json: bytes) -> dict[Source, bytes]:
         """Return the end of an answer by tier, from the comma after the prediction to the closing brace."""
         return {tier: head + age_json + self._tail for tier, head in self._head_by_tier.items()}
 
@@ -65,31 +65,33 @@ class StaticTail:
     def build_ready_answer(
         self,
         prediction_json: bytes,
-        entity_name: tuple[str, bytes],
-        request: bytes,
-        events: bytes | None = None,
+        table_and_id: tuple[str, bytes],
+        request_target: bytes,
+        packed_user_events: bytes | None = None,
         *,
-        depends_on_attributes: bool,
+        depends_on_item_attributes: bool,
     ) -> ReadyAnswer:
         """Return the ready answer from L1 with the prediction `prediction_json`, for later identical requests.
 
-        With `depends_on_attributes` it also becomes invalid when events change attributes of items.
+        With `depends_on_item_attributes` it also becomes invalid when events change attributes of items.
         """
         head, snapshot = prediction_json + self._head_by_tier[Source.L1], self.snapshot
         stamp, data_until = snapshot.stamp, snapshot.manifest.data_until
-        if depends_on_attributes:
-            stamp = snapshot.values_stamp
-        return ReadyAnswer(stamp, head, self._tail, data_until, entity_name, request, user_events=events)
+        if depends_on_item_attributes:
+            stamp = snapshot.item_values_stamp
+        return ReadyAnswer(
+            stamp, head, self._tail, data_until, table_and_id, request_target, user_events=packed_user_events
+        )
 
 
 def ready_with_events(
-    snapshot: Snapshot, answer: AnswerJson, raw_id: bytes, request: bytes, events: bytes
+    snapshot: Snapshot, answer: AnswerJson, raw_id: bytes, request_target: bytes, packed_user_events: bytes
 ) -> ReadyAnswer:
     """Return a ready answer from L1 that counts a user's newer events, valid until these change."""
     head, tail = _split_at_age(answer)
     return ReadyAnswer(
         snapshot.stamp, b"{" + head[1:], tail, snapshot.manifest.data_until, (answer["table"], raw_id),
-        request, user_events=events, has_newer_events=True,
+        request_target, user_events=packed_user_events, has_newer_events=True,
     )  # fmt: skip
 
 
@@ -132,37 +134,42 @@ def answer_start(
 
 
 def answer_texts(
-    snapshot: Snapshot, table: Table, ids: Sequence[str], rows: NDArray[Any], k: int, ends: Sequence[bytes]
+    snapshot: Snapshot,
+    table: Table,
+    entity_ids: Sequence[str],
+    record_rows: NDArray[Any],
+    k: int,
+    answer_ends: Sequence[bytes],
 ) -> list[bytes]:
-    """Return each answer's JSON from records that `plain_record_mask` accepts; `ends` begin after the prediction."""
-    quoted_ids = _id_texts(ids)
-    table_json = b'","table":%b' % orjson.dumps(table.name)
+    """Return each answer's JSON from records that `plain_record_mask` accepts; `answer_ends` follow the prediction."""
+    quoted_ids = _id_json_texts(entity_ids)
+    table_name_json = b'","table":%b' % orjson.dumps(table.name)
     kind = table.layout.kind
     if kind == "topk":
-        compiled_texts = _render_compiled(snapshot, table, quoted_ids, table_json, rows, k, ends)
+        compiled_texts = _render_compiled(snapshot, table, quoted_ids, table_name_json, record_rows, k, answer_ends)
         if compiled_texts is not None:
             return compiled_texts
-    list_texts = [list_text[2:] for list_text in _row_json_texts(record_numbers(table, rows, k))]
+    list_texts = [list_text[2:] for list_text in _row_json_texts(record_numbers(table, record_rows, k))]
     head = repeat(b'{"id":"')
     if kind == "topk":
-        middle_pieces, after_items = repeat(table_json + _ITEMS_BEGIN), repeat(_SCORES_BEGIN)
-        items = snapshot.items.json_texts.lines(rows["items"][:, :k])
-        answer_parts = (head, quoted_ids, middle_pieces, items, after_items, list_texts, repeat(_LIST_END), ends)
+        middle_pieces, after_items = repeat(table_name_json + _ITEMS_BEGIN), repeat(_SCORES_BEGIN)
+        items = snapshot.items.json_texts.lines(record_rows["items"][:, :k])
+        answer_parts = (head, quoted_ids, middle_pieces, items, after_items, list_texts, repeat(_LIST_END), answer_ends)
         return [b"".join(answer_pieces) for answer_pieces in zip(*answer_parts, strict=False)]
     field_key, last_piece = _VECTOR_KEY, b"]"
     if kind == "value":
         field_key, last_piece = _VALUES_KEY, b"]" + _LABELS_KEY + orjson.dumps(table.labels)
-    middle_pieces = repeat(table_json + field_key + b"[")
-    number_answer_parts = head, quoted_ids, middle_pieces, list_texts, repeat(last_piece), ends
+    middle_pieces = repeat(table_name_json + field_key + b"[")
+    number_answer_parts = head, quoted_ids, middle_pieces, list_texts, repeat(last_piece), answer_ends
     return [b"".join(answer_pieces) for answer_pieces in zip(*number_answer_parts, strict=False)]
 
 
-def _id_texts(ids: Sequence[str]) -> list[bytes]:
+def _id_json_texts(entity_ids: Sequence[str]) -> list[bytes]:
     """Return the JSON of each id, without quotes."""
     # One call for all ids. A quote inside a string is escaped, so only an id that ends in `",` would be split.
-    ids_json = orjson.dumps(ids)[2:-2]
+    ids_json = orjson.dumps(entity_ids)[2:-2]
     if b'\\","' in ids_json:
-        return [orjson.dumps(entity_id)[1:-1] for entity_id in ids]
+        return [orjson.dumps(entity_id)[1:-1] for entity_id in entity_ids]
     return ids_json.split(b'","')
 
 
@@ -170,20 +177,20 @@ def _render_compiled(
     snapshot: Snapshot,
     table: Table,
     quoted_ids: list[bytes],
-    table_json: bytes,
-    rows: NDArray[Any],
+    table_name_json: bytes,
+    record_rows: NDArray[Any],
     k: int,
-    ends: Sequence[bytes],
+    answer_ends: Sequence[bytes],
 ) -> list[bytes] | None:
     """Render lists by compiled code; return None if it does not support them.
 
-    `quoted_ids` have no quotes; `table_json` begins with the closing quote.
+    `quoted_ids` have no quotes; `table_name_json` begins with the closing quote.
     """
     layout = table.layout
     for _ in range(2):
         kernel_result = loader.kernels.answers(
-            rows, layout.width, layout.precision == "f2", k, *snapshot.items.shared_ids, _NUMERAL_TEXTS.table,
-            b'{"id":"', quoted_ids, table_json + _ITEMS_BEGIN, _SCORES_BEGIN, _LIST_END, list(ends),
+            record_rows, layout.width, layout.precision == "f2", k, *snapshot.items.shared_ids, _NUMERAL_TEXTS.table,
+            b'{"id":"', quoted_ids, table_name_json + _ITEMS_BEGIN, _SCORES_BEGIN, _LIST_END, list(answer_ends),
         )  # fmt: skip
         if not isinstance(kernel_result, tuple):
             return kernel_result
@@ -196,34 +203,36 @@ def _row_json_texts(row_numbers: NDArray[np.float32]) -> list[bytes]:
     return (b"," + orjson.dumps(row_numbers, option=JSON_OPTIONS)[1:-2]).split(b"]")
 
 
-def record_numbers(table: Table, rows: NDArray[Any], k: int) -> NDArray[np.float32]:
+def record_numbers(table: Table, record_rows: NDArray[Any], k: int) -> NDArray[np.float32]:
     """Return float32[n, k] of records that `plain_record_mask` accepts: scores, or a vector's or value's numbers."""
     layout = table.layout
     is_list = layout.kind == "topk"
     if layout.precision == "i1":
-        return dequantize(layout, rows, np.float32)
+        return dequantize(layout, record_rows, np.float32)
     width, is_half = k if is_list else layout.width, layout.precision == "f2"
-    packed_numbers = loader.kernels.numbers(rows, layout.width, is_list, is_half, width)
-    return np.frombuffer(packed_numbers, np.float32).reshape(len(rows), width)
+    packed_numbers = loader.kernels.numbers(record_rows, layout.width, is_list, is_half, width)
+    return np.frombuffer(packed_numbers, np.float32).reshape(len(record_rows), width)
 
 
-def plain_record_mask(snapshot: Snapshot, table: Table, rows: NDArray[Any], k: int) -> NDArray[np.bool_]:
+def plain_record_mask(snapshot: Snapshot, table: Table, record_rows: NDArray[Any], k: int) -> NDArray[np.bool_]:
     """Return a mask bool[n] of complete nightly records without flags or exclusions: `k` items each, or all numbers."""
     layout = table.layout
     is_list = layout.kind == "topk"
     width, min_count = layout.width, k if is_list else layout.width
     if layout.precision == "i1":
         with np.errstate(over="ignore", invalid="ignore"):
-            finite_mask = np.isfinite(rows["scale"] * np.float32(128))
-        nightly_mask = rows["flags"] & plain_answer_bits() == NIGHTLY_FLAGS
-        plain_mask: NDArray[np.bool_] = nightly_mask & (rows["count"] == width) & finite_mask
+            finite_mask = np.isfinite(record_rows["scale"] * np.float32(128))
+        nightly_mask = record_rows["flags"] & plain_answer_bits() == NIGHTLY_FLAGS
+        plain_mask: NDArray[np.bool_] = nightly_mask & (record_rows["count"] == width) & finite_mask
         return plain_mask
     raw_mask = loader.kernels.plain_record_mask(
-        rows, width, is_list, layout.precision == "f2", plain_answer_bits(), NIGHTLY_FLAGS, min_count, SAFE_EXPONENT,
-        snapshot.items.count,
+        record_rows, width, is_list, layout.precision == "f2", plain_answer_bits(), NIGHTLY_FLAGS, min_count,
+        SAFE_EXPONENT, snapshot.items.count,
     )  # fmt: skip
     plain_mask = np.frombuffer(bytearray(raw_mask), np.bool_)
-    if is_list and len(snapshot.blocked_ordinals):
-        used_mask = np.arange(width) < rows["count"][:, None]
-        plain_mask = plain_mask & ~(np.isin(rows["items"], snapshot.blocked_ordinals) & used_mask).any(axis=1)
+    if is_list and len(snapshot.blocked_item_ordinals):
+        used_mask = np.arange(width) < record_rows["count"][:, None]
+        plain_mask = plain_mask & ~(np.isin(record_rows["items"], snapshot.blocked_item_ordinals) & used_mask).any(
+            axis=1
+        )
     return plain_mask

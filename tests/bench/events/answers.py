@@ -53,7 +53,7 @@ class Bench:
         return paths
 
     async def _require_fast_answer(self, fast_lookups: FastLookups, path: bytes) -> None:
-        caller = Callers(is_open=True).identify([])
+        caller = Callers(answers_without_token=True).identify([])
         get = fast_lookups.parse_get({"raw_path": path, "query_string": b"", "headers": [], CALLER_KEY: caller})
         if get is None or await fast_lookups.get(get) is None:
             raise RuntimeError(f"{path!r} is not answered on the fast way")

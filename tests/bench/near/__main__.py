@@ -78,8 +78,8 @@ def through(
 
     async def work(jobs: list[InferenceJob]) -> None:
         batcher = MicroBatcher(
-            pool, worker_count=config.live_workers, max_batch=config.live_batch, max_queue=config.live_queue,
-            max_queue_bytes=config.live_queue_bytes, compute=inference,
+            pool, worker_count=config.live_workers, batch_size_max=config.live_batch, queued_jobs_max=config.live_queue,
+            queued_bytes_max=config.live_queue_bytes, compute_batch=inference,
         )  # fmt: skip
         pending_jobs = iter(jobs)
 
@@ -110,7 +110,7 @@ def true_error(near: NearMatches, snapshot: Snapshot, jobs: list[InferenceJob], 
             if (
                 isinstance(near_answer, ComputedRecord)
                 and isinstance(live_answer, ComputedRecord)
-                and near_answer.near is not None
+                and near_answer.near_distance is not None
             ):
                 lists = [decode_record(layout, answer.record).items for answer in (near_answer, live_answer)]
                 reused += 1
@@ -144,7 +144,7 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
     for outcome, number in sorted(near.outcome_counts_by_table[TABLE].items()):
         report.figures[f"share of inputs: {outcome}"] = round(number / total, 4)
     for _, _, policy in near.policies():
-        low, high = policy.interval
+        low, high = policy.error_interval
         report.figures["error by audits"] = f"{policy.wrong_audits}/{policy.audits}, {low:.4f} to {high:.4f}"
     reused, wrong = true_error(near, snapshot, stream.jobs(2 * count), config.overlap)
     report.figures["error of what was reused, computed again"] = f"{wrong}/{reused}"

@@ -29,7 +29,7 @@ class HistoryStream:
     def jobs(self, count: int) -> list[InferenceJob]:
         """The next so many."""
         return [
-            InferenceJob(self._snapshot, self._table, LiveInput(history), number + 1, 1, may_reuse=True)
+            InferenceJob(self._snapshot, self._table, LiveInput(history), number + 1, 1, may_reuse_near_answer=True)
             for number in range(count)
             for history in [tuple([item_id.encode() for item_id in self._next()])]
         ]

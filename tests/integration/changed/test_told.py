@@ -90,6 +90,6 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
 
     store = month.config.store()
     history = GenerationHistory(store, ReleaseWatch(store, THREADS).read_records)
-    nights = history.read(None)[1]
+    nights = history.read_generations_and_nights(None)[1]
     assert [night_row["generation"] for night_row in nights] == [second, first]
     assert nights[0]["reuse"] == fact.to_json()

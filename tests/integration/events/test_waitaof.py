@@ -25,7 +25,7 @@ async def test_what_is_accepted_was_on_disk_though_settings_are_hidden(
             repeat_receipt = await running_intake.accept_events(event(1), event(2))
             server.kill()
 
-        assert running_intake.parts.redis.found_durability == FoundDurability("always", waits=True)
+        assert running_intake.parts.redis.found_durability == FoundDurability("always", waits_for_disk=True)
         assert (receipt["durability"], receipt["accepted"]) == ("always", 2)
         assert (repeat_receipt["accepted"], repeat_receipt["repeated"]) == (1, 1)
         server.start()

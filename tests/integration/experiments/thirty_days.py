@@ -115,15 +115,15 @@ class HeldByReplica:
         store, metrics = days.store_of(namespace), Metrics()
         control = DayControl(namespace, days.pool, clock)
         redis_clock = RedisClock(clock, clock)
-        holder = GenerationHolder(self._open, metrics, warm=self._warm, in_thread=THREADS, timer=clock)
+        holder = GenerationHolder(self._open, metrics, warm=self._warm, in_thread=THREADS, monotonic_clock=clock)
         self.follower = PointerFollower(
             store, control, holder, metrics, load_bound_s=60.0, poll_s=0.01, clock=redis_clock,
-            in_thread=THREADS, timer=clock,
+            in_thread=THREADS, monotonic_clock=clock,
         )  # fmt: skip
         beat = Heartbeat(replica, self.follower, redis_clock, metrics)
         self.refresher = Refresher(
             self.follower, store, control, beat, poll_s=1, blocklist_poll_s=1, heartbeat_s=1,
-            in_thread=THREADS, timer=clock,
+            in_thread=THREADS, monotonic_clock=clock,
         )  # fmt: skip
         days.canaries.add(holder, CanaryRouter(holder, CanaryMetrics(metrics.registry)))
         self.service = LookupService(
@@ -168,7 +168,7 @@ class SimReplica:
         self.exposures = ExposureLog(days.store_of(own_namespace), self.name, clock=days.clock, in_thread=THREADS)
         self.arms = ArmHolder(
             self.own_held_namespace.service, own_namespace, days.store_of(own_namespace), self._hold_namespace,
-            in_thread=THREADS, grace_s=GRACE_S, timer=days.clock,
+            in_thread=THREADS, grace_s=GRACE_S, monotonic_clock=days.clock,
         )  # fmt: skip
         self.router = ExperimentRouter(
             self.arms, self.exposures, ExperimentMetrics(Metrics().registry), days.canaries.of
@@ -356,7 +356,7 @@ class ThirtyDays:
         for replica in self.replicas:
             await replica.poll()
             assert replica.arms.record == self.record
-            assert replica.own_held_namespace.follower.stale in (None, "blocklist_unreadable")
+            assert replica.own_held_namespace.follower.stale_reason in (None, "blocklist_unreadable")
 
     async def night(self, day: int) -> None:
         """Nights of all namespaces, sweeps, exposures; now and then another replica takes one's place."""

@@ -53,7 +53,7 @@ class Stream:
         self.client = redis.Redis.from_url(self.server.url, protocol=2)
         self.follower = EventFollower(
             self.url or self.server.url, self.keyspace, self.newer_events, holder, self.notes.append,
-            recheck_values=self._look_again, held_bytes_max=self.limit_bytes, timer=self.timer,
+            recheck_values=self._look_again, held_bytes_max=self.limit_bytes, monotonic_clock=self.timer,
         )  # fmt: skip
         self._count = 0
 

@@ -47,7 +47,7 @@ async def test_an_event_changes_the_answers_of_its_user_and_no_others(served_wor
         assert same_list(answer, *served_world.expected(user)) and "approximate" not in answer
     ready = served_world.app.service.tiers.local_tier.find_ready_answer(b"/v1/lookup/user_topk/" + user.encode())
     assert ready is not None and ready.has_newer_events
-    assert ready.user_events is newer_events_of(served_world.app.service).packed[user.encode()]
+    assert ready.user_events is newer_events_of(served_world.app.service).packed_input_by_id[user.encode()]
     # The next event ends the ready answer, and nobody else noticed anything.
     await served_world.clicks(user, answers[0]["items"][0])
     later_answer = await served_world.get_answer(user)
@@ -140,7 +140,7 @@ async def test_under_overload_the_stored_list_less_the_events_items_is_marked_as
     stored_answer = await served_world.get_answer(user)
     await served_world.clicks(user, stored_answer["items"][1])
     await served_world.clicks(stranger, stored_answer["items"][1])
-    monkeypatch.setattr(served_world.app.service.ladder._inferences, "admit", lambda: False)
+    monkeypatch.setattr(served_world.app.service.ladder._inferences, "admit_input", lambda: False)
 
     answer, stranger_answer = (await served_world.get_answer(user), await served_world.get_answer(stranger))
 

@@ -77,7 +77,7 @@ async def test_users_whose_events_the_night_has_are_answered_as_stored_again(tmp
         assert [answer["source"] for answer in answers[1:]] == ["l1"] * 3
         assert all(answer["producer"] == "batch" and "events" not in answer for answer in answers)
         # The previous generation is held, and lacks it: a rollback must find it.
-        assert user.encode() in newer_events_of(app.service).packed
+        assert user.encode() in newer_events_of(app.service).packed_input_by_id
 
 
 async def test_where_no_generation_tells_of_events_none_are_followed(tmp_path: Path, redis_url: str) -> None:
@@ -92,4 +92,4 @@ async def test_where_no_generation_tells_of_events_none_are_followed(tmp_path: P
         assert answer["producer"] == "batch" and "events" not in answer
         assert "stale" not in answer
     async with serving(world.config) as app:  # switched off
-        assert not app.service.ladder.newer_inputs.packed
+        assert not app.service.ladder.newer_inputs.packed_input_by_id

@@ -39,7 +39,7 @@ async def test_nothing_is_followed_before_a_generation_tells_of_events(stream: S
 
     assert not await stream.steps()
 
-    assert not stream.newer_events.packed and EVENTS_BEHIND not in stream.notes
+    assert not stream.newer_events.packed_input_by_id and EVENTS_BEHIND not in stream.notes
 
 
 async def test_what_all_generations_have_is_forgotten_and_read_again_for_an_older_one(stream: Stream) -> None:
@@ -47,7 +47,7 @@ async def test_what_all_generations_have_is_forgotten_and_read_again_for_an_olde
     stream.click("u", "c")
     stream.hold_generations(STREAM_BEGINNING)
     await stream.steps()
-    probed = stream.newer_events.packed
+    probed = stream.newer_events.packed_input_by_id
 
     stream.hold_generations(second)
     await stream.steps()
@@ -56,7 +56,7 @@ async def test_what_all_generations_have_is_forgotten_and_read_again_for_an_olde
     stream.hold_generations(second, first)  # one that was rolled back to
     await stream.steps()
     assert stream.items("u") == [b"c"] and stream.items("v") == [b"b"]
-    assert stream.newer_events.packed is probed  # probes go on where they were
+    assert stream.newer_events.packed_input_by_id is probed  # probes go on where they were
     packed = sum(180 + len(user) + len(packed_events) for user, packed_events in probed.items())
     assert stream.newer_events.users.size_bytes == packed
 

@@ -46,8 +46,8 @@ async def test_an_answer_that_lacked_an_event_is_never_taken_for_the_whole_one(s
         newer_events.users.drop_until(served_world.world.accepted[lacks - 4][0].number if lacks else 0, [raw])
         newer_events.users.complete_after_number = 0  # one that does not know that something lacks
         counted_events = newer_events.find_counted_events(snapshot, table, raw, -1)
-        assert counted_events is not None and counted_events.events == 3 - lacks
-        digests.add(counted_events.digest)
+        assert counted_events is not None and counted_events.event_count == 3 - lacks
+        digests.add(counted_events.inputs_digest)
         answers.append(await served_world.get_answer(user))
 
     assert len(digests) == 3 and [answer["source"] for answer in answers] == ["live"] * 3

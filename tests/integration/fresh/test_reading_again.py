@@ -21,7 +21,7 @@ async def test_an_unblocked_user_costs_no_others_anything_and_the_newest_go_on_b
     for number in range(600):
         stream.click("u" if number % 100 == 0 else "v", f"i{number}")
     await stream.steps(4)
-    packed, last_number = stream.newer_events.packed[b"v"], stream.newer_events.users.last_number
+    packed, last_number = stream.newer_events.packed_input_by_id[b"v"], stream.newer_events.users.last_number
     stream.click("u", "new")
     stream.click("w", "new")
     while_reading = watched(stream, monkeypatch, "w")
@@ -31,7 +31,7 @@ async def test_an_unblocked_user_costs_no_others_anything_and_the_newest_go_on_b
 
     assert stream.items("u") == [b"i%d" % item_number for item_number in range(0, 600, 100)] + [b"new"]
     assert while_reading[-1] == [b"new"] and stream.newer_events.users.last_number > last_number
-    assert stream.newer_events.packed[b"v"] is packed
+    assert stream.newer_events.packed_input_by_id[b"v"] is packed
     assert stream.notes[-2:] == [EVENTS_BEHIND, None]
 
 
@@ -45,7 +45,7 @@ async def test_for_an_older_generation_only_what_lacks_is_read_and_put_in_front(
     stream.click("v", "d")
     stream.hold_generations(second)
     await stream.steps()
-    packed = stream.newer_events.packed[b"v"]
+    packed = stream.newer_events.packed_input_by_id[b"v"]
     stream.click("w", "new")
     while_reading = watched(stream, monkeypatch, "w")
 
@@ -54,7 +54,7 @@ async def test_for_an_older_generation_only_what_lacks_is_read_and_put_in_front(
 
     assert stream.items("u") == [b"i%d" % item_number for item_number in range(600)] + [b"c"]
     assert len(while_reading) == 3 and while_reading[-1] == stream.items("w") == [b"new"]
-    assert stream.newer_events.packed[b"v"] is packed
+    assert stream.newer_events.packed_input_by_id[b"v"] is packed
     assert (
         stream.newer_events.users.complete_after_number
         == stream.newer_events.values.complete_after_number

@@ -130,7 +130,7 @@ def test_known_ids_alone_take_the_hot_way_and_are_counted(ways: Ways, users: lis
     assert {row["source"] for row in rows_of(second)} == {"l1"}
     after = ways.service.tiers.counters.l1, ways.service.tiers.counters.l2_records
     assert (after[0] - reads_before[0], after[1] - reads_before[1]) == (len(users), len(users))
-    assert ways.service.metrics.tally.requests["POST /v1/lookup/{table}"] == 2
+    assert ways.service.metrics.tally.request_count_by_route["POST /v1/lookup/{table}"] == 2
 
 
 @pytest.mark.parametrize("ids", [["no-such"], ["no-such", "nobody", "no-such"]])
@@ -138,12 +138,12 @@ def test_a_batch_of_unknown_ids_takes_the_hot_way_too(
     ways: Ways, ids: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     ways.forget()
-    requests_before = ways.service.metrics.tally.requests["POST /v1/lookup/{table}"]
+    requests_before = ways.service.metrics.tally.request_count_by_route["POST /v1/lookup/{table}"]
 
     rows = rows_of(ways.send(post({"entities": ids, "k": 5}, "user_topk", ACCEPT)))
 
     assert [row["source"] for row in rows] == ["default"] * len(ids)
-    assert ways.service.metrics.tally.requests["POST /v1/lookup/{table}"] == requests_before + 1
+    assert ways.service.metrics.tally.request_count_by_route["POST /v1/lookup/{table}"] == requests_before + 1
     assert not caplog.records
 
 

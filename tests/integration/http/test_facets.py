@@ -140,7 +140,7 @@ async def test_without_interactions_they_go_by_the_mean_score(
     async with serving(shop.night, l2_deadline_ms=2_500.0) as running:
         answers = (await running.post("/v1/lookup/brands", {"entities": BRANDS}))["answers"]
         live = running.service.capture_served().live
-        defaults = orjson.loads((live.root / "defaults.json").read_bytes())["user_topk"]["items"]
+        defaults = orjson.loads((live.generation_folder / "defaults.json").read_bytes())["user_topk"]["items"]
 
     items_by_value = {answer["id"]: answer["items"] for answer in answers}
     of = {id_: item_attributes.get("brand") for id_, item_attributes in zip(shop.ids, shop.attributes, strict=True)}

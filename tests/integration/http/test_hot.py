@@ -212,7 +212,7 @@ def test_while_a_canary_runs_every_request_is_routed_and_counted(ways: Ways, use
     ways.service.metrics.tally.drain()
 
     ways.service.follower.holder.canary = Canary("20990101T000000Z-0", 50.0, 0.0)
-    ways.service.follower.holder.set_experiments_running(by_experiments=False)
+    ways.service.follower.holder.set_experiments_running(are_running=False)
     for request in (get_request, post({"entities": users[:3]})):
         assert ways.send(request).status == 200
 
@@ -236,7 +236,7 @@ def test_while_experiments_run_every_request_is_routed_and_an_arm_is_never_passe
         assert ways.send(request).status == 409
     ways.service.metrics.tally.drain()
 
-    ways.service.follower.holder.set_experiments_running(by_experiments=True)
+    ways.service.follower.holder.set_experiments_running(are_running=True)
     for request in (get_request, post({"entities": users[:3]})):
         assert ways.send(request).status == 200
 

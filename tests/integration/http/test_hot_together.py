@@ -175,7 +175,7 @@ def test_a_caller_that_leaves_takes_no_others_along_and_is_not_counted(
     assert all(isinstance(outcome, tuple) for index, outcome in enumerate(outcomes) if index != 3)
     answers, requests = ways.service.metrics.tally.drain()
     assert sum(answers.values()) == sum(requests.values()) == 2 * GROUP_SIZE_MIN - 1
-    assert not coalescer._tasks and not len(ways.service.tiers.flights)
+    assert not coalescer._group_tasks and not len(ways.service.tiers.flights)
 
 
 def _scope(user: str) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def test_what_lies_in_memory_waits_for_no_read(ways: Ways, users: list[str], mon
         done_flags = [task.done() for task in tasks]
         for task in tasks:
             task.cancel()
-        for task in ways.fast_lookups._single_lookups._coalescer._tasks:
+        for task in ways.fast_lookups._single_lookups._coalescer._group_tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         return done_flags

@@ -76,12 +76,12 @@ class Court:
 
     def agree(self, pieces: list[bytes], *, waits: bool = False) -> None:
         """Fails unless both answer alike, or a bound was passed."""
-        ended_count = self.shared.connections.ended_by_reason.total()
+        ended_count = self.shared.connections.ended_count_by_reason.total()
         for quiet_s in (QUIET_S, PATIENT_S):
             service_reply, judges = self.get_replies(pieces, quiet_s, waits=waits)
             if service_reply == judges:
                 return
-        assert self.shared.connections.ended_by_reason.total() > ended_count, (service_reply, judges)
+        assert self.shared.connections.ended_count_by_reason.total() > ended_count, (service_reply, judges)
         answered, _, refusal = service_reply.data.rpartition(b"HTTP/1.1 ")
         answered_data = answered if REFUSED.match(b"HTTP/1.1 " + refusal) else service_reply.data
         assert service_reply.is_ended, (service_reply, judges)
@@ -289,11 +289,11 @@ def test_a_stream_that_arrives_byte_by_byte_is_the_same_stream(court: Court) -> 
     ],
 )
 def test_beyond_a_bound_what_was_asked_before_is_answered_first(court: Court, raw_requests: bytes) -> None:
-    ended_count = court.shared.connections.ended_by_reason.total()
+    ended_count = court.shared.connections.ended_count_by_reason.total()
 
     court.agree([raw_requests + CLOSE])
 
-    assert court.shared.connections.ended_by_reason.total() > ended_count
+    assert court.shared.connections.ended_count_by_reason.total() > ended_count
 
 
 def leave(court: Court, examples: int) -> None:

@@ -125,7 +125,7 @@ async def test_every_background_loop_goes_on_after_an_unexpected_error(replica: 
 
     assert set(replica.loops.running) == set(loops)
     health = replica.service.follower.health
-    assert health.ready and health.stale is None
+    assert health.is_ready and health.stale_reason is None
     await _assert_work_goes_on(replica)
 
 
@@ -166,10 +166,10 @@ async def test_a_loop_that_keeps_failing_marks_the_replica_and_its_metrics_until
         raise RuntimeError("planted")
 
     async def is_marked() -> bool:
-        return replica.service.follower.health.stale == "background_failing"
+        return replica.service.follower.health.stale_reason == "background_failing"
 
     async def is_well() -> bool:
-        return replica.service.follower.health.stale is None
+        return replica.service.follower.health.stale_reason is None
 
     # when
     beating.body = broken

@@ -202,7 +202,7 @@ async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first
         # One judgement may begin before its pause is known.
         assert spent <= 0.02 * lasted + 0.1
 
-        sampler.is_busy = lambda: True
+        sampler.is_model_busy = lambda: True
         waiting_count = len(app.service.ladder.observer.sampler)
         await sampler.step()
 

@@ -54,7 +54,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
         sampled_share, with_ids = config.traces_share, config.traces_ids  # type: ignore[attr-defined]
         processor = SimpleSpanProcessor(memory_exporter)
         memory_exporter._stopped = False  # by the service before
-        return Spans(processor, trace_share=sampled_share, with_ids=with_ids, instance=instance)
+        return Spans(processor, trace_share=sampled_share, with_entity_ids=with_ids, instance_id=instance)
 
     monkeypatch.setattr(attach, "_open_spans", make)
     return memory_exporter

@@ -52,7 +52,7 @@ async def run(url: str, namespace: str, name: str, wait_ms: str) -> None:
     control = Redis.from_url(url, protocol=2, socket_timeout=None)
     remote = RemoteTier(RemoteConfig(url, deadline_s=5.0), Keyspace(namespace))
     tiers = TieredCache(LocalTier(1 << 20), NegativeCache(1_000, 5.0), remote)
-    lead = LeaseManager(remote, tiers, remote.control.keyspace, wait_s=float(wait_ms) / 1000, name=name)
+    lead = LeaseManager(remote, tiers, remote.control.keyspace, lease_wait_s=float(wait_ms) / 1000, process_name=name)
     inferences = LiveInferences(
         cast(MicroBatcher, Gated(control, namespace, name)), tiers, overlay_ttl_s=60.0, outage_ttl_s=1.0, leases=lead
     )

@@ -60,9 +60,10 @@ async def replica(own_redis: RedisServer, keyspace: Keyspace) -> AsyncIterator[R
     tiers = TieredCache(LocalTier(16 << 20), NegativeCache(100_000, 60.0), remote)
     with ThreadPoolExecutor(1) as executor:
         batcher = MicroBatcher(
-            executor, worker_count=1, max_batch=BATCH, max_queue=2_048, max_queue_bytes=32 << 20, compute=compute
+            executor, worker_count=1, batch_size_max=BATCH, queued_jobs_max=2_048, queued_bytes_max=32 << 20,
+            compute_batch=compute
         )  # fmt: skip
-        lead = LeaseManager(remote, tiers, keyspace, wait_s=60.0)
+        lead = LeaseManager(remote, tiers, keyspace, lease_wait_s=60.0)
         inferences = LiveInferences(batcher, tiers, overlay_ttl_s=60.0, outage_ttl_s=1.0, leases=lead)
         ladder = Ladder(tiers, inferences, world.metrics, l2_deadline_s=30.0)
         yield Replica(world, tiers, ladder, lead)

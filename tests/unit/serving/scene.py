@@ -81,18 +81,18 @@ class Scene:
         self.on_open: Callable[[], None] = lambda: None
         self.warmed: list[str] = []
         self.shelf = GenerationHolder(
-            self.open, self.world.metrics, warm=self.warm, in_thread=in_thread, timer=self.timer
+            self.open, self.world.metrics, warm=self.warm, in_thread=in_thread, monotonic_clock=self.timer
         )
         self.follower = PointerFollower(
             self.store, self.redis, self.shelf, self.world.metrics,
             load_bound_s=BOUND_S, poll_s=0.01, clock=self.clock, in_thread=in_thread,
-            timer=self.timer,
+            monotonic_clock=self.timer,
         )  # fmt: skip
         self.host = HostHeadroom(folder, in_thread)
         heartbeat = Heartbeat("replica-1", self.follower, self.clock, self.world.metrics, host_headroom=self.host)
         self.refresher = Refresher(
             self.follower, self.store, self.redis, heartbeat,
-            poll_s=1, blocklist_poll_s=1, heartbeat_s=1, in_thread=in_thread, timer=self.timer,
+            poll_s=1, blocklist_poll_s=1, heartbeat_s=1, in_thread=in_thread, monotonic_clock=self.timer,
         )  # fmt: skip
 
     def open(self, to: Pointer, blocklist: Blocklist) -> Snapshot:
@@ -100,7 +100,7 @@ class Scene:
         self.on_open()
         if to.generation in self.broken:
             raise CorruptArtefact("items.bin has 3 bytes")
-        changes = {"epoch": to.epoch, "blocklist": blocklist, "degraded": self.degraded}
+        changes = {"epoch": to.epoch, "blocklist": blocklist, "degraded_reason": self.degraded}
         return self.world.snapshot(to.generation, **changes)
 
     async def warm(self, coming: Snapshot, _current: Snapshot | None) -> None:

@@ -220,12 +220,12 @@ class World:
         )
         fields: dict[str, Any] = {
             "generation": generation, "epoch": 1, "published_at": "2026-11-20T00:00:00Z",
-            "manifest": manifest, "root": Path(), "directories": directories, "items": self.items,
+            "manifest": manifest, "generation_folder": Path(), "directories": directories, "items": self.items,
             "view": SnapshotView(generation, directories), "predictor": self.predictor,
-            "degraded": None,
-            "defaults": {"user_topk": default, "item_similar": default},
-            "blocklist": Blocklist(), "blocked": frozenset(),
-            "blocked_ordinals": np.empty(0, np.int64),
+            "degraded_reason": None,
+            "default_list_by_table": {"user_topk": default, "item_similar": default},
+            "blocklist": Blocklist(), "blocked_item_numbers": frozenset(),
+            "blocked_item_ordinals": np.empty(0, np.int64),
         }  # fmt: skip
         return Snapshot(**(fields | changes))
 

@@ -23,9 +23,9 @@ def test_the_nearest_is_found_exactly_while_vectors_come_and_go() -> None:
             apart = {entry: np.linalg.norm(query - of) for entry, of in vector_by_number.items()}
             expected_entry = min(apart, key=lambda entry: apart[entry])
             assert nearest is not None and nearest.entry == expected_entry
-            assert abs(nearest.distance - apart[expected_entry] / np.linalg.norm(query)) < 1e-5
+            assert abs(nearest.relative_distance - apart[expected_entry] / np.linalg.norm(query)) < 1e-5
             if number % 3 == 0:
-                recent.mark_used(nearest.slot)
+                recent.mark_used(nearest.vector_slot)
                 used.remove(nearest.entry)
                 used.append(nearest.entry)
     assert len(recent) == 50
@@ -46,4 +46,4 @@ def test_vectors_that_are_no_numbers_are_near_nothing() -> None:
     recent.add(np.ones(2, np.float32), "a")
 
     (nearest,) = recent.find_nearest(np.array([[np.nan, 1]], np.float32))
-    assert nearest is None or not nearest.distance < 1
+    assert nearest is None or not nearest.relative_distance < 1

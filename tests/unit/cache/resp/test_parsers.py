@@ -91,7 +91,7 @@ async def test_the_redis_of_events_is_bounded(port: int) -> None:
 
 async def test_the_follower_of_events_is_bounded(port: int) -> None:
     follower: Any = EventFollower.__new__(EventFollower)
-    follower._url, follower._timer = f"redis://127.0.0.1:{port}", time.monotonic
+    follower._redis_url, follower._monotonic_clock = f"redis://127.0.0.1:{port}", time.monotonic
     with pytest.raises(redis.InvalidResponse, match="announces more than"):
         async with follower.connect():
             pass

@@ -137,14 +137,14 @@ def test_keys_of_replicas_that_send_no_sketch_may_be_the_same() -> None:
 
 
 def test_more_keys_than_are_kept_are_sampled_without_regard_to_how_busy_they_are() -> None:
-    keys, rng = KeySample(keys_max=1_000), np.random.default_rng(SEED)
+    keys, rng = KeySample(sampled_keys_max=1_000), np.random.default_rng(SEED)
     for number in rng.zipf(1.3, 200_000).tolist():  # busy keys have low numbers, and scores to match
         keys.add_answer(b"key-%d" % number, "stored", 1.0 if number < 10_000 else 2.0)
 
-    assert keys.level > 0 and 400 < len(keys) <= 1_000
+    assert keys.sampling_level > 0 and 400 < len(keys) <= 1_000
     assert keys.count_by_kind == {"stored": len(keys)} and keys.count_by_score_bucket.total() == len(keys)
     assert (
-        keys.score_sum
+        keys.top_score_sum
         == keys.count_by_score_bucket[bucket_of_score(1.0)] + 2.0 * keys.count_by_score_bucket[bucket_of_score(2.0)]
     )
 
@@ -202,5 +202,5 @@ def test_kinds_of_feedback_are_bounded_and_the_one_that_decides_is_never_among_t
         counts.count_feedback(f"event_{number}", 1)
     counts.count_feedback("purchase", 5)
 
-    assert len(counts.feedback) == 18 and counts.feedback["other"] == 84
-    assert counts.feedback["purchase"] == 5
+    assert len(counts.feedback_count_by_event) == 18 and counts.feedback_count_by_event["other"] == 84
+    assert counts.feedback_count_by_event["purchase"] == 5

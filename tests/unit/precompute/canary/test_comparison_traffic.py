@@ -40,7 +40,7 @@ def tried(seed: int, skew: float, *, scale: float = 1.0, defaults: float = 0.0) 
         for replica, counts in enumerate(arms[arm]):
             if times := int(met[replica, user]):
                 counts.count_answers(key, [answer])
-                counts.requests += times - 1  # what is known by now changes no more than this
+                counts.request_count += times - 1  # what is known by now changes no more than this
     totals = [
         CanaryArmTotals.of(replica_counts.to_json() for replica_counts in arms[name]) for name in ("live", "canary")
     ]

@@ -56,13 +56,13 @@ def test_who_asks_all_the_time_gets_the_rate_and_one_burst(rate: float, seconds:
     while now_s <= end:
         charge_result = state_after_charge(standing, limits, now_s, 1, 0)
         if isinstance(charge_result, QuotaState):
-            standing = charge_result._replace(in_flight=0)
+            standing = charge_result._replace(requests_in_flight=0)
             count += 1
             if count > 2_000:
                 return
         else:
-            assert charge_result.wait_s > 0
-            now_s += charge_result.wait_s + 1e-9
+            assert charge_result.retry_after_s > 0
+            now_s += charge_result.retry_after_s + 1e-9
     assert abs(count - rate * (seconds + burst_s(rate))) <= 1 + 1e-3
 
 
@@ -75,13 +75,13 @@ def test_a_caller_that_waits_out_the_shortage_is_let_through(rate: float, amount
     refused = state_after_charge(first, limits, 5.0, 0, amount)
 
     if isinstance(refused, Shortage):
-        later = 5.0 + refused.wait_s
+        later = 5.0 + refused.retry_after_s
         assert isinstance(state_after_charge(first, limits, later, 0, amount), QuotaState)
-        assert refused.kind == "entities_per_s" and refused.limit == rate
+        assert refused.kind == "entities_per_s" and refused.exceeded_limit == rate
 
 
 def test_all_is_taken_or_nothing() -> None:
-    limits = QuotaLimits(requests_per_s=100.0, entities_per_s=1.0, in_flight=5)
+    limits = QuotaLimits(requests_per_s=100.0, entities_per_s=1.0, requests_in_flight_max=5)
     initial_state = QuotaState(entities_paid_until=10.0)
 
     charge_result = state_after_charge(initial_state, limits, 8.5, 1, 1)
@@ -90,12 +90,14 @@ def test_all_is_taken_or_nothing() -> None:
 
 
 def test_in_flight_has_its_own_bound() -> None:
-    limits = QuotaLimits(in_flight=2)
+    limits = QuotaLimits(requests_in_flight_max=2)
 
-    assert isinstance(state_after_charge(QuotaState(in_flight=1), limits, 0.0, 1, 5), QuotaState)
-    charge_result = state_after_charge(QuotaState(in_flight=2), limits, 0.0, 1, 0)
+    assert isinstance(state_after_charge(QuotaState(requests_in_flight=1), limits, 0.0, 1, 5), QuotaState)
+    charge_result = state_after_charge(QuotaState(requests_in_flight=2), limits, 0.0, 1, 0)
     assert isinstance(charge_result, Shortage) and charge_result.kind == "in_flight"
-    assert isinstance(state_after_charge(QuotaState(in_flight=2), limits, 0.0, 0, 7), QuotaState)  # its entities
+    assert isinstance(
+        state_after_charge(QuotaState(requests_in_flight=2), limits, 0.0, 0, 7), QuotaState
+    )  # its entities
 
 
 def test_what_is_given_back_can_be_taken_again() -> None:
@@ -119,11 +121,11 @@ def test_tokens_have_rows_of_their_own_and_workers_share_them(tmp_path: Path) ->
     assert [second_table.charge(row_key("a"), LIMITED, 7.0, 1, 0) for _ in range(5)] == [None] * 5
     assert isinstance(first_table.charge(row_key("a"), LIMITED, 7.0, 1, 0), Shortage)
     assert second_table.charge(row_key("b"), LIMITED, 7.0, 1, 0) is None
-    assert first_table.read_state(row_key("a"), 7.0).in_flight == 10
+    assert first_table.read_state(row_key("a"), 7.0).requests_in_flight == 10
 
 
 def test_a_worker_that_is_gone_holds_nothing(tmp_path: Path) -> None:
-    path, limits = tmp_path / "quotas", QuotaLimits(in_flight=3)
+    path, limits = tmp_path / "quotas", QuotaLimits(requests_in_flight_max=3)
     QuotaTable.create(path, 4)
     killed, surviving_table = QuotaTable.open(path, 0), QuotaTable.open(path, 1)
     for table in (killed, killed, surviving_table):
@@ -132,16 +134,16 @@ def test_a_worker_that_is_gone_holds_nothing(tmp_path: Path) -> None:
 
     QuotaTable.clear_column_in_file(path, 0)
 
-    assert surviving_table.read_state(row_key("a"), 1.0).in_flight == 1
+    assert surviving_table.read_state(row_key("a"), 1.0).requests_in_flight == 1
     assert surviving_table.charge(row_key("a"), limits, 1.0, 1, 0) is None
     QuotaTable.open(path, 1)  # its successor begins with none
-    assert killed.read_state(row_key("a"), 1.0).in_flight == 0
+    assert killed.read_state(row_key("a"), 1.0).requests_in_flight == 0
 
 
 def test_rows_of_tokens_that_rest_are_used_again() -> None:
     table, limits = QuotaTable.create_private(), QuotaLimits(requests_per_s=1.0)
     held_key = row_key("held")
-    assert table.charge(held_key, QuotaLimits(in_flight=5), 0.0, 1, 0) is None
+    assert table.charge(held_key, QuotaLimits(requests_in_flight_max=5), 0.0, 1, 0) is None
 
     for number in range(3 * TABLE_ROWS):
         key = row_key(str(number))
@@ -149,12 +151,12 @@ def test_rows_of_tokens_that_rest_are_used_again() -> None:
         assert table.charge(key, limits, now_s, 1, 0) is None
         table.leave(key)
 
-    assert table.read_state(held_key, 1e9).in_flight == 1
+    assert table.read_state(held_key, 1e9).requests_in_flight == 1
     assert table.read_state(row_key(str(3 * TABLE_ROWS - 1)), 0.0).requests_paid_until > 0
 
 
 def test_a_table_that_is_full_says_so() -> None:
-    table, limits = QuotaTable.create_private(), QuotaLimits(in_flight=1)
+    table, limits = QuotaTable.create_private(), QuotaLimits(requests_in_flight_max=1)
     for number in range(TABLE_ROWS):
         assert table.charge(row_key(str(number)), limits, 0.0, 1, 0) is None
 

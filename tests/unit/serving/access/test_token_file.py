@@ -39,7 +39,7 @@ def test_what_is_written_is_read_and_for_its_owner_alone(tmp_path: Path) -> None
 
     assert read_tokens(path) == tokens
     assert path.stat().st_mode & 0o777 == 0o600 and [file.name for file in path.parent.iterdir()] == ["tokens.json"]
-    assert tokens["ben"].expires_s == 1_893_452_400.0
+    assert tokens["ben"].expires_at_s == 1_893_452_400.0
 
 
 def test_a_changed_file_keeps_its_mode(tmp_path: Path) -> None:

@@ -239,10 +239,10 @@ def test_either_queue_keeps_live_from_new_work() -> None:
 
 def test_a_request_is_late_only_when_the_queue_has_taken_all_its_time() -> None:
     gate, clock = admission(), FakeClock()
-    assert not gate.is_behind
+    assert not gate.is_loop_behind
     observe_waits(gate.loop_valve, clock, wait=0.25, seconds=0.2)
 
-    assert gate.is_behind and not gate.is_late(0.3) and gate.shed_counts["late"] == 0
+    assert gate.is_loop_behind and not gate.is_late(0.3) and gate.shed_counts["late"] == 0
     assert gate.is_late(0.2) and gate.shed_counts["late"] == 1
 
 
@@ -256,7 +256,7 @@ async def test_overload_leaves_live_out_and_says_so_and_only_for_new_work() -> N
 
     world.infer = infer  # type: ignore[method-assign]
     inferences = LiveInferences(
-        cast(MicroBatcher, world), world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, admit=lambda: is_open
+        cast(MicroBatcher, world), world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, admit_input=lambda: is_open
     )
     ladder = Ladder(world.tiers, inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock)
     served = ServedGenerations(world.snapshot())
@@ -288,8 +288,8 @@ async def test_the_oldest_input_tells_how_much_of_its_time_it_has_waited() -> No
     snapshot = world.snapshot()
     with ThreadPoolExecutor(1) as pool:
         batches = MicroBatcher(
-            pool, worker_count=1, max_batch=4, max_queue=100, max_queue_bytes=1 << 20,
-            compute=compute, timer=clock,
+            pool, worker_count=1, batch_size_max=4, queued_jobs_max=100, queued_bytes_max=1 << 20,
+            compute_batch=compute, monotonic_clock=clock,
         )  # fmt: skip
 
         def job(time_s: float) -> InferenceJob:
@@ -321,7 +321,7 @@ async def test_a_pulse_sees_every_long_iteration_and_ends() -> None:
         if not enough.is_set():
             loop.call_soon(work)
 
-    pulse = LoopLagSampler(observe, lambda: 0.5, every_s=0.001, timer=clock)
+    pulse = LoopLagSampler(observe, lambda: 0.5, sampling_interval_s=0.001, monotonic_clock=clock)
     pulse.start()
     work()
     async with asyncio.timeout(10):
@@ -343,7 +343,7 @@ async def test_a_pulse_goes_on_after_an_observer_that_raises() -> None:
             raise RuntimeError("planted")
         enough.set()
 
-    pulse = LoopLagSampler(observe, lambda: 0.0, every_s=0.001)
+    pulse = LoopLagSampler(observe, lambda: 0.0, sampling_interval_s=0.001)
     pulse.start()
     async with asyncio.timeout(10):
         await enough.wait()

@@ -53,7 +53,7 @@ async def test_an_iteration_has_no_more_work_than_its_budget(pacer: WorkPacer, c
     worked: list[int] = []
 
     async def work() -> None:
-        await pacer.begin(stays)
+        await pacer.wait_to_begin(stays)
         for _ in range(3):
             worked.append(iterations.iteration_number)
             clock.tick(PORTION_S)
@@ -72,7 +72,7 @@ async def test_requests_that_got_their_replies_at_once_go_on_by_the_budget(pacer
     worked: list[int] = []
 
     async def work() -> None:
-        await pacer.begin(stays)
+        await pacer.wait_to_begin(stays)
         await reply_event.wait()
         await pacer.resume()
         worked.append(iterations.iteration_number)
@@ -92,7 +92,7 @@ async def test_requests_that_got_their_replies_at_once_go_on_by_the_budget(pacer
 async def test_work_goes_on_at_once_where_the_iteration_has_room(pacer: WorkPacer) -> None:
     with Iterations() as iterations:
         initial_iteration = iterations.iteration_number
-        await pacer.begin(stays)
+        await pacer.wait_to_begin(stays)
         await pacer.resume()
         assert iterations.iteration_number == initial_iteration
 
@@ -101,7 +101,7 @@ async def test_small_requests_wait_for_the_sockets_once_in_a_budget_of_work(pace
     # Given requests of a little over an eighth of the budget each, one after the other on a loop that never rests
     async def work() -> bool:
         iteration = iterations.iteration_number
-        await pacer.begin(stays)
+        await pacer.wait_to_begin(stays)
         clock.tick(BUDGET_S / 7.9)
         return iterations.iteration_number > iteration
 
@@ -115,7 +115,7 @@ async def test_requests_begin_in_their_order_and_begun_ones_end_first(pacer: Wor
     worked_portions: list[tuple[int, int]] = []
 
     async def work(number: int) -> None:
-        await pacer.begin(stays)
+        await pacer.wait_to_begin(stays)
         for portion in range(2):
             worked_portions.append((number, portion))
             clock.tick(2 * BUDGET_S)
@@ -131,7 +131,7 @@ async def test_requests_begin_in_their_order_and_begun_ones_end_first(pacer: Wor
 async def test_who_is_alone_begins_at_once(pacer: WorkPacer) -> None:
     with Iterations() as iterations:
         initial_iteration = iterations.iteration_number
-        assert await pacer.begin(stays) == 0.0
+        assert await pacer.wait_to_begin(stays) == 0.0
         assert iterations.iteration_number == initial_iteration
 
 
@@ -146,23 +146,23 @@ async def test_work_waits_while_there_is_something_at_the_sockets_and_not_for_ev
             await asyncio.sleep(0)
 
     handling = asyncio.create_task(handle_sockets())
-    await pacer.begin(stays)  # alone: at once
+    await pacer.wait_to_begin(stays)  # alone: at once
     clock.tick(BUDGET_S)
     began_at = clock()
-    waited_s = await pacer.begin(stays)
+    waited_s = await pacer.wait_to_begin(stays)
     assert 0.045 < waited_s < 0.06 and clock() - began_at == pytest.approx(waited_s)
 
     ticking = False
     await handling
     clock.tick(BUDGET_S)
-    assert await pacer.begin(stays) == 0.0
+    assert await pacer.wait_to_begin(stays) == 0.0
 
 
 async def test_who_has_gone_while_it_waited_is_dropped(pacer: WorkPacer, clock: FakeClock) -> None:
     worked: list[int] = []
 
     async def work(number: int) -> None:
-        await pacer.begin(lambda: number % 2 == 1)
+        await pacer.wait_to_begin(lambda: number % 2 == 1)
         worked.append(number)
         clock.tick(0.06)
 
@@ -177,9 +177,9 @@ async def test_who_has_gone_while_it_waited_is_dropped(pacer: WorkPacer, clock: 
 
 async def test_dropped_connections_are_expected_no_longer_than_work_waits(pacer: WorkPacer, clock: FakeClock) -> None:
     # Given work that waits for a second
-    await pacer.begin(stays)
+    await pacer.wait_to_begin(stays)
     clock.tick(BUDGET_S)
-    waiting = asyncio.create_task(pacer.begin(stays))
+    waiting = asyncio.create_task(pacer.wait_to_begin(stays))
     await asyncio.sleep(0)
     clock.tick(1.0)
 
@@ -197,25 +197,25 @@ async def test_dropped_connections_are_expected_no_longer_than_work_waits(pacer:
 
 
 async def test_a_cancelled_waiter_holds_up_no_other(pacer: WorkPacer, clock: FakeClock) -> None:
-    await pacer.begin(stays)
+    await pacer.wait_to_begin(stays)
     clock.tick(BUDGET_S)
-    waiting = [asyncio.create_task(pacer.begin(stays)) for _ in range(3)]
+    waiting = [asyncio.create_task(pacer.wait_to_begin(stays)) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()
     clock.tick(1.0)
-    assert pacer.is_backlogged and pacer.waited_s() == 1.0
+    assert pacer.is_backlogged and pacer.longest_wait_s() == 1.0
 
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
 
     assert [type(outcome) for outcome in outcomes] == [asyncio.CancelledError, float, float]
-    assert not pacer.is_backlogged and pacer.waited_s() == 0.0
+    assert not pacer.is_backlogged and pacer.longest_wait_s() == 0.0
 
 
 async def test_short_work_goes_ahead(pacer: WorkPacer, clock: FakeClock) -> None:
     order: list[str] = []
 
     async def work(name: str, *, is_short: bool) -> None:
-        await pacer.begin(stays, is_short=is_short)
+        await pacer.wait_to_begin(stays, is_short_request=is_short)
         order.append(name)
         clock.tick(2 * BUDGET_S)
 
@@ -308,13 +308,13 @@ async def test_a_queue_of_work_counts_as_one_of_the_loop(clock: FakeClock) -> No
         admission.observe(0.001, 0.0, clock())
         clock.tick(0.1)
 
-    assert admission.is_behind and admission.loop_valve.admitted_share < 1.0
+    assert admission.is_loop_behind and admission.loop_valve.admitted_share < 1.0
     await asyncio.gather(*tasks)
 
 
 async def test_no_large_answer_is_begun_while_peers_do_not_take_theirs(clock: FakeClock) -> None:
     app, worked, admission = front(clock)
-    app.has_room = lambda: False
+    app.has_room_for_answer = lambda: False
 
     messages = await collect_messages(app, "batch")
 

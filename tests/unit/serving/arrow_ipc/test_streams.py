@@ -94,9 +94,9 @@ def test_pyarrow_reads_what_is_written_and_so_do_we(rows: list[tuple[Any, ...]])
     for name, at in zip(table.column_names, range(7), strict=True):
         expected = [row[at] for row in rows]
         assert table[name].to_pylist() == expected
-        cells = [list(cell) if isinstance(cell, tuple | np.ndarray) else cell for cell in frame.columns[name]]
+        cells = [list(cell) if isinstance(cell, tuple | np.ndarray) else cell for cell in frame.values_by_column[name]]
         assert cells == expected
-    assert frame.rows == len(rows) and frame.metadata == {"table": "t", "ü": ""}
+    assert frame.row_count == len(rows) and frame.schema_metadata == {"table": "t", "ü": ""}
 
 
 def body(*arrays: pa.Array, names: list[str] | None = None, **metadata: str) -> bytes:
@@ -230,7 +230,7 @@ def test_a_damaged_stream_is_read_or_refused_and_nothing_else(data: st.DataObjec
     with contextlib.suppress(Problem):  # any other error fails
         lookup = lookup_from_body({}, bytes(raw[:end]), "arrow", "t", LIMITS)
         assert 1 <= len(lookup.entities) <= LIMITS.max_batch
-        assert all(entity.raw and len(entity.raw) <= 256 for entity in lookup.entities)
+        assert all(entity.raw_id and len(entity.raw_id) <= 256 for entity in lookup.entities)
 
 
 @given(raw=st.binary(max_size=300), rows=st.integers(0, 3))

@@ -100,13 +100,13 @@ def test_a_number_that_json_does_not_have_never_becomes_null(
 def test_numbers_texts_and_arrays_go_as_they_are() -> None:
     features = {"price": 1.5, "tags": ["é", "b"], "v": np.array([0.5, 1], np.float32), "big": [2**62, 0.5], "n": 3}
 
-    body = orjson.loads(build_post("t", [Entity("é", features=features)], Options()).content or b"")
+    body = orjson.loads(build_post("t", [Entity("é", features=features)], Options()).request_body or b"")
 
     assert body["entities"] == [{"id": "é", "features": features | {"v": [0.5, 1.0]}}]
 
 
 def test_an_id_beyond_64_bits_travels_as_its_decimal_form() -> None:
-    body = orjson.loads(build_post("t", [2**80], Options()).content or b"")
+    body = orjson.loads(build_post("t", [2**80], Options()).request_body or b"")
 
     assert body["entities"] == [{"id": str(2**80)}]
 
@@ -114,7 +114,7 @@ def test_an_id_beyond_64_bits_travels_as_its_decimal_form() -> None:
 def test_options_that_are_not_set_are_left_to_the_service() -> None:
     call = build_get("t", "u-1", Options(k=3, fresh=True, canary_key=9))
 
-    assert call.params == {"k": "3", "fresh": "true", "canary_key": "9"}
+    assert call.query_parameters == {"k": "3", "fresh": "true", "canary_key": "9"}
 
 
 def test_a_url_has_no_room_for_exclude() -> None:

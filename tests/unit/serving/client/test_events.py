@@ -31,10 +31,12 @@ class FakeSender:
 def sizes(count: int, max_batch: int, text_bytes: int = 1) -> list[int]:
     events = [NewEvent(n, user="u", item="x" * text_bytes) for n in range(count)]
     calls = event_calls(events, max_batch)
-    event_batches = [orjson.loads(events_call.call.content or b"")["events"] for events_call in calls]
+    event_batches = [orjson.loads(events_call.call.request_body or b"")["events"] for events_call in calls]
     assert [int(event["id"]) for events in event_batches for event in events] == [*range(count)]
     batch_sizes = [len(event_batch) for event_batch in event_batches]
-    assert [events_call.at for events_call in calls] == [0, *itertools.accumulate(batch_sizes)][: len(calls)]
+    assert [events_call.first_event_index for events_call in calls] == [0, *itertools.accumulate(batch_sizes)][
+        : len(calls)
+    ]
     return batch_sizes
 
 

@@ -414,7 +414,7 @@ async def test_feedback_is_never_hedged() -> None:
 
 
 def test_an_allowance_saves_up_to_its_bound() -> None:
-    allowance = ExtraRequestBudget(0.5, saved_max=2.0)
+    allowance = ExtraRequestBudget(0.5, saved_requests_max=2.0)
     for _ in range(100):
         allowance.earn()
 

@@ -62,7 +62,7 @@ def world() -> World:
 
 
 def requests(reading: FleetReading) -> int:
-    return sum(row.requests for row in reading.bin_by_start.values())
+    return sum(row.request_count for row in reading.bin_by_start.values())
 
 
 async def test_reports_of_two_workers_add_up_to_one_fleet_view(world: World) -> None:
@@ -72,7 +72,7 @@ async def test_reports_of_two_workers_add_up_to_one_fleet_view(world: World) -> 
     world.first_worker.count(10)  # not told yet: the worker that is asked knows it all the same
     own_reading, theirs = (await world.first_worker.fleet_view.read(), await world.second_worker.fleet_view.read())
 
-    assert own_reading.trouble is None and (requests(own_reading), requests(theirs)) == (17, 7)
+    assert own_reading.trouble_text is None and (requests(own_reading), requests(theirs)) == (17, 7)
     assert sum(counts["r"] for counts in own_reading.recent_counts_by_start.values()) == 17
     assert {name: worker_row["counts"]["r"] for name, worker_row in own_reading.worker_rows.items()} == {
         "one": 13, "other": 4,
@@ -90,7 +90,7 @@ async def test_a_reply_that_was_lost_counts_nothing_twice(world: World) -> None:
     world.first_worker.count(3)
     world.redis.loses = True
     await world.first_worker.teller.publish()
-    assert world.first_worker.teller.trouble is not None
+    assert world.first_worker.teller.trouble_text is not None
     world.redis.loses = False
     world.first_worker.count(1)
     await world.first_worker.teller.publish()
@@ -105,7 +105,7 @@ async def test_without_redis_it_is_the_workers_own_and_afterwards_the_whole(worl
     world.first_worker.count(3)
     await world.first_worker.teller.publish()
     alone = await world.first_worker.fleet_view.read()
-    assert alone.trouble == "gone" and requests(alone) == 3 and set(alone.worker_rows) == {"one"}
+    assert alone.trouble_text == "gone" and requests(alone) == 3 and set(alone.worker_rows) == {"one"}
     world.clock.tick(5 * BIN_S)
     world.redis.down = False
     await world.publish_all()
@@ -140,7 +140,7 @@ async def test_an_hour_is_kept_and_no_more(world: World) -> None:
 
     drawn = world.first_worker.fleet_view._fleet_bins
     assert BINS_MAX - 1 <= len(drawn.bin_by_start) <= BINS_MAX
-    assert len(reading.bin_by_start) == len(drawn.digest_by_start) == requests(reading) == len(drawn.bin_by_start)
+    assert len(reading.bin_by_start) == len(drawn.blobs_digest_by_start) == requests(reading) == len(drawn.bin_by_start)
     assert (
         RECENT_BIN_COUNT - 1
         <= len(reading.recent_counts_by_start)

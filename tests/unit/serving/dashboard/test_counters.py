@@ -16,9 +16,9 @@ from serving.dashboard.counters import (
     collect_counts,
     count_difference,
     merged_counts,
-    pack,
+    pack_counts,
     shown_totals,
-    unpack,
+    unpack_counts,
 )
 from serving.events.counts import ACCEPTED, REFUSAL_REASONS, REJECTION_REASONS, REPEATED, EventCounts, counts_by_field
 from serving.metrics.registry import Metrics
@@ -33,14 +33,14 @@ tables = st.dictionaries(fields, st.integers(1, 1 << 40))
 
 @given(tables)
 def test_what_is_packed_is_read_again(table: dict[str, int]) -> None:
-    assert unpack(pack(table)) == table
+    assert unpack_counts(pack_counts(table)) == table
 
 
 def test_what_another_version_wrote_counts_nothing() -> None:
     damaged = b"", b"{}", b"[1]", b"[{}, 3]", b'[{"r":"x"}, {}]', b'[{}, {"l1": []}]'
     misleading = b'[{"h:l1:x":1}, {}]', b'[{}, {"l1": [-900, 1]}]', b'[{"r":9007199254740992}, {}]'
     for blob in (*damaged, *misleading):
-        assert unpack(blob) == {}
+        assert unpack_counts(blob) == {}
 
 
 @given(tables, tables)
@@ -57,8 +57,8 @@ def test_counts_are_those_of_metrics_those_of_the_hot_route_included() -> None:
     metrics.answered("a", Source.L2, 0.002)
     metrics.answered("b", Source.DEFAULT, 0.5)
     metrics.missed("b", "evicted")
-    metrics.count_fast_answers("a", Source.L1, 0.00002, times=3)
-    metrics.tally.requests["GET /v1/lookup/{table}"] += 3
+    metrics.count_fast_answers("a", Source.L1, 0.00002, entity_count=3)
+    metrics.tally.request_count_by_route["GET /v1/lookup/{table}"] += 3
     metrics.requested("POST /v1/lookup", 422)
     metrics.stage("parse", 0.25)
     counts = collect_counts(metrics, shed_count=2)
@@ -75,14 +75,14 @@ def test_events_are_counted_by_what_became_of_them_and_what_they_changed() -> No
     metrics, taken_in = Metrics(), EventCounts(cast(Any, None), Keyspace("t"), 0)
     taken_in.count_by_result.update({"accepted": 3, "in_future": 1})
     taken_in.refusal_count_by_reason["events_full"] += 2
-    metrics.changed_answers.answers["user_topk"] += 4
+    metrics.changed_answers.answer_count_by_table["user_topk"] += 4
     metrics.changed_answers.compare("user_topk", np.array([1, 2, 3, 4], "u4"), np.array([4, 3, 9, 8], "u4"))
     counts = collect_counts(metrics) | counts_by_field(taken_in, metrics.changed_answers)
 
     assert counts == collect_counts(metrics) | {
         "v:accepted": 3, "v:in_future": 1, "y:events_full": 2, "w": 4, "c": 1, "d": 500_000,
     }  # fmt: skip
-    assert unpack(pack(counts)) == counts
+    assert unpack_counts(pack_counts(counts)) == counts
     assert shown_totals(counts) == shown_totals(collect_counts(metrics))
 
 
@@ -100,12 +100,12 @@ def test_bins_keep_an_hour_however_long_they_are_filled_and_add_up_within_one() 
     bins, rng = TimeBins(), random.Random(1)
     bins.add(5.0, {"r": 1})
     bins.add(9.9, {"r": 2, "e": 1})
-    assert unpack(bins.packed[0]) == {"r": 3, "e": 1}
+    assert unpack_counts(bins.packed_counts_by_start[0]) == {"r": 3, "e": 1}
     for number in range(3 * BINS_MAX):
         at = 1e6 + number * BIN_S
         bins.add(at, {f"h:l1:{rng.randrange(180)}": 1 for _ in range(400)})
         bins.add(at, {})
 
-    assert len(bins.packed) == BINS_MAX == len(bins.unpublished_starts)
-    assert min(bins.packed) == bin_start_of(1e6 + 2 * BINS_MAX * BIN_S)
-    assert max(map(len, bins.packed.values())) < 1_000
+    assert len(bins.packed_counts_by_start) == BINS_MAX == len(bins.unpublished_starts)
+    assert min(bins.packed_counts_by_start) == bin_start_of(1e6 + 2 * BINS_MAX * BIN_S)
+    assert max(map(len, bins.packed_counts_by_start.values())) < 1_000

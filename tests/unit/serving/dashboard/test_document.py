@@ -24,8 +24,8 @@ def worker(replica: str = "a", **changes: Any) -> dict[str, Any]:
 
 def make_document(reading: FleetReading, **changes: Any) -> dict[str, Any]:
     parts: dict[str, Any] = {
-        "schedule": {"age_s": None, "due_at": 0.0, "missing": False}, "archive": ([], []),
-        "roles": {}, "bucket_bounds": BOUNDS, "advisor": None, "quality": None,
+        "schedule_fields": {"age_s": None, "due_at": 0.0, "missing": False}, "generation_and_night_rows": ([], []),
+        "generation_by_role": {}, "bucket_bounds": BOUNDS, "advisor_fields": None, "quality_fields": None,
     }  # fmt: skip
     return build_document(reading, **(parts | changes))
 
@@ -38,7 +38,9 @@ def test_workers_add_up() -> None:
         999_000: draw_bin({"a:l2": 7}, BOUNDS)
     }
     dashboard_document = make_document(
-        FleetReading(NOW_S, None, workers, rows, bins), archive=([LIVE_GENERATION], []), roles={"live": "g2"}
+        FleetReading(NOW_S, None, workers, rows, bins),
+        generation_and_night_rows=([LIVE_GENERATION], []),
+        generation_by_role={"live": "g2"},
     )
 
     assert set(dashboard_document) == set(DASHBOARD_SCHEMA["properties"])
@@ -96,7 +98,9 @@ def test_events_are_those_of_all_workers_and_of_the_last_minutes() -> None:
         LIVE_GENERATION | {"events_until": "20-1"},
         LIVE_GENERATION | {"events_until": None},
     ]
-    dashboard_document = make_document(FleetReading(NOW_S, None, workers, rows, bins), archive=(generations, []))
+    dashboard_document = make_document(
+        FleetReading(NOW_S, None, workers, rows, bins), generation_and_night_rows=(generations, [])
+    )
 
     assert dashboard_document["events"] == dashboard_document["events"] | {
         "up": True, "durability": "always", "lag_s": 3.0, "counted_until": "30-0", "taken_until": "20-1",

@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from cache.traffic.experiments import rate_ratio
-from serving.dashboard.counters import pack, shown_totals, unpack
+from serving.dashboard.counters import pack_counts, shown_totals, unpack_counts
 from serving.dashboard.document import experiments_with_counts
 from serving.traffic.router import ExperimentMetrics
 
@@ -24,7 +24,7 @@ def test_counts_of_arms_are_packed_by_workers_and_compared_with_the_control() ->
     metrics.feedback.labels("e", "b", "click").inc(300)
     metrics.feedback.labels("e", "b", "buy").inc(2)
 
-    total_counts = shown_totals(unpack(pack(metrics.by_field())))
+    total_counts = shown_totals(unpack_counts(pack_counts(metrics.counts_by_field())))
     (experiment,) = experiments_with_counts(EXPERIMENT_ENTRIES, total_counts)
 
     assert (experiment["experiment"], experiment["share"]) == ("e", 0.5)

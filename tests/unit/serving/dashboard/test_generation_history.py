@@ -56,7 +56,7 @@ class Night:
             self.store.write(done_path(number), b"")
 
     def read(self, registry: Any = None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        generations, nights = self.history.read(registry)
+        generations, nights = self.history.read_generations_and_nights(registry)
         return {generation["generation"]: generation for generation in generations}, nights
 
 

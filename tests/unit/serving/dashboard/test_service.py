@@ -39,24 +39,24 @@ class Board:
             self.redis, history, worker_name="a", read_counts=lambda: {"r": 1},
             read_worker_state=lambda: about, bucket_bounds=refine_bounds((0.1,)),
             nights=Nights(Schedule(), follower, self.clock),
-            clock=self.clock, timer=self.clock, **{"in_thread": THREADS} | more,
+            clock=self.clock, monotonic_clock=self.clock, **{"in_thread": THREADS} | more,
         )  # fmt: skip
 
     async def data(self) -> dict[str, Any]:
-        document: dict[str, Any] = orjson.loads(await self.dashboard.data())
+        document: dict[str, Any] = orjson.loads(await self.dashboard.document_json())
         return document
 
 
 async def test_many_viewers_cost_one_reading_a_second(tmp_path: Path) -> None:
     board = Board(tmp_path)
-    bodies = await asyncio.gather(*(board.dashboard.data() for _ in range(50)))
+    bodies = await asyncio.gather(*(board.dashboard.document_json() for _ in range(50)))
     call_count = board.redis.call_count
     board.clock.tick(READ_INTERVAL_S / 2)
-    await board.dashboard.data()
+    await board.dashboard.document_json()
 
     assert len(set(bodies)) == 1 and board.redis.call_count == call_count
     board.clock.tick(READ_INTERVAL_S / 2)
-    await board.dashboard.data()
+    await board.dashboard.document_json()
     assert board.redis.call_count > call_count
 
 
@@ -148,7 +148,7 @@ async def test_a_viewer_waits_for_a_bounded_time_and_two_readings_never_meet(
     board.clock.tick(READ_INTERVAL_S)
     for _ in range(3):
         with pytest.raises(Problem, match=r"within 0.01 s"):
-            await board.dashboard.data()
+            await board.dashboard.document_json()
     assert len(readings) == 1
     gate.set()
     monkeypatch.setattr("serving.dashboard.service.DATA_WAIT_MAX_S", 5.0)
@@ -194,7 +194,7 @@ async def test_a_row_of_another_kind_is_left_out_and_does_not_break_the_page(
 
 
 async def test_switched_off_it_says_so(tmp_path: Path) -> None:
-    board = Board(tmp_path, is_on=False)
+    board = Board(tmp_path, is_dashboard_on=False)
 
     with pytest.raises(Problem, match="LARDER_DASHBOARD_S"):
-        await board.dashboard.data()
+        await board.dashboard.document_json()

@@ -43,7 +43,10 @@ PAUSES = [b"no-appendfsync-on-rewrite", b"yes"]
         (server(None, b"# Persistence\r\naof_enabled:0\r\n"), "any", FoundDurability("none")),
         (server(None, b"aof_enabled:1\r\n"), "everysec", FoundDurability("unknown")),
         (server(None, b"aof_enabled:1\r\n", has_waitaof=True), "any", FoundDurability("unknown")),
-        (server(None, b"aof_enabled:1\r\n", has_waitaof=True), "always", FoundDurability("always", waits=True)),
+        (
+            server(None, b"aof_enabled:1\r\n", has_waitaof=True), "always",
+            FoundDurability("always", waits_for_disk=True),
+        ),
         (server(), "any", FoundDurability("unknown")),
         (server([], None), "any", FoundDurability("unknown")),
     ],

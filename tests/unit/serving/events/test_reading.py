@@ -14,7 +14,7 @@ from cache.events.event import Event
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import Blocklist
 from serving.events.counts import REJECTION_REASONS
-from serving.events.reading import EventReader, read_time
+from serving.events.reading import EventReader, read_time_us
 from serving.requests.errors import Problem
 
 NOW_S = 1_800_000_000.0
@@ -28,13 +28,13 @@ def read(*events: Any, blocklist: Blocklist = EMPTY_BLOCKLIST) -> Any:
 
 
 def reasons(*events: Any, blocklist: Blocklist = EMPTY_BLOCKLIST) -> list[str]:
-    return [rejection.reason for rejection in read(*events, blocklist=blocklist).rejected]
+    return [rejection.rejection_reason for rejection in read(*events, blocklist=blocklist).rejected_events]
 
 
 def the_event(event_json: Any) -> Event:
     read_events = read(event_json)
-    assert not read_events.rejected
-    return Event.from_bytes(read_events.packed[0].body)
+    assert not read_events.rejected_events
+    return Event.from_bytes(read_events.packed_events[0].body)
 
 
 def test_an_event_without_a_time_happened_now() -> None:
@@ -104,9 +104,9 @@ def test_what_is_no_event_is_rejected_with_its_reason(changes: dict[str, Any], r
 
 @pytest.mark.parametrize("event_id", ["", "x" * 129, "x" * 300])
 def test_the_bytes_that_an_event_id_may_have_are_told(event_id: str) -> None:
-    rejected = read(COMPLETE_EVENT | {"id": event_id}).rejected
+    rejected = read(COMPLETE_EVENT | {"id": event_id}).rejected_events
 
-    assert f"{len(event_id)} bytes of UTF-8, 1 to 128 are allowed" in rejected[0].detail
+    assert f"{len(event_id)} bytes of UTF-8, 1 to 128 are allowed" in rejected[0].rejection_detail
 
 
 def test_null_clears_an_attribute() -> None:
@@ -116,19 +116,18 @@ def test_null_clears_an_attribute() -> None:
 def test_others_of_the_request_are_read_all_the_same() -> None:
     read_events = read("no object", COMPLETE_EVENT, COMPLETE_EVENT | {"id": None}, COMPLETE_EVENT | {"id": "e-2"})
 
-    assert read_events.event_indices == [1, 3] and [rejection.event_index for rejection in read_events.rejected] == [
-        0,
-        2,
-    ]
-    assert "events[2].id" in read_events.rejected[1].detail
+    assert read_events.event_indices == [1, 3] and [
+        rejection.event_index for rejection in read_events.rejected_events
+    ] == [0, 2]
+    assert "events[2].id" in read_events.rejected_events[1].rejection_detail
 
 
 def test_events_of_erased_or_blocked_users_are_rejected_without_naming_them() -> None:
     for blocklist in (Blocklist(users=frozenset([b"u-1"])), Blocklist(entities=frozenset([b"u-1"]))):
         read_events = read(COMPLETE_EVENT, blocklist=blocklist)
 
-        assert [rejection.reason for rejection in read_events.rejected] == ["erased"]
-        assert "u-1" not in read_events.rejected[0].detail
+        assert [rejection.rejection_reason for rejection in read_events.rejected_events] == ["erased"]
+        assert "u-1" not in read_events.rejected_events[0].rejection_detail
     assert reasons(COMPLETE_EVENT, blocklist=Blocklist(items=frozenset([b"i-1", b"u-1"]))) == []
 
 
@@ -143,14 +142,14 @@ def test_events_of_erased_or_blocked_users_are_rejected_without_naming_them() ->
     ],
 )
 def test_a_time_without_a_zone_is_utc(text: str) -> None:
-    assert read_time(text, "time") == 1_769_860_800_000_000
+    assert read_time_us(text, "time") == 1_769_860_800_000_000
 
 
 @given(st.integers(0, 99_999_999_999_999_999))
 def test_microseconds_of_iso_times_are_kept(at_us: int) -> None:
     text = (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=at_us)).isoformat()
 
-    assert read_time(text, "time") == at_us
+    assert read_time_us(text, "time") == at_us
 
 
 @pytest.mark.parametrize(
@@ -190,11 +189,11 @@ def test_every_event_is_read_or_rejected_and_read_events_come_back(events: list[
 
     read_events = READER.parse_body_events(decoded_events, NOW_S, EMPTY_BLOCKLIST)
 
-    assert sorted([*read_events.event_indices, *(rejection.event_index for rejection in read_events.rejected)]) == [
-        *range(len(decoded_events))
-    ]
-    assert {rejection.reason for rejection in read_events.rejected} <= {*REJECTION_REASONS}
-    for event_index, packed in zip(read_events.event_indices, read_events.packed, strict=True):
+    assert sorted(
+        [*read_events.event_indices, *(rejection.event_index for rejection in read_events.rejected_events)]
+    ) == [*range(len(decoded_events))]
+    assert {rejection.rejection_reason for rejection in read_events.rejected_events} <= {*REJECTION_REASONS}
+    for event_index, packed in zip(read_events.event_indices, read_events.packed_events, strict=True):
         event = Event.from_bytes(packed.body)
         assert event.to_bytes() == packed.body and len(packed.body) <= 256
         assert str(decoded_events[event_index]["id"]) == event.id
@@ -203,7 +202,7 @@ def test_every_event_is_read_or_rejected_and_read_events_come_back(events: list[
 def test_the_same_id_of_two_users_is_two_events_and_of_one_user_one() -> None:
     first, second, third = read(
         COMPLETE_EVENT, COMPLETE_EVENT | {"user": "u-2"}, COMPLETE_EVENT | {"item": "i-2"}
-    ).packed
+    ).packed_events
 
     assert first.id_key != second.id_key and first.source_key != second.source_key
     assert first.id_key == third.id_key and first.source_key == third.source_key

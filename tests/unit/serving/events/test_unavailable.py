@@ -24,7 +24,7 @@ def intake(error: Exception) -> EventIntake:
     async def accept(_events: object) -> None:
         raise error
 
-    no_events: Any = SimpleNamespace(packed=[], rejected=[], places=[])
+    no_events: Any = SimpleNamespace(packed_events=[], rejected_events=[], event_indices=[])
     parts: Any = SimpleNamespace(accept=accept, parse_body_events=lambda *_: no_events, found_durability=None)
     counts: Any = EventCounts(parts, SimpleNamespace(events="", inbox="", rejected=""), 1)  # type: ignore[arg-type]
     return EventIntake(parts, parts, parts, parts, parts, counts, Blocklist, time.time, time.monotonic)
@@ -62,4 +62,4 @@ async def test_a_redis_that_answers_with_an_error_is_not_called_away(error: Exce
     with pytest.raises(EventsUnavailable) as raised, _translate_errors():
         raise error
 
-    assert message in raised.value.outside and "events.internal" not in raised.value.outside
+    assert message in raised.value.public_message and "events.internal" not in raised.value.public_message

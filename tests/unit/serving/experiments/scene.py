@@ -44,8 +44,8 @@ class FakeShelf:
         self.enforcement_error = None if self.has_threads else "can't start new thread"
         return self.has_threads
 
-    def set_experiments_running(self, *, by_experiments: bool) -> None:
-        self.divided = by_experiments
+    def set_experiments_running(self, *, are_running: bool) -> None:
+        self.divided = are_running
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Scene:
         self.ends.set()
         self.arms = ArmHolder(
             cast(LookupService, self.own_service), "own", self.store, self.open,
-            in_thread=THREADS, grace_s=GRACE_S, timer=self.clock,
+            in_thread=THREADS, grace_s=GRACE_S, monotonic_clock=self.clock,
         )  # fmt: skip
 
     def open(self, name: str) -> FakeNamespace:

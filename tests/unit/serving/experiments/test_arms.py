@@ -170,7 +170,7 @@ async def test_of_looks_at_the_same_time_none_takes_an_older_version_back(tmp_pa
 
     arms = ArmHolder(
         cast(LookupService, scene.own_service), "own", scene.store, scene.open,
-        in_thread=cast(StoreThreads, in_thread), grace_s=GRACE_S, timer=scene.clock,
+        in_thread=cast(StoreThreads, in_thread), grace_s=GRACE_S, monotonic_clock=scene.clock,
     )  # fmt: skip
     scene.write(experiment())
     first = asyncio.create_task(arms.refresh())

@@ -73,15 +73,15 @@ def test_requests_under_way_over_a_stop_are_answered_as_they_were_routed(
     scene.run(experiment(), OTHER_EXPERIMENT)
     entities: list[RequestedEntity] = []
     routed = [(key, scene.router.route(entities, asked_with(key))[1]) for key in KEYS[:200]]
-    under_way = [(key, assignment) for key, assignment in routed if assignment and assignment.experiment == "e"]
+    under_way = [(key, assignment) for key, assignment in routed if assignment and assignment.experiment_name == "e"]
 
     scene.run(*remaining_experiments)
     answers = [scene.router.attach_arm(assignment, [{"source": "l1"}, {"source": "l2"}]) for _, assignment in under_way]
 
     assert under_way
     marked_arms = [[(answer["experiment"], answer["arm"]) for answer in request_answers] for request_answers in answers]
-    assert marked_arms == [[("e", assignment.arm)] * 2 for _, assignment in under_way]
-    assert scene.exposures.recorded_requests == [("e", assignment.arm, key) for key, assignment in under_way]
+    assert marked_arms == [[("e", assignment.arm_name)] * 2 for _, assignment in under_way]
+    assert scene.exposures.recorded_requests == [("e", assignment.arm_name, key) for key, assignment in under_way]
 
 
 def test_a_key_that_was_erased_while_its_request_was_under_way_is_not_written_down() -> None:
@@ -94,4 +94,4 @@ def test_a_key_that_was_erased_while_its_request_was_under_way_is_not_written_do
     scene.arms.own_service.follower.holder.blocklist = Blocklist(1, users=frozenset({key}))
     scene.router.attach_arm(assigned, [{"source": "l1"}])
 
-    assert scene.exposures.recorded_requests == [("e", assigned.arm, None)]
+    assert scene.exposures.recorded_requests == [("e", assigned.arm_name, None)]

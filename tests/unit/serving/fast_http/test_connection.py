@@ -60,8 +60,8 @@ class Front:
         self.untraced_fast: Any = Ready()
         self.request_watch: Any = None
         self.gate: Any = None
-        self.has_room: Any = None
-        self.callers = Callers(is_open=True)
+        self.has_room_for_answer: Any = None
+        self.callers = Callers(answers_without_token=True)
         self.looked_up_targets: list[bytes] = []
         self.asked_with_others: list[bytes] = []
         self.run: list[bytes] = []
@@ -556,7 +556,7 @@ def test_a_refusal_is_sent_without_a_task() -> None:
 
 def test_a_watched_request_with_a_body_is_judged_by_the_application() -> None:
     front, chunks = Front(), [post(), post()]
-    front.request_watch = SimpleNamespace(leaves=lambda _scope: False)
+    front.request_watch = SimpleNamespace(leaves_unobserved=lambda _scope: False)
     front.is_overloaded = True
     assert run_exchange(chunks, front) == run_exchange(chunks, None)
     assert not front.run
@@ -614,7 +614,7 @@ def test_what_fails_at_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_watched_request_goes_on() -> None:
     front = Front()
-    front.request_watch = SimpleNamespace(leaves=lambda _scope: False)
+    front.request_watch = SimpleNamespace(leaves_unobserved=lambda _scope: False)
     assert run_exchange(make_known_header_gets(*STORED_ANSWERS), front) == run_exchange(
         make_known_header_gets(*STORED_ANSWERS), None
     )

@@ -23,7 +23,7 @@ class FakeFastLookups:
 
 
 def blocks(watch: Any = None) -> Any:
-    return HeaderCache(SimpleNamespace(request_watch=watch, callers=Callers(is_open=True)))  # type: ignore[arg-type]
+    return HeaderCache(SimpleNamespace(request_watch=watch, callers=Callers(answers_without_token=True)))  # type: ignore[arg-type]
 
 
 def test_headers_are_judged_once() -> None:
@@ -84,7 +84,7 @@ def test_a_body_of_another_length_changes_one_header_only() -> None:
 
 
 def test_who_watches_says_whether_a_lookup_passes_by() -> None:
-    watch = SimpleNamespace(leaves=lambda scope: (b"x-request-id", b"1") not in scope["headers"])
+    watch = SimpleNamespace(leaves_unobserved=lambda scope: (b"x-request-id", b"1") not in scope["headers"])
     header_cache, fast_lookups = blocks(watch), FakeFastLookups()
 
     assert header_cache.judge_and_cache(fast_lookups, HEADER_BLOCK).is_unwatched

@@ -38,7 +38,7 @@ class Metered(Front):
 
     def make_callers(self) -> Callers:
         """Callers of the tokens as they are now."""
-        return Callers.of("", self.tokens, self.rows, self.counts, clock=self.clock, timer=self.clock)
+        return Callers.of("", self.tokens, self.rows, self.counts, clock=self.clock, monotonic_clock=self.clock)
 
     def refuse_for_problem(self, problem: Problem) -> Any:
         """As the application answers."""
@@ -86,7 +86,7 @@ def test_ready_answers_are_metered_one_by_one() -> None:
     clock.tick(1.0)
     assert statuses(front, [get(TARGET, HEAD)] * 5) == [200, 200, 200, 429, 429]
     (quota,) = [caller.quota for _, caller in front.callers._digest_caller_pairs]
-    assert quota is not None and front.rows.read_state(quota._row_key, clock.now_s).in_flight == 0
+    assert quota is not None and front.rows.read_state(quota._row_key, clock.now_s).requests_in_flight == 0
 
 
 def test_what_is_not_ready_goes_to_the_application_uncounted() -> None:

@@ -24,7 +24,7 @@ class Peer:
 
 @pytest.fixture
 def unread() -> Any:
-    return UnreadAnswers(bytes_max=50 * KIB)
+    return UnreadAnswers(unread_bytes_max=50 * KIB)
 
 
 def test_bytes_are_given_back_when_a_peer_has_taken_them(unread: Any) -> None:

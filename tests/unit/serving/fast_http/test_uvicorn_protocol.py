@@ -495,6 +495,6 @@ def test_answers_that_a_peer_does_not_take_count_until_it_is_gone_and_cost_it_it
         slow.protocol.pause_writing()
         assert unread_answers.is_full(0.0) and not unread(slow).is_aborted
         assert not unread_answers.is_full(float("inf"))
-        assert unread(slow).is_aborted and wire._connections.ended_by_reason["unread"] == 1
+        assert unread(slow).is_aborted and wire._connections.ended_count_by_reason["unread"] == 1
 
     run(test)

@@ -12,7 +12,7 @@ from serving.engine.coalescer import GROUP_SIZE_MIN, ITERATIONS_MAX, GetCoalesce
 @pytest.fixture
 def coalescer() -> GetCoalescer:
     """A coalescer whose service has the time 0, and may take 0.1 s for a read of L2."""
-    service: Any = SimpleNamespace(timer=lambda: 0.0, l2_bound_s=lambda: 0.1)
+    service: Any = SimpleNamespace(monotonic_clock=lambda: 0.0, l2_bound_s=lambda: 0.1)
     return GetCoalescer(service, cast(Any, None), lambda: 0.0)
 
 
@@ -78,6 +78,6 @@ async def test_what_came_of_late_is_forgotten_by_halves(coalescer: GetCoalescer)
 async def test_a_read_needs_no_clock_for_who_has_as_long_as_it_may_take(
     coalescer: GetCoalescer, started: float, deadline_s: float, has_time: bool
 ) -> None:
-    get: Any = SimpleNamespace(started=started, options=SimpleNamespace(deadline_s=deadline_s))
+    get: Any = SimpleNamespace(request_started_at=started, options=SimpleNamespace(deadline_s=deadline_s))
 
     assert coalescer.has_time_for_l2(get) is has_time

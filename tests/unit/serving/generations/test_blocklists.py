@@ -25,7 +25,7 @@ def blocked(scene: Scene) -> set[str]:
     """Items that the live snapshot leaves out."""
     live = scene.shelf.live
     assert live is not None
-    return {scene.world.items.id_of(ordinal) for ordinal in live.blocked}
+    return {scene.world.items.id_of(ordinal) for ordinal in live.blocked_item_numbers}
 
 
 async def test_blocks_of_another_namespace_are_in_force_with_the_own_ones(scene: Scene) -> None:
@@ -90,7 +90,7 @@ async def test_a_version_that_could_not_be_put_in_force_is_tried_again_at_every_
     scene.release(A, 1)
     await scene.refresher.refresh_blocklist()
     await scene.publish(pointer(A, 1))
-    assert scene.follower.health.ready and in_force(scene) == 0
+    assert scene.follower.health.is_ready and in_force(scene) == 0
 
     threads = NoThreads(monkeypatch)
     version = change_blocklist(scene.store, block_items=[b"i1"]).version
@@ -98,14 +98,14 @@ async def test_a_version_that_could_not_be_put_in_force_is_tried_again_at_every_
         await scene.refresher.refresh_blocklist()
         assert threads.tries >= tries and blocked(scene) == set() and in_force(scene) == 0
         health = scene.follower.health
-        assert not health.ready and health.stale == "blocklist_not_enforced"
+        assert not health.is_ready and health.stale_reason == "blocklist_not_enforced"
         assert health.public_failure == f"version {version} of the blocklist is not in force"
         assert scene.world.metrics.blocklist_version._value.get() == 0
 
     threads.lasts = False
     await scene.refresher.refresh_blocklist()
     assert blocked(scene) == {"i1"} and in_force(scene) == version
-    assert scene.follower.health.ready and scene.follower.health.stale is None
+    assert scene.follower.health.is_ready and scene.follower.health.stale_reason is None
     assert scene.world.metrics.blocklist_version._value.get() == version
     tries = threads.tries
     await scene.refresher.refresh_blocklist()

@@ -196,11 +196,11 @@ async def test_answers_that_depend_on_no_attribute_stay_what_they_are(scene: Sto
 
     after = scene.shelf.live
     assert snapshot_before is not None and after is not None and after is not snapshot_before
-    assert after.stamp == snapshot_before.stamp and after.values_stamp != snapshot_before.values_stamp
+    assert after.stamp == snapshot_before.stamp and after.item_values_stamp != snapshot_before.item_values_stamp
     for snapshot in (after.with_blocklist(Blocklist(1)), after.released_as(9, 9.0)):
-        assert snapshot.stamp != after.stamp and snapshot.values_stamp != after.values_stamp
+        assert snapshot.stamp != after.stamp and snapshot.item_values_stamp != after.item_values_stamp
         assert out_of_stock(snapshot) == {"i3"}
-    assert len({snapshot_before.stamp, snapshot_before.values_stamp, after.values_stamp}) == 3
+    assert len({snapshot_before.stamp, snapshot_before.item_values_stamp, after.item_values_stamp}) == 3
 
 
 async def test_blocklist_and_values_may_change_at_once(scene: Stocked) -> None:
@@ -219,7 +219,7 @@ async def test_blocklist_and_values_may_change_at_once(scene: Stocked) -> None:
 
     live = scene.shelf.live
     assert live is not None and live.blocklist.version == 5
-    assert {live.items.id_of(ordinal) for ordinal in live.blocked} == {"i9"}
+    assert {live.items.id_of(ordinal) for ordinal in live.blocked_item_numbers} == {"i9"}
     assert out_of_stock(live) == {f"i{number}" for number in range(1, 6)}
 
 

@@ -38,7 +38,7 @@ async def test_a_publish_swaps_one_object_and_keeps_the_previous(scene: Scene) -
     await scene.publish(pointer(B, 2, A))
 
     assert scene.held == [B, A] and served_before is not None and served_before.generations == (A,)
-    assert scene.opened == [A, B] and scene.follower.health.ready
+    assert scene.opened == [A, B] and scene.follower.health.is_ready
     await scene.refresher.send_heartbeat()
     assert scene.redis.beats[-1]["serving"] == B and scene.redis.beats[-1]["holds"] == [B, A]
 
@@ -88,7 +88,7 @@ async def test_a_previous_that_cannot_be_loaded_costs_nothing(scene: Scene) -> N
 
     await scene.publish(pointer(B, 2, A))
 
-    assert scene.held == [B] and scene.follower.health.ready
+    assert scene.held == [B] and scene.follower.health.is_ready
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,9 @@ async def test_a_pointer_that_vanished_or_went_back_is_ignored_and_marked(
     await scene.publish(next_pointer)
 
     # Nothing is followed, nothing drained; it is only said.
-    assert scene.held == [A] and scene.follower.stale == stale_reason and scene.follower.health.ready
+    assert scene.held == [A] and scene.follower.stale_reason == stale_reason and scene.follower.health.is_ready
     await scene.publish(pointer(C, 6, A))
-    assert scene.held == [C, A] and scene.follower.stale is None
+    assert scene.held == [C, A] and scene.follower.stale_reason is None
 
 
 _CANARY = {"generation": C, "percent": 5.0, "since": 1.0, "event": ""}
@@ -151,10 +151,10 @@ async def test_a_malformed_pointer_is_ignored_marked_and_no_reason_to_drain(
 
     scene.timer.tick(2 * BOUND_S)
     await scene.follower.poll_pointer()
-    assert scene.follower.epoch == 5 and scene.follower.stale == "pointer_corrupt"
-    assert scene.follower.health.ready
+    assert scene.follower.epoch == 5 and scene.follower.stale_reason == "pointer_corrupt"
+    assert scene.follower.health.is_ready
     await scene.publish(pointer(B, 6, A))
-    assert scene.held == [B, A] and scene.follower.stale is None
+    assert scene.held == [B, A] and scene.follower.stale_reason is None
 
 
 async def test_a_pointer_that_cannot_be_served_is_one_that_cannot_be_loaded(
@@ -168,10 +168,10 @@ async def test_a_pointer_that_cannot_be_served_is_one_that_cannot_be_loaded(
     with monkeypatch.context() as patched:
         patched.setattr(scene.shelf, "serve", broken)
         await scene.publish(pointer(B, 6, A))
-    assert scene.held == [A] and scene.follower.stale == "load_failed"
+    assert scene.held == [A] and scene.follower.stale_reason == "load_failed"
     scene.timer.tick(BOUND_S)
     await scene.follower.poll_pointer()
-    assert scene.held == [B, A] and scene.follower.stale is None
+    assert scene.held == [B, A] and scene.follower.stale_reason is None
 
 
 async def test_a_lost_redis_leaves_the_replica_ready_and_marked(scene: Scene) -> None:
@@ -180,10 +180,10 @@ async def test_a_lost_redis_leaves_the_replica_ready_and_marked(scene: Scene) ->
 
     await scene.follower.poll_pointer()
 
-    assert scene.follower.stale == "redis_unreachable" and scene.follower.health.ready
+    assert scene.follower.stale_reason == "redis_unreachable" and scene.follower.health.is_ready
     scene.redis.down = False
     await scene.follower.poll_pointer()
-    assert scene.follower.stale is None
+    assert scene.follower.stale_reason is None
 
 
 async def test_a_redis_that_goes_away_while_a_generation_loads_is_said_when_it_is_served(scene: Scene) -> None:
@@ -195,10 +195,10 @@ async def test_a_redis_that_goes_away_while_a_generation_loads_is_said_when_it_i
     scene.on_open = lose_redis
     await scene.publish(pointer(B, 2, A))
 
-    assert scene.held[0] == B and scene.follower.stale == "redis_unreachable"
+    assert scene.held[0] == B and scene.follower.stale_reason == "redis_unreachable"
     scene.redis.down = False
     await scene.follower.poll_pointer()
-    assert scene.follower.stale is None
+    assert scene.follower.stale_reason is None
 
 
 async def test_without_redis_a_replica_starts_from_the_newest_completed_release(scene: Scene) -> None:
@@ -211,8 +211,8 @@ async def test_without_redis_a_replica_starts_from_the_newest_completed_release(
     await scene.follower.poll_pointer()
     await scene.follower.wait_until_settled()
 
-    assert scene.held == [B, A] and scene.follower.health.ready
-    assert scene.follower.stale == "redis_unreachable"
+    assert scene.held == [B, A] and scene.follower.health.is_ready
+    assert scene.follower.stale_reason == "redis_unreachable"
 
 
 async def test_a_redis_restored_from_an_old_copy_is_not_believed(scene: Scene) -> None:
@@ -221,15 +221,15 @@ async def test_a_redis_restored_from_an_old_copy_is_not_believed(scene: Scene) -
 
     await scene.publish(pointer(A, 1))
 
-    assert scene.held[0] == B and scene.follower.stale == "pointer_backwards"
+    assert scene.held[0] == B and scene.follower.stale_reason == "pointer_backwards"
 
 
 async def test_nothing_published_yet_is_not_ready_and_not_an_error(scene: Scene) -> None:
     await scene.follower.poll_pointer()
 
-    assert not scene.follower.health.ready and scene.follower.served is None
+    assert not scene.follower.health.is_ready and scene.follower.served is None
     await scene.publish(pointer(A, 1))
-    assert scene.follower.health.ready
+    assert scene.follower.health.is_ready
 
 
 async def test_only_an_epoch_that_was_seen_and_cannot_be_loaded_drains(scene: Scene) -> None:
@@ -238,16 +238,16 @@ async def test_only_an_epoch_that_was_seen_and_cannot_be_loaded_drains(scene: Sc
 
     await scene.publish(pointer(B, 2, A))
 
-    assert scene.held == [A] and scene.follower.health.ready
-    assert "items.bin" in (scene.follower.health.failed or "")
-    assert scene.follower.stale == "load_failed"
+    assert scene.held == [A] and scene.follower.health.is_ready
+    assert "items.bin" in (scene.follower.health.failure_reason or "")
+    assert scene.follower.stale_reason == "load_failed"
     await scene.follower.poll_pointer()
     assert scene.opened == [A, B]  # not at every look: each try reads and checks every file
     scene.timer.tick(BOUND_S)
-    assert not scene.follower.health.ready
+    assert not scene.follower.health.is_ready
     scene.broken.clear()
     await scene.follower.poll_pointer()
-    assert scene.held == [B, A] and scene.follower.health.ready
+    assert scene.held == [B, A] and scene.follower.health.is_ready
 
 
 async def test_strangers_hear_no_detail_and_passwords_are_never_shown(
@@ -270,7 +270,7 @@ async def test_strangers_hear_no_detail_and_passwords_are_never_shown(
     # Behind the token, in Redis and in the log: everything but the password.
     beat = scene.redis.beats[-1]["failed"]
     assert isinstance(beat, dict) and "sftp://larder:***@store.example" in beat[B]
-    assert "items.ids is not in sftp://larder:***@store.example" in (health.failed or "")
+    assert "items.ids is not in sftp://larder:***@store.example" in (health.failure_reason or "")
     assert "s3cret" not in f"{health}{scene.redis.beats}"
 
 
@@ -278,7 +278,7 @@ async def test_strangers_hear_of_a_model_that_does_not_open_by_one_word(scene: S
     scene.degraded = "models/tower.onnx has SHA-256 d34d, the manifest says b33f"
     await scene.publish(pointer(A, 1))
 
-    assert scene.follower.health.degraded == scene.degraded
+    assert scene.follower.health.degraded_reason == scene.degraded
     assert scene.follower.health.to_public_json()["degraded"] == "no_model"
 
 
@@ -290,7 +290,7 @@ async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loadi
 
     served = scene.follower.served
     ordinal = scene.world.items.ordinal_of(b"i3")
-    assert served is not None and served.live.blocked == {ordinal}
+    assert served is not None and served.live.blocked_item_numbers == {ordinal}
     assert served.live.blocklist.entities == {b"u1"}
 
     def block_meanwhile() -> None:
@@ -300,7 +300,7 @@ async def test_a_blocklist_is_effective_on_all_that_is_held_and_on_what_is_loadi
     await scene.publish(pointer(B, 2, A))
     served = scene.follower.served
     assert served is not None
-    assert all(len(snapshot.blocked) == 2 for snapshot in served.snapshots)
+    assert all(len(snapshot.blocked_item_numbers) == 2 for snapshot in served.snapshots)
 
 
 async def test_an_announcement_at_the_very_end_keeps_nothing_running(scene: Scene) -> None:
@@ -312,7 +312,7 @@ async def test_an_announcement_at_the_very_end_keeps_nothing_running(scene: Scen
     async with asyncio.timeout(5):
         await scene.refresher.aclose()
 
-    assert all(task.done() for task in scene.refresher._tasks) and not scene.redis.beats
+    assert all(task.done() for task in scene.refresher._background_tasks) and not scene.redis.beats
 
 
 async def test_a_cancellation_lost_in_a_client_library_does_not_stop_the_stop(scene: Scene) -> None:
@@ -329,7 +329,7 @@ async def test_a_cancellation_lost_in_a_client_library_does_not_stop_the_stop(sc
     async with asyncio.timeout(5):
         await scene.refresher.aclose()
 
-    assert all(task.done() for task in scene.refresher._tasks)
+    assert all(task.done() for task in scene.refresher._background_tasks)
 
 
 async def test_a_blocklist_that_cannot_be_read_leaves_the_last_one_in_force(scene: Scene) -> None:
@@ -343,9 +343,9 @@ async def test_a_blocklist_that_cannot_be_read_leaves_the_last_one_in_force(scen
     await scene.refresher.refresh_blocklist()
 
     served = scene.follower.served
-    assert served is not None and len(served.live.blocked) == 1
+    assert served is not None and len(served.live.blocked_item_numbers) == 1
     assert scene.refresher.blocklist_read_at == read_at
-    assert scene.follower.stale == "blocklist_unreadable" and scene.follower.health.ready
+    assert scene.follower.stale_reason == "blocklist_unreadable" and scene.follower.health.is_ready
 
 
 async def test_a_start_with_a_damaged_blocklist_falls_back_to_the_newest_readable_one(
@@ -360,7 +360,7 @@ async def test_a_start_with_a_damaged_blocklist_falls_back_to_the_newest_readabl
 
     served = started.follower.served
     assert served is not None and served.live.blocklist.items == {b"i3"}
-    assert started.follower.health.ready and started.follower.stale == "blocklist_unreadable"
+    assert started.follower.health.is_ready and started.follower.stale_reason == "blocklist_unreadable"
 
 
 @pytest.mark.parametrize("damage", ["unreadable", "misnamed", "not a folder", "not mounted"])
@@ -380,13 +380,13 @@ async def test_without_any_blocklist_that_can_be_read_a_replica_is_not_ready(tmp
     await scene.refresher.refresh_blocklist()
     await scene.publish(pointer(A, 1))
 
-    assert scene.held == [A] and not scene.follower.health.ready
-    assert scene.follower.stale == "blocklist_unreadable"
+    assert scene.held == [A] and not scene.follower.health.is_ready
+    assert scene.follower.stale_reason == "blocklist_unreadable"
     assert scene.refresher.blocklist_read_at == checked_at
     (tmp_path / "store/blocklist").unlink() if damage == "not a folder" else None
     scene.store.write("blocklist/000000000001.json", Blocklist(1).to_bytes())
     await scene.refresher.refresh_blocklist()
-    assert scene.follower.health.ready and scene.follower.stale is None
+    assert scene.follower.health.is_ready and scene.follower.stale_reason is None
 
 
 async def test_a_store_that_goes_away_takes_no_block_back(scene: Scene) -> None:
@@ -401,7 +401,7 @@ async def test_a_store_that_goes_away_takes_no_block_back(scene: Scene) -> None:
 
     served = scene.follower.served
     assert served is not None and served.live.blocklist.items == {b"i3"}
-    assert scene.follower.stale == "blocklist_unreadable"
+    assert scene.follower.stale_reason == "blocklist_unreadable"
     assert scene.refresher.blocklist_read_at == read_at
 
 
@@ -413,13 +413,13 @@ async def test_a_first_generation_that_cannot_be_loaded_leaves_the_previous_answ
 
     # Drained, for it has seen an epoch that it cannot load; who still asks gets last night's answer, marked.
     assert scene.held == [A] and scene.follower.epoch == 1
-    assert scene.follower.stale == "load_failed" and not scene.follower.health.ready
+    assert scene.follower.stale_reason == "load_failed" and not scene.follower.health.is_ready
     await scene.follower.poll_pointer()
     assert scene.opened == [B, A]
     scene.broken.clear()
     scene.timer.tick(60)
     await scene.follower.poll_pointer()
-    assert scene.held == [B, A] and scene.follower.health.ready and scene.follower.stale is None
+    assert scene.held == [B, A] and scene.follower.health.is_ready and scene.follower.stale_reason is None
 
 
 async def test_what_cannot_be_loaded_without_redis_is_not_read_again_at_every_look(scene: Scene) -> None:
@@ -434,13 +434,13 @@ async def test_what_cannot_be_loaded_without_redis_is_not_read_again_at_every_lo
     scene.broken.clear()
     scene.timer.tick(60)
     await scene.follower.poll_pointer()
-    assert scene.held == [A] and scene.follower.health.ready
+    assert scene.held == [A] and scene.follower.health.is_ready
 
 
 async def test_a_degraded_generation_is_mended_once_its_models_can_be_read(scene: Scene) -> None:
     scene.degraded = "the index is out of reach"
     await scene.publish(pointer(A, 1))
-    assert scene.follower.health.ready and scene.follower.health.degraded
+    assert scene.follower.health.is_ready and scene.follower.health.degraded_reason
 
     await scene.follower.poll_pointer()
     assert scene.opened == [A]  # not at every look
@@ -454,7 +454,7 @@ async def test_a_degraded_generation_is_mended_once_its_models_can_be_read(scene
     await scene.follower.poll_pointer()
     await scene.follower.wait_until_settled()
 
-    assert scene.held == [A] and scene.follower.health.degraded is None
+    assert scene.held == [A] and scene.follower.health.degraded_reason is None
 
 
 @pytest.mark.parametrize("slow", ["mending", "a newer one"])
@@ -485,7 +485,7 @@ async def test_a_roll_back_waits_for_no_load(scene: Scene, slow: str) -> None:
     finally:
         go_on.set()
     await scene.follower.wait_until_settled()
-    assert scene.held == [A] and scene.follower.epoch == 3 and scene.follower.stale is None
+    assert scene.held == [A] and scene.follower.epoch == 3 and scene.follower.stale_reason is None
 
 
 async def test_a_redis_that_may_evict_pages_is_noticed_whenever_it_comes_back(
@@ -499,10 +499,10 @@ async def test_a_redis_that_may_evict_pages_is_noticed_whenever_it_comes_back(
 
     await scene.refresher.send_heartbeat()
 
-    assert scene.follower.stale == "eviction_policy" and "volatile-lru" in caplog.text
+    assert scene.follower.stale_reason == "eviction_policy" and "volatile-lru" in caplog.text
     scene.redis.policy = "volatile-lru"
     await scene.refresher.send_heartbeat()
-    assert scene.follower.stale is None
+    assert scene.follower.stale_reason is None
 
 
 async def test_a_policy_that_may_not_be_asked_is_said_once_and_one_from_a_lost_redis_asked_again(
@@ -518,7 +518,7 @@ async def test_a_policy_that_may_not_be_asked_is_said_once_and_one_from_a_lost_r
         scene.redis.down = down
         await scene.refresher.send_heartbeat()
 
-    assert caplog.text.count("maxmemory-policy") == 1 and scene.follower.stale is None
+    assert caplog.text.count("maxmemory-policy") == 1 and scene.follower.stale_reason is None
 
 
 async def test_a_beat_says_what_the_host_has_left_once_it_was_looked_at(scene: Scene) -> None:
@@ -539,7 +539,7 @@ async def test_a_draining_replica_is_not_ready_signs_off_and_beats_no_more(scene
     await scene.refresher.drain()
     await scene.refresher.send_heartbeat()
 
-    assert not scene.follower.health.ready and not scene.redis.beats and scene.held == [A]
+    assert not scene.follower.health.is_ready and not scene.redis.beats and scene.held == [A]
 
 
 async def test_a_subscription_is_closed_with_its_replica(scene: Scene) -> None:

@@ -82,11 +82,11 @@ async def test_the_note_runs_out_by_redis_clock_even_when_redis_is_gone(scene: S
     scene.redis.down = True
 
     await scene.follower.poll_pointer()
-    assert scene.held == [A, B] and scene.follower.health.ready
+    assert scene.held == [A, B] and scene.follower.health.is_ready
     scene.timer.tick(31)
     await scene.follower.poll_pointer()
 
-    assert scene.held == [A] and scene.follower.stale == "redis_unreachable"
+    assert scene.held == [A] and scene.follower.stale_reason == "redis_unreachable"
 
 
 @pytest.mark.parametrize("raw_note", [None, b"nonsense", b'{"generation": 3}'])
@@ -141,7 +141,7 @@ async def test_what_cannot_be_made_ready_is_said_with_its_reason_and_tried_again
 
     beat = scene.redis.beats[-1]
     assert beat["ready"] == [A] and "items.bin" in beat["failed"][B]  # type: ignore[index]
-    assert scene.held == [A] and scene.follower.health.ready
+    assert scene.held == [A] and scene.follower.health.is_ready
     await scene.follower.poll_pointer()
     assert scene.opened == [A, B]  # not at every look
     scene.broken.clear()
@@ -182,7 +182,7 @@ async def test_a_pointer_that_moves_while_the_next_is_loading_waits_for_that_loa
     scene.redis.live_pointer = pointer(B, 2, A)
     looking = asyncio.create_task(scene.follower.poll_pointer())
     await asyncio.sleep(0)
-    assert scene.held == [A] and scene.follower.health.ready
+    assert scene.held == [A] and scene.follower.health.is_ready
     gate.set()
     await looking
 
@@ -208,7 +208,7 @@ async def test_a_pointer_waits_for_no_staged_load_that_hangs(scene: Scene) -> No
         async with asyncio.timeout(5):
             scene.redis.live_pointer = pointer(B, 2, A)
             await scene.follower.poll_pointer()
-        assert scene.held == [B, A] and scene.follower.stale is None
+        assert scene.held == [B, A] and scene.follower.stale_reason is None
     finally:
         go_on.set()
 
@@ -222,7 +222,7 @@ async def test_a_blocklist_reaches_what_is_staged(scene: Scene) -> None:
     await scene.publish(pointer(B, 2, A))
 
     served = scene.follower.served
-    assert served is not None and all(len(snapshot.blocked) == 1 for snapshot in served.snapshots)
+    assert served is not None and all(len(snapshot.blocked_item_numbers) == 1 for snapshot in served.snapshots)
 
 
 async def test_a_load_that_outlasts_the_bound_drains_and_a_retry_in_time_does_not(scene: Scene) -> None:
@@ -232,16 +232,16 @@ async def test_a_load_that_outlasts_the_bound_drains_and_a_retry_in_time_does_no
     scene.timer.tick(BOUND_S / 2)
 
     await scene.follower.poll_pointer()
-    assert scene.follower.health.ready and scene.follower.stale == "load_failed"
+    assert scene.follower.health.is_ready and scene.follower.stale_reason == "load_failed"
     # Another publish does not begin the bound anew.
     scene.broken.add(C)
     await scene.publish(pointer(C, 3, A))
     scene.timer.tick(BOUND_S / 2)
 
-    assert not scene.follower.health.ready and scene.held == [A]
+    assert not scene.follower.health.is_ready and scene.held == [A]
     scene.broken.clear()
     await scene.follower.poll_pointer()
-    assert scene.follower.health.ready and scene.held[0] == C
+    assert scene.follower.health.is_ready and scene.held[0] == C
 
 
 async def test_a_canary_is_held_for_as_long_as_the_pointer_names_it(scene: Scene) -> None:

@@ -45,7 +45,7 @@ async def test_all_reads_of_the_store_run_in_its_own_threads(tmp_path: Path) -> 
     await scene.publish(pointer(B, 2, A))
     watch = ReleaseWatch(scene.store, reading)
     await watch.refresh()
-    await reading(GenerationHistory(scene.store, watch.read_records).read, None)
+    await reading(GenerationHistory(scene.store, watch.read_records).read_generations_and_nights, None)
 
     assert scene.shelf.is_blocklist_known and scene.held == [B, A] and watch.last_time_by_action
     await scene.follower.aclose()

@@ -27,9 +27,9 @@ def front(*, is_known: bool = True, is_behind: bool = False) -> AsgiApp:
 
     admission = Admission(target_s=0.02, interval_s=0.1, requests_max=1)
     admission.loop_valve.interval_wait = 1.0 if is_behind else 0.0
-    app = AsgiApp(api_paths=PATHS, bodies_bytes=10)
+    app = AsgiApp(api_paths=PATHS, bodies_bytes_max=10)
     app.fast_path = SimpleNamespace(ready=lambda _scope: None, parse_get=lambda _scope: None, post=post)
-    app.callers = Callers(is_open=is_known)
+    app.callers = Callers(answers_without_token=is_known)
     app.gate = gate_of(admission, deadline_ms=100_000.0)
     return app
 

@@ -60,7 +60,7 @@ def test_every_refusal_has_its_code_on_the_page(code: str, file: str, status: in
     if file == "reading.py" and code in FOUND_ELSEWHERE:
         return  # of one event, which is rejected beside the others
     assert code in ERROR_CODES, file
-    assert ERROR_CODES[code].status == status
+    assert ERROR_CODES[code].http_status == status
 
 
 def subclasses(base: type[InvalidInput]) -> Iterator[type[InvalidInput]]:

@@ -70,9 +70,9 @@ def test_what_waits_is_bounded_in_bytes_not_only_in_number() -> None:
     assert sampler.dropped_count == SAMPLE_QUEUE_MAX - queued_count
     while sampler.next():
         pass
-    assert sampler.has_room()
+    assert sampler.has_room_for_sample()
     for _ in range(SAMPLE_QUEUE_MAX):
         sampler.put(PICK)
     assert len(sampler) == SAMPLE_QUEUE_MAX
     sampler.clear()
-    assert sampler.has_room()
+    assert sampler.has_room_for_sample()

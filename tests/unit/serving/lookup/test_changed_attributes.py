@@ -99,13 +99,13 @@ async def test_a_facet_of_which_nothing_is_left_has_no_items(world: World) -> No
 
 def test_only_a_facet_of_what_changed_is_looked_at(world: World) -> None:
     snapshot = brands(world)
-    assert not snapshot.changed_facets
+    assert not snapshot.changed_values_by_facet
 
     stock_changed_snapshot = apply_values(snapshot, ItemValue(2, "stock", False))
-    assert not stock_changed_snapshot.changed_facets
+    assert not stock_changed_snapshot.changed_values_by_facet
 
     brand_changed_snapshot = apply_values(stock_changed_snapshot, ItemValue(2, "brand", "best"))
-    assert set(brand_changed_snapshot.changed_facets) == {"brands"}
+    assert set(brand_changed_snapshot.changed_values_by_facet) == {"brands"}
 
 
 def test_a_list_made_under_a_filter_is_read_only_while_it_holds(world: World) -> None:

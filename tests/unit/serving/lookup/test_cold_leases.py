@@ -34,15 +34,15 @@ class Service:
         self.slept: list[float] = []
         self.lead = LeaseManager(
             world.remote, world.tiers, KEYS,
-            wait_s=WAIT_S, name=name, timer=self.clock, sleep=self._sleep, jitter=lambda: 0.5,
+            lease_wait_s=WAIT_S, process_name=name, monotonic_clock=self.clock, sleep=self._sleep, jitter=lambda: 0.5,
         )  # fmt: skip
         inferences = LiveInferences(
             cast(MicroBatcher, self), world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=self.lead,
-            admit=lambda: self.admits,
+            admit_input=lambda: self.admits,
         )  # fmt: skip
         self.ladder = Ladder(
             world.tiers, inferences, world.metrics,
-            l2_deadline_s=1.0, clock=world.clock, timer=self.clock,
+            l2_deadline_s=1.0, clock=world.clock, monotonic_clock=self.clock,
         )  # fmt: skip
 
     async def _sleep(self, seconds: float) -> None:

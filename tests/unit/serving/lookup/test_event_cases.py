@@ -163,7 +163,7 @@ async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(wor
 
     assert sources == ["l2", "live", "l1"]
     sample = sampler.next()
-    assert sample is not None and sample.raw == b"u1" and sampler.next() is None
+    assert sample is not None and sample.raw_id == b"u1" and sampler.next() is None
 
 
 def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: EventWorld) -> None:
@@ -176,17 +176,17 @@ def test_an_attribute_that_no_model_takes_changes_nothing_for_its_user(world: Ev
     newer_events.values.add(Position(1, 0), event)
 
     for snapshot in (plain_snapshot, age_snapshot):
-        assert not newer_events.changes(snapshot, table, b"u1")
+        assert not newer_events.changes_answer(snapshot, table, b"u1")
         assert newer_events.find_counted_events(snapshot, table, b"u1", -1) is None
-    assert newer_events.changes(country_snapshot, table, b"u1")
+    assert newer_events.changes_answer(country_snapshot, table, b"u1")
 
     clicks(world, "u1", "i3", 2)
     counts = {
         snapshot: newer_events.find_counted_events(snapshot, table, b"u1", -1)
         for snapshot in (plain_snapshot, country_snapshot)
     }
-    assert newer_events.changes(plain_snapshot, table, b"u1")
-    assert [counted_events and counted_events.events for counted_events in counts.values()] == [1, 2]
+    assert newer_events.changes_answer(plain_snapshot, table, b"u1")
+    assert [counted_events and counted_events.event_count for counted_events in counts.values()] == [1, 2]
 
 
 def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(world: EventWorld) -> None:
@@ -200,17 +200,19 @@ def test_attributes_that_are_newer_than_what_is_asked_for_make_it_approximate(wo
     newer_events.values.add(Position(2, 0), event)
 
     then, counted_now = (
-        newer_events.find_counted_events(country_snapshot, table, b"u1", -1, as_of=Position(at, 0).number)
+        newer_events.find_counted_events(
+            country_snapshot, table, b"u1", -1, as_of_position_number=Position(at, 0).number
+        )
         for at in (1, 2)
     )
     counted_without_features = newer_events.find_counted_events(
-        plain_snapshot, table, b"u1", -1, as_of=Position(1, 0).number
+        plain_snapshot, table, b"u1", -1, as_of_position_number=Position(1, 0).number
     )
 
     assert then is not None and counted_now is not None and counted_without_features is not None
-    assert (then.is_past, then.is_approximate, then.events) == (True, True, 1)
-    assert (counted_now.is_past, counted_now.is_approximate, counted_now.events) == (True, False, 2)
-    assert (counted_without_features.is_past, counted_without_features.is_approximate) == (True, False)
+    assert (then.is_as_of_earlier, then.is_approximate, then.event_count) == (True, True, 1)
+    assert (counted_now.is_as_of_earlier, counted_now.is_approximate, counted_now.event_count) == (True, False, 2)
+    assert (counted_without_features.is_as_of_earlier, counted_without_features.is_approximate) == (True, False)
 
 
 async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: EventWorld) -> None:
@@ -228,7 +230,7 @@ async def test_part_of_a_list_that_is_approximate_says_so_under_a_filter(world: 
 
     record = decode_record(case.table.layout, rows.tobytes(), len(ITEMS))
     world.ladder.answer_builder.answer_from_record(case, snapshot, record, Source.LIVE, context)
-    assert case.partial is not None
+    assert case.partial_list is not None
     world.ladder.answer_builder.answer_partial(case, snapshot, context)
 
     assert case.answer is not None and case.answer["items"] == world.ids([1])

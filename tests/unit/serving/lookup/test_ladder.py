@@ -178,9 +178,10 @@ async def test_history_exclusions_and_blocked_items_appear_from_no_source(world:
     blocked_item, excluded = night_list("u3")[0], world.ids(night_list("u3")[1:2])
     seen_items = world.ids(night_list("u3")[2:3])
     snapshot = world.snapshot(
-        blocked=frozenset({blocked_item}), blocklist=Blocklist(1, frozenset(ids(*world.ids([blocked_item]))))
+        blocked_item_numbers=frozenset({blocked_item}),
+        blocklist=Blocklist(1, frozenset(ids(*world.ids([blocked_item])))),
     )
-    previous = world.snapshot(OLDER, blocked=frozenset({blocked_item}))
+    previous = world.snapshot(OLDER, blocked_item_numbers=frozenset({blocked_item}))
     exclusions = {*world.ids([blocked_item]), *excluded, *seen_items}
     options = {"exclude": ids(*excluded)}
 
@@ -327,7 +328,7 @@ async def test_a_model_that_raises_leaves_every_entity_with_an_answer(world: Wor
 
 
 async def test_a_generation_without_a_model_still_answers_from_pages_and_defaults(world: World) -> None:
-    served = ServedGenerations(world.snapshot(predictor=None, degraded="broken"))
+    served = ServedGenerations(world.snapshot(predictor=None, degraded_reason="broken"))
 
     answers = await look_up(world, served, entity("u1"), entity("x", history=ids("i1")))
 
@@ -631,9 +632,9 @@ async def test_the_time_for_l2_grows_with_the_batch(world: World) -> None:
         return await read(view, record_keys, get_loop_time() + 60.0)
 
     world.tiers.get_many = note_deadline  # type: ignore[method-assign]
-    ladder = Ladder(world.tiers, world.inferences, world.metrics, l2_deadline_s=0.05, timer=lambda: 10.0)
+    ladder = Ladder(world.tiers, world.inferences, world.metrics, l2_deadline_s=0.05, monotonic_clock=lambda: 10.0)
     for size in (1, 1_000):
-        await ladder.lookup(ServedGenerations(world.snapshot()), ask(*[entity("u1")] * size), started=10.0)
+        await ladder.lookup(ServedGenerations(world.snapshot()), ask(*[entity("u1")] * size), request_started_at=10.0)
 
     assert deadlines == pytest.approx([10.05, 10.15], abs=0.001)
 
@@ -647,7 +648,7 @@ def test_an_input_weighs_what_its_features_weigh(world: World) -> None:
             1,
             None,  # type: ignore[arg-type]
             b"",
-        ).size_bytes
+        ).input_size_bytes
 
     assert weight(features={"text": "x" * 4_000}) > 4_000
     assert weight(features={"vector": (0.5,) * 1_000}) > 8_000

@@ -59,7 +59,7 @@ class Process:
         )
         self.lead = LeaseManager(
             redis.remote, self.tiers, KEYS,
-            wait_s=WAIT_S, name=name, timer=redis.clock, sleep=redis.sleep, jitter=lambda: 0.5,
+            lease_wait_s=WAIT_S, process_name=name, monotonic_clock=redis.clock, sleep=redis.sleep, jitter=lambda: 0.5,
         )  # fmt: skip
 
     async def answer(self, id_: str = "ada", digest: bytes = DIGEST_A, limit_s: float = 10.0) -> bytes:
@@ -247,7 +247,7 @@ async def test_a_leader_that_lost_its_lease_neither_takes_it_back_nor_ends_it() 
 @pytest.mark.parametrize("leads", [True, False])
 async def test_only_answers_that_are_stored_and_may_be_anothers_are_led(leads: bool) -> None:
     world = World()
-    lead = LeaseManager(world.remote, world.tiers, KEYS, wait_s=WAIT_S)
+    lead = LeaseManager(world.remote, world.tiers, KEYS, lease_wait_s=WAIT_S)
     inferences = LiveInferences(
         cast(MicroBatcher, world), world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=lead if leads else None
     )

@@ -21,8 +21,8 @@ def job(snapshot: Snapshot, *history: str, table: str = "user_topk", size_bytes:
 
 
 def batcher(executor: ThreadPoolExecutor, **changes: Any) -> MicroBatcher:
-    settings: dict[str, Any] = {"worker_count": 1, "max_batch": 4, "max_queue": 100}
-    settings |= {"max_queue_bytes": 1 << 20, "compute": compute} | changes
+    settings: dict[str, Any] = {"worker_count": 1, "batch_size_max": 4, "queued_jobs_max": 100}
+    settings |= {"queued_bytes_max": 1 << 20, "compute_batch": compute} | changes
     return MicroBatcher(executor, **settings)
 
 
@@ -92,7 +92,7 @@ async def test_a_poisoned_input_costs_its_batch_mates_nothing(executor: ThreadPo
 async def test_a_poisoned_input_is_found_in_a_few_runs(executor: ThreadPoolExecutor) -> None:
     world = World()
     snapshot = world.snapshot()
-    batches = batcher(executor, max_batch=64, max_queue_bytes=1 << 30)
+    batches = batcher(executor, batch_size_max=64, queued_bytes_max=1 << 30)
 
     jobs = [job(snapshot, "i1") for _ in range(63)]
     jobs.insert(40, job(snapshot, "i2", "poison"))
@@ -108,7 +108,7 @@ async def test_a_full_queue_refuses_at_once_by_count_and_by_bytes(executor: Thre
     world = World()
     snapshot, gate = world.snapshot(), threading.Event()
     world.predictor.gate = gate
-    for limits in ({"max_queue": 2}, {"max_queue_bytes": 250}):
+    for limits in ({"queued_jobs_max": 2}, {"queued_bytes_max": 250}):
         gate.clear()
         world.predictor.started.clear()
         batches = batcher(executor, **limits)
@@ -154,12 +154,12 @@ async def test_a_job_that_cannot_end_in_time_is_refused_and_not_computed(executo
         clock.now_s += 1.0
         return compute(jobs)
 
-    batches = batcher(executor, compute=slow, timer=clock)
+    batches = batcher(executor, compute_batch=slow, monotonic_clock=clock)
     await batches.infer(job(snapshot, "i0"))
 
     # When one has half a second left and another two
     late, early = job(snapshot, "i1"), job(snapshot, "i2")
-    late.deadline, early.deadline = clock.now_s + 0.5, clock.now_s + 2.0
+    late.deadline_at, early.deadline_at = clock.now_s + 0.5, clock.now_s + 2.0
     outcomes = await asyncio.gather(batches.infer(late), batches.infer(early), return_exceptions=True)
 
     # Then only the second is computed
@@ -178,13 +178,13 @@ async def test_a_wrong_estimate_does_not_stop_the_model_for_good(executor: Threa
         clock.now_s += next(seconds, 0.001)
         return compute(jobs)
 
-    batches = batcher(executor, compute=once_slow, timer=clock)
+    batches = batcher(executor, compute_batch=once_slow, monotonic_clock=clock)
     await batches.infer(job(snapshot, "i0"))
 
     answered = 0
     for _ in range(100):
         soon = job(snapshot, "i1")
-        soon.deadline = clock.now_s + 0.3
+        soon.deadline_at = clock.now_s + 0.3
         outcomes = await asyncio.gather(batches.infer(soon), return_exceptions=True)
         answered += isinstance(outcomes[0], ComputedRecord)
 

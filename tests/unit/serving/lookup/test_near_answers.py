@@ -23,7 +23,7 @@ class NearWorld(World):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.lead = LeaseManager(self.remote, self.tiers, Keyspace("test"), wait_s=0.2, name="me")
+        self.lead = LeaseManager(self.remote, self.tiers, Keyspace("test"), lease_wait_s=0.2, process_name="me")
         self.inferences = LiveInferences(
             cast(MicroBatcher, self), self.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0, leases=self.lead,
             near_reuse_tables=frozenset({"user_topk"}),
@@ -33,7 +33,9 @@ class NearWorld(World):
     async def infer(self, job: InferenceJob) -> ComputedRecord:
         """As live, marked."""
         computed = await super().infer(job)
-        return ComputedRecord(computed.record, computed.unknown_id_count, DISTANCE if job.may_reuse else None)
+        return ComputedRecord(
+            computed.record, computed.unknown_id_count, DISTANCE if job.may_reuse_near_answer else None
+        )
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ async def test_an_answer_of_its_own_is_computed(
     answer = (await look_up(world, requested_entity, **options))[0]
 
     assert answer["source"] == "live" and "near" not in answer
-    assert [job.may_reuse for job in world.jobs] == [False]
+    assert [job.may_reuse_near_answer for job in world.jobs] == [False]
 
 
 async def test_who_wants_it_fresh_does_not_join_who_takes_a_near_one(world: NearWorld) -> None:
@@ -114,7 +116,7 @@ async def test_under_a_filter_nothing_is_reused(world: NearWorld) -> None:
 
     await lookup.lookup(ServedGenerations(world.snapshot()), ask(entity("nobody", history=ids("i1"))), started)
 
-    assert [job.may_reuse for job in world.jobs] == [False]
+    assert [job.may_reuse_near_answer for job in world.jobs] == [False]
 
 
 async def test_a_near_answer_is_not_sampled_as_one_of_the_models(world: NearWorld) -> None:

@@ -30,7 +30,7 @@ def small_world() -> World:
     world.inferences = LiveInferences(cast(MicroBatcher, world), world.tiers, overlay_ttl_s=20.0, outage_ttl_s=5.0)
     world.ladder = Ladder(
         world.tiers, world.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock,
-        timer=world.clock, observer=AnswerObserver(world.metrics.l1_misses, local.eviction_history),
+        monotonic_clock=world.clock, observer=AnswerObserver(world.metrics.l1_misses, local.eviction_history),
     )  # fmt: skip
     world.remote.timer = world.clock
     return world

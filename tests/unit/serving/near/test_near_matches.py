@@ -35,7 +35,7 @@ def snapshot(predictor: Predictor, blocked: tuple[int, ...] = (), version: int =
     """As much of a generation as near matches need."""
     return SimpleNamespace(
         predictor=predictor, manifest=SimpleNamespace(tables=predictor._tables), generation="g",
-        blocked_ordinals=np.array(blocked, np.int64), blocked_stamp=version,
+        blocked_item_ordinals=np.array(blocked, np.int64), blocklist_stamp=version,
         blocklist=Blocklist(version=1),  # in an arm it stays, whatever the service's own namespace blocks
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ def run(near: NearMatches, at: Any, sources: list[LiveInput], *, may_reuse: bool
 def live(at: Any, sources: list[LiveInput]) -> list[bytes]:
     """Records by live alone."""
     batch = [at.predictor.prepare(LISTS, live_input) for live_input in sources]
-    records: list[bytes] = at.predictor.predict(LISTS, batch, [7] * len(batch), 0, blocked=at.blocked_ordinals)
+    records: list[bytes] = at.predictor.predict(LISTS, batch, [7] * len(batch), 0, blocked=at.blocked_item_ordinals)
     return records
 
 
@@ -87,7 +87,7 @@ def test_what_is_not_marked_is_lives_own_answer_to_the_bit(predictor: Predictor)
     near_records = run(near, at, sources)
 
     live_records = live(at, sources)
-    marked = [near_record.distance is not None for near_record in near_records]
+    marked = [near_record.reused_distance is not None for near_record in near_records]
     counts = near.outcome_counts_by_table[LISTS]
     assert sum(marked) == counts["reuse"] > 50 and 0 < counts["far"] < 400
     assert all(f.record == o for f, o, is_near in zip(near_records, live_records, marked, strict=True) if not is_near)
@@ -102,7 +102,7 @@ def test_an_exact_index_proves_lists_where_the_policy_trusts_nothing() -> None:
 
     assert near.outcome_counts_by_table[LISTS]["proven"] > 20 and near.outcome_counts_by_table[LISTS]["reuse"] == 0
     assert [near_record.record for near_record in near_records] == live(at, sources)
-    assert {near_record.distance for near_record in near_records} == {None}
+    assert {near_record.reused_distance for near_record in near_records} == {None}
 
 
 def test_a_reused_list_has_its_own_scores_and_leaves_out_what_is_its_own(predictor: Predictor) -> None:
@@ -116,9 +116,9 @@ def test_a_reused_list_has_its_own_scores_and_leaves_out_what_is_its_own(predict
         record = decoded(at, near_record.record)
         history_ordinals = items.ordinals_of(list(source.history or ()))
         assert record.items is not None and not np.isin(record.items, [*history_ordinals, *blocked]).any()
-        if near_record.distance is not None:
+        if near_record.reused_distance is not None:
             marked += 1
-            assert 0 <= near_record.distance < 0.5
+            assert 0 <= near_record.reused_distance < 0.5
             vector = predictor.vectors([predictor.prepare(LISTS, source)])[0]  # type: ignore[list-item]
             scores = predictor.score_vector(LISTS, vector, record.items.astype(np.int64))
             assert np.array_equal(scores, record.numbers) and (np.diff(scores) <= 0).all()
@@ -134,8 +134,8 @@ def test_another_blocklist_forgets_the_answers_and_keeps_what_was_learned(predic
     later_records = run(near, snapshot(predictor, (1,), version=2), sources[:100])
     late = run(near, snapshot(predictor, version=1), sources[:1])
 
-    assert first.distance is None and late[0].distance is None
-    assert trusted and any(near_record.distance is not None for near_record in later_records)
+    assert first.reused_distance is None and late[0].reused_distance is None
+    assert trusted and any(near_record.reused_distance is not None for near_record in later_records)
 
 
 def test_what_is_unblocked_by_another_namespace_is_in_proven_lists_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,10 +162,10 @@ def test_many_blocked_items_are_left_out_too(predictor: Predictor, monkeypatch: 
     for near_record in near_records:
         items = decoded(at, near_record.record).items
         assert items is not None and not np.isin(items, [1, 2, 3, 4]).any()
-    assert [near_record.record for near_record in near_records if near_record.distance is None] == [
+    assert [near_record.record for near_record in near_records if near_record.reused_distance is None] == [
         live_record
         for live_record, near_record in zip(live(at, sources), near_records, strict=True)
-        if near_record.distance is None
+        if near_record.reused_distance is None
     ]
 
 
@@ -200,7 +200,7 @@ def test_what_was_learned_goes_with_its_generation() -> None:
         seeded_predictor = wide_predictor(seed)
         first = run(near, snapshot(seeded_predictor), sources[:1])
         run(near, snapshot(seeded_predictor), sources)
-        assert first[0].distance is None and len(near._matches_by_predictor) == 1
+        assert first[0].reused_distance is None and len(near._matches_by_predictor) == 1
         predictor_reference = weakref.ref(seeded_predictor)
         del seeded_predictor
         gc.collect()
@@ -220,7 +220,7 @@ def test_values_of_an_input_close_by_spare_the_model_and_keep_their_first_label(
         inputs = [NearInput(prepared, 1, input_kind(of)) for prepared, of in zip(batch, sources, strict=True)]
         ran = tower.rows
         near_records = near.predict(at, "mood", inputs, 0)
-        reused = [near_record.distance is not None for near_record in near_records]
+        reused = [near_record.reused_distance is not None for near_record in near_records]
         assert tower.rows - ran == 16 - sum(reused)
         labels = [int(decode_record(layout, near_record.record).numbers.argmax()) for near_record in near_records]
         true_labels = tastes[:, :3].argmax(axis=1).tolist()
@@ -248,11 +248,13 @@ def test_a_table_of_which_nothing_can_be_reused_says_why(
     near.check(at)
 
     refusal_text = refusal_reason(at, table)
-    assert (refusal_text is None) == (expected_refusal is None) and near.covers(at, table) == (expected_refusal is None)
+    assert (refusal_text is None) == (expected_refusal is None) and near.covers_table(at, table) == (
+        expected_refusal is None
+    )
     assert expected_refusal is None or (
         expected_refusal in str(refusal_text) and f"[serving.near.{table}]" in caplog.text
     )
-    assert not near.covers(at, "another")
+    assert not near.covers_table(at, "another")
 
 
 def test_without_a_model_nothing_is_reused_nor_of_a_vector(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def check(run: Run, inputs: int, seed: int) -> RunCounts:
     ]
     assert max([run_counts.error, *worst]) <= ERROR, seed
     assert not run_counts.policy.is_off
-    low, high = run_counts.policy.interval
+    low, high = run_counts.policy.error_interval
     assert low <= ERROR and run_counts.error <= high
     return run_counts
 

@@ -23,7 +23,7 @@ def learn(reuse_policy: ReusePolicy, closeness: int) -> int:
     for samples in range(20_000):
         if reuse_policy.decide(closeness) != "learn":
             return samples
-        reuse_policy.judge(closeness, is_audit=False, wrong=False)
+        reuse_policy.judge(closeness, is_audit=False, is_wrong=False)
     raise AssertionError
 
 
@@ -53,10 +53,10 @@ def test_closer_ranges_do_not_outweigh_what_a_farther_one_says_against_itself() 
     reuse_policy = policy()
     learn(reuse_policy, CLOSE)
     for _ in range(5_000):
-        reuse_policy.judge(CLOSE, is_audit=False, wrong=False)
+        reuse_policy.judge(CLOSE, is_audit=False, is_wrong=False)
 
     for sample in range(2_000):  # wrong as often as the bound, and more often than half of it
-        reuse_policy.judge(FAR, is_audit=False, wrong=sample % 125 == 0)
+        reuse_policy.judge(FAR, is_audit=False, is_wrong=sample % 125 == 0)
         assert reuse_policy.decide(FAR) in ("learn", "leave")
     assert reuse_policy.decide(CLOSE) in ("reuse", "audit")
 
@@ -87,22 +87,22 @@ def test_one_wrong_audit_takes_the_trust_back_and_has_everything_audited_for_a_w
     samples = learn(reuse_policy, CLOSE)
     learn(reuse_policy, FAR)
 
-    reuse_policy.judge(FAR, is_audit=True, wrong=True)
+    reuse_policy.judge(FAR, is_audit=True, is_wrong=True)
 
     assert reuse_policy.decide(FAR) == "learn" and not reuse_policy.is_reusing and not reuse_policy.is_off
     for _ in range(DOUBTS):
         assert reuse_policy.decide(CLOSE) == "audit"
-        reuse_policy.judge(CLOSE, is_audit=True, wrong=False)
+        reuse_policy.judge(CLOSE, is_audit=True, is_wrong=False)
     assert reuse_policy.is_reusing and "reuse" in {reuse_policy.decide(CLOSE) for _ in range(100)}
 
-    reuse_policy.judge(CLOSE, is_audit=True, wrong=True)
+    reuse_policy.judge(CLOSE, is_audit=True, is_wrong=True)
     assert learn(reuse_policy, CLOSE) > samples  # a second chance is at a smaller part of alpha
 
 
 def test_a_range_that_is_shown_to_be_wrong_is_left_alone() -> None:
     reuse_policy = policy()
     while reuse_policy.may_use(FAR):
-        reuse_policy.judge(FAR, is_audit=False, wrong=True)
+        reuse_policy.judge(FAR, is_audit=False, is_wrong=True)
 
     assert reuse_policy.decide(FAR) == "leave" and reuse_policy.decide(CLOSE) == "learn"
 
@@ -113,11 +113,11 @@ def test_audits_that_show_too_much_error_turn_everything_off_for_good() -> None:
     audits = 0
     while not reuse_policy.is_off and audits < 100:
         audits += 1
-        reuse_policy.judge(CLOSE, is_audit=True, wrong=True)
+        reuse_policy.judge(CLOSE, is_audit=True, is_wrong=True)
 
-    assert audits < 10 and reuse_policy.interval[0] > 0
+    assert audits < 10 and reuse_policy.error_interval[0] > 0
     for _ in range(5_000):
-        reuse_policy.judge(CLOSE, is_audit=False, wrong=False)
+        reuse_policy.judge(CLOSE, is_audit=False, is_wrong=False)
     assert {reuse_policy.decide(closeness) for closeness in range(RANGES)} == {"leave"} and not reuse_policy.is_reusing
 
 
@@ -125,12 +125,12 @@ def test_what_is_right_for_long_and_turns_is_off_after_a_few_audits() -> None:
     reuse_policy = policy()
     learn(reuse_policy, CLOSE)
     for _ in range(20_000):
-        reuse_policy.judge(CLOSE, is_audit=True, wrong=False)
+        reuse_policy.judge(CLOSE, is_audit=True, is_wrong=False)
 
     handed_out = 0
     while reuse_policy.decide(CLOSE) == "reuse":
         handed_out += 1
-    reuse_policy.judge(CLOSE, is_audit=True, wrong=True)
+    reuse_policy.judge(CLOSE, is_audit=True, is_wrong=True)
 
     assert handed_out < 10 / AUDITED and reuse_policy.decide(CLOSE) == "learn" and not reuse_policy.is_reusing
 
@@ -145,7 +145,7 @@ def test_rates_above_the_bound_are_hardly_ever_trusted_however_often_one_looks(
         reuse_policy = policy(run, error=0.1)
         ranges = rng.choice(RANGES, 1_200, p=range_probabilities).tolist()
         for closeness, chance in zip(ranges, rng.random(1_200).tolist(), strict=True):
-            reuse_policy.judge(closeness, is_audit=False, wrong=chance < 0.105)
+            reuse_policy.judge(closeness, is_audit=False, is_wrong=chance < 0.105)
             if reuse_policy.is_reusing:
                 ever += 1
                 break
@@ -157,7 +157,7 @@ def test_rates_well_below_it_are_trusted() -> None:
     for run in range(5):
         reuse_policy, rng = policy(run), np.random.default_rng(run)
         for wrong in rng.random(10_000) < ERROR / 4:
-            reuse_policy.judge(CLOSE, is_audit=False, wrong=bool(wrong))
+            reuse_policy.judge(CLOSE, is_audit=False, is_wrong=bool(wrong))
         assert reuse_policy.decide(CLOSE) in ("reuse", "audit")
 
 
@@ -175,6 +175,6 @@ def test_whatever_comes_nothing_is_reused_that_its_own_samples_speak_against(see
             assert range_counts[0] >= 20 and range_counts[1] <= 0.05 * range_counts[0]
         if decision in ("learn", "audit"):
             wrong = chance < rates[closeness]
-            reuse_policy.judge(closeness, is_audit=decision == "audit", wrong=wrong)
+            reuse_policy.judge(closeness, is_audit=decision == "audit", is_wrong=wrong)
             is_anew = decision == "audit" and wrong
             counts_by_range[closeness] = [0, 0] if is_anew else [range_counts[0] + 1, range_counts[1] + wrong]

@@ -48,7 +48,7 @@ async def serving() -> AsyncIterator[tuple[Server, tuple[str, int]]]:
         log_config=None,
     )
     announcement = asyncio.Event()
-    server = Server(config, shared.connections, drain_s=1.0, announce=announcement.set)
+    server = Server(config, shared.connections, drain_timeout_s=1.0, announce_start=announcement.set)
     listener = socket.create_server(("127.0.0.1", 0))
     task = asyncio.create_task(server._serve([listener]))
     try:

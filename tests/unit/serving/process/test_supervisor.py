@@ -118,7 +118,7 @@ async def test_an_announcement_that_fails_ends_no_worker(tmp_path: Path, monkeyp
     def announce() -> None:
         raise BrokenPipeError("nobody reads what is printed")
 
-    parent.workers.announce = announce
+    parent.workers.announce_start = announce
     running = asyncio.create_task(parent.workers.run())
     assert await eventually(parent.are_two)
     pids = parent.pids

@@ -37,7 +37,7 @@ def test_parts_of_several_replicas_are_one_whole() -> None:
     merged_cells = merge_cells([*parts, {}])
 
     *sums, errors = merged_cells[key].to_json()
-    assert list(merged_cells) == [key] and errors == total_cell.errors
+    assert list(merged_cells) == [key] and errors == total_cell.error_bucket_counts
     assert sums == pytest.approx(total_cell.to_json()[:-1])
 
 
@@ -57,7 +57,7 @@ def test_nothing_known_is_said_as_such() -> None:
     assert SampleTotals().mean_overlap() == {"mean": 0.0, "low": 0.0, "high": 1.0}
     assert half_width(1.0, 1.0, 1) == 1.0
     part: dict[str, Any] = {"since": 1.0, "drift": {}, "hits": 0, "cells": {}}
-    report = summarise_parts([part], worklist=None, read_share=None, size_bytes=0)
+    report = summarise_parts([part], worklist_size=None, read_share=None, size_bytes=0)
     assert report["samples"] == 0
     assert {report[field_name] for field_name in ("exact", "overlap", "score_error", "age_s")} == {None}
 

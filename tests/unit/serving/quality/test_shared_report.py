@@ -36,7 +36,7 @@ class FakeRedis(FakeControl):
 def row(generation: str, **changes: Any) -> bytes:
     row_fields = {
         "replica": "b", "at": NOW, "hits": 1.0, "generation": generation, "since": NOW,
-        "cells": {"t\tl1\tbatch\tnone": SampleTotals(samples=3, exact=3).to_json()}, "drift": {},
+        "cells": {"t\tl1\tbatch\tnone": SampleTotals(sample_count=3, exact_count=3).to_json()}, "drift": {},
     }  # fmt: skip
     return orjson.dumps(row_fields | changes)
 

@@ -50,8 +50,8 @@ async def test_a_sampled_answer_stays_that_of_the_vector() -> None:
 
     # Then the sample has the vector, and not the candidates' scores
     sample = sampler.next()
-    assert sample is not None and sample.fields is not None
-    assert "vector" in sample.fields and "scores" not in sample.fields
+    assert sample is not None and sample.answer_fields is not None
+    assert "vector" in sample.answer_fields and "scores" not in sample.answer_fields
 
 
 class EverythingPasses:
@@ -75,7 +75,7 @@ async def test_a_previous_generation_without_the_filters_attribute_answers_no_sc
     live = ServedGenerations(world.snapshot(GENERATION), world.snapshot(OLDER))
     del world.remote.pages[GENERATION, "user_vector", 0]
     filtered_request = ScoreRequest(entity("u1", ""), ids("i1", "i2"), RequestOptions(5.0, filter="red"))
-    unfiltered_request = ScoreRequest(filtered_request.user, filtered_request.items, RequestOptions(5.0))
+    unfiltered_request = ScoreRequest(filtered_request.user, filtered_request.candidate_ids, RequestOptions(5.0))
     now_s = asyncio.get_running_loop().time()
 
     previous = await rank_candidates(world.ladder, live, unfiltered_request, now_s)

@@ -70,7 +70,7 @@ async def test_searches_that_nobody_waits_for_are_not_begun(executor: ThreadPool
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
     filter_mask: Any = SimpleNamespace(count=1 << 20)
     searches = [VectorSearch(VECTOR, np.empty(0, np.int64), 5, METRIC)] * 3
-    filters: Any = FilterEvaluator(executor, timer=lambda: now_s)
+    filters: Any = FilterEvaluator(executor, monotonic_clock=lambda: now_s)
 
     results = await asyncio.gather(*(filters.search(snapshot, filter_mask, searches, now_s + 0.05) for _ in range(20)))
     assert results == [None] * 20 and filtering.begun == 1
@@ -87,7 +87,7 @@ async def test_a_filter_is_worked_out_once_for_all_who_ask_for_it_at_once(
 ) -> None:
     filtering = Filtering()
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
-    filters: Any = FilterEvaluator(executor, timer=lambda: 0.0, mask_executor=masks)
+    filters: Any = FilterEvaluator(executor, monotonic_clock=lambda: 0.0, mask_executor=masks)
 
     asking = [asyncio.create_task(filters.evaluate(snapshot, "cheap", 30.0)) for _ in range(50)]
     asking += [asyncio.create_task(filters.evaluate(snapshot, "near", 30.0)) for _ in range(50)]
@@ -106,7 +106,7 @@ async def test_a_filter_that_does_not_fit_is_refused_for_each_who_asked(
     filtering = Filtering()
     filtering.go.set()
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
-    filters: Any = FilterEvaluator(executor, timer=lambda: 0.0, mask_executor=masks)
+    filters: Any = FilterEvaluator(executor, monotonic_clock=lambda: 0.0, mask_executor=masks)
 
     problems = await asyncio.gather(
         *(filters.evaluate(snapshot, "wrong", 30.0) for _ in range(3)), return_exceptions=True
@@ -120,7 +120,7 @@ async def test_a_filter_waits_no_longer_than_its_request_and_is_not_begun_for_no
 ) -> None:
     filtering = Filtering()
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
-    filters: Any = FilterEvaluator(executor, timer=lambda: 0.0, mask_executor=masks)
+    filters: Any = FilterEvaluator(executor, monotonic_clock=lambda: 0.0, mask_executor=masks)
 
     first = asyncio.create_task(filters.evaluate(snapshot, "first", 30.0))
     assert await eventually(lambda: _truth(filtering.names == ["first"]))
@@ -144,7 +144,7 @@ async def test_more_filters_than_may_wait_are_refused_at_once(
 ) -> None:
     filtering = Filtering()
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
-    filters: Any = FilterEvaluator(executor, timer=lambda: 0.0, mask_executor=masks)
+    filters: Any = FilterEvaluator(executor, monotonic_clock=lambda: 0.0, mask_executor=masks)
     waiting = [
         asyncio.create_task(filters.evaluate(snapshot, f"filter {number}", 30.0))
         for number in range(WAITING_FILTERS_MAX)
@@ -178,7 +178,7 @@ async def test_work_of_other_parts_in_threads_waits_behind_no_filter(executor: T
     filtering = Filtering()
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
     with ThreadPoolExecutor(2) as masks:
-        filters: Any = FilterEvaluator(executor, timer=lambda: 0.0, mask_executor=masks)
+        filters: Any = FilterEvaluator(executor, monotonic_clock=lambda: 0.0, mask_executor=masks)
         asking = [asyncio.create_task(filters.evaluate(snapshot, f"filter {number}", 30.0)) for number in range(60)]
         assert await eventually(lambda: _truth(len(filtering.names) == 2))
 
@@ -195,7 +195,7 @@ async def test_what_a_filter_costs_decides_where_it_is_worked_out(
 ) -> None:
     filtering = Filtering(cost)
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
-    filters: Any = FilterEvaluator(executor, timer=lambda: 0.0, mask_executor=masks)
+    filters: Any = FilterEvaluator(executor, monotonic_clock=lambda: 0.0, mask_executor=masks)
 
     await filters.evaluate(snapshot, "any", 30.0)
 

@@ -58,7 +58,7 @@ def snapshot(names: Sequence[str], blocked: Sequence[int] = ()) -> Any:
         shared_ids=SharedIdArrays(np.frombuffer(b"".join(raws), np.uint8), offsets),
         json_texts=ItemJsonTexts(len(names), ids_of, longest),
     )
-    return SimpleNamespace(items=items, blocked_ordinals=np.array(blocked, np.int64))
+    return SimpleNamespace(items=items, blocked_item_ordinals=np.array(blocked, np.int64))
 
 
 def table(layout: Layout) -> Table:
@@ -102,7 +102,7 @@ def same(live: Any, of: Table, good: NDArray[Any], k: int) -> None:
     numbers = json_answers.record_numbers(of, good, k)
     texts = [json_answers.answer_texts(live, of, ids, good, k, ends) for _ in range(2)][1]
     lookup: Any = SimpleNamespace(table=of, k=k, served=SimpleNamespace(live=live))
-    resolved: Any = SimpleNamespace(rows=good)
+    resolved: Any = SimpleNamespace(record_rows=good)
     named = list_items(lookup, resolved, slice(None))
     streamed = answers_stream(of, [b"i"] * len(good), {}, stored(numbers, named))
     with interpreted():
@@ -203,7 +203,7 @@ def test_a_column_is_cut_alike_and_refused_alike(ids: list[str | None], noise: l
 
     def read_columns(cutter: Any) -> Any:
         try:
-            return read_frame(bytes(damaged_stream), 10, as_bytes=True, cutter=cutter).columns
+            return read_frame(bytes(damaged_stream), 10, texts_as_bytes=True, text_cutter=cutter).values_by_column
         except ValueError as error:
             return type(error), str(error)
 
@@ -216,4 +216,4 @@ def test_ids_become_a_column_alike(ids: list[bytes | None]) -> None:
 
     assert (buffers is None) == (None in ids)
     if buffers is not None:
-        assert (b"", *buffers) == writer.text_column(ids).buffers
+        assert (b"", *buffers) == writer.text_column(ids).column_buffers

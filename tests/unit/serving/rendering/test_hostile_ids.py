@@ -90,7 +90,7 @@ def test_rows_written_at_once_are_each_the_json_of_one(
 @example(id_='a",', names=list(hostile.EVERY))
 def test_one_row_is_written_as_one_of_many(layout: Layout, id_: str, names: list[str]) -> None:
     live, (record,) = snapshot(names), records(layout, 1, len(names))
-    live.blocked = frozenset()
+    live.blocked_item_numbers = frozenset()
 
     start = answer_start(live, table(layout), Hit(record.tobytes(), "l1", False, None), id_, 2)
 
@@ -109,7 +109,7 @@ def test_a_stream_of_answers_holds_the_ids_as_they_are(columns: Any, ids: list[s
     row = some_row("l1")
 
     with patch.object(loader, "kernels", columns):
-        named = list_items(lookup, SimpleNamespace(rows=good), slice(None))  # type: ignore[arg-type]
+        named = list_items(lookup, SimpleNamespace(record_rows=good), slice(None))  # type: ignore[arg-type]
         numbers = json_answers.record_numbers(table(layout), good, 2)
         stored_rows = StoredRows(np.arange(len(ids)), (row, row), np.zeros(len(ids), bool), numbers, named)
         arrow_stream = answers_stream(table(layout), [id_.encode() for id_ in ids], {}, stored_rows)
@@ -129,4 +129,4 @@ def test_a_stream_of_questions_is_read_as_it_was_asked(columns: Any, ids: list[s
     with patch.object(loader, "kernels", columns):
         id_batch = id_batch_from_stream(read_arrow_lookup(write_arrow_ids(ids, {}), LIMITS))
 
-    assert id_batch is not None and [raw.decode() for raw in id_batch.raws] == ids
+    assert id_batch is not None and [raw.decode() for raw in id_batch.raw_ids] == ids

@@ -64,7 +64,7 @@ def test_the_manifest_tells_steps_sizes_and_what_the_gates_measured() -> None:
         facts={"reuse": {**night, "base": "g", "why": "", "read_because": "", "nights": [night]}},
     )  # fmt: skip
     release_watch = releases()
-    release_watch.last_time_by_action, release_watch.refused_rules = ({"publish": 7.0}, frozenset({"skew"}))
+    release_watch.last_time_by_action, release_watch.failed_gate_rules = ({"publish": 7.0}, frozenset({"skew"}))
     release_watch.failure = NightFailure("score, shard 3", None, 9.0, "refused: full")
     value = registered(manifest, RedisMemory(FakeRedis()), release_watch).get_sample_value
 
@@ -90,15 +90,15 @@ async def test_the_room_of_all_nodes_is_told_while_redis_can_be_asked() -> None:
     redis = FakeRedis({"used_memory": 3, "maxmemory": 10}, {"used_memory": 4, "maxmemory": 10})
     room = RedisMemory(redis)
     await room.refresh()
-    assert (room.used_bytes, room.max_bytes) == (7, 20)
+    assert (room.redis_used_bytes, room.redis_max_bytes) == (7, 20)
 
     redis.told[1]["maxmemory"] = 0
     await room.refresh()
-    assert room.max_bytes == 0
+    assert room.redis_max_bytes == 0
 
     redis.told.clear()
     await room.refresh()
-    assert room.used_bytes is None
+    assert room.redis_used_bytes is None
 
 
 def test_an_event_is_a_counter_of_its_own_with_a_text() -> None:

@@ -47,7 +47,7 @@ async def test_the_newest_of_each_action_is_told_and_an_intent_is_none(store: Ar
 
     await watch.refresh()
 
-    assert watch.last_time_by_action == {"publish": 300.0, "pin": 200.0} and not watch.refused_rules
+    assert watch.last_time_by_action == {"publish": 300.0, "pin": 200.0} and not watch.failed_gate_rules
 
 
 async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_something_is_published(
@@ -56,15 +56,15 @@ async def test_a_refusal_names_its_gates_once_they_can_be_read_and_until_somethi
     watch = ReleaseWatch(store, THREADS)
     write(store, ("publish", A), ("refuse", B))
     await watch.refresh()
-    assert watch.refused_rules == {UNKNOWN_GATE}
+    assert watch.failed_gate_rules == {UNKNOWN_GATE}
 
     judged(store, B, score_psi=False, finite=True, skew=False)
     await watch.refresh()
-    assert watch.refused_rules == {"score_psi", "skew"}
+    assert watch.failed_gate_rules == {"score_psi", "skew"}
 
     write(store, ("publish", B))
     await watch.refresh()
-    assert watch.refused_rules == frozenset()
+    assert watch.failed_gate_rules == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ async def test_whoever_reads_records_of_a_replica_reads_none_a_second_time(
         return read_many(paths)
 
     monkeypatch.setattr(store, "read_many", note_and_read)
-    generations, _ = history.read(None)
+    generations, _ = history.read_generations_and_nights(None)
 
     assert read_paths == [intent_path(3)]
     assert [generation["state"] for generation in generations] == ["live", "superseded"]

@@ -56,7 +56,7 @@ def test_the_id_in_a_path_is_taken_as_it_is(path: bytes, id_: str) -> None:
     lookup = lookup_from_url(PREFIX + path, PREFIX, b"", LIMITS)
 
     assert (lookup.entities[0].table, lookup.entities[0].id) == ("t", id_)
-    assert lookup.entities[0].raw == id_.encode()
+    assert lookup.entities[0].raw_id == id_.encode()
 
 
 def test_a_malformed_id_in_a_path_is_refused() -> None:
@@ -263,7 +263,7 @@ def test_what_is_null_counts_as_not_sent() -> None:
 def test_a_score_request_has_a_user_and_candidates() -> None:
     score_request = score_body(b'{"user": {"history": ["a"]}, "items": ["b", 7]}', LIMITS)
 
-    assert score_request.user.history == (b"a",) and score_request.items == (b"b", b"7")
+    assert score_request.user.history == (b"a",) and score_request.candidate_ids == (b"b", b"7")
     for raw_body, code in (
         (b'{"items": ["a"]}', "missing_field"),
         (b'{"user": "u"}', "missing_field"),

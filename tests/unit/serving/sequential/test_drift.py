@@ -28,7 +28,7 @@ def found_after(draw: Draw, healthy_count: int, rng: np.random.Generator, sample
     drift = Drift(FLOOR, DRIFT_ALPHA / 5)
     for _ in range(healthy_count):
         drift.add_overlap(healthy(rng))
-    assert not drift.is_found
+    assert not drift.is_drift_found
     for count in range(1, samples_max + 1):
         if drift.add_overlap(draw(rng)):
             return count
@@ -68,13 +68,13 @@ def test_an_alarm_stays_and_says_when() -> None:
     drift = Drift(FLOOR, DRIFT_ALPHA)
     while not drift.add_overlap(0.0):
         pass
-    alarmed_after = drift.found_after_samples
+    alarmed_after = drift.alarm_after_samples
     for _ in range(1_000):
         drift.add_overlap(1.0)
 
     assert (
-        drift.is_found
-        and drift.found_after_samples == alarmed_after
+        drift.is_drift_found
+        and drift.alarm_after_samples == alarmed_after
         and alarmed_after is not None
         and alarmed_after < 20
     )

@@ -94,7 +94,7 @@ def test_a_line_is_one_object_that_names_the_request_and_the_worker() -> None:
 
 
 def test_a_request_that_is_over_is_in_no_line_and_takes_no_stage() -> None:
-    request_record = RequestRecord(0.0, "req-1", body=b"large")
+    request_record = RequestRecord(0.0, "req-1", last_body_piece=b"large")
     current = CURRENT_RECORD.set(request_record)
     try:
         note_stage("stored", 1.0)
@@ -104,7 +104,7 @@ def test_a_request_that_is_over_is_in_no_line_and_takes_no_stage() -> None:
     finally:
         CURRENT_RECORD.reset(current)
 
-    assert "request_id" not in line and len(request_record.stages) == 1 and request_record.body == b""
+    assert "request_id" not in line and len(request_record.stage_times) == 1 and request_record.last_body_piece == b""
 
 
 def test_a_text_that_no_encoding_takes_is_logged_all_the_same() -> None:
@@ -133,10 +133,10 @@ def test_a_storm_of_one_kind_is_bounded_says_so_and_hides_no_other() -> None:
 
 def test_errors_and_slow_requests_are_always_told_and_a_share_of_the_others(lines: list[logging.LogRecord]) -> None:
     draws = iter([0.5, 0.05, 0.5])
-    journal = RequestLog(sampled_share=0.1, slow_s=1.0, draw=lambda: next(draws))
+    journal = RequestLog(sampled_share=0.1, slow_after_s=1.0, draw_random_share=lambda: next(draws))
     for status, seconds in ((200, 0.1), (200, 0.2), (404, 0.3), (200, 1.0), (500, 0.4), (503, 2.0)):
-        request_record = RequestRecord(0.0, "r", status=status)
-        if (level := journal.level(request_record, seconds)) is not None:
+        request_record = RequestRecord(0.0, "r", http_status=status)
+        if (level := journal.choose_level(request_record, seconds)) is not None:
             journal.write(level, request_record, ASKED, seconds)
 
     levels_and_seconds = [(log_record.levelname, vars(log_record)["larder_fields"]["seconds"]) for log_record in lines]
@@ -144,9 +144,11 @@ def test_errors_and_slow_requests_are_always_told_and_a_share_of_the_others(line
 
 
 def test_a_line_of_a_request_says_where_time_went_and_never_whose_it_was(lines: list[logging.LogRecord]) -> None:
-    request_record = RequestRecord(0.0, "r", status=200, body=b'{"id":"u-secret","source":"l2","generation":"g"}')
-    request_record.stages += [StageTime("stored", 1.0, 0.25, 1), StageTime("stored", 2.0, 0.5, 1)]
-    RequestLog(sampled_share=1.0, slow_s=9.0).write(logging.INFO, request_record, ASKED, 1.0)
+    request_record = RequestRecord(
+        0.0, "r", http_status=200, last_body_piece=b'{"id":"u-secret","source":"l2","generation":"g"}'
+    )
+    request_record.stage_times += [StageTime("stored", 1.0, 0.25, 1), StageTime("stored", 2.0, 0.5, 1)]
+    RequestLog(sampled_share=1.0, slow_after_s=9.0).write(logging.INFO, request_record, ASKED, 1.0)
     line = orjson.loads(JsonFormatter(SECRETS).format(lines[0]))
 
     assert line["stages"] == {"stored": 0.75} and line["sources"] == {"l2": 1}
@@ -156,7 +158,7 @@ def test_a_line_of_a_request_says_where_time_went_and_never_whose_it_was(lines: 
 
 def test_server_timing_sums_each_stage_in_milliseconds() -> None:
     request_record = RequestRecord(
-        0.0, "r", stages=[StageTime("parse", 0.1, 0.001, 0), StageTime("live", 0.2, 0.0205, 3)]
+        0.0, "r", stage_times=[StageTime("parse", 0.1, 0.001, 0), StageTime("live", 0.2, 0.0205, 3)]
     )
 
     assert server_timing(request_record, 0.03) == b"parse;dur=1.000, live;dur=20.500, total;dur=30.000"

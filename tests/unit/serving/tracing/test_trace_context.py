@@ -55,4 +55,4 @@ def test_opentelemetry_reads_the_same(sent: str) -> None:
     assert theirs.is_valid == (parsed_parent is not None)
     if parsed_parent is not None:
         assert (parsed_parent.trace_id, parsed_parent.span_id) == (f"{theirs.trace_id:032x}", f"{theirs.span_id:016x}")
-        assert parsed_parent.flags == theirs.trace_flags
+        assert parsed_parent.trace_flags == theirs.trace_flags

@@ -168,12 +168,12 @@ async def test_a_replica_without_a_generation_tells_nothing(replica: Replica) ->
 
 async def test_what_is_hot_is_asked_of_redis_clock_and_nothing_when_it_is_gone(replica: Replica) -> None:
     replica.redis.answers = [user(3)]
-    assert await replica.sketch.hottest() == [user(3)]
+    assert await replica.sketch.hottest_names() == [user(3)]
     assert replica.redis.asked == [2]
 
     replica.redis.down = True
 
-    assert list(await replica.sketch.hottest()) == []
+    assert list(await replica.sketch.hottest_names()) == []
 
 
 def test_two_hours_are_one_ranking() -> None:

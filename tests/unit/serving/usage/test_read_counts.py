@@ -17,6 +17,6 @@ def test_reads_are_told_once_by_table_and_what_is_too_much_is_left_out() -> None
         "t": [number.to_bytes(8, "little") for number in (1, 2, 3)],
         "u": [(3).to_bytes(8, "little")],
     }
-    assert reads.left_out == READ_HASHES_MAX and reads.drain("g") == reads.drain("other") == {}
+    assert reads.left_out_hash_count == READ_HASHES_MAX and reads.drain("g") == reads.drain("other") == {}
     reads.add("g", "t", list(range(READ_HASHES_MAX)))
     assert len(pack_hashes(reads.drain("g")["t"])) == READ_HASHES_MAX

@@ -93,14 +93,14 @@ class Service:
         self.admits = True
         self.inferences = LiveInferences(
             cast(MicroBatcher, world), world.tiers, overlay_ttl_s=600.0, outage_ttl_s=15.0,
-            admit=lambda: self.admits, spares_reads=spares_reads,
+            admit_input=lambda: self.admits, may_skip_overlay_reads=spares_reads,
         )  # fmt: skip
         self.repeats = self.inferences.repeat_rate
         self.ladder = Ladder(world.tiers, self.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock)
 
     async def __call__(self, lookup: LookupRequest) -> list[AnswerJson]:
         """The answers; what was to be stored is."""
-        started_at = self.ladder._timer()
+        started_at = self.ladder._monotonic_clock()
         answers = await self.ladder.lookup(ServedGenerations(self.world.snapshot()), lookup, started_at)
         await self.world.tiers.aclose()
         return answers
