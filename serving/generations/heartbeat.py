@@ -84,7 +84,7 @@ class Heartbeat:
             "epoch": follower.epoch,
             "ready": [generation for generation in holder.generations if generation not in failed],
             "failed": failed,
-            "degraded": None if served is None else served.live.degraded,
+            "degraded": None if served is None else served.live.degraded_reason,
             "swapped_at": swapped_at,
             "warm_s": staged.warm_s,
             "l2_p99_ms": self.get_l2_p99_ms(),
