@@ -190,7 +190,7 @@ class AnswerObserver:
             return MissReason.INTERNAL_ERROR
         if reason.traits.is_nowhere and self._eviction_history.has_expired(generation, table, key):
             return MissReason.EXPIRED
-        return reason.public
+        return reason.public_reason
 
     def count_read(self, generation: str, table: str, key: int | bytes, is_known: bool = True) -> None:
         """Count an entity that was answered by Redis and not by L1; `is_known`: the night knows it."""

@@ -232,7 +232,7 @@ class BatchLookups:
         live, table = lookup.served.live, lookup.table
         directory = live.directories[table.entity]
         hashes = hash_ids(lookup.raws, directory.seed)
-        positions = directory.find_many(hashes)
+        positions = directory.find_positions(hashes)
         digest = live.digest_without_input(table)
         record_keys = RecordKeys(table, hashes.tolist(), fingerprints(lookup.raws), positions, digest)
         plain_mask = positions >= 0
@@ -265,9 +265,11 @@ class BatchLookups:
         rows, plain_mask = await self.read_rows(lookup, record_keys)
         note_stage("stored", self._service.timer() - started_at, len(record_keys))
         if np.count_nonzero(plain_mask) == len(plain_mask):
-            batch_answers = BatchAnswers(request_indexes, rows.records, rows.is_l2)
+            batch_answers = BatchAnswers(request_indexes, rows.records, rows.l2_row_mask)
         else:
-            batch_answers = BatchAnswers(request_indexes[plain_mask], rows.records[plain_mask], rows.is_l2[plain_mask])
+            batch_answers = BatchAnswers(
+                request_indexes[plain_mask], rows.records[plain_mask], rows.l2_row_mask[plain_mask]
+            )
         if not (l2_count := np.count_nonzero(batch_answers.is_l2)) or l2_count == len(batch_answers.is_l2):
             self._count_tier_answers(lookup, batch_answers.answer_indices, STORED_SOURCES[bool(l2_count)])
         else:
@@ -310,7 +312,7 @@ class BatchLookups:
         generation, table = lookup.served.live.generation, lookup.table.name
         row_count = len(batch_answers.answer_indices)
         if l2_count := int(np.count_nonzero(batch_answers.is_l2)):
-            keys: Sequence[int] = record_keys.keys
+            keys: Sequence[int] = record_keys.entity_hashes
             if l2_count < len(keys):
                 l2_indexes = np.flatnonzero(plain_mask)[batch_answers.is_l2]
                 keys = [keys[key_index] for key_index in l2_indexes.tolist()]
@@ -356,7 +358,7 @@ def _build_pending(lookup: BatchRequest, request_index: int, record_key: RecordK
 def read_result_at(rows: Rows, row_index: int) -> ReadResult:
     """Return the outcome of row `row_index` like that of a single read."""
     read_result = rows.result_by_index.get(row_index)
-    tier: Tier = "l2" if rows.is_l2[row_index] else "l1"
+    tier: Tier = "l2" if rows.l2_row_mask[row_index] else "l1"
     return Hit(rows.records[row_index].tobytes(), tier, False, None) if read_result is None else read_result
 
 

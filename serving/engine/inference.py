@@ -160,15 +160,15 @@ class LiveInferences:
         traits = NO_MISS_TRAITS if pending.reason is None else pending.reason.traits
         may_reuse = table in self.near_reuse_tables and pending.may_reuse and traits.is_looked_up
         digest = pending.digest + pending.new_items.digest
-        is_under_lease = record_key.position < 0 and traits.is_shared
+        is_under_lease = record_key.directory_position < 0 and traits.is_shared
         lease_manager, flight_key = (
             self.leases,
-            (snapshot.generation, table, record_key.key, digest, may_reuse, is_under_lease),
+            (snapshot.generation, table, record_key.hash_or_digest, digest, may_reuse, is_under_lease),
         )
         if (job := self._job_by_flight_key.get(flight_key)) is not None:
             job.deadline = max(job.deadline, deadline)
         is_joining = flight_key in self.flights
-        if record_key.position < 0 and traits.is_looked_up:
+        if record_key.directory_position < 0 and traits.is_looked_up:
             self.repeat_rate.note_input(is_joining)
         if not is_joining and not self.admit():  # joining a flight costs nothing
             return None
@@ -202,7 +202,11 @@ class LiveInferences:
             return
         for pending in pendings:
             record_key = pending.record_key
-            if record_key.position < 0 and record_key.digest is not None and pending.may_compute(snapshot):
+            if (
+                record_key.directory_position < 0
+                and record_key.input_digest is not None
+                and pending.may_compute(snapshot)
+            ):
                 pending.record_key = record_key._replace(skips_overlay=True)
                 if self.repeat_rate.count_unread():
                     self.tiers.probe(snapshot.view, record_key, self.repeat_rate.note_probe)
@@ -211,7 +215,10 @@ class LiveInferences:
         self, job: InferenceJob, inference_target: InferenceTarget, lease_mark: LeaseMark | None = None
     ) -> asyncio.Future[ComputedRecord]:
         # A live answer for an id that the night knows is kept, in L1 only, while its page is unavailable.
-        is_unknown, is_in_outage = (inference_target.record_key.position < 0, inference_target.replaces_nightly)
+        is_unknown, is_in_outage = (
+            inference_target.record_key.directory_position < 0,
+            inference_target.replaces_nightly,
+        )
 
         def store_when_computed(finished_future: asyncio.Future[ComputedRecord]) -> None:
             if (
@@ -231,9 +238,13 @@ class LiveInferences:
                 if (
                     computed.record_without_new_items is not None and night_record_key is not None
                 ):  # the key of the same id without new items
-                    if night_record_key.digest is not None and is_unknown:
+                    if night_record_key.input_digest is not None and is_unknown:
                         self.tiers.put_live(
-                            view, night_record_key, computed.record_without_new_items, night_record_key.digest, ttl_s
+                            view,
+                            night_record_key,
+                            computed.record_without_new_items,
+                            night_record_key.input_digest,
+                            ttl_s,
                         )
                     record = record if is_unknown else computed.record_without_new_items
                 self.tiers.put_live(
@@ -281,8 +292,8 @@ class LiveInferences:
             if (hit := self.tiers.inspect(snapshot.view, pending.nightly_key)) is not None:
                 record, stored_record = outcome.record, hit.record
                 with contextlib.suppress(CorruptArtefact):
-                    computed_items = pending.decode_record(snapshot, record).items
-                    night_items = pending.decode_record(snapshot, stored_record).items
+                    computed_items = pending.decode_record(snapshot, record).item_ordinals
+                    night_items = pending.decode_record(snapshot, stored_record).item_ordinals
                     if computed_items is not None and night_items is not None:
                         changed_answers.compare(pending.table.name, computed_items, night_items)
 

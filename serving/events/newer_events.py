@@ -46,7 +46,7 @@ class CountedEvents(NamedTuple):
     @property
     def position(self) -> int:
         """Position of the user in the directory; -1 if the night did not know them."""
-        return self.input.position
+        return self.input.user_position
 
     @property
     def counts_sent(self) -> bool:
@@ -61,7 +61,7 @@ class CountedEvents(NamedTuple):
     @property
     def as_of(self) -> str:
         """Time when the newest event was accepted, RFC 3339, UTC."""
-        return iso_time(Position.from_number(self.input.events[-1].number).ms / 1000)
+        return iso_time(Position.from_number(self.input.events[-1].position_number).ms / 1000)
 
     @property
     def items(self) -> tuple[bytes, ...]:
@@ -90,7 +90,7 @@ class NewerEvents(NewerInputs):
 
         Each event replaces the user's object: while the object is the same, an answer made from it counts all events.
         """
-        return self.users.packed_by_user
+        return self.users.packed_events_by_user
 
     def add(self, position: Position, event: Event) -> None:
         """Add the next event."""
@@ -118,12 +118,15 @@ class NewerEvents(NewerInputs):
     def changes(self, snapshot: Snapshot, table: Table, user_id: bytes) -> bool:
         """True if the user has events that the generation lacks and that change this table's answers."""
         generation_events = snapshot.part(GenerationEvents)
-        if generation_events is None or (model_features := generation_events.tables.get(table.name)) is None:
+        if (
+            generation_events is None
+            or (model_features := generation_events.features_by_changed_table.get(table.name)) is None
+        ):
             return False
-        if not self.users.has_newer(user_id, generation_events.until_number):
+        if not self.users.has_newer_event(user_id, generation_events.until_position_number):
             return False
-        return self.users.has_newer_item(user_id, generation_events.until_number) or takes_any_attribute(
-            self.values.values_of_user(user_id, generation_events.until_number), model_features
+        return self.users.has_newer_item(user_id, generation_events.until_position_number) or takes_any_attribute(
+            self.values.values_of_user(user_id, generation_events.until_position_number), model_features
         )
 
     def find_counted_events(
@@ -146,20 +149,22 @@ class NewerEvents(NewerInputs):
             return None
         if snapshot.blocks_entity(table, user_id):
             return None
-        model_features = events_of_night.tables[table.name]
-        newer_events = self.users.list_events_after(user_id, events_of_night.until_number)
-        user_values = self.values.values_of_user(user_id, events_of_night.until_number)
+        model_features = events_of_night.features_by_changed_table[table.name]
+        newer_events = self.users.list_events_after(user_id, events_of_night.until_position_number)
+        user_values = self.values.values_of_user(user_id, events_of_night.until_position_number)
         uses_event_values = takes_any_attribute(user_values, model_features)
-        events = tuple([event for event in newer_events if event.number <= as_of and (event.item or uses_event_values)])
+        events = tuple(
+            [event for event in newer_events if event.position_number <= as_of and (event.item or uses_event_values)]
+        )
         if not events:
             return None
         event_input, digest = EventInput(position, events, None, user_values), b""
         if sent_input is not None and not events_of_night.has_input(table, event_input):
             caller_input, digest = sent_input
             event_input = event_input._replace(caller_input=caller_input)
-        is_whole = events_of_night.until_number >= self.users.complete_after_number
+        is_whole = events_of_night.until_position_number >= self.users.complete_after_number
         is_past = as_of < NO_LIMIT
-        is_approximate = uses_event_values and self.values.newest_number_of_user(user_id) > as_of
+        is_approximate = uses_event_values and self.values.user_newest_position_number(user_id) > as_of
         return CountedEvents(event_input, _digest(user_id, events, digest), is_whole, is_past, is_approximate)
 
     async def count_newer(
@@ -178,7 +183,7 @@ class NewerEvents(NewerInputs):
             return
         if options.as_of is not None and (events_of_night := snapshot.part(GenerationEvents)) is not None:
             for case in cases:
-                case.is_before_night = options.as_of < events_of_night.until_number
+                case.is_before_night = options.as_of < events_of_night.until_position_number
         _include_new_items(snapshot, cases, options)
         packed, pacer = self.packed, YieldPacer()
         undecided_answers = []
@@ -192,14 +197,14 @@ class NewerEvents(NewerInputs):
             )
             if counted_events is None:
                 continue
-            counts_sent = pending_answer.record_key.position >= 0 and counted_events.counts_sent
+            counts_sent = pending_answer.record_key.directory_position >= 0 and counted_events.counts_sent
             if counts_sent and _is_computed(snapshot, pending_answer, counted_events):
                 undecided_answers.append((pending_answer, user_id))
             else:
                 _include_counted_events(snapshot, pending_answer, counted_events)
         if not undecided_answers:
             return
-        record_keys = [case.record_key._replace(table=case.table, digest=None) for case, _ in undecided_answers]
+        record_keys = [case.record_key._replace(table=case.table, input_digest=None) for case, _ in undecided_answers]
         outcomes = await read_records(record_keys)
         for (pending_answer, user_id), outcome in zip(undecided_answers, outcomes, strict=True):
             await pacer.count_entity(pending_answer.entity)
@@ -224,7 +229,9 @@ class NewerEvents(NewerInputs):
 
 def _digest(user_id: bytes, events: Sequence[UserEvent], sent_digest: bytes) -> bytes:
     # All events: a digest of only the newest could not tell an answer that lacks earlier events from a complete one.
-    packed_numbers = struct.pack(f"<II{len(events)}Q", len(user_id), len(events), *[event.number for event in events])
+    packed_numbers = struct.pack(
+        f"<II{len(events)}Q", len(user_id), len(events), *[event.position_number for event in events]
+    )
     return xxhash.xxh3_128_digest(packed_numbers + user_id + sent_digest)
 
 
@@ -241,7 +248,7 @@ def _find_counted_events(
     as_of = NO_LIMIT if options.as_of is None else options.as_of
     sent_input = (case.live_input, case.digest) if counts_sent_input else None
     counted_events = newer_events.find_counted_events(
-        snapshot, case.table, user_id, case.record_key.position, sent_input, as_of
+        snapshot, case.table, user_id, case.record_key.directory_position, sent_input, as_of
     )
     if counted_events is None:
         return None
@@ -249,7 +256,7 @@ def _find_counted_events(
     if new_items := case.new_items:
         digest = xxhash.xxh3_128_digest(counted_events.digest + new_items.digest)
         counted_events = counted_events._replace(digest=digest)
-    if snapshot.new_items.newest_number > as_of:  # the new items of that position may have been different
+    if snapshot.new_items.newest_position_number > as_of:  # the new items of that position may have been different
         counted_events = counted_events._replace(is_approximate=True)
     return counted_events
 
@@ -260,7 +267,7 @@ def _is_computed(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInpu
     return (
         generation_events is not None
         and newer_input.is_whole
-        and generation_events.can_compute(case.table, newer_input.position)
+        and generation_events.can_compute_answer(case.table, newer_input.position)
     )
 
 
@@ -280,11 +287,11 @@ def _with_new_items(snapshot: Snapshot, counted_events: CountedEvents, as_of: in
     approximate.
     """
     new_items = snapshot.new_items
-    if not new_items or new_items.number_by_id.keys().isdisjoint(counted_events.items):
+    if not new_items or new_items.item_number_by_id.keys().isdisjoint(counted_events.items):
         return counted_events
     if as_of is not None:
         new_items = new_items.up_to(as_of)
-    new_items_in_events = sorted({*counted_events.items} & new_items.number_by_id.keys())
+    new_items_in_events = sorted({*counted_events.items} & new_items.item_number_by_id.keys())
     if not new_items_in_events:
         return counted_events
     packed_item_ids = b"".join([len(item_id).to_bytes(4, "little") + item_id for item_id in new_items_in_events])

@@ -307,8 +307,8 @@ class ListMatches:
         vectors = predictor.vectors(batch)
         lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))[:, None]
         directions = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
-        excluded_by_row = search.excluded(batch, blocked)
-        needed_depths = search.counts(excluded_by_row)
+        excluded_by_row = search.excluded_by_input(batch, blocked)
+        needed_depths = search.candidate_counts(excluded_by_row)
         needed_depth_by_row = needed_depths.tolist()
         near_answers = neighbours.find_near(directions, blocklist_version)
         near_answer_by_row = {
@@ -543,7 +543,7 @@ class NearMatches:
             )
             blocked = snapshot.blocked_ordinals
             if matches is None or matches.neighbours.policy.is_off:
-                batch_records = predictor.predict(table, batch, id_fingerprints, scored_at, blocked=blocked)
+                batch_records = predictor.predict(table, batch, id_fingerprints, scored_at, blocked_ordinals=blocked)
                 distances: list[float | None] = [None] * len(batch_records)
             else:
                 # Not the blocklist's version: an arm also enforces the blocklist of another namespace.
@@ -587,7 +587,7 @@ class NearMatches:
 
 def input_kind(source: LiveInput) -> InputKind | None:
     """Return the kind of an input: history, features or both; None for a catalogue item, its own input."""
-    if source.item is not None or not (source.history or source.features):
+    if source.item_ordinal is not None or not (source.history or source.features):
         return None
     if source.history and source.features:
         return "both"

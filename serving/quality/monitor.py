@@ -66,7 +66,7 @@ class QualityMonitor:
         cold_names, self._read_hashes = RecentNames(), ReadHashes()
         watch.on_cold.append(cold_names.append)
         watch.on_read.append(self._read_hashes.add)
-        watch.sampler = AnswerSampler(config.sampled_per_mille)
+        watch.sampler = AnswerSampler(config.sampled_answers_per_mille)
         self.cold_sketch = HotKeySketch(SharedHotKeys(control), cold_names, get_live_snapshot, clock, COLD_WINDOW)
         self._results = QualityResults()
         self._table_usage = TableUsage(control, self._read_hashes, metrics, recent_names.all_names, get_live_snapshot)
@@ -88,7 +88,7 @@ class QualityMonitor:
             cpu_share=config.quality_cpu_share,
             threads=config.live_threads,
         )
-        self._is_sampling = config.sampled_per_mille > 0
+        self._is_sampling = config.sampled_answers_per_mille > 0
         self._judge_task: asyncio.Task[None] | None = None
         self._report_interval_s = config.quality_s
         for collector in (self._results, self._table_usage):
@@ -197,7 +197,7 @@ class AnswerJudge:
             return sample
         key = hash_id(sample.raw, snapshot.directories[table.entity].seed)
         entry = self.local.get(LocalKey(sample.generation, sample.table, key))
-        if entry is None or entry.digest is not None:
+        if entry is None or entry.input_digest is not None:
             return sample
         return sample._replace(record=entry.record)
 

@@ -197,7 +197,7 @@ class Model:
         scores = np.zeros((len(batch), WIDTH), np.float32)
         for row, prepared in enumerate(batch):
             excluded_items = frozenset(
-                items.id_of(ordinal) for ordinal in {*prepared.excluded.tolist(), *blocked_ordinals}
+                items.id_of(ordinal) for ordinal in {*prepared.excluded_ordinals.tolist(), *blocked_ordinals}
             )
             live_items = live_list(items.id_of(int(prepared.history[-1])), excluded_items)
             lists[row, : len(live_items)] = items.ordinals_of([item.encode() for item in live_items])

@@ -79,8 +79,8 @@ class FakePredictor:
         distinct_items = list(dict.fromkeys(source.history or ()))
         ordinals = self.items.ordinals_of(distinct_items)
         known_ordinals = ordinals[ordinals >= 0]
-        if source.item is not None:
-            known_ordinals = np.append(known_ordinals, source.item)
+        if source.item_ordinal is not None:
+            known_ordinals = np.append(known_ordinals, source.item_ordinal)
         if not len(known_ordinals) and not source.features:
             return None
         features = {"poisoned": self.poison in (source.history or ())}
@@ -135,7 +135,7 @@ class FakePredictor:
 
     def _after(self, prepared: PreparedInput, blocked: set[int]) -> list[int]:
         start = int(prepared.history[-1]) if len(prepared.history) else 0
-        exclusions = set(prepared.excluded.tolist()) | blocked
+        exclusions = set(prepared.excluded_ordinals.tolist()) | blocked
         count = self.items.count
         ordinals = [(start + step) % count for step in range(1, count + 1)]
         return [ordinal for ordinal in ordinals if ordinal not in exclusions][:WIDTH]

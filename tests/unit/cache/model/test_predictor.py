@@ -135,7 +135,7 @@ def test_vectors_and_values_come_from_their_towers(world, bundle):
 
 def test_similar_items_leave_the_item_itself_out(world):
     for ordinal in range(5):
-        record = answer(world, "item_similar", LiveInput(item=ordinal))[0]
+        record = answer(world, "item_similar", LiveInput(item_ordinal=ordinal))[0]
 
         assert ordinal not in record.items
         assert len(record.items) == K
@@ -202,7 +202,7 @@ def test_a_bundle_with_shuffled_items_gives_the_same_answers(bundle, tmp_path):
     for table, inputs in (
         ("user_topk", live_inputs),
         ("user_affinity", live_inputs),
-        ("item_similar", [LiveInput(item=ordinal) for ordinal in range(ITEMS)]),
+        ("item_similar", [LiveInput(item_ordinal=ordinal) for ordinal in range(ITEMS)]),
     ):
         mine, shuffled_answers = (answer(original_world, table, *inputs), answer(theirs, table, *inputs))
 

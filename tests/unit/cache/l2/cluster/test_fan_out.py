@@ -104,7 +104,7 @@ async def test_answers_come_together_in_the_order_of_the_reads(nodes: FakeNodes)
     a.land(payload)
 
     assert await result == [b"%04d" % page for page in range(100)]
-    assert [page_read.offset for page_read in mine] == [8 * page_read.page_number for page_read in mine]
+    assert [page_read.page_offset for page_read in mine] == [8 * page_read.page_number for page_read in mine]
 
 
 async def test_frames_of_a_part_are_put_in_their_places(nodes: FakeNodes) -> None:
