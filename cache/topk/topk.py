@@ -31,7 +31,7 @@ class AnyScorer(Protocol):
 
     def top(
         self,
-        user_vectors: NDArray[np.float32],
+        users: NDArray[np.float32],
         k: int,
         excluded: Histories | None = None,
         *,
@@ -67,7 +67,7 @@ class Scorer:
 
     def top(
         self,
-        user_vectors: NDArray[np.float32],
+        users: NDArray[np.float32],
         k: int,
         excluded: Histories | None = None,
         *,
@@ -82,20 +82,18 @@ class Scorer:
         is called with the number of users that each step finished. Memory besides the result does not depend on the
         number of users. Raises ConfigError for arguments of another shape.
         """
-        user_vectors, exclusions = check_arguments(self.compared_items, user_vectors, k, excluded, allowed)
+        users, exclusions = check_arguments(self.compared_items, users, k, excluded, allowed)
         report_progress = progress or (lambda _: None)
         thread_count = threads or usable_cores()
         if self.kernel_and_items is None:
-            return self._flat(user_vectors, k, exclusions, allowed, thread_count, report_progress)
-        fits_kernel_mask = scores_fit_mask(self.compared_items, user_vectors)
+            return self._flat(users, k, exclusions, allowed, thread_count, report_progress)
+        fits_kernel_mask = scores_fit_mask(self.compared_items, users)
         if fits_kernel_mask.all():
-            return self._by_kernel(user_vectors, k, exclusions, allowed, thread_count, report_progress)
-        ordinals, scores = (np.empty((len(user_vectors), k), np.uint32), np.empty((len(user_vectors), k), "f4"))
+            return self._by_kernel(users, k, exclusions, allowed, thread_count, report_progress)
+        ordinals, scores = (np.empty((len(users), k), np.uint32), np.empty((len(users), k), "f4"))
         for method, user_mask in ((self._by_kernel, fits_kernel_mask), (self._flat, ~fits_kernel_mask)):
             rows = np.flatnonzero(user_mask)
-            part_lists = method(
-                user_vectors[rows], k, exclusions.select_rows(rows), allowed, thread_count, report_progress
-            )
+            part_lists = method(users[rows], k, exclusions.select_rows(rows), allowed, thread_count, report_progress)
             ordinals[rows], scores[rows] = part_lists
         return ordinals, scores
 

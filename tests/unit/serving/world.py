@@ -104,7 +104,7 @@ class FakePredictor:
         prints: Sequence[int],
         scored_at: int,
         *,
-        blocked: NDArray[np.int64],
+        blocked_ordinals: NDArray[np.int64],
     ) -> list[bytes]:
         """One record each."""
         self.batches.append([table] * len(batch))
@@ -124,7 +124,7 @@ class FakePredictor:
             values = np.full((len(batch), layout.width), 0.5, np.float32)
             rows = encode_numbers(layout, fingerprint_array, values, scored_at, flags=FLAG_LIVE)
         else:
-            blocked_set = set(blocked.tolist())
+            blocked_set = set(blocked_ordinals.tolist())
             lists = [self._after(prepared, blocked_set) for prepared in batch]
             scores = np.tile(np.arange(layout.width, 0, -1).astype(np.float32), (len(batch), 1))
             rows = encode_topk(

@@ -100,7 +100,7 @@ import json, sys
 from cache.formats import FORMATS
 
 if sys.argv[1] in FORMATS:
-    FORMATS[sys.argv[1]] = FORMATS[sys.argv[1]]._replace(written=2, newest_readable=2)
+    FORMATS[sys.argv[1]] = FORMATS[sys.argv[1]]._replace(written_version=2, newest_readable_version=2)
 import numpy as np
 from cache.format.redis_keys import Keyspace
 from cache.format.manifest import MANIFEST_FORMAT, Manifest

@@ -80,7 +80,7 @@ def test_a_threshold_below_one_is_refused() -> None:
         Breaker(failure_threshold=0)
 
 
-@given(st.lists(st.sampled_from(["allow", "note_success", "note_failure", "tick"]), max_size=60))
+@given(st.lists(st.sampled_from(["allow_call", "note_success", "note_failure", "tick"]), max_size=60))
 def test_whatever_happens_a_call_is_allowed_within_one_cooldown(steps: list[str]) -> None:
     clock = FakeClock()
     breaker = Breaker(failure_threshold=2, cooldown_s=1.0, monotonic_clock=clock)

@@ -18,13 +18,13 @@ class FakeConnection:
     is_closing = False
 
     def __init__(self, commands: int = 0) -> None:
-        self.commands = commands
+        self.commands_in_flight = commands
         self.pipelines_in_flight = 0
         self.aborted: list[TierUnavailable] = []
 
     def send(self, pipeline: Pipeline) -> None:
         pipeline.connection = self  # type: ignore[assignment]
-        self.commands += pipeline.reply_count
+        self.commands_in_flight += pipeline.reply_count
 
     def abort(self, error: TierUnavailable) -> None:
         self.aborted.append(error)

@@ -275,7 +275,7 @@ class TakesWhatIsSent:
     ) -> list[bytes]:
         """One record each."""
         no_ordinals = np.empty(0, np.int64)
-        return self.predictor.predict(table, batch, prints, scored_at, blocked=no_ordinals)
+        return self.predictor.predict(table, batch, prints, scored_at, blocked_ordinals=no_ordinals)
 
 
 class WorldOfValues(EventWorld):

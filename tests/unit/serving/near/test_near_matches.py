@@ -68,7 +68,7 @@ def run(near: NearMatches, at: Any, sources: list[LiveInput], *, may_reuse: bool
 def live(at: Any, sources: list[LiveInput]) -> list[bytes]:
     """Records by live alone."""
     batch = [at.predictor.prepare(LISTS, live_input) for live_input in sources]
-    records: list[bytes] = at.predictor.predict(LISTS, batch, [7] * len(batch), 0, blocked=at.blocked_ordinals)
+    records: list[bytes] = at.predictor.predict(LISTS, batch, [7] * len(batch), 0, blocked_ordinals=at.blocked_ordinals)
     return records
 
 
