@@ -42,7 +42,7 @@ def answer(world, table, *inputs, blocked=()):
 def test_a_list_has_the_users_best_items_in_order_and_is_marked_live(world):
     record = answer(world, "user_topk", history(2, 4, 6))[0]
 
-    assert record.live and record.fingerprint == 1 and record.scored_at == AT
+    assert record.is_live and record.fingerprint == 1 and record.scored_at == AT
     assert len(record.item_ordinals) == K
     assert (np.diff(record.numbers) <= 0).all()
 
