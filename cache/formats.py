@@ -19,22 +19,22 @@ fields."""
 class Format(NamedTuple):
     """Format: its name, the version written, the oldest and newest version read, and whether the service reads it.
 
-    Support window: `oldest_readable` is at most the version that the preceding release wrote.
+    Support window: `oldest_readable_version` is at most the version that the preceding release wrote.
     """
 
     name: str
-    written: int = 1
-    oldest_readable: int = 1
-    newest_readable: int = 1
-    is_served: bool = False
+    written_version: int = 1
+    oldest_readable_version: int = 1
+    newest_readable_version: int = 1
+    is_read_by_service: bool = False
 
     @property
-    def reads(self) -> str:
+    def readable_versions_text(self) -> str:
         """Versions that are read, as text."""
         return (
-            str(self.newest_readable)
-            if self.oldest_readable == self.newest_readable
-            else f"{self.oldest_readable} to {self.newest_readable}"
+            str(self.newest_readable_version)
+            if self.oldest_readable_version == self.newest_readable_version
+            else f"{self.oldest_readable_version} to {self.newest_readable_version}"
         )
 
 
@@ -55,16 +55,16 @@ STAGES: Final = "stages of a night"
 FORMATS: Final[dict[str, Format]] = {
     format_.name: format_
     for format_ in (
-        Format(KEYS, is_served=True),
+        Format(KEYS, is_read_by_service=True),
         # Also the version of all files that the manifest lists. Written: 5 if events are accepted, 4 if filters are
         # declared, 3 if items have attributes, 2 if a model has a second file of weights, else 1.
-        Format(MANIFEST, newest_readable=5, is_served=True),
-        Format(RECORD, is_served=True),
-        Format(POINTER, is_served=True),
-        Format(STAGING_NOTE, is_served=True),
-        Format(RELEASE_RECORD, is_served=True),
-        Format(BLOCKLIST, is_served=True),
-        Format(EXPERIMENTS, is_served=True),
+        Format(MANIFEST, newest_readable_version=5, is_read_by_service=True),
+        Format(RECORD, is_read_by_service=True),
+        Format(POINTER, is_read_by_service=True),
+        Format(STAGING_NOTE, is_read_by_service=True),
+        Format(RELEASE_RECORD, is_read_by_service=True),
+        Format(BLOCKLIST, is_read_by_service=True),
+        Format(EXPERIMENTS, is_read_by_service=True),
         Format(REGISTRY_ROW),
         Format(HEARTBEAT),
         Format(ERASURE),
@@ -81,15 +81,15 @@ FIRST_RELEASE: Final = "0.1.0"
 def served_formats() -> dict[str, tuple[int, int]]:
     """Return the oldest and newest version that a service of this release reads, by format, for its heartbeat."""
     return {
-        format_.name: (format_.oldest_readable, format_.newest_readable)
+        format_.name: (format_.oldest_readable_version, format_.newest_readable_version)
         for format_ in FORMATS.values()
-        if format_.is_served
+        if format_.is_read_by_service
     }
 
 
-def version_stamp(name: str) -> dict[str, int]:
+def version_stamp(format_name: str) -> dict[str, int]:
     """Return the version field of a document; empty for version 1, see FORMAT_FIELD."""
-    written = FORMATS[name].written
+    written = FORMATS[format_name].written_version
     return {} if written == 1 else {FORMAT_FIELD: written}
 
 
@@ -98,23 +98,24 @@ def version_of(document: Mapping[str, object]) -> object:
     return document.get(FORMAT_FIELD, 1)
 
 
-def unreadable_reason(name: str, version: object, document_name: str = "") -> str | None:
+def unreadable_reason(format_name: str, version: object, document_name: str = "") -> str | None:
     """Explain in one line, with the remedy, why this release does not read a version; None if it does."""
-    format_ = FORMATS[name]
-    if type(version) is int and format_.oldest_readable <= version <= format_.newest_readable:
+    format_ = FORMATS[format_name]
+    if type(version) is int and format_.oldest_readable_version <= version <= format_.newest_readable_version:
         return None
     remedy = (
         "it was written by a release older than the preceding one: run the preceding release first"
-        if type(version) is int and version < format_.oldest_readable
+        if type(version) is int and version < format_.oldest_readable_version
         else "it was written by a newer release: upgrade this program first"
     )
-    document_words = document_name or f"the {name}"
+    document_words = document_name or f"the {format_name}"
     return (
-        f"{document_words} has {name} format {version}, this release ({THIS_RELEASE}) reads {format_.reads}; {remedy}"
+        f"{document_words} has {format_name} format {version}, this release ({THIS_RELEASE}) reads "
+        f"{format_.readable_versions_text}; {remedy}"
     )
 
 
-def demand_readable(name: str, version: object, document_name: str = "") -> None:
+def demand_readable(format_name: str, version: object, document_name: str = "") -> None:
     """Raise UnknownFormat for a version that this release does not read; `document_name` is the document, in words."""
-    if (reason := unreadable_reason(name, version, document_name)) is not None:
-        raise UnknownFormat(reason, format=name, version=version)
+    if (reason := unreadable_reason(format_name, version, document_name)) is not None:
+        raise UnknownFormat(reason, format=format_name, version=version)

@@ -21,7 +21,7 @@ Precision = Literal["f2", "f4", "i1"]
 Flags = int | NDArray[np.uint8]
 """Flag bits (the low nibble): of one record or an array of them."""
 
-RECORD_FORMAT: Final = FORMATS[RECORD].written
+RECORD_FORMAT: Final = FORMATS[RECORD].written_version
 """Format of a record, the high nibble of its flags: 1 to 14."""
 
 HEADER_BYTES: Final = 16
@@ -82,8 +82,8 @@ class HeaderField(NamedTuple):
 
     name: str
     dtype: str
-    code: str
-    offset: int
+    struct_code: str
+    byte_offset: int
 
 
 HEADER_FIELDS: Final = (
@@ -96,14 +96,14 @@ HEADER_FIELDS: Final = (
 
 HEADER_DTYPE: Final = np.dtype([(header_field.name, header_field.dtype) for header_field in HEADER_FIELDS])
 
-OFFSET_BY_FIELD: Final = {header_field.name: header_field.offset for header_field in HEADER_FIELDS} | {
+OFFSET_BY_FIELD: Final = {header_field.name: header_field.byte_offset for header_field in HEADER_FIELDS} | {
     "payload": HEADER_BYTES,
     "format_shift": FORMAT_SHIFT,
 }
 """Offsets in bytes by field name, and the shift of the format in the flags; the C sources must have the same
 numbers."""
 
-unpack_header = struct.Struct("<" + "".join(header_field.code for header_field in HEADER_FIELDS)).unpack_from
+unpack_header = struct.Struct("<" + "".join(header_field.struct_code for header_field in HEADER_FIELDS)).unpack_from
 """Function from a record to the header's numbers, in the order of the fields."""
 
 _FLAGS_OFFSET: Final = OFFSET_BY_FIELD["flags"]
@@ -220,31 +220,31 @@ def quantize(layout: Layout, records: NDArray[Any], numbers: NDArray[np.float32]
         records["numbers"] = np.rint(numbers / np.where(scale == 0, 1, scale)[:, None])
 
 
-def unfit_rows(layout: Layout, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
+def unfit_row_mask(layout: Layout, numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Return bool[n]: the rows for which `quantize` raises UnfitValue with this layout."""
     finite_mask = np.asarray(np.isfinite(numbers).all(axis=1))
-    unfit_mask: NDArray[np.bool_] = ~finite_mask
+    unfit_row_mask: NDArray[np.bool_] = ~finite_mask
     if layout.precision == "f4":
-        return unfit_mask
+        return unfit_row_mask
     finite_numbers = np.where(finite_mask[:, None], numbers, 0)
     largest_numbers = np.abs(finite_numbers).max(axis=1, initial=0)
     if layout.precision == "i1":
-        unfit_mask |= (largest_numbers / _INT8_STEPS == 0) & finite_numbers.any(axis=1)
-        return unfit_mask
+        unfit_row_mask |= (largest_numbers / _INT8_STEPS == 0) & finite_numbers.any(axis=1)
+        return unfit_row_mask
     exponents = np.frexp(largest_numbers)[1] - _TOP_EXPONENT
     beyond_mask = (exponents < -128) | (exponents > 127)
     halves = _halves(finite_numbers, np.where(beyond_mask, 0, -exponents))
-    unfit_mask |= beyond_mask | _underflow_mask(layout, finite_numbers, halves).any(axis=1)
-    return unfit_mask
+    unfit_row_mask |= beyond_mask | _underflow_mask(layout, finite_numbers, halves).any(axis=1)
+    return unfit_row_mask
 
 
-def dequantize(layout: Layout, records: NDArray[Any], dtype: type[np.floating[Any]]) -> NDArray[Any]:
+def dequantize(layout: Layout, records: NDArray[Any], number_dtype: type[np.floating[Any]]) -> NDArray[Any]:
     """Return the numbers[n, width] of records[n], unused slots included, in float32 or float64."""
-    numbers = records["numbers"].astype(dtype)
+    numbers = records["numbers"].astype(number_dtype)
     if layout.precision == "f2":
-        numbers *= np.ldexp(dtype(1), records["exponent"].astype(np.int32))[:, None]
+        numbers *= np.ldexp(number_dtype(1), records["exponent"].astype(np.int32))[:, None]
     elif layout.precision == "i1":
-        numbers *= records["scale"].astype(dtype)[:, None]
+        numbers *= records["scale"].astype(number_dtype)[:, None]
     return numbers
 
 
@@ -299,7 +299,7 @@ def _underflow_mask(layout: Layout, numbers: NDArray[np.float32], halves: NDArra
 def encode_topk(
     layout: Layout,
     fingerprints: NDArray[np.uint64],
-    items: NDArray[np.uint32],
+    item_ordinals: NDArray[np.uint32],
     scores: NDArray[np.float32],
     scored_at: int,
     *,
@@ -307,12 +307,12 @@ def encode_topk(
 ) -> NDArray[Any]:
     """Encode records[n] from ordinals uint32[n, m <= K] (at the end NO_ITEM: unused) and scores float32[n, m]."""
     records = _blank_records(layout, fingerprints, scored_at, flags)
-    used_mask = items != NO_ITEM
+    used_mask = item_ordinals != NO_ITEM
     records["items"] = NO_ITEM
-    records["items"][:, : items.shape[1]] = items
+    records["items"][:, : item_ordinals.shape[1]] = item_ordinals
     records["count"] = used_mask.sum(axis=1)
-    numbers = np.zeros((len(items), layout.width), np.float32)
-    numbers[:, : items.shape[1]] = np.where(used_mask, scores, 0)
+    numbers = np.zeros((len(item_ordinals), layout.width), np.float32)
+    numbers[:, : item_ordinals.shape[1]] = np.where(used_mask, scores, 0)
     quantize(layout, records, numbers)
     return records
 
@@ -350,16 +350,16 @@ def _blank_records(layout: Layout, fingerprints: NDArray[np.uint64], scored_at: 
 
 
 class Record(NamedTuple):
-    """Decoded record; arrays contain only used slots, `items` is None unless it is a top-K record."""
+    """Decoded record; arrays contain only used slots, `item_ordinals` is None unless it is a top-K record."""
 
     fingerprint: int
     scored_at: int
     flags: int
     numbers: NDArray[np.float32]
-    items: NDArray[np.uint32] | None
+    item_ordinals: NDArray[np.uint32] | None
 
     @property
-    def live(self) -> bool:
+    def is_live(self) -> bool:
         """Whether live inference wrote the record."""
         return bool(self.flags & FLAG_LIVE)
 
@@ -394,15 +394,15 @@ def decode_record(layout: Layout, record: bytes | memoryview, item_count: int | 
         items = np.frombuffer(record, ORDINAL_DTYPE, layout.width, HEADER_BYTES)[:count]
         if count and item_count is not None and np.maximum.reduce(items) >= item_count:
             raise CorruptArtefact(f"a record contains item {int(items.max())} of {item_count}", rule="ordinal")
-    return Record(fingerprint=fingerprint, scored_at=scored_at, flags=flags, numbers=numbers, items=items)
+    return Record(fingerprint=fingerprint, scored_at=scored_at, flags=flags, numbers=numbers, item_ordinals=items)
 
 
-def _numbers_of(layout: Layout, record: bytes | memoryview, count: int, exponent: int) -> NDArray[np.float32]:
-    """Return the first `count` numbers of one record, float32[count]; infinite if they exceed float32."""
+def _numbers_of(layout: Layout, record: bytes | memoryview, number_count: int, exponent: int) -> NDArray[np.float32]:
+    """Return the first `number_count` numbers of one record, float32[count]; infinite if they exceed float32."""
     width, precision = layout.width, layout.precision
     number_dtype = NUMBER_DTYPE_BY_PRECISION[precision]
     numbers_offset = len(record) - width * number_dtype.itemsize
-    numbers = np.frombuffer(record, number_dtype, width, numbers_offset)[:count].astype(np.float32)
+    numbers = np.frombuffer(record, number_dtype, width, numbers_offset)[:number_count].astype(np.float32)
     if precision == "f2" and exponent <= SAFE_EXPONENT:
         return np.ldexp(numbers, exponent)
     if precision == "f4":
@@ -414,11 +414,11 @@ def _numbers_of(layout: Layout, record: bytes | memoryview, count: int, exponent
         return scaled_numbers
 
 
-def pack_overlay(record: bytes, digest: bytes) -> bytes:
+def pack_overlay(record: bytes, input_digest: bytes) -> bytes:
     """Return an overlay's value: the record, then the 16-byte digest of the input from which it was computed."""
-    if len(digest) != DIGEST_BYTES:
-        raise ValueError(f"an input digest must have {DIGEST_BYTES} bytes, not {len(digest)}")
-    return record + digest
+    if len(input_digest) != DIGEST_BYTES:
+        raise ValueError(f"an input digest must have {DIGEST_BYTES} bytes, not {len(input_digest)}")
+    return record + input_digest
 
 
 def unpack_overlay(layout: Layout, overlay_value: bytes) -> tuple[bytes, bytes] | None:

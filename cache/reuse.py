@@ -16,18 +16,18 @@ REUSE_REASONS: Final = ("copied", "inputs", "lost", "entered", "computed")
 class UsersByReason:
     """Number of users by reason, and seconds saved, of one night or of several."""
 
-    users: Mapping[str, int]
+    user_count_by_reason: Mapping[str, int]
     spared_s: float
 
     @property
     def copied_share(self) -> float | None:
         """Share of the users whose records were copied; None without users."""
-        total = sum(self.users.values())
-        return self.users["copied"] / total if total else None
+        total = sum(self.user_count_by_reason.values())
+        return self.user_count_by_reason["copied"] / total if total else None
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict for JSON."""
-        return {"users": dict(self.users), "share": self.copied_share, "spared_s": self.spared_s}
+        return {"users": dict(self.user_count_by_reason), "share": self.copied_share, "spared_s": self.spared_s}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class Reuse:
     """Reuse of one night, and of the nights before it: `nights`, its own last."""
 
     night: UsersByReason
-    base: str | None
-    not_copied_because: str
+    base_generation: str | None
+    lists_not_copied_because: str
     """Why lists could not be copied; empty if they could."""
-    read_because: str
+    sources_read_because: str
     """Why all source files were read; empty if only new files were."""
     nights: tuple[UsersByReason, ...]
 
@@ -58,14 +58,15 @@ class Reuse:
         """Sum of the users of all these nights, and the mean of the seconds saved per night."""
         spared_s = sum(night.spared_s for night in self.nights)
         return UsersByReason(
-            _sum_users_by_reason(night.users for night in self.nights), spared_s / max(1, len(self.nights))
+            _sum_users_by_reason(night.user_count_by_reason for night in self.nights),
+            spared_s / max(1, len(self.nights)),
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict for JSON: the night, and `recent_total` with the number of its nights."""
         return {
-            **self.night.to_json(), "base": self.base, "why": self.not_copied_because,
-            "read_because": self.read_because,
+            **self.night.to_json(), "base": self.base_generation, "why": self.lists_not_copied_because,
+            "read_because": self.sources_read_because,
             "lately": {"nights": len(self.nights), **self.recent_total.to_json()},
         }  # fmt: skip
 
@@ -74,9 +75,9 @@ def _read_users_by_reason(night_fact: Mapping[str, Any]) -> UsersByReason:
     return UsersByReason(_sum_users_by_reason([night_fact["users"]]), float(night_fact["spared_s"]))
 
 
-def _sum_users_by_reason(counts_by_reason: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+def _sum_users_by_reason(user_counts_by_reason: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     user_count_by_reason = dict.fromkeys(REUSE_REASONS, 0)
-    for user_counts in counts_by_reason:
+    for user_counts in user_counts_by_reason:
         for reason in REUSE_REASONS:
             user_count_by_reason[reason] += int(user_counts.get(reason, 0))
     return user_count_by_reason

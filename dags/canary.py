@@ -73,21 +73,21 @@ def canary() -> None:
         )
 
     @task.sensor(mode="reschedule", poke_interval=60, timeout=CANARY_TIME_MAX.total_seconds())
-    def wait(started: dict[str, Any]) -> bool:
+    def wait(start_report: dict[str, Any]) -> bool:
         """Return True if the canary has run long enough, or was ended."""
         from precompute.config.settings import night_config
         from precompute.traffic.canary import trial as steps
 
-        return steps.is_over(night_config(), started["generation"])
+        return steps.is_over(night_config(), start_report["generation"])
 
     @task(multiple_outputs=False)
-    def conclude(started: dict[str, Any]) -> dict[str, Any]:
+    def conclude(start_report: dict[str, Any]) -> dict[str, Any]:
         """Compare both arms; publish the generation, or abandon it and fail."""
         from precompute.config.settings import night_config
         from precompute.traffic.canary import trial as steps
 
         attempt = get_current_context()["run_id"]
-        return steps.publish_or_abandon(night_config(), started["generation"], attempt=attempt)
+        return steps.publish_or_abandon(night_config(), start_report["generation"], attempt=attempt)
 
     started = start()
     wait(started) >> conclude(started)

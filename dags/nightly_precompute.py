@@ -104,7 +104,7 @@ def run_step(step_name: str, *arguments: Any, **named_arguments: Any) -> dict[st
     catchup=False,
     max_active_runs=1,
     params={"data_until": Param(None, type=["null", "string"], format="date-time")},
-    default_args={**DAG_CONFIG.defaults(), "retry_policy": ExceptionRetryPolicy(rules=[FINAL_RULE])},
+    default_args={**DAG_CONFIG.default_task_arguments(), "retry_policy": ExceptionRetryPolicy(rules=[FINAL_RULE])},
     doc_md=__doc__,
     tags=["larder"],
 )
@@ -184,9 +184,9 @@ def nightly_precompute() -> None:
         return run_step("verify", build, attempt=get_current_context()["run_id"])
 
     @task(multiple_outputs=False, execution_timeout=timedelta(seconds=DAG_CONFIG.load_timeout_s))
-    def publish(verified: dict[str, Any]) -> dict[str, Any]:
+    def publish(verify_report: dict[str, Any]) -> dict[str, Any]:
         """Move the pointer; a retry recognises its own publish by the run id."""
-        return run_step("publish", verified, attempt=get_current_context()["run_id"])
+        return run_step("publish", verify_report, attempt=get_current_context()["run_id"])
 
     @task.branch
     def choose() -> str:

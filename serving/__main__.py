@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = PROG) -> int:
             interrupts_never_swallowed(),
             _open_listener(config) as listener,
             supervised_redis_url(
-                Path(config.state), config.redis_url, refill=functools.partial(_refill_own_redis, config)
+                Path(config.state), config.redis_url, refill_server=functools.partial(_refill_own_redis, config)
             ) as redis_url,
         ):
             is_own_redis = not config.redis_url
@@ -235,7 +235,7 @@ def _serve(config: "ServingConfig", listener: socket.socket, log_level: str) -> 
     # Imported here: the parent process of workers needs neither the web framework nor the model runtime.
     from serving.app import create_app, make_server
 
-    announce = functools.partial(_announce, listener, config.scheme)
+    announce = functools.partial(_announce, listener, config.url_scheme)
     server = make_server(create_app(config), config, log_level, announce)
     server.run(sockets=[listener])
     if not server.started:
@@ -244,7 +244,7 @@ def _serve(config: "ServingConfig", listener: socket.socket, log_level: str) -> 
 
 
 def _supervise(config: "ServingConfig", listener: socket.socket, log_level: str) -> int:
-    announce = functools.partial(_announce, listener, config.scheme)
+    announce = functools.partial(_announce, listener, config.url_scheme)
     with tempfile.TemporaryDirectory(prefix="larder-") as workers_folder:  # mode 0700: other users have no access
         if config.tokens_file:  # during a rolling restart old and new workers run together
             QuotaTable.create(Path(workers_folder) / QUOTAS_FILE_NAME, 2 * config.workers + 8)

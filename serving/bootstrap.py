@@ -207,7 +207,7 @@ class MetricSources:
         metrics.generation_due.set_function(nights.due_at)
         metrics.stale.set_function(lambda: float(follower.stale_reason is not None))
         metrics.ready.set_function(lambda: float(follower.health.is_ready))
-        metrics.breaker.set_function(lambda: _NUMBER_BY_BREAKER_STATE[self.remote.stats.breaker])
+        metrics.breaker.set_function(lambda: _NUMBER_BY_BREAKER_STATE[self.remote.stats.breaker_state])
         metrics.blocklist_age.set_function(lambda: time.monotonic() - refresher.blocklist_read_at)
         metrics.l1_bytes.set_function(lambda: local.size_bytes)
         metrics.l1_entries.set_function(lambda: len(local))
@@ -220,9 +220,9 @@ class MetricSources:
         tiers, l2 = self.tiers, self.remote.stats
         return {
             "l2_reads": tiers.counters.l2_reads,
-            "l2_batches": l2.batches,
-            "l2_shed": l2.shed,
-            "breaker_opened": l2.breaker_opened,
+            "l2_batches": l2.sent_pipelines,
+            "l2_shed": l2.shed_commands,
+            "breaker_opened": l2.breaker_openings,
             "flights_shared": tiers.flights.shared_count,
             "inferences_shared": self.inferences.flights.shared_count,
             "inferences_hopeless": self.batcher.hopeless_count,

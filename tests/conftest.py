@@ -61,7 +61,7 @@ def without_fsync() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """One server for the session, on a free loopback port; gone when the session is."""
-    with join_or_start_server(tmp_path_factory.mktemp("redis"), binary=redis_binary()) as running:
+    with join_or_start_server(tmp_path_factory.mktemp("redis"), server_binary=redis_binary()) as running:
         yield running
 
 
@@ -74,7 +74,7 @@ def redis_url(redis_server: RedisServer) -> str:
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
     """A server of the test's own, which it may stop, empty or kill."""
-    with join_or_start_server(tmp_path / "redis", binary=redis_binary()) as running:
+    with join_or_start_server(tmp_path / "redis", server_binary=redis_binary()) as running:
         yield running
 
 

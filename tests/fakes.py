@@ -118,8 +118,8 @@ class FakeRemote:
             left_s = expires_at - self.timer()
             return Overlay(payload, min(left_s, self.left_at_most_s)) if left_s > 0 else None
         page = self.pages.get((read.generation, read.table, read.page_number), b"")
-        page_slice = page[read.offset : read.offset + read.length]
-        return page_slice if len(page_slice) == read.length else None
+        page_slice = page[read.page_offset : read.page_offset + read.length_bytes]
+        return page_slice if len(page_slice) == read.length_bytes else None
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
         """Stores all, or fails all."""
@@ -128,11 +128,11 @@ class FakeRemote:
         if self.fails_with is None:
             self.writes += writes
             for write in writes:
-                expires_at = self.timer() + write.ttl_s
-                self.overlays[write.generation, write.table, write.hash_hex] = (write.payload, expires_at)
+                expires_at = self.timer() + write.overlay_ttl_s
+                self.overlays[write.generation, write.table, write.hash_hex] = (write.overlay_value, expires_at)
                 if write.lease_mark is not None:
-                    done_value = LEASE_DONE_PREFIX + write.lease_mark.token
-                    self.leases[write.lease_mark.key] = (done_value, self.timer() + LEASE_DONE_LIFE_MS / 1000)
+                    done_value = LEASE_DONE_PREFIX + write.lease_mark.holder_token
+                    self.leases[write.lease_mark.lease_key] = (done_value, self.timer() + LEASE_DONE_LIFE_MS / 1000)
         return [self.fails_with] * len(writes)
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
@@ -148,17 +148,17 @@ class FakeRemote:
         return self.fails_with or self._leased(command)
 
     def _leased(self, command: Lease) -> bytes | None:
-        lease_value, expires_at = self.leases.get(command.key, (b"", 0.0))
+        lease_value, expires_at = self.leases.get(command.lease_key, (b"", 0.0))
         unexpired_value = lease_value if expires_at > self.timer() else None
-        ends_at = self.timer() + command.life_ms / 1000
+        ends_at = self.timer() + command.lease_life_ms / 1000
         if isinstance(command, LeaseTake):
             if unexpired_value is None:
-                self.leases[command.key] = command.token, ends_at
+                self.leases[command.lease_key] = command.holder_token, ends_at
             return unexpired_value
-        if unexpired_value != command.expected_value:
+        if unexpired_value != command.expected_lease_value:
             return None
-        self.leases[command.key] = command.new_value, ends_at
-        return command.new_value
+        self.leases[command.lease_key] = command.new_lease_value, ends_at
+        return command.new_lease_value
 
     async def page(self, read: PageRead) -> bytes | None:
         """A page or a part of it."""
@@ -213,7 +213,7 @@ class Night:
         """What a request for `id_` asks for."""
         raw = canonical_id(id_)
         key = hash_id(raw, self.seed)
-        return RecordKey(self.table, key, fingerprint(raw), self.directory.find(key), digest)
+        return RecordKey(self.table, key, fingerprint(raw), self.directory.find_position(key), digest)
 
     def live_record(self, id_: str, value: float = 0.5) -> bytes:
         """What the live path would compute for `id_`."""

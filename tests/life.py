@@ -111,7 +111,7 @@ def load_missing(control: Control, store: ArtefactStore, generation: str, **_opt
     for name in page_names(generation):
         if control.client.strlen(name) != len(PAGE):
             control.client.set(name, PAGE)
-    control.client.hset(KEYS.loaded(generation), "t/0", "mark")
+    control.client.hset(KEYS.loaded_parts(generation), "t/0", "mark")
     return 0
 
 

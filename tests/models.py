@@ -88,7 +88,7 @@ def make_predictor(bundle: Bundle, folder: Path, *, precision: ModelPrecision = 
     for metric in ("inner_product", "cosine"):
         file = folder / f"{metric}.faiss"
         build_index(items.vectors, metric, file)
-        searchers[metric] = Searcher.open(file, metric, count=items.count)
+        searchers[metric] = Searcher.open(file, metric, expected_vector_count=items.count)
     labels = bundle.values["user_affinity"].labels
 
     def table(name: str, entity: str, producer: Producer, layout: Layout) -> Table:

@@ -9,6 +9,6 @@ from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path,
 def open_generation(store: ArtefactStore, generation: str) -> tuple[Manifest, Path]:
     """The manifest and the local root of all files a reader needs, every checksum verified first."""
     manifest = read_manifest(store, generation)
-    for artefact in manifest.artefacts():
+    for artefact in manifest.served_artefacts():
         fetch_checked(store, generation, artefact)
     return manifest, store.local(generation_path(generation))

@@ -63,4 +63,4 @@ class EventsConfig:
         from cache.config.reading import ConfigFile, read_section
 
         file = ConfigFile.named(environ)
-        return read_section(cls, file.section("events"), file, environ, section_name="events")
+        return read_section(cls, file.section_values("events"), file, environ, section_name="events")

@@ -19,7 +19,7 @@ from cache.records import Precision
 SourceFormat = Literal["auto", "parquet", "csv", "lines"]
 DEFAULT_BUNDLE: Final = ".larder/bundle"
 
-LISTS: Final = ("user_topk", "item_similar")
+LIST_TABLE_KINDS: Final = ("user_topk", "item_similar")
 """Kinds of tables that hold lists."""
 
 REDIS_HEADROOM_RULE: Final = "redis_headroom"
@@ -28,33 +28,33 @@ REDIS_HEADROOM_RULE: Final = "redis_headroom"
 DISK_HEADROOM_RULE: Final = "disk_headroom"
 """Id of the gate rule about disk space on the hosts of replicas."""
 
-_DEVICE: Final = re.compile(r"auto|off|cpu|cuda(:\d{1,3})?")
+_DEVICE_PATTERN: Final = re.compile(r"auto|off|cpu|cuda(:\d{1,3})?")
 _KIB = 1024
 
 
-def _texts(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
+def _text_as_tuple(setting_value: Any) -> Any:
+    return (setting_value,) if isinstance(setting_value, str) else setting_value
 
 
-def _sign(value: Any) -> Any:
-    return "" if value is False else value
+def _false_as_empty_text(setting_value: Any) -> Any:
+    return "" if setting_value is False else setting_value
 
 
 @section
 class Sources:
     """Inputs of the night, in `[sources]`; paths may hold wildcards and are relative to the configuration file."""
 
-    interactions: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
+    interactions: Annotated[tuple[str, ...], BeforeValidator(_text_as_tuple)] = ()
     """Interactions of users: files, folders (read recursively), wildcards or fsspec URLs; may be empty if
     `user_vectors` or `user_features` is set."""
     format: SourceFormat = "auto"
     """Format of these files; `auto` derives it from the file name."""
     separator: Annotated[str, Field(min_length=1, max_length=1)] = ","
     """Character between the fields of a CSV file, such as a semicolon or a tab."""
-    quote: Annotated[str, BeforeValidator(_sign), Field(max_length=1)] = '"'
+    quote: Annotated[str, BeforeValidator(_false_as_empty_text), Field(max_length=1)] = '"'
     """Character around values of a CSV file that hold separators or line breaks; empty or false: values are not
     quoted."""
-    escape: Annotated[str, BeforeValidator(_sign), Field(max_length=1)] = ""
+    escape: Annotated[str, BeforeValidator(_false_as_empty_text), Field(max_length=1)] = ""
     """Character before a quote inside a value of a CSV file, such as a backslash; empty: the quote is doubled."""
     user_column: NonEmptyText = "user"
     """Column of user ids, in every file that has them."""
@@ -128,7 +128,7 @@ class FilterConfig:
 
     filter: dict[str, Any]
     """Expression as requests send it, such as `{"<" = ["price", 20]}`."""
-    tables: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
+    tables: Annotated[tuple[str, ...], BeforeValidator(_text_as_tuple)] = ()
     """Tables of lists (kinds `user_topk` and `item_similar`) for which a second table is built and loaded, with the
     best items that pass the filter; requests with this filter are answered from it. `larder plan` says from how many
     lookups on this pays off."""
@@ -311,7 +311,7 @@ def _default_tables() -> dict[str, TableConfig]:
 
 @section
 class NightConfig(SharedConfig):
-    """All settings of a night; `semantic` returns those that decide its result."""
+    """All settings of a night; `semantic_settings_bytes` returns those that decide its result."""
 
     FROM_ENVIRONMENT: ClassVar = (*(SharedConfig.FROM_ENVIRONMENT or ()), "device", "device_tasks")
 
@@ -368,7 +368,7 @@ class NightConfig(SharedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not _DEVICE.fullmatch(self.device):
+        if not _DEVICE_PATTERN.fullmatch(self.device):
             raise ConfigError(
                 f"device is auto, off, cpu, cuda or cuda:0 and so on, not {self.device!r}", field="device"
             )
@@ -406,23 +406,26 @@ class NightConfig(SharedConfig):
             )
 
     @property
-    def filtered(self) -> dict[str, tuple[str, str]]:
+    def table_and_filter_by_name(self) -> dict[str, tuple[str, str]]:
         """Tables made under filters, by their own names, with the requested table and the filter."""
-        return {f"{table}.{name}": (table, name) for table, name in self._filtered()}
+        return {f"{table}.{name}": (table, name) for table, name in self._tables_and_filters()}
 
-    def _filtered(self) -> list[tuple[str, str]]:
+    def _tables_and_filters(self) -> list[tuple[str, str]]:
         return [(table, name) for name, filter_config in self.filters.items() for table in filter_config.tables]
 
     def _check_filtered(self) -> None:
-        lists = sorted(name for name, table_config in self.tables.items() if table_config.kind in LISTS)
-        for table, name in self._filtered():
+        lists = sorted(name for name, table_config in self.tables.items() if table_config.kind in LIST_TABLE_KINDS)
+        for table, name in self._tables_and_filters():
             if table not in lists:
                 raise ConfigError(
                     f"filters.{name} names table {table!r}; tables of lists are {', '.join(lists) or 'none'}",
                     field="filters",
                 )
             check_name("the name of a table and a filter, with a dot between them,", f"{table}.{name}")
-        if len(self.filtered) < len(self._filtered()) or self.filtered.keys() & self.tables.keys():
+        if (
+            len(self.table_and_filter_by_name) < len(self._tables_and_filters())
+            or self.table_and_filter_by_name.keys() & self.tables.keys()
+        ):
             raise ConfigError(
                 "two tables would have the same name: a filter's tables are called TABLE.FILTER", field="filters"
             )
@@ -431,7 +434,7 @@ class NightConfig(SharedConfig):
         attributes = self.sources.item_attributes
         for name, facet_config in self.facets.items():
             check_name("the name of a facet", name)
-            if name in self.tables or name in self.filtered:
+            if name in self.tables or name in self.table_and_filter_by_name:
                 raise ConfigError(f"facets.{name} has the name of another table", field="facets")
             if facet_config.attribute not in attributes:
                 raise ConfigError(
@@ -440,7 +443,7 @@ class NightConfig(SharedConfig):
                     field="facets",
                 )
 
-    def semantic(self) -> bytes:
+    def semantic_settings_bytes(self) -> bytes:
         """Return canonical bytes of the settings that decide the contents of a generation."""
         names = ["namespace", "shards", "page_bytes", "index", "history_limit", "tables", "sources"]
         # If absent, leave them out, so that the id of such a night does not change.
@@ -469,10 +472,10 @@ class NightConfig(SharedConfig):
         return read_section(cls, values, file, environ, **overrides)
 
 
-def parse_time(text: str) -> datetime:
+def parse_time(time_text: str) -> datetime:
     """Parse an ISO 8601 time to UTC; a time without a zone is taken as UTC."""
     try:
-        time = iso_time(text)
+        time = iso_time(time_text)
     except ValueError as error:
-        raise ConfigError(f"{text!r} is not an ISO 8601 time, e.g. 2026-01-31T00:00:00Z") from error
+        raise ConfigError(f"{time_text!r} is not an ISO 8601 time, e.g. 2026-01-31T00:00:00Z") from error
     return time.astimezone(UTC)

@@ -11,7 +11,7 @@ from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, InitSettingsSource, SettingsConfigDict
 
-from cache.config.section import fields_of, is_section, refusal, variable, variables
+from cache.config.section import environment_variable, fields_of, is_section, refusal, variables_by_setting
 from cache.errors import ConfigError, mask_secrets
 
 Kind = TypeVar("Kind")
@@ -49,11 +49,14 @@ class ConfigFile:
             raise ConfigError(f"cannot read configuration file {config_path}: {error}") from error
         return cls(Path(config_path), document)
 
-    def section(self, name: str) -> Mapping[str, Any]:
+    def section_values(self, section_name: str) -> Mapping[str, Any]:
         """Return the values of a section; empty if the file has no such section."""
-        section_values = self.document.get(name, {})
+        section_values = self.document.get(section_name, {})
         if not isinstance(section_values, Mapping):
-            raise ConfigError(f"{self.path} [{name}] must be a section of settings, not {section_values!r}", field=name)
+            raise ConfigError(
+                f"{self.path} [{section_name}] must be a section of settings, not {section_values!r}",
+                field=section_name,
+            )
         return section_values
 
     def top_level_values(self, section_class: type[Any]) -> dict[str, Any]:
@@ -82,9 +85,9 @@ class _Settings(BaseSettings):
 class _Environment(EnvSettingsSource):
     """Settings source for a section's environment variables; an empty variable is unset, as in compose files."""
 
-    def __init__(self, settings: type[BaseSettings], named: Mapping[str, str]) -> None:
-        super().__init__(settings)
-        self.env_vars = named
+    def __init__(self, settings_class: type[BaseSettings], value_by_variable: Mapping[str, str]) -> None:
+        super().__init__(settings_class)
+        self.env_vars = value_by_variable
 
 
 def read_section(
@@ -102,7 +105,7 @@ def read_section(
     of the wrong value.
     """
     field_by_name: Mapping[str, FieldInfo] = section_class.__pydantic_fields__  # type: ignore[attr-defined]
-    variable_by_setting = variables(section_class)
+    variable_by_setting = variables_by_setting(section_class)
     environment_values = {
         name: environ[variable_name]
         for name, variable_name in variable_by_setting.items()
@@ -110,17 +113,21 @@ def read_section(
     }
     effective_overrides = {name: override for name, override in overrides.items() if override is not None}
 
-    def file_origin_of(name: str) -> str:
-        is_above = name in file.document and name not in file.document.get(section_name, {})
+    def file_origin_of_setting(setting_name: str) -> str:
+        is_above = setting_name in file.document and setting_name not in file.document.get(section_name, {})
         return str(file.path) if is_above or not section_name else f"{file.path} [{section_name}]"
 
-    def origin_of(name: str) -> str:
-        if name in effective_overrides or file.path is None:
-            return "" if name in effective_overrides else variable_by_setting.get(name, "")
-        return variable_by_setting[name] if name in environment_values else file_origin_of(name)
+    def origin_of_setting(setting_name: str) -> str:
+        if setting_name in effective_overrides or file.path is None:
+            return "" if setting_name in effective_overrides else variable_by_setting.get(setting_name, "")
+        return (
+            variable_by_setting[setting_name]
+            if setting_name in environment_values
+            else file_origin_of_setting(setting_name)
+        )
 
-    _refuse_secrets(file_values, file_origin_of)
-    file_arguments = _file_arguments(field_by_name, file_values, file, origin_of)
+    _refuse_secrets(file_values, file_origin_of_setting)
+    file_arguments = _section_arguments(field_by_name, file_values, file, origin_of_setting)
     for name in PATH_SETTINGS & environment_values.keys():
         if "://" not in environment_values[name]:
             environment_values[name] = str(Path(environment_values[name]).absolute())
@@ -137,22 +144,22 @@ def read_section(
         merged_settings = settings_class(_build_sources=(sources, {}))  # type: ignore[call-arg]  # sources of its own
         return section_class(**{name: getattr(merged_settings, name) for name in field_by_name})
     except ValidationError as error:
-        raise _with_origin(refusal(error, section_class), origin_of) from None
+        raise _with_setting_origin(refusal(error, section_class), origin_of_setting) from None
     except ConfigError as error:
-        raise _with_origin(error, origin_of) from error
+        raise _with_setting_origin(error, origin_of_setting) from error
 
 
-def _file_arguments(
+def _section_arguments(
     field_by_name: Mapping[str, FieldInfo],
     file_values: Mapping[str, Any],
     file: ConfigFile,
-    origin_of: Callable[[str], str],
+    origin_of_setting: Callable[[str], str],
 ) -> dict[str, Any]:
     """Convert the file's values to constructor arguments; relative paths and default paths start at its folder."""
     if "base" in file_values:
-        raise ConfigError(f"{origin_of('base')}: unknown setting 'base'", field="base")
+        raise ConfigError(f"{origin_of_setting('base')}: unknown setting 'base'", field="base")
     file_arguments = {
-        name: _build_sections(field_by_name[name].annotation, setting, f"{origin_of(name)} [{name}]")
+        name: _build_sections(field_by_name[name].annotation, setting, f"{origin_of_setting(name)} [{name}]")
         if name in field_by_name
         else setting
         for name, setting in file_values.items()
@@ -165,40 +172,41 @@ def _file_arguments(
     return file_arguments
 
 
-def _with_origin(error: ConfigError, origin_of: Callable[[str], str]) -> ConfigError:
-    origin = origin_of(str(error.details.get("field", "")))
-    return ConfigError(f"{origin}: {error.message}" if origin else error.message, **error.details)
+def _with_setting_origin(error: ConfigError, origin_of_setting: Callable[[str], str]) -> ConfigError:
+    setting_origin = origin_of_setting(str(error.details.get("field", "")))
+    return ConfigError(f"{setting_origin}: {error.message}" if setting_origin else error.message, **error.details)
 
 
-def _refuse_secrets(file_values: Mapping[str, Any], origin_of: Callable[[str], str]) -> None:
+def _refuse_secrets(file_values: Mapping[str, Any], origin_of_setting: Callable[[str], str]) -> None:
     for name in file_values.keys() & SECRET_SETTINGS:
         if name == "token" or mask_secrets(str(file_values[name])) != str(file_values[name]):
             raise ConfigError(
-                f"{origin_of(name)}: {name} with a password or token is read from the environment only: set "
-                f"{variable(name)}",
+                f"{origin_of_setting(name)}: {name} with a password or token is read from the environment only: set "
+                f"{environment_variable(name)}",
                 field=name,
             )
 
 
-def _build_sections(annotation: Any, file_value: Any, origin: str) -> Any:
+def _build_sections(setting_annotation: Any, file_value: Any, setting_origin: str) -> Any:
     """Build the nested sections of a file's value; lists and times are kept as plain values."""
-    if is_section(annotation):
+    if is_section(setting_annotation):
         if not isinstance(file_value, Mapping):
-            raise ConfigError(f"{origin} must be a section of settings, not {file_value!r}")
+            raise ConfigError(f"{setting_origin} must be a section of settings, not {file_value!r}")
         try:
-            return annotation(**{name: _normalise_value(setting) for name, setting in file_value.items()})
+            return setting_annotation(**{name: _normalise_value(setting) for name, setting in file_value.items()})
         except ConfigError as error:
-            raise ConfigError(f"{origin}: {error.message}", **error.details) from error
-    if get_origin(annotation) is dict:
+            raise ConfigError(f"{setting_origin}: {error.message}", **error.details) from error
+    if get_origin(setting_annotation) is dict:
         if not isinstance(file_value, Mapping):
-            name = origin.rpartition("[")[2][:-1]
+            name = setting_origin.rpartition("[")[2][:-1]
             raise ConfigError(
-                f"{origin.partition(' [')[0]}: {name} must hold one section per table, e.g. [{name}.user_topk], "
+                f"{setting_origin.partition(' [')[0]}: {name} must hold one section per table, "
+                f"e.g. [{name}.user_topk], "
                 f"not {file_value!r}"
             )
-        section_class = get_args(annotation)[1]
+        section_class = get_args(setting_annotation)[1]
         return {
-            name: _build_sections(section_class, raw_section, f"{origin[:-1]}.{name}]")
+            name: _build_sections(section_class, raw_section, f"{setting_origin[:-1]}.{name}]")
             for name, raw_section in file_value.items()
         }
     return _normalise_value(file_value)

@@ -8,7 +8,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from cache.config.night import NightConfig
-from cache.config.section import bounds_in_words, fields_of, meanings, sections_of, type_in_words, variables
+from cache.config.section import (
+    bounds_in_words,
+    fields_of,
+    meanings_by_setting,
+    nested_section_classes,
+    type_in_words,
+    variables_by_setting,
+)
 from cache.config.serving import ServingConfig
 from cache.config.shared import SharedConfig
 
@@ -25,7 +32,7 @@ the environment only. Variables that are no settings: [infra/ENVIRONMENT.md](../
 
 def reference_page() -> str:
     """Return the page as Markdown."""
-    shared_sections, night_sections = sections_of(SharedConfig), sections_of(NightConfig)
+    shared_sections, night_sections = nested_section_classes(SharedConfig), nested_section_classes(NightConfig)
     inherited_settings = fields_of(SharedConfig).keys() - shared_sections.keys()
     page_lines = [
         _PAGE_START,
@@ -41,7 +48,7 @@ def reference_page() -> str:
         page_lines += _section_lines(
             f"`[{name}.NAME]`" if name in repeated_sections else f"`[{name}]`", kind, fields_of(kind)
         )
-    serving_sections = sections_of(ServingConfig)
+    serving_sections = nested_section_classes(ServingConfig)
     setting_names = fields_of(ServingConfig).keys() - inherited_settings - serving_sections.keys()
     page_lines += _section_lines("`[serving]`", ServingConfig, setting_names)
     for name, kind in serving_sections.items():
@@ -50,14 +57,14 @@ def reference_page() -> str:
     return "\n".join(page_lines)
 
 
-def _section_lines(title: str, kind: type[Any], setting_names: Collection[str]) -> Iterator[str]:
-    meaning_by_setting, variable_by_setting = meanings(kind), variables(kind)
-    section_text = "" if title.startswith("Above") else str(kind.__doc__)
-    yield f"## {title}\n"
+def _section_lines(section_title: str, section_class: type[Any], setting_names: Collection[str]) -> Iterator[str]:
+    meaning_by_setting, variable_by_setting = meanings_by_setting(section_class), variables_by_setting(section_class)
+    section_text = "" if section_title.startswith("Above") else str(section_class.__doc__)
+    yield f"## {section_title}\n"
     if section_text:
         yield "\n".join(line.strip() for line in section_text.strip().splitlines()) + "\n"
     yield "| key | type | default | bounds | environment | meaning |\n|---|---|---|---|---|---|"
-    for name, field in fields_of(kind).items():
+    for name, field in fields_of(section_class).items():
         if name not in setting_names:
             continue
         cells = (
@@ -72,15 +79,15 @@ def _section_lines(title: str, kind: type[Any], setting_names: Collection[str]) 
     yield ""
 
 
-def _default_text(field: FieldInfo) -> str:
-    value: Any = field.get_default(call_default_factory=True, validated_data={})
-    if value is PydanticUndefined:
+def _default_text(setting_field: FieldInfo) -> str:
+    default_value: Any = setting_field.get_default(call_default_factory=True, validated_data={})
+    if default_value is PydanticUndefined:
         return "must be given"
-    if value is None or value in ("", (), {}):
+    if default_value is None or default_value in ("", (), {}):
         return "none"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+    if isinstance(default_value, bool):
+        return f"`{str(default_value).lower()}`"
+    return f"`{default_value:g}`" if isinstance(default_value, float) else f"`{default_value}`"
 
 
 if __name__ == "__main__":

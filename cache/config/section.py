@@ -48,34 +48,34 @@ def fields_of(section_class: type[Any]) -> dict[str, FieldInfo]:
     return {name: field for name, field in field_by_name.items() if name != "base"}
 
 
-def variable(name: str) -> str:
+def environment_variable(setting_name: str) -> str:
     """Return the environment variable of a setting."""
-    return "REDIS_URL" if name == "redis_url" else f"LARDER_{name.upper()}"
+    return "REDIS_URL" if setting_name == "redis_url" else f"LARDER_{setting_name.upper()}"
 
 
-def variables(section_class: type[Any]) -> dict[str, str]:
+def variables_by_setting(section_class: type[Any]) -> dict[str, str]:
     """Return the environment variables of a section by setting; nested sections have none."""
     environment_settings = getattr(section_class, "FROM_ENVIRONMENT", ())
     named_settings = (
-        fields_of(section_class).keys() - sections_of(section_class).keys()
+        fields_of(section_class).keys() - nested_section_classes(section_class).keys()
         if environment_settings is None
         else environment_settings
     )
-    return {name: variable(name) for name in fields_of(section_class) if name in named_settings}
+    return {name: environment_variable(name) for name in fields_of(section_class) if name in named_settings}
 
 
-def sections_of(kind: type[Any]) -> dict[str, type[Any]]:
+def nested_section_classes(outer_class: type[Any]) -> dict[str, type[Any]]:
     """Return the classes of nested sections by name; for a table of sections, the class of its values."""
     class_by_name = {
-        name: (get_args(field.annotation) or (field.annotation,))[-1] for name, field in fields_of(kind).items()
+        name: (get_args(field.annotation) or (field.annotation,))[-1] for name, field in fields_of(outer_class).items()
     }
     return {name: section_class for name, section_class in class_by_name.items() if is_section(section_class)}
 
 
-def meanings(kind: type[Any]) -> dict[str, str]:
+def meanings_by_setting(outer_class: type[Any]) -> dict[str, str]:
     """Return the meaning of each setting in one line: the docstring below it, read from the source on demand."""
     meaning_by_setting = {}
-    for section_class in filter(is_section, reversed(kind.__mro__)):
+    for section_class in filter(is_section, reversed(outer_class.__mro__)):
         (class_node,) = ast.parse(inspect.getsource(section_class)).body
         for setting, docstring_node in pairwise(getattr(class_node, "body", ())):
             if isinstance(setting, ast.AnnAssign) and isinstance(docstring_node, ast.Expr):
@@ -85,14 +85,14 @@ def meanings(kind: type[Any]) -> dict[str, str]:
     return meaning_by_setting
 
 
-def is_section(annotation: Any) -> bool:
+def is_section(setting_annotation: Any) -> bool:
     """Return True for a class made by `section`."""
-    return isinstance(annotation, type) and is_pydantic_dataclass(annotation)
+    return isinstance(setting_annotation, type) and is_pydantic_dataclass(setting_annotation)
 
 
-def type_in_words(annotation: Any) -> str:
+def type_in_words(setting_annotation: Any) -> str:
     """Describe the values that a setting of this annotated type may have, without bounds."""
-    origin, type_arguments = get_origin(annotation), get_args(annotation)
+    origin, type_arguments = get_origin(setting_annotation), get_args(setting_annotation)
     if origin is Annotated:
         return type_in_words(type_arguments[0])
     if origin is tuple:
@@ -103,14 +103,14 @@ def type_in_words(annotation: Any) -> str:
         return " or ".join(
             type_in_words(member_type) for member_type in type_arguments if member_type is not type(None)
         )
-    return _TYPE_DESCRIPTIONS.get(annotation, "a section of settings")
+    return _TYPE_DESCRIPTIONS.get(setting_annotation, "a section of settings")
 
 
 def bounds_in_words(field: FieldInfo) -> str:
     """Describe the bounds of a setting; empty if it has none."""
     bound_by_name: dict[str, Any] = {
         name: getattr(constraint, name)
-        for constraint in _iter_metadata(field)
+        for constraint in _iter_field_metadata(field)
         for name in ("ge", "gt", "le", "min_length")
         if getattr(constraint, name, None) is not None
     }
@@ -131,7 +131,7 @@ def bounds_in_words(field: FieldInfo) -> str:
     )
 
 
-def _iter_metadata(field: FieldInfo) -> Iterator[Any]:
+def _iter_field_metadata(field: FieldInfo) -> Iterator[Any]:
     for constraint in field.metadata:
         yield constraint
         yield from getattr(constraint, "metadata", ())
@@ -142,23 +142,29 @@ def refusal(error: ValidationError, section_class: type[Any]) -> ConfigError:
     first_error = error.errors(include_url=False)[0]
     location = first_error["loc"][0]
     name = location if isinstance(location, str) else list(fields_of(section_class))[location]
-    return ConfigError(_sentence(first_error, name, section_class), field=name)
+    return ConfigError(_error_sentence(first_error, name, section_class), field=name)
 
 
-def _sentence(first_error: ErrorDetails, name: str, section_class: type[Any]) -> str:
+def _error_sentence(first_error: ErrorDetails, setting_name: str, section_class: type[Any]) -> str:
     field_by_name = fields_of(section_class)
-    if name not in field_by_name:
-        close_names = difflib.get_close_matches(name, field_by_name, n=1)
+    if setting_name not in field_by_name:
+        close_names = difflib.get_close_matches(setting_name, field_by_name, n=1)
         question = f" did you mean {close_names[0]}?" if close_names else ""
-        return f"unknown setting {name!r};{question} known are {', '.join(sorted(field_by_name))}"
-    field, wrong_value = field_by_name[name], first_error["input"]
+        return f"unknown setting {setting_name!r};{question} known are {', '.join(sorted(field_by_name))}"
+    field, wrong_value = field_by_name[setting_name], first_error["input"]
     match first_error["type"]:
         case "missing":
-            return f"{name} is missing; it must be {type_in_words(field.annotation)}"
+            return f"{setting_name} is missing; it must be {type_in_words(field.annotation)}"
         case "string_too_short":
-            return f"{name} must not be empty"
+            return f"{setting_name} must not be empty"
         case "too_long" | "string_too_long":
-            return f"{name} must be one character, not {wrong_value!r}: {meanings(section_class)[name]}"
+            return (
+                f"{setting_name} must be one character, not {wrong_value!r}: "
+                f"{meanings_by_setting(section_class)[setting_name]}"
+            )
         case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
-            return f"{name} must be {bounds_in_words(field)}, not {wrong_value:,}: {meanings(section_class)[name]}"
-    return f"{name} must be {type_in_words(field.annotation)}, not {wrong_value!r}"
+            return (
+                f"{setting_name} must be {bounds_in_words(field)}, not {wrong_value:,}: "
+                f"{meanings_by_setting(section_class)[setting_name]}"
+            )
+    return f"{setting_name} must be {type_in_words(field.annotation)}, not {wrong_value!r}"

@@ -281,9 +281,9 @@ class ServingConfig(SharedConfig, PeerBounds):
         from cache.config.reading import ConfigFile, read_section
 
         file = ConfigFile.named(environ)
-        values = file.top_level_values(SharedConfig) | dict(file.section("serving"))
+        values = file.top_level_values(SharedConfig) | dict(file.section_values("serving"))
         config = read_section(cls, values, file, environ, section_name="serving", **overrides)
-        tables = file.section("tables")
+        tables = file.section_values("tables")
         for name in config.near if tables else ():
             if name not in tables:
                 raise ConfigError(
@@ -299,17 +299,17 @@ class ServingConfig(SharedConfig, PeerBounds):
         return PeerBounds(**shared | {"connections_max": connections_max})
 
     @property
-    def sampled_keys(self) -> int:
+    def sampled_keys_max(self) -> int:
         """Largest number of keys that the advisor samples; 0 without an advisor."""
         return self.advisor_keys if self.observe else 0
 
     @property
-    def sampled_per_mille(self) -> float:
+    def sampled_answers_per_mille(self) -> float:
         """Share of answers that is computed once more, in per mille; 0 if `observe` is false."""
         return self.quality_per_mille if self.observe else 0
 
     @property
-    def scheme(self) -> str:
+    def url_scheme(self) -> str:
         """Scheme of the service's URL."""
         return "https" if self.tls_certificate else "http"
 
@@ -338,12 +338,12 @@ class ServingConfig(SharedConfig, PeerBounds):
             )
 
 
-def parse_cores(text: str) -> tuple[int, ...]:
+def parse_cores(cores_text: str) -> tuple[int, ...]:
     """Parse "0-3,8" to cores in order, "" to none. Raises ConfigError for anything else."""
     cores: set[int] = set()
-    for part in filter(None, text.replace(" ", "").split(",")):
+    for part in filter(None, cores_text.replace(" ", "").split(",")):
         first, dash, last = part.partition("-")
         if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
-            raise ConfigError(f"live_cores is a list like 2,3 or 0-3, not {text!r}", field="live_cores")
+            raise ConfigError(f"live_cores is a list like 2,3 or 0-3, not {cores_text!r}", field="live_cores")
         cores.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(cores))

@@ -18,8 +18,8 @@ from cache.store.artefacts import ArtefactStore
 _REDIS_URL_SCHEMES = ("redis://", "rediss://", "unix://", *slots.CLUSTER_URL_SCHEMES, *SENTINEL_URL_SCHEMES)
 
 
-def _path_as_text(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+def _path_as_text(setting_value: Any) -> Any:
+    return str(setting_value) if isinstance(setting_value, Path) else setting_value
 
 
 @section
@@ -72,7 +72,7 @@ class SharedConfig(Timetable):
                 f"events_url must name one server and start with {', '.join(_REDIS_URL_SCHEMES[:3])}",
                 field="events_url",
             )
-        if self.events.enabled and self.events_redis.startswith(_REDIS_URL_SCHEMES[3:]):
+        if self.events.enabled and self.events_redis_url.startswith(_REDIS_URL_SCHEMES[3:]):
             raise ConfigError(
                 "events need one server, and redis_url names a Redis Cluster, or sentinels, whose failover may lose "
                 "accepted events: set LARDER_EVENTS_URL to a separate server",
@@ -82,12 +82,12 @@ class SharedConfig(Timetable):
             read_sentinel_url(self.redis_url or "")
         self.nights()
 
-    def path(self, name: str) -> Path:
+    def path(self, path_text: str) -> Path:
         """Return a path of the configuration; a relative one starts at the file's folder."""
-        return Path(self.base, name)
+        return Path(self.base, path_text)
 
     @property
-    def events_redis(self) -> str:
+    def events_redis_url(self) -> str:
         """Return the URL of the Redis that holds events; empty if neither `events_url` nor `redis_url` is set."""
         return self.events_url or self.redis_url or ""
 
@@ -109,11 +109,12 @@ class SharedConfig(Timetable):
         return Keyspace(self.namespace)
 
 
-def check_name(subject: str, name: str) -> None:
+def check_name(name_description: str, name: str) -> None:
     """Raise ConfigError unless `name` is valid in Redis keys and folder names."""
     if not NAME_PATTERN.fullmatch(name):
         raise ConfigError(
-            f"{subject} has 1 to 64 letters, digits, dots, hyphens or underscores and does not start with a dot: "
+            f"{name_description} has 1 to 64 letters, digits, dots, hyphens or underscores "
+            f"and does not start with a dot: "
             f"{name!r}",
-            field=subject,
+            field=name_description,
         )

@@ -83,7 +83,7 @@ class Schedule:
     timezone: str = DEFAULT_TIMEZONE
     grace_s: float = DEFAULT_GRACE_S
     _zone: ZoneInfo = field(init=False, repr=False, compare=False)
-    _parsed: croniter = field(init=False, repr=False, compare=False)
+    _parsed_cron: croniter = field(init=False, repr=False, compare=False)
     _is_hourly: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -93,37 +93,37 @@ class Schedule:
                 field="schedule_grace_s",
             )
         object.__setattr__(self, "_zone", _load_zone(self.timezone))
-        object.__setattr__(self, "_parsed", _parse_cron(self.cron))
-        object.__setattr__(self, "_is_hourly", self._parsed.expanded[1] == ["*"])
+        object.__setattr__(self, "_parsed_cron", _parse_cron(self.cron))
+        object.__setattr__(self, "_is_hourly", self._parsed_cron.expanded[1] == ["*"])
 
-    def tick_before(self, at: float) -> float:
-        """Return the last tick at or before `at`; both in Unix seconds."""
+    def tick_before(self, unix_seconds: float) -> float:
+        """Return the last tick at or before `unix_seconds`; both in Unix seconds."""
         # Ticks are whole seconds: with rounding, the frequent probes find the result cached.
-        return _tick_before(self, math.floor(at))
+        return _tick_before(self, math.floor(unix_seconds))
 
     def _tick_before(self, unix_seconds: int) -> float:
-        moment = datetime.fromtimestamp(unix_seconds, UTC)
-        local_time = moment.astimezone(self._zone).replace(tzinfo=None)
+        utc_moment = datetime.fromtimestamp(unix_seconds, UTC)
+        local_time = utc_moment.astimezone(self._zone).replace(tzinfo=None)
         # When clocks go back near `at`, a later wall time may have come earlier; check those wall times as well.
-        clock_change_slack = self._clock_change_slack(moment)
+        clock_change_slack = self._clock_change_slack(utc_moment)
         latest_tick: datetime | None = None
         for wall_time in self._wall_times_before(local_time + clock_change_slack):
             if latest_tick is not None and wall_time < local_time - clock_change_slack:
                 break
-            due_ticks = [tick for tick in self._utc_moments(wall_time) if tick <= moment]
+            due_ticks = [tick for tick in self._utc_moments(wall_time) if tick <= utc_moment]
             latest_tick = max([*due_ticks, *([latest_tick] if latest_tick else [])], default=None)
         if latest_tick is None:
-            raise ConfigError(f"schedule {self.cron!r} has no tick before {moment.isoformat()}")
+            raise ConfigError(f"schedule {self.cron!r} has no tick before {utc_moment.isoformat()}")
         return latest_tick.timestamp()
 
-    def tick_after(self, at: float) -> float:
-        """Return the first tick after `at`; both in Unix seconds, accurate to the second."""
-        previous_tick, step_s = self.tick_before(at), 60.0
-        while self.tick_before(at + step_s) <= previous_tick:
+    def tick_after(self, unix_seconds: float) -> float:
+        """Return the first tick after `unix_seconds`; both in Unix seconds, accurate to the second."""
+        previous_tick, step_s = self.tick_before(unix_seconds), 60.0
+        while self.tick_before(unix_seconds + step_s) <= previous_tick:
             step_s *= 2
             if step_s > _SEARCHED_AHEAD_MAX_S:
                 raise ConfigError(f"schedule {self.cron!r} has no tick in the next 40 years")
-        low, high = at, at + step_s
+        low, high = unix_seconds, unix_seconds + step_s
         while high - low > 0.5:
             middle = (low + high) / 2
             low, high = (middle, high) if self.tick_before(middle) <= previous_tick else (low, middle)
@@ -133,28 +133,30 @@ class Schedule:
         """Return the newest tick whose grace period has passed by `now_s`, so that its generation should exist."""
         return self.tick_before(now_s - self.grace_s)
 
-    def is_missing(self, now_s: float, created_at: float | None) -> bool:
+    def is_generation_missing(self, now_s: float, generation_created_at: float | None) -> bool:
         """Return whether the live generation (None: there is none) was created before the newest due tick.
 
         A creation time in the future also counts as missing.
         """
-        return self.count_missed(now_s, created_at, missed_max=1) > 0
+        return self.count_missed_ticks(now_s, generation_created_at, missed_ticks_max=1) > 0
 
-    def count_missed(self, now_s: float, created_at: float | None, *, missed_max: int = MISSED_TICKS_MAX) -> int:
-        """Return the number of due ticks since the live generation was created, at most `missed_max`."""
-        if created_at is None or created_at > now_s + CLOCKS_APART_S:
-            return missed_max
+    def count_missed_ticks(
+        self, now_s: float, generation_created_at: float | None, *, missed_ticks_max: int = MISSED_TICKS_MAX
+    ) -> int:
+        """Return the number of due ticks since the live generation was created, at most `missed_ticks_max`."""
+        if generation_created_at is None or generation_created_at > now_s + CLOCKS_APART_S:
+            return missed_ticks_max
         due_tick, missed_count = self.due_tick(now_s), 0
-        while missed_count < missed_max:
+        while missed_count < missed_ticks_max:
             previous_tick = self.tick_before(due_tick - 1)
-            if created_at >= due_tick - min(CLOCKS_APART_S, (due_tick - previous_tick) / 2):
+            if generation_created_at >= due_tick - min(CLOCKS_APART_S, (due_tick - previous_tick) / 2):
                 break
             due_tick, missed_count = previous_tick, missed_count + 1
         return missed_count
 
-    def _clock_change_slack(self, moment: datetime) -> timedelta:
+    def _clock_change_slack(self, utc_moment: datetime) -> timedelta:
         utc_offsets = [
-            (moment + day_offset).astimezone(self._zone).utcoffset() or timedelta()
+            (utc_moment + day_offset).astimezone(self._zone).utcoffset() or timedelta()
             for day_offset in (-_DAY, timedelta(), _DAY)
         ]
         return max(utc_offsets) - min(utc_offsets)
@@ -162,7 +164,7 @@ class Schedule:
     def _wall_times_before(self, latest_wall_time: datetime) -> Iterator[datetime]:
         """Yield matching wall times at or before `latest_wall_time`, newest first."""
         start = latest_wall_time.replace(microsecond=0) + timedelta(seconds=1)
-        cron = copy.copy(self._parsed)  # parsing takes as long as all other work here
+        cron = copy.copy(self._parsed_cron)  # parsing takes as long as all other work here
         cron.set_current(start, force=True)
         while True:
             try:
@@ -180,16 +182,16 @@ class Schedule:
 
 
 @functools.lru_cache(maxsize=256)
-def _tick_before(schedule: Schedule, at: int) -> float:
-    return schedule._tick_before(at)
+def _tick_before(schedule: Schedule, unix_seconds: int) -> float:
+    return schedule._tick_before(unix_seconds)
 
 
-def _load_zone(name: str) -> ZoneInfo:
+def _load_zone(zone_name: str) -> ZoneInfo:
     try:
-        return ZoneInfo(name)
+        return ZoneInfo(zone_name)
     except (KeyError, ValueError, OSError, TypeError) as error:
         raise ConfigError(
-            f"timezone is an IANA name such as Europe/Berlin, not {name!r}; where no zone is known, install the "
+            f"timezone is an IANA name such as Europe/Berlin, not {zone_name!r}; where no zone is known, install the "
             "tzdata package",
             field="timezone",
         ) from error
@@ -277,9 +279,9 @@ class DagConfig:
         from cache.config.reading import ConfigFile, read_section
 
         file = ConfigFile.named(environ)
-        return read_section(cls, file.section("dag"), file, environ, section_name="dag")
+        return read_section(cls, file.section_values("dag"), file, environ, section_name="dag")
 
-    def defaults(self) -> dict[str, Any]:
+    def default_task_arguments(self) -> dict[str, Any]:
         """Return Airflow's `default_args` of all tasks."""
         return {
             "retries": self.retries,

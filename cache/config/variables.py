@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from cache.config.events import EventsConfig
 from cache.config.night import NightConfig
-from cache.config.section import sections_of, variables
+from cache.config.section import nested_section_classes, variables_by_setting
 from cache.config.serving import ServingConfig
 from cache.config.timetable import DagConfig
 from cache.errors import ConfigError
@@ -31,8 +31,14 @@ _SIMILARITY_MIN = 0.85
 
 def setting_variables() -> frozenset[str]:
     """Return the names of the variables of all settings."""
-    section_classes = [NightConfig, ServingConfig, EventsConfig, DagConfig, *sections_of(NightConfig).values()]
-    return frozenset(name for section_class in section_classes for name in variables(section_class).values())
+    section_classes = [
+        NightConfig,
+        ServingConfig,
+        EventsConfig,
+        DagConfig,
+        *nested_section_classes(NightConfig).values(),
+    ]
+    return frozenset(name for section_class in section_classes for name in variables_by_setting(section_class).values())
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

@@ -59,10 +59,10 @@ class Staging:
         return orjson.dumps({**asdict(self), **version_stamp(STAGING_NOTE)})
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> Self:
+    def from_bytes(cls, staging_bytes: bytes) -> Self:
         """Parse the result of `to_bytes`; raise CorruptArtefact for anything else."""
         try:
-            data = orjson.loads(raw)
+            data = orjson.loads(staging_bytes)
             demand_readable(STAGING_NOTE, version_of(data))
             data.pop(FORMAT_FIELD, None)
             note = cls(**data)
@@ -103,7 +103,7 @@ class Replica:
 
     `ready_generations`: loaded and warmed generations. `failure_by_generation`: generation -> why the replica
     cannot load it. `degraded`: why its live model does not work. `l2_p99_ms`: latency over the last few seconds.
-    `canary`: the replica's counts while a canary runs. `overlay_ttl_s`: longest life of its overlays.
+    `canary_counts`: the replica's counts while a canary runs. `overlay_ttl_s`: longest life of its overlays.
     `memory_available_bytes`, `disk_free_bytes`: what is left on its host, or in its container. `release`: release
     of its program. `readable_versions`: oldest and newest version that it reads, by format.
     """
@@ -112,13 +112,13 @@ class Replica:
     beat_at: float
     served_generation: str | None
     held_generations: tuple[str, ...]
-    epoch: int | None = None
+    pointer_epoch: int | None = None
     ready_generations: tuple[str, ...] = ()
     failure_by_generation: Mapping[str, str] = field(default_factory=dict)
     swapped_at: float | None = None
-    warm_s: float | None = None
+    warm_up_s: float | None = None
     l2_p99_ms: float | None = None
-    canary: Mapping[str, Any] | None = None
+    canary_counts: Mapping[str, Any] | None = None
     overlay_ttl_s: float | None = None
     memory_available_bytes: int | None = None
     disk_free_bytes: int | None = None
@@ -258,15 +258,15 @@ class Control:
         is not verified.
         """
         states = f" {' '.join(sorted(allowed_states))} " if allowed_states else ""
-        arguments: list[Any] = [str(expected_epoch), target_pointer.to_bytes(), states]
+        script_arguments: list[Any] = [str(expected_epoch), target_pointer.to_bytes(), states]
         for generation, row in row_by_generation.items():
-            arguments += [generation, row.to_bytes()]
+            script_arguments += [generation, row.to_bytes()]
         keys = (self.keyspace.live, self.keyspace.generations, self.keyspace.channel)
-        reply: Any = self.client.eval(_MOVE_SCRIPT, len(keys), *keys, *arguments)
-        checked_reply("EVAL", reply, POINTER_MOVE_SHAPE)
-        outcome_code, pointer_bytes = reply[:2]
+        script_reply: Any = self.client.eval(_MOVE_SCRIPT, len(keys), *keys, *script_arguments)
+        checked_reply("EVAL", script_reply, POINTER_MOVE_SHAPE)
+        outcome_code, pointer_bytes = script_reply[:2]
         if outcome_code == 2:
-            state, generation = (reply_text.decode(errors="replace") for reply_text in reply[1:3])
+            state, generation = (reply_text.decode(errors="replace") for reply_text in script_reply[1:3])
             attempted_move = "made live" if generation == target_pointer.generation else "tried out"
             raise Conflict(
                 f"{generation} cannot be {attempted_move}: its state is now {state}", generation=generation, state=state
@@ -285,12 +285,12 @@ class Control:
         Retired rows are final. With `unless_named_as`, raises Conflict if the pointer names one of these generations as
         live or canary (with "previous", also as the previous one).
         """
-        arguments: list[Any] = [str(expected_epoch), unless_named_as]
+        script_arguments: list[Any] = [str(expected_epoch), unless_named_as]
         for generation, row in row_by_generation.items():
-            arguments += [generation, row.to_bytes()]
+            script_arguments += [generation, row.to_bytes()]
         keys = (self.keyspace.live, self.keyspace.generations)
         outcome_code = checked_reply(
-            "EVAL", self.client.eval(_WRITE_ROWS_SCRIPT, len(keys), *keys, *arguments), COUNT_SHAPE
+            "EVAL", self.client.eval(_WRITE_ROWS_SCRIPT, len(keys), *keys, *script_arguments), COUNT_SHAPE
         )
         if outcome_code == 2:
             raise Conflict(f"the pointer names one of {', '.join(row_by_generation)}, which readers use")
@@ -337,10 +337,10 @@ class Control:
         """Return the replicas that have not missed three beats; skip a malformed heartbeat and log it once."""
         return self.replicas_under(self.keyspace.replicas, self.time() if now_s is None else now_s)
 
-    def replicas_under(self, key: str, now_s: float) -> list[Replica]:
-        """Return the replicas whose heartbeats are under `key`, such as the key of an older version."""
+    def replicas_under(self, heartbeats_key: str, now_s: float) -> list[Replica]:
+        """Return the replicas whose heartbeats are under `heartbeats_key`, such as the key of an older version."""
         scored_payloads: Any = self.client.zrangebyscore(
-            key, now_s - REPLICA_DEAD_S, now_s + REPLICA_DEAD_S, withscores=True
+            heartbeats_key, now_s - REPLICA_DEAD_S, now_s + REPLICA_DEAD_S, withscores=True
         )
         replica_by_name: dict[str, Replica] = {}
         for payload, beat_at in scored_payloads:
@@ -349,12 +349,12 @@ class Control:
             except (ValueError, TypeError, KeyError, AttributeError):
                 if payload not in self._logged_payloads:
                     self._logged_payloads.add(payload)
-                    log.warning("%s holds a malformed heartbeat: %.80r", key, payload)
+                    log.warning("%s holds a malformed heartbeat: %.80r", heartbeats_key, payload)
                 continue
             replica_by_name[replica.name] = replica
         return list(replica_by_name.values())
 
-    def silent_replicas(self, now_s: float | None = None) -> int:
+    def count_silent_replicas(self, now_s: float | None = None) -> int:
         """Return the number of heartbeats of the last day whose replicas have missed three beats since."""
         now_s = self.time() if now_s is None else now_s
         # infra/redis.conf does not grant ZCOUNT to the loader.
@@ -363,16 +363,16 @@ class Control:
         )
         return len(silent_payloads)
 
-    def forget_dead_replicas(self, now_s: float | None = None, after_s: float = REPLICA_FORGOTTEN_S) -> int:
+    def forget_dead_replicas(self, now_s: float | None = None, silence_max_s: float = REPLICA_FORGOTTEN_S) -> int:
         """Remove heartbeats older than a day or ahead of Redis' clock; a living replica's next beat adds it again."""
         now_s = self.time() if now_s is None else now_s
         remove_by_score: Any = self.client.zremrangebyscore
         score_after_now = f"({now_s + REPLICA_DEAD_S!r}"
-        return int(remove_by_score(self.keyspace.replicas, "-inf", now_s - after_s)) + int(
+        return int(remove_by_score(self.keyspace.replicas, "-inf", now_s - silence_max_s)) + int(
             remove_by_score(self.keyspace.replicas, score_after_now, "+inf")
         )
 
-    def check_policy(self) -> str:
+    def check_eviction_policy(self) -> str:
         """Return the eviction policy (in a cluster, the first node's); raise if it could evict published pages."""
         policies = {name: _read_eviction_policy(server) for name, server in primary_clients(self.client).items()}
         for name, policy in policies.items():
@@ -398,9 +398,13 @@ def _read_eviction_policy(server: "redis.Redis") -> str:
         return str(memory_info.get("maxmemory_policy", ""))
 
 
-def written_versions() -> dict[str, int]:
+def written_version_by_format() -> dict[str, int]:
     """Return, by format, the versions that a night of this release writes and replicas read."""
-    return {format_spec.name: format_spec.written for format_spec in FORMATS.values() if format_spec.is_served}
+    return {
+        format_spec.name: format_spec.written_version
+        for format_spec in FORMATS.values()
+        if format_spec.is_read_by_service
+    }
 
 
 def demand_readers(control: Control, version_by_format: Mapping[str, int], writer_clause: str) -> None:
@@ -408,7 +412,7 @@ def demand_readers(control: Control, version_by_format: Mapping[str, int], write
 
     `writer_clause` says who writes them.
     """
-    for replica in (*control.replicas(), *_under_older_keys(control)):
+    for replica in (*control.replicas(), *_replicas_under_older_keys(control)):
         for name, version in version_by_format.items():
             oldest, newest_version = replica.readable_versions.get(name, FIRST_VERSION_RANGE)
             if not oldest <= version <= newest_version:
@@ -429,16 +433,16 @@ def demand_readers(control: Control, version_by_format: Mapping[str, int], write
 
 def demand_readers_of_night(control: Control) -> None:
     """Raise Refused unless every live replica reads all formats that a night of this release writes."""
-    demand_readers(control, written_versions(), f"a night of this release ({THIS_RELEASE}) writes")
+    demand_readers(control, written_version_by_format(), f"a night of this release ({THIS_RELEASE}) writes")
 
 
-def _under_older_keys(control: Control) -> list[Replica]:
+def _replicas_under_older_keys(control: Control) -> list[Replica]:
     """Return live replicas whose heartbeats are under keys of an older version.
 
     They cannot read this release's pointer.
     """
     older_replicas: list[Replica] = []
     now_s = control.time()
-    for version in range(FORMATS[KEYS].oldest_readable, FORMATS[KEYS].written):
+    for version in range(FORMATS[KEYS].oldest_readable_version, FORMATS[KEYS].written_version):
         older_replicas += control.replicas_under(control.keyspace.replicas_of(version), now_s)
     return older_replicas

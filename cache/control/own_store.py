@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from cache.config.shared import SharedConfig
 
 
-def unexplained_pointer_message(epoch: int) -> str:
+def unexplained_pointer_message(pointer_epoch: int) -> str:
     """Return the message for a pointer of this epoch that no release record explains."""
-    return f"Redis holds a pointer of epoch {epoch} that no release record explains; is this its artefact store?"
+    return (
+        f"Redis holds a pointer of epoch {pointer_epoch} that no release record explains; is this its artefact store?"
+    )
 
 
 def store_mismatch(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> str | None:

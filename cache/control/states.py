@@ -31,8 +31,10 @@ def _same_states(*states: GenerationState) -> dict[GenerationState | None, Gener
     return {state: state for state in states}
 
 
-def _all_to(target: GenerationState, *states: GenerationState | None) -> dict[GenerationState | None, GenerationState]:
-    return dict.fromkeys(states, target)
+def _transitions_to(
+    target_state: GenerationState, *states: GenerationState | None
+) -> dict[GenerationState | None, GenerationState]:
+    return dict.fromkeys(states, target_state)
 
 
 _REJECTED_STATES = (GenerationState.REFUSED, GenerationState.ROLLED_BACK, GenerationState.ABANDONED)
@@ -40,22 +42,26 @@ _REJECTED_STATES = (GenerationState.REFUSED, GenerationState.ROLLED_BACK, Genera
 TRANSITIONS: Final[Mapping[str, Mapping[GenerationState | None, GenerationState]]] = {
     # A retry may find its own work done. A rejected generation stays rejected when it is built again, until it is
     # verified.
-    "begin": _all_to(GenerationState.BEGUN, None)
+    "begin": _transitions_to(GenerationState.BEGUN, None)
     | _same_states(*UNFINISHED_STATES, GenerationState.REFUSED, GenerationState.ABANDONED),
-    "load": _all_to(GenerationState.LOADED, None, GenerationState.BEGUN)
+    "load": _transitions_to(GenerationState.LOADED, None, GenerationState.BEGUN)
     | _same_states(GenerationState.LOADED, GenerationState.VERIFIED, *_REJECTED_STATES),
-    "verify": _all_to(GenerationState.VERIFIED, GenerationState.LOADED, GenerationState.VERIFIED, *_REJECTED_STATES),
-    "refuse": _all_to(GenerationState.REFUSED, *UNFINISHED_STATES, *_REJECTED_STATES),
+    "verify": _transitions_to(
+        GenerationState.VERIFIED, GenerationState.LOADED, GenerationState.VERIFIED, *_REJECTED_STATES
+    ),
+    "refuse": _transitions_to(GenerationState.REFUSED, *UNFINISHED_STATES, *_REJECTED_STATES),
     "override": _same_states(*UNFINISHED_STATES, *_REJECTED_STATES),
     "publish": {GenerationState.VERIFIED: GenerationState.LIVE},
     "roll_back": {GenerationState.SUPERSEDED: GenerationState.LIVE},
     "restore": _same_states(GenerationState.LIVE),
     "canary": _same_states(GenerationState.VERIFIED),
     "end_canary": _same_states(GenerationState.VERIFIED),
-    "abandon": _all_to(
+    "abandon": _transitions_to(
         GenerationState.ABANDONED, None, *UNFINISHED_STATES, GenerationState.REFUSED, GenerationState.ABANDONED
     ),
-    "retire": _all_to(GenerationState.RETIRED, GenerationState.SUPERSEDED, GenerationState.RETIRED, *_REJECTED_STATES),
+    "retire": _transitions_to(
+        GenerationState.RETIRED, GenerationState.SUPERSEDED, GenerationState.RETIRED, *_REJECTED_STATES
+    ),
 }
 """Action -> state of the generation -> its next state; a missing entry means that the action is not allowed.
 
@@ -81,7 +87,7 @@ VERB_BY_ACTION: Final = {"canary": "start a canary of"}
 """Action -> verb phrase for messages, if the action's name is not a verb."""
 
 
-def remedy_of(action: str, generation: str, state: GenerationState | None) -> str:
+def forbidden_action_remedy(action: str, generation: str, state: GenerationState | None) -> str:
     """Return the remedy to append to the error about a forbidden action; empty if there is none."""
     program = "larder"
     go_back_remedy = f"; return to it with `{program} roll-back --to {generation}`"
@@ -128,7 +134,7 @@ def demand_allowed(action: str, generation: str, state: GenerationState | None) 
     if state not in TRANSITIONS[action]:
         allowed_states = ", ".join(sorted(STATES_BY_ACTION[action]))
         verb_phrase = VERB_BY_ACTION.get(action, action.replace("_", " "))
-        remedy = remedy_of(action, generation, state)
+        remedy = forbidden_action_remedy(action, generation, state)
         raise Conflict(
             f"cannot {verb_phrase} {generation}: it is {state or 'unknown'}, not one of {allowed_states}{remedy}",
             generation=generation,
@@ -143,15 +149,15 @@ class Ledger:
 
     `live_epoch` is the epoch of the newest pointer written, a canary's included; `epoch` the newest of any record.
     `left_epoch_by_generation`: epoch of the move that replaced a live generation; orders generations where the clock
-    times in `superseded_at` may not. `pin_expiry_by_generation`: generation -> expiry in Unix seconds, None: never.
-    `overrides_by_generation`: generation -> rule -> reason.
+    times in `superseded_at_by_generation` may not. `pin_expiry_by_generation`: generation -> expiry in Unix seconds,
+    None: never. `overrides_by_generation`: generation -> rule -> reason.
     """
 
     live_generation: str | None = None
     live_epoch: int = 0
     epoch: int = 0
     state_by_generation: Mapping[str, GenerationState] = field(default_factory=dict)
-    superseded_at: Mapping[str, float] = field(default_factory=dict)
+    superseded_at_by_generation: Mapping[str, float] = field(default_factory=dict)
     left_epoch_by_generation: Mapping[str, int] = field(default_factory=dict)
     pin_expiry_by_generation: Mapping[str, float | None] = field(default_factory=dict)
     overrides_by_generation: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -162,7 +168,7 @@ class Ledger:
         return self.state_by_generation.get(generation)
 
     @property
-    def previous(self) -> str | None:
+    def previous_generation(self) -> str | None:
         """Newest superseded generation; never a refused, rolled-back or retired one."""
         return newest_superseded(self.state_by_generation, self.left_epoch_by_generation)
 
@@ -255,14 +261,16 @@ def fold_releases(releases: Sequence[Release]) -> Ledger:
 
 
 def _jumped_over(
-    target: str, state_by_generation: Mapping[str, GenerationState], left_epoch_by_generation: Mapping[str, int]
+    target_generation: str,
+    state_by_generation: Mapping[str, GenerationState],
+    left_epoch_by_generation: Mapping[str, int],
 ) -> list[str]:
     """Return superseded generations that were live after the target; a later roll back to them would go forward."""
-    target_epoch = left_epoch_by_generation.get(target, 0)
+    target_epoch = left_epoch_by_generation.get(target_generation, 0)
     return [
         generation
         for generation, state in state_by_generation.items()
         if state is GenerationState.SUPERSEDED
-        and generation != target
+        and generation != target_generation
         and left_epoch_by_generation.get(generation, 0) > target_epoch
     ]

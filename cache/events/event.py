@@ -55,7 +55,7 @@ class Event:
         return self.kind == "interaction" and self.weight > 0
 
     @property
-    def set_values(self) -> Mapping[str, Any]:
+    def set_value_by_attribute(self) -> Mapping[str, Any]:
         """Values by name that the event sets: an item's features, and attributes, which take precedence."""
         if not self.features:
             return self.attributes or {}

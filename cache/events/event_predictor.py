@@ -96,14 +96,14 @@ class EventInput(NamedTuple):
     """Newer events of a user, and the position of the user's nightly input in its directory; -1: no nightly input.
 
     For a user without a record and without an input that the model takes, `caller_input` replaces the nightly input.
-    `user_values` are attributes that events set for the user. If an event's item is among the `new_items`, it counts as
-    it will in the next night.
+    `user_attribute_values` are attributes that events set for the user. If an event's item is among the `new_items`, it
+    counts as it will in the next night.
     """
 
-    position: int
+    user_position: int
     events: tuple[UserEvent, ...]
     caller_input: LiveInput | None = None
-    user_values: Mapping[str, Any] = MappingProxyType({})
+    user_attribute_values: Mapping[str, Any] = MappingProxyType({})
     new_items: NewItems = NO_NEW_ITEMS
 
 
@@ -119,7 +119,7 @@ class EventPredictor:
     tables: Mapping[str, Table]
     scorers: Mapping[Metric, Scorer]
     """Exact search over the items, by metric; empty if the vectors take too much memory."""
-    answers_without_history: bool
+    night_answers_without_history: bool
     """True if a night answers a user without a history from features alone."""
 
     @classmethod
@@ -154,8 +154,10 @@ class EventPredictor:
             scorers = {metric: Scorer.of(items.vectors, metric) for metric in metrics}
         specs = {name: TowerSpec.from_json(manifest.models[model].spec) for name, model in model_by_table.items()}
         history_limit = manifest.events.history_limit
-        without = bool(manifest.facts.get(FEATURE_ONLY_USERS_FACT, False))
-        return cls(fp32_predictor, items, seen_items, history_limit, specs, tables, scorers, without)
+        night_answers_without_history = bool(manifest.facts.get(FEATURE_ONLY_USERS_FACT, False))
+        return cls(
+            fp32_predictor, items, seen_items, history_limit, specs, tables, scorers, night_answers_without_history
+        )
 
     def supports(self, table: str) -> bool:
         """True if newer events change the table's answers and this predictor can compute them."""
@@ -169,7 +171,9 @@ class EventPredictor:
         times_us = np.array([event.at_us for event in events], np.int64)
         event_ends = list(accumulate((len(event_input.events) for event_input in inputs), initial=0))
         newer_items = [
-            TimedItems(event_input.new_items.numbers_of(item_ids[start:end], ordinals[start:end]), times_us[start:end])
+            TimedItems(
+                event_input.new_items.item_numbers_of(item_ids[start:end], ordinals[start:end]), times_us[start:end]
+            )
             for event_input, (start, end) in zip(inputs, pairwise(event_ends), strict=True)
         ]
         user_inputs = [self._input_without_events(event_input) for event_input in inputs]
@@ -187,8 +191,10 @@ class EventPredictor:
             start, end = end, end + len(history.model_history)
             try:
                 interacted_items = history.seen_items[history.seen_items < item_count]
-                if event_input.caller_input is not None and event_input.position >= 0:
-                    interacted_items = np.union1d(interacted_items, self.seen_items.ordinals_of(event_input.position))
+                if event_input.caller_input is not None and event_input.user_position >= 0:
+                    interacted_items = np.union1d(
+                        interacted_items, self.seen_items.ordinals_of(event_input.user_position)
+                    )
                 prepared_inputs.append(
                     self._prepare_one(table, event_input, user_input, indices[start:end], interacted_items)
                 )
@@ -205,7 +211,7 @@ class EventPredictor:
     def predict(
         self,
         table: str,
-        batch: Sequence[PreparedInput],
+        prepared_inputs: Sequence[PreparedInput],
         fingerprints: Sequence[int],
         scored_at: int,
         eligible_by_row: Sequence[EligibleNewItems] = (),
@@ -215,17 +221,17 @@ class EventPredictor:
         Lists include the new items that `eligible_by_row` allows for each input. Blocked items stay in the list, as in
         a night's list; callers remove them. Raises UnfitValue.
         """
-        user_vectors, manifest_table = self.predictor.vectors(batch), self.tables[table]
+        user_vectors, manifest_table = self.predictor.vectors(prepared_inputs), self.tables[table]
         if manifest_table.kind != "topk":
             return self.predictor.numbers(table, user_vectors, fingerprints, scored_at)
         search = self.predictor.search(table)
         metric = search.searcher.metric
         scorer = self.scorers.get(metric)
         if scorer is None:
-            ranked = search.lists(batch, user_vectors, _NO_ORDINALS)
+            ranked = search.lists(prepared_inputs, user_vectors, _NO_ORDINALS)
             ranked = merge_new_items(ranked, user_vectors, eligible_by_row, metric, manifest_table.layout)
-            return self.predictor.lists(table, ranked, fingerprints, scored_at, flags=FLAG_APPROXIMATE)
-        exclusions = Histories.of([prepared.excluded for prepared in batch])
+            return self.predictor.lists(table, ranked, fingerprints, scored_at, record_flags=FLAG_APPROXIMATE)
+        exclusions = Histories.of([prepared.excluded_ordinals for prepared in prepared_inputs])
         ranked = scorer.top(user_vectors, manifest_table.layout.width, exclusions, threads=1)
         ranked = merge_new_items(ranked, user_vectors, eligible_by_row, metric, manifest_table.layout)
         return self.predictor.lists(table, ranked, fingerprints, scored_at)
@@ -247,12 +253,12 @@ class EventPredictor:
         interacted_items: NDArray[np.int64],
     ) -> PreparedInput | None:
         spec, history = self.spec_by_table[table], model_indices[model_indices >= 0]
-        is_answered = bool(len(history)) or (self.answers_without_history and spec.features)
+        is_answered = bool(len(history)) or (self.night_answers_without_history and spec.features)
         if spec.history is not None and not is_answered:
             return None
         features: Mapping[str, FeatureValue] = {}
         if spec.features:
-            unchecked_features = merge_features(user_input.features, event_input.user_values, spec.features)
+            unchecked_features = merge_features(user_input.features, event_input.user_attribute_values, spec.features)
             if unchecked_features is None:
                 return None
             features = check_features(spec.features, unchecked_features)
@@ -260,8 +266,8 @@ class EventPredictor:
 
     def _input_without_events(self, event_input: EventInput) -> UserInput:
         """Return the user's input without the events."""
-        if event_input.position >= 0 and event_input.caller_input is None:
-            return self.seen_items.input_of(event_input.position)
+        if event_input.user_position >= 0 and event_input.caller_input is None:
+            return self.seen_items.input_of(event_input.user_position)
         live_input = event_input.caller_input or LiveInput()
         item_ordinals = self.items.ordinals_of(keep_last_occurrences(live_input.history or ()))
         known_items = item_ordinals[item_ordinals >= 0]
@@ -288,14 +294,14 @@ def features_by_changed_table(manifest: Manifest) -> dict[str, tuple[InputSpec, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationEvents:
-    """Events that a generation includes, up to position number `until_number`, and the tables that later events change.
+    """Events that a generation includes, up to a position number, and the tables that later events change.
 
-    `tables` has, for each table, the features that its model takes: other attributes of a user change no answer.
-    `predictor` is None without a working model. Lists of users with given vectors are not recomputed.
+    `features_by_changed_table` has, for each table, the features that its model takes: other attributes of a user
+    change no answer. `predictor` is None without a working model. Lists of users with given vectors are not recomputed.
     """
 
-    until_number: int
-    tables: Mapping[str, Sequence[InputSpec]]
+    until_position_number: int
+    features_by_changed_table: Mapping[str, Sequence[InputSpec]]
     predictor: EventPredictor | None = None
     item_tower: NewItemTower | None = None
     """Computes vectors of new items; None without working models."""
@@ -311,8 +317,8 @@ class GenerationEvents:
         own_namespace = manifest.namespace
         if (manifest.events.namespace or own_namespace) != (namespace or own_namespace):
             return None
-        until_number = Position.parse(manifest.events.until).number
-        return cls(until_number, features_by_changed_table(manifest))
+        until_position_number = Position.parse(manifest.events.until).number
+        return cls(until_position_number, features_by_changed_table(manifest))
 
     def with_models(
         self,
@@ -341,16 +347,16 @@ class GenerationEvents:
         """Input that an event must bring for a new item; None without working models."""
         return None if self.item_tower is None else self.item_tower.inputs
 
-    def can_compute(self, table: Table, position: int) -> bool:
+    def can_compute_answer(self, table: Table, user_position: int) -> bool:
         """Return whether the answer for the user at this position (-1: none) can be computed with newer events."""
         if self.predictor is None or not self.predictor.supports(table.name):
             return False
-        is_list_of_known = table.kind == "topk" and position >= 0
-        return not (is_list_of_known and self.predictor.seen_items.has_brought_vector(position))
+        is_list_of_known = table.kind == "topk" and user_position >= 0
+        return not (is_list_of_known and self.predictor.seen_items.has_brought_vector(user_position))
 
     def has_input(self, table: Table, event_input: EventInput) -> bool:
         """Return whether a user's nightly input and newer events suffice for the table's model."""
-        if event_input.position < 0:
+        if event_input.user_position < 0:
             return False
         return (
             self.predictor is None
@@ -358,12 +364,12 @@ class GenerationEvents:
             or (self.predictor.has_input(table.name, event_input))
         )
 
-    def changes_answer(self, table: Table, position: int, seen_items: SeenItems | None) -> bool:
+    def changes_answer(self, table: Table, user_position: int, seen_items: SeenItems | None) -> bool:
         """Return whether newer events change the table's answer for the user at this position (-1: none).
 
         A night uses a user's given vector unchanged, whatever the user's interactions are.
         """
-        if table.name not in self.tables:
+        if table.name not in self.features_by_changed_table:
             return False
-        is_vector_of_known = table.kind == "vector" and position >= 0 and seen_items is not None
-        return not (is_vector_of_known and seen_items is not None and seen_items.has_brought_vector(position))
+        is_vector_of_known = table.kind == "vector" and user_position >= 0 and seen_items is not None
+        return not (is_vector_of_known and seen_items is not None and seen_items.has_brought_vector(user_position))

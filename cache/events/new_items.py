@@ -80,10 +80,10 @@ class NewItemEvents:
 
     def add(self, position: Position, event: Event) -> bool:
         """Add the next event; False if its position was added before, True even if it brings no item."""
-        number = position.number
-        if number <= self.last_number:
+        position_number = position.number
+        if position_number <= self.last_number:
             return False
-        self.last_number = number
+        self.last_number = position_number
         raw_id = event.item
         if raw_id is None or event.kind != "item" or not brings_item(event):
             return True
@@ -91,18 +91,18 @@ class NewItemEvents:
         previous_item = self._pop_item(raw_id)
         if vector is None and previous_item is not None:
             vector = previous_item.vector
-        self._put(NewItem(raw_id, number, vector))
+        self._put(NewItem(raw_id, position_number, vector))
         self._evict()
         self.version += 1
         return True
 
-    def list_items_after(self, number: int) -> list[NewItem]:
+    def list_items_after(self, position_number: int) -> list[NewItem]:
         """Return items after this position number, in order of position."""
-        return [item for item in self._item_by_id.values() if item.position_number > number]
+        return [item for item in self._item_by_id.values() if item.position_number > position_number]
 
-    def drop_until(self, number: int) -> int:
+    def drop_until(self, position_number: int) -> int:
         """Forget items up to this position number; return how many were forgotten."""
-        dropped_ids = [raw_id for raw_id, item in self._item_by_id.items() if item.position_number <= number]
+        dropped_ids = [raw_id for raw_id, item in self._item_by_id.items() if item.position_number <= position_number]
         for raw_id in dropped_ids:
             self.forget(raw_id)
         return len(dropped_ids)
@@ -149,10 +149,10 @@ class NewItemEvents:
 
     def _evict(self) -> None:
         while len(self._item_by_id) > self._items_max:
-            number = next(iter(self._item_by_id.values())).position_number
+            position_number = next(iter(self._item_by_id.values())).position_number
             self._pop_item(next(iter(self._item_by_id)))
-            if number > self._evicted_until:  # do not count it again if the stream is read again
-                self._evicted_until = number
+            if position_number > self._evicted_until:  # do not count it again if the stream is read again
+                self._evicted_until = position_number
                 self.evicted_count += 1
 
 
@@ -204,9 +204,10 @@ class NewItemInputs:
 
     def check(self, event: Event) -> None:
         """Raise UnfitNewItem (`field`) if the event brings an item that the generation's models cannot use."""
-        if len(event.set_values) > VALUES_PER_ENTITY_MAX:
+        if len(event.set_value_by_attribute) > VALUES_PER_ENTITY_MAX:
             raise UnfitNewItem(
-                f"it has {len(event.set_values)} features and attributes, at most {VALUES_PER_ENTITY_MAX} of one item "
+                f"it has {len(event.set_value_by_attribute)} features and attributes, "
+                f"at most {VALUES_PER_ENTITY_MAX} of one item "
                 "are kept",
                 field="features",
             )
@@ -242,7 +243,7 @@ class NewItemInputs:
                 f"{requirement} and computes the vector itself: send these as features, and no vector", field="vector"
             )
         features, item_id = event.features or {}, (event.item or b"").decode()
-        if (repeated_id := features.get(self.id_column, item_id)) not in (item_id, _as_whole_number(item_id)):
+        if (repeated_id := features.get(self.id_column, item_id)) not in (item_id, _id_as_number(item_id)):
             raise UnfitNewItem(
                 f"features.{self.id_column} is {repeated_id!r}, but the event's item is {item_id!r}: leave that "
                 "feature out, the item's id is used",
@@ -260,22 +261,22 @@ class NewItemInputs:
             field = f"features.{error.details.get('field')}"
             raise UnfitNewItem(f"{requirement}: {error.message}", field=field) from error
 
-    def with_id(self, values: Mapping[str, Any], item_id: str) -> Mapping[str, Any]:
+    def with_id(self, value_by_column: Mapping[str, Any], item_id: str) -> Mapping[str, Any]:
         """Return the values with the item's id added if a model takes it."""
-        return with_item_id(values, item_id, self.features, self.id_column)
+        return with_item_id(value_by_column, item_id, self.features, self.id_column)
 
 
 def with_item_id(
-    values: Mapping[str, Any], item_id: str, inputs: Sequence[InputSpec], id_column: str
+    value_by_column: Mapping[str, Any], item_id: str, input_specs: Sequence[InputSpec], id_column: str
 ) -> Mapping[str, Any]:
     """Return the values by column, with `id_column` set to the item's id; an event cannot set another value for it."""
-    dtypes = {input_spec.dtype for input_spec in inputs if input_spec.column == id_column}
+    dtypes = {input_spec.dtype for input_spec in input_specs if input_spec.column == id_column}
     if not dtypes:
-        return values
-    return {**values, id_column: item_id if dtypes == {"string"} else _as_whole_number(item_id)}
+        return value_by_column
+    return {**value_by_column, id_column: item_id if dtypes == {"string"} else _id_as_number(item_id)}
 
 
-def _as_whole_number(item_id: str) -> int | str:
+def _id_as_number(item_id: str) -> int | str:
     """Return the integer for a decimal id, else the id itself."""
     return int(item_id) if item_id.isdecimal() and item_id.isascii() else item_id
 
@@ -356,7 +357,7 @@ class NewItemTower:
         refused_inputs = frozenset(
             input_key
             for input_key in usable_keys - next_try_by_input.keys()
-            if input_key not in vector_by_input or not self._fits(vector_by_input[input_key])
+            if input_key not in vector_by_input or not self._is_usable_vector(vector_by_input[input_key])
         )
         left_out_ids = frozenset(
             item.raw_id for item, key, _ in usable_inputs if key in refused_inputs or key in next_try_by_input
@@ -386,14 +387,14 @@ class NewItemTower:
             left_out_ids,
         )
 
-    def _fits(self, vector: NDArray[np.float32]) -> bool:
-        return bool(np.isfinite(vector).all() and np.abs(vector).max(initial=0) <= self.inputs.vector_abs_max)
+    def _is_usable_vector(self, item_vector: NDArray[np.float32]) -> bool:
+        return bool(np.isfinite(item_vector).all() and np.abs(item_vector).max(initial=0) <= self.inputs.vector_abs_max)
 
-    def _item_input(self, item: NewItem, values: Mapping[str, Any]) -> tuple[bytes, Any]:
+    def _item_input(self, item: NewItem, value_by_column: Mapping[str, Any]) -> tuple[bytes, Any]:
         """Return (key of the item's input, the input); the key is empty if no model can take the item."""
         if self.inputs.features:
-            values = self.inputs.with_id(values, item.raw_id.decode())
-            features = merge_features({}, values, self.inputs.features)
+            value_by_column = self.inputs.with_id(value_by_column, item.raw_id.decode())
+            features = merge_features({}, value_by_column, self.inputs.features)
             if features is None:
                 return b"", None
             return orjson.dumps(features, option=orjson.OPT_SORT_KEYS), features
@@ -401,11 +402,11 @@ class NewItemTower:
             return item.vector.tobytes(), item.vector
         return b"", None
 
-    def _run_tower(self, rows: Sequence[Any]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    def _run_tower(self, input_rows: Sequence[Any]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Return (vectors, mask of the rows on which the tower raised)."""
         if self.tower is None:
-            return np.array(rows, np.float32), np.zeros(len(rows), np.bool_)
-        feature_rows = [check_features(self.inputs.features, features) for features in rows]
+            return np.array(input_rows, np.float32), np.zeros(len(input_rows), np.bool_)
+        feature_rows = [check_features(self.inputs.features, features) for features in input_rows]
         return run_isolating_failures(self.tower, {
             input_spec.name: stack_features(input_spec, [row[input_spec.name] for row in feature_rows])
             for input_spec in self.inputs.features

@@ -77,23 +77,23 @@ class StreamBounds(NamedTuple):
     """Bounds: bytes of the stream, milliseconds of an id's life, and events of one user (or item) within that life."""
 
     stream_bytes_max: int
-    life_ms: int
-    events_of_one_max: int
+    event_id_life_ms: int
+    events_per_entity_max: int
 
 
 class AcceptOutcome(NamedTuple):
     """Outcome for one event: its position, or why it has none: `repeated` or `too_many`."""
 
     position: Position | None
-    reason: str | None = None
+    rejection_reason: str | None = None
 
 
 class PackedEvent(NamedTuple):
     """Event as the script's arguments: keys of its id and of its source, and its bytes."""
 
-    id_key: bytes
-    source_key: bytes
-    body: bytes
+    event_id_key: bytes
+    event_source_key: bytes
+    event_bytes: bytes
 
 
 def pack_event(keyspace: Keyspace, event: Event) -> PackedEvent:
@@ -115,21 +115,21 @@ def accept_script_arguments(
     keys, argv = [keyspace.events.encode()], [*map(str, (*bounds, known_position))]
     for event in events:
         keys += event[:2]
-    return keys, [*argv, *(event.body for event in events)]
+    return keys, [*argv, *(event.event_bytes for event in events)]
 
 
-def read_outcomes(replies: Sequence[bytes]) -> list[AcceptOutcome]:
+def read_outcomes(script_replies: Sequence[bytes]) -> list[AcceptOutcome]:
     """Parse the script's replies to outcomes."""
     return [
         AcceptOutcome(None, reply.decode()) if reply in (b"repeated", b"too_many")
         else AcceptOutcome(Position.parse(reply))
-        for reply in replies
+        for reply in script_replies
     ]  # fmt: skip
 
 
-def event_of_entry(fields: dict[bytes, bytes]) -> Event:
+def event_of_entry(entry_fields: dict[bytes, bytes]) -> Event:
     """Parse the event of a stream entry; raise CorruptArtefact."""
-    return Event.from_bytes(fields.get(EVENT_FIELD, b""))
+    return Event.from_bytes(entry_fields.get(EVENT_FIELD, b""))
 
 
 def write_taken_position(store: ArtefactStore, position: Position) -> None:

@@ -61,7 +61,7 @@ class Filter:
     canonical_bytes: bytes
 
     @property
-    def attributes(self) -> frozenset[str]:
+    def attribute_names(self) -> frozenset[str]:
         """Names of the attributes that the filter compares."""
         return frozenset(_attribute_names_in(self.root_expression))
 
@@ -90,11 +90,11 @@ class _FilterReader:
     def __init__(self) -> None:
         self.node_count = self.value_count = 0
 
-    def parse_expression(self, json_value: object, field_path: str, depth: int) -> Expression:
+    def parse_expression(self, json_value: object, field_path: str, nesting_depth: int) -> Expression:
         self.node_count += 1
         if self.node_count > NODES_MAX:
             raise _filter_error(f"a filter has at most {NODES_MAX} expressions", field_path, limit=NODES_MAX)
-        if depth > DEPTH_MAX:
+        if nesting_depth > DEPTH_MAX:
             raise _filter_error(f"expressions may be nested at most {DEPTH_MAX} deep", field_path, limit=DEPTH_MAX)
         if not isinstance(json_value, dict) or len(json_value) != 1:
             raise _filter_error(
@@ -103,19 +103,22 @@ class _FilterReader:
         ((operator, operand),) = json_value.items()
         operand_path = f"{field_path}.{operator}" if field_path else operator
         if operator in _COMBINATIONS:
-            return CombinationNode(operator, self._parse_operands(operator, operand, operand_path, depth))
+            return CombinationNode(operator, self._parse_operands(operator, operand, operand_path, nesting_depth))
         if operator in _COMPARISONS:
             return self._parse_comparison(operator, operand, operand_path)
         operator_names = ", ".join((*_COMBINATIONS, *_COMPARISONS))
         raise _filter_error(f"there is no operator {operator[:40]!r}; there are {operator_names}", field_path)
 
-    def _parse_operands(self, operator: str, operand: object, field_path: str, depth: int) -> tuple[Expression, ...]:
+    def _parse_operands(
+        self, operator: str, operand: object, field_path: str, nesting_depth: int
+    ) -> tuple[Expression, ...]:
         if operator == "not":
-            return (self.parse_expression(operand, field_path, depth + 1),)
+            return (self.parse_expression(operand, field_path, nesting_depth + 1),)
         if not isinstance(operand, list) or not operand:
             raise _filter_error(f"{operator} takes a list of one or more expressions", field_path)
         return tuple(
-            self.parse_expression(part, f"{field_path}[{index}]", depth + 1) for index, part in enumerate(operand)
+            self.parse_expression(part, f"{field_path}[{index}]", nesting_depth + 1)
+            for index, part in enumerate(operand)
         )
 
     def _parse_comparison(self, operator: Comparison, operand: object, field_path: str) -> ComparisonNode:
@@ -135,16 +138,16 @@ class _FilterReader:
         values = (_checked_scalar(raw_value, f"{field_path}[1][{index}]") for index, raw_value in enumerate(comparand))
         return ComparisonNode(operator, attribute, tuple(values), field_path)
 
-    def _count_values(self, added_count: int, field_path: str) -> None:
-        self.value_count += added_count
+    def _count_values(self, added_value_count: int, field_path: str) -> None:
+        self.value_count += added_value_count
         if self.value_count > VALUES_MAX:
             raise _filter_error(f"a filter may compare with at most {VALUES_MAX} values", field_path, limit=VALUES_MAX)
 
 
-def _checked_attribute_name(raw_name: object, field_path: str) -> str:
-    if not isinstance(raw_name, str):
+def _checked_attribute_name(raw_attribute_name: object, field_path: str) -> str:
+    if not isinstance(raw_attribute_name, str):
         raise _filter_error("the name of an attribute is a text", field_path)
-    return _checked_text(raw_name, field_path)
+    return _checked_text(raw_attribute_name, field_path)
 
 
 def _checked_scalar(raw_value: Any, field_path: str) -> Scalar:

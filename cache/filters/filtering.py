@@ -73,13 +73,17 @@ class UnknownAttribute(InvalidFilter):
     code = "unknown_attribute"
 
 
-def unknown_attribute_error(name: str, kind_by_attribute: Mapping[str, str], field_path: str) -> UnknownAttribute:
+def unknown_attribute_error(
+    attribute_name: str, kind_by_attribute: Mapping[str, str], field_path: str
+) -> UnknownAttribute:
     """Return the error for an unknown attribute, with the attributes that exist and their kinds."""
     kinds_clause = (
         f"; they have {', '.join(kind_by_attribute)}" if kind_by_attribute else " in this generation, nor any other"
     )
     return UnknownAttribute(
-        f"items have no attribute {name!r}{kinds_clause}", field=field_path, attributes=dict(kind_by_attribute)
+        f"items have no attribute {attribute_name!r}{kinds_clause}",
+        field=field_path,
+        attributes=dict(kind_by_attribute),
     )
 
 
@@ -89,10 +93,10 @@ class MaskCache:
     Thread-safe.
     """
 
-    def __init__(self, attributes: ItemAttributes, bytes_max: int) -> None:
+    def __init__(self, attributes: ItemAttributes, masks_bytes_max: int) -> None:
         self.attributes = attributes
         self._cached_masks: LRUCache[bytes, tuple[FilterMask, frozenset[str]]] = LRUCache(
-            bytes_max, getsizeof=lambda cached_mask: cached_mask[0].packed_bits.nbytes + _MASK_OVERHEAD_BYTES
+            masks_bytes_max, getsizeof=lambda cached_mask: cached_mask[0].packed_bits.nbytes + _MASK_OVERHEAD_BYTES
         )
         self._lock = threading.Lock()
 
@@ -118,7 +122,7 @@ class MaskCache:
             filter_mask = FilterMask.of(mask_of(filter_.root_expression, self.attributes))
             if filter_mask.packed_bits.nbytes + _MASK_OVERHEAD_BYTES <= self._cached_masks.maxsize:
                 with self._lock:
-                    self._cached_masks[filter_.canonical_bytes] = filter_mask, filter_.attributes
+                    self._cached_masks[filter_.canonical_bytes] = filter_mask, filter_.attribute_names
         return filter_mask
 
 
@@ -130,7 +134,7 @@ def mask_cost(expression: Expression, attributes: ItemAttributes) -> int:
             return 0
         comparison_count = max(1, len(expression.values))
         return len(column.values) * (_TEXTS_COST if column.kind == "texts" else comparison_count)
-    combining_cost = attributes.count * len(expression.parts)
+    combining_cost = attributes.item_count * len(expression.parts)
     return combining_cost + sum(mask_cost(part, attributes) for part in expression.parts)
 
 
@@ -153,7 +157,7 @@ def _combined_mask(expression: CombinationNode, masks: list[Mask]) -> Mask:
 def _comparison_mask(comparison: ComparisonNode, attributes: ItemAttributes) -> Mask:
     column = attributes.columns.get(comparison.attribute)
     if column is None:
-        raise unknown_attribute_error(comparison.attribute, attributes.kinds, comparison.field_path)
+        raise unknown_attribute_error(comparison.attribute, attributes.kind_by_attribute, comparison.field_path)
     if comparison.operator not in OPERATORS_BY_KIND[column.kind]:
         raise InvalidFilter(
             f"{comparison.attribute} is of kind {column.kind}, which takes {', '.join(OPERATORS_BY_KIND[column.kind])}",
@@ -171,13 +175,13 @@ def _text_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
 
 
 def _texts_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
-    assert column.offsets is not None  # noqa: S101 - a column of several texts has them
+    assert column.item_offsets is not None  # noqa: S101 - a column of several texts has them
     if comparison.operator == "exists":
-        return column.offsets[1:] > column.offsets[:-1]
-    mask = np.zeros(len(column.offsets) - 1, np.bool_)
+        return column.item_offsets[1:] > column.item_offsets[:-1]
+    mask = np.zeros(len(column.item_offsets) - 1, np.bool_)
     if (code := _code_of_value(column, comparison.values[0], comparison)) >= 0:
         value_indexes = np.flatnonzero(column.values == np.uint32(code)).astype(np.uint64)
-        mask[np.searchsorted(column.offsets, value_indexes, side="right") - 1] = True
+        mask[np.searchsorted(column.item_offsets, value_indexes, side="right") - 1] = True
     return mask
 
 
@@ -213,10 +217,10 @@ def _time_mask(comparison: ComparisonNode, column: AttributeColumn) -> Mask:
     )
 
 
-def _ordered_mask(operator: str, values: NDArray[Any], operands: NDArray[Any]) -> Mask:
+def _ordered_mask(operator: str, item_values: NDArray[Any], operands: NDArray[Any]) -> Mask:
     if (compare := _COMPARE_BY_OPERATOR.get(operator)) is not None:
-        return _as_mask(compare(values, operands[0]))
-    return _as_mask(values == operands[0]) if len(operands) == 1 else np.isin(values, operands)
+        return _as_mask(compare(item_values, operands[0]))
+    return _as_mask(item_values == operands[0]) if len(operands) == 1 else np.isin(item_values, operands)
 
 
 def _as_mask(mask_like: Any) -> Mask:
@@ -232,7 +236,7 @@ def _code_of_value(column: AttributeColumn, value: Scalar, comparison: Compariso
     if not isinstance(value, str):
         raise _unfit_comparison_error(comparison, "a text")
     assert column.dictionary is not None  # noqa: S101 - a column of texts has them
-    return column.dictionary.code_of(value)
+    return column.dictionary.code_of_text(value)
 
 
 def _time_us_of(value: Scalar, comparison: ComparisonNode) -> int:
@@ -249,39 +253,47 @@ def _unfit_comparison_error(comparison: ComparisonNode, expected_kind: str) -> I
 class SubsetSearch:
     """Search for the best items, among given ordinals, in vectors float32 [items, dims]; thread-safe."""
 
-    def __init__(self, vectors: NDArray[np.float32]) -> None:
-        self._vectors = vectors
+    def __init__(self, item_vectors: NDArray[np.float32]) -> None:
+        self._vectors = item_vectors
 
     @cached_property
     def _vector_lengths(self) -> NDArray[np.float32]:
         """Lengths of the items' vectors, float32 [items]; computed once."""
-        lengths: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", self._vectors, self._vectors))
-        return lengths
+        vector_lengths: NDArray[np.float32] = np.sqrt(np.einsum("nd,nd->n", self._vectors, self._vectors))
+        return vector_lengths
 
     def search(
-        self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric = "inner_product"
+        self,
+        query_vector: NDArray[np.float32],
+        searched_ordinals: NDArray[np.int64],
+        k: int,
+        metric: Metric = "inner_product",
     ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-        """Return (ordinals uint32, scores float32) of the best `min(k, len(ordinals))` of `ordinals`.
+        """Return (ordinals uint32, scores float32) of the best `min(k, len(ordinals))` of `searched_ordinals`.
 
-        Order and bits are those of `cache.model.ranking.rank` over all `ordinals`.
+        Order and bits are those of `cache.model.ranking.rank` over all `searched_ordinals`.
         """
-        result_count = min(k, len(ordinals))
-        if len(ordinals) > max(_DIRECTLY_RANKED_MAX, 4 * k):
-            ordinals = self._candidates(vector, ordinals, k, metric)
-        best_ordinals, scores = rank(vector[None], self._vectors, ordinals[None], None, k, metric=metric)
+        result_count = min(k, len(searched_ordinals))
+        if len(searched_ordinals) > max(_DIRECTLY_RANKED_MAX, 4 * k):
+            searched_ordinals = self._candidates(query_vector, searched_ordinals, k, metric)
+        best_ordinals, scores = rank(query_vector[None], self._vectors, searched_ordinals[None], None, k, metric=metric)
         return best_ordinals[0, :result_count], scores[0, :result_count]
 
     def _candidates(
-        self, vector: NDArray[np.float32], ordinals: NDArray[np.int64], k: int, metric: Metric
+        self, query_vector: NDArray[np.float32], searched_ordinals: NDArray[np.int64], k: int, metric: Metric
     ) -> NDArray[np.int64]:
         """Return the ordinals that may be among the best k, given rounding errors.
 
         Returns all of them if a bound is not finite.
         """
-        kernel_arguments = (np.ascontiguousarray(vector, np.float32), self._vectors, ordinals.astype(np.int64))
+        kernel_arguments = (
+            np.ascontiguousarray(query_vector, np.float32),
+            self._vectors,
+            searched_ordinals.astype(np.int64),
+        )
         scores: NDArray[np.float32] = np.frombuffer(loader.kernels.dots(*kernel_arguments), np.float32)
-        vector_length = float(np.sqrt(np.dot(vector, vector)))
-        candidate_lengths = self._vector_lengths[ordinals]
+        vector_length = float(np.sqrt(np.dot(query_vector, query_vector)))
+        candidate_lengths = self._vector_lengths[searched_ordinals]
         if metric == "cosine":
             scores = np.divide(
                 scores,
@@ -293,12 +305,12 @@ class SubsetSearch:
         else:
             magnitude = vector_length * float(candidate_lengths.max())
         # Bound of both sums' rounding errors in any order of addition, doubled for the length in a cosine.
-        rounding_error_max = 4 * (len(vector) + 64) * 2.0**-23 * magnitude
+        rounding_error_max = 4 * (len(query_vector) + 64) * 2.0**-23 * magnitude
         kth_index = len(scores) - k
         kth_score = float(np.partition(scores, kth_index)[kth_index])
         if not np.isfinite(rounding_error_max) or not np.isfinite(kth_score):
-            return ordinals
-        return ordinals[scores >= kth_score - rounding_error_max]
+            return searched_ordinals
+        return searched_ordinals[scores >= kth_score - rounding_error_max]
 
 
 class UnknownFilter(InvalidFilter):
@@ -307,11 +319,11 @@ class UnknownFilter(InvalidFilter):
     code = "unknown_filter"
 
 
-def unknown_filter_error(name: str, declared: Collection[str] = ()) -> UnknownFilter:
+def unknown_filter_error(filter_name: str, declared_filter_names: Collection[str] = ()) -> UnknownFilter:
     """Return the error for an unknown filter, with the names that exist."""
-    declared_names = sorted(declared)
+    declared_names = sorted(declared_filter_names)
     return UnknownFilter(
-        f"this generation has no filter {name[:64]!r}; there are {', '.join(declared_names) or 'none'}",
+        f"this generation has no filter {filter_name[:64]!r}; there are {', '.join(declared_names) or 'none'}",
         declared=declared_names,
     )
 
@@ -322,8 +334,8 @@ class Filtering:
     def __init__(
         self,
         attributes: ItemAttributes,
-        vectors: NDArray[np.float32],
-        bytes_max: int = MASKS_BYTES_MAX,
+        item_vectors: NDArray[np.float32],
+        masks_bytes_max: int = MASKS_BYTES_MAX,
         filter_by_name: Mapping[str, Filter] | None = None,
     ) -> None:
         self.attributes = attributes
@@ -332,8 +344,8 @@ class Filtering:
         self.new_items_filtering: Filtering | None = None
         """Filtering of the new items that events brought; their numbers follow those of the generation's own items."""
         self._filter_by_name = filter_by_name or {}
-        self._masks = MaskCache(attributes, bytes_max)
-        self._subset_search = SubsetSearch(vectors)
+        self._masks = MaskCache(attributes, masks_bytes_max)
+        self._subset_search = SubsetSearch(item_vectors)
 
     @classmethod
     def open(cls, generation_folder: Path, manifest: Manifest, items: ItemTable) -> Self | None:
@@ -343,9 +355,9 @@ class Filtering:
         filter_by_name = {name: read_filter(named_filter.expression) for name, named_filter in manifest.filters.items()}
         return cls(ItemAttributes.open(generation_folder, manifest), items.vectors, filter_by_name=filter_by_name)
 
-    def with_item_values(self, values: Iterable[ItemValue]) -> tuple[Self, ChangedColumns]:
+    def with_item_values(self, item_values: Iterable[ItemValue]) -> tuple[Self, ChangedColumns]:
         """Return a filtering with these item values set, and the changed columns; itself if nothing changed."""
-        changed_columns = set_item_values(self.attributes, values)
+        changed_columns = set_item_values(self.attributes, item_values)
         if not changed_columns.changed_attributes:
             return self, changed_columns
         filtering = copy(self)
@@ -356,19 +368,21 @@ class Filtering:
         filtering._masks = self._masks.carry_over(changed_columns.attributes, changed_columns.changed_attributes)
         return filtering, changed_columns
 
-    def with_new_items(self, values: Sequence[Mapping[str, Any]], vectors: NDArray[np.float32]) -> Self:
+    def with_new_items(
+        self, new_item_values: Sequence[Mapping[str, Any]], new_item_vectors: NDArray[np.float32]
+    ) -> Self:
         """Return a filtering of the same items followed by new items with these attributes and vectors [n, dims]."""
         filtering = copy(self)
         filtering.new_items_filtering = None
-        if len(values):
-            attributes = attributes_of_new_items(self.attributes, values)
-            filtering.new_items_filtering = Filtering(attributes, vectors, filter_by_name=self._filter_by_name)
+        if len(new_item_values):
+            attributes = attributes_of_new_items(self.attributes, new_item_values)
+            filtering.new_items_filtering = Filtering(attributes, new_item_vectors, filter_by_name=self._filter_by_name)
         return filtering
 
-    def may_differ(self, name: str) -> bool:
+    def may_differ_from_night(self, filter_name: str) -> bool:
         """Return whether a declared filter may pass other items than it did in the night."""
-        declared_filter = self._filter_by_name.get(name)
-        return declared_filter is not None and not declared_filter.attributes.isdisjoint(self.changed_attributes)
+        declared_filter = self._filter_by_name.get(filter_name)
+        return declared_filter is not None and not declared_filter.attribute_names.isdisjoint(self.changed_attributes)
 
     def get_cached(self, filter_: Filter | str) -> FilterMask | None:
         """Return the items that pass if they are cached, else None."""
@@ -393,9 +407,9 @@ class Filtering:
 
     def search(
         self,
-        vector: NDArray[np.float32],
+        query_vector: NDArray[np.float32],
         filter_mask: FilterMask,
-        exclusions: NDArray[np.int64],
+        excluded_ordinals: NDArray[np.int64],
         k: int,
         metric: Metric,
     ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
@@ -404,15 +418,15 @@ class Filtering:
         There may be fewer than k.
         """
         ordinals = filter_mask.ordinals()
-        if len(exclusions):
-            ordinals = ordinals[~np.isin(ordinals, exclusions)]
-        own_count = int(ordinals.searchsorted(self.attributes.count))
-        own_result = self._subset_search.search(vector, ordinals[:own_count], k, metric)
+        if len(excluded_ordinals):
+            ordinals = ordinals[~np.isin(ordinals, excluded_ordinals)]
+        own_count = int(ordinals.searchsorted(self.attributes.item_count))
+        own_result = self._subset_search.search(query_vector, ordinals[:own_count], k, metric)
         if self.new_items_filtering is None or own_count == len(ordinals):
             return own_result
-        own_item_count = self.attributes.count
+        own_item_count = self.attributes.item_count
         new_ordinals, scores = self.new_items_filtering._subset_search.search(
-            vector, ordinals[own_count:] - own_item_count, k, metric
+            query_vector, ordinals[own_count:] - own_item_count, k, metric
         )
         all_numbers = np.concatenate([own_result[0], new_ordinals + np.uint32(own_item_count)])
         all_scores = np.concatenate([own_result[1], scores])
@@ -422,4 +436,4 @@ class Filtering:
     def _append_new_items_mask(self, filter_mask: FilterMask, filter_: Filter | str) -> FilterMask:
         if self.new_items_filtering is None:
             return filter_mask
-        return filter_mask.append_mask(self.new_items_filtering.evaluate(filter_), self.attributes.count)
+        return filter_mask.append_mask(self.new_items_filtering.evaluate(filter_), self.attributes.item_count)

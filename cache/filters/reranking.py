@@ -27,7 +27,7 @@ class Boost:
     """Factor for the scores of the items that pass a filter; scores below zero are divided by it."""
 
     filter: Filter
-    factor: float
+    score_factor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,11 @@ class Reranking:
         return "+".join((("boost",) if self.boosts else ()) + (("diversify",) if self.diversify else ()))
 
 
-def read_reranking(json_value: object, boost_max: float) -> Reranking:
+def read_reranking(json_value: object, boost_factor_max: float) -> Reranking:
     """Parse a JSON value, such as `{"boost": [{"filter": {...}, "factor": 2}], "diversify": {"mmr": 0.7}}`.
 
-    Factors must be within 1 / `boost_max` and `boost_max`. Raises InvalidReranking, or InvalidFilter for a boost's
-    filter.
+    Factors must be within 1 / `boost_factor_max` and `boost_factor_max`. Raises InvalidReranking, or InvalidFilter for
+    a boost's filter.
     """
     fields = _checked_fields(json_value, "", _RERANKING_FIELDS)
     if not fields:
@@ -75,18 +75,20 @@ def read_reranking(json_value: object, boost_max: float) -> Reranking:
         raise _reranking_error("boost must be a list of one or more boosts", "boost")
     if len(raw_boosts) > BOOSTS_MAX:
         raise _reranking_error(f"there are at most {BOOSTS_MAX} boosts", "boost", limit=BOOSTS_MAX)
-    boosts = tuple(_parse_boost(raw_boost, f"boost[{index}]", boost_max) for index, raw_boost in enumerate(raw_boosts))
+    boosts = tuple(
+        _parse_boost(raw_boost, f"boost[{index}]", boost_factor_max) for index, raw_boost in enumerate(raw_boosts)
+    )
     return Reranking(boosts, _parse_diversify(fields["diversify"]) if "diversify" in fields else None)
 
 
-def _parse_boost(json_value: object, field_path: str, boost_max: float) -> Boost:
+def _parse_boost(json_value: object, field_path: str, boost_factor_max: float) -> Boost:
     fields = _checked_fields(json_value, field_path, _BOOST_FIELDS)
     factor = _checked_number(fields.get("factor"), f"{field_path}.factor")
-    if not 1 / boost_max <= factor <= boost_max:
+    if not 1 / boost_factor_max <= factor <= boost_factor_max:
         raise _reranking_error(
-            f"factor must be {1 / boost_max:g} to {boost_max:g}, not {factor:g}",
+            f"factor must be {1 / boost_factor_max:g} to {boost_factor_max:g}, not {factor:g}",
             f"{field_path}.factor",
-            limit=boost_max,
+            limit=boost_factor_max,
         )
     try:
         return Boost(read_filter(fields.get("filter")), factor)

@@ -28,8 +28,8 @@ def map_file(path: Path, dtype: str, shape: tuple[int, ...] | None = None) -> ND
 class Directory:
     """All hashes of an entity set, one memory-mapped array per shard, shared by every process of a host."""
 
-    def __init__(self, seed: int, first_hashes: Sequence[int], hash_parts: Sequence[NDArray[np.uint64]]) -> None:
-        self.seed = seed
+    def __init__(self, hash_seed: int, first_hashes: Sequence[int], hash_parts: Sequence[NDArray[np.uint64]]) -> None:
+        self.seed = hash_seed
         self.hash_parts = tuple(hash_parts)
         # bisect is faster than numpy for one number
         self._first_hashes = list(map(int, first_hashes))
@@ -38,11 +38,11 @@ class Directory:
         self._hashes = (loader.kernels if hash_parts else pure).HashParts(tuple(self._first_hashes), self.hash_parts)
 
     @classmethod
-    def open(cls, root: Path, entities: EntitySet) -> Self:
+    def open(cls, generation_folder: Path, entities: EntitySet) -> Self:
         """Map the parts listed in a manifest; raise CorruptArtefact if a file's size does not fit its count."""
         parts = []
         for part in entities.parts:
-            hash_file = root / part.file.path
+            hash_file = generation_folder / part.file.path
             if hash_file.stat().st_size != part.count * 8:
                 raise CorruptArtefact(
                     f"{part.file.path} holds {hash_file.stat().st_size} bytes, {part.count} hashes need "
@@ -51,7 +51,7 @@ class Directory:
             parts.append(map_file(hash_file, "<u8"))
         return cls(entities.seed, [part.first_hash for part in entities.parts], parts)
 
-    def find(self, entity_hash: int) -> int:
+    def find_position(self, entity_hash: int) -> int:
         """Return the position of a hash, or -1."""
         shard = bisect_right(self._first_hashes, entity_hash) - 1
         hash_part = self.hash_parts[shard]
@@ -60,22 +60,26 @@ class Directory:
             return self._part_starts[shard] + part_position
         return -1
 
-    def find_many(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def find_positions(self, hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the positions int64[n] of hashes, -1 for an absent one."""
         if hashes.dtype != np.uint64:
             raise TypeError(f"hashes must be uint64, not {hashes.dtype}")
         return np.frombuffer(self._hashes.find(np.ascontiguousarray(hashes)), np.int64)
 
-    def locate(self, position: int) -> tuple[int, int]:
+    def locate_in_part(self, position: int) -> tuple[int, int]:
         """Return (part, position within the part) for a global position."""
         part_index = bisect_right(self._part_starts, position) - 1
         return part_index, position - self._part_starts[part_index]
 
     def page_locations(
-        self, positions: NDArray[np.int64], first_pages: NDArray[np.int64], records_per_page: int, record_bytes: int
+        self,
+        positions: NDArray[np.int64],
+        first_pages: NDArray[np.int64],
+        records_per_page: int,
+        record_size_bytes: int,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the pages int64[n] and byte offsets int64[n] of records of `record_bytes` bytes."""
-        page_numbers, offsets = self._hashes.locate(positions, first_pages, records_per_page, record_bytes)
+        """Return the pages int64[n] and byte offsets int64[n] of records of `record_size_bytes` bytes."""
+        page_numbers, offsets = self._hashes.locate(positions, first_pages, records_per_page, record_size_bytes)
         return np.frombuffer(page_numbers, np.int64), np.frombuffer(offsets, np.int64)
 
     def hashes(self) -> NDArray[np.uint64]:

@@ -43,21 +43,21 @@ def canonical_id(raw_id: object) -> bytes:
     return id_bytes
 
 
-def hash_id(id_bytes: bytes, seed: int) -> int:
+def hash_id(id_bytes: bytes, hash_seed: int) -> int:
     """Return the 64-bit xxh3 of an id, by which a directory finds it."""
-    return xxhash.xxh3_64_intdigest(id_bytes, seed)
+    return xxhash.xxh3_64_intdigest(id_bytes, hash_seed)
 
 
-def hash_ids(ids: Sequence[bytes], seed: int) -> NDArray[np.uint64]:
+def hash_ids(ids: Sequence[bytes], hash_seed: int) -> NDArray[np.uint64]:
     """Return `hash_id` of each id, uint64[n]."""
     id_list = ids if type(ids) is list else list(ids)
-    hash_bytes = loader.kernels.hashes(id_list, seed)
+    hash_bytes = loader.kernels.hashes(id_list, hash_seed)
     if hash_bytes is None:  # longer than the compiled function supports
-        hash_bytes = pure.hashes(id_list, seed)
+        hash_bytes = pure.hashes(id_list, hash_seed)
     return np.frombuffer(hash_bytes, np.uint64)
 
 
-def have_id_lengths(ids: list[bytes]) -> bool:
+def have_allowed_lengths(ids: list[bytes]) -> bool:
     """Return whether every id has an allowed length (1 to 256 bytes)."""
     return loader.kernels.are_ids(ids, ID_BYTES_MAX)
 
@@ -97,43 +97,49 @@ def input_digest(
     return hasher.digest()
 
 
-def _length_prefixed(encoded: bytes) -> bytes:
-    return struct.pack("<I", len(encoded)) + encoded
+def _length_prefixed(encoded_part: bytes) -> bytes:
+    return struct.pack("<I", len(encoded_part)) + encoded_part
 
 
-def _encode_feature(name: str, value: FeatureValue) -> bytes:
-    match value:
+def _encode_feature(feature_name: str, feature_value: FeatureValue) -> bytes:
+    match feature_value:
         case bool():
-            return _TAG_BY_TYPE["bool"] + bytes([value])
+            return _TAG_BY_TYPE["bool"] + bytes([feature_value])
         case int():
-            return _TAG_BY_TYPE["int"] + _length_prefixed(str(value).encode())
+            return _TAG_BY_TYPE["int"] + _length_prefixed(str(feature_value).encode())
         case float():
-            return _TAG_BY_TYPE["float"] + _encode_finite(name, value)
+            return _TAG_BY_TYPE["float"] + _encode_finite(feature_name, feature_value)
         case str():
-            return _TAG_BY_TYPE["str"] + _length_prefixed(value.encode())
+            return _TAG_BY_TYPE["str"] + _length_prefixed(feature_value.encode())
         case (str(), *_):
-            return _TAG_BY_TYPE["texts"] + _encode_texts(name, value)
+            return _TAG_BY_TYPE["texts"] + _encode_texts(feature_name, feature_value)
         case tuple():
-            return _TAG_BY_TYPE["vector"] + _length_prefixed(_encode_finite_numbers(name, value))
-    raise InvalidInput(f"feature {name!r} has the unsupported type {type(value).__name__}", field=name)
+            return _TAG_BY_TYPE["vector"] + _length_prefixed(_encode_finite_numbers(feature_name, feature_value))
+    raise InvalidInput(
+        f"feature {feature_name!r} has the unsupported type {type(feature_value).__name__}", field=feature_name
+    )
 
 
-def _encode_finite(name: str, value: float) -> bytes:
-    if not math.isfinite(value):
-        raise InvalidInput(f"feature {name!r} is {value}, which is not a finite number", field=name)
-    return struct.pack("<d", value + 0.0)  # -0.0 + 0.0 is 0.0
+def _encode_finite(feature_name: str, feature_number: float) -> bytes:
+    if not math.isfinite(feature_number):
+        raise InvalidInput(
+            f"feature {feature_name!r} is {feature_number}, which is not a finite number", field=feature_name
+        )
+    return struct.pack("<d", feature_number + 0.0)  # -0.0 + 0.0 is 0.0
 
 
-def _encode_texts(name: str, value: Sequence[object]) -> bytes:
-    if not all(isinstance(element, str) for element in value):
-        raise InvalidInput(f"feature {name!r} mixes texts with other values", field=name)
-    return struct.pack("<I", len(value)) + b"".join(_length_prefixed(str(element).encode()) for element in value)
+def _encode_texts(feature_name: str, feature_texts: Sequence[object]) -> bytes:
+    if not all(isinstance(element, str) for element in feature_texts):
+        raise InvalidInput(f"feature {feature_name!r} mixes texts with other values", field=feature_name)
+    return struct.pack("<I", len(feature_texts)) + b"".join(
+        _length_prefixed(str(element).encode()) for element in feature_texts
+    )
 
 
-def _encode_finite_numbers(name: str, value: Sequence[object]) -> bytes:
-    if not all(isinstance(element, int | float) for element in value):
-        raise InvalidInput(f"feature {name!r} mixes numbers with other values", field=name)
-    numbers = [element + 0.0 for element in value]  # type: ignore[operator]  # as above
+def _encode_finite_numbers(feature_name: str, feature_numbers: Sequence[object]) -> bytes:
+    if not all(isinstance(element, int | float) for element in feature_numbers):
+        raise InvalidInput(f"feature {feature_name!r} mixes numbers with other values", field=feature_name)
+    numbers = [element + 0.0 for element in feature_numbers]  # type: ignore[operator]  # as above
     if not all(map(math.isfinite, numbers)):
-        _encode_finite(name, next(number for number in numbers if not math.isfinite(number)))
+        _encode_finite(feature_name, next(number for number in numbers if not math.isfinite(number)))
     return struct.pack(f"<{len(numbers)}d", *numbers)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 AttributeKind = Literal["text", "texts", "number", "flag", "time"]
 EntityKind = Literal["user", "item"]
 
-MANIFEST_FORMAT: Final = FORMATS[MANIFEST].written
+MANIFEST_FORMAT: Final = FORMATS[MANIFEST].written_version
 """Version of the manifest's fields and of the files it lists; records have a separate version."""
 
 FORMAT_WITH_WEIGHTS: Final = 2
@@ -77,7 +77,7 @@ class Attribute:
     names: Artefact | None = None
     name_offsets: Artefact | None = None
 
-    def parts(self) -> dict[str, Artefact]:
+    def file_by_part(self) -> dict[str, Artefact]:
         """Return the files of the column by their field names."""
         file_by_name = {
             "values": self.values, "offsets": self.offsets, "names": self.names, "name_offsets": self.name_offsets,
@@ -207,13 +207,13 @@ class Table:
         return self.records_per_page * self.layout.size_bytes
 
     @property
-    def pages(self) -> int:
+    def page_count(self) -> int:
         """Number of pages of all parts."""
         return sum(part.pages for part in self.parts)
 
-    def locate_record(self, part_index: int, position: int) -> tuple[int, int]:
-        """Return (page, byte offset in the page) of the record at `position` within part `part_index`."""
-        page_number, slot_in_page = divmod(position, self.records_per_page)
+    def locate_record(self, part_index: int, position_in_part: int) -> tuple[int, int]:
+        """Return (page, byte offset in the page) of the record at `position_in_part` within part `part_index`."""
+        page_number, slot_in_page = divmod(position_in_part, self.records_per_page)
         return self.parts[part_index].first_page + page_number, slot_in_page * self.layout.size_bytes
 
 
@@ -315,11 +315,11 @@ class Manifest:
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise CorruptArtefact(f"not a manifest: {error}") from error
 
-    def artefacts(self) -> list[Artefact]:
+    def served_artefacts(self) -> list[Artefact]:
         """Return every file that a serving host needs; files of pages are not needed, since pages are in Redis."""
         items = self.items
         files = [items.ids, items.offsets, items.vectors, items.model_index, self.defaults]
-        files += [artefact for attribute in items.attributes.values() for artefact in attribute.parts().values()]
+        files += [artefact for attribute in items.attributes.values() for artefact in attribute.file_by_part().values()]
         files += [artefact for part in self.seen for artefact in part.files]
         files += [part.file for entities in self.entity_sets.values() for part in entities.parts]
         files += [index.file for index in self.indexes.values()]
@@ -333,7 +333,7 @@ class Manifest:
         filtered_tables = [table for named_filter in self.filters.values() for table in named_filter.tables.values()]
         return {**self.tables, **{table.name: table for table in filtered_tables}}
 
-    def pages(self) -> list[Artefact]:
+    def page_artefacts(self) -> list[Artefact]:
         """Return every file of pages and their checksums."""
         parts = [part for table in self.stored_tables.values() for part in table.parts]
         return [artefact for part in parts for artefact in (part.file, part.sums)]

@@ -6,16 +6,16 @@ from typing import Final
 
 from cache.formats import FORMATS, KEYS
 
-KEYSPACE_VERSION: Final = FORMATS[KEYS].written
+KEYSPACE_VERSION: Final = FORMATS[KEYS].written_version
 """Version of all keys in Redis; releases with another version do not read these keys."""
 
 NAME_PATTERN: Final = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,64}")
 """Pattern for names of namespaces, tables and filters: valid in keys and folder names."""
 
 
-def hash_hex(key: int | bytes) -> str:
+def hash_hex(hash_or_digest: int | bytes) -> str:
     """Return the end of an overlay key: 16 hex digits for an entity hash, 32 for the digest of an input without id."""
-    return key.hex() if isinstance(key, bytes) else f"{key:016x}"
+    return hash_or_digest.hex() if isinstance(hash_or_digest, bytes) else f"{hash_or_digest:016x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Keyspace:
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:live"
 
     @property
-    def next(self) -> str:
+    def staging_note(self) -> str:
         """Key of the staging note, which names the generation that replicas should prepare."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:next"
 
@@ -44,33 +44,33 @@ class Keyspace:
         """Key of the sorted set of replicas' heartbeats, scored by time."""
         return self.replicas_of(KEYSPACE_VERSION)
 
-    def replicas_of(self, version: int) -> str:
+    def replicas_of(self, keys_version: int) -> str:
         """Return the key of replicas' heartbeats under another version of the keys."""
-        return f"larder:{version}:{{{self.namespace}}}:replicas"
+        return f"larder:{keys_version}:{{{self.namespace}}}:replicas"
 
-    def hot_names(self, hour: int) -> str:
+    def hot_names(self, hour_number: int) -> str:
         """Return the key of a sorted set for one hour (since 1970, Redis' clock): table and id, scored by requests."""
-        return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:hot:{hour}"
+        return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:hot:{hour_number}"
 
-    def bin(self, start_s: int) -> str:
-        """Return the key of a dashboard hash: worker -> its counts in the interval from `start_s` (Unix seconds)."""
-        return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:dash:{start_s}"
+    def dashboard_bin(self, bin_start_s: int) -> str:
+        """Return the key of a dashboard hash: worker -> its counts in the interval from `bin_start_s` (Unix time)."""
+        return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:dash:{bin_start_s}"
 
     @property
-    def workers(self) -> str:
+    def dashboard_workers(self) -> str:
         """Key of a hash for the dashboard: worker -> its counts since its start, and its state."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:dash:workers"
 
-    def cold_names(self, day: int) -> str:
+    def cold_names(self, day_number: int) -> str:
         """Return the key of a sorted set for one day: table and id, unknown to the generation, scored by requests."""
-        return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:cold:{day}"
+        return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:cold:{day_number}"
 
-    def read(self, generation: str, table: str) -> str:
+    def read_entities(self, generation: str, table: str) -> str:
         """Return the key of a HyperLogLog of a table's entities that were read at least once."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:read:{generation}:{table}"
 
     @property
-    def quality(self) -> str:
+    def quality_figures(self) -> str:
         """Key of a hash: replica -> measured quality of its answers, as JSON."""
         return f"larder:{KEYSPACE_VERSION}:{{{self.namespace}}}:quality"
 
@@ -112,7 +112,7 @@ class Keyspace:
         """Return the prefix of the keys of a table's pages; the page number follows."""
         return f"larder:{KEYSPACE_VERSION}:{self.namespace}:g:{generation}:{table}:".encode()
 
-    def loaded(self, generation: str) -> str:
+    def loaded_parts(self, generation: str) -> str:
         """Return the key of a hash: "table/part" -> digest of the pages that are completely in Redis."""
         return f"larder:{KEYSPACE_VERSION}:{self.namespace}:g:{generation}:loaded"
 
@@ -120,6 +120,6 @@ class Keyspace:
         """Return the key of one record that live inference stored."""
         return f"larder:{KEYSPACE_VERSION}:{self.namespace}:w:{generation}:{table}:{hash_hex}"
 
-    def lease(self, generation: str, table: str, hash_hex: str, digest: bytes) -> str:
+    def lease(self, generation: str, table: str, hash_hex: str, input_digest: bytes) -> str:
         """Return the key of the lease for computing one overlay; has the same prefix as the overlay's key, for ACLs."""
-        return f"{self.overlay(generation, table, hash_hex)}:{digest.hex()}"
+        return f"{self.overlay(generation, table, hash_hex)}:{input_digest.hex()}"

@@ -25,15 +25,15 @@ class UserInput(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ShardHistories:
-    ends: NDArray[np.uint64]
-    items: NDArray[np.uint32]
-    times: NDArray[np.int64] | None
+    history_ends: NDArray[np.uint64]
+    item_ordinals: NDArray[np.uint32]
+    item_times_us: NDArray[np.int64] | None
     feature_ends: NDArray[np.uint64] | None
-    features: NDArray[np.uint8] | None
+    feature_bytes: NDArray[np.uint8] | None
     has_own_vector: NDArray[np.uint8] | None
 
     @classmethod
-    def open(cls, root: Path, seen_part: SeenPart) -> "_ShardHistories":
+    def open(cls, generation_folder: Path, seen_part: SeenPart) -> "_ShardHistories":
         times, feature_ends, features, vector_flags = (
             seen_part.times,
             seen_part.feature_ends,
@@ -41,17 +41,17 @@ class _ShardHistories:
             seen_part.brought,
         )
         return cls(
-            map_file(root / seen_part.ends.path, "<u8"),
-            map_file(root / seen_part.items.path, "<u4"),
-            None if times is None else map_file(root / times.path, "<i8"),
-            None if feature_ends is None else map_file(root / feature_ends.path, "<u8"),
-            None if features is None else map_file(root / features.path, "u1"),
-            None if vector_flags is None else map_file(root / vector_flags.path, "u1"),
+            map_file(generation_folder / seen_part.ends.path, "<u8"),
+            map_file(generation_folder / seen_part.items.path, "<u4"),
+            None if times is None else map_file(generation_folder / times.path, "<i8"),
+            None if feature_ends is None else map_file(generation_folder / feature_ends.path, "<u8"),
+            None if features is None else map_file(generation_folder / features.path, "u1"),
+            None if vector_flags is None else map_file(generation_folder / vector_flags.path, "u1"),
         )
 
 
-def _row_slice(ends: NDArray[np.uint64], shard_row: int) -> slice:
-    return slice(int(ends[shard_row - 1]) if shard_row else 0, int(ends[shard_row]))
+def _row_slice(row_ends: NDArray[np.uint64], shard_row: int) -> slice:
+    return slice(int(row_ends[shard_row - 1]) if shard_row else 0, int(row_ends[shard_row]))
 
 
 class SeenItems:
@@ -62,33 +62,37 @@ class SeenItems:
         self._parts = parts
 
     @classmethod
-    def open(cls, root: Path, manifest: Manifest, users: Directory) -> Self | None:
+    def open(cls, generation_folder: Path, manifest: Manifest, users: Directory) -> Self | None:
         """Map the parts that a manifest lists; None if it lists none."""
         if not manifest.seen:
             return None
-        return cls(users, [_ShardHistories.open(root, part) for part in manifest.seen])
+        return cls(users, [_ShardHistories.open(generation_folder, part) for part in manifest.seen])
 
-    def ordinals_of(self, position: int) -> NDArray[np.int64]:
+    def ordinals_of(self, user_position: int) -> NDArray[np.int64]:
         """Return the item ordinals int64 of the user at a position of the directory."""
-        shard, shard_row = self._directory.locate(position)
+        shard, shard_row = self._directory.locate_in_part(user_position)
         part = self._parts[shard]
-        return part.items[_row_slice(part.ends, shard_row)].astype(np.int64)
+        return part.item_ordinals[_row_slice(part.history_ends, shard_row)].astype(np.int64)
 
-    def has_brought_vector(self, position: int) -> bool:
+    def has_brought_vector(self, user_position: int) -> bool:
         """Return whether the vector of the user at a position of the directory came from a source."""
-        shard, shard_row = self._directory.locate(position)
+        shard, shard_row = self._directory.locate_in_part(user_position)
         vector_flags = self._parts[shard].has_own_vector
         return vector_flags is not None and bool(vector_flags[shard_row])
 
-    def input_of(self, position: int) -> UserInput:
+    def input_of(self, user_position: int) -> UserInput:
         """Return the input of the user at a position of the directory; the manifest must include events."""
-        shard, shard_row = self._directory.locate(position)
+        shard, shard_row = self._directory.locate_in_part(user_position)
         part = self._parts[shard]
-        history_slice = _row_slice(part.ends, shard_row)
-        item_ordinals = part.items[history_slice].astype(np.int64)
-        times_us = np.zeros(len(item_ordinals), np.int64) if part.times is None else part.times[history_slice].copy()
+        history_slice = _row_slice(part.history_ends, shard_row)
+        item_ordinals = part.item_ordinals[history_slice].astype(np.int64)
+        times_us = (
+            np.zeros(len(item_ordinals), np.int64)
+            if part.item_times_us is None
+            else part.item_times_us[history_slice].copy()
+        )
         features: dict[str, Any] = {}
-        if part.feature_ends is not None and part.features is not None:
-            features_json = part.features[_row_slice(part.feature_ends, shard_row)].tobytes()
+        if part.feature_ends is not None and part.feature_bytes is not None:
+            features_json = part.feature_bytes[_row_slice(part.feature_ends, shard_row)].tobytes()
             features = orjson.loads(features_json) if features_json else {}
         return UserInput(item_ordinals, times_us, features)

@@ -16,11 +16,13 @@ class Position(NamedTuple):
     sequence: int
 
     @classmethod
-    def parse(cls, text: str | bytes) -> Self:
+    def parse(cls, position_text: str | bytes) -> Self:
         """Parse Redis' id of a stream entry, such as 1700000000000-3; raise InvalidInput for anything else."""
-        id_match = _POSITION_TEXT.fullmatch(text.decode("ascii", "replace") if isinstance(text, bytes) else text)
+        id_match = _POSITION_TEXT.fullmatch(
+            position_text.decode("ascii", "replace") if isinstance(position_text, bytes) else position_text
+        )
         if id_match is None or int(id_match[2]) >> _SEQUENCE_BITS:
-            raise InvalidInput(f"{text!r} is not the position of an event, such as 1700000000000-0")
+            raise InvalidInput(f"{position_text!r} is not the position of an event, such as 1700000000000-0")
         return cls(int(id_match[1]), int(id_match[2]))
 
     @property

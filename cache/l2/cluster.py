@@ -26,7 +26,7 @@ from cache.l2.commands import (
     OverlayWrite,
     PageRead,
     PageReads,
-    deadline_for,
+    deadline_s_for,
 )
 from cache.l2.control_plane import CommandArgument, ControlPlane
 from cache.l2.data_plane import Breaker, DataPlane, DataPlaneStats
@@ -72,9 +72,11 @@ class ClusterTier:
         """Sum of the nodes' counts, and the worst of their breaker states."""
         return self.nodes.stats
 
-    def submit(self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]) -> asyncio.Future[T]:
-        """Send at least one command to the nodes of the keys; return a future of `keep` applied to the answers."""
-        return Scatter(commands, keep, self.nodes, self._slots, self._config.deadline_s).send()
+    def submit(
+        self, commands: Sequence[Command], convert_answers: Callable[[Sequence[L2Result]], T]
+    ) -> asyncio.Future[T]:
+        """Send one command or more to the keys' nodes; return a future of `convert_answers` applied to the answers."""
+        return Scatter(commands, convert_answers, self.nodes, self._slots, self._config.deadline_s).send()
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
         """Send a command to the node that serves the lease's key; return a future of the answer."""
@@ -109,12 +111,12 @@ class ClusterTier:
         """Return the bound in seconds for a read sent now; a redirected one may take one deadline more."""
         deadline_s, tiers = self._config.deadline_s, self.nodes.tiers
         if not tiers:
-            return deadline_for(2 * deadline_s + SECOND_LOOK_S, self._config.batch_commands_max)
+            return deadline_s_for(2 * deadline_s + SECOND_LOOK_S, self._config.batch_commands_max)
         return deadline_s + max(tier.bound_s() for tier in tiers)
 
-    def p99_ms(self, within_s: float = 5.0) -> float | None:
-        """Return the slowest node's 99th percentile in ms of round trips in the last `within_s`; None without any."""
-        node_p99s_ms = [node_p99_ms for tier in self.nodes.tiers if (node_p99_ms := tier.p99_ms(within_s)) is not None]
+    def p99_ms(self, window_s: float = 5.0) -> float | None:
+        """Return the slowest node's 99th percentile in ms of round trips in the last `window_s`; None without any."""
+        node_p99s_ms = [node_p99_ms for tier in self.nodes.tiers if (node_p99_ms := tier.p99_ms(window_s)) is not None]
         return max(node_p99s_ms, default=None)
 
     async def connect_ahead(self) -> None:
@@ -164,11 +166,11 @@ class Nodes:
         """Sum of the stats of all nodes, former nodes included, so that counters never fall."""
         return sum((tier.stats for tier in self._tier_by_address.values()), self._retired_stats)
 
-    def of_slot(self, slot: int) -> RemoteTier | None:
+    def tier_of_slot(self, slot: int) -> RemoteTier | None:
         """Return the tier of the node that serves a slot, None if it is not known."""
         return self._tier_by_slot[slot]
 
-    def at(self, address: str) -> RemoteTier:
+    def tier_at(self, address: str) -> RemoteTier:
         """Return the tier of the node at "host:port", which connects at first use."""
         tier = self._tier_by_address.get(address)
         if tier is None:
@@ -177,7 +179,7 @@ class Nodes:
 
     def learn(self, slot: int, address: str) -> None:
         """Record a redirection: the node at `address` serves this slot; schedule a lookup of the map."""
-        self._tier_by_slot[slot] = self.at(address)
+        self._tier_by_slot[slot] = self.tier_at(address)
         self.refresh_soon()
 
     def refresh_soon(self) -> None:
@@ -191,20 +193,20 @@ class Nodes:
         if not self._tier_by_address:
             await self.refresh()
 
-    async def call_owner(self, slot: int, call: Callable[[RemoteTier], Awaitable[T]]) -> T:
+    async def call_owner(self, slot: int, call_tier: Callable[[RemoteTier], Awaitable[T]]) -> T:
         """Return the result of a call on the node that serves a slot, for callers without a deadline.
 
         Raises TierUnavailable. A redirected call is repeated once after a lookup of the map.
         """
         await self.ready()
         try:
-            return await call(self._tier_serving(slot))
+            return await call_tier(self._tier_serving(slot))
         except TierUnavailable as error:
             if not isinstance(error.__cause__, MovedError):
                 self.refresh_soon()
                 raise
         await self.refresh()
-        return await call(self._tier_serving(slot))
+        return await call_tier(self._tier_serving(slot))
 
     async def refresh(self) -> None:
         """Look up the slot map now; concurrent calls share one lookup.
@@ -277,7 +279,7 @@ class Nodes:
             return {}
 
     def _adopt(self, owners: SlotOwners) -> None:
-        tier_by_address = {address: self.at(address) for address in set(owners.values())}
+        tier_by_address = {address: self.tier_at(address) for address in set(owners.values())}
         self._tier_by_slot = [
             None if address is None else tier_by_address[address] for address in map(owners.get, range(SLOT_COUNT))
         ]
@@ -289,7 +291,7 @@ class Nodes:
         self._unlisted_addresses = absent_addresses & set(self._tier_by_address)
 
     def _retire(self, tier: RemoteTier) -> None:
-        self._retired_stats += replace(tier.stats, breaker="closed")
+        self._retired_stats += replace(tier.stats, breaker_state="closed")
         task = asyncio.get_running_loop().create_task(tier.aclose())
         self._closing_tasks.add(task)
         task.add_done_callback(self._closing_tasks.discard)
@@ -362,7 +364,7 @@ class CommandSlots:
             return key_slot(overlay_key.encode())
         if isinstance(command, AskingCommand):
             return self.slot_of_command(command.command)
-        return key_slot(command.key.encode())
+        return key_slot(command.lease_key.encode())
 
     def _page_slots(self, generation: str, table: str) -> PageSlots:
         page_slots = self._page_slots_by_table.get((generation, table))
@@ -381,11 +383,16 @@ class Scatter:
     """
 
     def __init__(
-        self, commands: Sequence[Command], keep: Keep, nodes: Nodes, slots: CommandSlots, redirect_window_s: float
+        self,
+        commands: Sequence[Command],
+        convert_answers: Keep,
+        nodes: Nodes,
+        slots: CommandSlots,
+        redirect_window_s: float,
     ) -> None:
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._commands, self._nodes, self._slots, self._redirect_window_s = (commands, nodes, slots, redirect_window_s)
-        self._caller_part = PipelinePart(commands, b"", 0, self.result, keep)
+        self._caller_part = PipelinePart(commands, b"", 0, self.result, convert_answers)
         self._answers: list[L2Result] = []
         self._indexes_and_frames: list[tuple[Sequence[int], Frames]] = []
         self._pending_part_count = 0
@@ -394,7 +401,7 @@ class Scatter:
     def send(self) -> "asyncio.Future[Any]":
         """Send each node its commands; return a future of `keep` applied to the answers, without awaiting."""
         indexes_by_tier: dict[RemoteTier | None, list[int]] = {}
-        tier_of_slot = self._nodes.of_slot
+        tier_of_slot = self._nodes.tier_of_slot
         for index, slot in enumerate(self._slots.slots_of_commands(self._commands)):
             indexes_by_tier.setdefault(tier_of_slot(slot), []).append(index)
         if len(indexes_by_tier) == 1:
@@ -422,28 +429,28 @@ class Scatter:
         self._expect(1)
         self._take_answers(range(len(answers)), 0, answers)
 
-    def _fail_unserved(self, indexes: Sequence[int]) -> None:
+    def _fail_unserved(self, command_indexes: Sequence[int]) -> None:
         self._nodes.refresh_soon()
         unavailable = TierUnavailable("no node of the Redis Cluster serves this slot", reason="connection")
-        self._take_answers(indexes, REDIRECTS_MAX, [unavailable] * len(indexes))
+        self._take_answers(command_indexes, REDIRECTS_MAX, [unavailable] * len(command_indexes))
 
-    def _take_answers(self, indexes: Sequence[int], redirect_count: int, answers: Sequence[L2Result]) -> None:
+    def _take_answers(self, command_indexes: Sequence[int], redirect_count: int, answers: Sequence[L2Result]) -> None:
         if self.result.done():  # by a cancelled caller or the end of the window
             return
         try:
-            self._merge_results(indexes, redirect_count, answers)
+            self._merge_results(command_indexes, redirect_count, answers)
         except Exception as error:  # whatever a node sent, the waiting caller must get a result
             log.exception("the answer of a node cannot be read")
             strange_answer_error = TierUnavailable(f"an unreadable answer: {error!r}", reason="connection")
             self._caller_part.land([strange_answer_error] * len(self._commands))
 
-    def _merge_results(self, indexes: Sequence[int], redirect_count: int, answers: Sequence[L2Result]) -> None:
+    def _merge_results(self, command_indexes: Sequence[int], redirect_count: int, answers: Sequence[L2Result]) -> None:
         self._pending_part_count -= 1
         if isinstance(answers, Frames):
-            self._indexes_and_frames.append((indexes, answers))
+            self._indexes_and_frames.append((command_indexes, answers))
         else:
             unavailable_indexes: list[int] = []
-            for index, answer in zip(indexes, answers, strict=True):
+            for index, answer in zip(command_indexes, answers, strict=True):
                 self._answers[index] = answer
                 if isinstance(answer, TierUnavailable):
                     unavailable_indexes.append(index)
@@ -452,13 +459,13 @@ class Scatter:
         if not self._pending_part_count:
             self._end()
 
-    def _follow_redirections(self, indexes: Sequence[int], redirect_count: int) -> None:
+    def _follow_redirections(self, command_indexes: Sequence[int], redirect_count: int) -> None:
         """Send redirected commands again.
 
         The keys of a failed node are misses, and a lookup of the map is scheduled.
         """
         indexes_by_target: dict[tuple[str, bool], list[int]] = {}
-        for index in indexes:
+        for index in command_indexes:
             answer = self._answers[index]
             if not isinstance(answer, Redirected):
                 self._nodes.refresh_soon()
@@ -472,7 +479,7 @@ class Scatter:
             self._window_timer = loop.call_later(self._redirect_window_s, self._end)
         for (address, is_ask), redirected_indexes in indexes_by_target.items():
             commands = [self._commands[index] for index in redirected_indexes]
-            self._nodes.at(address).submit(
+            self._nodes.tier_at(address).submit(
                 [AskingCommand(command) for command in commands] if is_ask else commands,
                 partial(self._take_answers, redirected_indexes, redirect_count + 1),
             )
@@ -490,8 +497,8 @@ class Scatter:
         self._caller_part.land(self._answers)
 
 
-def _select_commands(commands: Sequence[Command], indexes: Sequence[int]) -> Sequence[Command]:
+def _select_commands(commands: Sequence[Command], command_indexes: Sequence[int]) -> Sequence[Command]:
     if isinstance(commands, PageReads):
-        page_numbers, offsets = commands.page_numbers.take(indexes), commands.offsets.take(indexes)
-        return PageReads(commands.generation, commands.table, page_numbers, offsets, commands.length)
-    return [commands[index] for index in indexes]
+        page_numbers, offsets = commands.page_numbers.take(command_indexes), commands.page_offsets.take(command_indexes)
+        return PageReads(commands.generation, commands.table, page_numbers, offsets, commands.length_bytes)
+    return [commands[index] for index in command_indexes]

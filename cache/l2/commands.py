@@ -46,45 +46,47 @@ _CACHED_WRITE_FORMATS_MAX = 16
 _COMMANDS_PER_DEADLINE = 500
 
 
-def deadline_for(base_s: float, command_count: int) -> float:
-    """Return the deadline in seconds for `command_count` commands; `base_s` is that of one.
+def deadline_s_for(single_command_deadline_s: float, command_count: int) -> float:
+    """Return the deadline in seconds for `command_count` commands; `single_command_deadline_s` is that of one.
 
     Many commands take longer.
     """
-    return base_s * (1 + command_count / _COMMANDS_PER_DEADLINE)
+    return single_command_deadline_s * (1 + command_count / _COMMANDS_PER_DEADLINE)
 
 
 class PageRead(NamedTuple):
-    """Read of one record: `length` bytes at `offset` of a page."""
+    """Read of one record: `length_bytes` bytes at `page_offset` of a page."""
 
     generation: str
     table: str
     page_number: int
-    offset: int
-    length: int
+    page_offset: int
+    length_bytes: int
 
 
 class PageReads(Sequence[PageRead]):
     """Batch of reads of one table: a sequence that creates a `PageRead` only when it is accessed.
 
-    `page_numbers` and `offsets` are int64[n].
+    `page_numbers` and `page_offsets` are int64[n].
     """
 
-    __slots__ = ("generation", "length", "offsets", "page_numbers", "table")
+    __slots__ = ("generation", "length_bytes", "page_numbers", "page_offsets", "table")
 
-    def __init__(self, generation: str, table: str, page_numbers: ArrayLike, offsets: ArrayLike, length: int) -> None:
+    def __init__(
+        self, generation: str, table: str, page_numbers: ArrayLike, page_offsets: ArrayLike, length_bytes: int
+    ) -> None:
         self.generation = generation
         self.table = table
         self.page_numbers: NDArray[np.int64] = np.asarray(page_numbers, np.int64)
-        self.offsets: NDArray[np.int64] = np.asarray(offsets, np.int64)
-        self.length = length
+        self.page_offsets: NDArray[np.int64] = np.asarray(page_offsets, np.int64)
+        self.length_bytes = length_bytes
 
     def __len__(self) -> int:
         return len(self.page_numbers)
 
     def __getitem__(self, index: int) -> PageRead:  # type: ignore[override]  # callers use no slices
-        page, offset = self.page_numbers.item(index), self.offsets.item(index)
-        return PageRead(self.generation, self.table, page, offset, self.length)
+        page, offset = self.page_numbers.item(index), self.page_offsets.item(index)
+        return PageRead(self.generation, self.table, page, offset, self.length_bytes)
 
 
 class OverlayRead(NamedTuple):
@@ -99,28 +101,28 @@ Read = PageRead | OverlayRead
 
 
 class LeaseTake(NamedTuple):
-    """Request for a lease of `life_ms`; the answer is None if it was granted, else the current value.
+    """Request for a lease of `lease_life_ms`; the answer is None if it was granted, else the current value.
 
     A lease determines which process computes a cold answer; there is one key per entity and input. It is taken with
     `SET NX GET PX`, renewed and given back by compare-and-set, and marked done in the pipeline that stores the answer.
     Its value is the holder's token, LEASE_DONE_PREFIX with that token, or empty (given back).
     """
 
-    key: str
-    token: bytes
-    life_ms: int
+    lease_key: str
+    holder_token: bytes
+    lease_life_ms: int
 
 
 class LeaseSwap(NamedTuple):
-    """Compare-and-set of a lease's value from `expected_value`.
+    """Compare-and-set of a lease's value from `expected_lease_value`.
 
     The answer is the new value, or None if the value differs.
     """
 
-    key: str
-    expected_value: bytes
-    new_value: bytes
-    life_ms: int
+    lease_key: str
+    expected_lease_value: bytes
+    new_lease_value: bytes
+    lease_life_ms: int
 
 
 Lease = LeaseTake | LeaseSwap
@@ -129,15 +131,15 @@ Lease = LeaseTake | LeaseSwap
 class LeaseMark(NamedTuple):
     """Lease to mark as done in the pipeline that stores the answer."""
 
-    key: str
-    token: bytes
+    lease_key: str
+    holder_token: bytes
 
 
 _LEASE_TYPES = (LeaseTake, LeaseSwap)
 
 
 class OverlayWrite(NamedTuple):
-    """Overlay record to store for `ttl_s` seconds; replaces an overlay of an older input.
+    """Overlay record to store for `overlay_ttl_s` seconds; replaces an overlay of an older input.
 
     `lease_mark` is the lease under which it was computed, if there was one.
     """
@@ -145,16 +147,16 @@ class OverlayWrite(NamedTuple):
     generation: str
     table: str
     hash_hex: str
-    payload: bytes
-    ttl_s: float
+    overlay_value: bytes
+    overlay_ttl_s: float
     lease_mark: LeaseMark | None = None
 
 
 class Overlay(NamedTuple):
     """Overlay record and its remaining life in seconds; 0 if it is about to expire."""
 
-    payload: bytes
-    ttl_s: float
+    overlay_value: bytes
+    remaining_ttl_s: float
 
 
 class AskingCommand(NamedTuple):
@@ -208,7 +210,7 @@ class Packer:
     def pack_page_reads(self, reads: PageReads) -> bytes:
         """Return the bytes to send for many records of one table."""
         prefix = self._keyspace.pages(reads.generation, reads.table)
-        return loader.kernels.getranges(prefix, reads.page_numbers, reads.offsets, reads.length)
+        return loader.kernels.getranges(prefix, reads.page_numbers, reads.page_offsets, reads.length_bytes)
 
     def _pack_overlay_read(self, read: OverlayRead) -> tuple[bytes, bytes]:
         key = self._keyspace.overlay(read.generation, read.table, read.hash_hex).encode()
@@ -216,22 +218,22 @@ class Packer:
         # Read the life first: if the value is replaced in between, the shorter of the two lives is returned.
         return b"*2\r\n$4\r\nPTTL\r\n" + key, b"*2\r\n$3\r\nGET\r\n" + key
 
-    def _pack_asking(self, pieces: list[bytes], command: Command) -> int:
+    def _pack_asking(self, packed_pieces: list[bytes], command: Command) -> int:
         """Append a command whose parts are each preceded by `ASKING`; return the number of replies to expect."""
         packed_parts = (
             self._pack_overlay_read(command) if isinstance(command, OverlayRead) else (self.pack((command,))[0],)
         )
         for packed_part in packed_parts:
-            pieces += _ASKING, packed_part
+            packed_pieces += _ASKING, packed_part
         return 2 * len(packed_parts)
 
     def _pack_overlay_write(self, packed_pieces: list[bytes], write: OverlayWrite) -> None:
-        hash_bytes, payload = write.hash_hex.encode(), write.payload
+        hash_bytes, payload = write.hash_hex.encode(), write.overlay_value
         format_key = write.generation, write.table, len(hash_bytes), len(payload)
         bytes_before_hash, bytes_after_hash = self._write_fragments.get(format_key) or self._cache_write_fragments(
             *format_key
         )
-        life_ms = b"%d" % max(1, round(write.ttl_s * 1000))
+        life_ms = b"%d" % max(1, round(write.overlay_ttl_s * 1000))
         expiry_option = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(life_ms), life_ms)
         packed_pieces += bytes_before_hash, hash_bytes, bytes_after_hash, payload, expiry_option
         if write.lease_mark is not None:
@@ -260,12 +262,12 @@ class Packer:
         self._getrange_heads[generation, table, page_number] = getrange_head
         return getrange_head
 
-    def _getrange_tail(self, offset: int, length: int) -> bytes:
+    def _getrange_tail(self, page_offset: int, length_bytes: int) -> bytes:
         if len(self._getrange_tails) >= _CACHED_TAILS_MAX:
             self._getrange_tails.clear()
-        first_byte, last_byte = b"%d" % offset, b"%d" % (offset + length - 1)
+        first_byte, last_byte = b"%d" % page_offset, b"%d" % (page_offset + length_bytes - 1)
         getrange_tail = b"$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(first_byte), first_byte, len(last_byte), last_byte)
-        self._getrange_tails[offset, length] = getrange_tail
+        self._getrange_tails[page_offset, length_bytes] = getrange_tail
         return getrange_tail
 
 
@@ -283,7 +285,7 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Re
                 answers.append(Overlay(overlay_reply, max(0, reply) / 1000))
                 continue
             reply = reply if isinstance(reply, hiredis.ReplyError) else overlay_reply
-        elif type(command) is PageRead and type(reply) is bytes and len(reply) == command.length:
+        elif type(command) is PageRead and type(reply) is bytes and len(reply) == command.length_bytes:
             answers.append(reply)
             continue
         elif type(command) is OverlayWrite and command.lease_mark is not None:
@@ -308,13 +310,13 @@ def unpack(commands: Sequence[Command], replies: Sequence[Any]) -> Sequence[L2Re
 
 def pack_lease(command: Lease) -> bytes:
     """Format a lease command: `SET NX GET PX` for a new lease, or the script that swaps its value."""
-    key, life_ms = command.key.encode(), b"%d" % command.life_ms
+    key, life_ms = command.lease_key.encode(), b"%d" % command.lease_life_ms
     if isinstance(command, LeaseTake):
-        token = command.token
+        token = command.holder_token
         return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n%b$%d\r\n%b\r\n" % (
             _LEASE_TAKE_HEAD, len(key), key, len(token), token, _LEASE_TAKE_OPTIONS, len(life_ms), life_ms,
         )  # fmt: skip
-    expected_value, value = command.expected_value, command.new_value
+    expected_value, value = command.expected_lease_value, command.new_lease_value
     return b"%b$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
         _LEASE_SWAP_HEAD, len(key), key, len(expected_value), expected_value, len(value), value, len(life_ms), life_ms,
     )  # fmt: skip
@@ -322,7 +324,7 @@ def pack_lease(command: Lease) -> bytes:
 
 def pack_lease_mark(lease_mark: LeaseMark) -> bytes:
     """Format the command that marks a lease as done for every holder, since the answer is stored."""
-    key, value = lease_mark.key.encode(), LEASE_DONE_PREFIX + lease_mark.token
+    key, value = lease_mark.lease_key.encode(), LEASE_DONE_PREFIX + lease_mark.holder_token
     return b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n%b" % (
         len(key), key, len(value), value, _LEASE_DONE_EXPIRY,
     )  # fmt: skip
@@ -340,7 +342,7 @@ class Frames(Sequence[bytes]):
         self._reply_buffer = reply_buffer
         self._reply_count = reply_count
         self._payload_bytes = payload_bytes
-        self._stride_bytes = frame_stride(payload_bytes)
+        self._stride_bytes = frame_stride_bytes(payload_bytes)
         self._payload_offset = len(_bulk_head(payload_bytes)) + first_reply_index * self._stride_bytes
 
     def __len__(self) -> int:
@@ -383,7 +385,7 @@ class Frames(Sequence[bytes]):
             sum(len(indexes) for indexes, _ in indexes_and_frames),
             indexes_and_frames[0][1]._payload_bytes,
         )
-        merged_rows = np.empty(reply_count, f"V{frame_stride(payload_bytes)}")
+        merged_rows = np.empty(reply_count, f"V{frame_stride_bytes(payload_bytes)}")
         for indexes, frames in indexes_and_frames:
             frames_offset = frames._payload_offset - len(_bulk_head(payload_bytes))
             merged_rows[np.asarray(indexes)] = np.ndarray(
@@ -391,29 +393,29 @@ class Frames(Sequence[bytes]):
             )
         return cls(merged_rows.tobytes(), reply_count, payload_bytes)
 
-    def to_records(self, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return all replies as records of `dtype`: one aligned copy; raise ValueError for another size."""
-        if dtype.itemsize != self._payload_bytes:
-            raise ValueError(f"a reply has {self._payload_bytes} bytes, a record {dtype.itemsize}")
+    def to_records(self, record_dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return all replies as records of `record_dtype`: one aligned copy; raise ValueError for another size."""
+        if record_dtype.itemsize != self._payload_bytes:
+            raise ValueError(f"a reply has {self._payload_bytes} bytes, a record {record_dtype.itemsize}")
         return np.ndarray(
-            (self._reply_count,), dtype, self._reply_buffer, self._payload_offset, (self._stride_bytes,)
+            (self._reply_count,), record_dtype, self._reply_buffer, self._payload_offset, (self._stride_bytes,)
         ).copy()
 
     def checked_records(
-        self, dtype: np.dtype[Any], fingerprints: NDArray[np.uint64], record_format: int
+        self, record_dtype: np.dtype[Any], fingerprints: NDArray[np.uint64], record_format: int
     ) -> NDArray[Any] | None:
         """Return all replies as records, or None unless all have `record_format` and the expected fingerprints."""
-        if dtype.itemsize != self._payload_bytes:
+        if record_dtype.itemsize != self._payload_bytes:
             return None
         record_buffer, sound_count = loader.kernels.records_of(
             self._reply_buffer, self._payload_offset, self._stride_bytes, self._reply_count, self._payload_bytes,
             fingerprints,
             record_format,
         )  # fmt: skip
-        return np.frombuffer(record_buffer, dtype) if sound_count == self._reply_count else None
+        return np.frombuffer(record_buffer, record_dtype) if sound_count == self._reply_count else None
 
 
-def frame_stride(payload_bytes: int) -> int:
+def frame_stride_bytes(payload_bytes: int) -> int:
     """Return the size in bytes of a RESP bulk string of `payload_bytes` bytes, with header and line end."""
     return len(_bulk_head(payload_bytes)) + payload_bytes + len(_LINE_END)
 

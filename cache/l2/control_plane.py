@@ -52,7 +52,7 @@ class ControlPlane(Protocol):
 
     async def watch(self) -> tuple[bytes | None, bytes | None]:
         """Read the live pointer's JSON and the staging note's in one command; None for a missing value."""
-        pointer_and_note = await self.execute("MGET", self.keyspace.live, self.keyspace.next)
+        pointer_and_note = await self.execute("MGET", self.keyspace.live, self.keyspace.staging_note)
         if len(pointer_and_note) != 2:
             with as_unavailable():
                 refuse_reply("MGET", pointer_and_note, "two values")
@@ -64,20 +64,22 @@ class ControlPlane(Protocol):
         seconds, microseconds = await self.execute("TIME")
         return float(seconds) + float(microseconds) / 1e6
 
-    async def heartbeat(self, payload: bytes, beat_at_s: float, previous_payload: bytes | None = None) -> None:
-        """Register a replica's generations: add `payload` to the replicas, scored `beat_at_s` (Redis' time).
+    async def heartbeat(
+        self, heartbeat_payload: bytes, beat_at_s: float, previous_heartbeat_payload: bytes | None = None
+    ) -> None:
+        """Register a replica's generations: add `heartbeat_payload` to the replicas, scored `beat_at_s` (Redis' time).
 
-        Replaces `previous_payload` atomically, even while Redis is at maxmemory.
+        Replaces `previous_heartbeat_payload` atomically, even while Redis is at maxmemory.
         """
         replicas_key, previous_payloads = (
             self.keyspace.replicas,
-            () if previous_payload is None else (previous_payload,),
+            () if previous_heartbeat_payload is None else (previous_heartbeat_payload,),
         )
-        await self.execute("EVAL", _HEARTBEAT_SCRIPT, 1, replicas_key, beat_at_s, payload, *previous_payloads)
+        await self.execute("EVAL", _HEARTBEAT_SCRIPT, 1, replicas_key, beat_at_s, heartbeat_payload, *previous_payloads)
 
-    async def sign_off(self, payload: bytes) -> None:
+    async def sign_off(self, heartbeat_payload: bytes) -> None:
         """Remove a replica's last payload; Redis allows this at maxmemory, too."""
-        await self.execute("ZREM", self.keyspace.replicas, payload)
+        await self.execute("ZREM", self.keyspace.replicas, heartbeat_payload)
 
     async def infos(self) -> list[dict[str, Any]]:
         """Return the `INFO` of every server."""
@@ -99,14 +101,14 @@ class ControlPlane(Protocol):
 class ServerControl(ControlPlane):
     """Control plane of one server, over `pool`.
 
-    `renew` closes the readers' connections if the server has become a replica. A server that became a replica keeps its
-    connections and answers reads; only a write reveals the change.
+    `renew_connections` closes the readers' connections if the server has become a replica. A server that became a
+    replica keeps its connections and answers reads; only a write reveals the change.
     """
 
-    def __init__(self, keyspace: Keyspace, pool: ConnectionPool, renew: Callable[[], None]) -> None:
+    def __init__(self, keyspace: Keyspace, pool: ConnectionPool, renew_connections: Callable[[], None]) -> None:
         self.keyspace = keyspace
         self._client: Redis = check_replies(Redis(connection_pool=pool))
-        self._renew = renew
+        self._renew = renew_connections
 
     async def execute(self, *command: CommandArgument) -> Any:
         """Return the reply to any command."""

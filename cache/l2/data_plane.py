@@ -17,25 +17,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class DataPlaneStats:
-    """Counts of pipelines and commands since the start, of commands `shed` under load, and the breaker's state.
+    """Counts of pipelines and commands since the start, of commands shed under load, and the breaker's state.
 
-    For several servers, counts are summed and `breaker` is the worst state.
+    For several servers, counts are summed and `breaker_state` is the worst state.
     """
 
-    batches: int = 0
-    commands: int = 0
-    shed: int = 0
-    breaker_opened: int = 0
-    breaker: BreakerState = "closed"
+    sent_pipelines: int = 0
+    sent_commands: int = 0
+    shed_commands: int = 0
+    breaker_openings: int = 0
+    breaker_state: BreakerState = "closed"
 
     def __add__(self, addend: "DataPlaneStats") -> "DataPlaneStats":
         """Return the sums, and the worse of both breaker states."""
         return DataPlaneStats(
-            self.batches + addend.batches,
-            self.commands + addend.commands,
-            self.shed + addend.shed,
-            self.breaker_opened + addend.breaker_opened,
-            max(self.breaker, addend.breaker, key=_STATES_BY_SEVERITY.index),
+            self.sent_pipelines + addend.sent_pipelines,
+            self.sent_commands + addend.sent_commands,
+            self.shed_commands + addend.shed_commands,
+            self.breaker_openings + addend.breaker_openings,
+            max(self.breaker_state, addend.breaker_state, key=_STATES_BY_SEVERITY.index),
         )
 
 
@@ -52,11 +52,13 @@ class DataPlane(Protocol):
         """Counts since the start, and the breaker's current state."""
         ...
 
-    def submit(self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]) -> asyncio.Future[T]:
-        """Send at least one command; return a future of `keep` applied to the answers, one per command.
+    def submit(
+        self, commands: Sequence[Command], convert_answers: Callable[[Sequence[L2Result]], T]
+    ) -> asyncio.Future[T]:
+        """Send at least one command; return a future of `convert_answers` applied to the answers, one per command.
 
-        `keep` runs as soon as the answers arrive, without a task. An answer is the record or overlay, None if there is
-        none, or the error that prevented the read.
+        `convert_answers` runs as soon as the answers arrive, without a task. An answer is the record or overlay, None
+        if there is none, or the error that prevented the read.
         """
         ...
 
@@ -86,8 +88,8 @@ class DataPlane(Protocol):
         """Return the bound in seconds for a read sent now, including the commands sent with it and before it."""
         ...
 
-    def p99_ms(self, within_s: float = 5.0) -> float | None:
-        """Return the 99th percentile of round trips in ms in the last `within_s`, failures included; None without any.
+    def p99_ms(self, window_s: float = 5.0) -> float | None:
+        """Return the 99th percentile of round trips in ms in the last `window_s`, failures included; None without any.
 
         For several servers, return the highest.
         """
@@ -99,26 +101,26 @@ class DataPlane(Protocol):
 
 
 class Breaker:
-    """Circuit breaker: opens after `threshold` consecutive failures; after `cooldown_s` it allows one probe at a time.
+    """Circuit breaker: opens after `failure_threshold` failures in a row, and allows single probes after `cooldown_s`.
 
     Callers report `note_success` or `note_failure` for each allowed call; an unreported probe blocks others for one
     cooldown.
     """
 
     def __init__(
-        self, threshold: int = 5, cooldown_s: float = 1.0, timer: Callable[[], float] = time.monotonic
+        self, failure_threshold: int = 5, cooldown_s: float = 1.0, monotonic_clock: Callable[[], float] = time.monotonic
     ) -> None:
-        if threshold < 1:
-            raise ValueError(f"the threshold of a breaker must be at least 1, not {threshold}")
+        if failure_threshold < 1:
+            raise ValueError(f"the threshold of a breaker must be at least 1, not {failure_threshold}")
         self.state: BreakerState = "closed"
         self.opened = 0
-        self._threshold = threshold
+        self._threshold = failure_threshold
         self._cooldown_s = cooldown_s
-        self._timer = timer
+        self._timer = monotonic_clock
         self._failures_in_a_row = 0
         self._next_probe_at = 0.0
 
-    def allow(self) -> bool:
+    def allow_call(self) -> bool:
         """Return whether a call may be made now; after the cooldown, returning True starts a probe."""
         if self.state == "closed":
             return True

@@ -32,15 +32,15 @@ class Redirected(TierUnavailable):
         self.is_ask = is_ask
 
 
-def is_redirect(reply: Any) -> bool:
+def is_redirect(error_reply: Any) -> bool:
     """Return whether an error reply is a redirection, which a healthy node may send."""
-    return str(reply).startswith(("MOVED ", "ASK "))
+    return str(error_reply).startswith(("MOVED ", "ASK "))
 
 
-def error_from_reply(reply: Any) -> TierUnavailable:
+def error_from_reply(error_reply: Any) -> TierUnavailable:
     """Convert any error reply to Redirected or TierUnavailable, so that no read waits forever."""
-    message = f"Redis refused: {reply}"
-    if redirect_match := _REDIRECT_PATTERN.match(str(reply)):
+    message = f"Redis refused: {error_reply}"
+    if redirect_match := _REDIRECT_PATTERN.match(str(error_reply)):
         kind, slot, host, port = redirect_match.groups()
         if int(slot) < SLOT_COUNT and 0 < int(port) < 1 << 16:
             target_address = join_address(host.strip("[]"), int(port))
@@ -64,20 +64,20 @@ def as_unavailable() -> Iterator[None]:
 
 
 @contextmanager
-def translate_redis_errors(shown_url: str = "", variable: str = "REDIS_URL", namespace: str = "") -> Iterator[None]:
+def translate_redis_errors(shown_url: str = "", url_variable: str = "REDIS_URL", namespace: str = "") -> Iterator[None]:
     """Convert Redis errors to Larder's, with a remedy for the operator; `shown_url` is the URL without its password.
 
-    `variable` is the environment variable that holds the URL, `namespace` the namespace whose keys are used.
+    `url_variable` is the environment variable that holds the URL, `namespace` the namespace whose keys are used.
     """
     try:
         yield
     except (exceptions.RedisError, exceptions.RedisClusterException) as error:
         raise _error_with_remedy(
-            error, f"{variable} {shown_url}" if shown_url else variable, variable, namespace
+            error, f"{url_variable} {shown_url}" if shown_url else url_variable, url_variable, namespace
         ) from error
 
 
-def _error_with_remedy(error: Exception, variable_and_url: str, variable: str, namespace: str) -> LarderError:
+def _error_with_remedy(error: Exception, variable_and_url: str, url_variable: str, namespace: str) -> LarderError:
     match error:
         case exceptions.OutOfMemoryError():
             return Refused(
@@ -86,21 +86,23 @@ def _error_with_remedy(error: Exception, variable_and_url: str, variable: str, n
                 rule="redis_memory",
             )
         case exceptions.ReadOnlyError():
-            message = f"Redis is a read-only replica; point {variable} at the primary"
+            message = f"Redis is a read-only replica; point {url_variable} at the primary"
         case exceptions.NoPermissionError() if namespace and _KEY_REFUSED_PATTERN.search(str(error)):
             return ConfigError(
-                f"Redis refused the user of {variable}: {error}; its rights are not for namespace `{namespace}`; is "
+                f"Redis refused the user of {url_variable}: {error}; its rights are not for namespace "
+                f"`{namespace}`; is "
                 "LARDER_NAMESPACE right?",
                 namespace=namespace,
             )
         case exceptions.NoPermissionError():
             return ConfigError(
-                f"Redis refused the user of {variable}: {error}; it needs the loader's ACL (`user larder-loader` in "
+                f"Redis refused the user of {url_variable}: {error}; it needs the loader's ACL "
+                f"(`user larder-loader` in "
                 "infra/redis.conf)"
             )
         case exceptions.AuthenticationError():
             return ConfigError(
-                f"Redis refused user and password ({variable_and_url}): {error}; correct them in {variable}"
+                f"Redis refused user and password ({variable_and_url}): {error}; correct them in {url_variable}"
                 + (NO_USER_HINT if "://" in variable_and_url and "@" not in variable_and_url else "")
             )
         case exceptions.BusyLoadingError():
@@ -113,7 +115,8 @@ def _error_with_remedy(error: Exception, variable_and_url: str, variable: str, n
             )
         case exceptions.ConnectionError():
             message = (
-                f"Redis cannot be reached ({variable_and_url}): {error}; start it or correct {variable}, then run the "
+                f"Redis cannot be reached ({variable_and_url}): {error}; start it or correct {url_variable}, "
+                f"then run the "
                 "step again"
             )
         case exceptions.InvalidResponse():
@@ -129,7 +132,7 @@ def _error_with_remedy(error: Exception, variable_and_url: str, variable: str, n
         case exceptions.RedisClusterException():
             message = (
                 f"the Redis Cluster cannot be used ({variable_and_url}): {error}; start its nodes or correct "
-                f"{variable}, then run "
+                f"{url_variable}, then run "
                 "the step again"
             )
         case _:

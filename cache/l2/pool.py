@@ -11,7 +11,7 @@ from redis.asyncio import ConnectionPool
 from redis.asyncio.connection import AbstractConnection
 
 from cache.errors import TierUnavailable
-from cache.l2.commands import Frames, deadline_for, frame_stride
+from cache.l2.commands import Frames, deadline_s_for, frame_stride_bytes
 from cache.l2.resp import RECORD_REPLY_BOUNDS, bounds_refusal, create_reply_scanner
 from cache.native import loader
 
@@ -29,21 +29,21 @@ _NOT_ENOUGH_DATA = object()
 
 @dataclass(slots=True, eq=False)
 class Pipeline:
-    """Commands sent together; `landed` is called exactly once, with all replies or with the error."""
+    """Commands sent together; `on_landed` is called exactly once, with all replies or with the error."""
 
-    packed: bytes
-    count: int
-    landed: Callable[[Replies | TierUnavailable], None]
-    length: int = 0
+    packed_commands: bytes
+    reply_count: int
+    on_landed: Callable[[Replies | TierUnavailable], None]
+    reply_payload_bytes: int = 0
     """Payload size in bytes that every reply has if no record is missing; 0 if unknown."""
-    timer: asyncio.TimerHandle | None = None
+    deadline_timer: asyncio.TimerHandle | None = None
     connection: "PipelineConnection | None" = None
 
     def land(self, outcome: Replies | TierUnavailable) -> None:
-        """End the pipeline: cancel its timer and call `landed` with the outcome."""
-        if self.timer is not None:
-            self.timer.cancel()
-        self.landed(outcome)
+        """End the pipeline: cancel its timer and call `on_landed` with the outcome."""
+        if self.deadline_timer is not None:
+            self.deadline_timer.cancel()
+        self.on_landed(outcome)
 
 
 class PipelineConnection(asyncio.Protocol):
@@ -75,9 +75,9 @@ class PipelineConnection(asyncio.Protocol):
         return len(self._pipelines)
 
     @property
-    def commands(self) -> int:
+    def commands_in_flight(self) -> int:
         """Number of commands sent but not yet answered."""
-        return sum(pipeline.count for pipeline in self._pipelines)
+        return sum(pipeline.reply_count for pipeline in self._pipelines)
 
     @property
     def is_closing(self) -> bool:
@@ -88,7 +88,7 @@ class PipelineConnection(asyncio.Protocol):
         """Send the pipeline; its replies follow those of the pipelines already sent."""
         pipeline.connection = self
         self._pipelines.append(pipeline)
-        self._transport.write(pipeline.packed)
+        self._transport.write(pipeline.packed_commands)
 
     def abort(self, error: TierUnavailable) -> None:
         """Close the connection at once; every pending pipeline ends with `error`."""
@@ -99,7 +99,7 @@ class PipelineConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Feed the parser and end every pipeline whose last reply has arrived."""
         gets = self._reader.gets
-        if self._incomplete_frames or (self._pipelines and self._pipelines[0].length):
+        if self._incomplete_frames or (self._pipelines and self._pipelines[0].reply_payload_bytes):
             data = self._feed_frames(data)
             if not data:
                 return
@@ -110,7 +110,7 @@ class PipelineConnection(asyncio.Protocol):
             self._reader.feed(data)
             while self._pipelines:
                 replies = self._replies
-                missing_count = self._pipelines[0].count - len(replies)
+                missing_count = self._pipelines[0].reply_count - len(replies)
                 while missing_count:
                     reply = gets()
                     if reply is _NOT_ENOUGH_DATA:
@@ -125,20 +125,22 @@ class PipelineConnection(asyncio.Protocol):
         except Exception as error:  # HiredisError; TypeError for a map whose key is a list
             self.abort(TierUnavailable(f"not the Redis protocol: {error}", reason="connection"))
 
-    def _feed_frames(self, data: bytes) -> bytes:
+    def _feed_frames(self, received: bytes) -> bytes:
         """End the pipelines whose replies all have the expected length; return the remaining bytes for the parser."""
-        data, self._incomplete_frames = self._incomplete_frames + data, b""
-        while data and self._pipelines and not self._replies and not self._reader.has_data():
+        received, self._incomplete_frames = self._incomplete_frames + received, b""
+        while received and self._pipelines and not self._replies and not self._reader.has_data():
             pipeline = self._pipelines[0]
-            if not pipeline.length or not loader.kernels.could_be(data, pipeline.count, pipeline.length):
-                return data
-            frames_bytes = pipeline.count * frame_stride(pipeline.length)
-            if len(data) < frames_bytes:
-                self._incomplete_frames = data
+            if not pipeline.reply_payload_bytes or not loader.kernels.could_be(
+                received, pipeline.reply_count, pipeline.reply_payload_bytes
+            ):
+                return received
+            frames_bytes = pipeline.reply_count * frame_stride_bytes(pipeline.reply_payload_bytes)
+            if len(received) < frames_bytes:
+                self._incomplete_frames = received
                 return b""
-            self._pipelines.popleft().land(Frames(data, pipeline.count, pipeline.length))
-            data = data[frames_bytes:]
-        return data
+            self._pipelines.popleft().land(Frames(received, pipeline.reply_count, pipeline.reply_payload_bytes))
+            received = received[frames_bytes:]
+        return received
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End every pending pipeline and report the connection as lost; called when the socket has been closed."""
@@ -186,9 +188,9 @@ class PipelinePool:
             key=lambda connection: connection.pipelines_in_flight,
             default=None,
         )
-        command_count = pipeline.count + (0 if connection is None else connection.commands)
-        deadline_s = deadline_for(self._deadline_s, command_count)
-        pipeline.timer = loop.call_later(deadline_s, self._expire, pipeline, deadline_s, False)
+        command_count = pipeline.reply_count + (0 if connection is None else connection.commands_in_flight)
+        deadline_s = deadline_s_for(self._deadline_s, command_count)
+        pipeline.deadline_timer = loop.call_later(deadline_s, self._expire, pipeline, deadline_s, False)
         if connection is None:
             self._waiting_pipelines[pipeline] = None
             self._start_connecting()
@@ -268,8 +270,8 @@ class PipelinePool:
         if not is_second_look:
             # After a blocking call (garbage collection, a long callback) the loop runs its timers before it polls its
             # sockets: the reply may already have arrived, and a large one takes several reads.
-            second_look_s = deadline_for(SECOND_LOOK_S, pipeline.count)
-            pipeline.timer = loop.call_later(second_look_s, self._expire, pipeline, deadline_s, True)
+            second_look_s = deadline_s_for(SECOND_LOOK_S, pipeline.reply_count)
+            pipeline.deadline_timer = loop.call_later(second_look_s, self._expire, pipeline, deadline_s, True)
             return
         self.timed_out += 1
         timeout_error = TierUnavailable(f"no reply within {deadline_s} s", reason="timeout")

@@ -137,15 +137,15 @@ def _check_greeting(reply: Any) -> None:
 
 
 def _bounded_reader(parser: BoundedParser | AsyncBoundedParser, connection: Any) -> hiredis.Reader:
-    settings: dict[str, Any] = {
+    reader_settings: dict[str, Any] = {
         "protocolError": InvalidResponse,
         "replyError": parser.parse_error,
         "errors": connection.encoder.encoding_errors,
         "notEnoughData": NOT_ENOUGH_DATA,
     }
     if connection.encoder.decode_responses:
-        settings["encoding"] = connection.encoder.encoding
-    return BoundedReader(COMMAND_REPLY_BOUNDS, **settings)
+        reader_settings["encoding"] = connection.encoder.encoding
+    return BoundedReader(COMMAND_REPLY_BOUNDS, **reader_settings)
 
 
 BOUNDED_POOL_SETTINGS: Final[dict[str, Any]] = {
@@ -177,13 +177,13 @@ class WrongReply(InvalidResponse, ResponseError):
 class ReplyShape(NamedTuple):
     """Shape of a command's reply in words, and its check per protocol version."""
 
-    description: str
+    shape_in_words: str
     resp2_check: ReplyCheck
     resp3_check: ReplyCheck
 
 
-def _shape(description: str, resp2_check: ReplyCheck, resp3_check: ReplyCheck | None = None) -> ReplyShape:
-    return ReplyShape(description, resp2_check, resp2_check if resp3_check is None else resp3_check)
+def _shape(shape_in_words: str, resp2_check: ReplyCheck, resp3_check: ReplyCheck | None = None) -> ReplyShape:
+    return ReplyShape(shape_in_words, resp2_check, resp2_check if resp3_check is None else resp3_check)
 
 
 def _is_count(reply: Any) -> bool:
@@ -247,9 +247,9 @@ def _is_map(reply: Any) -> bool:
     )
 
 
-def _is_whole_number(value: Any) -> bool:
+def _is_whole_number(element: Any) -> bool:
     # Redis sends the numbers of TIME as strings, other servers send integers.
-    return _is_count(value) or (type(value) is bytes and value.isdigit())
+    return _is_count(element) or (type(element) is bytes and element.isdigit())
 
 
 def _is_two_numbers(reply: Any) -> bool:
@@ -260,11 +260,11 @@ def _is_two_counts(reply: Any) -> bool:
     return type(reply) is list and len(reply) == 2 and all(map(_is_count, reply))
 
 
-def _is_score(value: Any) -> bool:
-    if type(value) is not bytes:
-        return type(value) is float or type(value) is int
+def _is_score(element: Any) -> bool:
+    if type(element) is not bytes:
+        return type(element) is float or type(element) is int
     try:
-        float(value)
+        float(element)
     except ValueError:
         return False
     return True
@@ -274,29 +274,29 @@ def _is_flat_scores(reply: Any) -> bool:
     return _is_flat_map(reply) and all(map(_is_score, reply[1::2]))
 
 
-def _is_scored_member(value: Any) -> bool:
-    return type(value) is list and len(value) == 2 and _is_text(value[0]) and _is_score(value[1])
+def _is_scored_member(element: Any) -> bool:
+    return type(element) is list and len(element) == 2 and _is_text(element[0]) and _is_score(element[1])
 
 
 def _is_scored_members(reply: Any) -> bool:
     return type(reply) is list and all(map(_is_scored_member, reply))
 
 
-def _is_position(value: Any) -> bool:
-    return type(value) is bytes and _POSITION_PATTERN.fullmatch(value) is not None
+def _is_position(element: Any) -> bool:
+    return type(element) is bytes and _POSITION_PATTERN.fullmatch(element) is not None
 
 
 def _is_position_or_nothing(reply: Any) -> bool:
     return reply is None or _is_position(reply)
 
 
-def _is_stream_entry(value: Any) -> bool:
+def _is_stream_entry(element: Any) -> bool:
     # An entry without fields was deleted but is still pending for a consumer.
     return (
-        type(value) is list
-        and len(value) == 2
-        and _is_position(value[0])
-        and (value[1] is None or _is_flat_map(value[1]))
+        type(element) is list
+        and len(element) == 2
+        and _is_position(element[0])
+        and (element[1] is None or _is_flat_map(element[1]))
     )
 
 
@@ -331,16 +331,16 @@ def _is_map_of_streams(reply: Any) -> bool:
     )
 
 
-def _is_slot_range(value: Any) -> bool:
+def _is_slot_range(element: Any) -> bool:
     return (
-        type(value) is list
-        and len(value) >= 3
-        and _is_count(value[0])
-        and _is_count(value[1])
-        and value[0] <= value[1] < 16_384
+        type(element) is list
+        and len(element) >= 3
+        and _is_count(element[0])
+        and _is_count(element[1])
+        and element[0] <= element[1] < 16_384
         and all(
             type(node) is list and len(node) >= 2 and _is_text_or_nothing(node[0]) and _is_count(node[1])
-            for node in value[2:]
+            for node in element[2:]
         )
     )
 
@@ -474,7 +474,7 @@ def checked_reply(command: str, reply: Any, shape: ReplyShape | None = None) -> 
     """
     shape = REPLY_SHAPES[command] if shape is None else shape
     if not shape.resp2_check(reply):
-        refuse_reply(command, reply, shape.description)
+        refuse_reply(command, reply, shape.shape_in_words)
     return reply
 
 
@@ -495,9 +495,9 @@ def refusing_unreadable(command: str, expected_shape: str) -> Iterator[None]:
         ) from error
 
 
-def info_number(info: Mapping[str, Any], info_field: str, default: int | None = None) -> int:
-    """Return a number of INFO as redis-py parsed it; raise WrongReply if malformed, or missing without `default`."""
-    info_value = info.get(info_field, default)
+def info_number(server_info: Mapping[str, Any], info_field: str, default_number: int | None = None) -> int:
+    """Return a number of INFO as redis-py parsed it; raise WrongReply if malformed, or missing without a default."""
+    info_value = server_info.get(info_field, default_number)
     if type(info_value) is not int:
         refuse_reply("INFO", info_value, f"a number as {info_field}")
     return info_value
@@ -527,7 +527,7 @@ def _shorten(text: str) -> str:
 def _checking_callback(
     command: str, shape: ReplyShape, is_resp2: bool, parse_reply: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    description, has_shape = shape.description, shape.resp2_check if is_resp2 else shape.resp3_check
+    description, has_shape = shape.shape_in_words, shape.resp2_check if is_resp2 else shape.resp3_check
     if parse_reply is None:
 
         def check(reply: Any, **_options: Any) -> Any:

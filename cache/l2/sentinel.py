@@ -30,11 +30,11 @@ _SENTINEL_URL_OPTIONS: Final = ("sentinel_username", "sentinel_password")
 
 @dataclass(frozen=True, slots=True)
 class SentinelGroup:
-    """Sentinels of one service; `settings` are those of redis-py's connections to them."""
+    """Sentinels of one service; `connection_settings` are those of redis-py's connections to them."""
 
-    addresses: tuple[tuple[str, int], ...]
-    service: str
-    settings: dict[str, Any] = field(default_factory=dict, repr=False)
+    sentinel_addresses: tuple[tuple[str, int], ...]
+    service_name: str
+    connection_settings: dict[str, Any] = field(default_factory=dict, repr=False)
     """Connection settings, which may contain the sentinels' password."""
 
 
@@ -98,17 +98,17 @@ def _parse_sentinel_url(url: str) -> tuple[SentinelGroup, dict[str, Any]]:
 
 def is_tls(group: SentinelGroup) -> bool:
     """Whether the connections to sentinels and primary use TLS."""
-    return bool(group.settings.get("ssl"))
+    return bool(group.connection_settings.get("ssl"))
 
 
-def _parse_sentinel_address(host_and_port: str, host_number: int) -> tuple[str, int]:
+def _parse_sentinel_address(host_and_port: str, address_number: int) -> tuple[str, int]:
     try:
         address_parts = urlsplit(f"redis://{host_and_port}")
         host, port = address_parts.hostname, address_parts.port
     except ValueError:
         host, port = None, None
     if not host or port == 0:
-        raise _url_error(f"address {host_number} in the URL of a Redis under Sentinel is not host:port")
+        raise _url_error(f"address {address_number} in the URL of a Redis under Sentinel is not host:port")
     return host, port or SENTINEL_PORT
 
 
@@ -129,14 +129,14 @@ class PrimaryConnection(redis.Connection):
 
     def _connect(self) -> Any:
         group = self._sentinels
-        sentinel_settings = {**_timeout_settings(), "retry": Retry(NoBackoff(), 0), **group.settings}
+        sentinel_settings = {**_timeout_settings(), "retry": Retry(NoBackoff(), 0), **group.connection_settings}
         # One instance per connection: redis-py's Sentinel reorders its sentinels while it asks them and is not
         # thread-safe.
-        with Sentinel(group.addresses, sentinel_kwargs=sentinel_settings) as sentinels:  # type: ignore[no-untyped-call]
+        with Sentinel(group.sentinel_addresses, sentinel_kwargs=sentinel_settings) as sentinels:  # type: ignore[no-untyped-call]
             for client in sentinels.sentinels:
                 check_replies(bound_replies(client))
             try:
-                self.host, self.port = sentinels.discover_master(group.service)
+                self.host, self.port = sentinels.discover_master(group.service_name)
             except MasterNotFoundError as error:
                 raise _primary_not_found(group) from error
         return super()._connect()  # type: ignore[no-untyped-call]
@@ -155,12 +155,12 @@ class AsyncPrimaryConnection(Connection):
 
     async def _connect(self) -> None:
         group = self._sentinels
-        sentinel_settings = {**_timeout_settings(), "retry": AsyncRetry(NoBackoff(), 0), **group.settings}
-        async with AsyncSentinel(group.addresses, sentinel_kwargs=sentinel_settings) as sentinels:  # type: ignore[no-untyped-call]
+        sentinel_settings = {**_timeout_settings(), "retry": AsyncRetry(NoBackoff(), 0), **group.connection_settings}
+        async with AsyncSentinel(group.sentinel_addresses, sentinel_kwargs=sentinel_settings) as sentinels:  # type: ignore[no-untyped-call]
             for client in sentinels.sentinels:
                 check_replies(bound_replies(client))
             try:
-                self.host, self.port = await sentinels.discover_master(group.service)
+                self.host, self.port = await sentinels.discover_master(group.service_name)
             except AsyncMasterNotFoundError as error:
                 raise _primary_not_found(group) from error
         await super()._connect()  # type: ignore[no-untyped-call]
@@ -190,8 +190,8 @@ def async_primary_pool(url: str, **settings: Any) -> redis.asyncio.ConnectionPoo
 
 def _primary_not_found(group: SentinelGroup) -> redis.ConnectionError:
     """Return the error for a service without a known primary; redis-py's own text would list client objects."""
-    addresses = ", ".join(f"{host}:{port}" for host, port in group.addresses)
-    return redis.ConnectionError(f"no sentinel of {addresses} names a primary of {group.service!r}")
+    addresses = ", ".join(f"{host}:{port}" for host, port in group.sentinel_addresses)
+    return redis.ConnectionError(f"no sentinel of {addresses} names a primary of {group.service_name!r}")
 
 
 def _timeout_settings() -> dict[str, Any]:

@@ -65,14 +65,14 @@ def node_url(seed_url: str, address: str) -> str:
     return url_parts._replace(netloc=f"{user}{at_sign}{address}").geturl()
 
 
-def owners_from_reply(reply: Sequence[Any], node_address: str) -> SlotOwners:
+def owners_from_reply(cluster_slots_reply: Sequence[Any], node_address: str) -> SlotOwners:
     """Parse the slot map in a reply to `CLUSTER SLOTS`, which the node at `node_address` ("host:port") sent.
 
     A node without a known address (empty or `?`) is taken to be at `node_address`.
     """
     node_host = node_address.rpartition(":")[0].strip("[]")
     owners: SlotOwners = {}
-    for first_slot, last_slot, (host, port, *_), *_replicas in reply:
+    for first_slot, last_slot, (host, port, *_), *_replicas in cluster_slots_reply:
         host_name = "" if host is None else host.decode() if isinstance(host, bytes) else str(host)
         address = join_address(node_host if host_name in ("", "?") else host_name, int(port))
         owners.update(dict.fromkeys(range(int(first_slot), int(last_slot) + 1), address))

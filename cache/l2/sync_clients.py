@@ -42,21 +42,21 @@ def open_client(url: str, **settings: Any) -> "redis.Redis":
 
 @contextmanager
 def connect(
-    url: str | None, timeout_s: float, variable: str = "REDIS_URL", *, namespace: str = ""
+    url: str | None, timeout_s: float, url_variable: str = "REDIS_URL", *, namespace: str = ""
 ) -> Iterator["redis.Redis"]:
     """Yield a synchronous client.
 
     Its errors become Larder's, with a remedy that names the variable or the namespace.
     """
     if not url:
-        raise ConfigError(f"no Redis is configured: set {variable}, or run through a command that starts one")
+        raise ConfigError(f"no Redis is configured: set {url_variable}, or run through a command that starts one")
     try:
-        with translate_redis_errors(_without_password(url), variable):
+        with translate_redis_errors(_without_password(url), url_variable):
             client = open_client(url, protocol=3, socket_timeout=timeout_s, socket_connect_timeout=min(timeout_s, 5.0))
     except ValueError as error:
-        raise ConfigError(f"{variable} cannot be used: {error}") from error
+        raise ConfigError(f"{url_variable} cannot be used: {error}") from error
     try:
-        with translate_redis_errors(_without_password(url), variable, namespace):
+        with translate_redis_errors(_without_password(url), url_variable, namespace):
             yield client
     finally:
         client.close()
@@ -76,9 +76,9 @@ class Cluster(RedisCluster):
     Full coverage is not required: with a node down, commands on the other nodes' keys still work.
     """
 
-    def __init__(self, url: str, settings: dict[str, Any]) -> None:
+    def __init__(self, url: str, connection_settings: dict[str, Any]) -> None:
         seed, *node_urls = seed_urls(url)
-        self.url_and_settings = url, settings
+        self.url_and_settings = url, connection_settings
         try:
             super().__init__(
                 url=seed,
@@ -88,7 +88,7 @@ class Cluster(RedisCluster):
                 maint_notifications_config=MaintNotificationsConfig(enabled=False),
                 # redis-py does not pass the parser's settings on to the connections to nodes.
                 connection_pool_class=partial(redis.ConnectionPool, **BOUNDED_POOL_SETTINGS),
-                **settings,
+                **connection_settings,
             )
         except UNREADABLE_REPLY_ERRORS as error:  # redis-py reads the first map before `check_replies` can apply
             raise RedisClusterException(

@@ -24,7 +24,7 @@ from cache.l2.commands import (
     PageRead,
     PageReads,
     Read,
-    deadline_for,
+    deadline_s_for,
     unpack,
 )
 from cache.l2.control_plane import ServerControl
@@ -70,27 +70,27 @@ Keep = Callable[[Sequence[L2Result]], Any]
 
 @dataclass(slots=True, eq=False)
 class PipelinePart:
-    """Commands of one caller in one event-loop iteration, and the future of `keep` applied to the answers."""
+    """Commands of one caller in one event-loop iteration, and the future of the caller's `convert_answers`."""
 
     commands: Sequence[Command]
-    packed: bytes
-    count: int
-    answers: asyncio.Future[Any]
-    keep: Keep
-    length: int = 0
+    packed_commands: bytes
+    reply_count: int
+    result_future: asyncio.Future[Any]
+    convert_answers: Keep
+    reply_payload_bytes: int = 0
     """Payload size in bytes that every reply has if no record is missing; 0 if the replies' sizes differ."""
 
     def land(self, answers: Sequence[L2Result]) -> None:
-        """Set the future to `keep(answers)`, or to the exception that it raises, unless the caller has cancelled it."""
+        """Set the future to the converted answers or the converter's exception, unless the caller has cancelled it."""
         # The caller has cancelled its future: drop the replies.
-        if self.answers.done():
+        if self.result_future.done():
             return
         try:
-            future_result = self.keep(answers)
+            future_result = self.convert_answers(answers)
         except Exception as error:  # fails only this caller, not the others of this loop iteration
-            self.answers.set_exception(error)
+            self.result_future.set_exception(error)
         else:
-            self.answers.set_result(future_result)
+            self.result_future.set_result(future_result)
 
 
 class RemoteTier:
@@ -127,21 +127,23 @@ class RemoteTier:
             self._batch_count, self._command_count, self._shed_command_count, self.breaker.opened, self.breaker.state
         )
 
-    def submit(self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]) -> asyncio.Future[T]:
-        """Send at least one command; return a future of `keep` applied to the answers as soon as they arrive."""
+    def submit(
+        self, commands: Sequence[Command], convert_answers: Callable[[Sequence[L2Result]], T]
+    ) -> asyncio.Future[T]:
+        """Send one command or more; return a future of `convert_answers` applied to the answers when they arrive."""
         loop = asyncio.get_running_loop()
         answers_future: asyncio.Future[T] = loop.create_future()
         if self._commands_in_flight + len(commands) > self.config.commands_in_flight_max:
             self._shed_command_count += len(commands)
             shed_error = TierUnavailable(f"{self._commands_in_flight} commands are pending", reason="timeout")
-            answers_future.set_result(keep([shed_error] * len(commands)))
+            answers_future.set_result(convert_answers([shed_error] * len(commands)))
             return answers_future
         payload_bytes = 0
         if type(commands) is PageReads:
             packed_commands, reply_count, payload_bytes = (
                 self._packer.pack_page_reads(commands),
                 len(commands),
-                commands.length,
+                commands.length_bytes,
             )
         else:
             packed_commands, reply_count = self._packer.pack(commands)
@@ -150,7 +152,7 @@ class RemoteTier:
             # Runs after all callbacks that are ready now, so that reads of the same loop iteration share the pipeline.
             loop.call_soon(self._flush)
         self._queued_parts.append(
-            PipelinePart(commands, packed_commands, reply_count, answers_future, keep, payload_bytes)
+            PipelinePart(commands, packed_commands, reply_count, answers_future, convert_answers, payload_bytes)
         )
         return answers_future
 
@@ -168,28 +170,33 @@ class RemoteTier:
         parts: list[PipelinePart] = []
         reply_count = 0
         # Group replies of equal length: they need no parser.
-        for part in sorted(queued_parts, key=attrgetter("length")) if len(queued_parts) > 1 else queued_parts:
-            if parts and (reply_count + part.count > self.config.batch_commands_max or part.length != parts[0].length):
+        for part in (
+            sorted(queued_parts, key=attrgetter("reply_payload_bytes")) if len(queued_parts) > 1 else queued_parts
+        ):
+            if parts and (
+                reply_count + part.reply_count > self.config.batch_commands_max
+                or part.reply_payload_bytes != parts[0].reply_payload_bytes
+            ):
                 self._send(parts, reply_count)
                 parts, reply_count = [], 0
             parts.append(part)
-            reply_count += part.count
+            reply_count += part.reply_count
         self._send(parts, reply_count)
 
     def _send(self, parts: list[PipelinePart], reply_count: int) -> None:
-        if not self.breaker.allow():
+        if not self.breaker.allow_call():
             self._answer_all(parts, TierUnavailable("the circuit breaker is open", reason="breaker_open"))
             return
         self._batch_count += 1
         self._command_count += reply_count
-        packed_commands = b"".join([part.packed for part in parts])
+        packed_commands = b"".join([part.packed_commands for part in parts])
         sent_at = time.monotonic()
         self.pool.send(
             Pipeline(
                 packed_commands,
                 reply_count,
                 lambda outcome: self._take_outcome(parts, outcome, sent_at),
-                parts[0].length,
+                parts[0].reply_payload_bytes,
             )
         )
 
@@ -213,32 +220,32 @@ class RemoteTier:
         first_reply_index = 0
         for part in parts:
             replies = outcome
-            if part.count != len(outcome):
+            if part.reply_count != len(outcome):
                 replies = (
-                    outcome.select_range(first_reply_index, part.count)
+                    outcome.select_range(first_reply_index, part.reply_count)
                     if type(outcome) is Frames
-                    else outcome[first_reply_index : first_reply_index + part.count]
+                    else outcome[first_reply_index : first_reply_index + part.reply_count]
                 )
-            first_reply_index += part.count
-            self._commands_in_flight -= part.count
+            first_reply_index += part.reply_count
+            self._commands_in_flight -= part.reply_count
             part.land(_unpack_or_fail(part.commands, replies))
 
     def _answer_all(self, parts: list[PipelinePart], error: TierUnavailable) -> None:
         for part in parts:
-            self._commands_in_flight -= part.count
+            self._commands_in_flight -= part.reply_count
             part.land([error] * len(part.commands))
 
     def bound_s(self) -> float:
         """Return the bound in seconds for a read sent now, including the commands sent with it and before it."""
         command_count = self._commands_in_flight + self.config.batch_commands_max
-        return deadline_for(self.config.deadline_s + SECOND_LOOK_S, command_count)
+        return deadline_s_for(self.config.deadline_s + SECOND_LOOK_S, command_count)
 
-    def p99_ms(self, within_s: float = 5.0) -> float | None:
-        """Return the 99th percentile of round trips in ms, failures included, in the last `within_s`.
+    def p99_ms(self, window_s: float = 5.0) -> float | None:
+        """Return the 99th percentile of round trips in ms, failures included, in the last `window_s`.
 
         Returns None without any.
         """
-        window_start_s = time.monotonic() - within_s
+        window_start_s = time.monotonic() - window_s
         round_trip_times_s = sorted(
             elapsed_s for landed_at, elapsed_s in self._round_trips if landed_at >= window_start_s
         )
@@ -247,9 +254,9 @@ class RemoteTier:
     async def page(self, read: PageRead) -> bytes | None:
         """Read a page or a part of it, on a connection without readers' commands; None if there is none."""
         key = self.control.keyspace.page(read.generation, read.table, read.page_number)
-        last_byte = read.offset + read.length - 1
-        page_part = cast(bytes, await self.control.execute("GETRANGE", key, read.offset, last_byte))
-        return page_part if len(page_part) == read.length else None
+        last_byte = read.page_offset + read.length_bytes - 1
+        page_part = cast(bytes, await self.control.execute("GETRANGE", key, read.page_offset, last_byte))
+        return page_part if len(page_part) == read.length_bytes else None
 
     async def connect_ahead(self) -> None:
         """Open a connection before the first read; raises nothing."""

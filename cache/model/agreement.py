@@ -59,24 +59,26 @@ def row_cosines(first_vectors: NDArray[np.floating], second_vectors: NDArray[np.
     return cosines
 
 
-def absolute_errors(approximate: NDArray[np.floating], exact: NDArray[np.floating]) -> ErrorSummary:
+def absolute_errors(approximate_numbers: NDArray[np.floating], exact_numbers: NDArray[np.floating]) -> ErrorSummary:
     """Summarize errors in the unit of the numbers."""
-    error_sizes = np.abs(approximate - exact)
+    error_sizes = np.abs(approximate_numbers - exact_numbers)
     return ErrorSummary(float(error_sizes.max()), float(error_sizes.mean()))
 
 
-def relative_errors(approximate: NDArray[np.floating], exact: NDArray[np.floating]) -> ErrorSummary:
+def relative_errors(approximate_numbers: NDArray[np.floating], exact_numbers: NDArray[np.floating]) -> ErrorSummary:
     """Summarize errors as shares of the largest absolute exact number.
 
     If all exact numbers are 0, the errors are in the numbers' unit.
     """
-    largest_exact = float(np.abs(exact).max()) or 1.0
-    errors = absolute_errors(approximate, exact)
+    largest_exact = float(np.abs(exact_numbers).max()) or 1.0
+    errors = absolute_errors(approximate_numbers, exact_numbers)
     return ErrorSummary(errors.largest_error / largest_exact, errors.mean_error / largest_exact)
 
 
-def worst_row_errors(approximate: NDArray[np.floating], exact: NDArray[np.floating]) -> NDArray[np.float64]:
+def worst_row_errors(
+    approximate_numbers: NDArray[np.floating], exact_numbers: NDArray[np.floating]
+) -> NDArray[np.float64]:
     """Return [n]: the largest error of each row [n, d] as a share of the largest absolute number of its exact row."""
-    largest_exact = np.maximum(np.abs(exact).max(axis=1), 1e-30)
-    errors: NDArray[np.float64] = np.abs(exact - approximate).max(axis=1) / largest_exact
-    return errors
+    largest_exact = np.maximum(np.abs(exact_numbers).max(axis=1), 1e-30)
+    row_errors: NDArray[np.float64] = np.abs(exact_numbers - approximate_numbers).max(axis=1) / largest_exact
+    return row_errors

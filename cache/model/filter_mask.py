@@ -14,7 +14,7 @@ class FilterMask:
     """Mask of the items that pass, one bit per item (little-endian within a byte), and their number."""
 
     packed_bits: NDArray[np.uint8]
-    count: int
+    passing_count: int
 
     @classmethod
     def of(cls, mask: Mask) -> Self:
@@ -34,7 +34,8 @@ class FilterMask:
         appended_bits = np.unpackbits(appended_mask.packed_bits, bitorder="little")
         tail_bytes = np.packbits(np.concatenate([last_bits, appended_bits]), bitorder="little")
         return FilterMask(
-            np.concatenate([self.packed_bits[:full_byte_count], tail_bytes]), self.count + appended_mask.count
+            np.concatenate([self.packed_bits[:full_byte_count], tail_bytes]),
+            self.passing_count + appended_mask.passing_count,
         )
 
     def ordinals(self) -> NDArray[np.int64]:

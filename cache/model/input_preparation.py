@@ -23,25 +23,25 @@ _FLOAT_MAX = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class LiveInput:
-    """Input that a caller sent for a live answer; `item` is the ordinal if the table's entities are items."""
+    """Input that a caller sent for a live answer; `item_ordinal` is the ordinal if the table's entities are items."""
 
     history: tuple[bytes, ...] | None = None
     features: Mapping[str, FeatureValue] | None = None
-    item: int | None = None
+    item_ordinal: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedInput:
     """Input for a tower.
 
-    Items in `excluded` are left out of the answer, `unknown_id_count` ids are unknown to the model.
+    Items in `excluded_ordinals` are left out of the answer, `unknown_id_count` ids are unknown to the model.
     """
 
     table: str
     history: NDArray[np.int64]
     features: Mapping[str, FeatureValue]
     item_index: int
-    excluded: NDArray[np.int64]
+    excluded_ordinals: NDArray[np.int64]
     unknown_id_count: int
 
 
@@ -53,17 +53,19 @@ def prepare_all(
     The tower receives the newest `history_limit` items of a history, as in the night; the whole history is excluded
     from the answer. All histories are mapped together, so that numpy's cost per call is paid once per batch.
     """
-    ids: list[bytes] = []
+    history_ids: list[bytes] = []
     ends = [0]
     for source in sources:
         if source.history:
-            ids += keep_last_occurrences(source.history)
-        ends.append(len(ids))
-    ordinals = items.ordinals_of(ids)
+            history_ids += keep_last_occurrences(source.history)
+        ends.append(len(history_ids))
+    ordinals = items.ordinals_of(history_ids)
     indices = items.model_indices_of(ordinals)
     known_indices, known_ends = _drop_unknown(indices, ends)
     excluded, excluded_ends = _drop_unknown(ordinals, ends)
-    item_ordinals = np.array([-1 if source.item is None else source.item for source in sources], np.int64)
+    item_ordinals = np.array(
+        [-1 if source.item_ordinal is None else source.item_ordinal for source in sources], np.int64
+    )
     own_indices = (
         items.model_indices_of(Ordinals(item_ordinals)).tolist() if item_ordinals.max(initial=-1) >= 0 else None
     )
@@ -77,9 +79,9 @@ def prepare_all(
             newest_indices = items.model_indices_of(Ordinals(excluded_ordinals[-history_limit:]))
             history = newest_indices[newest_indices >= 0]
         item_index = -1
-        if source.item is not None:
+        if source.item_ordinal is not None:
             item_index = -1 if own_indices is None else own_indices[row]
-            excluded_ordinals = np.union1d(excluded_ordinals, [source.item])
+            excluded_ordinals = np.union1d(excluded_ordinals, [source.item_ordinal])
         try:
             raw_features = source.features
             features = {} if raw_features is None else check_features(spec.features, raw_features)
@@ -106,11 +108,13 @@ def keep_last_occurrences(history: Sequence[bytes]) -> list[bytes]:
     return list(dict.fromkeys(reversed(history)))[::-1]
 
 
-def _drop_unknown(numbers: NDArray[np.int64], row_offsets: Sequence[int]) -> tuple[NDArray[np.int64], list[int]]:
+def _drop_unknown(
+    ordinals_or_indices: NDArray[np.int64], row_offsets: Sequence[int]
+) -> tuple[NDArray[np.int64], list[int]]:
     """Return the numbers other than -1, and the end offset of each row among them."""
-    is_known = numbers >= 0
+    is_known = ordinals_or_indices >= 0
     known_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_known)])
-    return numbers[is_known], known_counts[np.asarray(row_offsets)].tolist()
+    return ordinals_or_indices[is_known], known_counts[np.asarray(row_offsets)].tolist()
 
 
 def check_features(inputs: Sequence[InputSpec], features: Mapping[str, FeatureValue]) -> dict[str, FeatureValue]:

@@ -92,7 +92,9 @@ class Predictor:
         if accelerator is not None:
             fallback_reason = accelerator.fallback_reason(tower.provider for tower in towers.values())
         searchers = {
-            name: Searcher.open(generation_folder / index.file.path, index.metric, count=items.count, threads=threads)
+            name: Searcher.open(
+                generation_folder / index.file.path, index.metric, expected_vector_count=items.count, threads=threads
+            )
             for name, index in manifest.indexes.items()
         }
         hasher = hashlib.sha256()
@@ -121,7 +123,7 @@ class Predictor:
         return Predictor(self._tables, self._items, towers, self._searchers, precisions, self.model_digest)
 
     @property
-    def providers(self) -> dict[str, str]:
+    def provider_by_model(self) -> dict[str, str]:
         """Name of ONNX Runtime's provider of each model: cpu, cuda or tensorrt."""
         return {name: tower.provider for name, tower in self._towers.items()}
 
@@ -156,13 +158,13 @@ class Predictor:
         fingerprints: Sequence[int],
         scored_at: int,
         *,
-        blocked: NDArray[np.int64] = _NO_ORDINALS,
+        blocked_ordinals: NDArray[np.int64] = _NO_ORDINALS,
     ) -> list[bytes]:
         """Compute one record per input, flagged live, in the table's layout; raise UnfitValue for unfit numbers."""
         outputs = self.vectors(batch)
         if self._tables[table].kind != "topk":
             return self.numbers(table, outputs, fingerprints, scored_at)
-        ranked = self.search(table).lists(batch, outputs, blocked)
+        ranked = self.search(table).lists(batch, outputs, blocked_ordinals)
         return self.lists(table, ranked, fingerprints, scored_at)
 
     def vectors(self, batch: Sequence[PreparedInput]) -> NDArray[np.float32]:
@@ -177,19 +179,21 @@ class Predictor:
         return ListSearch(self._searchers[str(manifest_table.producer.index)], self._items, width)
 
     def lists(
-        self, table: str, ranked: RankedLists, fingerprints: Sequence[int], scored_at: int, *, flags: int = 0
+        self, table: str, ranked: RankedLists, fingerprints: Sequence[int], scored_at: int, *, record_flags: int = 0
     ) -> list[bytes]:
-        """Encode each row of `ranked` as a record of a top-K table, flagged live and with `flags`."""
+        """Encode each row of `ranked` as a record of a top-K table, flagged live and with `record_flags`."""
         layout, fingerprint_array = self._tables[table].layout, np.array(fingerprints, np.uint64)
-        flags |= FLAG_LIVE
-        return _split_records(layout, encode_topk(layout, fingerprint_array, *ranked, scored_at, flags=flags))
+        record_flags |= FLAG_LIVE
+        return _split_records(layout, encode_topk(layout, fingerprint_array, *ranked, scored_at, flags=record_flags))
 
     def numbers(
-        self, table: str, outputs: NDArray[np.float32], fingerprints: Sequence[int], scored_at: int
+        self, table: str, model_outputs: NDArray[np.float32], fingerprints: Sequence[int], scored_at: int
     ) -> list[bytes]:
         """Encode each row of outputs as a record of a vector or value table."""
         layout, fingerprint_array = self._tables[table].layout, np.array(fingerprints, np.uint64)
-        return _split_records(layout, encode_numbers(layout, fingerprint_array, outputs, scored_at, flags=FLAG_LIVE))
+        return _split_records(
+            layout, encode_numbers(layout, fingerprint_array, model_outputs, scored_at, flags=FLAG_LIVE)
+        )
 
     def takes_floats_only(self, table: str) -> bool:
         """Return whether the table's model takes only float32 features."""
@@ -212,12 +216,14 @@ class Predictor:
         """Width of the vectors that the table's model returns."""
         return self._tower(table).spec.output_dims
 
-    def score_vector(self, table: str, vector: NDArray[np.float32], ordinals: NDArray[np.int64]) -> NDArray[np.float32]:
+    def score_vector(
+        self, table: str, user_vector: NDArray[np.float32], ordinals: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
         """Return float32 [n] scores of the given items for a vector, by the metric of a top-K table."""
         index = self._tables[table].producer.index
         searcher = self._searchers.get(str(index))
         metric: Metric = "inner_product" if searcher is None else searcher.metric
-        scores: NDArray[np.float32] = score(vector[None], self._items.vectors, ordinals[None], metric)[0]
+        scores: NDArray[np.float32] = score(user_vector[None], self._items.vectors, ordinals[None], metric)[0]
         return scores
 
     def warm(self) -> None:

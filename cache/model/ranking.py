@@ -17,34 +17,34 @@ _UNUSED_KEY = np.uint64(0)
 def rank(
     user_vectors: NDArray[np.float32],
     item_vectors: NDArray[np.float32],
-    candidates: NDArray[np.int64],
-    excluded: Sequence[NDArray[np.int64]] | None,
+    candidate_ordinals: NDArray[np.int64],
+    excluded_by_row: Sequence[NDArray[np.int64]] | None,
     k: int,
     *,
     metric: Metric = "inner_product",
 ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
     """Return the best k of each row's candidates: (ordinals uint32 [n, k], scores float32 [n, k]).
 
-    `candidates` int64 [n, c] has distinct ordinals per row, -1: unused; `excluded` has one array of ordinals per row.
-    Order: score descending, then ordinal ascending; unused slots are NO_ITEM and 0.
+    `candidate_ordinals` int64 [n, c] has distinct ordinals per row, -1: unused; `excluded_by_row` has one array of
+    ordinals per row. Order: score descending, then ordinal ascending; unused slots are NO_ITEM and 0.
     """
-    sort_keys = np.empty(candidates.shape, np.uint64)
-    rows_at_once = max(1, _GATHERED_NUMBERS_MAX // max(1, candidates.shape[1] * item_vectors.shape[1]))
-    for start in range(0, len(candidates), rows_at_once):
+    sort_keys = np.empty(candidate_ordinals.shape, np.uint64)
+    rows_at_once = max(1, _GATHERED_NUMBERS_MAX // max(1, candidate_ordinals.shape[1] * item_vectors.shape[1]))
+    for start in range(0, len(candidate_ordinals), rows_at_once):
         rows = slice(start, start + rows_at_once)
         sort_keys[rows] = pack_sort_keys(
-            score(user_vectors[rows], item_vectors, candidates[rows], metric), candidates[rows]
+            score(user_vectors[rows], item_vectors, candidate_ordinals[rows], metric), candidate_ordinals[rows]
         )
-    sort_keys[candidates < 0] = _UNUSED_KEY
-    if excluded is not None:
-        sort_keys[_exclusion_mask(candidates, excluded, len(item_vectors))] = _UNUSED_KEY
+    sort_keys[candidate_ordinals < 0] = _UNUSED_KEY
+    if excluded_by_row is not None:
+        sort_keys[_exclusion_mask(candidate_ordinals, excluded_by_row, len(item_vectors))] = _UNUSED_KEY
     return unpack_sort_keys(top_sort_keys(sort_keys, k), k)
 
 
 def score(
     user_vectors: NDArray[np.float32],
     item_vectors: NDArray[np.float32],
-    candidates: NDArray[np.int64],
+    candidate_ordinals: NDArray[np.int64],
     metric: Metric = "inner_product",
 ) -> NDArray[np.float32]:
     """Return the scores of each row's candidates, float32 [n, c]; those of unused candidates (-1) are meaningless.
@@ -53,7 +53,7 @@ def score(
     in any tile and with any number of threads.
     """
     # Convert from memmap, which is slow to index.
-    candidate_vectors = np.asarray(item_vectors)[np.maximum(candidates, 0)]
+    candidate_vectors = np.asarray(item_vectors)[np.maximum(candidate_ordinals, 0)]
     scores: NDArray[np.float32] = np.einsum("nd,ncd->nc", user_vectors, candidate_vectors)
     if metric == "cosine":
         length_products = np.sqrt(np.einsum("ncd,ncd->nc", candidate_vectors, candidate_vectors))
@@ -98,21 +98,23 @@ def unpack_sort_keys(sort_keys: NDArray[np.uint64], k: int) -> tuple[NDArray[np.
 
 
 def _exclusion_mask(
-    candidates: NDArray[np.int64], excluded: Sequence[NDArray[np.int64]], item_count: int
+    candidate_ordinals: NDArray[np.int64], excluded_by_row: Sequence[NDArray[np.int64]], item_count: int
 ) -> NDArray[np.bool_]:
     """Return a mask of candidates that are excluded for their own row; one sorted search for the whole batch."""
-    exclusion_counts = np.fromiter((len(row_exclusions) for row_exclusions in excluded), np.int64, len(excluded))
-    rows = np.repeat(np.arange(len(excluded)), exclusion_counts)
-    ordinals = np.concatenate([*excluded, np.empty(0, np.int64)])
+    exclusion_counts = np.fromiter(
+        (len(row_exclusions) for row_exclusions in excluded_by_row), np.int64, len(excluded_by_row)
+    )
+    rows = np.repeat(np.arange(len(excluded_by_row)), exclusion_counts)
+    ordinals = np.concatenate([*excluded_by_row, np.empty(0, np.int64)])
     # An unknown ordinal (-1) would give the key of the last item of the previous row.
     is_known = (ordinals >= 0) & (ordinals < item_count)
     excluded_keys = np.sort(rows[is_known] * item_count + ordinals[is_known])
     if not len(excluded_keys):
-        return np.zeros(candidates.shape, np.bool_)
-    candidate_keys = np.arange(len(candidates))[:, None] * item_count + candidates
+        return np.zeros(candidate_ordinals.shape, np.bool_)
+    candidate_keys = np.arange(len(candidate_ordinals))[:, None] * item_count + candidate_ordinals
     insertion_indexes = np.searchsorted(excluded_keys, candidate_keys)
     hit_mask: NDArray[np.bool_] = excluded_keys[np.minimum(insertion_indexes, len(excluded_keys) - 1)] == candidate_keys
-    return hit_mask & (candidates >= 0)
+    return hit_mask & (candidate_ordinals >= 0)
 
 
 def unit_rows(vectors: NDArray[np.float32]) -> NDArray[np.float32]:

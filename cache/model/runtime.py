@@ -52,7 +52,7 @@ class Accelerator:
             f"{', '.join(other_providers)}: check the driver, CUDA, cuDNN and TensorRT that this release needs"
         )
 
-    def providers(self) -> list[Any]:
+    def session_providers(self) -> list[Any]:
         """Return providers for a session, in the order of trial.
 
         TF32 is off, as its rounding would fail the agreement gates.

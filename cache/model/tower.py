@@ -35,15 +35,15 @@ _NUMPY_REPEAT_MAX = 1 << 14
 need."""
 
 
-def repeat_values(values: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def repeat_values(values: NDArray[np.int64], repeat_counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return `np.repeat(values, counts)`, mostly without holding the GIL."""
-    run_ends = np.cumsum(counts)
+    run_ends = np.cumsum(repeat_counts)
     if not len(run_ends) or run_ends[-1] <= _NUMPY_REPEAT_MAX:
-        return np.repeat(values, counts)
-    filled_indexes = np.flatnonzero(counts)
+        return np.repeat(values, repeat_counts)
+    filled_indexes = np.flatnonzero(repeat_counts)
     value_steps = np.zeros(int(run_ends[-1]), np.int64)
     filled_values = values[filled_indexes]
-    value_steps[(run_ends - counts)[filled_indexes]] = np.diff(filled_values, prepend=np.int64(0))
+    value_steps[(run_ends - repeat_counts)[filled_indexes]] = np.diff(filled_values, prepend=np.int64(0))
     return np.cumsum(value_steps, out=value_steps)
 
 
@@ -55,13 +55,13 @@ class Histories:
     indices: NDArray[np.int64]
 
     @classmethod
-    def of(cls, rows: Sequence[NDArray[np.int64] | Sequence[int]]) -> Self:
+    def of(cls, histories: Sequence[NDArray[np.int64] | Sequence[int]]) -> Self:
         """Build from one sequence per row."""
-        lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+        lengths = np.fromiter((len(row) for row in histories), np.int64, len(histories))
         indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         if not indptr[-1]:
             return cls(indptr, np.empty(0, np.int64))
-        return cls(indptr, np.concatenate([np.asarray(row, np.int64) for row in rows]))
+        return cls(indptr, np.concatenate([np.asarray(row, np.int64) for row in histories]))
 
     def __len__(self) -> int:
         return len(self.indptr) - 1
@@ -74,15 +74,20 @@ class Histories:
         return type(self)(indptr, self.indices[np.arange(indptr[-1]) + index_shifts])
 
     def pad_rows(
-        self, row_indexes: NDArray[np.int64], length: int, pad: int, dtype: str, buffer: NDArray[Any] | None = None
+        self,
+        row_indexes: NDArray[np.int64],
+        padded_length: int,
+        pad_value: int,
+        dtype: str,
+        matrix_buffer: NDArray[Any] | None = None,
     ) -> NDArray[np.int32] | NDArray[np.int64]:
-        """Return a matrix [len(rows), length], in `buffer` if given: each row's last `length` indices, then `pad`."""
+        """Return a matrix [rows, padded_length], in the buffer if given: each row's last indices, then `pad_value`."""
         ends = self.indptr[row_indexes + 1]
-        kept_counts = np.minimum(ends - self.indptr[row_indexes], length)
-        slot_indexes = np.arange(length)
+        kept_counts = np.minimum(ends - self.indptr[row_indexes], padded_length)
+        slot_indexes = np.arange(padded_length)
         used_mask = slot_indexes < kept_counts[:, None]
-        matrix = np.empty((len(row_indexes), length), dtype) if buffer is None else buffer
-        matrix.fill(pad)
+        matrix = np.empty((len(row_indexes), padded_length), dtype) if matrix_buffer is None else matrix_buffer
+        matrix.fill(pad_value)
         matrix[used_mask] = self.indices[((ends - kept_counts)[:, None] + slot_indexes)[used_mask]]
         return matrix
 
@@ -91,9 +96,9 @@ Inputs = Mapping[str, Histories | NDArray[Any]]
 """Input arrays by the tower's input names; all have the same number of rows."""
 
 
-def _error_remedy(error: str) -> str:
+def _error_remedy(error_text: str) -> str:
     """Return a remedy to append to an error of ONNX Runtime; empty if the error needs none."""
-    if "Failed to construct locale" in error:
+    if "Failed to construct locale" in error_text:
         return "; export it for the locale that every host has: options={TfidfVectorizer: {'locale': 'C'}}"
     return ""
 
@@ -127,7 +132,7 @@ class Tower:
         On an `accelerator`, if its provider can be loaded, other rows may change a row's last bits; see `provider`.
         """
         session_options = _session_options(threads, cores)
-        providers = ["CPUExecutionProvider"] if accelerator is None else accelerator.providers()
+        providers = ["CPUExecutionProvider"] if accelerator is None else accelerator.session_providers()
         try:
             session = ort.InferenceSession(str(path), session_options, providers=providers)
         except Exception as error:  # ONNX Runtime's errors have no common base class
@@ -137,14 +142,14 @@ class Tower:
             ) from error
         return cls(session, spec, check_padded_lengths(path.name, session, spec), path.name)
 
-    def run(self, inputs: Inputs) -> NDArray[np.float32]:
+    def run(self, model_inputs: Inputs) -> NDArray[np.float32]:
         """Run the model; return float32 [n, output_dims].
 
         Histories are padded to a length that depends only on their own length (powers of two up to `max_length`) and
         run in groups of equal padded length: neither padding nor the order of summation depends on the batch.
         """
-        outputs = np.empty((row_count_of(inputs), self.spec.output_dims), np.float32)
-        for row_indexes, feed in self.batches(inputs, self._buffers):
+        outputs = np.empty((row_count_of(model_inputs), self.spec.output_dims), np.float32)
+        for row_indexes, feed in self.batches(model_inputs, self._buffers):
             outputs[row_indexes] = self.run_batch(feed)[: len(row_indexes)]
         return outputs
 
@@ -163,7 +168,7 @@ class Tower:
         return outputs
 
     def batches(
-        self, inputs: Inputs, buffers: "_HistoryBuffers | None" = None, tile: Tile | None = None
+        self, model_inputs: Inputs, buffers: "_HistoryBuffers | None" = None, tile: Tile | None = None
     ) -> Iterator[tuple[NDArray[np.int64], dict[str, NDArray[Any]]]]:
         """Yield (row indexes, ONNX Runtime's input arrays) for each batch that `run` runs.
 
@@ -172,11 +177,11 @@ class Tower:
         """
         tile = tile or CPU_TILE
         histories = next(
-            (input_values for input_values in inputs.values() if isinstance(input_values, Histories)), None
+            (input_values for input_values in model_inputs.values() if isinstance(input_values, Histories)), None
         )
         if histories is None:
             padded_lengths: tuple[int, ...] = (0,)
-            length_bucket_by_row = np.zeros(row_count_of(inputs), np.int64)
+            length_bucket_by_row = np.zeros(row_count_of(model_inputs), np.int64)
         else:
             padded_lengths = self.buckets
             length_bucket_by_row = np.minimum(
@@ -190,14 +195,18 @@ class Tower:
             for start in range(0, len(bucket_rows), rows_at_once):
                 row_indexes = bucket_rows[start : start + rows_at_once]
                 fed_rows = row_indexes if len(row_indexes) > 1 else np.repeat(row_indexes, 2)
-                yield row_indexes, self._build_feed(inputs, fed_rows, padded_length, buffers)
+                yield row_indexes, self._build_feed(model_inputs, fed_rows, padded_length, buffers)
 
     def _build_feed(
-        self, inputs: Inputs, row_indexes: NDArray[np.int64], padded_length: int, buffers: "_HistoryBuffers | None"
+        self,
+        model_inputs: Inputs,
+        row_indexes: NDArray[np.int64],
+        padded_length: int,
+        buffers: "_HistoryBuffers | None",
     ) -> dict[str, NDArray[Any]]:
         feed: dict[str, NDArray[Any]] = {}
         for input_spec in self.spec.inputs:
-            input_values = inputs[input_spec.name]
+            input_values = model_inputs[input_spec.name]
             if isinstance(input_values, Histories):
                 buffer = None
                 if buffers is not None:
@@ -221,13 +230,13 @@ class _HistoryBuffers(threading.local):
     def __init__(self) -> None:
         self._buffer_by_input: dict[str, NDArray[Any]] = {}
 
-    def matrix(self, input_name: str, row_count: int, length: int, dtype: str) -> NDArray[Any]:
+    def matrix(self, input_name: str, row_count: int, padded_length: int, dtype: str) -> NDArray[Any]:
         """Return an uninitialised matrix [rows, length], valid until the thread's next call for this input."""
-        number_count = row_count * length
+        number_count = row_count * padded_length
         flat_buffer = self._buffer_by_input.get(input_name)
         if flat_buffer is None or len(flat_buffer) < number_count:
             flat_buffer = self._buffer_by_input[input_name] = np.empty(1 << (number_count - 1).bit_length(), dtype)
-        return flat_buffer[:number_count].reshape(row_count, length)
+        return flat_buffer[:number_count].reshape(row_count, padded_length)
 
 
 def _session_options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:
@@ -248,18 +257,18 @@ def _session_options(threads: int, cores: Sequence[int]) -> ort.SessionOptions:
     return session_options
 
 
-def row_count_of(inputs: Inputs) -> int:
+def row_count_of(model_inputs: Inputs) -> int:
     """Return the number of rows in a set of inputs."""
-    return len(next(iter(inputs.values())))
+    return len(next(iter(model_inputs.values())))
 
 
-def select_input_rows(inputs: Inputs, row_indexes: NDArray[np.int64]) -> Inputs:
+def select_input_rows(model_inputs: Inputs, row_indexes: NDArray[np.int64]) -> Inputs:
     """Return the given rows of a set of inputs, in the order given."""
     return {
         name: input_values.select_rows(row_indexes)
         if isinstance(input_values, Histories)
         else input_values[row_indexes]
-        for name, input_values in inputs.items()
+        for name, input_values in model_inputs.items()
     }
 
 
@@ -268,23 +277,23 @@ class AnyTower(Protocol):
 
     spec: TowerSpec
 
-    def run(self, inputs: Inputs) -> NDArray[np.float32]:
+    def run(self, model_inputs: Inputs) -> NDArray[np.float32]:
         """Run the model; return float32 [n, output_dims]."""
 
 
-def run_isolating_failures(tower: AnyTower, inputs: Inputs) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+def run_isolating_failures(tower: AnyTower, model_inputs: Inputs) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return (outputs float32 [n, output_dims], mask of the rows on which the model raises, which are NaN).
 
     The model runs again on halves until each failing row is isolated; the other rows keep their outputs.
     """
-    row_count = row_count_of(inputs)
+    row_count = row_count_of(model_inputs)
     outputs = np.full((row_count, tower.spec.output_dims), np.nan, np.float32)
     failed_mask = np.zeros(row_count, np.bool_)
     pending_rows = [np.arange(row_count)] if row_count else []
     while pending_rows:
         row_indexes = pending_rows.pop()
         try:
-            outputs[row_indexes] = tower.run(select_input_rows(inputs, row_indexes))
+            outputs[row_indexes] = tower.run(select_input_rows(model_inputs, row_indexes))
         except Exception:  # ONNX Runtime's errors have no common base class
             if len(row_indexes) == 1:
                 failed_mask[row_indexes] = True

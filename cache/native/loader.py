@@ -84,14 +84,14 @@ class Numerals:
     """
 
     def __init__(self) -> None:
-        self.table: NDArray[np.uint8] = np.zeros((1 << (32 - NUMERAL_DROPPED_BITS), NUMERAL_BYTES), np.uint8)
+        self.text_rows: NDArray[np.uint8] = np.zeros((1 << (32 - NUMERAL_DROPPED_BITS), NUMERAL_BYTES), np.uint8)
 
-    def write(self, keys: Iterable[int]) -> None:
+    def write(self, numeral_keys: Iterable[int]) -> None:
         """Write finite numbers that are missing; mark a number whose text is too long."""
-        new_keys = np.unique(np.fromiter(keys, np.uint32))
+        new_keys = np.unique(np.fromiter(numeral_keys, np.uint32))
         numbers = (new_keys << np.uint32(NUMERAL_DROPPED_BITS)).view(np.float32)
         number_texts = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
         for key, text in zip(new_keys.tolist(), number_texts, strict=True):
             if len(text) < NUMERAL_BYTES:
-                self.table[key, 1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
-            self.table[key, 0] = min(len(text), _NUMERAL_TOO_LONG_MARK)
+                self.text_rows[key, 1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
+            self.text_rows[key, 0] = min(len(text), _NUMERAL_TOO_LONG_MARK)

@@ -63,7 +63,7 @@ class HashParts:
         return positions
 
     def locate(
-        self, positions: Buffer, first_pages: Buffer, records_per_page: int, size_bytes: int, /
+        self, positions: Buffer, first_pages: Buffer, records_per_page: int, record_bytes: int, /
     ) -> tuple[Buffer, Buffer]:
         """Return (int64 pages, int64 offsets) of int64 positions.
 
@@ -75,9 +75,9 @@ class HashParts:
         part_indexes = self._part_starts.searchsorted(position_array, "right") - 1
         page_numbers, page_slots = np.divmod(position_array - self._part_starts[part_indexes], records_per_page)
         part_first_pages = np.frombuffer(first_pages, np.int64)[part_indexes]
-        if (part_first_pages > _INT64_MAX - page_numbers).any() or (page_slots > _INT64_MAX // size_bytes).any():
+        if (part_first_pages > _INT64_MAX - page_numbers).any() or (page_slots > _INT64_MAX // record_bytes).any():
             raise ValueError("a page number or an offset does not fit 64 bits")
-        return page_numbers + part_first_pages, page_slots * size_bytes
+        return page_numbers + part_first_pages, page_slots * record_bytes
 
 
 class ReplyScanner:
@@ -147,7 +147,7 @@ def hashes(ids: Sequence[bytes], seed: int, /) -> Buffer:
     return np.fromiter(map(xxhash.xxh3_64_intdigest, ids, repeat(seed)), np.uint64, len(ids))
 
 
-def text_hashes(_data: Buffer, _cuts: Buffer, _seed: int, /) -> Buffer | None:
+def text_hashes(_joined_texts: Buffer, _text_cuts: Buffer, _hash_seed: int, /) -> Buffer | None:
     """Hash the texts between int32 cuts (64-bit xxh3).
 
     Returns None unless cuts ascend within the data and no text is too long.
@@ -169,16 +169,16 @@ def dots(vector: Buffer, matrix: Buffer, ordinals: Buffer, /) -> Buffer:
     return rows[row_indexes] @ query_vector
 
 
-def are_ids(ids: list[bytes], length_max: int, /) -> bool:
-    """Return whether every element is bytes with a length from 1 to `length_max`."""
-    return all(isinstance(raw, bytes) and 0 < len(raw) <= length_max for raw in ids)
+def are_ids(ids: list[bytes], id_bytes_max: int, /) -> bool:
+    """Return whether every element is bytes with a length from 1 to `id_bytes_max`."""
+    return all(isinstance(raw, bytes) and 0 < len(raw) <= id_bytes_max for raw in ids)
 
 
-def could_be(received: bytes, count: int, payload_bytes: int, /) -> bool:
-    """Return whether `received` starts with, or is a prefix of, `count` bulk strings of `payload_bytes` bytes."""
+def could_be(received: bytes, string_count: int, payload_bytes: int, /) -> bool:
+    """Return whether `received` starts with, or is a prefix of, `string_count` strings of `payload_bytes` bytes."""
     string_head, line_end = b"$%d\r\n" % payload_bytes, b"\r\n"
     stride_bytes = len(string_head) + payload_bytes + len(line_end)
-    full_count = min(count, len(received) // stride_bytes)
+    full_count = min(string_count, len(received) // stride_bytes)
     if full_count and not (
         _bytes_at_steps(received, 0, full_count, len(string_head), stride_bytes) == string_head * full_count
         and _bytes_at_steps(received, stride_bytes - len(line_end), full_count, len(line_end), stride_bytes)
@@ -188,43 +188,52 @@ def could_be(received: bytes, count: int, payload_bytes: int, /) -> bool:
     # A reply of another length is detected by its first bytes, without waiting for more.
     partial_head = (
         received[full_count * stride_bytes : full_count * stride_bytes + len(string_head)]
-        if full_count < count
+        if full_count < string_count
         else b""
     )
     return string_head.startswith(partial_head)
 
 
-def _bytes_at_steps(data: bytes, first_offset: int, count: int, piece_bytes: int, stride_bytes: int) -> bytes:
+def _bytes_at_steps(
+    reply_buffer: bytes, first_offset: int, piece_count: int, piece_bytes: int, stride_bytes: int
+) -> bytes:
     """Return `piece_bytes` bytes at `first_offset` and at each following multiple of `stride_bytes`."""
-    return np.ndarray((count,), f"V{piece_bytes}", data, first_offset, (stride_bytes,)).tobytes()
+    return np.ndarray((piece_count,), f"V{piece_bytes}", reply_buffer, first_offset, (stride_bytes,)).tobytes()
 
 
 def records_of(
-    data: bytes,
+    reply_buffer: bytes,
     first_offset: int,
     stride_bytes: int,
-    count: int,
+    record_count: int,
     record_bytes: int,
     fingerprints: Buffer,
     record_format: int,
     /,
 ) -> tuple[Buffer, int]:
-    """Copy `count` records, one every `stride_bytes`.
+    """Copy `record_count` records, one every `stride_bytes`.
 
     Also returns how many have the format and the expected fingerprint.
     """
-    headers = np.ndarray((count,), HEADER_DTYPE, data, first_offset, (stride_bytes,))
+    headers = np.ndarray((record_count,), HEADER_DTYPE, reply_buffer, first_offset, (stride_bytes,))
     sound_mask = headers["flags"] >> FORMAT_SHIFT == record_format
     sound_mask &= headers["fingerprint"] == np.frombuffer(fingerprints, np.uint64)
-    return np.ndarray((count,), f"V{record_bytes}", data, first_offset, (stride_bytes,)).copy(), int(sound_mask.sum())
+    return np.ndarray((record_count,), f"V{record_bytes}", reply_buffer, first_offset, (stride_bytes,)).copy(), int(
+        sound_mask.sum()
+    )
 
 
 def spread(
-    count: int, record_bytes: int, rows: Buffer, indexes: list[int], record_by_index: dict[int, bytes], /
+    record_count: int,
+    record_bytes: int,
+    placed_records: Buffer,
+    placed_indexes: list[int],
+    record_by_index: dict[int, bytes],
+    /,
 ) -> Buffer:
-    """Build `count` records: `rows` at `indexes`, `record_by_index` at its keys, zeros elsewhere."""
-    records = np.zeros(count, f"V{record_bytes}")
-    records[indexes] = np.frombuffer(rows, records.dtype)
+    """Build records: `placed_records` at `placed_indexes`, `record_by_index` at its keys, zeros elsewhere."""
+    records = np.zeros(record_count, f"V{record_bytes}")
+    records[placed_indexes] = np.frombuffer(placed_records, records.dtype)
     records[list(record_by_index)] = np.frombuffer(b"".join(record_by_index.values()), records.dtype)
     return records
 
@@ -245,26 +254,26 @@ def leave(flight_by_key: dict[Any, Any], keys: list[Any], /) -> None:
     deque(map(flight_by_key.pop, keys, repeat(None)), maxlen=0)
 
 
-def getranges(prefix: bytes, page_numbers: Buffer, offsets: Buffer, record_bytes: int, /) -> bytes:
-    """Format RESP commands that read `record_bytes` per int64 page and offset; keys are `prefix` and page number."""
-    keys = map(_getrange_head, repeat(prefix), np.frombuffer(page_numbers, np.int64).tolist())
-    ranges = map(_getrange_tail, np.frombuffer(offsets, np.int64).tolist(), repeat(record_bytes))
+def getranges(key_prefix: bytes, page_numbers: Buffer, page_offsets: Buffer, record_bytes: int, /) -> bytes:
+    """Format RESP commands that read `record_bytes` per int64 page and offset; keys: `key_prefix` and page number."""
+    keys = map(_getrange_head, repeat(key_prefix), np.frombuffer(page_numbers, np.int64).tolist())
+    ranges = map(_getrange_tail, np.frombuffer(page_offsets, np.int64).tolist(), repeat(record_bytes))
     return b"".join(map(bytes.__add__, keys, ranges))
 
 
 @lru_cache(maxsize=1 << 14)
-def _getrange_head(prefix: bytes, page_number: int) -> bytes:
-    key = b"%b%d" % (prefix, page_number)
+def _getrange_head(key_prefix: bytes, page_number: int) -> bytes:
+    key = b"%b%d" % (key_prefix, page_number)
     return b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b\r\n" % (len(key), key)
 
 
 @lru_cache(maxsize=1 << 14)
-def _getrange_tail(offset: int, record_bytes: int) -> bytes:
-    first_byte, last_byte = b"%d" % offset, b"%d" % (offset + record_bytes - 1)
+def _getrange_tail(page_offset: int, record_bytes: int) -> bytes:
+    first_byte, last_byte = b"%d" % page_offset, b"%d" % (page_offset + record_bytes - 1)
     return b"$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(first_byte), first_byte, len(last_byte), last_byte)
 
 
-def cut_texts(_data: Buffer, _cuts: Buffer, /) -> list[bytes] | None:
+def cut_texts(_joined_texts: Buffer, _text_cuts: Buffer, /) -> list[bytes] | None:
     """Return the texts between int32 cuts; None unless these ascend within the data and each text is UTF-8."""
     return None
 
@@ -277,14 +286,14 @@ def joined(_texts: Any, /) -> tuple[bytes, bytes] | None:
 def stream(
     _leading_bytes: bytes,
     _metadata: bytes,
-    _body_at: int,
-    _rows_at: int,
-    _nodes_at: int,
-    _buffers_at: int,
-    _rows: int,
-    _nodes: list[int],
+    _body_size_offset: int,
+    _row_count_offset: int,
+    _nodes_offset: int,
+    _buffers_offset: int,
+    _row_count: int,
+    _node_numbers: list[int],
     _buffers: list[bytes],
-    _after: bytes,
+    _trailing_bytes: bytes,
     /,
 ) -> bytes | None:
     """Format an Arrow IPC stream: leading bytes, metadata with its numbers, 8-byte aligned buffers, `after`."""
@@ -292,8 +301,8 @@ def stream(
 
 
 def plain_record_mask(
-    rows: Buffer,
-    width: int,
+    record_rows: Buffer,
+    record_width: int,
     is_list: bool,
     is_half: bool,
     flag_mask: int,
@@ -304,29 +313,31 @@ def plain_record_mask(
     /,
 ) -> Buffer:
     """Return a byte per record: 1 for `expected_flags`, `count_min` or more numbers, all finite, and known items."""
-    records, _ = _records_and_layout(rows, width, is_list, is_half)
+    records, _ = _records_and_layout(record_rows, record_width, is_list, is_half)
     counts = records["count"]
-    usable_mask = (records["flags"] & flag_mask == expected_flags) & (counts >= count_min) & (counts <= width)
+    usable_mask = (records["flags"] & flag_mask == expected_flags) & (counts >= count_min) & (counts <= record_width)
     usable_mask &= np.isfinite(records["numbers"]).all(axis=1)
     if is_half:
         usable_mask &= records["exponent"] <= safe_exponent
     if is_list:
         # Slots beyond a record's count hold no item: check only the used slots against the catalogue.
-        used_mask = np.arange(width) < counts[:, None]
+        used_mask = np.arange(record_width) < counts[:, None]
         usable_mask &= ~((records["items"] >= item_count) & used_mask).any(axis=1)
     return usable_mask
 
 
-def numbers(rows: Buffer, width: int, is_list: bool, is_half: bool, k: int, /) -> Buffer:
+def numbers(record_rows: Buffer, record_width: int, is_list: bool, is_half: bool, k: int, /) -> Buffer:
     """Return the first `k` numbers of each record as float32."""
-    records, layout = _records_and_layout(rows, width, is_list, is_half)
+    records, layout = _records_and_layout(record_rows, record_width, is_list, is_half)
     return np.ascontiguousarray(dequantize(layout, records, np.float32)[:, :k])
 
 
-def names(rows: Buffer, width: int, is_half: bool, k: int, ids: Buffer, offsets: Buffer, /) -> tuple[bytes, bytes]:
+def names(
+    record_rows: Buffer, record_width: int, is_half: bool, k: int, joined_ids: Buffer, id_offsets_buffer: Buffer, /
+) -> tuple[bytes, bytes]:
     """Return (concatenated ids of the first `k` items of each record, int32 cuts: one more than ids)."""
-    ordinals = _records_and_layout(rows, width, True, is_half)[0]["items"][:, :k].ravel().astype(np.int64)
-    id_offsets, id_bytes = np.frombuffer(offsets, np.int64), np.frombuffer(ids, np.uint8)
+    ordinals = _records_and_layout(record_rows, record_width, True, is_half)[0]["items"][:, :k].ravel().astype(np.int64)
+    id_offsets, id_bytes = np.frombuffer(id_offsets_buffer, np.int64), np.frombuffer(joined_ids, np.uint8)
     if ordinals.max(initial=0) >= len(id_offsets) - 1:
         raise ValueError("an item that the catalogue does not have")
     starts, ends = id_offsets[ordinals], id_offsets[ordinals + 1]
@@ -340,12 +351,12 @@ def names(rows: Buffer, width: int, is_half: bool, k: int, ids: Buffer, offsets:
 
 
 def answers(
-    _rows: Buffer,
-    _width: int,
+    _record_rows: Buffer,
+    _record_width: int,
     _is_half: bool,
     _k: int,
-    _ids: Buffer,
-    _offsets: Buffer,
+    _joined_ids: Buffer,
+    _id_offsets: Buffer,
     _numerals: Buffer,
     _head: bytes,
     _names: list[bytes],
@@ -362,6 +373,8 @@ def answers(
     return None
 
 
-def _records_and_layout(rows: Buffer, width: int, is_list: bool, is_half: bool) -> tuple[NDArray[Any], Layout]:
-    layout = Layout("topk" if is_list else "value", width, "f2" if is_half else "f4")
-    return np.frombuffer(rows, layout.dtype), layout
+def _records_and_layout(
+    record_rows: Buffer, record_width: int, is_list: bool, is_half: bool
+) -> tuple[NDArray[Any], Layout]:
+    layout = Layout("topk" if is_list else "value", record_width, "f2" if is_half else "f4")
+    return np.frombuffer(record_rows, layout.dtype), layout

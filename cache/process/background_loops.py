@@ -37,7 +37,7 @@ class BackgroundLoop:
     failures_in_a_row: int = 0
     last_error: str = ""
     """Last error of the body, for a log line."""
-    iterations: int = 0
+    iteration_count: int = 0
     """Number of iterations begun."""
     task: asyncio.Task[None] = field(init=False)
 
@@ -91,7 +91,7 @@ class BackgroundLoops:
     ) -> None:
         event_loop, steady_timer = asyncio.get_running_loop(), None
         while is_due is None or is_due():
-            loop.iterations += 1
+            loop.iteration_count += 1
             if is_endless and loop.failures_in_a_row:
                 steady_timer = event_loop.call_later(STEADY_AFTER_S, self._note_success, loop)
             try:

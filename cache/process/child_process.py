@@ -82,9 +82,9 @@ class NamedPipe:
     Callers of `open_ends`, `join` and `is_held` must hold a common lock.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, pipe_path: Path) -> None:
         """Set the path; does not create the pipe."""
-        self.path = path
+        self.path = pipe_path
 
     def create(self) -> bool:
         """Create a new pipe at the path; return False if the file system does not support pipes."""

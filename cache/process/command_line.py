@@ -60,14 +60,14 @@ def missing_extra(dependent: str, extra: str, *modules: str) -> str | None:
 
 @contextmanager
 def interrupts_never_swallowed(
-    handler: Callable[[int, FrameType | None], object] = signal.default_int_handler,
+    interrupt_handler: Callable[[int, FrameType | None], object] = signal.default_int_handler,
 ) -> Iterator[None]:
-    """Raise an ignored KeyboardInterrupt again, through `handler`, while the block runs; for the main thread only.
+    """Raise an ignored KeyboardInterrupt again, through the handler, while the block runs; for the main thread only.
 
     Python ignores exceptions in `__del__`, in weak reference callbacks and in garbage collector callbacks
     (`sys.unraisablehook`): Ctrl-C at such a moment would print a traceback, and the process would continue.
     """
-    previous_hook, previous_alarm_handler = (sys.unraisablehook, signal.signal(signal.SIGALRM, handler))
+    previous_hook, previous_alarm_handler = (sys.unraisablehook, signal.signal(signal.SIGALRM, interrupt_handler))
 
     def handle_unraisable(ignored: "sys.UnraisableHookArgs") -> None:
         if issubclass(ignored.exc_type, KeyboardInterrupt):

@@ -90,18 +90,19 @@ def redis_url(state_folder: Path, configured_url: str | None) -> Iterator[str]:
 
 @contextmanager
 def supervised_redis_url(
-    state_folder: Path, configured_url: str | None, *, refill: Callable[[str], bool]
+    state_folder: Path, configured_url: str | None, *, refill_server: Callable[[str], bool]
 ) -> Iterator[str]:
     """Yield the URL like `redis_url`; if the local server ends before this command, start it again at the same address.
 
-    After each restart, when the server is empty, a separate thread calls `refill` with the URL until it returns True.
+    After each restart, when the server is empty, a separate thread calls `refill_server` with the URL until it returns
+    True.
     """
     if configured_url:
         yield configured_url
         return
     with _locked_folder(state_folder):
         supervisor = _ServerSupervisor(
-            state_folder, _join_or_start(state_folder, None, secrets.token_urlsafe(24)), refill
+            state_folder, _join_or_start(state_folder, None, secrets.token_urlsafe(24)), refill_server
         )
     threading.Thread(target=supervisor.run, name="redis-supervisor", daemon=True).start()
     try:
@@ -112,7 +113,7 @@ def supervised_redis_url(
 
 @contextmanager
 def join_or_start_server(
-    state_folder: Path, *, binary: Path | None = None, password: str = ""
+    state_folder: Path, *, server_binary: Path | None = None, password: str = ""
 ) -> Iterator[RedisServer]:
     """Join the state folder's running server, else start one with this password.
 
@@ -121,7 +122,7 @@ def join_or_start_server(
     """
     # Two commands started at the same time must not start two servers.
     with _locked_folder(state_folder):
-        membership = _join_or_start(state_folder, binary, password)
+        membership = _join_or_start(state_folder, server_binary, password)
     try:
         yield membership.server
     finally:
@@ -189,9 +190,9 @@ class _Membership:
 class _ServerSupervisor:
     """Supervisor of a server for one command: restarts it at the same address when it has ended."""
 
-    def __init__(self, state_folder: Path, membership: _Membership, refill: Callable[[str], bool]) -> None:
+    def __init__(self, state_folder: Path, membership: _Membership, refill_server: Callable[[str], bool]) -> None:
         self.url = membership.server.url
-        self._state_folder, self._membership, self._refill = state_folder, membership, refill
+        self._state_folder, self._membership, self._refill = state_folder, membership, refill_server
         self._stop_event = threading.Event()
         # Between the server's end and its restart the command may end.
         self._lock = threading.Lock()
@@ -264,7 +265,7 @@ def _join(state_folder: Path) -> _Membership | None:
     return _Membership(running, pipe_end)
 
 
-def _join_or_start(state_folder: Path, binary: Path | None, password: str) -> _Membership:
+def _join_or_start(state_folder: Path, server_binary: Path | None, password: str) -> _Membership:
     """Join the running server, else start one.
 
     Prefers the address of a server that has ended, since other commands know it.
@@ -272,16 +273,16 @@ def _join_or_start(state_folder: Path, binary: Path | None, password: str) -> _M
     membership = _join(state_folder)
     if membership is not None:
         return membership
-    binary = binary or find_server()
+    server_binary = server_binary or find_server()
     if (gone_server := recorded_server(state_folder)) is not None:
         try:
-            return _start_at(state_folder, gone_server.url, binary)
+            return _start_at(state_folder, gone_server.url, server_binary)
         except (ConfigError, ValueError):
             pass  # another program uses the port now
     for _ in range(5):
         server_url = f"redis://{password and f':{password}@'}127.0.0.1:{_free_port()}/0"
         try:
-            return _start_at(state_folder, server_url, binary)
+            return _start_at(state_folder, server_url, server_binary)
         except ConfigError as error:
             start_error = error
     raise start_error
@@ -321,11 +322,11 @@ def _write_server_note(state_folder: Path, running: RedisServer) -> None:
     draft_path.replace(state_folder / "redis.json")
 
 
-def _write_for_us(path: Path, text: str) -> Path:
+def _write_for_us(path: Path, file_text: str) -> Path:
     """Write a file that only this user may read; return its path."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
+        file.write(file_text)
     return path
 
 
@@ -345,23 +346,23 @@ def _fetch_process_id(url: str) -> int | None:
             return None
 
 
-def _start_at(state_folder: Path, url: str, binary: Path | None = None) -> _Membership:
+def _start_at(state_folder: Path, url: str, server_binary: Path | None = None) -> _Membership:
     """Start a server at this address and write its note; raise ConfigError if it ends, as when the port is in use."""
-    binary, url_parts = binary or find_server(), urlsplit(url)
+    server_binary, url_parts = server_binary or find_server(), urlsplit(url)
     # Not among the arguments, which all users of this machine can read.
     settings_file = _write_for_us(
         state_folder / "redis.conf", f"requirepass {url_parts.password}\n" if url_parts.password else ""
     )
     pipe = _named_pipe(state_folder)
     process = GuardedCommand(
-        _server_command(binary, settings_file, int(url_parts.port or 0)),
+        _server_command(server_binary, settings_file, int(url_parts.port or 0)),
         log_path=state_folder / "redis.log",
         pipe=pipe if pipe.create() else None,
     )
     try:
         pid = _wait_until_answering(process, url)
         if pid is None:
-            raise ConfigError(f"{binary.name} does not start: {process.log_tail(5)}", binary=str(binary))
+            raise ConfigError(f"{server_binary.name} does not start: {process.log_tail(5)}", binary=str(server_binary))
         _write_server_note(state_folder, running := RedisServer(url, pid))
     except BaseException:
         process.stop()
@@ -371,14 +372,14 @@ def _start_at(state_folder: Path, url: str, binary: Path | None = None) -> _Memb
     return _Membership(running, process, process)
 
 
-def _server_command(binary: Path, settings_file: Path, port: int) -> list[str]:
+def _server_command(server_binary: Path, settings_file: Path, port: int) -> list[str]:
     # Passed by standard input: Redis treats a file's path as a pattern, which brackets in a folder's name would break.
     reads_settings = ["sh", "-c", 'settings=$1; shift; exec "$@" <"$settings"', "redis"]
     folder = settings_file.parent.resolve()
     command = [
         *reads_settings,
         str(folder / settings_file.name),
-        str(binary),
+        str(server_binary),
         "-",
         "--port",
         str(port),
@@ -396,13 +397,13 @@ def _wait_until_answering(process: GuardedCommand, url: str) -> int | None:
     while process.is_running and time.monotonic() < give_up_at_s:
         pid = _fetch_process_id(url)
         # Another program's server may answer at this port, while ours could not bind it.
-        if pid is not None and _session_of(pid) == process.pid:
+        if pid is not None and _session_id_of(pid) == process.pid:
             return pid
         time.sleep(0.02)
     return None
 
 
-def _session_of(pid: int) -> int | None:
+def _session_id_of(pid: int) -> int | None:
     try:
         return os.getsid(pid)
     except OSError:

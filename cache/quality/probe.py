@@ -29,29 +29,29 @@ PROBE_USERS_MAX: Final = 8_192
 class ProbePart(NamedTuple):
     """Part of the probe: some users, ascending by hash."""
 
-    hashes: NDArray[np.uint64]
+    user_hashes: NDArray[np.uint64]
     histories: Sequence[NDArray[np.int64]]
     """Item ordinals of each user, oldest first."""
-    features: Sequence[bytes]
+    feature_documents: Sequence[bytes]
     """Features of each user, as a JSON object."""
 
 
 def probe_part(
-    hashes: NDArray[np.uint64],
-    indptr: NDArray[np.int64],
-    ordinals: NDArray[np.int64],
-    features: Mapping[str, Any],
+    shard_hashes: NDArray[np.uint64],
+    history_indptr: NDArray[np.int64],
+    history_ordinals: NDArray[np.int64],
+    feature_columns: Mapping[str, Any],
     row_indexes: NDArray[np.int64],
 ) -> ProbePart:
     """Return the entities at the ascending `row_indexes` of a shard in hash order; features are Arrow columns."""
-    histories = [ordinals[indptr[row] : indptr[row + 1]] for row in row_indexes.tolist()]
-    feature_names, columns = (list(features), [column.take(row_indexes) for column in features.values()])
+    histories = [history_ordinals[history_indptr[row] : history_indptr[row + 1]] for row in row_indexes.tolist()]
+    feature_names, columns = (list(feature_columns), [column.take(row_indexes) for column in feature_columns.values()])
     # Row by row: a wide feature of all users would need millions of Python numbers at once.
     feature_texts = [
         orjson.dumps({name: column[row].as_py() for name, column in zip(feature_names, columns, strict=True)})
         for row in range(len(row_indexes))
     ]
-    return ProbePart(hashes[row_indexes], histories, feature_texts)
+    return ProbePart(shard_hashes[row_indexes], histories, feature_texts)
 
 
 def write_probe(generation_folder: Path, parts: Sequence[ProbePart]) -> str:
@@ -59,12 +59,12 @@ def write_probe(generation_folder: Path, parts: Sequence[ProbePart]) -> str:
     history_ends, joined_histories = _join_with_ends(
         [history for part in parts for history in part.histories], np.uint32
     )
-    feature_texts = [text for part in parts for text in part.features]
+    feature_texts = [text for part in parts for text in part.feature_documents]
     feature_ends, feature_bytes = _join_with_ends([np.frombuffer(text, np.uint8) for text in feature_texts], np.uint8)
     npz_buffer = io.BytesIO()
     np.savez(
         npz_buffer,
-        hashes=np.concatenate([part.hashes for part in parts]),
+        hashes=np.concatenate([part.user_hashes for part in parts]),
         history_ends=history_ends,
         histories=joined_histories,
         feature_ends=feature_ends,
@@ -74,7 +74,7 @@ def write_probe(generation_folder: Path, parts: Sequence[ProbePart]) -> str:
     return PROBE_FILE
 
 
-def probe_bytes(user_count: int, mean_history_items: float) -> int:
+def estimate_probe_bytes(user_count: int, mean_history_items: float) -> int:
     """Estimate the file's size in bytes: a hash, two offsets, `{}` and so many ordinals per user."""
     return round(min(user_count, PROBE_USERS_MAX) * (8 + 16 + 2 + 4 * mean_history_items))
 
@@ -82,11 +82,11 @@ def probe_bytes(user_count: int, mean_history_items: float) -> int:
 class Probe:
     """Inputs of some users of a generation."""
 
-    def __init__(self, arrays: Mapping[str, NDArray[Any]], items: ItemTable) -> None:
+    def __init__(self, array_by_name: Mapping[str, NDArray[Any]], items: ItemTable) -> None:
         self._items = items
-        self._hashes = arrays["hashes"]
-        self._histories, self._history_ends = arrays["histories"], arrays["history_ends"]
-        self._features, self._feature_ends = arrays["features"], arrays["feature_ends"]
+        self._hashes = array_by_name["hashes"]
+        self._histories, self._history_ends = array_by_name["histories"], array_by_name["history_ends"]
+        self._features, self._feature_ends = array_by_name["features"], array_by_name["feature_ends"]
 
     @classmethod
     def open(cls, probe_file: Path, items: ItemTable) -> Self:

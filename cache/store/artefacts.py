@@ -51,8 +51,8 @@ class ArtefactStore:
         is_local = "://" not in url or url.startswith("file://")
         self._object_store = None if is_local else ObjectStore(url.rstrip("/"))
         self.url = url.rstrip("/") if self._object_store is None else self._object_store.display_url
-        self.folder: Path | None = Path(url.removeprefix("file://")).absolute() if is_local else None
-        root = self.folder or host_cache
+        self.local_folder: Path | None = Path(url.removeprefix("file://")).absolute() if is_local else None
+        root = self.local_folder or host_cache
         if root is None:
             raise StoreError(f"{self.url} is a remote store and needs a folder for copies on this host")
         self._root = root
@@ -78,23 +78,23 @@ class ArtefactStore:
         data_by_path = {path: self.read(path) for path in paths}
         return {path: data for path, data in data_by_path.items() if data is not None}
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, content: bytes) -> None:
         """Write a small file atomically."""
         if self._object_store is not None:
-            self._object_store.write(path, data)
+            self._object_store.write(path, content)
             return
         try:
-            write_atomically(self._root / path, data)
+            write_atomically(self._root / path, content)
         except OSError as error:
             raise StoreError(f"cannot write {path} in {self.url}: {error}") from error
 
-    def write_once(self, path: str, data: bytes) -> bool:
+    def write_once(self, path: str, content: bytes) -> bool:
         """Create a file atomically; return False if it exists."""
         if self._object_store is not None:
-            return self._object_store.create(path, data)
+            return self._object_store.create(path, content)
         try:
             with open_draft(self._root / path, os.link) as draft_path:
-                draft_path.write_bytes(data)
+                draft_path.write_bytes(content)
         except FileExistsError:
             return False
         except OSError as error:
@@ -137,15 +137,15 @@ class ArtefactStore:
         except OSError as error:
             raise StoreError(f"cannot delete {path} in {self.url}: {error}") from error
 
-    def host_copies(self) -> list[str]:
+    def host_copy_generations(self) -> list[str]:
         """Return the generations of a remote store of which this host keeps copies; empty for a local store."""
         return [] if self.copies is None else self.copies.generations()
 
-    def sweep_host_copies(self, in_use: Collection[str], *, cutoff_at: float) -> list[str]:
+    def sweep_host_copies(self, generations_in_use: Collection[str], *, cutoff_at: float) -> list[str]:
         """Remove this host's copies of generations that the store no longer has, see `HostCopies.sweep`."""
         if self.copies is None:
             return []
-        return self.copies.sweep(lambda: self.names("generations"), in_use, cutoff_at=cutoff_at)
+        return self.copies.sweep(lambda: self.names("generations"), generations_in_use, cutoff_at=cutoff_at)
 
     def sweep_unfinished(self, *, cutoff_at: float) -> int:
         """Remove files of killed writers on this host (`.*.part`) older than `cutoff_at`; return their number."""
@@ -230,7 +230,7 @@ def fetch_checked(store: ArtefactStore, generation: str, artefact: Artefact) -> 
     try:
         check_file(generation_folder, artefact)
     except CorruptArtefact:
-        if store.folder is not None:
+        if store.local_folder is not None:
             raise
         # Unlink instead of overwriting: a process that has mapped the damaged copy keeps its bytes.
         local_path.unlink(missing_ok=True)
@@ -281,7 +281,7 @@ class HostCopies:
         self._unrecorded_generations: set[str] = set()
 
     @property
-    def host(self) -> str:
+    def host_id(self) -> str:
         """Name of the host and an id of its state folder; stable while the folder exists."""
         host_file = self._root / _HOST_FILE
         if not host_file.exists():
@@ -306,8 +306,8 @@ class HostCopies:
         marker_path = self._root / "generations" / generation / _RECORDED_MARKER
         if self._is_ephemeral or marker_path.exists():
             return
-        copy_record = {"host": self.host, "at": time.time()}
-        self._object_store.write(copies_record_path(generation, self.host), orjson.dumps(copy_record))
+        copy_record = {"host": self.host_id, "at": time.time()}
+        self._object_store.write(copies_record_path(generation, self.host_id), orjson.dumps(copy_record))
         marker_path.parent.mkdir(parents=True, exist_ok=True)
         marker_path.touch()
 
@@ -322,16 +322,20 @@ class HostCopies:
             log.warning("cannot record copies of %s on this host: %s", generation, error)
 
     def sweep(
-        self, list_stored: Callable[[], Iterable[str]], in_use: Collection[str], *, cutoff_at: float
+        self,
+        list_stored_generations: Callable[[], Iterable[str]],
+        generations_in_use: Collection[str],
+        *,
+        cutoff_at: float,
     ) -> list[str]:
-        """Remove copies of generations that `list_stored` does not return; return the generations removed.
+        """Remove copies of generations that `list_stored_generations` does not return; return the generations removed.
 
-        Keeps generations that are `in_use`, and those that changed since `cutoff_at` (Unix seconds), which may be under
-        construction. Removes nothing if the store lists no generation at all, which may be an error. Mapped files stay
-        valid until they are closed.
+        Keeps generations that are `generations_in_use`, and those that changed since `cutoff_at` (Unix seconds), which
+        may be under construction. Removes nothing if the store lists no generation at all, which may be an error.
+        Mapped files stay valid until they are closed.
         """
-        copied_generations = [generation for generation in self.generations() if generation not in in_use]
-        stored_generations = set(list_stored()) if copied_generations else set()
+        copied_generations = [generation for generation in self.generations() if generation not in generations_in_use]
+        stored_generations = set(list_stored_generations()) if copied_generations else set()
         removed_generations = []
         for generation in copied_generations:
             is_needed = not stored_generations or generation in stored_generations
@@ -359,7 +363,7 @@ class HostCopies:
 
     def _unrecord(self, generation: str) -> bool:
         try:
-            self._object_store.delete(copies_record_path(generation, self.host))
+            self._object_store.delete(copies_record_path(generation, self.host_id))
         except FileNotFoundError:
             pass
         except StoreError as error:
@@ -374,9 +378,9 @@ def _copied_files(folder: Path) -> list[Path]:
     return []
 
 
-def copies_record_path(generation: str, host: str) -> str:
+def copies_record_path(generation: str, host_id: str) -> str:
     """Return the store path of the record that a host has copies of a generation."""
-    return f"{COPIES_FOLDER}/{generation}/{host}.json"
+    return f"{COPIES_FOLDER}/{generation}/{host_id}.json"
 
 
 @contextlib.contextmanager
@@ -397,22 +401,22 @@ def disk_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_atomically(path: Path, data: bytes | memoryview) -> None:
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Write to a draft, fsync, rename: readers, and crashes, see the old file or the new one, never a part."""
     with disk_errors(path), open_draft(path) as draft_path:
-        draft_path.write_bytes(data)
+        draft_path.write_bytes(content)
 
 
 @contextlib.contextmanager
-def open_draft(path: Path, put: Callable[[Path, Path], object] = os.replace) -> Iterator[Path]:
-    """Yield a draft path; when the block succeeds, fsync it, `put` it at `path`, and fsync the folder."""
+def open_draft(path: Path, move_into_place: Callable[[Path, Path], object] = os.replace) -> Iterator[Path]:
+    """Yield a draft path; when the block succeeds, fsync it, `move_into_place` it at `path`, and fsync the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft_path = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         yield draft_path
         with draft_path.open("rb") as file:
             os.fsync(file.fileno())
-        put(draft_path, path)
+        move_into_place(draft_path, path)
     finally:
         draft_path.unlink(missing_ok=True)
     sync_folder(path.parent)

@@ -72,7 +72,7 @@ def audited(
     actor: str = "",
     reason: str = "",
     attempt: str = "",
-    clock: Callable[[], float] = time.time,
+    wall_clock: Callable[[], float] = time.time,
 ) -> Iterator[dict[str, Any]]:
     """Record the intent, run the block, then record its outcome with the findings that the block adds to the dict.
 
@@ -80,7 +80,7 @@ def audited(
     unrecorded. If the outcome cannot be written, logs a warning, and the record stays without an outcome.
     """
     number = _write_intent(store, {
-        "at": clock(), "actor": _printable_text(actor or user_and_host()), "action": action,
+        "at": wall_clock(), "actor": _printable_text(actor or user_and_host()), "action": action,
         "subject": _printable_text(subject),
         "reason": _printable_text(reason), "attempt": _printable_text(attempt),
     })  # fmt: skip
@@ -97,7 +97,7 @@ def audited(
         raise
     finally:
         outcome_document = {
-            "at": clock(),
+            "at": wall_clock(),
             "outcome": outcome,
             "error": _printable_text(failure_text),
             "found": findings,
@@ -135,9 +135,9 @@ def audit_records(store: ArtefactStore) -> list[AuditRecord]:
     return records
 
 
-def entity_digest(raw: bytes) -> str:
+def entity_digest(raw_id: bytes) -> str:
     """Return a digest that identifies an entity's records to a reader who knows the id, and does not reveal it."""
-    return f"sha256:{hashlib.sha256(raw).hexdigest()[:16]}"
+    return f"sha256:{hashlib.sha256(raw_id).hexdigest()[:16]}"
 
 
 def describe_blocked_ids(item_ids: list[bytes], entity_ids: list[bytes]) -> str:

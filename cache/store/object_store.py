@@ -50,21 +50,21 @@ class ObjectStore:
         return self._file_system, f"{self.url}/{path}".rstrip("/")
 
     @contextlib.contextmanager
-    def _translate_errors(self, operation: str, *, may_miss: bool = False) -> Iterator[None]:
+    def _translate_errors(self, operation: str, *, may_be_absent: bool = False) -> Iterator[None]:
         """Convert drivers' own errors (botocore's, gcsfs', Azure's), which are not OSErrors, to StoreError."""
         try:
             yield
         except StoreError:
             raise
         except Exception as error:
-            if may_miss and isinstance(error, FileNotFoundError):
+            if may_be_absent and isinstance(error, FileNotFoundError):
                 raise
             raise self._store_error(f"cannot {operation}", error) from self._cause(error)
 
-    def _store_error(self, failure: str, error: BaseException) -> StoreError:
+    def _store_error(self, failure_message: str, error: BaseException) -> StoreError:
         error_text = " ".join(without_secrets(str(error), self._secret_options()).split())[:_ERROR_TEXT_CHARS_MAX]
         error_name = "" if isinstance(error, OSError) and error_text else f"{type(error).__name__}: "
-        return StoreError(f"{failure}: {error_name}{error_text}".rstrip(": "))
+        return StoreError(f"{failure_message}: {error_name}{error_text}".rstrip(": "))
 
     def _cause(self, error: BaseException) -> BaseException | None:
         """Return the driver's error as the cause for tracebacks; None if it, or its context, contains a secret."""
@@ -85,10 +85,10 @@ class ObjectStore:
 
     def read(self, path: str) -> bytes:
         """Read a small object."""
-        with self._translate_errors(f"read {path} in {self.display_url}", may_miss=True):
+        with self._translate_errors(f"read {path} in {self.display_url}", may_be_absent=True):
             fs, url = self._driver_and_url(path)
-            data: bytes = fs.cat_file(url)
-        return data
+            content: bytes = fs.cat_file(url)
+        return content
 
     def read_many(self, paths: Sequence[str]) -> dict[str, bytes]:
         """Read objects; return those that exist, by path. A driver that supports it reads many at once."""
@@ -110,43 +110,44 @@ class ObjectStore:
                     raise reply
         return data_by_path
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, content: bytes) -> None:
         """Create or replace an object."""
         with self._translate_errors(f"write {path} in {self.display_url}"):
             fs, url = self._driver_and_url(path)
-            fs.pipe_file(url, data)
+            fs.pipe_file(url, content)
 
-    def create(self, path: str, data: bytes) -> bool:
+    def create(self, path: str, content: bytes) -> bool:
         """Create an object; return False if it exists. Raise StoreError if the store cannot create exclusively."""
         demand_exclusive(self.url)
-        return self._create(path, data)
+        return self._create(path, content)
 
-    def _create(self, path: str, data: bytes) -> bool:
+    def _create(self, path: str, content: bytes) -> bool:
         location = f"{path} in {self.display_url}"
         try:
             with self._translate_errors(f"write {location}"):
                 fs, url = self._driver_and_url(path)
                 try:
-                    fs.pipe_file(url, data, mode="create")
+                    fs.pipe_file(url, content, mode="create")
                 except FileExistsError:
                     return False
         except StoreError:
             # A refusal may be reported as another error (EINVAL of s3fs); a success whose reply was lost as any error.
             with contextlib.suppress(StoreError, FileNotFoundError):
-                return self.read(path) == data
+                return self.read(path) == content
             raise
         try:
-            is_same_data = self.read(path) == data
+            is_same_data = self.read(path) == content
         except FileNotFoundError:
             is_same_data = False
         if not is_same_data:
             raise self._not_exclusive(f"{location} does not have the content that was just written")
         return True
 
-    def _not_exclusive(self, finding: str) -> StoreError:
+    def _not_exclusive(self, probe_finding: str) -> StoreError:
         driver = type(self._file_system)
         return StoreError(
-            f"{finding}: this store, or its driver {driver.__module__}.{driver.__name__}, does not create objects "
+            f"{probe_finding}: this store, or its driver {driver.__module__}.{driver.__name__}, "
+            f"does not create objects "
             "exclusively, so one release could overwrite another. Use AWS S3 (botocore 1.36 or newer), Google Cloud "
             "Storage, Azure Blob Storage, another store that honours If-None-Match on writes, or a shared folder",
             reason="not_exclusive",
@@ -154,27 +155,27 @@ class ObjectStore:
 
     def names(self, path: str) -> list[str]:
         """Return the names of the objects and folders in a folder."""
-        with self._translate_errors(f"list {path} in {self.display_url}", may_miss=True):
+        with self._translate_errors(f"list {path} in {self.display_url}", may_be_absent=True):
             fs, url = self._driver_and_url(path)
             return [name.rstrip("/").rsplit("/", 1)[-1] for name in fs.ls(url, detail=False)]
 
     def delete(self, path: str) -> None:
         """Remove an object, or all objects below a folder."""
-        with self._translate_errors(f"delete {path} in {self.display_url}", may_miss=True):
+        with self._translate_errors(f"delete {path} in {self.display_url}", may_be_absent=True):
             fs, url = self._driver_and_url(path)
             fs.rm(url, recursive=True)
 
-    def get(self, path: str, to: Path) -> None:
+    def get(self, path: str, target_path: Path) -> None:
         """Download an object."""
-        with self._translate_errors(f"fetch {path} from {self.display_url}", may_miss=True):
+        with self._translate_errors(f"fetch {path} from {self.display_url}", may_be_absent=True):
             fs, url = self._driver_and_url(path)
-            fs.get_file(url, str(to))
+            fs.get_file(url, str(target_path))
 
-    def put(self, source: Path, path: str) -> None:
+    def put(self, source_path: Path, path: str) -> None:
         """Upload an object."""
         with self._translate_errors(f"write {path} to {self.display_url}"):
             fs, url = self._driver_and_url(path)
-            fs.put_file(str(source), url)
+            fs.put_file(str(source_path), url)
 
 
 @functools.cache

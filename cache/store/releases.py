@@ -77,10 +77,10 @@ class Release:
         return orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
 
     @classmethod
-    def from_bytes(cls, raw: bytes, *, is_done: bool) -> Self:
+    def from_bytes(cls, release_bytes: bytes, *, is_done: bool) -> Self:
         """Parse the result of `to_bytes`; raise CorruptArtefact for anything else."""
         try:
-            record = cls(**_checked_fields(RELEASE_RECORD, raw), is_done=is_done)
+            record = cls(**_checked_fields(RELEASE_RECORD, release_bytes), is_done=is_done)
             numbers = (record.epoch, record.number)
             if not all(isinstance(number, int) for number in numbers) or not isinstance(record.generation, str):
                 raise TypeError("epoch and number must be integers, generation a string")
@@ -122,10 +122,10 @@ class Pointer:
         return orjson.dumps({**asdict(self), **version_stamp(POINTER)})
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> Self:
+    def from_bytes(cls, pointer_bytes: bytes) -> Self:
         """Parse the result of `to_bytes`; raise CorruptArtefact for anything else."""
         try:
-            pointer_fields = _checked_fields(POINTER, raw)
+            pointer_fields = _checked_fields(POINTER, pointer_bytes)
             pointer = cls(
                 **{
                     **pointer_fields,
@@ -157,15 +157,15 @@ class Pointer:
             raise TypeError(f"a canary of {canary.percent!r} percent")
 
 
-def _checked_fields(format_name: str, raw: bytes) -> dict[str, Any]:
+def _checked_fields(format_name: str, document_bytes: bytes) -> dict[str, Any]:
     """Return the fields of a document after checking its version; fields of an unreadable version are not checked."""
-    document: dict[str, Any] = orjson.loads(raw)
+    document: dict[str, Any] = orjson.loads(document_bytes)
     demand_readable(format_name, version_of(document))
     return {field: field_value for field, field_value in document.items() if field != FORMAT_FIELD}
 
 
-def _is_number(value: object, number_max: float) -> bool:
-    return type(value) in (int, float) and 0 <= cast(float, value) <= number_max
+def _is_number(field_value: object, number_max: float) -> bool:
+    return type(field_value) in (int, float) and 0 <= cast(float, field_value) <= number_max
 
 
 def manifest_digest(manifest_bytes: bytes) -> str:
@@ -181,14 +181,14 @@ def manifest_digest(manifest_bytes: bytes) -> str:
     return hashlib.sha256(orjson.dumps(digested_fields, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def intent_path(number: int) -> str:
+def intent_path(release_number: int) -> str:
     """Return the store path of a release record."""
-    return f"releases/{number}.json"
+    return f"releases/{release_number}.json"
 
 
-def done_path(number: int) -> str:
+def done_path(release_number: int) -> str:
     """Return the store path of the file that marks a pointer move as done."""
-    return f"releases/{number}.done"
+    return f"releases/{release_number}.done"
 
 
 def all_releases(
@@ -204,7 +204,7 @@ def all_releases(
     missing_number = 0
     for _ in range(LIST_TRIES):
         records = _list_releases(store, release_by_number, should_pack=should_pack)
-        if not (missing_number := _missing_number(records)):
+        if not (missing_number := _first_missing_number(records)):
             return records
         # A listing of a growing folder may show the newer of two files without the older one.
     path = intent_path(missing_number)
@@ -239,7 +239,7 @@ def _list_releases(
     return records
 
 
-def _missing_number(records: Sequence[Release]) -> int:
+def _first_missing_number(records: Sequence[Release]) -> int:
     """Return the number of the first missing record; 0 if none is missing."""
     previous_number = 0
     for record in records:
@@ -250,18 +250,18 @@ def _missing_number(records: Sequence[Release]) -> int:
 
 
 def _parse_release(
-    store: ArtefactStore, number: int, release_bytes: bytes, *, is_done: bool, previous_epoch: int
+    store: ArtefactStore, release_number: int, release_bytes: bytes, *, is_done: bool, previous_epoch: int
 ) -> Release:
     try:
         record = Release.from_bytes(release_bytes, is_done=is_done)
-        if record.stored_number != number:
+        if record.stored_number != release_number:
             raise CorruptArtefact(f"the record {record.stored_number} is stored under another number")
         if record.epoch <= previous_epoch:
             raise CorruptArtefact(f"its epoch {record.epoch} is not above that of the record before, {previous_epoch}")
     except UnknownFormat as error:
-        raise UnknownFormat(f"{intent_path(number)} in {store.url}: {error.message}") from error
+        raise UnknownFormat(f"{intent_path(release_number)} in {store.url}: {error.message}") from error
     except CorruptArtefact as error:
-        path = intent_path(number)
+        path = intent_path(release_number)
         raise CorruptArtefact(
             f"{path} in {store.url} cannot be read ({error.message}): put the file back from a copy of the store; "
             "if it never was a release record, move it aside",

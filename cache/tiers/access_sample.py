@@ -52,15 +52,15 @@ class AccessTrace(deque[Access]):
         self.begin_generation(generation)
         if fingerprint > self.greatest_sampled_spot:
             return ready_answer
-        spot = fingerprint ^ _salt(generation, "") ^ xxhash.xxh32_intdigest(ready_answer.request_bytes)
+        spot = fingerprint ^ _spot_salt(generation, "") ^ xxhash.xxh32_intdigest(ready_answer.request_bytes)
         self.append((spot, -entry_size_bytes(ready_answer)))
-        return ready_answer._replace(access=(spot, entry_size_bytes(ready_answer)))
+        return ready_answer._replace(sampled_access=(spot, entry_size_bytes(ready_answer)))
 
     def note_read(self, generation: str, record_key: RecordKey, outcome: ReadResult | None) -> None:
         """Record a read and its outcome; ignore a record that does not exist, since an L1 of any size would lack it."""
         if record_key.fingerprint <= self.greatest_sampled_spot and type(outcome) is Hit:
             size_bytes = len(outcome.record) + ENTRY_OVERHEAD_BYTES + LIVE_OVERHEAD_BYTES * outcome.is_live
-            self.append((record_key.fingerprint ^ _salt(generation, record_key.table.name), size_bytes))
+            self.append((record_key.fingerprint ^ _spot_salt(generation, record_key.table.name), size_bytes))
 
     def note_reads(self, generation: str, record_keys: RecordKeys, result_by_index: Mapping[int, ReadResult]) -> None:
         """Record a batch of reads; `result_by_index` has the outcomes that are not rows, by index."""
@@ -72,17 +72,17 @@ class AccessTrace(deque[Access]):
                 self.note_read(generation, record_keys.record_key_at(index), result_by_index[index])
             indexes = np.setdiff1d(indexes, list(result_by_index))
         if len(indexes):
-            salt = np.uint64(_salt(generation, record_keys.table.name))
+            salt = np.uint64(_spot_salt(generation, record_keys.table.name))
             spots = (record_keys.fingerprints[indexes] ^ salt).tolist()
             self.extend(zip(spots, repeat(record_keys.table.layout.size_bytes + ENTRY_OVERHEAD_BYTES)))
 
     def note_put(self, generation: str, record_key: RecordKey, size_bytes: int) -> None:
         """Record that a live record was stored."""
         if record_key.fingerprint <= self.greatest_sampled_spot:
-            spot = record_key.fingerprint ^ _salt(generation, record_key.table.name)
+            spot = record_key.fingerprint ^ _spot_salt(generation, record_key.table.name)
             self.append((spot, -(size_bytes + ENTRY_OVERHEAD_BYTES + LIVE_OVERHEAD_BYTES)))
 
 
 @lru_cache(maxsize=256)
-def _salt(generation: str, table: str) -> int:
+def _spot_salt(generation: str, table: str) -> int:
     return xxhash.xxh32_intdigest(f"{generation}\n{table}".encode())

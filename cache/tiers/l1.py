@@ -46,15 +46,15 @@ class LocalKey(NamedTuple):
 
     generation: str
     table: str
-    key: int | bytes
+    hash_or_digest: int | bytes
 
 
 class Entry(NamedTuple):
-    """Record in L1; `digest` and `expires_at` (monotonic seconds) are None for a nightly record."""
+    """Record in L1; `input_digest` and `expires_at` (monotonic seconds) are None for a nightly record."""
 
     record: bytes
     fingerprint: int
-    digest: bytes | None = None
+    input_digest: bytes | None = None
     expires_at: float | None = None
 
 
@@ -62,8 +62,9 @@ class ReadyAnswer(NamedTuple):
     """Rendered answer except for its age, which is inserted between `body_head` and `body_tail`.
 
     `state_stamp` identifies the state from which the answer was made: with another stamp the answer is invalid.
-    `access`: spot and bytes in the sample of L1's reads, if sampled. `user_events`: the bytes object of the user's
-    events in memory: with another object the answer is invalid. `has_newer_events`: the answer includes newer events.
+    `sampled_access`: spot and bytes in the sample of L1's reads, if sampled. `user_events`: the bytes object of the
+    user's events in memory: with another object the answer is invalid. `has_newer_events`: the answer includes newer
+    events.
     """
 
     state_stamp: int
@@ -72,7 +73,7 @@ class ReadyAnswer(NamedTuple):
     data_until: int
     table_and_id: tuple[str, bytes]
     request_bytes: bytes
-    access: tuple[int, int] | None = None
+    sampled_access: tuple[int, int] | None = None
     user_events: bytes | None = None
     has_newer_events: bool = False
 
@@ -82,7 +83,7 @@ def entry_size_bytes(entry: Entry | ReadyAnswer) -> int:
     if isinstance(entry, ReadyAnswer):
         sent_bytes = len(entry.body_head) + len(entry.body_tail) + len(entry.request_bytes)
         return sent_bytes + len(entry.table_and_id[1]) + len(entry.user_events or b"") + READY_OVERHEAD_BYTES
-    live_bytes = 0 if entry.digest is None else LIVE_OVERHEAD_BYTES
+    live_bytes = 0 if entry.input_digest is None else LIVE_OVERHEAD_BYTES
     return len(entry.record) + ENTRY_OVERHEAD_BYTES + live_bytes
 
 
@@ -92,16 +93,16 @@ class LocalTier:
     The hash table's actual size counts: with many replacements, Python makes it three to six times as large as needed.
     """
 
-    def __init__(self, max_bytes: int, timer: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_bytes: int, monotonic_clock: Callable[[], float] = time.monotonic) -> None:
         self.too_large_count = 0
         self.ready_tables: set[str] = set()
         """Tables for which a ready answer was ever kept."""
-        self._timer = timer
+        self._timer = monotonic_clock
         self.max_bytes = max_bytes
         self._entries: OrderedDict[LocalKey | bytes, Entry | ReadyAnswer] = OrderedDict()
         self._find_entry, self._move_to_end = self._entries.get, self._entries.move_to_end
         self._entries_bytes = 0
-        self.eviction_history = EvictionHistory(self._entries.__contains__, timer)
+        self.eviction_history = EvictionHistory(self._entries.__contains__, monotonic_clock)
 
     def get(self, key: LocalKey) -> Entry | None:
         """Return the entry, None if it is absent or expired; mark it as recently used."""
@@ -130,11 +131,11 @@ class LocalTier:
         """Return whether a record of this size can be stored; `put` counts records that cannot."""
         return size_bytes + ENTRY_OVERHEAD_BYTES <= self.max_bytes
 
-    def find_ready_answer(self, request: bytes) -> ReadyAnswer | None:
+    def find_ready_answer(self, request_bytes: bytes) -> ReadyAnswer | None:
         """Return the answer kept for exactly these request bytes; the caller checks its stamp."""
-        ready_answer = self._find_entry(request)
+        ready_answer = self._find_entry(request_bytes)
         if ready_answer is not None:
-            self._move_to_end(request)
+            self._move_to_end(request_bytes)
         return ready_answer  # type: ignore[return-value]  # bytes name a ready answer
 
     def keep_ready_answer(self, ready_answer: ReadyAnswer) -> None:
@@ -145,7 +146,7 @@ class LocalTier:
     def drop_access(self, ready_answer: ReadyAnswer) -> None:
         """Remove the access of a ready answer that is no longer sampled, so that its readers record nothing."""
         if self._find_entry(ready_answer.request_bytes) is ready_answer:
-            self._entries[ready_answer.request_bytes] = ready_answer._replace(access=None)
+            self._entries[ready_answer.request_bytes] = ready_answer._replace(sampled_access=None)
 
     def fill(self, keys: Sequence[LocalKey], records: Sequence[bytes], fingerprints: Sequence[int]) -> None:
         """Store nightly records of one size, evicting after each few of them."""
@@ -220,9 +221,9 @@ class LocalTier:
 class NegativeCache:
     """Cache of keys that are stored nowhere; separate from L1, so that many of them evict no records."""
 
-    def __init__(self, max_entries: int, ttl_s: float, timer: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_entries: int, ttl_s: float, monotonic_clock: Callable[[], float] = time.monotonic) -> None:
         # cachetools raises an error if an entry is added to a cache of size 0.
-        self._keys: TTLCache[LocalKey, None] = TTLCache(max(0, max_entries), ttl_s, timer)
+        self._keys: TTLCache[LocalKey, None] = TTLCache(max(0, max_entries), ttl_s, monotonic_clock)
 
     def __contains__(self, key: LocalKey) -> bool:
         return key in self._keys
@@ -250,50 +251,52 @@ class EvictionHistory:
     def __init__(
         self,
         is_cached: Callable[[tuple[str, str, int | bytes]], bool] = lambda _key: False,
-        timer: Callable[[], float] = time.monotonic,
+        monotonic_clock: Callable[[], float] = time.monotonic,
         slot_count: int = EVICTED_SLOTS,
     ) -> None:
         self.evicted_keys = LossyKeySet(slot_count)
         self.expired_keys = LossyKeySet(min(slot_count, EXPIRED_SLOTS))
         self._is_in_l1 = is_cached
-        self._timer = timer
+        self._timer = monotonic_clock
         self._last_flip: tuple[str, float] | None = None
 
     def note_flip(self, previous_generation: str) -> None:
         """Record a flip from `previous_generation` to another live generation."""
         self._last_flip = previous_generation, self._timer() + FLIPPED_WITHIN_S
 
-    def find_reason(self, generation: str, table: str, key: int | bytes) -> Absence:
+    def find_reason(self, generation: str, table: str, hash_or_digest: int | bytes) -> Absence:
         """Return the reason why L1 lacked a key."""
         if self.expired_keys.is_empty and self.evicted_keys.is_empty and self._last_flip is None:
             return "cold_start"
-        local_key = generation, table, key
+        local_key = generation, table, hash_or_digest
         if local_key in self.expired_keys:
             return "expired"
         if local_key in self.evicted_keys:
             return "evicted"
         if (previous_generation := self._previous_generation(generation)) is not None:
-            previous_key = previous_generation, table, key
+            previous_key = previous_generation, table, hash_or_digest
             if self._is_in_l1(previous_key) or previous_key in self.evicted_keys:
                 return "flipped"
         return "cold_start"
 
-    def count_reasons(self, generation: str, table: str, keys: Sequence[int | bytes]) -> dict[Absence, int]:
+    def count_reasons(
+        self, generation: str, table: str, hashes_or_digests: Sequence[int | bytes]
+    ) -> dict[Absence, int]:
         """Count the reasons why L1 lacked these keys; each key has exactly one reason."""
         if self.expired_keys.is_empty and self._previous_generation(generation) is None:
             if self.evicted_keys.is_empty:
-                return {"cold_start": len(keys)}
-            evicted_count = self.evicted_keys.count([(generation, table, key) for key in keys])
-            return {"evicted": evicted_count, "cold_start": len(keys) - evicted_count}
+                return {"cold_start": len(hashes_or_digests)}
+            evicted_count = self.evicted_keys.count_contained([(generation, table, key) for key in hashes_or_digests])
+            return {"evicted": evicted_count, "cold_start": len(hashes_or_digests) - evicted_count}
         count_by_absence: dict[Absence, int] = {}
-        for key in keys:
+        for key in hashes_or_digests:
             absence = self.find_reason(generation, table, key)
             count_by_absence[absence] = count_by_absence.get(absence, 0) + 1
         return count_by_absence
 
-    def has_expired(self, generation: str, table: str, key: int | bytes) -> bool:
+    def has_expired(self, generation: str, table: str, hash_or_digest: int | bytes) -> bool:
         """Return whether the key was held until it expired."""
-        return not self.expired_keys.is_empty and (generation, table, key) in self.expired_keys
+        return not self.expired_keys.is_empty and (generation, table, hash_or_digest) in self.expired_keys
 
     def _previous_generation(self, generation: str) -> str | None:
         last_flip = self._last_flip
@@ -334,7 +337,7 @@ class LossyKeySet:
         key_hash = hash(key)
         return self._hash_slots[key_hash & self._slot_mask] == key_hash
 
-    def count(self, keys: Sequence[Hashable]) -> int:
+    def count_contained(self, keys: Sequence[Hashable]) -> int:
         """Return the number of the keys that the set contains."""
         if len(keys) < _VECTORISE_KEYS_MIN:
             return sum(map(self.__contains__, keys))

@@ -71,11 +71,11 @@ _OUTAGE = MissTraits(is_outage=True, allows_stand_in=True)
 class MissReason(DescribedEnum):
     """Reasons why an answer is not a simple hit, those of the tiers first; each miss has exactly one.
 
-    `public` is the reason in answers, metrics and explanations.
+    `public_reason` is the reason in answers, metrics and explanations.
     """
 
     traits: MissTraits
-    public: "MissReason"
+    public_reason: "MissReason"
 
     def __init__(self, _label: str, _meaning: str, traits: MissTraits = MissTraits()) -> None:
         self.traits = traits
@@ -139,7 +139,7 @@ class MissReason(DescribedEnum):
 
 
 for _reason in MissReason:
-    _reason.public = MissReason.NOT_IN_GENERATION if _reason.traits.is_internal else _reason
+    _reason.public_reason = MissReason.NOT_IN_GENERATION if _reason.traits.is_internal else _reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +153,16 @@ class SnapshotView:
 class RecordKey(NamedTuple):
     """Request for one entity's record in one table.
 
-    `key` is the hash of the id, or the 16-byte digest of an input without id. `position` is -1 if the night did not
-    know the id. `digest` is that of the caller's input, None without one. `skips_overlay`: if L1 lacks the record, do
-    not read the overlay.
+    `hash_or_digest` is the hash of the id, or the 16-byte digest of an input without id. `directory_position` is -1 if
+    the night did not know the id. `input_digest` is that of the caller's input, None without one. `skips_overlay`: if
+    L1 lacks the record, do not read the overlay.
     """
 
     table: Table
-    key: int | bytes
+    hash_or_digest: int | bytes
     fingerprint: int
-    position: int
-    digest: bytes | None = None
+    directory_position: int
+    input_digest: bytes | None = None
     skips_overlay: bool = False
 
 
@@ -170,36 +170,38 @@ class RecordKey(NamedTuple):
 class RecordKeys:
     """Entities that the night knows, for callers without an input; the columns of `RecordKey`s.
 
-    `positions` are int64[n], all non-negative; `fingerprints` uint64[n].
+    `directory_positions` are int64[n], all non-negative; `fingerprints` uint64[n].
     """
 
     table: Table
-    keys: Sequence[int]
+    entity_hashes: Sequence[int]
     fingerprints: NDArray[np.uint64]
-    positions: NDArray[np.int64]
-    digest: bytes | None = None
+    directory_positions: NDArray[np.int64]
+    input_digest: bytes | None = None
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.entity_hashes)
 
     def local_keys(self, generation: str) -> list[LocalKey]:
         """Return the keys in L1, as plain tuples, which equal `LocalKey`s and have the same hashes."""
-        key_tuples = zip(repeat(generation), repeat(self.table.name), self.keys)
+        key_tuples = zip(repeat(generation), repeat(self.table.name), self.entity_hashes)
         return cast(list[LocalKey], list(key_tuples))
 
     def select(self, indexes: Sequence[int]) -> "RecordKeys":
         """Return the record keys at `indexes`, as columns."""
-        if len(indexes) == len(self.keys):
+        if len(indexes) == len(self.entity_hashes):
             return self
-        keys = [self.keys[index] for index in indexes]
+        keys = [self.entity_hashes[index] for index in indexes]
         index_array = np.array(indexes, np.intp)
-        return RecordKeys(self.table, keys, self.fingerprints[index_array], self.positions[index_array], self.digest)
+        return RecordKeys(
+            self.table, keys, self.fingerprints[index_array], self.directory_positions[index_array], self.input_digest
+        )
 
     def record_key_at(self, index: int) -> RecordKey:
         """Return the record key at `index`."""
-        fingerprint, position = int(self.fingerprints[index]), int(self.positions[index])
-        digest = self.digest if position >= 0 else None
-        return RecordKey(self.table, self.keys[index], fingerprint, position, digest)
+        fingerprint, position = int(self.fingerprints[index]), int(self.directory_positions[index])
+        digest = self.input_digest if position >= 0 else None
+        return RecordKey(self.table, self.entity_hashes[index], fingerprint, position, digest)
 
 
 class Hit(NamedTuple):
@@ -229,11 +231,11 @@ class Rows:
     """Rows that a read of `RecordKeys` returned, in order.
 
     `records` have the table's dtype and the expected fingerprints; rows at the indexes in `result_by_index` are
-    undefined. `is_l2`: bool[n], False if the row is from L1.
+    undefined. `l2_row_mask`: bool[n], False if the row is from L1.
     """
 
     records: NDArray[Any]
-    is_l2: NDArray[np.bool_]
+    l2_row_mask: NDArray[np.bool_]
     result_by_index: dict[int, ReadResult]
 
 
@@ -251,22 +253,26 @@ def judge_entry(entry: Entry, record_key: RecordKey, tier: Tier) -> ReadResult:
     if entry.fingerprint != record_key.fingerprint:
         return MISS_BY_REASON[MissReason.CORRUPT]
     # A caller without an input accepts any stored answer; a caller with an input needs an answer to that input.
-    if entry.digest is not None and record_key.digest is not None and entry.digest != record_key.digest:
+    if (
+        entry.input_digest is not None
+        and record_key.input_digest is not None
+        and entry.input_digest != record_key.input_digest
+    ):
         return MISS_BY_REASON[MissReason.INPUT_CHANGED]
-    return Hit(entry.record, tier, entry.digest is not None, entry.expires_at)
+    return Hit(entry.record, tier, entry.input_digest is not None, entry.expires_at)
 
 
 def overlay_entry(record_key: RecordKey, overlay: Overlay, asked_at: float) -> Entry | Miss:
     """Convert an overlay requested at `asked_at` (monotonic) to an entry, or to a miss with its reason."""
-    record_and_digest = unpack_overlay(record_key.table.layout, overlay.payload)
+    record_and_digest = unpack_overlay(record_key.table.layout, overlay.overlay_value)
     if record_and_digest is None or peek_format(record_and_digest[0]) != RECORD_FORMAT:
         return MISS_BY_REASON[MissReason.CORRUPT]
-    if overlay.ttl_s <= 0:
+    if overlay.remaining_ttl_s <= 0:
         return MISS_BY_REASON[MissReason.EXPIRED]
     record, digest = record_and_digest
     if peek_fingerprint(record) != record_key.fingerprint:
         return MISS_BY_REASON[MissReason.CORRUPT]
-    return Entry(record, record_key.fingerprint, digest, asked_at + overlay.ttl_s)
+    return Entry(record, record_key.fingerprint, digest, asked_at + overlay.remaining_ttl_s)
 
 
 def is_overlay_answer(record_key: RecordKey, overlay: Overlay, asked_at: float) -> bool:
@@ -275,10 +281,10 @@ def is_overlay_answer(record_key: RecordKey, overlay: Overlay, asked_at: float) 
     return isinstance(entry, Entry) and isinstance(judge_entry(entry, record_key, "l2"), Hit)
 
 
-def live_key(key: LocalKey, digest: bytes) -> LocalKey:
+def live_key(key: LocalKey, input_digest: bytes) -> LocalKey:
     """Return the key in L1 of a live answer to this input, which is stored in addition to the nightly record."""
-    raw_key = key.key if isinstance(key.key, bytes) else key.key.to_bytes(8, "little")
-    return key._replace(key=raw_key + digest)
+    raw_key = key.hash_or_digest if isinstance(key.hash_or_digest, bytes) else key.hash_or_digest.to_bytes(8, "little")
+    return key._replace(hash_or_digest=raw_key + input_digest)
 
 
 def check_live_record(record_key: RecordKey, record: bytes) -> None:
@@ -311,11 +317,11 @@ def reads_of(view: SnapshotView, record_keys: Sequence[RecordKey]) -> list[Read]
             table = record_key.table
             table_name, size_bytes = table.name, table.layout.size_bytes
             records_per_page, parts = table.records_per_page, table.parts
-            locate = view.directories[table.entity].locate
-        if record_key.position < 0:
-            reads.append(OverlayRead(view.generation, table_name, hash_hex(record_key.key)))
+            locate = view.directories[table.entity].locate_in_part
+        if record_key.directory_position < 0:
+            reads.append(OverlayRead(view.generation, table_name, hash_hex(record_key.hash_or_digest)))
             continue
-        part_index, position = locate(record_key.position)
+        part_index, position = locate(record_key.directory_position)
         page_number, slot_in_page = divmod(position, records_per_page)
         page_number += parts[part_index].first_page
         reads.append(PageRead(view.generation, table_name, page_number, slot_in_page * size_bytes, size_bytes))
@@ -329,7 +335,7 @@ def page_reads(view: SnapshotView, record_keys: RecordKeys) -> PageReads:
     first_pages = np.array([part.first_page for part in table.parts], np.int64)
     directory = view.directories[table.entity]
     page_numbers, offsets = directory.page_locations(
-        record_keys.positions, first_pages, table.records_per_page, size_bytes
+        record_keys.directory_positions, first_pages, table.records_per_page, size_bytes
     )
     return PageReads(view.generation, table.name, page_numbers, offsets, size_bytes)
 
@@ -344,7 +350,7 @@ class FlightKeys:
         self._offset_by_table: dict[tuple[str, str], int] = {}
         self._table_numbers = itertools.count(1)
 
-    def start(self, generation: str, table: str) -> int:
+    def table_offset(self, generation: str, table: str) -> int:
         """Return the table's offset for 64-bit hashes.
 
         A table that was forgotten gets a new offset, never another table's.
@@ -358,16 +364,16 @@ class FlightKeys:
 
     def of(self, generation: str, record_key: RecordKey) -> FlightKey:
         """Return the key of one record."""
-        table_offset, key = self.start(generation, record_key[0].name), record_key.key
+        table_offset, key = self.table_offset(generation, record_key[0].name), record_key.hash_or_digest
         return table_offset + key if isinstance(key, int) else (table_offset, key)
 
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of reads: each requested record is counted once, in `l1`, `l2_records` or one of `misses_by_reason`.
+    """Counters of reads: each requested record counts once, in `l1_total`, `l2_records` or one of `misses_by_reason`.
 
-    `l1` is the sum of `l1_records` and `ready_answers`. Ready answers are counted in batches; `add_pending` adds the
-    pending ones.
+    `l1_total` is the sum of `l1_records` and `ready_answers`. Ready answers are counted in batches;
+    `add_pending_ready_answers` adds the pending ones.
     """
 
     l1_records: int = 0
@@ -375,7 +381,7 @@ class Counters:
     l2_records: int = 0
     misses_by_reason: dict[MissReason, int] = field(default_factory=lambda: dict.fromkeys(MissReason, 0))
     l2_reads: int = 0
-    add_pending: Callable[[], None] = lambda: None
+    add_pending_ready_answers: Callable[[], None] = lambda: None
 
     def count(self, outcomes: Sequence[ReadResult]) -> None:
         """Count the results of one request."""
@@ -387,19 +393,19 @@ class Counters:
             else:
                 self.l2_records += 1
 
-    def count_rows(self, is_l2: NDArray[np.bool_], result_by_index: Mapping[int, ReadResult]) -> None:
+    def count_rows(self, l2_row_mask: NDArray[np.bool_], result_by_index: Mapping[int, ReadResult]) -> None:
         """Count rows by tier; rows at the indexes in `result_by_index` are counted by those results."""
-        l2_count = int(np.count_nonzero(is_l2)) - sum(bool(is_l2[index]) for index in result_by_index)
+        l2_count = int(np.count_nonzero(l2_row_mask)) - sum(bool(l2_row_mask[index]) for index in result_by_index)
         self.l2_records += l2_count
-        self.l1_records += len(is_l2) - l2_count - len(result_by_index)
+        self.l1_records += len(l2_row_mask) - l2_count - len(result_by_index)
         self.count(list(result_by_index.values()))
 
     @property
-    def l1(self) -> int:
+    def l1_total(self) -> int:
         """Number of records and ready answers from L1."""
         return self.l1_records + self.ready_answers
 
     @property
-    def total(self) -> int:
+    def result_total(self) -> int:
         """Number of all results."""
-        return self.l1 + self.l2_records + sum(self.misses_by_reason.values())
+        return self.l1_total + self.l2_records + sum(self.misses_by_reason.values())

@@ -65,8 +65,8 @@ class TieredCache:
         negative: NegativeCache,
         remote: DataPlane,
         *,
-        writes_max_bytes: int = 8 << 20,
-        timer: Callable[[], float] = time.monotonic,
+        queued_writes_bytes_max: int = 8 << 20,
+        monotonic_clock: Callable[[], float] = time.monotonic,
         loops: BackgroundLoops | None = None,
     ) -> None:
         self.local_tier = local
@@ -75,14 +75,14 @@ class TieredCache:
         self.access_trace = AccessTrace()
         self.flights: SingleFlight[FlightKey, Entry | Miss] = SingleFlight()
         self._flight_keys = FlightKeys()
-        self.write_behind = WriteBehind(remote.write_overlays, writes_max_bytes, timer, loops)
+        self.write_behind = WriteBehind(remote.write_overlays, queued_writes_bytes_max, monotonic_clock, loops)
         self._remote = remote
         self._row_reader = RowReader(local, self.flights, self._flight_keys, remote, self.counters)
-        self._timer = timer
+        self._timer = monotonic_clock
 
     def peek(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
         """Return the record if L1 has it, without awaiting; counts a hit, but not a miss, which `get` counts."""
-        entry = self.local_tier.get(LocalKey(view.generation, record_key.table.name, record_key.key))
+        entry = self.local_tier.get(LocalKey(view.generation, record_key.table.name, record_key.hash_or_digest))
         if entry is None or not isinstance(read_result := judge_entry(entry, record_key, "l1"), Hit):
             return None
         self.counters.l1_records += 1
@@ -91,13 +91,13 @@ class TieredCache:
 
     def inspect(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
         """Return the record if L1 has it; counts nothing and keeps the LRU order."""
-        entry = self.local_tier.inspect(LocalKey(view.generation, record_key.table.name, record_key.key))
+        entry = self.local_tier.inspect(LocalKey(view.generation, record_key.table.name, record_key.hash_or_digest))
         read_result = None if entry is None else judge_entry(entry, record_key, "l1")
         return read_result if isinstance(read_result, Hit) else None
 
     async def get(self, view: SnapshotView, record_key: RecordKey, deadline: float | None = None) -> ReadResult:
         """Return the record or a miss; `deadline` is this caller's, monotonic; None: only L2's own deadline applies."""
-        key = LocalKey(view.generation, record_key.table.name, record_key.key)
+        key = LocalKey(view.generation, record_key.table.name, record_key.hash_or_digest)
         if (outcome := self._read_local(key, record_key)) is None:
             outcome = self._judge_or_stand_in(key, await self._read_one(view, key, record_key, deadline), record_key)
         self._count(view, (record_key,), (outcome,))
@@ -109,7 +109,9 @@ class TieredCache:
         """Return one result per record key, in order; all records that L1 lacks are read from L2 together."""
         if len(record_keys) == 1 and is_counted:
             return [await self.get(view, record_keys[0], deadline)]
-        keys = [LocalKey(view.generation, record_key.table.name, record_key.key) for record_key in record_keys]
+        keys = [
+            LocalKey(view.generation, record_key.table.name, record_key.hash_or_digest) for record_key in record_keys
+        ]
         outcomes = [self._read_local(key, record_key) for key, record_key in zip(keys, record_keys, strict=True)]
         missed_indexes = [index for index, outcome in enumerate(outcomes) if outcome is None]
         if absent_by_index := {index: (keys[index], record_keys[index]) for index in missed_indexes}:
@@ -129,15 +131,15 @@ class TieredCache:
         rows = await self._row_reader.read(view, record_keys, self._remaining_s(deadline))
         for index, outcome in rows.result_by_index.items():
             if isinstance(outcome, Miss):
-                key = LocalKey(view.generation, record_keys.table.name, record_keys.keys[index])
+                key = LocalKey(view.generation, record_keys.table.name, record_keys.entity_hashes[index])
                 rows.result_by_index[index] = self._judge_or_stand_in(key, outcome, record_keys.record_key_at(index))
-        self.counters.count_rows(rows.is_l2, rows.result_by_index)
+        self.counters.count_rows(rows.l2_row_mask, rows.result_by_index)
         self.access_trace.note_reads(view.generation, record_keys, rows.result_by_index)
         return rows
 
     async def read_overlay_again(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
         """Look again for an answer to exactly this input, which another process may have stored; store it in L1."""
-        key = LocalKey(view.generation, record_key.table.name, record_key.key)
+        key = LocalKey(view.generation, record_key.table.name, record_key.hash_or_digest)
         if isinstance(read_result := self._read_local(key, record_key), Hit):
             return read_result
         self.local_tier.discard(key)  # L1 has an answer to another input, which a regular read would not replace
@@ -163,7 +165,7 @@ class TieredCache:
         view: SnapshotView,
         record_key: RecordKey,
         record: bytes,
-        digest: bytes,
+        input_digest: bytes,
         ttl_s: float,
         lease_mark: LeaseMark | None = None,
     ) -> None:
@@ -173,18 +175,20 @@ class TieredCache:
         complete live record of this entity: defaults and partial answers are never stored.
         """
         check_live_record(record_key, record)
-        key = LocalKey(view.generation, record_key.table.name, record_key.key)
-        entry = Entry(record, record_key.fingerprint, digest, self._timer() + ttl_s)
-        if record_key.position >= 0:
+        key = LocalKey(view.generation, record_key.table.name, record_key.hash_or_digest)
+        entry = Entry(record, record_key.fingerprint, input_digest, self._timer() + ttl_s)
+        if record_key.directory_position >= 0:
             # Stored in addition to the nightly record: callers without an input get the nightly record.
-            self.local_tier.put(live_key(key, digest), entry)
+            self.local_tier.put(live_key(key, input_digest), entry)
             return
         self.local_tier.put(key, entry)
         self.access_trace.note_put(view.generation, record_key, len(record))
         self.negative_cache.discard(key)
-        payload = pack_overlay(record, digest)
+        payload = pack_overlay(record, input_digest)
         self.write_behind.put(
-            OverlayWrite(view.generation, record_key.table.name, hash_hex(record_key.key), payload, ttl_s, lease_mark)
+            OverlayWrite(
+                view.generation, record_key.table.name, hash_hex(record_key.hash_or_digest), payload, ttl_s, lease_mark
+            )
         )
 
     def keep(self, view: SnapshotView, record_key: RecordKey, ready_answer: ReadyAnswer) -> None:
@@ -195,10 +199,10 @@ class TieredCache:
 
     def discard(self, view: SnapshotView, record_key: RecordKey) -> None:
         """Remove L1's entries of this entity, whose record is damaged."""
-        key = LocalKey(view.generation, record_key.table.name, record_key.key)
+        key = LocalKey(view.generation, record_key.table.name, record_key.hash_or_digest)
         self.local_tier.discard(key)
-        if record_key.digest is not None:
-            self.local_tier.discard(live_key(key, record_key.digest))
+        if record_key.input_digest is not None:
+            self.local_tier.discard(live_key(key, record_key.input_digest))
 
     async def aclose(self, timeout_s: float = 1.0) -> None:
         """Store the queued overlays within `timeout_s`; count the others as dropped."""
@@ -219,7 +223,7 @@ class TieredCache:
             return judge_entry(entry, record_key, "l1")
         if record_key.skips_overlay:
             return MISS_BY_REASON[MissReason.UNREAD]
-        if record_key.position < 0 and key in self.negative_cache:
+        if record_key.directory_position < 0 and key in self.negative_cache:
             return MISS_BY_REASON[MissReason.NEGATIVE]
         return None
 
@@ -227,9 +231,13 @@ class TieredCache:
         """Return the result of a read of L2; if there is no entry, L1's live answer to this input may replace it."""
         if isinstance(entry, Entry):
             return judge_entry(entry, record_key, "l2")
-        if record_key.position < 0 or record_key.digest is None or not entry.reason.traits.allows_stand_in:
+        if (
+            record_key.directory_position < 0
+            or record_key.input_digest is None
+            or not entry.reason.traits.allows_stand_in
+        ):
             return entry
-        live_entry = self.local_tier.get(live_key(key, record_key.digest))
+        live_entry = self.local_tier.get(live_key(key, record_key.input_digest))
         outcome = entry if live_entry is None else judge_entry(live_entry, record_key, "l1")
         if not isinstance(outcome, Hit):
             return entry
@@ -299,7 +307,7 @@ class TieredCache:
             entry: Entry | Miss = Entry(answer, record_key.fingerprint)
         elif isinstance(answer, TierUnavailable):
             return unavailable_miss(answer)
-        elif record_key.position >= 0:
+        elif record_key.directory_position >= 0:
             return MISS_BY_REASON[MissReason.PAGE_MISSING]
         # This process wrote the entry during the read: it is newer than the reply.
         elif (newer_entry := self.local_tier.get(key)) is not None:
@@ -367,7 +375,7 @@ class RowReader:
         _put_rows(records, hit_indexes, _rows_from_records(record_keys, [entry.record for entry in entries if entry]))
         _put_rows(records, absent_indexes, l2_rows.records)
         rows = _checked_rows(record_keys, records)
-        rows.is_l2[absent_indexes] = True
+        rows.l2_row_mask[absent_indexes] = True
         for index, read_result in l2_rows.result_by_index.items():
             rows.result_by_index[absent_indexes[index]] = read_result
         return rows
@@ -379,10 +387,10 @@ class RowReader:
             return self._fetch(view, record_keys.select(new))
 
         is_l2 = np.ones(len(record_keys), bool)
-        flight_key_offset = self._flight_keys.start(view.generation, record_keys.table.name)
+        flight_key_offset = self._flight_keys.table_offset(view.generation, record_keys.table.name)
         try:
             new, flight_result, entry_by_index = await self._wait(
-                list(map(flight_key_offset.__add__, record_keys.keys)), work, remaining_s
+                list(map(flight_key_offset.__add__, record_keys.entity_hashes)), work, remaining_s
             )
         except TimeoutError:
             timeouts = dict.fromkeys(range(len(record_keys)), MISS_BY_REASON[MissReason.L2_TIMEOUT])
@@ -516,17 +524,17 @@ class WriteBehind:
     def __init__(
         self,
         write_overlays: WriteOverlays,
-        max_bytes: int,
-        timer: Callable[[], float] = time.monotonic,
+        queued_bytes_max: int,
+        monotonic_clock: Callable[[], float] = time.monotonic,
         loops: BackgroundLoops | None = None,
     ) -> None:
         self.stored_count = 0
         self.failed_count = 0
         self.dropped_count = 0
         self._write = write_overlays
-        self._max_bytes = max_bytes
+        self._max_bytes = queued_bytes_max
         self._queued_bytes = 0
-        self._timer = timer
+        self._timer = monotonic_clock
         self._loops = BackgroundLoops() if loops is None else loops
         self._queue: deque[tuple[OverlayWrite, float]] = deque()
         self._write_task: asyncio.Task[None] | None = None
@@ -536,11 +544,11 @@ class WriteBehind:
 
     def put(self, write: OverlayWrite) -> None:
         """Queue the write; drop it if `max_bytes` of payload are already waiting."""
-        if self._queued_bytes + len(write.payload) > self._max_bytes:
+        if self._queued_bytes + len(write.overlay_value) > self._max_bytes:
             self.dropped_count += 1
             return
-        self._queued_bytes += len(write.payload)
-        self._queue.append((write, self._timer() + write.ttl_s))
+        self._queued_bytes += len(write.overlay_value)
+        self._queue.append((write, self._timer() + write.overlay_ttl_s))
         if self._write_task is None or self._write_task.done():
             self._write_task = self._loops.start("write_behind", self._write_some, is_due=lambda: bool(self._queue))
 
@@ -572,12 +580,12 @@ class WriteBehind:
         now_s = self._timer()
         for _ in range(min(_WRITES_AT_ONCE_MAX, len(self._queue))):
             write, expires_at = self._queue.popleft()
-            self._queued_bytes -= len(write.payload)
+            self._queued_bytes -= len(write.overlay_value)
             remaining_life_s = expires_at - now_s
             if remaining_life_s <= 0:
                 self.dropped_count += 1
-            elif remaining_life_s >= write.ttl_s - _UNCHANGED_LIFE_WAIT_S:
+            elif remaining_life_s >= write.overlay_ttl_s - _UNCHANGED_LIFE_WAIT_S:
                 writes.append(write)
             else:
-                writes.append(write._replace(ttl_s=remaining_life_s))
+                writes.append(write._replace(overlay_ttl_s=remaining_life_s))
         return writes

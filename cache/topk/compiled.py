@@ -54,21 +54,21 @@ class PackedItems:
     """
 
     vectors: NDArray[np.float32]
-    lengths: NDArray[np.float32] | None
-    codes: NDArray[np.uint8]
-    ordinals: NDArray[np.uint32]
-    rank_by_ordinal: NDArray[np.uint32]
-    scale: NDArray[np.float32]
-    residual: NDArray[np.float32]
-    longest: NDArray[np.float32]
-    reach: NDArray[np.float32]
-    unit: float
+    score_divisors: NDArray[np.float32] | None
+    item_codes: NDArray[np.uint8]
+    ordinal_by_place: NDArray[np.uint32]
+    place_by_ordinal: NDArray[np.uint32]
+    group_scales: NDArray[np.float32]
+    group_residual_bounds: NDArray[np.float32]
+    group_length_bounds: NDArray[np.float32]
+    tile_reach_bounds: NDArray[np.float32]
+    length_unit: float
     largest_code: int
 
     @property
-    def width(self) -> int:
+    def codes_per_item(self) -> int:
         """Number of codes per item, padding included."""
-        return int(self.codes.shape[1]) * 4
+        return int(self.item_codes.shape[1]) * 4
 
     @classmethod
     def of(
@@ -87,47 +87,51 @@ class PackedItems:
         `width_multiple`.
         """
         item_count, dims = compared_vectors.shape
-        unit = 1.0 if score_divisors is not None else float(compared_lengths.max(initial=0)) or 1.0
+        length_unit = 1.0 if score_divisors is not None else float(compared_lengths.max(initial=0)) or 1.0
         packing_order = _packing_order(compared_vectors, compared_lengths)
         group_count = -(-item_count // (LANES * _PADDED_GROUPS)) * _PADDED_GROUPS
         padded_dims = -(-dims // width_multiple) * width_multiple
-        codes = np.full((group_count, padded_dims // 4, LANES, 4), largest_code + 1, np.uint8)
-        scale, residual, longest = np.ones((3, group_count), np.float32)
+        item_codes = np.full((group_count, padded_dims // 4, LANES, 4), largest_code + 1, np.uint8)
+        group_scales, group_residual_bounds, group_length_bounds = np.ones((3, group_count), np.float32)
         for start in range(0, group_count, TILE_GROUPS * _TILES_PER_STEP):
             group_slice = slice(start, min(start + TILE_GROUPS * _TILES_PER_STEP, group_count))
             step_ordinals = packing_order[group_slice.start * LANES : group_slice.stop * LANES]
             step_vectors = np.zeros(((group_slice.stop - group_slice.start) * LANES, padded_dims))
             np.divide(
-                compared_vectors[step_ordinals], unit, out=step_vectors[: len(step_ordinals), :dims], dtype=np.float64
+                compared_vectors[step_ordinals],
+                length_unit,
+                out=step_vectors[: len(step_ordinals), :dims],
+                dtype=np.float64,
             )
             grouped_vectors = step_vectors.reshape(-1, LANES, padded_dims)
             peaks = np.maximum(grouped_vectors.max(axis=(1, 2)), -grouped_vectors.min(axis=(1, 2)))
-            scale[group_slice] = np.maximum(peaks, _LENGTH_FLOOR) / largest_code
-            code_steps = scale[group_slice].astype(np.float64)[:, None, None]
-            longest[group_slice] = _upper_bounds(_group_lengths(grouped_vectors))
+            group_scales[group_slice] = np.maximum(peaks, _LENGTH_FLOOR) / largest_code
+            code_steps = group_scales[group_slice].astype(np.float64)[:, None, None]
+            group_length_bounds[group_slice] = _upper_bounds(_group_lengths(grouped_vectors))
             rounded_codes = np.rint(grouped_vectors / code_steps)
             np.clip(rounded_codes, -largest_code, largest_code, out=rounded_codes)
             grouped_vectors -= rounded_codes * code_steps
-            residual[group_slice] = _upper_bounds(_group_lengths(grouped_vectors))
+            group_residual_bounds[group_slice] = _upper_bounds(_group_lengths(grouped_vectors))
             rounded_codes += largest_code + 1
             shifted_codes = rounded_codes.astype(np.uint8)
-            codes[group_slice] = shifted_codes.reshape(-1, LANES, padded_dims // 4, 4).swapaxes(1, 2)
-        ordinals = np.zeros(group_count * LANES, np.uint32)
-        ordinals[:item_count] = packing_order
-        position_by_ordinal = np.empty(item_count, np.uint32)
-        position_by_ordinal[packing_order] = np.arange(item_count, dtype=np.uint32)
-        longest_by_tile = np.maximum.reduceat(longest, np.arange(0, group_count, TILE_GROUPS))
-        reach = np.maximum.accumulate(longest_by_tile[::-1])[::-1].copy()
+            item_codes[group_slice] = shifted_codes.reshape(-1, LANES, padded_dims // 4, 4).swapaxes(1, 2)
+        ordinal_by_place = np.zeros(group_count * LANES, np.uint32)
+        ordinal_by_place[:item_count] = packing_order
+        place_by_ordinal = np.empty(item_count, np.uint32)
+        place_by_ordinal[packing_order] = np.arange(item_count, dtype=np.uint32)
+        longest_by_tile = np.maximum.reduceat(group_length_bounds, np.arange(0, group_count, TILE_GROUPS))
+        tile_reach_bounds = np.maximum.accumulate(longest_by_tile[::-1])[::-1].copy()
         return cls(
-            vectors, score_divisors, codes, ordinals, position_by_ordinal, scale, residual, longest, reach, unit,
+            vectors, score_divisors, item_codes, ordinal_by_place, place_by_ordinal, group_scales,
+            group_residual_bounds, group_length_bounds, tile_reach_bounds, length_unit,
             largest_code,
         )  # fmt: skip
 
     def allowed_bits(self, allowed_mask: NDArray[np.bool_] | None) -> NDArray[np.uint16]:
         """Return a bit mask uint16 [groups] of the places with allowed items; `allowed_mask` is by ordinal."""
-        allowed_places = np.zeros(len(self.ordinals), np.bool_)
-        allowed_places[: len(self.rank_by_ordinal)] = (
-            True if allowed_mask is None else allowed_mask[self.ordinals[: len(self.rank_by_ordinal)]]
+        allowed_places = np.zeros(len(self.ordinal_by_place), np.bool_)
+        allowed_places[: len(self.place_by_ordinal)] = (
+            True if allowed_mask is None else allowed_mask[self.ordinal_by_place[: len(self.place_by_ordinal)]]
         )
         return np.packbits(allowed_places, bitorder="little").view("<u2").astype(np.uint16)
 
@@ -146,8 +150,8 @@ def _group_lengths(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
     return longest_lengths
 
 
-def _upper_bounds(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    return values * (1 + _BOUND_SLACK) + _LENGTH_FLOOR
+def _upper_bounds(lengths: NDArray[np.float64]) -> NDArray[np.float64]:
+    return lengths * (1 + _BOUND_SLACK) + _LENGTH_FLOOR
 
 
 class _LarderItems(ctypes.Structure):
@@ -198,39 +202,41 @@ class Kernel:
         packed: PackedItems,
         user_vectors: NDArray[np.float32],
         k: int,
-        excluded: Histories,
-        allowed: NDArray[np.uint16],
-        rows: slice,
+        exclusions: Histories,
+        allowed_bits: NDArray[np.uint16],
+        user_rows: slice,
         top_arrays: TopLists,
     ) -> None:
-        """Fill `rows` of `top_arrays`; `Scorer.top` checks the shapes; all arrays must be contiguous."""
-        array_names = ("vectors", "lengths", "codes", "ordinals", "rank_by_ordinal", "scale", "residual",
-                  "longest", "reach")  # fmt: skip
+        """Fill `user_rows` of `top_arrays`; `Scorer.top` checks the shapes; all arrays must be contiguous."""
+        array_names = (
+            "vectors", "score_divisors", "item_codes", "ordinal_by_place", "place_by_ordinal", "group_scales",
+            "group_residual_bounds", "group_length_bounds", "tile_reach_bounds",
+        )  # fmt: skip
         items = _LarderItems(
             *(_address(getattr(packed, name)) for name in array_names),
-            _address(allowed),
+            _address(allowed_bits),
             len(packed.vectors),
-            len(packed.scale),
+            len(packed.group_scales),
             packed.vectors.shape[1],
-            packed.width,
+            packed.codes_per_item,
             packed.largest_code + 1,
-            packed.unit,
+            packed.length_unit,
         )
-        starts = np.ascontiguousarray(excluded.indptr[rows.start : rows.stop + 1])
-        excluded_ordinals = np.ascontiguousarray(excluded.indices)
+        starts = np.ascontiguousarray(exclusions.indptr[user_rows.start : user_rows.stop + 1])
+        excluded_ordinals = np.ascontiguousarray(exclusions.indices)
         status_code = self.library.larder_topk(
             ctypes.byref(items),
-            _address(user_vectors[rows]),
-            rows.stop - rows.start,
+            _address(user_vectors[user_rows]),
+            user_rows.stop - user_rows.start,
             _address(starts),
             _address(excluded_ordinals),
             k,
             self.level,
-            _address(top_arrays[0][rows]),
-            _address(top_arrays[1][rows]),
+            _address(top_arrays[0][user_rows]),
+            _address(top_arrays[1][user_rows]),
         )
         if status_code:
-            raise MemoryError(f"no memory for the candidates of {rows.stop - rows.start} users")
+            raise MemoryError(f"no memory for the candidates of {user_rows.stop - user_rows.start} users")
 
     def same_bits(self, dims: int) -> bool:
         """Return whether the kernel sums in the same order as this numpy, so that both compute the same scores."""
@@ -306,9 +312,11 @@ def scored_item_lengths(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     return item_lengths
 
 
-def _within_mask(values: NDArray[np.float64], limits: tuple[float, float]) -> NDArray[np.bool_]:
+def _within_mask(magnitudes: NDArray[np.float64], lower_and_upper_limit: tuple[float, float]) -> NDArray[np.bool_]:
     """Return a mask of the values that are within the limits, or 0."""
-    inside_mask: NDArray[np.bool_] = ((values > limits[0]) & (values < limits[1])) | (values == 0)
+    inside_mask: NDArray[np.bool_] = (
+        (magnitudes > lower_and_upper_limit[0]) & (magnitudes < lower_and_upper_limit[1])
+    ) | (magnitudes == 0)
     return inside_mask
 
 

@@ -51,24 +51,24 @@ class ComparableItems:
 
 
 def user_chunks(
-    exclusion_counts: NDArray[np.int64], k: int, threads: int, shape: tuple[int, int]
+    exclusion_counts: NDArray[np.int64], k: int, threads: int, item_matrix_shape: tuple[int, int]
 ) -> Iterator[tuple[NDArray[np.int64], int]]:
     """Yield (rows, number of candidates to fetch): users with similar numbers of exclusions, in chunks of similar size.
 
-    `shape` is [items, dims].
+    `item_matrix_shape` is [items, dims].
     """
     user_rows = np.argsort(exclusion_counts, kind="stable")
     start = 0
     while start < len(user_rows):
         remaining_count = len(user_rows) - start
         # For smaller chunks faiss does not use BLAS, but a kernel that takes five times as long.
-        users_for_blas = faiss.cvar.distance_compute_blas_threshold // shape[1] + 1
+        users_for_blas = faiss.cvar.distance_compute_blas_threshold // item_matrix_shape[1] + 1
         part_count = max(
             -(-remaining_count // max(_CHUNK_USERS_MAX, users_for_blas)),
             min(threads, remaining_count // users_for_blas),
         )
         end = start + -(-remaining_count // max(1, part_count))
-        candidate_count = min(k + int(exclusion_counts[user_rows[end - 1]]) + _SPARE_CANDIDATES, shape[0])
+        candidate_count = min(k + int(exclusion_counts[user_rows[end - 1]]) + _SPARE_CANDIDATES, item_matrix_shape[0])
         end = min(end, start + max(1, _CHUNK_CANDIDATES_MAX // max(1, candidate_count)))
         yield user_rows[start:end], candidate_count
         start = end
@@ -81,7 +81,7 @@ class FlatChunk:
         self,
         compared_items: ComparableItems,
         user_vectors: NDArray[np.float32],
-        excluded: Histories,
+        exclusions: Histories,
         k: int,
         candidate_count: int,
     ) -> None:
@@ -89,7 +89,7 @@ class FlatChunk:
         self._user_vectors = user_vectors
         self._queries = unit_rows(user_vectors) if compared_items.metric == "cosine" else user_vectors
         self._query_lengths = row_lengths_of(self._queries)
-        self._excluded = excluded
+        self._excluded = exclusions
         self._k = k
         self._candidate_count = candidate_count
 
@@ -117,20 +117,26 @@ class FlatChunk:
         )
 
     def _settle_rows(
-        self, rows: slice, products: NDArray[np.float32], candidates: NDArray[np.int64], bounds: NDArray[np.float64]
+        self,
+        user_rows: slice,
+        candidate_products: NDArray[np.float32],
+        candidate_ordinals: NDArray[np.int64],
+        outside_score_bounds: NDArray[np.float64],
     ) -> TopLists:
         """Drop excluded items, keep slightly more than K candidates, re-score and certify them.
 
         For rows that fail, all items are scored.
         """
         compared_items, k = self._compared_items, self._k
-        user_vectors, candidates = self._user_vectors[rows], candidates[rows]
-        exclusions = self._excluded.select_rows(np.arange(len(self._user_vectors))[rows])
+        user_vectors, candidate_ordinals = self._user_vectors[user_rows], candidate_ordinals[user_rows]
+        exclusions = self._excluded.select_rows(np.arange(len(self._user_vectors))[user_rows])
         filtered_products = np.where(
-            self._exclusion_mask(candidates, exclusions) | (candidates < 0), -np.inf, products[rows]
+            self._exclusion_mask(candidate_ordinals, exclusions) | (candidate_ordinals < 0),
+            -np.inf,
+            candidate_products[user_rows],
         )
-        outside_maxima = bounds[rows].copy()
-        if candidates.shape[1] > k + _SPARE_CANDIDATES:
+        outside_maxima = outside_score_bounds[user_rows].copy()
+        if candidate_ordinals.shape[1] > k + _SPARE_CANDIDATES:
             candidate_columns = np.argpartition(-filtered_products, k + _SPARE_CANDIDATES, axis=1)
             cut_products = np.take_along_axis(
                 filtered_products, candidate_columns[:, k + _SPARE_CANDIDATES :][:, :1], axis=1
@@ -138,29 +144,34 @@ class FlatChunk:
             outside_maxima = np.maximum(outside_maxima, cut_products)
             candidate_columns = candidate_columns[:, : k + _SPARE_CANDIDATES]
             filtered_products = np.take_along_axis(filtered_products, candidate_columns, axis=1)
-            candidates = np.take_along_axis(candidates, candidate_columns, axis=1)
-        candidates = np.where(np.isneginf(filtered_products), -1, candidates)
-        ordinals, scores = rank(user_vectors, compared_items.vectors, candidates, None, k, metric=compared_items.metric)
+            candidate_ordinals = np.take_along_axis(candidate_ordinals, candidate_columns, axis=1)
+        candidate_ordinals = np.where(np.isneginf(filtered_products), -1, candidate_ordinals)
+        ordinals, scores = rank(
+            user_vectors, compared_items.vectors, candidate_ordinals, None, k, metric=compared_items.metric
+        )
         rounding_margin = (
-            (user_vectors.shape[1] + 8) * _FLOAT32_ROUNDING * self._query_lengths[rows] * compared_items.longest_length
+            (user_vectors.shape[1] + 8)
+            * _FLOAT32_ROUNDING
+            * self._query_lengths[user_rows]
+            * compared_items.longest_length
         )
         if compared_items.metric == "cosine":
             rounding_margin = np.full(len(user_vectors), (user_vectors.shape[1] + 16) * _FLOAT32_ROUNDING)
-        full_mask = (candidates >= 0).sum(axis=1) >= k
+        full_mask = (candidate_ordinals >= 0).sum(axis=1) >= k
         certified_mask = np.isneginf(outside_maxima) | (full_mask & (scores[:, -1] > outside_maxima + rounding_margin))
         for row in np.flatnonzero(~certified_mask):
             excluded_ordinals = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
             ordinals[row], scores[row] = _rank_all_items(compared_items, user_vectors[row], excluded_ordinals, k)
         return ordinals, scores
 
-    def _exclusion_mask(self, candidates: NDArray[np.int64], exclusions: Histories) -> NDArray[np.bool_]:
+    def _exclusion_mask(self, candidate_ordinals: NDArray[np.int64], exclusions: Histories) -> NDArray[np.bool_]:
         item_count = len(self._compared_items.vectors)
         is_known = (exclusions.indices >= 0) & (exclusions.indices < item_count)
         exclusion_rows = np.repeat(np.arange(len(exclusions)), np.diff(exclusions.indptr))
         excluded_keys = np.sort(exclusion_rows[is_known] * item_count + exclusions.indices[is_known])
         if not len(excluded_keys):
-            return np.zeros(candidates.shape, np.bool_)
-        candidate_keys = np.arange(len(candidates))[:, None] * item_count + candidates
+            return np.zeros(candidate_ordinals.shape, np.bool_)
+        candidate_keys = np.arange(len(candidate_ordinals))[:, None] * item_count + candidate_ordinals
         insertion_indexes = np.minimum(np.searchsorted(excluded_keys, candidate_keys), len(excluded_keys) - 1)
         hit_mask: NDArray[np.bool_] = excluded_keys[insertion_indexes] == candidate_keys
         return hit_mask

@@ -102,13 +102,13 @@ class Scorer:
         user_vectors: NDArray[np.float32],
         k: int,
         exclusions: Histories,
-        allowed: NDArray[np.bool_] | None,
+        allowed_mask: NDArray[np.bool_] | None,
         threads: int,
         report_progress: Callable[[int], None],
     ) -> TopLists:
         assert self.kernel_and_items is not None  # noqa: S101 - `top` asked
         kernel, packed_items = self.kernel_and_items
-        allowed_bits = packed_items.allowed_bits(allowed)
+        allowed_bits = packed_items.allowed_bits(allowed_mask)
         top_lists = (np.empty((len(user_vectors), k), np.uint32), np.empty((len(user_vectors), k), np.float32))
 
         def run(rows: slice) -> int:
@@ -123,12 +123,12 @@ class Scorer:
         user_vectors: NDArray[np.float32],
         k: int,
         exclusions: Histories,
-        allowed: NDArray[np.bool_] | None,
+        allowed_mask: NDArray[np.bool_] | None,
         threads: int,
         report_progress: Callable[[int], None],
     ) -> TopLists:
-        if allowed is not None:
-            return self._flat_among(user_vectors, k, exclusions, np.flatnonzero(allowed), threads, report_progress)
+        if allowed_mask is not None:
+            return self._flat_among(user_vectors, k, exclusions, np.flatnonzero(allowed_mask), threads, report_progress)
         ordinals = np.full((len(user_vectors), k), NO_ITEM, np.uint32)
         scores = np.zeros((len(user_vectors), k), np.float32)
         if not len(self.compared_items.vectors):
@@ -208,28 +208,28 @@ def user_slabs(user_count: int, threads: int) -> Iterator[slice]:
 
 
 def _run_all(
-    run: Callable[[Part], int], parts: Iterable[Part], threads: int, report_progress: Callable[[int], None]
+    run_part: Callable[[Part], int], parts: Iterable[Part], threads: int, report_progress: Callable[[int], None]
 ) -> None:
     if threads == 1:  # for a single lookup a thread would cost as much as the search
         for part in parts:
-            report_progress(run(part))
+            report_progress(run_part(part))
         return
     with ThreadPoolExecutor(threads) as pool:
-        for user_count in pool.map(run, parts):
+        for user_count in pool.map(run_part, parts):
             report_progress(user_count)
 
 
-def _check_shape(name: str, vectors: NDArray[np.float32], dims: int | None) -> None:
+def _check_shape(argument_name: str, vectors: NDArray[np.float32], dims: int | None) -> None:
     if vectors.dtype != np.float32 or vectors.ndim != 2 or not vectors.shape[1]:
         raise ConfigError(
-            f"{name} must be a float32 matrix with a row for each, not {vectors.dtype} "
+            f"{argument_name} must be a float32 matrix with a row for each, not {vectors.dtype} "
             f"{list(vectors.shape)}; convert with astype"
         )
     if dims is not None and vectors.shape[1] != dims:
-        raise ConfigError(f"{name} have {vectors.shape[1]} dimensions, the items {dims}")
+        raise ConfigError(f"{argument_name} have {vectors.shape[1]} dimensions, the items {dims}")
 
 
-def _check_values(name: str, vectors: NDArray[np.float32]) -> None:
+def _check_values(argument_name: str, vectors: NDArray[np.float32]) -> None:
     # A sum of squares is finite only if all numbers are; if it overflows, check each number.
     flat_numbers = vectors.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -238,7 +238,8 @@ def _check_values(name: str, vectors: NDArray[np.float32]) -> None:
         nonfinite_rows = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
         if len(nonfinite_rows):
             raise ConfigError(
-                f"{name} must be finite; row {nonfinite_rows[0]} is not ({len(nonfinite_rows)} rows): repair the model",
+                f"{argument_name} must be finite; row {nonfinite_rows[0]} is not ({len(nonfinite_rows)} rows): "
+                "repair the model",
                 row=int(nonfinite_rows[0]),
             )
 
@@ -256,8 +257,8 @@ def _check_histories(exclusions: Histories, user_count: int) -> None:
         raise ConfigError(f"excluded must hold int64, not {exclusions.indptr.dtype}/{exclusions.indices.dtype}")
 
 
-def _check_allowed(allowed: NDArray[np.bool_] | None, item_count: int) -> None:
-    if allowed is not None and (allowed.dtype != np.bool_ or allowed.shape != (item_count,)):
+def _check_allowed(allowed_mask: NDArray[np.bool_] | None, item_count: int) -> None:
+    if allowed_mask is not None and (allowed_mask.dtype != np.bool_ or allowed_mask.shape != (item_count,)):
         raise ConfigError(
-            f"allowed must be bool [{item_count}], one per item, not {allowed.dtype} {list(allowed.shape)}"
+            f"allowed must be bool [{item_count}], one per item, not {allowed_mask.dtype} {list(allowed_mask.shape)}"
         )

@@ -223,9 +223,9 @@ def change_experiments(store: ArtefactStore, change: Callable[[Experiments], Exp
     return EXPERIMENTS_VERSIONS.change(store, apply_change)
 
 
-def exposure_part_path(hour: int, replica: str, part_number: int) -> str:
+def exposure_part_path(hour_number: int, replica_name: str, part_number: int) -> str:
     """Return the store path of the exposures of one hour (hours since 1970), the `part_number`th part of a replica."""
-    return f"{EXPOSURES_FOLDER}/parts/{hour}.{replica}-{part_number}.json"
+    return f"{EXPOSURES_FOLDER}/parts/{hour_number}.{replica_name}-{part_number}.json"
 
 
 class RateRatio(NamedTuple):
@@ -237,7 +237,11 @@ class RateRatio(NamedTuple):
 
 
 def rate_ratio(
-    events: float, requests: float, base_events: float, base_requests: float, alpha: float = RATE_RATIO_ALPHA
+    event_count: float,
+    request_count: float,
+    base_event_count: float,
+    base_request_count: float,
+    alpha: float = RATE_RATIO_ALPHA,
 ) -> RateRatio | None:
     """Return the ratio of the arm's events per request to the base's; None if a count is 0, which leaves it unbounded.
 
@@ -248,10 +252,10 @@ def rate_ratio(
     methods related to the law of the iterated logarithm", 1970; Johari, Koomen, Pekelis and Walsh, "Always valid
     inference", 2022). Correlated events of one key vary more than this model assumes.
     """
-    if min(events, requests, base_events, base_requests) <= 0:
+    if min(event_count, request_count, base_event_count, base_request_count) <= 0:
         return None
-    ratio = (events / requests) / (base_events / base_requests)
-    variance, effect_variance = 1 / events + 1 / base_events, RATE_RATIO_EFFECT * RATE_RATIO_EFFECT
+    ratio = (event_count / request_count) / (base_event_count / base_request_count)
+    variance, effect_variance = 1 / event_count + 1 / base_event_count, RATE_RATIO_EFFECT * RATE_RATIO_EFFECT
     variance_ratio = 1 + effect_variance / variance
     log_half_width = math.sqrt(
         variance * variance_ratio / (effect_variance / variance) * (math.log(variance_ratio) - 2 * math.log(alpha))

@@ -36,7 +36,7 @@ class KeySketch:
             union._registers = bytearray(map(max, union._registers, sketch._registers))
         return union
 
-    def count(self) -> float:
+    def estimate_key_count(self) -> float:
         """Estimate the number of distinct keys."""
         estimate = _BIAS_CORRECTION * _REGISTER_COUNT**2 / sum(2.0**-rank for rank in self._registers)
         empty_registers = self._registers.count(0)
@@ -49,10 +49,10 @@ class KeySketch:
         return base64.b64encode(self._registers).decode()
 
     @classmethod
-    def from_text(cls, text: str) -> Self:
+    def from_text(cls, registers_base64: str) -> Self:
         """Parse the result of `to_text`; raise ValueError for anything else."""
         try:
-            registers = base64.b64decode(text, validate=True)
+            registers = base64.b64decode(registers_base64, validate=True)
         except binascii.Error as error:
             raise ValueError(f"not a sketch of keys: {error}") from error
         if len(registers) != _REGISTER_COUNT:

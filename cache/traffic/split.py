@@ -19,17 +19,17 @@ _HASH_SPACE = 2**64
 class KeySplit:
     """Share of `percent` of all keys, which differs between canary generations: no caller is always in the canary."""
 
-    seed: int
-    hash_limit: int
+    hash_seed: int
+    key_hash_limit: int
 
     @classmethod
-    def of(cls, salt: str, percent: float) -> "KeySplit":
+    def of(cls, salt: str, key_percent: float) -> "KeySplit":
         """Build from a salt; a canary's salt is its generation id."""
-        return cls(split_seed(salt), round(_HASH_SPACE * (percent / 100.0)))
+        return cls(split_seed(salt), round(_HASH_SPACE * (key_percent / 100.0)))
 
     def has_key(self, key: bytes) -> bool:
         """Return whether the key is in the share. A larger percentage keeps all keys of a smaller one."""
-        return key_hash(key, self.seed) < self.hash_limit
+        return key_hash(key, self.hash_seed) < self.key_hash_limit
 
 
 class BucketOwners:
@@ -55,9 +55,9 @@ def split_seed(salt: str) -> int:
     return xxhash.xxh3_64_intdigest(salt.encode())
 
 
-def key_hash(key: bytes, seed: int) -> int:
+def key_hash(key: bytes, hash_seed: int) -> int:
     """Return the key's hash for splits of this seed, uniform in 0 to 2**64 - 1."""
-    return xxhash.xxh3_64_intdigest(key, seed)
+    return xxhash.xxh3_64_intdigest(key, hash_seed)
 
 
 def bucket_count(ranges: BucketRanges) -> int:

@@ -19,8 +19,8 @@ DAY_S = 86_400
 class Window(NamedTuple):
     """Time window of a sketch: the seconds that it covers, and the seconds from its last report to its expiry."""
 
-    seconds: int
-    life_s: int
+    covered_seconds: int
+    sketch_life_s: int
 
 
 HOT_WINDOW = Window(HOUR_S, HOT_LIFE_S)
@@ -62,17 +62,17 @@ class HotKeyReport(NamedTuple):
     removed_names: Sequence[EntityName] = ()
     window: Window = HOT_WINDOW
 
-    def arguments(self) -> list[Any]:
+    def script_arguments(self) -> list[Any]:
         """Return ARGV of `REPORT_SCRIPT`."""
-        arguments: list[Any] = [MEMBERS_MAX, self.window.life_s, len(self.name_counts)]
+        script_arguments: list[Any] = [MEMBERS_MAX, self.window.sketch_life_s, len(self.name_counts)]
         for name, count in self.name_counts:
-            arguments += count, sketch_member_of(name)
-        return arguments + [sketch_member_of(name) for name in self.removed_names]
+            script_arguments += count, sketch_member_of(name)
+        return script_arguments + [sketch_member_of(name) for name in self.removed_names]
 
 
 def window_number_of(unix_seconds: float, window: Window = HOT_WINDOW) -> int:
     """Return the number of the window that contains a time (Unix seconds, Redis' clock)."""
-    return int(unix_seconds // window.seconds)
+    return int(unix_seconds // window.covered_seconds)
 
 
 def sketch_member_of(name: EntityName) -> bytes:
@@ -101,7 +101,7 @@ class SharedHotKeys:
     async def add_report(self, report: HotKeyReport) -> None:
         """Add a replica's requests to the sketch of a window."""
         keys = self._sketch_keys(report.window_number, report.window)
-        await self._control.execute("EVAL", REPORT_SCRIPT, len(keys), *keys, *report.arguments())
+        await self._control.execute("EVAL", REPORT_SCRIPT, len(keys), *keys, *report.script_arguments())
 
     async def fetch_names(self, window_number: int, window: Window = HOT_WINDOW) -> list[EntityName]:
         """Return the names most requested from all replicas in this window and the one before, most requested first.
@@ -116,11 +116,11 @@ class SharedHotKeys:
         key_of_window = keyspace.cold_names if window is COLD_WINDOW else keyspace.hot_names
         return key_of_window(window_number), key_of_window(window_number - 1)
 
-    async def _fetch_members(self, key: str) -> list[bytes]:
+    async def _fetch_members(self, sketch_key: str) -> list[bytes]:
         scored_members: list[bytes] = []
         for first_rank in range(0, MEMBERS_MAX, MEMBERS_READ_AT_ONCE):
             last_rank = first_rank + MEMBERS_READ_AT_ONCE - 1
-            reply = await self._control.execute("ZREVRANGE", key, first_rank, last_rank, "WITHSCORES")
+            reply = await self._control.execute("ZREVRANGE", sketch_key, first_rank, last_rank, "WITHSCORES")
             with as_unavailable():
                 members_page = checked_reply("ZREVRANGE", reply, SCORED_MEMBERS_SHAPE)
                 scored_members += members_page

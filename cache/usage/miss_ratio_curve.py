@@ -18,19 +18,19 @@ class MissRatioCurve:
     """Estimate of the hit ratios of LRU caches with the given `capacities` (ascending), in the unit of the keys' sizes.
 
     A key is identified by its spot, a uniform hash in [0, 2^64), and sampled if its spot is at most
-    `greatest_sampled_spot`. At first all keys are sampled; when there are more than `keys_max`, the key with the
-    greatest spot is removed, and the threshold is lowered to it. A reuse distance is the size of the sampled keys
+    `greatest_sampled_spot`. At first all keys are sampled; when there are more than `sampled_keys_max`, the key with
+    the greatest spot is removed, and the threshold is lowered to it. A reuse distance is the size of the sampled keys
     touched since, divided by the sampling rate, and each sampled read has the weight 1 / rate. SHARDS-adj: the
     difference between the number of reads and the weight of the sampled reads is added to the shortest distance. Keys
     deeper than the largest capacity are dropped, since no cache would hold them.
     """
 
-    def __init__(self, capacities: Sequence[int], keys_max: int) -> None:
+    def __init__(self, capacities: Sequence[int], sampled_keys_max: int) -> None:
         self.greatest_sampled_spot = HASH_SPACE - 1
         self.sampled_reads = 0
         self._capacities = tuple(capacities)
-        self._keys_max = keys_max
-        self._stack = RecencyStack(keys_max)
+        self._keys_max = sampled_keys_max
+        self._stack = RecencyStack(sampled_keys_max)
         self._negated_spot_heap: list[int] = []  # negated, because heapq provides min-heaps
         self.rate = 1.0
         """Sampled share of all keys."""
@@ -40,27 +40,27 @@ class MissRatioCurve:
         """Number of counted reads, reduced by `age`."""
 
     @property
-    def keys(self) -> int:
+    def sampled_key_count(self) -> int:
         """Number of keys in the sample."""
         return len(self._stack)
 
-    def count(self, hit_count: int, reads: int) -> None:
+    def count(self, hit_count: int, read_count: int) -> None:
         """Count reads of sampled and other keys; the largest capacity would answer `hit_count` of them."""
         self._answerable_reads += hit_count
-        self.reads += reads
+        self.reads += read_count
 
-    def record_touches(self, touches: Sequence[tuple[int, int]], slot_bytes: int = 0) -> None:
+    def record_touches(self, spots_and_sizes: Sequence[tuple[int, int]], slot_bytes: int = 0) -> None:
         """Record at most `keys_max` touches in order: a key's spot and its size, to which `slot_bytes` is added.
 
         A size is negative if the key was stored, or moved, without a counted read. Keys outside the sample are ignored;
         storing a key moves it to the top without counting a read.
         """
         stack = self._stack
-        if len(touches) > stack.remaining_slots:
+        if len(spots_and_sizes) > stack.remaining_slots:
             self._close_up()
         hit_weights, capacities, move_to_top = (self._hit_weights, self._capacities, stack.move_to_top)
         last, weight, added_weight, sampled_count = (self.greatest_sampled_spot, 1 / self.rate, 0.0, 0)
-        for spot, size_bytes in touches:
+        for spot, size_bytes in spots_and_sizes:
             if spot > last:
                 continue
             if size_bytes < 0:
@@ -79,17 +79,17 @@ class MissRatioCurve:
         self.sampled_reads += sampled_count
         self._sampled_weight += added_weight
 
-    def age(self, factor: float) -> None:
-        """Multiply the weight of all reads so far by `factor`, in [0, 1]."""
-        self._hit_weights = [count * factor for count in self._hit_weights]
-        self._sampled_weight *= factor
-        self._answerable_reads *= factor
-        self.reads *= factor
+    def age(self, weight_factor: float) -> None:
+        """Multiply the weight of all reads so far by `weight_factor`, in [0, 1]."""
+        self._hit_weights = [count * weight_factor for count in self._hit_weights]
+        self._sampled_weight *= weight_factor
+        self._answerable_reads *= weight_factor
+        self.reads *= weight_factor
 
-    def lower_rate(self, rate: float) -> None:
-        """Lower the sampled share of keys to at most `rate`."""
-        if rate < self.rate:
-            self._lower_threshold(int(rate * HASH_SPACE))
+    def lower_rate(self, sampling_rate: float) -> None:
+        """Lower the sampled share of keys to at most `sampling_rate`."""
+        if sampling_rate < self.rate:
+            self._lower_threshold(int(sampling_rate * HASH_SPACE))
 
     def restart(self) -> None:
         """Forget the keys and sample all keys again; counted reads are kept."""
@@ -97,7 +97,7 @@ class MissRatioCurve:
         self._negated_spot_heap = []
         self.greatest_sampled_spot, self.rate = HASH_SPACE - 1, 1.0
 
-    def hit_ratios(self) -> list[float]:
+    def hit_ratio_by_capacity(self) -> list[float]:
         """Return the hit ratio of all reads for each capacity; 0 before the first read."""
         if not self.reads:
             return [0.0] * len(self._capacities)
@@ -105,7 +105,7 @@ class MissRatioCurve:
         next(cumulative_hits)
         return [min(1.0, max(0.0, hit_count / self.reads)) for hit_count in cumulative_hits]
 
-    def entries(self) -> list[int]:
+    def key_count_by_capacity(self) -> list[int]:
         """Return the number of recently read keys that each capacity holds."""
         depths = [capacity * self.rate for capacity in self._capacities]
         return [round(count / self.rate) for count in self._stack.key_counts_within(depths)]
@@ -182,13 +182,13 @@ class RecencyStack:
         self._bytes_by_block[slot >> _BLOCK_BITS] -= self._bytes_by_slot[slot]
         self._bytes_by_slot[slot] = 0
 
-    def close_up(self, depth: float) -> None:
-        """Free the slots of old touches; drop keys with more than `depth` bytes above them."""
+    def close_up(self, depth_bytes: float) -> None:
+        """Free the slots of old touches; drop keys with more than `depth_bytes` bytes above them."""
         slot_bytes = list(map(self._bytes_by_slot.__getitem__, self._slot_by_key.values()))
         first_kept_index = 0
-        if sum(self._bytes_by_block) > depth:
+        if sum(self._bytes_by_block) > depth_bytes:
             cumulative_bytes = list(accumulate(reversed(slot_bytes)))
-            first_kept_index = max(0, len(slot_bytes) - bisect_right(cumulative_bytes, depth) - 1)
+            first_kept_index = max(0, len(slot_bytes) - bisect_right(cumulative_bytes, depth_bytes) - 1)
         kept_sizes = slot_bytes[first_kept_index:]
         self._slot_by_key = dict(
             zip(islice(self._slot_by_key, first_kept_index, None), range(len(kept_sizes)), strict=True)
@@ -200,8 +200,8 @@ class RecencyStack:
         ]
         self._next_slot = len(kept_sizes)
 
-    def key_counts_within(self, depths: Sequence[float]) -> list[int]:
+    def key_counts_within(self, depths_bytes: Sequence[float]) -> list[int]:
         """Return the number of keys from the top that fit within each number of bytes."""
         newest_first_bytes = [self._bytes_by_slot[slot] for slot in reversed(self._slot_by_key.values())]
         cumulative_bytes = list(accumulate(newest_first_bytes))
-        return [bisect_right(cumulative_bytes, depth) for depth in depths]
+        return [bisect_right(cumulative_bytes, depth) for depth in depths_bytes]

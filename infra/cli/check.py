@@ -422,7 +422,7 @@ def check_events(config: "NightConfig") -> CheckResult:
     from serving.events.connection import WritesRefused
 
     running_redis = running_server(config.path(config.state))
-    server_url = config.events_redis or (running_redis.url if running_redis else "")
+    server_url = config.events_redis_url or (running_redis.url if running_redis else "")
     if not server_url:
         return "ok", "in the Redis that each command starts: events are lost when the command ends"
     try:

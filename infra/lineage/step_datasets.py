@@ -83,8 +83,8 @@ class DatasetName:
         """
         if is_sentinel(url):
             group, connection_options = read_sentinel_url(url)
-            host, port = group.addresses[0]
-            address = f"{host}:{port}/{group.service}"
+            host, port = group.sentinel_addresses[0]
+            address = f"{host}:{port}/{group.service_name}"
         else:
             connection_options = parse_url(seed_urls(url)[0] if is_cluster(url) else url)  # type: ignore[no-untyped-call]
             address = (
@@ -191,7 +191,7 @@ def list_step_datasets(step: str, finished_step: FinishedStep) -> StepDatasets:
 
 def _take_events_datasets(finished_step: FinishedStep) -> StepDatasets:
     config = finished_step.build.config
-    stream_name = DatasetName.of_redis(config.events_redis, config.keyspace().events)
+    stream_name = DatasetName.of_redis(config.events_redis_url, config.keyspace().events)
     event_count, events_until = (finished_step.result.get("events"), finished_step.result.get("events_until"))
     return StepDatasets(
         (StepDataset(stream_name, events_until, rows=event_count),),

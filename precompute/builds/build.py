@@ -161,16 +161,16 @@ def read_erased_entities(build: Build) -> ErasedEntities:
 
 def generation_id(data_until: datetime, config: NightConfig, bundle_digest: str, inputs_digest: str) -> str:
     """Return the cut in UTC with a digest of all that decides the result, so that a retry continues the same build."""
-    digest_hasher = hashlib.sha256(config.semantic())
+    digest_hasher = hashlib.sha256(config.semantic_settings_bytes())
     digest_hasher.update(f"|{bundle_digest}|{inputs_digest}".encode())
-    if (stages_version := FORMATS[STAGES].written) > 1:  # a release with changed stages starts a new build
+    if (stages_version := FORMATS[STAGES].written_version) > 1:  # a release with changed stages starts a new build
         digest_hasher.update(f"|stages {stages_version}".encode())
     return f"{data_until.astimezone(UTC):{CUT_FORMAT}}-{digest_hasher.hexdigest()[:12]}"
 
 
 def settings_digest(config: NightConfig) -> str:
     """Return the digest of the settings that determine a generation's content."""
-    return hashlib.sha256(config.semantic()).hexdigest()
+    return hashlib.sha256(config.semantic_settings_bytes()).hexdigest()
 
 
 def data_until_of(generation: str) -> int:

@@ -267,7 +267,7 @@ def _facet_table(config: NightConfig, facet_name: str, pages_entry: PagesEntry) 
 
 def _named_filters(config: NightConfig, bundle: Bundle, shard_reports: Sequence[ShardReport]) -> dict[str, NamedFilter]:
     tables_by_filter: dict[str, dict[str, Table]] = {name: {} for name in config.filters}
-    for name, (table_name, filter_name) in config.filtered.items():
+    for name, (table_name, filter_name) in config.table_and_filter_by_name.items():
         tables_by_filter[filter_name][table_name] = _manifest_table(
             config, bundle, shard_reports, name, config.tables[table_name]
         )

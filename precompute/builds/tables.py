@@ -94,7 +94,8 @@ def scored_tables(config: NightConfig, bundle: Bundle, entity: EntityKind | None
     """
     config_by_table = configured_tables(config, bundle)
     config_by_table |= {
-        name: config_by_table[unfiltered_table] for name, (unfiltered_table, _) in config.filtered.items()
+        name: config_by_table[unfiltered_table]
+        for name, (unfiltered_table, _) in config.table_and_filter_by_name.items()
     }
     return {
         name: table_config

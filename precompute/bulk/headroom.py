@@ -101,7 +101,7 @@ def unevictable_bytes(control: Control, node_client: "redis.Redis", *, pages_byt
     used_bytes = info_number(info, "used_memory")
     with refusing_unreadable("INFO", "counts of keys by database"):
         expiring_key_count = sum(int(database["expires"]) for database in database_stats.values())
-    if not expiring_key_count or not control.check_policy().startswith("volatile-"):
+    if not expiring_key_count or not control.check_eviction_policy().startswith("volatile-"):
         return used_bytes
     dataset_bytes = info_number(info, "used_memory_dataset", used_bytes)
     overlay_bytes = expiring_key_count * (record_bytes + OVERLAY_EXTRA_BYTES)

@@ -89,7 +89,7 @@ def parts_of(manifest: Manifest) -> list[Part]:
 def page_keys(keys: Keyspace, manifest: Manifest) -> Iterator[str]:
     """Yield every page key of a generation, from the manifest alone: no SCAN."""
     for table in manifest.stored_tables.values():
-        for page_number in range(table.pages):
+        for page_number in range(table.page_count):
             yield keys.page(manifest.generation, table.name, page_number)
 
 
@@ -100,7 +100,7 @@ def total_bytes(manifest: Manifest) -> int:
 
 def total_pages(manifest: Manifest) -> int:
     """Return the number of pages of all tables."""
-    return sum(table.pages for table in manifest.stored_tables.values())
+    return sum(table.page_count for table in manifest.stored_tables.values())
 
 
 def load_part(
@@ -119,7 +119,7 @@ def load_part(
     Writing a page again is harmless, since the generation is not live. The mark is written last; pages that an earlier
     attempt noted as loaded are not sent again.
     """
-    loaded_key = keys.loaded(manifest.generation)
+    loaded_key = keys.loaded_parts(manifest.generation)
     if client.hget(loaded_key, part.name) == part.loaded_digest:
         return False
     client.hdel(loaded_key, part.read)
@@ -168,7 +168,7 @@ def mark_loaded(client: "redis.Redis", loaded_key: str, part: Part) -> None:
 
 def count_loaded_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> int:
     """Return the number of an unfinished part's first pages that are known to be in Redis."""
-    progress_note = client.hget(keys.loaded(manifest.generation), part.progress)
+    progress_note = client.hget(keys.loaded_parts(manifest.generation), part.progress)
     if not isinstance(progress_note, bytes):
         return 0
     part_mark, _, count = progress_note.partition(b" ")
@@ -193,7 +193,7 @@ def unlink_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, *, g
             if piece_bytes is not None or len(key_batch) == UNLINK_BATCH_KEYS:
                 removed_key_count += int(client.unlink(*key_batch))
                 key_batch.clear()
-    removed_key_count += int(client.unlink(*key_batch, keys.loaded(manifest.generation)))
+    removed_key_count += int(client.unlink(*key_batch, keys.loaded_parts(manifest.generation)))
     return removed_key_count
 
 

@@ -58,7 +58,7 @@ def verify_part(
     with closing(damaged_pages):
         damaged_page = next(damaged_pages, None)
     if damaged_page is not None:
-        client.hdel(keys.loaded(manifest.generation), part.name, part.progress)
+        client.hdel(keys.loaded_parts(manifest.generation), part.name, part.progress)
         page_key = part.key(keys, manifest.generation, damaged_page[0])
         raise BadPage(f"page {page_key} {damaged_page[1]}; run load again", page=page_key)
     return part.pages.pages

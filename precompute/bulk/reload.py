@@ -77,7 +77,7 @@ def is_missing(control: Control, store: ArtefactStore, generation: str) -> bool:
 
 def _incomplete_parts(control: Control, manifest: Manifest, *, are_marked_whole: bool = False) -> Iterator[Part]:
     """Yield parts without their mark or, unless `are_marked_whole`, with a page of the wrong length."""
-    mark_by_part_name: Any = control.client.hgetall(control.keyspace.loaded(manifest.generation))
+    mark_by_part_name: Any = control.client.hgetall(control.keyspace.loaded_parts(manifest.generation))
     for part in parts_of(manifest):
         page_lengths = read_page_lengths(control.client, control.keyspace, manifest, part)
         if mark_by_part_name.get(part.name.encode()) != part.loaded_digest or not (
@@ -131,7 +131,7 @@ def find_damaged_pages(
 
 def is_marked_loaded(control: Control, manifest: Manifest, part: Part) -> bool:
     """True if the loader marked this very part as completely loaded."""
-    stored_mark = control.client.hget(control.keyspace.loaded(manifest.generation), part.name)
+    stored_mark = control.client.hget(control.keyspace.loaded_parts(manifest.generation), part.name)
     return bool(stored_mark == part.loaded_digest)
 
 
@@ -165,7 +165,7 @@ def _repair_part(
                     sound_page = pages[page_start : page_start + part.size_of(page)]
                     _rewrite_page(client, part.key(keys, generation, page), sound_page, governor)
     if not is_marked_loaded(control, manifest, part):
-        client.hset(keys.loaded(generation), part.name, part.loaded_digest.decode())
+        client.hset(keys.loaded_parts(generation), part.name, part.loaded_digest.decode())
     return [part.key(keys, generation, page) for page in damaged_pages]
 
 
@@ -196,7 +196,7 @@ def _stream_part(
     root = store.local(generation_path(generation))
     for artefact in (part.pages.sums, part.pages.file):
         _fetch(store, generation, artefact)
-    client.hdel(keys.loaded(generation), part.name, part.progress)
+    client.hdel(keys.loaded_parts(generation), part.name, part.progress)
     with _conflict_if_files_missing(store, manifest, part):
         load_part(
             client, keys, manifest, root, part,

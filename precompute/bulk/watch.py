@@ -173,7 +173,7 @@ class Watcher:
         """Yield, for each server, a connection and a probe that reads a record of a live page as a reader does."""
         keys, pointer = control.keyspace, control.read_pointer()
         self._probe_count += 1
-        part_marks: Any = control.client.hgetall(keys.loaded(pointer.generation)) if pointer else {}
+        part_marks: Any = control.client.hgetall(keys.loaded_parts(pointer.generation)) if pointer else {}
         table_names = sorted({part_name.decode().partition("/")[0] for part_name in part_marks})
         page_keys = [keys.live]
         if pointer is not None and table_names:

@@ -361,7 +361,7 @@ def write_bundle(
     (path / BUNDLE_FILE).unlink(missing_ok=True)
     pq.write_table(pa.table({"id": to_arrow_strings(item_ids)}), path / ITEMS_FILE)
     description: dict[str, Any] = {
-        "format": FORMATS[BUNDLE].written,
+        "format": FORMATS[BUNDLE].written_version,
         "name": name,
         "version": version,
         "dims": dims,

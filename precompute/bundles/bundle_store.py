@@ -323,7 +323,7 @@ def _stored_file_path(digest: str, file_name: str) -> str:
 
 def _remove_host_copies(store: ArtefactStore, digest: str) -> None:
     """Remove this host's copy of a remote store's bundle: the generation has its own copy."""
-    if store.folder is None:
+    if store.local_folder is None:
         shutil.rmtree(store.local(f"bundles/{digest}"), ignore_errors=True)
 
 

@@ -204,12 +204,14 @@ def exact_neighbours(
 
 
 def _search_candidates(searcher: Searcher, query_sample: NDArray[np.float32]) -> NDArray[np.int64]:
-    candidate_count = min(RECALL_TOP_ITEMS, searcher.count)
-    return searcher.search(query_sample, int(searcher.fetch(candidate_count, np.zeros(1, np.int64))[0]))
+    candidate_count = min(RECALL_TOP_ITEMS, searcher.vector_count)
+    return searcher.search(query_sample, int(searcher.candidate_counts_for(candidate_count, np.zeros(1, np.int64))[0]))
 
 
 def _median_search_ms(searcher: Searcher, query_sample: NDArray[np.float32]) -> float:
-    fetch_count = int(searcher.fetch(min(RECALL_TOP_ITEMS, searcher.count), np.zeros(1, np.int64))[0])
+    fetch_count = int(
+        searcher.candidate_counts_for(min(RECALL_TOP_ITEMS, searcher.vector_count), np.zeros(1, np.int64))[0]
+    )
     durations_ms = []
     for query_index in range(min(TIMED_QUERIES_MAX, len(query_sample))):
         started_at = time.perf_counter()

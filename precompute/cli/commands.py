@@ -275,7 +275,7 @@ def _remarks_on_unknown_items(store: ArtefactStore, item_ids: Sequence[bytes]) -
     return [
         f"the live generation {live_generation} has no item {item_id.decode()!r}: is the id right? It stays blocked"
         for item_id in item_ids
-        if directory.find(hash_id(item_id, directory.seed)) < 0
+        if directory.find_position(hash_id(item_id, directory.seed)) < 0
     ]
 
 

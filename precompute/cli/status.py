@@ -108,7 +108,7 @@ def read_state(config: NightConfig) -> NamespaceState:
                 pointer=view.pointer,
                 rows=view.rows,
                 replicas=tuple(releases.control.replicas()),
-                silent_replicas=releases.control.silent_replicas(),
+                silent_replicas=releases.control.count_silent_replicas(),
                 memory=_redis_memory(releases.control.client),
                 failure=failure,
                 history=view.history,
@@ -152,7 +152,7 @@ def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_s
         "live": namespace_state.live,
         "published_at": _published_at_text(namespace_state),
         "model": _live_model(config, namespace_state.live),
-        "previous": namespace_state.ledger.previous,
+        "previous": namespace_state.ledger.previous_generation,
         "epoch": None if namespace_state.pointer is None else namespace_state.pointer.epoch,
         "canary": namespace_state.canary
         and {"generation": namespace_state.canary.generation, "percent": namespace_state.canary.percent},
@@ -293,7 +293,11 @@ def _no_replica_problems(namespace_state: NamespaceState) -> list[str]:
 def _generation_fields(config: NightConfig, namespace_state: NamespaceState, generation: str) -> dict[str, Any]:
     row, ledger = namespace_state.rows.get(generation), namespace_state.ledger
     canary_generation = namespace_state.canary.generation if namespace_state.canary else None
-    generation_by_role = {"live": namespace_state.live, "previous": ledger.previous, "canary": canary_generation}
+    generation_by_role = {
+        "live": namespace_state.live,
+        "previous": ledger.previous_generation,
+        "canary": canary_generation,
+    }
     generation_status: dict[str, Any] = {
         "generation": generation,
         "state": str(generation_state(generation, ledger, row) or GenerationState.BEGUN),
@@ -331,7 +335,7 @@ def _manifest_fields(manifest: Manifest | None, overrides: Mapping[str, str]) ->
         "data_until": _iso_if_known(manifest.data_until),
         "tables": sizes_by_table,
         "redis_bytes": sum(table_sizes["bytes"] for table_sizes in sizes_by_table.values()),
-        "store_bytes": sum(file.size_bytes for file in (*manifest.artefacts(), *manifest.pages())),
+        "store_bytes": sum(file.size_bytes for file in (*manifest.served_artefacts(), *manifest.page_artefacts())),
         "gates": {
             "run": len(manifest.gates),
             "failed": failed_gates,
@@ -361,7 +365,7 @@ def _schedule_fields(config: NightConfig, namespace_state: NamespaceState) -> di
         # Without the files of the live generation the time of its making is unknown.
         "missing": None
         if namespace_state.live is not None and created_at is None
-        else schedule.is_missing(namespace_state.read_at, created_at),
+        else schedule.is_generation_missing(namespace_state.read_at, created_at),
         "age_seconds": None if data_until is None else round(namespace_state.read_at - data_until),
         "next": _iso_if_known(next_at),
         "next_expected_by": _iso_if_known(next_at + config.schedule_grace_s),
@@ -372,7 +376,7 @@ def _replica_fields(replica: Replica) -> dict[str, Any]:
     return {
         "replica": replica.name,
         "serving": replica.served_generation,
-        "epoch": replica.epoch,
+        "epoch": replica.pointer_epoch,
         "ready": list(replica.ready_generations),
         "failed": dict(replica.failure_by_generation),
         "degraded": replica.degraded,

@@ -138,7 +138,7 @@ def drop_from_sketches(config: NightConfig, store: ArtefactStore, control: Contr
 def _sketch_key_numbers(window: Window, read_at: float) -> range:
     """Return the numbers of a sketch's keys that may exist; a replica's clock may be slightly ahead of Redis'."""
     window_number = window_number_of(read_at, window)
-    return range(window_number - window.life_s // window.seconds, window_number + 2)
+    return range(window_number - window.sketch_life_s // window.covered_seconds, window_number + 2)
 
 
 def _overlay_keys(config: NightConfig, store: ArtefactStore, generation: str, erasures: Sequence[Erasure]) -> list[str]:

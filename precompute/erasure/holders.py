@@ -81,7 +81,7 @@ def _list_copies(store: ArtefactStore, *, left_out_generations: Collection[str])
     """Return the copies that hosts recorded, and unrecorded copies on this host."""
     recorded_copies = copies_on_hosts(store, left_out_generations=left_out_generations)
     unrecorded_generations = (
-        set(store.host_copies()) - {copy.generation for copy in recorded_copies} - set(left_out_generations)
+        set(store.host_copy_generations()) - {copy.generation for copy in recorded_copies} - set(left_out_generations)
     )
     return [*recorded_copies, *(EntityHolder(generation, "this host") for generation in sorted(unrecorded_generations))]
 

@@ -17,7 +17,7 @@ from cache.events.new_items import NEW_VECTOR_ABS_MAX, with_item_id
 from cache.format.manifest import EntityKind
 from cache.model.tower import Histories, Tower, run_isolating_failures
 from cache.process.host import usable_cores
-from cache.records import Layout, unfit_rows
+from cache.records import Layout, unfit_row_mask
 from precompute.builds.tables import layout_of, producer_of, scored_tables
 from precompute.bundles.bundle import Bundle, BundleModel
 from precompute.config.settings import NightConfig
@@ -268,7 +268,7 @@ class _ModelTrial:
         for layout in self.layouts:
             bad_mask_by_reason[UNFIT_OUTPUT_REASON] = bad_mask_by_reason.get(
                 UNFIT_OUTPUT_REASON, raised_mask
-            ) | unfit_rows(layout, outputs)
+            ) | unfit_row_mask(layout, outputs)
 
         def unusable_case(row: int) -> RowCase:
             return {self.model.entity: entity_ids[complete_rows[row]].decode()}

@@ -215,8 +215,8 @@ def event_files(config: NightConfig, end_text: str | None = None) -> EventFiles:
 
 
 def _source_file_of(config: NightConfig, store: ArtefactStore, path: str) -> SourceFile:
-    if store.folder is not None:
-        return store.folder / path
+    if store.local_folder is not None:
+        return store.local_folder / path
     # Read from the store: a copy on this host would also have to be erased from.
     return source_file(f"{config.artifacts.rstrip('/')}/{config.namespace}/{path}", Path())
 
@@ -332,7 +332,7 @@ def _read_value_events(files: Sequence[SourceFile]) -> Iterator[tuple[Position, 
 def _only_attributes(event: Event, attributes_by_kind: Mapping[EntityKind, Collection[str]]) -> Event:
     """Return a copy of the event with only these attributes, features included."""
     kind = event.kind
-    if kind == "interaction" or not (attribute_values := event.set_values):
+    if kind == "interaction" or not (attribute_values := event.set_value_by_attribute):
         return event
     value_by_attribute = {
         attribute_name: attribute_value

@@ -11,4 +11,4 @@ from precompute.config.settings import NightConfig
 def connect_events(config: NightConfig) -> AbstractContextManager["redis.Redis"]:
     """Open a client of the Redis that holds the event stream."""
     url_variable = "LARDER_EVENTS_URL" if config.events_url else "REDIS_URL"
-    return connect(config.events_redis, config.redis_timeout_s, url_variable)
+    return connect(config.events_redis_url, config.redis_timeout_s, url_variable)

@@ -65,11 +65,11 @@ class AttributeValues:
                 f"[facets.{name}]: its attribute has {len(value_names):,} values, more than {FACET_VALUES_MAX:,}",
                 field="facets",
             )
-        if column.offsets is None:
+        if column.item_offsets is None:
             owner_ordinals = np.flatnonzero(column.values != NO_CODE)
             codes = column.values[owner_ordinals]
         else:
-            value_counts = (column.offsets[1:] - column.offsets[:-1]).astype(np.int64)
+            value_counts = (column.item_offsets[1:] - column.item_offsets[:-1]).astype(np.int64)
             owner_ordinals = np.repeat(np.arange(len(score_ranks)), value_counts)
             codes = column.values[: len(owner_ordinals)]
         sort_order = np.lexsort((score_ranks[owner_ordinals], codes))

@@ -131,10 +131,10 @@ def _as_column(kind: AttributeKind, arrays: ArrayByName) -> AttributeColumn:
 
 def _as_arrays(column: AttributeColumn) -> ArrayByName:
     arrays = {"values": column.values}
-    if column.offsets is not None:
-        arrays["offsets"] = column.offsets
+    if column.item_offsets is not None:
+        arrays["offsets"] = column.item_offsets
     if column.dictionary is not None:
-        arrays |= {"names": column.dictionary.data, "name_offsets": column.dictionary.offsets}
+        arrays |= {"names": column.dictionary.joined_texts, "name_offsets": column.dictionary.text_offsets}
     return arrays
 
 
@@ -275,7 +275,7 @@ def _filter_error(filter_name: str, error: InvalidFilter) -> ConfigError:
 
 def allowed_items(build: Build) -> dict[str, NDArray[np.bool_]]:
     """Return a mask bool [items] for each table with a filter, by the table's own name."""
-    filtered_tables = build.config.filtered
+    filtered_tables = build.config.table_and_filter_by_name
     if not filtered_tables:
         return {}
     begin_report = build.need_report(BEGIN_REPORT)

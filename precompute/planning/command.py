@@ -37,7 +37,7 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
     plan_parameters = read_parameters(arguments)
     if config.redis_url and arguments.redis_gb is None:  # checked first, as the forecast takes about a minute
         with connect(config.redis_url, config.redis_timeout_s) as client:
-            Control(client, config.keyspace()).check_policy()
+            Control(client, config.keyspace()).check_eviction_policy()
     request_counts = None if arguments.requests is None else _count_requests(Path(arguments.requests), config)
     night_forecast = forecast(config, plan_parameters, request_counts, progress=progress)
     limits = find_limits(

@@ -11,7 +11,7 @@ import numpy as np
 import redis
 from numpy.typing import NDArray
 
-from cache.config.night import LISTS
+from cache.config.night import LIST_TABLE_KINDS
 from cache.filters.filtering import SubsetSearch
 from cache.model.ranking import Metric
 from cache.model.tower import Histories
@@ -93,7 +93,7 @@ def measure_filter_costs(
     item_vectors, pages_by_table, costs = np.asarray(items.vectors), shape.pages(), []
     read_s = _measure_read_s(client)
     for table, table_config in configured_tables(config, bundle).items():
-        if table_config.kind not in LISTS:
+        if table_config.kind not in LIST_TABLE_KINDS:
             continue
         sample = _sample_users(trial) if table_config.kind == "user_topk" else _sample_items(item_vectors)
         entity_count = shape.users if table_config.kind == "user_topk" else shape.items
@@ -108,7 +108,8 @@ def measure_filter_costs(
             short_share, short_share_at_ten = _short_list_shares(sample_lists, mask)
             costs.append(
                 FilterCost(
-                    filtered_table, filtered_table in config.filtered, int(mask.sum()), pages_by_table[table].count,
+                    filtered_table, filtered_table in config.table_and_filter_by_name, int(mask.sum()),
+                    pages_by_table[table].count,
                     _sum_page_bytes(pages_by_table[table], page_costs),
                     search_time.cpu_s * entity_count / len(sample[0]), short_share, short_share_at_ten,
                     _measure_search_s(item_vectors, sample, mask, table_config.k, metric), read_s,

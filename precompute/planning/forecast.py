@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cache.l2.sync_clients import connect
 from cache.process.host import usable_cores
 from cache.process.redis_server import join_or_start_server
-from cache.quality.probe import probe_bytes
+from cache.quality.probe import estimate_probe_bytes
 from cache.tiers.l1 import ENTRY_OVERHEAD_BYTES, READY_OVERHEAD_BYTES, Entry, LocalKey, LocalTier, entry_size_bytes
 from precompute.adapters.vector_bundle import make_vector_bundle
 from precompute.builds.reports import EMBED_ITEMS_REPORT
@@ -321,7 +321,7 @@ def _shape_night(config: NightConfig, trial: Trial, parameters: PlanParameters, 
         / len(trial.sample.ids),
         item_feature_bytes=_sum_file_bytes(root.glob(ITEM_FEATURES_FILE)) / item_count,
         work_bytes=round(partition_bytes * user_count / len(trial.sample.ids))
-        + probe_bytes(user_count, items_per_user)
+        + estimate_probe_bytes(user_count, items_per_user)
         + COPY_BYTES_PER_USER * user_count,
     )
 

@@ -105,7 +105,7 @@ def roll_back(releases: Releases, *, to: str | None, reason: str, attempt: str) 
     view = releases.view()
     if (earlier_pointer := pointer_of_attempt(view.history, "roll_back", attempt, to)) is not None:
         return MoveResult(earlier_pointer, has_moved=False)
-    target = to or view.ledger.previous
+    target = to or view.ledger.previous_generation
     if target is None:
         raise Conflict("there is no earlier generation to roll back to")
     if (live := _demand_roll_back(releases, target, view)) is not None:
@@ -160,7 +160,7 @@ def _move_live(
     ledger_after, rows = ledger_and_rows_after_move(
         view, action, generation, attempt=attempt, moved_at=releases.clock(), reason=reason
     )
-    previous, published_at = ledger_after.previous, releases.clock()
+    previous, published_at = ledger_after.previous_generation, releases.clock()
     release = releases.record(
         action, generation, attempt=attempt, reason=reason, previous=previous, expected=view.epoch
     )
@@ -297,7 +297,7 @@ def _demand_readers(releases: Releases, generation: str) -> None:
     with conflict_if_files_missing(generation):
         manifest_format = read_manifest(releases.store, generation).format
     demand_readers(releases.control, {MANIFEST: manifest_format}, f"{generation} has")
-    written_formats = {name: FORMATS[name].written for name in MOVE_FORMATS}
+    written_formats = {name: FORMATS[name].written_version for name in MOVE_FORMATS}
     demand_readers(releases.control, written_formats, f"this release ({THIS_RELEASE}) writes")
 
 

@@ -106,8 +106,8 @@ def _describe_left_bundle(config: NightConfig, history: Sequence[Release], point
         return []
     bundle_path = generation_path(live_id, "bundle")
     remedy = f"copy {store.url}/{bundle_path} to this host and run `larder hand-over` with that folder"
-    if store.folder is not None:
-        remedy = f"run `larder hand-over {store.folder / bundle_path}`"
+    if store.local_folder is not None:
+        remedy = f"run `larder hand-over {store.local_folder / bundle_path}`"
     remark = (
         f"the next night uses the model of {left_id} again ({left_manifest.bundle_digest[:12]}): if that model "
         "is why you "
@@ -196,7 +196,7 @@ def restore_redis(
             raise Conflict("nothing was ever published here, so there is nothing to restore")
         if view.epoch > ledger.live_epoch:
             view.demand_agreement()
-        control.check_policy()
+        control.check_eviction_policy()
         doubtful_roll_back = _roll_back_in_doubt(view)
         target_ledger = ledger
         if doubtful_roll_back is not None:
@@ -304,7 +304,9 @@ def _registry_rows(releases: Releases, view: ReleaseView, overlay_ttl_s: float) 
         for generation_id in stored_ids - set(view.rows)
     }
     return rows | {
-        generation_id: RegistryRow(state, ledger.superseded_at.get(generation_id, restored_at), "restored")
+        generation_id: RegistryRow(
+            state, ledger.superseded_at_by_generation.get(generation_id, restored_at), "restored"
+        )
         for generation_id, state in ledger.state_by_generation.items()
         if (
             generation_id not in view.rows and not (state is GenerationState.RETIRED and generation_id in forgotten_ids)
@@ -315,7 +317,7 @@ def _registry_rows(releases: Releases, view: ReleaseView, overlay_ttl_s: float) 
 
 def _restorable_generations(releases: Releases, view: ReleaseView, target_ledger: Ledger) -> list[str]:
     """Return the live generation, and the previous one if its files match the release."""
-    live_id, previous_id = str(target_ledger.live_generation), target_ledger.previous
+    live_id, previous_id = str(target_ledger.live_generation), target_ledger.previous_generation
     try:
         releases.check_manifest(live_id, view.history)
     except UnknownGeneration as error:
@@ -438,7 +440,7 @@ def _correct_registry_rows(releases: Releases, ledger: Ledger, reason: str) -> N
             and _has_manifest(releases, generation, history)
         ):
             rows[generation] = RegistryRow(
-                proven_state, ledger.superseded_at.get(generation, changed_at), f"adopted: {reason}"
+                proven_state, ledger.superseded_at_by_generation.get(generation, changed_at), f"adopted: {reason}"
             )
     if rows:
         releases.control.write_rows(rows, expected_epoch=0)

@@ -92,7 +92,7 @@ class StagingNote:
         note = Staging(generation, attempt, noted_at + lease_s)
         keys = self._control.keyspace
         blocking_note: Any = self._control.client.eval(
-            _STAGE_SCRIPT, 3, keys.next, keys.channel, keys.live,
+            _STAGE_SCRIPT, 3, keys.staging_note, keys.channel, keys.live,
             attempt, generation, str(noted_at), note.to_bytes(),
         )  # fmt: skip
         checked_reply("EVAL", blocking_note, TEXT_OR_NOTHING_SHAPE)
@@ -101,11 +101,11 @@ class StagingNote:
     def clear(self, attempt: str, generation: str = "") -> None:
         """Remove this attempt's staging note, or any publisher's note for `generation`."""
         keys = self._control.keyspace
-        self._control.client.eval(_UNSTAGE_SCRIPT, 2, keys.next, keys.channel, attempt, generation)
+        self._control.client.eval(_UNSTAGE_SCRIPT, 2, keys.staging_note, keys.channel, attempt, generation)
 
     def get(self) -> Staging | None:
         """Return the current note; None if there is none or it has expired."""
-        raw_note: Any = self._control.client.get(self._control.keyspace.next)
+        raw_note: Any = self._control.client.get(self._control.keyspace.staging_note)
         note = None if raw_note is None else Staging.from_bytes(raw_note)
         return None if note is None or note.until <= self._control.time() else note
 
@@ -130,7 +130,7 @@ def staged(
     try:
         while True:
             checked_at = control.time()
-            control.forget_dead_replicas(checked_at, after_s=REPLICA_DEAD_S)
+            control.forget_dead_replicas(checked_at, silence_max_s=REPLICA_DEAD_S)
             readiness = Readiness.of(generation, control.replicas(checked_at))
             replica_count = len(readiness.ready) + len(readiness.waiting)
             if not replica_count and not flip.replicas_min:

@@ -102,7 +102,7 @@ def sweepable(
     superseded_ids.sort(key=lambda generation_id: left_epoch_by_id.get(generation_id, 0), reverse=True)
     protected_ids = {
         ledger.live_generation,
-        ledger.previous,
+        ledger.previous_generation,
         *superseded_ids[: retained_count(keep)],
         *_generations_in_use(releases),
     }
@@ -139,7 +139,7 @@ def _seconds_since_left(releases: Releases, generation: str, view: ReleaseView) 
 
     A clock that was ahead and is corrected keeps no generation forever: a later move of the pointer bounds its time.
     """
-    left_at = view.ledger.superseded_at.get(generation)
+    left_at = view.ledger.superseded_at_by_generation.get(generation)
     if left_at is None:
         return math.inf
     row = view.rows.get(generation)  # row: written when the pointer moved; record: written before the move
@@ -240,7 +240,7 @@ def unlink_recorded(
         if governor is not None and piece_bytes is not None:
             governor.pace(piece_bytes)
         removed_key_count += int(client.unlink(*key_batch))
-    return removed_key_count + int(client.unlink(keys.loaded(generation)))
+    return removed_key_count + int(client.unlink(keys.loaded_parts(generation)))
 
 
 def note_loaded(releases: Releases, generation: str, *, governor: Governor | None = None) -> None:
@@ -271,7 +271,9 @@ def has_pages_again(releases: Releases, generation: str, history: Sequence[Relea
         if page_count
         for page in (0, page_count - 1)
     ]
-    return bool(client.exists(keys.loaded(generation))) or any(client.strlen(page_key) for page_key in end_page_keys)
+    return bool(client.exists(keys.loaded_parts(generation))) or any(
+        client.strlen(page_key) for page_key in end_page_keys
+    )
 
 
 def _recorded_page_counts(generation: str, history: Sequence[Release]) -> Mapping[str, int]:
@@ -331,7 +333,9 @@ def _mark_retired(
         demand_allowed("abandon", generation, state)
         releases.record("abandon", generation, attempt=attempt, reason="never published")
     manifest = _manifest_if_stored(releases, generation)
-    page_count_by_table = {table.name: table.pages for table in manifest.stored_tables.values()} if manifest else None
+    page_count_by_table = (
+        {table.name: table.page_count for table in manifest.stored_tables.values()} if manifest else None
+    )
     releases.record("retire", generation, attempt=attempt, pages=page_count_by_table)
 
 

@@ -132,7 +132,7 @@ class BaseGeneration:
     def read_allowed_by_table(self, allowed_items: AllowedItemsFunction) -> Mapping[str, NDArray[np.bool_]]:
         """Return masks of the items allowed in the base's lists; raise CorruptArtefact for a damaged attribute."""
         for attribute in self.manifest.items.attributes.values():
-            for artefact in attribute.parts().values():
+            for artefact in attribute.file_by_part().values():
                 self.fetch(artefact)
         return allowed_items(self.build)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cache.errors import UnfitValue
 from cache.format.manifest import Artefact
-from cache.records import Flags, Layout, absent_records, encode_numbers, encode_topk, unfit_rows
+from cache.records import Flags, Layout, absent_records, encode_numbers, encode_topk, unfit_row_mask
 from cache.store.artefacts import disk_errors, sync_folder, write_atomically
 from precompute.builds.build import Build
 from precompute.builds.reports import PagesEntry, file_entry
@@ -50,7 +50,7 @@ def encode_records(
         except UnfitValue:
             pass
     numbers = answers[1] if isinstance(answers, tuple) else answers
-    is_unfit = unfit_rows(layout, numbers) & has_answer
+    is_unfit = unfit_row_mask(layout, numbers) & has_answer
     answered_rows = np.flatnonzero(has_answer & ~is_unfit)
     row_answers = (
         (answers[0][answered_rows], numbers[answered_rows]) if isinstance(answers, tuple) else numbers[answered_rows]

@@ -35,7 +35,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> L
     """Stream all missing pages into Redis; raise Refused if Redis has too little room."""
     generation_build, started = Build.of(config, build), time.perf_counter()
     manifest = write_manifest(generation_build, fact_functions())
-    for artefact in manifest.pages():
+    for artefact in manifest.page_artefacts():
         generation_build.fetch(artefact.path)
     size_bytes, loaded_bytes = total_bytes(manifest), 0
     with record_step_time(generation_build, "load"), open_releases(config) as releases:
@@ -43,7 +43,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> L
         state = releases.state(generation_build.generation)
         if state not in (GenerationState.LIVE, GenerationState.SUPERSEDED):
             demand_allowed("load", generation_build.generation, state)
-            control.check_policy()
+            control.check_eviction_policy()
             sweep(
                 config, releases, attempt=generation_build.generation, generation_being_made=generation_build.generation
             )
@@ -93,7 +93,7 @@ def in_night(night: Night) -> StepRow:
 
 
 def _demand_redis_room(build: Build, manifest: Manifest, control: Control) -> None:
-    mark_by_part: Any = control.client.hgetall(control.keyspace.loaded(build.generation))
+    mark_by_part: Any = control.client.hgetall(control.keyspace.loaded_parts(build.generation))
     missing_bytes = 0
     for part in parts_of(manifest):
         if mark_by_part.get(part.name.encode()) != part.loaded_digest:

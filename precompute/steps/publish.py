@@ -88,7 +88,7 @@ def _check_last_record(build: Build, manifest: Manifest, table: Table, control: 
     directory = Directory.open(build.root, manifest.entity_sets[table.entity])
     if not directory.count:
         return
-    page, offset = table.locate_record(*directory.locate(directory.count - 1))
+    page, offset = table.locate_record(*directory.locate_in_part(directory.count - 1))
     page_key = control.keyspace.page(manifest.generation, table.name, page)
     raw_record: Any = control.client.getrange(page_key, offset, offset + table.layout.size_bytes - 1)
     if len(raw_record) != table.layout.size_bytes:

@@ -71,7 +71,7 @@ def find_needed_generations(releases: Releases) -> set[str]:
     return {
         *unfinished_generations,
         *held_generations,
-        *filter(None, (view.ledger.live_generation, view.ledger.previous)),
+        *filter(None, (view.ledger.live_generation, view.ledger.previous_generation)),
     }
 
 

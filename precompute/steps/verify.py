@@ -204,7 +204,7 @@ def _judge(
 ) -> Sequence[Verdict]:
     """Return the verdicts. Files are judged first: other gates cannot use files that differ from the manifest."""
     started = time.monotonic()
-    artefacts = [*manifest.artefacts(), *manifest.pages()]
+    artefacts = [*manifest.served_artefacts(), *manifest.page_artefacts()]
     size_bytes = sum(artefact.size_bytes for artefact in artefacts)
     time_limits = TimeLimits.of(build.config.gates, build.config.governor, size_bytes)
     limit_s = min(time_limits.gate_s, time_limits.total_s)

@@ -60,7 +60,7 @@ def _flip_fields(pointer: Pointer | None, replicas: Sequence[Replica]) -> FlipFi
     swapped_at_by_replica = {
         replica.name: replica.swapped_at
         for replica in replicas
-        if pointer is not None and replica.epoch == pointer.epoch and replica.swapped_at is not None
+        if pointer is not None and replica.pointer_epoch == pointer.epoch and replica.swapped_at is not None
     }
     swap_times = sorted(swapped_at_by_replica.values())
     published_at = 0.0 if pointer is None else pointer.published_at

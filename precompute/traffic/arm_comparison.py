@@ -71,7 +71,7 @@ class CanaryArmTotals:
             )
             arm_totals.score_sum += key_weight * float(replica_counts["score_sum"])
         if len(sketches) == arm_totals._replica_count:
-            united_key_count = KeySketch.unite(sketches).count()
+            united_key_count = KeySketch.unite(sketches).estimate_key_count()
             arm_totals.different_keys = min(max(united_key_count, replica_keys_max), arm_totals.keys)
         else:  # a replica of an older release sends no sketch: its keys may be the same as others'
             arm_totals.different_keys = replica_keys_max
@@ -150,9 +150,9 @@ class ArmComparison:
 def compare(replicas: Sequence[Replica], canary: Canary) -> ArmComparison:
     """Compare both arms over the live replicas; replicas without counts are skipped."""
     arm_counts = [
-        replica.canary["arms"]
+        replica.canary_counts["arms"]
         for replica in replicas
-        if replica.canary is not None and replica.canary["since"] == canary.since
+        if replica.canary_counts is not None and replica.canary_counts["since"] == canary.since
     ]
     return ArmComparison.of(
         *(CanaryArmTotals.of(counts_by_arm[arm] for counts_by_arm in arm_counts) for arm in ("live", "canary"))

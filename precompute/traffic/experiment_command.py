@@ -236,7 +236,7 @@ def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
 def _free_namespace(releases: Releases, governor: Governor) -> int:
     """Remove a namespace's keys: the pointer first, so that no replica starts; rows last, since a retry needs them."""
     control, history = releases.control, releases.history()
-    control.client.delete(control.keyspace.live, control.keyspace.next)
+    control.client.delete(control.keyspace.live, control.keyspace.staging_note)
     removed_key_count = 0
     for generation in sorted(control.rows()):
         try:

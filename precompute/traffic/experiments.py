@@ -459,7 +459,9 @@ def compute_arm_rooms(config: NightConfig, client: "redis.Redis") -> tuple[ArmRo
         )
         page_bytes_by_generation = [total_bytes(manifest) for manifest in manifests]
         page_count = sum(map(total_pages, manifests))
-        mapped_bytes_by_generation = [sum(file.size_bytes for file in manifest.artefacts()) for manifest in manifests]
+        mapped_bytes_by_generation = [
+            sum(file.size_bytes for file in manifest.served_artefacts()) for manifest in manifests
+        ]
         rooms.append(ArmRoom(
             namespace, arm_texts, len(manifests), page_count, sum(page_bytes_by_generation),
             max(page_bytes_by_generation, default=0),

@@ -118,7 +118,7 @@ class KnownEntities:
         """Return the standing of an id: "known", "coming" or "no input"."""
         entity = self._entity_by_table.get(table)
         directory = self._directory_by_entity.get(str(entity))
-        if directory is not None and directory.find(hash_id(entity_id, directory.seed)) >= 0:
+        if directory is not None and directory.find_position(hash_id(entity_id, directory.seed)) >= 0:
             return "known"
         if entity == "user" and entity_id.decode(errors="replace") in self._coming_user_ids:
             return "coming"

@@ -169,11 +169,11 @@ class FleetView:
         is_full_read = self._full_read_at is None or chunk_index - self._full_read_at >= _FULL_READ_INTERVAL_S
         first_start = oldest_bin_start if is_full_read else newest_bin_start - _FRESH_BIN_COUNT * BIN_S
         bin_starts = range(first_start, newest_bin_start + 1, BIN_S)
-        table_commands = [("HGETALL", self._keyspace.workers), ("HGETALL", self._keyspace.generations)]
+        table_commands = [("HGETALL", self._keyspace.dashboard_workers), ("HGETALL", self._keyspace.generations)]
         workers, registry = await self._control.execute_all(table_commands)
         worker_blobs_by_start: dict[int, dict[bytes, bytes]] = {}
         for start_chunk in (bin_starts[at : at + _BINS_PER_READ] for at in range(0, len(bin_starts), _BINS_PER_READ)):
-            commands = [("HGETALL", self._keyspace.bin(bin_start)) for bin_start in start_chunk]
+            commands = [("HGETALL", self._keyspace.dashboard_bin(bin_start)) for bin_start in start_chunk]
             worker_blobs_by_start |= zip(start_chunk, await self._control.execute_all(commands), strict=True)
         if is_full_read:
             self._full_read_at = chunk_index

@@ -70,7 +70,7 @@ def attach(replica: Replica) -> Dashboard:
             "stale": health.stale_reason,
             "degraded": health.degraded_reason,
             "failed": health.failure_reason,
-            "breaker": own_namespace.components.remote.stats.breaker,
+            "breaker": own_namespace.components.remote.stats.breaker_state,
             "live_queued": replica.batcher.queued,
             "under_way": admission.requests_under_way,
             "requests_max": admission.requests_max,

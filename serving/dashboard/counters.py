@@ -251,11 +251,11 @@ class MetricsPublisher:
             for start in sorted(bins.unpublished_starts, reverse=True)[:BINS_AT_ONCE]
         }
         commands: list[tuple[CommandArgument, ...]] = [
-            ("HSET", self._keyspace.workers, self.name, orjson.dumps(worker_row)),
-            ("EXPIRE", self._keyspace.workers, KEY_TTL_S),
+            ("HSET", self._keyspace.dashboard_workers, self.name, orjson.dumps(worker_row)),
+            ("EXPIRE", self._keyspace.dashboard_workers, KEY_TTL_S),
         ]
         for bin_start, blob in blob_by_start.items():
-            bin_key = self._keyspace.bin(bin_start)
+            bin_key = self._keyspace.dashboard_bin(bin_start)
             commands += ("HSET", bin_key, self.name, blob), ("EXPIRE", bin_key, KEY_TTL_S)
         try:
             async with asyncio.timeout(PUBLISH_TIMEOUT_S):
@@ -280,20 +280,20 @@ class MetricsPublisher:
         self._publish_count += 1
         if self._publish_count % _PUBLICATIONS_PER_SWEEP:
             return
-        (raw_row_by_worker,) = await self._control.execute_all([("HGETALL", self._keyspace.workers)])
+        (raw_row_by_worker,) = await self._control.execute_all([("HGETALL", self._keyspace.dashboard_workers)])
         gone_workers = [
             worker_name
             for worker_name, raw_row in raw_row_by_worker.items()
             if published_at(raw_row) < now_s - WORKER_GONE_S
         ]
         if gone_workers:
-            await self._control.execute_all([("HDEL", self._keyspace.workers, *gone_workers)])
+            await self._control.execute_all([("HDEL", self._keyspace.dashboard_workers, *gone_workers)])
 
     async def sign_off(self) -> None:
         """Remove this worker's row from the table: its counts leave `/metrics` as well."""
         try:
             async with asyncio.timeout(PUBLISH_TIMEOUT_S):
-                await self._control.execute_all([("HDEL", self._keyspace.workers, self.name)])
+                await self._control.execute_all([("HDEL", self._keyspace.dashboard_workers, self.name)])
         except (TierUnavailable, TimeoutError):
             log.debug("not signed off; readers ignore workers without recent publications")
 

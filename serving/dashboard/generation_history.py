@@ -120,7 +120,9 @@ def _build_facts(
         generation_state,
         {
             "data_until": manifest.data_until,
-            "bytes": sum(artefact.size_bytes for artefact in (*manifest.artefacts(), *manifest.pages())),
+            "bytes": sum(
+                artefact.size_bytes for artefact in (*manifest.served_artefacts(), *manifest.page_artefacts())
+            ),
             "records": sum(table_part.count for table in manifest.stored_tables.values() for table_part in table.parts),
             "gates": [_gate_row(gate) for gate in manifest.gates],
             "remarks": [str(remark) for remark in manifest.facts.get("remarks", [])],

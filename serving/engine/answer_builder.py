@@ -134,18 +134,20 @@ class AnswerBuilder:
         if not is_computed_from_history and table.kind == "topk" and pending.entity.history:
             exclusions += (pending.history_in(snapshot).item_numbers,)
         current_values, entity_id = snapshot.changed_values_by_facet.get(table.name), pending.entity.raw_id
-        if current_values is not None and entity_id is not None and record.items is not None:
-            outdated_ordinals = record.items[~current_values.mask_having_text(entity_id.decode(), record.items)]
+        if current_values is not None and entity_id is not None and record.item_ordinals is not None:
+            outdated_ordinals = record.item_ordinals[
+                ~current_values.mask_having_text(entity_id.decode(), record.item_ordinals)
+            ]
             exclusions += (frozenset(outdated_ordinals.tolist()),)
         exclusions += self._newer_event_items(pending, snapshot, source)
         filter_mask, reranker = context.filter_mask(snapshot), context.reranker(snapshot)
         if not context.can_reshape(snapshot):
             return
         prediction = prediction_from_record(snapshot, table, record, pending.k, exclusions, filter_mask, reranker)
-        if record.items is not None:
+        if record.item_ordinals is not None:
             left_item_count = len(prediction["items"])
             lacks_history = (
-                record.live
+                record.is_live
                 and table.entity == "user"
                 and source is not Source.LIVE
                 and pending.counted_events is None
@@ -153,18 +155,18 @@ class AnswerBuilder:
             )
             if filter_mask is not None and may_have_more_items(prediction, record, table, lacks_history=lacks_history):
                 pending.reason = MissReason.FILTERED
-                producer = "live" if record.live else "batch"
+                producer = "live" if record.is_live else "batch"
                 pending.partial_list = PartialList(
                     prediction, snapshot, source, producer, filter_mask, record.answer_flags, seen_ordinals
                 )
                 return
             # Items that a re-ranking leaves out would be missing from any other list of the same items, too.
             required_count = min_items if reranker is None else 1
-            is_used_up = left_item_count == 0 or left_item_count < min(required_count, len(record.items))
+            is_used_up = left_item_count == 0 or left_item_count < min(required_count, len(record.item_ordinals))
             if filter_mask is None and is_used_up and not pending.is_answered_by_night(record):
                 pending.reason = MissReason.EXHAUSTED
                 return
-        producer = "live" if record.live else "batch"
+        producer = "live" if record.is_live else "batch"
         self._complete_answer(pending, prediction, snapshot, source, producer, context, record.answer_flags)
         self._offer_to_sampler(pending, snapshot, source, producer, exclusions, context)
 
@@ -252,7 +254,7 @@ class AnswerBuilder:
                 pending.reason = MissReason.NEWER_EVENTS
         if pending.is_as_of_before_night:
             flag_fields = {"approximate": True, **flag_fields}
-        reason = None if pending.reason is None else pending.reason.public
+        reason = None if pending.reason is None else pending.reason.public_reason
         pending.answer = complete_answer(
             prediction, snapshot, table, pending.entity, source, producer, self._clock(),
             reason=reason, live=pending.live_failure_reason, dropped_history=dropped_count or None,
@@ -263,8 +265,8 @@ class AnswerBuilder:
         )  # fmt: skip
         if not context.is_part_of_answer:
             self._count_answer(pending, snapshot, source, context)
-        elif source is Source.L2 and pending.record_key.position >= 0:
-            self._observer.note_read(snapshot.generation, table, (pending.record_key.key,))
+        elif source is Source.L2 and pending.record_key.directory_position >= 0:
+            self._observer.note_read(snapshot.generation, table, (pending.record_key.hash_or_digest,))
 
     def _count_answer(
         self, pending: PendingAnswer, snapshot: Snapshot, source: Source, context: RequestContext
@@ -275,12 +277,15 @@ class AnswerBuilder:
             self._metrics.changed_answers.answer_count_by_table[table] += 1
         self._metrics.answered(table, source, self._monotonic_clock() - context.request_started_at)
         if source not in STORED_SOURCES:
-            entity_key, reason = pending.record_key.key, pending.reason
+            entity_key, reason = pending.record_key.hash_or_digest, pending.reason
             counted_reason = self._observer.classify_miss(snapshot.generation, table, entity_key, reason)
             self._metrics.missed(table, counted_reason)
         elif source is Source.L2:
             self._observer.count_read(
-                snapshot.generation, table, pending.record_key.key, pending.record_key.position >= 0
+                snapshot.generation,
+                table,
+                pending.record_key.hash_or_digest,
+                pending.record_key.directory_position >= 0,
             )
         if pending.is_cold:
             for on_cold_id in self._observer.on_unknown_id:
@@ -358,4 +363,4 @@ def _left_out_of_previous(
 
 def _is_list_short(filter_mask: FilterMask, excluded_ordinals: NDArray[np.int64], k: int) -> bool:
     """True if fewer than k of the generation's items pass the filter and are not excluded."""
-    return filter_mask.count - int(filter_mask.among(np.unique(excluded_ordinals)).sum()) < k
+    return filter_mask.passing_count - int(filter_mask.among(np.unique(excluded_ordinals)).sum()) < k

@@ -196,7 +196,7 @@ class AnswerObserver:
             return MissReason.INTERNAL_ERROR
         if reason.traits.is_nowhere and self._eviction_history.has_expired(generation, table, entity_hash):
             return MissReason.EXPIRED
-        return reason.public
+        return reason.public_reason
 
     def count_read(self, generation: str, table: str, entity_hash: int | bytes, is_known_to_night: bool = True) -> None:
         """Count an entity that was answered by Redis and not by L1; `is_known_to_night`: the night knows it."""

@@ -49,7 +49,9 @@ def compute(
 
     def predict(batch_jobs: Sequence[InferenceJob], batch: Sequence[PreparedInput]) -> Sequence[ComputedRecord]:
         fingerprints = [job.id_fingerprint for job in batch_jobs]
-        records = predictor.predict(table, batch, fingerprints, scored_at, blocked=snapshot.blocked_item_ordinals)
+        records = predictor.predict(
+            table, batch, fingerprints, scored_at, blocked_ordinals=snapshot.blocked_item_ordinals
+        )
         predicted_rows = zip(records, batch, strict=True)
         return [ComputedRecord(record, prepared.unknown_id_count) for record, prepared in predicted_rows]
 
@@ -95,7 +97,7 @@ def _prepare_inputs(
     """Prepare callers' inputs; lists also leave out the users' past items known to the night."""
     prepared_inputs = predictor.prepare_all(jobs[0].table, [job.live_input for job in jobs])
     return [
-        replace(prepared, excluded=np.union1d(prepared.excluded, job.seen_item_ordinals))
+        replace(prepared, excluded_ordinals=np.union1d(prepared.excluded_ordinals, job.seen_item_ordinals))
         if isinstance(prepared, PreparedInput) and len(job.seen_item_ordinals)
         else prepared
         for job, prepared in zip(jobs, prepared_inputs, strict=True)

@@ -244,7 +244,7 @@ class BatchLookups:
         live, table = lookup.served.live, lookup.table
         directory = live.directories[table.entity]
         hashes = hash_ids(lookup.raw_ids, directory.seed)
-        positions = directory.find_many(hashes)
+        positions = directory.find_positions(hashes)
         digest = live.digest_without_input(table)
         record_keys = RecordKeys(table, hashes.tolist(), fingerprints(lookup.raw_ids), positions, digest)
         plain_mask = positions >= 0
@@ -277,9 +277,11 @@ class BatchLookups:
         rows, plain_mask = await self.read_rows(lookup, record_keys)
         note_stage("stored", self._service.monotonic_clock() - started_at, len(record_keys))
         if np.count_nonzero(plain_mask) == len(plain_mask):
-            batch_answers = BatchAnswers(request_indexes, rows.records, rows.is_l2)
+            batch_answers = BatchAnswers(request_indexes, rows.records, rows.l2_row_mask)
         else:
-            batch_answers = BatchAnswers(request_indexes[plain_mask], rows.records[plain_mask], rows.is_l2[plain_mask])
+            batch_answers = BatchAnswers(
+                request_indexes[plain_mask], rows.records[plain_mask], rows.l2_row_mask[plain_mask]
+            )
         if not (l2_count := np.count_nonzero(batch_answers.row_is_from_l2)) or l2_count == len(
             batch_answers.row_is_from_l2
         ):
@@ -326,7 +328,7 @@ class BatchLookups:
         generation, table = lookup.served.live.generation, lookup.table.name
         row_count = len(batch_answers.answer_indices)
         if l2_count := int(np.count_nonzero(batch_answers.row_is_from_l2)):
-            entity_hashes: Sequence[int] = record_keys.keys
+            entity_hashes: Sequence[int] = record_keys.entity_hashes
             if l2_count < len(entity_hashes):
                 l2_indexes = np.flatnonzero(plain_mask)[batch_answers.row_is_from_l2]
                 entity_hashes = [entity_hashes[key_index] for key_index in l2_indexes.tolist()]
@@ -372,7 +374,7 @@ def _build_pending(lookup: BatchRequest, request_index: int, record_key: RecordK
 def read_result_at(rows: Rows, row_index: int) -> ReadResult:
     """Return the outcome of row `row_index` like that of a single read."""
     read_result = rows.result_by_index.get(row_index)
-    tier: Tier = "l2" if rows.is_l2[row_index] else "l1"
+    tier: Tier = "l2" if rows.l2_row_mask[row_index] else "l1"
     return Hit(rows.records[row_index].tobytes(), tier, False, None) if read_result is None else read_result
 
 

@@ -180,7 +180,7 @@ class GetCoalescer:
     ) -> None:
         live = lookup.served.live
         plain_members = [members[index] for index in np.flatnonzero(plain_mask).tolist()]
-        l2_flags = read_rows.is_l2[plain_mask].tolist()
+        l2_flags = read_rows.l2_row_mask[plain_mask].tolist()
         plain_rows = read_rows.records if len(plain_members) == len(plain_mask) else read_rows.records[plain_mask]
         static_tail = self._batches.get_static_tail(live)
         end_by_source = static_tail.answer_end_by_tier(static_tail.age_json(self._clock()))
@@ -217,7 +217,7 @@ class GetCoalescer:
                 self._service.tiers.keep(live.view, single_request.record_key, ready_answer)
             member.result_future.set_result(answer_body)
             if is_from_l2:
-                read_keys.append(single_request.record_key.key)
+                read_keys.append(single_request.record_key.hash_or_digest)
             sampler.countdown -= 1
             if sampler.countdown < 0:
                 sampler.draw_indices(1)
@@ -242,10 +242,10 @@ def _build_record_keys(lookup: BatchRequest, members: Sequence[_GroupMember]) ->
     record_keys = [single_request.record_key for single_request, _ in members]
     return RecordKeys(
         lookup.table,
-        [cast(int, record_key.key) for record_key in record_keys],
+        [cast(int, record_key.hash_or_digest) for record_key in record_keys],
         np.array([record_key.fingerprint for record_key in record_keys], np.uint64),
-        np.array([record_key.position for record_key in record_keys], np.int64),
-        record_keys[0].digest,
+        np.array([record_key.directory_position for record_key in record_keys], np.int64),
+        record_keys[0].input_digest,
     )
 
 

@@ -141,7 +141,7 @@ class PendingAnswer:
     def include_new_items(self, new_items: NewItems) -> None:
         """Set the new items; a computed answer is then stored under a digest of input and new items."""
         self.new_items, self.forbids_near_answer = new_items, True
-        if new_items and self.entity.has_input and self.record_key.position < 0:
+        if new_items and self.entity.has_input and self.record_key.directory_position < 0:
             self.reason = self.hit = None
             self._use_digest(xxhash.xxh3_128_digest(self.input_digest + new_items.digest))
 
@@ -157,7 +157,7 @@ class PendingAnswer:
         if self._nightly_key is None:
             return False
         self.record_key, self._nightly_key, self.is_settled_for_stored = self._nightly_key, None, True
-        return self.record_key.position >= 0 or self.counted_events is None
+        return self.record_key.directory_position >= 0 or self.counted_events is None
 
     @property
     def may_name_new_items(self) -> bool:
@@ -172,7 +172,11 @@ class PendingAnswer:
     @property
     def directory_position(self) -> int:
         """Position of the entity in its directory; -1 if the night did not know it."""
-        return self.record_key.position if self.counted_events is None else self.counted_events.directory_position
+        return (
+            self.record_key.directory_position
+            if self.counted_events is None
+            else self.counted_events.directory_position
+        )
 
     @property
     def input_size_bytes(self) -> int:
@@ -189,8 +193,8 @@ class PendingAnswer:
     @property
     def own_ordinal(self) -> int | None:
         """Ordinal of a catalogue item whose own table entry is its input; None for any other entity."""
-        if self.table.entity == "item" and self.record_key.position >= 0:
-            return self.record_key.position
+        if self.table.entity == "item" and self.record_key.directory_position >= 0:
+            return self.record_key.directory_position
         return None
 
     @property
@@ -208,7 +212,7 @@ class PendingAnswer:
     @property
     def may_reuse_near_answer(self) -> bool:
         """True if the answer to a near input may be reused; never for an id that the night knows."""
-        return self.record_key.position < 0 and not self.forbids_near_answer
+        return self.record_key.directory_position < 0 and not self.forbids_near_answer
 
     def may_compute_live(self, snapshot: Snapshot) -> bool:
         """True unless the entity is blocked or has no input, or its table has no producer; the model may still fail."""
@@ -247,7 +251,7 @@ class PendingAnswer:
         """
         if self.directory_position < 0 or self.table.entity != "user":
             return False
-        if not record.live:
+        if not record.is_live:
             return True
         counted_events = None if self.is_settled_for_stored else self.counted_events
         return counted_events is not None and not counted_events.counts_sent_input
@@ -268,7 +272,7 @@ def new_items_of(snapshot: Snapshot, pending: PendingAnswer) -> EligibleNewItems
     if pending.counted_events is not None and not pending.is_settled_for_stored:
         excluded_ids += pending.counted_events.event_item_ids
     excluded_numbers = {
-        pending.new_items.number_by_id.get(excluded_id, -1) for excluded_id in excluded_ids
+        pending.new_items.item_number_by_id.get(excluded_id, -1) for excluded_id in excluded_ids
     } | snapshot.blocked_item_numbers
     return EligibleNewItems(pending.new_items, frozenset(excluded_numbers), pending.nightly_key.fingerprint)
 
@@ -308,7 +312,7 @@ def with_filter_table(snapshot: Snapshot, record_key: RecordKey, options: Reques
     answer than its expression. Nor if events have changed an attribute that the filter compares, since the night did
     not check the new values.
     """
-    if not isinstance(options.filter, str) or options.rerank is not None or record_key.position < 0:
+    if not isinstance(options.filter, str) or options.rerank is not None or record_key.directory_position < 0:
         return record_key
     if options.filter in snapshot.changed_filter_names:
         return record_key
@@ -321,22 +325,22 @@ def build_plain_pending_answer(
     snapshot: Snapshot, table: Table, k: int, record_key: RecordKey, entity: RequestedEntity
 ) -> PendingAnswer:
     """Build the pending answer of an entity without an input, which was looked up as `record_key`."""
-    input_digest = record_key.digest or snapshot.digest_of_nothing
+    input_digest = record_key.input_digest or snapshot.digest_of_nothing
     return PendingAnswer(entity, table, k, record_key, input_digest)
 
 
 def find_plain_record_key(snapshot: Snapshot, table: Table, raw_id: bytes) -> RecordKey:
     """Return the record key of an id without an input, with the digest if it is an item, which is its own input."""
     record_key = find_record_key(snapshot, table, raw_id)
-    is_own_input = table.entity == "item" and record_key.position >= 0
-    return record_key._replace(digest=snapshot.digest_of_nothing) if is_own_input else record_key
+    is_own_input = table.entity == "item" and record_key.directory_position >= 0
+    return record_key._replace(input_digest=snapshot.digest_of_nothing) if is_own_input else record_key
 
 
 def find_record_key(snapshot: Snapshot, table: Table, raw_id: bytes, input_digest: bytes | None = None) -> RecordKey:
     """Return the record key of an id, with the digest of its input if there is one."""
     directory = snapshot.directories[table.entity]
     key = hash_id(raw_id, directory.seed)
-    return RecordKey(table, key, fingerprint(raw_id), directory.find(key), input_digest)
+    return RecordKey(table, key, fingerprint(raw_id), directory.find_position(key), input_digest)
 
 
 def _input_digest_of(snapshot: Snapshot, entity: RequestedEntity) -> bytes:
@@ -389,8 +393,10 @@ def find_previous_record_key(previous: Snapshot, pending: PendingAnswer) -> Reco
     table = previous.manifest.tables.get(pending.table.name)
     if table is None or (table.entity, table.kind) != (pending.table.entity, pending.table.kind):
         return "no_such_table"
-    if table.is_facet and pending.record_key.position < 0:  # the attribute's values have changed since the night
+    if (
+        table.is_facet and pending.record_key.directory_position < 0
+    ):  # the attribute's values have changed since the night
         return "not_in_generation"
     record_key = find_record_key(previous, table, entity_id)
     # Never an overlay, which would be computed by the previous generation.
-    return record_key if record_key.position >= 0 else "not_in_generation"
+    return record_key if record_key.directory_position >= 0 else "not_in_generation"

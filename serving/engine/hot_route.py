@@ -114,7 +114,7 @@ class FastLookups:
             return None
         if self._get_packed_events(ready_answer.table_and_id[1]) is not ready_answer.user_events:
             return None
-        if ready_answer.access is not None:
+        if ready_answer.sampled_access is not None:
             sent_answers.note_access(ready_answer)
         sent_answers.append(ready_answer)
         if len(sent_answers) >= sent_answers.due_length:
@@ -165,7 +165,7 @@ class FastLookups:
         query = scope["query_string"]
         request_target = scope["raw_path"] + (b"?" + query if query else b"")
         is_plain = (
-            record_key.position >= 0
+            record_key.directory_position >= 0
             and not live.blocks_entity(table, single_lookup.raw_id)
             and table.name not in live.changed_values_by_facet
         )
@@ -310,7 +310,7 @@ class SingleLookups:
         is_plain = single_request.may_use_nightly_record and single_request.filter_mask is None
         if not (is_plain and coalescer.is_busy and coalescer.has_time_for_l2(single_request)):
             return None
-        local_key = LocalKey(live.generation, single_request.lookup.table, single_request.record_key.key)
+        local_key = LocalKey(live.generation, single_request.lookup.table, single_request.record_key.hash_or_digest)
         if self._tiers.local_tier.inspect(local_key) is not None:
             return None  # L1 has it: no need to wait for a grouped read
         coalescer.note_arrival()
@@ -372,7 +372,7 @@ class SingleLookups:
             single_lookup.table, source, self._service.monotonic_clock() - single_request.request_started_at
         )
         if source is Source.L2:
-            self._observer.count_read(live.generation, single_lookup.table, single_request.record_key.key)
+            self._observer.count_read(live.generation, single_lookup.table, single_request.record_key.hash_or_digest)
         sampler = self._observer.sampler
         sampler.countdown -= 1
         if sampler.countdown < 0:
@@ -444,7 +444,7 @@ class SentAnswers(list[ReadyAnswer]):
         self._newer_event_answers = service.metrics.changed_answers.answer_count_by_table
         self._timing_step = ANSWERS_PER_TIMED_ONE if self._observes else FLUSHED_ANSWER_COUNT
         self.due_length = self._timing_step
-        self._recent.flush_pending = self._counters.add_pending = self.flush
+        self._recent.flush_pending = self._counters.add_pending_ready_answers = self.flush
 
     def flush_or_time(self) -> None:
         """Count all answers if enough were sent, else have the next answer timed; called at `due_length`."""
@@ -498,7 +498,7 @@ class SentAnswers(list[ReadyAnswer]):
 
     def note_access(self, ready_answer: ReadyAnswer) -> None:
         """Record that a sampled answer is about to be sent."""
-        trace_entry = ready_answer.access
+        trace_entry = ready_answer.sampled_access
         if trace_entry is not None and trace_entry[0] <= self._trace.greatest_sampled_spot:
             self._trace.append(trace_entry)
         else:  # the sample has shrunk since the answer was kept

@@ -162,15 +162,22 @@ class LiveInferences:
             table in self.near_reuse_tables and pending.may_reuse_near_answer and traits.is_looked_up
         )
         inputs_digest = pending.input_digest + pending.new_items.digest
-        is_under_lease = record_key.position < 0 and traits.is_shared
+        is_under_lease = record_key.directory_position < 0 and traits.is_shared
         lease_manager, flight_key = (
             self.leases,
-            (snapshot.generation, table, record_key.key, inputs_digest, may_reuse_near_answer, is_under_lease),
+            (
+                snapshot.generation,
+                table,
+                record_key.hash_or_digest,
+                inputs_digest,
+                may_reuse_near_answer,
+                is_under_lease,
+            ),
         )
         if (job := self._job_by_flight_key.get(flight_key)) is not None:
             job.deadline_at = max(job.deadline_at, give_up_at)
         is_joining = flight_key in self.flights
-        if record_key.position < 0 and traits.is_looked_up:
+        if record_key.directory_position < 0 and traits.is_looked_up:
             self.repeat_rate.note_input(is_joining)
         if not is_joining and not self.admit_input():  # joining a flight costs nothing
             return None
@@ -206,7 +213,11 @@ class LiveInferences:
             return
         for pending in pendings:
             record_key = pending.record_key
-            if record_key.position < 0 and record_key.digest is not None and pending.may_compute_live(snapshot):
+            if (
+                record_key.directory_position < 0
+                and record_key.input_digest is not None
+                and pending.may_compute_live(snapshot)
+            ):
                 pending.record_key = record_key._replace(skips_overlay=True)
                 if self.repeat_rate.count_unread():
                     self.tiers.probe(snapshot.view, record_key, self.repeat_rate.note_probe)
@@ -215,7 +226,10 @@ class LiveInferences:
         self, job: InferenceJob, inference_target: InferenceTarget, lease_mark: LeaseMark | None = None
     ) -> asyncio.Future[ComputedRecord]:
         # A live answer for an id that the night knows is kept, in L1 only, while its page is unavailable.
-        is_unknown, is_in_outage = (inference_target.record_key.position < 0, inference_target.replaces_nightly_answer)
+        is_unknown, is_in_outage = (
+            inference_target.record_key.directory_position < 0,
+            inference_target.replaces_nightly_answer,
+        )
 
         def store_when_computed(finished_future: asyncio.Future[ComputedRecord]) -> None:
             if (
@@ -235,9 +249,13 @@ class LiveInferences:
                 if (
                     computed.record_without_new_items is not None and night_record_key is not None
                 ):  # the key of the same id without new items
-                    if night_record_key.digest is not None and is_unknown:
+                    if night_record_key.input_digest is not None and is_unknown:
                         self.tiers.put_live(
-                            view, night_record_key, computed.record_without_new_items, night_record_key.digest, ttl_s
+                            view,
+                            night_record_key,
+                            computed.record_without_new_items,
+                            night_record_key.input_digest,
+                            ttl_s,
                         )
                     record = record if is_unknown else computed.record_without_new_items
                 self.tiers.put_live(
@@ -285,8 +303,8 @@ class LiveInferences:
             if (hit := self.tiers.inspect(snapshot.view, pending.nightly_key)) is not None:
                 record, stored_record = outcome.record, hit.record
                 with contextlib.suppress(CorruptArtefact):
-                    computed_items = pending.decode_record(snapshot, record).items
-                    night_items = pending.decode_record(snapshot, stored_record).items
+                    computed_items = pending.decode_record(snapshot, record).item_ordinals
+                    night_items = pending.decode_record(snapshot, stored_record).item_ordinals
                     if computed_items is not None and night_items is not None:
                         changed_answers.compare(pending.table.name, computed_items, night_items)
 

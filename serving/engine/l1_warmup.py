@@ -78,4 +78,4 @@ def _build_record_keys(coming_snapshot: Snapshot, entity_names: Sequence[EntityN
         for table_name, entity_id in entity_names
         if table_name in table_by_name and not coming_snapshot.blocks_entity(table_by_name[table_name], entity_id)
     ]
-    return [record_key for record_key in record_keys if record_key.position >= 0]
+    return [record_key for record_key in record_keys if record_key.directory_position >= 0]

@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from cache.l2.commands import COMMANDS_PER_OVERLAY_READ, deadline_for
+from cache.l2.commands import COMMANDS_PER_OVERLAY_READ, deadline_s_for
 from cache.records import Record, decode_record
 from cache.tiers.reads import Hit, MissReason, ReadResult, RecordKey, SnapshotView
 from serving.admission.work_pacer import YieldPacer
@@ -116,7 +116,7 @@ class Ladder:
         self.recent_names.extend(
             (pending.table.name, pending.entity.raw_id)
             for pending in pendings
-            if pending.record_key.position >= 0 and pending.entity.raw_id is not None
+            if pending.record_key.directory_position >= 0 and pending.entity.raw_id is not None
         )
         try:
             if self.newer_inputs.packed_input_by_id or live.new_items or context.options.as_of is not None:
@@ -135,7 +135,7 @@ class Ladder:
 
     def l2_deadline(self, options: RequestOptions, request_started_at: float, l2_command_count: int = 1) -> float:
         """Return the monotonic time until which a request may wait for its stored records."""
-        tier_wait_s = deadline_for(self._l2_deadline_s, l2_command_count)
+        tier_wait_s = deadline_s_for(self._l2_deadline_s, l2_command_count)
         return min(request_started_at + options.deadline_s, self._monotonic_clock() + tier_wait_s)
 
     async def _count_newer(
@@ -167,7 +167,7 @@ class Ladder:
             if (hit := pending.hit) is None:
                 continue
             await yield_pacer.count_entity(pending.entity)
-            if pending.record_key.position < 0 and pending.record_key.digest is not None:
+            if pending.record_key.directory_position < 0 and pending.record_key.input_digest is not None:
                 self._inferences.note_repeat()
             try:
                 self._answer_from_stored(pending, snapshot, hit, context)
@@ -187,7 +187,7 @@ class Ladder:
             pending.reason = MissReason.NOTHING_TO_COMPUTE_FROM
         # For an item, live can compute a longer list than a record holds; with sent features it would be a different
         # list.
-        live_knows_more = pending.own_ordinal is not None and not pending.entity.features and not record.live
+        live_knows_more = pending.own_ordinal is not None and not pending.entity.features and not record.is_live
         can_compute_more = live_knows_more and pending.entity.has_input and pending.may_compute_live(snapshot)
         min_items = context.options.k if can_compute_more and context.options.k is not None else 1
         self.answer_builder.answer_from_record(
@@ -216,7 +216,7 @@ class Ladder:
         if max_age_s is None:
             return False
         # The age of a live record is that of its inference; the age of a nightly record is that of its data.
-        data_at = record.scored_at if record.live else snapshot.manifest.data_until
+        data_at = record.scored_at if record.is_live else snapshot.manifest.data_until
         return self._clock() - data_at > max_age_s
 
     async def _compute_live(
@@ -348,4 +348,4 @@ def _is_worth_computing(pending: PendingAnswer, snapshot: Snapshot) -> bool:
 
 
 def _l2_command_count(record_keys: Sequence[RecordKey]) -> int:
-    return sum(1 if record_key.position >= 0 else COMMANDS_PER_OVERLAY_READ for record_key in record_keys)
+    return sum(1 if record_key.directory_position >= 0 else COMMANDS_PER_OVERLAY_READ for record_key in record_keys)

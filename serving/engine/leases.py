@@ -137,7 +137,7 @@ class LeaseManager:
 
     def give_back(self, lease_mark: LeaseMark) -> None:
         """End a lease under which no answer was stored, so that another process may lead immediately."""
-        self._data_plane.lease(LeaseSwap(lease_mark.key, lease_mark.token, GIVEN_BACK_LEASE_VALUE, 1))
+        self._data_plane.lease(LeaseSwap(lease_mark.lease_key, lease_mark.holder_token, GIVEN_BACK_LEASE_VALUE, 1))
 
     async def _follow(
         self,
@@ -161,7 +161,7 @@ class LeaseManager:
                     self.counts.adopted += 1
                     return hit
                 # The answer was evicted, or replaced by that of another input: no process is computing it now.
-                if await self._data_plane.lease(self._build_swap(lease_mark, latest_state)) == lease_mark.token:
+                if await self._data_plane.lease(self._build_swap(lease_mark, latest_state)) == lease_mark.holder_token:
                     break
             remaining_s = give_up_at - self._monotonic_clock()
             if remaining_s <= 0:
@@ -174,7 +174,7 @@ class LeaseManager:
         return True
 
     def _build_swap(self, lease_mark: LeaseMark, expected_lease_value: bytes) -> LeaseSwap:
-        return LeaseSwap(lease_mark.key, expected_lease_value, lease_mark.token, self._lease_life_ms)
+        return LeaseSwap(lease_mark.lease_key, expected_lease_value, lease_mark.holder_token, self._lease_life_ms)
 
     @property
     def _lease_life_ms(self) -> int:
@@ -182,7 +182,9 @@ class LeaseManager:
 
     async def _try_acquire(self, lease_mark: LeaseMark) -> bytes | TierUnavailable | None:
         started_at = self._monotonic_clock()
-        lease_state = await self._data_plane.lease(LeaseTake(lease_mark.key, lease_mark.token, self._lease_life_ms))
+        lease_state = await self._data_plane.lease(
+            LeaseTake(lease_mark.lease_key, lease_mark.holder_token, self._lease_life_ms)
+        )
         self._rest_if_slow(lease_state, self._monotonic_clock() - started_at)
         return lease_state
 
@@ -193,7 +195,9 @@ class LeaseManager:
     def _build_lease_mark(self, view: SnapshotView, record_key: RecordKey, input_digest: bytes) -> LeaseMark:
         self._token_number += 1
         return LeaseMark(
-            self._keyspace.lease(view.generation, record_key.table.name, hash_hex(record_key.key), input_digest),
+            self._keyspace.lease(
+                view.generation, record_key.table.name, hash_hex(record_key.hash_or_digest), input_digest
+            ),
             self._token_prefix + b"%d" % self._token_number,
         )
 
@@ -216,4 +220,6 @@ class LeaseManager:
         ]
         if due_marks:
             self._written_at_by_mark.update(dict.fromkeys(due_marks, now_s))
-            self._data_plane.submit([self._build_swap(lease_mark, lease_mark.token) for lease_mark in due_marks], len)
+            self._data_plane.submit(
+                [self._build_swap(lease_mark, lease_mark.holder_token) for lease_mark in due_marks], len
+            )

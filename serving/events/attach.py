@@ -228,7 +228,7 @@ def follow_events(namespace: HeldNamespace) -> EventFollower:
     namespace.openers.append(functools.partial(open_events, namespace))
     updater = ItemUpdater(holder, newer_events, namespace.metrics)
     follower = EventFollower(
-        config.events_redis, config.of_events().keyspace(), newer_events, holder,
+        config.events_redis_url, config.of_events().keyspace(), newer_events, holder,
         functools.partial(namespace.follower.note_concern, "events"), recheck_values=updater.recheck_values,
         held_bytes_max=config.events.stream_bytes,
     )  # fmt: skip

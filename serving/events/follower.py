@@ -342,7 +342,7 @@ def _empty_events_since(position_number: int) -> NewerEvents:
 def _until_position_numbers(snapshots: Iterable[Snapshot]) -> list[int]:
     """Return the number of the position up to which each generation with events has them."""
     snapshot_events = [snapshot.part(GenerationEvents) for snapshot in snapshots]
-    return [generation_events.until_number for generation_events in snapshot_events if generation_events]
+    return [generation_events.until_position_number for generation_events in snapshot_events if generation_events]
 
 
 class EventMetrics(Collector):

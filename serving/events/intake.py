@@ -144,7 +144,7 @@ class Acceptor:
         """
         if not events:
             return []
-        body_sizes = [len(event.body) for event in events]
+        body_sizes = [len(event.event_bytes) for event in events]
         if self._waiting_bytes + sum(body_sizes) > WAITING_BYTES_MAX and self._waiting_chunks:
             raise EventsBusy(f"{self._waiting_bytes} bytes of events wait already")
         loop = asyncio.get_running_loop()
@@ -385,11 +385,11 @@ class EventIntake:
         rejected_events, newest_position = list(read_events.rejected_events), Position(0, 0)
         count_by_result: Counter[str] = Counter()
         for event_index, outcome in zip(read_events.event_indices, outcomes, strict=True):
-            count_by_result[outcome.reason or ACCEPTED] += 1
+            count_by_result[outcome.rejection_reason or ACCEPTED] += 1
             self._count_outcome(outcome, raw_events[event_index])
             if outcome.position is not None:
                 newest_position = max(newest_position, outcome.position)
-            elif outcome.reason == TOO_MANY:
+            elif outcome.rejection_reason == TOO_MANY:
                 rejected_events.append(RejectedEvent(event_index, TOO_MANY, _TOO_MANY_DETAIL))
         durability = self.redis.found_durability
         return {
@@ -408,10 +408,10 @@ class EventIntake:
         }
 
     def _count_outcome(self, outcome: AcceptOutcome, raw_event: Any) -> None:
-        if outcome.reason == TOO_MANY:
+        if outcome.rejection_reason == TOO_MANY:
             self.rejections.add(TOO_MANY, _TOO_MANY_DETAIL, raw_event)
         else:
-            self.counts.count_by_result[outcome.reason or ACCEPTED] += 1
+            self.counts.count_by_result[outcome.rejection_reason or ACCEPTED] += 1
 
 
 class InboxEntry(NamedTuple):
@@ -545,7 +545,7 @@ class EventParts:
         live generation can answer for an unknown item.
         """
         events_config, keyspace = config.events, config.of_events().keyspace()
-        redis = EventsRedis(config.events_redis, events_config.durability)
+        redis = EventsRedis(config.events_redis_url, events_config.durability)
         counts = EventCounts(redis, keyspace, events_config.stream_bytes)
         bounds = StreamBounds(events_config.stream_bytes, round(events_config.keep_s * 1000), events_config.of_one)
         intake = EventIntake(

@@ -66,7 +66,7 @@ def with_changed_filtering(snapshot: Snapshot, filtering: Filtering) -> Snapshot
             for table, attribute_name in facet_by_table.items()
             if attribute_name in filtering.changed_attributes
         },
-        changed_filter_names=frozenset(filter(filtering.may_differ, snapshot.manifest.filters)),
+        changed_filter_names=frozenset(filter(filtering.may_differ_from_night, snapshot.manifest.filters)),
     )
 
 
@@ -121,7 +121,7 @@ class ItemUpdater:
             return False
         if new_item_inputs(snapshot) is not None and update.new_items_version != self._new_item_events.version:
             return True
-        if snapshot.new_items.retry_at <= self._monotonic_clock():
+        if snapshot.new_items.next_retry_at_s <= self._monotonic_clock():
             return True
         if snapshot.part(Filtering) is None and not snapshot.new_items:
             return False
@@ -144,7 +144,7 @@ class MissingItems(NamedTuple):
     @classmethod
     def of(cls, attribute_events: AttributeEvents, new_item_events: NewItemEvents, snapshot: Snapshot) -> Self:
         generation_events = snapshot.part(GenerationEvents)
-        until_number = 0 if generation_events is None else generation_events.until_number
+        until_number = 0 if generation_events is None else generation_events.until_position_number
         new_items = (
             tuple(new_item_events.list_items_after(until_number)) if new_item_inputs(snapshot) is not None else ()
         )
@@ -186,12 +186,14 @@ class SnapshotUpdate:
         return snapshot
 
     def _with_values(self, snapshot: Snapshot, missing_items: MissingItems) -> Snapshot:
-        item_update = ItemUpdate.of(snapshot)._replace(values_until_position_number=missing_items.values.until_number)
+        item_update = ItemUpdate.of(snapshot)._replace(
+            values_until_position_number=missing_items.values.until_position_number
+        )
         if (filtering := snapshot.part(Filtering)) is None:
             return snapshot.with_part(item_update)
         attribute_values, packed_new_item_values = (
             list(missing_items.values.iterate_values()),
-            missing_items.values_of_new_items.packed_by_item,
+            missing_items.values_of_new_items.packed_values_by_item,
         )
         ordinals = snapshot.items.ordinals_of(
             [attribute_value.entity_id for attribute_value in attribute_values]
@@ -209,7 +211,7 @@ class SnapshotUpdate:
             for item_ordinal, attribute_value in ordinals_and_values
         ]
         count_by_outcome["unknown item"] = sum(is_item_unknown)
-        count_by_outcome["unknown attribute"] = changed_columns.unknown_count
+        count_by_outcome["unknown attribute"] = changed_columns.unknown_attribute_value_count
         for unfit_by_reason in changed_columns.unfit_ordinals.values():
             count_by_outcome.update(
                 {unfit_reason: len(unfit_ordinals) for unfit_reason, unfit_ordinals in unfit_by_reason.items()}
@@ -223,7 +225,7 @@ class SnapshotUpdate:
         if tower is None:
             return snapshot
         values_by_item = {
-            new_item.raw_id: missing_items.values_of_new_items.values_of(new_item.raw_id)
+            new_item.raw_id: missing_items.values_of_new_items.values_of_item(new_item.raw_id)
             for new_item in missing_items.new_items
         }
         new_items = tower.compute_new_items(

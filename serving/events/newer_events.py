@@ -46,7 +46,7 @@ class CountedEvents(NamedTuple):
     @property
     def directory_position(self) -> int:
         """Position of the user in the directory; -1 if the night did not know them."""
-        return self.event_input.position
+        return self.event_input.user_position
 
     @property
     def counts_sent_input(self) -> bool:
@@ -61,7 +61,7 @@ class CountedEvents(NamedTuple):
     @property
     def newest_accepted_at(self) -> str:
         """Time when the newest event was accepted, RFC 3339, UTC."""
-        return iso_time(Position.from_number(self.event_input.events[-1].number).ms / 1000)
+        return iso_time(Position.from_number(self.event_input.events[-1].position_number).ms / 1000)
 
     @property
     def event_item_ids(self) -> tuple[bytes, ...]:
@@ -90,7 +90,7 @@ class NewerEvents(NewerInputs):
 
         Each event replaces the user's object: while the object is the same, an answer made from it counts all events.
         """
-        return self.users.packed_by_user
+        return self.users.packed_events_by_user
 
     def add(self, position: Position, event: Event) -> None:
         """Add the next event."""
@@ -118,12 +118,15 @@ class NewerEvents(NewerInputs):
     def changes_answer(self, snapshot: Snapshot, table: Table, user_id: bytes) -> bool:
         """True if the user has events that the generation lacks and that change this table's answers."""
         generation_events = snapshot.part(GenerationEvents)
-        if generation_events is None or (model_features := generation_events.tables.get(table.name)) is None:
+        if (
+            generation_events is None
+            or (model_features := generation_events.features_by_changed_table.get(table.name)) is None
+        ):
             return False
-        if not self.users.has_newer(user_id, generation_events.until_number):
+        if not self.users.has_newer_event(user_id, generation_events.until_position_number):
             return False
-        return self.users.has_newer_item(user_id, generation_events.until_number) or takes_any_attribute(
-            self.values.values_of_user(user_id, generation_events.until_number), model_features
+        return self.users.has_newer_item(user_id, generation_events.until_position_number) or takes_any_attribute(
+            self.values.values_of_user(user_id, generation_events.until_position_number), model_features
         )
 
     def find_counted_events(
@@ -148,15 +151,15 @@ class NewerEvents(NewerInputs):
             return None
         if snapshot.blocks_entity(table, user_id):
             return None
-        model_features = events_of_night.tables[table.name]
-        newer_events = self.users.list_events_after(user_id, events_of_night.until_number)
-        user_values = self.values.values_of_user(user_id, events_of_night.until_number)
+        model_features = events_of_night.features_by_changed_table[table.name]
+        newer_events = self.users.list_events_after(user_id, events_of_night.until_position_number)
+        user_values = self.values.values_of_user(user_id, events_of_night.until_position_number)
         uses_event_values = takes_any_attribute(user_values, model_features)
         events = tuple(
             [
                 event
                 for event in newer_events
-                if event.number <= as_of_position_number and (event.item or uses_event_values)
+                if event.position_number <= as_of_position_number and (event.item or uses_event_values)
             ]
         )
         if not events:
@@ -165,9 +168,9 @@ class NewerEvents(NewerInputs):
         if sent_input_and_digest is not None and not events_of_night.has_input(table, event_input):
             caller_input, sent_input_digest = sent_input_and_digest
             event_input = event_input._replace(caller_input=caller_input)
-        is_whole = events_of_night.until_number >= self.users.complete_after_number
+        is_whole = events_of_night.until_position_number >= self.users.complete_after_number
         is_past = as_of_position_number < NO_LIMIT
-        is_approximate = uses_event_values and self.values.newest_number_of_user(user_id) > as_of_position_number
+        is_approximate = uses_event_values and self.values.user_newest_position_number(user_id) > as_of_position_number
         return CountedEvents(
             event_input, _inputs_digest(user_id, events, sent_input_digest), is_whole, is_past, is_approximate
         )
@@ -188,7 +191,7 @@ class NewerEvents(NewerInputs):
             return
         if options.as_of is not None and (events_of_night := snapshot.part(GenerationEvents)) is not None:
             for case in cases:
-                case.is_as_of_before_night = options.as_of < events_of_night.until_number
+                case.is_as_of_before_night = options.as_of < events_of_night.until_position_number
         _include_new_items(snapshot, cases, options)
         packed, pacer = self.packed_input_by_id, YieldPacer()
         undecided_answers = []
@@ -202,14 +205,14 @@ class NewerEvents(NewerInputs):
             )
             if counted_events is None:
                 continue
-            counts_sent = pending_answer.record_key.position >= 0 and counted_events.counts_sent_input
+            counts_sent = pending_answer.record_key.directory_position >= 0 and counted_events.counts_sent_input
             if counts_sent and _is_computed(snapshot, pending_answer, counted_events):
                 undecided_answers.append((pending_answer, user_id))
             else:
                 _include_counted_events(snapshot, pending_answer, counted_events)
         if not undecided_answers:
             return
-        record_keys = [case.record_key._replace(table=case.table, digest=None) for case, _ in undecided_answers]
+        record_keys = [case.record_key._replace(table=case.table, input_digest=None) for case, _ in undecided_answers]
         outcomes = await read_records(record_keys)
         for (pending_answer, user_id), outcome in zip(undecided_answers, outcomes, strict=True):
             await pacer.count_entity(pending_answer.entity)
@@ -234,7 +237,9 @@ class NewerEvents(NewerInputs):
 
 def _inputs_digest(user_id: bytes, events: Sequence[UserEvent], sent_input_digest: bytes) -> bytes:
     # All events: a digest of only the newest could not tell an answer that lacks earlier events from a complete one.
-    packed_numbers = struct.pack(f"<II{len(events)}Q", len(user_id), len(events), *[event.number for event in events])
+    packed_numbers = struct.pack(
+        f"<II{len(events)}Q", len(user_id), len(events), *[event.position_number for event in events]
+    )
     return xxhash.xxh3_128_digest(packed_numbers + user_id + sent_input_digest)
 
 
@@ -251,7 +256,7 @@ def _find_counted_events(
     as_of_position_number = NO_LIMIT if options.as_of is None else options.as_of
     sent_input_and_digest = (case.live_input, case.input_digest) if counts_sent_input else None
     counted_events = newer_events.find_counted_events(
-        snapshot, case.table, user_id, case.record_key.position, sent_input_and_digest, as_of_position_number
+        snapshot, case.table, user_id, case.record_key.directory_position, sent_input_and_digest, as_of_position_number
     )
     if counted_events is None:
         return None
@@ -260,7 +265,7 @@ def _find_counted_events(
         digest = xxhash.xxh3_128_digest(counted_events.inputs_digest + new_items.digest)
         counted_events = counted_events._replace(inputs_digest=digest)
     if (
-        snapshot.new_items.newest_number > as_of_position_number
+        snapshot.new_items.newest_position_number > as_of_position_number
     ):  # the new items of that position may have been different
         counted_events = counted_events._replace(is_approximate=True)
     return counted_events
@@ -272,7 +277,7 @@ def _is_computed(snapshot: Snapshot, case: PendingAnswer, newer_input: NewerInpu
     return (
         generation_events is not None
         and newer_input.has_all_events
-        and generation_events.can_compute(case.table, newer_input.directory_position)
+        and generation_events.can_compute_answer(case.table, newer_input.directory_position)
     )
 
 
@@ -294,11 +299,11 @@ def _with_new_items(
     approximate.
     """
     new_items = snapshot.new_items
-    if not new_items or new_items.number_by_id.keys().isdisjoint(counted_events.event_item_ids):
+    if not new_items or new_items.item_number_by_id.keys().isdisjoint(counted_events.event_item_ids):
         return counted_events
     if as_of_position_number is not None:
         new_items = new_items.up_to(as_of_position_number)
-    new_items_in_events = sorted({*counted_events.event_item_ids} & new_items.number_by_id.keys())
+    new_items_in_events = sorted({*counted_events.event_item_ids} & new_items.item_number_by_id.keys())
     if not new_items_in_events:
         return counted_events
     packed_item_ids = b"".join([len(item_id).to_bytes(4, "little") + item_id for item_id in new_items_in_events])

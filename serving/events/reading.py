@@ -149,8 +149,8 @@ class EventReader:
             except UnfitNewItem as error:
                 raise problem_from_input(error, field_path) from error
         packed_event, event_bytes_max = pack_event(self.keyspace, event), self.config.event_bytes
-        if len(packed_event.body) > event_bytes_max:
-            detail = f"the event has {len(packed_event.body)} bytes, {event_bytes_max} are allowed"
+        if len(packed_event.event_bytes) > event_bytes_max:
+            detail = f"the event has {len(packed_event.event_bytes)} bytes, {event_bytes_max} are allowed"
             raise unprocessable("too_large", detail, None, limit=event_bytes_max)
         return packed_event
 

@@ -111,20 +111,20 @@ class TierInspector:
 
     def inspect_l1(self, view: SnapshotView, record_key: RecordKey) -> ReadResult | None:
         """Return the outcome of inspecting L1; None if L1 has nothing for this entity."""
-        l1_key = LocalKey(view.generation, record_key.table.name, record_key.key)
+        l1_key = LocalKey(view.generation, record_key.table.name, record_key.hash_or_digest)
         l1_entry = self._l1.inspect(l1_key)
         if l1_entry is not None:
             return judge_entry(l1_entry, record_key, "l1")
-        if record_key.position < 0 and l1_key in self._negative_cache:
+        if record_key.directory_position < 0 and l1_key in self._negative_cache:
             return MISS_BY_REASON[MissReason.NEGATIVE]
         return None
 
     def find_stand_in(self, view: SnapshotView, record_key: RecordKey) -> ReadResult | None:
         """Return the live answer in L1 that replaces a record while its page is unavailable, if there is one."""
-        if record_key.position < 0 or record_key.digest is None:
+        if record_key.directory_position < 0 or record_key.input_digest is None:
             return None
-        l1_key = LocalKey(view.generation, record_key.table.name, record_key.key)
-        l1_entry = self._l1.inspect(live_key(l1_key, record_key.digest))
+        l1_key = LocalKey(view.generation, record_key.table.name, record_key.hash_or_digest)
+        l1_entry = self._l1.inspect(live_key(l1_key, record_key.input_digest))
         return None if l1_entry is None else judge_entry(l1_entry, record_key, "l1")
 
     async def read_record(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
@@ -138,7 +138,7 @@ class TierInspector:
         l2_reply: L2Result = await self._remote.submit(reads_of(view, (record_key,)), itemgetter(0))
         if isinstance(l2_reply, TierUnavailable):
             return unavailable_miss(l2_reply)
-        if record_key.position < 0:
+        if record_key.directory_position < 0:
             if l2_reply is None:
                 return MISS_BY_REASON[MissReason.NOT_IN_GENERATION]
             entry = overlay_entry(record_key, cast(Overlay, l2_reply), asked_at)
@@ -173,7 +173,7 @@ class PageChecks:
 
     async def check_page(self, snapshot: Snapshot, table: Table, record_key: RecordKey) -> dict[str, Any]:
         """Read a nightly record's page; return its key, the record's position, and both checksums (xxh3-64, hex)."""
-        shard, record_position = snapshot.directories[table.entity].locate(record_key.position)
+        shard, record_position = snapshot.directories[table.entity].locate_in_part(record_key.directory_position)
         table_part = table.parts[shard]
         page_number, offset_bytes = table.locate_record(shard, record_position)
         page_index = page_number - table_part.first_page
@@ -280,7 +280,7 @@ class Rescorer:
             record, computed_record, reason = await self._infer_live(snapshot, case)
         elif computed_from is not None:  # blocked, or without a producer
             reason = case.reason if case.reason == MissReason.ENTITY_BLOCKED else "no_producer"
-        elif stored_record is not None and stored_record.items is not None:
+        elif stored_record is not None and stored_record.item_ordinals is not None:
             record = await self._rescore_from_vector(snapshot, case, stored_record)
             if record is not None:
                 reason, computed_from = None, "stored_vector"
@@ -317,7 +317,7 @@ class Rescorer:
         self, snapshot: Snapshot, case: PendingAnswer, stored_record: Record
     ) -> Record | None:
         """Return the stored list, scored and ordered by the stored vector; None without one."""
-        user_id, list_items, predictor = case.entity.raw_id, stored_record.items, snapshot.predictor
+        user_id, list_items, predictor = case.entity.raw_id, stored_record.item_ordinals, snapshot.predictor
         if user_id is None or list_items is None or predictor is None or case.table.entity != "user":
             return None
         if not predictor.supports(case.table.name):
@@ -339,7 +339,7 @@ class Rescorer:
         ordinals = list_items.astype(np.int64)
         scores = await asyncio.to_thread(predictor.score_vector, case.table.name, vector.numbers, ordinals)
         order = np.lexsort((ordinals, -scores))
-        return stored_record._replace(numbers=scores[order], items=list_items[order])
+        return stored_record._replace(numbers=scores[order], item_ordinals=list_items[order])
 
 
 def _rescore_input_of(case: PendingAnswer) -> RescoreInput | None:
@@ -389,7 +389,7 @@ class LadderReplay:
         self, served: ServedGenerations, case: PendingAnswer, requested_options: RequestOptions, metrics: Metrics
     ) -> PendingAnswer:
         """Run the ladder on the recorded outcomes; return the pending answer with its source and reason."""
-        self._result_by_key[served.live.generation, case.record_key.key] = self.stored_result
+        self._result_by_key[served.live.generation, case.record_key.hash_or_digest] = self.stored_result
         ladder = Ladder(self, self, metrics, l2_deadline_s=_UNBOUNDED_S)
         options = dataclasses.replace(
             requested_options,
@@ -404,7 +404,7 @@ class LadderReplay:
 
     async def read(self, view: SnapshotView, record_key: RecordKey) -> ReadResult:
         """Return the outcome of inspecting both tiers, once per generation and record."""
-        result_key = view.generation, record_key.key
+        result_key = view.generation, record_key.hash_or_digest
         if result_key not in self._result_by_key:
             self._result_by_key[result_key] = await self._inspector.read_record(view, record_key)
         return self._result_by_key[result_key]
@@ -557,13 +557,13 @@ class Explainer:
             "events": _event_fields(snapshot, case.counted_events),
             "new_items": _new_item_rows(answered_case),
             "page": await self._page_checks.check_page(snapshot, night_key.table, night_key)
-            if night_key.position >= 0
+            if night_key.directory_position >= 0
             else None,
             "l1": self._tier_fields(l1),
             "l2": self._tier_fields(l2),
             "same_bytes": _has_same_record(l1, l2),
             "record": None,
-            "filter": filter_mask and {"passing": filter_mask.count, "items": snapshot.nameable_item_count},
+            "filter": filter_mask and {"passing": filter_mask.passing_count, "items": snapshot.nameable_item_count},
             "rerank": request.options.rerank and {"by": request.options.rerank.part_names},
             "previous": previous,
             "model": rescore_result.to_json(),
@@ -575,12 +575,12 @@ class Explainer:
         if shown_record_and_hit is not None:
             prediction = record_decoder.prediction(shown_record_and_hit[0])
             explanation["record"] = _record_fields(*shown_record_and_hit, prediction)
-            if filter_mask is not None and shown_record_and_hit[0].items is not None:
+            if filter_mask is not None and shown_record_and_hit[0].item_ordinals is not None:
                 explanation["filter"] |= _list_fields(
                     record_decoder.prediction(shown_record_and_hit[0], filter_mask), shown_record_and_hit[0], table
                 )
                 explanation["filter"] |= {"table": night_key.table.name}
-            if reranker is not None and shown_record_and_hit[0].items is not None:
+            if reranker is not None and shown_record_and_hit[0].item_ordinals is not None:
                 list_prediction = record_decoder.prediction(shown_record_and_hit[0], filter_mask, reranker)
                 explanation["rerank"] |= {"items_of_list": list_prediction["items"]}
             if live_prediction is not None and night_key.table is table:
@@ -594,12 +594,16 @@ class Explainer:
 
     def _directory_fields(self, snapshot: Snapshot, record_key: RecordKey) -> dict[str, Any]:
         entity_set = snapshot.manifest.entity_sets[record_key.table.entity]
-        hash_text = f"{record_key.key:016x}" if isinstance(record_key.key, int) else record_key.key.hex()
+        hash_text = (
+            f"{record_key.hash_or_digest:016x}"
+            if isinstance(record_key.hash_or_digest, int)
+            else record_key.hash_or_digest.hex()
+        )
         return {
-            "known": record_key.position >= 0,
+            "known": record_key.directory_position >= 0,
             "hash": hash_text,
             "seed": entity_set.seed,
-            "position": record_key.position if record_key.position >= 0 else None,
+            "position": record_key.directory_position if record_key.directory_position >= 0 else None,
             "entities": entity_set.count,
         }
 
@@ -642,13 +646,13 @@ def _event_fields(snapshot: Snapshot, counted_events: NewerInput | None) -> dict
     event_input = counted_events.event_input
     events = event_input.events if isinstance(event_input, EventInput) else ()
     return {
-        "until": str(Position.from_number(generation_events.until_number)),
+        "until": str(Position.from_number(generation_events.until_position_number)),
         "as_of": counted_events.newest_accepted_at,
         "counted": [
             {
                 "item": event.item.decode(),
                 "time": iso_time(event.at_us / 1e6),
-                "position": str(Position.from_number(event.number)),
+                "position": str(Position.from_number(event.position_number)),
             }
             for event in events
         ],

@@ -240,7 +240,7 @@ class FilterEvaluator:
                 )
             return search_results
 
-        is_short = filter_mask.count * len(searches) <= _INLINE_VECTORS_MAX
+        is_short = filter_mask.passing_count * len(searches) <= _INLINE_VECTORS_MAX
         if self._search_executor is None or is_short:
             return search_all()
         search_future = asyncio.get_running_loop().run_in_executor(self._search_executor, search_all)

@@ -46,11 +46,11 @@ class Nights:
 
     def is_missing(self) -> bool:
         """True if a night is missing; also after a rollback, which makes an older night live."""
-        return self.schedule.is_missing(self.clock(), self._created_at())
+        return self.schedule.is_generation_missing(self.clock(), self._created_at())
 
     def missed_night_count(self) -> int:
         """Return the number of nights that are due but not served."""
-        return self.schedule.count_missed(self.clock(), self._created_at())
+        return self.schedule.count_missed_ticks(self.clock(), self._created_at())
 
     def _created_at(self) -> float | None:
         served = self.follower.served
@@ -254,7 +254,7 @@ def _manifest_gauges(live_manifest: Manifest | None) -> Iterable[GaugeMetricFami
         "larder_generation_users",
         "Users of the live generation whose records were copied, or computed for this reason",
         "reason",
-        {} if reuse is None else reuse.night.users,
+        {} if reuse is None else reuse.night.user_count_by_reason,
     )
     yield GaugeMetricFamily(
         "larder_night_spared_seconds",

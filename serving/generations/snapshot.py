@@ -112,7 +112,7 @@ class Snapshot:
         """
         manifest = read_manifest(store, generation)
         live_file_paths = {live_file.path for live_file in live_files(manifest)}
-        for artefact in manifest.artefacts():
+        for artefact in manifest.served_artefacts():
             if artefact.path not in live_file_paths:
                 fetch_checked(store, generation, artefact)
         root = store.local(generation_path(generation))
@@ -178,7 +178,7 @@ class Snapshot:
 
     def numbers_of(self, raw_ids: Sequence[bytes]) -> NDArray[np.int64]:
         """Return the numbers int64[n] of items, including new items; -1 for an unknown id."""
-        return self.new_items.numbers_of(raw_ids, self.items.ordinals_of(raw_ids))
+        return self.new_items.item_numbers_of(raw_ids, self.items.ordinals_of(raw_ids))
 
     def released_as(self, epoch: int, published_at: float) -> Self:
         """Return a snapshot of this generation for a later release (a rollback to it, a restore)."""
@@ -211,7 +211,7 @@ class Snapshot:
     def knows_entity(self, table: Table, raw_id: bytes) -> bool:
         """True if the night knew the entity."""
         directory = self.directories[table.entity]
-        return directory.find(hash_id(raw_id, directory.seed)) >= 0
+        return directory.find_position(hash_id(raw_id, directory.seed)) >= 0
 
     def past_item_ordinals(self, table: Table, user_position: int) -> NDArray[np.int64]:
         """Return ordinals int64 of the past items of the user at a position (-1: unknown), which lists leave out.
@@ -248,7 +248,7 @@ def _blocked_items(
     blocked_ids = sorted(blocklist.items)
     ordinals = items.ordinals_of(blocked_ids)
     known_ordinals: NDArray[np.int64] = np.sort(ordinals[ordinals >= 0])
-    numbers = new_items.numbers_of(blocked_ids, ordinals)
+    numbers = new_items.item_numbers_of(blocked_ids, ordinals)
     return frozenset(numbers[numbers >= 0].tolist()), known_ordinals
 
 

@@ -284,7 +284,7 @@ def generations_overview(served: ServedGenerations, health: Health, canary: Cana
 def _snapshot_overview(snapshot: Snapshot) -> dict[str, Any]:
     manifest = snapshot.manifest
     precision_by_model = {} if snapshot.predictor is None else snapshot.predictor.precisions
-    provider_by_model = {} if snapshot.predictor is None else snapshot.predictor.providers
+    provider_by_model = {} if snapshot.predictor is None else snapshot.predictor.provider_by_model
     return {
         "generation": snapshot.generation,
         "epoch": snapshot.epoch,

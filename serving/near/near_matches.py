@@ -318,8 +318,8 @@ class ListMatches:
         vectors = predictor.vectors(prepared_inputs)
         lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))[:, None]
         directions = (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
-        excluded_by_row = search.excluded(prepared_inputs, blocked_ordinals)
-        needed_depths = search.counts(excluded_by_row)
+        excluded_by_row = search.excluded_by_input(prepared_inputs, blocked_ordinals)
+        needed_depths = search.candidate_counts(excluded_by_row)
         needed_depth_by_row = needed_depths.tolist()
         near_answers = neighbours.find_near(directions, blocklist_stamp)
         near_answer_by_row = {
@@ -558,7 +558,9 @@ class NearMatches:
             )
             blocked = snapshot.blocked_item_ordinals
             if matches is None or matches.neighbours.policy.is_off:
-                batch_records = predictor.predict(table_name, batch, id_fingerprints, scored_at, blocked=blocked)
+                batch_records = predictor.predict(
+                    table_name, batch, id_fingerprints, scored_at, blocked_ordinals=blocked
+                )
                 reused_distances: list[float | None] = [None] * len(batch_records)
             else:
                 # Not the blocklist's version: an arm also enforces the blocklist of another namespace.
@@ -602,7 +604,7 @@ class NearMatches:
 
 def input_kind(live_input: LiveInput) -> InputKind | None:
     """Return the kind of an input: history, features or both; None for a catalogue item, its own input."""
-    if live_input.item is not None or not (live_input.history or live_input.features):
+    if live_input.item_ordinal is not None or not (live_input.history or live_input.features):
         return None
     if live_input.history and live_input.features:
         return "both"

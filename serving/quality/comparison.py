@@ -110,7 +110,7 @@ def compare(sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputPr
         raise SampleSkipped("no_model")
     live_input = _comparison_input(sample, snapshot, table, night_inputs)
     directory = snapshot.directories[table.entity]
-    position = directory.find(hash_id(sample.raw_id, directory.seed))
+    position = directory.find_position(hash_id(sample.raw_id, directory.seed))
     seen_ordinals = snapshot.past_item_ordinals(table, position)
     job = InferenceJob(
         snapshot, sample.table, live_input, fingerprint(sample.raw_id), 0, seen_item_ordinals=seen_ordinals
@@ -128,12 +128,14 @@ def compare(sample: AnswerSample, snapshot: Snapshot, night_inputs: NightInputPr
         live_record = decode_record(table.layout, outcome.record, snapshot.items.count)
     except Exception as damage:  # the read path counts damaged records
         raise SampleSkipped("failed") from damage
-    if live_record.items is None or served_ordinals is None:
+    if live_record.item_ordinals is None or served_ordinals is None:
         agreement = _compare_numbers(table, served_numbers, live_record.numbers)
         record_overlap: float | None = agreement.overlap
     else:
-        allowed_indices = _allowed_indices(live_record.items, (*sample.exclusions, snapshot.blocked_item_numbers))
-        live_items, live_scores = (live_record.items[allowed_indices], live_record.numbers[allowed_indices])
+        allowed_indices = _allowed_indices(
+            live_record.item_ordinals, (*sample.exclusions, snapshot.blocked_item_numbers)
+        )
+        live_items, live_scores = (live_record.item_ordinals[allowed_indices], live_record.numbers[allowed_indices])
         agreement = _compare_lists(served_ordinals, served_numbers, live_items, live_scores)
         record_overlap = None
         if stored_prediction is not None and stored_prediction[0] is not None:
@@ -151,7 +153,7 @@ def _comparison_input(
     if sample.producer == "live":  # it was computed from the sent input of another request
         raise SampleSkipped("no_input")
     if table.entity == "item":
-        return LiveInput(item=snapshot.items.ordinal_of(sample.raw_id))
+        return LiveInput(item_ordinal=snapshot.items.ordinal_of(sample.raw_id))
     night_input = None if night_inputs is None else night_inputs.of(sample.raw_id)
     if night_input is None:
         raise SampleSkipped("no_input")
@@ -166,10 +168,10 @@ def _comparison_input(
 
 def _decode_stored(record_bytes: bytes, snapshot: Snapshot, table: Table, k: int) -> OrdinalsAndNumbers:
     stored_record = decode_record(table.layout, record_bytes, snapshot.items.count)
-    if stored_record.items is None:
+    if stored_record.item_ordinals is None:
         return None, stored_record.numbers
-    allowed_indices = _allowed_indices(stored_record.items, (snapshot.blocked_item_numbers,))[:k]
-    return stored_record.items[allowed_indices].astype(np.int64), stored_record.numbers[allowed_indices]
+    allowed_indices = _allowed_indices(stored_record.item_ordinals, (snapshot.blocked_item_numbers,))[:k]
+    return stored_record.item_ordinals[allowed_indices].astype(np.int64), stored_record.numbers[allowed_indices]
 
 
 def _decode_served(sample: AnswerSample, snapshot: Snapshot, table: Table) -> OrdinalsAndNumbers:
@@ -219,9 +221,9 @@ def _compare_numbers(table: Table, served_numbers: NDArray[np.float32], live_num
 
 
 def _band(snapshot: Snapshot, live_input: LiveInput) -> Band:
-    if live_input.item is not None:
+    if live_input.item_ordinal is not None:
         is_popular = any(
-            live_input.item in default_list.ordinal_by_id.values()
+            live_input.item_ordinal in default_list.ordinal_by_id.values()
             for default_list in snapshot.default_list_by_table.values()
         )
         return "popular" if is_popular else "other"

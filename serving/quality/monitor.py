@@ -66,7 +66,7 @@ class QualityMonitor:
         cold_names, self._read_hashes = RecentNames(), ReadHashes()
         answer_observer.on_unknown_id.append(cold_names.append)
         answer_observer.on_l2_read.append(self._read_hashes.add)
-        answer_observer.sampler = AnswerSampler(config.sampled_per_mille)
+        answer_observer.sampler = AnswerSampler(config.sampled_answers_per_mille)
         self.cold_sketch = HotKeySketch(SharedHotKeys(control), cold_names, get_live_snapshot, clock, COLD_WINDOW)
         self._results = QualityResults()
         self._table_usage = TableUsage(control, self._read_hashes, metrics, recent_names.all_names, get_live_snapshot)
@@ -88,7 +88,7 @@ class QualityMonitor:
             cpu_share=config.quality_cpu_share,
             inference_threads=config.live_threads,
         )
-        self._is_sampling = config.sampled_per_mille > 0
+        self._is_sampling = config.sampled_answers_per_mille > 0
         self._judge_task: asyncio.Task[None] | None = None
         self._report_interval_s = config.quality_s
         for collector in (self._results, self._table_usage):
@@ -198,7 +198,7 @@ class AnswerJudge:
             return sample
         key = hash_id(sample.raw_id, snapshot.directories[table.entity].seed)
         entry = self.local.get(LocalKey(sample.generation, sample.table, key))
-        if entry is None or entry.digest is not None:
+        if entry is None or entry.input_digest is not None:
             return sample
         return sample._replace(stored_record=entry.record)
 

@@ -296,7 +296,7 @@ class SharedReport:
     async def report(self) -> None:
         """Write this replica's part and read the others; without Redis forget them and report only this part."""
         await self._table_usage.report()
-        now_s, send_command, report_key = (self._clock(), self._control.execute, self._control.keyspace.quality)
+        now_s, send_command, report_key = (self._clock(), self._control.execute, self._control.keyspace.quality_figures)
         own_part = self._build_own_part(now_s)
         try:
             await send_command("HSET", report_key, self._replica_name, orjson.dumps(own_part))
@@ -322,7 +322,7 @@ class SharedReport:
     async def sign_off(self) -> None:
         """Withdraw this replica's part."""
         try:
-            await self._control.execute("HDEL", self._control.keyspace.quality, self._replica_name)
+            await self._control.execute("HDEL", self._control.keyspace.quality_figures, self._replica_name)
         except TierUnavailable:
             return
 

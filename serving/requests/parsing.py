@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote_to_bytes
 
 from cache.errors import InvalidId
-from cache.format.ids import ID_BYTES_MAX, canonical_id, have_id_lengths
+from cache.format.ids import ID_BYTES_MAX, canonical_id, have_allowed_lengths
 from cache.native import loader
 from serving.arrow.reader import BATCHES_MAX, TooManyBatches, UnsupportedStream, read_frame
 from serving.arrow.schema import Field, MalformedStream
@@ -357,7 +357,7 @@ def id_batch_from_json(body_fields: object, ids_max: int) -> IdBatch | None:
         id_bytes_list = [entity_id.encode() for entity_id in sent_ids]
     except (AttributeError, UnicodeEncodeError):
         return None
-    return IdBatch(id_bytes_list, k) if have_id_lengths(id_bytes_list) else None
+    return IdBatch(id_bytes_list, k) if have_allowed_lengths(id_bytes_list) else None
 
 
 def _plain_k(body_fields: Mapping[str, Any]) -> int | None:
@@ -369,7 +369,7 @@ def _plain_k(body_fields: Mapping[str, Any]) -> int | None:
 def id_batch_from_stream(id_stream: ArrowLookup) -> IdBatch | None:
     """Return a batch of plain ids, perhaps with `k`, for the fast path; None for any other stream."""
     id_bytes_list, options = id_stream
-    if not have_id_lengths(id_bytes_list) or not options.keys() <= {"k"}:
+    if not have_allowed_lengths(id_bytes_list) or not options.keys() <= {"k"}:
         return None
     k = options.get("k")
     if k is None:

@@ -13,7 +13,9 @@ def attach(replica: Replica) -> L1Advisor:
     own_namespace = replica.own_namespace
     sketch = share_hot_ids(own_namespace)
     replica.hooks.namespace_hooks.append(share_hot_ids)
-    advisor = L1Advisor(own_namespace.components.tiers, lambda: own_namespace.holder.live, replica.config.sampled_keys)
+    advisor = L1Advisor(
+        own_namespace.components.tiers, lambda: own_namespace.holder.live, replica.config.sampled_keys_max
+    )
     if advisor.step_s:
         own_namespace.refresher.add_periodic("l1_advisor", advisor.step_s, advisor.step)
     replica.metrics.registry.register(advisor)

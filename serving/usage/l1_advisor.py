@@ -140,7 +140,7 @@ class L1Advisor(Collector):
     async def step(self) -> None:
         """Add the reads since the last step to the curve."""
         trace, miss_ratio_curve = self._tiers.access_trace, self._miss_ratio_curve
-        self._tiers.counters.add_pending()
+        self._tiers.counters.add_pending_ready_answers()
         now_s = self._monotonic_clock()
         elapsed_s, self._stepped_at = now_s - self._stepped_at, now_s
         touches, is_whole = list(trace), len(trace) < TRACED_READS_MAX
@@ -193,10 +193,10 @@ class L1Advisor(Collector):
         return HitRatioCurve(
             self._budget_bytes,
             self._capacities,
-            miss_ratio_curve.hit_ratios(),
-            miss_ratio_curve.entries(),
+            miss_ratio_curve.hit_ratio_by_capacity(),
+            miss_ratio_curve.key_count_by_capacity(),
             miss_ratio_curve.rate,
-            miss_ratio_curve.keys,
+            miss_ratio_curve.sampled_key_count,
             miss_ratio_curve.reads,
         )
 
@@ -214,7 +214,7 @@ class L1Advisor(Collector):
         sampling_rate = self._tiers.access_trace.greatest_sampled_spot >= 0 and miss_ratio_curve.rate
         for gauge_name, help_text, gauge_value in (
             ("sampling_rate", "Share of keys that the advisor samples, 0 while it is off", sampling_rate),
-            ("sampled_keys", "Keys in the advisor's sample", miss_ratio_curve.keys),
+            ("sampled_keys", "Keys in the advisor's sample", miss_ratio_curve.sampled_key_count),
         ):
             yield GaugeMetricFamily(f"larder_l1_advisor_{gauge_name}", help_text, float(gauge_value))
         yield CounterMetricFamily(
@@ -226,7 +226,7 @@ class L1Advisor(Collector):
 
 def _hit_and_read_counts(counters: Counters) -> tuple[int, int]:
     """Return the number of reads that found a record, and of all reads."""
-    return counters.l1 + counters.l2_records, counters.total
+    return counters.l1_total + counters.l2_records, counters.result_total
 
 
 def merge_curves(worker_reports: Iterable[Mapping[str, Any] | None]) -> dict[str, Any] | None:

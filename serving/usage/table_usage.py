@@ -109,7 +109,7 @@ class TableUsage(Collector):
         packed_hashes_by_table = await asyncio.to_thread(
             self._pack_by_table, live_snapshot, recent_names, hashes_by_table
         )
-        send_command, read_key_of = self.control.execute, self.control.keyspace.read
+        send_command, read_key_of = self.control.execute, self.control.keyspace.read_entities
         try:
             for table, packed_hashes in packed_hashes_by_table.items():
                 for hash_batch in split_hashes(packed_hashes):

@@ -59,7 +59,7 @@ def accuracy(report: Report, options: Options) -> None:
         spent += time.process_time() - cpu_start_s
         touches += shards.sampled_reads
         rates.append(shards.rate)
-        errors.append(np.abs(np.array(shards.hit_ratios()) - exact) * 100)
+        errors.append(np.abs(np.array(shards.hit_ratio_by_capacity()) - exact) * 100)
     worst = np.max(errors, axis=0)
     report.figures["stream"] = "zipf 1.0" if file is None else "orm-busy"
     report.figures["reads"], report.figures["keys"] = len(keys), int(keys.max()) + 1
@@ -118,7 +118,7 @@ def off(keys: Keys, capacities: list[int], keys_max: int, exact: Errors, seed: i
     """How far one sample's hit ratios are from the exact ones, in points, by capacity."""
     shards = MissRatioCurve(capacities, keys_max)
     sampled(keys, shards, seed=seed)
-    error: Errors = np.abs(np.array(shards.hit_ratios()) - exact) * 100
+    error: Errors = np.abs(np.array(shards.hit_ratio_by_capacity()) - exact) * 100
     return error
 
 

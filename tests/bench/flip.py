@@ -116,7 +116,7 @@ def _swapped(control: Control, asked_at: float, *, is_rollback: bool) -> Flip:
         raise RuntimeError("there is no pointer")
 
     def swaps() -> list[float]:
-        following_replicas = [replica for replica in control.replicas() if replica.epoch == pointer.epoch]
+        following_replicas = [replica for replica in control.replicas() if replica.pointer_epoch == pointer.epoch]
         return [replica.swapped_at for replica in following_replicas if replica.swapped_at is not None]
 
     time.sleep(AFTER_S)  # looking would be work on the same cores

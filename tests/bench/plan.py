@@ -200,7 +200,7 @@ def errors(
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Shares by which each figure is off, and what was measured."""
     last_forecast, manifest, (grown, pages) = forecasts[-1], night.manifest, night.redis_bytes()
-    mapped = sum(artefact.size_bytes for artefact in manifest.artefacts())
+    mapped = sum(artefact.size_bytes for artefact in manifest.served_artefacts())
     directories = sum(part.file.size_bytes for entity_set in manifest.entity_sets.values() for part in entity_set.parts)
     root = night.config.store().local(generation_path(manifest.generation))
     disk = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())

@@ -165,7 +165,7 @@ async def _readers(stack: AsyncExitStack, service: Service, case: Case, options:
     tiers = TieredCache(LocalTier(0), NegativeCache(0, 0.0), remote)
     client = redis.asyncio.Redis.from_url(url, protocol=2, max_connections=CONNECTIONS)
     stack.push_async_callback(client.aclose)
-    names = [f"bench:{hash_hex(record_key.key)}" for record_key in record_keys]
+    names = [f"bench:{hash_hex(record_key.hash_or_digest)}" for record_key in record_keys]
     read_results = [await tiers.get(snapshot.view, record_key) for record_key in record_keys]
     for name, read_result in zip(names, read_results, strict=True):
         if not isinstance(read_result, Hit) or read_result.tier != "l2":

@@ -63,7 +63,7 @@ def command(rng: random.Random, keys: Keyspace) -> list[bytes]:
     text = [f"{keys.overlay('g', 't', str(number))}".encode() for number in range(3)]
     members = [b"m%d" % number for number in range(4)]
     page, name, value = keys.page("g", "t", 0).encode(), rng.choice(text), rng.choice(members)
-    replicas, sketch, note = keys.replicas.encode(), keys.hot_names(1).encode(), keys.next.encode()
+    replicas, sketch, note = keys.replicas.encode(), keys.hot_names(1).encode(), keys.staging_note.encode()
     channel, live = keys.channel.encode(), keys.live.encode()
     score = b"%d" % rng.randrange(5)
 

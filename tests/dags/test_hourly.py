@@ -57,6 +57,10 @@ def test_the_second_of_two_hourly_nights_copies_and_reads_only_the_hour_between(
     assert manifest.events is not None and manifest.events.until == event_position
     reuse = Reuse.of(manifest.facts)
     assert reuse is not None
-    assert (reuse.base, reuse.not_copied_because, reuse.read_because) == (first_generation, "", "")
-    assert reuse.night.users["inputs"] == len(users) + 1
-    assert reuse.night.users["copied"] == sum(reuse.night.users.values()) - len(users) - 1
+    assert (reuse.base_generation, reuse.lists_not_copied_because, reuse.sources_read_because) == (
+        first_generation,
+        "",
+        "",
+    )
+    assert reuse.night.user_count_by_reason["inputs"] == len(users) + 1
+    assert reuse.night.user_count_by_reason["copied"] == sum(reuse.night.user_count_by_reason.values()) - len(users) - 1

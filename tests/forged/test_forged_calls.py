@@ -61,7 +61,7 @@ def figures(control: Control) -> None:
 
 def mark_part(control: Control) -> None:
     part: Any = SimpleNamespace(name="a/0", loaded_digest=b"mark", progress="a/0:progress")
-    mark_loaded(control.client, KEYS.loaded(POINTER.generation), part)
+    mark_loaded(control.client, KEYS.loaded_parts(POINTER.generation), part)
 
 
 CALLS: dict[str, Callable[[Control], Any]] = {
@@ -69,8 +69,8 @@ CALLS: dict[str, Callable[[Control], Any]] = {
     "rows": Control.rows,
     "time": Control.time,
     "replicas": Control.replicas,
-    "silent replicas": Control.silent_replicas,
-    "policy": Control.check_policy,
+    "silent replicas": Control.count_silent_replicas,
+    "policy": Control.check_eviction_policy,
     "mark": lambda control: control.write_rows(ROWS, expected_epoch=1),
     "move": lambda control: control.move_pointer(POINTER, expected_epoch=1, row_by_generation=ROWS),
     "staging note": stage,
@@ -97,7 +97,9 @@ def proxy(redis_url: str) -> Iterator[ForgingProxy]:
         true.zadd(KEYS.cold_names(window_number_of(time.time(), COLD_WINDOW)), {b"user_topk:u": 2.0})
         true.zadd(KEYS.replicas, {b'{"replica":"r","holds":[]}': time.time()})
         yield forging_proxy
-        true.delete(KEYS.loaded(POINTER.generation), KEYS.live, KEYS.generations, KEYS.events, KEYS.replicas, PAGES[0])
+        true.delete(
+            KEYS.loaded_parts(POINTER.generation), KEYS.live, KEYS.generations, KEYS.events, KEYS.replicas, PAGES[0]
+        )
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -317,7 +317,7 @@ def answers(columns: ModuleType, fuzz_input: FuzzInput) -> None:
     people, ends = ([fuzz_input.text(9) for _ in range(count)] for _ in range(2))
     if fuzz_input.number(0, 15) == 0:
         people = people[:-1]
-    arguments = (data, width, is_half, k, ids, offsets, _numerals.table, head, people, middle, after, last, ends)
+    arguments = (data, width, is_half, k, ids, offsets, _numerals.text_rows, head, people, middle, after, last, ends)
     mine = result(columns.answers, *arguments)
     is_finite = are_finite(data, width, is_half, is_list=True)
     if isinstance(mine, tuple) and is_finite:

@@ -26,7 +26,7 @@ def main(folder: Path, items: int, dims: int) -> None:
     private_before_kb = private_kb(os.getpid())
     directory = Directory.open(folder, entities)
     vectors = map_file(folder / VECTORS, "<f4", (items, dims))
-    searcher = Searcher.open(folder / INDEX, "inner_product", count=items)
+    searcher = Searcher.open(folder / INDEX, "inner_product", expected_vector_count=items)
     total = int(directory.hash_parts[0].max()) + float(vectors.max())
     ordinals = searcher.search(query, 10)
     print(json.dumps([private_before_kb, private_kb(os.getpid()), total > 0 and len(ordinals) == 1]), flush=True)

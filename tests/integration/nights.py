@@ -169,8 +169,8 @@ def top_lists(
     lists: dict[str, tuple[str, ...]] = {}
     for name, raw in raw_records(config, generation, ids, table).items():
         record = decode_record(manifest.tables[table].layout, raw)
-        assert record.items is not None
-        ordinals = record.items[record.items != NO_ITEM]
+        assert record.item_ordinals is not None
+        ordinals = record.item_ordinals[record.item_ordinals != NO_ITEM]
         lists[name] = tuple(items.ids_of(ordinals))
     return lists
 
@@ -183,10 +183,10 @@ def raw_records(config: NightConfig, generation: str, ids: list[str], table: str
     size = manifest_table.layout.size_bytes
     parts = [(root / part.file.path).read_bytes() for part in manifest_table.parts]
     records: dict[str, bytes] = {}
-    positions = directory.find_many(hash_ids([entity_id.encode() for entity_id in ids], directory.seed))
+    positions = directory.find_positions(hash_ids([entity_id.encode() for entity_id in ids], directory.seed))
     for name, position in zip(ids, positions.tolist(), strict=True):
         if position >= 0:
-            part, offset = directory.locate(position)
+            part, offset = directory.locate_in_part(position)
             records[name] = parts[part][offset * size : (offset + 1) * size]
     return records
 

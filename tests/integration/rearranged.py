@@ -14,7 +14,7 @@ def rearrange(night: NightConfig, generation: str, table: str) -> None:
     layout = manifest.tables[table].layout
     keys = Keyspace(night.namespace)
     with redis.Redis.from_url(str(night.redis_url)) as client:
-        for page in range(manifest.tables[table].pages):
+        for page in range(manifest.tables[table].page_count):
             name = keys.page(generation, table, page)
             rows = np.frombuffer(client.get(name), layout.dtype).copy()
             for field in ("items", "numbers"):

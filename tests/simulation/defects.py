@@ -73,7 +73,7 @@ def _inputs_of_an_overlay_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     real = reads.judge_entry
 
     def judge(entry: Any, record_key: Any, tier: Any) -> Any:
-        return real(entry, record_key._replace(digest=None), tier)
+        return real(entry, record_key._replace(input_digest=None), tier)
 
     for owner in (reads, tiered):
         patch.setattr(owner, "judge_entry", judge)

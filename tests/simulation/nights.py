@@ -185,19 +185,19 @@ class Model:
         prints: Sequence[int],
         scored_at: int,
         *,
-        blocked: NDArray[np.int64],
+        blocked_ordinals: NDArray[np.int64],
     ) -> list[bytes]:
         """One record each."""
         self.compute([
             (self.number, print_, tuple(prepared.history.tolist()))
             for prepared, print_ in zip(batch, prints, strict=True)
         ])  # fmt: skip
-        items, blocked_ordinals = _items(), set(blocked.tolist())
+        items, blocked_set = _items(), set(blocked_ordinals.tolist())
         lists = np.full((len(batch), WIDTH), 0xFFFFFFFF, np.uint32)
         scores = np.zeros((len(batch), WIDTH), np.float32)
         for row, prepared in enumerate(batch):
             excluded_items = frozenset(
-                items.id_of(ordinal) for ordinal in {*prepared.excluded.tolist(), *blocked_ordinals}
+                items.id_of(ordinal) for ordinal in {*prepared.excluded_ordinals.tolist(), *blocked_set}
             )
             live_items = live_list(items.id_of(int(prepared.history[-1])), excluded_items)
             lists[row, : len(live_items)] = items.ordinals_of([item.encode() for item in live_items])

@@ -216,7 +216,7 @@ def load_missing(control: Control, _store: ArtefactStore, generation: str, **_op
         name = control.keyspace.page(generation, TABLE, number)
         if control.client.get(name) != page:
             control.client.set(name, page)
-    control.client.hset(control.keyspace.loaded(generation), f"{TABLE}/0", "mark")
+    control.client.hset(control.keyspace.loaded_parts(generation), f"{TABLE}/0", "mark")
     return 0
 
 

@@ -157,7 +157,7 @@ class Rules:
     def begin_call(self, call: Call, replica: Replica) -> CallContext:
         """What is known as a call begins."""
         service, services = replica.service, replica.services
-        if any(lookup_service.tiers._remote.stats.breaker != "closed" for lookup_service in services.values()):
+        if any(lookup_service.tiers._remote.stats.breaker_state != "closed" for lookup_service in services.values()):
             self._probing_at = self._of.loop.time()
         served_by_name = {name: lookup_service.follower.served for name, lookup_service in services.items()}
         holdings = {name: served for name, served in served_by_name.items() if served is not None}

@@ -51,7 +51,7 @@ class SimulatedStore(MemoryStore):
         self._take_time("names", path)
         return sorted({file_path.split("/", 1)[0] for file_path in self.files})
 
-    def host_copies(self) -> list[str]:
+    def host_copy_generations(self) -> list[str]:
         """None: there are no hosts' folders."""
         return []
 

@@ -39,7 +39,7 @@ def shop(
     """A night by each release, both followed by a service of each: what the tests then do starts and ends so."""
     first = str(request.param)
     folder = tmp_path_factory.mktemp(f"{first}-first")
-    with join_or_start_server(folder / "redis", binary=redis_binary()) as redis:
+    with join_or_start_server(folder / "redis", server_binary=redis_binary()) as redis:
         a, b = releases[first], releases["new" if first == "old" else "old"]
         shop = Shop(folder, redis.url, f"{first}-first", seed, a, b)
         shop.open()

@@ -12,7 +12,7 @@ from cache.formats import FORMATS
 def main() -> None:
     """Raise the version before any other module of Larder is imported."""
     name, _, version = sys.argv[1].partition("=")
-    FORMATS[name] = FORMATS[name]._replace(written=int(version), newest_readable=int(version))
+    FORMATS[name] = FORMATS[name]._replace(written_version=int(version), newest_readable_version=int(version))
     sys.argv = sys.argv[2:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -95,7 +95,7 @@ class Shop:
 
     def file(self, path: str) -> Path:
         """Place of a file of the store."""
-        folder = self.store.folder
+        folder = self.store.local_folder
         assert folder is not None
         return folder / path
 

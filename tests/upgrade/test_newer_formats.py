@@ -15,8 +15,8 @@ from tests.upgrade.shop import CUTS, Shop, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("shop", ["old"], indirect=True)]
 
-SERVED = [stored_format.name for stored_format in FORMATS.values() if stored_format.is_served]
-UNREAD = 1 + max(stored_format.newest_readable for stored_format in FORMATS.values())
+SERVED = [stored_format.name for stored_format in FORMATS.values() if stored_format.is_read_by_service]
+UNREAD = 1 + max(stored_format.newest_readable_version for stored_format in FORMATS.values())
 """A version that neither release reads."""
 
 
@@ -108,12 +108,12 @@ def test_a_newer_staging_note_is_heeded_by_no_service(shop: Shop, releases: Rele
     live, previous = shop.live(), shop.previous()
     note = {"generation": CUTS[4], "attempt": "a", "until": 2**40, "format": UNREAD}
     with shop.redis() as client:
-        client.set(shop.keys.next, orjson.dumps(note))
+        client.set(shop.keys.staging_note, orjson.dumps(note))
         try:
             assert until(lambda: "staging note cannot be read" in shop.log(release_name))
             assert shop.ready(release_name)["ready"] and shop.view(release_name)["next"] is None
         finally:
-            client.delete(shop.keys.next)
+            client.delete(shop.keys.staging_note)
 
     assert shop.live() == live != previous
 

@@ -16,14 +16,14 @@ from tests.upgrade.shop import CUTS, Shop, until
 
 pytestmark = pytest.mark.slow
 
-UNREAD = FORMATS[MANIFEST].newest_readable + 1
+UNREAD = FORMATS[MANIFEST].newest_readable_version + 1
 SAID = f"format {UNREAD}"
 
 
 def test_what_the_release_before_cannot_read_is_refused_by_it_and_left_by_a_roll_back(
     releases: Releases, seed: int, tmp_path: Path
 ) -> None:
-    with join_or_start_server(tmp_path / "redis", binary=redis_binary()) as redis:
+    with join_or_start_server(tmp_path / "redis", server_binary=redis_binary()) as redis:
         shop = Shop(tmp_path, redis.url, "left", seed, releases["old"], releases["new"])
         shop.open()
         shop.tell(releases["old"], "train")

@@ -240,7 +240,7 @@ class Evidence:
         if self.live_user_directory is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         hashes = text_hashes(self.users.users.ids, self.live_user_directory.seed)
-        live_positions = self.live_user_directory.find_many(hashes)
+        live_positions = self.live_user_directory.find_positions(hashes)
         return self.users.positions[live_positions >= 0], live_positions[live_positions >= 0]
 
     @cached_property
@@ -251,8 +251,8 @@ class Evidence:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         compared_ordinals = select_spread_rows(np.arange(self.items.count), COMPARED_ITEMS_MAX)
         texts = item_id_texts(self.items)
-        positions = directory.find_many(text_hashes(texts, directory.seed)[compared_ordinals])
-        live_positions = live_directory.find_many(text_hashes(texts, live_directory.seed)[compared_ordinals])
+        positions = directory.find_positions(text_hashes(texts, directory.seed)[compared_ordinals])
+        live_positions = live_directory.find_positions(text_hashes(texts, live_directory.seed)[compared_ordinals])
         is_in_both = (positions >= 0) & (live_positions >= 0)
         return positions[is_in_both], live_positions[is_in_both]
 

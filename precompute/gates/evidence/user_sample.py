@@ -195,7 +195,7 @@ def _sample_slice(
         if counts_feature_only_users and event_marks_path is not None:
             user_fingerprints = text_hashes(user_table.column("user"), FINGERPRINT_SEED)
             is_counted |= ~marked_mask(event_marks_path, user_fingerprints)
-    positions = directory.find_many(hashes)
+    positions = directory.find_positions(hashes)
     recorded_rows = np.flatnonzero(positions >= 0)
     recorded_rows = recorded_rows[np.argsort(positions[recorded_rows], kind="stable")]
     spread_indices = np.linspace(0, max(0, len(recorded_rows) - 1), min(per_stratum, len(recorded_rows)))

@@ -119,7 +119,7 @@ def pages_in_redis(candidate: Candidate) -> Measurement:
     restart of the server, and a writer of the part removes it.
     """
     control, manifest = candidate.control, candidate.manifest
-    notes_key, parts = control.keyspace.loaded(manifest.generation), parts_of(manifest)
+    notes_key, parts = control.keyspace.loaded_parts(manifest.generation), parts_of(manifest)
     run_ids = _read_run_ids(control.client)
     note_by_part: Any = control.client.hgetall(notes_key)
     reload_count = 0

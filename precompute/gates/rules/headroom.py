@@ -18,7 +18,7 @@ from precompute.gates.evidence.candidate import Candidate, Measurement, at_least
 @integrity("maxmemory_policy")
 def maxmemory_policy(candidate: Candidate) -> Measurement:
     """Check that Redis may evict only overlays."""
-    return Measurement(True, candidate.control.check_policy(), "volatile-* or noeviction")
+    return Measurement(True, candidate.control.check_eviction_policy(), "volatile-* or noeviction")
 
 
 @integrity(REDIS_HEADROOM_RULE)
@@ -138,4 +138,4 @@ def _measure_tightest(
 
 
 def _mapped_bytes(candidate: Candidate) -> int:
-    return sum(artefact.size_bytes for artefact in candidate.manifest.artefacts())
+    return sum(artefact.size_bytes for artefact in candidate.manifest.served_artefacts())

@@ -415,7 +415,7 @@ def _read_live_records(candidate: Candidate, table: Table, positions: NDArray[np
     for first_index in range(0, len(positions), LIVE_RECORDS_AT_ONCE):
         pipeline = client.pipeline(transaction=False)
         for position in positions[first_index : first_index + LIVE_RECORDS_AT_ONCE].tolist():
-            page_number, offset = table.locate_record(*directory.locate(position))
+            page_number, offset = table.locate_record(*directory.locate_in_part(position))
             page_key = candidate.control.keyspace.page(candidate.live.generation, table.name, page_number)
             pipeline.getrange(page_key, offset, offset + record_bytes - 1)
         raw_records += pipeline.execute()
@@ -548,7 +548,7 @@ def _measure_table_recall(candidate: Candidate, table: Table, held_out_by_user: 
     if live_table is None or directory is None:
         note = f"{table.name}, {pair_count} newer choices; no live generation to be compared with"
         return at_least(_recall(listed_items, choices_of_users), thresholds.heldout_recall, note)
-    live_positions = directory.find_many(hash_ids(user_ids, directory.seed))
+    live_positions = directory.find_positions(hash_ids(user_ids, directory.seed))
     common_rows = np.flatnonzero(live_positions >= 0)
     live = read_live_lists(candidate, live_table, live_positions[common_rows])
     live_items = [
@@ -571,7 +571,7 @@ def _find_newer_choices(
     """Return users with a record, their positions, and the ordinals of their newer choices, without earlier items."""
     directory, entities = (candidate.evidence.directories["user"], candidate.manifest.entity_sets["user"])
     hashes = hash_ids([user_id.encode() for user_id in held_out_by_user], directory.seed)
-    positions, shards = directory.find_many(hashes), shard_of(hashes, len(entities.parts))
+    positions, shards = directory.find_positions(hashes), shard_of(hashes, len(entities.parts))
     user_ids = list(held_out_by_user)
     user_ids_with_choices, user_positions, choices_of_users = [], [], []
     for shard in sampled_shards(entities):

@@ -261,7 +261,9 @@ def index_recall(candidate: Candidate) -> Measurement:
         recall_by_query_set[f"{index_name} as the night measured it"] = (
             float("nan") if index.recall is None else index.recall
         )
-        searcher = Searcher.open(candidate.root / index.file.path, index.metric, count=candidate.items.count)
+        searcher = Searcher.open(
+            candidate.root / index.file.path, index.metric, expected_vector_count=candidate.items.count
+        )
         width_by_entity = {
             entity: max(table_widths)
             for entity in ("user", "item")
@@ -359,7 +361,7 @@ def _recall(candidate: Candidate, searcher: Searcher, queries: NDArray[np.float3
     if searcher.metric == "cosine":
         queries = unit_rows(queries)
     neighbour_count = min(width, len(item_vectors))
-    fetch_count = int(searcher.fetch(neighbour_count, np.zeros(1, np.int64))[0])
+    fetch_count = int(searcher.candidate_counts_for(neighbour_count, np.zeros(1, np.int64))[0])
     exact = _nearest(item_vectors, queries, neighbour_count, searcher.metric)
     query_recalls: list[float] = []
     for first_query in range(0, len(queries), QUERIES_AT_ONCE):

@@ -187,7 +187,7 @@ def _erased_of_live(candidate: Candidate, entity: str) -> int:
     evidence, erased = candidate.evidence, candidate.erased
     if entity == "user" and erased.users and evidence.live_user_directory is not None:
         hashes = hash_ids(sorted(erased.users), evidence.live_user_directory.seed)
-        return int((evidence.live_user_directory.find_many(hashes) >= 0).sum())
+        return int((evidence.live_user_directory.find_positions(hashes) >= 0).sum())
     if entity == "item" and erased.items and evidence.live_items is not None:
         return int((evidence.live_items.ordinals_of(sorted(erased.items)) >= 0).sum())
     return 0

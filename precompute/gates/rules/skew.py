@@ -107,7 +107,7 @@ def _prepare_sample(
         columns_by_feature, _ = item_features.of(positions)
         live_inputs = [
             LiveInput(
-                item=row,
+                item_ordinal=row,
                 features={
                     str(feature.column): _to_python_value(columns_by_feature[feature.name][index])
                     for feature in spec.features
@@ -156,7 +156,7 @@ def _overlap(table: Table, pairs: Pairs) -> float:
     overlaps = []
     for stored_record, live_record in pairs:
         stored_items, live_items = (
-            decode_record(table.layout, record).items for record in (stored_record, live_record)
+            decode_record(table.layout, record).item_ordinals for record in (stored_record, live_record)
         )
         if stored_items is None or live_items is None:
             return float("nan")
@@ -177,7 +177,7 @@ def _read_stored_records(candidate: Candidate, table: Table, positions: NDArray[
     directory, record_bytes = candidate.evidence.directories[table.entity], table.layout.size_bytes
     pipeline = candidate.control.client.pipeline(transaction=False)
     for position in positions.tolist():
-        page_number, offset = table.locate_record(*directory.locate(position))
+        page_number, offset = table.locate_record(*directory.locate_in_part(position))
         page_key = candidate.control.keyspace.page(candidate.manifest.generation, table.name, page_number)
         pipeline.getrange(page_key, offset, offset + record_bytes - 1)
     return list(pipeline.execute())

@@ -51,8 +51,8 @@ def prediction_from_record(
     reranker: Reranker | None = None,
 ) -> Prediction:
     """Return the prediction of a stored or live record, without excluded, blocked and filtered items."""
-    if record.items is not None:
-        return _build_top_list(snapshot, record.items, record.numbers, k, exclusions, filter_mask, reranker)
+    if record.item_ordinals is not None:
+        return _build_top_list(snapshot, record.item_ordinals, record.numbers, k, exclusions, filter_mask, reranker)
     if table.kind == "vector":
         return {"vector": record.numbers}
     return {"values": record.numbers, "labels": table.labels}
@@ -64,7 +64,7 @@ def may_have_more_items(prediction: Prediction, record: Record, table: Table, *,
     A list that is not full holds all items that the entity may have, except with `lacks_history`: then it was computed
     without the items of a history that this request does not send.
     """
-    is_full = record.items is not None and len(record.items) == table.layout.width
+    is_full = record.item_ordinals is not None and len(record.item_ordinals) == table.layout.width
     return bool(prediction["short"]) and (is_full or lacks_history)
 
 
@@ -101,7 +101,7 @@ def history_in(snapshot: Snapshot, history: Sequence[bytes] | None) -> SentHisto
     history_ids = list(dict.fromkeys(history))
     ordinals = snapshot.items.ordinals_of(history_ids)
     unknown_id_count = int((snapshot.items.model_indices_of(ordinals) < 0).sum())
-    item_numbers = snapshot.new_items.numbers_of(history_ids, ordinals)
+    item_numbers = snapshot.new_items.item_numbers_of(history_ids, ordinals)
     return SentHistory(frozenset(item_numbers.tolist()), unknown_id_count)
 
 

@@ -126,7 +126,7 @@ def answer_start(
         prediction = prediction_from_record(snapshot, table, record, number_count, (), filter_mask)
     except Exception:  # a damaged record: the ladder reads and reports it
         return None
-    if record.items is not None and not prediction["items"]:
+    if record.item_ordinals is not None and not prediction["items"]:
         return None
     if filter_mask is not None and may_have_more_items(prediction, record, table):
         return None
@@ -153,7 +153,7 @@ def answer_texts(
     head = repeat(b'{"id":"')
     if kind == "topk":
         middle_pieces, after_items = repeat(table_name_json + _ITEMS_BEGIN), repeat(_SCORES_BEGIN)
-        items = snapshot.items.json_texts.lines(record_rows["items"][:, :k])
+        items = snapshot.items.json_texts.json_lines(record_rows["items"][:, :k])
         answer_parts = (head, quoted_ids, middle_pieces, items, after_items, list_texts, repeat(_LIST_END), answer_ends)
         return [b"".join(answer_pieces) for answer_pieces in zip(*answer_parts, strict=False)]
     field_key, last_piece = _VECTOR_KEY, b"]"
@@ -189,7 +189,7 @@ def _render_compiled(
     layout = table.layout
     for _ in range(2):
         kernel_result = loader.kernels.answers(
-            record_rows, layout.width, layout.precision == "f2", k, *snapshot.items.shared_ids, _NUMERAL_TEXTS.table,
+            record_rows, layout.width, layout.precision == "f2", k, *snapshot.items.shared_ids, _NUMERAL_TEXTS.text_rows,
             b'{"id":"', quoted_ids, table_name_json + _ITEMS_BEGIN, _SCORES_BEGIN, _LIST_END, list(answer_ends),
         )  # fmt: skip
         if not isinstance(kernel_result, tuple):

@@ -46,7 +46,7 @@ TOLERANCE = 0.02
 def accept(case: Case, count: int) -> None:
     """Events of as many other users, accepted as a service accepts them."""
     keyspace, bounds = case.night.keyspace(), StreamBounds(256 << 20, 86_400_000, 1)
-    with redis.Redis.from_url(case.night.events_redis, protocol=2) as client:
+    with redis.Redis.from_url(case.night.events_redis_url, protocol=2) as client:
         for start in range(0, count, 1_000):
             events = [
                 Event(f"{number}", 1, b"another-%d" % number, case.items[number % len(case.items)].encode())

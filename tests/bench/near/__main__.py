@@ -112,7 +112,7 @@ def true_error(near: NearMatches, snapshot: Snapshot, jobs: list[InferenceJob], 
                 and isinstance(live_answer, ComputedRecord)
                 and near_answer.near_distance is not None
             ):
-                lists = [decode_record(layout, answer.record).items for answer in (near_answer, live_answer)]
+                lists = [decode_record(layout, answer.record).item_ordinals for answer in (near_answer, live_answer)]
                 reused += 1
                 wrong += len(np.intersect1d(*lists)) < overlap * len(lists[1])  # type: ignore[call-overload, arg-type]
     return reused, wrong

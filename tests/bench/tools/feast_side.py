@@ -55,10 +55,10 @@ def rows_of(case: Case, k: int) -> dict[str, Row]:
     rows = {}
     for user, raw in raw_records(case.night, case.generation, case.users, TABLE).items():
         record = decode_record(manifest.tables[TABLE].layout, raw)
-        if record.items is None:
+        if record.item_ordinals is None:
             raise RuntimeError(f"{TABLE} holds no lists")
         scores = tuple(record.numbers[:k].tolist())
-        rows[user] = Row(raw, tuple(items.ids_of(record.items[:k])), scores)
+        rows[user] = Row(raw, tuple(items.ids_of(record.item_ordinals[:k])), scores)
     return rows
 
 

@@ -339,7 +339,7 @@ def _drawn_attributes(rng: random.Random) -> dict[str, Any]:
 @contextmanager
 def running_redis(folder: Path) -> Iterator[str]:
     """An empty Redis with a folder of its own; its URL."""
-    with join_or_start_server(folder, binary=redis_binary()) as running:
+    with join_or_start_server(folder, server_binary=redis_binary()) as running:
         yield running.url
 
 

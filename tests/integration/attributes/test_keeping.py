@@ -31,7 +31,7 @@ SET_AT = datetime(2026, 2, 9, 10, tzinfo=UTC)
 
 def set_values(config: NightConfig, events: list[Event]) -> None:
     """Events in the stream, as they were accepted then."""
-    with redis.Redis.from_url(config.events_redis, protocol=3) as client:
+    with redis.Redis.from_url(config.events_redis_url, protocol=3) as client:
         for number, event in enumerate(events):
             position = f"{int(SET_AT.timestamp() * 1000)}-{number}"
             client.xadd(config.keyspace().events, {"e": event.to_bytes()}, id=position)

@@ -68,8 +68,8 @@ def test_status_and_the_dashboard_tell_shares_reasons_seconds_and_the_last_night
     month.a_day()
     second = night(month, 1)["begin"].split()[0]
     fact = Reuse.of(read_manifest(month.config.store(), second).facts)
-    assert fact is not None and fact.base == first and len(fact.nights) == 2
-    users = fact.night.users
+    assert fact is not None and fact.base_generation == first and len(fact.nights) == 2
+    users = fact.night.user_count_by_reason
     expected_counts = {name: count for name, count in month.reasons(second).items() if count}
     assert {name: count for name, count in users.items() if count} == expected_counts
     copied = [

@@ -368,7 +368,7 @@ class Simulation:
             self.count("made at a tick, so of this one or the one before")
             return
         truth = live is None or live < due
-        is_missing = self.schedule.is_missing(self.now_s + reader.skew_s, created_at)
+        is_missing = self.schedule.is_generation_missing(self.now_s + reader.skew_s, created_at)
         self.count("missing" if truth else "not missing")
         assert is_missing == truth, (self.now_s, due, live, created_at)
 

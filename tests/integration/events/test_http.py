@@ -40,7 +40,7 @@ def client(server: DurableRedis) -> Iterator[Any]:
 async def app(night: NightConfig, redis_url: str, server: DurableRedis, client: Any) -> AsyncIterator[Running]:
     # The dashboard shows what any service of this night counted within minutes, those of the tests before, too.
     with redis.Redis.from_url(redis_url) as pages:
-        for key in pages.scan_iter(Keyspace(night.namespace).workers.replace("workers", "*")):
+        for key in pages.scan_iter(Keyspace(night.namespace).dashboard_workers.replace("workers", "*")):
             pages.delete(key)
     async with serving(night, events=SETTINGS, events_url=server.url, figures_s=0.1) as running:
         yield running

@@ -501,7 +501,7 @@ class ThirtyDays:
         }
         ledger = night.releases.ledger()
         return (
-            {generation_id for generation_id in (ledger.live_generation, ledger.previous) if generation_id}
+            {generation_id for generation_id in (ledger.live_generation, ledger.previous_generation) if generation_id}
             | held_generations
             | self._spared_generations(night)
         )

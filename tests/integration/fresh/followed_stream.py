@@ -25,11 +25,11 @@ BOUNDS = StreamBounds(256 << 20, 86_400_000, 100_000)
 class Held:
     """A snapshot whose night took events over up to a position, or none."""
 
-    until_number: int | None
+    until_position_number: int | None
 
     def part(self, _kind: type) -> Any:
         """As a snapshot gives its events."""
-        return None if self.until_number is None else self
+        return None if self.until_position_number is None else self
 
 
 @dataclass

@@ -39,10 +39,10 @@ async def test_an_answer_that_lacked_an_event_is_never_taken_for_the_whole_one(s
     await served_world.clicks(user, *served_world.world.items[:3])
     snapshot, raw = served_world.app.service.follower.holder.live, user.encode()
     assert snapshot is not None
-    table, all_packed_events = (snapshot.manifest.tables["user_topk"], newer_events.users.packed_by_user[raw])
+    table, all_packed_events = (snapshot.manifest.tables["user_topk"], newer_events.users.packed_events_by_user[raw])
     digests, answers = set(), []
     for lacks in range(3):
-        newer_events.users.packed_by_user[raw] = all_packed_events
+        newer_events.users.packed_events_by_user[raw] = all_packed_events
         newer_events.users.drop_until(served_world.world.accepted[lacks - 4][0].number if lacks else 0, [raw])
         newer_events.users.complete_after_number = 0  # one that does not know that something lacks
         counted_events = newer_events.find_counted_events(snapshot, table, raw, -1)

@@ -237,7 +237,7 @@ async def test_answers_that_name_no_new_items(config: NightConfig) -> None:
         newer_events = newer_events_of(app.service)
         assert new_items[0].encode() not in newer_events.items
         raw = new_items[0].encode()
-        assert not newer_events.values.values_of_items([raw], 0).values_of(raw)
+        assert not newer_events.values.values_of_items([raw], 0).values_of_item(raw)
 
 
 async def test_the_oldest_goes_and_what_changes_an_item_changes_its_lists(config: NightConfig) -> None:
@@ -353,4 +353,4 @@ async def test_a_blocked_item_is_forgotten_and_read_again(stream: Stream) -> Non
     stream.holder.blocklist = Blocklist(2)
     await stream.steps()
     assert [new_item.raw_id for new_item in stream.newer_events.items.list_items_after(0)] == [b"i0", b"i2", b"i1"]
-    assert stream.newer_events.values.values_of_items([b"i1"], 0).values_of(b"i1") == {"size": 9, "stock": True}
+    assert stream.newer_events.values.values_of_items([b"i1"], 0).values_of_item(b"i1") == {"size": 9, "stock": True}

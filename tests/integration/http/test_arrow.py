@@ -122,13 +122,13 @@ def test_every_table_says_the_same_in_both_forms(ways: Ways, users: list[str], t
 
 def test_known_ids_alone_take_the_hot_way_and_are_counted(ways: Ways, users: list[str]) -> None:
     ways.forget()
-    reads_before = ways.service.tiers.counters.l1, ways.service.tiers.counters.l2_records
+    reads_before = ways.service.tiers.counters.l1_total, ways.service.tiers.counters.l2_records
 
     first, second = (ways.send(post({"entities": users, "k": 5}, "user_topk", ACCEPT)) for _ in "ab")
 
     assert {row["source"] for row in rows_of(first)} == {"l2"}
     assert {row["source"] for row in rows_of(second)} == {"l1"}
-    after = ways.service.tiers.counters.l1, ways.service.tiers.counters.l2_records
+    after = ways.service.tiers.counters.l1_total, ways.service.tiers.counters.l2_records
     assert (after[0] - reads_before[0], after[1] - reads_before[1]) == (len(users), len(users))
     assert ways.service.metrics.tally.request_count_by_route["POST /v1/lookup/{table}"] == 2
 

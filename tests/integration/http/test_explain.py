@@ -54,7 +54,7 @@ async def counts(service: Running) -> dict[str, Any]:
         **{name: await service.scrape_samples(name) for name in names},
         "l1": (len(inner.tiers.local_tier), list(inner.tiers.local_tier._entries)),
         "negative": len(inner.tiers.negative_cache),
-        "tiers": (inner.tiers.counters.total, inner.tiers.counters.l2_reads),
+        "tiers": (inner.tiers.counters.result_total, inner.tiers.counters.l2_reads),
         "writes": inner.tiers.write_behind.stored_count,
         "recent": list(inner.ladder.recent_names),
     }

@@ -176,7 +176,7 @@ def test_settings_that_cannot_be_are_refused(facets: Any, message: str) -> None:
     sources = Sources(item_features="items.parquet", item_attributes=("brand",))
     with pytest.raises(ConfigError, match=message):
         NightConfig(sources=sources, facets=facets)
-    assert b"facets" not in NightConfig(sources=sources).semantic()
+    assert b"facets" not in NightConfig(sources=sources).semantic_settings_bytes()
 
 
 def test_a_facet_of_numbers_is_refused(tmp_path: Path, redis_url: str) -> None:

@@ -274,7 +274,7 @@ def test_sources_sum_to_entities_and_latencies_to_answers(ways: Ways, users: lis
     assert statuses['{route="POST /v1/lookup/{table}",status="200"}'] == 3
     assert statuses['{route="GET /v1/lookup/{table}",status="422"}'] == 1
     assert sum(ways.scraped("larder_misses_total").values()) == 6
-    assert ways.service.tiers.counters.total == 3 * 23
+    assert ways.service.tiers.counters.result_total == 3 * 23
 
 
 def test_what_was_answered_hot_is_read_ahead_before_a_flip(ways: Ways, users: list[str]) -> None:
@@ -340,7 +340,7 @@ def test_whatever_a_record_holds_both_ways_make_the_same_of_it(
         for is_fast in (True, False):
             ways.forget()
             ways.send(post({"entities": users[:4]}), is_fast=False)
-            key = LocalKey(live.generation, table.name, record_keys[0].key)
+            key = LocalKey(live.generation, table.name, record_keys[0].hash_or_digest)
             entry = ways.service.tiers.local_tier.get(key)
             assert entry is not None
             record = entry.record[:at] + raw + entry.record[at + len(raw) :]

@@ -54,7 +54,7 @@ def get(user: str, query: bytes = b"", table: str = "user_topk") -> AsgiRequest:
 def batches(ways: Ways) -> int:
     """Pipelines that went to Redis."""
     remote: Any = ways.service.tiers._remote
-    return int(remote.stats.batches)
+    return int(remote.stats.sent_pipelines)
 
 
 def test_a_turn_is_one_read_and_its_answers_are_those_of_the_routes(ways: Ways, users: list[str]) -> None:
@@ -147,7 +147,7 @@ def test_every_request_of_a_loop_iteration_is_counted_once(ways: Ways, users: li
     assert sum(ways.scraped("larder_answer_seconds_count").values()) == 96
     assert sum(ways.scraped("larder_requests_total").values()) == 96
     assert sum(ways.scraped("larder_misses_total").values()) == 6
-    assert ways.service.tiers.counters.total == 96
+    assert ways.service.tiers.counters.result_total == 96
     recent = list(ways.service.ladder.recent_names)
     assert recent.count(("user_topk", users[7].encode())) == 3
 
@@ -225,7 +225,7 @@ def test_without_redis_every_request_goes_down_the_ladder_with_its_reason(
     assert {(body["source"], body["reason"]) for body in bodies} == {("default", "l2_down")}
     assert [body["id"] for body in bodies] == users[:20]
     assert sum(ways.scraped("larder_misses_total").values()) == 20
-    assert ways.service.tiers.counters.total == 20
+    assert ways.service.tiers.counters.result_total == 20
 
 
 def test_what_fails_together_is_answered_alone(ways: Ways, users: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,7 @@ def test_a_provider_that_does_not_load_is_reported(
 
     predictor, degraded, fallback = opened(live, Accelerator("cuda"))
 
-    assert predictor is not None and degraded is None and predictor.providers["user_tower"] == "cpu"
+    assert predictor is not None and degraded is None and predictor.provider_by_model["user_tower"] == "cpu"
     assert fallback is not None and "could not load CUDAExecutionProvider" in fallback
 
 

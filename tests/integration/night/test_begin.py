@@ -184,7 +184,7 @@ def test_a_night_of_models_with_external_weights_is_the_night_without(config, tm
         "models/user_tower.fp32.onnx", "models/user_tower.weights",
     ]  # fmt: skip
     assert user.int8 and was.int8 and user.int8.sha256 == was.int8.sha256 and user.digest != was.digest
-    assert set(user.fp32_files) < set(manifest.artefacts())
+    assert set(user.fp32_files) < set(manifest.served_artefacts())
     items = ItemTable.open(root, manifest)
     for user_id, item_ids in list(lists.items())[:5]:
         live_input = LiveInput(tuple(item_id.encode() for item_id in histories(config)[user_id]))
@@ -192,7 +192,7 @@ def test_a_night_of_models_with_external_weights_is_the_night_without(config, tm
         prepared = predictor.prepare("user_topk", live_input)
         assert prepared is not None
         record = predictor.predict("user_topk", [prepared], [1], 0)[0]
-        item_ordinals = decode_record(manifest.tables["user_topk"].layout, record).items
+        item_ordinals = decode_record(manifest.tables["user_topk"].layout, record).item_ordinals
         assert (
             item_ordinals is not None
             and items.ids_of(item_ordinals[item_ordinals != NO_ITEM])[:5] == list(item_ids)[:5]

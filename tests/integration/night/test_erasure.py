@@ -69,7 +69,7 @@ def has(config: NightConfig, generation: str, entity: str, kind: str = "user") -
     store = config.store()
     entities = read_manifest(store, generation).entity_sets[kind]
     directory = Directory.open(store.local(f"generations/{generation}"), entities)
-    return directory.find(hash_id(entity.encode(), directory.seed)) >= 0
+    return directory.find_position(hash_id(entity.encode(), directory.seed)) >= 0
 
 
 def live(config: NightConfig) -> str:
@@ -373,7 +373,9 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
     (standing,) = settled(other_host)
     copies = worker.store().copies
     assert copies is not None and standing.state == "pending"
-    assert [(holder.generation, holder.host) for holder, _ in standing.holders] == [(build["generation"], copies.host)]
+    assert [(holder.generation, holder.host) for holder, _ in standing.holders] == [
+        (build["generation"], copies.host_id)
+    ]
     assert "swept by the next step or service on that host" in standing.holders[0][1]
 
     second_build = begin.run(worker, data_until=NEXT, run_after=None)
@@ -398,7 +400,7 @@ def test_without_redis_copies_on_hosts_are_named_and_can_be_declared_gone(night:
     table, *lines = erase(config, argparse.Namespace(**arguments), quiet)
 
     assert store.copies is not None and isinstance(table, Table)
-    assert list(table.columns[4].cells) == [f"{generation} on {store.copies.host}"]
+    assert list(table.columns[4].cells) == [f"{generation} on {store.copies.host_id}"]
     assert "1 pending" in str(lines[0]) and "erase --gone HOST" in str(lines[1])
 
     elsewhere = dataclasses.replace(config, state=str(tmp_path / "b"))

@@ -79,8 +79,8 @@ def opened(config, generation):
 def answer(manifest, items, predictor, table, source):
     prepared = predictor.prepare(table, source)
     record = decode_record(manifest.tables[table].layout, predictor.predict(table, [prepared], [1], 0)[0])
-    assert record.items is not None
-    return items.ids_of(record.items[record.items != NO_ITEM])
+    assert record.item_ordinals is not None
+    return items.ids_of(record.item_ordinals[record.item_ordinals != NO_ITEM])
 
 
 def features_of(config, user, column):
@@ -140,7 +140,7 @@ def test_items_unknown_to_the_vocabulary_get_vectors_and_live_answers(config):
     rows = pq.read_table(config.path("items.parquet")).to_pylist()
     looks_vector = next(tuple(row["looks"]) for row in rows if row["item"] == NEW_ITEM)
     stored_items = nights.top_lists(config, generation, [NEW_ITEM], "item_similar")[NEW_ITEM]
-    live_input = LiveInput(item=ordinal, features={"looks": looks_vector})
+    live_input = LiveInput(item_ordinal=ordinal, features={"looks": looks_vector})
     assert overlap(answer(manifest, items, predictor, "item_similar", live_input), stored_items) >= 0.8
 
 

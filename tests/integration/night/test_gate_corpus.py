@@ -61,7 +61,7 @@ def margins() -> Iterator[dict[str, list[tuple[str, Any, Any]]]]:
 @pytest.fixture(scope="module")
 def own_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server whose settings may be changed."""
-    with join_or_start_server(tmp_path_factory.mktemp("redis"), binary=redis_binary()) as running:
+    with join_or_start_server(tmp_path_factory.mktemp("redis"), server_binary=redis_binary()) as running:
         yield running.url
 
 

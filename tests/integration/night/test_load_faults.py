@@ -86,7 +86,7 @@ def scored(config: NightConfig) -> BuildId:
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[NightConfig, str, BuildId]:
     """A generation published and another one scored; pages of 4 KiB, so that there are many to be interrupted at."""
     folder = tmp_path_factory.mktemp("faults") / "night"
-    with join_or_start_server(folder.with_name("redis"), binary=redis_binary()) as running:
+    with join_or_start_server(folder.with_name("redis"), server_binary=redis_binary()) as running:
         config = prepare(folder, running.url, users=300, items=100)
         config = replace(config, page_bytes=4096, load_chunk_bytes=4096, redis_timeout_s=2.0)
         return config, publish_night(config, "2026-01-29T00:00:00Z"), scored(config)
@@ -313,7 +313,7 @@ def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(night, m
     manifest = read_manifest(night.config.store(), night.build["generation"])
     with connect(night.server.url, 5.0) as client:
         keys = night.config.keyspace()
-        loaded_part_names = set(client.hgetall(keys.loaded(night.build["generation"])))
+        loaded_part_names = set(client.hgetall(keys.loaded_parts(night.build["generation"])))
         noted_count = sum(
             count_loaded_pages(client, keys, manifest, part)
             for part in parts_of(manifest)
@@ -444,7 +444,7 @@ def test_what_was_read_back_from_a_redis_that_started_since_is_read_again(night,
 
 def test_notes_of_another_server_are_worth_nothing(night, stalled, monkeypatch):
     manifest = read_manifest(night.config.store(), night.build["generation"])
-    loaded_key = night.config.keyspace().loaded(manifest.generation)
+    loaded_key = night.config.keyspace().loaded_parts(manifest.generation)
     with night.client as client:
         for name, note in client.hgetall(loaded_key).items():
             if name.endswith(b"/read"):
@@ -460,7 +460,7 @@ def test_a_part_that_is_loaded_again_is_read_again(night, stalled, monkeypatch):
     manifest = read_manifest(night.config.store(), night.build["generation"])
     first = parts_of(manifest)[0]
     with night.client as client:
-        client.hdel(night.config.keyspace().loaded(manifest.generation), first.name)
+        client.hdel(night.config.keyspace().loaded_parts(manifest.generation), first.name)
     night.load()
     read = reads(monkeypatch)
 
@@ -495,7 +495,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
     def retire() -> None:
         with open_releases(night.config) as releases:
             moves.refuse(releases, generation, reason="a test says so", attempt="x")
-            pages = {table.name: table.pages for table in manifest.tables.values()}
+            pages = {table.name: table.page_count for table in manifest.tables.values()}
             releases.control.set_row(generation, RegistryRow(GenerationState.RETIRED, releases.clock()))
             releases.record("retire", generation, attempt="x", pages=pages)
             unlink_pages(releases.control.client, keys, manifest)
@@ -506,7 +506,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
             verify.run(night.config, night.build)
 
     with night.client as client:
-        assert not client.exists(*page_keys(keys, manifest), keys.loaded(generation))
+        assert not client.exists(*page_keys(keys, manifest), keys.loaded_parts(generation))
 
 
 @pytest.mark.parametrize(

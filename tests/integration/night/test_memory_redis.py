@@ -81,7 +81,7 @@ def test_strings_hashes_and_replicas_are_the_same_in_both(redis_url: str, keyspa
         replies = []
         for redis_backend in (client, memory):
             redis: Any = redis_backend
-            page, loaded_key = keyspace.page(NAMES[0], "t", 0), keyspace.loaded(NAMES[0])
+            page, loaded_key = keyspace.page(NAMES[0], "t", 0), keyspace.loaded_parts(NAMES[0])
             redis.set(page, b"12345678")
             redis.hset(loaded_key, "t/0", "mark")
             redis.hset(loaded_key, "t/1", "mark")

@@ -74,7 +74,7 @@ def calls(world: World, name: str) -> int:
 def test_pages_in_pieces_are_byte_for_byte_the_pages_sent_whole(world, small):
     manifest, _ = loaded(world, None)
     page_values = values(world, manifest)
-    world.client.delete(*page_keys(world.keys, manifest), world.keys.loaded(A))
+    world.client.delete(*page_keys(world.keys, manifest), world.keys.loaded_parts(A))
     set_calls_before, paced = calls(world, "set"), small.pieces
 
     _, root = loaded(world, small)
@@ -92,7 +92,7 @@ def test_pages_in_pieces_are_byte_for_byte_the_pages_sent_whole(world, small):
 def test_a_load_that_ends_within_a_page_leaves_what_was_there_and_the_connection_unused(world, small):
     manifest, root = loaded(world, None)
     page_values, part = values(world, manifest), parts_of(manifest)[0]
-    world.client.delete(world.keys.loaded(A), part.key(world.keys, A, 5))
+    world.client.delete(world.keys.loaded_parts(A), part.key(world.keys, A, 5))
 
     def pace(_size: int) -> None:
         small.pieces += 1

@@ -204,7 +204,7 @@ def test_loading_costs_one_command_per_page_not_per_entity(config, own_redis):
     config = replace(config, redis_url=own_redis.url)
     generation = build_verified(config, DATA_UNTIL)
     manifest = read_manifest(config.store(), generation)
-    pages = sum(table.pages for table in manifest.tables.values())
+    pages = sum(table.page_count for table in manifest.tables.values())
     with connect(own_redis.url, 5.0) as client:
         client.flushall()
         client.config_resetstat()
@@ -352,7 +352,7 @@ def leave_copy(store):
     path = store.local(f"generations/{ABSENT_GENERATION}/items/ids.bin")
     path.parent.mkdir(parents=True)
     path.write_bytes(b"ids")
-    assert store.host_copies() == [ABSENT_GENERATION] and store.names(f"copies/{ABSENT_GENERATION}")
+    assert store.host_copy_generations() == [ABSENT_GENERATION] and store.names(f"copies/{ABSENT_GENERATION}")
 
 
 def test_every_step_runs_on_a_host_that_shares_only_store_sources_and_redis_and_sweeps_its_copies(
@@ -372,7 +372,7 @@ def test_every_step_runs_on_a_host_that_shares_only_store_sources_and_redis_and_
         host = next(hosts)
         leave_copy(host.store())
         step_result = step(host, *arguments, **named)
-        assert ABSENT_GENERATION not in host.store().host_copies(), step.__module__
+        assert ABSENT_GENERATION not in host.store().host_copy_generations(), step.__module__
         assert not host.store().names(f"copies/{ABSENT_GENERATION}"), step.__module__
         return step_result
 

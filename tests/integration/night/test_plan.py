@@ -109,7 +109,7 @@ def test_a_plan_foretells_the_bytes_of_the_night_that_follows(config):
     assert estimate["payload_bytes"] == pytest.approx(total_bytes(manifest), rel=0.03)
     assert estimate["redis_bytes"] == pytest.approx(in_redis, rel=0.05)
     assert estimate["directory_bytes"] == sum(file.size_bytes for file in parts)
-    mapped = sum(artefact.size_bytes for artefact in manifest.artefacts())
+    mapped = sum(artefact.size_bytes for artefact in manifest.served_artefacts())
     assert estimate["mapped_bytes"] == pytest.approx(mapped, rel=0.05)
     assert estimate["disk_bytes"] == pytest.approx(on_disk, rel=0.1)
     assert {verdict["rule"] for verdict in estimate["verdicts"]} == {

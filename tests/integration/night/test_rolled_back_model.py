@@ -40,7 +40,7 @@ def test_the_model_that_was_left_is_told_by_the_roll_back_and_by_the_night(tmp_p
 
     # Then the report says what the next night uses, and how to go back to the earlier model
     (note,) = report["notes"]
-    folder = f"{store.folder}/generations/{first}/bundle"
+    folder = f"{store.local_folder}/generations/{first}/bundle"
     assert f"the next night uses the model of {second} again" in note
     assert f"`larder hand-over {folder}`" in note
 

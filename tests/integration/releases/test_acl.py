@@ -97,36 +97,36 @@ async def test_the_service_can_do_its_work_with_the_readers_rights(
     assert write_errors == [None]
     (stored_overlay,) = await answers_of(remote, [overlay])
     assert isinstance(stored_overlay, Overlay)
-    assert stored_overlay.payload == b"payload"
+    assert stored_overlay.overlay_value == b"payload"
     lease_mark = LeaseMark(KEYS.lease(*overlay, bytes(16)), b"replica/1")
     assert await remote.lease(LeaseTake(*lease_mark, 60_000)) is None
-    assert await remote.lease(LeaseTake(lease_mark.key, b"replica/2", 60_000)) == lease_mark.token
-    assert await remote.lease(LeaseSwap(*lease_mark, lease_mark.token, 60_000)) == lease_mark.token
+    assert await remote.lease(LeaseTake(lease_mark.lease_key, b"replica/2", 60_000)) == lease_mark.holder_token
+    assert await remote.lease(LeaseSwap(*lease_mark, lease_mark.holder_token, 60_000)) == lease_mark.holder_token
     marked = OverlayWrite(*overlay, b"payload", 60.0, lease_mark)
     assert await remote.write_overlays([marked, marked._replace(lease_mark=None)]) == [None, None]
     assert await remote.lease(LeaseTake(*lease_mark, 60_000)) == b"done:replica/1"
-    assert await remote.lease(LeaseSwap(*lease_mark, lease_mark.token, 60_000)) is None
+    assert await remote.lease(LeaseSwap(*lease_mark, lease_mark.holder_token, 60_000)) is None
     await SharedHotKeys(remote.control).add_report(HotKeyReport(5, [(("user_topk", b"u1"), 2)], [("user_topk", b"u2")]))
     assert await SharedHotKeys(remote.control).fetch_names(5) == [("user_topk", b"u1")]
     cold = HotKeyReport(5, [(("user_topk", b"u3"), 2)], [("user_topk", b"u4")], COLD_WINDOW)
     await SharedHotKeys(remote.control).add_report(cold)
     assert await SharedHotKeys(remote.control).fetch_names(5, COLD_WINDOW) == [("user_topk", b"u3")]
-    read = KEYS.read("g1", "user_topk")
+    read = KEYS.read_entities("g1", "user_topk")
     await remote.control.execute("PFADD", read, b"12345678", b"87654321")
     await remote.control.execute("EXPIRE", read, 60)
     assert await remote.control.execute("PFCOUNT", read) == 2
-    await remote.control.execute("HSET", KEYS.quality, "replica-1", b"{}")
-    await remote.control.execute("EXPIRE", KEYS.quality, 60)
-    assert await remote.control.execute("HGETALL", KEYS.quality) == {b"replica-1": b"{}"}
-    assert await remote.control.execute("HDEL", KEYS.quality, "replica-1") == 1
+    await remote.control.execute("HSET", KEYS.quality_figures, "replica-1", b"{}")
+    await remote.control.execute("EXPIRE", KEYS.quality_figures, 60)
+    assert await remote.control.execute("HGETALL", KEYS.quality_figures) == {b"replica-1": b"{}"}
+    assert await remote.control.execute("HDEL", KEYS.quality_figures, "replica-1") == 1
     assert await remote.control.eviction_policy() == "volatile-lru"
     assert (await remote.control.infos())[0]["used_memory"] > 0
     loader.hset(KEYS.generations, "g1", "{}")
-    write_commands = [("HSET", key, "w", "{}") for key in (KEYS.workers, KEYS.bin(10))]
-    assert await remote.control.execute_all([*write_commands, ("EXPIRE", KEYS.bin(10), 60)]) == [1, 1, 1]
-    read_commands = [("HGETALL", key) for key in (KEYS.workers, KEYS.bin(10), KEYS.generations)]
+    write_commands = [("HSET", key, "w", "{}") for key in (KEYS.dashboard_workers, KEYS.dashboard_bin(10))]
+    assert await remote.control.execute_all([*write_commands, ("EXPIRE", KEYS.dashboard_bin(10), 60)]) == [1, 1, 1]
+    read_commands = [("HGETALL", key) for key in (KEYS.dashboard_workers, KEYS.dashboard_bin(10), KEYS.generations)]
     assert await remote.control.execute_all(read_commands) == [{b"w": b"{}"}, {b"w": b"{}"}, {b"g1": b"{}"}]
-    assert await remote.control.execute_all([("HDEL", KEYS.workers, "w")]) == [1]
+    assert await remote.control.execute_all([("HDEL", KEYS.dashboard_workers, "w")]) == [1]
     assert [server_info["maxmemory_policy"] for server_info in await remote.control.infos()] == ["volatile-lru"]
     loader.hdel(KEYS.generations, "g1")
     await remote.control.heartbeat(b"{}", 1.0)
@@ -159,7 +159,7 @@ def test_the_service_hears_of_a_publish(reader: redis.Redis, loader: redis.Redis
         ("SETRANGE", KEYS.page("g1", "user_topk", 0), "0", "x"),
         ("UNLINK", KEYS.page("g1", "user_topk", 0)),
         ("DEL", KEYS.live),
-        ("SET", KEYS.next, "{}"),
+        ("SET", KEYS.staging_note, "{}"),
         ("ZINCRBY", KEYS.replicas, "1", "x"),
         ("ZINCRBY", KEYS.live, "1", "x"),
         ("ZREVRANGE", KEYS.replicas, "0", "-1"),
@@ -168,7 +168,7 @@ def test_the_service_hears_of_a_publish(reader: redis.Redis, loader: redis.Redis
         ("SET", KEYS.hot_names(1), "x"),
         ("UNLINK", KEYS.hot_names(1)),
         ("SET", KEYS.cold_names(1), "x"),
-        ("UNLINK", KEYS.read("g1", "user_topk")),
+        ("UNLINK", KEYS.read_entities("g1", "user_topk")),
         ("PFADD", KEYS.live, "x"),
         ("HSET", KEYS.live, "x", "x"),
         ("HSET", "larder:1:{other}:quality", "x", "x"),
@@ -178,8 +178,8 @@ def test_the_service_hears_of_a_publish(reader: redis.Redis, loader: redis.Redis
         ("HDEL", KEYS.generations, "g1"),
         ("EXPIRE", KEYS.generations, "1"),
         ("GET", KEYS.generations),
-        ("SET", KEYS.bin(10), "x"),
-        ("UNLINK", KEYS.workers),
+        ("SET", KEYS.dashboard_bin(10), "x"),
+        ("UNLINK", KEYS.dashboard_workers),
         ("HSET", "larder:1:{other}:dash:workers", "w", "x"),
         ("HGETALL", KEYS.replicas),
         ("SET", "larder:1:other:w:g1:user_topk:ab", "x"),
@@ -205,7 +205,7 @@ def test_the_service_can_neither_move_the_pointer_nor_touch_a_page(
     [
         f"'SET', '{KEYS.live}', ''",
         f"'DEL', '{KEYS.live}'",
-        f"'SET', '{KEYS.next}', ''",
+        f"'SET', '{KEYS.staging_note}', ''",
         f"'SET', '{KEYS.page('g1', 'user_topk', 0)}', 'x'",
         f"'HSET', '{KEYS.generations}', 'g1', 'live'",
         f"'UNLINK', '{KEYS.overlay('g1', 'user_topk', 'ab')}'",
@@ -231,8 +231,8 @@ def test_status_counts_replicas_with_the_loaders_rights(reader: redis.Redis, loa
     reader.zadd(KEYS.replicas, {b"silent": now_s - 3_600.0, b"forgotten": now_s - 2 * 86_400.0})
 
     assert control.replicas() == []
-    assert control.silent_replicas() == 1
-    assert control.forget_dead_replicas(after_s=0.0) == 2
+    assert control.count_silent_replicas() == 1
+    assert control.forget_dead_replicas(silence_max_s=0.0) == 2
 
 
 def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) -> None:
@@ -240,13 +240,13 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
     page = KEYS.page("g1", "user_topk", 1)
     loader.delete(KEYS.live)
 
-    assert control.check_policy() == "volatile-lru"
+    assert control.check_eviction_policy() == "volatile-lru"
     with loader.pipeline(transaction=False) as pipeline:
         pipeline.set(page, b"0123456789")
         assert pipeline.execute() == [True]
     assert loader.setrange(page, 8, b"89ab") == 12
     assert loader.strlen(page) == 12
-    loader.hset(KEYS.loaded("g1"), "user_topk/0", "digest")
+    loader.hset(KEYS.loaded_parts("g1"), "user_topk/0", "digest")
     assert loader.getrange(page, 0, 1) == b"01"
     assert "cmdstat_getrange" in loader.info("commandstats", "cpu", "replication")
     moved = control.move_pointer(
@@ -259,9 +259,9 @@ def test_the_night_can_do_its_work_with_the_loaders_rights(loader: redis.Redis) 
     stage = StagingNote(control)
     assert stage.set("g2", "test") is None and stage.get() is not None
     stage.clear("test")
-    assert loader.get(KEYS.next) is None
+    assert loader.get(KEYS.staging_note) is None
     assert loader.info("memory")["maxmemory"] == 2 << 30
-    assert loader.unlink(page, KEYS.loaded("g1")) == 2
+    assert loader.unlink(page, KEYS.loaded_parts("g1")) == 2
 
 
 def test_the_night_takes_an_erased_entity_out_of_the_sketch(loader: redis.Redis, reader: redis.Redis) -> None:

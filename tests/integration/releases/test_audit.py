@@ -101,7 +101,7 @@ def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None
     records = audit_records(store)
     assert [record.number for record in records] == list(range(1, len(records) + 1))
     assert {record.action for record in records} == set(ACTIONS) - {"token_add", "token_revoke", "experiment"}
-    folder = store.folder
+    folder = store.local_folder
     assert folder is not None
     audit_text = "".join(path.read_text() for path in (folder / "audit").iterdir())
     assert f'"{user}"' not in audit_text and f" {user}" not in audit_text
@@ -128,7 +128,7 @@ def test_nothing_is_done_that_the_store_does_not_take(
 ) -> None:
     (tmp_path / "audit-is-a-file").mkdir()
     config = replace(night, artifacts=str(tmp_path / "audit-is-a-file"))
-    folder = config.store().folder
+    folder = config.store().local_folder
     assert folder is not None
     folder.mkdir(parents=True)
     (folder / "audit").write_text("in the way")

@@ -62,7 +62,7 @@ def follow(config: NightConfig) -> None:
     with control_of(config) as control:
         pointer = control.read_pointer()
     assert pointer is not None
-    assert poll_until(lambda: {replica.epoch for replica in beating(config)} == {pointer.epoch})
+    assert poll_until(lambda: {replica.pointer_epoch for replica in beating(config)} == {pointer.epoch})
 
 
 async def post(url: str, path: str, body: bytes) -> tuple[int, bytes]:

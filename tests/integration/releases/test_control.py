@@ -35,7 +35,7 @@ def test_a_beat_from_the_future_is_nobodys_and_is_pruned_with_the_dead(redis_url
             beat(control, name, at)
 
         assert {replica.name for replica in control.replicas(now_s)} == {"alive", "ahead"}
-        assert control.forget_dead_replicas(now_s, after_s=REPLICA_DEAD_S) == 1
+        assert control.forget_dead_replicas(now_s, silence_max_s=REPLICA_DEAD_S) == 1
         assert client.zcard(keyspace.replicas) == 2
 
 

@@ -96,7 +96,7 @@ def impostor(config: NightConfig, **payload: object) -> Iterator[str]:
 
 def has_next_generation(config: NightConfig) -> bool:
     with control_of(config) as control:
-        return control.client.get(control.keyspace.next) is not None
+        return control.client.get(control.keyspace.staging_note) is not None
 
 
 def test_the_pointer_moves_once_every_replica_holds_the_generation_ready(nights: Nights) -> None:

@@ -115,8 +115,10 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
         history, ledger = view.history, view.ledger
         assert list(ledger.state_by_generation.values()).count(GenerationState.LIVE) == 1
         assert view.pointer is not None and view.pointer.generation == ledger.live_generation
-        assert view.pointer.previous in (None, ledger.previous)
-        assert ledger.previous is None or ledger.state(ledger.previous) is GenerationState.SUPERSEDED
+        assert view.pointer.previous in (None, ledger.previous_generation)
+        assert (
+            ledger.previous_generation is None or ledger.state(ledger.previous_generation) is GenerationState.SUPERSEDED
+        )
         _check_history(history)
         _check_pages(client, keys, store, view)
         # The next night finds nothing in its way.

@@ -50,7 +50,7 @@ def test_a_replica_that_reads_only_newer_ones_is_named_with_its_release(world: W
 def test_a_replica_under_older_keys_is_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     beat(world, "old", world.keys.replicas_of(1))
     monkeypatch.setattr(Keyspace, "replicas", property(lambda self: self.replicas_of(2)))
-    monkeypatch.setitem(FORMATS, KEYS, FORMATS[KEYS]._replace(written=2, newest_readable=2))
+    monkeypatch.setitem(FORMATS, KEYS, FORMATS[KEYS]._replace(written_version=2, newest_readable_version=2))
 
     with pytest.raises(Refused, match="reads Redis keys format 1"):
         demand_readers_of_night(world.control)

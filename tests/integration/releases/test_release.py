@@ -202,10 +202,10 @@ def test_rollback_works_with_redis_at_full_memory(own_redis, tmp_path, keyspace)
 def test_a_policy_that_evicts_pages_is_refused(own_redis, keyspace):
     with connect(own_redis.url, 5.0) as client:
         control = Control(client, keyspace)
-        assert control.check_policy() == "volatile-lru"
+        assert control.check_eviction_policy() == "volatile-lru"
         client.config_set("maxmemory-policy", "allkeys-lru")
         with pytest.raises(Refused) as caught:
-            control.check_policy()
+            control.check_eviction_policy()
     assert caught.value.details == {
         "rule": "maxmemory_policy", "value": "allkeys-lru", "threshold": "volatile-* or noeviction",
     }  # fmt: skip

@@ -185,7 +185,7 @@ def test_a_move_overtaken_before_it_was_written_down_as_done_is_not_forgotten(wo
 
     assert world.store.read(done_path(intent.number)) is not None
     ledger = world.releases.ledger()
-    assert (ledger.live_generation, ledger.previous, ledger.state(B)) == (C, B, GenerationState.SUPERSEDED)
+    assert (ledger.live_generation, ledger.previous_generation, ledger.state(B)) == (C, B, GenerationState.SUPERSEDED)
     assert world.live().previous == B
 
 

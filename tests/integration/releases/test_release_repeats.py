@@ -101,7 +101,7 @@ def test_a_cleared_run_tries_out_again_what_was_verified_again(world):
 def test_a_roll_back_that_jumps_takes_back_all_that_came_after_its_target(world):
     world.publish(A, B, C)
     moves.roll_back(world.releases, to=A, reason="bad", attempt="operator")
-    assert world.live().previous is None and world.releases.ledger().previous is None
+    assert world.live().previous is None and world.releases.ledger().previous_generation is None
     for generation in (B, C):
         assert world.control.rows()[generation].state is GenerationState.ROLLED_BACK
         assert world.releases.state(generation) is GenerationState.ROLLED_BACK
@@ -134,7 +134,7 @@ def test_the_order_of_releases_is_theirs_whatever_the_clock_says(world):
     world.publish(C)
     world.clock.now_s -= 86_400
     world.publish(D)
-    assert (world.live().previous, world.releases.ledger().previous) == (C, C)
+    assert (world.live().previous, world.releases.ledger().previous_generation) == (C, C)
     world.clock.now_s += 1_000
     assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
 

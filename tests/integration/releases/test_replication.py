@@ -29,7 +29,7 @@ def primary(own_redis, tmp_path, keyspace) -> Iterator[World]:
 
 @pytest.fixture
 def replica(own_redis, tmp_path, primary) -> Iterator[RedisServer]:
-    with join_or_start_server(tmp_path / "replica", binary=redis_binary()) as running:
+    with join_or_start_server(tmp_path / "replica", server_binary=redis_binary()) as running:
         port = int(own_redis.url.rsplit(":", 1)[1].split("/")[0])
         with connect(running.url, 5.0) as client:
             client.replicaof("127.0.0.1", port)
@@ -74,14 +74,14 @@ def test_reading_pages_back_is_paced_for_the_readers(primary):
 
 def test_a_primary_restarted_between_verify_and_publish_is_noticed(tmp_path, keyspace):
     with ExitStack() as stack:
-        first = stack.enter_context(join_or_start_server(tmp_path / "first", binary=redis_binary()))
+        first = stack.enter_context(join_or_start_server(tmp_path / "first", server_binary=redis_binary()))
         with connect(first.url, 5.0) as client:
             world = World(ArtefactStore(str(tmp_path / "artefacts")), client, keyspace)
             world.load(A)
             dump_by_key: dict[Any, Any] = {key: client.dump(key) for key in client.keys("*")}
             verified = report(world)
         stack.close()
-        second = stack.enter_context(join_or_start_server(tmp_path / "second", binary=redis_binary()))
+        second = stack.enter_context(join_or_start_server(tmp_path / "second", server_binary=redis_binary()))
         with connect(second.url, 5.0) as client:
             for key, value in dump_by_key.items():
                 client.restore(key, 0, value)
@@ -110,7 +110,7 @@ def test_a_replica_that_lags_or_hangs_is_a_conflict_and_nothing_is_published(pri
         process = int(client.info("server")["process_id"])
     os.kill(process, signal.SIGSTOP)
     try:
-        primary.client.set(primary.keys.next, b"written after it stopped")
+        primary.client.set(primary.keys.staging_note, b"written after it stopped")
         with pytest.raises(Conflict, match="0 of 1 Redis replicas"):
             confirm_pages(primary.releases, B, verified, timeout_s=0.3)
     finally:

@@ -51,7 +51,7 @@ def test_a_loader_that_comes_late_to_its_retirement_takes_its_pages_away_again(w
     retire(world.releases, A, attempt=world.attempt())
     for part in parts_of(manifest):
         world.client.set(part.key(world.keys, A, 0), b"page")
-        world.client.hset(world.keys.loaded(A), part.name, part.loaded_digest.decode())
+        world.client.hset(world.keys.loaded_parts(A), part.name, part.loaded_digest.decode())
 
     with pytest.raises(Conflict, match="retired while it was being made"):
         note_loaded(world.releases, A)
@@ -81,7 +81,7 @@ def test_marks_alone_say_that_a_retired_generation_is_back(world):
     history = world.releases.view().history
     assert not has_pages_again(world.releases, A, history)
 
-    world.client.hset(world.keys.loaded(A), "user_topk/0", "mark")
+    world.client.hset(world.keys.loaded_parts(A), "user_topk/0", "mark")
 
     assert has_pages_again(world.releases, A, history)
 

@@ -35,16 +35,16 @@ def requested_ids(night: NightConfig) -> list[str]:
 async def look_up(app: Running, user_ids: list[str]) -> float:
     """The share of these reads that L1 answered, over all requests."""
     counters = app.service.tiers.counters
-    counters.add_pending()
+    counters.add_pending_ready_answers()
     counters_before = dataclasses.replace(counters)
-    total = counters_before.total
+    total = counters_before.result_total
     for start in range(0, len(user_ids), 25):
         for user in user_ids[start : start + 15]:
             await app.get(f"/v1/lookup/user_topk/{user}", k=10)
         entities = [{"id": user} for user in dict.fromkeys(user_ids[start + 15 : start + 25])]
         await app.post("/v1/lookup/user_topk", {"entities": entities})
-    counters.add_pending()
-    return (counters.l1 - counters_before.l1) / (counters.total - total)
+    counters.add_pending_ready_answers()
+    return (counters.l1_total - counters_before.l1_total) / (counters.result_total - total)
 
 
 async def read_predicted_ratios(app: Running) -> dict[str, float]:

@@ -114,11 +114,11 @@ async def test_every_background_loop_goes_on_after_an_unexpected_error(replica: 
     assert {loop.name for loop in loops} == NAMES
 
     for loop in loops:
-        iterations_before = loop.iterations
+        iterations_before = loop.iteration_count
         await _plant_error(loop)
 
         async def goes_on(loop: BackgroundLoop = loop, iterations_before: int = iterations_before) -> bool:
-            return loop.iterations > iterations_before or loop.task.done()
+            return loop.iteration_count > iterations_before or loop.task.done()
 
         assert await eventually(goes_on), f"{loop.name} neither ended nor began another turn"
         assert not loop.task.done(), f"{loop.name} ended"

@@ -169,8 +169,8 @@ async def test_replicas_tell_one_whole_of_samples_reads_and_ids_asked_for_in_vai
         assert report["hits_per_gb"] == pytest.approx(80 / size * 1e9)
     with redis.Redis.from_url(str(night.redis_url)) as client:
         keys = Keyspace(night.namespace)
-        assert client.hgetall(keys.quality) == {}
-        assert client.ttl(keys.quality) in (-2, *range(121))
+        assert client.hgetall(keys.quality_figures) == {}
+        assert client.ttl(keys.quality_figures) in (-2, *range(121))
 
 
 async def test_without_redis_every_replica_reports_its_own_quality(sound: NightConfig) -> None:

@@ -80,7 +80,7 @@ def test_a_publish_waits_for_every_worker_and_all_of_them_flip(night: NightConfi
         publish(night, next_)
 
         assert poll_until(lambda: [replica.served_generation for replica in beating(night)] == [next_] * 2)
-        assert all(replica.warm_s is not None for replica in beating(night))
+        assert all(replica.warm_up_s is not None for replica in beating(night))
 
 
 def test_a_killed_worker_gets_a_successor_while_the_others_answer(night: NightConfig, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def microseconds(moment: datetime) -> int:
 def click(config: NightConfig, events: list[Event]) -> list[Position]:
     """Events come into the stream in this order; where they stand."""
     stream = config.keyspace().events
-    with redis.Redis.from_url(config.events_redis, protocol=3) as client:
+    with redis.Redis.from_url(config.events_redis_url, protocol=3) as client:
         return [Position.parse(client.xadd(stream, {"e": event.to_bytes()})) for event in events]
 
 

@@ -33,7 +33,7 @@ def test_retire_trims_what_every_generation_has(featured: Month) -> None:
     generation_events = [read_manifest(store, generation).events for generation in store.names("generations")]
     oldest = min(Position.parse(events_read.until) for events_read in generation_events if events_read is not None)
     stream = month.config.keyspace().events
-    client = redis.Redis.from_url(month.config.events_redis, protocol=3)
+    client = redis.Redis.from_url(month.config.events_redis_url, protocol=3)
     remaining_positions = [Position.parse(raw_position) for raw_position, _ in read_entries(client, stream)]
     assert len(generation_events) == 2 and oldest == positions[1]
     assert len(remaining_positions) == 4 and remaining_positions[-1] == positions[2]

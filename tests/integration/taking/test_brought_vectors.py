@@ -36,7 +36,7 @@ def find_brought_vectors(config: NightConfig, generation: str, users: list[str])
     directory = Directory.open(root, manifest.entity_sets["user"])
     seen_items = SeenItems.open(root, manifest, directory)
     assert seen_items is not None
-    position_by_user = {user: directory.find(hash_id(user.encode(), directory.seed)) for user in users}
+    position_by_user = {user: directory.find_position(hash_id(user.encode(), directory.seed)) for user in users}
     return {
         user: seen_items.has_brought_vector(position) for user, position in position_by_user.items() if position >= 0
     }

@@ -96,7 +96,7 @@ def test_nights_whose_older_files_were_merged_have_the_bytes_of_full_ones(
     # As if older ones were retired, which takes a minute.
     original_method = EventStores.iter_generation_positions
     monkeypatch.setattr(EventStores, "iter_generation_positions", lambda stores: sorted(original_method(stores))[-2:])
-    copying_folder, theirs = (config.store().folder for config in (featured.config, featured.full))
+    copying_folder, theirs = (config.store().local_folder for config in (featured.config, featured.full))
     assert copying_folder is not None and theirs is not None
     for number in range(4):
         featured.night = number
@@ -155,7 +155,7 @@ def test_a_night_without_a_cut_is_as_new_as_its_events(month: Month) -> None:
 
 def test_a_night_without_a_cut_is_never_ahead_of_the_clock(month: Month) -> None:
     ahead = Position(4_000_000_000_000, 0)  # a producer gave its own position
-    with redis.Redis.from_url(month.config.events_redis, protocol=3) as client:
+    with redis.Redis.from_url(month.config.events_redis_url, protocol=3) as client:
         (event,) = draw_mixed_events(month, "a", 1)
         client.xadd(month.config.keyspace().events, {"e": event.to_bytes()}, id=str(ahead))
         redis_now_s = client.time()[0]

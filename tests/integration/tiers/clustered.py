@@ -39,7 +39,9 @@ def page_key_of(night: NightConfig, user: str) -> str:
     manifest, root = open_generation(night.store(), live(night))
     table = manifest.tables["user_topk"]
     directory = Directory.open(root, manifest.entity_sets[table.entity])
-    page, _ = table.locate_record(*directory.locate(directory.find(hash_id(user.encode(), directory.seed))))
+    page, _ = table.locate_record(
+        *directory.locate_in_part(directory.find_position(hash_id(user.encode(), directory.seed)))
+    )
     return night.keyspace().page(manifest.generation, "user_topk", page)
 
 

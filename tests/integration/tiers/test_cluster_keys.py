@@ -105,16 +105,16 @@ async def test_overlays_and_leases_on_their_own_nodes(tier: ClusterTier) -> None
     writes = []
     for number in range(30):
         lease_mark = LeaseMark(tier.control.keyspace.lease("g1", "user_topk", f"{number:016x}", b"input"), b"me/1")
-        assert await tier.lease(LeaseTake(lease_mark.key, lease_mark.token, 60_000)) is None
+        assert await tier.lease(LeaseTake(lease_mark.lease_key, lease_mark.holder_token, 60_000)) is None
         writes.append(OverlayWrite("g1", "user_topk", f"{number:016x}", b"payload", 60.0, lease_mark))
 
     assert await tier.write_overlays(writes) == [None] * 30
 
     overlays = await answers_of(tier, [OverlayRead(*write[:3]) for write in writes])
-    assert [overlay.payload for overlay in overlays if isinstance(overlay, Overlay)] == [b"payload"] * 30
+    assert [overlay.overlay_value for overlay in overlays if isinstance(overlay, Overlay)] == [b"payload"] * 30
     for write in writes:
         assert write.lease_mark is not None
-        lease_reply = await tier.lease(LeaseTake(write.lease_mark.key, b"you/1", 60_000))
+        lease_reply = await tier.lease(LeaseTake(write.lease_mark.lease_key, b"you/1", 60_000))
         assert lease_reply == LEASE_DONE_PREFIX + b"me/1"
 
 
@@ -130,7 +130,7 @@ async def test_an_overlay_on_its_way_is_read_where_it_is(tier: ClusterTier, serv
     with pytest.raises(AskError):
         owner.client.exists(key)
     (overlay,) = await answers_of(tier, [OverlayRead("g1", "user_topk", "ab")])
-    assert isinstance(overlay, Overlay) and overlay.payload == b"payload" and overlay.ttl_s > 30
+    assert isinstance(overlay, Overlay) and overlay.overlay_value == b"payload" and overlay.remaining_ttl_s > 30
     servers.close_slot(slot, to)
     (overlay,) = await answers_of(tier, [OverlayRead("g1", "user_topk", "ab")])
     assert isinstance(overlay, Overlay) and tier.nodes.refreshes >= 1

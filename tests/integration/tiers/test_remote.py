@@ -82,8 +82,8 @@ async def test_a_page_is_read_without_the_pipelined_pool(remote: RemoteTier) -> 
 
     assert await remote.page(page_read) == page_bytes(1)
     assert await remote.page(page_read._replace(page_number=99)) is None
-    assert await remote.page(page_read._replace(length=page_read.length + 1)) is None
-    assert remote.stats.batches == remote.stats.commands == 0 and not remote.pool._connections
+    assert await remote.page(page_read._replace(length_bytes=page_read.length_bytes + 1)) is None
+    assert remote.stats.sent_pipelines == remote.stats.sent_commands == 0 and not remote.pool._connections
 
 
 async def test_connections_are_open_before_the_first_read(
@@ -96,7 +96,7 @@ async def test_connections_are_open_before_the_first_read(
     await remote.connect_ahead()
 
     assert len({client_info["id"] for client_info in client.client_list()} - client_ids_before) == 1
-    assert remote.stats.commands == 0
+    assert remote.stats.sent_commands == 0
     unreachable_tier = RemoteTier(RemoteConfig("redis://127.0.0.1:1/0", deadline_s=0.1), loaded)
     await unreachable_tier.connect_ahead()
     await unreachable_tier.aclose()
@@ -126,7 +126,7 @@ async def test_all_reads_of_one_turn_travel_in_one_pipeline_on_one_connection(re
     answers = await asyncio.gather(*callers)
 
     assert answers == [[record_of(0, slot), record_of(1, slot)] for slot in range(RECORDS)]
-    assert remote.stats.batches == 1 and remote.stats.commands == 2 * RECORDS
+    assert remote.stats.sent_pipelines == 1 and remote.stats.sent_commands == 2 * RECORDS
 
 
 async def test_a_turn_too_large_for_one_pipeline_is_split_between_callers(redis_url: str, loaded: Keyspace) -> None:
@@ -136,7 +136,7 @@ async def test_a_turn_too_large_for_one_pipeline_is_split_between_callers(redis_
     await remote.aclose()
 
     assert answers == [[record_of(0, slot)] * 4 for slot in range(RECORDS)]
-    assert remote.stats.batches == RECORDS // 2
+    assert remote.stats.sent_pipelines == RECORDS // 2
 
 
 async def test_an_overlay_is_written_with_its_expiry_and_read_with_what_is_left(
@@ -150,8 +150,8 @@ async def test_an_overlay_is_written_with_its_expiry_and_read_with_what_is_left(
     client.pexpire(remote.control.keyspace.overlay("g", "t", "00ff"), 9_000)
     overlay, none = await answers_of(remote, [OverlayRead("g", "t", "00ff"), OverlayRead("g", "t", "00fe")])
 
-    assert isinstance(overlay, Overlay) and overlay.payload == payload
-    assert 8.0 < overlay.ttl_s <= 9.0
+    assert isinstance(overlay, Overlay) and overlay.overlay_value == payload
+    assert 8.0 < overlay.remaining_ttl_s <= 9.0
     assert none is None
 
 
@@ -185,7 +185,7 @@ async def test_pages_overlays_and_writes_of_one_turn_do_not_mix_up_replies(remot
         await asyncio.gather(*(read_and_write(number) for number in range(20)))
     ):
         overlay, page = answers
-        assert isinstance(overlay, Overlay) and overlay.payload == b"%d" % number
+        assert isinstance(overlay, Overlay) and overlay.overlay_value == b"%d" % number
         assert page == record_of(1, number) and written == [None]
 
 
@@ -253,7 +253,7 @@ async def test_a_connection_that_timed_out_is_closed_and_its_late_replies_reach_
 
 
 async def test_one_stall_is_one_failure_whatever_waited_for_it(own_redis: RedisServer) -> None:
-    breaker = Breaker(threshold=2, cooldown_s=60.0)
+    breaker = Breaker(failure_threshold=2, cooldown_s=60.0)
     config = RemoteConfig(own_redis.url, deadline_s=0.1, connections_max=1)
     remote = RemoteTier(config, Keyspace("stalled"), breaker)
     assert await answers_of(remote, [read_of(0, 0)]) == [None]
@@ -267,7 +267,7 @@ async def test_one_stall_is_one_failure_whatever_waited_for_it(own_redis: RedisS
     late = await asyncio.wait_for(asyncio.gather(*reading), 5)
     os.kill(own_redis.pid, signal.SIGCONT)
 
-    assert {reason_of(answer) for (answer,) in late} == {"timeout"} and remote.stats.batches == 6
+    assert {reason_of(answer) for (answer,) in late} == {"timeout"} and remote.stats.sent_pipelines == 6
     assert await answers_of(remote, [read_of(1, 0)]) == [None], "Redis is asked again at once"
     assert breaker.opened == 0
     await remote.aclose()
@@ -323,7 +323,7 @@ def test_a_reply_that_came_while_the_loop_was_busy_is_not_late(
 
 async def test_a_dead_redis_is_reported_at_once_then_left_alone_then_probed(own_redis: RedisServer) -> None:
     clock = [0.0]
-    breaker = Breaker(threshold=3, cooldown_s=5.0, timer=lambda: clock[0])
+    breaker = Breaker(failure_threshold=3, cooldown_s=5.0, monotonic_clock=lambda: clock[0])
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=1.0), Keyspace("a"), breaker)
     assert await answers_of(remote, [read_of(0, 0)]) == [None]
 
@@ -339,7 +339,7 @@ async def test_a_dead_redis_is_reported_at_once_then_left_alone_then_probed(own_
 
 
 async def test_reads_recover_by_themselves_when_redis_answers_again(own_redis: RedisServer) -> None:
-    breaker = Breaker(threshold=1, cooldown_s=0.01)
+    breaker = Breaker(failure_threshold=1, cooldown_s=0.01)
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=0.05), Keyspace("a"), breaker)
     await answers_of(remote, [read_of(0, 0)])
 
@@ -412,7 +412,7 @@ async def test_more_commands_than_may_be_under_way_are_shed(redis_url: str, load
     first, second = await asyncio.gather(answers_of(remote, [read_of(0, 0)] * 10), answers_of(remote, [read_of(0, 0)]))
 
     assert first == [record_of(0, 0)] * 10
-    assert reason_of(second[0]) == "timeout" and remote.stats.shed == 1
+    assert reason_of(second[0]) == "timeout" and remote.stats.shed_commands == 1
     assert await answers_of(remote, [read_of(0, 0)]) == [record_of(0, 0)]
     await remote.aclose()
 
@@ -531,7 +531,7 @@ async def test_pointer_heartbeat_and_policy(remote: RemoteTier, client: redis.Re
     keyspace = remote.control.keyspace
     assert await remote.control.watch() == (None, None)
     client.set(keyspace.live, b"{}")
-    client.set(keyspace.next, b"note")
+    client.set(keyspace.staging_note, b"note")
     assert await remote.control.watch() == (b"{}", b"note")
     redis_time_s = client.time()[0]
     assert redis_time_s <= await remote.control.time() < redis_time_s + 2
@@ -654,7 +654,7 @@ async def test_what_the_slowest_round_trips_of_the_last_seconds_took_is_known(
 
     p99_ms = remote.p99_ms()
     assert p99_ms is not None and 0 < p99_ms < 5_000
-    assert remote.p99_ms(within_s=-1.0) is None  # nothing is younger than that
+    assert remote.p99_ms(window_s=-1.0) is None  # nothing is younger than that
 
 
 async def test_what_one_caller_cannot_keep_costs_the_others_of_its_turn_nothing(own_redis: RedisServer) -> None:
@@ -666,7 +666,7 @@ async def test_what_one_caller_cannot_keep_costs_the_others_of_its_turn_nothing(
     failing_read = remote.submit([read_of(0, 0)], fail)
     good = remote.submit([read_of(0, 0), read_of(0, 1)], len)
 
-    assert await good == 2 and remote.stats.batches == 1
+    assert await good == 2 and remote.stats.sent_pipelines == 1
     with pytest.raises(ValueError, match="a defect"):
         await failing_read
     await remote.aclose()
@@ -687,7 +687,7 @@ async def test_no_read_takes_longer_than_its_bound_says(own_redis: RedisServer) 
 
 
 async def test_writes_that_are_refused_say_nothing_of_reads(own_redis: RedisServer) -> None:
-    keyspace, breaker = Keyspace("full"), Breaker(threshold=2, cooldown_s=60.0)
+    keyspace, breaker = Keyspace("full"), Breaker(failure_threshold=2, cooldown_s=60.0)
     remote = RemoteTier(RemoteConfig(own_redis.url, deadline_s=2.0), keyspace, breaker)
     with redis.Redis.from_url(own_redis.url, protocol=2) as client:
         client.set(keyspace.page("g", "t", 0), page_bytes(0))

@@ -41,10 +41,10 @@ class L1:
     async def put(self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float) -> None:
         expires_at = asyncio.get_running_loop().time() + ttl_s
         entry = Entry(record, peek_fingerprint(record), DIGEST_A, expires_at)
-        self.tier.put(LocalKey(generation, night.table.name, night.record_key(id_).key), entry)
+        self.tier.put(LocalKey(generation, night.table.name, night.record_key(id_).hash_or_digest), entry)
 
     async def get(self, night: Night, generation: str, id_: str) -> bytes | None:
-        entry = self.tier.get(LocalKey(generation, night.table.name, night.record_key(id_).key))
+        entry = self.tier.get(LocalKey(generation, night.table.name, night.record_key(id_).hash_or_digest))
         return None if entry is None else entry.record
 
 
@@ -53,18 +53,18 @@ class L2:
     tier: RemoteTier | FakeRemote
 
     async def put(self, night: Night, generation: str, id_: str, record: bytes, ttl_s: float) -> None:
-        name = hash_hex(night.record_key(id_).key)
+        name = hash_hex(night.record_key(id_).hash_or_digest)
         payload = pack_overlay(record, DIGEST_A)
         write = OverlayWrite(generation, night.table.name, name, payload, ttl_s)
         assert await self.tier.write_overlays([write]) == [None]
 
     async def get(self, night: Night, generation: str, id_: str) -> bytes | None:
-        name = hash_hex(night.record_key(id_).key)
+        name = hash_hex(night.record_key(id_).hash_or_digest)
         (overlay,) = await answers_of(self.tier, [OverlayRead(generation, night.table.name, name)])
         if overlay is None:
             return None
         assert isinstance(overlay, Overlay)
-        unpacked = unpack_overlay(night.layout, overlay.payload)
+        unpacked = unpack_overlay(night.layout, overlay.overlay_value)
         assert unpacked is not None and unpacked[1] == DIGEST_A
         return unpacked[0]
 

@@ -32,20 +32,25 @@ def test_the_release_is_that_of_the_project() -> None:
 
 
 def test_what_is_written_is_read() -> None:
-    assert all(format_.oldest_readable <= format_.written <= format_.newest_readable for format_ in FORMATS.values())
+    assert all(
+        format_.oldest_readable_version <= format_.written_version <= format_.newest_readable_version
+        for format_ in FORMATS.values()
+    )
 
 
 def test_the_reference_lists_every_format_with_its_versions() -> None:
     page = (ROOT / "docs/reference/formats.md").read_text()
     rows = re.findall(r"^\| ([\w ]+?) \| (\d+) \| ([\d to]+) \|", page, re.MULTILINE)
 
-    assert rows == [(format_.name, str(format_.written), format_.reads) for format_ in FORMATS.values()]
+    assert rows == [
+        (format_.name, str(format_.written_version), format_.readable_versions_text) for format_ in FORMATS.values()
+    ]
 
 
 def test_version_1_is_not_written_and_a_later_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"format" not in POINTED.to_bytes() and version_of({}) == 1
 
-    raised = FORMATS[POINTER]._replace(written=2, newest_readable=2)
+    raised = FORMATS[POINTER]._replace(written_version=2, newest_readable_version=2)
     monkeypatch.setitem(FORMATS, POINTER, raised)
 
     assert version_stamp(POINTER) == {"format": 2} and b'"format":2' in POINTED.to_bytes()
@@ -59,7 +64,7 @@ def test_a_version_that_is_not_read_is_refused(version: object) -> None:
 
 
 def test_the_line_names_format_versions_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    later = FORMATS[MANIFEST]._replace(written=3, oldest_readable=2, newest_readable=3)
+    later = FORMATS[MANIFEST]._replace(written_version=3, oldest_readable_version=2, newest_readable_version=3)
     monkeypatch.setitem(FORMATS, MANIFEST, later)
 
     assert unreadable_reason(MANIFEST, 2) is None
@@ -81,4 +86,4 @@ def test_a_newer_pointer_is_no_damaged_one() -> None:
 
 
 def test_heartbeats_tell_what_the_service_reads() -> None:
-    assert set(formats.served_formats()) == {format_.name for format_ in FORMATS.values() if format_.is_served}
+    assert set(formats.served_formats()) == {format_.name for format_ in FORMATS.values() if format_.is_read_by_service}

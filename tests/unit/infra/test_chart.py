@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cache.config.section import variables
+from cache.config.section import variables_by_setting
 from cache.config.serving import ServingConfig
 from serving.process.supervisor import KILL_GRACE_S, START_MAX_S
 from tests.integration.program import ROOT
@@ -215,7 +215,7 @@ def env(case: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_variables_are_settings_and_what_is_secret_is_referred_to(case: str) -> None:
-    known_variables = {*variables(ServingConfig).values(), "LARDER_CONFIG"}
+    known_variables = {*variables_by_setting(ServingConfig).values(), "LARDER_CONFIG"}
     secret = {
         variable["name"]: variable["valueFrom"]["secretKeyRef"]["name"]
         for variable in container(case)["env"]
@@ -235,7 +235,7 @@ def test_the_settings_of_the_pod_are_read_by_the_service(case: str, tmp_path: Pa
     # `LARDER_TOKEN` keeps others out, and the image listens on all addresses.
     read = ServingConfig.load(
         {
-            **{name: text for name, text in env(case).items() if name in variables(ServingConfig).values()},
+            **{name: text for name, text in env(case).items() if name in variables_by_setting(ServingConfig).values()},
             "LARDER_CONFIG": str(file),
             "REDIS_URL": "redis://larder-reader:x@redis:6379/0",
             "LARDER_TOKEN": "x",
@@ -404,7 +404,7 @@ def test_chart_and_project_have_one_version() -> None:
 def test_the_values_for_airflow_name_what_the_chart_and_the_night_know() -> None:
     text = (ROOT / "infra/helm/airflow-values.yaml").read_text()
     values = yaml.safe_load(text)
-    known_variables = {*variables(ServingConfig).values(), "LARDER_CONFIG"}
+    known_variables = {*variables_by_setting(ServingConfig).values(), "LARDER_CONFIG"}
 
     assert {variable["name"] for variable in values["env"]} <= known_variables
     policy = (ROOT / "infra/kubernetes/airflow_local_settings.py").read_text()

@@ -2,7 +2,7 @@ import re
 from pathlib import Path
 
 from cache.config.night import NightConfig
-from cache.config.section import sections_of, variables
+from cache.config.section import nested_section_classes, variables_by_setting
 from cache.config.serving import ServingConfig
 
 ROOT = Path(__file__).parents[3]
@@ -10,8 +10,8 @@ PAGE = (ROOT / "infra/ENVIRONMENT.md").read_text()
 DOCUMENTED = set(re.findall(r"^\| `(\w+)`", PAGE, re.MULTILINE))
 SETTINGS = {
     name
-    for kind in (NightConfig, ServingConfig, *sections_of(NightConfig).values())
-    for name in variables(kind).values()
+    for kind in (NightConfig, ServingConfig, *nested_section_classes(NightConfig).values())
+    for name in variables_by_setting(kind).values()
 }
 REFERENCE = (ROOT / "docs/reference/configuration.md").read_text()
 

@@ -79,8 +79,8 @@ class FakePredictor:
         distinct_items = list(dict.fromkeys(source.history or ()))
         ordinals = self.items.ordinals_of(distinct_items)
         known_ordinals = ordinals[ordinals >= 0]
-        if source.item is not None:
-            known_ordinals = np.append(known_ordinals, source.item)
+        if source.item_ordinal is not None:
+            known_ordinals = np.append(known_ordinals, source.item_ordinal)
         if not len(known_ordinals) and not source.features:
             return None
         features = {"poisoned": self.poison in (source.history or ())}
@@ -104,7 +104,7 @@ class FakePredictor:
         prints: Sequence[int],
         scored_at: int,
         *,
-        blocked: NDArray[np.int64],
+        blocked_ordinals: NDArray[np.int64],
     ) -> list[bytes]:
         """One record each."""
         self.batches.append([table] * len(batch))
@@ -124,7 +124,7 @@ class FakePredictor:
             values = np.full((len(batch), layout.width), 0.5, np.float32)
             rows = encode_numbers(layout, fingerprint_array, values, scored_at, flags=FLAG_LIVE)
         else:
-            blocked_set = set(blocked.tolist())
+            blocked_set = set(blocked_ordinals.tolist())
             lists = [self._after(prepared, blocked_set) for prepared in batch]
             scores = np.tile(np.arange(layout.width, 0, -1).astype(np.float32), (len(batch), 1))
             rows = encode_topk(
@@ -135,7 +135,7 @@ class FakePredictor:
 
     def _after(self, prepared: PreparedInput, blocked: set[int]) -> list[int]:
         start = int(prepared.history[-1]) if len(prepared.history) else 0
-        exclusions = set(prepared.excluded.tolist()) | blocked
+        exclusions = set(prepared.excluded_ordinals.tolist()) | blocked
         count = self.items.count
         ordinals = [(start + step) % count for step in range(1, count + 1)]
         return [ordinal for ordinal in ordinals if ordinal not in exclusions][:WIDTH]

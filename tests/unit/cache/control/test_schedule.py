@@ -56,36 +56,36 @@ def test_a_generation_is_missing_once_the_grace_has_passed_and_not_before() -> N
     nights, tick = Schedule(grace_s=2 * HOUR_S), at("2026-05-02T03:00")
     yesterday = at("2026-05-01T03:10")
 
-    assert not nights.is_missing(tick + 2 * HOUR_S - 1, yesterday)
-    assert nights.is_missing(tick + 2 * HOUR_S, yesterday)
-    assert not nights.is_missing(tick + 2 * HOUR_S, tick + 600)
+    assert not nights.is_generation_missing(tick + 2 * HOUR_S - 1, yesterday)
+    assert nights.is_generation_missing(tick + 2 * HOUR_S, yesterday)
+    assert not nights.is_generation_missing(tick + 2 * HOUR_S, tick + 600)
 
 
 def test_where_nothing_was_ever_published_a_generation_is_missing() -> None:
-    assert Schedule().is_missing(at("2026-05-02T03:00"), None)
+    assert Schedule().is_generation_missing(at("2026-05-02T03:00"), None)
 
 
 def test_what_was_rolled_back_to_is_too_old_to_stand_for_the_last_night() -> None:
     two_nights_ago = at("2026-04-30T03:10")
 
-    assert Schedule().is_missing(at("2026-05-02T07:00"), two_nights_ago)
+    assert Schedule().is_generation_missing(at("2026-05-02T07:00"), two_nights_ago)
 
 
 def test_clocks_a_few_minutes_apart_change_nothing_and_a_wrong_one_is_no_proof() -> None:
     nights, tick = Schedule(), at("2026-05-02T03:00")
     now_s = tick + 4 * HOUR_S
 
-    assert not nights.is_missing(now_s, tick - CLOCKS_APART_S)
-    assert nights.is_missing(now_s, tick - CLOCKS_APART_S - 1)
-    assert not nights.is_missing(now_s, now_s + CLOCKS_APART_S)
-    assert nights.is_missing(now_s, now_s + CLOCKS_APART_S + 1)
+    assert not nights.is_generation_missing(now_s, tick - CLOCKS_APART_S)
+    assert nights.is_generation_missing(now_s, tick - CLOCKS_APART_S - 1)
+    assert not nights.is_generation_missing(now_s, now_s + CLOCKS_APART_S)
+    assert nights.is_generation_missing(now_s, now_s + CLOCKS_APART_S + 1)
 
 
 def test_between_close_ticks_the_clocks_may_differ_by_half_their_distance_only() -> None:
     nights, now_s = Schedule("*/4 * * * *", grace_s=0), at("2026-05-02T03:04:30")
 
-    assert not nights.is_missing(now_s, at("2026-05-02T03:02"))
-    assert nights.is_missing(now_s, at("2026-05-02T03:01:59"))
+    assert not nights.is_generation_missing(now_s, at("2026-05-02T03:02"))
+    assert nights.is_generation_missing(now_s, at("2026-05-02T03:01:59"))
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_nights_that_are_missed_are_counted_one_by_one_up_to_a_bound() -> None:
     friday = at("2026-05-01T03:10")
 
     def missed(now_text: str) -> int:
-        return weekdays.count_missed(at(now_text), friday)
+        return weekdays.count_missed_ticks(at(now_text), friday)
 
     assert missed("2026-05-01T12:00") == missed("2026-05-04T03:59") == 0  # a weekend is no night
     assert missed("2026-05-04T04:00") == missed("2026-05-05T03:59") == 1
     assert missed("2026-05-05T04:00") == 2
     assert missed("2026-09-05T04:00") == MISSED_TICKS_MAX
-    assert weekdays.count_missed(at("2026-05-04T04:00"), None) == MISSED_TICKS_MAX
-    assert weekdays.count_missed(at("2026-05-05T04:00"), friday, missed_max=1) == 1
+    assert weekdays.count_missed_ticks(at("2026-05-04T04:00"), None) == MISSED_TICKS_MAX
+    assert weekdays.count_missed_ticks(at("2026-05-05T04:00"), friday, missed_ticks_max=1) == 1
 
 
 @pytest.mark.parametrize("cron", ["0 3 * * *", "*/7 * * * *", "30 2 * * 0", "0 0 29 2 *", "5 1,2,3 * * *"])
@@ -146,11 +146,11 @@ def test_a_second_call_in_the_same_second_computes_nothing(monkeypatch: pytest.M
     schedule = Schedule("17 4 * * *", "Europe/Berlin", 600.0)
     monkeypatch.setattr(croniter, "get_prev", record_call)
     now_s = 1_790_000_000.0
-    first = [schedule.count_missed(now_s, now_s - 86_400), schedule.due_tick(now_s)]
+    first = [schedule.count_missed_ticks(now_s, now_s - 86_400), schedule.due_tick(now_s)]
     first_call_count = len(computed)
 
     for part in range(1, 1_000):
         later = now_s + part / 1_000
-        assert [schedule.count_missed(later, now_s - 86_400), schedule.due_tick(later)] == first
+        assert [schedule.count_missed_ticks(later, now_s - 86_400), schedule.due_tick(later)] == first
 
     assert 0 < first_call_count == len(computed)

@@ -60,7 +60,11 @@ def test_the_newest_value_behind_any_position_is_known(recent_items_max: int, to
     assert {(raw, name): value for raw, name, value in newer_values.iterate_values()} == expected_by_kind["item"]
     assert users == expected_by_kind["user"]
     if expected_by_kind["item"]:
-        assert newer_values.until_number == attribute_events.newest_item_number > newer_values.after_number
+        assert (
+            newer_values.until_position_number
+            == attribute_events.newest_item_number
+            > newer_values.after_position_number
+        )
 
 
 @given(EVENT_ROWS, st.integers(0, 21))
@@ -108,8 +112,8 @@ def test_one_entity_has_a_bound_on_its_attributes_and_keeps_those_set_last() -> 
         f"a{number}" for number in range(10, VALUES_PER_ENTITY_MAX + 10)
     }
     assert attribute_events.refusal_count == 10
-    assert attribute_events.newest_number_of_user(b"u") == Position(VALUES_PER_ENTITY_MAX + 10, 0).number
-    assert attribute_events.newest_number_of_user(b"nobody") == 0
+    assert attribute_events.user_newest_position_number(b"u") == Position(VALUES_PER_ENTITY_MAX + 10, 0).number
+    assert attribute_events.user_newest_position_number(b"nobody") == 0
 
 
 @given(st.lists(st.integers(0, VALUES_PER_ENTITY_MAX + 20), max_size=300), st.integers(0, 300))

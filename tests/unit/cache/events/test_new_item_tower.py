@@ -118,7 +118,9 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
 
     embedded_items = new_item_tower.compute_new_items(table, [*new_items, table_item, *odd], {**values, **extra_values})
 
-    assert embedded_items.first_number == table.count and [item.raw_id for item in embedded_items.items] == list(values)
+    assert embedded_items.first_item_number == table.count and [item.raw_id for item in embedded_items.items] == list(
+        values
+    )
     np.testing.assert_allclose(embedded_items.vectors, look_features @ projection, rtol=1e-5, atol=1e-5)
     assert sum(runs) == 301
     # What is known already is not computed again, what changed is.
@@ -132,7 +134,7 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
         "new-5", table.id_of(0), "new-7",
     ]  # fmt: skip
     raws = [b"new-6", table.raw_id(3), b"nobody"]
-    assert updated_items.numbers_of(raws, table.ordinals_of(raws)).tolist() == [table.count + 1, 3, -1]
+    assert updated_items.item_numbers_of(raws, table.ordinals_of(raws)).tolist() == [table.count + 1, 3, -1]
 
 
 def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -> None:
@@ -162,7 +164,7 @@ def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -
     assert not failed_items and len(failed_items.next_try_by_input) == 1
     # Set to what the tower takes, it is an item like any other.
     values[b"new-5"] = {"category": 5}
-    assert b"new-5" in new_item_tower.compute_new_items(table, new_items, values, updated_items).number_by_id
+    assert b"new-5" in new_item_tower.compute_new_items(table, new_items, values, updated_items).item_number_by_id
 
 
 def test_an_error_of_the_tower_that_passes_costs_an_item_seconds_and_not_its_life(table: Any) -> None:
@@ -186,9 +188,9 @@ def test_an_error_of_the_tower_that_passes_costs_an_item_seconds_and_not_its_lif
     early = new_item_tower.compute_new_items(table, new_items, values, first, now_s=50.9)
     later = new_item_tower.compute_new_items(table, new_items, values, early, now_s=51.0)
 
-    assert not first and not early and first.retry_at == early.retry_at == 51.0
+    assert not first and not early and first.next_retry_at_s == early.next_retry_at_s == 51.0
     assert [item.raw_id for item in later.items] == list(values) and not later.next_try_by_input
-    assert later.retry_at == math.inf and not later.refused_inputs
+    assert later.next_retry_at_s == math.inf and not later.refused_inputs
     assert calls[-1] == 4  # together again
 
 
@@ -207,13 +209,13 @@ def test_what_the_tower_always_raises_on_is_tried_again_a_few_times_and_then_ref
     now_s, embedded_items, tried = (0.0, new_item_tower.compute_new_items(table, new_items, values, now_s=0.0), [])
     calls.clear()
     while embedded_items.next_try_by_input:
-        tried.append(embedded_items.retry_at - now_s)
-        now_s = embedded_items.retry_at
+        tried.append(embedded_items.next_retry_at_s - now_s)
+        now_s = embedded_items.next_retry_at_s
         embedded_items = new_item_tower.compute_new_items(table, new_items, values, embedded_items, now_s=now_s)
         assert [item.raw_id for item in embedded_items.items] == [b"fine"]
 
     assert tuple(tried) == TOWER_RETRY_PAUSES_S and calls == [1] * len(TOWER_RETRY_PAUSES_S)
-    assert len(embedded_items.refused_inputs) == 1 and embedded_items.retry_at == math.inf
+    assert len(embedded_items.refused_inputs) == 1 and embedded_items.next_retry_at_s == math.inf
     assert (
         new_item_tower.compute_new_items(table, new_items, values, embedded_items, now_s=1e9).refused_inputs
         == embedded_items.refused_inputs
@@ -222,7 +224,7 @@ def test_what_the_tower_always_raises_on_is_tried_again_a_few_times_and_then_ref
     # Another value of it is another input.
     changed_values = {**values, b"bad": {"category": 2}}
     taken_items = new_item_tower.compute_new_items(table, new_items, changed_values, embedded_items, now_s=now_s)
-    assert taken_items.number_by_id.keys() == {b"bad", b"fine"}
+    assert taken_items.item_number_by_id.keys() == {b"bad", b"fine"}
     # Gone before it could be tried again, it is not held on to.
     assert not new_item_tower.compute_new_items(
         table, new_items[1:], values, new_item_tower.compute_new_items(table, new_items, values)

@@ -149,5 +149,5 @@ def test_a_digest_names_items_positions_and_what_vectors_were_made_of() -> None:
     ]  # fmt: skip
     assert items.digest not in {variant.digest for variant in variants}
     assert items.up_to(2) is items and items.up_to(1).digest == variants[0].digest
-    assert items.number_by_id == {b"new-0": 7, b"new-1": 8} and items.newest_number == 2
+    assert items.item_number_by_id == {b"new-0": 7, b"new-1": 8} and items.newest_position_number == 2
     assert (len(items.up_to(0)), items.up_to(0).digest) == (0, b"")

@@ -24,7 +24,7 @@ def filled(rows: Sequence[tuple[str, str, int]]) -> UserEvents:
 
 def size_of(users: UserEvents) -> int:
     """Bytes as they are counted, from what is there."""
-    return sum(180 + len(user) + len(packed) for user, packed in users.packed_by_user.items())
+    return sum(180 + len(user) + len(packed) for user, packed in users.packed_events_by_user.items())
 
 
 @given(DRAWN, st.integers(0, 31))
@@ -37,13 +37,13 @@ def test_newer_events_are_those_behind_a_position_in_its_order(rows: list[tuple[
             if name == user and number > until
         ]
         assert list(map(tuple, users.list_events_after(user.encode(), until))) == expected
-        assert users.has_newer(user.encode(), until) == bool(expected)
+        assert users.has_newer_event(user.encode(), until) == bool(expected)
 
 
 @given(DRAWN, st.integers(0, 31))
 def test_what_is_dropped_is_gone_and_the_rest_is_as_it_was(rows: list[tuple[str, str, int]], until: int) -> None:
     users, complete_events = filled(rows), filled(rows)
-    packed_before = dict(users.packed_by_user)
+    packed_before = dict(users.packed_events_by_user)
 
     users.drop_until(until, [b"u"])
     users.drop_until(until, [b"v", b"nobody"])
@@ -52,19 +52,19 @@ def test_what_is_dropped_is_gone_and_the_rest_is_as_it_was(rows: list[tuple[str,
         assert users.list_events_after(user, 0) == complete_events.list_events_after(user, until)
     assert users.list_events_after(b"w", 0) == complete_events.list_events_after(b"w", 0)
     assert users.size_bytes == size_of(users) and users.last_number == complete_events.last_number
-    for user, packed in users.packed_by_user.items():
+    for user, packed in users.packed_events_by_user.items():
         assert (packed is packed_before[user]) == (packed == packed_before[user])
 
 
 def test_an_event_replaces_the_packed_object_of_its_user_only() -> None:
     users = filled([("u", "a", 1), ("v", "b", 2)])
-    mine, packed_of_v = users.packed_by_user[b"u"], users.packed_by_user[b"v"]
+    mine, packed_of_v = users.packed_events_by_user[b"u"], users.packed_events_by_user[b"v"]
     assert not users.add(Position(0, 2), Event("again", 3, b"u", b"c"))  # not behind the last one
-    assert users.packed_by_user[b"u"] is mine
+    assert users.packed_events_by_user[b"u"] is mine
 
     users.add(Position(0, 3), Event("new", 3, b"u", b"c"))
 
-    assert users.packed_by_user[b"u"] is not mine and users.packed_by_user[b"v"] is packed_of_v
+    assert users.packed_events_by_user[b"u"] is not mine and users.packed_events_by_user[b"v"] is packed_of_v
 
 
 @given(DRAWN, DRAWN)
@@ -72,11 +72,11 @@ def test_becoming_another_one_keeps_the_dictionary(
     rows: list[tuple[str, str, int]], others: list[tuple[str, str, int]]
 ) -> None:
     users, replacement = filled(rows), filled(others)
-    packed, expected = users.packed_by_user, dict(replacement.packed_by_user)
+    packed, expected = users.packed_events_by_user, dict(replacement.packed_events_by_user)
 
     users.replace_contents(replacement)
 
-    assert users.packed_by_user is packed and packed == expected
+    assert users.packed_events_by_user is packed and packed == expected
     assert (users.size_bytes, users.last_number) == (size_of(users), len(others))
 
 
@@ -86,23 +86,26 @@ def test_earlier_events_put_in_front_are_as_if_they_had_come_first(
 ) -> None:
     complete_events, earlier, later = filled(rows), filled(rows[:until]), filled(rows)
     later.drop_until(until)
-    packed_before = dict(later.packed_by_user)
+    packed_before = dict(later.packed_events_by_user)
 
-    later.prepend(earlier, list(earlier.packed_by_user))
+    later.prepend(earlier, list(earlier.packed_events_by_user))
 
-    assert later.packed_by_user == complete_events.packed_by_user and later.size_bytes == complete_events.size_bytes
-    untouched = packed_before.keys() - earlier.packed_by_user.keys()
-    assert all(later.packed_by_user[user] is packed_before[user] for user in untouched)
+    assert (
+        later.packed_events_by_user == complete_events.packed_events_by_user
+        and later.size_bytes == complete_events.size_bytes
+    )
+    untouched = packed_before.keys() - earlier.packed_events_by_user.keys()
+    assert all(later.packed_events_by_user[user] is packed_before[user] for user in untouched)
 
 
 def test_who_is_read_again_and_has_what_was_known_keeps_the_very_object() -> None:
     rows = [("u", "a", 1), ("v", "b", 2)]
     users, replacement = filled(rows), filled([*rows, ("v", "c", 3)])
-    probed, packed = users.packed_by_user, users.packed_by_user[b"u"]
+    probed, packed = users.packed_events_by_user, users.packed_events_by_user[b"u"]
 
     users.replace_contents(replacement)
 
-    assert users.packed_by_user is probed and users.packed_by_user[b"u"] is packed
+    assert users.packed_events_by_user is probed and users.packed_events_by_user[b"u"] is packed
     assert [user_event.item for user_event in users.list_events_after(b"v", 0)] == [b"b", b"c"]
     assert users.size_bytes == size_of(users)
 
@@ -113,4 +116,4 @@ def test_becoming_another_one_is_done_in_turns() -> None:
     yield_count = sum(1 for _ in users.replace_in_turns(replacement))
 
     assert yield_count >= 2_000 // 256
-    assert users.packed_by_user == replacement.packed_by_user and users.size_bytes == size_of(users)
+    assert users.packed_events_by_user == replacement.packed_events_by_user and users.size_bytes == size_of(users)

@@ -50,9 +50,9 @@ def arrays(attributes: ItemAttributes) -> dict[str, list[Any]]:
     """Bytes of each column's arrays."""
     arrays_by_column: dict[str, list[Any]] = {}
     for name, column in attributes.columns.items():
-        parts = [column.values, column.offsets]
+        parts = [column.values, column.item_offsets]
         if column.dictionary is not None:
-            parts += [column.dictionary.data, column.dictionary.offsets]
+            parts += [column.dictionary.joined_texts, column.dictionary.text_offsets]
         arrays_by_column[name] = [None if part is None else (part.dtype, part.tobytes()) for part in parts]
     return arrays_by_column
 
@@ -111,8 +111,8 @@ def test_a_value_of_another_kind_is_refused_with_a_reason_and_the_item_lacks(
 
     ((actual_reason, ordinals),) = changed_columns.unfit_ordinals[name].items()
     assert actual_reason.startswith(reason) and ordinals == (1,)
-    assert filtering.evaluate(read_filter({"exists": name})).count == 0
-    assert filtering.changed_attributes == {name} and changed_columns.unknown_count == 0
+    assert filtering.evaluate(read_filter({"exists": name})).passing_count == 0
+    assert filtering.changed_attributes == {name} and changed_columns.unknown_attribute_value_count == 0
 
 
 def test_an_unknown_attribute_is_counted_and_changes_nothing() -> None:
@@ -123,7 +123,9 @@ def test_an_unknown_attribute_is_counted_and_changes_nothing() -> None:
     )
 
     assert (
-        unchanged_filtering is filtering and changed_columns.unknown_count == 1 and not changed_columns.unfit_ordinals
+        unchanged_filtering is filtering
+        and changed_columns.unknown_attribute_value_count == 1
+        and not changed_columns.unfit_ordinals
     )
 
 
@@ -140,23 +142,23 @@ def test_what_is_known_of_other_attributes_is_kept() -> None:
 
     assert changed_filtering.get_cached(cheap) is cheap_mask
     assert changed_filtering.get_cached(stocked) is None and changed_filtering.get_cached(cheap_and_stocked) is None
-    assert changed_filtering.evaluate(stocked).count == 49 and filtering.evaluate(stocked).count == 50
+    assert changed_filtering.evaluate(stocked).passing_count == 49 and filtering.evaluate(stocked).passing_count == 50
 
 
 def test_declared_filters_differ_by_what_they_compare() -> None:
     declared = {"cheap": read_filter({"<": ["price", 10]}), "stocked": read_filter({"==": ["stock", True]})}
     items: list[Any] = [{"price": 1}]
     filtering = Filtering(attributes_of(items), np.zeros((1, 2), np.float32), filter_by_name=declared)
-    assert not filtering.may_differ("cheap")
+    assert not filtering.may_differ_from_night("cheap")
 
     changed_filtering, _ = filtering.with_item_values([ItemValue(0, "price", 20)])
 
     assert (
-        changed_filtering.may_differ("cheap")
-        and not changed_filtering.may_differ("stocked")
-        and not changed_filtering.may_differ("no")
+        changed_filtering.may_differ_from_night("cheap")
+        and not changed_filtering.may_differ_from_night("stocked")
+        and not changed_filtering.may_differ_from_night("no")
     )
-    assert changed_filtering.evaluate("cheap").count == 0
+    assert changed_filtering.evaluate("cheap").passing_count == 0
 
 
 @given(st.lists(ITEM, min_size=1, max_size=12), st.sampled_from([*TEXTS, "nobody"]))

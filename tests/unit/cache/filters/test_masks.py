@@ -68,7 +68,7 @@ def test_what_passes_is_what_passes_one_by_one(items: list[Any], expression: Any
 
     filter_mask = FilterMask.of(mask_of(root, attributes_of(items)))
 
-    assert filter_mask.count == expected_mask.sum()
+    assert filter_mask.passing_count == expected_mask.sum()
     np.testing.assert_array_equal(filter_mask.among(np.arange(len(items))), expected_mask)
     np.testing.assert_array_equal(filter_mask.ordinals(), np.flatnonzero(expected_mask))
 
@@ -110,11 +110,11 @@ def test_an_attribute_that_items_lack_is_refused_with_those_they_have() -> None:
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
-    masks = MaskCache(attributes_of([{"price": price} for price in range(8_000)]), bytes_max=10 * 2_024)
+    masks = MaskCache(attributes_of([{"price": price} for price in range(8_000)]), masks_bytes_max=10 * 2_024)
     filters = [read_filter({"<": ["price", price]}) for price in range(50)]
 
     for filter_ in filters:
-        assert masks.of(filter_).count == int(filter_.root_expression.values[0])  # type: ignore[union-attr]
+        assert masks.of(filter_).passing_count == int(filter_.root_expression.values[0])  # type: ignore[union-attr]
 
     is_cached = [masks.get_cached(filter_) is not None for filter_ in filters]
     assert sum(is_cached) == 10 and all(is_cached[-10:])
@@ -122,10 +122,10 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes() -> None:
 
 
 def test_a_mask_larger_than_the_cache_is_computed_every_time() -> None:
-    masks = MaskCache(attributes_of([{"price": 1}] * 100), bytes_max=10)
+    masks = MaskCache(attributes_of([{"price": 1}] * 100), masks_bytes_max=10)
     filter_ = read_filter({"exists": "price"})
 
-    assert masks.of(filter_).count == 100 and masks.get_cached(filter_) is None
+    assert masks.of(filter_).passing_count == 100 and masks.get_cached(filter_) is None
 
 
 def test_what_a_filter_costs_grows_with_items_comparisons_and_values() -> None:

@@ -58,7 +58,7 @@ def attributes_of(rows: list[dict[str, Any]]) -> ItemAttributes:
 
 def test_an_item_without_values_lacks_every_attribute() -> None:
     attributes = attributes_of([{}, {"brand": "x", "other": 1}])
-    assert attributes.count == 2 and attributes.kinds == dict(sorted(KINDS.items()))
+    assert attributes.item_count == 2 and attributes.kind_by_attribute == dict(sorted(KINDS.items()))
     assert attributes.columns["brand"].values.tolist() == [int(NO_CODE), 0]
     assert np.isnan(attributes.columns["price"].values).all()
 
@@ -80,7 +80,7 @@ def test_what_passes_and_its_best_are_those_of_all_items(
     filtering = Filtering(attributes_of(own), vectors[: len(own)]).with_new_items(new, vectors[len(own) :])
 
     filter_mask, expected_mask = filtering.evaluate(filter_), every.evaluate(filter_)
-    assert filter_mask.count == expected_mask.count
+    assert filter_mask.passing_count == expected_mask.passing_count
     assert filter_mask.ordinals().tolist() == expected_mask.ordinals().tolist()
     numbers = np.arange(count)
     assert filter_mask.among(numbers).tolist() == expected_mask.among(numbers).tolist()
@@ -90,6 +90,6 @@ def test_what_passes_and_its_best_are_those_of_all_items(
     exact = every.search(vector, expected_mask, exclusions, k, "inner_product")
     assert ranked_items[0].tolist() == exact[0].tolist() and ranked_items[1].tolist() == exact[1].tolist()
     assert (
-        filtering.with_new_items([], vectors[:0]).evaluate(filter_).count
-        == Filtering(attributes_of(own), vectors).evaluate(filter_).count
+        filtering.with_new_items([], vectors[:0]).evaluate(filter_).passing_count
+        == Filtering(attributes_of(own), vectors).evaluate(filter_).passing_count
     )

@@ -20,7 +20,7 @@ from cache.records import (
     pack_overlay,
     peek_fingerprint,
     peek_format,
-    unfit_rows,
+    unfit_row_mask,
     unpack_overlay,
 )
 
@@ -42,8 +42,8 @@ def test_scores_come_back_within_half_precision_and_items_exactly(scores, precis
 
     for row, fingerprint in enumerate(FINGERPRINTS.tolist()):
         record = decode_record(layout, records[row].tobytes())
-        assert (record.fingerprint, record.scored_at, record.live) == (fingerprint, 1_700_000_000, False)
-        assert record.items is not None and record.items.tolist() == items[row].tolist()
+        assert (record.fingerprint, record.scored_at, record.is_live) == (fingerprint, 1_700_000_000, False)
+        assert record.item_ordinals is not None and record.item_ordinals.tolist() == items[row].tolist()
         relative, absolute = (2**-11, 2**-39) if precision == "f2" else (0, 0)
         largest = float(np.abs(scores[row]).max())
         assert np.allclose(record.numbers, scores[row], rtol=relative, atol=absolute * largest)
@@ -82,7 +82,7 @@ def test_unused_slots_never_come_back():
     layout = Layout("topk", 4, "f2")
     items = np.array([[9, NO_ITEM, NO_ITEM]], np.uint32)
     record = decode_record(layout, encode_topk(layout, FINGERPRINTS[:1], items, np.ones((1, 3), "f4"), 0)[0].tobytes())
-    assert record.items is not None and record.items.tolist() == [9]
+    assert record.item_ordinals is not None and record.item_ordinals.tolist() == [9]
     assert len(record.numbers) == 1
 
 
@@ -148,7 +148,7 @@ def test_a_row_is_unfit_where_its_record_would_be_refused(kind, precision, numbe
             return True
         return False
 
-    assert unfit_rows(layout, numbers).tolist() == [is_refused(row) for row in range(4)]
+    assert unfit_row_mask(layout, numbers).tolist() == [is_refused(row) for row in range(4)]
 
 
 def test_a_record_without_an_answer_is_no_record_to_decode():
@@ -182,7 +182,7 @@ def test_a_count_beyond_the_width_is_corrupt():
 def test_the_live_flag_travels():
     layout = Layout("value", 1, "f4")
     raw = encode_numbers(layout, FINGERPRINTS[:1], np.ones((1, 1), "f4"), 0, flags=FLAG_LIVE)[0].tobytes()
-    assert decode_record(layout, raw).live
+    assert decode_record(layout, raw).is_live
 
 
 def test_an_overlay_is_a_record_and_the_digest_of_its_input():
@@ -228,7 +228,7 @@ def test_decoding_with_the_size_of_the_catalogue_refuses_an_ordinal_beyond_it():
     items = np.array([[4, 9]], np.uint32)
     raw = encode_topk(layout, FINGERPRINTS[:1], items, np.ones((1, 2), np.float32), 0)[0].tobytes()
 
-    decoded_items = decode_record(layout, raw, 10).items
+    decoded_items = decode_record(layout, raw, 10).item_ordinals
     assert decoded_items is not None and decoded_items.tolist() == [4, 9]
     with pytest.raises(CorruptArtefact, match="item 9 of 9"):
         decode_record(layout, raw, 9)

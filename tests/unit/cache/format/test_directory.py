@@ -26,10 +26,10 @@ def test_every_hash_is_found_at_its_rank_and_no_other_is(present, absent, shards
     ranks = {value: rank for rank, value in enumerate(sorted(present))}
     queried_hashes = present + absent
 
-    one_by_one = [hash_directory.find(value) for value in queried_hashes]
+    one_by_one = [hash_directory.find_position(value) for value in queried_hashes]
 
     assert one_by_one == [ranks.get(value, -1) for value in queried_hashes]
-    assert hash_directory.find_many(np.array(queried_hashes, np.uint64)).tolist() == one_by_one
+    assert hash_directory.find_positions(np.array(queried_hashes, np.uint64)).tolist() == one_by_one
     assert hash_directory.count == len(present)
 
 
@@ -38,18 +38,18 @@ def test_neighbours_that_float64_cannot_distinguish_are_distinguished(value):
     """numpy compares uint64 with a Python int in float64."""
     neighbours = [neighbour for neighbour in (value - 1, value + 1) if neighbour < 2**64]
     hash_directory = directory(neighbours, 2)
-    assert hash_directory.find(value) == -1
-    assert [hash_directory.find(neighbour) for neighbour in neighbours] == list(range(len(neighbours)))
+    assert hash_directory.find_position(value) == -1
+    assert [hash_directory.find_position(neighbour) for neighbour in neighbours] == list(range(len(neighbours)))
 
 
 def test_positions_are_placed_in_their_part_across_empty_shards():
     hash_directory = directory([1, 2, 2**63, 2**64 - 1], 4)
-    assert [hash_directory.locate(position) for position in range(4)] == [(0, 0), (0, 1), (2, 0), (3, 0)]
+    assert [hash_directory.locate_in_part(position) for position in range(4)] == [(0, 0), (0, 1), (2, 0), (3, 0)]
 
 
 def test_hashes_of_another_dtype_are_a_mistake():
     with pytest.raises(TypeError):
-        directory([1], 1).find_many(np.array([1]))
+        directory([1], 1).find_positions(np.array([1]))
 
 
 def test_a_file_of_the_wrong_length_is_refused(tmp_path):

@@ -24,7 +24,7 @@ def test_lines_are_the_json_of_the_ids_whatever_these_hold(names: list[str], k: 
             st.lists(st.lists(st.integers(0, len(names) - 1), min_size=k, max_size=k), min_size=1, max_size=5)
         )
         expected = [b",".join(orjson.dumps(names[ordinal]) for ordinal in row) for row in rows]
-        assert texts.lines(np.array(rows, np.uint32)) == expected
+        assert texts.json_lines(np.array(rows, np.uint32)) == expected
 
 
 def test_no_more_ids_are_kept_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def test_the_dtype_has_the_fields_where_the_description_has_them(record_layout: 
     fields: Any = record_layout.dtype.fields
 
     assert {field.name: fields[field.name] for field in HEADER_FIELDS} == {
-        field.name: (np.dtype(field.dtype), field.offset) for field in HEADER_FIELDS
+        field.name: (np.dtype(field.dtype), field.byte_offset) for field in HEADER_FIELDS
     }
     payload = [at for name, (_, at) in fields.items() if name not in OFFSET_BY_FIELD]
     assert min(payload) == OFFSET_BY_FIELD["payload"] == HEADER_BYTES
@@ -100,7 +100,7 @@ import json, sys
 from cache.formats import FORMATS
 
 if sys.argv[1] in FORMATS:
-    FORMATS[sys.argv[1]] = FORMATS[sys.argv[1]]._replace(written=2, newest_readable=2)
+    FORMATS[sys.argv[1]] = FORMATS[sys.argv[1]]._replace(written_version=2, newest_readable_version=2)
 import numpy as np
 from cache.format.redis_keys import Keyspace
 from cache.format.manifest import MANIFEST_FORMAT, Manifest

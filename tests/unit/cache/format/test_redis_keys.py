@@ -8,7 +8,7 @@ from cache.format.redis_keys import Keyspace, hash_hex
 def test_control_keys_share_a_slot_and_pages_do_not():
     keys = Keyspace("shop")
     assert all("{shop}" in key for key in (keys.live, keys.generations, keys.replicas, keys.hot_names(1)))
-    assert "{" not in keys.page("g", "t", 0) + keys.overlay("g", "t", "0") + keys.loaded("g")
+    assert "{" not in keys.page("g", "t", 0) + keys.overlay("g", "t", "0") + keys.loaded_parts("g")
 
 
 def test_overlay_keys_have_a_fixed_width():

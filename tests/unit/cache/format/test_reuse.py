@@ -31,7 +31,11 @@ def test_both_reasons_are_reported_as_the_night_wrote_them() -> None:
     reuse = Reuse.of(make_facts(why="another bundle", read_because="files vanished", base=None))
 
     assert reuse is not None
-    assert (reuse.not_copied_because, reuse.read_because, reuse.base) == ("another bundle", "files vanished", None)
+    assert (reuse.lists_not_copied_because, reuse.sources_read_because, reuse.base_generation) == (
+        "another bundle",
+        "files vanished",
+        None,
+    )
     reuse_json = reuse.to_json()
     assert (reuse_json["why"], reuse_json["read_because"]) == ("another bundle", "files vanished")
 
@@ -48,7 +52,7 @@ def test_who_has_no_users_has_no_share() -> None:
     reuse = Reuse.of(make_facts(users={}, nights=[]))
 
     assert reuse is not None and reuse.night.copied_share is None
-    assert reuse.night.users == dict.fromkeys(REUSE_REASONS, 0)
+    assert reuse.night.user_count_by_reason == dict.fromkeys(REUSE_REASONS, 0)
     assert reuse.to_json()["lately"]["spared_s"] == 0.0
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cache.errors import TierUnavailable
-from cache.l2.commands import deadline_for
+from cache.l2.commands import deadline_s_for
 from cache.l2.pool import Pipeline, PipelinePool
 
 BASE_S = 5.0
@@ -18,13 +18,13 @@ class FakeConnection:
     is_closing = False
 
     def __init__(self, commands: int = 0) -> None:
-        self.commands = commands
+        self.commands_in_flight = commands
         self.pipelines_in_flight = 0
         self.aborted: list[TierUnavailable] = []
 
     def send(self, pipeline: Pipeline) -> None:
         pipeline.connection = self  # type: ignore[assignment]
-        self.commands += pipeline.count
+        self.commands_in_flight += pipeline.reply_count
 
     def abort(self, error: TierUnavailable) -> None:
         self.aborted.append(error)
@@ -38,8 +38,8 @@ def pool_on(connection: FakeConnection) -> PipelinePool:
 
 
 def left_s(pipeline: Pipeline) -> float:
-    assert pipeline.timer is not None
-    return pipeline.timer.when() - asyncio.get_running_loop().time()
+    assert pipeline.deadline_timer is not None
+    return pipeline.deadline_timer.when() - asyncio.get_running_loop().time()
 
 
 def send_pipeline(pool: PipelinePool, count: int) -> Pipeline:
@@ -49,7 +49,7 @@ def send_pipeline(pool: PipelinePool, count: int) -> Pipeline:
 
 
 def test_the_time_allowed_grows_with_the_commands() -> None:
-    assert [deadline_for(0.05, count) for count in (0, 500, 1_000)] == pytest.approx([0.05, 0.1, 0.15])
+    assert [deadline_s_for(0.05, count) for count in (0, 500, 1_000)] == pytest.approx([0.05, 0.1, 0.15])
 
 
 async def test_a_large_batch_and_one_behind_it_have_more_time() -> None:
@@ -60,7 +60,7 @@ async def test_a_large_batch_and_one_behind_it_have_more_time() -> None:
     assert left_s(large) == pytest.approx(3 * BASE_S, abs=0.5)
     assert left_s(behind) == pytest.approx(3 * BASE_S, abs=0.5)
     for pipeline in (large, behind):
-        pipeline.timer.cancel()  # type: ignore[union-attr]
+        pipeline.deadline_timer.cancel()  # type: ignore[union-attr]
 
 
 async def test_the_second_look_waits_until_a_large_reply_can_have_been_read() -> None:
@@ -69,10 +69,10 @@ async def test_the_second_look_waits_until_a_large_reply_can_have_been_read() ->
     remaining_s = []
 
     for pipeline in (small, large):
-        pipeline.timer.cancel()  # type: ignore[union-attr]
+        pipeline.deadline_timer.cancel()  # type: ignore[union-attr]
         pool._expire(pipeline, 1.0, False)
         remaining_s.append(left_s(pipeline))
-        pipeline.timer.cancel()  # type: ignore[union-attr]
+        pipeline.deadline_timer.cancel()  # type: ignore[union-attr]
 
     assert remaining_s[0] < 0.0011 and 0.015 < remaining_s[1] < 0.0211
     assert not connection.aborted

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.errors import TierUnavailable
-from cache.l2.commands import Frames, frame_stride
+from cache.l2.commands import Frames, frame_stride_bytes
 from cache.l2.pool import Pipeline, PipelineConnection
 from cache.native import loader
 
@@ -39,7 +39,7 @@ def test_anything_else_is_seen_as_soon_as_it_begins(odd_reply: bytes) -> None:
     data = bulk(b"a" * 8) + odd_reply
 
     could_be = loader.kernels.could_be
-    assert could_be(bulk(b"a" * 8), 2, 8) and could_be(data[: frame_stride(8) + 1], 1, 8)
+    assert could_be(bulk(b"a" * 8), 2, 8) and could_be(data[: frame_stride_bytes(8) + 1], 1, 8)
     assert not could_be(data, 3, 8)
 
 

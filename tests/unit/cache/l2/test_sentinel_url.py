@@ -19,8 +19,8 @@ def test_a_url_names_sentinels_a_service_and_the_servers_settings() -> None:
     group, settings = read_sentinel_url(URL)
 
     assert is_sentinel(URL) and not is_sentinel("redis://a:1")
-    assert group.addresses == (("a", 1), ("::1", 2), ("c", 26_379))
-    assert group.service == "my/master" and group.settings == {"password": "q"}
+    assert group.sentinel_addresses == (("a", 1), ("::1", 2), ("c", 26_379))
+    assert group.service_name == "my/master" and group.connection_settings == {"password": "q"}
     assert settings == {
         "username": "larder-reader", "password": "p@ss", "db": 3, "client_name": "x",
     }  # fmt: skip
@@ -31,7 +31,7 @@ def test_with_tls_servers_and_sentinels_are_asked_by_the_same_options() -> None:
     url = "rediss+sentinel://u:p@a/m?ssl_ca_certs=/ca.pem&sentinel_username=s"
     group, settings = read_sentinel_url(url)
 
-    assert group.settings == {"ssl": True, "ssl_ca_certs": "/ca.pem", "username": "s"}
+    assert group.connection_settings == {"ssl": True, "ssl_ca_certs": "/ca.pem", "username": "s"}
     assert settings == {"username": "u", "password": "p", "ssl_ca_certs": "/ca.pem"}
     assert primary_pool(url).connection_class is PrimarySSLConnection
     assert issubclass(async_primary_pool(url).connection_class, AsyncSSLConnection)

@@ -57,7 +57,7 @@ def test_the_slot_of_a_page_is_that_of_its_key() -> None:
 
 
 def test_control_keys_share_a_slot_and_pages_and_overlays_spread() -> None:
-    control = (KEYS.live, KEYS.next, KEYS.generations, KEYS.replicas)
+    control = (KEYS.live, KEYS.staging_note, KEYS.generations, KEYS.replicas)
     assert {key_slot(key.encode()) for key in control} == {crc_hqx(b"default", 0) % SLOT_COUNT}
     overlays = {key_slot(KEYS.overlay("g1", "user_topk", f"{n:016x}").encode()) for n in range(500)}
     assert len(overlays) > 480

@@ -39,9 +39,9 @@ def test_a_batch_is_prepared_as_its_inputs_one_by_one(world):
         assert (alone is None) == (prepared is None)
         if alone is not None and prepared is not None:
             assert alone.history.tolist() == prepared.history.tolist()
-            assert alone.excluded.tolist() == prepared.excluded.tolist()
+            assert alone.excluded_ordinals.tolist() == prepared.excluded_ordinals.tolist()
             assert alone.unknown_id_count == prepared.unknown_id_count
-            assert len(set(prepared.excluded.tolist())) == len(prepared.excluded)
+            assert len(set(prepared.excluded_ordinals.tolist())) == len(prepared.excluded_ordinals)
 
 
 def test_an_error_stands_where_its_input_was(world):
@@ -57,10 +57,12 @@ def test_an_error_stands_where_its_input_was(world):
 def test_an_item_is_its_own_input_next_to_unknown_items(world):
     predictor, items = world
 
-    prepared_inputs = predictor.prepare_all("item_similar", [LiveInput(item=3), LiveInput(), LiveInput(item=0)])
+    prepared_inputs = predictor.prepare_all(
+        "item_similar", [LiveInput(item_ordinal=3), LiveInput(), LiveInput(item_ordinal=0)]
+    )
 
     assert [prepared is None for prepared in prepared_inputs] == [False, True, False]
-    assert prepared_inputs[0].excluded.tolist() == [3]
+    assert prepared_inputs[0].excluded_ordinals.tolist() == [3]
     assert prepared_inputs[0].item_index == items.model_indices_of(np.array([3]))[0]
 
 
@@ -97,5 +99,5 @@ def test_models_are_given_the_newest_of_a_history_and_all_of_it_is_excluded(worl
 
     assert isinstance(full_input, PreparedInput) and isinstance(cut, PreparedInput)
     assert cut.history.tolist() == full_input.history.tolist()[-2:] and len(full_input.history) == 4
-    assert cut.excluded.tolist() == full_input.excluded.tolist()
+    assert cut.excluded_ordinals.tolist() == full_input.excluded_ordinals.tolist()
     assert cut.unknown_id_count == full_input.unknown_id_count == 1

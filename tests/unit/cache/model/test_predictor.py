@@ -34,7 +34,7 @@ def answer(world, table, *inputs, blocked=()):
     predictor, _ = world
     batch = [predictor.prepare(table, live_input) for live_input in inputs]
     fingerprints = list(range(1, len(batch) + 1))
-    records = predictor.predict(table, batch, fingerprints, AT, blocked=np.array(blocked, np.int64))
+    records = predictor.predict(table, batch, fingerprints, AT, blocked_ordinals=np.array(blocked, np.int64))
     layout = predictor._tables[table].layout
     return [decode_record(layout, record) for record in records]
 
@@ -42,8 +42,8 @@ def answer(world, table, *inputs, blocked=()):
 def test_a_list_has_the_users_best_items_in_order_and_is_marked_live(world):
     record = answer(world, "user_topk", history(2, 4, 6))[0]
 
-    assert record.live and record.fingerprint == 1 and record.scored_at == AT
-    assert len(record.items) == K
+    assert record.is_live and record.fingerprint == 1 and record.scored_at == AT
+    assert len(record.item_ordinals) == K
     assert (np.diff(record.numbers) <= 0).all()
 
 
@@ -52,18 +52,18 @@ def test_history_and_blocked_items_never_appear(world):
     live_input = history(2, 4, 6, 8)
     history_ordinals = items.ordinals_of(list(live_input.history or ()))
     first = answer(world, "user_topk", live_input)[0]
-    blocked = [int(ordinal) for ordinal in first.items[:3]]
+    blocked = [int(ordinal) for ordinal in first.item_ordinals[:3]]
 
     record = answer(world, "user_topk", live_input, blocked=blocked)[0]
 
-    assert not np.isin(first.items, history_ordinals).any()
-    assert not np.isin(record.items, [*history_ordinals, *blocked]).any()
-    assert record.items[0] == first.items[3]
+    assert not np.isin(first.item_ordinals, history_ordinals).any()
+    assert not np.isin(record.item_ordinals, [*history_ordinals, *blocked]).any()
+    assert record.item_ordinals[0] == first.item_ordinals[3]
 
 
 def test_an_item_sent_twice_counts_once_where_it_stood_last(world):
     twice, deduplicated_record = answer(world, "user_topk", history(2, 4, 2, 6), history(4, 2, 6))
-    assert twice.items.tolist() == deduplicated_record.items.tolist()
+    assert twice.item_ordinals.tolist() == deduplicated_record.item_ordinals.tolist()
     assert twice.numbers.tolist() == deduplicated_record.numbers.tolist()
 
 
@@ -74,8 +74,8 @@ def test_many_blocked_items_are_skipped_inside_the_index(world, monkeypatch):
 
     record = answer(world, "user_topk", history(1), blocked=blocked)[0]
 
-    assert len(record.items) == K
-    assert not np.isin(record.items, blocked).any()
+    assert len(record.item_ordinals) == K
+    assert not np.isin(record.item_ordinals, blocked).any()
 
 
 def test_a_list_is_short_when_fewer_items_remain(world):
@@ -84,7 +84,7 @@ def test_a_list_is_short_when_fewer_items_remain(world):
 
     record = answer(world, "user_topk", history(1), blocked=blocked)[0]
 
-    assert 3 <= len(record.items) <= 4
+    assert 3 <= len(record.item_ordinals) <= 4
 
 
 def test_fp32_live_answers_equal_the_nights(bundle, tmp_path):
@@ -108,7 +108,7 @@ def test_fp32_live_answers_equal_the_nights(bundle, tmp_path):
     # Then every list is the night's
     for row, record in enumerate(live):
         assert np.allclose(record.numbers, scores[row], rtol=1e-5)
-        assert record.items.tolist() == night[row].tolist()
+        assert record.item_ordinals.tolist() == night[row].tolist()
 
 
 def test_an_int8_answer_does_not_depend_on_its_micro_batch(world):
@@ -135,10 +135,10 @@ def test_vectors_and_values_come_from_their_towers(world, bundle):
 
 def test_similar_items_leave_the_item_itself_out(world):
     for ordinal in range(5):
-        record = answer(world, "item_similar", LiveInput(item=ordinal))[0]
+        record = answer(world, "item_similar", LiveInput(item_ordinal=ordinal))[0]
 
-        assert ordinal not in record.items
-        assert len(record.items) == K
+        assert ordinal not in record.item_ordinals
+        assert len(record.item_ordinals) == K
         assert record.numbers[0] <= 1.0001
 
 
@@ -176,7 +176,7 @@ def test_scores_of_given_items_equal_those_of_the_list(world):
     record = answer(world, "user_topk", history(2, 4))[0]
 
     (vector,) = predictor.vectors([prepared])
-    scores = predictor.score_vector("user_topk", vector, record.items.astype(np.int64))
+    scores = predictor.score_vector("user_topk", vector, record.item_ordinals.astype(np.int64))
 
     assert np.array_equal(scores, record.numbers)
 
@@ -202,15 +202,15 @@ def test_a_bundle_with_shuffled_items_gives_the_same_answers(bundle, tmp_path):
     for table, inputs in (
         ("user_topk", live_inputs),
         ("user_affinity", live_inputs),
-        ("item_similar", [LiveInput(item=ordinal) for ordinal in range(ITEMS)]),
+        ("item_similar", [LiveInput(item_ordinal=ordinal) for ordinal in range(ITEMS)]),
     ):
         mine, shuffled_answers = (answer(original_world, table, *inputs), answer(theirs, table, *inputs))
 
         # Then the answers are the same
         for first, second in zip(mine, shuffled_answers, strict=True):
             assert np.allclose(first.numbers, second.numbers, rtol=1e-4, atol=1e-6)
-            if first.items is not None:
-                assert first.items.tolist() == second.items.tolist()
+            if first.item_ordinals is not None:
+                assert first.item_ordinals.tolist() == second.item_ordinals.tolist()
 
 
 def shuffle(bundle: Bundle, output_folder) -> Bundle:

@@ -35,25 +35,25 @@ def read(shards: MissRatioCurve, keys: Sequence[int], sizes: Sequence[int] | Non
 def test_with_everything_sampled_it_is_the_exact_curve_of_lru(
     keys: list[int], sizes: list[int], capacities: list[int]
 ) -> None:
-    shards = MissRatioCurve(capacities, keys_max=20)
+    shards = MissRatioCurve(capacities, sampled_keys_max=20)
 
     read(shards, keys, sizes)
 
     exact = [lru_hit_ratio(keys, sizes, capacity) for capacity in capacities]
     assert shards.rate == 1.0
-    assert shards.hit_ratios() == pytest.approx(exact, abs=1e-12)
+    assert shards.hit_ratio_by_capacity() == pytest.approx(exact, abs=1e-12)
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 400))
 def test_slots_that_run_out_and_keys_out_of_reach_change_nothing(seed: int, capacity: int) -> None:
     rng = random.Random(seed)
     keys = [int(rng.paretovariate(0.7)) % 300 for _ in range(3_000)]
-    shards = MissRatioCurve([capacity], keys_max=300)
+    shards = MissRatioCurve([capacity], sampled_keys_max=300)
 
     read(shards, keys)
 
     exact = lru_hit_ratio(keys, None, capacity)
-    assert shards.hit_ratios() == pytest.approx([exact], abs=1e-12)
+    assert shards.hit_ratio_by_capacity() == pytest.approx([exact], abs=1e-12)
 
 
 @given(
@@ -93,8 +93,8 @@ def test_memory_is_bounded_whatever_comes(seed: int, keys_max: int) -> None:
         for key_spot in spots:
             shards.record_touches([(key_spot, rng.choice((1, -1)) * rng.randint(1, 9))])
 
-        assert shards.keys <= keys_max
-        assert len(shards._negated_spot_heap) == len(shards._stack) == shards.keys
+        assert shards.sampled_key_count <= keys_max
+        assert len(shards._negated_spot_heap) == len(shards._stack) == shards.sampled_key_count
         assert len(shards._stack._bytes_by_slot) <= max(256, 2 * keys_max + 128)
         assert all(key_spot <= shards.greatest_sampled_spot for key_spot in shards._stack)
         assert shards.rate <= previous_rate
@@ -105,13 +105,13 @@ def test_memory_is_bounded_whatever_comes(seed: int, keys_max: int) -> None:
 def test_a_stream_of_zipf_is_within_a_point_of_exact(seed: int) -> None:
     keys = zipf(40_000, 400_000, seed=seed)
     capacities = capacities_of(keys, SMALL + LARGE)
-    shards = MissRatioCurve(capacities, keys_max=16_384)
+    shards = MissRatioCurve(capacities, sampled_keys_max=16_384)
 
     sampled(keys, shards, seed=seed)
 
     key_list = keys.tolist()
     exact = np.array([lru_hit_ratio(key_list, None, capacity) for capacity in capacities])
-    error = np.abs(np.array(shards.hit_ratios()) - exact) * 100
+    error = np.abs(np.array(shards.hit_ratio_by_capacity()) - exact) * 100
     assert 0.4 < shards.rate < 0.6
     assert error[: len(SMALL)].max() <= 4.0, error
     assert error[len(SMALL) :].max() <= 1.0, error
@@ -123,13 +123,13 @@ def test_a_real_trace_is_within_a_point_of_exact() -> None:
     assert file is not None
     keys = orm_busy(file)
     capacities = capacities_of(keys, SMALL + LARGE)
-    shards = MissRatioCurve(capacities, keys_max=16_384)
+    shards = MissRatioCurve(capacities, sampled_keys_max=16_384)
 
     sampled(keys, shards)
 
     key_list = keys.tolist()
     exact = np.array([lru_hit_ratio(key_list, None, capacity) for capacity in capacities])
-    error = np.abs(np.array(shards.hit_ratios()) - exact) * 100
+    error = np.abs(np.array(shards.hit_ratio_by_capacity()) - exact) * 100
     assert 0.15 < shards.rate < 0.3
     assert error[: len(SMALL)].max() <= 3.0, error
     assert error[len(SMALL) :].max() <= 1.0, error
@@ -139,14 +139,14 @@ def test_a_real_trace_is_within_a_point_of_exact() -> None:
 def test_a_key_that_is_asked_for_all_the_time_is_counted_for_what_it_is(hot_key_spot: int) -> None:
     """SHARDS-adj: without it one key would count for as many as the rate says, or for none at all."""
     rng = random.Random(0)
-    shards = MissRatioCurve([100, 20_000], keys_max=500)
+    shards = MissRatioCurve([100, 20_000], sampled_keys_max=500)
     cold = [rng.randrange(HASH_SPACE) for _ in range(5_000)]
     for cold_spot in cold * 2:
         for touched_spot in (cold_spot, hot_key_spot):
             shards.count(1, 1)
             shards.record_touches([(touched_spot, 1)])
 
-    low, high = shards.hit_ratios()
+    low, high = shards.hit_ratio_by_capacity()
 
     assert shards.rate < 0.2
     assert low == pytest.approx(0.5, abs=0.06)
@@ -154,69 +154,69 @@ def test_a_key_that_is_asked_for_all_the_time_is_counted_for_what_it_is(hot_key_
 
 
 def test_what_is_found_nowhere_is_a_miss_at_every_size() -> None:
-    shards = MissRatioCurve([10, 20], keys_max=100)
+    shards = MissRatioCurve([10, 20], sampled_keys_max=100)
     read(shards, [1, 2, 1, 2])
 
-    shards.count(hit_count=0, reads=4)
+    shards.count(hit_count=0, read_count=4)
 
-    assert shards.hit_ratios() == [0.25, 0.25]
+    assert shards.hit_ratio_by_capacity() == [0.25, 0.25]
 
 
 def test_a_store_moves_its_key_and_counts_for_nothing() -> None:
-    shards = MissRatioCurve([2], keys_max=100)
+    shards = MissRatioCurve([2], sampled_keys_max=100)
     read(shards, [1, 2, 3])
     shards.record_touches([(spot(1), -1), (spot(4), -1)])
 
     read(shards, [1, 4, 3])
 
     assert shards.sampled_reads == 6
-    assert shards.hit_ratios() == [pytest.approx(2 / 6)]
+    assert shards.hit_ratio_by_capacity() == [pytest.approx(2 / 6)]
 
 
 def test_reads_of_long_ago_count_for_less() -> None:
-    shards = MissRatioCurve([1, 10], keys_max=100)
+    shards = MissRatioCurve([1, 10], sampled_keys_max=100)
     read(shards, [1, 2] * 500)
-    previous_hit_ratios = shards.hit_ratios()
+    previous_hit_ratios = shards.hit_ratio_by_capacity()
     shards.age(0.001)
 
     read(shards, [1, 1] * 500)
 
     assert previous_hit_ratios == [0.0, pytest.approx(998 / 1_000)]
-    assert min(shards.hit_ratios()) > 0.99
+    assert min(shards.hit_ratio_by_capacity()) > 0.99
 
 
 def test_a_restart_forgets_keys_and_keeps_what_was_counted() -> None:
-    shards = MissRatioCurve([10], keys_max=2)
+    shards = MissRatioCurve([10], sampled_keys_max=2)
     read(shards, [1, 2, 1, 2, 3, 4, 5])
     read_count, rate = shards.reads, shards.rate
     shards.restart()
 
     read(shards, [1])
 
-    assert rate < 1.0 == shards.rate and shards.keys == 1
+    assert rate < 1.0 == shards.rate and shards.sampled_key_count == 1
     assert shards.reads == read_count + 1
 
 
 def test_a_lower_rate_samples_fewer_keys() -> None:
-    shards = MissRatioCurve([10_000], keys_max=10_000)
+    shards = MissRatioCurve([10_000], sampled_keys_max=10_000)
     read(shards, list(range(1_000)))
 
     shards.lower_rate(0.25)
     shards.lower_rate(0.5)
 
     assert shards.rate == 0.25
-    assert shards.keys == pytest.approx(250, abs=60)
+    assert shards.sampled_key_count == pytest.approx(250, abs=60)
     shards.lower_rate(0.0)
     assert 0 < shards.rate < 1e-8
 
 
 def test_the_entries_of_a_capacity_are_those_that_fit() -> None:
-    shards = MissRatioCurve([25, 100, 1_000], keys_max=100)
+    shards = MissRatioCurve([25, 100, 1_000], sampled_keys_max=100)
 
     read(shards, [0, 1, 2, 3, 4], sizes=[500, 10, 10, 20, 5])
 
-    assert shards.entries() == [2, 4, 5]
+    assert shards.key_count_by_capacity() == [2, 4, 5]
 
 
 def test_before_the_first_read_every_ratio_is_none() -> None:
-    assert MissRatioCurve([1, 2], keys_max=1).hit_ratios() == [0.0, 0.0]
+    assert MissRatioCurve([1, 2], sampled_keys_max=1).hit_ratio_by_capacity() == [0.0, 0.0]

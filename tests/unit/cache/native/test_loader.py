@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from cache.errors import ConfigError
 from cache.format.directory import Directory
-from cache.format.ids import hash_ids, have_id_lengths
+from cache.format.ids import hash_ids, have_allowed_lengths
 from cache.format.redis_keys import Keyspace
-from cache.l2.commands import Frames, Packer, PageReads, frame_stride
+from cache.l2.commands import Frames, Packer, PageReads, frame_stride_bytes
 from cache.native import loader, pure
 from cache.records import RECORD_FORMAT, Layout, encode_numbers
 from cache.tiers import tiered
@@ -64,8 +64,8 @@ def test_ids_have_the_hashes_of_the_library(ids: list[bytes], seed: int) -> None
         assert texts is not None
         assert np.frombuffer(texts, np.uint64).tolist() == hash_ids(ids, seed).tolist()
     with interpreted():
-        assert have_id_lengths(ids) == all(0 < len(raw) <= 256 for raw in ids)
-    assert have_id_lengths(ids) == all(0 < len(raw) <= 256 for raw in ids)
+        assert have_allowed_lengths(ids) == all(0 < len(raw) <= 256 for raw in ids)
+    assert have_allowed_lengths(ids) == all(0 < len(raw) <= 256 for raw in ids)
 
 
 @pytest.mark.parametrize("cuts", [[0, 3, 2], [-1, 2], [0, 4], [0, 9, 3], [], [2, 1, 3]])
@@ -87,9 +87,9 @@ def test_a_directory_finds_and_places_the_same(data: st.DataObject, shards: int)
     with interpreted():
         theirs = Directory(0, firsts, parts)
 
-    positions = compiled_directory.find_many(queried_hashes)
+    positions = compiled_directory.find_positions(queried_hashes)
 
-    assert positions.tolist() == theirs.find_many(queried_hashes).tolist()
+    assert positions.tolist() == theirs.find_positions(queried_hashes).tolist()
     positions = positions[positions >= 0]
     first_pages = np.arange(shards, dtype=np.int64) * 1_000
     for compiled_array, interpreted_array in zip(
@@ -287,7 +287,7 @@ def test_it_can_be_switched_off_and_other_sources_are_left_alone(
         loader.load_kernels({"LARDER_COLUMNS": "maybe"})
     monkeypatch.setattr(loader, "FUNCTIONS_VERSION", -1)
     assert loader.load_kernels({}) is pure and "install again" in caplog.text
-    assert frame_stride(3) == 9
+    assert frame_stride_bytes(3) == 9
 
 
 @pytest.mark.parametrize("name", ["fingerprint", "flags", "payload", "format_shift", "numeral"])

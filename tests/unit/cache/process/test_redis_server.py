@@ -96,7 +96,7 @@ def binary(request: pytest.FixtureRequest) -> Path:
 
 
 def test_a_server_answers_and_is_gone_afterwards(binary: Path, tmp_path: Path) -> None:
-    with join_or_start_server(tmp_path, binary=binary) as running:
+    with join_or_start_server(tmp_path, server_binary=binary) as running:
         assert answers(running.url)
 
     assert not answers(running.url)
@@ -107,7 +107,7 @@ def test_a_server_answers_and_is_gone_afterwards(binary: Path, tmp_path: Path) -
 def test_a_server_runs_in_a_folder_of_any_name(binary: Path, tmp_path: Path, name: str) -> None:
     """Redis takes the path of its settings for a pattern: with brackets in it there was no password, and no start."""
     with (
-        join_or_start_server(tmp_path / name, binary=binary, password="secret") as running,
+        join_or_start_server(tmp_path / name, server_binary=binary, password="secret") as running,
         redis.Redis.from_url(running.url.replace(":secret@", "")) as stranger,
     ):
         assert answers(running.url)
@@ -117,7 +117,7 @@ def test_a_server_runs_in_a_folder_of_any_name(binary: Path, tmp_path: Path, nam
 
 def test_a_server_keeps_nothing_on_disk_and_evicts_only_what_expires(binary: Path, tmp_path: Path) -> None:
     with (
-        join_or_start_server(tmp_path, binary=binary) as running,
+        join_or_start_server(tmp_path, server_binary=binary) as running,
         redis.Redis.from_url(running.url, decode_responses=True) as client,
     ):
         for name in ("save", "appendonly", "maxmemory-policy"):
@@ -227,7 +227,7 @@ def test_a_kept_server_that_is_killed_starts_again_at_its_address_and_is_filled(
         refilled_urls.append(url)
         return True
 
-    with supervised_redis_url(tmp_path, None, refill=refill) as url:
+    with supervised_redis_url(tmp_path, None, refill_server=refill) as url:
         first = running_server(tmp_path)
         assert first is not None
         os.kill(first.pid, signal.SIGKILL)
@@ -251,7 +251,7 @@ def test_a_kept_server_that_another_command_started_again_is_joined(
         refilled_urls.append(url)
         return True
 
-    with supervised_redis_url(tmp_path, None, refill=refill) as url:
+    with supervised_redis_url(tmp_path, None, refill_server=refill) as url:
         first = running_server(tmp_path)
         assert first is not None
         os.kill(first.pid, signal.SIGKILL)
@@ -276,7 +276,7 @@ def test_a_binary_that_cannot_start_says_why(tmp_path: Path) -> None:
     broken.write_text("#!/bin/sh\necho cannot allocate; exit 1\n")
     broken.chmod(0o755)
 
-    with pytest.raises(ConfigError, match="cannot allocate"), join_or_start_server(tmp_path, binary=broken):
+    with pytest.raises(ConfigError, match="cannot allocate"), join_or_start_server(tmp_path, server_binary=broken):
         pass
 
 

@@ -148,7 +148,7 @@ def test_a_right_reply_passes(command: str, protocol: int, is_async: bool) -> No
 @pytest.mark.parametrize("protocol", [2, 3])
 @pytest.mark.parametrize("command", REPLY_SHAPES)
 def test_every_other_reply_is_refused_by_the_name_of_its_command(command: str, protocol: int) -> None:
-    callback, description = (client_of(protocol).response_callbacks[command], REPLY_SHAPES[command].description)
+    callback, description = (client_of(protocol).response_callbacks[command], REPLY_SHAPES[command].shape_in_words)
     accepted_names = ACCEPTED_REPLIES.get(description, set())
     if protocol == 3:
         accepted_names = PASSING_RESP3.get(description, accepted_names)

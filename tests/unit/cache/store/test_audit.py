@@ -25,7 +25,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ArtefactStore:
 
 def test_an_action_is_written_down_before_and_after(store: ArtefactStore) -> None:
     clock = FakeClock(100.0)
-    with audited(store, "publish", "g1", actor="ana", reason="a night", attempt="run-1", clock=clock) as findings:
+    with audited(store, "publish", "g1", actor="ana", reason="a night", attempt="run-1", wall_clock=clock) as findings:
         (open_one,) = audit_records(store)
         assert (open_one.outcome, open_one.ended_at) == ("interrupted", None)
         findings["changed"] = True

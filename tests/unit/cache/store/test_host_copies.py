@@ -28,37 +28,37 @@ def recorded(store: ArtefactStore, generation: str) -> list[str]:
 
 def test_every_host_is_recorded_before_its_copies_come_and_until_they_are_gone(hosts):
     first, second = hosts
-    names = sorted(f"{host_store.copies.host}.json" for host_store in hosts)
+    names = sorted(f"{host_store.copies.host_id}.json" for host_store in hosts)
     assert recorded(first, OLD) == recorded(first, LIVE) == names
 
     assert first.sweep_host_copies([], cutoff_at=LATER) == [OLD]
 
-    assert first.host_copies() == [LIVE] and second.host_copies() == [OLD, LIVE]
-    assert recorded(first, OLD) == [f"{second.copies.host}.json"]
+    assert first.host_copy_generations() == [LIVE] and second.host_copy_generations() == [OLD, LIVE]
+    assert recorded(first, OLD) == [f"{second.copies.host_id}.json"]
     assert recorded(first, LIVE) == names
 
 
 def test_a_host_keeps_its_name_when_a_program_starts_anew(hosts, tmp_path, monkeypatch):
-    original_host_name = hosts[0].copies.host
+    original_host_name = hosts[0].copies.host_id
     monkeypatch.setattr("socket.gethostname", lambda: "another/one")
 
     first, third = (store_of(Odd, tmp_path / folder).copies for folder in ("first", "third"))
 
-    assert first is not None and first.host == original_host_name
-    assert third is not None and third.host.startswith("another-one-")
+    assert first is not None and first.host_id == original_host_name
+    assert third is not None and third.host_id.startswith("another-one-")
 
 
 def test_a_sweep_that_died_or_could_not_write_is_taken_up_again(hosts):
     first, _ = hosts
-    name = f"{first.copies.host}.json"
+    name = f"{first.copies.host_id}.json"
     with failing(PreconditionFailed("403")):
         assert not first.copies.drop(OLD)
-    assert first.host_copies() == [OLD, LIVE] and name in recorded(first, OLD)
+    assert first.host_copy_generations() == [OLD, LIVE] and name in recorded(first, OLD)
     assert not first.local(f"generations/{OLD}/items").exists()
 
     assert first.sweep_host_copies([], cutoff_at=LATER) == [OLD]
 
-    assert name not in recorded(first, OLD) and first.host_copies() == [LIVE]
+    assert name not in recorded(first, OLD) and first.host_copy_generations() == [LIVE]
 
 
 def test_mapped_files_outlive_the_sweep(hosts):
@@ -71,7 +71,7 @@ def test_mapped_files_outlive_the_sweep(hosts):
 
 def test_copies_of_an_earlier_version_are_recorded_by_the_next_sweep(hosts):
     first, _ = hosts
-    name = f"{first.copies.host}.json"
+    name = f"{first.copies.host_id}.json"
     first.delete(f"{COPIES_FOLDER}/{LIVE}/{name}")
     first.local(f"generations/{LIVE}/.recorded").unlink()
 
@@ -111,8 +111,8 @@ def test_retiring_takes_the_copies_and_the_record_of_its_own_host_along(hosts):
 
     first.delete(f"generations/{LIVE}")
 
-    assert recorded(first, LIVE) == [f"{second.copies.host}.json"]
-    assert first.host_copies() == [OLD] and second.host_copies() == [OLD, LIVE]
+    assert recorded(first, LIVE) == [f"{second.copies.host_id}.json"]
+    assert first.host_copy_generations() == [OLD] and second.host_copy_generations() == [OLD, LIVE]
 
 
 def test_sweeping_costs_one_listing_and_nothing_where_nothing_is_to_be_swept(tmp_path):

@@ -29,13 +29,13 @@ def test_copies_of_what_the_store_no_longer_has_go_and_others_stay(remote):
     later = time.time() + 60
 
     assert remote.sweep_host_copies([MAKING], cutoff_at=later) == [OLD]
-    assert remote.host_copies() == [LIVE, MAKING]
+    assert remote.host_copy_generations() == [LIVE, MAKING]
     assert remote.sweep_host_copies([MAKING], cutoff_at=later) == []
 
 
 def test_a_copy_that_changed_lately_may_be_in_the_making_and_stays(remote):
     assert remote.sweep_host_copies([], cutoff_at=time.time() - 60) == []
-    assert remote.host_copies() == [OLD, LIVE, MAKING]
+    assert remote.host_copy_generations() == [OLD, LIVE, MAKING]
 
 
 def test_a_store_that_shows_nothing_at_all_loses_no_copy(remote):
@@ -48,7 +48,7 @@ def test_a_local_store_has_no_copies(tmp_path):
     store = ArtefactStore(str(tmp_path))
     store.write(f"generations/{OLD}/manifest.json", b"{}")
 
-    assert store.host_copies() == []
+    assert store.host_copy_generations() == []
     assert store.sweep_host_copies([], cutoff_at=time.time() + 60) == []
     assert store.names("generations") == [OLD]
 

@@ -35,7 +35,7 @@ class Bench:
         self.remote = FakeRemote(self.clock)
         NIGHT.load(self.remote)
         self.cache = TieredCache(
-            LocalTier(1 << 20, self.clock), NegativeCache(100, 5.0, self.clock), self.remote, timer=self.clock
+            LocalTier(1 << 20, self.clock), NegativeCache(100, 5.0, self.clock), self.remote, monotonic_clock=self.clock
         )
         self.cache.access_trace.sample_up_to(HASH_SPACE - 1)
 
@@ -57,10 +57,10 @@ class Bench:
 def columns(record_keys: Sequence[RecordKey]) -> RecordKeys:
     return RecordKeys(
         record_keys[0].table,
-        [int(record_key.key) for record_key in record_keys],
+        [int(record_key.hash_or_digest) for record_key in record_keys],
         np.array([record_key.fingerprint for record_key in record_keys], np.uint64),
-        np.array([record_key.position for record_key in record_keys], np.int64),
-        record_keys[0].digest,
+        np.array([record_key.directory_position for record_key in record_keys], np.int64),
+        record_keys[0].input_digest,
     )
 
 
@@ -85,7 +85,7 @@ async def test_every_way_of_reading_writes_the_same(bench: Bench) -> None:
     ((spot, size),) = written[0]
     assert size == BYTES and spot >> 32 == record_key.fingerprint >> 32
     assert written == [[(spot, size)]] * 6
-    assert bench.cache.counters.total == 6
+    assert bench.cache.counters.result_total == 6
 
 
 async def test_a_batch_writes_all_of_its_reads(bench: Bench) -> None:
@@ -102,7 +102,7 @@ async def test_what_is_found_nowhere_is_not_written(bench: Bench) -> None:
     written = await bench.rows(*NIGHT.ids[:3]), await bench.read_many(STRANGER, NIGHT.ids[4])
 
     assert written == ([], [])
-    assert bench.cache.counters.total == 5
+    assert bench.cache.counters.result_total == 5
 
 
 async def test_only_spots_in_the_sample_are_written(bench: Bench) -> None:
@@ -131,9 +131,9 @@ async def test_a_ready_answer_is_written_as_a_store_and_says_how_it_is_read(benc
     bench.cache.keep(VIEW, record_key, READY)
     ready_answer = bench.cache.local_tier.find_ready_answer(READY.request_bytes)
 
-    assert ready_answer is not None and ready_answer.access is not None
-    assert ready_answer.access[1] == entry_size_bytes(READY)
-    assert bench.drain_trace() == [(ready_answer.access[0], -entry_size_bytes(READY))]
+    assert ready_answer is not None and ready_answer.sampled_access is not None
+    assert ready_answer.sampled_access[1] == entry_size_bytes(READY)
+    assert bench.drain_trace() == [(ready_answer.sampled_access[0], -entry_size_bytes(READY))]
 
 
 async def test_requests_and_generations_are_distinguished(bench: Bench) -> None:
@@ -143,7 +143,7 @@ async def test_requests_and_generations_are_distinguished(bench: Bench) -> None:
         sample_ready(GENERATION, 7 << 40, other_ready),
         sample_ready(NEXT_GENERATION, 7 << 40, READY),
     ]
-    spots = {ready_answer.access[0] for ready_answer in ready if ready_answer.access}
+    spots = {ready_answer.sampled_access[0] for ready_answer in ready if ready_answer.sampled_access}
 
     assert len(spots) == 3 and {spot >> 32 for spot in spots} == {7 << 8}
 
@@ -156,7 +156,7 @@ def test_a_new_generation_is_sampled_from_its_first_answer_on() -> None:
     unsampled_ready = trace.attach_access(GENERATION, 1 << 40, READY)
     after = trace.attach_access(NEXT_GENERATION, 1 << 40, READY)
 
-    assert unsampled_ready.access is None and after.access is not None
+    assert unsampled_ready.sampled_access is None and after.sampled_access is not None
     assert trace.greatest_sampled_spot == HASH_SPACE - 1
 
 

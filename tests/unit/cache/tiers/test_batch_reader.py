@@ -48,7 +48,7 @@ class Bench:
             LocalTier(entries_max * (ENTRY_OVERHEAD_BYTES + RECORD_BYTES), self.clock),
             NegativeCache(100, 5.0, self.clock),
             self.remote,
-            timer=self.clock,
+            monotonic_clock=self.clock,
         )
 
     async def rows(self, record_keys: Sequence[RecordKey], left_s: float = 60.0) -> list[ReadResult]:
@@ -58,24 +58,24 @@ class Bench:
 def columns(record_keys: Sequence[RecordKey]) -> RecordKeys:
     return RecordKeys(
         record_keys[0].table,
-        [int(record_key.key) for record_key in record_keys],
+        [int(record_key.hash_or_digest) for record_key in record_keys],
         np.array([record_key.fingerprint for record_key in record_keys], np.uint64),
-        np.array([record_key.position for record_key in record_keys], np.int64),
-        record_keys[0].digest,
+        np.array([record_key.directory_position for record_key in record_keys], np.int64),
+        record_keys[0].input_digest,
     )
 
 
 def outcomes(rows: Rows) -> list[ReadResult]:
     return [
         rows.result_by_index.get(index) or Hit(record.tobytes(), "l2" if is_l2 else "l1", False, None)
-        for index, (record, is_l2) in enumerate(zip(rows.records, rows.is_l2, strict=True))
+        for index, (record, is_l2) in enumerate(zip(rows.records, rows.l2_row_mask, strict=True))
     ]
 
 
 async def test_records_that_l1_can_never_hold_are_counted_and_missing_ones_are_not() -> None:
     # Given an L1 that is smaller than a record, and a batch of which one page is gone
     bench = Bench(entries_max=0)
-    of_pages = {record_key.position // 8: record_key for record_key in map(NIGHT.record_key, NIGHT.ids)}
+    of_pages = {record_key.directory_position // 8: record_key for record_key in map(NIGHT.record_key, NIGHT.ids)}
     record_keys = [of_pages[page] for page in range(3)]
     del bench.remote.pages[GENERATION, NIGHT.table.name, 2]
 
@@ -131,7 +131,7 @@ def test_whatever_happened_rows_and_single_reads_agree(
                 elif action == "discard":
                     bench.cache.discard(VIEW, record_keys[0])
         assert benches[0].cache.counters == benches[1].cache.counters
-        assert benches[0].cache.counters.total == requested_count
+        assert benches[0].cache.counters.result_total == requested_count
         assert benches[0].cache.local_tier.size_bytes == benches[1].cache.local_tier.size_bytes
         assert benches[0].remote.calls == benches[1].remote.calls
 
@@ -201,7 +201,9 @@ def test_reads_of_many_equal_the_single_reads() -> None:
     directory = Directory(7, [0, int(hashes[9])], [hashes[:9], hashes[9:]])
     first = replace(NIGHT.table.parts[0], count=9, first_page=3)
     table = replace(NIGHT.table, parts=(first, replace(first, count=31, first_page=70)))
-    record_keys = [RecordKey(table, int(hashes[at]), at, directory.find(int(hashes[at]))) for at in (39, 0, 8, 9, 20)]
+    record_keys = [
+        RecordKey(table, int(hashes[at]), at, directory.find_position(int(hashes[at]))) for at in (39, 0, 8, 9, 20)
+    ]
     view = SnapshotView(GENERATION, {"user": directory})
 
     batch_reads = page_reads(view, columns(record_keys))

@@ -67,7 +67,7 @@ def test_what_was_evicted_before_the_flip_counts_as_flipped_too() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
-    rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slot_count=64)
+    rng, absences = random.Random(seed), EvictionHistory(monotonic_clock=FakeClock(), slot_count=64)
     evicted_numbers: set[int] = set()
     for _ in range(2_000):
         number = rng.randrange(500)
@@ -84,7 +84,7 @@ def test_every_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_many_at_once_are_judged_as_one_by_one(seed: int) -> None:
-    rng, absences = random.Random(seed), EvictionHistory(timer=FakeClock(), slot_count=256)
+    rng, absences = random.Random(seed), EvictionHistory(monotonic_clock=FakeClock(), slot_count=256)
     for _ in range(300):
         letting = rng.choice([absences.evicted_keys, absences.evicted_keys, absences.expired_keys][: 2 + seed % 2])
         letting.note(key(rng.randrange(400), rng.choice(["g0", "g1"])))

@@ -31,15 +31,15 @@ class Bench:
             LocalTier(max_bytes, self.clock),
             NegativeCache(100, 5.0, self.clock),
             self.remote,
-            writes_max_bytes=writes_max_bytes,
-            timer=self.clock,
+            queued_writes_bytes_max=writes_max_bytes,
+            monotonic_clock=self.clock,
         )
 
     async def get(self, record_key: RecordKey, generation: str = GENERATION) -> Hit | Miss:
         return await self.cache.get(NIGHT.view(generation), record_key, self.clock() + 60)
 
     def store_overlay(self, id_: str, digest: bytes, ttl_s: float, value: float = 0.5) -> None:
-        name = (GENERATION, NIGHT.table.name, hash_hex(NIGHT.record_key(id_).key))
+        name = (GENERATION, NIGHT.table.name, hash_hex(NIGHT.record_key(id_).hash_or_digest))
         payload = pack_overlay(NIGHT.live_record(id_, value), digest)
         self.remote.overlays[name] = payload, self.clock() + ttl_s
 
@@ -62,7 +62,7 @@ async def test_a_known_entity_comes_from_l2_and_then_from_l1(bench: Bench) -> No
     assert (first.tier, second.tier) == ("l2", "l1")
     assert first.record is second.record and not first.is_live and first.expires_at is None
     assert len(bench.remote.reads) == 1
-    assert bench.cache.counters.l1 == 1 and bench.cache.counters.l2_records == 1
+    assert bench.cache.counters.l1_total == 1 and bench.cache.counters.l2_records == 1
 
 
 async def test_a_lone_read_shares_the_flight_of_other_readers_and_is_counted(bench: Bench) -> None:
@@ -104,7 +104,7 @@ async def test_peek_finds_what_l1_holds_and_counts_only_hits(bench: Bench) -> No
     hit = bench.cache.peek(VIEW, NIGHT.record_key(KNOWN_ID))
 
     assert hit is not None and hit.tier == "l1"
-    assert bench.cache.counters.total == 2
+    assert bench.cache.counters.result_total == 2
 
 
 async def test_a_page_that_is_not_there_is_a_miss_of_its_own_kind(bench: Bench) -> None:
@@ -117,7 +117,7 @@ async def test_a_page_that_is_not_there_is_a_miss_of_its_own_kind(bench: Bench) 
 async def test_another_entitys_record_is_a_counted_corrupt_miss_and_is_not_kept(bench: Bench) -> None:
     """A reply that belongs to somebody else is never an answer."""
     record_key = NIGHT.record_key(KNOWN_ID)
-    wrong = record_key._replace(position=NIGHT.record_key(NIGHT.ids[4]).position)
+    wrong = record_key._replace(directory_position=NIGHT.record_key(NIGHT.ids[4]).directory_position)
 
     assert await bench.get(wrong) == Miss(MissReason.CORRUPT)
     assert bench.cache.counters.misses_by_reason[MissReason.CORRUPT] == 1
@@ -164,13 +164,15 @@ async def test_a_record_without_an_answer_is_of_an_entity_that_the_night_did_not
     )
     assert {miss.reason for miss in misses} == {MissReason.NOT_IN_GENERATION}
     assert bench.cache.local_tier.size_bytes == 0
-    misplaced_key = NIGHT.record_key(KNOWN_ID)._replace(position=NIGHT.record_key(NIGHT.ids[4]).position)
+    misplaced_key = NIGHT.record_key(KNOWN_ID)._replace(
+        directory_position=NIGHT.record_key(NIGHT.ids[4]).directory_position
+    )
     assert await bench.get(misplaced_key) == Miss(MissReason.CORRUPT)
 
 
 async def test_a_live_answer_stands_in_where_the_night_has_none(bench: Bench) -> None:
     without_answers(bench)
-    record_key = NIGHT.record_key(KNOWN_ID)._replace(digest=DIGEST_A)
+    record_key = NIGHT.record_key(KNOWN_ID)._replace(input_digest=DIGEST_A)
     bench.cache.put_live(VIEW, record_key, NIGHT.live_record(KNOWN_ID), DIGEST_A, 60)
 
     hit = await bench.get(record_key)
@@ -239,7 +241,7 @@ async def test_ten_thousand_callers_of_one_cold_key_cost_one_read(bench: Bench) 
 
     assert all(isinstance(outcome, Hit) and outcome.tier == "l2" for outcome in outcomes)
     counters = bench.cache.counters
-    assert counters.l2_records == counters.total == 10_000 and counters.l2_reads == 1
+    assert counters.l2_records == counters.result_total == 10_000 and counters.l2_reads == 1
     assert bench.cache.flights.shared_count == 9_999
 
 
@@ -264,7 +266,7 @@ async def test_the_same_entity_twice_in_a_batch_is_read_once_and_answered_twice(
 
     assert outcomes[0] == outcomes[2] and isinstance(outcomes[0], Hit)
     assert outcomes[1] == Miss(MissReason.NOT_IN_GENERATION)
-    assert len(bench.remote.reads) == 2 and bench.cache.counters.total == 3
+    assert len(bench.remote.reads) == 2 and bench.cache.counters.result_total == 3
 
 
 async def test_a_flood_of_one_unknown_id_costs_one_read_per_negative_life(bench: Bench) -> None:
@@ -328,7 +330,7 @@ async def test_a_write_that_waited_does_not_outlive_its_answer(bench: Bench) -> 
     bench.remote.gate.set()
     await bench.cache.aclose()
 
-    assert len(bench.remote.writes) == 257 and bench.remote.writes[-1].ttl_s == 26
+    assert len(bench.remote.writes) == 257 and bench.remote.writes[-1].overlay_ttl_s == 26
     assert bench.cache.write_behind.dropped_count == 1
 
 
@@ -372,7 +374,7 @@ async def test_a_live_answer_for_an_unknown_entity_is_kept_in_both_tiers_with_an
     await bench.cache.aclose()
 
     assert isinstance(hit, Hit) and hit.tier == "l1" and hit.is_live
-    assert [write.ttl_s for write in bench.remote.writes] == [30]
+    assert [write.overlay_ttl_s for write in bench.remote.writes] == [30]
     assert bench.cache.write_behind.stored_count == 1
 
 
@@ -502,13 +504,13 @@ async def test_an_overlay_of_another_layout_is_corrupt(bench: Bench) -> None:
 
 async def test_feature_keys_are_compared_in_all_their_128_bits(bench: Bench) -> None:
     """The key of an id-less request is the digest of its input."""
-    record_key = NIGHT.record_key(STRANGER, DIGEST_A)._replace(key=DIGEST_A)
+    record_key = NIGHT.record_key(STRANGER, DIGEST_A)._replace(hash_or_digest=DIGEST_A)
     bench.cache.put_live(VIEW, record_key, NIGHT.live_record(STRANGER), DIGEST_A, 30)
     await bench.cache.aclose()
 
     assert isinstance(await bench.get(record_key), Hit)
     other_digest = bytes([*DIGEST_A[:15], 0])
-    assert await bench.get(record_key._replace(key=other_digest, digest=other_digest)) == Miss(
+    assert await bench.get(record_key._replace(hash_or_digest=other_digest, input_digest=other_digest)) == Miss(
         MissReason.NOT_IN_GENERATION
     )
     assert bench.remote.writes[0].hash_hex == DIGEST_A.hex()
@@ -557,7 +559,7 @@ async def test_warming_fills_l1_and_counts_no_request(bench: Bench) -> None:
         VIEW, [NIGHT.record_key(entity_id) for entity_id in NIGHT.ids], bench.clock() + 60, is_counted=False
     )
 
-    assert all(isinstance(hit, Hit) for hit in hits) and bench.cache.counters.total == 0
+    assert all(isinstance(hit, Hit) for hit in hits) and bench.cache.counters.result_total == 0
     assert bench.cache.peek(VIEW, NIGHT.record_key(KNOWN_ID)) is not None
 
 
@@ -597,8 +599,8 @@ def test_every_request_has_one_outcome_and_no_answer_belongs_to_another_input(
         def check(record_key: RecordKey, outcome: Hit | Miss) -> None:
             if isinstance(outcome, Hit):
                 assert outcome.record[:8] == record_key.fingerprint.to_bytes(8, "little")
-                if outcome.is_live and record_key.digest is not None:
-                    assert computed_from[outcome.record] == record_key.digest
+                if outcome.is_live and record_key.input_digest is not None:
+                    assert computed_from[outcome.record] == record_key.input_digest
 
         for value, (action, number, digest) in enumerate(script):
             record_key = NIGHT.record_key(ids[number], digest)
@@ -631,7 +633,7 @@ def test_every_request_has_one_outcome_and_no_answer_belongs_to_another_input(
                 case "warm":
                     await bench.cache.get_many(VIEW, [record_key], bench.clock() + 60, is_counted=False)
             await asyncio.sleep(0)
-        assert bench.cache.counters.total == request_count
+        assert bench.cache.counters.result_total == request_count
         await bench.cache.aclose()
 
     asyncio.run(run())
@@ -641,6 +643,6 @@ def test_a_want_of_a_table_names_its_page_and_offset() -> None:
     """Pages of later shards begin where the manifest says."""
     table = replace(NIGHT.table, parts=(replace(NIGHT.table.parts[0], first_page=100),))
 
-    page, offset = table.locate_record(*NIGHT.directory.locate(17))
+    page, offset = table.locate_record(*NIGHT.directory.locate_in_part(17))
 
     assert (page, offset) == (100 + 17 // 8, 17 % 8 * NIGHT.layout.size_bytes)

@@ -29,7 +29,9 @@ def test_recall_is_measured_through_the_file_as_written(tmp_path, vectors, kind,
     report = build_index(vectors, metric, path, kind)
 
     # The same figure when the index is opened again
-    reopened_recall = measure_recall(Searcher.open(path, metric, count=4000), vectors, sample_queries(vectors))
+    reopened_recall = measure_recall(
+        Searcher.open(path, metric, expected_vector_count=4000), vectors, sample_queries(vectors)
+    )
     assert reopened_recall == report.recall
     assert report.recall > 0.85
     assert [file.name for file in tmp_path.iterdir()] == ["index.faiss"]
@@ -68,7 +70,7 @@ def test_a_searcher_refuses_what_is_no_index_or_another_generations(tmp_path, ve
     (tmp_path / "broken").write_bytes(b"nothing")
 
     with pytest.raises(CorruptArtefact, match="4000 vectors, the generation has 5"):
-        Searcher.open(path, "inner_product", count=5)
+        Searcher.open(path, "inner_product", expected_vector_count=5)
     with pytest.raises(CorruptArtefact, match="broken"):
         Searcher.open(tmp_path / "broken", "inner_product")
 
@@ -98,9 +100,9 @@ def test_blocked_items_are_filtered_inside_the_index(tmp_path, vectors, kind):
 
 def test_the_candidates_wanted_depend_on_a_rows_own_exclusions():
     searcher = Searcher.__new__(Searcher)
-    searcher.count = 1000
+    searcher.vector_count = 1000
 
-    counts = searcher.fetch(100, np.array([0, 10, 20, 100, 5000]))
+    counts = searcher.candidate_counts_for(100, np.array([0, 10, 20, 100, 5000]))
 
     assert counts.tolist() == [132, 132, 164, 228, 1000]
 

@@ -90,7 +90,7 @@ def test_the_setting_is_checked_and_the_environment_has_its_say():
 
 
 def test_the_device_decides_nothing_of_a_generation():
-    assert NightConfig(device="off").semantic() == NightConfig(device="cuda").semantic()
+    assert NightConfig(device="off").semantic_settings_bytes() == NightConfig(device="cuda").semantic_settings_bytes()
 
 
 def test_a_gpu_that_is_done_takes_the_next_shard(monkeypatch):

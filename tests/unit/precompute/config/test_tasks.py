@@ -18,7 +18,7 @@ def written(folder: Path, text: str) -> dict[str, str]:
 
 def test_without_a_file_the_defaults_hold() -> None:
     assert DagConfig.configured({}) == DagConfig()
-    assert DagConfig().defaults()["retry_delay"] == timedelta(seconds=10)
+    assert DagConfig().default_task_arguments()["retry_delay"] == timedelta(seconds=10)
 
 
 def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:

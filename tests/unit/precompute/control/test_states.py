@@ -28,27 +28,35 @@ def test_a_roll_back_recorded_once_more_jumps_over_nothing_else():
     releases = [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "publish", "c")]
     releases += [release(4, "roll_back", "b"), release(5, "roll_back", "b")]
     ledger = fold_releases(releases)
-    assert (ledger.live_generation, ledger.previous, ledger.state("c")) == ("b", "a", GenerationState.ROLLED_BACK)
+    assert (ledger.live_generation, ledger.previous_generation, ledger.state("c")) == (
+        "b",
+        "a",
+        GenerationState.ROLLED_BACK,
+    )
 
 
 def test_publishing_supersedes_and_rolling_back_returns():
     ledger = fold_releases([release(1, "publish", "a"), release(2, "publish", "b"), release(3, "roll_back", "a")])
     assert ledger.live_generation == "a" and ledger.state("b") is GenerationState.ROLLED_BACK
-    assert ledger.previous is None
+    assert ledger.previous_generation is None
 
 
 def test_previous_is_never_the_generation_rolled_back():
     """Of a, b, c published, c rolled back to b: previous is a."""
     history = [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "publish", "c")]
     ledger = fold_releases([*history, release(4, "roll_back", "b")])
-    assert (ledger.live_generation, ledger.previous, ledger.state("c")) == ("b", "a", GenerationState.ROLLED_BACK)
+    assert (ledger.live_generation, ledger.previous_generation, ledger.state("c")) == (
+        "b",
+        "a",
+        GenerationState.ROLLED_BACK,
+    )
 
 
 def test_a_roll_back_takes_back_all_that_was_live_after_its_target():
     """a, b, c published, rolled back to a: b is newer than a, so going back again must not land there."""
     history = [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "publish", "c")]
     ledger = fold_releases([*history, release(4, "roll_back", "a")])
-    assert (ledger.live_generation, ledger.previous) == ("a", None)
+    assert (ledger.live_generation, ledger.previous_generation) == ("a", None)
     assert ledger.state("b") is ledger.state("c") is GenerationState.ROLLED_BACK
     republished_history = [
         *history,
@@ -56,18 +64,20 @@ def test_a_roll_back_takes_back_all_that_was_live_after_its_target():
         release(5, "verify", "b"),
         release(6, "publish", "b"),
     ]
-    assert (fold_releases(republished_history).live_generation, fold_releases(republished_history).previous) == (
-        "b",
-        "a",
-    )
+    assert (
+        fold_releases(republished_history).live_generation,
+        fold_releases(republished_history).previous_generation,
+    ) == ("b", "a")
     # What was left before the target stays one to go back to.
-    assert fold_releases([*history, release(4, "publish", "d"), release(5, "roll_back", "c")]).previous == "b"
+    assert (
+        fold_releases([*history, release(4, "publish", "d"), release(5, "roll_back", "c")]).previous_generation == "b"
+    )
 
 
 def test_previous_follows_the_order_of_releases_and_no_clock():
     late = replace(release(1, "publish", "a"), at=9e9), replace(release(2, "publish", "b"), at=9e9)
     ledger = fold_releases([*late, release(3, "publish", "c"), release(4, "publish", "d")])
-    assert ledger.previous == "c"
+    assert ledger.previous_generation == "c"
 
 
 def test_an_intent_that_was_never_completed_moves_nothing():
@@ -148,7 +158,7 @@ def test_what_was_rejected_stays_so_however_often_it_is_made_until_it_is_verifie
 
 def test_verifying_a_superseded_generation_again_keeps_it_a_target_of_rollbacks():
     history = [release(1, "publish", "a"), release(2, "publish", "b"), release(3, "verify", "a")]
-    assert fold_releases(history).previous == "a"
+    assert fold_releases(history).previous_generation == "a"
 
 
 def test_a_generation_that_no_row_knows_can_be_abandoned():
@@ -192,8 +202,11 @@ def test_whatever_is_allowed_keeps_one_live_and_a_previous_that_was_never_bad(st
         if state is GenerationState.LIVE
     ]
     assert live == ([ledger.live_generation] if ledger.live_generation else [])
-    if ledger.previous is not None:
-        assert ledger.state(ledger.previous) is GenerationState.SUPERSEDED and ledger.previous != ledger.live_generation
+    if ledger.previous_generation is not None:
+        assert (
+            ledger.state(ledger.previous_generation) is GenerationState.SUPERSEDED
+            and ledger.previous_generation != ledger.live_generation
+        )
     completed = [
         release_record
         for release_record in history

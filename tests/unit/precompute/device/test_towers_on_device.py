@@ -246,12 +246,12 @@ def test_the_onnx_file_on_a_gpu_says_when_its_memory_is_full() -> None:
 
 
 def test_providers_are_named_with_their_device_and_share() -> None:
-    cuda, processor = Accelerator("cuda", 1, 5).providers()
+    cuda, processor = Accelerator("cuda", 1, 5).session_providers()
     assert cuda == (
         "CUDAExecutionProvider", {"device_id": 1, "use_tf32": 0, "gpu_mem_limit": 5},
     )  # fmt: skip
     assert processor == "CPUExecutionProvider"
-    assert [provider[0] for provider in Accelerator("tensorrt").providers()[:2]] == [
+    assert [provider[0] for provider in Accelerator("tensorrt").session_providers()[:2]] == [
         "TensorrtExecutionProvider",
         "CUDAExecutionProvider",
     ]

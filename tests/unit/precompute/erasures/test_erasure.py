@@ -41,7 +41,7 @@ def store(tmp_path):
 
 def host_of(store: ArtefactStore) -> str:
     assert store.copies is not None
-    return store.copies.host
+    return store.copies.host_id
 
 
 def batch(*pairs: tuple[str, str]) -> Interactions:

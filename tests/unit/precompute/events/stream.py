@@ -71,9 +71,9 @@ class Stream:
 
     def config(self, redis_url: str) -> NightConfig:
         """Settings of nights that take it over into this store."""
-        assert self.store.folder is not None
+        assert self.store.local_folder is not None
         return NightConfig(
-            namespace=self.keys.namespace, artifacts=str(self.store.folder.parent),
+            namespace=self.keys.namespace, artifacts=str(self.store.local_folder.parent),
             redis_url=redis_url, events=EventsConfig(enabled=True),
         )  # fmt: skip
 

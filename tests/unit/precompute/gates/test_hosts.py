@@ -20,7 +20,7 @@ def candidate(*replicas: Replica, keep: int = 1, arms: tuple[ArmRoom, ...] = ())
     return cast(
         Candidate,
         SimpleNamespace(
-            manifest=SimpleNamespace(artefacts=lambda: [SimpleNamespace(size_bytes=MAPPED)]),
+            manifest=SimpleNamespace(served_artefacts=lambda: [SimpleNamespace(size_bytes=MAPPED)]),
             control=SimpleNamespace(replicas=lambda: list(replicas)),
             thresholds=GateThresholds(),
             superseded_count=keep,

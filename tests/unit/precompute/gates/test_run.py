@@ -96,7 +96,7 @@ def test_a_gate_that_waits_for_redis_itself_is_cut_off(candidate: Candidate, key
     @integrity("blocks")
     def blocks(gate_candidate: Candidate) -> Measurement:
         try:
-            gate_candidate.control.client.blpop([keyspace.next], timeout=20)
+            gate_candidate.control.client.blpop([keyspace.staging_note], timeout=20)
             gate_candidate.control.client.set(keyspace.live, "after")
         except Exception as error:
             errors.append(error)
@@ -105,7 +105,7 @@ def test_a_gate_that_waits_for_redis_itself_is_cut_off(candidate: Candidate, key
 
     with pytest.raises(NotJudged):
         run_gate(blocks, candidate, 0.2)
-    candidate.control.client.rpush(keyspace.next, "x")
+    candidate.control.client.rpush(keyspace.staging_note, "x")
 
     assert gate_finished.wait(30) and errors
     assert candidate.control.client.get(keyspace.live) is None

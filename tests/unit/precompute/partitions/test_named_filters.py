@@ -66,7 +66,7 @@ def test_they_are_read_from_the_file(tmp_path: Path) -> None:
     config = night_config(str(path), {})
     cheap = config.filters["cheap"]
 
-    assert config.filtered == {
+    assert config.table_and_filter_by_name == {
         "user_topk.cheap": ("user_topk", "cheap"),
         "item_similar.cheap": ("item_similar", "cheap"),
     }
@@ -91,5 +91,7 @@ def test_settings_that_cannot_be_are_refused(sources: Any, filters: Any, message
 
 
 def test_they_are_part_of_what_decides_a_generation_where_there_are_any() -> None:
-    assert b"filters" not in night().semantic()
-    assert night(a={"<": ["price", 1]}).semantic() != night(a={"<": ["price", 2]}).semantic()
+    assert b"filters" not in night().semantic_settings_bytes()
+    assert (
+        night(a={"<": ["price", 1]}).semantic_settings_bytes() != night(a={"<": ["price", 2]}).semantic_settings_bytes()
+    )

@@ -28,8 +28,8 @@ def test_the_reference_page_lists_every_word_with_its_meaning(
 
 def test_metrics_count_the_words_that_answers_tell() -> None:
     assert set(COUNTED_MISS_REASONS) < set(PUBLIC_MISS_REASONS)
-    assert {reason.public for reason in MissReason} == {*PUBLIC_MISS_REASONS}
-    assert {reason for reason in MissReason if reason.public == MissReason.NOT_IN_GENERATION} == {
+    assert {reason.public_reason for reason in MissReason} == {*PUBLIC_MISS_REASONS}
+    assert {reason for reason in MissReason if reason.public_reason == MissReason.NOT_IN_GENERATION} == {
         reason for reason in MissReason if reason.traits.is_nowhere
     }
     assert {"l2_timeout", "breaker_open"} <= set(map(str, COUNTED_MISS_REASONS))

@@ -105,7 +105,7 @@ def test_files_of_tokens_and_tls_are_relative_to_the_settings_file_or_the_curren
     )  # fmt: skip
     assert named.tokens_file == str(Path("t.json").absolute())
     assert ServingConfig.load({}).tokens_file == "" and not ServingConfig.load({}).has_tokens
-    assert config_from_file.scheme == "https" and named.scheme == "http"
+    assert config_from_file.url_scheme == "https" and named.url_scheme == "http"
 
 
 def test_a_tokens_file_guards_as_a_token_does() -> None:

@@ -171,15 +171,19 @@ async def test_a_silent_worker_is_not_shown_and_later_taken_out(world: World) ->
     for _ in range(_PUBLICATIONS_PER_SWEEP):
         await world.first_worker.teller.publish()
 
-    assert set(world.redis.hashes[KEYS.workers]) == {b"one"}
+    assert set(world.redis.hashes[KEYS.dashboard_workers]) == {b"one"}
     await world.first_worker.teller.sign_off()
-    assert not world.redis.hashes[KEYS.workers]
+    assert not world.redis.hashes[KEYS.dashboard_workers]
 
 
 async def test_rows_of_other_versions_spoil_nothing(world: World) -> None:
     now_s = world.clock()
-    world.redis.hashes[KEYS.workers] |= {b"older": orjson.dumps({"at": now_s}), b"broken": b"{", b"strange": b"[1]"}
-    world.redis.hashes[KEYS.bin(int(now_s) // BIN_S * BIN_S)] |= {b"older": b"?", b"x": b"[1,2]"}
+    world.redis.hashes[KEYS.dashboard_workers] |= {
+        b"older": orjson.dumps({"at": now_s}),
+        b"broken": b"{",
+        b"strange": b"[1]",
+    }
+    world.redis.hashes[KEYS.dashboard_bin(int(now_s) // BIN_S * BIN_S)] |= {b"older": b"?", b"x": b"[1,2]"}
     world.first_worker.count(2)
     reading = await world.first_worker.fleet_view.read()
 

@@ -183,7 +183,7 @@ async def test_a_row_of_another_kind_is_left_out_and_does_not_break_the_page(
     await board.data()
     row = {"at": board.clock(), "replica": "b", "counts": {"r": 2}, "epoch": 1}
     row_by_worker = {b"sound": row, b"strange": row | {"replica": "c"} | changes}
-    board.redis.hashes[Keyspace("test").workers] |= {
+    board.redis.hashes[Keyspace("test").dashboard_workers] |= {
         name: orjson.dumps(worker_row) for name, worker_row in row_by_worker.items()
     }
     board.clock.tick(READ_INTERVAL_S)

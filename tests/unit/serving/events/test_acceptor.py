@@ -58,7 +58,7 @@ async def test_requests_of_one_iteration_travel_in_one_call_and_get_their_own_ou
     )
 
     assert redis.calls == [[b"a", b"again", b"c"]]
-    assert [outcome.reason for outcome in first_outcomes] == [None, "repeated"] and none == []
+    assert [outcome.rejection_reason for outcome in first_outcomes] == [None, "repeated"] and none == []
     assert str(two[0].position) == "1-3"
 
 

@@ -34,7 +34,7 @@ def reasons(*events: Any, blocklist: Blocklist = EMPTY_BLOCKLIST) -> list[str]:
 def the_event(event_json: Any) -> Event:
     read_events = read(event_json)
     assert not read_events.rejected_events
-    return Event.from_bytes(read_events.packed_events[0].body)
+    return Event.from_bytes(read_events.packed_events[0].event_bytes)
 
 
 def test_an_event_without_a_time_happened_now() -> None:
@@ -194,8 +194,8 @@ def test_every_event_is_read_or_rejected_and_read_events_come_back(events: list[
     ) == [*range(len(decoded_events))]
     assert {rejection.rejection_reason for rejection in read_events.rejected_events} <= {*REJECTION_REASONS}
     for event_index, packed in zip(read_events.event_indices, read_events.packed_events, strict=True):
-        event = Event.from_bytes(packed.body)
-        assert event.to_bytes() == packed.body and len(packed.body) <= 256
+        event = Event.from_bytes(packed.event_bytes)
+        assert event.to_bytes() == packed.event_bytes and len(packed.event_bytes) <= 256
         assert str(decoded_events[event_index]["id"]) == event.id
 
 
@@ -204,13 +204,15 @@ def test_the_same_id_of_two_users_is_two_events_and_of_one_user_one() -> None:
         COMPLETE_EVENT, COMPLETE_EVENT | {"user": "u-2"}, COMPLETE_EVENT | {"item": "i-2"}
     ).packed_events
 
-    assert first.id_key != second.id_key and first.source_key != second.source_key
-    assert first.id_key == third.id_key and first.source_key == third.source_key
+    assert first.event_id_key != second.event_id_key and first.event_source_key != second.event_source_key
+    assert first.event_id_key == third.event_id_key and first.event_source_key == third.event_source_key
 
 
 def of_inbox(**fields: str) -> Event:
     inbox_entry = {name.encode(): text.encode() for name, text in fields.items()}
-    return Event.from_bytes(READER.parse_inbox_entry(inbox_entry, "1700000000000-3", NOW_S, EMPTY_BLOCKLIST).body)
+    return Event.from_bytes(
+        READER.parse_inbox_entry(inbox_entry, "1700000000000-3", NOW_S, EMPTY_BLOCKLIST).event_bytes
+    )
 
 
 def test_an_entry_of_the_inbox_has_texts_and_its_own_id_if_no_other() -> None:

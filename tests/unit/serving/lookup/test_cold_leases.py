@@ -93,7 +93,9 @@ async def test_every_stranger_of_a_batch_has_its_own_lease_and_known_ids_have_no
     )
 
     assert await service(lookup) == ["l2", "live", "live", "live", "default"]
-    assert len({lease_command.key for lease_command in service.lease_commands}) == len(service.lease_commands) == 3
+    assert (
+        len({lease_command.lease_key for lease_command in service.lease_commands}) == len(service.lease_commands) == 3
+    )
     assert len(service.world.remote.calls) == 1
 
 
@@ -149,8 +151,8 @@ async def test_a_lease_without_an_answer_ends_at_once(service: Service) -> None:
     lease_take, back = service.lease_commands
     assert (
         isinstance(back, LeaseSwap)
-        and back.new_value == GIVEN_BACK_LEASE_VALUE
-        and back.expected_value == lease_take[1]
+        and back.new_lease_value == GIVEN_BACK_LEASE_VALUE
+        and back.expected_lease_value == lease_take[1]
     )
 
 

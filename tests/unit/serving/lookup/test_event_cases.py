@@ -148,7 +148,7 @@ async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_other
     await world.ladder.lookup(ServedGenerations(snapshot), ask(requested_entity), monotonic())
 
     (job,) = world.jobs
-    assert job.newer_input is None and job.eligible_new_items.excluded_numbers - {-1} == {len(ITEMS) + 1}
+    assert job.newer_input is None and job.eligible_new_items.excluded_item_numbers - {-1} == {len(ITEMS) + 1}
 
 
 async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(world: EventWorld) -> None:
@@ -290,7 +290,7 @@ class TakesWhatIsSent:
     ) -> list[bytes]:
         """One record each."""
         no_ordinals = np.empty(0, np.int64)
-        return self.predictor.predict(table, batch, prints, scored_at, blocked=no_ordinals)
+        return self.predictor.predict(table, batch, prints, scored_at, blocked_ordinals=no_ordinals)
 
 
 class WorldOfValues(EventWorld):
@@ -325,7 +325,7 @@ def with_values(world: World, *without_record: str) -> Snapshot:
     page = bytearray(world.remote.pages[GENERATION, VALUES, 0])
     for user in without_record:
         raw = user.encode()
-        start = world.users.find(hash_id(raw, world.users.seed)) * layout.size_bytes
+        start = world.users.find_position(hash_id(raw, world.users.seed)) * layout.size_bytes
         row = absent_records(layout, np.array([fingerprint(raw)], np.uint64), SCORED_AT).tobytes()
         page[start : start + layout.size_bytes] = row
     world.remote.pages[GENERATION, VALUES, 0] = bytes(page)

@@ -443,7 +443,7 @@ async def test_one_entity_whose_answer_cannot_be_built_costs_the_others_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fragile(snapshot, table, record, k, exclusions, filter_mask, reranker):
-        if record.items is not None and record.items[0] == night_list("u3")[0]:
+        if record.item_ordinals is not None and record.item_ordinals[0] == night_list("u3")[0]:
             raise IndexError("planted")
         return prediction_from_record(snapshot, table, record, k, exclusions, filter_mask, reranker)
 

@@ -55,7 +55,7 @@ class Process:
         self.gate: asyncio.Event | None = None
         self.fails_with: Exception | None = None
         self.tiers = TieredCache(
-            LocalTier(1 << 20, redis.clock), NegativeCache(10, 5.0), redis.remote, timer=redis.clock
+            LocalTier(1 << 20, redis.clock), NegativeCache(10, 5.0), redis.remote, monotonic_clock=redis.clock
         )
         self.lead = LeaseManager(
             redis.remote, self.tiers, KEYS,
@@ -135,7 +135,7 @@ async def test_one_of_many_takes_over_from_a_dead_leader_and_the_others_follow_i
 async def test_no_follower_waits_beyond_the_bound_or_half_of_the_time_left(limit_s: float, waited_s: float) -> None:
     redis = Redis()
     process = Process(redis, "process")
-    key = KEYS.lease(GENERATION, NIGHT.table.name, hash_hex(NIGHT.record_key("ada").key), DIGEST_A)
+    key = KEYS.lease(GENERATION, NIGHT.table.name, hash_hex(NIGHT.record_key("ada").hash_or_digest), DIGEST_A)
     redis.remote.leases[key] = b"slow/1", float("inf")
     started_at = redis.clock()
 

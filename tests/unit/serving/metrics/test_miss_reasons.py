@@ -26,7 +26,7 @@ def small_world() -> World:
     world = World()
     local = LocalTier(9 * (ENTRY_OVERHEAD_BYTES + 120), world.clock)
     negative = NegativeCache(10, 5.0, world.clock)
-    world.tiers = TieredCache(local, negative, world.remote, timer=world.clock)
+    world.tiers = TieredCache(local, negative, world.remote, monotonic_clock=world.clock)
     world.inferences = LiveInferences(cast(MicroBatcher, world), world.tiers, overlay_ttl_s=20.0, outage_ttl_s=5.0)
     world.ladder = Ladder(
         world.tiers, world.inferences, world.metrics, l2_deadline_s=1.0, clock=world.clock,

@@ -68,7 +68,9 @@ def run(near: NearMatches, at: Any, sources: list[LiveInput], *, may_reuse: bool
 def live(at: Any, sources: list[LiveInput]) -> list[bytes]:
     """Records by live alone."""
     batch = [at.predictor.prepare(LISTS, live_input) for live_input in sources]
-    records: list[bytes] = at.predictor.predict(LISTS, batch, [7] * len(batch), 0, blocked=at.blocked_item_ordinals)
+    records: list[bytes] = at.predictor.predict(
+        LISTS, batch, [7] * len(batch), 0, blocked_ordinals=at.blocked_item_ordinals
+    )
     return records
 
 
@@ -115,12 +117,14 @@ def test_a_reused_list_has_its_own_scores_and_leaves_out_what_is_its_own(predict
     for source, near_record in zip(sources, run(near, at, sources), strict=True):
         record = decoded(at, near_record.record)
         history_ordinals = items.ordinals_of(list(source.history or ()))
-        assert record.items is not None and not np.isin(record.items, [*history_ordinals, *blocked]).any()
+        assert (
+            record.item_ordinals is not None and not np.isin(record.item_ordinals, [*history_ordinals, *blocked]).any()
+        )
         if near_record.reused_distance is not None:
             marked += 1
             assert 0 <= near_record.reused_distance < 0.5
             vector = predictor.vectors([predictor.prepare(LISTS, source)])[0]  # type: ignore[list-item]
-            scores = predictor.score_vector(LISTS, vector, record.items.astype(np.int64))
+            scores = predictor.score_vector(LISTS, vector, record.item_ordinals.astype(np.int64))
             assert np.array_equal(scores, record.numbers) and (np.diff(scores) <= 0).all()
     assert marked > 50
 
@@ -142,7 +146,7 @@ def test_what_is_unblocked_by_another_namespace_is_in_proven_lists_again(monkeyp
     monkeypatch.setattr("cache.model.candidate_search._BLOCKED_FILTERED_ABOVE", 2)
     near, predictor = matches(error=0.0001), wide_predictor()
     sources = drawn(400, length=48)
-    item_lists = [decoded(snapshot(predictor), record).items for record in live(snapshot(predictor), sources)]
+    item_lists = [decoded(snapshot(predictor), record).item_ordinals for record in live(snapshot(predictor), sources)]
     blocked = tuple(sorted({int(items[0]) for items in item_lists if items is not None}))[:40]
     run(near, snapshot(predictor, blocked, version=2), sources)
 
@@ -160,7 +164,7 @@ def test_many_blocked_items_are_left_out_too(predictor: Predictor, monkeypatch: 
     near_records = run(near, at, sources)
 
     for near_record in near_records:
-        items = decoded(at, near_record.record).items
+        items = decoded(at, near_record.record).item_ordinals
         assert items is not None and not np.isin(items, [1, 2, 3, 4]).any()
     assert [near_record.record for near_record in near_records if near_record.reused_distance is None] == [
         live_record
@@ -191,7 +195,7 @@ def test_kinds_of_input_learn_apart() -> None:
     ]
 
     assert kinds == ["history", "features", "both"]
-    assert input_kind(LiveInput(item=3)) is None and input_kind(LiveInput()) is None
+    assert input_kind(LiveInput(item_ordinal=3)) is None and input_kind(LiveInput()) is None
 
 
 def test_what_was_learned_goes_with_its_generation() -> None:

@@ -68,7 +68,7 @@ async def test_searches_that_nobody_waits_for_are_not_begun(executor: ThreadPool
     now_s = 100.0
     filtering = Filtering()
     snapshot: Any = SimpleNamespace(part=lambda _kind: filtering)
-    filter_mask: Any = SimpleNamespace(count=1 << 20)
+    filter_mask: Any = SimpleNamespace(passing_count=1 << 20)
     searches = [VectorSearch(VECTOR, np.empty(0, np.int64), 5, METRIC)] * 3
     filters: Any = FilterEvaluator(executor, monotonic_clock=lambda: now_s)
 

@@ -167,10 +167,10 @@ def test_every_score_is_written_as_orjson_writes_it(
 def test_numerals_are_written_once_and_long_ones_left_to_others() -> None:
     numerals = Numerals()
     long = np.float32(-1.1754944e-38).view(np.uint32) >> 13  # its text has 14 bytes
-    assert not numerals.table.any()
+    assert not numerals.text_rows.any()
     numerals.write([int(long), 0, 0])
-    sizes = numerals.table[:, 0]
-    assert np.count_nonzero(sizes) == 2 and bytes(numerals.table[0, 1:4]) == b"0.0"
+    sizes = numerals.text_rows[:, 0]
+    assert np.count_nonzero(sizes) == 2 and bytes(numerals.text_rows[0, 1:4]) == b"0.0"
     every = np.arange(1 << 19, dtype=np.uint32) << np.uint32(13)
     finite = every[np.isfinite(every.view(np.float32))]
     numerals.write((finite[::97] >> np.uint32(13)).tolist())
@@ -178,7 +178,7 @@ def test_numerals_are_written_once_and_long_ones_left_to_others() -> None:
         text = orjson.dumps(np.uint32(key << 13).view(np.float32), option=orjson.OPT_SERIALIZE_NUMPY)
         assert sizes[key] == min(len(text), 16)
         if len(text) < 16:
-            assert bytes(numerals.table[key, 1 : 1 + len(text)]) == text
+            assert bytes(numerals.text_rows[key, 1 : 1 + len(text)]) == text
 
 
 @given(buffers=st.lists(st.binary(max_size=20), max_size=6), nodes=st.lists(st.integers(0, 9)))

@@ -69,7 +69,7 @@ def test_a_larger_share_keeps_who_was_in_and_another_canary_draws_anew() -> None
 def test_the_split_is_fixed_for_it_must_agree_between_versions_of_the_service() -> None:
     split = KeySplit.of("20261120T000000Z-000000000001", 10)
 
-    assert split.seed == 0x181A13216E37230D
+    assert split.hash_seed == 0x181A13216E37230D
     assert [number for number in range(60) if split.has_key(KEYS[number])] == [50, 55, 57, 59]
 
 

@@ -187,5 +187,5 @@ def test_two_hours_are_one_ranking() -> None:
 def test_a_report_carries_its_bounds() -> None:
     report = HotKeyReport(5, [(user(1), 2)], [user(2)])
 
-    assert report.arguments() == [MEMBERS_MAX, HOT_LIFE_S, 1, 2, b"user_topk:u1", b"user_topk:u2"]
+    assert report.script_arguments() == [MEMBERS_MAX, HOT_LIFE_S, 1, 2, b"user_topk:u1", b"user_topk:u2"]
     assert sketch_member_of(("t", b"a:b")) == b"t:a:b"

@@ -53,12 +53,12 @@ class FakeNodes:
         self.refreshes = 0
         self.unserved_slots: set[int] = set()
 
-    def of_slot(self, slot: int) -> FakeTier | None:
+    def tier_of_slot(self, slot: int) -> FakeTier | None:
         if slot in self.unserved_slots:
             return None
         return self.all[self.learned.get(slot, "ab"[slot % 2])]
 
-    def at(self, address: str) -> FakeTier:
+    def tier_at(self, address: str) -> FakeTier:
         return self.all[address]
 
     def learn(self, slot: int, address: str) -> None:
@@ -104,7 +104,7 @@ async def test_answers_come_together_in_the_order_of_the_reads(nodes: FakeNodes)
     a.land(payload)
 
     assert await result == [b"%04d" % page for page in range(100)]
-    assert [page_read.offset for page_read in mine] == [8 * page_read.page_number for page_read in mine]
+    assert [page_read.page_offset for page_read in mine] == [8 * page_read.page_number for page_read in mine]
 
 
 async def test_frames_of_a_part_are_put_in_their_places(nodes: FakeNodes) -> None:
@@ -179,7 +179,7 @@ async def test_a_moved_key_is_read_where_it_is_now(nodes: FakeNodes) -> None:
 async def test_a_key_on_its_way_is_asked_for_this_once(nodes: FakeNodes) -> None:
     read = PageRead("g1", "t", 0, 0, 4)
     result = send(nodes, [read])
-    nodes.of_slot(CommandSlots(KEYS).slot_of_command(read)).land(moved("c", is_ask=True))  # type: ignore[union-attr]
+    nodes.tier_of_slot(CommandSlots(KEYS).slot_of_command(read)).land(moved("c", is_ask=True))  # type: ignore[union-attr]
     assert nodes.all["c"].submissions[0][0] == [AskingCommand(read)] and not nodes.learned
     nodes.all["c"].land(lambda _: b"here")
     assert await result == [b"here"]
