@@ -190,7 +190,8 @@ def _render_compiled(
     for _ in range(2):
         kernel_result = loader.kernels.answers(
             record_rows, layout.width, layout.precision == "f2", k, *snapshot.items.shared_ids,
-            _NUMERAL_TEXTS.text_rows, b'{"id":"', quoted_ids, table_name_json + _ITEMS_BEGIN, _SCORES_BEGIN, _LIST_END, list(answer_ends),
+            _NUMERAL_TEXTS.text_rows,
+            b'{"id":"', quoted_ids, table_name_json + _ITEMS_BEGIN, _SCORES_BEGIN, _LIST_END, list(answer_ends),
         )  # fmt: skip
         if not isinstance(kernel_result, tuple):
             return kernel_result
