@@ -289,7 +289,7 @@ def check_bundle(config: "NightConfig") -> CheckResult:
         demand_feature_types(config, bundle)
         handovers = all_handovers(config.store())
         if is_superseded(bundle.digest, handovers):
-            newest_digest = handovers[-1].digest[:12]
+            newest_digest = handovers[-1].bundle_digest[:12]
             remedy = f"run `larder hand-over {bundle_folder}` for this one, or remove the folder"
             return (
                 "to do",
@@ -300,7 +300,7 @@ def check_bundle(config: "NightConfig") -> CheckResult:
             )
         return "ok", f"{bundle_folder}: {bundle.name} {bundle.version}"
     if handovers := all_handovers(config.store()):
-        return "ok", f"{handovers[-1].digest[:12]}, handed over to the store"
+        return "ok", f"{handovers[-1].bundle_digest[:12]}, handed over to the store"
     return "to do", f"none at {bundle_folder}: set `bundle`, or run `larder train`"
 
 

@@ -51,7 +51,7 @@ def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles
     or country. `histories` are those of the training; all their items are in the bundle.
     """
     reference = Bundle.read(bundle_folder)
-    affinity_model, dims = reference.values["user_affinity"], reference.dims
+    affinity_model, dims = reference.value_models["user_affinity"], reference.dims
     user_table = _read_constant(reference.user_tower.path, "table")
     item_vectors = _read_constant(reference.item_tower.path, "table")
     item_ids = [raw.decode() for raw in reference.item_ids]

@@ -288,7 +288,7 @@ class ListModel:
         cores = usable_cores()
         open_item_tower = Tower.open(item_tower.path, item_tower.spec, threads=cores)
         (index_input,) = item_tower.spec.inputs
-        item_vectors = open_item_tower.run({index_input.name: np.arange(bundle.items.count)})
+        item_vectors = open_item_tower.run({index_input.name: np.arange(bundle.items.item_count)})
         return cls(
             Tower.open(user_tower.path, user_tower.spec, threads=cores),
             Scorer.of(item_vectors, bundle.metric),
@@ -498,7 +498,7 @@ def replay(config: NightConfig, options: ReplayOptions, progress: Progress = qui
             raise SourceError(f"the bundle {bundle.name} has no item of the log")
         targets = Targets.of(log, cut_us, STRATEGIES, options.users, user_rng)
         earlier_items = log.items[log.times < cut_us]
-        popularity = np.bincount(earlier_items, minlength=bundle.items.count)
+        popularity = np.bincount(earlier_items, minlength=bundle.items.item_count)
         model = ListModel.of(bundle, popularity, config.history_limit)
         ranked_by_strategy = {
             refresh_policy: rank_targets(model, log, targets, refresh_policy, options.k, progress)

@@ -437,7 +437,7 @@ def write_item_features(
         event_values=event_values, event_item_ids=event_item_ids, input_specs=input_specs, unusable=unusable_rows,
     )  # fmt: skip
     value_model_specs = {
-        feature for model in bundle.values.values() if model.entity == "item" for feature in model.spec.features
+        feature for model in bundle.value_models.values() if model.entity == "item" for feature in model.spec.features
     }
     for column_name in sorted({str(feature.column) for feature in value_model_specs}):
         column_specs = [feature for feature in value_model_specs if feature.column == column_name]

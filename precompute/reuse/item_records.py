@@ -46,7 +46,7 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
         if base_table is None or base_table.layout != scope.layouts[table_name]:
             continue
         if table.kind == "value":
-            model = bundle.values[str(table.value)]
+            model = bundle.value_models[str(table.value)]
             if not embed_report["regrouped"].get(model.name):
                 continue
             digests = map_file(build.fetch(item_digests_path(model.name)), "<u8")

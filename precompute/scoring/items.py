@@ -180,7 +180,7 @@ class ItemWork:
         items = open_items(build.root, build.need_report(BEGIN_REPORT), dims=bundle.dims)
         tables, scoring_device = scored_tables(build.config, bundle, "item"), scorers.at(shard)
         models = {
-            table_name: bundle.values[str(table.value)] for table_name, table in tables.items() if table.kind == "value"
+            table_name: bundle.value_models[str(table.value)] for table_name, table in tables.items() if table.kind == "value"
         }
         return cls(
             build, bundle, scoring_device, items, tables, scorers.allowed_items(build), models,

@@ -162,7 +162,7 @@ class ShardWork:
         value_names = {str(table.value) for table in tables.values() if table.kind == "value"}
         models = {
             "user_tower": bundle.user_tower,
-            **{value_name: bundle.values[value_name] for value_name in value_names},
+            **{value_name: bundle.value_models[value_name] for value_name in value_names},
         }
         items = open_items(build.root, begin_report, dims=bundle.dims)
         layouts = {table_name: layout_of(bundle, table) for table_name, table in tables.items()}

@@ -138,7 +138,7 @@ def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower
     if isinstance(device_model, str):
         _log.info("%s stays on the processor: %s", model.name, device_model)
         return tower
-    may_fall_back = build.config.device == AUTO and model.program is None
+    may_fall_back = build.config.device == AUTO and model.program_path is None
     return DeviceTower(model.name, tower, device_model, may_fall_back=may_fall_back)
 
 
@@ -310,11 +310,11 @@ class OnnxOnGpu:
 
 def _open_on_device(build: Build, model: BundleModel, device: str) -> DeviceModel | str:
     """Return the form of a model that runs on a device, or the reason why there is none."""
-    if model.program is not None:
-        demand_sha256(model.program, model.program_sha256)
+    if model.program_path is not None:
+        demand_sha256(model.program_path, model.program_sha256)
         from precompute.device.program import Program
 
-        return Program.open(model.program, [input_spec.name for input_spec in model.spec.inputs], device)
+        return Program.open(model.program_path, [input_spec.name for input_spec in model.spec.inputs], device)
     device_kind, _, device_ordinal = device.partition(":")
     if device_kind != "cuda":
         return f"its bundle has no program, and {device} is not a GPU"
@@ -322,7 +322,7 @@ def _open_on_device(build: Build, model: BundleModel, device: str) -> DeviceMode
     if (reason := accelerator.missing_reason()) is not None:
         return f"its bundle has no program, and {reason}"
     # Each such model has its own memory arena; torch has one more.
-    arena_count = 1 + sum(bundle_model.program is None for bundle_model in open_bundle(build).models)
+    arena_count = 1 + sum(bundle_model.program_path is None for bundle_model in open_bundle(build).models)
     limit_bytes = limit_gpu_memory(device, build.config.device_tasks * arena_count)
     accelerator = replace(accelerator, memory_max_bytes=limit_bytes)
     gpu_tower = Tower.open(fetch_model(build, model), model.spec, accelerator=accelerator)

@@ -183,7 +183,7 @@ def run(
         demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
         releases.demand_agreement()
-        if (live_generation := find_newer_live(releases, cut, is_chosen=data_until is not None)) is not None:
+        if (live_generation := find_newer_live(releases, cut, is_cut_chosen=data_until is not None)) is not None:
             return _already_live_report(releases.store, config, live_generation, cut, is_named=cut_time is named)
     cut_text = data_until or run_after
     input_files = InputFiles.of(config, night_further_input.files)

@@ -41,12 +41,12 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> I
         index_path = f"index/{metric}.faiss"
         index_report = build_index(
             items.vectors, metric, generation_build.path(index_path), kind=config.index,
-            queries=query_vectors if metric == bundle.metric else None,
+            query_vectors=query_vectors if metric == bundle.metric else None,
         )  # fmt: skip
         generation_build.finish(index_path)
         indexes[metric] = {
             "metric": metric,
-            "kind": index_report.kind,
+            "kind": index_report.index_kind,
             "file": file_entry(generation_build.describe(index_path)),
             "recall": index_report.recall,
         }

@@ -54,7 +54,7 @@ def stage(control: Control) -> None:
 
 def figures(control: Control) -> None:
     info = watch.fetch_info(control.client)
-    watch.lag_bytes(info)
+    watch.redis_lag_bytes(info)
     watch.count_reads(info)
     watch.main_thread_cpu_s(info)
 

@@ -141,7 +141,7 @@ def dimension(candidate: Candidate) -> Measurement:
         if table.kind == "vector":
             dims_by_source[table_name] = table.layout.width
         if table.kind == "value":
-            model = pinned_bundle.values[str(table.producer.model)]
+            model = pinned_bundle.value_models[str(table.producer.model)]
             if table.layout.width != model.spec.output_dims or table.labels != model.labels:
                 return Measurement(False, table.layout.width, model.spec.output_dims, table_name)
     wrong_source = next((table_name for table_name, dims in dims_by_source.items() if dims != pinned_bundle.dims), None)

@@ -50,8 +50,8 @@ def test_a_loader_that_comes_late_to_its_retirement_takes_its_pages_away_again(w
     world.clock.now_s += 100
     retire(world.releases, A, attempt=world.attempt())
     for part in parts_of(manifest):
-        world.client.set(part.key(world.keys, A, 0), b"page")
-        world.client.hset(world.keys.loaded(A), part.name, part.loaded_digest.decode())
+        world.client.set(part.page_key(world.keys, A, 0), b"page")
+        world.client.hset(world.keys.loaded(A), part.loaded_field, part.loaded_digest.decode())
 
     with pytest.raises(Conflict, match="retired while it was being made"):
         note_loaded(world.releases, A)
@@ -65,7 +65,7 @@ def test_deleting_pages_that_came_back_is_paced_for_the_readers(world):
     world.clock.now_s += 100
     retire(world.releases, A, attempt=world.attempt())
     for part in parts_of(manifest):
-        world.client.set(part.key(world.keys, A, 0), b"page")
+        world.client.set(part.page_key(world.keys, A, 0), b"page")
     governor = Paced()
 
     unlink_if_retired(world.releases, A, governor=governor)

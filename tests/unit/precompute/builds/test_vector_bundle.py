@@ -258,7 +258,7 @@ def test_an_item_that_is_erased_takes_bundles_with_it_from_the_store(config: Nig
     assert remove_bundles_with_items(store, []) == 0
     assert remove_bundles_with_items(store, [b"nobody", b"new"]) == 2
 
-    assert [bundle_record.digest for bundle_record in bundles_from_tables(store)] == [digests["without"]]
+    assert [bundle_record.bundle_digest for bundle_record in bundles_from_tables(store)] == [digests["without"]]
     files = [file for file in store.local("bundles").rglob("*") if file.is_file()]
     assert {file.parent.name for file in files} == {"bundles", digests["without"]}
     assert not any(np.full(DIMS, 0.25, "f4").tobytes() in file.read_bytes() for file in files)

@@ -165,9 +165,9 @@ def test_while_it_rests_neither_core_halts_unless_that_would_be_felt(awake):
         cast(Watcher, plant),
         timer=plant.timer,
         sleep=plant.sleep,
-        spin=lambda: plant.sleep(SPIN_S),
-        yielding=lambda on: on,
-        awake=awake,
+        spin_core=lambda: plant.sleep(SPIN_S),
+        set_idle_priority=lambda on: on,
+        keeps_cores_awake=awake,
     )
     plant.work(governor, 10 * STEP_S)
     rests = plant.stirred * SPIN_S
@@ -248,7 +248,7 @@ def test_a_redis_that_tells_nothing_is_taken_to_have_readers():
     governor = governed(plant, floor_mib_s=16.0)
     plant.work(governor, 8.0)
 
-    assert governor.readers and plant.work(governor, 4.0) == pytest.approx(16 * MIB, rel=0.2)
+    assert governor.has_readers and plant.work(governor, 4.0) == pytest.approx(16 * MIB, rel=0.2)
 
 
 def test_a_rest_of_every_step_is_all_that_it_costs_to_know_what_idle_is():
@@ -302,11 +302,11 @@ def test_never_is_an_open_loop_and_always_paces_without_readers():
     plant = Plant(readers=False)
     governor = governed(plant, readers="always")
     plant.work(governor, 1.0)
-    assert governor.readers and governor.piece_bytes == PIECE
+    assert governor.has_readers and governor.piece_bytes == PIECE
 
 
 def throttle() -> Throttle:
-    calibrated_throttle = Throttle(p99_factor=1.25, floor=MIB, ceiling=0, lag_bytes_max=MIB)
+    calibrated_throttle = Throttle(p99_factor=1.25, floor_bytes_per_s=MIB, ceiling_bytes_per_s=0, redis_lag_bytes_max=MIB)
     calibrated_throttle.calibrate([IDLE_S] * IDLE_ROUND_TRIPS_MIN, {"a": 1.0})
     return calibrated_throttle
 
@@ -314,7 +314,7 @@ def throttle() -> Throttle:
 def step(throttle: Throttle, worked: list[float], **more: Any) -> float:
     """One step in which the whole rate was used."""
     signal_fields = {"done_bytes": 10**9, "spent_s": 0.1, "resting_round_trips_s": [IDLE_S] * 20, **more}
-    return throttle.step(Signals(worked, **signal_fields), readers=True)
+    return throttle.adapt_rate(Signals(worked, **signal_fields), has_readers=True)
 
 
 def test_a_replicas_own_p99_counts_when_it_is_clearly_above_what_it_was():

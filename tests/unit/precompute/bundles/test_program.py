@@ -82,7 +82,7 @@ def test_the_same_data_and_seed_give_the_same_bundle(bundle, tmp_path):
     retrained_bundle = train(data(), tmp_path / "again", dims=12, shape=SpectralShape(), programs=True)
 
     assert retrained_bundle.digest == bundle.digest
-    assert train(data(), tmp_path / "without", dims=12, shape=SpectralShape()).user_tower.program is None
+    assert train(data(), tmp_path / "without", dims=12, shape=SpectralShape()).user_tower.program_path is None
 
 
 def test_a_program_from_other_weights_is_refused_with_both_numbers(bundle, tmp_path):
@@ -90,7 +90,7 @@ def test_a_program_from_other_weights_is_refused_with_both_numbers(bundle, tmp_p
         replace(data(), item_rows=data().item_rows[::-1].copy()), tmp_path / "other", dims=12, shape=SpectralShape(),
         programs=True,
     )  # fmt: skip
-    model = replace(bundle.user_tower, program=other_bundle.user_tower.program)
+    model = replace(bundle.user_tower, program=other_bundle.user_tower.program_path)
 
     with pytest.raises(BundleError, match="user_tower on the device differs") as caught:
         tower_of(model).run(inputs_of(model))

@@ -143,6 +143,6 @@ def test_a_bundle_of_arrow_texts_is_the_bundle_of_python_texts(tmp_path):
         for number, texts in enumerate(ids_and_categories)
     )
 
-    assert python_bundle.values["user_affinity"].labels == arrow.values["user_affinity"].labels
+    assert python_bundle.value_models["user_affinity"].labels == arrow.value_models["user_affinity"].labels
     assert python_bundle.vocabulary_digest == arrow.vocabulary_digest
     assert [model.sha256 for model in python_bundle.models] == [model.sha256 for model in arrow.models]
