@@ -70,7 +70,7 @@ def import_vectors(
     folds: Sequence[HistoryFold] = (),
     metric: Metric = "inner_product",
     model_title: str = "vectors",
-    cannot: Sequence[str] = (),
+    model_limit_texts: Sequence[str] = (),
     seed: int = 0,
     item_tower: ModelFile | None = None,
     feature_table_by_setting: Mapping[str, Any] | None = None,
@@ -84,7 +84,7 @@ def import_vectors(
     """
     started_at = time.perf_counter()
     imported = fold_vectors_model(
-        item_vectors, user_vectors, clicks, folds=folds, metric=metric, model_title=model_title, cannot=cannot, seed=seed,
+        item_vectors, user_vectors, clicks, folds=folds, metric=metric, model_title=model_title, model_limit_texts=model_limit_texts, seed=seed,
         item_tower=item_tower,
         feature_table_by_setting=feature_table_by_setting,
     )  # fmt: skip
@@ -131,7 +131,7 @@ def fold_vectors_model(
     folds: Sequence[HistoryFold] = (),
     metric: Metric = "inner_product",
     model_title: str = "vectors",
-    cannot: Sequence[str] = (),
+    model_limit_texts: Sequence[str] = (),
     seed: int = 0,
     item_tower: ModelFile | None = None,
     feature_table_by_setting: Mapping[str, Any] | None = None,
@@ -156,7 +156,7 @@ def fold_vectors_model(
         item_vectors.vectors, None if user_vectors is None else user_vectors.vectors, clicks, rng
     )
     winning_fold = choose_fold(tried_folds, item_vectors.vectors, clicks, metric, rng)
-    limit_texts = list(cannot)
+    limit_texts = list(model_limit_texts)
     if clicks is None and user_vectors is None:
         limit_texts.append(
             "have a night yet: it has no users; name files of interactions in [sources] interactions of larder.toml, "

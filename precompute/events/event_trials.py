@@ -150,12 +150,12 @@ def _usable_values(
                 entity_id: attribute_values_by_entity[entity_id]
                 for entity_id in concerned_ids[batch_start : batch_start + ENTITIES_AT_ONCE]
             }
-            unusable.count_checked(trial.source, len(batch_values_by_id))
-            for entity_id in trial.left_out(batch_values_by_id, unusable):
+            unusable.count_checked(trial.source_name, len(batch_values_by_id))
+            for entity_id in trial.left_out_ids(batch_values_by_id, unusable):
                 values_by_id[entity_id] = {
                     attribute_name: attribute_value
                     for attribute_name, attribute_value in attribute_values_by_entity[entity_id].items()
-                    if attribute_name not in trial.columns
+                    if attribute_name not in trial.input_columns
                 }
         attribute_values_by_entity = {
             entity_id: value_by_attribute
@@ -167,17 +167,17 @@ def _usable_values(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ModelTrial:
-    """Trial of one model on the values that events set; missing inputs are filled with the table values of `row`.
+    """Trial of one model on the values that events set; missing inputs are filled with the table values of `filler_row`.
 
-    `row` is an entity for which the model gives a finite output; None if the table has none. `output_abs_max` is the
+    `filler_row` is an entity for which the model gives a finite output; None if the table has none. `output_abs_max` is the
     limit of the absolute value of outputs.
     """
 
     model: BundleModel
     tower: Tower
-    layouts: list[Layout]
-    columns: tuple[str, ...]
-    row: Mapping[str, Any] | None
+    output_layouts: list[Layout]
+    input_columns: tuple[str, ...]
+    filler_row: Mapping[str, Any] | None
     output_abs_max: float
 
     @classmethod
@@ -209,18 +209,18 @@ class _ModelTrial:
         return trial_without_row
 
     @property
-    def source(self) -> str:
+    def source_name(self) -> str:
         """Name of the trial in reports."""
         return f"{EVENTS_SOURCE_PREFIX}.{self.model.name}"
 
     def concerned_ids(self, values_by_entity: EntityValues) -> list[bytes]:
-        """Return the sorted ids for which events set an input of the model; none if there is no `row`."""
-        if self.row is None:
+        """Return the sorted ids for which events set an input of the model; none if there is no `filler_row`."""
+        if self.filler_row is None:
             return []
         return sorted(
             entity_id
             for entity_id, value_by_attribute in values_by_entity.items()
-            if not value_by_attribute.keys().isdisjoint(self.columns)
+            if not value_by_attribute.keys().isdisjoint(self.input_columns)
         )
 
     def outputs(
@@ -245,12 +245,12 @@ class _ModelTrial:
         )
         return complete_rows, *run_isolating_failures(self.tower, inputs)
 
-    def left_out(self, values_by_entity: EntityValues, unusable: UnusableRows) -> Iterator[bytes]:
+    def left_out_ids(self, values_by_entity: EntityValues, unusable: UnusableRows) -> Iterator[bytes]:
         """Yield the ids with a value that the model cannot use, and note them."""
         entity_ids = sorted(values_by_entity)
         id_column = Ids.of(pa.array([raw.decode() for raw in entity_ids], pa.string()))
         zero_rows = pa.array(np.zeros(len(entity_ids), np.int64))
-        repeated_columns = {name: column.take(zero_rows) for name, column in (self.row or {}).items()}
+        repeated_columns = {name: column.take(zero_rows) for name, column in (self.filler_row or {}).items()}
         # Values of a wrong type are noted elsewhere, when the columns are made.
         ((_, table_columns),) = with_event_values(
             [(id_column, repeated_columns)], values_by_entity, kind=self.model.entity, unusable=UnusableRows(),
@@ -265,30 +265,30 @@ class _ModelTrial:
         bad_mask_by_reason[OUTPUT_TOO_LARGE_REASON] = np.asarray(
             np.abs(finite_outputs).max(axis=1) > self.output_abs_max
         )
-        for layout in self.layouts:
+        for layout in self.output_layouts:
             bad_mask_by_reason[UNFIT_OUTPUT_REASON] = bad_mask_by_reason.get(
                 UNFIT_OUTPUT_REASON, raised_mask
             ) | unfit_rows(layout, outputs)
 
-        def unusable_case(row: int) -> RowCase:
-            return {self.model.entity: entity_ids[complete_rows[row]].decode()}
+        def unusable_case(row_index: int) -> RowCase:
+            return {self.model.entity: entity_ids[complete_rows[row_index]].decode()}
 
-        for row in np.flatnonzero(unusable.note_rows(self.source, bad_mask_by_reason, unusable_case)).tolist():
+        for row in np.flatnonzero(unusable.note_rows(self.source_name, bad_mask_by_reason, unusable_case)).tolist():
             yield entity_ids[complete_rows[row]]
 
 
 def _table_pieces(
-    config: NightConfig, bundle: Bundle, model: BundleModel, columns: Sequence[str]
+    config: NightConfig, bundle: Bundle, model: BundleModel, table_columns: Sequence[str]
 ) -> Iterator[Mapping[str, Any]]:
     """Yield columns of a few rows of the model's table at a time."""
     sources = config.sources
-    table_file = feature_file(config, model.entity, columns[0])
+    table_file = feature_file(config, model.entity, table_columns[0])
     id_column = sources.user_column if model.entity == "user" else sources.item_column
     list_columns = bundle.columns_of_lists if model.entity == "user" else NO_COLUMNS_OF_LISTS
-    for row_ids, column_by_name in read_features(table_file, id_column, columns, columns_of_lists=list_columns):
+    for row_ids, column_by_name in read_features(table_file, id_column, table_columns, columns_of_lists=list_columns):
         for row_start in range(0, len(row_ids), _TABLE_ROWS_PER_PIECE):
             yield {name: column.slice(row_start, _TABLE_ROWS_PER_PIECE) for name, column in column_by_name.items()}
 
 
-def _largest_abs(outputs: NDArray[np.float32]) -> float:
-    return float(np.abs(outputs).max(initial=0))
+def _largest_abs(model_outputs: NDArray[np.float32]) -> float:
+    return float(np.abs(model_outputs).max(initial=0))

@@ -28,9 +28,9 @@ def events_status(config: NightConfig, generations: Sequence[Mapping[str, Any]])
     }
 
 
-def event_lines(status: Mapping[str, Any]) -> list[str]:
+def event_lines(namespace_status: Mapping[str, Any]) -> list[str]:
     """Return a line on these positions; empty without events."""
-    if (events_fields := status["events"]) is None:
+    if (events_fields := namespace_status["events"]) is None:
         return []
     live_until, taken_until = (
         _position_text(events_fields[field_name]) for field_name in ("live_until", "taken_until")

@@ -157,7 +157,7 @@ def _forecast_tables(
     for verdict in verdicts:
         refusal_label = "" if verdict.passed else "[red]refused[/red] "
         gate_table.add_row(
-            verdict.rule, f"{verdict.value}", f"{verdict.threshold}", refusal_label + escape(verdict.note)
+            verdict.rule, f"{verdict.measured_value}", f"{verdict.threshold}", refusal_label + escape(verdict.note)
         )
     for column in (*time_table.columns[1:3], *rate_table.columns):
         column.justify, column.no_wrap = "right", True

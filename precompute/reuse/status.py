@@ -20,12 +20,12 @@ def copied_share_text(reuse: Mapping[str, Any] | None) -> str:
     return "-" if copied_fraction is None else f"{copied_fraction:.1%}"
 
 
-def copy_lines(status: Mapping[str, Any]) -> list[str]:
+def copy_lines(namespace_status: Mapping[str, Any]) -> list[str]:
     """Return lines on the copies of the live generation, and of the latest nights up to it."""
     reuse = next(
         (
             generation_status["reuse"]
-            for generation_status in status["generations"]
+            for generation_status in namespace_status["generations"]
             if "live" in generation_status["roles"]
         ),
         None,

@@ -184,7 +184,7 @@ def _does_raise(tower: AnyTower, inputs: Inputs, rows: NDArray[np.int64]) -> boo
 class DeviceModel(Protocol):
     """Form of a model that runs on a device."""
 
-    def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
+    def outputs(self, inputs_of_batches: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """Yield the outputs of each batch of inputs; raise MemoryError if the device's memory is too small."""
 
 
@@ -302,9 +302,9 @@ class OnnxOnGpu:
         self._tower = tower
         self._input_names = [input_spec.name for input_spec in tower.spec.inputs]
 
-    def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
+    def outputs(self, inputs_of_batches: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """Yield the outputs of each batch; raise MemoryError if the provider's memory arena is full."""
-        for feed in feeds:
+        for feed in inputs_of_batches:
             yield self._tower.run_batch(dict(zip(self._input_names, feed, strict=True)))
 
 

@@ -46,7 +46,7 @@ class Erasure:
     reason: str = ""
 
     @property
-    def raw(self) -> bytes:
+    def raw_id(self) -> bytes:
         """Id in the form of records."""
         return self.entity.encode()
 
@@ -81,8 +81,8 @@ class ErasedEntities:
         """Collect the entities of the erasures that are in force."""
         active_erasures = [erasure for erasure in erasures if erasure.is_in_force]
         return cls(
-            frozenset(erasure.raw for erasure in active_erasures if erasure.kind == "user"),
-            frozenset(erasure.raw for erasure in active_erasures if erasure.kind == "item"),
+            frozenset(erasure.raw_id for erasure in active_erasures if erasure.kind == "user"),
+            frozenset(erasure.raw_id for erasure in active_erasures if erasure.kind == "item"),
             tuple(erasure.number for erasure in active_erasures),
         )
 
@@ -144,7 +144,7 @@ def all_erasures(store: ArtefactStore) -> list[Erasure]:
 
 def find_erasure(erasures: Iterable[Erasure], raw_id: bytes, kind: EntityKind) -> Erasure | None:
     """Return the erasure in force for an entity, None if there is none."""
-    entity_erasures = (erasure for erasure in erasures if erasure.raw == raw_id and erasure.kind == kind)
+    entity_erasures = (erasure for erasure in erasures if erasure.raw_id == raw_id and erasure.kind == kind)
     return next((erasure for erasure in entity_erasures if erasure.is_in_force), None)
 
 

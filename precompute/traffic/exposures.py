@@ -88,7 +88,7 @@ def gather_in_night(config: NightConfig, releases: Releases, _needed_generations
 def erased_users(store: ArtefactStore) -> frozenset[bytes]:
     """Return the users that no file may name, whose erasures are in force."""
     erasures = all_erasures(store)
-    return frozenset(erasure.raw for erasure in erasures if erasure.is_in_force and erasure.kind == "user")
+    return frozenset(erasure.raw_id for erasure in erasures if erasure.is_in_force and erasure.kind == "user")
 
 
 def read_totals_by_arm(store: ArtefactStore, experiment: str) -> dict[str, ArmTotals]:

@@ -78,7 +78,7 @@ def make_rows(
     store: ArtefactStore, read_count_by_id: Mapping[EntityName, int], live_generation: str | None
 ) -> list[WorklistRow]:
     """Return the rows, most requested first, without blocked and erased ids."""
-    excluded_ids = {erasure.raw for erasure in all_erasures(store) if erasure.is_in_force}
+    excluded_ids = {erasure.raw_id for erasure in all_erasures(store) if erasure.is_in_force}
     blocklist = latest_blocklist(store)
     excluded_ids |= set(blocklist.entities) | set(blocklist.users) | set(blocklist.items)
     known_entities = KnownEntities(store, live_generation)

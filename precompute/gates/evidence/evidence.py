@@ -64,10 +64,10 @@ class FingerprintFile:
         self._file.write(np.ascontiguousarray(fingerprints, np.uint64).data)
         self.count += len(fingerprints)
 
-    def read(self, first_index: int, count: int) -> NDArray[np.uint64]:
+    def read(self, first_index: int, fingerprint_count: int) -> NDArray[np.uint64]:
         """Return uint64[count]: fingerprints from a record on."""
         self._file.flush()
-        return np.frombuffer(os.pread(self._file.fileno(), 8 * count, 8 * first_index), np.uint64)
+        return np.frombuffer(os.pread(self._file.fileno(), 8 * fingerprint_count, 8 * first_index), np.uint64)
 
     def count_repeated(self) -> int:
         """Count repeated fingerprints; each pass covers a range of the 64 bits, to bound memory."""
@@ -88,7 +88,7 @@ class FingerprintFile:
 
 @dataclass(slots=True, eq=False)
 class Scan:
-    """Result of a scan of one table; `faults` counts by kind, `first_location_by_fault` locates each kind's first.
+    """Result of a scan of one table; `fault_counts` counts by kind, `first_location_by_fault` locates each kind's first.
 
     `absent_count` counts records without an answer whose entity has an answer in another table of the directory.
 
@@ -105,7 +105,7 @@ class Scan:
     empty_count: int = 0
     first_values: NDArray[np.float64] | None = None
     differing_count: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
+    fault_counts: Counter[str] = field(default_factory=Counter)
     first_location_by_fault: dict[str, str] = field(default_factory=dict)
     fingerprints: FingerprintFile = field(default_factory=FingerprintFile)
 
@@ -116,7 +116,7 @@ class Scan:
             location_in_chunk = (
                 f", record {int(np.argmax(faults))} of the chunk" if isinstance(faults, np.ndarray) else ""
             )
-            self.faults[fault_kind] += fault_count
+            self.fault_counts[fault_kind] += fault_count
             self.first_location_by_fault.setdefault(fault_kind, f"{location}{location_in_chunk}")
 
 
@@ -241,7 +241,7 @@ class Evidence:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         hashes = text_hashes(self.users.users.ids, self.live_user_directory.seed)
         live_positions = self.live_user_directory.find_many(hashes)
-        return self.users.positions[live_positions >= 0], live_positions[live_positions >= 0]
+        return self.users.directory_positions[live_positions >= 0], live_positions[live_positions >= 0]
 
     @cached_property
     def common_item_positions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -339,23 +339,23 @@ class Evidence:
         """Return the ordinals of each sampled user's history, which must not be recommended."""
         return Histories(self.users.users.indptr, self.users.users.ordinals)
 
-    def records_of(self, table: Table, positions: NDArray[np.int64]) -> NDArray[Any]:
+    def records_of(self, table: Table, directory_positions: NDArray[np.int64]) -> NDArray[Any]:
         """Read the records at positions of the table's directory from the page files."""
         part_ends = np.cumsum([part.count for part in table.parts])
-        part_indices = np.searchsorted(part_ends, positions, "right")
+        part_indices = np.searchsorted(part_ends, directory_positions, "right")
         part_starts = np.concatenate([[0], part_ends[:-1]])
-        return read_records(self.root, table, part_indices, positions - part_starts[part_indices])
+        return read_records(self.root, table, part_indices, directory_positions - part_starts[part_indices])
 
 
-def select_spread_rows(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Select at most `count` of the rows, evenly spread."""
-    picked_indices = np.linspace(0, len(rows) - 1, min(count, len(rows)))
-    return rows[np.unique(picked_indices.astype(np.int64))]
+def select_spread_rows(row_indexes: NDArray[np.int64], count_max: int) -> NDArray[np.int64]:
+    """Select at most `count_max` of the rows, evenly spread."""
+    picked_indices = np.linspace(0, len(row_indexes) - 1, min(count_max, len(row_indexes)))
+    return row_indexes[np.unique(picked_indices.astype(np.int64))]
 
 
-def compared_depth(width: int, item_count: int) -> int:
+def compared_depth(list_length: int, item_count: int) -> int:
     """Return the number of compared slots of a list: 20, but fewer if that were most of a small catalogue."""
-    return max(1, min(width, 20, item_count // 8))
+    return max(1, min(list_length, 20, item_count // 8))
 
 
 def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
@@ -408,30 +408,30 @@ def _scan_part(root: Path, manifest: Manifest, part: TablePart, scan: Scan) -> N
         _scan_records(chunk.view(table.layout.dtype), manifest, f"{part.file.path} from page {first_page}", scan)
 
 
-def _scan_records(records: NDArray[Any], manifest: Manifest, location: str, scan: Scan) -> None:
+def _scan_records(table_records: NDArray[Any], manifest: Manifest, location: str, scan: Scan) -> None:
     layout = scan.table.layout
-    scan.record_count += len(records)
-    scan.fingerprints.append(records["fingerprint"])
-    if (is_absent := records["flags"] == ABSENT_FLAGS).any():
-        scan.note_faults("headers", is_absent & (records["count"] != 0), f"{location}: count")
+    scan.record_count += len(table_records)
+    scan.fingerprints.append(table_records["fingerprint"])
+    if (is_absent := table_records["flags"] == ABSENT_FLAGS).any():
+        scan.note_faults("headers", is_absent & (table_records["count"] != 0), f"{location}: count")
         scan.absent_count += int(is_absent.sum())
-        records = records[~is_absent]
-    flags, counts = records["flags"], records["count"].astype(np.int64)
+        table_records = table_records[~is_absent]
+    flags, counts = table_records["flags"], table_records["count"].astype(np.int64)
     scan.note_faults("headers", ~are_nightly(flags), f"{location}: flags")
-    scan.note_faults("headers", records["scored_at"] != manifest.data_until, f"{location}: scored at another cut")
-    numbers = records["numbers"]
+    scan.note_faults("headers", table_records["scored_at"] != manifest.data_until, f"{location}: scored at another cut")
+    numbers = table_records["numbers"]
     is_finite = np.isfinite(numbers).all(axis=1)
     if layout.precision == "i1":
-        is_finite &= np.isfinite(records["scale"])
+        is_finite &= np.isfinite(table_records["scale"])
     scan.note_faults("finite", ~is_finite, location)
     if layout.kind != "topk":
         scan.note_faults("headers", counts != layout.width, f"{location}: count")
-        if layout.kind == "value" and len(records):
-            record_values = dequantize(layout, records, np.float64)
+        if layout.kind == "value" and len(table_records):
+            record_values = dequantize(layout, table_records, np.float64)
             scan.first_values = record_values[0] if scan.first_values is None else scan.first_values
             scan.differing_count += int((record_values != scan.first_values).any(axis=1).sum())
         return
-    item_ordinals, is_used = records["items"], np.arange(layout.width) < counts[:, None]
+    item_ordinals, is_used = table_records["items"], np.arange(layout.width) < counts[:, None]
     scan.note_faults("headers", counts > layout.width, f"{location}: count")
     scan.note_faults("slots", ((item_ordinals != NO_ITEM) != is_used).any(axis=1), f"{location}: unused slots")
     scan.note_faults("ordinals", ((item_ordinals >= manifest.items.count) & is_used).any(axis=1), location)

@@ -40,14 +40,14 @@ USERS_PER_STRATUM: Final = 80
 class UserSample:
     """Users with a record: longest histories (head), shortest, newest, most recently active, and any.
 
-    `rows_by_stratum` has the rows of `users` in each stratum; `positions` are their positions in the directory;
+    `rows_by_stratum` has the rows of `users` in each stratum; `directory_positions` are their positions in the directory;
     `last_new_choice_times` is when they last chose an item for the first time (microseconds since 1970).
     `recorded_user_count` counts the users of the slices that were read, `unrecorded_by_missing_input` counts users
     without a record by the input that they lack.
     """
 
     users: ShardInput
-    positions: NDArray[np.int64]
+    directory_positions: NDArray[np.int64]
     last_new_choice_times: NDArray[np.int64]
     rows_by_stratum: Mapping[str, NDArray[np.int64]]
     source_user_count: int
@@ -256,7 +256,7 @@ def _select_inputs(
     feature_table: Any,
     user_table: Any,
     picked_rows: NDArray[np.int64],
-    hashes: NDArray[np.uint64],
+    user_hashes: NDArray[np.uint64],
     history_limit: int,
 ) -> tuple[ShardInput, NDArray[np.int64]]:
     """Return the inputs of these users as `read_shard` does, but computed row by row; the later occurrence wins.
@@ -273,22 +273,22 @@ def _select_inputs(
     times = np.asarray(picked_interactions.column("time"))
     order = np.argsort(times, kind="stable")
     last_new_choice_times = np.zeros(len(picked_rows), np.int64)
-    histories: list[dict[int, None]] = [{} for _ in range(len(picked_rows))]
+    item_sets: list[dict[int, None]] = [{} for _ in range(len(picked_rows))]
     for user_index, ordinal, time in zip(
         user_indices[order].tolist(), ordinals[order].tolist(), times[order].tolist(), strict=True
     ):
         if ordinal < 0:
             continue
-        if ordinal in histories[user_index]:
-            del histories[user_index][ordinal]
+        if ordinal in item_sets[user_index]:
+            del item_sets[user_index][ordinal]
         else:
             last_new_choice_times[user_index] = time
-        histories[user_index][ordinal] = None
-    history_lists = [list(history) for history in histories]
+        item_sets[user_index][ordinal] = None
+    history_lists = [list(history) for history in item_sets]
     feature_rows = pc.index_in(picked_hashes, feature_table.column(HASH_COLUMN))
     inputs = ShardInput(
         ids=user_table.column("user").combine_chunks(),
-        hashes=hashes[picked_rows],
+        hashes=user_hashes[picked_rows],
         indptr=np.cumsum([0, *(len(history) for history in history_lists)]),
         ordinals=np.array([ordinal for history in history_lists for ordinal in history], np.int64),
         features={

@@ -63,7 +63,7 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     on = load_items(items, device, fused.GROUP)
     users = users[:USERS]
     count, columns = len(users), on.whole
-    if not fused.fits(on, columns, FETCH):
+    if not fused.supports_search(on, columns, FETCH):
         return {}
     queries = on.queries(users, users)
     tiles = fused.choose_tiles(count, queries.codes.shape[1], device)

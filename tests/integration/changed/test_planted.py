@@ -250,4 +250,4 @@ def test_records_that_another_device_computed_are_not_judged_by_their_bits(
 
     measurement = judged(month.build(generation))
 
-    assert measurement.passed and measurement.value == 0 and "shards [0" in measurement.note
+    assert measurement.passed and measurement.measured_value == 0 and "shards [0" in measurement.note

@@ -66,7 +66,7 @@ def test_a_shard_without_a_user_who_has_a_record_gives_no_sample_and_no_error(tm
 
     sample = sample_users(tmp_path, entities, empty_directory, history_limit=5)
 
-    assert (sample.source_user_count, sample.recorded_user_count, len(sample.positions)) == (1, 0, 0)
+    assert (sample.source_user_count, sample.recorded_user_count, len(sample.directory_positions)) == (1, 0, 0)
     assert all(not len(rows) for rows in sample.rows_by_stratum.values())
 
 
