@@ -184,7 +184,7 @@ def roll_back(config: NightConfig, arguments: argparse.Namespace, _progress: Pro
     from precompute.releases.recovery import roll_back as move_back
 
     attempt = arguments.attempt or new_attempt()
-    return move_back(config, to=arguments.to, reason=arguments.reason, attempt=attempt)
+    return move_back(config, target_generation=arguments.to, reason=arguments.reason, attempt=attempt)
 
 
 def restore(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def read_state(config: NightConfig) -> NamespaceState:
                 releases.clock(),
                 REDIS_REACHABLE,
                 pointer=view.pointer,
-                registry_rows=view.rows,
+                registry_rows=view.registry_rows,
                 replicas=tuple(releases.control.replicas()),
                 silent_replicas=releases.control.silent_replicas(),
                 redis_memory=_redis_memory(releases.control.client),

@@ -552,7 +552,7 @@ def _replayed_bundle(
     earlier_items, item_rows = np.unique(earlier_log.item_indices, return_inverse=True)
     _, user_rows = np.unique(earlier_log.user_numbers, return_inverse=True)
     earlier_item_ids = item_ids.take(pa.array(earlier_items))
-    data = ReferenceData(user_rows, item_rows, earlier_item_ids, times=earlier_log.times_us)
+    data = ReferenceData(user_rows, item_rows, earlier_item_ids, interaction_times=earlier_log.times_us)
     shape = None if config.reference.choose else SpectralShape()
     with tempfile.TemporaryDirectory(prefix="larder-freshness-") as folder:
         yield train(

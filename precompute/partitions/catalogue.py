@@ -274,8 +274,8 @@ def _usable_value_mask(
     if is_changed.any():
         unusable_rows.count_checked(events_source, int(is_changed.sum()))
 
-    def describe_row(row: int) -> RowCase:
-        return {"item": item_ids[row].as_py(), "file": file_name}
+    def describe_row(row_index: int) -> RowCase:
+        return {"item": item_ids[row_index].as_py(), "file": file_name}
 
     for spec in input_specs:
         column_values = read_feature_values(column_by_name[str(spec.column)], spec)
@@ -383,16 +383,16 @@ class ItemFeatures:
         self._item_count = item_count
 
     @classmethod
-    def open(cls, features_path: Path, spec: TowerSpec, count: int) -> Self:
-        """Map the columns of all `count` items; a model without features needs no file."""
+    def open(cls, features_path: Path, spec: TowerSpec, item_count: int) -> Self:
+        """Map the columns of all `item_count` items; a model without features needs no file."""
         if not spec.features:
-            return cls({}, spec, count)
+            return cls({}, spec, item_count)
         with pa.memory_map(str(features_path)) as source:
             column_table = pa.ipc.open_stream(source).read_all()
         return cls(
             {str(input_spec.column): column_table.column(input_spec.column) for input_spec in spec.features},
             spec,
-            count,
+            item_count,
         )
 
     def of(self, ordinals: NDArray[np.int64]) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
@@ -405,7 +405,7 @@ class ItemFeatures:
             has_all_inputs &= feature_values.usable
         return values_by_input, has_all_inputs
 
-    def usable(self) -> NDArray[np.bool_]:
+    def usable_mask(self) -> NDArray[np.bool_]:
         """Return bool [items]: the items that have every input."""
         usable_masks = [self.of(rows)[1] for rows in _row_ranges(self._item_count)]
         return np.concatenate([np.empty(0, np.bool_), *usable_masks])

@@ -67,14 +67,14 @@ def write_feature_files(
     Raises SourceError if no row has a usable value for an input.
     """
     file_schema: Any = USER_IDS_SCHEMA
-    batches: Any = ()
+    feature_batches: Any = ()
     if feature_columns:
         path = feature_file(config, "user", feature_columns[0])
         table_schema = feature_schema(path, feature_columns, columns_of_lists)
         file_schema = pa.schema(
             [*USER_IDS_SCHEMA, *((name, table_schema.field(name).type) for name in feature_columns)]
         )
-        batches = with_event_values(
+        feature_batches = with_event_values(
             read_features(
                 path,
                 config.sources.user_column,
@@ -93,7 +93,7 @@ def write_feature_files(
     read_row_count = 0
     shard_file_paths = [path for n in range(config.shards) for path in shard_paths(folder, n, ("features",))]
     with ShardFiles(shard_file_paths, file_schema, ranges_per_file=range_count_per_shard(config.shards)) as shard_files:
-        for ids, column_by_name in batches:
+        for ids, column_by_name in feature_batches:
             read_row_count += len(ids)
             column_by_name = _without_long_texts(config, ids, column_by_name, input_specs, unusable_rows)
             for column_name in feature_columns:
@@ -125,7 +125,7 @@ def note_event_values(
     columns_of_lists: ColumnsOfLists,
 ) -> None:
     """Note unusable values that events set, as `write_feature_files` does, for a reused partition."""
-    event_values = night.values.users
+    event_values = night.values.user_values
     if feature_columns and event_values:
         table_schema = feature_schema(
             feature_file(night.config, "user", feature_columns[0]), feature_columns, columns_of_lists

@@ -38,17 +38,17 @@ OWNER_COLUMN = "\x1fowner"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """All rows of the sampled users, numbered by `owner_indices`; `users` and `interactions` count all inputs."""
+    """All rows of the sampled users, numbered by `owner_indices`; `source_user_count` and `source_interaction_count` count all inputs."""
 
-    users: int
-    interactions: int
-    ids: Sequence[str]
+    source_user_count: int
+    source_interaction_count: int
+    user_ids: Sequence[str]
     owner_indices: NDArray[np.int64]
-    items: Any
-    times: NDArray[np.int64]
-    features: Any
+    item_ids: Any
+    interaction_times: NDArray[np.int64]
+    user_feature_table: Any
     """Arrow table of user features with OWNER_COLUMN; None if the models take none."""
-    vectors: Any = None
+    user_vector_table: Any = None
     """Arrow table of users' vectors with OWNER_COLUMN; None if the sources have none."""
 
     def write(self, folder: Path, user_count: int, sources: Sources) -> Sources:
@@ -57,7 +57,7 @@ class Sample:
         The sample is repeated as often as needed; repetitions have new user ids.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        copy_starts = range(0, user_count, len(self.ids))
+        copy_starts = range(0, user_count, len(self.user_ids))
         user_ids_of_copies = [self._copy_user_ids(copy) for copy in range(len(copy_starts))]
         rows_of_copies = [np.flatnonzero(self.owner_indices < user_count - copy_start) for copy_start in copy_starts]
         repeated_user_ids = [
@@ -67,20 +67,20 @@ class Sample:
         sample_rows = np.concatenate(rows_of_copies)
         interaction_columns = {
             sources.user_column: pa.array(np.concatenate(repeated_user_ids), pa.string()),
-            sources.item_column: self.items.take(pa.array(sample_rows)),
-            sources.timestamp_column: pa.array(self.times[sample_rows], pa.timestamp("us")),
+            sources.item_column: self.item_ids.take(pa.array(sample_rows)),
+            sources.timestamp_column: pa.array(self.interaction_times[sample_rows], pa.timestamp("us")),
         }
         interaction_file = folder / "interactions.parquet"
         if sources.interactions:
             pq.write_table(pa.table(interaction_columns), interaction_file)
 
-        def written(table: Any, path: Path) -> str | None:
-            if table is None:
+        def written(rows_table: Any, path: Path) -> str | None:
+            if rows_table is None:
                 return None
-            owners, copied_tables = np.asarray(table.column(OWNER_COLUMN)), []
+            owners, copied_tables = np.asarray(rows_table.column(OWNER_COLUMN)), []
             for copy_user_ids, copy_start in zip(user_ids_of_copies, copy_starts, strict=True):
                 kept_rows = np.flatnonzero(owners < user_count - copy_start)
-                copied_table = table.take(pa.array(kept_rows)).drop_columns([OWNER_COLUMN])
+                copied_table = rows_table.take(pa.array(kept_rows)).drop_columns([OWNER_COLUMN])
                 copied_tables.append(
                     copied_table.append_column(sources.user_column, pa.array(copy_user_ids[owners[kept_rows]]))
                 )
@@ -89,14 +89,14 @@ class Sample:
 
         return replace(
             sources, interactions=(str(interaction_file),) if sources.interactions else (), format="parquet",
-            user_features=written(self.features, folder / "users.parquet"),
-            user_vectors=written(self.vectors, folder / "user_vectors.parquet"),
+            user_features=written(self.user_feature_table, folder / "users.parquet"),
+            user_vectors=written(self.user_vector_table, folder / "user_vectors.parquet"),
         )  # fmt: skip
 
     def _copy_user_ids(self, copy_number: int) -> NDArray[Any]:
         if copy_number == 0:
-            return np.array(self.ids, object)
-        return np.array([f"{copy_number}\x1f{user_index}" for user_index in range(len(self.ids))], object)
+            return np.array(self.user_ids, object)
+        return np.array([f"{copy_number}\x1f{user_index}" for user_index in range(len(self.user_ids))], object)
 
 
 def draw_sample(

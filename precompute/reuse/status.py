@@ -14,9 +14,9 @@ def reuse_field(manifest: Manifest) -> dict[str, Any] | None:
     return None if reuse is None else reuse.to_json()
 
 
-def copied_share_text(reuse: Mapping[str, Any] | None) -> str:
+def copied_share_text(reuse_fact: Mapping[str, Any] | None) -> str:
     """Format the share of users whose records were copied; "-" if unknown."""
-    copied_fraction = None if reuse is None else reuse["share"]
+    copied_fraction = None if reuse_fact is None else reuse_fact["share"]
     return "-" if copied_fraction is None else f"{copied_fraction:.1%}"
 
 

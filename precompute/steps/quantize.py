@@ -56,7 +56,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> Q
         },
     )
     for model_name, live_model in live_model_by_name.items():
-        if live_model.int8:
+        if live_model.has_int8:
             generation_build.finish(f"models/{model_name}.int8.onnx")
     progress("quantize", len(live_model_by_name), len(live_model_by_name))
     sample_origin_by_model: dict[str, dict[str, Any]] = {
@@ -69,8 +69,8 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> Q
                 generation_build,
                 bundle,
                 model_name,
-                live_model.int8,
-                {**live_model.agreement, **sample_origin_by_model[model_name]},
+                live_model.has_int8,
+                {**live_model.int8_agreement, **sample_origin_by_model[model_name]},
             )
             for model_name, live_model in live_model_by_name.items()
         },

@@ -69,7 +69,7 @@ def run_shard(
         )
         finished_report = {
             "shard": shard, "users": user_report, "items": item_report,
-            "computed_by": computed_by(scorers.at(shard).device),
+            "computed_by": computed_by(scorers.device_of_shard(shard).device),
             "began_at": began_at, "ended_at": time.time(),
         }  # fmt: skip
         generation_build.report(shard_report_name(shard), finished_report)

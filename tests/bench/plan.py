@@ -218,7 +218,7 @@ def errors(
         for (name, measured_bytes), forecast_bytes in zip(measured.items(), foretold, strict=True)
     }
     forecast_times = [
-        NightTimes(night_forecast.timings.total, night_forecast.load).times_by_name() for night_forecast in forecasts
+        NightTimes(night_forecast.timings.total, night_forecast.load_time).times_by_name() for night_forecast in forecasts
     ]
     measured_times = [real_night.times_by_name() for real_night in nights]
     for name in forecast_times[0]:
@@ -230,7 +230,7 @@ def errors(
             - 1
         )
         measured[name] = median(measured_by_name[name] for measured_by_name in measured_times)
-    layout = last_forecast.shape.layouts["user_topk"][1]
+    layout = last_forecast.shape.layout_by_table["user_topk"][1]
     for hit_forecast, mib in zip(last_forecast.hit_rates, case.l1_mib, strict=True):
         cold, steady = drive(case, case.users, layout.size_bytes, mib)
         off[f"points: {mib} MiB"] = 100 * (hit_forecast.steady - steady)

@@ -144,7 +144,7 @@ def publish(config: NightConfig, generation: str, *, verify_again: bool = False)
 def roll_back(config: NightConfig, to: str | None = None) -> str:
     """Back to an earlier generation; the one that is live now."""
     attempt = f"test-{uuid.uuid4().hex[:8]}"
-    moved = move_back(config, to=to, reason="a test says so", attempt=attempt)
+    moved = move_back(config, target_generation=to, reason="a test says so", attempt=attempt)
     return str(moved["generation"])
 
 

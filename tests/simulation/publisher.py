@@ -114,13 +114,13 @@ class Publisher:
 
     def roll_back(self) -> str:
         """Back by one."""
-        moved = moves.roll_back(self._releases(), to=None, reason="bad", attempt=self._attempt())
+        moved = moves.roll_back(self._releases(), target_generation=None, reason="bad", attempt=self._attempt())
         return moved.pointer.generation
 
     def retire(self) -> str:
         """Removes what nobody needs."""
         releases, retired_generations = self._releases(), []
-        for generation in sweep.sweepable(releases, keep=1, grace_s=GRACE_S):
+        for generation in sweep.unneeded_generations(releases, kept_generations=1, grace_s=GRACE_S):
             with contextlib.suppress(Conflict):
                 sweep.retire(releases, generation, attempt=self._attempt(), grace_s=GRACE_S)
                 retired_generations.append(generation)

@@ -239,7 +239,7 @@ class Evidence:
         """Positions (here, in the live generation) of the sampled users that are in both generations."""
         if self.live_user_directory is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        hashes = text_hashes(self.users.users.ids, self.live_user_directory.seed)
+        hashes = text_hashes(self.users.users.entity_ids, self.live_user_directory.seed)
         live_positions = self.live_user_directory.find_many(hashes)
         return self.users.directory_positions[live_positions >= 0], live_positions[live_positions >= 0]
 
@@ -288,7 +288,7 @@ class Evidence:
         """
         users = self.users.users
         has_histories = not self.manifest.facts.get(WITHOUT_INTERACTIONS_FACT)
-        is_drawn = not has_histories and users.vectors is not None and model.spec.history is not None
+        is_drawn = not has_histories and users.entity_vectors is not None and model.spec.history is not None
         return self._users_with_drawn_histories if is_drawn else users
 
     def user_inputs(self, model: BundleModel, users: ShardInput | None = None) -> tuple[Inputs, NDArray[np.int64]]:
@@ -327,9 +327,9 @@ class Evidence:
         """Return vectors float32 [n, dims] and their rows of the sample: those of the sources, else the tower's."""
         inputs, usable_rows = self.user_inputs(self.bundle.user_tower)
         tower_vectors = self.run_model(self.bundle.user_tower, inputs)
-        vectors = np.full((len(self.users.users.ids), self.bundle.dims), np.nan, np.float32)
+        vectors = np.full((len(self.users.users.entity_ids), self.bundle.dims), np.nan, np.float32)
         vectors[usable_rows] = tower_vectors
-        if (source_vectors := self.users.users.vectors) is not None:
+        if (source_vectors := self.users.users.entity_vectors) is not None:
             vectors = np.where(np.isnan(source_vectors), vectors, source_vectors)
         is_finite = np.isfinite(vectors).all(axis=1)  # a user whose vector is not finite has no record
         return vectors[is_finite], np.flatnonzero(is_finite)
@@ -337,7 +337,7 @@ class Evidence:
     @cached_property
     def seen_items(self) -> Histories:
         """Return the ordinals of each sampled user's history, which must not be recommended."""
-        return Histories(self.users.users.indptr, self.users.users.ordinals)
+        return Histories(self.users.users.history_indptr, self.users.users.history_ordinals)
 
     def records_of(self, table: Table, directory_positions: NDArray[np.int64]) -> NDArray[Any]:
         """Read the records at positions of the table's directory from the page files."""

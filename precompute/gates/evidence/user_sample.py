@@ -126,7 +126,7 @@ def sample_users(
     for shard in shards:
         with scratch_folder(folder) as scratch:
             slices = slice_shard(folder, shard, len(entities.parts), scratch, first_slices_max=1)
-            (slice_number,) = slices.numbers
+            (slice_number,) = slices.slice_numbers
             shard_samples.append(
                 _sample_slice(
                     slices.folder,
@@ -287,10 +287,10 @@ def _select_inputs(
     history_lists = [list(history) for history in item_sets]
     feature_rows = pc.index_in(picked_hashes, feature_table.column(HASH_COLUMN))
     inputs = ShardInput(
-        ids=user_table.column("user").combine_chunks(),
-        hashes=user_hashes[picked_rows],
-        indptr=np.cumsum([0, *(len(history) for history in history_lists)]),
-        ordinals=np.array([ordinal for history in history_lists for ordinal in history], np.int64),
+        entity_ids=user_table.column("user").combine_chunks(),
+        entity_hashes=user_hashes[picked_rows],
+        history_indptr=np.cumsum([0, *(len(history) for history in history_lists)]),
+        history_ordinals=np.array([ordinal for history in history_lists for ordinal in history], np.int64),
         features={
             feature_name: feature_table.column(feature_name).combine_chunks().take(feature_rows)
             for feature_name in feature_table.column_names[2:]
@@ -303,9 +303,9 @@ def _select_inputs(
 def _find_vectors(users: ShardInput, vector_table: Any) -> NDArray[np.float32]:
     """Return vectors of these users as in the partition, but computed one user at a time."""
     dims = vector_table.schema.field(VECTOR_COLUMN).type.list_size
-    vectors = np.full((len(users.ids), dims), np.nan, np.float32)
+    vectors = np.full((len(users.entity_ids), dims), np.nan, np.float32)
     vector_user_ids = vector_table.column("user").combine_chunks()
-    for row, user_id in enumerate(users.ids):
+    for row, user_id in enumerate(users.entity_ids):
         vector_row = pc.index(vector_user_ids, user_id).as_py()
         if vector_row >= 0:
             vectors[row] = vector_table.column(VECTOR_COLUMN)[vector_row].as_py()

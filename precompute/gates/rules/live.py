@@ -344,21 +344,21 @@ def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
     evidence, users = candidate.evidence, candidate.evidence.users.users
     model = evidence.bundle.user_tower
     has_features = bool(model.spec.features or evidence.bundle.item_tower.spec.features)
-    if not has_features or users.vectors is not None:
+    if not has_features or users.entity_vectors is not None:
         return None
     # Each fifth item, from the last but one on: for a user with one item nothing can be taken out.
-    history_lengths = np.diff(users.indptr)
-    places_from_end = np.repeat(users.indptr[1:], history_lengths) - np.arange(len(users.ordinals)) - 1
+    history_lengths = np.diff(users.history_indptr)
+    places_from_end = np.repeat(users.history_indptr[1:], history_lengths) - np.arange(len(users.history_ordinals)) - 1
     is_held_out = places_from_end % HISTORY_ITEMS_PER_CLICK == 1
-    held_out_indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_held_out)])[users.indptr]
+    held_out_indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_held_out)])[users.history_indptr]
     remaining_users = replace(
         users,
-        indptr=users.indptr - held_out_indptr,
-        ordinals=users.ordinals[~is_held_out],
-        times=None if users.times is None else users.times[~is_held_out],
+        indptr=users.history_indptr - held_out_indptr,
+        ordinals=users.history_ordinals[~is_held_out],
+        times=None if users.history_times is None else users.history_times[~is_held_out],
     )
     inputs, usable_rows = evidence.user_inputs(model, remaining_users)
-    held_out_clicks = Histories(held_out_indptr, users.ordinals[is_held_out]).select_rows(usable_rows)
+    held_out_clicks = Histories(held_out_indptr, users.history_ordinals[is_held_out]).select_rows(usable_rows)
     if len(held_out_clicks.indices) < CHOICES_MIN:
         return None
     item_vectors = candidate.items.vectors

@@ -328,7 +328,7 @@ def _list_overlap(candidate: Candidate, model: BundleModel, entry: Model) -> flo
     if not len(exact):
         return float("nan")
     users = candidate.evidence.compared_users(model)
-    exclusions = Histories(users.indptr, users.ordinals).select_rows(sampled_rows)
+    exclusions = Histories(users.history_indptr, users.history_ordinals).select_rows(sampled_rows)
     sample_rows = select_spread_rows(np.arange(len(exact)), LISTS_COMPARED)
     exact, approximate, exclusions = (exact[sample_rows], approximate[sample_rows], exclusions.select_rows(sample_rows))
     overlaps = list_overlaps(exact, approximate, candidate.items.vectors, candidate.evidence.bundle.metric, exclusions)

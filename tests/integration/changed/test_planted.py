@@ -115,26 +115,26 @@ def ordinals_stay(patch: Patch, month: Month) -> None:
 
 
 def scored_at_stays(patch: Patch, month: Month) -> None:
-    real = ShardReuse.records
+    real = ShardReuse.read_records
 
     def records(self: ShardReuse, name: str, base_positions: Any, at: int) -> Any:
         copied_records = real(self, name, base_positions, at)
-        copied_records["scored_at"] = self.base_shard.tables[name][base_positions]["scored_at"]
+        copied_records["scored_at"] = self.base_shard.records_by_table[name][base_positions]["scored_at"]
         return copied_records
 
     patch.setattr(ShardReuse, "records", records)
 
 
 def new_user_is_copied(patch: Patch, month: Month) -> None:
-    real = BaseShard.find
+    real = BaseShard.find_rows
 
     def nearest(self: BaseShard, hashes: Any) -> Any:
-        positions = self.pairs["hash"].searchsorted(hashes)
-        return np.minimum(positions, len(self.pairs) - 1)
+        positions = self.hash_digest_pairs["hash"].searchsorted(hashes)
+        return np.minimum(positions, len(self.hash_digest_pairs) - 1)
 
     def decide_new_as_copied(self: ShardReuse, entities: Any, digests: Any, hashes: range) -> CopyDecisions:
         is_new = real(self.base_shard, entities.hashes) < 0
-        theirs = self.base_shard.pairs["digest"][nearest(self.base_shard, entities.hashes)]
+        theirs = self.base_shard.hash_digest_pairs["digest"][nearest(self.base_shard, entities.hashes)]
         return real_decide(self, entities, np.where(is_new, theirs, digests), hashes)
 
     real_decide = ShardReuse.decide
@@ -168,7 +168,7 @@ def touched_forgotten(patch: Patch, month: Month) -> None:
 
 
 def rows_shift(patch: Patch, month: Month) -> None:
-    real = EarlierPartition.rows
+    real = EarlierPartition.shard_rows
 
     def rows(self: EarlierPartition, shard: int) -> Iterator[Any]:
         assert self.new_ordinals is not None
@@ -181,7 +181,7 @@ def popularity_stays(patch: Patch, month: Month) -> None:
     real = EarlierPartition.remap_counts
 
     def count_with_base_popularity(self: EarlierPartition, count: int) -> Any:
-        return self.popularity[:count].copy(), *real(self, count)[1:]
+        return self.interactions_by_item[:count].copy(), *real(self, count)[1:]
 
     patch.setattr(EarlierPartition, "remap_counts", count_with_base_popularity)
 

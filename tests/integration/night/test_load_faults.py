@@ -497,7 +497,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
             moves.refuse(releases, generation, reason="a test says so", attempt="x")
             pages = {table.name: table.pages for table in manifest.tables.values()}
             releases.control.set_row(generation, RegistryRow(GenerationState.RETIRED, releases.clock()))
-            releases.record("retire", generation, attempt="x", pages=pages)
+            releases.record("retire", generation, attempt="x", page_count_by_table=pages)
             unlink_pages(releases.control.client, keys, manifest)
 
     with monkeypatch.context() as patched:

@@ -38,7 +38,7 @@ def data():
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    return train(data(), tmp_path_factory.mktemp("programs") / "bundle", dims=12, shape=SpectralShape(), programs=True)
+    return train(data(), tmp_path_factory.mktemp("programs") / "bundle", dims=12, shape=SpectralShape(), writes_programs=True)
 
 
 def model_of(bundle, name):
@@ -79,7 +79,7 @@ def test_a_program_gives_the_numbers_of_its_onnx_file(bundle, name, rows):
 
 
 def test_the_same_data_and_seed_give_the_same_bundle(bundle, tmp_path):
-    retrained_bundle = train(data(), tmp_path / "again", dims=12, shape=SpectralShape(), programs=True)
+    retrained_bundle = train(data(), tmp_path / "again", dims=12, shape=SpectralShape(), writes_programs=True)
 
     assert retrained_bundle.digest == bundle.digest
     assert train(data(), tmp_path / "without", dims=12, shape=SpectralShape()).user_tower.program_path is None
@@ -88,7 +88,7 @@ def test_the_same_data_and_seed_give_the_same_bundle(bundle, tmp_path):
 def test_a_program_from_other_weights_is_refused_with_both_numbers(bundle, tmp_path):
     other_bundle = train(
         replace(data(), item_rows=data().item_rows[::-1].copy()), tmp_path / "other", dims=12, shape=SpectralShape(),
-        programs=True,
+        writes_programs=True,
     )  # fmt: skip
     model = replace(bundle.user_tower, program=other_bundle.user_tower.program_path)
 
@@ -223,7 +223,7 @@ def test_without_torch_programs_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "precompute.reference.exports", None)
 
     with pytest.raises(ConfigError, match="extra `gpu`"):
-        train(data(), tmp_path / "bundle", dims=12, shape=SpectralShape(), programs=True)
+        train(data(), tmp_path / "bundle", dims=12, shape=SpectralShape(), writes_programs=True)
     assert not (tmp_path / "bundle/bundle.json").exists()
 
 

@@ -137,8 +137,8 @@ def test_users_are_those_of_the_changed_table(tmp_path: Path, shards: int) -> No
         for shard in range(shards):
             part = read_shard(folder / "work", shard, history_limit=9)
             ages_ = part.features["age"].to_pylist()
-            spans = [part.ordinals[a:b].tolist() for a, b in zip(part.indptr, part.indptr[1:], strict=False)]
-            names = part.ids.to_pylist()
+            spans = [part.history_ordinals[a:b].tolist() for a, b in zip(part.history_indptr, part.history_indptr[1:], strict=False)]
+            names = part.entity_ids.to_pylist()
             inputs_by_user |= {name: user_input for name, *user_input in zip(names, ages_, spans, strict=True)}
         return inputs_by_user
 

@@ -10,8 +10,8 @@ from precompute.planning.command import _break_even_in_words
 from precompute.planning.filter_costs import FilterCost, _short_list_shares
 
 COST = FilterCost(
-    "user_topk.cheap", is_made=False, passing_item_count=10, pages=3, redis_bytes=1_000, night_s=60.0,
-    short_share=0.5, short_share_at_ten=0.1, search_s=0.0019, read_s=0.0001,
+    "user_topk.cheap", is_made_by_night=False, passing_item_count=10, page_count=3, redis_bytes=1_000, night_cpu_s=60.0,
+    short_list_share=0.5, short_list_share_at_ten=0.1, search_cpu_s=0.0019, read_cpu_s=0.0001,
 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def test_pages_are_those_that_the_night_writes(tmp_path, records):
     pages = Pages.of(records, 1, LAYOUT, 4096)
 
     assert pages.payload_bytes == path.stat().st_size
-    assert pages.count == checksums_path(path).stat().st_size // 8
+    assert pages.page_count == checksums_path(path).stat().st_size // 8
 
 
 @settings(deadline=None)
@@ -42,7 +42,7 @@ def test_parts_hold_all_records_but_for_rounding(records, parts, page_bytes):
     assert off <= parts * LAYOUT.size_bytes
     assert pages.last_page_bytes < pages.full_page_bytes
     assert pages.sum_costs({size: float(size) for size in pages.page_sizes}) == pages.payload_bytes
-    assert pages.sum_costs(dict.fromkeys(pages.page_sizes, 1.0)) == pages.count
+    assert pages.sum_costs(dict.fromkeys(pages.page_sizes, 1.0)) == pages.page_count
 
 
 def shape(**changes):
@@ -64,7 +64,7 @@ def test_a_generation_is_the_sum_of_its_files():
     assert night_shape.fp32_bytes == 12_000  # twice the items of the bundle
     int8 = 12_000 * (1 + 4 / 8) / 4
     assert night_shape.mapped_bytes == night_shape.directory_bytes + night_shape.item_bytes + 6400 + 12_000 + int8
-    pages = night_shape.payload_bytes + 8 * night_shape.pages()["user_topk"].count
+    pages = night_shape.payload_bytes + 8 * night_shape.pages()["user_topk"].page_count
     assert night_shape.disk_bytes == night_shape.mapped_bytes + pages + 12_000 + REPORTS_BYTES
 
 
