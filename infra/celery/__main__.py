@@ -62,8 +62,8 @@ def _serve(args: argparse.Namespace) -> None:
             time.sleep(1.0)
 
 
-def _run(running_airflow: CeleryAirflow, dag_id: str, conf: Mapping[str, str]) -> None:
-    run_id, give_up_at = running_airflow.airflow.trigger(dag_id, conf), time.monotonic() + RUN_S_MAX
+def _run(running_airflow: CeleryAirflow, dag_id: str, run_parameters: Mapping[str, str]) -> None:
+    run_id, give_up_at = running_airflow.airflow.trigger(dag_id, run_parameters), time.monotonic() + RUN_S_MAX
     while running_airflow.airflow.report(dag_id, run_id).state not in ("success", "failed"):
         if time.monotonic() > give_up_at:
             break
@@ -79,7 +79,7 @@ def _run(running_airflow: CeleryAirflow, dag_id: str, conf: Mapping[str, str]) -
 
 def _revive_workers(running_airflow: CeleryAirflow) -> None:
     running_airflow.airflow.check()
-    for queue, exit_code in running_airflow.workers.revive().items():
+    for queue, exit_code in running_airflow.workers.restart_dead_workers().items():
         print(f"the worker of the queue {queue} ended with exit code {exit_code} and was restarted", flush=True)
 
 

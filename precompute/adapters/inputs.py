@@ -135,17 +135,17 @@ class ClickMatrix:
         example_item_ids: list[Any] = []
         assert item_vocabulary is not None  # noqa: S101 - ids were checked
         for batch in batches:
-            numbered_users.add(batch.users)
-            user_row_parts.append(item_vocabulary.find_positions(batch.items.names)[batch.items.codes])
-            time_parts.append(batch.times)
+            numbered_users.add(batch.user_ids)
+            user_row_parts.append(item_vocabulary.find_positions(batch.item_ids.distinct_ids)[batch.item_ids.id_codes])
+            time_parts.append(batch.times_us)
             if len(example_item_ids) < _EXAMPLE_BATCHES_MAX:
-                example_item_ids.append(pc.unique(batch.items.names))
+                example_item_ids.append(pc.unique(batch.item_ids.distinct_ids))
         user_rows, item_columns, click_times = (
             numbered_users.codes(),
             np.concatenate(user_row_parts),
             np.concatenate(time_parts),
         )
-        user_names = numbered_users.names.cast(pa.string())
+        user_names = numbered_users.distinct_ids.cast(pa.string())
         if user_ids is not None:
             user_vocabulary = Vocabulary.of(pa.chunked_array([user_ids]))
             assert user_vocabulary is not None  # noqa: S101
@@ -155,7 +155,7 @@ class ClickMatrix:
             clicked_item_ids = pa.concat_arrays([batch_ids.cast(pa.string()) for batch_ids in example_item_ids])
             remedy = (
                 _leading_zeros_remedy("item", item_ids, clicked_item_ids)
-                or _leading_zeros_remedy("user", user_ids, numbered_users.names.cast(pa.string()))
+                or _leading_zeros_remedy("user", user_ids, numbered_users.distinct_ids.cast(pa.string()))
                 or _ids_remedy(user_ids, item_ids)
             )
             raise NoKnownClicks(f"{files_text}: no click has both a known user and a known item; {remedy}")
@@ -292,7 +292,7 @@ def checked_ids(entity_ids: Any, entity_kind: str) -> Any:
         raise SourceError(
             f"{entity_kind} ids: {reason}, first in row {int(invalid_mask.argmax())}{unusable.remedy(reason)}"
         )
-    id_texts = id_column.texts()
+    id_texts = id_column.row_texts()
     repeated_rows = repeated_text_rows(id_texts)
     if len(repeated_rows):
         repeated_row = int(repeated_rows[0])

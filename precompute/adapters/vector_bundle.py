@@ -56,7 +56,7 @@ def vector_bundle(
     cut_text = interactions_before.isoformat() if interactions_before and sources.interactions else ""
     digest_hasher.update(f"|{erased.digest(inputs_digest)}|{cut_text}".encode())
     counted_position = counted_behind_number(config.events.keep_values_days, int(cut.timestamp()))
-    brought_vector_by_id = newest_vector_by_item(input_files.events, counted_position)
+    brought_vector_by_id = newest_vector_by_item(input_files.event_files, counted_position)
     if event_vectors := {raw: vector for raw, vector in brought_vector_by_id.items() if raw not in erased.items}:
         digest_hasher.update(orjson.dumps([(raw.decode(), vector) for raw, vector in event_vectors.items()]))
     make_bundle = partial(
@@ -65,7 +65,7 @@ def vector_bundle(
         interactions_before=interactions_before,
         erased=erased,
         event_vectors=event_vectors,
-        interaction_files=input_files.interactions,
+        interaction_files=input_files.interaction_files,
     )
     with bundle_made_of(store, digest_hasher.hexdigest(), make_bundle) as bundle:
         yield bundle
@@ -122,7 +122,7 @@ def _read_item_vectors(config: NightConfig, erased: ErasedEntities) -> EntityVec
     for batch_ids, column_by_name in read_features(
         path, sources.item_column, (sources.vector_column,), source_name="item_vectors", unusable_rows=unusable
     ):
-        id_chunks.append(batch_ids.texts())
+        id_chunks.append(batch_ids.row_texts())
         vector_chunks.append(column_by_name[sources.vector_column])
     if not id_chunks:
         raise SourceError(f"{path} has no rows: it names no item")
@@ -172,12 +172,12 @@ def _user_hash_limit(
     distinct_hashes = DistinctCounter(FOLD_USERS_MAX)
     if config.sources.user_vectors:
         for ids, _ in _read_user_vectors(config):
-            distinct_hashes.add(ids.hashes(USER_HASH_SEED))
+            distinct_hashes.add(ids.distinct_hashes(USER_HASH_SEED))
     else:
         for batch in read_interactions(
             config.sources, Path(config.base), cutoff_at=interactions_before, interaction_files=interaction_files
         ):
-            distinct_hashes.add(batch.users.hashes(USER_HASH_SEED))
+            distinct_hashes.add(batch.user_ids.distinct_hashes(USER_HASH_SEED))
     return (
         np.uint64(distinct_hashes.smallest_hashes[-1])
         if len(distinct_hashes.smallest_hashes) == FOLD_USERS_MAX
@@ -203,9 +203,9 @@ def _sample_user_vectors(
     id_parts, vector_parts = [pa.array([], pa.string())], [np.empty((0, dims), np.float32)]
     for ids, vector_column in _read_user_vectors(config):
         feature_values = read_feature_values(vector_column, spec)
-        is_kept = feature_values.usable & _below_limit_mask(ids, hash_limit) & erased.kept_users_mask(ids)
-        id_parts.append(ids.texts().filter(pa.array(is_kept)))
-        vector_parts.append(feature_values.numbers[is_kept])
+        is_kept = feature_values.usable_mask & _below_limit_mask(ids, hash_limit) & erased.kept_users_mask(ids)
+        id_parts.append(ids.row_texts().filter(pa.array(is_kept)))
+        vector_parts.append(feature_values.input_numbers[is_kept])
     user_names, numbers = pa.concat_arrays(id_parts), np.concatenate(vector_parts)
     if not len(user_names):
         raise SourceError(
@@ -231,8 +231,8 @@ def _read_clicks(
     all_batches = read_interactions(
         sources, Path(config.base), cutoff_at=interactions_before, interaction_files=interaction_files
     )
-    batches = [batch.only(_below_limit_mask(batch.users, hash_limit)) for batch in map(erased.leave_out, all_batches)]
-    if not sum(len(batch.times) for batch in batches):
+    batches = [batch.only(_below_limit_mask(batch.user_ids, hash_limit)) for batch in map(erased.leave_out, all_batches)]
+    if not sum(len(batch.times_us) for batch in batches):
         return None, []
     files_text = ", ".join(sources.interactions)
     try:
@@ -244,4 +244,4 @@ def _read_clicks(
 
 
 def _below_limit_mask(user_ids: Ids, hash_limit: np.uint64) -> NDArray[np.bool_]:
-    return np.asarray((user_ids.hashes(USER_HASH_SEED) <= hash_limit)[user_ids.codes], np.bool_)
+    return np.asarray((user_ids.distinct_hashes(USER_HASH_SEED) <= hash_limit)[user_ids.id_codes], np.bool_)

@@ -209,13 +209,13 @@ class Bundle:
     @cached_property
     def item_ids(self) -> tuple[bytes, ...]:
         """Vocabulary as Python objects, for small catalogues."""
-        return tuple(to_raw_ids(self.vocabulary.texts))
+        return tuple(to_raw_ids(self.vocabulary.id_texts))
 
     @property
     def vocabulary_digest(self) -> str:
         """SHA-256 of the item ids in the model's own order, each with its length."""
         digest_hasher = hashlib.sha256()
-        for id_chunk in self.vocabulary.texts.chunks:
+        for id_chunk in self.vocabulary.id_texts.chunks:
             raw_ids = to_raw_ids(id_chunk)
             digest_hasher.update(b"".join([len(raw_id).to_bytes(2, "little") + raw_id for raw_id in raw_ids]))
         return digest_hasher.hexdigest()

@@ -150,7 +150,7 @@ class DeviceScorer:
             attempts += [(_FETCH_MARGINS[-1], None)] * (self._fused is not None)
             for attempt_index, ((k_divisor, extra_candidates), kernels) in enumerate(attempts):
                 if len(remaining_rows) and not self.has_failed:
-                    attempt = replace(search_request, fused=kernels, estimating=attempt_index == 0)
+                    attempt = replace(search_request, fused=kernels, is_estimating=attempt_index == 0)
                     remaining_rows = self._search_slabs(attempt, remaining_rows, k + k // k_divisor + extra_candidates)
         if len(remaining_rows):
             processor_scorer = self._cpu_scorer if self.has_failed else self._exhaustive_scorer
@@ -288,7 +288,7 @@ class DeviceScorer:
         shape: SearchShape = (kernels.shape_of if kernels else shape_of)(
             self._items, search_request.columns, candidates_per_user, room_bytes
         )
-        return replace(shape, estimating=search_request.is_estimating)
+        return replace(shape, is_estimating=search_request.is_estimating)
 
     def _usable_kernels(self, search_request: _SearchRequest, candidates_per_user: int) -> ModuleType | None:
         kernels = search_request.fused and self._fused

@@ -125,10 +125,10 @@ def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog,
     user_ids, numbered_item_ids, time_batches, row_count = HashedIds(), NumberedIds(), [], 0
     erased = ErasedEntities.of(all_erasures(config.store()))
     for batch in map(erased.leave_out, read_interactions(config.sources, Path(config.base))):
-        user_ids.add(batch.users)
-        numbered_item_ids.add(batch.items)
-        time_batches.append(batch.times)
-        row_count += len(batch.times)
+        user_ids.add(batch.user_ids)
+        numbered_item_ids.add(batch.item_ids)
+        time_batches.append(batch.times_us)
+        row_count += len(batch.times_us)
         progress("read the log", row_count, 0)
     interaction_times = np.concatenate([np.empty(0, np.int64), *time_batches])
     if not (interaction_times != interaction_times[:1]).any():
@@ -139,7 +139,7 @@ def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog,
     has_time = interaction_times != 0
     return TimedLog.of(
         user_ids.codes()[0][has_time], numbered_item_ids.codes()[has_time], interaction_times[has_time]
-    ), numbered_item_ids.names
+    ), numbered_item_ids.distinct_ids
 
 
 def cut_before_days(log: TimedLog, day_count: int) -> int:

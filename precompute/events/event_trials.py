@@ -111,7 +111,7 @@ def _unlisted_ids(config: NightConfig, event_item_ids: Collection[bytes]) -> fro
     item_id_array = pa.array([raw.decode() for raw in item_ids], pa.string())
     listed_mask = np.zeros(len(item_ids), np.bool_)
     for ids, _ in read_features(source_file(table_name, config.path(".")), sources.item_column, ()):
-        listed_mask |= as_numpy_mask(pc.is_in(item_id_array, value_set=ids.names))
+        listed_mask |= as_numpy_mask(pc.is_in(item_id_array, value_set=ids.distinct_ids))
     return frozenset(item_ids[row] for row in np.flatnonzero(~listed_mask).tolist())
 
 
@@ -232,7 +232,7 @@ class _ModelTrial:
             feature.name: read_feature_values(table_columns[str(feature.column)], feature) for feature in spec.features
         }
         complete_rows = np.flatnonzero(
-            np.logical_and.reduce([feature_values.usable for feature_values in values_by_feature.values()])
+            np.logical_and.reduce([feature_values.usable_mask for feature_values in values_by_feature.values()])
         )
         zero_index = np.zeros(len(complete_rows), np.int64)
         inputs = bind_inputs(
@@ -240,7 +240,7 @@ class _ModelTrial:
             histories=Histories(np.arange(len(complete_rows) + 1), zero_index),
             item_indices=zero_index,
             features={
-                name: feature_values.numbers[complete_rows] for name, feature_values in values_by_feature.items()
+                name: feature_values.input_numbers[complete_rows] for name, feature_values in values_by_feature.items()
             },
         )
         return complete_rows, *run_isolating_failures(self.tower, inputs)
@@ -253,8 +253,8 @@ class _ModelTrial:
         repeated_columns = {name: column.take(zero_rows) for name, column in (self.filler_row or {}).items()}
         # Values of a wrong type are noted elsewhere, when the columns are made.
         ((_, table_columns),) = with_event_values(
-            [(id_column, repeated_columns)], values_by_entity, kind=self.model.entity, unusable=UnusableRows(),
-            inputs=self.model.spec.features,
+            [(id_column, repeated_columns)], values_by_entity, entity_kind=self.model.entity, unusable=UnusableRows(),
+            input_specs=self.model.spec.features,
         )  # fmt: skip
         complete_rows, outputs, raised_mask = self.outputs(table_columns)
         if not len(complete_rows):

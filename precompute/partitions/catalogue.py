@@ -113,7 +113,7 @@ def write_catalogue(
     unusable_rows = UnusableRows() if unusable is None else unusable
     catalogue_ids = read_feature_items(config, bundle.models, event_values, event_item_ids, unusable_rows)
     if catalogue_ids is None:
-        catalogue_ids = vocabulary.texts
+        catalogue_ids = vocabulary.id_texts
     erased_ids = pa.array(sorted(raw_id.decode() for raw_id in erased_raw_ids), pa.string())
     catalogue_ids = catalogue_ids.filter(pc.invert(pc.is_in(catalogue_ids, value_set=erased_ids)))
     model_indices = vocabulary.find_positions(catalogue_ids)
@@ -198,10 +198,10 @@ def read_feature_items(
     )
     # Unusable values of events are noted when the feature columns are pinned.
     for ids, column_by_name in with_event_values(
-        table_batches, event_values, kind="item", unusable=UnusableRows(), inputs=_feature_inputs(models, "item"),
+        table_batches, event_values, entity_kind="item", unusable=UnusableRows(), input_specs=_feature_inputs(models, "item"),
         addable_ids=event_item_ids,
     ):  # fmt: skip
-        id_chunks.append(ids.texts())
+        id_chunks.append(ids.row_texts())
         too_long_mask_by_column, column_by_name = {}, dict(column_by_name)
         for column_name in sorted(
             {str(input_spec.column) for input_spec in item_tower_specs if input_spec.dtype == "string"}
@@ -280,7 +280,7 @@ def _usable_value_mask(
     for spec in input_specs:
         column_values = read_feature_values(column_by_name[str(spec.column)], spec)
         bad_mask_by_reason = {
-            f"{spec.column}: {NO_VALUE_REASON}": column_values.missing,
+            f"{spec.column}: {NO_VALUE_REASON}": column_values.missing_mask,
             **column_values.unusable_mask_by_reason,
         }
         if (is_long := too_long_mask_by_column.get(str(spec.column))) is not None:
@@ -297,7 +297,7 @@ def _usable_value_mask(
                 {reason: bad_mask & source_mask for reason, bad_mask in bad_mask_by_reason.items()},
                 describe_row,
             )
-        usable_mask &= column_values.usable
+        usable_mask &= column_values.usable_mask
     return usable_mask
 
 
@@ -401,8 +401,8 @@ class ItemFeatures:
         for input_spec in self._input_specs:
             column = self._column_by_name[str(input_spec.column)].take(arrow_rows).combine_chunks()
             feature_values = read_feature_values(column, input_spec)
-            values_by_input[input_spec.name] = feature_values.numbers
-            has_all_inputs &= feature_values.usable
+            values_by_input[input_spec.name] = feature_values.input_numbers
+            has_all_inputs &= feature_values.usable_mask
         return values_by_input, has_all_inputs
 
     def usable_mask(self) -> NDArray[np.bool_]:
@@ -473,9 +473,9 @@ def columns_by_ordinal(
     unusable_rows = UnusableRows() if unusable is None else unusable
     table_batches = read_features(path, id_column, feature_columns)
     batches = list(with_event_values(
-        table_batches, event_values, kind="item", unusable=unusable_rows, inputs=input_specs, addable_ids=event_item_ids
+        table_batches, event_values, entity_kind="item", unusable=unusable_rows, input_specs=input_specs, addable_ids=event_item_ids
     ))  # fmt: skip
-    row_ordinals = np.concatenate([_ordinals_in_pieces(items, ids.texts()) for ids, _ in batches])
+    row_ordinals = np.concatenate([_ordinals_in_pieces(items, ids.row_texts()) for ids, _ in batches])
     matched_indexes = np.flatnonzero(row_ordinals >= 0)[::-1]  # reversed: of repeated rows the first one counts
     row_by_ordinal = np.full(items.count, -1, np.int64)
     row_by_ordinal[row_ordinals[matched_indexes]] = matched_indexes

@@ -315,7 +315,7 @@ def _partition_interactions(
 
     def note_late_batch(batch: Interactions) -> None:
         nonlocal late_count
-        late_count += len(batch.times)
+        late_count += len(batch.times_us)
         if job.holdout is not None:
             job.holdout.add(erased.leave_out(batch))
 
@@ -351,37 +351,37 @@ def _partition_interactions(
 
         def place_batch(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
             """Return the batch, the hashes of its user names, and the ordinal of each item name (-1 if unknown)."""
-            user_hashes = hash_id_names(batch.users, seed, job.hasher)
-            return batch, user_hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
+            user_hashes = hash_id_names(batch.user_ids, seed, job.hasher)
+            return batch, user_hashes, items.ordinals_of(batch.item_ids.distinct_raw_ids()).astype(np.int32)
 
         placed_batches = stages.run_ahead(map(place_batch, stages.run_ahead(map(erased.leave_out, all_batches))))
         for batch, user_hashes, ordinal_by_name in placed_batches:
-            ordinals = ordinal_by_name[batch.items.codes]
+            ordinals = ordinal_by_name[batch.item_ids.id_codes]
             known_ordinals = ordinals[ordinals >= 0]
             popularity += np.bincount(known_ordinals, minlength=items.count)
             if (ordinal_by_name < 0).any():
-                unknown_ids = batch.items.names.filter(pa.array(ordinal_by_name < 0))
+                unknown_ids = batch.item_ids.distinct_ids.filter(pa.array(ordinal_by_name < 0))
                 unknown_id_hashes = text_hashes(unknown_ids, UNKNOWN_ITEMS_SEED)
                 unknown_hashes_seen.add(unknown_id_hashes)
-                if batch.positions is None:
+                if batch.event_positions is None:
                     item_forms.add(unknown_ids, unknown_id_hashes)
-                if batch.positions is None and len(unknown_examples) < UNKNOWN_EXAMPLES_MAX:
+                if batch.event_positions is None and len(unknown_examples) < UNKNOWN_EXAMPLES_MAX:
                     named_examples = dict.fromkeys([*unknown_examples, *unknown_ids[:UNKNOWN_EXAMPLES_MAX].to_pylist()])
                     unknown_examples = tuple(named_examples)[:UNKNOWN_EXAMPLES_MAX]
             row_count += len(ordinals)
             unknown_item_rows += len(ordinals) - len(known_ordinals)
             job.report_row_count(row_count)
-            if batch.positions is not None and len(known_ordinals) < len(ordinals):
+            if batch.event_positions is not None and len(known_ordinals) < len(ordinals):
                 # Any caller can send events: rows with unknown items must not lower the coverage that a gate judges.
                 batch = batch.only(ordinals >= 0)
-                user_hashes, ordinals = hash_id_names(batch.users, seed, job.hasher), known_ordinals
-            row_counts.add(user_hashes[batch.users.codes], batch.times)
-            user_codes, user_ranges = batch.users.codes, range_of(user_hashes, config.shards)
-            ids_files.write(pa.table([batch.users.names, user_hashes], schema=USER_IDS_SCHEMA), user_ranges)
-            row_columns = [user_hashes[user_codes], ordinals, batch.times]
+                user_hashes, ordinals = hash_id_names(batch.user_ids, seed, job.hasher), known_ordinals
+            row_counts.add(user_hashes[batch.user_ids.id_codes], batch.times_us)
+            user_codes, user_ranges = batch.user_ids.id_codes, range_of(user_hashes, config.shards)
+            ids_files.write(pa.table([batch.user_ids.distinct_ids, user_hashes], schema=USER_IDS_SCHEMA), user_ranges)
+            row_columns = [user_hashes[user_codes], ordinals, batch.times_us]
             if config.events.enabled:
                 zero_positions = np.zeros(len(user_codes), np.int64)
-                row_columns.append(zero_positions if batch.positions is None else batch.positions)
+                row_columns.append(zero_positions if batch.event_positions is None else batch.event_positions)
             rows_files.write(pa.table(row_columns, schema=rows_schema), user_ranges[user_codes])
             if touched_files is not None:
                 touched_files.write(pa.table([user_hashes], schema=_TOUCHED_SCHEMA), user_ranges)

@@ -239,12 +239,12 @@ def write_selected_users(folder: Path, shard: int, user_hashes: NDArray[np.uint6
 
 def hash_id_rows(ids: Ids, hash_seed: int, hasher: HashIds = hash_ids) -> NDArray[np.uint64]:
     """Return the hash of each row's id, uint64[rows]; each distinct id is hashed once."""
-    return hash_id_names(ids, hash_seed, hasher)[ids.codes]
+    return hash_id_names(ids, hash_seed, hasher)[ids.id_codes]
 
 
 def hash_id_names(ids: Ids, hash_seed: int, hasher: HashIds = hash_ids) -> NDArray[np.uint64]:
     """Return the hash of each distinct id, uint64[names]."""
-    return ids.hashes(hash_seed) if hasher is hash_ids else hasher(ids.raws(), hash_seed)
+    return ids.distinct_hashes(hash_seed) if hasher is hash_ids else hasher(ids.distinct_raw_ids(), hash_seed)
 
 
 def count_distinct_ids(slices: ShardSlices) -> Iterator[tuple[int, int]]:

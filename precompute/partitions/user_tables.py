@@ -84,9 +84,9 @@ def write_feature_files(
                 columns_of_lists=columns_of_lists,
             ),
             event_values,
-            kind="user",
+            entity_kind="user",
             unusable=unusable_rows,
-            inputs=input_specs,
+            input_specs=input_specs,
             addable_ids=event_values,
         )
     usable_count_by_input = dict.fromkeys(input_specs, 0)
@@ -168,7 +168,7 @@ def _count_usable_values(
         feature_values.unusable_mask_by_reason for feature_values in values_by_input.values()
     ):
         unusable_rows.note_rows(source_name, bad_mask_by_reason, lambda row: {"user": ids.name_of(row)})
-    return [(input_spec, int(feature_values.usable.sum())) for input_spec, feature_values in values_by_input.items()]
+    return [(input_spec, int(feature_values.usable_mask.sum())) for input_spec, feature_values in values_by_input.items()]
 
 
 def write_vector_files(
@@ -202,12 +202,12 @@ def write_vector_files(
             if vector_values.unusable_mask_by_reason:
                 describe_row = lambda row, ids=ids: {"user": ids.name_of(row)}  # noqa: E731
                 unusable_rows.note_rows(USER_VECTORS_SOURCE, vector_values.unusable_mask_by_reason, describe_row)
-            is_kept = vector_values.usable & erased.kept_users_mask(ids)
+            is_kept = vector_values.usable_mask & erased.kept_users_mask(ids)
             used_rows += int(is_kept.sum())
-            kept_hashes, flat_vectors = (hash_user_ids(ids)[is_kept], pa.array(vector_values.numbers[is_kept].ravel()))
+            kept_hashes, flat_vectors = (hash_user_ids(ids)[is_kept], pa.array(vector_values.input_numbers[is_kept].ravel()))
             shard_files.write(
                 pa.table([
-                    ids.texts().filter(pa.array(is_kept)), kept_hashes,
+                    ids.row_texts().filter(pa.array(is_kept)), kept_hashes,
                     pa.FixedSizeListArray.from_arrays(flat_vectors, dims),
                 ], schema=file_schema),
                 range_of(kept_hashes, config.shards),

@@ -62,7 +62,7 @@ def _count_requests(path: Path, config: NightConfig) -> NDArray[np.int64]:
     """Count the requests of each user in a log, int64; raise SourceError if it is unreadable or names no user."""
     try:
         if path.suffix in (".parquet", ".pq"):
-            user_id_chunks = [batch_ids.texts() for batch_ids, _ in read_features(path, config.sources.user_column, ())]
+            user_id_chunks = [batch_ids.row_texts() for batch_ids, _ in read_features(path, config.sources.user_column, ())]
         else:
             read_options = pa.csv.ReadOptions(column_names=["user"])
             convert_options = pa.csv.ConvertOptions(column_types={"user": pa.string()})
@@ -147,7 +147,7 @@ def _forecast_tables(
                     f"of {SHORT_LIST_ITEMS}", "search / read, ms", "pays")  # fmt: skip
     for filter_cost in night_forecast.filters:
         filter_table.add_row(
-            escape(filter_cost.filter_name), f"{filter_cost.passing_item_count:,}", size_text(filter_cost.redis_bytes),
+            escape(filter_cost.table_name), f"{filter_cost.passing_item_count:,}", size_text(filter_cost.redis_bytes),
             f"{filter_cost.night_cpu_s / 60:.2f}",
             f"{filter_cost.short_list_share:.1%}", f"{filter_cost.short_list_share_at_ten:.1%}",
             f"{filter_cost.search_cpu_s * 1e3:.2f} / {filter_cost.read_cpu_s * 1e3:.2f}",

@@ -40,7 +40,7 @@ class FilterCost:
     searches by vectors; `short_list_share_at_ten` is the share of lists with fewer than ten passing items.
     """
 
-    filter_name: str
+    table_name: str
     is_made_by_night: bool
     passing_item_count: int
     page_count: int
@@ -60,7 +60,7 @@ class FilterCost:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able form; `pays_from_lookups_a_day` is null if the table never pays off."""
         return {
-            "table": self.filter_name,
+            "table": self.table_name,
             "made": self.is_made_by_night,
             "items_passing": self.passing_item_count,
             "pages": self.page_count,

@@ -114,24 +114,24 @@ def draw_sample(
     """
     distinct_users, interactions = DistinctCounter(), 0
     for batch in _read_interactions(config, cutoff_at):
-        distinct_users.add(batch.users.hashes(SAMPLE_HASH_SEED))
-        interactions += len(batch.times)
+        distinct_users.add(batch.user_ids.distinct_hashes(SAMPLE_HASH_SEED))
+        interactions += len(batch.times_us)
         progress("count users", interactions, 0)
     for feature_batches in (_read_user_features(config, feature_columns, list_columns), _read_user_vectors(config)):
         for user_ids, _ in feature_batches:
-            distinct_users.add(user_ids.hashes(SAMPLE_HASH_SEED))
-    if not distinct_users.count:
+            distinct_users.add(user_ids.distinct_hashes(SAMPLE_HASH_SEED))
+    if not distinct_users.distinct_count:
         raise ConfigError("the sources name no entity: check sources.interactions")
     sample_size = min(
-        len(distinct_users.smallest_hashes), max(SAMPLED_USERS_MIN, round(user_share * distinct_users.count))
+        len(distinct_users.smallest_hashes), max(SAMPLED_USERS_MIN, round(user_share * distinct_users.distinct_count))
     )
     hash_max = distinct_users.smallest_hashes[sample_size - 1]
     interaction_tables = [_INTERACTION_SCHEMA.empty_table()]  # the only table of a night without interactions
     for batch in _read_interactions(config, cutoff_at):
-        sampled_batch = batch.only(hash_id_rows(batch.users, SAMPLE_HASH_SEED) <= hash_max)
+        sampled_batch = batch.only(hash_id_rows(batch.user_ids, SAMPLE_HASH_SEED) <= hash_max)
         interaction_tables.append(
             pa.table(
-                {"user": sampled_batch.users.texts(), "item": sampled_batch.items.texts(), "time": sampled_batch.times}
+                {"user": sampled_batch.user_ids.row_texts(), "item": sampled_batch.item_ids.row_texts(), "time": sampled_batch.times_us}
             )
         )
         progress("draw the sample", sum(map(len, interaction_tables)), 0)
@@ -139,7 +139,7 @@ def draw_sample(
         _read_sampled_rows(_read_user_features(config, feature_columns, list_columns), hash_max),
         _read_sampled_rows(_read_user_vectors(config), hash_max),
     ]
-    return _build_sample(distinct_users.count, interactions, pa.concat_tables(interaction_tables), feature_tables)
+    return _build_sample(distinct_users.distinct_count, interactions, pa.concat_tables(interaction_tables), feature_tables)
 
 
 def _build_sample(
@@ -186,5 +186,5 @@ def _read_sampled_rows(feature_batches: Iterator[tuple[Ids, Mapping[str, Any]]],
     sampled_tables = []
     for user_ids, value_by_column in feature_batches:
         is_sampled = pa.array(hash_id_rows(user_ids, SAMPLE_HASH_SEED) <= hash_max)
-        sampled_tables.append(pa.table({"user": user_ids.texts(), **value_by_column}).filter(is_sampled))
+        sampled_tables.append(pa.table({"user": user_ids.row_texts(), **value_by_column}).filter(is_sampled))
     return pa.concat_tables(sampled_tables) if sampled_tables else None

@@ -127,10 +127,10 @@ def train_reference(
         config.sources, Path(config.base), cutoff_at=cutoff_at, interaction_files=source_paths
     )
     for batch in map(erased.leave_out, interaction_batches):
-        user_ids.add(batch.users)
-        numbered_item_ids.add(batch.items)
-        time_batches.append(batch.times)
-        row_count += len(batch.times)
+        user_ids.add(batch.user_ids)
+        numbered_item_ids.add(batch.item_ids)
+        time_batches.append(batch.times_us)
+        row_count += len(batch.times_us)
         progress("read interactions", row_count, 0)
     if not row_count:
         before_text = f" before {data_until}" if data_until else ""
@@ -140,7 +140,7 @@ def train_reference(
     if data_until and untimed_count == row_count:
         raise ConfigError(chosen_cut_in_words(data_until))
     user_rows, user_count = user_ids.codes()
-    item_rows, item_ids = numbered_item_ids.codes(), numbered_item_ids.names
+    item_rows, item_ids = numbered_item_ids.codes(), numbered_item_ids.distinct_ids
     demand_enough_ids(user_count, len(item_ids))
     categories = _read_categories(config, item_ids)
     if categories is None:
@@ -187,12 +187,12 @@ def _read_categories(config: NightConfig, item_ids: Any) -> Any:
     for item_ids_of_batch, columns in read_features(path, sources.item_column, (category_column,)):
         category_texts = pc.fill_null(columns[category_column].cast(pa.string()), "")
         category_names.add(Ids.of(category_texts))
-        item_row_parts.append(vocabulary.find_positions(item_ids_of_batch.texts()))
+        item_row_parts.append(vocabulary.find_positions(item_ids_of_batch.row_texts()))
     row_category_codes, item_rows = category_names.codes(), np.concatenate(item_row_parts)
     category_codes = np.full(len(item_ids), -1, np.int64)
     matched_indexes = np.flatnonzero(item_rows >= 0)[::-1]  # reversed: of repeated rows the first one counts
     category_codes[item_rows[matched_indexes]] = row_category_codes[matched_indexes]
-    category_texts = pc.fill_null(category_names.names.take(pa.array(category_codes, mask=category_codes < 0)), "")
+    category_texts = pc.fill_null(category_names.distinct_ids.take(pa.array(category_codes, mask=category_codes < 0)), "")
     return pc.if_else(pc.equal(category_texts, ""), pa.scalar(UNKNOWN_CATEGORY, category_texts.type), category_texts)
 
 

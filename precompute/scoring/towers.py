@@ -88,8 +88,8 @@ def prepare_inputs(
             is_usable_by_model[model] &= np.diff(histories.indptr) > 0
         for feature in spec.features:
             values = read_feature_values(entities.features[str(feature.column)], feature)
-            is_usable_by_model[model] &= values.usable
-            features[model][feature.name] = values.numbers
+            is_usable_by_model[model] &= values.usable_mask
+            features[model][feature.name] = values.input_numbers
     return is_usable_by_model, histories, features
 
 

@@ -207,7 +207,7 @@ def read_slices(work: ShardWork, scratch: Path) -> Iterator[Slice]:
 
 
 def _read_in_order(
-    read: Callable[[int], ReadPart], part_numbers: range, parts_per_reader: int = 1
+    read_one_part: Callable[[int], ReadPart], part_numbers: range, parts_per_reader: int = 1
 ) -> Generator[ReadPart]:
     """Yield `read_slice` of each part, in order; on a host with few cores, each is read on demand.
 
@@ -215,17 +215,17 @@ def _read_in_order(
     """
     reader_count = min(READERS_MAX, usable_cores() // CORES_PER_READER)
     if reader_count < 2:
-        yield from map(read, part_numbers)
+        yield from map(read_one_part, part_numbers)
         return
     with ThreadPoolExecutor(reader_count, "read") as pool:
         unread_numbers = iter(part_numbers)
         futures = deque(
-            pool.submit(read, part_number) for part_number in islice(unread_numbers, reader_count * parts_per_reader)
+            pool.submit(read_one_part, part_number) for part_number in islice(unread_numbers, reader_count * parts_per_reader)
         )
         try:
             while futures:
                 read_part = futures.popleft().result()
-                futures.extend(pool.submit(read, part_number) for part_number in islice(unread_numbers, 1))
+                futures.extend(pool.submit(read_one_part, part_number) for part_number in islice(unread_numbers, 1))
                 yield read_part
                 del read_part  # no reference remains here, so the part can be freed
         finally:
@@ -242,8 +242,8 @@ def feature_json_rows(spec: TowerSpec, features: Mapping[str, Any], is_published
     for feature in sorted(spec.features, key=lambda feature: feature.dtype != "float32"):
         column_name = str(feature.column)
         values = read_feature_values(features[column_name], feature)
-        column_values = values.numbers.tolist()
-        for row in np.flatnonzero(values.usable & is_published).tolist():
+        column_values = values.input_numbers.tolist()
+        for row in np.flatnonzero(values.usable_mask & is_published).tolist():
             features_of_rows[row][column_name] = column_values[row]
     json_rows = [orjson.dumps(row) if row else b"" for row in features_of_rows]
     json_ends = np.cumsum([0, *map(len, json_rows)], dtype=np.int64)

@@ -104,7 +104,7 @@ class ErasedEntities:
         users, items = self._erased_texts_by_side
         if not len(users) and not len(items):
             return batch
-        return batch.only(_kept_mask(batch.users, users) & _kept_mask(batch.items, items))
+        return batch.only(_kept_mask(batch.user_ids, users) & _kept_mask(batch.item_ids, items))
 
     def kept_users_mask(self, ids: Ids) -> NDArray[np.bool_]:
         """Return the mask of rows with user ids that are not erased."""
@@ -115,8 +115,8 @@ NO_ERASURES = ErasedEntities()
 
 
 def _kept_mask(ids: Ids, erased_texts: Any) -> NDArray[np.bool_]:
-    is_kept = np.asarray(pc.invert(pc.is_in(ids.names, value_set=erased_texts)))
-    return np.asarray(is_kept[ids.codes], np.bool_)
+    is_kept = np.asarray(pc.invert(pc.is_in(ids.distinct_ids, value_set=erased_texts)))
+    return np.asarray(is_kept[ids.id_codes], np.bool_)
 
 
 def all_erasures(store: ArtefactStore) -> list[Erasure]:

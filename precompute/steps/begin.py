@@ -109,7 +109,7 @@ class BegunNight:
     build: Build
     bundle: Bundle
     prior: Prior
-    cut: str | None
+    cut_text: str | None
     erased_entities: ErasedEntities
     known_fields: InputFields
     further_input: FurtherInput
@@ -118,7 +118,7 @@ class BegunNight:
     unusable_rows: UnusableRows
     early_remarks: Sequence[str] = ()
     holdout: Holdout = field(default_factory=Holdout)
-    attributes: dict[str, AttributeFiles] = field(default_factory=dict)
+    files_by_attribute: dict[str, AttributeFiles] = field(default_factory=dict)
     bundle_pinning: Future[list[str]] = field(init=False)
     event_values: NightValues = field(init=False)
     fingerprint_files: list[str] = field(init=False)
@@ -132,11 +132,11 @@ class BegunNight:
         """True if the defaults are the most clicked items, written by `begin`; else `embed_items` computes them."""
         return bool(self.build.config.sources.interactions)
 
-    def report_rows_read(self, rows: int) -> None:
+    def report_rows_read(self, row_count: int) -> None:
         """Report progress; raise the error of a model that cannot be opened now, not after hours of reading."""
         if self.bundle_pinning.done():
             self.bundle_pinning.result()
-        self.progress("read interactions", rows, 0)
+        self.progress("read interactions", row_count, 0)
 
 
 @convert_disk_errors
@@ -191,18 +191,18 @@ def run(
         with chosen_bundle(config) as bundle:
             return _begin(config, bundle, cut, night_further_input, input_files, cut_text=cut_text, progress=progress)
     # Pinned before the bundle is made, so that changes of the files from here on are noticed.
-    pinned_inputs = digest_files(input_files.all)
+    pinned_inputs = digest_files(input_files.all_files)
     # Events affect the bundle only by the vectors of new items: it stays the same for all nights over these tables.
     non_event_digest = digest_of(
         [
             pinned_input
-            for file, pinned_input in zip(input_files.all, pinned_inputs[1], strict=True)
+            for file, pinned_input in zip(input_files.all_files, pinned_inputs[1], strict=True)
             if file not in night_further_input.files
         ]
     )
     cutoff_at = parse_time(cut_text) if cut_text else None
     with ExitStack() as bundle_stack:
-        with explain_changed_sources(pinned_inputs[0], input_files.all):
+        with explain_changed_sources(pinned_inputs[0], input_files.all_files):
             bundle_context = vector_bundle_maker()(
                 config, non_event_digest, input_files, interactions_before=cutoff_at, cut=cut
             )
@@ -258,7 +258,7 @@ def _begin(
     _demand_histories(config, bundle)
     for demand_settings in setting_checks():
         demand_settings(config)
-    sources_digest, inputs = pinned_inputs or digest_files(input_files.all)
+    sources_digest, inputs = pinned_inputs or digest_files(input_files.all_files)
     store = config.store()
     for _ in range(ERASURE_TRIES_MAX):
         erased_entities = ErasedEntities.of(all_erasures(store))
@@ -311,14 +311,14 @@ def _prepare(night: BegunNight, sources_digest: str) -> None:
     """Run all sub-steps and write the report of `begin`: their fields, and those known before."""
     started = time.perf_counter()
     report: dict[str, Any] = {**night.known_fields, **night.further_input.report_fields}
-    unchanged = demand_unchanged_sources(sources_digest, night.input_files.all)
+    unchanged = demand_unchanged_sources(sources_digest, night.input_files.all_files)
     with unchanged, ThreadPoolExecutor(1, "bundle") as bundle_executor:
         night.bundle_pinning = bundle_executor.submit(pin_bundle, night.build, night.bundle)
         for sub_step in READING:
-            report |= sub_step.run(night)
+            report |= sub_step.run_sub_step(night)
         night.bundle_pinning.result()
     for sub_step in AFTER_READING:
-        report |= sub_step.run(night)
+        report |= sub_step.run_sub_step(night)
     report["seconds"] = time.perf_counter() - started
     night.build.report(BEGIN_REPORT, cast(BeginReport, report))
 
@@ -348,17 +348,17 @@ def _write_items(night: BegunNight) -> ItemFields:
 def _write_attributes(night: BegunNight) -> AttributeFields:
     build = night.build
     for write_attributes in item_attribute_writers():
-        night.attributes |= write_attributes(
+        night.files_by_attribute |= write_attributes(
             build.config, night.items, build.root, night.event_values.item_attribute_values, night.unusable_rows
         )
-    return {"attributes": night.attributes}
+    return {"attributes": night.files_by_attribute}
 
 
 def _partition_users(night: BegunNight) -> UserFields:
     config, bundle, prior = night.build.config, night.bundle, night.prior
     night_input = NightInput(
-        config, night.items, parse_time(night.cut) if night.cut else None, night.erased_entities,
-        night.input_files.interactions, night.known_fields["inputs"], night.further_input, night.event_values,
+        config, night.items, parse_time(night.cut_text) if night.cut_text else None, night.erased_entities,
+        night.input_files.interaction_files, night.known_fields["inputs"], night.further_input, night.event_values,
     )  # fmt: skip
     prior_partition, full_read_reason = prior.partition(night_input)
     night.partition_result = partition_result = PartitionJob(
@@ -390,7 +390,7 @@ def _partition_users(night: BegunNight) -> UserFields:
 
 
 def _gather_remarks(night: BegunNight) -> RemarkFields:
-    config, bundle, cut, facts = night.build.config, night.bundle, night.cut, night.known_fields
+    config, bundle, cut, facts = night.build.config, night.bundle, night.cut_text, night.known_fields
     items, partition_result, input_files = night.items, night.partition_result, night.input_files
     if not partition_result.user_count:
         raise ConfigError("the sources name no entity: check sources.interactions")
@@ -405,7 +405,7 @@ def _gather_remarks(night: BegunNight) -> RemarkFields:
     all_remarks += unknown_remarks
     if table := config.sources.item_features:
         all_remarks += items_without_vector_remarks(items.count, night.catalogue_fields["items_without_vector"], table)
-    all_remarks += copies_remarks(facts["inputs"][: len(input_files.interactions)])
+    all_remarks += copies_remarks(facts["inputs"][: len(input_files.interaction_files)])
     remark_fields: RemarkFields = {"remarks": all_remarks}
     if unknown_remarks:
         remark_fields[UNKNOWN_ITEMS_NAMED_FIELD] = list(partition_result.interaction_counts.unknown_item_examples)
@@ -421,7 +421,7 @@ def _write_defaults(night: BegunNight) -> FacetFields:
     scores = compute_popularity_scores(popularity)
     report: FacetFields = {}
     for write_tables in score_table_writers():
-        report |= write_tables(night.build, night.attributes, night.items, scores)
+        report |= write_tables(night.build, night.files_by_attribute, night.items, scores)
     return report
 
 
@@ -443,7 +443,7 @@ def _finish_files(night: BegunNight) -> FileFields:
         *kept_files,
         *(touched_files if partition_result.took_over_earlier else []),
         *([night.item_columns] if night.item_columns else []),
-        *attribute_paths(night.attributes), *night.fingerprint_files,
+        *attribute_paths(night.files_by_attribute), *night.fingerprint_files,
         night.holdout.write(build.root),
         *(f"bundle/{name}" for name in bundle_files),
     )  # fmt: skip
@@ -459,9 +459,9 @@ def _finish_files(night: BegunNight) -> FileFields:
 class SubStep(NamedTuple):
     """Part of `begin`, with the class of its report fields."""
 
-    name: str
-    run: Callable[[BegunNight], Mapping[str, Any]]
-    fields: type
+    sub_step_name: str
+    run_sub_step: Callable[[BegunNight], Mapping[str, Any]]
+    report_fields_class: type
 
 
 READING: Final = (
@@ -609,14 +609,14 @@ def _data_shape(partition_result: PartitionResult, item_count: int) -> Interacti
     interaction_counts, row_counts = (partition_result.interaction_counts, partition_result.interaction_counts.row_counts)
     named_item_count = int((interaction_counts.interactions_by_item > 0).sum()) + len(interaction_counts.unknown_item_hashes)
     return InteractionFigures(
-        rows=int(row_counts.user_rows.sum()),
-        users=partition_result.user_count,
-        items=named_item_count if interaction_counts.interaction_count else item_count,
-        most_of_user=int(row_counts.user_rows.max(initial=0)),
-        most_of_item=int(interaction_counts.interactions_by_item.max(initial=0)),
-        untimed=row_counts.untimed,
-        newest_us=row_counts.newest_us,
-        early=row_counts.early,
+        row_count=int(row_counts.rows_by_user_bucket.sum()),
+        user_count=partition_result.user_count,
+        item_count=named_item_count if interaction_counts.interaction_count else item_count,
+        most_rows_of_user=int(row_counts.rows_by_user_bucket.max(initial=0)),
+        most_rows_of_item=int(interaction_counts.interactions_by_item.max(initial=0)),
+        untimed_row_count=row_counts.untimed_row_count,
+        newest_time_us=row_counts.newest_time_us,
+        row_count_before_1980=row_counts.row_count_before_1980,
     )
 
 
@@ -624,13 +624,13 @@ def _remarks_on_ineffective_cut(night: BegunNight) -> list[str]:
     """Return a remark if there is a cut but no interaction has a time."""
     interaction_counts = night.partition_result.interaction_counts
     if (
-        night.cut is None
-        or not 0 < interaction_counts.row_counts.untimed == interaction_counts.interaction_count
+        night.cut_text is None
+        or not 0 < interaction_counts.row_counts.untimed_row_count == interaction_counts.interaction_count
         or interaction_counts.late_interaction_count
     ):
         return []
     remark = (
-        f"the cut {night.cut} leaves no interaction out, since none has a time: name the column of times in [sources] "
+        f"the cut {night.cut_text} leaves no interaction out, since none has a time: name the column of times in [sources] "
         "timestamp_column if there is one"
     )
     return [remark]

@@ -97,8 +97,8 @@ def in_night(night: Night) -> StepRow:
     return StepRow(report, summary, size_bytes=sum(model_file["size_bytes"] for model_file in model_files))
 
 
-def _agreement_text(agreement: Mapping[str, Any]) -> str:
-    if fp32_reason := agreement.get("why"):
+def _agreement_text(int8_agreement: Mapping[str, Any]) -> str:
+    if fp32_reason := int8_agreement.get("why"):
         return f"fp32 ({fp32_reason})"  # tree models
-    overlap = f" overlap {agreement['overlap_at_20']:.4f}" if "overlap_at_20" in agreement else ""
-    return f"{agreement.get('precision')}{overlap}"
+    overlap = f" overlap {int8_agreement['overlap_at_20']:.4f}" if "overlap_at_20" in int8_agreement else ""
+    return f"{int8_agreement.get('precision')}{overlap}"

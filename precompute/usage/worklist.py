@@ -114,9 +114,9 @@ class KnownEntities:
         except LarderError as error:
             err_console.print(f"{live_generation} cannot be read: {error.message}", markup=False)
 
-    def standing(self, table: str, entity_id: bytes) -> str:
+    def standing(self, table_name: str, entity_id: bytes) -> str:
         """Return the standing of an id: "known", "coming" or "no input"."""
-        entity = self._entity_by_table.get(table)
+        entity = self._entity_by_table.get(table_name)
         directory = self._directory_by_entity.get(str(entity))
         if directory is not None and directory.find(hash_id(entity_id, directory.seed)) >= 0:
             return "known"

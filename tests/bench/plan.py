@@ -106,7 +106,7 @@ def prepare(case: Case, folder: Path, redis_url: str) -> NightConfig:
         reference=ReferenceConfig(dims=case.dims, choose=False),
     )  # fmt: skip
     folder.mkdir()
-    clicks = synthesize(WorldSettings(users=case.users, items=case.items))
+    clicks = synthesize(WorldSettings(user_count=case.users, item_count=case.items))
     write_clicks(folder, replace(clicks, item_ids=tuple(item_id + "x" * case.id_bytes for item_id in clicks.item_ids)))
     train_reference(config, data_until=DATA_UNTIL)
     return config

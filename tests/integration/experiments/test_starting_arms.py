@@ -82,7 +82,7 @@ async def test_a_service_that_starts_opens_every_arm_once(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_config, arm_config = arms(tmp_path, redis_url)
-    experiments.start(own_config, option(own_config.namespace, arm_config.namespace), holdout=None)
+    experiments.start(own_config, option(own_config.namespace, arm_config.namespace), holdout_share=None)
     opened: list[ServedNamespace] = []
     is_opened_again = asyncio.Event()
 
@@ -111,7 +111,7 @@ async def test_an_experiment_stops_while_the_arm_of_another_loads(
 ) -> None:
     own_config, arm_config, third = arms(tmp_path, redis_url, 2)
     user = min(histories(own_config))
-    experiments.start(own_config, option(own_config.namespace, arm_config.namespace), holdout=None)
+    experiments.start(own_config, option(own_config.namespace, arm_config.namespace), holdout_share=None)
     held_start = HeldStart()
 
     async with serving(own_config) as running:

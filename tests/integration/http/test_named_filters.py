@@ -322,7 +322,7 @@ def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
 
     assert plan.to_json()["pages"].keys() == manifest.stored_tables.keys()
     assert plan.shape.payload_bytes == pytest.approx(total_bytes(manifest), rel=0.05)
-    costs = {filter_cost.filter_name: filter_cost for filter_cost in plan.filters}
+    costs = {filter_cost.table_name: filter_cost for filter_cost in plan.filters}
     assert costs.keys() == {f"{table}.{name}" for table in LISTS for name in DECLARED}
     filtered_tables = {f"{table}.{name}" for name, tables in TABLES.items() for table in tables}
     assert {name for name, filter_cost in costs.items() if filter_cost.is_made_by_night} == filtered_tables

@@ -263,8 +263,8 @@ def test_users_of_the_feature_table_alone_are_left_out_where_they_are_too_many(c
     begin_report = Build.of(config, build).need_report(BEGIN_REPORT)
     assert (begin_report["users"], begin_report["featured"], begin_report["featured_users"]) == (CLICKED, 131, False)
     row = begin.in_night(Night(config, "attempt", data_until=nights.DATA_UNTIL))
-    assert "131 users of the feature table alone get no records" in row.summary
-    assert "featured_users = true" in row.summary
+    assert "131 users of the feature table alone get no records" in row.result_summary
+    assert "featured_users = true" in row.result_summary
 
 
 def test_all_of_them_are_computed_where_settings_say_so_and_the_gate_names_who_could_not(config):

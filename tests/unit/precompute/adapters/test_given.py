@@ -353,7 +353,7 @@ class TestTogether:
         assert names == ["customer", "sku", "at"]
         assert pq.read_schema(tmp_path / "out/user_vectors.parquet").names == ["customer", "vector"]
         both = replace(written, interactions=("clicks.parquet", str(clicks)))
-        assert sum(len(batch.times) for batch in read_interactions(both, tmp_path / "out")) > CLICKS.nnz
+        assert sum(len(batch.times_us) for batch in read_interactions(both, tmp_path / "out")) > CLICKS.nnz
 
     def test_an_unknown_metric(self, tmp_path):
         with pytest.raises(SourceError, match="metric must be inner_product or cosine, not 'l2'"):

@@ -125,7 +125,7 @@ def test_two_ids_with_one_hash_lead_to_the_next_seed(config, tmp_path):
 def test_the_cut_keeps_what_is_strictly_older(config, tmp_path):
     batches = list(read_interactions(config.sources, tmp_path, cutoff_at=parse_time("1970-01-01T00:25:00Z")))
     table = pq.read_table(tmp_path / "a.parquet")
-    assert sum(len(batch.times) for batch in batches) == sum(t < 1500 for t in table["timestamp"].to_pylist())
+    assert sum(len(batch.times_us) for batch in batches) == sum(t < 1500 for t in table["timestamp"].to_pylist())
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 7, 64])
@@ -140,7 +140,7 @@ def test_ranges_tile_the_whole_hash(shards):
 def test_csv_ids_keep_their_zeros_and_weights_of_zero_are_no_interactions(tmp_path):
     (tmp_path / "a.csv").write_text("user,item,weight\n007,1,1\n007,2,0\n7,01,2.5\n")
     batch = next(iter(read_interactions(Sources(interactions=("a.csv",)), tmp_path)))
-    assert (batch.users.texts().to_pylist(), batch.items.texts().to_pylist()) == (["007", "7"], ["1", "01"])
+    assert (batch.user_ids.row_texts().to_pylist(), batch.item_ids.row_texts().to_pylist()) == (["007", "7"], ["1", "01"])
 
 
 def test_the_line_format_is_read_packed_or_not(tmp_path):
@@ -148,14 +148,14 @@ def test_the_line_format_is_read_packed_or_not(tmp_path):
         with opener(tmp_path / name, "wt") as file:
             file.write("0 5 6\n\n1 007\n2\n")
         batch = next(iter(read_interactions(Sources(interactions=(name,)), tmp_path)))
-        assert batch.users.texts().to_pylist() == ["0", "0", "1"]
-        assert batch.items.texts().to_pylist() == ["5", "6", "007"]
+        assert batch.user_ids.row_texts().to_pylist() == ["0", "0", "1"]
+        assert batch.item_ids.row_texts().to_pylist() == ["5", "6", "007"]
 
 
 def test_integer_ids_become_decimal(tmp_path):
     pq.write_table(pa.table({"user": [1], "item": [2**40]}), tmp_path / "a.parquet")
     batch = next(iter(read_interactions(Sources(interactions=("a.parquet",)), tmp_path)))
-    assert (batch.users.texts().to_pylist(), batch.items.texts().to_pylist()) == (["1"], [str(2**40)])
+    assert (batch.user_ids.row_texts().to_pylist(), batch.item_ids.row_texts().to_pylist()) == (["1"], [str(2**40)])
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_wide_features_are_never_numbers_of_python(kind):
         column = pa.ListArray.from_arrays(lengths.cast(pa.int32()), values)
 
     tracemalloc.start()
-    numbers = read_feature_values(column[500:], wide).numbers
+    numbers = read_feature_values(column[500:], wide).input_numbers
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
@@ -446,7 +446,7 @@ class CountingHoldout(Holdout):
 
     def add(self, late: Interactions) -> None:
         super().add(late)
-        self.late_counts.append(len(late.times))
+        self.late_counts.append(len(late.times_us))
 
 
 def test_more_files_are_allowed_or_refused_by_name(config, tmp_path, monkeypatch):

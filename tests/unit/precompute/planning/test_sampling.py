@@ -27,7 +27,7 @@ def test_few_are_counted_exactly(values):
     for value in values:
         distinct_counter.add(np.array([value], np.uint64))
 
-    assert distinct_counter.count == len(set(values))
+    assert distinct_counter.distinct_count == len(set(values))
 
 
 def test_many_are_counted_within_what_the_estimator_promises():
@@ -38,7 +38,7 @@ def test_many_are_counted_within_what_the_estimator_promises():
         for part in np.array_split(hashes, 30):
             distinct_counter.add(part)
 
-    assert distinct_counter.count == pytest.approx(300_000, rel=4 / np.sqrt(4096))
+    assert distinct_counter.distinct_count == pytest.approx(300_000, rel=4 / np.sqrt(4096))
     assert len(distinct_counter.smallest_hashes) == 4096
 
 
@@ -68,7 +68,7 @@ def rows_of(sources, base):
     interactions_by_user: dict[str, list[tuple[str, int]]] = {}
     for batch in read_interactions(sources, base):
         for row in zip(
-            batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), batch.times.tolist(), strict=True
+            batch.user_ids.row_texts().to_pylist(), batch.item_ids.row_texts().to_pylist(), batch.times_us.tolist(), strict=True
         ):
             interactions_by_user.setdefault(row[0], []).append(row[1:])
     return interactions_by_user
@@ -108,7 +108,7 @@ def test_features_come_along_also_for_who_has_only_those(config, tmp_path):
     ages = [
         (user, age)
         for ids, columns in read_features(tmp_path / str(sources.user_features), "user", ["age"])
-        for user, age in zip(ids.texts().to_pylist(), columns["age"].to_pylist(), strict=True)
+        for user, age in zip(ids.row_texts().to_pylist(), columns["age"].to_pylist(), strict=True)
     ]
     assert sample.source_user_count == USERS
     assert dict(ages[:USERS]) == {f"u-{user}": user for user in range(USERS)}
