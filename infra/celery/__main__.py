@@ -48,7 +48,7 @@ def _serve(args: argparse.Namespace) -> None:
         redis_server_url = exit_stack.enter_context(redis_url(args.state, os.environ.get("REDIS_URL")))
         environment["REDIS_URL"] = redis_server_url
         print("starting: broker, PostgreSQL, Airflow, workers ...", flush=True)
-        running_airflow = exit_stack.enter_context(celery_airflow(args.state, environment=environment))
+        running_airflow = exit_stack.enter_context(celery_airflow(args.state, task_environment=environment))
         print(f"Airflow    {running_airflow.airflow.url}")
         print(f"queues     {', '.join(CONCURRENCY_BY_QUEUE)}: one worker each")
         print(f"REDIS_URL  {redis_server_url}")

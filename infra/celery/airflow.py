@@ -39,14 +39,18 @@ _POSTGRES_SETTINGS = ("listen_addresses=", "fsync=off", "synchronous_commit=off"
 
 
 def find_postgres(environ: Mapping[str, str] = os.environ, debian_folder: Path = DEBIAN_POSTGRES_FOLDER) -> Path:
-    """Return the folder with `initdb` and `run_postgres`: from PATH, else Debian's newest; raise ConfigError if none."""
+    """Return the folder with `initdb` and `postgres`: from PATH, else Debian's newest; raise ConfigError if none."""
     bin_folders = [Path(path_entry) for path_entry in environ.get("PATH", "").split(os.pathsep) if path_entry]
-    debian_bin_folders = [bin_folder for bin_folder in debian_folder.glob("*/bin") if bin_folder.parent.name.isdecimal()]
+    debian_bin_folders = [
+        bin_folder for bin_folder in debian_folder.glob("*/bin") if bin_folder.parent.name.isdecimal()
+    ]
     bin_folders += sorted(debian_bin_folders, key=lambda bin_folder: int(bin_folder.parent.name), reverse=True)
     for candidate_folder in bin_folders:
         if all((candidate_folder / program_name).is_file() for program_name in ("initdb", "postgres")):
             return candidate_folder
-    raise ConfigError(f"no PostgreSQL server (initdb and postgres) on PATH or in {debian_folder}/*/bin: {_INSTALL_REMEDY}")
+    raise ConfigError(
+        f"no PostgreSQL server (initdb and postgres) on PATH or in {debian_folder}/*/bin: {_INSTALL_REMEDY}"
+    )
 
 
 def postgres_account(user_id: int, system_user: str = POSTGRES_USER) -> pwd.struct_passwd:
@@ -64,7 +68,7 @@ def postgres_account(user_id: int, system_user: str = POSTGRES_USER) -> pwd.stru
 
 @contextmanager
 def run_postgres(state_folder: Path) -> Iterator[str]:
-    """Yield the SQLAlchemy URL of an empty database that is removed when the block ends; its log is under `state_folder`.
+    """Yield the SQLAlchemy URL of an empty database that is removed when the block ends; its log is in `state_folder`.
 
     Only one process at a time may use a `state_folder` folder. Raises ConfigError if the server cannot be started.
     """
@@ -216,7 +220,7 @@ class CeleryAirflow:
 
 @contextmanager
 def celery_airflow(state_folder: Path, *, task_environment: Mapping[str, str]) -> Iterator[CeleryAirflow]:
-    """Run broker, database, Airflow and workers until the block ends; `task_environment` overrides this process's for tasks.
+    """Run broker, database, Airflow and workers until the block ends; `task_environment` overrides this process's.
 
     Raises ConfigError if a program or package is missing, AirflowFailed if a program does not start.
     """

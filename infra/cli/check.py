@@ -351,14 +351,17 @@ def check_redis(config: "NightConfig") -> CheckResult:
         if redis_kind.missing_requirements:
             return (
                 "to do",
-                f"{url_without_password(server_url)} is {redis_kind}, which has no {', no '.join(redis_kind.missing_requirements)}",
+                f"{url_without_password(server_url)} is {redis_kind}, which has no "
+                f"{', no '.join(redis_kind.missing_requirements)}",
             )
     if refused_commands and not may_only_serve:
         return "to do", _missing_rights_text(server_url, config.namespace, refused_commands)
     origin_text = "" if config.redis_url else ", started by `larder redis` or another command"
     summary = f"{url_without_password(server_url)}{origin_text}; "
     summary += ", ".join(map(str, redis_kinds))
-    lacking_commands = sorted({lacking_command for redis_kind in redis_kinds for lacking_command in redis_kind.absent_optional_commands})
+    lacking_commands = sorted(
+        {lacking_command for redis_kind in redis_kinds for lacking_command in redis_kind.absent_optional_commands}
+    )
     if may_only_serve:
         summary += (
             f"; its user can serve but not load ({', '.join(refused_commands)} refused): nights need another user"
@@ -603,7 +606,7 @@ CHECK_BY_SUBJECT: dict[str, Callable[["NightConfig"], CheckResult]] = {
 
 
 class RedisKind(NamedTuple):
-    """Product and version of a server, `missing_requirements` requirements, and optional commands that it is `absent_optional_commands`."""
+    """Product and version of a server, the requirements that it misses, and the optional commands that it lacks."""
 
     product_name: str
     product_version: str

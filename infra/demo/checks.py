@@ -116,7 +116,7 @@ def _judge_answer(question: Question, answer: Answer) -> Iterator[str]:
 
 
 def metric_contradictions(metrics_text: str, answers_by_source: Mapping[str, int]) -> list[str]:
-    """Return contradictions within the text of /metrics, or between it and `answers_by_source`, the answers by source."""
+    """Return contradictions within the text of /metrics, or between it and `answers_by_source`."""
     count_by_label_by_metric: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for family in text_string_to_metric_families(metrics_text):
         for sample in family.samples:

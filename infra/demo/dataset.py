@@ -89,7 +89,9 @@ def read_user_data(path: Path, *, today: datetime) -> Dataset:
 def _read_interactions(path: Path) -> pa.Table:
     """Read all rows, oldest first, with only the first interaction of a user with an item."""
     batches = read_interactions(Sources(interactions=(str(path),)), Path("/"))
-    batch_columns = [(batch.user_ids.row_texts(), batch.item_ids.row_texts(), pa.array(batch.times_us)) for batch in batches]
+    batch_columns = [
+        (batch.user_ids.row_texts(), batch.item_ids.row_texts(), pa.array(batch.times_us)) for batch in batches
+    ]
     table = pa.concat_tables([pa.table(list(columns), names=COLUMN_NAMES) for columns in batch_columns])
     table = table.take(np.argsort(table["timestamp"], kind="stable"))
     table_with_rows = table.append_column("row", pa.array(np.arange(len(table))))

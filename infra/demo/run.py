@@ -296,7 +296,7 @@ class Demo:
             click = Click(url, dataset, judge)
             notes += click.send()
             judge.stop_if_broken()
-        with replay_in_background(url, RequestStream(dataset), judge, rate=BUSY_RATE) as traffic_future:
+        with replay_in_background(url, RequestStream(dataset), judge, requests_per_s=BUSY_RATE) as traffic_future:
             with run_demo_step(self.console, f"DAG {NIGHT_DAG}: a day later, under traffic") as notes:
                 run_id = self.airflow.trigger(NIGHT_DAG, {"data_until": dataset.second_cut.isoformat()})
                 notes += self._wait_for_run(NIGHT_DAG, run_id)

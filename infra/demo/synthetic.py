@@ -102,8 +102,12 @@ def synthesize(world: WorldSettings) -> Clicks:
     _, first_click_rows = np.unique(click_users * world.item_count + click_items, return_index=True)
     first_click_rows.sort()
     return Clicks(
-        tuple(ODD_USER_ID_FORMATS.get(ordinal % 200, "u-{:05d}").format(ordinal) for ordinal in range(world.user_count)),
-        tuple(ODD_ITEM_ID_FORMATS.get(ordinal % 250, "i-{:05d}").format(ordinal) for ordinal in range(world.item_count)),
+        tuple(
+            ODD_USER_ID_FORMATS.get(ordinal % 200, "u-{:05d}").format(ordinal) for ordinal in range(world.user_count)
+        ),
+        tuple(
+            ODD_ITEM_ID_FORMATS.get(ordinal % 250, "i-{:05d}").format(ordinal) for ordinal in range(world.item_count)
+        ),
         tuple(CATEGORIES[ordinal // GROUPS_PER_CATEGORY % len(CATEGORIES)] for ordinal in group_of_item),
         click_users[first_click_rows],
         click_items[first_click_rows],

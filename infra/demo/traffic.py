@@ -100,8 +100,10 @@ class RequestStream:
         return Question(TOPK_TABLE, user_id, 20, frozenset(items), items, features)
 
 
-async def replay(service_url: str, requests: Iterable[TrafficRequest], judge: Judge, *, requests_per_s: float) -> list[float]:
-    """Send requests, at most `requests_per_s` per second, and judge the answers; return the latencies in milliseconds."""
+async def replay(
+    service_url: str, requests: Iterable[TrafficRequest], judge: Judge, *, requests_per_s: float
+) -> list[float]:
+    """Send requests, at most `requests_per_s`, and judge the answers; return the latencies in milliseconds."""
     latencies_ms: list[float] = []
     numbered_requests = enumerate(requests)
     started_at = time.perf_counter()

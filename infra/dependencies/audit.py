@@ -64,7 +64,9 @@ def make_requirement_files(pins_to_audit: Iterable[Pin]) -> list[str]:
 def list_complaints(advisory_source: str, requirements_text: str, accepted_ids: Iterable[str]) -> list[str]:
     """Return the open advisories and unknown packages that a source reports; raise SourceUnavailable if it fails."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements_file:
-        requirements_file.write(f"{requirements_text}{KNOWN_BAD_PIN.distribution_name}=={KNOWN_BAD_PIN.pinned_version}\n")
+        requirements_file.write(
+            f"{requirements_text}{KNOWN_BAD_PIN.distribution_name}=={KNOWN_BAD_PIN.pinned_version}\n"
+        )
         requirements_file.flush()
         command = [
             str(PIP_AUDIT_PATH), "--vulnerability-service", advisory_source, "--format", "json",
@@ -95,7 +97,11 @@ def list_complaints(advisory_source: str, requirements_text: str, accepted_ids: 
     unknown_packages = [package["name"] for package in dependencies if "skip_reason" in package]
     return [
         *(f"{name}: unknown to the source, so not audited" for name in unknown_packages),
-        *(advisory_line for advisory_line in advisory_lines if not advisory_line.startswith(f"{KNOWN_BAD_PIN.distribution_name} ")),
+        *(
+            advisory_line
+            for advisory_line in advisory_lines
+            if not advisory_line.startswith(f"{KNOWN_BAD_PIN.distribution_name} ")
+        ),
     ]
 
 

@@ -53,7 +53,9 @@ def judge_licences(
     for pin in sorted({pin for pins in pins_by_lock.values() for pin in pins}, key=str):
         version, licence = version_and_licence_by_name.get(pin.distribution_name, ("", ""))
         if not pin.is_for_this_machine():
-            licence_by_name.setdefault(pin.distribution_name, licence_rules["elsewhere"].get(pin.distribution_name, licence or "UNKNOWN"))
+            licence_by_name.setdefault(
+                pin.distribution_name, licence_rules["elsewhere"].get(pin.distribution_name, licence or "UNKNOWN")
+            )
         elif version != pin.pinned_version:
             complaints.append(f"{pin.distribution_name}: {version or 'nothing'} is installed, not {pin.pinned_version}")
         else:

@@ -64,14 +64,23 @@ class LocalAirflow:
     """
 
     def __init__(
-        self, state_folder: Path, *, task_environment: Mapping[str, str], slots_by_pool: Mapping[str, int], parallelism: int = 4
+        self,
+        state_folder: Path,
+        *,
+        task_environment: Mapping[str, str],
+        slots_by_pool: Mapping[str, int],
+        parallelism: int = 4,
     ) -> None:
         """Prepare the environment of Airflow and its tasks: this process's, overridden by `task_environment`."""
         self.home = state_folder.resolve() / "airflow"
         self.url = f"http://127.0.0.1:{_free_port()}"
         self._http = httpx.Client(base_url=self.url, timeout=30.0)
         self._slot_count_by_pool = slots_by_pool
-        self._environment = {**os.environ, **local_airflow_settings(self.home, self.url, parallelism), **task_environment}
+        self._environment = {
+            **os.environ,
+            **local_airflow_settings(self.home, self.url, parallelism),
+            **task_environment,
+        }
         self._exit_stack = ExitStack()
         self._processes: tuple[GuardedCommand, ...] = ()
 

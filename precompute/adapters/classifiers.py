@@ -658,7 +658,11 @@ class TriedRows:
 
 
 def _try_rows(
-    tower: Tower, column_by_input: Mapping[str, Any], expected_values: Any, entity_ids: Any, usable_rows: NDArray[np.int64]
+    tower: Tower,
+    column_by_input: Mapping[str, Any],
+    expected_values: Any,
+    entity_ids: Any,
+    usable_rows: NDArray[np.int64],
 ) -> TriedRows:
     """Run the model on all usable rows, of which there must be at least one.
 
@@ -704,7 +708,8 @@ def _try_rows(
         raise SourceError(
             f"the model differs from expected by more than {TOLERANCE:g} plus {TOLERANCE:.2%} of the value plus "
             f"{COLUMN_SHARE_TOLERANCE:.4%} of the column's largest value for {int(is_differing_row.sum()):,} of "
-            f"{len(usable_rows):,} rows, at most by {largest_text}, first for {entity_ids[int(usable_rows[row])].as_py()!r}: "
+            f"{len(usable_rows):,} rows, at most by {largest_text}, first for "
+            f"{entity_ids[int(usable_rows[row])].as_py()!r}: "
             f"the model gives {float(outputs[row, label_index]):.7g}, expected is "
             f"{float(expected_outputs[row, label_index]):.7g}: {remedy}"
         )
@@ -730,7 +735,8 @@ def _expected_outputs(
         value_text = "NaN" if np.isnan(expected_outputs).any() else "infinity"
         raise SourceError(
             f"expected holds {value_text} in {int((~is_finite).sum()):,} rows, first for "
-            f"{entity_ids[int(usable_rows[is_finite.argmin()])].as_py()!r}: give the library's outputs for these rows, or "
+            f"{entity_ids[int(usable_rows[is_finite.argmin()])].as_py()!r}: give the library's outputs for "
+            "these rows, or "
             "leave the rows out"
         )
     return expected_outputs
@@ -738,7 +744,9 @@ def _expected_outputs(
 
 def _has_non_ascii_text(column_by_input: Mapping[str, Any], row_index: int) -> bool:
     """True if a text of the row has a character beyond ASCII."""
-    return any(not str(value).isascii() for column in column_by_input.values() for value in _texts_in_cell(column[row_index]))
+    return any(
+        not str(value).isascii() for column in column_by_input.values() for value in _texts_in_cell(column[row_index])
+    )
 
 
 def _texts_in_cell(cell: Any) -> list[str]:

@@ -57,7 +57,14 @@ def from_implicit(
                 "weight"
             )
     return import_vectors(
-        Path(to), item_vectors, user_vectors, clicks, folds=folds, model_title=model_title, cannot=limits, seed=seed
+        Path(to),
+        item_vectors,
+        user_vectors,
+        clicks,
+        folds=folds,
+        model_title=model_title,
+        model_limit_texts=limits,
+        seed=seed,
     )
 
 
@@ -134,7 +141,14 @@ def from_sklearn(
             )
     model_title = f"scikit-learn {type(model).__name__}"
     return import_vectors(
-        Path(to), item_vectors, checked_user_vectors, clicks, folds=folds, model_title=model_title, cannot=limits, seed=seed
+        Path(to),
+        item_vectors,
+        checked_user_vectors,
+        clicks,
+        folds=folds,
+        model_title=model_title,
+        model_limit_texts=limits,
+        seed=seed,
     )
 
 
@@ -238,7 +252,8 @@ def _import_vector_pair(
     )
     clicks = ClickMatrix.of(user_items, user_vectors.entity_ids, item_vectors.entity_ids)
     return import_vectors(
-        Path(import_folder), item_vectors, user_vectors, clicks, model_title=model_title, cannot=limit_texts, seed=seed
+        Path(import_folder), item_vectors, user_vectors, clicks, model_title=model_title,
+        model_limit_texts=limit_texts, seed=seed
     )  # fmt: skip
 
 

@@ -64,9 +64,9 @@ class HistoryFold:
 
     With Z the rows of a history's items, x is the result of `steps` steps of conjugate gradients (Hestenes and Stiefel,
     1952) from 0 for (I + strength Z'Z) x = Z'1. If `is_mean`, x is divided by the length of the history. The vector is
-    x B + `vector_offset` [dims], with B = `back_matrix` [dims, dims], None for the identity. Without strength one step is
-    exact, and x is the sum of the rows. With Z = Y W, W = (Y'Y + reg I)^-1/2, strength c - 1 and B = c W, the vector is
-    that of ALS for implicit feedback (Hu, Koren and Volinsky, ICDM 2008) with confidence c. Every matrix product has
+    x B + `vector_offset` [dims], with B = `back_matrix` [dims, dims], None for the identity. Without strength one step
+    is exact, and x is the sum of the rows. With Z = Y W, W = (Y'Y + reg I)^-1/2, strength c - 1 and B = c W, the vector
+    is that of ALS for implicit feedback (Hu, Koren and Volinsky, ICDM 2008) with confidence c. Every matrix product has
     one row of the batch, so that an answer does not depend on other rows of the batch.
     """
 
@@ -214,7 +214,11 @@ def mean_and_ridge_folds(
         )
         folds.append(
             HistoryFold(
-                f"ridge {ridge_strength:g}", item_rows, 1 / (ridge_strength * mean_squared_length), back_matrix, vector_offset
+                f"ridge {ridge_strength:g}",
+                item_rows,
+                1 / (ridge_strength * mean_squared_length),
+                back_matrix,
+                vector_offset,
             )
         )
     return folds
@@ -231,7 +235,8 @@ def demand_better_than_chance(
 def chance_error(share_above_random: float) -> SourceError:
     """Return the error for clicks that score above a random item in this share of pairs."""
     return SourceError(
-        f"clicked items score above a random item in {share_above_random:.0%} of pairs, as by chance: give all ids in the order of "
+        f"clicked items score above a random item in {share_above_random:.0%} of pairs, as by chance: give "
+        "all ids in the order of "
         "their rows, or, if these clicks are only to be left out of lists, import without them and name their file in "
         "[sources] interactions",
         share=share_above_random,
@@ -309,7 +314,9 @@ class InputGain:
 
         The test is paired: the mean of the users' differences, and its standard error.
         """
-        user_gains = (self.shares_with_input - self.shares_without_input)[np.isfinite(self.shares_with_input - self.shares_without_input)]
+        user_gains = (self.shares_with_input - self.shares_without_input)[
+            np.isfinite(self.shares_with_input - self.shares_without_input)
+        ]
         if len(user_gains) < JUDGED_USERS_MIN:
             return []
         mean_gain, standard_error = (float(user_gains.mean()), float(user_gains.std(ddof=1) / np.sqrt(len(user_gains))))
@@ -320,7 +327,8 @@ class InputGain:
             ids_argument, replacement_text = "user_ids", "those of other users"
         figures_text = (
             f"held-out clicks score above a random item in {np.nanmean(self.shares_with_input):.1%} of pairs with "
-            f"users' own {self.input_name}, and in {np.nanmean(self.shares_without_input):.1%} with {replacement_text} (difference "
+            f"users' own {self.input_name}, and in {np.nanmean(self.shares_without_input):.1%} with "
+            f"{replacement_text} (difference "
             f"{mean_gain:+.1%}, standard error {standard_error:.1%})"
         )
         if mean_gain < -SIGNIFICANT_DEVIATIONS * standard_error:

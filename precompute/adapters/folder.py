@@ -154,8 +154,8 @@ class ImportReport:
 class ImportedModel:
     """Imported model: its towers, and vectors and clicks of known users, if any.
 
-    `item_tower` None stands for a table of the items' vectors. `feature_table_by_setting` are Arrow tables by the name of their setting
-    (`user_features`, `item_features`).
+    `item_tower` None stands for a table of the items' vectors. `feature_table_by_setting` are Arrow tables by the name
+    of their setting (`user_features`, `item_features`).
     """
 
     model_title: str
@@ -223,7 +223,9 @@ def write_folder(import_folder: Path, imported: ImportedModel, started_at: float
         limit_texts += tuple(filter(None, [reinstate_bundle(import_folder)]))
     else:
         users_setting = f'user_vectors = "{USER_VECTORS_FILE}"\n' if imported.users is not None else ""
-        users_setting += "".join(f'{column_name} = "{column_name}.parquet"\n' for column_name in imported.feature_table_by_setting)
+        users_setting += "".join(
+            f'{column_name} = "{column_name}.parquet"\n' for column_name in imported.feature_table_by_setting
+        )
         clicks_setting = (
             "# TO DO: name the files of interactions and their columns\ninteractions = []\n# user_column = "
             '"user"\n# item_column = "item"\n# timestamp_column = "timestamp"'
@@ -255,9 +257,11 @@ def write_folder(import_folder: Path, imported: ImportedModel, started_at: float
         0 if imported.users is None else len(imported.users.entity_ids),
         0 if imported.clicks is None else int(imported.clicks.matrix.nnz), imported.items.dims, imported.metric,
         imported.fold_name,
-        dict(imported.recall_by_fold), agreement_facts, size_bytes, round(time.perf_counter() - started_at, 3), limit_texts,
+        dict(imported.recall_by_fold), agreement_facts, size_bytes, round(time.perf_counter() - started_at, 3),
+        limit_texts,
         {} if imported.clicks is None else dict(imported.clicks.left_out_by_reason), is_again,
-        imported.clicks is not None and imported.clicks.is_time_ordered, imported.further_columns, imported.unused_columns,
+        imported.clicks is not None and imported.clicks.is_time_ordered, imported.further_columns,
+        imported.unused_columns,
     )  # fmt: skip
     write_import_report(import_folder, report.to_json(), bundle.digest)
     return report

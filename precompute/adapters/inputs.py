@@ -70,9 +70,9 @@ class NoKnownClicks(SourceError):
 class ClickMatrix:
     """Clicks of users on items: a CSR matrix [users, items] of weights above 0.
 
-    `is_time_ordered`: clicks of a row are in the order of their times. `left_out_by_reason`: number of given clicks that are not in
-    the matrix, by reason. `click_times`: microseconds since 1970 of each click, in the order of `matrix.indices`, 0 if
-    unknown. `click_columns`: names of a table's columns of users, items and times.
+    `is_time_ordered`: clicks of a row are in the order of their times. `left_out_by_reason`: number of given clicks
+    that are not in the matrix, by reason. `click_times`: microseconds since 1970 of each click, in the order of
+    `matrix.indices`, 0 if unknown. `click_columns`: names of a table's columns of users, items and times.
     """
 
     matrix: sp.csr_matrix
@@ -98,7 +98,7 @@ class ClickMatrix:
             files_text = ", ".join(clicks.interactions)
             click_matrix = cls.read(read_interactions(clicks, Path.cwd()), files_text, user_ids, item_ids)
             column_names = clicks.user_column, clicks.item_column, clicks.timestamp_column
-            return replace(click_matrix, columns=column_names)
+            return replace(click_matrix, click_columns=column_names)
         if isinstance(clicks, str | Path):
             try:
                 clicks = sp.load_npz(clicks)
@@ -121,7 +121,7 @@ class ClickMatrix:
         matrix.data[matrix.data < 0] = 0  # a negative weight is a dislike, which a history cannot express
         left_out = {_NO_CLICK_REASON: int(matrix.nnz - matrix.count_nonzero())}
         matrix.eliminate_zeros()
-        return cls(matrix, user_texts, left_out=left_out)
+        return cls(matrix, user_texts, left_out_by_reason=left_out)
 
     @classmethod
     def read(cls, batches: Iterable[Interactions], files_text: str, user_ids: Any, item_ids: Any) -> Self:
@@ -160,10 +160,15 @@ class ClickMatrix:
             )
             raise NoKnownClicks(f"{files_text}: no click has both a known user and a known item; {remedy}")
         click_matrix = cls.in_order(
-            user_rows[is_known], item_columns[is_known], click_times[is_known], user_names, len(item_ids), keeps_times=True
+            user_rows[is_known],
+            item_columns[is_known],
+            click_times[is_known],
+            user_names,
+            len(item_ids),
+            keeps_times=True,
         )
         left_out = {**click_matrix.left_out_by_reason, _UNKNOWN_REASON: int((~is_known).sum())}
-        return replace(click_matrix, left_out=left_out)
+        return replace(click_matrix, left_out_by_reason=left_out)
 
     @classmethod
     def in_order(
@@ -418,7 +423,8 @@ def feature_columns(feature_source: Any, entity_ids: Any, entity_kind: str) -> d
         table = _select_rows_of_ids(table, entity_ids, entity_kind)
     elif table.num_rows != len(entity_ids):
         raise SourceError(
-            f"{entity_kind}_features has {table.num_rows:,} rows for {len(entity_ids):,} {entity_kind} ids, and no column "
+            f"{entity_kind}_features has {table.num_rows:,} rows for {len(entity_ids):,} {entity_kind} ids, "
+            "and no column "
             f"{entity_kind!r} with the ids: add it, or give a row for each id, in the order of the ids"
         )
     elif column_name := _find_misnamed_id_column(table, entity_ids):
@@ -452,7 +458,8 @@ def feature_table(table_source: Any, setting_name: str, id_column: str) -> Any:
     except (OSError, pa.ArrowException) as error:
         raise SourceError(f"{setting_name}: {error}; a file is Parquet, or CSV with the ending .csv") from None
     raise SourceError(
-        f"{setting_name} is a {type(table_source).__name__}: give arrays by name, a table of Arrow, pandas or polars, or "
+        f"{setting_name} is a {type(table_source).__name__}: give arrays by name, a table of Arrow, pandas or "
+        "polars, or "
         "the path of a Parquet or CSV file"
     )
 
@@ -463,7 +470,11 @@ def _select_rows_of_ids(feature_table: Any, entity_ids: Any, entity_kind: str) -
     row_indices = pc.index_in(entity_ids, value_set=table_ids)
     if row_indices.null_count:
         missing_id = entity_ids.filter(pc.is_null(row_indices))[0].as_py()
-        remedy = _leading_zeros_remedy(entity_kind, entity_ids, table_ids) if row_indices.null_count == len(entity_ids) else ""
+        remedy = (
+            _leading_zeros_remedy(entity_kind, entity_ids, table_ids)
+            if row_indices.null_count == len(entity_ids)
+            else ""
+        )
         raise SourceError(
             f"{entity_kind}_features lacks rows for {row_indices.null_count:,} {entity_kind} ids, {missing_id!r} among "
             f"them: {remedy or 'give one for each'}"

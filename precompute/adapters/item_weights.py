@@ -70,7 +70,7 @@ def from_item_weights(
     fold = HistoryFold("the sum of its items' rows", history_rows, 0.0, None, np.zeros_like(history_rows[0]))
     return import_vectors(
         Path(to), EntityVectors(item_texts, item_vectors), None, click_matrix, folds=[fold], model_title="item weights",
-        cannot=limit_texts, seed=seed
+        model_limit_texts=limit_texts, seed=seed
     )  # fmt: skip
 
 

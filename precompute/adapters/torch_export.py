@@ -47,8 +47,8 @@ class Example:
 
     `history` is a padded history of item indices, `item` an item's index, `user` a user's index; any other name is a
     feature column. The model's indices of items and users start at `first_item` and `first_user`, in the order of the
-    ids; `padding_index` is the index of padding, and of no item. Larder appends padding to a history, up to a power of two; if
-    `is_fixed`, always up to `max_length`.
+    ids; `padding_index` is the index of padding, and of no item. Larder appends padding to a history, up to a power of
+    two; if `is_fixed`, always up to `max_length`.
     """
 
     user: Mapping[str, Tensor]
@@ -146,7 +146,9 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                 if name == "history":
                     assert histories is not None  # noqa: S101
                     dtype = str(_numpy_dtype_of(example_tensor, name))
-                    array_by_input[name] = histories.pad_rows(batch_rows, self.example.max_length, self.padding_index, dtype)
+                    array_by_input[name] = histories.pad_rows(
+                        batch_rows, self.example.max_length, self.padding_index, dtype
+                    )
                 elif name in _BINDING_BY_INPUT:
                     array_by_input[name] = batch_rows.astype(_numpy_dtype_of(example_tensor, name))
                 else:
@@ -171,7 +173,9 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         edge_rows_fail = [self._fails_on_inputs(_select_one_row(array_by_input, row)) for row in (0, row_count - 1)]
         if all(edge_rows_fail):
             return None
-        return next((row for row in range(row_count) if self._fails_on_inputs(_select_one_row(array_by_input, row))), None)
+        return next(
+            (row for row in range(row_count) if self._fails_on_inputs(_select_one_row(array_by_input, row))), None
+        )
 
     def _fails_on_inputs(self, array_by_input: ArraysByInput) -> bool:
         try:
@@ -337,7 +341,9 @@ def run_module(
         remedy = "pad, max_length and the number of items must be those of the training"
         if entity_text and array_by_input.keys() - _BINDING_BY_INPUT.keys():
             remedy = "give the codes and numbers of the training; its codes start at 0"
-        raise SourceError(f"{tower_name} fails on {entity_text or shapes}: {first_message_line(error)}; {remedy}") from None
+        raise SourceError(
+            f"{tower_name} fails on {entity_text or shapes}: {first_message_line(error)}; {remedy}"
+        ) from None
     if not isinstance(output, torch.Tensor) or output.ndim != 2 or len(output) != row_count:
         shape_text = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise SourceError(
@@ -349,7 +355,8 @@ def run_module(
     if is_nonfinite.any():
         raise SourceError(
             f"{tower_name} returns NaN or infinity, first "
-            f"{f'for {entity_text}' if entity_text else f'in row {int(is_nonfinite.argmax())}'}: was the training finished, "
+            f"{f'for {entity_text}' if entity_text else f'in row {int(is_nonfinite.argmax())}'}: was the "
+            "training finished, "
             "and does forward mask padding without a division by 0?"
         )
     return vectors

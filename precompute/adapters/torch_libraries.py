@@ -79,7 +79,7 @@ def from_recbole(model: Any, dataset: Any, *, to: str | Path, clicks: Any = None
     return import_vectors(
         Path(to), item_vectors, user_vectors, ClickMatrix.of(clicks, user_vectors.entity_ids, item_vectors.entity_ids),
         model_title=model_title,
-        cannot=[NO_NEW_ITEM_LIMIT], seed=seed,
+        model_limit_texts=[NO_NEW_ITEM_LIMIT], seed=seed,
     )  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def from_sentence_transformer(
         Path(to), EntityVectors.of(checked_item_ids, text_vectors, "item"), None,
         None if clicks is None else ClickMatrix.of(clicks, None, checked_item_ids), metric=metric,
         model_title=f"sentence-transformers {type(model).__name__}",
-        cannot=["encode the text of a later item: repeat the import then"], seed=seed,
+        model_limit_texts=["encode the text of a later item: repeat the import then"], seed=seed,
     )  # fmt: skip
 
 

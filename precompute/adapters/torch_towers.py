@@ -106,7 +106,8 @@ def from_torch(
         if len(example.user) > 1:
             limit_texts.append("use an unknown user's features or a newer history: the user tower needs a user's index")
         return import_vectors(
-            to, item_vectors, user_vectors, click_matrix, metric=metric, model_title=model_name, cannot=limit_texts,
+            to, item_vectors, user_vectors, click_matrix, metric=metric, model_title=model_name,
+            model_limit_texts=limit_texts,
             seed=seed,
             item_tower=item_model, feature_table_by_setting=table_by_setting, further_columns=tuple(further_columns),
             unused_columns=unused_columns,

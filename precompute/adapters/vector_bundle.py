@@ -43,7 +43,12 @@ _NO_HASH_LIMIT = np.uint64(2**64 - 1)
 
 @contextmanager
 def vector_bundle(
-    config: NightConfig, inputs_digest: str, input_files: InputFiles, *, interactions_before: datetime | None, cut: datetime
+    config: NightConfig,
+    inputs_digest: str,
+    input_files: InputFiles,
+    *,
+    interactions_before: datetime | None,
+    cut: datetime,
 ) -> Iterator[Bundle]:
     """Yield the bundle of `sources.item_vectors`; a bundle that any host made from the same inputs is reused.
 
@@ -108,7 +113,8 @@ def make_vector_bundle(
 
 def _chance_remark(share_above_random: float) -> str:
     return (
-        f"clicked items score above a random item in {share_above_random:.0%} of pairs, as by chance: if the vectors were fitted on "
+        f"clicked items score above a random item in {share_above_random:.0%} of pairs, as by chance: if the "
+        "vectors were fitted on "
         "such clicks, their ids and rows do not belong together; if the clicks are only to be left out of lists, "
         "nothing is wrong"
     )
@@ -156,7 +162,9 @@ def _with_event_vectors(item_vectors: EntityVectors, event_vectors: Mapping[byte
     )
     if not (new_vectors := {id_: vector for id_, vector in fitting_vectors.items() if id_ not in ids_in_table}):
         return item_vectors
-    all_item_ids = pa.concat_arrays([item_vectors.entity_ids, pa.array(list(new_vectors), item_vectors.entity_ids.type)])
+    all_item_ids = pa.concat_arrays(
+        [item_vectors.entity_ids, pa.array(list(new_vectors), item_vectors.entity_ids.type)]
+    )
     return EntityVectors(
         all_item_ids, np.concatenate([item_vectors.vectors, np.array(list(new_vectors.values()), np.float32)])
     )
@@ -231,7 +239,9 @@ def _read_clicks(
     all_batches = read_interactions(
         sources, Path(config.base), cutoff_at=interactions_before, interaction_files=interaction_files
     )
-    batches = [batch.only(_below_limit_mask(batch.user_ids, hash_limit)) for batch in map(erased.leave_out, all_batches)]
+    batches = [
+        batch.only(_below_limit_mask(batch.user_ids, hash_limit)) for batch in map(erased.leave_out, all_batches)
+    ]
     if not sum(len(batch.times_us) for batch in batches):
         return None, []
     files_text = ", ".join(sources.interactions)

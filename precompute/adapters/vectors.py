@@ -84,7 +84,8 @@ def import_vectors(
     """
     started_at = time.perf_counter()
     imported = fold_vectors_model(
-        item_vectors, user_vectors, clicks, folds=folds, metric=metric, model_title=model_title, model_limit_texts=model_limit_texts, seed=seed,
+        item_vectors, user_vectors, clicks, folds=folds, metric=metric, model_title=model_title,
+        model_limit_texts=model_limit_texts, seed=seed,
         item_tower=item_tower,
         feature_table_by_setting=feature_table_by_setting,
     )  # fmt: skip
@@ -98,7 +99,7 @@ def import_vectors(
     if user_vectors is None and clicks is not None:
         limit_texts += _chance_limits(imported, clicks, seed)
     completed_import = replace(
-        imported, cannot=limit_texts, further_columns=further_columns, unused_columns=unused_columns
+        imported, limit_texts=limit_texts, further_columns=further_columns, unused_columns=unused_columns
     )
     return write_folder(import_folder, completed_import, started_at)
 
@@ -167,7 +168,8 @@ def fold_vectors_model(
             "leave items out that users chose before, nor judge lists by later choices: there are no clicks"
         )
     return ImportedModel(
-        model_title, item_vectors, winning_fold.tower, winning_fold.spec, metric, winning_fold.fold_name, winning_fold.recall_by_fold,
+        model_title, item_vectors, winning_fold.tower, winning_fold.spec, metric, winning_fold.fold_name,
+        winning_fold.recall_by_fold,
         user_vectors, clicks, tuple(limit_texts),
         item_tower, feature_table_by_setting or {}, chance_auc,
     )  # fmt: skip

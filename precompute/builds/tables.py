@@ -28,7 +28,8 @@ def entity_of(bundle: Bundle, table_name: str, table_config: TableConfig) -> Ent
     if table_config.value not in bundle.value_models:
         raise ConfigError(
             f"[tables.{table_name}] has the value {table_config.value!r}, which the bundle does not have (it has "
-            f"{', '.join(bundle.value_models) or 'none'}): set value to one of these, or import or hand over a bundle with "
+            f"{', '.join(bundle.value_models) or 'none'}): set value to one of these, or import or hand over "
+            "a bundle with "
             f"{table_config.value!r}"
         )
     return bundle.value_models[str(table_config.value)].entity
@@ -42,7 +43,9 @@ def layout_of(bundle: Bundle, table_config: TableConfig) -> Layout:
         case "user_vector" | "item_vector":
             return Layout("vector", bundle.dims, table_config.precision)
         case "value":
-            return Layout("value", bundle.value_models[str(table_config.value)].spec.output_dims, table_config.precision)
+            return Layout(
+                "value", bundle.value_models[str(table_config.value)].spec.output_dims, table_config.precision
+            )
 
 
 def demand_table_values(config: NightConfig, bundle: Bundle) -> None:

@@ -132,7 +132,9 @@ class Governor:
         if now_s < self._next_piece_at:
             self._sleep_for(self._next_piece_at - now_s)
             now_s = self._timer()
-        self._next_piece_at = max(self._next_piece_at, now_s - BURST_S) + bytes_to_send / self._allowed_rate(bytes_to_send)
+        self._next_piece_at = max(self._next_piece_at, now_s - BURST_S) + bytes_to_send / self._allowed_rate(
+            bytes_to_send
+        )
 
     def _allowed_rate(self, bytes_to_send: int) -> float:
         """Return the rate for sending this number of bytes."""
@@ -241,13 +243,19 @@ class Governor:
         if observation is None:
             # Until readers are known they are assumed to exist; the first observation gets a moment to arrive.
             return True, now_s - self._opened_at >= STEP_S
-        has_readers = observation.replica_count > 0 or (observation.foreign_reads_per_s or 0.0) > FOREIGN_READS_PER_S_MIN
+        has_readers = (
+            observation.replica_count > 0 or (observation.foreign_reads_per_s or 0.0) > FOREIGN_READS_PER_S_MIN
+        )
         is_held_back = has_readers or observation.redis_replica_count > 0 or self._config.ceiling_mib_s > 0
         return is_held_back or not self._is_reader_state_known, has_readers
 
     def _fresh_observation(self, now_s: float) -> RedisObservation | None:
         observation = self._watcher.get_latest_observation()
-        return observation if observation is not None and now_s - observation.observed_at <= OBSERVATION_AGE_S_MAX else None
+        return (
+            observation
+            if observation is not None and now_s - observation.observed_at <= OBSERVATION_AGE_S_MAX
+            else None
+        )
 
     def _yield(self, is_yielding: bool) -> None:
         if is_yielding != self._is_yielding and self._config.yield_cpu:
@@ -260,7 +268,7 @@ class Governor:
 
 @contextmanager
 def open_governor(config: GovernorConfig, control: Control, *, keeps_cores_awake: bool = True) -> Iterator[Governor]:
-    """Open the governor for a step's work in this thread; with `keeps_cores_awake` rests keep the cores from halting."""
+    """Open the governor for a step's work in this thread; with `keeps_cores_awake` cores do not halt during rests."""
     watcher = Watcher(control, probe_interval_ms=config.probe_ms)
     governor = Governor(config, watcher, set_idle_priority=IdlePriority(), keeps_cores_awake=keeps_cores_awake)
     try:
@@ -274,8 +282,8 @@ class Signals:
     """Signals of one step: round trips of probes in seconds (inf: no reply), and load figures.
 
     `working_round_trips_s` were measured while pieces were sent, `resting_round_trips_s` while none were;
-    `p99_ms_by_replica`: the p99 that replicas report; `redis_busy_share`: busy share of Redis' main thread; `redis_lag_bytes`: lag of the
-    slowest replica of Redis; `work_bytes` in `work_s`: the work itself.
+    `p99_ms_by_replica`: the p99 that replicas report; `redis_busy_share`: busy share of Redis' main thread;
+    `redis_lag_bytes`: lag of the slowest replica of Redis; `work_bytes` in `work_s`: the work itself.
     """
 
     working_round_trips_s: Sequence[float] = ()
@@ -301,7 +309,9 @@ class Throttle:
     first decrease it grows by slow start (Jacobson, "Congestion avoidance and control", 1988).
     """
 
-    def __init__(self, *, p99_factor: float, floor_bytes_per_s: float, ceiling_bytes_per_s: float, redis_lag_bytes_max: float) -> None:
+    def __init__(
+        self, *, p99_factor: float, floor_bytes_per_s: float, ceiling_bytes_per_s: float, redis_lag_bytes_max: float
+    ) -> None:
         self.floor = floor_bytes_per_s
         self.ceiling = ceiling_bytes_per_s or math.inf
         self.rate = min(floor_bytes_per_s * START_RATE_IN_FLOORS, self.ceiling)
@@ -316,7 +326,9 @@ class Throttle:
         self._congested_rate: float | None = None
         self._clean_step_count = 0
 
-    def calibrate(self, resting_round_trips_s: Sequence[float], p99_ms_by_replica: Mapping[str, float] | None = None) -> None:
+    def calibrate(
+        self, resting_round_trips_s: Sequence[float], p99_ms_by_replica: Mapping[str, float] | None = None
+    ) -> None:
         """Add idle round trips; the p99 stays unknown while there are too few."""
         self._idle_round_trips_s.extend(
             round_trip_s for round_trip_s in resting_round_trips_s if math.isfinite(round_trip_s)

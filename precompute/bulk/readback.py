@@ -97,7 +97,9 @@ def _read_pages(
     governor: Governor | None,
 ) -> Generator[PageDigest]:
     """Yield the digest of every page of a part: read in pieces if there are readers, else several pages at once."""
-    key_names = [part.page_key(keys, manifest.generation, page_number).encode() for page_number in range(part.pages.pages)]
+    key_names = [
+        part.page_key(keys, manifest.generation, page_number).encode() for page_number in range(part.pages.pages)
+    ]
     pages_per_chunk, page_number = max(1, chunk_bytes // part.table.page_bytes), 0
     while page_number < len(key_names):
         if governor is not None and governor.piece_bytes is not None:
@@ -217,7 +219,9 @@ class PieceReader(BulkConnections):
         try:
             piece: Any = checked_reply("GETRANGE", piece_request.connection.read_response())
         except redis.exceptions.AskError:  # MovedError is a subclass
-            piece = self._client.getrange(piece_request.page_key.decode(), piece_request.first_index, piece_request.last_index)
+            piece = self._client.getrange(
+                piece_request.page_key.decode(), piece_request.first_index, piece_request.last_index
+            )
         self._page_hasher.update(piece)
         self._page_size_bytes += len(piece)
         if piece_request.ends_page:

@@ -81,7 +81,8 @@ def _incomplete_parts(control: Control, manifest: Manifest, *, are_marked_whole:
     for part in parts_of(manifest):
         page_lengths = read_page_lengths(control.client, control.keyspace, manifest, part)
         if mark_by_part_name.get(part.loaded_field.encode()) != part.loaded_digest or not (
-            are_marked_whole or all(size_bytes == part.page_size_bytes(page_number) for page_number, size_bytes in page_lengths)
+            are_marked_whole
+            or all(size_bytes == part.page_size_bytes(page_number) for page_number, size_bytes in page_lengths)
         ):
             yield part
 

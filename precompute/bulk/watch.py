@@ -44,7 +44,7 @@ PING, PONG = b"*1\r\n$4\r\nPING\r\n", b"+PONG\r\n"
 
 @dataclass(frozen=True, slots=True)
 class RedisObservation:
-    """State of Redis and its readers at one moment; `foreign_reads_per_s` is None until two observations can be compared."""
+    """State of Redis and its readers; `foreign_reads_per_s` is None until two observations can be compared."""
 
     observed_at: float
     p99_ms_by_replica: Mapping[str, float] = field(default_factory=dict)
@@ -246,7 +246,9 @@ def redis_lag_bytes(redis_info: Mapping[str, Any]) -> int:
 def count_reads(redis_info: Mapping[str, Any]) -> int:
     """Return the number of read commands (READ_COMMAND_STATS) that a server has answered."""
     with refusing_unreadable("INFO", "statistics of commands"):
-        return sum(int(redis_info[command_name]["calls"]) for command_name in READ_COMMAND_STATS if command_name in redis_info)
+        return sum(
+            int(redis_info[command_name]["calls"]) for command_name in READ_COMMAND_STATS if command_name in redis_info
+        )
 
 
 def main_thread_cpu_s(redis_info: Mapping[str, Any]) -> float:

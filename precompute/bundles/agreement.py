@@ -106,7 +106,9 @@ def _newest_items(histories: Histories) -> Histories:
 def select_input_rows(inputs: Inputs, row_indexes: NDArray[np.int64]) -> dict[str, Histories | NDArray[Any]]:
     """Return the inputs of some of the rows, by the same names."""
     return {
-        input_name: input_value.select_rows(row_indexes) if isinstance(input_value, Histories) else input_value[row_indexes]
+        input_name: input_value.select_rows(row_indexes)
+        if isinstance(input_value, Histories)
+        else input_value[row_indexes]
         for input_name, input_value in inputs.items()
     }
 

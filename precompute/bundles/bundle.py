@@ -299,7 +299,9 @@ def _read_vocabulary(items_file: ItemsFile) -> Vocabulary:
             f"{id_length_bounds['max']} bytes: ids need 1 to {ID_BYTES_MAX} bytes"
         )
     if (id_count := len(id_column)) != items_file.item_count:
-        raise BundleError(f"{file_name} has {id_count} items, {BUNDLE_FILE} states {items_file.item_count}", count=id_count)
+        raise BundleError(
+            f"{file_name} has {id_count} items, {BUNDLE_FILE} states {items_file.item_count}", count=id_count
+        )
     vocabulary = Vocabulary.of(to_string_chunks(id_column))
     if vocabulary is None:
         raise BundleError(f"{file_name} has an item twice")

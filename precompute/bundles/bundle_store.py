@@ -226,10 +226,14 @@ def remove_bundles_with_items(store: ArtefactStore, raw_items: Collection[bytes]
         bundles_from_tables(store),
     )
     affected_digests = {
-        table_bundle.bundle_digest for table_bundle in table_bundles if _may_hold_items(store, table_bundle.bundle_digest, item_texts)
+        table_bundle.bundle_digest
+        for table_bundle in table_bundles
+        if _may_hold_items(store, table_bundle.bundle_digest, item_texts)
     }
     for table_bundle in table_bundles:
-        if table_bundle.bundle_digest in affected_digests:  # the record goes first: no record may list files that are removed
+        if (
+            table_bundle.bundle_digest in affected_digests
+        ):  # the record goes first: no record may list files that are removed
             store.delete(table_bundle.path)
     for digest in affected_digests.difference(handover.bundle_digest for handover in all_handovers(store)):
         store.delete(f"bundles/{digest}")
@@ -290,7 +294,9 @@ def _fetch_bundle(
     if record_bytes is None:
         raise StoreError(f"{bundle_record.path} is no longer in {store.url}")
     for file_name in orjson.loads(record_bytes)["files"]:
-        link_or_copy_file(store.fetch(_stored_file_path(bundle_record.bundle_digest, file_name)), private_folder / file_name)
+        link_or_copy_file(
+            store.fetch(_stored_file_path(bundle_record.bundle_digest, file_name)), private_folder / file_name
+        )
     _remove_host_copies(store, bundle_record.bundle_digest)
     bundle = Bundle.read(private_folder)
     bundle.verify()

@@ -56,8 +56,8 @@ def build_index(
     """Write an index over `item_vectors` float32 [items, dims] (position = ordinal) atomically.
 
     `auto` is flat for few items; else an inverted file whose number of probes reaches 99 % of the exact top 100, if
-    that takes less than 0.7 of the flat index's time. `query_vectors` are vectors of real users; without any, items are the
-    queries.
+    that takes less than 0.7 of the flat index's time. `query_vectors` are vectors of real users; without any, items are
+    the queries.
     """
     if kind not in ("auto", "flat", "ivf", "hnsw"):
         raise ConfigError(f"index kind {kind!r} is not one of auto, flat, ivf, hnsw")

@@ -151,7 +151,9 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
         table.add_row(step.replace("_", " "), step_summary, f"{seconds:.2f}", row.rate_text(seconds), size_cell)
     table.add_section()
     table.add_row(
-        "night", finished_steps[0][1].step_result["generation"], f"{sum(seconds for _, _, seconds in finished_steps):.2f}"
+        "night",
+        finished_steps[0][1].step_result["generation"],
+        f"{sum(seconds for _, _, seconds in finished_steps):.2f}",
     )
     generation = finished_steps[0][1].step_result["generation"]
     if finished_steps[-1][0] == "verify":

@@ -138,22 +138,32 @@ COMMANDS: tuple[CommandRow, ...] = (
         _step_place("score", "steps.embed_items", "steps.assemble", command="score"),
         "score all shards, or one",
         _score_options,
-        redis="none",
-        defaults={"step": "score"},
+        needed_redis="none",
+        argument_defaults={"step": "score"},
     ),
     _generation_command_row(
-        "index", _step_place("index"), "build the FAISS indexes", redis="none", defaults={"step": "index"}
+        "index",
+        _step_place("index"),
+        "build the FAISS indexes",
+        needed_redis="none",
+        argument_defaults={"step": "index"},
     ),
     _generation_command_row(
         "quantize",
         _step_place("quantize", command="quantize"),
         "make and compare the int8 models",
-        redis="none",
-        defaults={"step": "quantize"},
+        needed_redis="none",
+        argument_defaults={"step": "quantize"},
     ),
-    _generation_command_row("load", _step_place("load"), "stream the pages into Redis", defaults={"step": "load"}),
     _generation_command_row(
-        "verify", _step_place("verify", "steps.load"), "run the gates", prepare=load_again, defaults={"step": "verify"}
+        "load", _step_place("load"), "stream the pages into Redis", argument_defaults={"step": "load"}
+    ),
+    _generation_command_row(
+        "verify",
+        _step_place("verify", "steps.load"),
+        "run the gates",
+        prepare=load_again,
+        argument_defaults={"step": "verify"},
     ),
     CommandRow(
         "override",
@@ -168,13 +178,13 @@ COMMANDS: tuple[CommandRow, ...] = (
         "make a verified generation live",
         _attempt_option,
         prepare=verify_again,
-        defaults={"step": "publish"},
+        argument_defaults={"step": "publish"},
     ),
     _generation_command_row(
         "warm",
         _step_place("warm", command="warm"),
         "wait until every replica answers from this generation",
-        defaults={"step": "warm"},
+        argument_defaults={"step": "warm"},
     ),
     CANARY,
     EXPERIMENT,
@@ -207,7 +217,11 @@ COMMANDS: tuple[CommandRow, ...] = (
         argument_defaults={"unpin": False},
     ),
     CommandRow(
-        "unpin", CommandPlace("cli.commands.pin"), "lift a pin", takes_generation=True, argument_defaults={"unpin": True}
+        "unpin",
+        CommandPlace("cli.commands.pin"),
+        "lift a pin",
+        takes_generation=True,
+        argument_defaults={"unpin": True},
     ),
     *(
         CommandRow(
@@ -270,16 +284,24 @@ def build_command_parser(prog: str = PROG) -> argparse.ArgumentParser:
     ]
     other_rows = [
         _generation_command_row(
-            step_name, _step_place(step_name), f"run the step {step_name}", defaults={"step": step_name}
+            step_name, _step_place(step_name), f"run the step {step_name}", argument_defaults={"step": step_name}
         )
         for step_name in other_steps
     ]
     for row in (*COMMANDS, *other_rows):
-        command = subparsers.add_parser(row.name, help=row.help_text, description=row.help_text, parents=[shared_parser])
+        command = subparsers.add_parser(
+            row.name, help=row.help_text, description=row.help_text, parents=[shared_parser]
+        )
         if row.takes_generation:
             command.add_argument("generation", help="generation id, as `begin` and `status` print it")
         row.add_options(command)
-        command.set_defaults(run=row.place, redis=row.needed_redis, prepare=row.prepare, store=row.store_access, **dict(row.argument_defaults))
+        command.set_defaults(
+            run=row.place,
+            redis=row.needed_redis,
+            prepare=row.prepare,
+            store=row.store_access,
+            **dict(row.argument_defaults),
+        )
     return parser
 
 

@@ -148,7 +148,11 @@ def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_s
         "namespace": config.namespace,
         "well": True,
         "problems": [],
-        "redis": {"state": namespace_state.redis_state, "why": namespace_state.redis_error, **namespace_state.redis_memory},
+        "redis": {
+            "state": namespace_state.redis_state,
+            "why": namespace_state.redis_error,
+            **namespace_state.redis_memory,
+        },
         "live": namespace_state.live_generation,
         "published_at": _published_at_text(namespace_state),
         "model": _live_model(config, namespace_state.live_generation),
@@ -243,7 +247,9 @@ def _list_problems(namespace_status: Mapping[str, Any], namespace_state: Namespa
             "the failed task"
         )
     if namespace_state.killed_step is not None:
-        problems.append(f"a night was stopped in {namespace_state.killed_step}: run it again; the live generation stays")
+        problems.append(
+            f"a night was stopped in {namespace_state.killed_step}: run it again; the live generation stays"
+        )
     live_cut = (namespace_state.live_generation or "")[:CUT_CHARS]
     for generation_status in namespace_status["generations"]:
         if (
@@ -288,7 +294,11 @@ def _no_replica_problems(namespace_state: NamespaceState) -> list[str]:
 def _generation_fields(config: NightConfig, namespace_state: NamespaceState, generation: str) -> dict[str, Any]:
     row, ledger = namespace_state.registry_rows.get(generation), namespace_state.ledger
     canary_generation = namespace_state.canary.generation if namespace_state.canary else None
-    generation_by_role = {"live": namespace_state.live_generation, "previous": ledger.previous, "canary": canary_generation}
+    generation_by_role = {
+        "live": namespace_state.live_generation,
+        "previous": ledger.previous,
+        "canary": canary_generation,
+    }
     generation_status: dict[str, Any] = {
         "generation": generation,
         "state": str(generation_state(generation, ledger, row) or GenerationState.BEGUN),

@@ -25,8 +25,8 @@ def prepare_nothing(_config: NightConfig, _arguments: argparse.Namespace, _progr
 class CommandRow:
     """Command of the shell: its name, function and text, the Redis that it needs, and how a new one is prepared.
 
-    If `takes_generation`, its first argument is a generation id; `argument_defaults` are set in addition to its options.
-    `store_access`: whether it only reads the artefact store, writes into it, or may create a new one.
+    If `takes_generation`, its first argument is a generation id; `argument_defaults` are set in addition to its
+    options. `store_access`: whether it only reads the artefact store, writes into it, or may create a new one.
     """
 
     name: str
@@ -42,7 +42,9 @@ class CommandRow:
 
 def add_cut_options(command: argparse.ArgumentParser, default_cut_text: str) -> None:
     """Add the options of a command that uses data up to a cut; `default_cut_text` describes the default cut."""
-    command.add_argument("--data-until", metavar="TIME", help=f"cut of the data, ISO 8601 (default: {default_cut_text})")
+    command.add_argument(
+        "--data-until", metavar="TIME", help=f"cut of the data, ISO 8601 (default: {default_cut_text})"
+    )
     command.add_argument("--attempt", help="name of this attempt; the same name marks a repeat")
 
 

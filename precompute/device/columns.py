@@ -24,10 +24,11 @@ _CANDIDATES = 128
 class Columns:
     """Some items, longest first, as the columns of a product, in groups of `group_size` that share a bound.
 
-    The columns of four groups are interleaved (`columns_of`), and `BLOCK_GROUPS` groups are a block. `item_ordinals` int64
-    [columns] are the items of the columns; `column_by_ordinal` int64 [items + 1] is the inverse (-1 for items that are
-    left out; the last entry stands for invalid ordinals). `longest_by_group` and `residual_by_group` float32 [groups] are the largest
-    length and residual of a group, rounded up; `padding_columns` are the columns without an item.
+    The columns of four groups are interleaved (`columns_of`), and `BLOCK_GROUPS` groups are a block. `item_ordinals`
+    int64 [columns] are the items of the columns; `column_by_ordinal` int64 [items + 1] is the inverse (-1 for items
+    that are left out; the last entry stands for invalid ordinals). `longest_by_group` and `residual_by_group` float32
+    [groups] are the largest length and residual of a group, rounded up; `padding_columns` are the columns without an
+    item.
     """
 
     item_codes: torch.Tensor
@@ -51,12 +52,17 @@ class Columns:
         """Return the columns int64 [..., size] of some groups [...]."""
         item_index = torch.arange(self.group_size, device=group_numbers.device)
         column_offset = item_index // PAIR_COLUMNS * (GROUPS_ABREAST * PAIR_COLUMNS) + item_index % PAIR_COLUMNS
-        first_column = group_numbers // GROUPS_ABREAST * (GROUPS_ABREAST * self.group_size) + group_numbers % GROUPS_ABREAST * PAIR_COLUMNS
+        first_column = (
+            group_numbers // GROUPS_ABREAST * (GROUPS_ABREAST * self.group_size)
+            + group_numbers % GROUPS_ABREAST * PAIR_COLUMNS
+        )
         return first_column[..., None] + column_offset
 
     def largest_by_group(self, products: torch.Tensor) -> torch.Tensor:
         """Return the largest product of each group, [n, groups], from products [n, columns] of whole blocks."""
-        pair_maxima = products.view(len(products), -1, self.group_size // PAIR_COLUMNS, GROUPS_ABREAST * PAIR_COLUMNS).amax(2)
+        pair_maxima = products.view(
+            len(products), -1, self.group_size // PAIR_COLUMNS, GROUPS_ABREAST * PAIR_COLUMNS
+        ).amax(2)
         return pair_maxima.view(len(products), -1, PAIR_COLUMNS).amax(2)
 
 
@@ -78,7 +84,8 @@ def columns_by_rank(
     column_by_ordinal[ordinals[is_item]] = is_item.nonzero()[:, 0]
     pad = (0, column_count - ranked_count)
     longest, group_residual = (
-        torch.nn.functional.pad(item_values, pad).view(-1, group_size).amax(1) for item_values in (item_lengths, item_residuals)
+        torch.nn.functional.pad(item_values, pad).view(-1, group_size).amax(1)
+        for item_values in (item_lengths, item_residuals)
     )
     return Columns(
         laid_codes, ordinals, column_by_ordinal, longest, group_residual, (~is_item).nonzero()[:, 0], group_size,
@@ -121,7 +128,7 @@ class BlockStage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """Users [n, ...], scaled for the products: `user_codes` half, `scaled_lengths` and `residual_lengths` float32 [n], rounded up.
+    """Users [n, ...], scaled for the products: codes half, lengths and residual lengths float32 [n], rounded up.
 
     `unscaled_lengths` float64 [n] are the lengths of the unscaled vectors.
     """
@@ -136,5 +143,12 @@ class Queries:
 
     def all_tensors(self) -> tuple[torch.Tensor, ...]:
         """Return all tensors of these users."""
-        required_tensors = (self.exact_vectors, self.user_codes, self.scaled_lengths, self.residual_lengths, self.user_scales, self.unscaled_lengths)
+        required_tensors = (
+            self.exact_vectors,
+            self.user_codes,
+            self.scaled_lengths,
+            self.residual_lengths,
+            self.user_scales,
+            self.unscaled_lengths,
+        )
         return required_tensors if self.cosine_lengths is None else (*required_tensors, self.cosine_lengths)

@@ -103,7 +103,9 @@ def shape_of(items: DeviceItems, columns: Columns, candidates_per_user: int, roo
     candidate_bytes = capacity * (_ENTRY_BYTES + columns.group_size * 8 * 2)
     vector_bytes = items.exact_vectors[0].numel() * 4 * 3
     tiles = choose_tiles(_ROWS_MAX, items.item_codes.shape[1], device)
-    max_users = max(1, _PROGRAM_ROUNDS * count_multiprocessors(device) * tiles.resident_programs // SPLITS) * tiles.tile_users
+    max_users = (
+        max(1, _PROGRAM_ROUNDS * count_multiprocessors(device) * tiles.resident_programs // SPLITS) * tiles.tile_users
+    )
     user_count = max(1, min(_ROWS_MAX, max_users, room_bytes // (entry_bytes + candidate_bytes + vector_bytes)))
     return SearchShape(user_count, len(columns.item_ordinals), candidates_per_user)
 
@@ -123,7 +125,9 @@ def search(
     # An excluded item raises its group's bound like any other. A quarter of the room is for bounds close to the last
     # one.
     capacity = kept_capacity(shape.candidates_per_user)
-    required_counts = (hidden_rows[0].diff() + shape.candidates_per_user).clamp(max=capacity - capacity // 4).to(torch.int32)
+    required_counts = (
+        (hidden_rows[0].diff() + shape.candidates_per_user).clamp(max=capacity - capacity // 4).to(torch.int32)
+    )
     kept_entries, left_out_bounds = select_entries(
         items, columns, queries, required_counts, capacity, tiles, estimating=shape.is_estimating
     )
@@ -135,10 +139,10 @@ def search(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tile sizes of one program: `tile_users` by `tile_columns` of a product, `selected_users` users' bounds or keys, `scored_groups` groups.
+    """Tile sizes of one program: users by columns of a product, users whose bounds or keys are selected, groups scored.
 
-    A product runs in `warp_count` warps, while `pipeline_stages` tiles of items are being copied. `resident_programs` programs fit on a
-    multiprocessor: one multiplies while another checks its bounds.
+    A product runs in `warp_count` warps, while `pipeline_stages` tiles of items are being copied. `resident_programs`
+    programs fit on a multiprocessor: one multiplies while another checks its bounds.
     """
 
     tile_users: int
@@ -240,17 +244,31 @@ def write_entries(
     reach = queries.scaled_lengths + queries.residual_lengths
     if tiles.hopper is not None:
         tiles.hopper.write_entries(
-            queries.user_codes, reach, user_limits, columns, block_weights, stage, entries, entry_counts, UNDERFLOW_ERROR
+            queries.user_codes,
+            reach,
+            user_limits,
+            columns,
+            block_weights,
+            stage,
+            entries,
+            entry_counts,
+            UNDERFLOW_ERROR,
         )
         return
     real_group_count = len(columns.longest_by_group) - len(columns.padding_columns) // columns.group_size
-    tile, depth = (max(GROUPS_ABREAST * columns.group_size, min(tiles.tile_columns, columns.block_column_count)), max(16, power_of_two(width)))
+    tile, depth = (
+        max(GROUPS_ABREAST * columns.group_size, min(tiles.tile_columns, columns.block_column_count)),
+        max(16, power_of_two(width)),
+    )
     is_gpu = queries.user_codes.device.type == "cuda"
-    writing, constraints = above.entry_instructions(tile // (GROUPS_ABREAST * columns.group_size)) if is_gpu else (None, None)
+    writing, constraints = (
+        above.entry_instructions(tile // (GROUPS_ABREAST * columns.group_size)) if is_gpu else (None, None)
+    )
     above.above[-(-user_count // tiles.tile_users), SPLITS](
         queries.user_codes, reach, user_limits,
         TensorDescriptor.from_tensor(columns.item_codes, [tile, depth]), block_weights,
-        entries, entry_counts, user_count, real_group_count, stage.block_count, stage.block_stride, stage.first_block, UNDERFLOW_ERROR,
+        entries, entry_counts, user_count, real_group_count, stage.block_count, stage.block_stride,
+        stage.first_block, UNDERFLOW_ERROR,
         width=width, depth=depth, height=tiles.tile_users, lanes=BLOCK_GROUPS, size=columns.group_size,
         tile=tile, splits=SPLITS, room=entries.shape[2],
         stages=tiles.pipeline_stages, skip=stage.skip, hole=stage.hole, near=depth <= _REGISTER_WIDTH_MAX,
@@ -276,16 +294,26 @@ def compute_exact_keys(
     keys = torch.empty((user_count, columns.group_size, capacity), dtype=torch.int64, device=kept_entries.device)
     if tiles.hopper is not None:
         tiles.hopper.write_keys(
-            items.exact_vectors, items.cosine_lengths, columns, queries, hidden_rows, kept_entries, left_out_bounds, keys
+            items.exact_vectors,
+            items.cosine_lengths,
+            columns,
+            queries,
+            hidden_rows,
+            kept_entries,
+            left_out_bounds,
+            keys,
         )
         return keys
-    part = min(tiles.scored_groups, capacity if kept_entries.device.type == "cuda" else power_of_two(user_count * capacity))
+    part = min(
+        tiles.scored_groups, capacity if kept_entries.device.type == "cuda" else power_of_two(user_count * capacity)
+    )
     steps = items.exact_vectors.shape[1]
     placeholder_lengths = queries.exact_vectors  # without lengths the kernel does not read this argument
     kernels_of_keys.exact[-(-user_count * capacity // part),](
         queries.exact_vectors, placeholder_lengths if queries.cosine_lengths is None else queries.cosine_lengths,
         items.exact_vectors, placeholder_lengths if items.cosine_lengths is None else items.cosine_lengths,
-        kept_entries, left_out_bounds, columns.item_ordinals, *hidden_rows, keys, user_count * capacity, len(items.ordinals_by_length),
+        kept_entries, left_out_bounds, columns.item_ordinals, *hidden_rows, keys, user_count * capacity,
+        len(items.ordinals_by_length),
         steps=steps, unroll=min(_UNROLLED_STEPS, steps & -steps), size=columns.group_size, capacity=capacity, part=part,
         cosine=items.cosine_lengths is not None, num_warps=max(1, min(4, part // 32)), enable_fp_fusion=False,
         maxnreg=EXACT_REGISTERS,
@@ -376,7 +404,9 @@ def _has_valid_bounds(items: DeviceItems, queries: Queries) -> bool:
     allowed_errors = items.relative_rounding_error * queries.scaled_lengths[:, None] * columns.longest_by_group
     excess = bounds.double() - highest_products - margin
     return bool(
-        ((excess >= -allowed_errors) & (excess <= allowed_errors + _BOUND_ROUNDING))[:, columns.longest_by_group > 0].all()
+        ((excess >= -allowed_errors) & (excess <= allowed_errors + _BOUND_ROUNDING))[
+            :, columns.longest_by_group > 0
+        ].all()
     )
 
 

@@ -144,8 +144,8 @@ class HopperKernels:
     ) -> None:
         """Write the exact keys int64 [n, size, capacity] of kept entries: see `kernels.keys`.
 
-        `item_vectors` and `item_lengths` are those of the items (`DeviceItems`). A user's keys are written without gaps,
-        followed by `WORST`.
+        `item_vectors` and `item_lengths` are those of the items (`DeviceItems`). A user's keys are written without
+        gaps, followed by `WORST`.
         """
         user_count, capacity = kept_entries.shape[:2]
         steps = item_vectors.shape[1]
@@ -244,13 +244,21 @@ def _load_function(kernel_name: str, cubin: bytes, shared_bytes: int) -> Any:
     return function
 
 
-def _launch(kernel_function: Any, grid_size: tuple[int, int], thread_count: int, shared_bytes: int, kernel_arguments: Sequence[Any]) -> None:
+def _launch(
+    kernel_function: Any,
+    grid_size: tuple[int, int],
+    thread_count: int,
+    shared_bytes: int,
+    kernel_arguments: Sequence[Any],
+) -> None:
     from cuda.bindings import driver
 
     addresses = (ctypes.c_void_p * len(kernel_arguments))(*map(ctypes.addressof, kernel_arguments))
     stream = torch.cuda.current_stream().cuda_stream
     _check_result(
-        *driver.cuLaunchKernel(kernel_function, *grid_size, 1, thread_count, 1, 1, shared_bytes, stream, ctypes.addressof(addresses), 0)
+        *driver.cuLaunchKernel(
+            kernel_function, *grid_size, 1, thread_count, 1, 1, shared_bytes, stream, ctypes.addressof(addresses), 0
+        )
     )
 
 

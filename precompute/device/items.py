@@ -40,10 +40,10 @@ _PROBE_ROWS = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceItems:
-    """All items; `ordinals_by_length` int64 [items] has ordinals by falling length; `item_codes`, `scaled_lengths`, `residual_lengths` have that order.
+    """All items by falling length, as in `ordinals_by_length` int64 [items]: codes, scaled lengths, residual lengths.
 
-    In the order of ordinals are `exact_vectors` float32 [items, steps, 4], the vectors after `arrange_in_sum_order`, and
-    `cosine_lengths` float32 [items], the lengths for the metric cosine.
+    In the order of ordinals are `exact_vectors` float32 [items, steps, 4], the vectors after `arrange_in_sum_order`,
+    and `cosine_lengths` float32 [items], the lengths for the metric cosine.
     """
 
     exact_vectors: torch.Tensor
@@ -61,7 +61,11 @@ class DeviceItems:
 
     @classmethod
     def of(
-        cls, comparable_items: ComparableItems, device: torch.device, dtype: torch.dtype, fixed_group_size: int | None = None
+        cls,
+        comparable_items: ComparableItems,
+        device: torch.device,
+        dtype: torch.dtype,
+        fixed_group_size: int | None = None,
     ) -> Self:
         """Copy the items to the device; raise torch.OutOfMemoryError if they do not fit."""
         dims = comparable_items.vectors.shape[1]
@@ -86,7 +90,8 @@ class DeviceItems:
             exact, None if item_lengths is None else copy_to_device(item_lengths, device), device_order,
             codes, length, residual, scale,
             _ROUNDING_BY_DTYPE[dtype] + (dims + 16) * (2.0**-22 + 2.0**-23) + 2.0**-20,
-            fixed_group_size, columns_by_rank(codes, length, residual, device_order, len(ordinals_by_length), group_size),
+            fixed_group_size, columns_by_rank(codes, length, residual, device_order, len(ordinals_by_length),
+            group_size),
         )  # fmt: skip
 
     def is_within_error_bound(self) -> bool:
@@ -101,7 +106,10 @@ class DeviceItems:
         sample_codes = self.item_codes[:: max(1, len(self.item_codes) // _PROBE_ROWS)].abs()
         exact_products = codes.double() @ sample_codes.double().T
         product_errors = (codes @ sample_codes.T).double() - exact_products
-        allowed_errors = self.relative_rounding_error * length[:, None] * sample_codes.double().square().sum(1).sqrt() + UNDERFLOW_ERROR
+        allowed_errors = (
+            self.relative_rounding_error * length[:, None] * sample_codes.double().square().sum(1).sqrt()
+            + UNDERFLOW_ERROR
+        )
         return bool((product_errors.abs() <= allowed_errors).all())
 
     def columns_of_allowed(self, is_allowed: torch.Tensor) -> Columns:
@@ -109,7 +117,8 @@ class DeviceItems:
         ranks = is_allowed[self.ordinals_by_length].nonzero()[:, 0]
         group_size = self.fixed_group_size or choose_group_size(len(ranks))
         return columns_by_rank(
-            self.item_codes[ranks], self.scaled_lengths[ranks], self.residual_lengths[ranks], self.ordinals_by_length[ranks], len(self.ordinals_by_length),
+            self.item_codes[ranks], self.scaled_lengths[ranks], self.residual_lengths[ranks],
+            self.ordinals_by_length[ranks], len(self.ordinals_by_length),
             group_size,
         )  # fmt: skip
 
@@ -123,7 +132,9 @@ class DeviceItems:
         width = self.item_codes.shape[1]
         kernels = kernels_for(width, device) if self.item_codes.dtype == torch.float16 else None
         if kernels is not None:
-            compared_users = scored_users if compared_vectors is user_vectors else copy_to_device(compared_vectors, device)
+            compared_users = (
+                scored_users if compared_vectors is user_vectors else copy_to_device(compared_vectors, device)
+            )
             exact, *code_tensors = kernels.encode_users(scored_users, compared_users, width)
             return Queries(exact, user_lengths, *code_tensors)
         user_sizes = scored_users.double().square().sum(1).sqrt()
@@ -141,7 +152,9 @@ class DeviceItems:
             user_sizes,
         )
 
-    def exclusion_pairs(self, exclusions: Histories, user_rows: slice | NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+    def exclusion_pairs(
+        self, exclusions: Histories, user_rows: slice | NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (row, ordinal) int64 of all exclusions of some users; an invalid ordinal is the number of items."""
         if isinstance(user_rows, slice):  # histories of consecutive users are contiguous
             indptr = exclusions.indptr[user_rows.start : user_rows.stop + 1]
@@ -155,25 +168,27 @@ class DeviceItems:
         pair_rows = pair_rows.repeat_interleave(counts, output_size=len(indices))
         return pair_rows, torch.where((ordinals >= 0) & (ordinals < item_count), ordinals, item_count)
 
-    def score_margins(self, columns: Columns, groups: slice, user_lengths: torch.Tensor, user_residuals: torch.Tensor) -> torch.Tensor:
+    def score_margins(
+        self, columns: Columns, groups: slice, user_lengths: torch.Tensor, user_residuals: torch.Tensor
+    ) -> torch.Tensor:
         """Return float32 [n, groups]: the largest difference between a product and its score, with both vectors scaled.
 
-        `scaled_lengths` and `residual_lengths` [n] are the users'. With codes q, q' and residuals r, r' of the vectors u, v: |u v - q
-        q'| <= |q| |r'| + |r| |v|, plus the rounding of the sums.
+        `scaled_lengths` and `residual_lengths` [n] are the users'. With codes q, q' and residuals r, r' of the vectors
+        u, v: |u v - q q'| <= |q| |r'| + |r| |v|, plus the rounding of the sums.
         """
         longest = columns.longest_by_group[groups]
         weight = self.margin_weights(longest, columns.residual_by_group[groups])
         return (user_lengths + user_residuals)[:, None] * weight + user_residuals[:, None] * longest + UNDERFLOW_ERROR
 
     def margin_weights(self, longest_lengths: torch.Tensor, longest_residuals: torch.Tensor) -> torch.Tensor:
-        """Return float32, in the shape of `longest_lengths`: the factor of a user's length plus residual in a margin."""
+        """Return float32, shaped like `longest_lengths`: the factor of a user's length plus residual in a margin."""
         return longest_residuals + self.relative_rounding_error * (longest_lengths + longest_residuals)
 
 
 def encode_vectors(
     vectors: torch.Tensor, vector_scale: torch.Tensor | float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (codes [n, width], lengths float32 [n], residual lengths float32 [n]) of float32 [n, dims] times `vector_scale`.
+    """Return (codes [n, width], lengths and residual lengths float32 [n]) of float32 [n, dims] times `vector_scale`.
 
     Scales are powers of two, so only the code itself is rounded. Its rounding is measured, not estimated.
     """

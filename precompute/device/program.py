@@ -122,11 +122,15 @@ class Program:
         """Start a batch; return a function that waits for its outputs."""
         if stream is None:
             with torch.inference_mode():
-                tensors = [torch.from_numpy(batch_inputs[input_index]).to(self._device) for input_index in self._input_order]
+                tensors = [
+                    torch.from_numpy(batch_inputs[input_index]).to(self._device) for input_index in self._input_order
+                ]
                 output = self._output(tensors).to(torch.float32).cpu()
             return lambda: np.asarray(output.numpy(), np.float32)
         with torch.inference_mode(), torch.cuda.stream(stream):
-            pinned_inputs = [torch.from_numpy(batch_inputs[input_index]).pin_memory() for input_index in self._input_order]
+            pinned_inputs = [
+                torch.from_numpy(batch_inputs[input_index]).pin_memory() for input_index in self._input_order
+            ]
             device_output = self._output([tensor.to(self._device, non_blocking=True) for tensor in pinned_inputs])
             host_output = torch.empty(device_output.shape, dtype=torch.float32, pin_memory=True)
             host_output.copy_(device_output, non_blocking=True)

@@ -243,7 +243,9 @@ class DeviceScorer:
             keys, is_certain_on_device = (kernels.search if kernels else search)(
                 self._items, search_request.columns, queries, excluded_pairs, search_request.k, shape
             )
-            host_tensors, copied_event = self._copy_to_host((*unpack_keys(keys), is_certain_on_device, queries.unscaled_lengths))
+            host_tensors, copied_event = self._copy_to_host(
+                (*unpack_keys(keys), is_certain_on_device, queries.unscaled_lengths)
+            )
         if copied_event is not None:
             copied_event.synchronize()
         ordinals, scores, is_certain, user_lengths = (host_tensor.numpy() for host_tensor in host_tensors)
@@ -297,13 +299,16 @@ class DeviceScorer:
     def _shrink(self, search_request: _SearchRequest, shape: SearchShape, error: Exception) -> None:
         """Halve the size of pieces from now on; give up if it cannot be halved."""
         is_narrowest = (
-            self._usable_kernels(search_request, shape.candidates_per_user) or shape.column_count <= search_request.columns.block_column_count
+            self._usable_kernels(search_request, shape.candidates_per_user)
+            or shape.column_count <= search_request.columns.block_column_count
         )
         if shape.user_count == 1 and is_narrowest:
             self._give_up(error)
             return
         with self._change_lock:
-            if self._choose_shape(search_request, shape.candidates_per_user) == shape:  # else another slab has already halved it
+            if (
+                self._choose_shape(search_request, shape.candidates_per_user) == shape
+            ):  # else another slab has already halved it
                 self._part_count *= 2
                 _log.info("%s: out of memory with %s; continuing with half of it", self._device, shape)
         if self._device.type == "cuda":

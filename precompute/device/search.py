@@ -26,7 +26,7 @@ _NO_SCORE = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class SearchShape:
-    """Size of one piece of work: `user_count` rows by `column_count` of products, `candidates_per_user` candidates for each user."""
+    """Size of one piece of work: rows of users by columns of products, and the candidates for each user."""
 
     user_count: int
     column_count: int
@@ -45,13 +45,23 @@ class _BestCandidates:
     column_numbers: torch.Tensor
     highest_omitted_bounds: torch.Tensor
 
-    def merge(self, user_rows: torch.Tensor, upper_bounds: torch.Tensor, lower_bounds: torch.Tensor, column_numbers: torch.Tensor) -> None:
+    def merge(
+        self,
+        user_rows: torch.Tensor,
+        upper_bounds: torch.Tensor,
+        lower_bounds: torch.Tensor,
+        column_numbers: torch.Tensor,
+    ) -> None:
         """Add candidates [rows, any number] to those of some rows, and drop those with the lowest bounds."""
         uppers = torch.cat([self.upper_bounds[user_rows], upper_bounds], 1)
         best_uppers, best_indices = uppers.topk(self.upper_bounds.shape[1], 1)
         self.upper_bounds[user_rows] = best_uppers
-        self.lower_bounds[user_rows] = torch.cat([self.lower_bounds[user_rows], lower_bounds], 1).gather(1, best_indices)
-        self.column_numbers[user_rows] = torch.cat([self.column_numbers[user_rows], column_numbers], 1).gather(1, best_indices)
+        self.lower_bounds[user_rows] = torch.cat([self.lower_bounds[user_rows], lower_bounds], 1).gather(
+            1, best_indices
+        )
+        self.column_numbers[user_rows] = torch.cat([self.column_numbers[user_rows], column_numbers], 1).gather(
+            1, best_indices
+        )
         self.leave_out(user_rows, best_uppers[:, -1])
 
     def leave_out(self, user_rows: torch.Tensor, omitted_bounds: torch.Tensor) -> None:
@@ -60,7 +70,7 @@ class _BestCandidates:
 
 
 def split_into_tiles(columns: Columns, tile_columns_max: int) -> Iterator[slice]:
-    """Yield whole blocks of columns, at most `tile_columns_max` at a time; with many columns the first tiles are small."""
+    """Yield whole blocks of at most `tile_columns_max` columns; with many columns the first tiles are small."""
     column_count, block_columns = len(columns.item_ordinals), columns.block_column_count
     first_column = 0
     while first_column < column_count:
@@ -149,7 +159,9 @@ def _can_still_change(
     group = tile.start // columns.group_size
     first_group = slice(group, group + 1)  # groups are ordered by falling length
     length, residual = queries.scaled_lengths[user_rows], queries.residual_lengths[user_rows]
-    reachable_scores = length * columns.longest_by_group[group] + items.score_margins(columns, first_group, length, residual)[:, 0]
+    reachable_scores = (
+        length * columns.longest_by_group[group] + items.score_margins(columns, first_group, length, residual)[:, 0]
+    )
     kth_scores = candidates.lower_bounds[user_rows].topk(k, 1)[0][:, -1]
     return kth_scores <= reachable_scores
 
@@ -168,7 +180,9 @@ def _scan_tile(
     product = queries.user_codes[user_rows] @ columns.item_codes[tile].T
     _hide(product, columns, hidden_pairs, user_rows, len(queries.user_codes), tile)
     groups = slice(tile.start // group_size, tile.stop // group_size)
-    margin = items.score_margins(columns, groups, queries.scaled_lengths[user_rows], queries.residual_lengths[user_rows])
+    margin = items.score_margins(
+        columns, groups, queries.scaled_lengths[user_rows], queries.residual_lengths[user_rows]
+    )
     bounds = columns.largest_by_group(product).to(torch.float32) + margin
     best_bounds, group_indices = bounds.topk(min(fetch, bounds.shape[1]), 1)
     if best_bounds.shape[1] < bounds.shape[1]:
@@ -214,7 +228,9 @@ def _compute_exact_keys(
     for first_row in range(0, user_count, rows_at_once):
         user_rows = slice(first_row, first_row + rows_at_once)
         ordinals = columns.item_ordinals[candidates.column_numbers[user_rows]]
-        ordinals = ordinals.clamp(max=len(items.ordinals_by_length) - 1)  # columns of padding have an ordinal beyond the items
+        ordinals = ordinals.clamp(
+            max=len(items.ordinals_by_length) - 1
+        )  # columns of padding have an ordinal beyond the items
         scores = exact_dots(queries.exact_vectors[user_rows], items.exact_vectors[ordinals])
         if items.cosine_lengths is not None and queries.cosine_lengths is not None:
             length_products = items.cosine_lengths[ordinals] * queries.cosine_lengths[user_rows, None]

@@ -121,7 +121,9 @@ def drop_from_sketches(config: NightConfig, store: ArtefactStore, control: Contr
     for generation in sorted(control.rows()):
         with contextlib.suppress(LarderError):  # the generation's files are removed
             table_names |= set(read_manifest(store, generation).tables)
-    sketch_members = [sketch_member_of((table, erasure.raw_id)) for erasure in erasures for table in sorted(table_names)]
+    sketch_members = [
+        sketch_member_of((table, erasure.raw_id)) for erasure in erasures for table in sorted(table_names)
+    ]
     batches = [
         sketch_members[batch_start : batch_start + UNLINK_BATCH_KEYS]
         for batch_start in range(0, len(sketch_members), UNLINK_BATCH_KEYS)

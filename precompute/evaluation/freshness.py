@@ -162,8 +162,8 @@ def cut_before_days(log: TimedLog, day_count: int) -> int:
 class Targets:
     """Items that users interact with, each to be found in the user's list just before; arrays are int64 [targets].
 
-    `user_numbers` are renumbered from 0; `first_rows` are the first rows of the users in the log. By strategy, `end_rows_by_strategy` are the ends
-    of the rows from which the lists are computed.
+    `user_numbers` are renumbered from 0; `first_rows` are the first rows of the users in the log. By strategy,
+    `end_rows_by_strategy` are the ends of the rows from which the lists are computed.
     """
 
     user_numbers: NDArray[np.int64]
@@ -224,8 +224,10 @@ class Targets:
         return np.asarray(self.end_rows_by_strategy[EVENTS] > self.end_rows_by_strategy[NIGHT])
 
 
-def find_computation_times(answer_times_us: NDArray[np.int64], cut_us: int, refresh_policy: RefreshStrategy) -> NDArray[np.int64]:
-    """Return the times before which all rows are included in the lists answered at `answer_times_us`, in microseconds."""
+def find_computation_times(
+    answer_times_us: NDArray[np.int64], cut_us: int, refresh_policy: RefreshStrategy
+) -> NDArray[np.int64]:
+    """Return the times before which the lists answered at `answer_times_us` include all rows, in microseconds."""
     if not refresh_policy.period_s:
         return answer_times_us
     period_us = refresh_policy.period_s * MICROSECONDS_PER_SECOND
@@ -327,7 +329,9 @@ def rank_targets(
     """Compute each list once for all of its targets; time the towers and the search."""
     ends = targets.end_rows_by_strategy[refresh_policy]
     exclusion_ends = targets.end_rows_by_strategy[EVENTS] if refresh_policy.leaves_out_newer_items else ends
-    list_bounds, list_indices = np.unique(np.stack([targets.first_rows, ends, exclusion_ends]), axis=1, return_inverse=True)
+    list_bounds, list_indices = np.unique(
+        np.stack([targets.first_rows, ends, exclusion_ends]), axis=1, return_inverse=True
+    )
     targets_by_list = np.argsort(list_indices, kind="stable")
     first_targets = np.searchsorted(list_indices[targets_by_list], np.arange(list_bounds.shape[1] + 1))
     ranks, total_s = np.full(len(targets), -1, np.int64), 0.0
@@ -405,7 +409,11 @@ class Estimate:
         """Return a JSON-able form, rounded to five decimals."""
         return {
             statistic_name: round(statistic, 5)
-            for statistic_name, statistic in (("value", self.mean_value), ("low", self.interval_low), ("high", self.interval_high))
+            for statistic_name, statistic in (
+                ("value", self.mean_value),
+                ("low", self.interval_low),
+                ("high", self.interval_high),
+            )
         }
 
 
@@ -624,9 +632,11 @@ def report_to_json(report: FreshnessReport) -> dict[str, Any]:
                 "targets": group.target_count,
                 "with_newer_events": group.newer_event_count,
                 **{
-                    measure: {refresh_policy.strategy_name: estimate.to_json() for refresh_policy, estimate in means.items()}
+                    measure: {refresh_policy.strategy_name: estimate.to_json() for refresh_policy,
+                    estimate in means.items()}
                     for measure, means in (
-                        ("recall", group.recall_by_strategy), ("ndcg", group.ndcg_by_strategy), ("gain", group.recall_gain_by_strategy),
+                        ("recall", group.recall_by_strategy), ("ndcg", group.ndcg_by_strategy), ("gain",
+                        group.recall_gain_by_strategy),
                     )
                 },
             }
@@ -656,14 +666,21 @@ def report_tables(report: FreshnessReport) -> list[Table | str]:
     )
     model_text = (
         f"{escape(facts['model'])}, {facts['dims']} dimensions, trained {facts['trained']}. To be found are "
-        f"{all_targets.target_count:,} items that {facts['users_evaluated']:,} users took up, {all_targets.newer_event_count:,} of "
+        f"{all_targets.target_count:,} items that {facts['users_evaluated']:,} users took up, "
+        f"{all_targets.newer_event_count:,} of "
         "them after something else since the night."
     )
     strategy_table = _number_table("lists by", f"recall@{k}", "95 %", f"NDCG@{k}", "95 %", "more than nights", "95 %")
     for refresh_policy in STRATEGIES:
-        gain = (all_targets.recall_gain_by_strategy[refresh_policy],) if refresh_policy in all_targets.recall_gain_by_strategy else ()
+        gain = (
+            (all_targets.recall_gain_by_strategy[refresh_policy],)
+            if refresh_policy in all_targets.recall_gain_by_strategy
+            else ()
+        )
         means = (all_targets.recall_by_strategy[refresh_policy], all_targets.ndcg_by_strategy[refresh_policy], *gain)
-        strategy_table.add_row(refresh_policy.description, *(text for estimate in means for text in _estimate_texts(estimate)))
+        strategy_table.add_row(
+            refresh_policy.description, *(text for estimate in means for text in _estimate_texts(estimate))
+        )
     group_table = _number_table(
         "items taken up", "number", "newer events", *(refresh_policy.description for refresh_policy in STRATEGIES),
         "events more than nights", "95 %",
@@ -672,7 +689,11 @@ def report_tables(report: FreshnessReport) -> list[Table | str]:
         recalls = (f"{group.recall_by_strategy[refresh_policy].mean_value:.4f}" for refresh_policy in STRATEGIES)
         newer_percentage = f"{group.newer_event_count / group.target_count:.0%}"
         group_table.add_row(
-            group.group_name, f"{group.target_count:,}", newer_percentage, *recalls, *_estimate_texts(group.recall_gain_by_strategy[EVENTS])
+            group.group_name,
+            f"{group.target_count:,}",
+            newer_percentage,
+            *recalls,
+            *_estimate_texts(group.recall_gain_by_strategy[EVENTS]),
         )
     cost_table = _number_table("lists by", "lists a day, where inputs changed", "of all users", "ms a list", "s a day")
     for cost in report.strategy_costs:

@@ -167,10 +167,10 @@ def _usable_values(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ModelTrial:
-    """Trial of one model on the values that events set; missing inputs are filled with the table values of `filler_row`.
+    """Trial of one model on the values that events set; missing inputs are filled with the values of `filler_row`.
 
-    `filler_row` is an entity for which the model gives a finite output; None if the table has none. `output_abs_max` is the
-    limit of the absolute value of outputs.
+    `filler_row` is an entity for which the model gives a finite output; None if the table has none. `output_abs_max` is
+    the limit of the absolute value of outputs.
     """
 
     model: BundleModel
@@ -204,7 +204,9 @@ class _ModelTrial:
                 }
                 is_bounded = model is bundle.item_tower and _largest_abs(outputs[good_indexes]) <= NEW_VECTOR_ABS_MAX
                 return replace(
-                    trial_without_row, row=example_row, output_abs_max=NEW_VECTOR_ABS_MAX if is_bounded else np.inf
+                    trial_without_row,
+                    filler_row=example_row,
+                    output_abs_max=NEW_VECTOR_ABS_MAX if is_bounded else np.inf,
                 )
         return trial_without_row
 

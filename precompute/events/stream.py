@@ -139,7 +139,8 @@ def take_events(
     while taken_events.until_position < end_position:
         stream_read = _read_stream(client, keys.events, taken_events.until_position, end_position, erased_entities)
         if store.write_once(
-            taken_file_path(taken_events.until_position), encode_events(stream_read.positions_and_events, stream_read.until_position)
+            taken_file_path(taken_events.until_position),
+            encode_events(stream_read.positions_and_events, stream_read.until_position),
         ):
             taken_events = TakenEvents(
                 stream_read.until_position,
@@ -397,7 +398,8 @@ def _rewrite_without_erased(store: ArtefactStore, erased_entities: ErasedEntitie
 def without_erased(event_table: Any, erased_entities: ErasedEntities) -> Any:
     """Return the rows of a file that name no erased entity."""
     remaining_mask = pc.and_(
-        _mask_not_erased(event_table, "user", erased_entities.users), _mask_not_erased(event_table, "item", erased_entities.items)
+        _mask_not_erased(event_table, "user", erased_entities.users),
+        _mask_not_erased(event_table, "item", erased_entities.items),
     )
     return event_table.filter(remaining_mask)
 

@@ -62,7 +62,8 @@ class AttributeValues:
         assert value_names is not None  # noqa: S101 - facets of other kinds were refused
         if len(value_names) > FACET_VALUES_MAX:
             raise ConfigError(
-                f"[facets.{attribute_name}]: its attribute has {len(value_names):,} values, more than {FACET_VALUES_MAX:,}",
+                f"[facets.{attribute_name}]: its attribute has {len(value_names):,} values, more than "
+                f"{FACET_VALUES_MAX:,}",
                 field="facets",
             )
         if column.offsets is None:
@@ -111,7 +112,9 @@ def _write_facet(
             batch_indexes = sort_order[start : start + _RECORDS_PER_BATCH]
             list_ordinals = values.best_item_lists(value_rows[batch_indexes], k)
             list_scores = np.where(
-                list_ordinals == NO_ITEM, np.float32(0), item_scores[np.where(list_ordinals == NO_ITEM, 0, list_ordinals)]
+                list_ordinals == NO_ITEM,
+                np.float32(0),
+                item_scores[np.where(list_ordinals == NO_ITEM, 0, list_ordinals)],
             )
             value_fingerprints = fingerprints([value_ids[row] for row in batch_indexes.tolist()])
             page_file.append(encode_topk(layout, value_fingerprints, list_ordinals, list_scores, cut_at))

@@ -231,7 +231,8 @@ def _write_attribute(
 
 def _unfit_type_error(source_file: SourceFile, attribute_name: str, arrow_type: Any) -> SourceError:
     return SourceError(
-        f"{source_file}: column {attribute_name!r} is {arrow_type}; attributes must be texts, lists of texts, numbers, booleans "
+        f"{source_file}: column {attribute_name!r} is {arrow_type}; attributes must be texts, lists of texts, "
+        "numbers, booleans "
         "or times",
         column=attribute_name,
     )

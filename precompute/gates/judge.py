@@ -306,7 +306,7 @@ def demand_overridable(rule: str) -> None:
 def apply_overrides(verdicts: Sequence[Verdict], override_reasons: Mapping[str, str]) -> list[Verdict]:
     """Return the verdicts; failures of overridable rules that were overridden pass, with the reason."""
     return [
-        replace(verdict, passed=True, overridden=override_reasons[verdict.rule])
+        replace(verdict, passed=True, override_reason=override_reasons[verdict.rule])
         if not verdict.passed and verdict.rule in override_reasons and verdict.rule in OVERRIDABLE_RULES
         else verdict
         for verdict in verdicts

@@ -198,7 +198,8 @@ def read_feature_items(
     )
     # Unusable values of events are noted when the feature columns are pinned.
     for ids, column_by_name in with_event_values(
-        table_batches, event_values, entity_kind="item", unusable=UnusableRows(), input_specs=_feature_inputs(models, "item"),
+        table_batches, event_values, entity_kind="item", unusable=UnusableRows(), input_specs=_feature_inputs(models,
+        "item"),
         addable_ids=event_item_ids,
     ):  # fmt: skip
         id_chunks.append(ids.row_texts())
@@ -473,7 +474,8 @@ def columns_by_ordinal(
     unusable_rows = UnusableRows() if unusable is None else unusable
     table_batches = read_features(path, id_column, feature_columns)
     batches = list(with_event_values(
-        table_batches, event_values, entity_kind="item", unusable=unusable_rows, input_specs=input_specs, addable_ids=event_item_ids
+        table_batches, event_values, entity_kind="item", unusable=unusable_rows, input_specs=input_specs,
+        addable_ids=event_item_ids
     ))  # fmt: skip
     row_ordinals = np.concatenate([_ordinals_in_pieces(items, ids.row_texts()) for ids, _ in batches])
     matched_indexes = np.flatnonzero(row_ordinals >= 0)[::-1]  # reversed: of repeated rows the first one counts

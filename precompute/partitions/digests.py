@@ -66,7 +66,9 @@ def digest_column(arrow_column: Any) -> Digests:
         return digest_column(arrow_column.dictionary_decode())
     if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type) or pa.types.is_fixed_size_list(arrow_type):
         list_lengths = np.asarray(pc.fill_null(pc.list_value_length(arrow_column), 0), np.int64)
-        row_digests = digest_value_rows(digest_column(arrow_column.flatten()), np.concatenate([[0], np.cumsum(list_lengths)]))
+        row_digests = digest_value_rows(
+            digest_column(arrow_column.flatten()), np.concatenate([[0], np.cumsum(list_lengths)])
+        )
     elif is_text_type(arrow_type):
         filled_column = pc.fill_null(arrow_column, "") if arrow_column.null_count else arrow_column
         row_digests = mix_bits(text_hashes(filled_column.cast(pa.string()), 0))
@@ -104,7 +106,9 @@ def digest_users(shard_input: ShardInput, item_hashes: Digests) -> Digests:
         row_starts = np.arange(len(user_digests) + 1) * vector_bits.shape[1]
         user_digests = mix_bits(user_digests ^ digest_value_rows(vector_bits.ravel(), row_starts))
     if shard_input.history_times is not None:
-        user_digests = mix_bits(user_digests + digest_value_rows(shard_input.history_times.view(np.uint64), shard_input.history_indptr))
+        user_digests = mix_bits(
+            user_digests + digest_value_rows(shard_input.history_times.view(np.uint64), shard_input.history_indptr)
+        )
     return user_digests
 
 

@@ -35,7 +35,9 @@ def positions_of_hashes(sorted_hashes: NDArray[np.uint64], query_hashes: NDArray
     lagging_indexes = np.flatnonzero(sorted_hashes[hash_positions] < query_hashes)
     while len(lagging_indexes):
         hash_positions[lagging_indexes] += 1
-        lagging_indexes = lagging_indexes[sorted_hashes[hash_positions[lagging_indexes]] < query_hashes[lagging_indexes]]
+        lagging_indexes = lagging_indexes[
+            sorted_hashes[hash_positions[lagging_indexes]] < query_hashes[lagging_indexes]
+        ]
     if (sorted_hashes[hash_positions] != query_hashes).any():
         raise _unnamed_users_error()
     return hash_positions

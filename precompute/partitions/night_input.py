@@ -24,10 +24,10 @@ def no_further_interactions(_first_file: int, _unusable: UnusableRows) -> Iterat
 
 
 class NightValues(NamedTuple):
-    """Values that events set, by use: inputs of models for users and items, and `item_attribute_values` of items for filters.
+    """Values that events set: inputs of models for users and items, and `item_attribute_values` for filters.
 
-    `event_item_ids` are items for which events set all inputs that the models need; `unlisted_item_ids` are those of them that
-    no source table has. `user_values_digest` is the digest of the users' values.
+    `event_item_ids` are items for which events set all inputs that the models need; `unlisted_item_ids` are those of
+    them that no source table has. `user_values_digest` is the digest of the users' values.
     """
 
     user_values: EntityValues
@@ -95,8 +95,8 @@ NO_FURTHER_INPUT: Final = FurtherInput()
 class NightInput:
     """Input of a night: the sources up to a cut, a feature's further input without a cut, and the erased entities.
 
-    `interaction_files` are the files of interactions, None for those that the sources name; `pinned_inputs` are all input files with their
-    checksums, interactions first.
+    `interaction_files` are the files of interactions, None for those that the sources name; `pinned_inputs` are all
+    input files with their checksums, interactions first.
     """
 
     config: NightConfig

@@ -93,7 +93,7 @@ _TOUCHED_SCHEMA = pa.schema([(HASH_COLUMN, pa.uint64())])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InteractionCounts:
-    """Counts of interactions: all before the cut, with unknown items, per item, and after the cut (`late_interaction_count`).
+    """Counts of interactions: all before the cut, those with unknown items, those of each item, and those after the cut.
 
     `unknown_item_hashes` are the sorted hashes of the unknown items' ids.
     """
@@ -123,7 +123,7 @@ class PartitionResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlierPartition:
-    """Partition of an earlier night, made from the first `interaction_file_count` interaction and `event_file_count` event files.
+    """Partition of an earlier night, made from the first interaction files and event files.
 
     `new_ordinals` int64 [earlier items] maps the earlier ordinals to this night's, -1 for a removed item; None if no
     ordinal changed. `lost_item_hashes` are hashes of the removed items' ids. The counts, and `unusable` by source, are
@@ -221,8 +221,8 @@ class PartitionJob:
     """Partition of a night's input into the Arrow files of each shard (`file_kinds_in`), below `folder`.
 
     Values that one of `feature_inputs` cannot use are counted; values of further `feature_columns` are not checked.
-    Users' vectors, if the night has any, must have `vector_dims` numbers. With `needs_history`, no model answers for a user
-    without a history, so users known only from features set by events are not counted. The `holdout` collects
+    Users' vectors, if the night has any, must have `vector_dims` numbers. With `needs_history`, no model answers for a
+    user without a history, so users known only from features set by events are not counted. The `holdout` collects
     interactions after the cut.
     """
 
@@ -386,7 +386,13 @@ def _partition_interactions(
             if touched_files is not None:
                 touched_files.write(pa.table([user_hashes], schema=_TOUCHED_SCHEMA), user_ranges)
     return InteractionCounts(
-        row_count, unknown_item_rows, popularity, unknown_hashes_seen.all_hashes(), late_count, row_counts, unknown_examples
+        row_count,
+        unknown_item_rows,
+        popularity,
+        unknown_hashes_seen.all_hashes(),
+        late_count,
+        row_counts,
+        unknown_examples,
     )
 
 
@@ -445,6 +451,10 @@ def note_repeated_users(source_name: str, user_table: Any, unusable_rows: Unusab
 
 def write_count_files(generation_folder: Path, interaction_counts: InteractionCounts) -> list[str]:
     """Write interaction counts by item, and the unknown items, for a later night that takes this partition over."""
-    write_atomically(generation_folder / POPULARITY_FILE, interaction_counts.interactions_by_item.astype("<i8").tobytes())
-    write_atomically(generation_folder / UNKNOWN_ITEMS_FILE, interaction_counts.unknown_item_hashes.astype("<u8").tobytes())
+    write_atomically(
+        generation_folder / POPULARITY_FILE, interaction_counts.interactions_by_item.astype("<i8").tobytes()
+    )
+    write_atomically(
+        generation_folder / UNKNOWN_ITEMS_FILE, interaction_counts.unknown_item_hashes.astype("<u8").tobytes()
+    )
     return [POPULARITY_FILE, UNKNOWN_ITEMS_FILE]

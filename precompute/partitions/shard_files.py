@@ -130,7 +130,9 @@ def allow_open_files(file_count: int) -> None:
 class ShardFiles:
     """Writer of Arrow streams, one per hash range or several; drafts are renamed when all are complete."""
 
-    def __init__(self, paths: Sequence[Path], arrow_schema: Any, *, is_synced: bool = True, ranges_per_file: int = 1) -> None:
+    def __init__(
+        self, paths: Sequence[Path], arrow_schema: Any, *, is_synced: bool = True, ranges_per_file: int = 1
+    ) -> None:
         """Open the drafts; each file holds `ranges_per_file` consecutive hash ranges.
 
         `is_synced`: sync files to disk before renaming, since a truncated stream reads like a complete one.

@@ -96,7 +96,11 @@ class ShardInput:
     def select_rows(self, entity_rows: NDArray[np.int64]) -> "ShardInput":
         """Return the input of these entities, in the order given."""
         histories = Histories(self.history_indptr, self.history_ordinals).select_rows(entity_rows)
-        times = None if self.history_times is None else Histories(self.history_indptr, self.history_times).select_rows(entity_rows)
+        times = (
+            None
+            if self.history_times is None
+            else Histories(self.history_indptr, self.history_times).select_rows(entity_rows)
+        )
         return ShardInput(
             entity_ids=self.entity_ids.take(pa.array(entity_rows)),
             entity_hashes=self.entity_hashes[entity_rows],
@@ -387,7 +391,9 @@ def join_shard_inputs(shard_inputs: Sequence[ShardInput]) -> ShardInput:
     if len(shard_inputs) == 1:
         return shard_inputs[0]
     history_lengths = np.concatenate([np.diff(shard_input.history_indptr) for shard_input in shard_inputs])
-    vector_parts = [shard_input.entity_vectors for shard_input in shard_inputs if shard_input.entity_vectors is not None]
+    vector_parts = [
+        shard_input.entity_vectors for shard_input in shard_inputs if shard_input.entity_vectors is not None
+    ]
     time_parts = [shard_input.history_times for shard_input in shard_inputs if shard_input.history_times is not None]
     return ShardInput(
         entity_ids=pa.concat_arrays([shard_input.entity_ids for shard_input in shard_inputs]),

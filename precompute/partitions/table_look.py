@@ -175,5 +175,7 @@ def _unknown_share_and_examples(id_columns: Sequence[Ids], known_ids: Any) -> tu
         is_unknown = ~as_numpy_mask(pc.is_in(ids.distinct_ids, value_set=known_ids))
         row_count += len(ids)
         unknown_rows += int(np.count_nonzero(is_unknown[ids.id_codes]))
-        unknown_examples |= dict.fromkeys(ids.distinct_ids.filter(pa.array(is_unknown))[:UNKNOWN_EXAMPLES_MAX].to_pylist())
+        unknown_examples |= dict.fromkeys(
+            ids.distinct_ids.filter(pa.array(is_unknown))[:UNKNOWN_EXAMPLES_MAX].to_pylist()
+        )
     return unknown_item_share(row_count, unknown_rows, 0), list(unknown_examples)[:UNKNOWN_EXAMPLES_MAX]

@@ -168,7 +168,9 @@ def _count_usable_values(
         feature_values.unusable_mask_by_reason for feature_values in values_by_input.values()
     ):
         unusable_rows.note_rows(source_name, bad_mask_by_reason, lambda row: {"user": ids.name_of(row)})
-    return [(input_spec, int(feature_values.usable_mask.sum())) for input_spec, feature_values in values_by_input.items()]
+    return [
+        (input_spec, int(feature_values.usable_mask.sum())) for input_spec, feature_values in values_by_input.items()
+    ]
 
 
 def write_vector_files(
@@ -204,7 +206,10 @@ def write_vector_files(
                 unusable_rows.note_rows(USER_VECTORS_SOURCE, vector_values.unusable_mask_by_reason, describe_row)
             is_kept = vector_values.usable_mask & erased.kept_users_mask(ids)
             used_rows += int(is_kept.sum())
-            kept_hashes, flat_vectors = (hash_user_ids(ids)[is_kept], pa.array(vector_values.input_numbers[is_kept].ravel()))
+            kept_hashes, flat_vectors = (
+                hash_user_ids(ids)[is_kept],
+                pa.array(vector_values.input_numbers[is_kept].ravel()),
+            )
             shard_files.write(
                 pa.table([
                     ids.row_texts().filter(pa.array(is_kept)), kept_hashes,

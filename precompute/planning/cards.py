@@ -140,7 +140,7 @@ class Card:
 
 
 def _interpolate(value_at_zero: float, value_at_one: float, position: float) -> float:
-    """Interpolate linearly between `value_at_zero` at 0 and `value_at_one` at 1; the result is at least a tenth of `value_at_zero`."""
+    """Interpolate linearly between the values at 0 and at 1; the result is at least a tenth of `value_at_zero`."""
     return max(value_at_zero + position * (value_at_one - value_at_zero), value_at_zero / 10)
 
 

@@ -62,7 +62,9 @@ def _count_requests(path: Path, config: NightConfig) -> NDArray[np.int64]:
     """Count the requests of each user in a log, int64; raise SourceError if it is unreadable or names no user."""
     try:
         if path.suffix in (".parquet", ".pq"):
-            user_id_chunks = [batch_ids.row_texts() for batch_ids, _ in read_features(path, config.sources.user_column, ())]
+            user_id_chunks = [
+                batch_ids.row_texts() for batch_ids, _ in read_features(path, config.sources.user_column, ())
+            ]
         else:
             read_options = pa.csv.ReadOptions(column_names=["user"])
             convert_options = pa.csv.ConvertOptions(column_types={"user": pa.string()})
@@ -162,7 +164,11 @@ def _forecast_tables(
     for column in (*time_table.columns[1:3], *rate_table.columns):
         column.justify, column.no_wrap = "right", True
     busy_note = "other programs were busy here meanwhile: by the clock, times are too long"
-    notes = [timings.extrapolation_note] * bool(timings.extrapolation_note) + [busy_note] * night_forecast.is_busy + [*night_forecast.remarks]
+    notes = (
+        [timings.extrapolation_note] * bool(timings.extrapolation_note)
+        + [busy_note] * night_forecast.is_busy
+        + [*night_forecast.remarks]
+    )
     filter_tables = [filter_table] * bool(night_forecast.filters)
     return [
         size_table,

@@ -54,7 +54,9 @@ class FilterCost:
     @property
     def pays_from_lookups(self) -> float:
         """Full-list lookups a day from which making the table is cheaper; infinity if no list is short."""
-        spared_s = self.short_list_share * (self.search_cpu_s + self.read_cpu_s)  # a search reads the entity's vector first
+        spared_s = self.short_list_share * (
+            self.search_cpu_s + self.read_cpu_s
+        )  # a search reads the entity's vector first
         return self.night_cpu_s / spared_s if spared_s > 0 else math.inf
 
     def to_json(self) -> dict[str, Any]:
@@ -108,7 +110,8 @@ def measure_filter_costs(
             short_share, short_share_at_ten = _short_list_shares(sample_lists, mask)
             costs.append(
                 FilterCost(
-                    filtered_table, filtered_table in config.filtered, int(mask.sum()), pages_by_table[table].page_count,
+                    filtered_table, filtered_table in config.filtered, int(mask.sum()),
+                    pages_by_table[table].page_count,
                     _sum_page_bytes(pages_by_table[table], page_costs),
                     search_time.cpu_s * entity_count / len(sample[0]), short_share, short_share_at_ten,
                     _measure_search_s(item_vectors, sample, mask, table_config.k, metric), read_s,

@@ -167,7 +167,9 @@ class Forecast:
             "dims": shape.dims,
             "interactions": self.interaction_count,
             "sample_users": self.sample_user_count,
-            "record_bytes": {table_name: layout.size_bytes for table_name, (_, layout) in shape.layout_by_table.items()},
+            "record_bytes": {
+                table_name: layout.size_bytes for table_name, (_, layout) in shape.layout_by_table.items()
+            },
             "pages": {table_name: table_pages.page_count for table_name, table_pages in shape.pages().items()},
             "payload_bytes": shape.payload_bytes,
             "redis_bytes": self.redis_bytes,
@@ -227,7 +229,7 @@ def forecast(
             timings = time_scoring(
                 trial, shape, source_user_count=source_user_count, longest_run_s=parameters.seconds, progress=progress
             )
-            shape = replace(shape, users=round(source_user_count * timings.recorded_share))
+            shape = replace(shape, user_count=round(source_user_count * timings.recorded_share))
             with connect(redis_server.url, config.redis_timeout_s) as client:
                 pages = shape.pages().values()
                 page_sizes = {size for table_pages in pages for size in table_pages.page_sizes}
@@ -346,7 +348,9 @@ def _gpu_rate(config: NightConfig, trial: Trial, shape: NightShape, parameters: 
 
 
 def _hit_rates_by_size(shape: NightShape, parameters: PlanParameters, popularity: Popularity) -> list[HitRates]:
-    list_layouts = [layout for entity, layout in shape.layout_by_table.values() if entity == "user" and layout.kind == "topk"]
+    list_layouts = [
+        layout for entity, layout in shape.layout_by_table.values() if entity == "user" and layout.kind == "topk"
+    ]
     layout = (list_layouts or [layout for _, layout in shape.layout_by_table.values()])[0]
     answer_bytes = parameters.answer_bytes
     if answer_bytes is None:
@@ -556,7 +560,10 @@ def l1_hit_rates(
     entries_max = float(popularity.key_counts.sum()) * (2 if answer_entry_bytes else 1)
     entries = entries_max if math.isinf(time) else expected_contents(time)[0]
     return HitRates(
-        l1_bytes_max, entries, _steady_rate(popularity, time), _rate_from_cold(popularity, time, daily_requests_per_process)
+        l1_bytes_max,
+        entries,
+        _steady_rate(popularity, time),
+        _rate_from_cold(popularity, time, daily_requests_per_process),
     )
 
 
@@ -577,7 +584,9 @@ def _steady_rate(popularity: Popularity, characteristic_time: float) -> float:
     return float(key_mass @ -np.expm1(-popularity.request_probabilities * characteristic_time))
 
 
-def _rate_from_cold(popularity: Popularity, characteristic_time: float, daily_requests_per_process: float | None) -> float | None:
+def _rate_from_cold(
+    popularity: Popularity, characteristic_time: float, daily_requests_per_process: float | None
+) -> float | None:
     """Return the mean hit rate over the first requests: the cache fills up until T, then the rate is steady."""
     if daily_requests_per_process is None or daily_requests_per_process < 1:
         return None

@@ -38,7 +38,7 @@ OWNER_COLUMN = "\x1fowner"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """All rows of the sampled users, numbered by `owner_indices`; `source_user_count` and `source_interaction_count` count all inputs."""
+    """All rows of the sampled users, numbered by `owner_indices`, and the counts of all inputs."""
 
     source_user_count: int
     source_interaction_count: int
@@ -131,7 +131,11 @@ def draw_sample(
         sampled_batch = batch.only(hash_id_rows(batch.user_ids, SAMPLE_HASH_SEED) <= hash_max)
         interaction_tables.append(
             pa.table(
-                {"user": sampled_batch.user_ids.row_texts(), "item": sampled_batch.item_ids.row_texts(), "time": sampled_batch.times_us}
+                {
+                    "user": sampled_batch.user_ids.row_texts(),
+                    "item": sampled_batch.item_ids.row_texts(),
+                    "time": sampled_batch.times_us,
+                }
             )
         )
         progress("draw the sample", sum(map(len, interaction_tables)), 0)
@@ -139,7 +143,9 @@ def draw_sample(
         _read_sampled_rows(_read_user_features(config, feature_columns, list_columns), hash_max),
         _read_sampled_rows(_read_user_vectors(config), hash_max),
     ]
-    return _build_sample(distinct_users.distinct_count, interactions, pa.concat_tables(interaction_tables), feature_tables)
+    return _build_sample(
+        distinct_users.distinct_count, interactions, pa.concat_tables(interaction_tables), feature_tables
+    )
 
 
 def _build_sample(

@@ -79,7 +79,8 @@ class Pages:
         """Return the total cost of the pages, where a page of n bytes costs `cost_by_page_bytes[n]`."""
         last_cost = cost_by_page_bytes[self.last_page_bytes] if self.last_page_bytes else 0.0
         return self.part_count * (
-            self.full_pages_per_part * (cost_by_page_bytes[self.full_page_bytes] if self.full_pages_per_part else 0.0) + last_cost
+            self.full_pages_per_part * (cost_by_page_bytes[self.full_page_bytes] if self.full_pages_per_part else 0.0)
+            + last_cost
         )
 
     @property
@@ -128,7 +129,9 @@ class NightShape:
     def pages(self) -> dict[str, Pages]:
         """Pages of each table."""
         return {
-            table_name: Pages.of(self.user_count if entity == "user" else self.item_count, self.shard_count, layout, self.page_bytes)
+            table_name: Pages.of(
+                self.user_count if entity == "user" else self.item_count, self.shard_count, layout, self.page_bytes
+            )
             for table_name, (entity, layout) in self.layout_by_table.items()
         } | {
             table_name: Pages.of(value_count, 1, layout, self.page_bytes)
@@ -232,7 +235,9 @@ def step_bytes(shape: NightShape) -> Mapping[str, int]:
 
 
 def _batch_bytes(shape: NightShape) -> int:
-    return max(BATCH_ROWS_MAX * GROUPED_ROW_BYTES, min(BATCH_BYTES_MAX, round(BATCH_ROWS_MAX * shape.feature_bytes_per_user)))
+    return max(
+        BATCH_ROWS_MAX * GROUPED_ROW_BYTES, min(BATCH_BYTES_MAX, round(BATCH_ROWS_MAX * shape.feature_bytes_per_user))
+    )
 
 
 def _slice_bytes(shape: NightShape) -> int:

@@ -215,7 +215,8 @@ class Trial:
             device_names = devices(device_setting)
         except ConfigError:  # the night's device is not on this host
             return replace(
-                table_rate, origin=f"{table_rate.rate_origin}; device {device_setting!r} cannot be used on this host"
+                table_rate,
+                rate_origin=f"{table_rate.rate_origin}; device {device_setting!r} cannot be used on this host",
             )
         if device_names:
             user_vectors, item_vectors = self.encode_sample()
@@ -258,7 +259,7 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
 def time_scoring(
     trial: Trial, shape: NightShape, *, source_user_count: int, longest_run_s: float, progress: Progress = quiet
 ) -> Timings:
-    """Time the scoring of two numbers of users and of items; the larger run takes about `longest_run_s`, or a whole shard."""
+    """Time the scoring of two numbers of users and of items; the larger takes about `longest_run_s`, or a whole shard."""
     recorded_share, preparation_time, opening_time = (
         trial.measure_recorded_share(),
         trial.time_preparation(),
@@ -276,12 +277,16 @@ def time_scoring(
     score(min(PROBE_COUNT, users_per_shard))  # not counted: the first run opens models and files
     user_time = _time_one_shard(score, users_per_shard, longest_run_s, TIMED_USERS_MAX).times(shape.shard_count)
     progress("time the scoring", 1, 2)
-    item_time = _time_one_shard(trial.time_items, -(-shape.item_count // shape.shard_count), longest_run_s, trial_item_count)
+    item_time = _time_one_shard(
+        trial.time_items, -(-shape.item_count // shape.shard_count), longest_run_s, trial_item_count
+    )
     item_time = item_time.times(shape.shard_count)
     progress("time the scoring", 2, 2)
     scored_count, seconds_by_stage = stage_seconds_by_count[-1]
     seconds_by_stage_of_all = {
-        stage: stage_s / scored_count * source_user_count for stage, stage_s in seconds_by_stage.items() if stage != "all"
+        stage: stage_s / scored_count * source_user_count
+        for stage, stage_s in seconds_by_stage.items()
+        if stage != "all"
     }
     note = ""
     size_factor = shape.item_count * shape.dims / (trial_item_count * trial.bundle.dims)
@@ -436,7 +441,9 @@ def _manifest_of_zeros(namespace: str, shape: NightShape, payload_share: float, 
     return Manifest(namespace, REHEARSED_GENERATION, 0, 0, "", "", {}, item_files, tables, {}, {}, empty_artefact, ())
 
 
-def measure_time(timed_run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0) -> tuple[TimeSpent, Result]:
+def measure_time(
+    timed_run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0
+) -> tuple[TimeSpent, Result]:
     """Return the time of a run, and its result.
 
     `other_cpu_s` returns the processor seconds of another process that works for the run.

@@ -236,7 +236,10 @@ def compute_spectral_tables(
     spectrum: Spectrum, item_degrees: NDArray[np.float64], shape: SpectralShape
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return (rows whose sum over a history is the user's vector, items' vectors), float32 [items, dims] each."""
-    singular_vectors, singular_values = (spectrum.singular_vectors[:, : shape.dims], spectrum.singular_values[: shape.dims])
+    singular_vectors, singular_values = (
+        spectrum.singular_vectors[:, : shape.dims],
+        spectrum.singular_values[: shape.dims],
+    )
     squared_values = np.square(singular_values)
     damping = squared_values / np.maximum(squared_values + shape.ridge * squared_values[0], 1e-30)
     history_rows = degree_power(item_degrees, -shape.item_exponent)[:, None] * singular_vectors * damping

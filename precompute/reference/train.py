@@ -94,8 +94,8 @@ RecallsByShape = dict[ModelShape, list[NDArray[np.float64]]]
 class ReferenceData:
     """Interactions as user and item numbers (int64 [n] each), with `interaction_times` int64 [n] if known.
 
-    `category_by_item` has one name per item. Texts may be Arrow strings: for a large catalogue, Python objects would take
-    more memory than all other data.
+    `category_by_item` has one name per item. Texts may be Arrow strings: for a large catalogue, Python objects would
+    take more memory than all other data.
     """
 
     user_rows: NDArray[np.int64]
@@ -192,7 +192,9 @@ def _read_categories(config: NightConfig, item_ids: Any) -> Any:
     category_codes = np.full(len(item_ids), -1, np.int64)
     matched_indexes = np.flatnonzero(item_rows >= 0)[::-1]  # reversed: of repeated rows the first one counts
     category_codes[item_rows[matched_indexes]] = row_category_codes[matched_indexes]
-    category_texts = pc.fill_null(category_names.distinct_ids.take(pa.array(category_codes, mask=category_codes < 0)), "")
+    category_texts = pc.fill_null(
+        category_names.distinct_ids.take(pa.array(category_codes, mask=category_codes < 0)), ""
+    )
     return pc.if_else(pc.equal(category_texts, ""), pa.scalar(UNKNOWN_CATEGORY, category_texts.type), category_texts)
 
 
@@ -218,7 +220,15 @@ def train(
     dims = min(dims, user_count, item_count)
     rng, choice_rng = np.random.default_rng(seed).spawn(2)
     choice = (
-        choose_shape(data.user_rows, data.item_rows, item_count, dims, choice_rng, times=data.interaction_times, progress=progress)
+        choose_shape(
+            data.user_rows,
+            data.item_rows,
+            item_count,
+            dims,
+            choice_rng,
+            times=data.interaction_times,
+            progress=progress,
+        )
         if shape is None
         else ShapeChoice(replace(shape, dims=dims))
     )
@@ -232,7 +242,9 @@ def train(
     history = InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=item_count)
     sharpened_centroids = centroids * np.float32(AFFINITY_SHARPNESS)
     padded_history_rows = np.concatenate([history_rows, np.zeros((1, dims), np.float32)])
-    program_by_model = _export_programs(padded_history_rows, item_vectors, sharpened_centroids) if writes_programs else {}
+    program_by_model = (
+        _export_programs(padded_history_rows, item_vectors, sharpened_centroids) if writes_programs else {}
+    )
     return write_bundle(
         bundle_folder,
         name=f"reference-{choice.method_name}",
@@ -263,7 +275,11 @@ def train(
             "items": item_count,
             "interactions": int(matrix.nnz),
             "seed": seed,
-            **({} if data.interaction_times is None else {"trained_until": _iso_time(int(data.interaction_times.max()))}),
+            **(
+                {}
+                if data.interaction_times is None
+                else {"trained_until": _iso_time(int(data.interaction_times.max()))}
+            ),
             **choice.report_fields(),
         },
     )
@@ -561,7 +577,10 @@ def cluster_spherically(
 
 
 def _compute_centroids(
-    directions: NDArray[np.float32], group_of_direction: NDArray[np.int64], group_count: int, default_centroids: NDArray[np.float32]
+    directions: NDArray[np.float32],
+    group_of_direction: NDArray[np.int64],
+    group_count: int,
+    default_centroids: NDArray[np.float32],
 ) -> NDArray[np.float32]:
     """Return the unit mean of each group; `default_centroids` for an empty group."""
     vector_count = len(directions)

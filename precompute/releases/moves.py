@@ -203,7 +203,13 @@ def start_canary(
     view = releases.view()
     live = _demand_canary(releases, generation, view, verified)
     release = releases.record(
-        "canary", generation, attempt=attempt, previous_generation=live.previous, canary_percent=canary_percent, rule=feedback_event, expected_epoch=view.epoch
+        "canary",
+        generation,
+        attempt=attempt,
+        previous_generation=live.previous,
+        canary_percent=canary_percent,
+        rule=feedback_event,
+        expected_epoch=view.epoch,
     )
     new_pointer = replace(
         live, epoch=release.epoch, attempt=attempt,
@@ -276,7 +282,9 @@ def refuse(releases: Releases, generation: str, *, reason: str, attempt: str) ->
     raise Conflict(f"{generation} became a canary again at each attempt to refuse it; try again")
 
 
-def _demand_gates(releases: Releases, generation: str, live_generation: str | None, verified: VerifyReport | None) -> None:
+def _demand_gates(
+    releases: Releases, generation: str, live_generation: str | None, verified: VerifyReport | None
+) -> None:
     """Raise Conflict unless all gates passed, and the report of `verify`, if given, names the live generation."""
     with conflict_if_files_missing(generation):
         gates = read_manifest(releases.store, generation).gates

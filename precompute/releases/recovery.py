@@ -45,7 +45,8 @@ def roll_back(config: NightConfig, *, target_generation: str | None, reason: str
     reason = demand_reason("a roll back", reason)
     with open_releases(config) as releases:
         with audited(
-            releases.store, "roll_back", f"to {target_generation or 'the previous one'}", actor=config.actor, reason=reason,
+            releases.store, "roll_back", ("to "
+                f"{target_generation or 'the previous one'}"), actor=config.actor, reason=reason,
             attempt=attempt,
         ) as audit_facts:  # fmt: skip
             moved = moves.roll_back(releases, target_generation=target_generation, reason=reason, attempt=attempt)
@@ -65,7 +66,7 @@ def roll_back(config: NightConfig, *, target_generation: str | None, reason: str
             with (
                 translate_redis_errors(),
                 # Readers are just swapping: a slow repair is better than one that delays them.
-                open_governor(config.governor, releases.control, awake=False) as governor,
+                open_governor(config.governor, releases.control, keeps_cores_awake=False) as governor,
             ):
                 report["mended"] = moves.repair_live(releases, pointer.generation, governor=governor)
         except (LarderError, OSError) as error:
@@ -307,9 +308,13 @@ def _registry_rows(releases: Releases, view: ReleaseView, overlay_ttl_s: float) 
         generation_id: RegistryRow(state, ledger.superseded_at.get(generation_id, restored_at), "restored")
         for generation_id, state in ledger.state_by_generation.items()
         if (
-            generation_id not in view.registry_rows and not (state is GenerationState.RETIRED and generation_id in forgotten_ids)
+            generation_id not in view.registry_rows
+            and not (state is GenerationState.RETIRED and generation_id in forgotten_ids)
         )
-        or (generation_id in view.registry_rows and view.registry_rows[generation_id].state is not view.state(generation_id))
+        or (
+            generation_id in view.registry_rows
+            and view.registry_rows[generation_id].state is not view.state(generation_id)
+        )
     }
 
 

@@ -88,7 +88,9 @@ def _primary_run_ids(run_id_by_node: RunIds) -> RunIds:
     return {node_name: run_id for node_name, run_id in run_id_by_node.items() if node_name.startswith("primary")}
 
 
-def wait_for_replicas(client: "redis.Redis", *, timeout_s: float, monotonic_clock: Callable[[], float] = time.monotonic) -> int:
+def wait_for_replicas(
+    client: "redis.Redis", *, timeout_s: float, monotonic_clock: Callable[[], float] = time.monotonic
+) -> int:
     """Return the number of replicas once each of them has all writes; raise Conflict after `timeout_s`."""
     deadline, caught_up_count = monotonic_clock() + timeout_s, 0
     while True:

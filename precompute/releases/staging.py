@@ -163,7 +163,8 @@ def _staging_conflict(
         )
     replica_count = len(readiness.ready_replicas) + len(readiness.waiting_replicas)
     return Conflict(
-        f"{generation} was not published: after {flip.wait_s:g} s {len(readiness.ready_replicas)} of {replica_count} live "
+        f"{generation} was not published: after {flip.wait_s:g} s {len(readiness.ready_replicas)} of "
+        f"{replica_count} live "
         "replicas are "
         f"ready, {flip.replicas_min or 'all'} must be ({readiness.describe_waiting(generation)}); repair or stop "
         "them, or set "

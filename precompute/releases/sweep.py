@@ -91,9 +91,9 @@ def unneeded_generations(
 ) -> list[str]:
     """Return the unneeded generations: not live, previous, canary, pinned, held by a replica, or just superseded.
 
-    A generation whose time of supersession is in the future counts as just superseded. The newest `kept_generations` superseded
-    generations, at least one, are kept for roll backs. Unfinished generations are unneeded once they are older than the
-    live one and unchanged for `abandon_after_s`, or at once if `generation_being_made` replaces them.
+    A generation whose time of supersession is in the future counts as just superseded. The newest `kept_generations`
+    superseded generations, at least one, are kept for roll backs. Unfinished generations are unneeded once they are
+    older than the live one and unchanged for `abandon_after_s`, or at once if `generation_being_made` replaces them.
     """
     view, checked_at = releases.view(), releases.clock()
     ledger = view.ledger

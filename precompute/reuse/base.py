@@ -194,8 +194,8 @@ def _read_generation(config: NightConfig, generation: str) -> tuple[Build, Begin
 class BaseShard:
     """Users of one shard of the base with their digests, and the records of those who have any.
 
-    `base_positions` int64 [users] are the positions of the users' records, -1 for a user without records; `records_by_table` are
-    records by table; `has_all_tables` [records] is True for users with an answer in every table.
+    `base_positions` int64 [users] are the positions of the users' records, -1 for a user without records;
+    `records_by_table` are records by table; `has_all_tables` [records] is True for users with an answer in every table.
     """
 
     hash_digest_pairs: NDArray[Any]

@@ -40,7 +40,9 @@ def identity(candidate: Candidate) -> Measurement:
     wrong_count, compared_count, note, skipped_shards = 0, 0, "", []
     for shard in shards:
         # Another processor, or a GPU missing on this host, changes the last bits of a model's outputs.
-        if build.need_report(shard_report_name(shard))["computed_by"] != computed_by(scorers.device_of_shard(shard).device):
+        if build.need_report(shard_report_name(shard))["computed_by"] != computed_by(
+            scorers.device_of_shard(shard).device
+        ):
             skipped_shards.append(shard)
             continue
         user_work = ShardWork.of(build, bundle, shard, scorers)

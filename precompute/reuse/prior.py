@@ -59,7 +59,7 @@ class PriorIndex:
         return {"generation": self.generation, "has_lists": has_lists, "why": self.no_lists_reason}
 
     def _read_base(self, read_from_base: Callable[[BaseGeneration], T]) -> tuple[T | None, str]:
-        """Return (data that `read_from_base` takes from the base, ""), or (None, the reason why it cannot be copied)."""
+        """Return (data that `read_from_base` takes, ""), or (None, the reason why it cannot be copied)."""
         if self.base is None:
             return None, self.no_lists_reason
         try:

@@ -142,7 +142,10 @@ class ShardReuse:
     def decide(self, entities: ShardInput, digests: Digests, hash_range: range) -> CopyDecisions:
         """Decide which users of a hash range, with these inputs, are checked, and which are copied without a check."""
         hash_slice = self.base_shard.slice_between(hash_range)
-        digest_pairs, base_positions = (self.base_shard.hash_digest_pairs[hash_slice], self.base_shard.base_positions[hash_slice])
+        digest_pairs, base_positions = (
+            self.base_shard.hash_digest_pairs[hash_slice],
+            self.base_shard.base_positions[hash_slice],
+        )
         user_rows = self.base_shard.find_rows(entities.entity_hashes)
         is_equal = user_rows >= 0
         is_equal[is_equal] = self.base_shard.hash_digest_pairs["digest"][user_rows[is_equal]] == digests[is_equal]
@@ -176,13 +179,18 @@ class ShardReuse:
         )  # fmt: skip
 
     def entered_lists_mask(
-        self, table_name: str, base_positions: NDArray[np.int64], user_vectors: NDArray[np.float32], exclusions: Histories
+        self,
+        table_name: str,
+        base_positions: NDArray[np.int64],
+        user_vectors: NDArray[np.float32],
+        exclusions: Histories,
     ) -> NDArray[np.bool_]:
         """Return the mask of the base's lists at `base_positions` that a new or changed item may enter."""
         rule = self.list_rules[table_name]
         return could_enter(
             user_vectors, self.item_vectors[rule.entering_ordinals], rule.entering_ordinals,
-            find_score_floors(rule.layout, self.base_shard.records_by_table[table_name][base_positions]), exclusions, rule.metric,
+            find_score_floors(rule.layout, self.base_shard.records_by_table[table_name][base_positions]), exclusions,
+            rule.metric,
         )  # fmt: skip
 
     def read_records(self, table_name: str, base_positions: NDArray[np.int64], cut_s: int) -> NDArray[Any]:

@@ -45,8 +45,8 @@ def reasons_path(shard: int) -> str:
 class PublishedInputs:
     """Inputs of users that a generation publishes if filters or events need them; None: not published.
 
-    `seen_item_times` belong to `seen_items`; `feature_json` holds the user tower's other inputs as JSON; `has_own_vector` marks
-    users whose vector comes from the sources.
+    `seen_item_times` belong to `seen_items`; `feature_json` holds the user tower's other inputs as JSON;
+    `has_own_vector` marks users whose vector comes from the sources.
     """
 
     seen_items: Histories
@@ -94,12 +94,14 @@ class CopyDecisions:
 
     def inputs_of(self, entities: ShardInput) -> ShardInput:
         """Return the inputs of the checked users."""
-        return entities if len(self.checked_rows) == len(entities.entity_ids) else entities.select_rows(self.checked_rows)
+        return (
+            entities if len(self.checked_rows) == len(entities.entity_ids) else entities.select_rows(self.checked_rows)
+        )
 
 
 @dataclass(slots=True, eq=False)
 class CopiedUsers:
-    """Users of a hash range: `user_hashes` [m] of all, and `own_rows` [n] of the chunk's own (computed) users, ascending.
+    """Users of a hash range: `user_hashes` [m] of all, and `own_rows` [n] of the chunk's own (computed) users, in order.
 
     `copied_positions` int64 [m] are the base's records of copied users, -1 for own users. `unchanged_positions` int64
     [n] are the base's records of own users with unchanged inputs, -1 for others.
@@ -148,7 +150,10 @@ class CopiedUsers:
         self.copied_positions[self.own_rows[stay_mask]] = self.unchanged_positions[stay_mask]
         computed_mask = ~stay_mask
         self.has_entering_item = self.could_stay[computed_mask]
-        self.own_rows, self.unchanged_positions = (self.own_rows[computed_mask], self.unchanged_positions[computed_mask])
+        self.own_rows, self.unchanged_positions = (
+            self.own_rows[computed_mask],
+            self.unchanged_positions[computed_mask],
+        )
         self.could_stay = self.could_stay[computed_mask]
 
     def reason_numbers(self) -> NDArray[np.uint8]:
@@ -230,7 +235,11 @@ class UserCopies(Protocol):
         ...
 
     def entered_lists_mask(
-        self, table_name: str, base_positions: NDArray[np.int64], user_vectors: NDArray[np.float32], exclusions: Histories
+        self,
+        table_name: str,
+        base_positions: NDArray[np.int64],
+        user_vectors: NDArray[np.float32],
+        exclusions: Histories,
     ) -> NDArray[np.bool_]:
         """Return the mask of the lists at `base_positions` that a new or changed item may enter."""
         ...

@@ -161,7 +161,7 @@ def split_rows(row_indexes: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemWork:
-    """State shared by all item tables of one shard; `model_by_table`, `tower_by_table` and `features_by_table` are by table of values."""
+    """State shared by all item tables of one shard; models, towers and features are by table of values."""
 
     build: Build
     bundle: Bundle
@@ -180,7 +180,9 @@ class ItemWork:
         items = open_items(build.root, build.need_report(BEGIN_REPORT), dims=bundle.dims)
         tables, scoring_device = scored_tables(build.config, bundle, "item"), scorers.device_of_shard(shard)
         models = {
-            table_name: bundle.value_models[str(table.value)] for table_name, table in tables.items() if table.kind == "value"
+            table_name: bundle.value_models[str(table.value)]
+            for table_name, table in tables.items()
+            if table.kind == "value"
         }
         return cls(
             build, bundle, scoring_device, items, tables, scorers.allowed_items(build), models,
@@ -208,7 +210,9 @@ class ItemWork:
                 )  # fmt: skip
         elif table.kind == "value":
             model = self.model_by_table[table_name]
-            answers, is_usable = item_outputs(self.tower_by_table[table_name], items, self.features_by_table[table_name], item_ordinals)
+            answers, is_usable = item_outputs(
+                self.tower_by_table[table_name], items, self.features_by_table[table_name], item_ordinals
+            )
             is_finite = find_finite_rows(answers)
             has_answer = is_usable & is_finite
             self._note(

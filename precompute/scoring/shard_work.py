@@ -99,7 +99,10 @@ class Chunk:
         remaining_rows = np.flatnonzero(~stay_mask)
         self.copied_users.stay(stay_mask)
         self.user_ids = self.user_ids.take(pa.array(remaining_rows))
-        self.user_hashes, self.user_fingerprints = (self.user_hashes[remaining_rows], self.user_fingerprints[remaining_rows])
+        self.user_hashes, self.user_fingerprints = (
+            self.user_hashes[remaining_rows],
+            self.user_fingerprints[remaining_rows],
+        )
         self.histories, self.published_inputs = (
             self.histories.select_rows(remaining_rows),
             self.published_inputs.select_rows(remaining_rows),
@@ -172,18 +175,18 @@ class ShardWork:
         )  # fmt: skip
         return cls(
             build=build,
-            number=shard,
+            shard=shard,
             items=items,
             tables=tables,
-            layouts=layouts,
+            layout_by_table=layouts,
             models=models,
             bundle=bundle,
             scoring_device=scoring_device,
-            seconds=dict.fromkeys(("read", "tower", "topk", "records", "write"), 0.0),
-            counts=dict.fromkeys(("entities", "scored", "short", "seen", "given", *REASON_NAMES), 0),
+            seconds_by_stage=dict.fromkeys(("read", "tower", "topk", "records", "write"), 0.0),
+            count_by_name=dict.fromkeys(("entities", "scored", "short", "seen", "given", *REASON_NAMES), 0),
             unusable=UnusableRows(),
             allowed_masks=scorers.allowed_items(build),
-            copies=scorers.user_copies(scope),
+            user_copies=scorers.user_copies(scope),
         )
 
     @property
@@ -237,7 +240,9 @@ class ShardWork:
             for model_name in towers:
                 if model_name != "user_tower":
                     is_wanted = (
-                        chunk.copied_users.unchanged_positions < 0 if self._copies_all_tables(model_name) else all_users_mask
+                        chunk.copied_users.unchanged_positions < 0
+                        if self._copies_all_tables(model_name)
+                        else all_users_mask
                     )
                     chunk.outputs_by_model[model_name] = self._outputs(chunk, model_name, is_wanted)
         chunk.features_by_model = {}
@@ -270,7 +275,10 @@ class ShardWork:
     def _outputs(self, chunk: Chunk, model_name: str, is_wanted: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Return float32 [users, dims], NaN for users without inputs or not wanted; note other non-finite rows."""
         tower = self._towers()[model_name]
-        is_usable, features = (chunk.is_usable_by_model[model_name] & is_wanted, chunk.features_by_model.get(model_name, {}))
+        is_usable, features = (
+            chunk.is_usable_by_model[model_name] & is_wanted,
+            chunk.features_by_model.get(model_name, {}),
+        )
         usable_rows = np.flatnonzero(is_usable)
 
         def row_in_words(row_index: int) -> str:

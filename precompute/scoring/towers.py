@@ -105,7 +105,9 @@ def select_usable_inputs(
 def _is_recent(entities: ShardInput) -> NDArray[np.bool_]:
     """Mask of the history items within the newest `history_limit` of their entity, bool [len(ordinals)]."""
     history_lengths = np.diff(entities.history_indptr)
-    places_from_end = repeat_values(entities.history_indptr[1:], history_lengths) - np.arange(len(entities.history_ordinals))
+    places_from_end = repeat_values(entities.history_indptr[1:], history_lengths) - np.arange(
+        len(entities.history_ordinals)
+    )
     return np.asarray(places_from_end <= entities.history_limit, np.bool_)
 
 
@@ -287,7 +289,8 @@ class DeviceTower:
         if relative_error <= threshold:
             return
         raise BundleError(
-            f"{self._name} on the device differs from its ONNX file on the processor by {relative_error:.2g} of {scale_text}, "
+            f"{self._name} on the device differs from its ONNX file on the processor by {relative_error:.2g} "
+            f"of {scale_text}, "
             f"more than {threshold:g}: export both from the same weights in float32, or set device to `off`",
             model=self._name,
             value=relative_error,

@@ -64,7 +64,9 @@ def read_users(work: ShardWork, scratch: Path, digests_file: GrowingFile | None 
         demand_disk_room(work.build.root, user_count * work.record_bytes * (remaining_slices + 1))
         for chunk, reached_share in chunks:
             chunk.entities_so_far = earlier_user_count + int(reached_share * slice_user_count)
-            chunk.shard_entity_count = (earlier_user_count + slice_user_count) * (slice_number + remaining_slices) // slice_number
+            chunk.shard_entity_count = (
+                (earlier_user_count + slice_user_count) * (slice_number + remaining_slices) // slice_number
+            )
             yield chunk
         earlier_user_count += slice_user_count
 
@@ -220,7 +222,8 @@ def _read_in_order(
     with ThreadPoolExecutor(reader_count, "read") as pool:
         unread_numbers = iter(part_numbers)
         futures = deque(
-            pool.submit(read_one_part, part_number) for part_number in islice(unread_numbers, reader_count * parts_per_reader)
+            pool.submit(read_one_part, part_number)
+            for part_number in islice(unread_numbers, reader_count * parts_per_reader)
         )
         try:
             while futures:

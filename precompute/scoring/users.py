@@ -107,7 +107,9 @@ def compute_own_records(work: ShardWork, table_name: str, table: TableConfig, ch
             is_short = (answers[0] != NO_ITEM).sum(axis=1) < possible_counts
             chunk.short_list_count += int((is_short & has_answer).sum())
     cut_s = data_until_of(work.build.generation)
-    records, is_unfit = encode_records(work.layout_by_table[table_name], chunk.user_fingerprints, answers, has_answer, cut_s)
+    records, is_unfit = encode_records(
+        work.layout_by_table[table_name], chunk.user_fingerprints, answers, has_answer, cut_s
+    )
     if is_unfit.any():
         is_set_by_events = work.are_set_by_events(chunk)
         chunk.unusable.note_rows(
@@ -166,7 +168,9 @@ def write_inputs(work: ShardWork, chunk: Chunk, seen_file_by_part: Mapping[str, 
     copied_users, inputs = chunk.copied_users, chunk.published_inputs
     copied_rows = copied_users.copied_rows
     if work.user_copies is not None and len(copied_rows):
-        inputs = copied_users.merge_inputs(inputs, work.user_copies.read_inputs(copied_users.copied_positions[copied_rows]))
+        inputs = copied_users.merge_inputs(
+            inputs, work.user_copies.read_inputs(copied_users.copied_positions[copied_rows])
+        )
     _write_ends(work, "seen", inputs.seen_items, seen_file_by_part["ends"])
     seen_file_by_part["items"].write_array(inputs.seen_items.indices.astype("<u4"))
     if inputs.seen_item_times is not None:
@@ -189,10 +193,7 @@ def recompute_users(work: ShardWork, user_hashes: NDArray[np.uint64], scratch: P
     folder = write_selected_users(work.build.root / PARTITION_FOLDER, work.shard, user_hashes, scratch)
     history_limit, records_by_hash = work.build.config.history_limit, dict[int, dict[str, bytes]]()
     entities = read_shard(
-        folder,
-        work.shard,
-        history_limit=history_limit,
-        answers_without_history=computes_feature_only_users(work.build),
+        folder, work.shard, history_limit=history_limit, answers_without_history=computes_feature_only_users(work.build)
     )
     digests = digest_users(entities, work.items.directory.hashes())
     for chunk, _ in split_into_chunks(work, CopyDecisions.without_copies(entities, digests), entities)[0]:

@@ -213,7 +213,9 @@ class CsvPiece:
         is_like_rows = alike_line_counts[last_lines + 1] - alike_line_counts[first_lines] == line_counts
         is_multi_line = line_counts > 1
         suspect_rows = np.flatnonzero(is_multi_line & is_like_rows)
-        suspect_spans = [(self.first_line_number + int(first_lines[row]), int(line_counts[row])) for row in suspect_rows]
+        suspect_spans = [
+            (self.first_line_number + int(first_lines[row]), int(line_counts[row])) for row in suspect_rows
+        ]
         return int(is_multi_line.sum()), suspect_spans
 
 
@@ -253,7 +255,9 @@ class CsvFile:
         multi_line_count, suspect_count, first_suspect_line = 0, 0, 0
         for piece in self._iterate_pieces():
             self.has_long_values |= piece.row_ends is not None
-            piece_multi_line_count, suspect_spans = piece.suspect_values(self._dialect.separator_byte, len(self.column_names))
+            piece_multi_line_count, suspect_spans = piece.suspect_values(
+                self._dialect.separator_byte, len(self.column_names)
+            )
             multi_line_count, suspect_count = (
                 multi_line_count + piece_multi_line_count,
                 suspect_count + len(suspect_spans),

@@ -41,7 +41,9 @@ class FeatureValues:
     @property
     def usable_mask(self) -> NDArray[np.bool_]:
         """Mask of the rows that are neither missing nor unusable, bool [n]."""
-        usable_rows_mask: NDArray[np.bool_] = ~np.logical_or.reduce([self.missing_mask, *self.unusable_mask_by_reason.values()])
+        usable_rows_mask: NDArray[np.bool_] = ~np.logical_or.reduce(
+            [self.missing_mask, *self.unusable_mask_by_reason.values()]
+        )
         return usable_rows_mask
 
 
@@ -55,7 +57,7 @@ def read_feature_values(column: Any, spec: InputSpec) -> FeatureValues:
         return _read_scalars(column, spec)
     if not _is_list(column.type):  # scalars for an input [n, 1]
         scalar_values = _read_scalars(column, replace(spec, width=None))
-        return replace(scalar_values, numbers=scalar_values.input_numbers.reshape(-1, 1))
+        return replace(scalar_values, input_numbers=scalar_values.input_numbers.reshape(-1, 1))
     missing_mask, list_widths = as_numpy_mask(column.is_null()), pc.list_value_length(column)
     has_right_width = as_numpy_mask(pc.fill_null(pc.equal(list_widths, spec.width), False))
     fitting_lists = column if has_right_width.all() else column.filter(pa.array(has_right_width))
@@ -188,8 +190,8 @@ def with_event_values(
 ) -> Iterator[_FeatureBatch]:
     """Yield the batches of a feature table with the values that events set in its columns.
 
-    A value that does not fit its column's type, or that one of `input_specs` cannot use, is noted under the events' source
-    and becomes null, like a cleared value. Ids of `addable_ids` without a row get a row if they have a value.
+    A value that does not fit its column's type, or that one of `input_specs` cannot use, is noted under the events'
+    source and becomes null, like a cleared value. Ids of `addable_ids` without a row get a row if they have a value.
     """
     remaining_batches = iter(batches)
     first_batch = next(remaining_batches, None) if event_values else None

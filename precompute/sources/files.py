@@ -163,7 +163,8 @@ def feature_file(config: NightConfig, entity: EntityKind, model_column: str) -> 
     setting_name = f"{entity}_features"
     if not (file_name := getattr(config.sources, setting_name)):
         raise SourceError(
-            f"the model takes the {entity} feature {model_column!r}, but sources.{setting_name} is not set", column=model_column
+            f"the model takes the {entity} feature {model_column!r}, but sources.{setting_name} is not set",
+            column=model_column,
         )
     return source_file(file_name, config.path("."))
 
@@ -219,7 +220,7 @@ def all_input_files(config: NightConfig, event_files: Sequence[SourceFile] = ())
 class InputEntry(TypedDict):
     """Input file of a night, as its report and the manifest list it."""
 
-    file_name: str
+    name: str
     size_bytes: int
     sha256: str
 

@@ -78,7 +78,9 @@ class _ByteClasses(NamedTuple):
     def number_rows(self) -> NDArray[np.intp]:
         """Return the rows of ids with a point or a plus that begin like a number and end with a digit."""
         is_number = (self.class_bits_by_id & np.uint8(_POINT_BIT | _PLUS_BIT)) != 0
-        return np.flatnonzero(is_number & (_is_digit(self.first_bytes) | (self.first_bytes < ord("."))) & _is_digit(self.last_bytes))
+        return np.flatnonzero(
+            is_number & (_is_digit(self.first_bytes) | (self.first_bytes < ord("."))) & _is_digit(self.last_bytes)
+        )
 
 
 def _is_digit(byte_values: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -163,13 +165,17 @@ class OddIds:
             return
         for odd_sign, row_count in zip(_ODD_SIGNS, self._count_by_odd_sign, strict=True):
             row_count.add(
-                ids, _codes_matching(ids.distinct_ids, byte_classes.rows_of(odd_sign.byte_class_bits), odd_sign.id_pattern), self._hidden_ids
+                ids,
+                _codes_matching(ids.distinct_ids, byte_classes.rows_of(odd_sign.byte_class_bits), odd_sign.id_pattern),
+                self._hidden_ids,
             )
         number_codes = byte_classes.number_rows()
         self._whole_as_fraction_count.add(
             ids, _codes_matching(ids.distinct_ids, number_codes, WHOLE_AS_FRACTION_PATTERN), self._hidden_ids
         )
-        self._version_count.add(ids, _codes_matching(ids.distinct_ids, number_codes, _VERSION_PATTERN), self._hidden_ids)
+        self._version_count.add(
+            ids, _codes_matching(ids.distinct_ids, number_codes, _VERSION_PATTERN), self._hidden_ids
+        )
 
     def remarks(self) -> Iterator[tuple[str, Sequence[str]]]:
         """Yield (remark, ids that it names)."""
@@ -191,7 +197,8 @@ class OddIds:
         example = "".join(f", such as {name!r}" for name in named_ids)
         return (
             (
-                f"column {self._column!r} has {form_text} in {row_count.row_count:,} of {self._row_count:,} rows{example}; "
+                f"column {self._column!r} has {form_text} in {row_count.row_count:,} of {self._row_count:,} "
+                f"rows{example}; "
                 f"{remedy}"
             ),
             named_ids,
@@ -212,7 +219,9 @@ def fold_ids(id_texts: Any) -> tuple[NDArray[np.intp], Any]:
     without a plus, leading zeros, `.0` and thousands separators.
     """
     byte_classes = _ByteClasses.of(id_texts)
-    is_candidate = (byte_classes.class_bits_by_id & np.uint8(_UPPER_BIT | _BLANK_BIT | _NON_ASCII_BIT | _QUOTE_BIT)) != 0
+    is_candidate = (
+        byte_classes.class_bits_by_id & np.uint8(_UPPER_BIT | _BLANK_BIT | _NON_ASCII_BIT | _QUOTE_BIT)
+    ) != 0
     is_candidate |= (byte_classes.first_bytes == ord("0")) | (byte_classes.first_bytes == ord("+"))
     is_candidate[byte_classes.number_rows()] = True
     candidate_positions = np.flatnonzero(is_candidate)

@@ -96,7 +96,9 @@ class RowCounts:
 
     def add(self, user_hashes: NDArray[np.uint64], times_us: NDArray[np.int64]) -> None:
         """Add rows: their users' hashes, and times in microseconds since 1970, 0 for none."""
-        self.rows_by_user_bucket += np.bincount((user_hashes >> _BUCKET_SHIFT).astype(np.int64), minlength=_USER_BUCKET_COUNT)
+        self.rows_by_user_bucket += np.bincount(
+            (user_hashes >> _BUCKET_SHIFT).astype(np.int64), minlength=_USER_BUCKET_COUNT
+        )
         self.untimed_row_count += int((times_us == 0).sum())
         self.newest_time_us = max(self.newest_time_us, _newest_us(times_us))
         self.row_count_before_1980 += _count_before_1980(times_us)
@@ -133,17 +135,21 @@ class InteractionFigures:
         """Compute the figures of some rows, with the most frequent ids."""
         rows_by_user, rows_by_item = (np.bincount(ids.id_codes) for ids in (batch.user_ids, batch.item_ids))
         return cls(
-            rows=len(batch.times_us),
-            users=len(rows_by_user),
-            items=len(rows_by_item),
-            most_of_user=int(rows_by_user.max(initial=0)),
-            most_of_item=int(rows_by_item.max(initial=0)),
-            untimed=int((batch.times_us == 0).sum()),
-            newest_us=_newest_us(batch.times_us),
-            user=str(batch.user_ids.distinct_ids[int(rows_by_user.argmax())]) if len(rows_by_user) else None,
-            item=str(batch.item_ids.distinct_ids[int(rows_by_item.argmax())]) if len(rows_by_item) else None,
-            holds_lists=has_lists_of_ids(batch.item_ids.row_texts()),
-            early=_count_before_1980(batch.times_us),
+            row_count=len(batch.times_us),
+            user_count=len(rows_by_user),
+            item_count=len(rows_by_item),
+            most_rows_of_user=int(rows_by_user.max(initial=0)),
+            most_rows_of_item=int(rows_by_item.max(initial=0)),
+            untimed_row_count=int((batch.times_us == 0).sum()),
+            newest_time_us=_newest_us(batch.times_us),
+            most_active_user=str(batch.user_ids.distinct_ids[int(rows_by_user.argmax())])
+            if len(rows_by_user)
+            else None,
+            most_popular_item=str(batch.item_ids.distinct_ids[int(rows_by_item.argmax())])
+            if len(rows_by_item)
+            else None,
+            holds_lists_of_ids=has_lists_of_ids(batch.item_ids.row_texts()),
+            row_count_before_1980=_count_before_1980(batch.times_us),
         )
 
 
@@ -173,7 +179,8 @@ def odd_figures_remarks(figures: InteractionFigures) -> list[str]:
     if figures.item_count >= ITEMS_ONCE_SHARE_MAX * figures.row_count or figures.holds_lists_of_ids:
         several_words_text = ", and most hold several words" if figures.holds_lists_of_ids else ""
         odd_remarks.append(
-            f"{figures.item_count:,} items in {figures.row_count:,} rows: nearly every item occurs once{several_words_text}, so "
+            f"{figures.item_count:,} items in {figures.row_count:,} rows: nearly every item occurs "
+            f"once{several_words_text}, so "
             "nothing can be "
             "learnt about them. Is the right column named, and does each row have one item of one user?"
         )
@@ -186,13 +193,16 @@ def odd_figures_remarks(figures: InteractionFigures) -> list[str]:
         )
     if figures.row_count_before_1980 and figures.newest_time_us >= YEAR_1990_US:
         odd_remarks.append(
-            f"{figures.row_count_before_1980:,} of {figures.row_count:,} rows have a time before 1980, others a later one: is it in another "
+            f"{figures.row_count_before_1980:,} of {figures.row_count:,} rows have a time before 1980, others "
+            "a later one: is it in another "
             "unit, or a placeholder for a missing time?"
         )
     if 0 < figures.untimed_row_count < figures.row_count:
         untimed_share = figures.untimed_row_count / figures.row_count
         untimed_rows_text = (
-            f"{untimed_share:.0%} of the" if untimed_share >= 0.01 else f"{figures.untimed_row_count:,} of {figures.row_count:,}"
+            f"{untimed_share:.0%} of the"
+            if untimed_share >= 0.01
+            else f"{figures.untimed_row_count:,} of {figures.row_count:,}"
         )
         odd_remarks.append(
             f"{untimed_rows_text} rows have no time, and count as the oldest of all, before any cut: add their times"
@@ -260,7 +270,8 @@ def unknown_ids_remarks(
         interactions_text, table_text = (" and ".join(map(repr, ids)) for ids in (unknown_ids, known_ids))
         examples = f": interactions have {interactions_text}, {table_name} has {table_text}"
     remark = (
-        f"{unknown_share:.0%} of the interactions name {entity_kind}s that {table_name} does not have{examples}; they are "
+        f"{unknown_share:.0%} of the interactions name {entity_kind}s that {table_name} does not "
+        f"have{examples}; they are "
         "ignored. "
         f"Do both use the same form of ids? See `[sources] {entity_kind}_column`"
     )

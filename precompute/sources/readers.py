@@ -142,7 +142,9 @@ class Interactions:
     def only(self, row_mask: NDArray[np.bool_]) -> Self:
         """Return the rows in the mask."""
         positions = None if self.event_positions is None else self.event_positions[row_mask]
-        return type(self)(self.user_ids.only(row_mask), self.item_ids.only(row_mask), self.times_us[row_mask], positions)
+        return type(self)(
+            self.user_ids.only(row_mask), self.item_ids.only(row_mask), self.times_us[row_mask], positions
+        )
 
 
 def read_interactions(
@@ -232,7 +234,8 @@ class _OddRowsCollector:
             if row_count >= LIKE_NONE_SHARE_MIN * len(ids.id_codes):
                 self._unusable_rows.remark(
                     INTERACTIONS_SOURCE,
-                    f"column {column_name!r} has the id {ids.distinct_ids[id_code].as_py()!r} in {row_count:,} of its first "
+                    f"column {column_name!r} has the id {ids.distinct_ids[id_code].as_py()!r} in "
+                    f"{row_count:,} of its first "
                     f"{len(ids.id_codes):,} rows: if it stands for a missing id, remove these rows",
                 )
 
@@ -297,7 +300,8 @@ def _usable_interactions(
 
     def describe_row(row_index: int) -> RowCase:
         ids = (
-            format_case_value(_python_value(arrow_batch.column(column), row_index)) for column in (user_column, item_column)
+            format_case_value(_python_value(arrow_batch.column(column), row_index))
+            for column in (user_column, item_column)
         )
         return {**dict(zip(("user", "item"), ids, strict=True)), "file": path.name}
 
@@ -341,7 +345,9 @@ def _codes_equal_to_titles(id_texts: Any, lowered_titles: set[str]) -> NDArray[n
     ]
 
 
-def _refuse_other_header(file_columns: Sequence[str], row_cells: Sequence[str], path: SourceFile, sources: Sources) -> None:
+def _refuse_other_header(
+    file_columns: Sequence[str], row_cells: Sequence[str], path: SourceFile, sources: Sources
+) -> None:
     """Raise SourceError for a row of the column names in another order; for CSV, only if a line is such a row."""
     place_text = "one of its rows"
     if file_format_of(path, sources) == "csv":
@@ -351,7 +357,8 @@ def _refuse_other_header(file_columns: Sequence[str], row_cells: Sequence[str], 
         line_number, row_cells = header_line
         place_text = f"line {line_number}"
     raise SourceError(
-        f"{path}, {place_text} is another header: {','.join(row_cells)}: the rows below it have their columns in another "
+        f"{path}, {place_text} is another header: {','.join(row_cells)}: the rows below it have their columns "
+        "in another "
         "order "
         f"than {','.join(file_columns)}: write them into a separate file",
         path=str(path),
@@ -456,7 +463,9 @@ def feature_schema(
     return pa.schema(fields)
 
 
-def _source_columns_of(feature_name: str, file_columns: Sequence[str], columns_of_lists: ColumnsOfLists) -> Sequence[str]:
+def _source_columns_of(
+    feature_name: str, file_columns: Sequence[str], columns_of_lists: ColumnsOfLists
+) -> Sequence[str]:
     """Return the columns from which a feature is read: its own, else those of which its list consists."""
     part_columns = columns_of_lists.get(feature_name, ())
     has_part = any(part_column in file_columns for part_column in part_columns)

@@ -56,7 +56,9 @@ class _DateDigits:
 
     def read(self, time_numbers: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return (int64 seconds since 1970, mask of the numbers that are dates of this form from 1900 on)."""
-        is_whole = (time_numbers >= 1900 * 10_000 * self.day_divisor) & (time_numbers < 2200 * 10_000 * self.day_divisor)
+        is_whole = (time_numbers >= 1900 * 10_000 * self.day_divisor) & (
+            time_numbers < 2200 * 10_000 * self.day_divisor
+        )
         moment_digits = np.where(is_whole, time_numbers, 19700101 * self.day_divisor).astype(np.int64)
         day_digits, clock_digits = (
             moment_digits // self.day_divisor,
@@ -144,7 +146,9 @@ class TimeScale:
         if self._is_since_1980:
             candidate_rows = np.flatnonzero((time_numbers >= DIGIT_DATE_MIN) & (time_numbers < DIGIT_DATE_END))
             if candidate_rows.size:
-                is_date[candidate_rows] = _DATE_DIGIT_FORMS[0].read(np.asarray(time_numbers[candidate_rows], np.float64))[1]
+                is_date[candidate_rows] = _DATE_DIGIT_FORMS[0].read(
+                    np.asarray(time_numbers[candidate_rows], np.float64)
+                )[1]
         return is_date
 
     def _decide_meaning(self, time_numbers: NDArray[Any]) -> None:

@@ -258,7 +258,9 @@ def format_case_value(case_value: Any) -> str | None:
 
 
 def _format_example(example_cases: list[dict[str, str | None]]) -> str:
-    field_texts = [f"{key} {value!r}" for key, value in (example_cases[0] if example_cases else {}).items() if value is not None]
+    field_texts = [
+        f"{key} {value!r}" for key, value in (example_cases[0] if example_cases else {}).items() if value is not None
+    ]
     return f", e.g. {', '.join(field_texts)}" if field_texts else ""
 
 

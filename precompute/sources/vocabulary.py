@@ -119,7 +119,9 @@ class NumberedIds:
         rank_by_code = np.empty(len(codes_by_first_row), np.int32)
         rank_by_code[codes_by_first_row] = np.arange(len(codes_by_first_row), dtype=np.int32)
         ordered_names = ids.distinct_ids.take(pa.array(codes_by_first_row)).cast(pa.large_string())
-        self._waiting_batches.append(pa.DictionaryArray.from_arrays(pa.array(rank_by_code[ids.id_codes]), ordered_names))
+        self._waiting_batches.append(
+            pa.DictionaryArray.from_arrays(pa.array(rank_by_code[ids.id_codes]), ordered_names)
+        )
         if len(self._waiting_batches) >= WAITING_BATCHES_MAX:
             self._merge()
 

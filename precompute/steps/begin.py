@@ -376,7 +376,8 @@ def _partition_users(night: BegunNight) -> UserFields:
     answers_feature_only = computes_feature_only or not bundle.needs_history
     return {
         "user_seed": partition_result.hash_seed,
-        "users": partition_result.user_count - (0 if answers_feature_only else partition_result.feature_only_user_count),
+        "users": partition_result.user_count
+        - (0 if answers_feature_only else partition_result.feature_only_user_count),
         "featured": partition_result.feature_only_user_count,
         FEATURE_ONLY_USERS_FACT: computes_feature_only,
         "answers_without_history": bundle.answers_without_history,
@@ -384,7 +385,11 @@ def _partition_users(night: BegunNight) -> UserFields:
         "unknown_items": interaction_counts.unknown_item_interactions,
         "late": interaction_counts.late_interaction_count,
         "unusable": merge_reports([night.unusable_rows.to_json(), partition_result.unusable]),
-        "base": {**prior.prior_entry, "took_over": partition_result.took_over_earlier, "read_because": full_read_reason},
+        "base": {
+            **prior.prior_entry,
+            "took_over": partition_result.took_over_earlier,
+            "read_because": full_read_reason,
+        },
         "rows": interaction_counts.row_counts.to_json(),
     }
 
@@ -606,8 +611,13 @@ def _describe_rows_read(begin_report: BeginReport) -> str:
 
 def _data_shape(partition_result: PartitionResult, item_count: int) -> InteractionFigures:
     """Return the figures of all rows that were read, without ids, since reports outlive an erasure."""
-    interaction_counts, row_counts = (partition_result.interaction_counts, partition_result.interaction_counts.row_counts)
-    named_item_count = int((interaction_counts.interactions_by_item > 0).sum()) + len(interaction_counts.unknown_item_hashes)
+    interaction_counts, row_counts = (
+        partition_result.interaction_counts,
+        partition_result.interaction_counts.row_counts,
+    )
+    named_item_count = int((interaction_counts.interactions_by_item > 0).sum()) + len(
+        interaction_counts.unknown_item_hashes
+    )
     return InteractionFigures(
         row_count=int(row_counts.rows_by_user_bucket.sum()),
         user_count=partition_result.user_count,
@@ -630,7 +640,8 @@ def _remarks_on_ineffective_cut(night: BegunNight) -> list[str]:
     ):
         return []
     remark = (
-        f"the cut {night.cut_text} leaves no interaction out, since none has a time: name the column of times in [sources] "
+        f"the cut {night.cut_text} leaves no interaction out, since none has a time: name the column of times "
+        "in [sources] "
         "timestamp_column if there is one"
     )
     return [remark]
@@ -646,7 +657,9 @@ def _remarks_on_unknown_items(config: NightConfig, partition_result: PartitionRe
     )
     known_ids = items.ids_of(np.arange(min(UNKNOWN_EXAMPLES_MAX, items.count), dtype=np.uint32))
     catalogue_name = catalogue_in_words(config.sources)
-    return unknown_ids_remarks(unknown_share, "item", catalogue_name, interaction_counts.unknown_item_examples, known_ids)
+    return unknown_ids_remarks(
+        unknown_share, "item", catalogue_name, interaction_counts.unknown_item_examples, known_ids
+    )
 
 
 def _remarks_on_late_training(bundle: Bundle, cut: str | None) -> list[str]:

@@ -67,7 +67,9 @@ def find_needed_generations(releases: Releases) -> set[str]:
     held_generations = {
         generation for replica in releases.control.replicas() for generation in replica.held_generations
     }
-    unfinished_generations = {generation for generation, row in view.registry_rows.items() if row.state in UNFINISHED_STATES}
+    unfinished_generations = {
+        generation for generation, row in view.registry_rows.items() if row.state in UNFINISHED_STATES
+    }
     return {
         *unfinished_generations,
         *held_generations,

@@ -33,8 +33,9 @@ _PSI_SMOOTHING = 0.5
 class CanaryArmTotals:
     """Totals of one arm over all replicas: requests, feedback, and sources and top scores of keys' first answers.
 
-    `key_estimate`, `keys_by_answer_source`, `keys_by_top_score` and `top_score_sum` are sums of the replicas' estimates. `distinct_key_estimate` is
-    the number of distinct keys, `effective_key_count` the equivalent number of independent keys.
+    `key_estimate`, `keys_by_answer_source`, `keys_by_top_score` and `top_score_sum` are sums of the replicas'
+    estimates. `distinct_key_estimate` is the number of distinct keys, `effective_key_count` the equivalent number of
+    independent keys.
     """
 
     request_count: int = 0
@@ -86,7 +87,9 @@ class CanaryArmTotals:
         """
         if not self.key_estimate:
             return 0.0
-        squares_of_counts = self.distinct_key_estimate + (self.key_estimate - self.distinct_key_estimate) * (self._replica_count + 1)
+        squares_of_counts = self.distinct_key_estimate + (self.key_estimate - self.distinct_key_estimate) * (
+            self._replica_count + 1
+        )
         return self.key_estimate**2 / self._weight_square_sum * self.key_estimate / squares_of_counts
 
     @property
@@ -268,7 +271,9 @@ def psi_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
         return math.inf
     inverse_size_sum = 0.0
     for arm in (live, canary):
-        list_count = arm.keys_by_top_score.total() or arm.key_estimate  # an arm without lists is as certain as its number of keys allows
+        list_count = (
+            arm.keys_by_top_score.total() or arm.key_estimate
+        )  # an arm without lists is as certain as its number of keys allows
         inverse_size_sum += arm.key_estimate / (list_count * arm.effective_key_count)
     freedom_degrees = _PSI_BINS - 1
     spread = 2 / (9 * freedom_degrees)

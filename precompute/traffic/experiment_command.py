@@ -41,7 +41,11 @@ def command(
             if experiment_name is None and (arguments.holdout is None or share_by_arm or arguments.share is not None):
                 raise ConfigError("name the experiment, or give only --holdout, for all experiments", field="name")
             changed_experiments = experiments.change_shares(
-                config, experiment_name, key_share=arguments.share, share_by_arm=share_by_arm, holdout_share=arguments.holdout
+                config,
+                experiment_name,
+                key_share=arguments.share,
+                share_by_arm=share_by_arm,
+                holdout_share=arguments.holdout,
             )
             return change_to_json(changed_experiments, experiment_name)
         case "exposures":
@@ -59,7 +63,8 @@ def command(
         config.namespace, _demand_name(experiment_name), arm_options, key_share, arguments.sample
     )
     return change_to_json(
-        experiments.start(config, experiment_option, holdout_share=arguments.holdout, progress=progress), experiment_name
+        experiments.start(config, experiment_option, holdout_share=arguments.holdout, progress=progress),
+        experiment_name,
     )
 
 
@@ -189,7 +194,10 @@ def event_ratios(control_totals: ArmTotals, arm_totals: ArmTotals) -> dict[str, 
     ratio_by_event = {}
     for event in sorted({*control_totals.count_by_feedback_event, *arm_totals.count_by_feedback_event}):
         ratio_interval = rate_ratio(
-            arm_totals.count_by_feedback_event[event], arm_totals.request_count, control_totals.count_by_feedback_event[event], control_totals.request_count
+            arm_totals.count_by_feedback_event[event],
+            arm_totals.request_count,
+            control_totals.count_by_feedback_event[event],
+            control_totals.request_count,
         )
         ratio_by_event[event] = None if ratio_interval is None else ratio_interval._asdict()
     return ratio_by_event
@@ -225,12 +233,19 @@ def free_namespaces(config: NightConfig, experiment_name: str) -> dict[str, obje
             if releases.control.replicas():
                 kept_namespaces.append(arm.namespace)
                 continue
-            with audited(config.store(), "experiment", f"retire {experiment_name}", actor=config.actor) as audit_details:
+            with audited(
+                config.store(), "experiment", f"retire {experiment_name}", actor=config.actor
+            ) as audit_details:
                 audit_details["namespace"] = arm.namespace
                 with open_governor(config.governor, releases.control) as governor:
                     removed_key_count += _free_namespace(releases, governor)
         freed_namespaces.append(arm.namespace)
-    return {"experiment": experiment_name, "freed": freed_namespaces, "kept": kept_namespaces, "keys": removed_key_count}
+    return {
+        "experiment": experiment_name,
+        "freed": freed_namespaces,
+        "kept": kept_namespaces,
+        "keys": removed_key_count,
+    }
 
 
 def _free_namespace(releases: Releases, governor: Governor) -> int:

@@ -82,7 +82,11 @@ class ExperimentOption:
         """True if the recorded experiment has the same arms, shares and sample."""
         requested_arms = [(arm.arm_name, arm.namespace, arm.experiment_share) for arm in self.arms]
         existing_arms = [(arm.name, arm.namespace, arm.share) for arm in experiment.arms]
-        return (requested_arms, self.key_share, self.sampled_key_share) == (existing_arms, experiment.share, experiment.sample)
+        return (requested_arms, self.key_share, self.sampled_key_share) == (
+            existing_arms,
+            experiment.share,
+            experiment.sample,
+        )
 
 
 def start(
@@ -109,7 +113,9 @@ def start(
                 demand_match(
                     live_manifest, published_manifest(settings_for_namespace(config, namespace).store(), control)
                 )
-        with audited(store, "experiment", f"start {experiment_option.experiment_name}", actor=config.actor) as audit_details:
+        with audited(
+            store, "experiment", f"start {experiment_option.experiment_name}", actor=config.actor
+        ) as audit_details:
             added_experiments = change_experiments(
                 store,
                 lambda experiments: add_experiment(
@@ -118,9 +124,14 @@ def start(
             )
             audit_details["version"] = added_experiments.version
             home_control.announce("experiments")
-            _wait_for_replicas(home_control, control_by_namespace, experiment_option.experiment_name, config.flip.wait_s, progress)
+            _wait_for_replicas(
+                home_control, control_by_namespace, experiment_option.experiment_name, config.flip.wait_s, progress
+            )
             started_experiments = change_experiments(
-                store, lambda experiments: begin_experiment(experiments, experiment_option.experiment_name, started_at=home_control.time())
+                store,
+                lambda experiments: begin_experiment(
+                    experiments, experiment_option.experiment_name, started_at=home_control.time()
+                ),
             )
             audit_details["version"] = started_experiments.version
         home_control.announce("experiments")
@@ -208,7 +219,11 @@ def _lacking_replicas(home_control: Control, control_by_namespace: Mapping[str, 
 
 
 def add_experiment(
-    all_experiments: Experiments, experiment_option: ExperimentOption, *, holdout_share: float | None = None, requested_at: float
+    all_experiments: Experiments,
+    experiment_option: ExperimentOption,
+    *,
+    holdout_share: float | None = None,
+    requested_at: float,
 ) -> Experiments:
     """Return the experiments with the requested one, not started yet; unchanged if it is already recorded.
 
@@ -238,11 +253,18 @@ def add_experiment(
         )
     buckets_by_arm = allot_buckets({}, {arm.arm_name: arm.experiment_share for arm in experiment_option.arms})
     arms = tuple(
-        ExperimentArm(arm.arm_name, arm.namespace, arm.experiment_share, buckets_by_arm[arm.arm_name]) for arm in experiment_option.arms
+        ExperimentArm(arm.arm_name, arm.namespace, arm.experiment_share, buckets_by_arm[arm.arm_name])
+        for arm in experiment_option.arms
     )
     salt = f"{experiment_option.own_namespace}/{experiment_option.experiment_name}"
     new_experiment = Experiment(
-        experiment_option.experiment_name, salt, experiment_option.key_share, (), arms, requested_at, sample=experiment_option.sampled_key_share
+        experiment_option.experiment_name,
+        salt,
+        experiment_option.key_share,
+        (),
+        arms,
+        requested_at,
+        sample=experiment_option.sampled_key_share,
     )
     all_experiments = replace(
         all_experiments,
@@ -319,14 +341,20 @@ def begin_experiment(all_experiments: Experiments, experiment_name: str, *, star
     """Return the experiments, with the named one running."""
     experiment = current_experiment(all_experiments, experiment_name)
     return (
-        all_experiments if experiment.is_running else _with_changed(all_experiments, replace(experiment, started_at=started_at))
+        all_experiments
+        if experiment.is_running
+        else _with_changed(all_experiments, replace(experiment, started_at=started_at))
     )
 
 
 def end_experiment(all_experiments: Experiments, experiment_name: str, *, stopped_at: float) -> Experiments:
     """Return the experiments, with the named one over and its keys free."""
     experiment = _require_experiment(all_experiments, experiment_name)
-    return all_experiments if experiment.is_over else _with_changed(all_experiments, replace(experiment, stopped_at=stopped_at))
+    return (
+        all_experiments
+        if experiment.is_over
+        else _with_changed(all_experiments, replace(experiment, stopped_at=stopped_at))
+    )
 
 
 def current_experiment(all_experiments: Experiments, experiment_name: str) -> Experiment:
@@ -355,7 +383,9 @@ def _with_changed(all_experiments: Experiments, changed_experiment: Experiment) 
 
 def _demand_share(option_name: str, stated_share: float) -> None:
     if not 0 < stated_share <= 1:
-        raise ConfigError(f"{option_name} must be above 0, at most 1, not {stated_share:g}", field=option_name.lstrip("-"))
+        raise ConfigError(
+            f"{option_name} must be above 0, at most 1, not {stated_share:g}", field=option_name.lstrip("-")
+        )
 
 
 def _demand_shares_sum_to_1(arm_shares: Mapping[str, float]) -> None:
@@ -388,7 +418,8 @@ def demand_match(home_manifest: Manifest, arm_manifest: Manifest) -> None:
         expected_shape, arm_shape = (_table_shape(table), _table_shape(arm_manifest.tables.get(table_name)))
         if expected_shape != arm_shape:
             raise Conflict(
-                f"table {table_name!r} is {_table_shape_text(expected_shape)} in namespace {home_manifest.namespace!r} and "
+                f"table {table_name!r} is {_table_shape_text(expected_shape)} in namespace "
+                    f"{home_manifest.namespace!r} and "
                 f"{_table_shape_text(arm_shape)} in {arm_manifest.namespace!r}: tables of all arms must match in kind, "
                 "entity, width and labels",
                 namespace=arm_manifest.namespace, table=table_name,

@@ -44,11 +44,17 @@ class ArmTotals:
     def add(self, summary_counts: Mapping[str, Any]) -> None:
         """Add the counts of a part or a summary; raise KeyError, TypeError or ValueError if they are malformed."""
         self.request_count += int(summary_counts["requests"])
-        self.count_by_feedback_event.update({str(event): int(count) for event, count in summary_counts["feedback"].items()})
+        self.count_by_feedback_event.update(
+            {str(event): int(count) for event, count in summary_counts["feedback"].items()}
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the totals as JSON."""
-        return {"requests": self.request_count, "exposures": self.exposed_key_count, "feedback": dict(sorted(self.count_by_feedback_event.items()))}
+        return {
+            "requests": self.request_count,
+            "exposures": self.exposed_key_count,
+            "feedback": dict(sorted(self.count_by_feedback_event.items())),
+        }
 
 
 def gather_exposures(

@@ -218,7 +218,8 @@ def errors(
         for (name, measured_bytes), forecast_bytes in zip(measured.items(), foretold, strict=True)
     }
     forecast_times = [
-        NightTimes(night_forecast.timings.total, night_forecast.load_time).times_by_name() for night_forecast in forecasts
+        NightTimes(night_forecast.timings.total, night_forecast.load_time).times_by_name()
+        for night_forecast in forecasts
     ]
     measured_times = [real_night.times_by_name() for real_night in nights]
     for name in forecast_times[0]:
@@ -257,7 +258,7 @@ def main() -> None:
                 nights.append(night.run())
             off, measured = errors(case, forecasts, night, nights)
         name = f"{number}: {case.users:,} x {case.items:,}, K {case.k}, d {case.dims}"
-        report.figures[name] = f"sample {forecasts[-1].sample_users:,} users"
+        report.figures[name] = f"sample {forecasts[-1].sample_user_count:,} users"
         for figure_name, deviation in off.items():
             unit = "points" if figure_name.startswith("points") else "%"
             deviation_in_unit = deviation if unit == "points" else 100 * deviation

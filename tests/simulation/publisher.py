@@ -167,7 +167,9 @@ class Publisher:
     def stop_experiment(self, position: int) -> str:
         """Stops one of those that are not over."""
         name = self._current(position)
-        self._edit(lambda record: experiments.end_experiment(record, name, stopped_at=self._control(OWN_NAMESPACE).time()))
+        self._edit(
+            lambda record: experiments.end_experiment(record, name, stopped_at=self._control(OWN_NAMESPACE).time())
+        )
         return name
 
     def change_share(self, position: int, share: float, control: float | None) -> str:

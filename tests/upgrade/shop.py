@@ -178,7 +178,10 @@ class Shop:
             for release in releases:
                 environ = release.environment(self.environ(LARDER_STATE=str(self.state_of(release))))
                 service = ServiceProcess(
-                    self.folder / f"{release.name}.log", environ, working_folder=release.root, python_path=release.python
+                    self.folder / f"{release.name}.log",
+                    environ,
+                    working_folder=release.root,
+                    python_path=release.python,
                 )
                 self.services[release.name] = stack.enter_context(service)
             try:

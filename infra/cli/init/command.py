@@ -156,7 +156,10 @@ def _guesses_to_json(setting_guesses: Guesses) -> dict[str, Any]:
     return {
         "interactions": None if interactions_table is None else list(interactions_table.pattern_parts),
         "columns": setting_guesses.column_by_role,
-        "features": {entity: feature_table.pattern_parts[0] for entity, feature_table in setting_guesses.feature_table_by_entity.items()},
+        "features": {
+            entity: feature_table.pattern_parts[0]
+            for entity, feature_table in setting_guesses.feature_table_by_entity.items()
+        },
         "category": setting_guesses.category_column,
         "notes": setting_guesses.guess_notes,
         "missing": setting_guesses.missing_setting_lines,
@@ -238,9 +241,13 @@ def _source_lines(setting_guesses: Guesses) -> Iterator[str]:
     for entity, feature_table in setting_guesses.feature_table_by_entity.items():
         comment = "; other items are never recommended" if entity == "item" else ""
         size_text = "" if feature_table.row_count is None else f"{feature_table.row_count:,} rows, "
-        yield _toml_line(f"{entity}_features", feature_table.pattern_parts[0], f"{size_text}one for each {entity}{comment}")
+        yield _toml_line(
+            f"{entity}_features", feature_table.pattern_parts[0], f"{size_text}one for each {entity}{comment}"
+        )
     if setting_guesses.category_column is not None:
-        yield _toml_line("category_column", setting_guesses.category_column, "category of items, for the reference model")
+        yield _toml_line(
+            "category_column", setting_guesses.category_column, "category of items, for the reference model"
+        )
     for note in setting_guesses.guess_notes:
         yield from _comment_lines(f"Note: {note}")
 

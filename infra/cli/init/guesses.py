@@ -206,7 +206,9 @@ class Guesses:
 def guess_settings(tables_by_size: Sequence[FoundTable], table_remarks: Sequence[str]) -> Guesses:
     """Guess the settings from the tables, which are sorted by size, largest first."""
     setting_guesses = Guesses(guess_notes=list(table_remarks))
-    roles_by_title = {candidate_table.title: guess_roles(candidate_table.kind_by_column) for candidate_table in tables_by_size}
+    roles_by_title = {
+        candidate_table.title: guess_roles(candidate_table.kind_by_column) for candidate_table in tables_by_size
+    }
     interaction_tables = [
         candidate_table
         for candidate_table in tables_by_size
@@ -221,11 +223,15 @@ def guess_settings(tables_by_size: Sequence[FoundTable], table_remarks: Sequence
     if interaction_tables:
         _guess_interactions(setting_guesses, interaction_tables, roles_by_title)
     elif tables_by_size:
-        found_table = max(tables_by_size, key=lambda candidate_table: _id_column_count(roles_by_title[candidate_table.title]))
+        found_table = max(
+            tables_by_size, key=lambda candidate_table: _id_column_count(roles_by_title[candidate_table.title])
+        )
         _guess_half_recognised(setting_guesses, found_table, roles_by_title[found_table.title])
     else:
         no_table_reason = (
-            "none of the files found can be read (see the notes)" if table_remarks else "no Parquet or CSV file was found"
+            "none of the files found can be read (see the notes)"
+            if table_remarks
+            else "no Parquet or CSV file was found"
         )
         setting_guesses.missing_setting_lines.append(
             f'[sources] interactions: {no_table_reason}; write e.g. ["clicks/*.parquet"], or repair the files and run '
@@ -244,9 +250,10 @@ def guess_settings(tables_by_size: Sequence[FoundTable], table_remarks: Sequence
     setting_guesses.item_count_if_few = _item_count_if_few(setting_guesses)
     if (interactions_table := setting_guesses.interactions) is not None and interactions_table.unread_file_remarks:
         # The pattern includes the unreadable files, so that a night fails instead of silently leaving their rows out.
-        setting_guesses.interactions = replace(interactions_table, pattern=interactions_table.whole_pattern_parts)
+        setting_guesses.interactions = replace(interactions_table, pattern_parts=interactions_table.whole_pattern_parts)
         setting_guesses.missing_setting_lines += [
-            f"{remark}; a night reads all of {', '.join(interactions_table.whole_pattern_parts[:3])} or nothing: repair "
+            f"{remark}; a night reads all of {', '.join(interactions_table.whole_pattern_parts[:3])} or "
+            "nothing: repair "
             "the file, or move it away"
             for remark in interactions_table.unread_file_remarks
         ]
@@ -260,7 +267,8 @@ def _guess_interactions(
     column_roles = roles_by_title[interactions_table.title]
     setting_guesses.interactions = interactions_table
     setting_guesses.column_by_role = {
-        column_name: column_roles.column_by_role.get(column_name) for column_name in ("user", "item", "timestamp", "weight")
+        column_name: column_roles.column_by_role.get(column_name)
+        for column_name in ("user", "item", "timestamp", "weight")
     }
     setting_guesses.guess_notes += column_roles.remarks
     for role in column_roles.guessed_roles:
@@ -284,7 +292,9 @@ def _guess_interactions(
         setting_guesses.guess_notes.append(f"column {column_name!r} {remark}")
     elif column_name is None:
         unassigned_columns = [
-            column for column in interactions_table.kind_by_column if column not in setting_guesses.column_by_role.values()
+            column
+            for column in interactions_table.kind_by_column
+            if column not in setting_guesses.column_by_role.values()
         ]
         if unassigned_columns:
             setting_guesses.guess_notes.append(
@@ -323,7 +333,9 @@ def _notes_on_folder_keys(found_table: FoundTable) -> list[str]:
 def _item_count_if_few(setting_guesses: Guesses) -> int | None:
     """Return the number of items in the features, else in the first rows; None unless it is below FEW_ITEMS_END."""
     interactions_table, item_column = (setting_guesses.interactions, setting_guesses.column_by_role.get("item"))
-    if (item_table := setting_guesses.feature_table_by_entity.get("item")) is not None and item_table.row_count is not None:
+    if (
+        item_table := setting_guesses.feature_table_by_entity.get("item")
+    ) is not None and item_table.row_count is not None:
         item_count = item_table.row_count
     elif (
         interactions_table is not None
@@ -356,8 +368,12 @@ def _guess_half_recognised(setting_guesses: Guesses, found_table: FoundTable, co
         role: describe_unfit_column(role, column_name, found_table.kind_by_column[column_name])
         for role, column_name in column_roles.unfit_column_by_role.items()
     }
-    setting_guesses.guess_notes += [remark for remark in column_roles.remarks if remark not in unfit_remark_by_role.values()]
-    setting_guesses.missing_setting_lines += [f"{found_table.title}: {remark}" for remark in unfit_remark_by_role.values()]
+    setting_guesses.guess_notes += [
+        remark for remark in column_roles.remarks if remark not in unfit_remark_by_role.values()
+    ]
+    setting_guesses.missing_setting_lines += [
+        f"{found_table.title}: {remark}" for remark in unfit_remark_by_role.values()
+    ]
     setting_guesses.guess_notes += _notes_on_folder_keys(found_table)
     if list_columns := [
         column_name for column_name in found_table.kind_by_column if _is_list_column(found_table, column_name)
@@ -370,7 +386,8 @@ def _guess_half_recognised(setting_guesses: Guesses, found_table: FoundTable, co
         if role not in column_roles.column_by_role and role not in column_roles.unfit_column_by_role:
             setting_guesses.missing_setting_lines.append(
                 f"[sources] {role}_column: none of the columns of {found_table.title} "
-                f"({', '.join(found_table.kind_by_column)}) has a usual name for {role} ids; write the name of the column "
+                f"({', '.join(found_table.kind_by_column)}) has a usual name for {role} ids; write the name "
+                "of the column "
                 "that holds them"
             )
 
@@ -420,7 +437,9 @@ def _guess_features(setting_guesses: Guesses, found_table: FoundTable, column_ro
             return
         setting_guesses.guess_notes.append(f"{title_clause}, but is not used: {remark}")
         return
-    setting_guesses.guess_notes.append(f"{found_table.title} is not used: neither users nor items were recognised in it")
+    setting_guesses.guess_notes.append(
+        f"{found_table.title} is not used: neither users nor items were recognised in it"
+    )
 
 
 def _unreadable_times_reason(time_column: Any) -> str | None:

@@ -171,7 +171,11 @@ def _unread_looks_by_group(
     unread_by_key: dict[_GroupKey, list[_FileLook]] = {group_key: [] for group_key in file_looks_by_key}
     for unread_look in (unread_look for unread_look in unread_looks if unread_look.remark != NOT_UTF_8_NAME):
         neighbours_by_key = {
-            group_key: [file_look.file_path for file_look in file_looks if file_look.file_path.parent == unread_look.file_path.parent]
+            group_key: [
+                file_look.file_path
+                for file_look in file_looks
+                if file_look.file_path.parent == unread_look.file_path.parent
+            ]
             for group_key, file_looks in file_looks_by_key.items()
         }
         neighbour_keys = [group_key for group_key, paths in neighbours_by_key.items() if paths]
@@ -320,7 +324,9 @@ def _look_at(path: Path) -> _FileLook:
             return file_look._replace(remark=repeated_names_remark, is_table=False)
         batch = next(parquet_file.iter_batches(SAMPLE_ROWS), None) if file_look.row_count else None
         first_batches = [] if batch is None else [batch]
-        return file_look._replace(sample=_plain_table(pa.Table.from_batches(first_batches, parquet_file.schema_arrow)))
+        return file_look._replace(
+            sample_table=_plain_table(pa.Table.from_batches(first_batches, parquet_file.schema_arrow))
+        )
 
 
 def _look_at_csv(path: Path) -> _FileLook:
@@ -374,7 +380,7 @@ def _look_at_csv(path: Path) -> _FileLook:
                 sample = sample.set_column(sample.column_names.index(name), name, text_table[name])
     sample = sample.rename_columns([name.strip(BLANK_CHARACTERS) for name in sample.column_names])
     column_names = tuple(sample.column_names)
-    file_look = file_look._replace(separator=separator, columns=column_names)
+    file_look = file_look._replace(field_separator=separator, column_names=column_names)
     if repeated_names_remark := _repeated_names_remark(column_names):
         return file_look._replace(remark=repeated_names_remark, is_table=False)
     if not len(sample) and odd_rows:
@@ -394,7 +400,7 @@ def _look_at_csv(path: Path) -> _FileLook:
     remark = f"has its header again in {header_repeat_count:,} of its first rows" if header_repeat_count else None
     if not len(sample):
         remark = "has a header and no rows"
-    return file_look._replace(sample=sample, remark=remark)
+    return file_look._replace(sample_table=sample, remark=remark)
 
 
 def _repeated_names_remark(column_names: Sequence[str]) -> str | None:
@@ -410,7 +416,9 @@ def _without_header(sample_table: Any) -> tuple[Any, int]:
         return sample_table, 0
     header_mask = None
     for column_name in sample_table.column_names:
-        column_name_mask = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(sample_table[column_name]), column_name), False)
+        column_name_mask = pc.fill_null(
+            pc.equal(pc.utf8_trim_whitespace(sample_table[column_name]), column_name), False
+        )
         header_mask = column_name_mask if header_mask is None else pc.and_(header_mask, column_name_mask)
     header_row_count = pc.sum(header_mask).as_py() or 0
     return (sample_table.filter(pc.invert(header_mask)) if header_row_count else sample_table), header_row_count
@@ -465,7 +473,9 @@ def _build_table(file_looks: Sequence[_FileLook], base_folder: Path, unread_look
     file_paths = [file.file_path for file in file_looks]
     row_counts = [file.row_count for file in file_looks]
     kind_by_column = {
-        name: _column_kind(first_look.sample_table.schema.field(name).type, first_look.sample_table[name], first_look.file_format)
+        name: _column_kind(
+            first_look.sample_table.schema.field(name).type, first_look.sample_table[name], first_look.file_format
+        )
         for name in first_look.column_names
     }
     return FoundTable(

@@ -22,7 +22,7 @@ UNREADABLE_LIVE_NOTE = "live manifest cannot be read, so nothing can be compared
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Value compared with a threshold; `baseline_generation` is the live generation's id if the value was compared with it."""
+    """Value compared with a threshold; `baseline_generation` is the live generation if it was compared with that."""
 
     passed: bool
     measured_value: float | str | None
@@ -74,10 +74,10 @@ class Candidate:
 
     `live_root` is this host's folder of the live generation, `pages_bytes` the size of the pages of all generations
     that Redis may hold, `erased` the erased entities that this night left out, `governor` the pacing of reading pages
-    back (None: unpaced), `unreadable_live_generation` the live generation if its manifest cannot be read, `superseded_count` the
-    number of superseded generations that sweeps keep, `arm_rooms` the room of the arms of experiments, `build` the build of
-    this generation; `allowed_items` and `scoring_hooks` are hooks of features. `evidence` is gathered once for all
-    gates.
+    back (None: unpaced), `unreadable_live_generation` the live generation if its manifest cannot be read,
+    `superseded_count` the number of superseded generations that sweeps keep, `arm_rooms` the room of the arms of
+    experiments, `build` the build of this generation; `allowed_items` and `scoring_hooks` are hooks of features.
+    `evidence` is gathered once for all gates.
     """
 
     manifest: Manifest
@@ -158,14 +158,22 @@ def judgement(rule: str, *, wants_interactions: bool = False) -> Callable[[Measu
     return lambda measure: Gate(rule, False, measure, wants_interactions)
 
 
-def at_least(measured_value: float, threshold: float, note: str = "", baseline_generation: str | None = None) -> Measurement:
+def at_least(
+    measured_value: float, threshold: float, note: str = "", baseline_generation: str | None = None
+) -> Measurement:
     """Compare a value with its floor; NaN fails."""
-    return Measurement(bool(measured_value >= threshold), round(float(measured_value), 6), threshold, note, baseline_generation)
+    return Measurement(
+        bool(measured_value >= threshold), round(float(measured_value), 6), threshold, note, baseline_generation
+    )
 
 
-def at_most(measured_value: float, threshold: float, note: str = "", baseline_generation: str | None = None) -> Measurement:
+def at_most(
+    measured_value: float, threshold: float, note: str = "", baseline_generation: str | None = None
+) -> Measurement:
     """Compare a value with its ceiling; NaN fails."""
-    return Measurement(bool(measured_value <= threshold), round(float(measured_value), 6), threshold, note, baseline_generation)
+    return Measurement(
+        bool(measured_value <= threshold), round(float(measured_value), 6), threshold, note, baseline_generation
+    )
 
 
 def none_of(case_count: int, note: str, baseline_generation: str | None = None) -> Measurement:

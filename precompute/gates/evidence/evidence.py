@@ -88,7 +88,7 @@ class FingerprintFile:
 
 @dataclass(slots=True, eq=False)
 class Scan:
-    """Result of a scan of one table; `fault_counts` counts by kind, `first_location_by_fault` locates each kind's first.
+    """Result of a scan of one table; `fault_counts` are by kind, `first_location_by_fault` locates each kind's first.
 
     `absent_count` counts records without an answer whose entity has an answer in another table of the directory.
 

@@ -40,8 +40,8 @@ USERS_PER_STRATUM: Final = 80
 class UserSample:
     """Users with a record: longest histories (head), shortest, newest, most recently active, and any.
 
-    `rows_by_stratum` has the rows of `users` in each stratum; `directory_positions` are their positions in the directory;
-    `last_new_choice_times` is when they last chose an item for the first time (microseconds since 1970).
+    `rows_by_stratum` has the rows of `users` in each stratum; `directory_positions` are their positions in the
+    directory; `last_new_choice_times` is when they last chose an item for the first time (microseconds since 1970).
     `recorded_user_count` counts the users of the slices that were read, `unrecorded_by_missing_input` counts users
     without a record by the input that they lack.
     """
@@ -138,14 +138,14 @@ def sample_users(
                     counts_feature_only_users=counts_feature_only_users,
                 )
             )
-    row_starts = np.cumsum([0, *(len(part.positions) for part in shard_samples)])
+    row_starts = np.cumsum([0, *(len(part.directory_positions) for part in shard_samples)])
     users = join_shard_inputs([part.users for part in shard_samples])
     unrecorded_by_missing_input: Counter[str] = Counter()
     for shard_sample in shard_samples:
         unrecorded_by_missing_input.update(shard_sample.unrecorded_by_missing_input)
     return UserSample(
-        replace(users, times=None, answers_without_history=answers_without_history),
-        np.concatenate([part.positions for part in shard_samples]),
+        replace(users, history_times=None, answers_without_history=answers_without_history),
+        np.concatenate([part.directory_positions for part in shard_samples]),
         np.concatenate([part.last_new_choice_times for part in shard_samples]),
         {
             stratum: np.concatenate(
@@ -213,7 +213,7 @@ def _sample_slice(
         interaction_table, feature_table, user_table, picked_rows, hashes, history_limit
     )
     if USER_VECTORS_KIND in kinds:
-        user_table = replace(user_table, vectors=_find_vectors(user_table, other_tables[0]))
+        user_table = replace(user_table, entity_vectors=_find_vectors(user_table, other_tables[0]))
     sample_rows_by_stratum = {
         stratum: np.searchsorted(picked_rows, np.sort(stratum_rows))
         for stratum, stratum_rows in rows_by_stratum.items()

@@ -131,7 +131,10 @@ def _run_model(candidate: Candidate, model: BundleModel) -> tuple[Floats, NDArra
 
 
 def _rows_equal(
-    expected_numbers: NDArray[np.floating], actual_numbers: NDArray[np.floating], row_tolerance: float, column_tolerance: float = 0.0
+    expected_numbers: NDArray[np.floating],
+    actual_numbers: NDArray[np.floating],
+    row_tolerance: float,
+    column_tolerance: float = 0.0,
 ) -> NDArray[np.bool_]:
     """Return bool [n]: each number is off by at most `row_tolerance` of its row plus `column_tolerance` of its column.
 
@@ -151,7 +154,10 @@ def _check_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
     evidence = candidate.evidence
     if table.entity == "user":
         vectors, usable_rows = evidence.user_vectors
-        positions, excluded = (evidence.users.directory_positions[usable_rows], evidence.seen_items.select_rows(usable_rows))
+        positions, excluded = (
+            evidence.users.directory_positions[usable_rows],
+            evidence.seen_items.select_rows(usable_rows),
+        )
     else:
         positions = evidence.sampled_item_ordinals
         vectors = candidate.items.vectors[positions]
@@ -220,9 +226,13 @@ def _check_lists_best(
     best_scores = -np.sort(-best_scores, axis=1)
     possible_counts = (best_scores > -np.inf).sum(axis=1)
     tolerance = SCORE_ROUNDING * np.linalg.norm(query_vectors, axis=1, keepdims=True) * length_max
-    rounding_step = NUMBER_STEP_BY_PRECISION[layout.precision] * np.abs(stored_numbers).max(axis=1, initial=0, keepdims=True)
+    rounding_step = NUMBER_STEP_BY_PRECISION[layout.precision] * np.abs(stored_numbers).max(
+        axis=1, initial=0, keepdims=True
+    )
     with np.errstate(invalid="ignore"):
         is_as_good = ~is_used | (np.abs(listed_scores - best_scores) <= tolerance)
         has_stored_score = ~is_used | (np.abs(listed_scores - stored_numbers) <= tolerance + rounding_step)
-    is_right: NDArray[np.bool_] = (list_lengths == possible_counts) & is_as_good.all(axis=1) & has_stored_score.all(axis=1)
+    is_right: NDArray[np.bool_] = (
+        (list_lengths == possible_counts) & is_as_good.all(axis=1) & has_stored_score.all(axis=1)
+    )
     return is_right

@@ -129,7 +129,9 @@ def _measure_tightest(
 ) -> Measurement:
     """Return the verdict on the replica with the least room; passed without a replica: this host is no reader's."""
     replica_verdicts = [
-        (replica.name, verdict) for replica in candidate.control.replicas() if (verdict := judge_replica(replica)) is not None
+        (replica.name, verdict)
+        for replica in candidate.control.replicas()
+        if (verdict := judge_replica(replica)) is not None
     ]
     if not replica_verdicts:
         return Measurement(True, None, threshold, "no live replica reports the free room of its host")

@@ -202,7 +202,9 @@ def _value_shifts(candidate: Candidate, table: Table, live_table: Table) -> dict
         )
     )
     return {
-        f"{table.name}, {value_name}": psi(_round_to_five_digits(column), _round_to_five_digits(live_values_by_name[value_name]))
+        f"{table.name}, {value_name}": psi(
+            _round_to_five_digits(column), _round_to_five_digits(live_values_by_name[value_name])
+        )
         for value_name, column in values_by_name.items()
         if value_name in live_values_by_name
     }
@@ -257,7 +259,9 @@ def list_jaccard(candidate: Candidate) -> Measurement:
     if not mean_jaccards:
         return not_measured(threshold, "the live generation has no such table of lists")
     worst_table = min(mean_jaccards, key=lambda name: mean_jaccards[name])
-    return at_least(mean_jaccards[worst_table], threshold, _table_note(candidate, worst_table), candidate.baseline_generation)
+    return at_least(
+        mean_jaccards[worst_table], threshold, _table_note(candidate, worst_table), candidate.baseline_generation
+    )
 
 
 @judgement("stale_lists", wants_interactions=True)
@@ -324,9 +328,15 @@ def heldout_recall(candidate: Candidate) -> Measurement:
         f"{ranks.standard_error:.1%}); do the codes and ids of the tables belong to the model?"
     )
     share_at_import = candidate.evidence.bundle.training.get(SHARE_ABOVE_RANDOM_FACT)
-    if share_at_import is not None and ranks.share_above_random + RANK_DEVIATIONS * ranks.standard_error < CHANCE_SHARE < share_at_import:
+    if (
+        share_at_import is not None
+        and ranks.share_above_random + RANK_DEVIATIONS * ranks.standard_error < CHANCE_SHARE < share_at_import
+    ):
         return Measurement(
-            False, round(ranks.share_above_random, 6), CHANCE_SHARE, f"{remark} At its import it was {share_at_import:.1%}"
+            False,
+            round(ranks.share_above_random, 6),
+            CHANCE_SHARE,
+            f"{remark} At its import it was {share_at_import:.1%}",
         )
     return replace(measurement, note="; ".join(filter(None, [measurement.note, remark])))
 
@@ -353,9 +363,9 @@ def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
     held_out_indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_held_out)])[users.history_indptr]
     remaining_users = replace(
         users,
-        indptr=users.history_indptr - held_out_indptr,
-        ordinals=users.history_ordinals[~is_held_out],
-        times=None if users.history_times is None else users.history_times[~is_held_out],
+        history_indptr=users.history_indptr - held_out_indptr,
+        history_ordinals=users.history_ordinals[~is_held_out],
+        history_times=None if users.history_times is None else users.history_times[~is_held_out],
     )
     inputs, usable_rows = evidence.user_inputs(model, remaining_users)
     held_out_clicks = Histories(held_out_indptr, users.history_ordinals[is_held_out]).select_rows(usable_rows)
@@ -472,7 +482,9 @@ def _compare_with_live(candidate: Candidate, figure_by_name: dict[str, float], t
     worst_name = max(
         figure_by_name, key=lambda name: np.inf if np.isnan(figure_by_name[name]) else figure_by_name[name]
     )
-    return at_most(figure_by_name[worst_name], threshold, _table_note(candidate, worst_name), candidate.baseline_generation)
+    return at_most(
+        figure_by_name[worst_name], threshold, _table_note(candidate, worst_name), candidate.baseline_generation
+    )
 
 
 def _table_note(candidate: Candidate, table_name: str) -> str:

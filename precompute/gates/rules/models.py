@@ -372,7 +372,9 @@ def _nearest(
     scores = np.empty((len(query_vectors), 0), np.float32)
     nearest_ordinals = np.empty((len(query_vectors), 0), np.int64)
     for first_ordinal, tile in iterate_tiles(item_vectors, metric):
-        tile_ordinals = np.broadcast_to(np.arange(first_ordinal, first_ordinal + len(tile)), (len(query_vectors), len(tile)))
+        tile_ordinals = np.broadcast_to(
+            np.arange(first_ordinal, first_ordinal + len(tile)), (len(query_vectors), len(tile))
+        )
         scores = np.concatenate([scores, query_vectors @ tile.T], axis=1)
         nearest_ordinals = np.concatenate([nearest_ordinals, tile_ordinals], axis=1)
         best_columns = np.argpartition(-scores, min(neighbour_count, scores.shape[1]) - 1, axis=1)[:, :neighbour_count]

@@ -163,7 +163,9 @@ def items_of_live(candidate: Candidate) -> Measurement:
         and isinstance(measurement.measured_value, float)
         and measurement.measured_value > thresholds.items_of_live_most
     ):
-        return at_most(measurement.measured_value, thresholds.items_of_live_most, measurement.note, measurement.baseline_generation)
+        return at_most(
+            measurement.measured_value, thresholds.items_of_live_most, measurement.note, measurement.baseline_generation
+        )
     return measurement
 
 

@@ -124,12 +124,17 @@ def _prepare_sample(
             # Users with a vector of the sources were not answered by the tower.
             user_rows = user_rows[~users.has_vector[user_rows]]
         user_rows = select_spread_rows(user_rows, SKEW_SAMPLE)
-        positions, raw_ids = (evidence.users.directory_positions[user_rows], to_raw_ids(users.entity_ids.take(user_rows)))
+        positions, raw_ids = (
+            evidence.users.directory_positions[user_rows],
+            to_raw_ids(users.entity_ids.take(user_rows)),
+        )
         live_inputs = [
             LiveInput(
                 history=tuple(
                     items.raw_id(ordinal)
-                    for ordinal in users.history_ordinals[users.history_indptr[row] : users.history_indptr[row + 1]].tolist()
+                    for ordinal in users.history_ordinals[
+                        users.history_indptr[row] : users.history_indptr[row + 1]
+                    ].tolist()
                 ),
                 features={
                     str(feature.column): _feature_as_sent(users, str(feature.column), row) for feature in spec.features

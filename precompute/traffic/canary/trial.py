@@ -74,7 +74,8 @@ def start(
                 raise Conflict(f"{generation_id} is live already", generation=generation_id)
             with staged(releases.control, generation_id, config.flip, attempt=attempt, progress=progress):
                 moves.start_canary(releases,
-                    generation_id, traffic_percent, attempt, verified=verify_report, feedback_event=config.canary.feedback_event,
+                    generation_id, traffic_percent, attempt, verified=verify_report,
+                    feedback_event=config.canary.feedback_event,
                     governor=governor,
                 )  # fmt: skip
         else:

@@ -151,7 +151,8 @@ def twins(
                 "LARDER_STATE": str(folder / f"state-{side}"), "LARDER_CHECKOUT": str(checkout.root),
             }  # fmt: skip
             services.append(ServiceProcess(
-                folder / f"{side}.log", checkout.environment(environ), module_name="seeded_serving", working_folder=LAUNCH,
+                folder / f"{side}.log", checkout.environment(environ), module_name="seeded_serving",
+                working_folder=LAUNCH,
                 python_path=checkout.python,
             ))  # fmt: skip
             urls.append(url)

@@ -40,7 +40,7 @@ def capped_digest(patch: Patch, month: Month) -> None:
         rows = [histories.select_rows(np.array([row])).indices[-16:] for row in range(len(histories))]
         capped_histories = Histories.of(rows)
         return digest_users(
-            replace(entities, indptr=capped_histories.indptr, ordinals=capped_histories.indices), hashes
+            replace(entities, history_indptr=capped_histories.indptr, history_ordinals=capped_histories.indices), hashes
         )
 
     redigested(month, digest_capped_histories)

@@ -269,7 +269,9 @@ class Simulation:
 
     def _retire(self, run: Run, _generation: list[str]) -> None:
         releases = self.hosts[run.host]
-        sweepable_generations = unneeded_generations(releases, kept_generations=KEEP, grace_s=MINUTE, abandon_after_s=ABANDON_S)
+        sweepable_generations = unneeded_generations(
+            releases, kept_generations=KEEP, grace_s=MINUTE, abandon_after_s=ABANDON_S
+        )
         for generation_id in sweepable_generations:
             retire(releases, generation_id, attempt=run.name, abandon_after_s=ABANDON_S)
             self.count("retired")

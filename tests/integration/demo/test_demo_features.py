@@ -34,7 +34,10 @@ def test_the_same_clicks_have_the_same_features() -> None:
 
 
 def test_what_is_popular_changes_with_drift_and_who_clicked_what_does_not() -> None:
-    still, drifting = (synthesize(WorldSettings(user_count=2_000, item_count=300, seed=1, fashion_weight=drift)) for drift in (0.0, 0.6))
+    still, drifting = (
+        synthesize(WorldSettings(user_count=2_000, item_count=300, seed=1, fashion_weight=drift))
+        for drift in (0.0, 0.6)
+    )
 
     def pairs(of: object) -> set[tuple[int, int]]:
         return set(zip(of.user_rows.tolist(), of.item_rows.tolist(), strict=True))  # type: ignore[attr-defined]

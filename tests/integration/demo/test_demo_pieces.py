@@ -164,7 +164,9 @@ def test_the_stream_repeats_itself_and_asks_mostly_for_popular_users() -> None:
     assert {request.request_kind for request in first_requests} == {
         "known_user", "batch", "exclude", "fresh", "similar", "tables", "stranger", "newcomer",
     }  # fmt: skip
-    known_user_ids = [request.questions[0].entity_id for request in first_requests if request.request_kind == "known_user"]
+    known_user_ids = [
+        request.questions[0].entity_id for request in first_requests if request.request_kind == "known_user"
+    ]
     assert max(known_user_ids.count(user_id) for user_id in set(known_user_ids)) > 20
 
 
@@ -229,7 +231,7 @@ def test_two_generations_in_one_request_are_noticed() -> None:
 
 def test_two_answers_within_one_generation_are_noticed() -> None:
     # given
-    watching, question_without_hidden = judge(), dataclasses.replace(QUESTION, hidden=frozenset())
+    watching, question_without_hidden = judge(), dataclasses.replace(QUESTION, hidden_items=frozenset())
     watching.request([question_without_hidden], [GOOD])
 
     # when

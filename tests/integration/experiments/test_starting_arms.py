@@ -53,7 +53,7 @@ async def test_what_is_blocked_while_an_arm_starts_is_in_none_of_its_answers(
         held_start.put_in_force(monkeypatch)
         experiment_option = option(own_config.namespace, arm_config.namespace)
         starting = asyncio.create_task(
-            asyncio.to_thread(experiments.start, own_config, experiment_option, holdout=None)
+            asyncio.to_thread(experiments.start, own_config, experiment_option, holdout_share=None)
         )
         await asyncio.wait_for(held_start.has_begun.wait(), 30)
 
@@ -130,7 +130,7 @@ async def test_an_experiment_stops_while_the_arm_of_another_loads(
         held_start.put_in_force(monkeypatch)
         named = (ArmOption("control", own_config.namespace, 0.5), ArmOption("b", third.namespace, 0.5))
         second = ExperimentOption(own_config.namespace, "other", named, 0.3)
-        starting = asyncio.create_task(asyncio.to_thread(experiments.start, own_config, second, holdout=None))
+        starting = asyncio.create_task(asyncio.to_thread(experiments.start, own_config, second, holdout_share=None))
         await asyncio.wait_for(held_start.has_begun.wait(), 30)
         stopping = asyncio.create_task(asyncio.to_thread(experiments.stop, own_config, "ranker"))
         has_stopped = await eventually(is_stopped, timeout_s=10)

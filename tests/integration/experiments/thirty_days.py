@@ -339,7 +339,9 @@ class ThirtyDays:
         named = tuple(
             ArmOption(arm, self.namespaces["abcd".index(letter)], 1 / len(arms)) for arm, letter in arms.items()
         )
-        experiments.start(self.config, ExperimentOption(self.namespaces[0], name, named, key_share), holdout_share=holdout)
+        experiments.start(
+            self.config, ExperimentOption(self.namespaces[0], name, named, key_share), holdout_share=holdout
+        )
 
     def publish(self, namespace: str) -> None:
         """A night: another generation, live from now on."""

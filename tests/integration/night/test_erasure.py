@@ -173,7 +173,9 @@ def test_an_erasure_while_a_night_begins_is_in_it_or_waits_for_it(
     def erase_late(*arguments: Any, **more: Any) -> catalogue.CatalogueFields:
         begin_erasing(store, user.encode(), "user", requested_at=1.0)
         (standing_before,) = settled(night)
-        assert standing_before.state == "pending" and len(standing_before.holders_and_removals) == 2  # live, and the one being made
+        assert (
+            standing_before.state == "pending" and len(standing_before.holders_and_removals) == 2
+        )  # live, and the one being made
         return write(*arguments, **more)
 
     monkeypatch.setattr(catalogue, "write_catalogue", erase_late)
@@ -373,7 +375,9 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
     (standing,) = settled(other_host)
     copies = worker.store().copies
     assert copies is not None and standing.state == "pending"
-    assert [(holder.generation, holder.host) for holder, _ in standing.holders_and_removals] == [(build["generation"], copies.host)]
+    assert [(holder.generation, holder.host) for holder, _ in standing.holders_and_removals] == [
+        (build["generation"], copies.host)
+    ]
     assert "swept by the next step or service on that host" in standing.holders_and_removals[0][1]
 
     second_build = begin.run(worker, data_until=NEXT, run_after=None)

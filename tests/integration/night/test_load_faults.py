@@ -319,7 +319,9 @@ def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(night, m
             for part in parts_of(manifest)
             if part.loaded_field.encode() not in loaded_part_names
         )
-        finished_count = sum(part.pages.pages for part in parts_of(manifest) if part.loaded_field.encode() in loaded_part_names)
+        finished_count = sum(
+            part.pages.pages for part in parts_of(manifest) if part.loaded_field.encode() in loaded_part_names
+        )
         assert noted_count + finished_count > 0
         written: list[bytes] = []
         send = PageStream.send

@@ -79,7 +79,9 @@ def test_rolling_back_twice_never_meets_a_bad_generation(world):
         moves.roll_back(world.releases, target_generation=None, reason="", attempt=world.attempt())
     for rolled_back_generation in (B, C):
         with pytest.raises(Conflict, match="rolled_back"):
-            moves.roll_back(world.releases, target_generation=rolled_back_generation, reason="", attempt=world.attempt())
+            moves.roll_back(
+                world.releases, target_generation=rolled_back_generation, reason="", attempt=world.attempt()
+            )
         with pytest.raises(Conflict, match="rolled_back"):
             moves.publish(world.releases, rolled_back_generation, attempt=world.attempt())
 

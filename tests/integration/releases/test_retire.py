@@ -13,7 +13,14 @@ from cache.store.releases import Pointer, all_releases
 from precompute.bulk.load import parts_of
 from precompute.config.settings import peak_generation_count
 from precompute.releases import moves
-from precompute.releases.sweep import drop_old_rows, has_pages_again, note_loaded, retire, unneeded_generations, unlink_if_retired
+from precompute.releases.sweep import (
+    drop_old_rows,
+    has_pages_again,
+    note_loaded,
+    retire,
+    unlink_if_retired,
+    unneeded_generations,
+)
 from tests.integration.release_world import A, B, C, D, World, pages_of
 from tests.integration.releases.test_restore import Paced
 

@@ -39,7 +39,9 @@ def test_a_server_that_has_all_is_named_with_its_version(redis_server: RedisServ
     with redis.Redis.from_url(redis_server.url, protocol=2) as client:
         server_kind = inspect_redis(client)
 
-    assert server_kind.product_name in ("Redis", "Valkey") and re.fullmatch(r"\d+\.\d+\.\d+", server_kind.product_version)
+    assert server_kind.product_name in ("Redis", "Valkey") and re.fullmatch(
+        r"\d+\.\d+\.\d+", server_kind.product_version
+    )
     assert (server_kind.missing_requirements, server_kind.absent_optional_commands) == ((), ())
     state, check_message = CHECK_BY_SUBJECT["redis"](NightConfig(redis_url=redis_server.url))
     assert state == "ok" and check_message.endswith(f"; {server_kind}")

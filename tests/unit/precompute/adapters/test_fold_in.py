@@ -149,7 +149,9 @@ def test_the_better_candidate_is_chosen_wherever_it_stands(turned):
 
     fold_choice = choose_fold(folds, TASTE, CLICKS, "inner_product", np.random.default_rng(0))
 
-    assert fold_choice.fold_name == "good" and fold_choice.recall_by_fold["good"] > 2 * fold_choice.recall_by_fold["bad"]
+    assert (
+        fold_choice.fold_name == "good" and fold_choice.recall_by_fold["good"] > 2 * fold_choice.recall_by_fold["bad"]
+    )
 
 
 def test_the_first_of_equals_is_chosen():

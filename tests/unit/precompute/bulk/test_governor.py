@@ -128,7 +128,7 @@ def governed(plant: Plant, **settings: object) -> Governor:
     return Governor(
         GovernorConfig(**{"piece_bytes": PIECE, **settings}),  # type: ignore[arg-type]
         cast(Watcher, plant),
-        timer=plant.timer,
+        monotonic_clock=plant.timer,
         sleep=plant.sleep,
     )
 
@@ -163,7 +163,7 @@ def test_while_it_rests_neither_core_halts_unless_that_would_be_felt(awake):
     governor = Governor(
         GovernorConfig(piece_bytes=PIECE),
         cast(Watcher, plant),
-        timer=plant.timer,
+        monotonic_clock=plant.timer,
         sleep=plant.sleep,
         spin_core=lambda: plant.sleep(SPIN_S),
         set_idle_priority=lambda on: on,
@@ -306,7 +306,9 @@ def test_never_is_an_open_loop_and_always_paces_without_readers():
 
 
 def throttle() -> Throttle:
-    calibrated_throttle = Throttle(p99_factor=1.25, floor_bytes_per_s=MIB, ceiling_bytes_per_s=0, redis_lag_bytes_max=MIB)
+    calibrated_throttle = Throttle(
+        p99_factor=1.25, floor_bytes_per_s=MIB, ceiling_bytes_per_s=0, redis_lag_bytes_max=MIB
+    )
     calibrated_throttle.calibrate([IDLE_S] * IDLE_ROUND_TRIPS_MIN, {"a": 1.0})
     return calibrated_throttle
 

@@ -221,4 +221,6 @@ def test_models_may_share_their_weights(bundle):
 
     reopened_bundle = Bundle.open(bundle.path)
 
-    assert {model.weights_path for model in (reopened_bundle.user_tower, reopened_bundle.value_models["vector"])} == {weights_file}
+    assert {model.weights_path for model in (reopened_bundle.user_tower, reopened_bundle.value_models["vector"])} == {
+        weights_file
+    }

@@ -38,7 +38,9 @@ def data():
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    return train(data(), tmp_path_factory.mktemp("programs") / "bundle", dims=12, shape=SpectralShape(), writes_programs=True)
+    return train(
+        data(), tmp_path_factory.mktemp("programs") / "bundle", dims=12, shape=SpectralShape(), writes_programs=True
+    )
 
 
 def model_of(bundle, name):
@@ -90,7 +92,7 @@ def test_a_program_from_other_weights_is_refused_with_both_numbers(bundle, tmp_p
         replace(data(), item_rows=data().item_rows[::-1].copy()), tmp_path / "other", dims=12, shape=SpectralShape(),
         writes_programs=True,
     )  # fmt: skip
-    model = replace(bundle.user_tower, program=other_bundle.user_tower.program_path)
+    model = replace(bundle.user_tower, program_path=other_bundle.user_tower.program_path)
 
     with pytest.raises(BundleError, match="user_tower on the device differs") as caught:
         tower_of(model).run(inputs_of(model))

@@ -70,11 +70,16 @@ def main() -> None:
         tiles = fused.choose_triton_tiles(width)
         writing, constraints = above.entry_instructions(tiles.tile_columns // 16)
         shape = {
-            "width": width, "depth": depth, "height": tiles.tile_users, "lanes": 64, "size": 4, "tile": tiles.tile_columns,
+            "width": width, "depth": depth, "height": tiles.tile_users, "lanes": 64, "size": 4,
+            "tile": tiles.tile_columns,
             "splits": 8, "room": 64, "stages": tiles.pipeline_stages, "skip": 3, "hole": 2, "near": depth <= 256,
             "writing": writing, "constraints": constraints,
         }  # fmt: skip
-        options = {"num_warps": tiles.warp_count, "num_stages": tiles.pipeline_stages, "maxnreg": tiles.thread_registers_max}
+        options = {
+            "num_warps": tiles.warp_count,
+            "num_stages": tiles.pipeline_stages,
+            "maxnreg": tiles.thread_registers_max,
+        }
         print(json.dumps(compiled(above.above, options, **shape)), flush=True)
     shape = {"height": 1, "segments": 32, "room": 64, "capacity": 256, "halvings": 12}
     print(json.dumps(compiled(keep.keep, {"num_warps": 8}, **shape)), flush=True)

@@ -210,8 +210,13 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
     members = columns.columns_of(torch.arange(len(columns.longest_by_group)))
     highest = exact[:, members.numpy()].max(2)
     computed_bounds, real = bounds.double().cpu().numpy(), highest.max(0) > -np.inf
-    margin = device_items.score_margins(columns, slice(None), queries.scaled_lengths, queries.residual_lengths).cpu().numpy()
-    reach, weight = (queries.scaled_lengths + queries.residual_lengths, fused.compute_block_weights(device_items, columns, queries))
+    margin = (
+        device_items.score_margins(columns, slice(None), queries.scaled_lengths, queries.residual_lengths).cpu().numpy()
+    )
+    reach, weight = (
+        queries.scaled_lengths + queries.residual_lengths,
+        fused.compute_block_weights(device_items, columns, queries),
+    )
     # A block's groups share their margin, and users the largest part that is residual.
     widest = (reach[:, None] * weight.repeat_interleave(BLOCK_GROUPS)).cpu().numpy() + UNDERFLOW_ERROR
     assert (computed_bounds >= highest).all()

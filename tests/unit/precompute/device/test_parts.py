@@ -91,7 +91,9 @@ def test_no_product_is_further_from_the_score_than_its_margin(data):
     item_ordinals = np.minimum(columns.item_ordinals.cpu().numpy(), 699)
     exact = score(users, items, np.tile(item_ordinals, (20, 1)), metric).astype(np.float64)
     exact *= queries.user_scales.double().cpu().numpy()[:, None] * device_items.vector_scale
-    margin = device_items.score_margins(columns, slice(None), queries.scaled_lengths, queries.residual_lengths).cpu().numpy()
+    margin = (
+        device_items.score_margins(columns, slice(None), queries.scaled_lengths, queries.residual_lengths).cpu().numpy()
+    )
     group = groups_of(columns)
     over = np.abs(product - exact)[:, real] / margin[:, group][:, real]
     assert over.max() <= 1

@@ -133,9 +133,11 @@ def test_events_stand_at_their_times_whatever_was_taken_over(
         earlier = EarlierPartition(
             folder=box.root / "base", hash_seed=base.hash_seed, interaction_file_count=1, new_ordinals=None,
             lost_item_hashes=interaction_counts.unknown_item_hashes[:0],
-            interactions_by_item=interaction_counts.interactions_by_item, unknown_item_hashes=interaction_counts.unknown_item_hashes,
+            interactions_by_item=interaction_counts.interactions_by_item,
+            unknown_item_hashes=interaction_counts.unknown_item_hashes,
             interaction_count=interaction_counts.interaction_count,
-            unknown_item_interactions=interaction_counts.unknown_item_interactions, unusable=base.unusable, event_file_count=len(events),
+            unknown_item_interactions=interaction_counts.unknown_item_interactions, unusable=base.unusable,
+            event_file_count=len(events),
         )  # fmt: skip
 
         box.add(fresh, newer)
@@ -143,7 +145,10 @@ def test_events_stand_at_their_times_whatever_was_taken_over(
 
         assert {user: history for user, (history, _) in box.inputs("whole").items()} == box.expected()
         assert box.inputs("ours") == box.inputs("whole")
-        assert incremental_partition.interaction_counts.interaction_count == full_partition.interaction_counts.interaction_count
+        assert (
+            incremental_partition.interaction_counts.interaction_count
+            == full_partition.interaction_counts.interaction_count
+        )
         assert (
             incremental_partition.interaction_counts.interactions_by_item.tolist()
             == full_partition.interaction_counts.interactions_by_item.tolist()

@@ -39,7 +39,9 @@ def test_rows_of_a_user_are_no_evidence_of_their_own():
     alone = bootstrap_means(np.arange(600), values, ALL, np.random.default_rng(0))[0][0]
     grouped_estimate = bootstrap_means(users, values, ALL, np.random.default_rng(0))[0][0]
 
-    assert grouped_estimate.interval_high - grouped_estimate.interval_low > 4 * (alone.interval_high - alone.interval_low)
+    assert grouped_estimate.interval_high - grouped_estimate.interval_low > 4 * (
+        alone.interval_high - alone.interval_low
+    )
 
 
 def test_the_interval_of_a_difference_is_that_of_pairs():

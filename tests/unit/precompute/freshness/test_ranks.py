@@ -77,7 +77,9 @@ def test_a_list_is_computed_once_for_all_targets_it_is_answered_for(bundle):
     targets = Targets.of(log, CUT_US, STRATEGIES, 100, np.random.default_rng(0))
     model = ListModel.of(bundle, np.arange(ITEMS), history_limit=100)
 
-    list_count_by_strategy = {strategy: rank_targets(model, log, targets, strategy, K).list_count for strategy in STRATEGIES}
+    list_count_by_strategy = {
+        strategy: rank_targets(model, log, targets, strategy, K).list_count for strategy in STRATEGIES
+    }
 
     ends = set(zip(targets.first_rows, targets.end_rows_by_strategy[NIGHT], strict=True))
     assert list_count_by_strategy[NIGHT] == sum(end > start for start, end in ends) > 0

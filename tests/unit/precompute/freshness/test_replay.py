@@ -107,7 +107,9 @@ def test_items_had_since_the_night_are_left_out_of_its_list(tmp_path):
     report = replay(write(tmp_path, rows, groups=6), replace(DAY, k=3))
 
     # Then a list of 3 is always right once what was had is left out, and the night's own ever less
-    recall = {strategy: estimate.mean_value for strategy, estimate in report.target_groups[0].recall_by_strategy.items()}
+    recall = {
+        strategy: estimate.mean_value for strategy, estimate in report.target_groups[0].recall_by_strategy.items()
+    }
     steps = np.mean([3 / 12, 3 / 9, 3 / 6, 3 / 3])
     assert recall[NIGHT] == pytest.approx(3 / 12, abs=0.05)
     assert recall[NIGHT_LESS_SEEN] == pytest.approx(steps, abs=0.05)

@@ -67,14 +67,19 @@ def test_targets_are_items_of_a_first_time_and_histories_end_before_they_are_com
         (
             int(targets.item_indices[row]),
             int(targets.since_night_us[row]),
-            {strategy: int(ends[row] - targets.first_rows[row]) for strategy, ends in targets.end_rows_by_strategy.items()},
+            {
+                strategy: int(ends[row] - targets.first_rows[row])
+                for strategy, ends in targets.end_rows_by_strategy.items()
+            },
         )
         for row in range(len(targets))
     ]
     key = repr
     assert sorted(computed_targets, key=key) == sorted(expected, key=key)
     assert set(targets.user_numbers.tolist()) == set(range(int(targets.user_numbers.max()) + 1))
-    assert (targets.has_newer_events == (targets.end_rows_by_strategy[EVENTS] > targets.end_rows_by_strategy[NIGHT])).all()
+    assert (
+        targets.has_newer_events == (targets.end_rows_by_strategy[EVENTS] > targets.end_rows_by_strategy[NIGHT])
+    ).all()
 
 
 @settings(deadline=None, max_examples=200)

@@ -52,7 +52,9 @@ def test_sampled_histories_are_those_that_the_night_scored(tmp_path: Path) -> No
         row_of = {name: row for row, name in enumerate(night.entity_ids.to_pylist())}
         for row, name in enumerate(sample.users.entity_ids.to_pylist()):
             theirs = row_of[name]
-            sampled_history = sample.users.history_ordinals[sample.users.history_indptr[row] : sample.users.history_indptr[row + 1]]
+            sampled_history = sample.users.history_ordinals[
+                sample.users.history_indptr[row] : sample.users.history_indptr[row + 1]
+            ]
             night_history = night.history_ordinals[night.history_indptr[theirs] : night.history_indptr[theirs + 1]]
             assert sampled_history.tolist() == night_history.tolist()
         assert sample.recorded_user_count == sample.source_user_count == len(named)

@@ -131,13 +131,16 @@ def test_users_are_those_of_the_changed_table(tmp_path: Path, shards: int) -> No
         sources = Sources(interactions=("clicks.parquet",), user_features="users.parquet")
         config = NightConfig(base=str(folder), shards=shards, sources=sources)
         items = item_table([item_id.encode() for item_id in IDS])
-        night = NightInput(config, items, values=NO_EVENT_VALUES._replace(users=values))
+        night = NightInput(config, items, values=NO_EVENT_VALUES._replace(user_values=values))
         PartitionJob(night, folder / "work", feature_columns=["age"]).run()
         inputs_by_user: dict[str, Any] = {}
         for shard in range(shards):
             part = read_shard(folder / "work", shard, history_limit=9)
             ages_ = part.features["age"].to_pylist()
-            spans = [part.history_ordinals[a:b].tolist() for a, b in zip(part.history_indptr, part.history_indptr[1:], strict=False)]
+            spans = [
+                part.history_ordinals[a:b].tolist()
+                for a, b in zip(part.history_indptr, part.history_indptr[1:], strict=False)
+            ]
             names = part.entity_ids.to_pylist()
             inputs_by_user |= {name: user_input for name, *user_input in zip(names, ages_, spans, strict=True)}
         return inputs_by_user

@@ -216,7 +216,7 @@ def test_numbers_of_items_and_the_company_do_not_matter(users: list[Parts], seed
     all_entities = entities(users)
     expected = digest_users(all_entities, HASHES)[order].tolist()
 
-    moved = replace(all_entities, ordinals=turned[all_entities.history_ordinals]).select_rows(order)
+    moved = replace(all_entities, history_ordinals=turned[all_entities.history_ordinals]).select_rows(order)
 
     hashes = np.empty_like(HASHES)
     hashes[turned] = HASHES

@@ -108,7 +108,8 @@ def test_every_user_lands_in_one_shard_with_known_items_once_and_in_order(config
         assert set(history) == set(times_by_user[user]) and times == sorted(times)
     assert partition_result.user_count == len(USERS) and partition_result.interaction_counts.interaction_count == 300
     assert (
-        partition_result.interaction_counts.unknown_item_interactions + int(partition_result.interaction_counts.interactions_by_item.sum())
+        partition_result.interaction_counts.unknown_item_interactions
+        + int(partition_result.interaction_counts.interactions_by_item.sum())
         == 300
     )
 
@@ -140,7 +141,10 @@ def test_ranges_tile_the_whole_hash(shards):
 def test_csv_ids_keep_their_zeros_and_weights_of_zero_are_no_interactions(tmp_path):
     (tmp_path / "a.csv").write_text("user,item,weight\n007,1,1\n007,2,0\n7,01,2.5\n")
     batch = next(iter(read_interactions(Sources(interactions=("a.csv",)), tmp_path)))
-    assert (batch.user_ids.row_texts().to_pylist(), batch.item_ids.row_texts().to_pylist()) == (["007", "7"], ["1", "01"])
+    assert (batch.user_ids.row_texts().to_pylist(), batch.item_ids.row_texts().to_pylist()) == (
+        ["007", "7"],
+        ["1", "01"],
+    )
 
 
 def test_the_line_format_is_read_packed_or_not(tmp_path):
@@ -205,7 +209,9 @@ def test_slices_hold_the_shard_in_hash_order(config, tmp_path, rows):
         slices = slice_shard(folder, shard, config.shards, scratch, slice_rows_max=rows)
         assert len(slices.slice_numbers) > 1 or not len(whole_shard.entity_ids)
         parts = [read_shard(slices.folder, number, history_limit=9) for number in slices.slice_numbers]
-        distinct_counts = [(len(set(part.entity_ids.to_pylist())), len(set(part.entity_hashes.tolist()))) for part in parts]
+        distinct_counts = [
+            (len(set(part.entity_ids.to_pylist())), len(set(part.entity_hashes.tolist()))) for part in parts
+        ]
         assert list(count_distinct_ids(slices)) == distinct_counts
         assert pa.concat_arrays([part.entity_ids for part in parts]) == whole_shard.entity_ids
         for name in ("hashes", "ordinals"):

@@ -23,7 +23,8 @@ NO_TIME = TimeSpent(0.0, 0.0)
 TIMINGS = Timings(
     embed=TimeSpent(10, 10), prepare=TimeSpent(1, 1), shards=TimeSpent(1, 1), users=TimeSpent(100, 100),
     items=TimeSpent(20, 20),
-    seconds_by_stage={"read": 5.0, "tower": 10.0, "topk": 80.0, "write": 5.0}, recorded_share=1.0, extrapolation_note="",
+    seconds_by_stage={"read": 5.0, "tower": 10.0, "topk": 80.0, "write": 5.0}, recorded_share=1.0,
+    extrapolation_note="",
     seal=NO_TIME,
 )  # fmt: skip
 DAY_US = 86_400_000_000

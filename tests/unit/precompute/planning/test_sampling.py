@@ -68,7 +68,10 @@ def rows_of(sources, base):
     interactions_by_user: dict[str, list[tuple[str, int]]] = {}
     for batch in read_interactions(sources, base):
         for row in zip(
-            batch.user_ids.row_texts().to_pylist(), batch.item_ids.row_texts().to_pylist(), batch.times_us.tolist(), strict=True
+            batch.user_ids.row_texts().to_pylist(),
+            batch.item_ids.row_texts().to_pylist(),
+            batch.times_us.tolist(),
+            strict=True,
         ):
             interactions_by_user.setdefault(row[0], []).append(row[1:])
     return interactions_by_user

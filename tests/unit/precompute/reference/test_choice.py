@@ -62,7 +62,11 @@ def test_alternating_vectors_are_taken_only_where_they_find_clearly_more(monkeyp
 def test_users_of_six_groups_need_no_more_dimensions_than_about_as_many():
     shape_choice = choose_shape(*clicks(noise=0.0), ITEMS, 48, np.random.default_rng(0))
 
-    assert shape_choice.shape.dims <= 12 and shape_choice.held_out_recall is not None and shape_choice.held_out_recall > 0.9
+    assert (
+        shape_choice.shape.dims <= 12
+        and shape_choice.held_out_recall is not None
+        and shape_choice.held_out_recall > 0.9
+    )
 
 
 def test_the_same_seed_chooses_the_same():
@@ -115,4 +119,6 @@ def test_without_a_user_whose_history_can_be_cut_it_is_the_default(repeats):
 
     shape_choice = choose_shape(users, users, 5, 4, np.random.default_rng(0))
 
-    assert shape_choice.shape == SpectralShape(dims=4) and not shape_choice.trials and shape_choice.held_out_recall is None
+    assert (
+        shape_choice.shape == SpectralShape(dims=4) and not shape_choice.trials and shape_choice.held_out_recall is None
+    )

@@ -115,7 +115,9 @@ def test_histories_are_put_together_in_hash_order(found: list[User], seed: int) 
     rng, copied = np.random.default_rng(seed), copied_of(found)
     of_user = {hash_value: rng.integers(0, 9, rng.integers(0, 4)) for hash_value in copied.user_hashes.tolist()}
     own_histories = Histories.of([of_user[hash_value] for hash_value in copied.user_hashes[copied.own_rows].tolist()])
-    copied_histories = Histories.of([of_user[hash_value] for hash_value in copied.user_hashes[copied.copied_rows].tolist()])
+    copied_histories = Histories.of(
+        [of_user[hash_value] for hash_value in copied.user_hashes[copied.copied_rows].tolist()]
+    )
 
     merged_histories = copied.merge_histories(own_histories, copied_histories)
 

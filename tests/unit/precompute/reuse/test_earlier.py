@@ -98,7 +98,8 @@ def taken_over(night: Night, files: int, items: ItemTable) -> EarlierPartition:
         new_ordinals=None if stayed else new_ordinals,
         lost_item_hashes=text_hashes(pa.array(lost_item_ids, pa.string()), UNKNOWN_ITEMS_SEED),
         interactions_by_item=interaction_counts.interactions_by_item,
-        unknown_item_hashes=interaction_counts.unknown_item_hashes, interaction_count=interaction_counts.interaction_count,
+        unknown_item_hashes=interaction_counts.unknown_item_hashes,
+        interaction_count=interaction_counts.interaction_count,
         unknown_item_interactions=interaction_counts.unknown_item_interactions,
         unusable={
             name: report for name, report in unusable.items()
@@ -166,7 +167,9 @@ def test_taking_over_gives_what_reading_all_gives(
             full_night.partition_result.hash_seed,
         )
         assert incremental_night.partition_result.unusable == full_night.partition_result.unusable
-        assert incremental_night.partition_result.took_over_earlier and not full_night.partition_result.took_over_earlier
+        assert (
+            incremental_night.partition_result.took_over_earlier and not full_night.partition_result.took_over_earlier
+        )
         changed_hashes = {
             user_input[1]
             for user, user_input in full_inputs.items()

@@ -140,7 +140,9 @@ def test_who_acted_only_after_the_cut_or_with_no_weight_is_in_no_batch(tmp_path,
         )
     )  # fmt: skip
     assert [text for batch in batches for text in check_and_get_texts(batch.user_ids)] == users[:rows]
-    assert not {"late-item", "light-item"} & {name for batch in batches for name in batch.item_ids.distinct_ids.to_pylist()}
+    assert not {"late-item", "light-item"} & {
+        name for batch in batches for name in batch.item_ids.distinct_ids.to_pylist()
+    }
     assert [check_and_get_texts(batch.user_ids) + check_and_get_texts(batch.item_ids) for batch in late_batches] == [
         ["late", "late-item"]
     ]

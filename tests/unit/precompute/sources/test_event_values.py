@@ -100,7 +100,9 @@ def test_a_value_of_another_kind_is_noted_and_is_none(name: str, value: Any) -> 
     row = {"age": 1, "score": 1.0, "home": "x", "coded": "x", "taste": [1.0]}
     unusable = UnusableRows()
 
-    feature_batches = with_event_values(batches(["a"], [row], 1), {b"a": {name: value}}, entity_kind="item", unusable=unusable)
+    feature_batches = with_event_values(
+        batches(["a"], [row], 1), {b"a": {name: value}}, entity_kind="item", unusable=unusable
+    )
 
     assert rows_of(feature_batches) == [("a", row | {name: None})]
     (reason_report,) = unusable.to_json()[f"events.{name}"]["reasons"].values()

@@ -133,7 +133,8 @@ def test_a_column_in_which_most_fields_hold_several_ids_holds_histories() -> Non
 
 def test_few_rows_without_a_time_are_reported_by_their_number() -> None:
     shape = InteractionFigures(
-        row_count=4_200, user_count=300, item_count=120, most_rows_of_user=20, most_rows_of_item=90, untimed_row_count=1, newest_time_us=10**15
+        row_count=4_200, user_count=300, item_count=120, most_rows_of_user=20, most_rows_of_item=90,
+        untimed_row_count=1, newest_time_us=10**15
     )  # fmt: skip
     assert any(remark.startswith("1 of 4,200 rows have no time") for remark in plausibility_remarks(shape))
 

@@ -149,9 +149,9 @@ def test_values_that_an_input_cannot_hold_cost_only_their_rows():
     narrow = InputSpec("x", "feature", "int32", column="age")
     feature_values = read_feature_values(pa.array([1, 2**40, None]), narrow)
     assert feature_values.usable_mask.tolist() == [True, False, False]
-    assert feature_values.missing_mask.tolist() == [False, False, True] and list(feature_values.unusable_mask_by_reason) == [
-        "age: too large for int32"
-    ]
+    assert feature_values.missing_mask.tolist() == [False, False, True] and list(
+        feature_values.unusable_mask_by_reason
+    ) == ["age: too large for int32"]
     wide = InputSpec("x", "feature", "float32", column="taste", width=2)
     rows = [[1.0, 2.0], [1.0], [1.0, None], [1.0, float("nan")], None, [3.0, 4.0]]
     feature_values = read_feature_values(pa.array(rows), wide)
@@ -162,7 +162,11 @@ def test_values_that_an_input_cannot_hold_cost_only_their_rows():
     }  # fmt: skip
     texts = InputSpec("x", "feature", "string", column="land")
     feature_values = read_feature_values(pa.array([b"de", b"\xff", None]).view(pa.string()), texts)
-    assert feature_values.input_numbers.tolist() == ["de", "", ""] and feature_values.usable_mask.tolist() == [True, False, False]
+    assert feature_values.input_numbers.tolist() == ["de", "", ""] and feature_values.usable_mask.tolist() == [
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
