@@ -70,13 +70,13 @@ def postgres_account(user_id: int, system_user: str = POSTGRES_USER) -> pwd.stru
 def run_postgres(state_folder: Path) -> Iterator[str]:
     """Yield the SQLAlchemy URL of an empty database that is removed when the block ends; its log is in `state_folder`.
 
-    Only one process at a time may use a `state_folder` folder. Raises ConfigError if the server cannot be started.
+    Only one process at a time may use a `state_folder`. Raises ConfigError if the server cannot be started.
     """
     programs_folder, account = find_postgres(), postgres_account(os.geteuid())
     folder_link, log_path = state_folder / "postgres", state_folder / "postgres.log"
     _remove_linked_folder(folder_link)
     log_path.unlink(missing_ok=True)
-    # Not under `state`: the server's account may lack access to it, and a socket's path has at most 107 bytes.
+    # Not under `state_folder`: the server's account may lack access to it, and a socket's path has at most 107 bytes.
     postgres_folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
     folder_link.symlink_to(postgres_folder)
     try:
@@ -133,7 +133,7 @@ class CeleryWorkers:
     """One Celery worker per queue of a running Airflow; the workers stop when the `with` block ends."""
 
     def __init__(self, airflow: LocalAirflow, tasks_at_once_by_queue: Mapping[str, int]) -> None:
-        """Take `tasks_at_once_by_queue`, a mapping from queue to the number of tasks that its worker runs at a time."""
+        """Take the queues, with the number of tasks that the worker of each runs at a time."""
         self._airflow = airflow
         self._concurrency_by_queue = dict(tasks_at_once_by_queue)
         self._worker_by_queue: dict[str, GuardedCommand] = {}

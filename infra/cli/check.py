@@ -351,8 +351,10 @@ def check_redis(config: "NightConfig") -> CheckResult:
         if redis_kind.missing_requirements:
             return (
                 "to do",
-                f"{url_without_password(server_url)} is {redis_kind}, which has no "
-                f"{', no '.join(redis_kind.missing_requirements)}",
+                (
+                    f"{url_without_password(server_url)} is {redis_kind}, which has no "
+                    f"{', no '.join(redis_kind.missing_requirements)}"
+                ),
             )
     if refused_commands and not may_only_serve:
         return "to do", _missing_rights_text(server_url, config.namespace, refused_commands)

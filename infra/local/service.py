@@ -22,7 +22,7 @@ class ServiceFailed(RuntimeError):
 class ServiceProcess:
     """Process of `python -m serving` (or another module) on a free loopback port; `url` is set once it listens.
 
-    `root` is the checkout from which it runs, `python` the interpreter.
+    `working_folder` is the checkout from which it runs, `python_path` the interpreter.
     """
 
     def __init__(

@@ -60,14 +60,14 @@ NO_FEATURE_VALUES: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HistoryFold:
-    """Computation of a vector from a history, by the items' `item_rows` float32 [items, dims].
+    """Computation of a vector from a history, by `item_rows` float32 [items, dims].
 
     With Z the rows of a history's items, x is the result of `steps` steps of conjugate gradients (Hestenes and Stiefel,
-    1952) from 0 for (I + strength Z'Z) x = Z'1. If `is_mean`, x is divided by the length of the history. The vector is
-    x B + `vector_offset` [dims], with B = `back_matrix` [dims, dims], None for the identity. Without strength one step
-    is exact, and x is the sum of the rows. With Z = Y W, W = (Y'Y + reg I)^-1/2, strength c - 1 and B = c W, the vector
-    is that of ALS for implicit feedback (Hu, Koren and Volinsky, ICDM 2008) with confidence c. Every matrix product has
-    one row of the batch, so that an answer does not depend on other rows of the batch.
+    1952) from 0 for (I + gram_factor Z'Z) x = Z'1. If `is_mean`, x is divided by the length of the history. The vector
+    is x B + `vector_offset` [dims], with B = `back_matrix` [dims, dims], None for the identity. Without strength one
+    step is exact, and x is the sum of the rows. With Z = Y W, W = (Y'Y + reg I)^-1/2, strength c - 1 and B = c W, the
+    vector is that of ALS for implicit feedback (Hu, Koren and Volinsky, ICDM 2008) with confidence c. Every matrix
+    product has one row of the batch, so that an answer does not depend on other rows of the batch.
     """
 
     fold_name: str

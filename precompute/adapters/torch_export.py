@@ -47,7 +47,7 @@ class Example:
 
     `history` is a padded history of item indices, `item` an item's index, `user` a user's index; any other name is a
     feature column. The model's indices of items and users start at `first_item` and `first_user`, in the order of the
-    ids; `padding_index` is the index of padding, and of no item. Larder appends padding to a history, up to a power of
+    ids; `pad` is the index of padding, and of no item. Larder appends padding to a history, up to a power of
     two; if `is_fixed`, always up to `max_length`.
     """
 

@@ -219,8 +219,8 @@ class Governor:
     def _pause(self, pause_s: float) -> None:
         """Wait without work, and keep this core and Redis' awake: a halted core wakes slowly, which adds latency.
 
-        Cores are only kept awake if the thread has idle priority, for a fifth of the time, and never if `awake` is
-        False, during work that must not be disturbed.
+        Cores are only kept awake if the thread has idle priority, for a fifth of the time, and never if
+        `keeps_cores_awake` is False, during work that must not be disturbed.
         """
         rest_ends_at = self._timer() + pause_s
         while (left_s := rest_ends_at - self._timer()) > 0:

@@ -206,7 +206,7 @@ class _SentChunk(NamedTuple):
 
 
 class PageStream(BulkConnections):
-    """Sender of pages in order; calls `landed(pages, bytes)` as Redis confirms them."""
+    """Sender of pages in order; calls `note_landed_pages(pages, bytes)` as Redis confirms them."""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ def sample_query_vectors(all_vectors: NDArray[np.float32]) -> NDArray[np.float32
 
 
 def measure_recall(searcher: Searcher, item_vectors: NDArray[np.float32], query_sample: NDArray[np.float32]) -> float:
-    """Measure the share of the exact top 100 that the index finds, for the sample of `sample_query_vectors`."""
+    """Measure the share of the exact top 100 that the index finds, for the result of `sample_query_vectors`."""
     exact_ordinals = exact_neighbours(item_vectors, query_sample, searcher.metric)
     return float(recalls(exact_ordinals, _search_candidates(searcher, query_sample)).mean())
 

@@ -107,7 +107,7 @@ def _count_columns(item_count: int, group_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockStage:
-    """Blocks that one stage of a search visits: `block_count` of those at `first_block`, `offset + stride` and so on.
+    """Blocks that one stage of a search visits: `block_count` of them, from `first_block` on, `block_stride` apart.
 
     If `skip` is not 0, an earlier stage visited the `hole`-th of every skip + 1 of these blocks, so it is left out.
     """

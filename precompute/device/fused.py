@@ -157,7 +157,7 @@ class Tiles:
 
     @property
     def thread_registers_max(self) -> int:
-        """Maximum registers of a thread of a product with which `resident_programs` programs fit."""
+        """Maximum registers of a thread of a product with which `resident_programs` fit."""
         return min(255, _REGISTERS // (32 * self.warp_count * self.resident_programs))
 
 

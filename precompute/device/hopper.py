@@ -1,8 +1,8 @@
 """Kernels of the fused top-K for Hopper GPUs, in CUDA C++, compiled on first use.
 
 `kernels/above.cu` and `keep.cu` are the counterparts of `above.py` and `keep.py`, `exact.cu` that of `keys.exact`, and
-`encode.cu` is `DeviceItems.queries` in one pass. Other GPUs, wider vectors, and hosts without NVRTC use the Triton
-kernels or torch's operators. No further package is needed: PyTorch's builds for CUDA depend on NVRTC and
+`encode.cu` is `DeviceItems.encode_queries` in one pass. Other GPUs, wider vectors, and hosts without NVRTC use the
+Triton kernels or torch's operators. No further package is needed: PyTorch's builds for CUDA depend on NVRTC and
 `cuda-bindings`.
 """
 

@@ -139,7 +139,7 @@ def select_best_keys(sort_keys: torch.Tensor, k: int) -> torch.Tensor:
 def find_certain_lists(
     items: DeviceItems, queries: Queries, best_keys: torch.Tensor, left_out: torch.Tensor
 ) -> torch.Tensor:
-    """Return bool [n]: True if no omitted item, bounded by `left_out` [n], can be as good as the last best key."""
+    """Return bool [n]: True if no omitted item (`highest_omitted_bounds` [n]) can be as good as the last best key."""
     last_scores = unpack_scores(best_keys[:, -1]) * queries.user_scales * items.vector_scale
     return (left_out == _NO_SCORE) | ((best_keys[:, -1] != WORST) & (last_scores > left_out))
 

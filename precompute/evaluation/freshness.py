@@ -426,7 +426,7 @@ def bootstrap_means(
 ) -> list[list[Estimate]]:
     """Return by group and column the mean of `measured_values` [n, columns] over the rows of `group_masks` [groups, n].
 
-    A row belongs to one of `users`, numbered from 0. All rows of a user are drawn together, with the same draws for all
+    A row belongs to a user, numbered from 0. All rows of a user are drawn together, with the same draws for all
     groups and columns (Efron's bootstrap, by clusters). Each group has at least one row.
     """
     user_count, columns = int(user_by_row.max()) + 1, measured_values.shape[1]

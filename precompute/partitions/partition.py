@@ -93,7 +93,7 @@ _TOUCHED_SCHEMA = pa.schema([(HASH_COLUMN, pa.uint64())])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InteractionCounts:
-    """Counts of interactions: all before the cut, those with unknown items, those of each item, and those after the cut.
+    """Counts of interactions: all before the cut, with unknown items, per item, and after the cut.
 
     `unknown_item_hashes` are the sorted hashes of the unknown items' ids.
     """

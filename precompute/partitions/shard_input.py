@@ -74,7 +74,7 @@ class ShardSlices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardInput:
-    """Entities in hash order; `history_ordinals[indptr[i]:indptr[i + 1]]` is entity i's history, oldest first.
+    """Entities in hash order; entity i's history is `history_ordinals` from `history_indptr[i]` on, oldest first.
 
     The ids are one Arrow array of strings, since millions of Python objects would be slow. Histories are complete,
     because lists must leave out every item that the user had; models get the newest `history_limit` items.
@@ -184,19 +184,19 @@ def slice_shard(
 
 
 def _split_shard_files(
-    folder: Path, shard: int, target_folder: Path, numbers: range, total_ranges: int, file_kinds: Sequence[str]
+    folder: Path, shard: int, target_folder: Path, range_numbers: range, total_ranges: int, file_kinds: Sequence[str]
 ) -> None:
-    """Split a shard's files into `total_ranges` hash ranges; only the ranges in `numbers` are written."""
+    """Split a shard's files into `total_ranges` hash ranges; only the ranges in `range_numbers` are written."""
     target_folder.mkdir(parents=True, exist_ok=True)
-    allow_open_files(len(numbers))
-    bound_numbers = range(numbers.start, min(numbers.stop + 1, total_ranges))
+    allow_open_files(len(range_numbers))
+    bound_numbers = range(range_numbers.start, min(range_numbers.stop + 1, total_ranges))
     first_hashes = np.array([first_hash(range_number, total_ranges) for range_number in bound_numbers], np.uint64)
     # Kinds that name users, if sliced alone, are only needed for their ids and hashes.
     column_indexes = [0, 1] if tuple(file_kinds) == user_naming_kinds(file_kinds_in(folder, shard)) else None
     for file_kind in file_kinds:
         target_paths = [
             target_path
-            for range_number in numbers
+            for range_number in range_numbers
             for target_path in shard_paths(target_folder, range_number, (file_kind,))
         ]
         (source_path,) = shard_paths(folder, shard, (file_kind,))

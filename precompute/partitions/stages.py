@@ -39,7 +39,7 @@ class StreamStages:
         """Yield `values`, computed in a thread that is at most `values_ahead_max` finished values ahead."""
         thread, remaining_values = ThreadPoolExecutor(1), iter(values)
         self._threads_and_sources.append((thread, values))
-        # `depth` finished values, and one being computed.
+        # `values_ahead_max` finished values, and one being computed.
         futures = deque(thread.submit(self._take_next, remaining_values) for _ in range(values_ahead_max + 1))
         return self._yield_results(thread, remaining_values, futures)
 

@@ -360,7 +360,9 @@ def _hit_rates_by_size(shape: NightShape, parameters: PlanParameters, popularity
         l1_hit_rates(
             popularity, mib * MIB, record_bytes=layout.size_bytes,
             answer_bytes=answer_bytes,
-            daily_requests_per_process=None if parameters.qps is None else parameters.qps / parameters.processes * DAY_S,
+            daily_requests_per_process=(
+                None if parameters.qps is None else parameters.qps / parameters.processes * DAY_S
+            ),
         )
         for mib in parameters.l1_mib
     ]  # fmt: skip

@@ -259,7 +259,7 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
 def time_scoring(
     trial: Trial, shape: NightShape, *, source_user_count: int, longest_run_s: float, progress: Progress = quiet
 ) -> Timings:
-    """Time the scoring of two numbers of users and of items; the larger takes about `longest_run_s`, or a whole shard."""
+    """Time the scoring of two numbers of users and of items; the larger takes about `longest_run_s`, or a shard."""
     recorded_share, preparation_time, opening_time = (
         trial.measure_recorded_share(),
         trial.time_preparation(),
@@ -346,7 +346,7 @@ def feature_columns(bundle: Bundle) -> list[str]:
 def rate_from_table(item_count: int, dims: int, k: int) -> DeviceRate:
     """Return the measured rate of one GPU for lists of `dims` dimensions from `item_count` items.
 
-    The cost of another K was not measured: it is ignored, and `origin` says so.
+    The cost of another K was not measured: it is ignored, and `rate_origin` says so.
     """
     card = CARDS[DEFAULT_CARD]
     return DeviceRate(1 / card.list_seconds(item_count, dims), f"a table: {card.rate_in_words(k)}")

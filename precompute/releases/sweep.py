@@ -306,7 +306,7 @@ def _mark_retired(
         recorded_state = fold_releases(view.history).state(generation)
         if recorded_state is not GenerationState.RETIRED:
             _demand_unneeded(releases, generation, view.ledger)
-            if _seconds_since_left(releases, generation, view) < grace_s:  # live again since `sweepable`
+            if _seconds_since_left(releases, generation, view) < grace_s:  # live again since `unneeded_generations`
                 raise Conflict(
                     f"cannot retire {generation}: readers may have left it less than {grace_s:g} s ago",
                     generation=generation,

@@ -101,7 +101,7 @@ class CopyDecisions:
 
 @dataclass(slots=True, eq=False)
 class CopiedUsers:
-    """Users of a hash range: `user_hashes` [m] of all, and `own_rows` [n] of the chunk's own (computed) users, in order.
+    """Users of a hash range: `user_hashes` [m] of all; `own_rows` [n] of the chunk's own (computed) users, ascending.
 
     `copied_positions` int64 [m] are the base's records of copied users, -1 for own users. `unchanged_positions` int64
     [n] are the base's records of own users with unchanged inputs, -1 for others.

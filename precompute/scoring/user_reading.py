@@ -211,7 +211,7 @@ def read_slices(work: ShardWork, scratch: Path) -> Iterator[Slice]:
 def _read_in_order(
     read_one_part: Callable[[int], ReadPart], part_numbers: range, parts_per_reader: int = 1
 ) -> Generator[ReadPart]:
-    """Yield `read_slice` of each part, in order; on a host with few cores, each is read on demand.
+    """Yield `read_one_part` of each part, in order; on a host with few cores, each is read on demand.
 
     On other hosts there are several readers, and up to `parts_per_reader` parts per reader in progress or waiting.
     """

@@ -44,7 +44,7 @@ _MIXED_FLOAT_SHARE_MAX = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ids:
-    """Column of ids as codes of distinct names: row r is `distinct_ids[codes[r]]` (Arrow strings; int32 [rows]).
+    """Column of ids as codes of distinct ids: row r is `distinct_ids[id_codes[r]]` (Arrow strings; int32 [rows]).
 
     Every name has a row, so a statement about all names is one about all rows, and vice versa.
     """
