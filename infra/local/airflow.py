@@ -58,7 +58,7 @@ class RunReport:
 
 
 class LocalAirflow:
-    """Airflow processes that end with the `with` block, and a client of their REST API; files in `state_folder`/airflow.
+    """Airflow processes that end with the `with` block, and a client of their REST API; files: `state_folder`/airflow.
 
     Methods raise AirflowFailed if the API answers with an error.
     """

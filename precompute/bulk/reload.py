@@ -99,8 +99,8 @@ def _has_sampled_pages(control: Control, manifest: Manifest) -> bool:
     ):
         part = parts[part_index]
         sampled_pages.append((part, int(position - part_ends[part_index]) + part.pages.pages))
-    sampled_keys = [part.key(control.keyspace, manifest.generation, page).encode() for part, page in sampled_pages]
-    return value_sizes(control.client, sampled_keys) == [part.size_of(page) for part, page in sampled_pages]
+    sampled_keys = [part.page_key(control.keyspace, manifest.generation, page).encode() for part, page in sampled_pages]
+    return value_sizes(control.client, sampled_keys) == [part.page_size_bytes(page) for part, page in sampled_pages]
 
 
 def repair_pages(

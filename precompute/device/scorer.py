@@ -294,7 +294,11 @@ class DeviceScorer:
 
     def _usable_kernels(self, search_request: _SearchRequest, candidates_per_user: int) -> ModuleType | None:
         kernels = search_request.fused and self._fused
-        return kernels if kernels and kernels.fits(self._items, search_request.columns, candidates_per_user) else None
+        return (
+            kernels
+            if kernels and kernels.supports_search(self._items, search_request.columns, candidates_per_user)
+            else None
+        )
 
     def _shrink(self, search_request: _SearchRequest, shape: SearchShape, error: Exception) -> None:
         """Halve the size of pieces from now on; give up if it cannot be halved."""

@@ -103,7 +103,7 @@ def write_feature_files(
                 ):
                     usable_count_by_input[input_spec] += usable_count
             user_hashes = hash_user_ids(ids)
-            table = pa.table([ids.texts(), user_hashes, *column_by_name.values()], schema=file_schema)
+            table = pa.table([ids.row_texts(), user_hashes, *column_by_name.values()], schema=file_schema)
             if erased.users:
                 is_kept = erased.kept_users_mask(ids)
                 table, user_hashes = table.filter(pa.array(is_kept)), user_hashes[is_kept]

@@ -60,7 +60,7 @@ def figures(control: Control) -> None:
 
 
 def mark_part(control: Control) -> None:
-    part: Any = SimpleNamespace(name="a/0", loaded_digest=b"mark", progress="a/0:progress")
+    part: Any = SimpleNamespace(loaded_field="a/0", loaded_digest=b"mark", progress_field="a/0:progress")
     mark_loaded(control.client, KEYS.loaded(POINTER.generation), part)
 
 

@@ -122,7 +122,7 @@ def scored_at_stays(patch: Patch, month: Month) -> None:
         copied_records["scored_at"] = self.base_shard.records_by_table[name][base_positions]["scored_at"]
         return copied_records
 
-    patch.setattr(ShardReuse, "records", records)
+    patch.setattr(ShardReuse, "read_records", records)
 
 
 def new_user_is_copied(patch: Patch, month: Month) -> None:
@@ -133,12 +133,12 @@ def new_user_is_copied(patch: Patch, month: Month) -> None:
         return np.minimum(positions, len(self.hash_digest_pairs) - 1)
 
     def decide_new_as_copied(self: ShardReuse, entities: Any, digests: Any, hashes: range) -> CopyDecisions:
-        is_new = real(self.base_shard, entities.hashes) < 0
-        theirs = self.base_shard.hash_digest_pairs["digest"][nearest(self.base_shard, entities.hashes)]
+        is_new = real(self.base_shard, entities.entity_hashes) < 0
+        theirs = self.base_shard.hash_digest_pairs["digest"][nearest(self.base_shard, entities.entity_hashes)]
         return real_decide(self, entities, np.where(is_new, theirs, digests), hashes)
 
     real_decide = ShardReuse.decide
-    patch.setattr(BaseShard, "find", nearest)
+    patch.setattr(BaseShard, "find_rows", nearest)
     patch.setattr(ShardReuse, "decide", decide_new_as_copied)
 
 
@@ -174,7 +174,7 @@ def rows_shift(patch: Patch, month: Month) -> None:
         assert self.new_ordinals is not None
         return real(replace(self, new_ordinals=np.where(self.new_ordinals > 0, self.new_ordinals - 1, 0)), shard)
 
-    patch.setattr(EarlierPartition, "rows", rows)
+    patch.setattr(EarlierPartition, "shard_rows", rows)
 
 
 def popularity_stays(patch: Patch, month: Month) -> None:

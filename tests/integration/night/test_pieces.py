@@ -306,7 +306,7 @@ def test_files_that_are_retired_while_they_are_read_are_a_conflict(
         shutil.rmtree(root)
         return read_sums(self, folder)
 
-    monkeypatch.setattr(Part, "read_sums", retired)
+    monkeypatch.setattr(Part, "read_page_checksums", retired)
     act = load_missing if how == "streamed" else repair_pages
     with pytest.raises(Conflict, match=r"\.sums of .* is missing from .* so its pages cannot be loaded") as caught:
         act(world.control, world.store, A)

@@ -77,7 +77,7 @@ def test_the_tower_gives_the_exact_vectors(fold):
     vectors = run_tower(tower, SPEC, HISTORIES)
 
     for vector, history in zip(vectors, rows_of(HISTORIES), strict=True):
-        exact = fold.exact(history)
+        exact = fold.exact_vector(history)
         assert np.abs(vector - exact).max() <= 1e-5 * max(1.0, np.abs(exact).max()), steps
 
 
@@ -86,7 +86,7 @@ def test_a_rows_bytes_do_not_depend_on_the_other_rows(fold):
     rng = np.random.default_rng(0)
     lengths = np.concatenate([LENGTHS, rng.integers(0, 200, 60)])
     histories = Histories.of([rng.choice(COUNT, length, replace=False) for length in lengths])
-    tower = fold.tower(8 if fold.strength else 1)
+    tower = fold.tower(8 if fold.gram_factor else 1)
 
     batch_vectors = run_tower(tower, SPEC, histories)
 
@@ -98,10 +98,10 @@ def test_a_rows_bytes_do_not_depend_on_the_other_rows(fold):
 @pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
 def test_padding_of_any_length_has_no_influence(fold):
     session = onnxruntime.InferenceSession(
-        fold.tower(8 if fold.strength else 1).graph, providers=["CPUExecutionProvider"]
+        fold.tower(8 if fold.gram_factor else 1).graph, providers=["CPUExecutionProvider"]
     )
     history = rows_of(HISTORIES)[2]
-    exact = fold.exact(history)
+    exact = fold.exact_vector(history)
 
     for padding in (0, 1, 14, 500):
         padded = np.concatenate([history, np.full(padding, COUNT)]).astype(np.int32)[None]
@@ -115,10 +115,10 @@ def test_padding_of_any_length_has_no_influence(fold):
 def test_nothing_becomes_the_offset(fold):
     empty = Histories.of([(), ()])
 
-    vectors = run_tower(fold.tower(4 if fold.strength else 1), SPEC, empty)
+    vectors = run_tower(fold.tower(4 if fold.gram_factor else 1), SPEC, empty)
 
-    assert np.array_equal(vectors, np.stack([fold.offset, fold.offset]))
-    assert np.array_equal(fold.exact(np.empty(0, np.int64)), fold.offset)
+    assert np.array_equal(vectors, np.stack([fold.vector_offset, fold.offset]))
+    assert np.array_equal(fold.exact_vector(np.empty(0, np.int64)), fold.vector_offset)
 
 
 def test_history_longer_than_the_longest_is_its_end(tmp_path):

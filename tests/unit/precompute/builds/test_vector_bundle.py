@@ -116,7 +116,7 @@ def test_a_fold_is_chosen_by_few_users_of_many(
     monkeypatch.setattr(vector_bundle, "FOLD_USERS_MAX", 7)
 
     def record_sizes(items: Any, users: Any, clicks: Any, **more: Any) -> Any:
-        sample_sizes.extend((len(users.ids), clicks.matrix.shape[0], clicks.matrix.nnz))
+        sample_sizes.extend((len(users.entity_ids), clicks.matrix.shape[0], clicks.matrix.nnz))
         return fold_vectors_model(items, users, clicks, **more)
 
     monkeypatch.setattr(vector_bundle, "fold_vectors_model", record_sizes)

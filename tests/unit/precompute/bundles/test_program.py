@@ -232,7 +232,10 @@ def test_without_torch_programs_cannot_be_written(monkeypatch, tmp_path):
 def write_changed_archive(bundle, tmp_path, name, change, compression=zipfile.ZIP_STORED):
     """The item tower's archive with one member changed, or added."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(bundle.item_tower.program) as archive, zipfile.ZipFile(buffer, "w", compression) as written:
+    with (
+        zipfile.ZipFile(bundle.item_tower.program_path) as archive,
+        zipfile.ZipFile(buffer, "w", compression) as written,
+    ):
         root = archive.namelist()[0].partition("/")[0]
         names = {member_path.partition("/")[2]: archive.read(member_path) for member_path in archive.namelist()}
         for member_name, content in {name: b"", **names}.items():
@@ -350,7 +353,7 @@ def test_a_compressed_archive_and_what_is_none_are_refused(bundle, tmp_path):
 
 def test_programs_may_be_opened_at_the_same_time(bundle):
     with ThreadPoolExecutor(4) as pool:
-        opened = list(pool.map(lambda _: Program.open(bundle.user_tower.program, ["history"], DEVICE), range(8)))
+        opened = list(pool.map(lambda _: Program.open(bundle.user_tower.program_path, ["history"], DEVICE), range(8)))
 
     history = np.zeros((2, 3), np.int32)
     assert len({alone(program, history).tobytes() for program in opened}) == 1
@@ -358,7 +361,7 @@ def test_programs_may_be_opened_at_the_same_time(bundle):
 
 def test_other_inputs_than_specified_are_named(bundle):
     with pytest.raises(BundleError, match=r"\['item_index'\], but the specification has \['history'\]"):
-        Program.open(bundle.item_tower.program, ["history"], DEVICE)
+        Program.open(bundle.item_tower.program_path, ["history"], DEVICE)
 
 
 def test_a_compiler_that_fails_leaves_the_program_as_it_is(bundle, monkeypatch, caplog):
@@ -366,7 +369,7 @@ def test_a_compiler_that_fails_leaves_the_program_as_it_is(bundle, monkeypatch, 
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", broken)
-    program = Program.open(bundle.item_tower.program, ["item_index"], DEVICE)
+    program = Program.open(bundle.item_tower.program_path, ["item_index"], DEVICE)
     uncompiled_outputs = alone(program, np.arange(3, dtype=np.int32))
     program._is_warm = False  # as on a GPU
 
@@ -378,7 +381,7 @@ def test_a_compiler_that_fails_leaves_the_program_as_it_is(bundle, monkeypatch, 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 def test_a_compiled_program_takes_any_number_of_rows(bundle):
     model = bundle.user_tower
-    program = Program.open(model.program, ["history"], DEVICE)
+    program = Program.open(model.program_path, ["history"], DEVICE)
     program._is_warm = False  # as on a GPU
     uncompiled_run = program._run
 

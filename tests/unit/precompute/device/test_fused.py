@@ -35,7 +35,7 @@ def agreed():
     """Has the kernels probed once, and no more: the interpreter takes its time."""
     assert fused.agrees_with_torch(24, WHERE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "agrees", lambda *_: True)
+        patch.setattr(fused, "agrees_with_torch", lambda *_: True)
         yield
 
 
@@ -46,7 +46,7 @@ def looked_again(monkeypatch):
     original_search = operators.search
 
     def spy(items, columns, queries, excluded_pairs, k, shape):
-        searched_user_counts.append(len(queries.codes))
+        searched_user_counts.append(len(queries.user_codes))
         return original_search(items, columns, queries, excluded_pairs, k, shape)
 
     monkeypatch.setattr(device_scorer, "search", spy)
@@ -429,7 +429,7 @@ def test_lists_have_the_bits_of_the_processor_after_several_stages(looked_again,
 
 def test_kernels_that_disagree_are_not_used(monkeypatch, caplog):
     # Given kernels whose bounds are a little too low
-    monkeypatch.setattr(fused, "agrees", AGREES)
+    monkeypatch.setattr(fused, "agrees_with_torch", AGREES)
     original_bounds_of = fused.compute_bounds
     monkeypatch.setattr(fused, "compute_bounds", lambda *given: original_bounds_of(*given) - 0.02)
 
@@ -443,7 +443,7 @@ def test_kernels_that_cannot_be_run_are_not_used(monkeypatch, caplog):
     def broken(*_):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(fused, "agrees", broken)
+    monkeypatch.setattr(fused, "agrees_with_torch", broken)
 
     scorer = DeviceScorer.of(np.ones((5, 4), np.float32), "inner_product", DEVICE, dtype=torch.float16, fused=True)
 
@@ -459,7 +459,7 @@ def test_out_of_memory_halves_the_users_of_a_search(monkeypatch, caplog):
     original_search = fused.search
 
     def small_device(items, columns, queries, excluded_pairs, k, shape):
-        if len(queries.codes) > 4:
+        if len(queries.user_codes) > 4:
             raise torch.OutOfMemoryError("no room")
         return original_search(items, columns, queries, excluded_pairs, k, shape)
 

@@ -151,7 +151,7 @@ def device_columns():
 
 @given(st.integers(1, 200_000))
 def test_tiles_cover_every_column_once_in_whole_blocks(device_columns, most):
-    total, block = len(device_columns.ordinals), device_columns.block
+    total, block = len(device_columns.item_ordinals), device_columns.block
 
     column_tiles = list(split_into_tiles(device_columns, most))
 

@@ -49,7 +49,7 @@ def on(monkeypatch: pytest.MonkeyPatch, device_names: tuple[str, ...], rate: Dev
     fake_trial: Any = SimpleNamespace(
         encode_sample=lambda: (vectors(8), vectors(500)), bundle=SimpleNamespace(metric="cosine")
     )
-    shape: Any = SimpleNamespace(items=2_000, dims=32)
+    shape: Any = SimpleNamespace(item_count=2_000, dims=32)
     return Trial.measure_device_rate(fake_trial, "auto", shape, 100)
 
 
@@ -71,7 +71,7 @@ def test_a_gpu_that_is_demanded_and_not_on_this_host_leaves_the_plan_to_the_tabl
         raise ConfigError("device 'cuda' is missing", field="device")
 
     monkeypatch.setattr(trial, "devices", refused)
-    fake_trial, shape = SimpleNamespace(), SimpleNamespace(items=2_000, dims=32)
+    fake_trial, shape = SimpleNamespace(), SimpleNamespace(item_count=2_000, dims=32)
 
     rate = Trial.measure_device_rate(fake_trial, "cuda", shape, 100)  # type: ignore[arg-type]
 

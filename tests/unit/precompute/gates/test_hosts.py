@@ -24,7 +24,7 @@ def candidate(*replicas: Replica, keep: int = 1, arms: tuple[ArmRoom, ...] = ())
             control=SimpleNamespace(replicas=lambda: list(replicas)),
             thresholds=GateThresholds(),
             superseded_count=keep,
-            arms=arms,
+            arm_rooms=arms,
         ),
     )
 
@@ -66,7 +66,7 @@ def test_arms_of_experiments_take_memory_of_the_same_hosts() -> None:
 @pytest.mark.parametrize("gate", [disk_headroom, memory_headroom])
 def test_without_a_replica_that_says_what_it_has_nothing_is_refused(gate: Any) -> None:
     for measurement in (gate(candidate()), gate(candidate(replica("of an earlier version")))):
-        assert measurement.passed and measurement.value is None and "no live replica" in measurement.note
+        assert measurement.passed and measurement.measured_value is None and "no live replica" in measurement.note
 
 
 @pytest.mark.parametrize(

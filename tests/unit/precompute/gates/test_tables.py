@@ -59,7 +59,11 @@ def test_tables_of_the_live_generation_are_missed(
     candidate_kinds: dict[str, str], wrong: int, expected_note: str
 ) -> None:
     measurement = judged(candidate_kinds, LIVE)
-    assert (measurement.passed, measurement.value, measurement.baseline) == (not wrong, wrong, "live")
+    assert (measurement.passed, measurement.measured_value, measurement.baseline_generation) == (
+        not wrong,
+        wrong,
+        "live",
+    )
     assert expected_note in measurement.note
 
 
@@ -91,7 +95,11 @@ def test_the_first_lists_and_the_first_generation_are_compared_with_nothing() ->
 
 def test_a_live_generation_without_a_readable_manifest_is_no_first_one() -> None:
     measurement = judged(LIVE, None, unreadable="live")
-    assert not measurement.passed and measurement.note == UNREADABLE_LIVE_NOTE and measurement.baseline == "live"
+    assert (
+        not measurement.passed
+        and measurement.note == UNREADABLE_LIVE_NOTE
+        and measurement.baseline_generation == "live"
+    )
 
 
 def test_a_person_may_judge_otherwise() -> None:
@@ -114,7 +122,7 @@ def sized(**changes: Any) -> Any:
     values = {"taste": SimpleNamespace(spec=SimpleNamespace(output_dims=3), labels=("a", "b", "c"))}
     return SimpleNamespace(
         manifest=SimpleNamespace(items=items, tables=tables),
-        evidence=SimpleNamespace(bundle=SimpleNamespace(dims=4, values=values)),
+        evidence=SimpleNamespace(bundle=SimpleNamespace(dims=4, value_models=values)),
     )
 
 

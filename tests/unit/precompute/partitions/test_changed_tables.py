@@ -101,7 +101,7 @@ def pinned(folder: Path, prices: list[float | None], values: EntityValues) -> tu
     )
     model = SimpleNamespace(name="item_tower", entity="item", spec=TowerSpec(inputs, "vector", 2))
     bundle: Any = SimpleNamespace(
-        vocabulary=Vocabulary.of(to_string_chunks(pa.chunked_array([IDS]))), models=(model,), values={}
+        vocabulary=Vocabulary.of(to_string_chunks(pa.chunked_array([IDS]))), models=(model,), value_models={}
     )
     items = open_items(folder, write_catalogue(config, bundle, folder, event_values=values))
     write_item_features(config, bundle, items, folder, event_values=values)

@@ -46,7 +46,7 @@ def bundle_of(names: list[str]) -> Any:
     """A vocabulary, and one value model that wants a text and a number of each item."""
     model = SimpleNamespace(name="values", entity="item", spec=SPEC)
     vocabulary = Vocabulary.of(to_string_chunks(pa.chunked_array([pa.array(names)])))
-    return SimpleNamespace(vocabulary=vocabulary, models=(model,), values={"values": model})
+    return SimpleNamespace(vocabulary=vocabulary, models=(model,), value_models={"values": model})
 
 
 def write_features(folder: Path, columns: dict[str, Any]) -> NightConfig:

@@ -214,7 +214,7 @@ def test_slices_hold_the_shard_in_hash_order(config, tmp_path, rows):
         ]
         assert list(count_distinct_ids(slices)) == distinct_counts
         assert pa.concat_arrays([part.entity_ids for part in parts]) == whole_shard.entity_ids
-        for name in ("hashes", "ordinals"):
+        for name in ("entity_hashes", "history_ordinals"):
             joined = np.concatenate([getattr(part, name) for part in parts])
             assert np.array_equal(joined, getattr(whole_shard, name))
         counts = np.concatenate([np.diff(part.history_indptr) for part in parts])

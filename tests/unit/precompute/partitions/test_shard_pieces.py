@@ -67,7 +67,7 @@ def test_pieces_together_are_the_shard(tmp_path: Path) -> None:
     whole_shard, joined_pieces = (read_shard(tmp_path, SHARD, history_limit=LIMIT), join_shard_inputs(parts))
     assert len(whole_shard.entity_hashes) > 100
     assert joined_pieces.entity_ids.equals(whole_shard.entity_ids)
-    for name in ("hashes", "indptr", "ordinals"):
+    for name in ("entity_hashes", "history_indptr", "history_ordinals"):
         assert np.array_equal(getattr(joined_pieces, name), getattr(whole_shard, name)), name
 
 

@@ -31,12 +31,14 @@ DAY_US = 86_400_000_000
 
 
 def shape(**layouts: Any) -> Any:
-    return SimpleNamespace(items=40_000, layouts=layouts or {"user_topk": ("user", Layout("topk", 100, "f2"))})
+    return SimpleNamespace(
+        item_count=40_000, layout_by_table=layouts or {"user_topk": ("user", Layout("topk", 100, "f2"))}
+    )
 
 
 def sample(times: list[int], owners: list[int], users: int) -> Any:
     return SimpleNamespace(
-        times=np.array(times), owner_indices=np.array(owners), ids=[str(user) for user in range(users)]
+        interaction_times=np.array(times), owner_indices=np.array(owners), user_ids=[str(user) for user in range(users)]
     )
 
 

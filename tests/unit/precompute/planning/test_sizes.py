@@ -47,9 +47,9 @@ def test_parts_hold_all_records_but_for_rounding(records, parts, page_bytes):
 
 def shape(**changes):
     settings = {
-        "users": 1000, "items": 200, "dims": 8, "shards": 2, "page_bytes": 4096,
-        "layouts": {"user_topk": ("user", LAYOUT)}, "item_id_bytes": 7.5,
-        "model_bytes": {"user_tower": 4000, "item_tower": 2000}, "model_items": 100, "model_dims": 8,
+        "user_count": 1000, "item_count": 200, "dims": 8, "shard_count": 2, "page_bytes": 4096,
+        "layout_by_table": {"user_topk": ("user", LAYOUT)}, "bytes_per_item_id": 7.5,
+        "bytes_by_model": {"user_tower": 4000, "item_tower": 2000}, "model_item_count": 100, "model_dims": 8,
         "metric_count": 1,
     }  # fmt: skip
     return NightShape(**{**settings, **changes})
@@ -69,11 +69,11 @@ def test_a_generation_is_the_sum_of_its_files():
 
 
 def test_an_inverted_file_keeps_ids_and_centroids():
-    flat, lists = shape(items=20_000, index="flat"), shape(items=20_000)
+    flat, lists = shape(item_count=20_000, index_kind="flat"), shape(item_count=20_000)
 
     assert lists.index_bytes - flat.index_bytes == 8 * 20_000 + 4 * 8 * 177
-    assert shape(items=20_000, index="hnsw").index_bytes > flat.index_bytes
-    assert shape(index="auto").index_bytes == shape(index="flat").index_bytes
+    assert shape(item_count=20_000, index_kind="hnsw").index_bytes > flat.index_bytes
+    assert shape(index_kind="auto").index_bytes == shape(index_kind="flat").index_bytes
 
 
 def test_time_grows_along_the_line_of_two_runs():
@@ -163,7 +163,7 @@ def test_a_gpu_waits_for_the_slowest_of_what_the_processor_does(rate, seconds):
 
 
 def test_other_lists_leave_out_the_default_tables_that_the_bundle_cannot_fill():
-    bundle: Any = SimpleNamespace(values={})
+    bundle: Any = SimpleNamespace(value_models={})
 
     tables = resize_lists(NightConfig(), bundle, 7).tables
 

@@ -121,7 +121,7 @@ def write(root: Path, number: int, clicks: Clicks) -> None:
 def dump_counts(interaction_counts: Any) -> dict[str, Any]:
     return {
         name: count.tolist() if isinstance(count := getattr(interaction_counts, name), np.ndarray) else count
-        for name in ("interactions", "unknown_items", "popularity", "late")
+        for name in ("interaction_count", "unknown_item_interactions", "interactions_by_item", "late_interaction_count")
     }
 
 

@@ -49,7 +49,7 @@ def rows_of(feature_batches: Any) -> list[tuple[str, dict[str, Any]]]:
     return [
         (id_, {name: column[at].as_py() for name, column in columns.items()})
         for ids, columns in feature_batches
-        for at, id_ in enumerate(ids.texts().to_pylist())
+        for at, id_ in enumerate(ids.row_texts().to_pylist())
     ]
 
 
