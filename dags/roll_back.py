@@ -38,7 +38,7 @@ def roll_back() -> None:
         context = get_current_context()
         return recovery.roll_back(
             night_config(),
-            to=context["params"]["generation"],
+            target_generation=context["params"]["generation"],
             reason=context["params"]["reason"],
             attempt=context["run_id"],
         )

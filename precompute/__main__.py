@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         return 130
     except Exception as error:
         _set_interrupt_handler(_exit_interrupted)
-        _explain(error, debug=arguments.debug)
+        _explain(error, shows_traceback=arguments.debug)
         return 1
-    return command_output.code
+    return command_output.exit_code
 
 
 def _check_store(config: NightConfig, arguments: argparse.Namespace) -> None:
@@ -79,8 +79,8 @@ def _check_store(config: NightConfig, arguments: argparse.Namespace) -> None:
         )
 
 
-def _explain(error: Exception, *, debug: bool) -> None:
-    if debug:
+def _explain(error: Exception, *, shows_traceback: bool) -> None:
+    if shows_traceback:
         traceback.print_exception(error)
     match error:
         case LarderError():
@@ -90,7 +90,7 @@ def _explain(error: Exception, *, debug: bool) -> None:
             err_console.print(f"the operating system refused: {error}", markup=False)
         case _:
             text = f"internal error: {type(error).__name__}: {error}".rstrip(": ")
-            debug_hint = "" if debug else "; run with --debug for the traceback"
+            debug_hint = "" if shows_traceback else "; run with --debug for the traceback"
             err_console.print(f"{text}{debug_hint}", markup=False, highlight=False)
 
 
@@ -105,12 +105,12 @@ def _exit_interrupted(_signal: int, _frame: FrameType | None) -> None:
     os._exit(130)
 
 
-def _set_interrupt_handler(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+def _set_interrupt_handler(interrupt_handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
     for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, handler)
+        signal.signal(signal_number, interrupt_handler)
 
 
-def leave(exit_code: int) -> NoReturn:
+def end_program(exit_code: int) -> NoReturn:
     """End the program after `main`; a further interrupt ends it at once."""
     _set_interrupt_handler(_exit_interrupted)  # a thread may still hang
     if any(thread.daemon for thread in threading.enumerate()):
@@ -125,4 +125,4 @@ def leave(exit_code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    leave(main())
+    end_program(main())

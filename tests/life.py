@@ -384,7 +384,7 @@ class Life:
         moves.publish(self.releases(), generation, attempt=attempt, verified=report)
 
     def _do_roll_back(self, to: str | None, attempt: str) -> None:
-        moves.roll_back(self.releases(), to=to, reason="bad", attempt=attempt)
+        moves.roll_back(self.releases(), target_generation=to, reason="bad", attempt=attempt)
 
     def _do_refuse(self, generation: str, attempt: str) -> None:
         moves.refuse(self.releases(), generation, reason="bad", attempt=attempt)
@@ -418,7 +418,7 @@ class Life:
 
     def _do_retire(self, keep: int) -> None:
         releases = self.releases()
-        for generation in sweep_module.sweepable(releases, keep=keep, grace_s=GRACE_S):
+        for generation in sweep_module.unneeded_generations(releases, kept_generations=keep, grace_s=GRACE_S):
             with contextlib.suppress(Conflict):
                 sweep_module.retire(releases, generation, attempt="sweep", grace_s=GRACE_S)
         sweep_module.drop_old_rows(releases, overlay_ttl_s=OVERLAY_TTL_S)

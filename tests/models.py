@@ -89,7 +89,7 @@ def make_predictor(bundle: Bundle, folder: Path, *, precision: ModelPrecision = 
         file = folder / f"{metric}.faiss"
         build_index(items.vectors, metric, file)
         searchers[metric] = Searcher.open(file, metric, expected_vector_count=items.count)
-    labels = bundle.values["user_affinity"].labels
+    labels = bundle.value_models["user_affinity"].labels
 
     def table(name: str, entity: str, producer: Producer, layout: Layout) -> Table:
         return Table(name, entity, producer, layout, 4, (), labels)

@@ -48,7 +48,7 @@ def _serve(args: argparse.Namespace) -> None:
         redis_server_url = exit_stack.enter_context(redis_url(args.state, os.environ.get("REDIS_URL")))
         environment["REDIS_URL"] = redis_server_url
         print("starting: broker, PostgreSQL, Airflow, workers ...", flush=True)
-        running_airflow = exit_stack.enter_context(celery_airflow(args.state, environment=environment))
+        running_airflow = exit_stack.enter_context(celery_airflow(args.state, task_environment=environment))
         print(f"Airflow    {running_airflow.airflow.url}")
         print(f"queues     {', '.join(CONCURRENCY_BY_QUEUE)}: one worker each")
         print(f"REDIS_URL  {redis_server_url}")
@@ -62,8 +62,8 @@ def _serve(args: argparse.Namespace) -> None:
             time.sleep(1.0)
 
 
-def _run(running_airflow: CeleryAirflow, dag_id: str, conf: Mapping[str, str]) -> None:
-    run_id, give_up_at = running_airflow.airflow.trigger(dag_id, conf), time.monotonic() + RUN_S_MAX
+def _run(running_airflow: CeleryAirflow, dag_id: str, run_parameters: Mapping[str, str]) -> None:
+    run_id, give_up_at = running_airflow.airflow.trigger(dag_id, run_parameters), time.monotonic() + RUN_S_MAX
     while running_airflow.airflow.report(dag_id, run_id).state not in ("success", "failed"):
         if time.monotonic() > give_up_at:
             break
@@ -79,7 +79,7 @@ def _run(running_airflow: CeleryAirflow, dag_id: str, conf: Mapping[str, str]) -
 
 def _revive_workers(running_airflow: CeleryAirflow) -> None:
     running_airflow.airflow.check()
-    for queue, exit_code in running_airflow.workers.revive().items():
+    for queue, exit_code in running_airflow.workers.restart_dead_workers().items():
         print(f"the worker of the queue {queue} ended with exit code {exit_code} and was restarted", flush=True)
 
 

@@ -38,15 +38,19 @@ _POSTGRES_START_S_MAX = 60.0
 _POSTGRES_SETTINGS = ("listen_addresses=", "fsync=off", "synchronous_commit=off", "full_page_writes=off")
 
 
-def find_postgres(environ: Mapping[str, str] = os.environ, debian: Path = DEBIAN_POSTGRES_FOLDER) -> Path:
+def find_postgres(environ: Mapping[str, str] = os.environ, debian_folder: Path = DEBIAN_POSTGRES_FOLDER) -> Path:
     """Return the folder with `initdb` and `postgres`: from PATH, else Debian's newest; raise ConfigError if none."""
     bin_folders = [Path(path_entry) for path_entry in environ.get("PATH", "").split(os.pathsep) if path_entry]
-    debian_bin_folders = [bin_folder for bin_folder in debian.glob("*/bin") if bin_folder.parent.name.isdecimal()]
+    debian_bin_folders = [
+        bin_folder for bin_folder in debian_folder.glob("*/bin") if bin_folder.parent.name.isdecimal()
+    ]
     bin_folders += sorted(debian_bin_folders, key=lambda bin_folder: int(bin_folder.parent.name), reverse=True)
     for candidate_folder in bin_folders:
         if all((candidate_folder / program_name).is_file() for program_name in ("initdb", "postgres")):
             return candidate_folder
-    raise ConfigError(f"no PostgreSQL server (initdb and postgres) on PATH or in {debian}/*/bin: {_INSTALL_REMEDY}")
+    raise ConfigError(
+        f"no PostgreSQL server (initdb and postgres) on PATH or in {debian_folder}/*/bin: {_INSTALL_REMEDY}"
+    )
 
 
 def postgres_account(user_id: int, system_user: str = POSTGRES_USER) -> pwd.struct_passwd:
@@ -63,16 +67,16 @@ def postgres_account(user_id: int, system_user: str = POSTGRES_USER) -> pwd.stru
 
 
 @contextmanager
-def postgres(state: Path) -> Iterator[str]:
-    """Yield the SQLAlchemy URL of an empty database that is removed when the block ends; its log is under `state`.
+def run_postgres(state_folder: Path) -> Iterator[str]:
+    """Yield the SQLAlchemy URL of an empty database that is removed when the block ends; its log is in `state_folder`.
 
-    Only one process at a time may use a `state` folder. Raises ConfigError if the server cannot be started.
+    Only one process at a time may use a `state_folder`. Raises ConfigError if the server cannot be started.
     """
     programs_folder, account = find_postgres(), postgres_account(os.geteuid())
-    folder_link, log_path = state / "postgres", state / "postgres.log"
+    folder_link, log_path = state_folder / "postgres", state_folder / "postgres.log"
     _remove_linked_folder(folder_link)
     log_path.unlink(missing_ok=True)
-    # Not under `state`: the server's account may lack access to it, and a socket's path has at most 107 bytes.
+    # Not under `state_folder`: the server's account may lack access to it, and a socket's path has at most 107 bytes.
     postgres_folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
     folder_link.symlink_to(postgres_folder)
     try:
@@ -128,10 +132,10 @@ WORKER_START_S_MAX = 120.0
 class CeleryWorkers:
     """One Celery worker per queue of a running Airflow; the workers stop when the `with` block ends."""
 
-    def __init__(self, airflow: LocalAirflow, queues: Mapping[str, int]) -> None:
-        """Take `queues`, a mapping from queue to the number of tasks that its worker runs at a time."""
+    def __init__(self, airflow: LocalAirflow, tasks_at_once_by_queue: Mapping[str, int]) -> None:
+        """Take the queues, with the number of tasks that the worker of each runs at a time."""
         self._airflow = airflow
-        self._concurrency_by_queue = dict(queues)
+        self._concurrency_by_queue = dict(tasks_at_once_by_queue)
         self._worker_by_queue: dict[str, GuardedCommand] = {}
         self._start_count = 0
 
@@ -146,15 +150,15 @@ class CeleryWorkers:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def session(self, queue: str) -> int:
+    def worker_session_id(self, queue_name: str) -> int:
         """Return the session id of a queue's worker, which its tasks' processes share."""
-        return self._worker_by_queue[queue].pid
+        return self._worker_by_queue[queue_name].pid
 
-    def log(self, queue: str) -> str:
+    def worker_log(self, queue_name: str) -> str:
         """Return the log of a queue's worker since its last start."""
-        return self._worker_by_queue[queue].log_path.read_text("utf-8", "replace")
+        return self._worker_by_queue[queue_name].log_path.read_text("utf-8", "replace")
 
-    def revive(self) -> dict[str, int | None]:
+    def restart_dead_workers(self) -> dict[str, int | None]:
         """Restart dead workers and wait until they listen; return the exit code by queue.
 
         Airflow retries the tasks of a dead worker when their heartbeat times out. Raises AirflowFailed if a new worker
@@ -178,7 +182,7 @@ class CeleryWorkers:
             )
         give_up_at = time.monotonic() + WORKER_START_S_MAX
         while waiting_queues := [
-            queue_name for queue_name in queues if f"celery@{queue_name} ready" not in self.log(queue_name)
+            queue_name for queue_name in queues if f"celery@{queue_name} ready" not in self.worker_log(queue_name)
         ]:
             worker = self._worker_by_queue[waiting_queues[0]]
             if not worker.is_running or time.monotonic() > give_up_at:
@@ -215,24 +219,24 @@ class CeleryAirflow:
 
 
 @contextmanager
-def celery_airflow(state: Path, *, environment: Mapping[str, str]) -> Iterator[CeleryAirflow]:
-    """Run broker, database, Airflow and workers until the block ends; `environment` overrides this process's for tasks.
+def celery_airflow(state_folder: Path, *, task_environment: Mapping[str, str]) -> Iterator[CeleryAirflow]:
+    """Run broker, database, Airflow and workers until the block ends; `task_environment` overrides this process's.
 
     Raises ConfigError if a program or package is missing, AirflowFailed if a program does not start.
     """
     check_installed()
-    state = state.resolve()
-    celery_folder = state / "celery"
+    state_folder = state_folder.resolve()
+    celery_folder = state_folder / "celery"
     celery_folder.mkdir(parents=True, exist_ok=True)
-    lock_error = AirflowFailed(f"another command already runs Airflow in {state}")
+    lock_error = AirflowFailed(f"another command already runs Airflow in {state_folder}")
     with (
-        hold_lock(state / "celery.lock", lock_error),
+        hold_lock(state_folder / "celery.lock", lock_error),
         join_or_start_server(celery_folder / "broker") as broker,
-        postgres(celery_folder) as database_url,
+        run_postgres(celery_folder) as database_url,
         LocalAirflow(
-            state,
-            environment={**celery_settings(broker.url, database_url), **environment},
-            pools={"gpu": CONCURRENCY_BY_QUEUE["gpu"]},
+            state_folder,
+            task_environment={**celery_settings(broker.url, database_url), **task_environment},
+            slots_by_pool={"gpu": CONCURRENCY_BY_QUEUE["gpu"]},
             parallelism=sum(CONCURRENCY_BY_QUEUE.values()),
         ) as airflow,
         CeleryWorkers(airflow, CONCURRENCY_BY_QUEUE) as workers,

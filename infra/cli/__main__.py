@@ -70,7 +70,7 @@ def _run(argv: list[str]) -> int:
             "defaults are used",
             file=sys.stderr,
         )
-    exit_code: int = import_module(entry.module).main(command_argv, prog=f"larder {command_name}")
+    exit_code: int = import_module(entry.module_name).main(command_argv, prog=f"larder {command_name}")
     return exit_code
 
 
@@ -82,11 +82,11 @@ def _split_config(argv: list[str]) -> tuple[list[str], str | None]:
     return remaining_argv, args.config
 
 
-def _unknown_word_text(word: str) -> str:
-    kind = "option" if word.startswith("-") else "command"
-    close_matches = difflib.get_close_matches(word, [*ENTRY_BY_NAME, "--help", "--version", "--config"], n=1)
+def _unknown_word_text(unknown_word: str) -> str:
+    kind = "option" if unknown_word.startswith("-") else "command"
+    close_matches = difflib.get_close_matches(unknown_word, [*ENTRY_BY_NAME, "--help", "--version", "--config"], n=1)
     hint = f"did you mean {close_matches[0]}?" if close_matches else "larder --help lists all commands"
-    return f"there is no {kind} {word!r}: {hint}"
+    return f"there is no {kind} {unknown_word!r}: {hint}"
 
 
 if __name__ == "__main__":

@@ -178,12 +178,12 @@ def check_sources(config: "NightConfig") -> CheckResult:
     demand_times(sources, interaction_files, config.data_until)
     unusable_rows = UnusableRows()
     batches, is_all_read = read_first_batches(read_interactions(sources, base_folder, unusable_rows=unusable_rows))
-    interaction_count = sum(len(batch.times) for batch in batches)
+    interaction_count = sum(len(batch.times_us) for batch in batches)
     if sources.interactions and is_all_read and not unusable_rows.to_json().get(INTERACTIONS_SOURCE):
         demand_enough_ids(0, 0)
     if sources.interactions and not interaction_count:
         return ("to do", f"no interaction in the first rows of {all_source_files[0]}: is every weight above 0?")
-    if config.data_until and interaction_count and is_all_read and not any(batch.times.any() for batch in batches):
+    if config.data_until and interaction_count and is_all_read and not any(batch.times_us.any() for batch in batches):
         return "to do", chosen_cut_in_words(config.data_until)
     for table_name, column_names in (
         (sources.item_features, (sources.item_column, *sources.item_attributes)),
@@ -210,7 +210,7 @@ def check_sources(config: "NightConfig") -> CheckResult:
     else:
         data_shape = InteractionFigures.of_batch(batches[0])
         if len(batches) == 1 and is_all_read:
-            demand_enough_ids(data_shape.users, data_shape.items)
+            demand_enough_ids(data_shape.user_count, data_shape.item_count)
             refusal = _train_refusal(config, batches[0])
         oddity_remarks = [
             *plausibility_remarks(data_shape),
@@ -238,11 +238,11 @@ def _train_refusal(config: "NightConfig", interactions: "Interactions") -> str:
     """Return why `larder train` would refuse `interactions`, which must be all of them; empty if it would not."""
     from precompute.sources.plausibility import demand_several_items
 
-    sources, users, items = config.sources, interactions.users, interactions.items
+    sources, users, items = config.sources, interactions.user_ids, interactions.item_ids
     if sources.item_vectors or sources.item_features or config.path(config.bundle).exists():
         return ""
     try:
-        demand_several_items(users.codes, len(users.names), items.codes, len(items.names))
+        demand_several_items(users.id_codes, len(users.distinct_ids), items.id_codes, len(items.distinct_ids))
     except LarderError as error:
         return error.message
     return ""
@@ -289,7 +289,7 @@ def check_bundle(config: "NightConfig") -> CheckResult:
         demand_feature_types(config, bundle)
         handovers = all_handovers(config.store())
         if is_superseded(bundle.digest, handovers):
-            newest_digest = handovers[-1].digest[:12]
+            newest_digest = handovers[-1].bundle_digest[:12]
             remedy = f"run `larder hand-over {bundle_folder}` for this one, or remove the folder"
             return (
                 "to do",
@@ -300,7 +300,7 @@ def check_bundle(config: "NightConfig") -> CheckResult:
             )
         return "ok", f"{bundle_folder}: {bundle.name} {bundle.version}"
     if handovers := all_handovers(config.store()):
-        return "ok", f"{handovers[-1].digest[:12]}, handed over to the store"
+        return "ok", f"{handovers[-1].bundle_digest[:12]}, handed over to the store"
     return "to do", f"none at {bundle_folder}: set `bundle`, or run `larder train`"
 
 
@@ -329,7 +329,7 @@ def check_redis(config: "NightConfig") -> CheckResult:
             eviction_policies = {str(server.info("memory").get("maxmemory_policy", "")) for server in servers}
             redis_kinds = sorted({inspect_redis(server) for server in servers})
             keys = Keyspace(config.namespace)
-            has_all_commands = not any(redis_kind.missing for redis_kind in redis_kinds)
+            has_all_commands = not any(redis_kind.missing_requirements for redis_kind in redis_kinds)
             refused_commands = _find_refused_commands(client, _commands_of_nights(keys)) if has_all_commands else []
             may_only_serve = bool(refused_commands) and not _find_refused_commands(client, _commands_of_services(keys))
         finally:
@@ -348,17 +348,22 @@ def check_redis(config: "NightConfig") -> CheckResult:
     if unfit_policies := sorted(policy for policy in eviction_policies if policy.startswith("allkeys")):
         return ("to do", f"maxmemory-policy {unfit_policies[0]} may evict published pages: set volatile-lru")
     for redis_kind in redis_kinds:
-        if redis_kind.missing:
+        if redis_kind.missing_requirements:
             return (
                 "to do",
-                f"{url_without_password(server_url)} is {redis_kind}, which has no {', no '.join(redis_kind.missing)}",
+                (
+                    f"{url_without_password(server_url)} is {redis_kind}, which has no "
+                    f"{', no '.join(redis_kind.missing_requirements)}"
+                ),
             )
     if refused_commands and not may_only_serve:
         return "to do", _missing_rights_text(server_url, config.namespace, refused_commands)
     origin_text = "" if config.redis_url else ", started by `larder redis` or another command"
     summary = f"{url_without_password(server_url)}{origin_text}; "
     summary += ", ".join(map(str, redis_kinds))
-    lacking_commands = sorted({lacking_command for redis_kind in redis_kinds for lacking_command in redis_kind.without})
+    lacking_commands = sorted(
+        {lacking_command for redis_kind in redis_kinds for lacking_command in redis_kind.absent_optional_commands}
+    )
     if may_only_serve:
         summary += (
             f"; its user can serve but not load ({', '.join(refused_commands)} refused): nights need another user"
@@ -561,7 +566,7 @@ def check_airflow(_config: "NightConfig") -> CheckResult:
         )
     if refusal_text is not None:
         return "to do", refusal_text
-    state_by_target = {file.target: file.state() for file in list_dag_files(airflow_dags_folder)}
+    state_by_target = {file.target_path: file.state() for file in list_dag_files(airflow_dags_folder)}
     for target, state in state_by_target.items():
         if state in ("older", "changed", "foreign", "missing"):
             return "to do", f"{target}: {_DAG_FILE_STATE_TEXTS[state]}; `larder dags install`"
@@ -603,15 +608,15 @@ CHECK_BY_SUBJECT: dict[str, Callable[["NightConfig"], CheckResult]] = {
 
 
 class RedisKind(NamedTuple):
-    """Product and version of a server, `missing` requirements, and optional commands that it is `without`."""
+    """Product and version of a server, the requirements that it misses, and the optional commands that it lacks."""
 
-    name: str
-    version: str
-    missing: tuple[str, ...]
-    without: tuple[str, ...]
+    product_name: str
+    product_version: str
+    missing_requirements: tuple[str, ...]
+    absent_optional_commands: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.name} {self.version}".strip()
+        return f"{self.product_name} {self.product_version}".strip()
 
 
 def inspect_redis(server: "redis.Redis") -> RedisKind:

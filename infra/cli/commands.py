@@ -45,26 +45,26 @@ larder --version; larder completion bash, zsh or fish."""
 
 @dataclass(frozen=True, slots=True)
 class CommandEntry:
-    """One command; its `module` defines `main(argv, *, prog) -> int` and `argument_parser(prog)`.
+    """One command; its `module_name` defines `main(argv, *, prog) -> int` and `argument_parser(prog)`.
 
-    Commands without a `text` are listed together at the end of their group in the help.
+    Commands without a `help_text` are listed together at the end of their group in the help.
     """
 
     name: str
-    group: str
-    module: str = NIGHT_COMMANDS_MODULE
-    text: str = ""
-    extras: tuple[str, ...] = ()
+    group_title: str
+    module_name: str = NIGHT_COMMANDS_MODULE
+    help_text: str = ""
+    optional_extras: tuple[str, ...] = ()
 
     @property
     def reads_settings(self) -> bool:
         """True if a missing settings file deserves a warning: the command may have been run in the wrong folder."""
-        return self.module in (NIGHT_COMMANDS_MODULE, "serving.__main__")
+        return self.module_name in (NIGHT_COMMANDS_MODULE, "serving.__main__")
 
     @property
-    def needs(self) -> tuple[str, ...]:
+    def required_extras(self) -> tuple[str, ...]:
         """Extras that the command requires."""
-        return ("precompute",) if self.module == NIGHT_COMMANDS_MODULE else self.extras
+        return ("precompute",) if self.module_name == NIGHT_COMMANDS_MODULE else self.optional_extras
 
 
 ENTRIES: Final = (
@@ -76,10 +76,10 @@ ENTRIES: Final = (
     CommandEntry("demo", "Start", "infra.demo.__main__",
                  "a night, the service and a roll back, on synthetic data", DEMO_EXTRAS),
     CommandEntry("redis", "Start", "infra.cli.redis", "run a server for trials, until Ctrl-C"),
-    CommandEntry("completion", "Start", "infra.cli.completion", extras=("completion",)),
-    CommandEntry("train", "Night", text="train the reference bundle, without a model of your own"),
-    CommandEntry("night", "Night", text="compute, check and publish a generation"),
-    CommandEntry("plan", "Night", text="estimate sizes and times of a night from a sample"),
+    CommandEntry("completion", "Start", "infra.cli.completion", optional_extras=("completion",)),
+    CommandEntry("train", "Night", help_text="train the reference bundle, without a model of your own"),
+    CommandEntry("night", "Night", help_text="compute, check and publish a generation"),
+    CommandEntry("plan", "Night", help_text="estimate sizes and times of a night from a sample"),
     CommandEntry("hand-over", "Night"),
     CommandEntry("freshness", "Night"),
     CommandEntry("dags", "Night", "infra.cli.dags"),
@@ -87,7 +87,7 @@ ENTRIES: Final = (
     CommandEntry("lookup", "Day", "serving.cli.lookup", "ask a running service for one answer"),
     CommandEntry("explain", "Day", "serving.explain.cli", "explain why the service gives that answer"),
     CommandEntry("top", "Day", "serving.dashboard.terminal", "the dashboard in a terminal", ("top",)),
-    CommandEntry("status", "Day", text="state of generations, replicas and the next night"),
+    CommandEntry("status", "Day", help_text="state of generations, replicas and the next night"),
     CommandEntry("publish", "Releases"),
     CommandEntry("roll-back", "Releases"),
     CommandEntry("canary", "Releases"),
@@ -119,7 +119,7 @@ ENTRY_BY_NAME: Final = {entry.name: entry for entry in ENTRIES}
 
 def missing_extras_line(entry: CommandEntry) -> str | None:
     """Return a message that names a command's missing extras and how to install them; None if none is missing."""
-    command_name, extras = f"larder {entry.name}", entry.needs
+    command_name, extras = f"larder {entry.name}", entry.required_extras
     missing_extras = [extra for extra in extras if missing_extra(command_name, extra, *MODULES_BY_EXTRA[extra])]
     module_names = (module_name for extra in missing_extras for module_name in MODULES_BY_EXTRA[extra])
     return missing_extra(command_name, ",".join(missing_extras), *module_names)
@@ -128,15 +128,15 @@ def missing_extras_line(entry: CommandEntry) -> str | None:
 def help_page() -> str:
     """Return the help of all commands, which fits 24 lines by 80 columns."""
     entries_by_group = {
-        group: list(group_entries) for group, group_entries in groupby(ENTRIES, lambda entry: entry.group)
+        group: list(group_entries) for group, group_entries in groupby(ENTRIES, lambda entry: entry.group_title)
     }
     help_lines = [help_line for group in GROUPS for help_line in _group_lines(group, entries_by_group[group])]
     return "\n".join([_HELP_START_TEXT, "", *help_lines, "", _HELP_END_TEXT])
 
 
 def _group_lines(group: str, entries: list[CommandEntry]) -> Iterator[str]:
-    help_rows = [f"{entry.name:<{_NAME_COLUMNS}} {entry.text}" for entry in entries if entry.text]
-    if names_without_text := ", ".join(entry.name for entry in entries if not entry.text):
+    help_rows = [f"{entry.name:<{_NAME_COLUMNS}} {entry.help_text}" for entry in entries if entry.help_text]
+    if names_without_text := ", ".join(entry.name for entry in entries if not entry.help_text):
         help_rows += textwrap.wrap(names_without_text, HELP_COLUMNS - _GROUP_COLUMNS, break_on_hyphens=False)
     for row_index, help_row in enumerate(help_rows):
         yield f"{'' if row_index else group:<{_GROUP_COLUMNS}}{help_row}"

@@ -46,7 +46,7 @@ def build_root_parser() -> argparse.ArgumentParser:
     commands = root_parser.add_subparsers()
     for entry in ENTRIES:
         command_parser = None if missing_extras_line(entry) else _build_command_parser(entry)
-        help_text = entry.text if command_parser is None else entry.text or (command_parser.description or "")
+        help_text = entry.help_text if command_parser is None else entry.help_text or (command_parser.description or "")
         commands.add_parser(entry.name, help=help_text.partition(";")[0].replace("\n", " "))
         if command_parser is not None:
             commands.choices[entry.name] = command_parser
@@ -55,7 +55,7 @@ def build_root_parser() -> argparse.ArgumentParser:
 
 
 def _build_command_parser(entry: CommandEntry) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = import_module(entry.module).argument_parser(f"larder {entry.name}")
+    parser: argparse.ArgumentParser = import_module(entry.module_name).argument_parser(f"larder {entry.name}")
     return parser
 
 

@@ -30,12 +30,12 @@ DagFileState = Literal["missing", "current", "older", "changed", "foreign"]
 class DagFile:
     """DAG file of this release, and its path in Airflow's folder."""
 
-    source: Path
-    target: Path
+    source_path: Path
+    target_path: Path
 
-    def text(self) -> str:
+    def target_text(self) -> str:
         """Return the text of the target: a header line with the release and a digest of the source, then the source."""
-        source_text = self.source.read_text()
+        source_text = self.source_path.read_text()
         return (
             f"{_HEADER_PREFIX} of Larder {THIS_RELEASE} ({_text_digest(source_text)}): changes are "
             f"overwritten.\n{source_text}"
@@ -44,7 +44,7 @@ class DagFile:
     def state(self) -> DagFileState:
         """Return the current state of the target."""
         try:
-            installed_text = self.target.read_text()
+            installed_text = self.target_path.read_text()
         except FileNotFoundError:
             return "missing"
         except (OSError, UnicodeDecodeError):
@@ -52,7 +52,7 @@ class DagFile:
         header_line, _, installed_body = installed_text.partition("\n")
         if not header_line.startswith(_HEADER_PREFIX):
             return "foreign"
-        if installed_text == self.text():
+        if installed_text == self.target_text():
             return "current"
         return "older" if _text_digest(installed_body) in header_line else "changed"
 
@@ -72,15 +72,15 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         for file, state in state_by_file.items():
             if state in ("changed", "foreign"):
                 reason = "was edited" if state == "changed" else "was not written by this command"
-                raise ConfigError(f"{file.target} {reason}: move it away, or overwrite it with --force")
+                raise ConfigError(f"{file.target_path} {reason}: move it away, or overwrite it with --force")
     for file, state in state_by_file.items():
         if state != "current":
             _write_dag_file(file)
     if args.json:
-        print(json_text({str(file.target): state for file, state in state_by_file.items()}))
+        print(json_text({str(file.target_path): state for file, state in state_by_file.items()}))
         return 0
     for file, state in state_by_file.items():
-        print(f"{file.target}: {'unchanged' if state == 'current' else 'written'}")
+        print(f"{file.target_path}: {'unchanged' if state == 'current' else 'written'}")
     if installed_airflow is None:
         print(
             "Airflow is not installed in this environment, so its version was not checked: the DAGs need Airflow 3.3."
@@ -174,10 +174,10 @@ def list_dag_files(airflow_folder: Path) -> Iterator[DagFile]:
 
 
 def _write_dag_file(dag_file: DagFile) -> None:
-    dag_file.target.parent.mkdir(parents=True, exist_ok=True)
-    part_path = dag_file.target.with_suffix(".part")  # not .py, because Airflow may parse the file at any time
-    part_path.write_text(dag_file.text())
-    part_path.replace(dag_file.target)
+    dag_file.target_path.parent.mkdir(parents=True, exist_ok=True)
+    part_path = dag_file.target_path.with_suffix(".part")  # not .py, because Airflow may parse the file at any time
+    part_path.write_text(dag_file.target_text())
+    part_path.replace(dag_file.target_path)
 
 
 def _text_digest(dag_text: str) -> str:

@@ -15,10 +15,10 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     program_name, _, command_name = prog.partition(" ")
     if command_name != "plan" or (quick_answer_text := quick_answer(argv)) is None:
         # Imported only here, because the libraries of the commands take a second to load.
-        from precompute.__main__ import leave
+        from precompute.__main__ import end_program
         from precompute.__main__ import main as run
 
-        leave(run([command_name, *argv], prog=program_name))
+        end_program(run([command_name, *argv], prog=program_name))
     print(quick_answer_text)
     return 0
 

@@ -21,30 +21,30 @@ class InvariantViolation(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Entity of a request with its input, and the items that its answer must not contain (`hidden`)."""
+    """Entity of a request with its input, and the items that its answer must not contain (`hidden_items`)."""
 
-    table: str
-    id: str
+    table_name: str
+    entity_id: str
     k: int | None = None
-    hidden: frozenset[str] = frozenset()
-    history: tuple[str, ...] | None = None
-    features: Mapping[str, str] | None = None
+    hidden_items: frozenset[str] = frozenset()
+    history_items: tuple[str, ...] | None = None
+    value_by_feature: Mapping[str, str] | None = None
 
     @property
     def entity(self) -> Entity:
         """Return the entity for a request whose entities each name a table."""
-        return Entity(self.id, self.history, self.features, self.table)
+        return Entity(self.entity_id, self.history_items, self.value_by_feature, self.table_name)
 
 
 @dataclass(slots=True)
 class Judge:
     """Counts answers by source and generation, and records violations of invariants; thread-safe."""
 
-    histories: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    history_by_user: Mapping[str, Sequence[str]] = field(default_factory=dict)
     rolled_back_generations: set[str] = field(default_factory=set)
-    sources: Counter[str] = field(default_factory=Counter)
-    generations: Counter[str] = field(default_factory=Counter)
-    requests: int = 0
+    answers_by_source: Counter[str] = field(default_factory=Counter)
+    answers_by_generation: Counter[str] = field(default_factory=Counter)
+    request_count: int = 0
     violations: list[str] = field(default_factory=list)
     _items_by_question: dict[tuple[str, str, str], tuple[str, ...]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -61,16 +61,16 @@ class Judge:
         """Check the answers of a request; `rolled_back_generations` had been rolled back before it was sent."""
         answering_generations = {answer.generation for answer in answers if answer.source != Source.PREVIOUS}
         with self._lock:
-            self.requests += 1
+            self.request_count += 1
             if len(answering_generations) > 1:
                 self.violations.append(f"one request has several generations: {sorted(answering_generations)}")
             for question, answer in zip(questions, answers, strict=True):
-                self.sources[answer.source] += 1
-                self.generations[answer.generation] += 1
+                self.answers_by_source[answer.source] += 1
+                self.answers_by_generation[answer.generation] += 1
                 if answer.generation in rolled_back_generations:
                     self.violations.append(f"{answer.generation} answers after it was rolled back")
                 for violation_text in (*_judge_answer(question, answer), *self._judge_list(question, answer)):
-                    self.violations.append(f"{question.table}/{question.id}: {violation_text}")
+                    self.violations.append(f"{question.table_name}/{question.entity_id}: {violation_text}")
 
     def _judge_list(self, question: Question, answer: Answer) -> Iterator[str]:
         if (items := answer.items) is None:
@@ -83,16 +83,16 @@ class Judge:
         k = len(items) + answer.short if question.k is None else question.k
         if len(items) > k or (len(items) < k) != answer.short:
             yield f"{len(items)} of {k} items, short = {answer.short}"
-        if hidden_items_listed := question.hidden.intersection(items):
+        if hidden_items_listed := question.hidden_items.intersection(items):
             yield f"{sorted(hidden_items_listed)[:3]} was returned although the request sent or excluded it"
         if answer.producer != "batch":
             return
-        history = self.histories.get(question.id, ()) if question.table == "user_topk" else ()
+        history = self.history_by_user.get(question.entity_id, ()) if question.table_name == "user_topk" else ()
         if hidden_items_listed := frozenset(history).intersection(items):
             yield f"{sorted(hidden_items_listed)[:3]} is in the user's own history"
         # A generation is immutable: without exclusions, an entity has the same list in every tier at any time.
-        if not question.hidden and answer.source in STORED_SOURCES:
-            question_key = (answer.generation, question.table, question.id)
+        if not question.hidden_items and answer.source in STORED_SOURCES:
+            question_key = (answer.generation, question.table_name, question.entity_id)
             first_items = self._items_by_question.setdefault(question_key, items)
             if any(first_item != item for first_item, item in zip(first_items, items, strict=False)):
                 yield f"two different answers within {answer.generation}"
@@ -100,8 +100,8 @@ class Judge:
 
     def audit_answers(self, metrics_text: str, published_generations: Collection[str]) -> None:
         """Compare all answers with the service's counters and the published generations; raise InvariantViolation."""
-        self.violations += metric_contradictions(metrics_text, self.sources)
-        if unpublished_generations := self.generations.keys() - set(published_generations):
+        self.violations += metric_contradictions(metrics_text, self.answers_by_source)
+        if unpublished_generations := self.answers_by_generation.keys() - set(published_generations):
             self.violations.append(f"answers from {sorted(unpublished_generations)}, which never was live")
         self.stop_if_broken()
 
@@ -109,14 +109,14 @@ class Judge:
 def _judge_answer(question: Question, answer: Answer) -> Iterator[str]:
     if answer.source not in set(Source):
         yield f"source {answer.source!r}"
-    if answer.id != question.id:
+    if answer.id != question.entity_id:
         yield f"got the answer for {answer.id!r}"
     if answer.source not in STORED_SOURCES and not answer.reason:
         yield f"source {answer.source} without a reason"
 
 
-def metric_contradictions(metrics_text: str, sources: Mapping[str, int]) -> list[str]:
-    """Return contradictions within the text of /metrics, or between it and `sources`, the answers by source."""
+def metric_contradictions(metrics_text: str, answers_by_source: Mapping[str, int]) -> list[str]:
+    """Return contradictions within the text of /metrics, or between it and `answers_by_source`."""
     count_by_label_by_metric: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for family in text_string_to_metric_families(metrics_text):
         for sample in family.samples:
@@ -125,8 +125,8 @@ def metric_contradictions(metrics_text: str, sources: Mapping[str, int]) -> list
     answer_count_by_source = count_by_label_by_metric["larder_answers_total"]
     live_or_worse = answer_count_by_source.total() - sum(answer_count_by_source[source] for source in STORED_SOURCES)
     compared_counts = (
-        ("entities", count_by_label_by_metric["larder_entities_total"].total(), sum(sources.values())),
-        ("answers by source", +answer_count_by_source, +Counter(sources)),
+        ("entities", count_by_label_by_metric["larder_entities_total"].total(), sum(answers_by_source.values())),
+        ("answers by source", +answer_count_by_source, +Counter(answers_by_source)),
         ("misses with a reason", count_by_label_by_metric["larder_misses_total"].total(), live_or_worse),
         ("responses with status 500 or more", count_by_label_by_metric["larder_requests_total"]["5"], 0),
     )

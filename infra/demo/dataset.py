@@ -34,14 +34,14 @@ class Dataset:
     timestamp (microseconds since 1970), oldest first.
     """
 
-    name: str
+    dataset_name: str
     histories: ItemsByUser
     held_out: ItemsByUser
     newcomers: ItemsByUser
     table: pa.Table
     first_cut: datetime
     second_cut: datetime
-    arriving: frozenset[str]
+    arriving_users: frozenset[str]
     """Users with interactions between the two cuts, whose lists the second night changes."""
     profiles: Profiles | None = None
     """Features of users and items, if the demo generated them."""
@@ -60,8 +60,8 @@ def make_synthetic_data(world: WorldSettings) -> Dataset:
     clicks = synthesize(world)
     user_column = pa.array(clicks.user_ids).take(clicks.user_rows)
     item_column = pa.array(clicks.item_ids).take(clicks.item_rows)
-    table = pa.table({"user": user_column, "item": item_column, "timestamp": clicks.times})
-    first_cut = world.ends_at - timedelta(days=5)
+    table = pa.table({"user": user_column, "item": item_column, "timestamp": clicks.times_us})
+    first_cut = world.last_click_at - timedelta(days=5)
     dataset = _split_at_cuts("synthetic", table, first_cut, first_cut + timedelta(days=1))
     return replace(dataset, profiles=make_profiles(clicks))
 
@@ -89,7 +89,9 @@ def read_user_data(path: Path, *, today: datetime) -> Dataset:
 def _read_interactions(path: Path) -> pa.Table:
     """Read all rows, oldest first, with only the first interaction of a user with an item."""
     batches = read_interactions(Sources(interactions=(str(path),)), Path("/"))
-    batch_columns = [(batch.users.texts(), batch.items.texts(), pa.array(batch.times)) for batch in batches]
+    batch_columns = [
+        (batch.user_ids.row_texts(), batch.item_ids.row_texts(), pa.array(batch.times_us)) for batch in batches
+    ]
     table = pa.concat_tables([pa.table(list(columns), names=COLUMN_NAMES) for columns in batch_columns])
     table = table.take(np.argsort(table["timestamp"], kind="stable"))
     table_with_rows = table.append_column("row", pa.array(np.arange(len(table))))

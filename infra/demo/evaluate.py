@@ -20,26 +20,26 @@ Lists = Mapping[str, Sequence[str]]
 Vectors = NDArray[np.float32]
 
 
-def recall_and_ndcg(list_by_user: Lists, held_out_by_user: Lists, top: int = LIST_LENGTH) -> dict[str, float]:
+def recall_and_ndcg(list_by_user: Lists, held_out_by_user: Lists, list_length: int = LIST_LENGTH) -> dict[str, float]:
     """Return mean recall (hits / held-out items) and NDCG with binary gain, whose ideal is min(top, held-out) hits."""
-    gains = 1 / np.log2(np.arange(2, top + 2))
+    gains = 1 / np.log2(np.arange(2, list_length + 2))
     recalls, ndcgs = [], []
     for user, held_out_items in held_out_by_user.items():
         if relevant_items := set(held_out_items):
-            hit_ranks = [rank for rank, item in enumerate(list_by_user[user][:top]) if item in relevant_items]
+            hit_ranks = [rank for rank, item in enumerate(list_by_user[user][:list_length]) if item in relevant_items]
             recalls.append(len(hit_ranks) / len(relevant_items))
             ndcgs.append(gains[hit_ranks].sum() / gains[: len(relevant_items)].sum())
     return {"recall": float(np.mean(recalls)), "NDCG": float(np.mean(ndcgs))}
 
 
-def served_lists(url: str, users: Sequence[str], judge: Judge) -> dict[str, Sequence[str]]:
+def served_lists(service_url: str, users: Sequence[str], judge: Judge) -> dict[str, Sequence[str]]:
     """Look up the stored lists of `users` and judge them; repeat the lookup for users answered from another source.
 
     Raises Unanswered, or InvariantViolation if a user is still not answered from the night after TRIES_MAX lookups.
     """
     list_by_user: dict[str, Sequence[str]] = {}
     missing_users = list(users)
-    with Client(url, policy=POLICY) as larder:
+    with Client(service_url, policy=POLICY) as larder:
         for _ in range(TRIES_MAX):
             answers = larder.lookup_many("user_topk", missing_users, Options(LIST_LENGTH, deadline_ms=60_000))
             judge.request([Question("user_topk", user, LIST_LENGTH) for user in missing_users], answers)

@@ -51,7 +51,7 @@ def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles
     or country. `histories` are those of the training; all their items are in the bundle.
     """
     reference = Bundle.read(bundle_folder)
-    affinity_model, dims = reference.values["user_affinity"], reference.dims
+    affinity_model, dims = reference.value_models["user_affinity"], reference.dims
     user_table = _read_constant(reference.user_tower.path, "table")
     item_vectors = _read_constant(reference.item_tower.path, "table")
     item_ids = [raw.decode() for raw in reference.item_ids]
@@ -88,17 +88,17 @@ def add_features(bundle_folder: Path, histories: ItemsByUser, profiles: Profiles
     )
 
 
-def label_means(labels: Sequence[str], vectors: NDArray[np.float32]) -> tuple[list[str], NDArray[np.float32]]:
+def label_means(category_labels: Sequence[str], vectors: NDArray[np.float32]) -> tuple[list[str], NDArray[np.float32]]:
     """Return the distinct labels, and mean vectors [labels + 1, dims]: one per label, then the mean of all vectors."""
-    distinct_labels, codes = np.unique(np.array(labels), return_inverse=True)
+    distinct_labels, codes = np.unique(np.array(category_labels), return_inverse=True)
     means = [vectors[codes == code].mean(axis=0) for code in range(len(distinct_labels))]
     return distinct_labels.tolist(), np.stack([*means, vectors.mean(axis=0)])
 
 
-def _label_encoder_node(output_name: str, input_name: str, labels: Sequence[str]) -> str:
+def _label_encoder_node(output_name: str, input_name: str, category_labels: Sequence[str]) -> str:
     """Return the text of a node that maps labels to numbers from 0; unknown labels get len(labels)."""
-    labels_json, numbers = json.dumps(labels, ensure_ascii=False), list(range(len(labels)))
-    attributes = f"keys_strings = {labels_json}, values_int64s = {numbers}, default_int64 = {len(labels)}"
+    labels_json, numbers = json.dumps(category_labels, ensure_ascii=False), list(range(len(category_labels)))
+    attributes = f"keys_strings = {labels_json}, values_int64s = {numbers}, default_int64 = {len(category_labels)}"
     return f"{output_name} = ai.onnx.ml.LabelEncoder <{attributes}> ({input_name})\n"
 
 
@@ -116,20 +116,20 @@ def _read_constant(model_path: Path, tensor_name: str) -> NDArray[np.float32]:
     return np.array(numpy_helper.to_array(tensors[tensor_name]))
 
 
-def ask_cold_entities(url: str, profiles: Profiles, histories: ItemsByUser, judge: Judge) -> list[str]:
+def ask_cold_entities(service_url: str, profiles: Profiles, histories: ItemsByUser, judge: Judge) -> list[str]:
     """Look up a user and an item without clicks, and entities that no table has; return one line per answer.
 
     Raises Unanswered, or InvariantViolation if an entity that no table has was not answered live.
     """
     quiet_user = next(user for user in profiles.users if user not in histories)
     questions = [
-        Question("user_topk", quiet_user, 2, features=profiles.users[quiet_user]),
+        Question("user_topk", quiet_user, 2, value_by_feature=profiles.users[quiet_user]),
         Question("item_similar", list(profiles.items)[-1], 2),
-        Question("user_topk", "new-user", 2, features=NEW_USER),
-        Question("user_affinity", "new-user", 2, history=next(iter(histories.values()))),
-        Question("item_similar", NEW_ITEM["item"], 2, features=NEW_ITEM),
+        Question("user_topk", "new-user", 2, value_by_feature=NEW_USER),
+        Question("user_affinity", "new-user", 2, history_items=next(iter(histories.values()))),
+        Question("item_similar", NEW_ITEM["item"], 2, value_by_feature=NEW_ITEM),
     ]
-    with Client(url, policy=POLICY) as larder:
+    with Client(service_url, policy=POLICY) as larder:
         answers = larder.lookup_tables([asked.entity for asked in questions], Options(k=2))
     judge.request(questions, answers)
     for answer in answers:

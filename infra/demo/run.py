@@ -113,11 +113,11 @@ class Click:
     Every answer is judged. Methods raise Unanswered, or InvariantViolation.
     """
 
-    def __init__(self, url: str, dataset: Dataset, judge: Judge) -> None:
-        unchanged_users = [user for user in dataset.histories if user not in dataset.arriving]
+    def __init__(self, service_url: str, dataset: Dataset, judge: Judge) -> None:
+        unchanged_users = [user for user in dataset.histories if user not in dataset.arriving_users]
         self.user = unchanged_users[0] if unchanged_users else next(iter(dataset.histories))
         self.item, self._is_list_unchanged_else = "", bool(unchanged_users)
-        self._url, self._judge = url, judge
+        self._url, self._judge = service_url, judge
         self._live_answer: Answer | None = None
 
     def send(self) -> list[str]:
@@ -212,7 +212,7 @@ class Demo:
             with run_demo_step(self.console, "Redis and Airflow") as notes:
                 environment = process_environment(demo_folder, exit_stack.enter_context(redis_url(demo_folder, None)))
                 self.airflow = exit_stack.enter_context(
-                    LocalAirflow(demo_folder, environment=environment, pools={"gpu": SCORING_TASKS_MAX})
+                    LocalAirflow(demo_folder, task_environment=environment, slots_by_pool={"gpu": SCORING_TASKS_MAX})
                 )
                 notes.append(self.airflow.url)
             self._first_night(demo_folder / "bundle")
@@ -224,7 +224,7 @@ class Demo:
             second_generation = self._second_night(first_generation)
             self._audit(ArtefactStore(str(demo_folder / "artifacts" / namespace)))
             self.summary |= {"live": first_generation, "rolled back": second_generation}
-            self.summary["checked"] = f"{self.judge.requests:,} requests: 0 failed, 0 mixed, 0 after the rollback"
+            self.summary["checked"] = f"{self.judge.request_count:,} requests: 0 failed, 0 mixed, 0 after the rollback"
             self.summary["seconds"] = f"{time.monotonic() - started_at:.0f}"
             self.console.print(field_table(self.summary), highlight=False)
             self.console.print("[green bold]every invariant held[/green bold]")
@@ -235,12 +235,12 @@ class Demo:
         with run_demo_step(self.console, "Data") as notes:
             today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
             user_count, item_count = (3_000, 1_000) if self.is_quick else (20_000, 5_000)
-            world = WorldSettings(user_count, item_count, ends_at=today, drift=0.3)
+            world = WorldSettings(user_count, item_count, last_click_at=today, fashion_weight=0.3)
             path = self.data_path
             dataset = make_synthetic_data(world) if path is None else read_user_data(path, today=today)
             dataset.write(demo_folder / "data")
             write_settings(demo_folder, namespace, dataset)
-            self.data, self.judge.histories = dataset, dataset.histories
+            self.data, self.judge.history_by_user = dataset, dataset.histories
             # Without this, a full garbage collection over the data would distort the measured latencies.
             gc.collect()
             gc.freeze()
@@ -273,7 +273,7 @@ class Demo:
                 judge.stop_if_broken()
         request_count = 1_500 if self.is_quick else 6_000
         with run_demo_step(self.console, f"Replay {request_count:,} requests, {REPLAY_RATE:.0f} a second"):
-            replay_run = replay(url, islice(RequestStream(dataset), request_count), judge, rate=REPLAY_RATE)
+            replay_run = replay(url, islice(RequestStream(dataset), request_count), judge, requests_per_s=REPLAY_RATE)
             self.summary["latency"] = _percentiles_text(asyncio.run(replay_run))
             judge.stop_if_broken()
         if not (users := list(dataset.held_out)):
@@ -296,7 +296,7 @@ class Demo:
             click = Click(url, dataset, judge)
             notes += click.send()
             judge.stop_if_broken()
-        with replay_in_background(url, RequestStream(dataset), judge, rate=BUSY_RATE) as traffic_future:
+        with replay_in_background(url, RequestStream(dataset), judge, requests_per_s=BUSY_RATE) as traffic_future:
             with run_demo_step(self.console, f"DAG {NIGHT_DAG}: a day later, under traffic") as notes:
                 run_id = self.airflow.trigger(NIGHT_DAG, {"data_until": dataset.second_cut.isoformat()})
                 notes += self._wait_for_run(NIGHT_DAG, run_id)
@@ -314,7 +314,7 @@ class Demo:
                 self.service.check()
         self.summary["under a night"] = _percentiles_text(traffic_future.result())
         judge.stop_if_broken()
-        if not judge.generations[second_generation]:
+        if not judge.answers_by_generation[second_generation]:
             raise InvariantViolation(f"{second_generation} was live but gave no answer")
         return second_generation
 
@@ -334,8 +334,8 @@ class Demo:
             published_generations = {move.generation for move in all_releases(store) if move.is_done}
             metrics_text = httpx.get(f"{self.service.url}/metrics").raise_for_status().text
             self.judge.audit_answers(metrics_text, published_generations)
-        for source, count in self.judge.sources.most_common():
-            self.summary[f"from {source}"] = f"{count:,} answers, {count / self.judge.sources.total():.2%}"
+        for source, count in self.judge.answers_by_source.most_common():
+            self.summary[f"from {source}"] = f"{count:,} answers, {count / self.judge.answers_by_source.total():.2%}"
 
     def _serve(self, demo_folder: Path) -> None:
         url, user = self.service.url, quote(next(iter(self.data.histories)), safe="")

@@ -25,15 +25,15 @@ SHARE_BY_REQUEST_KIND = {"known_user": 0.68, "batch": 0.05, "exclude": 0.06, "fr
 class TrafficRequest:
     """Request of one kind, with its questions and options."""
 
-    kind: str
+    request_kind: str
     questions: tuple[Question, ...]
     options: Options
 
     async def send(self, larder: AsyncClient) -> list[Answer]:
         """Send the request and return the answers; raise Unanswered."""
-        if self.kind in ("known_user", "similar", "stranger"):
+        if self.request_kind in ("known_user", "similar", "stranger"):
             (question,) = self.questions
-            return [await larder.lookup(question.table, question.id, self.options)]
+            return [await larder.lookup(question.table_name, question.entity_id, self.options)]
         return await larder.lookup_tables([asked.entity for asked in self.questions], self.options)
 
 
@@ -91,35 +91,37 @@ class RequestStream:
         position = int(np.searchsorted(self._cumulative_user_shares, self._random_generator.random()))
         return str(self._users_by_rank[min(position, len(self._users_by_rank) - 1)])
 
-    def _draw_items(self, count: int) -> list[str]:
-        return [str(item) for item in self._items[self._random_generator.integers(len(self._items), size=count)]]
+    def _draw_items(self, item_count: int) -> list[str]:
+        return [str(item) for item in self._items[self._random_generator.integers(len(self._items), size=item_count)]]
 
-    def _question_with_input(self, user: str, history: Sequence[str]) -> Question:
+    def _question_with_input(self, user_id: str, history_items: Sequence[str]) -> Question:
         """Return a question with history and, if there are any, all features of the user."""
-        items, features = tuple(history), self._features_by_user.get(user)
-        return Question(TOPK_TABLE, user, 20, frozenset(items), items, features)
+        items, features = tuple(history_items), self._features_by_user.get(user_id)
+        return Question(TOPK_TABLE, user_id, 20, frozenset(items), items, features)
 
 
-async def replay(url: str, requests: Iterable[TrafficRequest], judge: Judge, *, rate: float) -> list[float]:
-    """Send requests, at most `rate` per second, and judge the answers; return the latencies in milliseconds."""
+async def replay(
+    service_url: str, requests: Iterable[TrafficRequest], judge: Judge, *, requests_per_s: float
+) -> list[float]:
+    """Send requests, at most `requests_per_s`, and judge the answers; return the latencies in milliseconds."""
     latencies_ms: list[float] = []
     numbered_requests = enumerate(requests)
     started_at = time.perf_counter()
 
     async def send_requests(larder: AsyncClient) -> None:
         for number, request in numbered_requests:
-            await asyncio.sleep(max(0.0, started_at + number / rate - time.perf_counter()))
+            await asyncio.sleep(max(0.0, started_at + number / requests_per_s - time.perf_counter()))
             rolled_back_generations = frozenset(judge.rolled_back_generations)
             sent_at = time.perf_counter()
             try:
                 answers = await request.send(larder)
             except (Unanswered, ValueError) as error:
-                judge.violations.append(f"{request.kind}: no answer: {error!r}")
+                judge.violations.append(f"{request.request_kind}: no answer: {error!r}")
                 continue
             latencies_ms.append((time.perf_counter() - sent_at) * 1000)
             judge.request(request.questions, answers, rolled_back_generations)
 
-    async with AsyncClient(url, policy=POLICY) as larder, asyncio.TaskGroup() as task_group:
+    async with AsyncClient(service_url, policy=POLICY) as larder, asyncio.TaskGroup() as task_group:
         for _ in range(8):
             task_group.create_task(send_requests(larder))
     return latencies_ms
@@ -127,13 +129,13 @@ async def replay(url: str, requests: Iterable[TrafficRequest], judge: Judge, *, 
 
 @contextmanager
 def replay_in_background(
-    url: str, request_stream: RequestStream, judge: Judge, *, rate: float
+    service_url: str, request_stream: RequestStream, judge: Judge, *, requests_per_s: float
 ) -> Iterator[Future[list[float]]]:
     """Replay requests in a thread during the block; then the future has the latencies, or its error is raised."""
     stop_event = threading.Event()
     requests = itertools.takewhile(lambda _request: not stop_event.is_set(), request_stream)
     with ThreadPoolExecutor(1, "traffic") as pool:
-        replay_future = pool.submit(asyncio.run, replay(url, requests, judge, rate=rate))
+        replay_future = pool.submit(asyncio.run, replay(service_url, requests, judge, requests_per_s=requests_per_s))
         try:
             yield replay_future
         finally:

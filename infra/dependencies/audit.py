@@ -34,9 +34,9 @@ class SourceUnavailable(Exception):
     """A source of advisories did not answer, so that nothing is known about the audited packages."""
 
 
-def accepted_advisories(text: str, today: date) -> list[str]:
+def accepted_advisories(acceptance_text: str, today: date) -> list[str]:
     """Return the ids of advisories accepted today; raise ValueError for an entry without reason or end date."""
-    advisory_entries = tomllib.loads(text).get("advisory", [])
+    advisory_entries = tomllib.loads(acceptance_text).get("advisory", [])
     for entry in advisory_entries:
         if not str(entry.get("reason", "")).strip() or type(entry.get("until")) is not date:
             raise ValueError(f"{entry}: id, reason and until (a date) are required")
@@ -46,7 +46,7 @@ def accepted_advisories(text: str, today: date) -> list[str]:
 def make_requirement_files(pins_to_audit: Iterable[Pin]) -> list[str]:
     """Return requirements files without markers; a package pinned in several versions is in several files."""
     version_by_name_files: list[dict[str, str]] = []
-    for name, version in sorted({(pin.name, pin.version) for pin in pins_to_audit}):
+    for name, version in sorted({(pin.distribution_name, pin.pinned_version) for pin in pins_to_audit}):
         if (
             version_by_name := next(
                 (file_without_name for file_without_name in version_by_name_files if name not in file_without_name),
@@ -61,13 +61,15 @@ def make_requirement_files(pins_to_audit: Iterable[Pin]) -> list[str]:
     ]
 
 
-def list_complaints(source: str, requirements_text: str, accepted_ids: Iterable[str]) -> list[str]:
+def list_complaints(advisory_source: str, requirements_text: str, accepted_ids: Iterable[str]) -> list[str]:
     """Return the open advisories and unknown packages that a source reports; raise SourceUnavailable if it fails."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements_file:
-        requirements_file.write(f"{requirements_text}{KNOWN_BAD_PIN.name}=={KNOWN_BAD_PIN.version}\n")
+        requirements_file.write(
+            f"{requirements_text}{KNOWN_BAD_PIN.distribution_name}=={KNOWN_BAD_PIN.pinned_version}\n"
+        )
         requirements_file.flush()
         command = [
-            str(PIP_AUDIT_PATH), "--vulnerability-service", source, "--format", "json",
+            str(PIP_AUDIT_PATH), "--vulnerability-service", advisory_source, "--format", "json",
             "--progress-spinner", "off", "--no-deps",
             "--disable-pip", "--timeout", "15", "--requirement", requirements_file.name,
             *(f"--ignore-vuln={accepted_id}" for accepted_id in accepted_ids),
@@ -90,12 +92,16 @@ def list_complaints(source: str, requirements_text: str, accepted_ids: Iterable[
         for package in dependencies
         for advisory in package.get("vulns", ())
     ]
-    if not any(advisory_line.startswith(f"{KNOWN_BAD_PIN.name} ") for advisory_line in advisory_lines):
-        raise SourceUnavailable(f"it reports no advisory on {KNOWN_BAD_PIN.name}, which has several")
+    if not any(advisory_line.startswith(f"{KNOWN_BAD_PIN.distribution_name} ") for advisory_line in advisory_lines):
+        raise SourceUnavailable(f"it reports no advisory on {KNOWN_BAD_PIN.distribution_name}, which has several")
     unknown_packages = [package["name"] for package in dependencies if "skip_reason" in package]
     return [
         *(f"{name}: unknown to the source, so not audited" for name in unknown_packages),
-        *(advisory_line for advisory_line in advisory_lines if not advisory_line.startswith(f"{KNOWN_BAD_PIN.name} ")),
+        *(
+            advisory_line
+            for advisory_line in advisory_lines
+            if not advisory_line.startswith(f"{KNOWN_BAD_PIN.distribution_name} ")
+        ),
     ]
 
 

@@ -51,14 +51,16 @@ def judge_licences(
     licence_by_name: dict[str, str] = {}
     complaints: list[str] = []
     for pin in sorted({pin for pins in pins_by_lock.values() for pin in pins}, key=str):
-        version, licence = version_and_licence_by_name.get(pin.name, ("", ""))
+        version, licence = version_and_licence_by_name.get(pin.distribution_name, ("", ""))
         if not pin.is_for_this_machine():
-            licence_by_name.setdefault(pin.name, licence_rules["elsewhere"].get(pin.name, licence or "UNKNOWN"))
-        elif version != pin.version:
-            complaints.append(f"{pin.name}: {version or 'nothing'} is installed, not {pin.version}")
+            licence_by_name.setdefault(
+                pin.distribution_name, licence_rules["elsewhere"].get(pin.distribution_name, licence or "UNKNOWN")
+            )
+        elif version != pin.pinned_version:
+            complaints.append(f"{pin.distribution_name}: {version or 'nothing'} is installed, not {pin.pinned_version}")
         else:
-            licence_by_name[pin.name] = licence
-    shipped_names = {pin.name for pin in pins_by_lock.get(SHIPPED_LOCK, ())}
+            licence_by_name[pin.distribution_name] = licence
+    shipped_names = {pin.distribution_name for pin in pins_by_lock.get(SHIPPED_LOCK, ())}
     for name, licence in licence_by_name.items():
         exception = licence_rules["exceptions"].get(name)
         if exception is None:
@@ -79,7 +81,7 @@ def main(arguments: list[str]) -> int:
     licence_by_name, complaints = judge_licences(
         pins_by_lock, read_installed_licences(), tomllib.loads(RULES_FILE.read_text())
     )
-    names = sorted({pin.name for pin in pins_by_lock[SHIPPED_LOCK]})
+    names = sorted({pin.distribution_name for pin in pins_by_lock[SHIPPED_LOCK]})
     page_text = PAGE_HEAD + "".join(f"| {name} | {licence_by_name.get(name)} |\n" for name in names)
     if arguments == ["--write"]:
         PAGE_PATH.write_text(page_text)

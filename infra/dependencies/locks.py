@@ -15,15 +15,15 @@ PIN_LINE_PATTERN = re.compile(r"^(?P<name>[\w.-]+)(?:\[[\w,-]+\])?==(?P<version>
 
 @dataclass(frozen=True)
 class Pin:
-    """Pinned version of a distribution; `marker` restricts it to some platforms or Python versions."""
+    """Pinned version of a distribution; `environment_marker` restricts it to some platforms or Python versions."""
 
-    name: str
-    version: str
-    marker: str = ""
+    distribution_name: str
+    pinned_version: str
+    environment_marker: str = ""
 
     def is_for_this_machine(self) -> bool:
         """Return True if the marker applies to this Python and platform."""
-        return not self.marker or Marker(self.marker).evaluate()
+        return not self.environment_marker or Marker(self.environment_marker).evaluate()
 
 
 def parse_pins(lock_text: str) -> tuple[Pin, ...]:

@@ -112,10 +112,10 @@ def _dataset_facets(dataset: StepDataset) -> dict[str, DatasetFacet]:
 
 def _assertion(check: Check) -> data_quality_assertions_dataset.Assertion:
     return data_quality_assertions_dataset.Assertion(
-        assertion=check.rule,
+        assertion=check.gate_rule,
         success=check.is_passed,
         severity="error" if check.blocks else "warn",
         description=check.note or None,
         expected=str(check.threshold),
-        actual=str(check.value),
+        actual=str(check.measured_value),
     )

@@ -103,9 +103,9 @@ def _without_query(url: str) -> str:
 class Check:
     """Result of a rule; `blocks` is True if a night that fails the rule is not published."""
 
-    rule: str
+    gate_rule: str
     is_passed: bool
-    value: object
+    measured_value: object
     threshold: object
     note: str = ""
     blocks: bool = True
@@ -138,7 +138,7 @@ class FinishedStep:
 
     build: Build
     shard: int | None = None
-    result: Mapping[str, Any] = field(default_factory=dict)
+    step_result: Mapping[str, Any] = field(default_factory=dict)
 
     def part(self, *path_names: str, **dataset_fields: Any) -> StepDataset:
         """Return the dataset of a part of the generation, such as a table."""
@@ -183,16 +183,16 @@ class FinishedStep:
         )  # fmt: skip
 
 
-def list_step_datasets(step: str, finished_step: FinishedStep) -> StepDatasets:
+def list_step_datasets(step_name: str, finished_step: FinishedStep) -> StepDatasets:
     """Return the datasets of a finished step; empty for a step without any, such as `retire`."""
-    list_datasets = _DATASETS_BY_STEP.get(step)
+    list_datasets = _DATASETS_BY_STEP.get(step_name)
     return StepDatasets() if list_datasets is None else list_datasets(finished_step)
 
 
 def _take_events_datasets(finished_step: FinishedStep) -> StepDatasets:
     config = finished_step.build.config
     stream_name = DatasetName.of_redis(config.events_redis_url, config.keyspace().events)
-    event_count, events_until = (finished_step.result.get("events"), finished_step.result.get("events_until"))
+    event_count, events_until = (finished_step.step_result.get("events"), finished_step.step_result.get("events_until"))
     return StepDatasets(
         (StepDataset(stream_name, events_until, rows=event_count),),
         (StepDataset(DatasetName.of_url(finished_step.build.store.url, "events"), events_until, rows=event_count),),

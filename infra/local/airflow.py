@@ -58,20 +58,29 @@ class RunReport:
 
 
 class LocalAirflow:
-    """Airflow processes that end with the `with` block, and a client of their REST API; files are in `state`/airflow.
+    """Airflow processes that end with the `with` block, and a client of their REST API; files: `state_folder`/airflow.
 
     Methods raise AirflowFailed if the API answers with an error.
     """
 
     def __init__(
-        self, state: Path, *, environment: Mapping[str, str], pools: Mapping[str, int], parallelism: int = 4
+        self,
+        state_folder: Path,
+        *,
+        task_environment: Mapping[str, str],
+        slots_by_pool: Mapping[str, int],
+        parallelism: int = 4,
     ) -> None:
-        """Prepare the environment of Airflow and its tasks: this process's, overridden by `environment`."""
-        self.home = state.resolve() / "airflow"
+        """Prepare the environment of Airflow and its tasks: this process's, overridden by `task_environment`."""
+        self.home = state_folder.resolve() / "airflow"
         self.url = f"http://127.0.0.1:{_free_port()}"
         self._http = httpx.Client(base_url=self.url, timeout=30.0)
-        self._slot_count_by_pool = pools
-        self._environment = {**os.environ, **local_airflow_settings(self.home, self.url, parallelism), **environment}
+        self._slot_count_by_pool = slots_by_pool
+        self._environment = {
+            **os.environ,
+            **local_airflow_settings(self.home, self.url, parallelism),
+            **task_environment,
+        }
         self._exit_stack = ExitStack()
         self._processes: tuple[GuardedCommand, ...] = ()
 
@@ -88,11 +97,11 @@ class LocalAirflow:
             process.close_pipe_end()  # all shut down at the same time; the stack then waits for each
         self._exit_stack.close()
 
-    def start(self, name: str, *arguments: str) -> GuardedCommand:
+    def start(self, program_name: str, *arguments: str) -> GuardedCommand:
         """Start another Airflow program in the same environment; the caller must stop it before the block ends."""
         return GuardedCommand(
             [sys.executable, "-m", "airflow", *arguments],
-            log_path=self.home / "processes" / f"{name}.log",
+            log_path=self.home / "processes" / f"{program_name}.log",
             env=self._environment,
             cwd=self.home,
         )
@@ -117,9 +126,9 @@ class LocalAirflow:
             raise AirflowFailed(f"{import_errors[0]['filename']}: {import_errors[0]['stack_trace']}")
         return int(self._call("GET", "/api/v2/dags")["total_entries"]) >= dag_count
 
-    def add_pool(self, name: str, slots: int) -> None:
-        """Create a pool, of whose tasks at most `slots` run at a time."""
-        self._call("POST", "/api/v2/pools", {"name": name, "slots": slots})
+    def add_pool(self, pool_name: str, slot_count: int) -> None:
+        """Create a pool, of whose tasks at most `slot_count` run at a time."""
+        self._call("POST", "/api/v2/pools", {"name": pool_name, "slots": slot_count})
 
     def trigger(self, dag_id: str, run_parameters: Mapping[str, Any] | None = None) -> str:
         """Start a run with these parameters and return its id; there is no logical date."""
@@ -165,13 +174,13 @@ class LocalAirflow:
         )
         return RunReport(dag_id, run_id, run["run_type"], run["state"], run["duration"] or 0.0, tasks)
 
-    def task_log(self, report: RunReport, task_id: str, lines: int = 25) -> str:
+    def task_log(self, report: RunReport, task_id: str, line_count: int = 25) -> str:
         """Return the last lines of a task's latest log as text."""
         task = next(task_report for task_report in reversed(report.tasks) if task_report.task_id == task_id)
-        return _read_task_log(self.home / "logs", report, task, lines)
+        return _read_task_log(self.home / "logs", report, task, line_count)
 
     @property
-    def session(self) -> int:
+    def scheduler_session_id(self) -> int:
         """Return the session id of the scheduler, which the processes of all tasks share."""
         return next(process.pid for process in self._processes if process.log_path.stem == "scheduler")
 
@@ -240,18 +249,18 @@ class LocalAirflow:
     def _start_guarded(self, name: str, *arguments: str) -> GuardedCommand:
         return self._exit_stack.enter_context(self.start(name, *arguments))
 
-    def _wait_until(self, subject: str, condition: Callable[[], bool], timeout_s: float) -> None:
+    def _wait_until(self, awaited_subject: str, condition: Callable[[], bool], timeout_s: float) -> None:
         give_up_at = time.monotonic() + timeout_s
         while not condition():
             self.check()
             if time.monotonic() > give_up_at:
-                raise AirflowFailed(f"{subject} not ready within {timeout_s:.0f} s\n{self._log_ends()}")
+                raise AirflowFailed(f"{awaited_subject} not ready within {timeout_s:.0f} s\n{self._log_ends()}")
             time.sleep(0.1)
 
-    def _call(self, method: str, path: str, request_body: Mapping[str, Any] | None = None) -> Any:
-        response = self._http.request(method, path, json=request_body)
+    def _call(self, http_method: str, api_path: str, request_body: Mapping[str, Any] | None = None) -> Any:
+        response = self._http.request(http_method, api_path, json=request_body)
         if not response.is_success:
-            raise AirflowFailed(f"{method} {path}: {response.status_code} {response.text[:2000]}")
+            raise AirflowFailed(f"{http_method} {api_path}: {response.status_code} {response.text[:2000]}")
         return response.json()
 
     def _log_ends(self) -> str:

@@ -22,23 +22,23 @@ class ServiceFailed(RuntimeError):
 class ServiceProcess:
     """Process of `python -m serving` (or another module) on a free loopback port; `url` is set once it listens.
 
-    `root` is the checkout from which it runs, `python` the interpreter.
+    `working_folder` is the checkout from which it runs, `python_path` the interpreter.
     """
 
     def __init__(
         self,
-        log: Path,
+        log_path: Path,
         environment: Mapping[str, str],
         *,
-        module: str = "serving",
-        root: Path = ROOT,
-        python: Path = Path(sys.executable),
+        module_name: str = "serving",
+        working_folder: Path = ROOT,
+        python_path: Path = Path(sys.executable),
     ) -> None:
         self.url = ""
-        self.log = log
-        self._environment = {**os.environ, **environment, "PYTHONPATH": _python_path(root)}
-        self._command: list[str | Path] = [python, "-m", module, "--port", "0"]
-        self._root = root
+        self.log = log_path
+        self._environment = {**os.environ, **environment, "PYTHONPATH": _python_path(working_folder)}
+        self._command: list[str | Path] = [python_path, "-m", module_name, "--port", "0"]
+        self._root = working_folder
         self._process: GuardedCommand | None = None
 
     def __enter__(self) -> Self:

@@ -255,7 +255,7 @@ def from_classifier(
             values={table: labelled_model},
             training={"imported": "classifier", COLUMNS_OF_INPUTS_KEY: columns_by_input},
         )
-        tower = Tower.open(bundle.values[table].path, spec)
+        tower = Tower.open(bundle.value_models[table].path, spec)
         is_complete_row = np.stack([_complete_row_mask(column) for column in column_by_input.values()]).all(axis=0)
         usable_rows = np.flatnonzero(is_complete_row)
         if not len(usable_rows):
@@ -267,7 +267,7 @@ def from_classifier(
             input_by_name = {
                 spec_.name: _model_input(column_by_input[spec_.name], spec_, compared_rows) for spec_ in spec.inputs
             }
-            _demand_earlier_label_order(to, bundle.values[table], tower, input_by_name)
+            _demand_earlier_label_order(to, bundle.value_models[table], tower, input_by_name)
         note_import_begun(to)
         swap_in_folder(staging_folder, to / BUNDLE_FOLDER)
     except BaseException:
@@ -404,7 +404,7 @@ def _demand_earlier_label_order(
     label, the labels were given in a wrong order. The same model may be imported again to correct its labels.
     """
     try:
-        earlier_model = Bundle.read(import_folder / BUNDLE_FOLDER).values[model.name]
+        earlier_model = Bundle.read(import_folder / BUNDLE_FOLDER).value_models[model.name]
         is_reordered = earlier_model.labels != model.labels and set(earlier_model.labels) == set(model.labels)
         if not is_reordered or earlier_model.spec != model.spec or earlier_model.digest == model.digest:
             return
@@ -547,7 +547,7 @@ def _bind_inputs(
 def _output_name(graph: Any, requested_output: str | None, label_count: int) -> str:
     """Return the name of the output with a number for each label."""
     width_by_float_output = {
-        graph_output.name: _width(graph_output)
+        graph_output.name: _matrix_width(graph_output)
         for graph_output in graph.output
         if graph_output.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
     }
@@ -575,7 +575,7 @@ def _output_name(graph: Any, requested_output: str | None, label_count: int) -> 
     return output_names[0]
 
 
-def _width(value_info: Any) -> int | None:
+def _matrix_width(value_info: Any) -> int | None:
     """Return the number of columns of a matrix [rows, columns]; None for a vector [rows], or if it is not stated."""
     dimensions = value_info.type.tensor_type.shape.dim
     return int(dimensions[1].dim_value) or None if len(dimensions) > 1 else None
@@ -589,7 +589,7 @@ def _input_spec(graph_input: Any, column_names: Sequence[str]) -> InputSpec:
             "the model with an input [rows, columns]"
         )
     is_matrix = len(graph_input.type.tensor_type.shape.dim) > 1
-    width = _width(graph_input)
+    width = _matrix_width(graph_input)
     if not is_matrix and len(column_names) > 1:
         width = 1
     if width is not None and width != len(column_names):
@@ -635,13 +635,13 @@ def _complete_row_mask(feature_column: Any) -> NDArray[np.bool_]:
     return np.asarray(has_value.reshape(len(feature_column), -1).all(axis=1), np.bool_)
 
 
-def _model_input(feature_column: Any, input_spec: InputSpec, rows: NDArray[np.int64]) -> NDArray[Any]:
+def _model_input(feature_column: Any, input_spec: InputSpec, row_indexes: NDArray[np.int64]) -> NDArray[Any]:
     """Return the rows of an input as the array that the model takes."""
-    selected_column = feature_column.take(pa.array(rows))
+    selected_column = feature_column.take(pa.array(row_indexes))
     if pa.types.is_fixed_size_list(selected_column.type):
         selected_column = selected_column.flatten()
     input_values = np.asarray(selected_column.to_pylist(), object if input_spec.dtype == "string" else input_spec.dtype)
-    return input_values if input_spec.width is None else input_values.reshape(len(rows), input_spec.width)
+    return input_values if input_spec.width is None else input_values.reshape(len(row_indexes), input_spec.width)
 
 
 def _demand_answer_to_blank(tower: Tower) -> None:
@@ -678,14 +678,18 @@ class TriedRows:
 
 
 def _try_rows(
-    tower: Tower, column_by_input: Mapping[str, Any], expected_values: Any, ids: Any, usable_rows: NDArray[np.int64]
+    tower: Tower,
+    column_by_input: Mapping[str, Any],
+    expected_values: Any,
+    entity_ids: Any,
+    usable_rows: NDArray[np.int64],
 ) -> TriedRows:
     """Run the model on all usable rows, of which there must be at least one.
 
     Raises SourceError if the model fails on a row, if no output is finite, if `expected_values` are not finite, or if
     outputs differ from them by more than the tolerance; the error names the first such id.
     """
-    expected_outputs = _expected_outputs(expected_values, ids, usable_rows, tower.spec.output_dims)
+    expected_outputs = _expected_outputs(expected_values, entity_ids, usable_rows, tower.spec.output_dims)
     outputs = np.empty((len(usable_rows), tower.spec.output_dims), np.float32)
     for batch_start in range(0, len(usable_rows), ROWS_AT_ONCE):
         batch_rows = usable_rows[batch_start : batch_start + ROWS_AT_ONCE]
@@ -695,7 +699,7 @@ def _try_rows(
                 input_spec.name: _model_input(column_by_input[input_spec.name], input_spec, batch_rows)
                 for input_spec in tower.spec.inputs
             },
-            partial(name_row, "row of", ids, batch_rows),
+            partial(name_row, "row of", entity_ids, batch_rows),
         )
     nonfinite_row_count = int((~np.isfinite(outputs).all(axis=1)).sum())
     if nonfinite_row_count == len(usable_rows):
@@ -719,12 +723,13 @@ def _try_rows(
         remedy = _ROWS_DIFFER_REMEDY
         if (off_differences <= ROUNDING_SHARE_MAX * largest_by_label).all():
             remedy = _ROUNDED_REMEDY
-        elif _has_odd_letters(column_by_input, int(usable_rows[row])):
+        elif _has_non_ascii_text(column_by_input, int(usable_rows[row])):
             remedy = _TEXTS_DIFFER_REMEDY
         raise SourceError(
             f"the model differs from expected by more than {TOLERANCE:g} plus {TOLERANCE:.2%} of the value plus "
             f"{COLUMN_SHARE_TOLERANCE:.4%} of the column's largest value for {int(is_differing_row.sum()):,} of "
-            f"{len(usable_rows):,} rows, at most by {largest_text}, first for {ids[int(usable_rows[row])].as_py()!r}: "
+            f"{len(usable_rows):,} rows, at most by {largest_text}, first for "
+            f"{entity_ids[int(usable_rows[row])].as_py()!r}: "
             f"the model gives {float(outputs[row, label_index]):.7g}, expected is "
             f"{float(expected_outputs[row, label_index]):.7g}: {remedy}"
         )
@@ -732,17 +737,17 @@ def _try_rows(
 
 
 def _expected_outputs(
-    expected_values: Any, ids: Any, usable_rows: NDArray[np.int64], label_count: int
+    expected_values: Any, entity_ids: Any, usable_rows: NDArray[np.int64], label_count: int
 ) -> NDArray[np.float64] | None:
     """Return the library's outputs for usable rows, float64 [n, labels]; raise SourceError for another shape or NaN."""
     if expected_values is None:
         return None
     matrix = np.asarray(expected_values, np.float64)
-    if matrix.shape == (len(ids),) and label_count == 1:
+    if matrix.shape == (len(entity_ids),) and label_count == 1:
         matrix = matrix[:, None]
-    if matrix.shape != (len(ids), label_count):
+    if matrix.shape != (len(entity_ids), label_count):
         raise SourceError(
-            f"expected has the shape {list(matrix.shape)}, but needs {[len(ids), label_count]}: the output of "
+            f"expected has the shape {list(matrix.shape)}, but needs {[len(entity_ids), label_count]}: the output of "
             "predict_proba for each row"
         )
     expected_outputs: NDArray[np.float64] = matrix[usable_rows]
@@ -750,15 +755,18 @@ def _expected_outputs(
         value_text = "NaN" if np.isnan(expected_outputs).any() else "infinity"
         raise SourceError(
             f"expected holds {value_text} in {int((~is_finite).sum()):,} rows, first for "
-            f"{ids[int(usable_rows[is_finite.argmin()])].as_py()!r}: give the library's outputs for these rows, or "
+            f"{entity_ids[int(usable_rows[is_finite.argmin()])].as_py()!r}: give the library's outputs for "
+            "these rows, or "
             "leave the rows out"
         )
     return expected_outputs
 
 
-def _has_odd_letters(column_by_input: Mapping[str, Any], row: int) -> bool:
+def _has_non_ascii_text(column_by_input: Mapping[str, Any], row_index: int) -> bool:
     """True if a text of the row has a character beyond ASCII."""
-    return any(not str(value).isascii() for column in column_by_input.values() for value in _texts_in_cell(column[row]))
+    return any(
+        not str(value).isascii() for column in column_by_input.values() for value in _texts_in_cell(column[row_index])
+    )
 
 
 def _texts_in_cell(cell: Any) -> list[str]:

@@ -35,7 +35,7 @@ def from_implicit(
     that was not fitted.
     """
     attribute_by_name = (
-        _saved_implicit(Path(model)) if isinstance(model, str | Path) else _attributes_of_implicit(model)
+        _read_implicit_file(Path(model)) if isinstance(model, str | Path) else _attributes_of_implicit(model)
     )
     user_factors, item_factors = (attribute_by_name.get("user_factors"), attribute_by_name.get("item_factors"))
     if user_factors is None or item_factors is None or not np.size(user_factors) or not np.size(item_factors):
@@ -46,18 +46,25 @@ def from_implicit(
         EntityVectors.of(item_ids, item_factors, "item"),
         EntityVectors.of(user_ids, user_factors, "user"),
     )
-    clicks = ClickMatrix.of(user_items, user_vectors.ids, item_vectors.ids)
+    clicks = ClickMatrix.of(user_items, user_vectors.entity_ids, item_vectors.entity_ids)
     folds, limits = [], [NO_NEW_ITEM_LIMIT]
     if attribute_by_name.get("alpha") is not None:  # only ALS has confidences
         confidence = float(attribute_by_name["alpha"]) * clicks.median_weight
-        folds.append(_als_fold(item_vectors.rows, float(attribute_by_name["regularization"]), confidence))
+        folds.append(_als_fold(item_vectors.vectors, float(attribute_by_name["regularization"]), confidence))
         if clicks.is_weighted:
             limits.append(
                 f"weigh the clicks of an unknown user's history: each counts {confidence:g}, alpha times the median "
                 "weight"
             )
     return import_vectors(
-        Path(to), item_vectors, user_vectors, clicks, folds=folds, model=model_title, cannot=limits, seed=seed
+        Path(to),
+        item_vectors,
+        user_vectors,
+        clicks,
+        folds=folds,
+        model_title=model_title,
+        model_limit_texts=limits,
+        seed=seed,
     )
 
 
@@ -116,15 +123,15 @@ def from_sklearn(
         )
     item_vectors = EntityVectors.of(item_ids, np.transpose(model.components_), "item")
     checked_user_ids = None if user_ids is None else checked_ids(user_ids, "user")
-    clicks = ClickMatrix.of(user_items, checked_user_ids, item_vectors.ids)
+    clicks = ClickMatrix.of(user_items, checked_user_ids, item_vectors.entity_ids)
     if user_vectors is None:
         # The given matrix, not the clicks: the clicks lack weights below 0, which the model was fitted on.
         weights = user_items if sp.issparse(user_items) else clicks.matrix
         user_vectors = _call_model(lambda: model.transform(weights), "give the matrix that the model was fitted on")
-    checked_user_vectors = EntityVectors.of(clicks.users, user_vectors, "user")
+    checked_user_vectors = EntityVectors.of(clicks.user_ids, user_vectors, "user")
     folds, limits = [], [NO_NEW_ITEM_LIMIT]
     if is_svd:
-        projection_rows = item_vectors.rows * np.float32(clicks.median_weight)
+        projection_rows = item_vectors.vectors * np.float32(clicks.median_weight)
         folds.append(
             HistoryFold("the model's own projection", projection_rows, 0.0, None, np.zeros_like(projection_rows[0]))
         )
@@ -134,7 +141,14 @@ def from_sklearn(
             )
     model_title = f"scikit-learn {type(model).__name__}"
     return import_vectors(
-        Path(to), item_vectors, checked_user_vectors, clicks, folds=folds, model=model_title, cannot=limits, seed=seed
+        Path(to),
+        item_vectors,
+        checked_user_vectors,
+        clicks,
+        folds=folds,
+        model_title=model_title,
+        model_limit_texts=limits,
+        seed=seed,
     )
 
 
@@ -182,7 +196,7 @@ def from_rectools(model: Any, dataset: Any, *, to: str | Path, seed: int = 0) ->
     )
 
 
-def _als_fold(item_factors: NDArray[np.float32], regularization: float, confidence: float) -> HistoryFold:
+def _als_fold(item_factors: NDArray[np.float32], regularization: float, click_confidence: float) -> HistoryFold:
     """Return the fold-in of ALS for implicit feedback, with the same confidence for every click."""
     factors_f8 = item_factors.astype(np.float64)
     eigenvalues, eigenvectors = np.linalg.eigh(factors_f8.T @ factors_f8 + regularization * np.eye(factors_f8.shape[1]))
@@ -194,8 +208,8 @@ def _als_fold(item_factors: NDArray[np.float32], regularization: float, confiden
     return HistoryFold(
         "the model's own equations",
         (factors_f8 @ inverse_root).astype(np.float32),
-        confidence - 1.0,
-        (confidence * inverse_root).astype(np.float32),
+        click_confidence - 1.0,
+        (click_confidence * inverse_root).astype(np.float32),
         np.zeros(factors_f8.shape[1], np.float32),
     )
 
@@ -208,7 +222,7 @@ def _attributes_of_implicit(model: Any) -> Mapping[str, Any]:
     return attribute_by_name | copied_from_gpu
 
 
-def _saved_implicit(path: Path) -> Mapping[str, Any]:
+def _read_implicit_file(path: Path) -> Mapping[str, Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in _IMPLICIT_ATTRIBUTES if name in file.files}
@@ -236,9 +250,10 @@ def _import_vector_pair(
         EntityVectors.of(ids_by_side[0], user_matrix, "user"),
         EntityVectors.of(ids_by_side[1], item_matrix, "item"),
     )
-    clicks = ClickMatrix.of(user_items, user_vectors.ids, item_vectors.ids)
+    clicks = ClickMatrix.of(user_items, user_vectors.entity_ids, item_vectors.entity_ids)
     return import_vectors(
-        Path(import_folder), item_vectors, user_vectors, clicks, model=model_title, cannot=limit_texts, seed=seed
+        Path(import_folder), item_vectors, user_vectors, clicks, model_title=model_title,
+        model_limit_texts=limit_texts, seed=seed
     )  # fmt: skip
 
 

@@ -60,41 +60,41 @@ NO_FEATURE_VALUES: Mapping[str, NDArray[Any]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HistoryFold:
-    """Computation of a vector from a history, by the items' `rows` float32 [items, dims].
+    """Computation of a vector from a history, by `item_rows` float32 [items, dims].
 
     With Z the rows of a history's items, x is the result of `steps` steps of conjugate gradients (Hestenes and Stiefel,
-    1952) from 0 for (I + strength Z'Z) x = Z'1. If `is_mean`, x is divided by the length of the history. The vector is
-    x B + `offset` [dims], with B = `back_matrix` [dims, dims], None for the identity. Without strength one step is
-    exact, and x is the sum of the rows. With Z = Y W, W = (Y'Y + reg I)^-1/2, strength c - 1 and B = c W, the vector is
-    that of ALS for implicit feedback (Hu, Koren and Volinsky, ICDM 2008) with confidence c. Every matrix product has
-    one row of the batch, so that an answer does not depend on other rows of the batch.
+    1952) from 0 for (I + gram_factor Z'Z) x = Z'1. If `is_mean`, x is divided by the length of the history. The vector
+    is x B + `vector_offset` [dims], with B = `back_matrix` [dims, dims], None for the identity. Without strength one
+    step is exact, and x is the sum of the rows. With Z = Y W, W = (Y'Y + reg I)^-1/2, strength c - 1 and B = c W, the
+    vector is that of ALS for implicit feedback (Hu, Koren and Volinsky, ICDM 2008) with confidence c. Every matrix
+    product has one row of the batch, so that an answer does not depend on other rows of the batch.
     """
 
-    name: str
-    rows: NDArray[np.float32]
-    strength: float
+    fold_name: str
+    item_rows: NDArray[np.float32]
+    gram_factor: float
     back_matrix: NDArray[np.float32] | None
-    offset: NDArray[np.float32]
+    vector_offset: NDArray[np.float32]
     is_mean: bool = False
 
-    def exact(self, history_ordinals: NDArray[np.int64]) -> NDArray[np.float64]:
+    def exact_vector(self, history_ordinals: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the vector of a history, float64 [dims], solved directly."""
-        item_rows = self.rows[history_ordinals].astype(np.float64)
-        system_matrix = np.eye(item_rows.shape[1]) + self.strength * item_rows.T @ item_rows
+        item_rows = self.item_rows[history_ordinals].astype(np.float64)
+        system_matrix = np.eye(item_rows.shape[1]) + self.gram_factor * item_rows.T @ item_rows
         solution: NDArray[np.float64] = np.linalg.solve(system_matrix, item_rows.sum(axis=0))
         if self.is_mean:
             solution /= max(len(history_ordinals), 1)
         rotated_solution = solution if self.back_matrix is None else solution @ self.back_matrix.astype(np.float64)
-        return rotated_solution + self.offset.astype(np.float64)
+        return rotated_solution + self.vector_offset.astype(np.float64)
 
     def tower(self, step_count: int) -> OnnxModel:
         """Build the graph history int32 [n, length] -> vector float32 [n, dims]; the padding is the number of items."""
-        padded_table = np.concatenate([self.rows, np.zeros((1, self.rows.shape[1]), np.float32)])
-        constants: dict[str, NDArray[np.float32] | NDArray[np.int64]] = {
+        padded_table = np.concatenate([self.item_rows, np.zeros((1, self.item_rows.shape[1]), np.float32)])
+        constant_by_name: dict[str, NDArray[np.float32] | NDArray[np.int64]] = {
             "table": padded_table,
-            "offset": self.offset,
+            "offset": self.vector_offset,
             "middle": np.array([1], np.int64),
-            "real": np.concatenate([np.ones(len(self.rows), np.float32), np.zeros(1, np.float32)]),
+            "real": np.concatenate([np.ones(len(self.item_rows), np.float32), np.zeros(1, np.float32)]),
         }
         nodes = [
             helper.make_node("Gather", ["table", "history"], ["rows"], axis=0),
@@ -102,8 +102,8 @@ class HistoryFold:
             helper.make_node("Unsqueeze", ["here", "middle"], ["ones"]),
             helper.make_node("MatMul", ["ones", "rows"], ["target"]),
         ]
-        if self.strength:
-            constants |= {"strength": np.array(self.strength, np.float32), "tiny": np.array(TINY_SUMMAND)}
+        if self.gram_factor:
+            constant_by_name |= {"strength": np.array(self.gram_factor, np.float32), "tiny": np.array(TINY_SUMMAND)}
             nodes += [helper.make_node("Transpose", ["rows"], ["columns"], perm=[0, 2, 1])]
             nodes += _conjugate_gradients(step_count)
             last_output = f"x{step_count}"
@@ -111,7 +111,7 @@ class HistoryFold:
             last_output = "target"
         if self.is_mean:
             # A sum of ones is exact in any order.
-            constants["one"] = np.array(1, np.float32)
+            constant_by_name["one"] = np.array(1, np.float32)
             nodes += [
                 helper.make_node("ReduceSum", ["here", "middle"], ["length"], keepdims=1),
                 helper.make_node("Max", ["length", "one"], ["at_least_one"]),
@@ -122,7 +122,7 @@ class HistoryFold:
         if self.back_matrix is not None:
             # The constant is the left factor: as the right one it would become int8, which saves nothing in so small a
             # product.
-            constants["back"] = np.ascontiguousarray(self.back_matrix.T)
+            constant_by_name["back"] = np.ascontiguousarray(self.back_matrix.T)
             nodes += [
                 helper.make_node("Transpose", [last_output], ["column"], perm=[0, 2, 1]),
                 helper.make_node("MatMul", ["back", "column"], ["turned"]),
@@ -134,8 +134,8 @@ class HistoryFold:
         return build_onnx_model(
             nodes,
             [int32_info("history", ["rows_of_batch", "length_of_history"])],
-            [float32_info("vector", self.rows.shape[1])],
-            constants,
+            [float32_info("vector", self.item_rows.shape[1])],
+            constant_by_name,
         )
 
 
@@ -192,29 +192,33 @@ def _update_nodes(
 class FoldChoice:
     """Chosen fold, its tower, and recall@20 of each candidate (empty if there were no histories to choose by)."""
 
-    name: str
+    fold_name: str
     tower: OnnxModel
     spec: TowerSpec
-    steps: int
-    recalls: dict[str, float]
+    step_count: int
+    recall_by_fold: dict[str, float]
 
 
 def mean_and_ridge_folds(
-    item_rows: NDArray[np.float32], offset: NDArray[np.float32], target_score: float
+    item_rows: NDArray[np.float32], vector_offset: NDArray[np.float32], target_score: float
 ) -> list[HistoryFold]:
     """Return the candidate folds: the mean of a history's rows, and ridge regressions on its items.
 
     A ridge fits `target_score` for each item of the history. A ridge's vector solves (reg I + Z'Z) u = target Z'1.
     """
     mean_squared_length = float(np.square(item_rows, dtype=np.float64).sum(axis=1).mean()) or 1.0
-    folds = [HistoryFold("mean", item_rows, 0.0, None, offset, is_mean=True)]
+    folds = [HistoryFold("mean", item_rows, 0.0, None, vector_offset, is_mean=True)]
     for ridge_strength in RIDGE_STRENGTHS:
         back_matrix = np.eye(item_rows.shape[1], dtype=np.float32) * np.float32(
             target_score / (ridge_strength * mean_squared_length)
         )
         folds.append(
             HistoryFold(
-                f"ridge {ridge_strength:g}", item_rows, 1 / (ridge_strength * mean_squared_length), back_matrix, offset
+                f"ridge {ridge_strength:g}",
+                item_rows,
+                1 / (ridge_strength * mean_squared_length),
+                back_matrix,
+                vector_offset,
             )
         )
     return folds
@@ -228,13 +232,14 @@ def demand_better_than_chance(
         raise chance_error(chance_auc)
 
 
-def chance_error(auc: float) -> SourceError:
+def chance_error(share_above_random: float) -> SourceError:
     """Return the error for clicks that score above a random item in this share of pairs."""
     return SourceError(
-        f"clicked items score above a random item in {auc:.0%} of pairs, as by chance: give all ids in the order of "
+        f"clicked items score above a random item in {share_above_random:.0%} of pairs, as by chance: give "
+        "all ids in the order of "
         "their rows, or, if these clicks are only to be left out of lists, import without them and name their file in "
         "[sources] interactions",
-        share=auc,
+        share=share_above_random,
     )
 
 
@@ -273,12 +278,12 @@ def choose_fold(
         item_vectors.shape[1],
     )
     sampled_users = (
-        np.empty(0, np.int64) if clicks is None else clicks.sample(SAMPLED_USERS_MAX, HISTORY_ITEMS_MIN, rng)
+        np.empty(0, np.int64) if clicks is None else clicks.sample_users(SAMPLED_USERS_MAX, HISTORY_ITEMS_MIN, rng)
     )
     fold_in_items, held_out_items = _split_sampled_histories(clicks, sampled_users, rng)
     if not len(sampled_users):
         step_count, tower = find_enough_steps(folds[0], spec, fold_in_items)
-        return FoldChoice(folds[0].name, tower, spec, step_count, {})
+        return FoldChoice(folds[0].fold_name, tower, spec, step_count, {})
     recall_by_fold: dict[str, float] = {}
     winning_fold: FoldChoice | None = None  # only the best tower is kept: each has a table of all items
     for fold in folds:
@@ -286,9 +291,9 @@ def choose_fold(
         fold_recall = mean_recall(
             run_tower(tower, spec, fold_in_items), item_vectors, fold_in_items, held_out_items, metric
         )
-        if winning_fold is None or fold_recall > recall_by_fold[winning_fold.name]:
-            winning_fold = FoldChoice(fold.name, tower, spec, step_count, recall_by_fold)
-        recall_by_fold[fold.name] = fold_recall
+        if winning_fold is None or fold_recall > recall_by_fold[winning_fold.fold_name]:
+            winning_fold = FoldChoice(fold.fold_name, tower, spec, step_count, recall_by_fold)
+        recall_by_fold[fold.fold_name] = fold_recall
     assert winning_fold is not None  # noqa: S101
     return winning_fold
 
@@ -297,30 +302,33 @@ def choose_fold(
 class InputGain:
     """Shares of pairs, float64 [users], in which held-out clicks score above a random item: with and without an input.
 
-    `name` is `history` (replaced by an empty history) or `user_features` (replaced by those of other users).
+    `input_name` is `history` (replaced by an empty history) or `user_features` (replaced by those of other users).
     """
 
-    name: str
+    input_name: str
     shares_with_input: NDArray[np.float64]
-    without: NDArray[np.float64]
+    shares_without_input: NDArray[np.float64]
 
-    def limits(self) -> list[str]:
+    def limit_texts(self) -> list[str]:
         """Return a limit if the input does not rank users' own clicks significantly higher; raise SourceError if lower.
 
         The test is paired: the mean of the users' differences, and its standard error.
         """
-        user_gains = (self.shares_with_input - self.without)[np.isfinite(self.shares_with_input - self.without)]
+        user_gains = (self.shares_with_input - self.shares_without_input)[
+            np.isfinite(self.shares_with_input - self.shares_without_input)
+        ]
         if len(user_gains) < JUDGED_USERS_MIN:
             return []
         mean_gain, standard_error = (float(user_gains.mean()), float(user_gains.std(ddof=1) / np.sqrt(len(user_gains))))
         if mean_gain > SIGNIFICANT_DEVIATIONS * standard_error:
             return []
         ids_argument, replacement_text = ("item_ids", "an empty one")
-        if self.name == "user_features":
+        if self.input_name == "user_features":
             ids_argument, replacement_text = "user_ids", "those of other users"
         figures_text = (
             f"held-out clicks score above a random item in {np.nanmean(self.shares_with_input):.1%} of pairs with "
-            f"users' own {self.name}, and in {np.nanmean(self.without):.1%} with {replacement_text} (difference "
+            f"users' own {self.input_name}, and in {np.nanmean(self.shares_without_input):.1%} with "
+            f"{replacement_text} (difference "
             f"{mean_gain:+.1%}, standard error {standard_error:.1%})"
         )
         if mean_gain < -SIGNIFICANT_DEVIATIONS * standard_error:
@@ -343,11 +351,11 @@ class UserTowerCheck:
     A tower that ranks by chance is refused instead.
     """
 
-    recall: float | None
+    held_out_recall: float | None
     unjudged_reason: str = ""
     gains: tuple[InputGain, ...] = ()
     """Gain by each kind of input, if there are enough clicks to judge it."""
-    share: float | None = None
+    share_above_random: float | None = None
     """Mean share of pairs in which a held-out click scores above a random item, if there are enough clicks."""
 
 
@@ -367,9 +375,9 @@ def check_user_tower(
     if clicks is None:
         return UserTowerCheck(None, "there are no clicks")
     are_usable = complete_row_mask(features, clicks.matrix.shape[0])
-    sampled_users = clicks.sample(SAMPLED_USERS_MAX, HISTORY_ITEMS_MIN, rng, are_usable)
+    sampled_users = clicks.sample_users(SAMPLED_USERS_MAX, HISTORY_ITEMS_MIN, rng, are_usable)
     if len(sampled_users) < JUDGED_USERS_MIN:
-        sampled_users = clicks.sample(SAMPLED_USERS_MAX, 2, rng, are_usable)
+        sampled_users = clicks.sample_users(SAMPLED_USERS_MAX, 2, rng, are_usable)
     if not len(sampled_users):
         return UserTowerCheck(None, "no user has clicked two items, of which one could be held out")
     user_features = {name: feature_values[sampled_users] for name, feature_values in features.items()}
@@ -469,15 +477,15 @@ def complete_row_mask(features: Mapping[str, NDArray[Any]], row_count: int) -> N
 
 def find_enough_steps(fold: HistoryFold, spec: TowerSpec, histories: Histories) -> tuple[int, OnnxModel]:
     """Return the fewest steps that reach STEP_TOLERANCE, or after which more do not help, and their tower."""
-    if not fold.strength:
+    if not fold.gram_factor:
         return 1, fold.tower(1)
     history_lengths = np.diff(histories.indptr)
     sampled_histories = histories.select_rows(
         np.argsort(-history_lengths, kind="stable")[:: max(1, len(history_lengths) // 32)]
     )
     if not len(sampled_histories):
-        sampled_histories = Histories.of([range(min(8, len(fold.rows)))])
-    exact_vectors = np.stack([fold.exact(history) for history in _split_histories(sampled_histories)])
+        sampled_histories = Histories.of([range(min(8, len(fold.item_rows)))])
+    exact_vectors = np.stack([fold.exact_vector(history) for history in _split_histories(sampled_histories)])
     vector_scale = np.abs(exact_vectors).max(axis=1, keepdims=True) + STEP_TOLERANCE
     best_steps_and_tower, best_error = (TRIED_STEP_COUNTS[0], OnnxModel(b"")), np.inf
     for step_count in TRIED_STEP_COUNTS:

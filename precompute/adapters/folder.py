@@ -154,22 +154,22 @@ class ImportReport:
 class ImportedModel:
     """Imported model: its towers, and vectors and clicks of known users, if any.
 
-    `item_tower` None stands for a table of the items' vectors. `features` are Arrow tables by the name of their setting
-    (`user_features`, `item_features`).
+    `item_tower` None stands for a table of the items' vectors. `feature_table_by_setting` are Arrow tables by the name
+    of their setting (`user_features`, `item_features`).
     """
 
-    model: str
+    model_title: str
     items: EntityVectors
     user_tower: OnnxModel
     user_spec: TowerSpec
     metric: Metric
-    fold_in: str
-    recalls: Mapping[str, float]
+    fold_name: str
+    recall_by_fold: Mapping[str, float]
     users: EntityVectors | None
     clicks: ClickMatrix | None
-    cannot: tuple[str, ...]
+    limit_texts: tuple[str, ...]
     item_tower: ModelFile | None = None
-    features: Mapping[str, Any] = field(default_factory=dict)
+    feature_table_by_setting: Mapping[str, Any] = field(default_factory=dict)
     share_by_chance: float | None = None
     """Share of pairs in which a clicked item scores above a random one, if it is no more than chance; else None."""
     further_columns: tuple[str, ...] = ()
@@ -178,7 +178,7 @@ class ImportedModel:
     """Columns of `user_features` that the model does not take; they are in no table."""
     user_inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Feature inputs of the user tower by name, with a row for each user of the clicks."""
-    nonfinite_outputs: int = 0
+    nonfinite_user_count: int = 0
     """Number of users with all features but a vector that is not finite."""
     share_above_random: float | None = None
     """Share of pairs in which a held-out click scores above a random item, if the model has its own user tower."""
@@ -216,14 +216,16 @@ def write_folder(import_folder: Path, imported: ImportedModel, started_at: float
         shutil.rmtree(staging_folder, ignore_errors=True)
     click_columns = _click_columns(import_folder, imported)
     _write_tables(import_folder, imported, click_columns)
-    limit_texts, is_again = imported.cannot, (import_folder / SETTINGS_FILE).exists()
+    limit_texts, is_again = imported.limit_texts, (import_folder / SETTINGS_FILE).exists()
     if is_again:
         limit_texts += _unnamed_files_remarks((import_folder / SETTINGS_FILE).read_text(encoding="utf-8"), imported)
         limit_texts += _twice_counted_remarks(import_folder, imported)
         limit_texts += tuple(filter(None, [reinstate_bundle(import_folder)]))
     else:
         users_setting = f'user_vectors = "{USER_VECTORS_FILE}"\n' if imported.users is not None else ""
-        users_setting += "".join(f'{column_name} = "{column_name}.parquet"\n' for column_name in imported.features)
+        users_setting += "".join(
+            f'{column_name} = "{column_name}.parquet"\n' for column_name in imported.feature_table_by_setting
+        )
         clicks_setting = (
             "# TO DO: name the files of interactions and their columns\ninteractions = []\n# user_column = "
             '"user"\n# item_column = "item"\n# timestamp_column = "timestamp"'
@@ -246,18 +248,20 @@ def write_folder(import_folder: Path, imported: ImportedModel, started_at: float
             import_folder / SETTINGS_FILE,
             _SETTINGS_TEMPLATE.format(users=users_setting, clicks=clicks_setting).encode(),
         )
-    if (user_features := imported.features.get("user_features")) is not None:
+    if (user_features := imported.feature_table_by_setting.get("user_features")) is not None:
         limit_texts += limits_of_user_features(
-            import_folder, user_features, imported.user_spec, imported.nonfinite_outputs
+            import_folder, user_features, imported.user_spec, imported.nonfinite_user_count
         )
     report = ImportReport(
-        str(import_folder), imported.model, len(imported.items.ids),
-        0 if imported.users is None else len(imported.users.ids),
+        str(import_folder), imported.model_title, len(imported.items.entity_ids),
+        0 if imported.users is None else len(imported.users.entity_ids),
         0 if imported.clicks is None else int(imported.clicks.matrix.nnz), imported.items.dims, imported.metric,
-        imported.fold_in,
-        dict(imported.recalls), agreement_facts, size_bytes, round(time.perf_counter() - started_at, 3), limit_texts,
-        {} if imported.clicks is None else dict(imported.clicks.left_out), is_again,
-        imported.clicks is not None and imported.clicks.is_ordered, imported.further_columns, imported.unused_columns,
+        imported.fold_name,
+        dict(imported.recall_by_fold), agreement_facts, size_bytes, round(time.perf_counter() - started_at, 3),
+        limit_texts,
+        {} if imported.clicks is None else dict(imported.clicks.left_out_by_reason), is_again,
+        imported.clicks is not None and imported.clicks.is_time_ordered, imported.further_columns,
+        imported.unused_columns,
     )  # fmt: skip
     write_import_report(import_folder, report.to_json(), bundle.digest)
     return report
@@ -278,7 +282,7 @@ def _click_columns(import_folder: Path, imported: ImportedModel) -> tuple[str, s
     if (import_folder / SETTINGS_FILE).exists():
         sources = _settings_or_defaults(import_folder).sources
         return sources.user_column, sources.item_column, sources.timestamp_column
-    return CLICK_COLUMNS if imported.clicks is None else imported.clicks.columns
+    return CLICK_COLUMNS if imported.clicks is None else imported.clicks.click_columns
 
 
 def _settings_or_defaults(import_folder: Path) -> NightConfig:
@@ -346,7 +350,7 @@ def limits_of_user_features(
 
 def _unnamed_files_remarks(settings_text: str, imported: ImportedModel) -> tuple[str, ...]:
     """Return remarks on files of this import that the kept settings do not name."""
-    file_names = [f"{setting_name}.parquet" for setting_name in imported.features]
+    file_names = [f"{setting_name}.parquet" for setting_name in imported.feature_table_by_setting]
     file_names += [USER_VECTORS_FILE] * (imported.users is not None) + [CLICKS_FILE] * (imported.clicks is not None)
     return tuple(
         f"use {file_name}: {SETTINGS_FILE}, which was kept, does not name it"
@@ -381,22 +385,22 @@ def write_model_bundle(imported: ImportedModel, bundle_folder: Path, **training_
         training_facts[SHARE_ABOVE_RANDOM_FACT] = imported.share_above_random
     return write_bundle(
         bundle_folder,
-        name=imported.model,
+        name=imported.model_title,
         version="1",
         dims=dims,
-        item_ids=imported.items.ids,
+        item_ids=imported.items.entity_ids,
         metric=imported.metric,
         user_tower=ModelFile(imported.user_tower, spec),
         item_tower=imported.item_tower
         or ModelFile(
-            item_tower(imported.items.rows),
+            item_tower(imported.items.vectors),
             TowerSpec((InputSpec("item_index", "item_index", "int32"),), "vector", dims),
             entity="item",
         ),
         training={
-            "imported": imported.model,
-            "fold_in": imported.fold_in,
-            "recalls": dict(imported.recalls),
+            "imported": imported.model_title,
+            "fold_in": imported.fold_name,
+            "recalls": dict(imported.recall_by_fold),
             **training_facts,
         },
     )
@@ -409,19 +413,19 @@ def _write_tables(import_folder: Path, imported: ImportedModel, click_columns: t
         if imported.clicks is None:
             (import_folder / CLICKS_FILE).unlink(missing_ok=True)
         else:
-            imported.clicks.write(part_path, imported.items.ids, click_columns)
+            imported.clicks.write(part_path, imported.items.entity_ids, click_columns)
             part_path.replace(import_folder / CLICKS_FILE)
         if imported.users is None:
             (import_folder / USER_VECTORS_FILE).unlink(missing_ok=True)
         else:
             vector_column = pa.FixedSizeListArray.from_arrays(
-                pa.array(imported.users.rows.ravel()), imported.users.dims
+                pa.array(imported.users.vectors.ravel()), imported.users.dims
             )
-            pq.write_table(pa.table({click_columns[0]: imported.users.ids, "vector": vector_column}), part_path)
+            pq.write_table(pa.table({click_columns[0]: imported.users.entity_ids, "vector": vector_column}), part_path)
             part_path.replace(import_folder / USER_VECTORS_FILE)
-        for setting_name in FEATURE_SETTINGS - imported.features.keys():
+        for setting_name in FEATURE_SETTINGS - imported.feature_table_by_setting.keys():
             (import_folder / f"{setting_name}.parquet").unlink(missing_ok=True)
-        for setting_name, table in imported.features.items():
+        for setting_name, table in imported.feature_table_by_setting.items():
             id_column = click_columns[0] if setting_name == "user_features" else click_columns[1]
             pq.write_table(table.rename_columns([id_column, *table.column_names[1:]]), part_path)
             part_path.replace(import_folder / f"{setting_name}.parquet")
@@ -435,7 +439,7 @@ def _measure_agreement(bundle: Bundle, imported: ImportedModel) -> dict[str, Any
     if clicks is None or (spec.features and not feature_inputs):
         return {}
     are_usable = complete_row_mask(feature_inputs, clicks.matrix.shape[0])
-    sampled_users = clicks.sample(COMPARED_HISTORIES_MAX, 1, np.random.default_rng(0), are_usable)
+    sampled_users = clicks.sample_users(COMPARED_HISTORIES_MAX, 1, np.random.default_rng(0), are_usable)
     if not len(sampled_users):
         return {}
     history_items_max = HISTORY_ITEMS_MAX if spec.history is None else spec.history.max_length or 1
@@ -453,5 +457,5 @@ def _measure_agreement(bundle: Bundle, imported: ImportedModel) -> dict[str, Any
             return {"why_not": error.message}
         return measure_agreement(
             Tower.open(bundle.user_tower.path, imported.user_spec), Tower.open(int8_path, imported.user_spec), inputs,
-            imported.items.rows, metric=imported.metric, excluded_ordinals=histories,
+            imported.items.vectors, metric=imported.metric, excluded_ordinals=histories,
         )  # fmt: skip

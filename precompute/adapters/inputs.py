@@ -35,20 +35,20 @@ _REPEAT_REASON, _UNKNOWN_REASON, _NO_CLICK_REASON = ("repeats", "of unknown user
 class EntityVectors:
     """Vectors float32 [n, dims] of entities, and their ids as Arrow strings."""
 
-    ids: Any
-    rows: NDArray[np.float32]
+    entity_ids: Any
+    vectors: NDArray[np.float32]
 
     @classmethod
-    def of(cls, ids: Any, rows: Any, entity_kind: str) -> Self:
-        """Check ids and rows; `rows` may be the path of a .npy file, or of a Parquet file with ids and vectors.
+    def of(cls, entity_ids: Any, rows: Any, entity_kind: str) -> Self:
+        """Check ids and rows; `vectors` may be the path of a .npy file, or of a Parquet file with ids and vectors.
 
         Raises SourceError, which names the cause and the remedy.
         """
         if isinstance(rows, str | Path):
             file_ids, rows = _read_vectors_file(Path(rows), entity_kind)
-            ids = file_ids if ids is None else ids
+            entity_ids = file_ids if entity_ids is None else entity_ids
         matrix = _vector_matrix(rows, entity_kind)
-        id_texts = checked_ids(range(len(matrix)) if ids is None else ids, entity_kind)
+        id_texts = checked_ids(range(len(matrix)) if entity_ids is None else entity_ids, entity_kind)
         if len(id_texts) != len(matrix):
             raise SourceError(
                 f"{len(id_texts):,} {entity_kind} ids, but {len(matrix):,} {entity_kind} vectors: give one id for each "
@@ -59,7 +59,7 @@ class EntityVectors:
     @property
     def dims(self) -> int:
         """Number of dimensions."""
-        return int(self.rows.shape[1])
+        return int(self.vectors.shape[1])
 
 
 class NoKnownClicks(SourceError):
@@ -70,17 +70,17 @@ class NoKnownClicks(SourceError):
 class ClickMatrix:
     """Clicks of users on items: a CSR matrix [users, items] of weights above 0.
 
-    `is_ordered`: clicks of a row are in the order of their times. `left_out`: number of given clicks that are not in
-    the matrix, by reason. `times`: microseconds since 1970 of each click, in the order of `matrix.indices`, 0 if
-    unknown. `columns`: names of a table's columns of users, items and times.
+    `is_time_ordered`: clicks of a row are in the order of their times. `left_out_by_reason`: number of given clicks
+    that are not in the matrix, by reason. `click_times`: microseconds since 1970 of each click, in the order of
+    `matrix.indices`, 0 if unknown. `click_columns`: names of a table's columns of users, items and times.
     """
 
     matrix: sp.csr_matrix
-    users: Any
-    is_ordered: bool = False
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    times: NDArray[np.int64] | None = None
-    columns: tuple[str, str, str] = CLICK_COLUMNS
+    user_ids: Any
+    is_time_ordered: bool = False
+    left_out_by_reason: Mapping[str, int] = field(default_factory=dict)
+    click_times: NDArray[np.int64] | None = None
+    click_columns: tuple[str, str, str] = CLICK_COLUMNS
 
     @classmethod
     def of(cls, clicks: Any, user_ids: Any, item_ids: Any) -> Self:
@@ -98,7 +98,7 @@ class ClickMatrix:
             files_text = ", ".join(clicks.interactions)
             click_matrix = cls.read(read_interactions(clicks, Path.cwd()), files_text, user_ids, item_ids)
             column_names = clicks.user_column, clicks.item_column, clicks.timestamp_column
-            return replace(click_matrix, columns=column_names)
+            return replace(click_matrix, click_columns=column_names)
         if isinstance(clicks, str | Path):
             try:
                 clicks = sp.load_npz(clicks)
@@ -121,31 +121,31 @@ class ClickMatrix:
         matrix.data[matrix.data < 0] = 0  # a negative weight is a dislike, which a history cannot express
         left_out = {_NO_CLICK_REASON: int(matrix.nnz - matrix.count_nonzero())}
         matrix.eliminate_zeros()
-        return cls(matrix, user_texts, left_out=left_out)
+        return cls(matrix, user_texts, left_out_by_reason=left_out)
 
     @classmethod
-    def read(cls, batches: Iterable[Interactions], files_text: str, user_ids: Any, items: Any) -> Self:
+    def read(cls, batches: Iterable[Interactions], files_text: str, user_ids: Any, item_ids: Any) -> Self:
         """Read clicks as a night does; leave out unknown items, and users not in `user_ids` (None: keep all users).
 
         Raises NoKnownClicks, naming the files `files_text`, if no click is left.
         """
-        item_vocabulary, numbered_users = Vocabulary.of(pa.chunked_array([items])), NumberedIds()
+        item_vocabulary, numbered_users = Vocabulary.of(pa.chunked_array([item_ids])), NumberedIds()
         user_row_parts: list[NDArray[np.int64]] = []
         time_parts: list[NDArray[np.int64]] = []
         example_item_ids: list[Any] = []
         assert item_vocabulary is not None  # noqa: S101 - ids were checked
         for batch in batches:
-            numbered_users.add(batch.users)
-            user_row_parts.append(item_vocabulary.find_positions(batch.items.names)[batch.items.codes])
-            time_parts.append(batch.times)
+            numbered_users.add(batch.user_ids)
+            user_row_parts.append(item_vocabulary.find_positions(batch.item_ids.distinct_ids)[batch.item_ids.id_codes])
+            time_parts.append(batch.times_us)
             if len(example_item_ids) < _EXAMPLE_BATCHES_MAX:
-                example_item_ids.append(pc.unique(batch.items.names))
+                example_item_ids.append(pc.unique(batch.item_ids.distinct_ids))
         user_rows, item_columns, click_times = (
             numbered_users.codes(),
             np.concatenate(user_row_parts),
             np.concatenate(time_parts),
         )
-        user_names = numbered_users.names.cast(pa.string())
+        user_names = numbered_users.distinct_ids.cast(pa.string())
         if user_ids is not None:
             user_vocabulary = Vocabulary.of(pa.chunked_array([user_ids]))
             assert user_vocabulary is not None  # noqa: S101
@@ -154,16 +154,21 @@ class ClickMatrix:
         if not is_known.any():
             clicked_item_ids = pa.concat_arrays([batch_ids.cast(pa.string()) for batch_ids in example_item_ids])
             remedy = (
-                _leading_zeros_remedy("item", items, clicked_item_ids)
-                or _leading_zeros_remedy("user", user_ids, numbered_users.names.cast(pa.string()))
-                or _ids_remedy(user_ids, items)
+                _leading_zeros_remedy("item", item_ids, clicked_item_ids)
+                or _leading_zeros_remedy("user", user_ids, numbered_users.distinct_ids.cast(pa.string()))
+                or _ids_remedy(user_ids, item_ids)
             )
             raise NoKnownClicks(f"{files_text}: no click has both a known user and a known item; {remedy}")
         click_matrix = cls.in_order(
-            user_rows[is_known], item_columns[is_known], click_times[is_known], user_names, len(items), keeps_times=True
+            user_rows[is_known],
+            item_columns[is_known],
+            click_times[is_known],
+            user_names,
+            len(item_ids),
+            keeps_times=True,
         )
-        left_out = {**click_matrix.left_out, _UNKNOWN_REASON: int((~is_known).sum())}
-        return replace(click_matrix, left_out=left_out)
+        left_out = {**click_matrix.left_out_by_reason, _UNKNOWN_REASON: int((~is_known).sum())}
+        return replace(click_matrix, left_out_by_reason=left_out)
 
     @classmethod
     def in_order(
@@ -195,7 +200,7 @@ class ClickMatrix:
         """True if clicks have different weights."""
         return bool(self.matrix.nnz) and self.matrix.data.min() != self.matrix.data.max()
 
-    def sample(
+    def sample_users(
         self, users_max: int, items_min: int, rng: np.random.Generator, is_usable_user: NDArray[np.bool_] | None = None
     ) -> NDArray[np.int64]:
         """Return the rows of at most `users_max` usable users with at least `items_min` items, ascending."""
@@ -214,22 +219,22 @@ class ClickMatrix:
         ]
         return Histories.of(user_histories)
 
-    def write(self, path: Path, item_ids: Any, columns: tuple[str, str, str] = CLICK_COLUMNS) -> None:
+    def write(self, path: Path, item_ids: Any, click_columns: tuple[str, str, str] = CLICK_COLUMNS) -> None:
         """Write a Parquet file with a row for each click: user, item and, if known, time, in these columns."""
-        user_column, item_column, timestamp_column = columns
+        user_column, item_column, timestamp_column = click_columns
         schema_fields = [(user_column, pa.string()), (item_column, pa.string())]
-        has_times = self.times is not None and bool(timestamp_column)
+        has_times = self.click_times is not None and bool(timestamp_column)
         schema = pa.schema([*schema_fields, (timestamp_column, _TIMESTAMP_TYPE)] if has_times else schema_fields)
         with pq.ParquetWriter(path, schema) as file:
             rows_at_once = 100_000
             for first_row in range(0, self.matrix.shape[0], rows_at_once):
                 matrix_part = self.matrix[first_row : first_row + rows_at_once].tocoo()
                 row_order = np.argsort(matrix_part.row, kind="stable")
-                user_column_values = self.users.take(pa.array(matrix_part.row[row_order] + first_row))
+                user_column_values = self.user_ids.take(pa.array(matrix_part.row[row_order] + first_row))
                 column_values = [user_column_values, item_ids.take(pa.array(matrix_part.col[row_order]))]
-                if self.times is not None and has_times:
+                if self.click_times is not None and has_times:
                     first_click = int(self.matrix.indptr[first_row])
-                    part_times = self.times[first_click : first_click + matrix_part.nnz]
+                    part_times = self.click_times[first_click : first_click + matrix_part.nnz]
                     column_values.append(pa.array(part_times, pa.int64(), mask=part_times == 0).cast(_TIMESTAMP_TYPE))
                 file.write_table(pa.table(column_values, schema=schema))
 
@@ -267,17 +272,17 @@ def _ids_remedy(user_ids: Any, item_ids: Any) -> str:
     )
 
 
-def checked_ids(ids: Any, entity_kind: str) -> Any:
+def checked_ids(entity_ids: Any, entity_kind: str) -> Any:
     """Convert ids (texts or integers, or the path of a file with one a line) to Arrow strings; raise SourceError."""
-    if isinstance(ids, str | Path):
-        path = Path(ids)
+    if isinstance(entity_ids, str | Path):
+        path = Path(entity_ids)
         try:
             # Only a line feed ends a line: `splitlines` also splits at eight other characters, which ids may contain.
             id_lines = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
-            ids = [line.strip(BLANK_CHARACTERS) for line in id_lines]
+            entity_ids = [line.strip(BLANK_CHARACTERS) for line in id_lines]
         except (OSError, UnicodeDecodeError) as error:
             raise SourceError(f"{entity_kind} ids {path}: {error}; the file needs one id a line, in UTF-8") from None
-    id_values = ids.tolist() if isinstance(ids, np.ndarray) else ids
+    id_values = entity_ids.tolist() if isinstance(entity_ids, np.ndarray) else entity_ids
     try:
         id_array = id_values if isinstance(id_values, pa.Array | pa.ChunkedArray) else pa.array(list(id_values))
     except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError) as error:
@@ -292,7 +297,7 @@ def checked_ids(ids: Any, entity_kind: str) -> Any:
         raise SourceError(
             f"{entity_kind} ids: {reason}, first in row {int(invalid_mask.argmax())}{unusable.remedy(reason)}"
         )
-    id_texts = id_column.texts()
+    id_texts = id_column.row_texts()
     repeated_rows = repeated_text_rows(id_texts)
     if len(repeated_rows):
         repeated_row = int(repeated_rows[0])
@@ -327,7 +332,7 @@ def _read_vectors_file(path: Path, entity_kind: str) -> tuple[Any, Any]:
                 "numbers, not objects"
             ) from None
         raise SourceError(f"{entity_kind} vectors {path}: {error}") from None
-    vector_columns = [arrow_field.name for arrow_field in table.schema if _is_list(arrow_field.type)]
+    vector_columns = [arrow_field.name for arrow_field in table.schema if _is_list_type(arrow_field.type)]
     id_columns = [name for name in table.column_names if name not in vector_columns]
     if len(vector_columns) != 1 or len(id_columns) > 1:
         raise SourceError(
@@ -342,7 +347,7 @@ def _vector_matrix(vector_rows: Any, entity_kind: str) -> NDArray[np.float32]:
     if isinstance(vector_rows, pa.Array | pa.ChunkedArray):
         if isinstance(vector_rows, pa.ChunkedArray):
             vector_rows = vector_rows.combine_chunks()
-        if not _is_list(vector_rows.type):
+        if not _is_list_type(vector_rows.type):
             raise SourceError(f"{entity_kind} vectors are {vector_rows.type}: lists of numbers are needed")
         row_widths = pc.list_value_length(vector_rows).unique().to_pylist()
         if len(row_widths) > 1 or None in row_widths:
@@ -389,39 +394,40 @@ def _vector_matrix(vector_rows: Any, entity_kind: str) -> NDArray[np.float32]:
     return matrix
 
 
-def _is_list(arrow_type: Any) -> bool:
+def _is_list_type(arrow_type: Any) -> bool:
     list_type_predicates = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     return any(is_list_type(arrow_type) for is_list_type in list_type_predicates)
 
 
-def name_row(subject: str, ids: Any, batch_rows: NDArray[np.int64], row_index: int) -> str:
+def name_row(subject: str, entity_ids: Any, batch_rows: NDArray[np.int64], row_index: int) -> str:
     """Return "subject 'id'" for a row of a batch; `batch_rows` are its positions among the ids (Arrow strings)."""
-    return f"{subject} {ids[int(batch_rows[row_index])].as_py()!r}"
+    return f"{subject} {entity_ids[int(batch_rows[row_index])].as_py()!r}"
 
 
-def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str, Any]:
+def feature_columns(feature_source: Any, entity_ids: Any, entity_kind: str) -> dict[str, Any]:
     """Return columns by name, each with a row for each id, in the order of the ids.
 
     `feature_source` is a mapping of arrays, which is used unchanged, or a table: of Arrow, pandas or polars, or the
     path of a Parquet or CSV file. A table with a column of ids, named `entity_kind` ("item" or "user"), may have its
     rows in any order, and rows of other ids. A table with the ids in another order in a column of another name is
-    refused. If `ids` is None, the rows keep their order. Raises SourceError, naming the remedy.
+    refused. If `entity_ids` is None, the rows keep their order. Raises SourceError, naming the remedy.
     """
     if feature_source is None:
         return {}
     if isinstance(feature_source, Mapping):
         return dict(feature_source)
     table = feature_table(feature_source, f"{entity_kind}_features", entity_kind)
-    if ids is None:
+    if entity_ids is None:
         pass  # without ids the values are only examples
     elif entity_kind in table.column_names:
-        table = _select_rows_of_ids(table, ids, entity_kind)
-    elif table.num_rows != len(ids):
+        table = _select_rows_of_ids(table, entity_ids, entity_kind)
+    elif table.num_rows != len(entity_ids):
         raise SourceError(
-            f"{entity_kind}_features has {table.num_rows:,} rows for {len(ids):,} {entity_kind} ids, and no column "
+            f"{entity_kind}_features has {table.num_rows:,} rows for {len(entity_ids):,} {entity_kind} ids, "
+            "and no column "
             f"{entity_kind!r} with the ids: add it, or give a row for each id, in the order of the ids"
         )
-    elif column_name := _find_misnamed_id_column(table, ids):
+    elif column_name := _find_misnamed_id_column(table, entity_ids):
         raise SourceError(
             f"{entity_kind}_features has no column {entity_kind!r}, but {column_name!r} holds {entity_kind} ids: "
             f"rename it to {entity_kind!r}; or, if these are not {entity_kind} ids, give arrays by name, with a row "
@@ -430,7 +436,7 @@ def feature_columns(feature_source: Any, ids: Any, entity_kind: str) -> dict[str
     return {name: _column_values(table[name].combine_chunks()) for name in table.column_names if name != entity_kind}
 
 
-def feature_table(table_source: Any, setting: str, id_column: str) -> Any:
+def feature_table(table_source: Any, setting_name: str, id_column: str) -> Any:
     """Return the Arrow table of an argument, or read it from a path; raise SourceError with the argument's name.
 
     The column of ids in a CSV file is read as text: "007" stays "007".
@@ -439,7 +445,7 @@ def feature_table(table_source: Any, setting: str, id_column: str) -> Any:
         if isinstance(table_source, str | Path):
             path = Path(table_source)
             if not path.exists():
-                raise SourceError(f"{setting}: there is no file {path}")
+                raise SourceError(f"{setting_name}: there is no file {path}")
             is_csv = path.suffix.lower() == ".csv"
             id_as_text_options = pa.csv.ConvertOptions(column_types={id_column: pa.string()})
             return pa.csv.read_csv(path, convert_options=id_as_text_options) if is_csv else pq.read_table(path)
@@ -450,20 +456,25 @@ def feature_table(table_source: Any, setting: str, id_column: str) -> Any:
         if hasattr(table_source, "columns") and hasattr(table_source, "iloc"):  # pandas
             return pa.Table.from_pandas(table_source, preserve_index=False)
     except (OSError, pa.ArrowException) as error:
-        raise SourceError(f"{setting}: {error}; a file is Parquet, or CSV with the ending .csv") from None
+        raise SourceError(f"{setting_name}: {error}; a file is Parquet, or CSV with the ending .csv") from None
     raise SourceError(
-        f"{setting} is a {type(table_source).__name__}: give arrays by name, a table of Arrow, pandas or polars, or "
+        f"{setting_name} is a {type(table_source).__name__}: give arrays by name, a table of Arrow, pandas or "
+        "polars, or "
         "the path of a Parquet or CSV file"
     )
 
 
-def _select_rows_of_ids(feature_table: Any, ids: Any, entity_kind: str) -> Any:
+def _select_rows_of_ids(feature_table: Any, entity_ids: Any, entity_kind: str) -> Any:
     """Return the rows of the ids, in the order of the ids."""
     table_ids = checked_ids(feature_table[entity_kind], entity_kind)
-    row_indices = pc.index_in(ids, value_set=table_ids)
+    row_indices = pc.index_in(entity_ids, value_set=table_ids)
     if row_indices.null_count:
-        missing_id = ids.filter(pc.is_null(row_indices))[0].as_py()
-        remedy = _leading_zeros_remedy(entity_kind, ids, table_ids) if row_indices.null_count == len(ids) else ""
+        missing_id = entity_ids.filter(pc.is_null(row_indices))[0].as_py()
+        remedy = (
+            _leading_zeros_remedy(entity_kind, entity_ids, table_ids)
+            if row_indices.null_count == len(entity_ids)
+            else ""
+        )
         raise SourceError(
             f"{entity_kind}_features lacks rows for {row_indices.null_count:,} {entity_kind} ids, {missing_id!r} among "
             f"them: {remedy or 'give one for each'}"
@@ -471,7 +482,7 @@ def _select_rows_of_ids(feature_table: Any, ids: Any, entity_kind: str) -> Any:
     return feature_table.take(row_indices)
 
 
-def _find_misnamed_id_column(feature_table: Any, ids: Any) -> str | None:
+def _find_misnamed_id_column(feature_table: Any, entity_ids: Any) -> str | None:
     """Return the name of a column that holds at least half of the ids, in another order."""
     for column_name in feature_table.column_names:
         column = feature_table[column_name]
@@ -483,9 +494,9 @@ def _find_misnamed_id_column(feature_table: Any, ids: Any) -> str | None:
         ):
             continue
         column_texts = column.cast(pa.string()).combine_chunks()
-        if column_texts.equals(ids.cast(pa.string())):
+        if column_texts.equals(entity_ids.cast(pa.string())):
             continue
-        if 2 * pc.index_in(ids, value_set=column_texts.drop_null().unique()).null_count <= len(ids):
+        if 2 * pc.index_in(entity_ids, value_set=column_texts.drop_null().unique()).null_count <= len(entity_ids):
             return str(column_name)
     return None
 

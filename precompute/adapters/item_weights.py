@@ -69,8 +69,8 @@ def from_item_weights(
         )
     fold = HistoryFold("the sum of its items' rows", history_rows, 0.0, None, np.zeros_like(history_rows[0]))
     return import_vectors(
-        Path(to), EntityVectors(item_texts, item_vectors), None, click_matrix, folds=[fold], model="item weights",
-        cannot=limit_texts, seed=seed
+        Path(to), EntityVectors(item_texts, item_vectors), None, click_matrix, folds=[fold], model_title="item weights",
+        model_limit_texts=limit_texts, seed=seed
     )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def _overlap_in_words(
     weights: Any, history_rows: NDArray[np.float32], item_vectors: NDArray[np.float32], clicks: ClickMatrix, seed: int
 ) -> str:
     """Describe the agreement of lists by the truncated weights with the exact ones; empty without clicks."""
-    sampled_users = clicks.sample(COMPARED_USERS_MAX, 1, np.random.default_rng(seed))
+    sampled_users = clicks.sample_users(COMPARED_USERS_MAX, 1, np.random.default_rng(seed))
     if not len(sampled_users):
         return ""
     history_matrix = (clicks.matrix[sampled_users] > 0).astype(np.float32)

@@ -47,8 +47,8 @@ class Example:
 
     `history` is a padded history of item indices, `item` an item's index, `user` a user's index; any other name is a
     feature column. The model's indices of items and users start at `first_item` and `first_user`, in the order of the
-    ids; `pad` is the index of padding, and of no item. Larder appends padding to a history, up to a power of two; if
-    `is_fixed`, always up to `max_length`.
+    ids; `pad` is the index of padding, and of no item. Larder appends padding to a history, up to a power of
+    two; if `is_fixed`, always up to `max_length`.
     """
 
     user: Mapping[str, Tensor]
@@ -98,7 +98,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
         self.eval()
 
     @property
-    def pad(self) -> int:
+    def padding_index(self) -> int:
         """Index with which Larder pads a history."""
         return self.items if self.example.first_item else self.example.pad
 
@@ -121,7 +121,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
             dtype = _numpy_dtype_of(example_tensor, f"{self.tower_name}: input {name!r}")
             row_numbers = np.arange(row_count)
             if name == "history":
-                array_by_name[name] = np.full((row_count, padded_length), self.pad, dtype)
+                array_by_name[name] = np.full((row_count, padded_length), self.padding_index, dtype)
                 array_by_name[name][:, :item_count] = (row_numbers[:, None] * 7 + np.arange(item_count)) % self.items
             elif name in _BINDING_BY_INPUT:
                 array_by_name[name] = (row_numbers % (self.items if name == "item" else len(example_tensor))).astype(
@@ -146,7 +146,9 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
                 if name == "history":
                     assert histories is not None  # noqa: S101
                     dtype = str(_numpy_dtype_of(example_tensor, name))
-                    array_by_input[name] = histories.pad_rows(batch_rows, self.example.max_length, self.pad, dtype)
+                    array_by_input[name] = histories.pad_rows(
+                        batch_rows, self.example.max_length, self.padding_index, dtype
+                    )
                 elif name in _BINDING_BY_INPUT:
                     array_by_input[name] = batch_rows.astype(_numpy_dtype_of(example_tensor, name))
                 else:
@@ -168,12 +170,14 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
 
     def _failing_row(self, array_by_input: ArraysByInput, row_count: int) -> int | None:
         """Return the first row on which the tower fails; None if both the first and the last fail, or no row does."""
-        edge_rows_fail = [self._fails_on(_select_one_row(array_by_input, row)) for row in (0, row_count - 1)]
+        edge_rows_fail = [self._fails_on_inputs(_select_one_row(array_by_input, row)) for row in (0, row_count - 1)]
         if all(edge_rows_fail):
             return None
-        return next((row for row in range(row_count) if self._fails_on(_select_one_row(array_by_input, row))), None)
+        return next(
+            (row for row in range(row_count) if self._fails_on_inputs(_select_one_row(array_by_input, row))), None
+        )
 
-    def _fails_on(self, array_by_input: ArraysByInput) -> bool:
+    def _fails_on_inputs(self, array_by_input: ArraysByInput) -> bool:
         try:
             run_module(self, array_by_input, self.tower_name)
         except SourceError:
@@ -187,7 +191,7 @@ class BoundTower(nn.Module):  # type: ignore[misc]  # torch's own types are not 
     def _input_spec(self, input_name: str, example_tensor: Tensor) -> InputSpec:
         dtype: Any = str(_numpy_dtype_of(example_tensor, f"{self.tower_name}: input {input_name!r}"))
         if input_name == "history":
-            return InputSpec(input_name, "history", dtype, max_length=self.example.max_length, pad=self.pad)
+            return InputSpec(input_name, "history", dtype, max_length=self.example.max_length, pad=self.padding_index)
         if input_name == "item":
             return InputSpec(input_name, "item_index", dtype)
         return InputSpec(
@@ -234,11 +238,11 @@ def export_tower(tower: BoundTower) -> tuple[OnnxModel, TowerSpec, float]:
     return (model, spec, demand_parity(model, tower, spec, tower.feed, traced_shape, padded_lengths, tower.tower_name))
 
 
-def _exported_model(program: Any, feature_names: Sequence[str]) -> OnnxModel:
+def _exported_model(exported_program: Any, feature_names: Sequence[str]) -> OnnxModel:
     """Return the exported model without stack traces, which contain paths of this machine."""
-    initializers = program.model.graph.initializers
+    initializers = exported_program.model.graph.initializers
     constants = {name: initializers.pop(name).const_value.numpy() for name in list(initializers)}
-    model = program.model_proto
+    model = exported_program.model_proto
     for node in model.graph.node:
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
@@ -317,16 +321,16 @@ def demand_exportable(module: Any, tower_name: str) -> None:
         )
 
 
-def _select_one_row(array_by_input: ArraysByInput, row: int) -> ArraysByInput:
-    return {name: array[row : row + 1] for name, array in array_by_input.items()}
+def _select_one_row(array_by_input: ArraysByInput, row_index: int) -> ArraysByInput:
+    return {name: array[row_index : row_index + 1] for name, array in array_by_input.items()}
 
 
 def run_module(
-    module: nn.Module, array_by_input: ArraysByInput, tower_name: str, subject: str = ""
+    module: nn.Module, array_by_input: ArraysByInput, tower_name: str, entity_text: str = ""
 ) -> NDArray[np.float32]:
     """Return the output float32 [n, dims] of the module; raise SourceError for any other output.
 
-    `subject` names the entity of an input of one row.
+    `entity_text` names the entity of an input of one row.
     """
     row_count = len(next(iter(array_by_input.values())))
     try:
@@ -335,9 +339,11 @@ def run_module(
     except Exception as error:  # the module may raise any exception
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in array_by_input.items())
         remedy = "pad, max_length and the number of items must be those of the training"
-        if subject and array_by_input.keys() - _BINDING_BY_INPUT.keys():
+        if entity_text and array_by_input.keys() - _BINDING_BY_INPUT.keys():
             remedy = "give the codes and numbers of the training; its codes start at 0"
-        raise SourceError(f"{tower_name} fails on {subject or shapes}: {first_message_line(error)}; {remedy}") from None
+        raise SourceError(
+            f"{tower_name} fails on {entity_text or shapes}: {first_message_line(error)}; {remedy}"
+        ) from None
     if not isinstance(output, torch.Tensor) or output.ndim != 2 or len(output) != row_count:
         shape_text = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise SourceError(
@@ -349,7 +355,8 @@ def run_module(
     if is_nonfinite.any():
         raise SourceError(
             f"{tower_name} returns NaN or infinity, first "
-            f"{f'for {subject}' if subject else f'in row {int(is_nonfinite.argmax())}'}: was the training finished, "
+            f"{f'for {entity_text}' if entity_text else f'in row {int(is_nonfinite.argmax())}'}: was the "
+            "training finished, "
             "and does forward mask padding without a division by 0?"
         )
     return vectors

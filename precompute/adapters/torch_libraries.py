@@ -77,9 +77,9 @@ def from_recbole(model: Any, dataset: Any, *, to: str | Path, clicks: Any = None
         EntityVectors.of(item_tokens, item_factors[1:], "item"),
     )
     return import_vectors(
-        Path(to), item_vectors, user_vectors, ClickMatrix.of(clicks, user_vectors.ids, item_vectors.ids),
-        model=model_title,
-        cannot=[NO_NEW_ITEM_LIMIT], seed=seed,
+        Path(to), item_vectors, user_vectors, ClickMatrix.of(clicks, user_vectors.entity_ids, item_vectors.entity_ids),
+        model_title=model_title,
+        model_limit_texts=[NO_NEW_ITEM_LIMIT], seed=seed,
     )  # fmt: skip
 
 
@@ -163,8 +163,8 @@ def from_sentence_transformer(
     return import_vectors(
         Path(to), EntityVectors.of(checked_item_ids, text_vectors, "item"), None,
         None if clicks is None else ClickMatrix.of(clicks, None, checked_item_ids), metric=metric,
-        model=f"sentence-transformers {type(model).__name__}",
-        cannot=["encode the text of a later item: repeat the import then"], seed=seed,
+        model_title=f"sentence-transformers {type(model).__name__}",
+        model_limit_texts=["encode the text of a later item: repeat the import then"], seed=seed,
     )  # fmt: skip
 
 
@@ -182,10 +182,10 @@ class _RecBoleHistoryTower(nn.Module):  # type: ignore[misc]  # torch's own type
 class _RechubTower(nn.Module):  # type: ignore[misc]
     """Tower of a torch-rechub model with its inputs by position instead of by name."""
 
-    def __init__(self, model: Any, mode: str, input_names: Sequence[str]) -> None:
+    def __init__(self, model: Any, tower_mode: str, input_names: Sequence[str]) -> None:
         super().__init__()
         self.model = copy.copy(model)  # the copies share the weights, but not the mode
-        self.model.mode = mode
+        self.model.mode = tower_mode
         self.names = list(input_names)
 
     def forward(self, *inputs: Tensor) -> Tensor:

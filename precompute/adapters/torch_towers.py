@@ -106,9 +106,10 @@ def from_torch(
         if len(example.user) > 1:
             limit_texts.append("use an unknown user's features or a newer history: the user tower needs a user's index")
         return import_vectors(
-            to, item_vectors, user_vectors, click_matrix, metric=metric, model=model_name, cannot=limit_texts,
+            to, item_vectors, user_vectors, click_matrix, metric=metric, model_title=model_name,
+            model_limit_texts=limit_texts,
             seed=seed,
-            item_tower=item_model, features=table_by_setting, further_columns=tuple(further_columns),
+            item_tower=item_model, feature_table_by_setting=table_by_setting, further_columns=tuple(further_columns),
             unused_columns=unused_columns,
         )  # fmt: skip
     user_onnx, user_spec, _ = export_tower(bound_user_tower)
@@ -123,12 +124,12 @@ def from_torch(
         if user_feature_inputs:
             nonfinite_count = _count_nonfinite(user_onnx, user_spec, user_texts, click_matrix, user_feature_inputs)
         tower_check = check_user_tower(
-            user_onnx, user_spec, item_vectors.rows, click_matrix, metric, rng, user_feature_inputs
+            user_onnx, user_spec, item_vectors.vectors, click_matrix, metric, rng, user_feature_inputs
         )
     if tower_check.unjudged_reason:
         limit_texts.append(unjudged_ids_limit(tower_check.unjudged_reason))
     for gain in tower_check.gains:
-        limit_texts += gain.limits()
+        limit_texts += gain.limit_texts()
     if user_spec.history is not None and example.is_fixed:
         limit_texts.append(
             f"tell whether histories are padded as in training: each is padded with {example.pad} to "
@@ -136,13 +137,13 @@ def from_torch(
         )
     if user_spec.history is not None:
         limit_texts += _history_limits(example, click_matrix)
-    recalls = {} if tower_check.recall is None else {"the user tower": tower_check.recall}
+    recalls = {} if tower_check.held_out_recall is None else {"the user tower": tower_check.held_out_recall}
     imported = ImportedModel(
         model_name, item_vectors, user_onnx, user_spec, metric, OWN_TOWER_FOLD_IN, recalls, None, click_matrix,
         tuple(limit_texts),
         item_model, table_by_setting, further_columns=tuple(further_columns), unused_columns=unused_columns,
         user_inputs=user_feature_inputs,
-        nonfinite_outputs=nonfinite_count, share_above_random=tower_check.share,
+        nonfinite_user_count=nonfinite_count, share_above_random=tower_check.share_above_random,
     )  # fmt: skip
     return write_folder(to, imported, started_at)
 
@@ -207,7 +208,7 @@ def _count_nonfinite(
 
 
 def _embed_known_users(
-    tower: BoundTower, user_ids: Any, clicks: ClickMatrix | None, features: Mapping[str, Any] | None
+    tower: BoundTower, user_ids: Any, clicks: ClickMatrix | None, feature_by_input: Mapping[str, Any] | None
 ) -> NDArray[np.float32]:
     """Return the vectors of all users for which the tower has an index."""
     if user_ids is None:
@@ -217,7 +218,7 @@ def _embed_known_users(
         if clicks is None:
             raise SourceError("the user tower takes a history in addition to the user's index: give clicks")
         histories = clicks.histories(np.arange(len(user_ids)), tower.example.max_length)
-    return tower.run(user_ids, _feature_arrays(tower.inputs, features, user_ids, "user"), histories)
+    return tower.run(user_ids, _feature_arrays(tower.inputs, feature_by_input, user_ids, "user"), histories)
 
 
 def _feature_arrays(
@@ -250,15 +251,15 @@ def _feature_arrays(
 
 
 def _to_input_dtype(
-    column: NDArray[Any], dtype: np.dtype[Any], column_text: str, entity_ids: Any, entity_kind: str
+    feature_column: NDArray[Any], dtype: np.dtype[Any], column_text: str, entity_ids: Any, entity_kind: str
 ) -> NDArray[Any]:
     """Convert the column to the tower's dtype; raise SourceError, with the first id, if a value does not fit."""
-    if column.dtype.kind in "US" or any(isinstance(value, str) for value in column.flat):
+    if feature_column.dtype.kind in "US" or any(isinstance(value, str) for value in feature_column.flat):
         raise SourceError(
             f"{column_text} holds texts, but the {entity_kind} tower takes {dtype}: give the codes of the training "
             "(docs/how-to/import/torch.md, Texts in the place of codes)"
         )
-    numbers = column.astype(np.float64) if column.dtype.kind == "O" else column
+    numbers = feature_column.astype(np.float64) if feature_column.dtype.kind == "O" else feature_column
     if numbers.dtype.kind != "f" or (entity_kind == "user" and dtype.kind == "f"):
         return numbers.astype(dtype)
     is_bad_row = ~np.isfinite(numbers) if dtype.kind == "f" else numbers != np.trunc(numbers)
@@ -296,12 +297,12 @@ def _further_item_columns(
     return further_columns
 
 
-def _feature_table(entity_kind: str, entity_ids: Any, features: Mapping[str, Any]) -> Any:
+def _feature_table(entity_kind: str, entity_ids: Any, feature_by_name: Mapping[str, Any]) -> Any:
     columns = {
         name: pa.array(feature_values)
         if isinstance(feature_values, pa.Array) or feature_values.ndim == 1
         else pa.FixedSizeListArray.from_arrays(pa.array(feature_values.ravel()), feature_values.shape[1])
-        for name, feature_values in features.items()
+        for name, feature_values in feature_by_name.items()
     }
     return pa.table({entity_kind: entity_ids, **columns})
 
@@ -316,6 +317,6 @@ def _demand_same_dims(user_dims: int, item_dims: int) -> None:
 
 def _history_limits(example: Example, clicks: ClickMatrix | None) -> list[str]:
     limits = [f"use more than the last {example.max_length:,} items of a history (max_length), or repeats of an item"]
-    if clicks is not None and not clicks.is_ordered:
+    if clicks is not None and not clicks.is_time_ordered:
         limits.append("know the order of these clicks: they have no times; give a table with a column timestamp")
     return limits

@@ -43,7 +43,12 @@ _NO_HASH_LIMIT = np.uint64(2**64 - 1)
 
 @contextmanager
 def vector_bundle(
-    config: NightConfig, inputs: str, files: InputFiles, *, interactions_before: datetime | None, cut: datetime
+    config: NightConfig,
+    inputs_digest: str,
+    input_files: InputFiles,
+    *,
+    interactions_before: datetime | None,
+    cut: datetime,
 ) -> Iterator[Bundle]:
     """Yield the bundle of `sources.item_vectors`; a bundle that any host made from the same inputs is reused.
 
@@ -54,9 +59,9 @@ def vector_bundle(
     erased = ErasedEntities.of(all_erasures(store))
     digest_hasher = hashlib.sha256(orjson.dumps(sources, option=orjson.OPT_SORT_KEYS))
     cut_text = interactions_before.isoformat() if interactions_before and sources.interactions else ""
-    digest_hasher.update(f"|{erased.digest(inputs)}|{cut_text}".encode())
+    digest_hasher.update(f"|{erased.digest(inputs_digest)}|{cut_text}".encode())
     counted_position = counted_behind_number(config.events.keep_values_days, int(cut.timestamp()))
-    brought_vector_by_id = newest_vector_by_item(files.events, counted_position)
+    brought_vector_by_id = newest_vector_by_item(input_files.event_files, counted_position)
     if event_vectors := {raw: vector for raw, vector in brought_vector_by_id.items() if raw not in erased.items}:
         digest_hasher.update(orjson.dumps([(raw.decode(), vector) for raw, vector in event_vectors.items()]))
     make_bundle = partial(
@@ -65,7 +70,7 @@ def vector_bundle(
         interactions_before=interactions_before,
         erased=erased,
         event_vectors=event_vectors,
-        interaction_files=files.interactions,
+        interaction_files=input_files.interaction_files,
     )
     with bundle_made_of(store, digest_hasher.hexdigest(), make_bundle) as bundle:
         yield bundle
@@ -106,9 +111,10 @@ def make_vector_bundle(
     )
 
 
-def _chance_remark(auc: float) -> str:
+def _chance_remark(share_above_random: float) -> str:
     return (
-        f"clicked items score above a random item in {auc:.0%} of pairs, as by chance: if the vectors were fitted on "
+        f"clicked items score above a random item in {share_above_random:.0%} of pairs, as by chance: if the "
+        "vectors were fitted on "
         "such clicks, their ids and rows do not belong together; if the clicks are only to be left out of lists, "
         "nothing is wrong"
     )
@@ -122,7 +128,7 @@ def _read_item_vectors(config: NightConfig, erased: ErasedEntities) -> EntityVec
     for batch_ids, column_by_name in read_features(
         path, sources.item_column, (sources.vector_column,), source_name="item_vectors", unusable_rows=unusable
     ):
-        id_chunks.append(batch_ids.texts())
+        id_chunks.append(batch_ids.row_texts())
         vector_chunks.append(column_by_name[sources.vector_column])
     if not id_chunks:
         raise SourceError(f"{path} has no rows: it names no item")
@@ -133,8 +139,8 @@ def _read_item_vectors(config: NightConfig, erased: ErasedEntities) -> EntityVec
     except SourceError as error:
         raise SourceError(f"{path}: {error.message}", **error.details) from None
     erased_ids = pa.array([raw.decode() for raw in erased.items], pa.string())
-    is_kept = as_numpy_mask(pc.invert(pc.is_in(item_vectors.ids, value_set=erased_ids)))
-    return EntityVectors(item_vectors.ids.filter(pa.array(is_kept)), item_vectors.rows[is_kept])
+    is_kept = as_numpy_mask(pc.invert(pc.is_in(item_vectors.entity_ids, value_set=erased_ids)))
+    return EntityVectors(item_vectors.entity_ids.filter(pa.array(is_kept)), item_vectors.vectors[is_kept])
 
 
 def _with_event_vectors(item_vectors: EntityVectors, event_vectors: Mapping[bytes, Sequence[float]]) -> EntityVectors:
@@ -143,7 +149,7 @@ def _with_event_vectors(item_vectors: EntityVectors, event_vectors: Mapping[byte
     Any caller can send events: a vector with a number beyond both NEW_VECTOR_ABS_MAX and the table's largest would
     distort the fold and the lists, so it is left out, as is a vector of another length.
     """
-    magnitude_max = max(NEW_VECTOR_ABS_MAX, float(np.abs(item_vectors.rows).max(initial=0)))
+    magnitude_max = max(NEW_VECTOR_ABS_MAX, float(np.abs(item_vectors.vectors).max(initial=0)))
     fitting_vectors = {
         raw.decode(): vector
         for raw, vector in event_vectors.items()
@@ -151,14 +157,16 @@ def _with_event_vectors(item_vectors: EntityVectors, event_vectors: Mapping[byte
     }
     ids_in_table = set(
         pc.filter(
-            item_vectors.ids, pc.is_in(item_vectors.ids, pa.array(list(fitting_vectors), pa.string()))
+            item_vectors.entity_ids, pc.is_in(item_vectors.entity_ids, pa.array(list(fitting_vectors), pa.string()))
         ).to_pylist()
     )
     if not (new_vectors := {id_: vector for id_, vector in fitting_vectors.items() if id_ not in ids_in_table}):
         return item_vectors
-    all_item_ids = pa.concat_arrays([item_vectors.ids, pa.array(list(new_vectors), item_vectors.ids.type)])
+    all_item_ids = pa.concat_arrays(
+        [item_vectors.entity_ids, pa.array(list(new_vectors), item_vectors.entity_ids.type)]
+    )
     return EntityVectors(
-        all_item_ids, np.concatenate([item_vectors.rows, np.array(list(new_vectors.values()), np.float32)])
+        all_item_ids, np.concatenate([item_vectors.vectors, np.array(list(new_vectors.values()), np.float32)])
     )
 
 
@@ -172,12 +180,12 @@ def _user_hash_limit(
     distinct_hashes = DistinctCounter(FOLD_USERS_MAX)
     if config.sources.user_vectors:
         for ids, _ in _read_user_vectors(config):
-            distinct_hashes.add(ids.hashes(USER_HASH_SEED))
+            distinct_hashes.add(ids.distinct_hashes(USER_HASH_SEED))
     else:
         for batch in read_interactions(
             config.sources, Path(config.base), cutoff_at=interactions_before, interaction_files=interaction_files
         ):
-            distinct_hashes.add(batch.users.hashes(USER_HASH_SEED))
+            distinct_hashes.add(batch.user_ids.distinct_hashes(USER_HASH_SEED))
     return (
         np.uint64(distinct_hashes.smallest_hashes[-1])
         if len(distinct_hashes.smallest_hashes) == FOLD_USERS_MAX
@@ -203,9 +211,9 @@ def _sample_user_vectors(
     id_parts, vector_parts = [pa.array([], pa.string())], [np.empty((0, dims), np.float32)]
     for ids, vector_column in _read_user_vectors(config):
         feature_values = read_feature_values(vector_column, spec)
-        is_kept = feature_values.usable & _below_limit_mask(ids, hash_limit) & erased.kept_users_mask(ids)
-        id_parts.append(ids.texts().filter(pa.array(is_kept)))
-        vector_parts.append(feature_values.numbers[is_kept])
+        is_kept = feature_values.usable_mask & _below_limit_mask(ids, hash_limit) & erased.kept_users_mask(ids)
+        id_parts.append(ids.row_texts().filter(pa.array(is_kept)))
+        vector_parts.append(feature_values.input_numbers[is_kept])
     user_names, numbers = pa.concat_arrays(id_parts), np.concatenate(vector_parts)
     if not len(user_names):
         raise SourceError(
@@ -231,17 +239,19 @@ def _read_clicks(
     all_batches = read_interactions(
         sources, Path(config.base), cutoff_at=interactions_before, interaction_files=interaction_files
     )
-    batches = [batch.only(_below_limit_mask(batch.users, hash_limit)) for batch in map(erased.leave_out, all_batches)]
-    if not sum(len(batch.times) for batch in batches):
+    batches = [
+        batch.only(_below_limit_mask(batch.user_ids, hash_limit)) for batch in map(erased.leave_out, all_batches)
+    ]
+    if not sum(len(batch.times_us) for batch in batches):
         return None, []
     files_text = ", ".join(sources.interactions)
     try:
-        known_user_ids = None if user_vectors is None else user_vectors.ids
-        return ClickMatrix.read(batches, files_text, known_user_ids, item_vectors.ids), []
+        known_user_ids = None if user_vectors is None else user_vectors.entity_ids
+        return ClickMatrix.read(batches, files_text, known_user_ids, item_vectors.entity_ids), []
     except NoKnownClicks as error:
         # In a sample of users there may be no known click; if there is none of any user, that is worth a remark.
         return None, [error.message] if hash_limit == _NO_HASH_LIMIT else []
 
 
-def _below_limit_mask(ids: Ids, hash_limit: np.uint64) -> NDArray[np.bool_]:
-    return np.asarray((ids.hashes(USER_HASH_SEED) <= hash_limit)[ids.codes], np.bool_)
+def _below_limit_mask(user_ids: Ids, hash_limit: np.uint64) -> NDArray[np.bool_]:
+    return np.asarray((user_ids.distinct_hashes(USER_HASH_SEED) <= hash_limit)[user_ids.id_codes], np.bool_)

@@ -51,13 +51,13 @@ def from_vectors(
     checked_item_vectors = EntityVectors.of(item_ids, item_vectors, "item")
     checked_user_vectors = None if user_vectors is None else EntityVectors.of(user_ids, user_vectors, "user")
     known_user_ids = (
-        checked_user_vectors.ids
+        checked_user_vectors.entity_ids
         if checked_user_vectors is not None
         else None
         if user_ids is None
         else checked_ids(user_ids, "user")
     )
-    click_matrix = None if clicks is None else ClickMatrix.of(clicks, known_user_ids, checked_item_vectors.ids)
+    click_matrix = None if clicks is None else ClickMatrix.of(clicks, known_user_ids, checked_item_vectors.entity_ids)
     return import_vectors(Path(to), checked_item_vectors, checked_user_vectors, click_matrix, metric=metric, seed=seed)
 
 
@@ -69,11 +69,11 @@ def import_vectors(
     *,
     folds: Sequence[HistoryFold] = (),
     metric: Metric = "inner_product",
-    model: str = "vectors",
-    cannot: Sequence[str] = (),
+    model_title: str = "vectors",
+    model_limit_texts: Sequence[str] = (),
     seed: int = 0,
     item_tower: ModelFile | None = None,
-    features: Mapping[str, Any] | None = None,
+    feature_table_by_setting: Mapping[str, Any] | None = None,
     further_columns: tuple[str, ...] = (),
     unused_columns: tuple[str, ...] = (),
 ) -> ImportReport:
@@ -84,13 +84,14 @@ def import_vectors(
     """
     started_at = time.perf_counter()
     imported = fold_vectors_model(
-        item_vectors, user_vectors, clicks, folds=folds, metric=metric, model=model, cannot=cannot, seed=seed,
+        item_vectors, user_vectors, clicks, folds=folds, metric=metric, model_title=model_title,
+        model_limit_texts=model_limit_texts, seed=seed,
         item_tower=item_tower,
-        features=features,
+        feature_table_by_setting=feature_table_by_setting,
     )  # fmt: skip
     if imported.share_by_chance is not None:
         raise chance_error(imported.share_by_chance)
-    limit_texts = imported.cannot
+    limit_texts = imported.limit_texts
     if user_vectors is not None and clicks is not None:
         users_with_clicks = np.count_nonzero(np.diff(clicks.matrix.indptr))
         if unjudged_reason := too_few_clicks_reason(int(users_with_clicks), int(clicks.matrix.nnz)):
@@ -98,7 +99,7 @@ def import_vectors(
     if user_vectors is None and clicks is not None:
         limit_texts += _chance_limits(imported, clicks, seed)
     completed_import = replace(
-        imported, cannot=limit_texts, further_columns=further_columns, unused_columns=unused_columns
+        imported, limit_texts=limit_texts, further_columns=further_columns, unused_columns=unused_columns
     )
     return write_folder(import_folder, completed_import, started_at)
 
@@ -110,7 +111,7 @@ def _chance_limits(imported: ImportedModel, clicks: ClickMatrix, seed: int) -> t
     """
     try:
         tower_check = check_user_tower(
-            imported.user_tower, imported.user_spec, imported.items.rows, clicks, imported.metric,
+            imported.user_tower, imported.user_spec, imported.items.vectors, clicks, imported.metric,
             np.random.default_rng(seed),
         )  # fmt: skip
     except SourceError as error:
@@ -130,16 +131,16 @@ def fold_vectors_model(
     *,
     folds: Sequence[HistoryFold] = (),
     metric: Metric = "inner_product",
-    model: str = "vectors",
-    cannot: Sequence[str] = (),
+    model_title: str = "vectors",
+    model_limit_texts: Sequence[str] = (),
     seed: int = 0,
     item_tower: ModelFile | None = None,
-    features: Mapping[str, Any] | None = None,
+    feature_table_by_setting: Mapping[str, Any] | None = None,
 ) -> ImportedModel:
     """Return the model of checked vectors and clicks; the fold of histories is chosen by the clicks.
 
     `folds`, if any, are the candidates instead of mean and ridges. `item_tower` made the items' vectors, if it takes
-    more than their index; `features` are its inputs.
+    more than their index; `feature_table_by_setting` are its inputs.
     """
     rng = np.random.default_rng(seed)
     if metric not in ("inner_product", "cosine"):
@@ -151,12 +152,12 @@ def fold_vectors_model(
         )
     chance_auc = None
     if user_vectors is not None and clicks is not None:
-        chance_auc = share_if_by_chance(item_vectors.rows, user_vectors.rows, clicks, rng)
+        chance_auc = share_if_by_chance(item_vectors.vectors, user_vectors.vectors, clicks, rng)
     tried_folds = folds or _candidate_folds(
-        item_vectors.rows, None if user_vectors is None else user_vectors.rows, clicks, rng
+        item_vectors.vectors, None if user_vectors is None else user_vectors.vectors, clicks, rng
     )
-    winning_fold = choose_fold(tried_folds, item_vectors.rows, clicks, metric, rng)
-    limit_texts = list(cannot)
+    winning_fold = choose_fold(tried_folds, item_vectors.vectors, clicks, metric, rng)
+    limit_texts = list(model_limit_texts)
     if clicks is None and user_vectors is None:
         limit_texts.append(
             "have a night yet: it has no users; name files of interactions in [sources] interactions of larder.toml, "
@@ -167,9 +168,10 @@ def fold_vectors_model(
             "leave items out that users chose before, nor judge lists by later choices: there are no clicks"
         )
     return ImportedModel(
-        model, item_vectors, winning_fold.tower, winning_fold.spec, metric, winning_fold.name, winning_fold.recalls,
+        model_title, item_vectors, winning_fold.tower, winning_fold.spec, metric, winning_fold.fold_name,
+        winning_fold.recall_by_fold,
         user_vectors, clicks, tuple(limit_texts),
-        item_tower, features or {}, chance_auc,
+        item_tower, feature_table_by_setting or {}, chance_auc,
     )  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def fetch_model(build: Build, model: BundleModel) -> Path:
 
 
 def model_entry(
-    build: Build, bundle: Bundle, model_name: str, has_int8: bool, agreement: Mapping[str, Any]
+    build: Build, bundle: Bundle, model_name: str, has_int8: bool, int8_agreement: Mapping[str, Any]
 ) -> ModelEntry:
     """Return the entry of a bundle's model, for a report and the manifest."""
     source_model = next(bundle_model for bundle_model in bundle.models if bundle_model.name == model_name)
@@ -134,7 +134,7 @@ def model_entry(
         "int8": file_entry(build.describe(f"models/{model_name}.int8.onnx")) if has_int8 else None,
         "digest": source_model.digest,
         "spec": source_model.spec.to_json(),
-        "agreement": agreement,
+        "agreement": int8_agreement,
         "weights": weights_entries[0] if weights_entries else None,
     }
 
@@ -178,7 +178,7 @@ def data_until_of(generation: str) -> int:
     return int(datetime.strptime(generation[:CUT_CHARS], CUT_FORMAT).replace(tzinfo=UTC).timestamp())
 
 
-def find_newer_live(releases: Releases, data_until: datetime, *, is_chosen: bool) -> str | None:
+def find_newer_live(releases: Releases, data_until: datetime, *, is_cut_chosen: bool) -> str | None:
     """Return the live generation if it is newer than a default cut; None if the cut can be published.
 
     Raises ConfigError if a chosen cut could not be published, or would block the publish of later nights. A default cut
@@ -186,7 +186,7 @@ def find_newer_live(releases: Releases, data_until: datetime, *, is_chosen: bool
     none.
     """
     ahead_s = data_until.timestamp() - releases.clock()
-    if is_chosen and ahead_s > CLOCK_AHEAD_S_MAX:
+    if is_cut_chosen and ahead_s > CLOCK_AHEAD_S_MAX:
         raise ConfigError(
             f"data_until {data_until.isoformat()} is {ahead_s:,.0f} s ahead of Redis' clock: no later night could be "
             "published until then; give a time in the past",
@@ -195,7 +195,7 @@ def find_newer_live(releases: Releases, data_until: datetime, *, is_chosen: bool
     live_generation = releases.ledger().live_generation
     if live_generation is None or f"{data_until:{CUT_FORMAT}}" >= live_generation[:CUT_CHARS]:
         return None
-    if is_chosen:
+    if is_cut_chosen:
         raise ConfigError(
             f"data_until {data_until.isoformat()} is older than the live generation {live_generation}, so it could not "
             "be published: give a newer one, or roll back with `larder roll-back`",

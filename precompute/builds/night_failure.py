@@ -61,9 +61,9 @@ def hold_running_file(config: NightConfig) -> Iterator[Callable[[str, str | None
         yield lambda _step, _generation: None
         return
 
-    def note_step(step: str, generation: str | None) -> None:
+    def note_step(step_name: str, generation: str | None) -> None:
         file.truncate(0)
-        file.write(orjson.dumps({"step": step, "generation": generation}))
+        file.write(orjson.dumps({"step": step_name, "generation": generation}))
         file.flush()
 
     with file:

@@ -300,6 +300,6 @@ def _manifest_table(
             )
         )
         first_page += page_count
-    labels = bundle.values[str(table_config.value)].labels if table_config.kind == "value" else ()
+    labels = bundle.value_models[str(table_config.value)].labels if table_config.kind == "value" else ()
     producer = producer_of(bundle, table_config)
     return Table(table_name, entity, producer, layout, records_a_page, tuple(table_parts), tuple(labels))

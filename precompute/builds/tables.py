@@ -25,13 +25,14 @@ def entity_of(bundle: Bundle, table_name: str, table_config: TableConfig) -> Ent
     """Return the entity set of a table; raise ConfigError for a model output that the bundle lacks."""
     if table_config.kind != "value":
         return ENTITY_BY_TABLE_KIND[table_config.kind]
-    if table_config.value not in bundle.values:
+    if table_config.value not in bundle.value_models:
         raise ConfigError(
             f"[tables.{table_name}] has the value {table_config.value!r}, which the bundle does not have (it has "
-            f"{', '.join(bundle.values) or 'none'}): set value to one of these, or import or hand over a bundle with "
+            f"{', '.join(bundle.value_models) or 'none'}): set value to one of these, or import or hand over "
+            "a bundle with "
             f"{table_config.value!r}"
         )
-    return bundle.values[str(table_config.value)].entity
+    return bundle.value_models[str(table_config.value)].entity
 
 
 def layout_of(bundle: Bundle, table_config: TableConfig) -> Layout:
@@ -42,7 +43,9 @@ def layout_of(bundle: Bundle, table_config: TableConfig) -> Layout:
         case "user_vector" | "item_vector":
             return Layout("vector", bundle.dims, table_config.precision)
         case "value":
-            return Layout("value", bundle.values[str(table_config.value)].spec.output_dims, table_config.precision)
+            return Layout(
+                "value", bundle.value_models[str(table_config.value)].spec.output_dims, table_config.precision
+            )
 
 
 def demand_table_values(config: NightConfig, bundle: Bundle) -> None:
@@ -83,7 +86,7 @@ def configured_tables(config: NightConfig, bundle: Bundle) -> dict[str, TableCon
     return {
         name: table_config
         for name, table_config in config.tables.items()
-        if table_config.kind != "value" or table_config.value in bundle.values
+        if table_config.kind != "value" or table_config.value in bundle.value_models
     }
 
 

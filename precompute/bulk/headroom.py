@@ -67,8 +67,8 @@ def demand_redis_room(
     """Raise Refused unless Redis' `maxmemory` has room for these bytes; in a cluster, each node for its share."""
     share_by_node = compute_keyspace_shares(control.client)
     for node_name, node_client in primary_clients(control.client).items():
-        info: Any = node_client.info("memory")
-        maxmemory_bytes = info_number(info, "maxmemory", 0)
+        memory_info: Any = node_client.info("memory")
+        maxmemory_bytes = info_number(memory_info, "maxmemory", 0)
         if not maxmemory_bytes:
             continue
         needed_bytes = round(size_bytes * share_by_node[node_name])
@@ -96,14 +96,14 @@ def unevictable_bytes(control: Control, node_client: "redis.Redis", *, pages_byt
     Redis does not report the size of its expiring keys, so each counts as one overlay of the largest record
     (`record_bytes`): other namespaces' pages stay in the sum. `pages_bytes` count in any case.
     """
-    info: Any = node_client.info("memory")
+    memory_info: Any = node_client.info("memory")
     database_stats: Any = node_client.info("keyspace")
-    used_bytes = info_number(info, "used_memory")
+    used_bytes = info_number(memory_info, "used_memory")
     with refusing_unreadable("INFO", "counts of keys by database"):
         expiring_key_count = sum(int(database["expires"]) for database in database_stats.values())
     if not expiring_key_count or not control.check_eviction_policy().startswith("volatile-"):
         return used_bytes
-    dataset_bytes = info_number(info, "used_memory_dataset", used_bytes)
+    dataset_bytes = info_number(memory_info, "used_memory_dataset", used_bytes)
     overlay_bytes = expiring_key_count * (record_bytes + OVERLAY_EXTRA_BYTES)
     return min(used_bytes, used_bytes - dataset_bytes + max(round(pages_bytes), dataset_bytes - overlay_bytes))
 

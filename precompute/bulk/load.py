@@ -35,43 +35,43 @@ class Part:
     """Part of a generation's pages, one shard of one table: the unit of loading, verifying and resuming."""
 
     table: Table
-    number: int
+    shard: int
 
     @property
     def pages(self) -> TablePart:
         """Manifest entry of the part."""
-        return self.table.parts[self.number]
+        return self.table.parts[self.shard]
 
     @property
-    def name(self) -> str:
+    def loaded_field(self) -> str:
         """Name of the part's field in the generation's `loaded` hash."""
-        return f"{self.table.name}/{self.number}"
+        return f"{self.table.name}/{self.shard}"
 
     @property
-    def progress(self) -> str:
+    def progress_field(self) -> str:
         """Name of the field with the number of pages loaded so far, during a load."""
-        return f"{self.name}/pages"
+        return f"{self.loaded_field}/pages"
 
     @property
-    def read(self) -> str:
+    def read_back_field(self) -> str:
         """Name of the field with the servers from which the whole part was read back, during a verification."""
-        return f"{self.name}/read"
+        return f"{self.loaded_field}/read"
 
     @property
     def loaded_digest(self) -> bytes:
         """Value of the part's field after a complete load."""
         return self.pages.sums.sha256.encode()
 
-    def size_of(self, page_number: int) -> int:
+    def page_size_bytes(self, page_number: int) -> int:
         """Return the bytes of the page with this number (from 0)."""
         part_bytes = self.pages.count * self.table.layout.size_bytes
         return min(self.table.page_bytes, part_bytes - page_number * self.table.page_bytes)
 
-    def key(self, keys: Keyspace, generation: str, page_number: int) -> str:
+    def page_key(self, keys: Keyspace, generation: str, page_number: int) -> str:
         """Return the Redis key of the page with this number (from 0)."""
         return keys.page(generation, self.table.name, self.pages.first_page + page_number)
 
-    def read_sums(self, root: Path) -> NDArray[np.uint64]:
+    def read_page_checksums(self, root: Path) -> NDArray[np.uint64]:
         """Read uint64[pages], each page's checksum; raise CorruptArtefact if the file does not fit the manifest."""
         sums = np.fromfile(root / self.pages.sums.path, "<u8")
         if len(sums) != self.pages.pages:
@@ -120,23 +120,23 @@ def load_part(
     attempt noted as loaded are not sent again.
     """
     loaded_key = keys.loaded_parts(manifest.generation)
-    if client.hget(loaded_key, part.name) == part.loaded_digest:
+    if client.hget(loaded_key, part.loaded_field) == part.loaded_digest:
         return False
-    client.hdel(loaded_key, part.read)
+    client.hdel(loaded_key, part.read_back_field)
     part_entry = part.pages
     if not part_entry.count:
-        client.hset(loaded_key, part.name, part.loaded_digest.decode())
+        client.hset(loaded_key, part.loaded_field, part.loaded_digest.decode())
         return True
     loaded_count = count_loaded_pages(client, keys, manifest, part)
     noted_count, unnoted_bytes = loaded_count, 0
-    progress(sum(part.size_of(page) for page in range(loaded_count)))
+    progress(sum(part.page_size_bytes(page) for page in range(loaded_count)))
 
     def note_landed_pages(landed_count: int, size_bytes: int) -> None:
         nonlocal loaded_count, noted_count, unnoted_bytes
         loaded_count, unnoted_bytes = loaded_count + landed_count, unnoted_bytes + size_bytes
         progress(size_bytes)
         if unnoted_bytes >= PROGRESS_NOTE_BYTES and loaded_count > noted_count:
-            client.hset(loaded_key, part.progress, f"{part.loaded_digest.decode()} {loaded_count}")
+            client.hset(loaded_key, part.progress_field, f"{part.loaded_digest.decode()} {loaded_count}")
             noted_count, unnoted_bytes = loaded_count, 0
 
     with (
@@ -147,7 +147,7 @@ def load_part(
             raise CorruptArtefact(
                 f"{part_entry.file.path} has {len(mapped_pages)} bytes for {part_entry.count} records"
             )
-        key_names = [part.key(keys, manifest.generation, page).encode() for page in range(part_entry.pages)]
+        key_names = [part.page_key(keys, manifest.generation, page).encode() for page in range(part_entry.pages)]
         with (
             memoryview(mapped_pages) as pages_view,
             PageStream(client, governor, chunk_bytes=chunk_bytes, note_landed_pages=note_landed_pages) as page_stream,
@@ -160,15 +160,15 @@ def load_part(
 def mark_loaded(client: "redis.Redis", loaded_key: str, part: Part) -> None:
     """Replace the note of a part's progress by the mark that it is loaded."""
     with client.pipeline(transaction=True) as pipeline:
-        pipeline.hset(loaded_key, part.name, part.loaded_digest.decode())
-        pipeline.hdel(loaded_key, part.progress)
+        pipeline.hset(loaded_key, part.loaded_field, part.loaded_digest.decode())
+        pipeline.hdel(loaded_key, part.progress_field)
         with refusing_unreadable("EXEC", "a list of replies"):
             pipeline.execute()
 
 
 def count_loaded_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, part: Part) -> int:
     """Return the number of an unfinished part's first pages that are known to be in Redis."""
-    progress_note = client.hget(keys.loaded_parts(manifest.generation), part.progress)
+    progress_note = client.hget(keys.loaded_parts(manifest.generation), part.progress_field)
     if not isinstance(progress_note, bytes):
         return 0
     part_mark, _, count = progress_note.partition(b" ")
@@ -185,10 +185,10 @@ def unlink_pages(client: "redis.Redis", keys: Keyspace, manifest: Manifest, *, g
     key_batch: list[str] = []
     for part in parts_of(manifest):
         for page_number in range(part.pages.pages):
-            key_batch.append(part.key(keys, manifest.generation, page_number))
+            key_batch.append(part.page_key(keys, manifest.generation, page_number))
             piece_bytes = None if governor is None else governor.piece_bytes
             if governor is not None:
-                page_size_bytes = part.size_of(page_number)
+                page_size_bytes = part.page_size_bytes(page_number)
                 governor.pace(page_size_bytes if piece_bytes is None else min(page_size_bytes, piece_bytes))
             if piece_bytes is not None or len(key_batch) == UNLINK_BATCH_KEYS:
                 removed_key_count += int(client.unlink(*key_batch))
@@ -201,12 +201,12 @@ class _SentChunk(NamedTuple):
     """Pages that were sent and wait for their replies, with their connection."""
 
     page_numbers_by_connection: list[tuple[Any, list[int]]]
-    pages: int
+    page_count: int
     size_bytes: int
 
 
 class PageStream(BulkConnections):
-    """Sender of pages in order; calls `landed(pages, bytes)` as Redis confirms them."""
+    """Sender of pages in order; calls `note_landed_pages(pages, bytes)` as Redis confirms them."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class PageStream(BulkConnections):
                     checked_reply("SET", connection.read_response())
                 except redis.exceptions.AskError:  # MovedError is a subclass
                     resend_page(page_number)
-        self._note_landed_pages(chunk.pages, chunk.size_bytes)
+        self._note_landed_pages(chunk.page_count, chunk.size_bytes)
 
 
 def _set_command_head(page_key: bytes, value_size_bytes: int) -> bytes:

@@ -26,8 +26,8 @@ LENGTHS_PER_ROUND_TRIP = 500
 class PageDigest(NamedTuple):
     """Page as read from Redis: its number, digest (None: missing) and length."""
 
-    page: int
-    digest: int | None
+    page_number: int
+    page_digest: int | None
     size_bytes: int
 
 
@@ -58,8 +58,8 @@ def verify_part(
     with closing(damaged_pages):
         damaged_page = next(damaged_pages, None)
     if damaged_page is not None:
-        client.hdel(keys.loaded_parts(manifest.generation), part.name, part.progress)
-        page_key = part.key(keys, manifest.generation, damaged_page[0])
+        client.hdel(keys.loaded_parts(manifest.generation), part.loaded_field, part.progress_field)
+        page_key = part.page_key(keys, manifest.generation, damaged_page[0])
         raise BadPage(f"page {page_key} {damaged_page[1]}; run load again", page=page_key)
     return part.pages.pages
 
@@ -76,7 +76,7 @@ def find_bad_pages(
     governor: Governor | None = None,
 ) -> Generator[tuple[int, str]]:
     """Yield (number within the part, complaint) for each page that is missing or differs from its checksum."""
-    checksums = part.read_sums(root)
+    checksums = part.read_page_checksums(root)
     page_digests = _read_pages(client, keys, manifest, part, chunk_bytes=chunk_bytes, governor=governor)
     with closing(page_digests):
         for page_number, digest, size_bytes in page_digests:
@@ -97,14 +97,16 @@ def _read_pages(
     governor: Governor | None,
 ) -> Generator[PageDigest]:
     """Yield the digest of every page of a part: read in pieces if there are readers, else several pages at once."""
-    key_names = [part.key(keys, manifest.generation, page_number).encode() for page_number in range(part.pages.pages)]
+    key_names = [
+        part.page_key(keys, manifest.generation, page_number).encode() for page_number in range(part.pages.pages)
+    ]
     pages_per_chunk, page_number = max(1, chunk_bytes // part.table.page_bytes), 0
     while page_number < len(key_names):
         if governor is not None and governor.piece_bytes is not None:
             with PieceReader(client, governor) as reader:
                 while page_number < len(key_names) and (piece_bytes := governor.piece_bytes) is not None:
                     yield from reader.request_page(
-                        page_number, key_names[page_number], part.size_of(page_number), piece_bytes
+                        page_number, key_names[page_number], part.page_size_bytes(page_number), piece_bytes
                     )
                     page_number += 1
                 yield from reader.read_remaining()
@@ -133,7 +135,7 @@ def read_page_lengths(
     """Yield (number within the part, bytes in Redis) for every page; 0 bytes for a missing page."""
     for first_page_number in range(0, part.pages.pages, LENGTHS_PER_ROUND_TRIP):
         page_numbers = range(first_page_number, min(first_page_number + LENGTHS_PER_ROUND_TRIP, part.pages.pages))
-        key_names = [part.key(keys, manifest.generation, page_number).encode() for page_number in page_numbers]
+        key_names = [part.page_key(keys, manifest.generation, page_number).encode() for page_number in page_numbers]
         yield from zip(page_numbers, value_sizes(client, key_names), strict=True)
 
 
@@ -172,10 +174,10 @@ def _length_reply(connection: Any) -> int | None:
 
 class _PieceRequest(NamedTuple):
     connection: Any
-    page: int
-    name: bytes
-    start: int
-    end: int
+    page_number: int
+    page_key: bytes
+    first_index: int
+    last_index: int
     ends_page: bool
 
 
@@ -217,13 +219,15 @@ class PieceReader(BulkConnections):
         try:
             piece: Any = checked_reply("GETRANGE", piece_request.connection.read_response())
         except redis.exceptions.AskError:  # MovedError is a subclass
-            piece = self._client.getrange(piece_request.name.decode(), piece_request.start, piece_request.end)
+            piece = self._client.getrange(
+                piece_request.page_key.decode(), piece_request.first_index, piece_request.last_index
+            )
         self._page_hasher.update(piece)
         self._page_size_bytes += len(piece)
         if piece_request.ends_page:
             digest, size_bytes = self._page_hasher.intdigest(), self._page_size_bytes
             self._page_hasher, self._page_size_bytes = xxhash.xxh3_64(), 0
-            yield PageDigest(piece_request.page, digest if size_bytes else None, size_bytes)
+            yield PageDigest(piece_request.page_number, digest if size_bytes else None, size_bytes)
 
 
 def _getrange_command(page_key: bytes, first_index: int, last_index: int) -> bytes:

@@ -80,8 +80,9 @@ def _incomplete_parts(control: Control, manifest: Manifest, *, are_marked_whole:
     mark_by_part_name: Any = control.client.hgetall(control.keyspace.loaded_parts(manifest.generation))
     for part in parts_of(manifest):
         page_lengths = read_page_lengths(control.client, control.keyspace, manifest, part)
-        if mark_by_part_name.get(part.name.encode()) != part.loaded_digest or not (
-            are_marked_whole or all(size_bytes == part.size_of(page_number) for page_number, size_bytes in page_lengths)
+        if mark_by_part_name.get(part.loaded_field.encode()) != part.loaded_digest or not (
+            are_marked_whole
+            or all(size_bytes == part.page_size_bytes(page_number) for page_number, size_bytes in page_lengths)
         ):
             yield part
 
@@ -98,8 +99,8 @@ def _has_sampled_pages(control: Control, manifest: Manifest) -> bool:
     ):
         part = parts[part_index]
         sampled_pages.append((part, int(position - part_ends[part_index]) + part.pages.pages))
-    sampled_keys = [part.key(control.keyspace, manifest.generation, page).encode() for part, page in sampled_pages]
-    return value_sizes(control.client, sampled_keys) == [part.size_of(page) for part, page in sampled_pages]
+    sampled_keys = [part.page_key(control.keyspace, manifest.generation, page).encode() for part, page in sampled_pages]
+    return value_sizes(control.client, sampled_keys) == [part.page_size_bytes(page) for part, page in sampled_pages]
 
 
 def repair_pages(
@@ -125,13 +126,13 @@ def find_damaged_pages(
     for part in parts_of(manifest):
         _fetch(store, generation, part.pages.sums)
         damaged_pages = find_bad_pages(control.client, control.keyspace, manifest, root, part, governor=governor)
-        damaged_keys += [part.key(control.keyspace, generation, page) for page, _ in damaged_pages]
+        damaged_keys += [part.page_key(control.keyspace, generation, page) for page, _ in damaged_pages]
     return damaged_keys
 
 
 def is_marked_loaded(control: Control, manifest: Manifest, part: Part) -> bool:
     """True if the loader marked this very part as completely loaded."""
-    stored_mark = control.client.hget(control.keyspace.loaded_parts(manifest.generation), part.name)
+    stored_mark = control.client.hget(control.keyspace.loaded_parts(manifest.generation), part.loaded_field)
     return bool(stored_mark == part.loaded_digest)
 
 
@@ -162,11 +163,11 @@ def _repair_part(
             ):
                 for page in damaged_pages:
                     page_start = page * part.table.page_bytes
-                    sound_page = pages[page_start : page_start + part.size_of(page)]
-                    _rewrite_page(client, part.key(keys, generation, page), sound_page, governor)
+                    sound_page = pages[page_start : page_start + part.page_size_bytes(page)]
+                    _rewrite_page(client, part.page_key(keys, generation, page), sound_page, governor)
     if not is_marked_loaded(control, manifest, part):
-        client.hset(keys.loaded_parts(generation), part.name, part.loaded_digest.decode())
-    return [part.key(keys, generation, page) for page in damaged_pages]
+        client.hset(keys.loaded_parts(generation), part.loaded_field, part.loaded_digest.decode())
+    return [part.page_key(keys, generation, page) for page in damaged_pages]
 
 
 def _rewrite_page(client: "redis.Redis", page_key: str, sound_page: bytes, governor: Governor | None) -> None:
@@ -196,7 +197,7 @@ def _stream_part(
     root = store.local(generation_path(generation))
     for artefact in (part.pages.sums, part.pages.file):
         _fetch(store, generation, artefact)
-    client.hdel(keys.loaded_parts(generation), part.name, part.progress)
+    client.hdel(keys.loaded_parts(generation), part.loaded_field, part.progress_field)
     with _conflict_if_files_missing(store, manifest, part):
         load_part(
             client, keys, manifest, root, part,

@@ -26,7 +26,7 @@ FIRST_OBSERVE_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 1.0
 RETRY_INTERVAL_S = 1.0
 UNASKED_S_MAX = 2.0
-"""Seconds without a call of `round_trips` after which probes stop, because no work needs them."""
+"""Seconds without a call of `take_round_trips_s` after which probes stop, because no work needs them."""
 
 ROUND_TRIPS_MAX = 4_096
 FOREIGN_READS_PER_S_MIN = 20.0
@@ -44,24 +44,24 @@ PING, PONG = b"*1\r\n$4\r\nPING\r\n", b"+PONG\r\n"
 
 @dataclass(frozen=True, slots=True)
 class RedisObservation:
-    """State of Redis and its readers at one moment; `foreign_s` is None until two observations can be compared."""
+    """State of Redis and its readers; `foreign_reads_per_s` is None until two observations can be compared."""
 
-    at: float
-    replicas_ms: Mapping[str, float] = field(default_factory=dict)
-    replicas: int = 0
-    foreign_s: float | None = None
-    busy: float = 0.0
-    followers: int = 0
-    lag_bytes: int = 0
+    observed_at: float
+    p99_ms_by_replica: Mapping[str, float] = field(default_factory=dict)
+    replica_count: int = 0
+    foreign_reads_per_s: float | None = None
+    redis_busy_share: float = 0.0
+    redis_replica_count: int = 0
+    redis_lag_bytes: int = 0
 
 
 class Watcher:
     """Watch on Redis and its readers, in its own thread; its errors do not reach the governed work."""
 
-    def __init__(self, control: Control, *, probe_ms: float) -> None:
+    def __init__(self, control: Control, *, probe_interval_ms: float) -> None:
         self._caller_control = control
         self._watch_control: Control | None = None
-        self._probe_interval_s = probe_ms / 1000
+        self._probe_interval_s = probe_interval_ms / 1000
         self._round_trips_s: deque[float] = deque(maxlen=ROUND_TRIPS_MAX)
         self._observation: RedisObservation | None = None
         self._work_read_count = self._probe_count = 0  # each is written by one thread only
@@ -78,14 +78,14 @@ class Watcher:
         """Return the thread's newest observation, None before Redis' first answer."""
         return self._observation
 
-    def round_trips(self) -> list[float]:
+    def take_round_trips_s(self) -> list[float]:
         """Return the seconds of each probe since the last call, inf without a reply; keep the probes running."""
         self._asked_at = time.perf_counter()
         return [self._round_trips_s.popleft() for _ in range(len(self._round_trips_s))]
 
-    def own_reads(self, count: int) -> None:
+    def own_reads(self, own_read_count: int) -> None:
         """Count reads of the work itself, which observations then do not take for a reader's."""
-        self._work_read_count += count
+        self._work_read_count += own_read_count
 
     def stir(self) -> None:
         """Ping each server over separate connections of the calling thread; stop doing so after an error."""
@@ -155,16 +155,16 @@ class Watcher:
                 )
                 time.sleep(self._probe_interval_s * self._jitter_random.uniform(0.5, 1.5))
 
-    def _round_trip(self, connection: Any, probe: bytes) -> float:
+    def _round_trip(self, connection: Any, probe_command: bytes) -> float:
         """Measure a round trip on the bare socket: further work in a probe would delay readers on this host."""
         socket = connection._sock
         started_at = time.perf_counter()
-        socket.sendall(probe)
-        reply: bytes = socket.recv(REPLY_BYTES)
-        while not is_complete_reply(reply):
+        socket.sendall(probe_command)
+        probe_reply: bytes = socket.recv(REPLY_BYTES)
+        while not is_complete_reply(probe_reply):
             if not (further_bytes := socket.recv(REPLY_BYTES)):
                 raise ConnectionError("Redis closed the connection")
-            reply += further_bytes
+            probe_reply += further_bytes
         spent_s = time.perf_counter() - started_at
         self._probe_count += 1
         return spent_s
@@ -205,34 +205,34 @@ class Watcher:
             ]
             busy_share = max([0.0, *spent_cpu_s]) / spent_s
         follower_count = sum(info_number(info, "connected_slaves", 0) for info in info_by_server.values())
-        lag_bytes_max = max(map(lag_bytes, info_by_server.values()), default=0)
+        lag_bytes_max = max(map(redis_lag_bytes, info_by_server.values()), default=0)
         return RedisObservation(
             now_s, p99_ms_by_replica, len(replicas), foreign_reads_s, busy_share, follower_count, lag_bytes_max
         )
 
 
-def is_complete_reply(reply: bytes) -> bool:
+def is_complete_reply(probe_reply: bytes) -> bool:
     """True if this is a complete bulk string (RESP); raise ValueError for another reply."""
-    length_line, separator, payload = reply.partition(b"\r\n")
-    if reply and not reply.startswith(b"$"):
-        raise ValueError(f"a probe was answered by {reply[:80]!r}")
+    length_line, separator, payload = probe_reply.partition(b"\r\n")
+    if probe_reply and not probe_reply.startswith(b"$"):
+        raise ValueError(f"a probe was answered by {probe_reply[:80]!r}")
     return bool(separator) and len(payload) == int(length_line[1:]) + 2
 
 
 def fetch_info(server_client: "redis.Redis") -> dict[str, Any]:
     """Return counts of commands, processor time and replication; empty if the user may not call INFO."""
     try:
-        info: Any = server_client.info("commandstats", "cpu", "replication")
-        return dict(info)
+        redis_info: Any = server_client.info("commandstats", "cpu", "replication")
+        return dict(redis_info)
     except redis.exceptions.NoPermissionError:
         return {}
 
 
-def lag_bytes(info: Mapping[str, Any]) -> int:
+def redis_lag_bytes(redis_info: Mapping[str, Any]) -> int:
     """Return the bytes that the slowest replica of a server lags behind it."""
-    offset = info_number(info, "master_repl_offset", 0)
-    replica_count = info_number(info, "connected_slaves", 0)
-    replicas = (info.get(f"slave{replica_number}") for replica_number in range(replica_count))
+    offset = info_number(redis_info, "master_repl_offset", 0)
+    replica_count = info_number(redis_info, "connected_slaves", 0)
+    replicas = (redis_info.get(f"slave{replica_number}") for replica_number in range(replica_count))
     return max(
         [0]
         + [
@@ -243,14 +243,16 @@ def lag_bytes(info: Mapping[str, Any]) -> int:
     )
 
 
-def count_reads(info: Mapping[str, Any]) -> int:
+def count_reads(redis_info: Mapping[str, Any]) -> int:
     """Return the number of read commands (READ_COMMAND_STATS) that a server has answered."""
     with refusing_unreadable("INFO", "statistics of commands"):
-        return sum(int(info[command_name]["calls"]) for command_name in READ_COMMAND_STATS if command_name in info)
+        return sum(
+            int(redis_info[command_name]["calls"]) for command_name in READ_COMMAND_STATS if command_name in redis_info
+        )
 
 
-def main_thread_cpu_s(info: Mapping[str, Any]) -> float:
+def main_thread_cpu_s(redis_info: Mapping[str, Any]) -> float:
     """Return the processor time of the thread that answers clients."""
-    used_s = info.get("used_cpu_user_main_thread", 0), info.get("used_cpu_sys_main_thread", 0)
+    used_s = redis_info.get("used_cpu_user_main_thread", 0), redis_info.get("used_cpu_sys_main_thread", 0)
     with refusing_unreadable("INFO", "processor times"):
         return float(sum(used_s))

@@ -41,18 +41,18 @@ def measure_agreement(
     often have.
     """
     exact_outputs, int8_outputs = fp32_tower.run(inputs), int8_tower.run(inputs)
-    facts: dict[str, Any] = {"rows": row_count_of(inputs)}
+    agreement_facts: dict[str, Any] = {"rows": row_count_of(inputs)}
     if item_vectors is None:
-        facts["overlap_at_1"] = float((exact_outputs.argmax(axis=1) == int8_outputs.argmax(axis=1)).mean())
-        facts["score_error_p99"] = float(np.percentile(worst_row_errors(int8_outputs, exact_outputs), 99))
+        agreement_facts["overlap_at_1"] = float((exact_outputs.argmax(axis=1) == int8_outputs.argmax(axis=1)).mean())
+        agreement_facts["score_error_p99"] = float(np.percentile(worst_row_errors(int8_outputs, exact_outputs), 99))
     else:
         top_count = min(TOP_ITEMS, len(item_vectors))
         row_overlaps, score_errors = _compare_tops(
             exact_outputs, int8_outputs, item_vectors, top_count, metric, excluded_ordinals
         )
-        facts[f"overlap_at_{TOP_ITEMS}"] = float(row_overlaps.mean())
-        facts[f"overlap_at_{TOP_ITEMS}_p1"] = float(np.percentile(row_overlaps, 1))
-        facts["score_error_p99"] = float(np.percentile(score_errors, 99))
+        agreement_facts[f"overlap_at_{TOP_ITEMS}"] = float(row_overlaps.mean())
+        agreement_facts[f"overlap_at_{TOP_ITEMS}_p1"] = float(np.percentile(row_overlaps, 1))
+        agreement_facts["score_error_p99"] = float(np.percentile(score_errors, 99))
         if (newest_item_inputs := with_newest_item(inputs)) is not None:
             row_overlaps, _ = _compare_tops(
                 fp32_tower.run(newest_item_inputs),
@@ -62,15 +62,15 @@ def measure_agreement(
                 metric,
                 excluded_ordinals,
             )
-            facts[NEWEST_OVERLAP_FACT] = float(row_overlaps.mean())
-    facts["batch_invariant"] = _is_batch_invariant(int8_tower, inputs, int8_outputs)
+            agreement_facts[NEWEST_OVERLAP_FACT] = float(row_overlaps.mean())
+    agreement_facts["batch_invariant"] = _is_batch_invariant(int8_tower, inputs, int8_outputs)
     for name, row_count in (("single", 1), ("batch_32", 32)):
         timed_inputs = select_input_rows(inputs, np.arange(min(row_count, row_count_of(inputs))))
         fp32_seconds, int8_seconds = [
             _median_seconds(partial(tower.run, timed_inputs)) for tower in (fp32_tower, int8_tower)
         ]
-        facts[f"speedup_{name}"] = round(fp32_seconds / int8_seconds, 3)
-    return facts
+        agreement_facts[f"speedup_{name}"] = round(fp32_seconds / int8_seconds, 3)
+    return agreement_facts
 
 
 def list_overlaps(
@@ -103,10 +103,12 @@ def _newest_items(histories: Histories) -> Histories:
     return Histories(indptr, histories.indices[histories.indptr[1:][newest_counts > 0] - 1])
 
 
-def select_input_rows(inputs: Inputs, rows: NDArray[np.int64]) -> dict[str, Histories | NDArray[Any]]:
+def select_input_rows(inputs: Inputs, row_indexes: NDArray[np.int64]) -> dict[str, Histories | NDArray[Any]]:
     """Return the inputs of some of the rows, by the same names."""
     return {
-        input_name: input_value.select_rows(rows) if isinstance(input_value, Histories) else input_value[rows]
+        input_name: input_value.select_rows(row_indexes)
+        if isinstance(input_value, Histories)
+        else input_value[row_indexes]
         for input_name, input_value in inputs.items()
     }
 

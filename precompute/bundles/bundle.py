@@ -50,7 +50,7 @@ _digest_by_stamp: LRUCache[FileStamp, str] = LRUCache(REMEMBERED_DIGESTS_MAX)
 class BundleModel:
     """ONNX file of a bundle with its inputs and outputs; `labels` only for a value model.
 
-    `weights` is a second file with the weights that do not fit the first, and `program` the same model as a
+    `weights_path` is a second file with the weights that do not fit the first, and `program_path` the same model as a
     `torch.export` program, if the bundle has them. Checksums are those that `bundle.json` lists: call `demand_sha256`
     before opening a file.
     """
@@ -61,23 +61,23 @@ class BundleModel:
     entity: EntityKind
     spec: TowerSpec
     labels: tuple[str, ...] = ()
-    program: Path | None = None
+    program_path: Path | None = None
     program_sha256: str = ""
-    weights: Path | None = None
+    weights_path: Path | None = None
     weights_sha256: str = ""
 
     @property
     def files(self) -> tuple[tuple[Path, str, str], ...]:
         """Tuples (file, name in a generation, SHA-256) of the ONNX file, and of the weights file if there is one."""
         file_entries = [(self.path, f"models/{self.name}.fp32.onnx", self.sha256)]
-        if self.weights is not None:
-            file_entries.append((self.weights, f"models/{self.weights.name}", self.weights_sha256))
+        if self.weights_path is not None:
+            file_entries.append((self.weights_path, f"models/{self.weights_path.name}", self.weights_sha256))
         return tuple(file_entries)
 
     @property
     def digest(self) -> str:
         """SHA-256 of the model: of its ONNX file, or of both checksums if it has a weights file."""
-        if self.weights is None:
+        if self.weights_path is None:
             return self.sha256
         return hashlib.sha256(f"{self.sha256}|{self.weights_sha256}".encode()).hexdigest()
 
@@ -88,7 +88,7 @@ class ItemsFile:
 
     path: Path
     sha256: str
-    count: int
+    item_count: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ class Bundle:
     items: ItemsFile
     user_tower: BundleModel
     item_tower: BundleModel
-    values: Mapping[str, BundleModel]
+    value_models: Mapping[str, BundleModel]
     training: Mapping[str, Any]
 
     @property
@@ -180,7 +180,7 @@ class Bundle:
         """Open each model's file, or a copy, once; raise BundleError if it differs from the bundle's description."""
 
         def check_model(model: BundleModel) -> None:
-            _check_model(model, model_path_of(model), self.items.count)
+            _check_model(model, model_path_of(model), self.items.item_count)
 
         with ThreadPoolExecutor() as pool:
             list(pool.map(check_model, self.models))
@@ -188,12 +188,12 @@ class Bundle:
     @property
     def models(self) -> tuple[BundleModel, ...]:
         """Towers and value models."""
-        return (self.user_tower, self.item_tower, *self.values.values())
+        return (self.user_tower, self.item_tower, *self.value_models.values())
 
     @property
     def has_weights(self) -> bool:
         """True if a model has a weights file, which a manifest of format 1 cannot list."""
-        return any(model.weights is not None for model in self.models)
+        return any(model.weights_path is not None for model in self.models)
 
     @property
     def columns_of_lists(self) -> Mapping[str, Sequence[str]]:
@@ -209,13 +209,13 @@ class Bundle:
     @cached_property
     def item_ids(self) -> tuple[bytes, ...]:
         """Vocabulary as Python objects, for small catalogues."""
-        return tuple(to_raw_ids(self.vocabulary.texts))
+        return tuple(to_raw_ids(self.vocabulary.id_texts))
 
     @property
     def vocabulary_digest(self) -> str:
         """SHA-256 of the item ids in the model's own order, each with its length."""
         digest_hasher = hashlib.sha256()
-        for id_chunk in self.vocabulary.texts.chunks:
+        for id_chunk in self.vocabulary.id_texts.chunks:
             raw_ids = to_raw_ids(id_chunk)
             digest_hasher.update(b"".join([len(raw_id).to_bytes(2, "little") + raw_id for raw_id in raw_ids]))
         return digest_hasher.hexdigest()
@@ -298,8 +298,10 @@ def _read_vocabulary(items_file: ItemsFile) -> Vocabulary:
             f"{file_name}: {id_column.null_count} ids are missing, the others have {id_length_bounds['min']} to "
             f"{id_length_bounds['max']} bytes: ids need 1 to {ID_BYTES_MAX} bytes"
         )
-    if (id_count := len(id_column)) != items_file.count:
-        raise BundleError(f"{file_name} has {id_count} items, {BUNDLE_FILE} states {items_file.count}", count=id_count)
+    if (id_count := len(id_column)) != items_file.item_count:
+        raise BundleError(
+            f"{file_name} has {id_count} items, {BUNDLE_FILE} states {items_file.item_count}", count=id_count
+        )
     vocabulary = Vocabulary.of(to_string_chunks(id_column))
     if vocabulary is None:
         raise BundleError(f"{file_name} has an item twice")
@@ -309,13 +311,13 @@ def _read_vocabulary(items_file: ItemsFile) -> Vocabulary:
 def _verify_model(model: BundleModel) -> None:
     for file_path, _, sha256 in model.files:
         demand_sha256(file_path, sha256)
-    if model.program is not None:
-        demand_sha256(model.program, model.program_sha256)
+    if model.program_path is not None:
+        demand_sha256(model.program_path, model.program_sha256)
 
 
 def _check_model(model: BundleModel, model_path: Path, item_count: int) -> None:
     """Open the model once; refuse unlisted weights, and a padding index that is one of the items."""
-    demand_weights(model.name, model_path, model.weights)
+    demand_weights(model.name, model_path, model.weights_path)
     try:
         Tower.open(model_path, model.spec)
     except BundleError:

@@ -49,25 +49,25 @@ class BundleHandover(NamedTuple):
     """Record that from a time on nights use a bundle."""
 
     unix_ms: int
-    digest: str
+    bundle_digest: str
 
     @property
     def path(self) -> str:
         """Path of the record in the store, which lists the files."""
-        return f"bundles/{self.unix_ms:013d}-{self.digest}.json"
+        return f"bundles/{self.unix_ms:013d}-{self.bundle_digest}.json"
 
 
 class BundleFromTables(NamedTuple):
-    """Record that a night made a bundle from tables with the digest `sources`."""
+    """Record that a night made a bundle from tables with the digest `sources_digest`."""
 
     unix_ms: int
-    digest: str
-    sources: str
+    bundle_digest: str
+    sources_digest: str
 
     @property
     def path(self) -> str:
         """Path of the record in the store, which lists the files."""
-        return f"bundles/{self.unix_ms:013d}-{self.digest}-{self.sources}.json"
+        return f"bundles/{self.unix_ms:013d}-{self.bundle_digest}-{self.sources_digest}.json"
 
 
 def all_handovers(store: ArtefactStore) -> list[BundleHandover]:
@@ -79,7 +79,7 @@ def all_handovers(store: ArtefactStore) -> list[BundleHandover]:
 def hand_over(store: ArtefactStore, bundle: Bundle, *, clock: Callable[[], float] = time.time) -> BundleHandover:
     """Copy a verified, unchanging bundle into the store, and make nights use it."""
     last_handover = all_handovers(store)[-1:]
-    if last_handover and last_handover[0].digest == bundle.digest:
+    if last_handover and last_handover[0].bundle_digest == bundle.digest:
         return last_handover[0]
     unix_ms_min = last_handover[0].unix_ms + 1 if last_handover else 0
     new_handover = BundleHandover(max(int(clock() * 1000), unix_ms_min), bundle.digest)
@@ -113,7 +113,7 @@ def chosen_bundle(config: NightConfig) -> Iterator[Bundle]:
             yield _fetch_bundle(store, superseding_handover, private_folder)
         elif bundle_folder.exists():
             bundle = _copy_bundle(bundle_folder, private_folder)
-            if not handovers or bundle.digest != handovers[-1].digest:
+            if not handovers or bundle.digest != handovers[-1].bundle_digest:
                 bundle.try_models()  # an unusable bundle must not replace a usable one
             hand_over(store, bundle)
             yield bundle
@@ -154,7 +154,7 @@ def chosen_bundle_digest(config: NightConfig) -> str | None:
     bundle_folder = config.path(config.bundle)
     superseding_handover = _superseding_handover(bundle_folder, all_handovers(config.store()))
     if superseding_handover is not None:
-        return superseding_handover.digest
+        return superseding_handover.bundle_digest
     return sha256_of(bundle_folder / BUNDLE_FILE) if (bundle_folder / BUNDLE_FILE).is_file() else None
 
 
@@ -183,7 +183,7 @@ def bundle_made_of(
     private_folder = store.local(f".bundle.{secrets.token_hex(4)}.part")
     try:
         table_bundles = [
-            table_bundle for table_bundle in bundles_from_tables(store) if table_bundle.sources == sources_digest
+            table_bundle for table_bundle in bundles_from_tables(store) if table_bundle.sources_digest == sources_digest
         ]
         if table_bundles:
             yield _fetch_bundle(store, table_bundles[0], private_folder)
@@ -201,8 +201,8 @@ def sweep_bundles(store: ArtefactStore) -> int:
     # the record goes first: no record may list files that are removed
     for table_bundle in table_bundles[:-KEPT_BUNDLES_MAX]:
         store.delete(table_bundle.path)
-    recent_digests = {handover.digest for handover in all_handovers(store)[-KEPT_BUNDLES_MAX:]}
-    recent_digests |= {table_bundle.digest for table_bundle in table_bundles[-KEPT_BUNDLES_MAX:]}
+    recent_digests = {handover.bundle_digest for handover in all_handovers(store)[-KEPT_BUNDLES_MAX:]}
+    recent_digests |= {table_bundle.bundle_digest for table_bundle in table_bundles[-KEPT_BUNDLES_MAX:]}
     stale_digests = [
         entry_name
         for entry_name in store.names("bundles")
@@ -226,30 +226,34 @@ def remove_bundles_with_items(store: ArtefactStore, raw_items: Collection[bytes]
         bundles_from_tables(store),
     )
     affected_digests = {
-        table_bundle.digest for table_bundle in table_bundles if _may_hold_items(store, table_bundle.digest, item_texts)
+        table_bundle.bundle_digest
+        for table_bundle in table_bundles
+        if _may_hold_items(store, table_bundle.bundle_digest, item_texts)
     }
     for table_bundle in table_bundles:
-        if table_bundle.digest in affected_digests:  # the record goes first: no record may list files that are removed
+        if (
+            table_bundle.bundle_digest in affected_digests
+        ):  # the record goes first: no record may list files that are removed
             store.delete(table_bundle.path)
-    for digest in affected_digests.difference(handover.digest for handover in all_handovers(store)):
+    for digest in affected_digests.difference(handover.bundle_digest for handover in all_handovers(store)):
         store.delete(f"bundles/{digest}")
     return len(affected_digests)
 
 
-def _may_hold_items(store: ArtefactStore, digest: str, item_texts: Any) -> bool:
+def _may_hold_items(store: ArtefactStore, bundle_digest: str, item_texts: Any) -> bool:
     """True if a bundle's list of items has one of these (Arrow strings), or cannot be read."""
     try:
-        with pa.BufferReader(store.read(_stored_file_path(digest, ITEMS_FILE)) or b"") as items_file:
+        with pa.BufferReader(store.read(_stored_file_path(bundle_digest, ITEMS_FILE)) or b"") as items_file:
             item_ids = pq.read_table(items_file, columns=["id"]).column("id").cast(item_texts.type)
         return bool(pc.any(pc.is_in(item_texts, value_set=item_ids)).as_py())
     except (pa.ArrowException, KeyError):
         return True
 
 
-def is_superseded(digest: str | None, handovers: Sequence[BundleHandover]) -> bool:
+def is_superseded(bundle_digest: str | None, handovers: Sequence[BundleHandover]) -> bool:
     """Return True if this bundle was handed over, and another one later, which nights use."""
-    digests = [handover.digest for handover in handovers]
-    return digest in digests[:-1] and digest != digests[-1]
+    digests = [handover.bundle_digest for handover in handovers]
+    return bundle_digest in digests[:-1] and bundle_digest != digests[-1]
 
 
 def _superseding_handover(bundle_folder: Path, handovers: list[BundleHandover]) -> BundleHandover | None:
@@ -261,7 +265,7 @@ def _superseding_handover(bundle_folder: Path, handovers: list[BundleHandover]) 
         _log.warning(
             "the bundle at %s (%s) was superseded by %s, which is used; `larder hand-over %s` makes nights use the "
             "former again",
-            bundle_folder, folder_digest[:12], handovers[-1].digest[:12], bundle_folder,
+            bundle_folder, folder_digest[:12], handovers[-1].bundle_digest[:12], bundle_folder,
         )  # fmt: skip
     return handovers[-1]
 
@@ -290,12 +294,14 @@ def _fetch_bundle(
     if record_bytes is None:
         raise StoreError(f"{bundle_record.path} is no longer in {store.url}")
     for file_name in orjson.loads(record_bytes)["files"]:
-        link_or_copy_file(store.fetch(_stored_file_path(bundle_record.digest, file_name)), private_folder / file_name)
-    _remove_host_copies(store, bundle_record.digest)
+        link_or_copy_file(
+            store.fetch(_stored_file_path(bundle_record.bundle_digest, file_name)), private_folder / file_name
+        )
+    _remove_host_copies(store, bundle_record.bundle_digest)
     bundle = Bundle.read(private_folder)
     bundle.verify()
-    if bundle.digest != bundle_record.digest:
-        raise BundleError(f"the bundle {bundle_record.digest} in {store.url} has digest {bundle.digest}")
+    if bundle.digest != bundle_record.bundle_digest:
+        raise BundleError(f"the bundle {bundle_record.bundle_digest} in {store.url} has digest {bundle.digest}")
     return bundle
 
 
@@ -317,14 +323,14 @@ def _copy_bundle(bundle_folder: Path, private_folder: Path) -> Bundle:
     raise AssertionError("unreachable")
 
 
-def _stored_file_path(digest: str, file_name: str) -> str:
-    return f"bundles/{digest}/{file_name}"
+def _stored_file_path(bundle_digest: str, file_name: str) -> str:
+    return f"bundles/{bundle_digest}/{file_name}"
 
 
-def _remove_host_copies(store: ArtefactStore, digest: str) -> None:
+def _remove_host_copies(store: ArtefactStore, bundle_digest: str) -> None:
     """Remove this host's copy of a remote store's bundle: the generation has its own copy."""
     if store.local_folder is None:
-        shutil.rmtree(store.local(f"bundles/{digest}"), ignore_errors=True)
+        shutil.rmtree(store.local(f"bundles/{bundle_digest}"), ignore_errors=True)
 
 
 def swap_in_folder(new_folder: Path, target_folder: Path) -> None:

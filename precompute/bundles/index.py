@@ -41,7 +41,7 @@ _TRAINING_VECTORS_PER_LIST = 64
 class IndexReport:
     """Report on a built index: its kind, and the share of the exact top 100 among its candidates."""
 
-    kind: str
+    index_kind: str
     recall: float
 
 
@@ -51,17 +51,17 @@ def build_index(
     index_path: Path,
     kind: IndexKind = "auto",
     *,
-    queries: NDArray[np.float32] | None = None,
+    query_vectors: NDArray[np.float32] | None = None,
 ) -> IndexReport:
     """Write an index over `item_vectors` float32 [items, dims] (position = ordinal) atomically.
 
     `auto` is flat for few items; else an inverted file whose number of probes reaches 99 % of the exact top 100, if
-    that takes less than 0.7 of the flat index's time. `queries` are vectors of real users; without any, items are the
-    queries.
+    that takes less than 0.7 of the flat index's time. `query_vectors` are vectors of real users; without any, items are
+    the queries.
     """
     if kind not in ("auto", "flat", "ivf", "hnsw"):
         raise ConfigError(f"index kind {kind!r} is not one of auto, flat, ivf, hnsw")
-    query_sample = sample_queries(item_vectors if queries is None else queries)
+    query_sample = sample_query_vectors(item_vectors if query_vectors is None else query_vectors)
     index_kind: IndexKind = "flat" if kind == "auto" and len(item_vectors) < FLAT_ITEMS_MAX else kind
     flat_ms = math.inf
     if index_kind == "flat":
@@ -91,31 +91,31 @@ def build_index(
     return IndexReport(index_name, recall)
 
 
-def sample_queries(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+def sample_query_vectors(all_vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return up to 256 rows: half of them from the tenth with the longest vectors (the head), half from the others."""
-    longest_first = np.argsort(-vector_lengths(vectors), kind="stable")
+    longest_first = np.argsort(-vector_lengths(all_vectors), kind="stable")
     head_size = max(1, len(longest_first) // 10)
     rng = np.random.default_rng(0)
     sampled_parts = [
         rng.choice(ordinals, min(SAMPLE_QUERIES_MAX // 2, len(ordinals)), replace=False)
         for ordinals in (longest_first[:head_size], longest_first[head_size:])
     ]
-    queries: NDArray[np.float32] = vectors[np.concatenate(sampled_parts)]
-    return queries
+    query_vectors: NDArray[np.float32] = all_vectors[np.concatenate(sampled_parts)]
+    return query_vectors
 
 
 def measure_recall(searcher: Searcher, item_vectors: NDArray[np.float32], query_sample: NDArray[np.float32]) -> float:
-    """Measure the share of the exact top 100 that the index finds, for the sample of `sample_queries`."""
+    """Measure the share of the exact top 100 that the index finds, for the result of `sample_query_vectors`."""
     exact_ordinals = exact_neighbours(item_vectors, query_sample, searcher.metric)
     return float(recalls(exact_ordinals, _search_candidates(searcher, query_sample)).mean())
 
 
 def iterate_tiles(
-    vectors: NDArray[np.float32], metric: Metric = "inner_product"
+    item_vectors: NDArray[np.float32], metric: Metric = "inner_product"
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Yield (first ordinal, rows as the metric compares them) over all items in tiles, to bound memory."""
-    for first_ordinal in range(0, len(vectors), TILE_ITEMS):
-        tile_rows = vectors[first_ordinal : first_ordinal + TILE_ITEMS]
+    for first_ordinal in range(0, len(item_vectors), TILE_ITEMS):
+        tile_rows = item_vectors[first_ordinal : first_ordinal + TILE_ITEMS]
         yield (
             first_ordinal,
             np.ascontiguousarray(unit_rows(tile_rows) if metric == "cosine" else tile_rows, np.float32),
@@ -123,12 +123,12 @@ def iterate_tiles(
 
 
 def merge_best_keys(
-    best_keys: NDArray[np.uint64], scores: NDArray[np.float32], first_ordinal: int, best_count: int
+    best_keys: NDArray[np.uint64], item_scores: NDArray[np.float32], first_ordinal: int, best_count: int
 ) -> NDArray[np.uint64]:
     """Return the best of each row, of `cache.model.ranking`'s keys and the scores of items from `first_ordinal` on."""
-    top_start = max(0, scores.shape[1] - best_count)
-    top_columns = np.argpartition(scores, top_start, axis=1)[:, top_start:]
-    new_keys = pack_sort_keys(np.take_along_axis(scores, top_columns, axis=1), top_columns + first_ordinal)
+    top_start = max(0, item_scores.shape[1] - best_count)
+    top_columns = np.argpartition(item_scores, top_start, axis=1)[:, top_start:]
+    new_keys = pack_sort_keys(np.take_along_axis(item_scores, top_columns, axis=1), top_columns + first_ordinal)
     return top_sort_keys(np.concatenate([best_keys, new_keys], axis=1), best_count)
 
 
@@ -138,10 +138,10 @@ def vector_lengths(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.concatenate([np.empty(0, np.float32), *length_parts])
 
 
-def _fill_index(index: Any, item_vectors: NDArray[np.float32], metric: Metric) -> Any:
+def _fill_index(faiss_index: Any, item_vectors: NDArray[np.float32], metric: Metric) -> Any:
     for _, tile_rows in iterate_tiles(item_vectors, metric):
-        index.add(tile_rows)
-    return index
+        faiss_index.add(tile_rows)
+    return faiss_index
 
 
 def _build_flat(item_vectors: NDArray[np.float32], metric: Metric) -> Any:
@@ -174,21 +174,21 @@ def _build_hnsw(item_vectors: NDArray[np.float32], metric: Metric) -> Any:
 
 
 def _widen_probes(
-    index: Any, searcher: Searcher, query_sample: NDArray[np.float32], exact_ordinals: NDArray[np.int64]
+    faiss_index: Any, searcher: Searcher, query_sample: NDArray[np.float32], exact_ordinals: NDArray[np.int64]
 ) -> None:
     """Double the number of probes until the recall of the sample is reached."""
-    index.nprobe = min(8, index.nlist)
-    while index.nprobe < index.nlist:
+    faiss_index.nprobe = min(8, faiss_index.nlist)
+    while faiss_index.nprobe < faiss_index.nlist:
         # The target has a margin of a tenth of the allowed loss, since the gate measures other queries.
         if recalls(exact_ordinals, _search_candidates(searcher, query_sample)).mean() >= 1 - 0.9 * (1 - RECALL_MIN):
             return
-        index.nprobe = min(index.nlist, index.nprobe * 2)
+        faiss_index.nprobe = min(faiss_index.nlist, faiss_index.nprobe * 2)
 
 
-def _write_and_map(index: Any, index_path: Path, metric: Metric) -> Searcher:
+def _write_and_map(faiss_index: Any, index_path: Path, metric: Metric) -> Searcher:
     """Write the index atomically (a mapped index must never be overwritten), and map it back."""
     with open_draft(index_path) as part_path:
-        faiss.write_index(index, str(part_path))
+        faiss.write_index(faiss_index, str(part_path))
     return Searcher.open(index_path, metric)
 
 

@@ -151,15 +151,15 @@ def demand_weights(model_name: str, model_path: Path, listed_weights: Path | Non
         )
 
 
-def _external_tensor(tensor_name: str, array: NDArray[Any], file_offset: int) -> TensorProto:
+def _external_tensor(tensor_name: str, tensor_values: NDArray[Any], file_offset: int) -> TensorProto:
     """Return a tensor with its bytes in the weights file."""
     tensor = TensorProto(
         name=tensor_name,
-        data_type=onnx.helper.np_dtype_to_tensor_dtype(array.dtype),
-        dims=array.shape,
+        data_type=onnx.helper.np_dtype_to_tensor_dtype(tensor_values.dtype),
+        dims=tensor_values.shape,
         data_location=TensorProto.EXTERNAL,
     )
-    for key, value in (("location", WEIGHTS_SUFFIX), ("offset", file_offset), ("length", array.nbytes)):
+    for key, value in (("location", WEIGHTS_SUFFIX), ("offset", file_offset), ("length", tensor_values.nbytes)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor
 
@@ -231,27 +231,27 @@ def refuse_negative_codes(
     graph.node.extend(copied_nodes)
 
 
-def history_tower(rows: NDArray[np.float32]) -> OnnxModel:
+def history_tower(history_rows: NDArray[np.float32]) -> OnnxModel:
     """Build history int32 [n, length] -> vector [n, dims]: the sum of the table's rows; the last row is the padding."""
     return build_onnx_model(
         _sum_of_rows("vector"),
         [int32_info("history", ["rows", "length"])],
-        [float32_info("vector", rows.shape[1])],
-        {"table": rows, "axes": np.array([1], np.int64)},
+        [float32_info("vector", history_rows.shape[1])],
+        {"table": history_rows, "axes": np.array([1], np.int64)},
     )
 
 
-def item_tower(rows: NDArray[np.float32]) -> OnnxModel:
+def item_tower(item_vectors: NDArray[np.float32]) -> OnnxModel:
     """Build item_index int32 [n] -> vector [n, dims]: a row of the table."""
     return build_onnx_model(
         [helper.make_node("Gather", ["table", "item_index"], ["vector"], name="rows", axis=0)],
         [int32_info("item_index", ["rows"])],
-        [float32_info("vector", rows.shape[1])],
-        {"table": rows},
+        [float32_info("vector", item_vectors.shape[1])],
+        {"table": item_vectors},
     )
 
 
-def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> OnnxModel:
+def affinity_model(history_rows: NDArray[np.float32], centroids: NDArray[np.float32]) -> OnnxModel:
     """Build history -> probabilities [n, centroids]: softmax over the (sharpened) cosines with the centroids."""
     nodes = [
         *_sum_of_rows("summed"),
@@ -264,7 +264,7 @@ def affinity_model(rows: NDArray[np.float32], centroids: NDArray[np.float32]) ->
         nodes,
         [int32_info("history", ["rows", "length"])],
         [float32_info("probabilities", len(centroids))],
-        {"table": rows, "axes": np.array([1], np.int64), "centroids": np.ascontiguousarray(centroids.T)},
+        {"table": history_rows, "axes": np.array([1], np.int64), "centroids": np.ascontiguousarray(centroids.T)},
     )
 
 
@@ -275,9 +275,9 @@ def _sum_of_rows(output_name: str) -> list[onnx.NodeProto]:
     ]
 
 
-def int32_info(value_name: str, shape: list[str]) -> onnx.ValueInfoProto:
+def int32_info(value_name: str, dimension_names: list[str]) -> onnx.ValueInfoProto:
     """Return an int32 input or output of this shape."""
-    return helper.make_tensor_value_info(value_name, TensorProto.INT32, shape)
+    return helper.make_tensor_value_info(value_name, TensorProto.INT32, dimension_names)
 
 
 def float32_info(value_name: str, width: int) -> onnx.ValueInfoProto:

@@ -40,7 +40,7 @@ def step(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
     attempt_name = getattr(arguments, "attempt", None) or new_attempt()
     generation = getattr(arguments, "generation", "")
     night = Night(config, attempt_name, progress=progress, generation=generation)
-    return find_step(arguments.step)(night).result
+    return find_step(arguments.step)(night).step_result
 
 
 def _build_id(arguments: argparse.Namespace) -> BuildId:
@@ -130,12 +130,12 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
     finished_steps = run_night(night, arguments.until)
     if arguments.json:
         return {
-            "generation": finished_steps[0][1].result["generation"],
+            "generation": finished_steps[0][1].step_result["generation"],
             "seconds": round(sum(seconds for _, _, seconds in finished_steps), 3),
             "steps": [
                 {
                     "step": step,
-                    "what": row.summary.replace("\n", "; "),
+                    "what": row.result_summary.replace("\n", "; "),
                     "seconds": round(seconds, 3),
                     "size_bytes": row.size_bytes,
                 }
@@ -147,13 +147,15 @@ def night(config: NightConfig, arguments: argparse.Namespace, progress: Progress
         column.justify, column.no_wrap = "right", True
     for step, row, seconds in finished_steps:
         size_cell = size_text(row.size_bytes) if row.size_bytes else ""
-        step_summary = escape(row.summary)
-        table.add_row(step.replace("_", " "), step_summary, f"{seconds:.2f}", row.rate(seconds), size_cell)
+        step_summary = escape(row.result_summary)
+        table.add_row(step.replace("_", " "), step_summary, f"{seconds:.2f}", row.rate_text(seconds), size_cell)
     table.add_section()
     table.add_row(
-        "night", finished_steps[0][1].result["generation"], f"{sum(seconds for _, _, seconds in finished_steps):.2f}"
+        "night",
+        finished_steps[0][1].step_result["generation"],
+        f"{sum(seconds for _, _, seconds in finished_steps):.2f}",
     )
-    generation = finished_steps[0][1].result["generation"]
+    generation = finished_steps[0][1].step_result["generation"]
     if finished_steps[-1][0] == "verify":
         publish_hint = (
             f"{generation} is verified, but not published: `larder canary start {generation}` sends it a share of the "
@@ -184,7 +186,7 @@ def roll_back(config: NightConfig, arguments: argparse.Namespace, _progress: Pro
     from precompute.releases.recovery import roll_back as move_back
 
     attempt = arguments.attempt or new_attempt()
-    return move_back(config, to=arguments.to, reason=arguments.reason, attempt=attempt)
+    return move_back(config, target_generation=arguments.to, reason=arguments.reason, attempt=attempt)
 
 
 def restore(config: NightConfig, arguments: argparse.Namespace, progress: Progress) -> dict[str, Any]:

@@ -102,8 +102,8 @@ def _audit_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--entity", metavar="ID", help="only records about this entity")
 
 
-def _step_place(name: str, *loads: str, command: str = "step") -> CommandPlace:
-    return CommandPlace(f"cli.commands.{command}", (f"steps.{name}", *loads))
+def _step_place(step_name: str, *loads: str, command: str = "step") -> CommandPlace:
+    return CommandPlace(f"cli.commands.{command}", (f"steps.{step_name}", *loads))
 
 
 _generation_command_row = partial(CommandRow, takes_generation=True)
@@ -114,7 +114,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         CommandPlace("cli.commands.night", tuple(f"steps.{step}" for step in NIGHT_STEPS)),
         f"run the whole night: {', '.join(NIGHT_STEPS).replace('_', ' ')}",
         _night_options,
-        store="makes",
+        store_access="makes",
     ),
     TRAIN,
     CommandRow(
@@ -122,7 +122,7 @@ COMMANDS: tuple[CommandRow, ...] = (
         CommandPlace("cli.commands.begin", ("steps.begin",)),
         "name the generation, pin its inputs, partition the sources",
         _begin_options,
-        store="makes",
+        store_access="makes",
     ),
     TAKE_EVENTS,
     CommandRow(
@@ -130,30 +130,40 @@ COMMANDS: tuple[CommandRow, ...] = (
         CommandPlace("cli.commands.hand_over_bundle", ("bundles.bundle_store",)),
         "put a bundle into the store for the nights of all hosts",
         _hand_over_options,
-        redis="none",
-        store="makes",
+        needed_redis="none",
+        store_access="makes",
     ),
     _generation_command_row(
         "score",
         _step_place("score", "steps.embed_items", "steps.assemble", command="score"),
         "score all shards, or one",
         _score_options,
-        redis="none",
-        defaults={"step": "score"},
+        needed_redis="none",
+        argument_defaults={"step": "score"},
     ),
     _generation_command_row(
-        "index", _step_place("index"), "build the FAISS indexes", redis="none", defaults={"step": "index"}
+        "index",
+        _step_place("index"),
+        "build the FAISS indexes",
+        needed_redis="none",
+        argument_defaults={"step": "index"},
     ),
     _generation_command_row(
         "quantize",
         _step_place("quantize", command="quantize"),
         "make and compare the int8 models",
-        redis="none",
-        defaults={"step": "quantize"},
+        needed_redis="none",
+        argument_defaults={"step": "quantize"},
     ),
-    _generation_command_row("load", _step_place("load"), "stream the pages into Redis", defaults={"step": "load"}),
     _generation_command_row(
-        "verify", _step_place("verify", "steps.load"), "run the gates", prepare=load_again, defaults={"step": "verify"}
+        "load", _step_place("load"), "stream the pages into Redis", argument_defaults={"step": "load"}
+    ),
+    _generation_command_row(
+        "verify",
+        _step_place("verify", "steps.load"),
+        "run the gates",
+        prepare=load_again,
+        argument_defaults={"step": "verify"},
     ),
     CommandRow(
         "override",
@@ -168,13 +178,13 @@ COMMANDS: tuple[CommandRow, ...] = (
         "make a verified generation live",
         _attempt_option,
         prepare=verify_again,
-        defaults={"step": "publish"},
+        argument_defaults={"step": "publish"},
     ),
     _generation_command_row(
         "warm",
         _step_place("warm", command="warm"),
         "wait until every replica answers from this generation",
-        defaults={"step": "warm"},
+        argument_defaults={"step": "warm"},
     ),
     CANARY,
     EXPERIMENT,
@@ -189,14 +199,14 @@ COMMANDS: tuple[CommandRow, ...] = (
         "retire",
         CommandPlace("cli.commands.step", ("steps.retire",)),
         "remove generations that are no longer needed",
-        defaults={"step": "retire"},
+        argument_defaults={"step": "retire"},
     ),
     CommandRow(
         "restore",
         CommandPlace("cli.commands.restore"),
         "rebuild a lost Redis from the artefact store",
         _restore_options,
-        redis="running",
+        needed_redis="running",
     ),
     CommandRow(
         "pin",
@@ -204,10 +214,14 @@ COMMANDS: tuple[CommandRow, ...] = (
         "keep a generation from being retired",
         _pin_options,
         takes_generation=True,
-        defaults={"unpin": False},
+        argument_defaults={"unpin": False},
     ),
     CommandRow(
-        "unpin", CommandPlace("cli.commands.pin"), "lift a pin", takes_generation=True, defaults={"unpin": True}
+        "unpin",
+        CommandPlace("cli.commands.pin"),
+        "lift a pin",
+        takes_generation=True,
+        argument_defaults={"unpin": True},
     ),
     *(
         CommandRow(
@@ -215,8 +229,8 @@ COMMANDS: tuple[CommandRow, ...] = (
             CommandPlace("cli.commands.block"),
             f"{text}; effective within seconds",
             _block_options,
-            redis="if running",
-            defaults={"unblock": name == "unblock"},
+            needed_redis="if running",
+            argument_defaults={"unblock": name == "unblock"},
         )
         for name, text in (("block", "never serve these"), ("unblock", "serve these again"))
     ),
@@ -226,8 +240,8 @@ COMMANDS: tuple[CommandRow, ...] = (
         CommandPlace("cli.commands.status"),
         "generations with state, size, gates and pins; replicas; the next generation due; exit code 3 if there is a "
         "problem; also works without Redis",
-        redis="if running",
-        store="reads",
+        needed_redis="if running",
+        store_access="reads",
     ),
     WORKLIST,
     CommandRow(
@@ -235,8 +249,8 @@ COMMANDS: tuple[CommandRow, ...] = (
         CommandPlace("cli.commands.audit"),
         "who published, rolled back, overrode, blocked, erased or changed tokens, and with what result",
         _audit_options,
-        redis="none",
-        store="reads",
+        needed_redis="none",
+        store_access="reads",
     ),
     PLAN,
     FRESHNESS,
@@ -270,16 +284,24 @@ def build_command_parser(prog: str = PROG) -> argparse.ArgumentParser:
     ]
     other_rows = [
         _generation_command_row(
-            step_name, _step_place(step_name), f"run the step {step_name}", defaults={"step": step_name}
+            step_name, _step_place(step_name), f"run the step {step_name}", argument_defaults={"step": step_name}
         )
         for step_name in other_steps
     ]
     for row in (*COMMANDS, *other_rows):
-        command = subparsers.add_parser(row.name, help=row.text, description=row.text, parents=[shared_parser])
+        command = subparsers.add_parser(
+            row.name, help=row.help_text, description=row.help_text, parents=[shared_parser]
+        )
         if row.takes_generation:
             command.add_argument("generation", help="generation id, as `begin` and `status` print it")
         row.add_options(command)
-        command.set_defaults(run=row.place, redis=row.redis, prepare=row.prepare, store=row.store, **dict(row.defaults))
+        command.set_defaults(
+            run=row.place,
+            redis=row.needed_redis,
+            prepare=row.prepare,
+            store=row.store_access,
+            **dict(row.argument_defaults),
+        )
     return parser
 
 

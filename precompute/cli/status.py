@@ -58,21 +58,21 @@ class NamespaceState:
 
     ledger: Ledger
     read_at: float
-    redis: str
+    redis_state: str
     redis_error: str | None = None
     pointer: Pointer | None = None
-    rows: Mapping[str, RegistryRow] = field(default_factory=dict)
+    registry_rows: Mapping[str, RegistryRow] = field(default_factory=dict)
     replicas: tuple[Replica, ...] = ()
     silent_replicas: int = 0
-    memory: Mapping[str, Any] = field(default_factory=dict)
+    redis_memory: Mapping[str, Any] = field(default_factory=dict)
     failure: NightFailure | None = None
     history: Sequence[Release] = ()
-    killed_in: str | None = None
+    killed_step: str | None = None
     """Step in which a night of this host was killed, with its generation."""
     is_own_redis: bool = False
 
     @property
-    def live(self) -> str | None:
+    def live_generation(self) -> str | None:
         """Live generation by the pointer, else by the release records."""
         return self.ledger.live_generation if self.pointer is None else self.pointer.generation
 
@@ -95,7 +95,7 @@ def read_state(config: NightConfig) -> NamespaceState:
             ended_redis_text,
             failure=failure,
             history=history,
-            killed_in=killed_step,
+            killed_step=killed_step,
         )
     own_server = running_server(config.path(config.state))
     try:
@@ -106,20 +106,20 @@ def read_state(config: NightConfig) -> NamespaceState:
                 releases.clock(),
                 REDIS_REACHABLE,
                 pointer=view.pointer,
-                rows=view.rows,
+                registry_rows=view.registry_rows,
                 replicas=tuple(releases.control.replicas()),
                 silent_replicas=releases.control.count_silent_replicas(),
-                memory=_redis_memory(releases.control.client),
+                redis_memory=_redis_memory(releases.control.client),
                 failure=failure,
                 history=view.history,
-                killed_in=killed_step,
+                killed_step=killed_step,
                 is_own_redis=own_server is not None and own_server.url == config.redis_url,
             )
     except TierUnavailable as error:
         history = all_releases(config.store())
         return NamespaceState(
             fold_releases(history), time.time(), REDIS_UNREACHABLE, error.message, failure=failure,
-            history=history, killed_in=killed_step,
+            history=history, killed_step=killed_step,
         )  # fmt: skip
 
 
@@ -138,20 +138,24 @@ def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_s
     `has_settings`: a file or the environment locates this namespace; without settings, another one may be meant.
     """
     store = config.store()
-    generation_ids = set(store.names("generations")) | set(namespace_state.rows)
+    generation_ids = set(store.names("generations")) | set(namespace_state.registry_rows)
     generations = [
         _generation_fields(config, namespace_state, generation_id)
         for generation_id in sorted(generation_ids, reverse=True)
     ]
     schedule = _schedule_fields(config, namespace_state)
-    status: dict[str, Any] = {
+    namespace_status: dict[str, Any] = {
         "namespace": config.namespace,
         "well": True,
         "problems": [],
-        "redis": {"state": namespace_state.redis, "why": namespace_state.redis_error, **namespace_state.memory},
-        "live": namespace_state.live,
+        "redis": {
+            "state": namespace_state.redis_state,
+            "why": namespace_state.redis_error,
+            **namespace_state.redis_memory,
+        },
+        "live": namespace_state.live_generation,
         "published_at": _published_at_text(namespace_state),
-        "model": _live_model(config, namespace_state.live),
+        "model": _live_model(config, namespace_state.live_generation),
         "previous": namespace_state.ledger.previous_generation,
         "epoch": None if namespace_state.pointer is None else namespace_state.pointer.epoch,
         "canary": namespace_state.canary
@@ -164,14 +168,14 @@ def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_s
         "erasures_pending": sum(erasure.is_pending for erasure in all_erasures(store)),
         "events": events_status(config, generations),
     }
-    problems = list(_list_problems(status, namespace_state, store.url))
-    if not has_settings and namespace_state.live is None and not generations:
+    problems = list(_list_problems(namespace_status, namespace_state, store.url))
+    if not has_settings and namespace_state.live_generation is None and not generations:
         problems = [NO_SETTINGS_TEXT]
-    return status | {"well": not problems, "problems": problems}
+    return namespace_status | {"well": not problems, "problems": problems}
 
 
 def _published_at_text(namespace_state: NamespaceState) -> str | None:
-    live_generation, pointer = namespace_state.live, namespace_state.pointer
+    live_generation, pointer = namespace_state.live_generation, namespace_state.pointer
     if live_generation is None:
         return None
     published_at = publication_time(namespace_state.history, live_generation)
@@ -198,13 +202,13 @@ def _live_model(config: NightConfig, live_generation: str | None) -> dict[str, A
     }
 
 
-def _list_problems(status: Mapping[str, Any], namespace_state: NamespaceState, store_url: str) -> list[str]:
+def _list_problems(namespace_status: Mapping[str, Any], namespace_state: NamespaceState, store_url: str) -> list[str]:
     problems = []
-    ledger, pointer, schedule = namespace_state.ledger, namespace_state.pointer, status["schedule"]
-    if namespace_state.redis == REDIS_UNREACHABLE:
+    ledger, pointer, schedule = namespace_state.ledger, namespace_state.pointer, namespace_status["schedule"]
+    if namespace_state.redis_state == REDIS_UNREACHABLE:
         problems.append(f"Redis does not answer: {namespace_state.redis_error}")
-    if namespace_state.live is None:
-        redis_clause = "" if namespace_state.redis != REDIS_REACHABLE else ", nor has Redis"
+    if namespace_state.live_generation is None:
+        redis_clause = "" if namespace_state.redis_state != REDIS_REACHABLE else ", nor has Redis"
         problems.append(
             f"nothing is live: the artefact store {store_url} has no record of a publish{redis_clause}; run `larder "
             "night`, or set the right store (artifacts, LARDER_ARTIFACTS)"
@@ -218,7 +222,7 @@ def _list_problems(status: Mapping[str, Any], namespace_state: NamespaceState, s
             f"{epoch_clause}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: `larder restore "
             "--adopt`"
         )
-    elif namespace_state.redis == REDIS_REACHABLE and ledger.live_generation is not None:
+    elif namespace_state.redis_state == REDIS_REACHABLE and ledger.live_generation is not None:
         if pointer is None and namespace_state.is_own_redis:
             problems.append(
                 "Redis has lost its pointer: the `larder serve` that started it here fills it again within seconds; if "
@@ -231,9 +235,9 @@ def _list_problems(status: Mapping[str, Any], namespace_state: NamespaceState, s
                 f"Redis has the epoch {pointer.epoch}, the release records have {ledger.live_epoch}: run `larder "
                 "restore`"
             )
-    if namespace_state.live is not None and not namespace_state.replicas:
+    if namespace_state.live_generation is not None and not namespace_state.replicas:
         problems += _no_replica_problems(namespace_state)
-    if schedule["missing"] and namespace_state.live is not None:
+    if schedule["missing"] and namespace_state.live_generation is not None:
         problems.append(f"the generation of {schedule['due']} is missing: the live one is older")
     if (failure := namespace_state.failure) is not None and not failure.is_refused:
         generation_clause = f" ({failure.generation})" if failure.generation else ""
@@ -242,10 +246,12 @@ def _list_problems(status: Mapping[str, Any], namespace_state: NamespaceState, s
             f"{failure.error}; the live generation stays. Correct the cause, then run `larder night` again, or clear "
             "the failed task"
         )
-    if namespace_state.killed_in is not None:
-        problems.append(f"a night was stopped in {namespace_state.killed_in}: run it again; the live generation stays")
-    live_cut = (namespace_state.live or "")[:CUT_CHARS]
-    for generation_status in status["generations"]:
+    if namespace_state.killed_step is not None:
+        problems.append(
+            f"a night was stopped in {namespace_state.killed_step}: run it again; the live generation stays"
+        )
+    live_cut = (namespace_state.live_generation or "")[:CUT_CHARS]
+    for generation_status in namespace_status["generations"]:
         if (
             generation_status["state"] == GenerationState.REFUSED
             and generation_status["generation"][:CUT_CHARS] >= live_cut
@@ -274,10 +280,10 @@ def _list_problems(status: Mapping[str, Any], namespace_state: NamespaceState, s
 
 def _no_replica_problems(namespace_state: NamespaceState) -> list[str]:
     """Return the problem that no replica serves the live generation; nothing while Redis is unreachable."""
-    live_generation, silent_count = namespace_state.live, namespace_state.silent_replicas
-    if namespace_state.redis == REDIS_UNREACHABLE:
+    live_generation, silent_count = namespace_state.live_generation, namespace_state.silent_replicas
+    if namespace_state.redis_state == REDIS_UNREACHABLE:
         return []
-    if namespace_state.redis == REDIS_NOT_CONFIGURED:
+    if namespace_state.redis_state == REDIS_NOT_CONFIGURED:
         return [
             namespace_state.redis_error
             or f"no replica serves {live_generation}: no Redis is configured and none runs here; run "
@@ -291,10 +297,10 @@ def _no_replica_problems(namespace_state: NamespaceState) -> list[str]:
 
 
 def _generation_fields(config: NightConfig, namespace_state: NamespaceState, generation: str) -> dict[str, Any]:
-    row, ledger = namespace_state.rows.get(generation), namespace_state.ledger
+    row, ledger = namespace_state.registry_rows.get(generation), namespace_state.ledger
     canary_generation = namespace_state.canary.generation if namespace_state.canary else None
     generation_by_role = {
-        "live": namespace_state.live,
+        "live": namespace_state.live_generation,
         "previous": ledger.previous_generation,
         "canary": canary_generation,
     }
@@ -352,9 +358,9 @@ def _schedule_fields(config: NightConfig, namespace_state: NamespaceState) -> di
     next_at = schedule.tick_after(namespace_state.read_at)
     created_at: float | None = None
     data_until: float | None = None
-    if namespace_state.live is not None:
+    if namespace_state.live_generation is not None:
         try:
-            manifest = read_manifest(config.store(), namespace_state.live)
+            manifest = read_manifest(config.store(), namespace_state.live_generation)
             created_at, data_until = float(manifest.created_at), float(manifest.data_until)
         except LarderError:
             created_at = None
@@ -364,7 +370,7 @@ def _schedule_fields(config: NightConfig, namespace_state: NamespaceState) -> di
         "due": _iso_if_known(schedule.due_tick(namespace_state.read_at)),
         # Without the files of the live generation the time of its making is unknown.
         "missing": None
-        if namespace_state.live is not None and created_at is None
+        if namespace_state.live_generation is not None and created_at is None
         else schedule.is_generation_missing(namespace_state.read_at, created_at),
         "age_seconds": None if data_until is None else round(namespace_state.read_at - data_until),
         "next": _iso_if_known(next_at),
@@ -387,13 +393,13 @@ def _iso_if_known(unix_s: float | None) -> str | None:
     return None if unix_s is None else iso(unix_s)
 
 
-def render_status(status: Mapping[str, Any]) -> list[Table | str | Text]:
+def render_status(namespace_status: Mapping[str, Any]) -> list[Table | str | Text]:
     """Render a verdict, the generations, then one line for each other subject."""
-    table = Table(*_TABLE_COLUMNS, title=f"namespace {status['namespace']}")
-    for generation_status in status["generations"]:
+    table = Table(*_TABLE_COLUMNS, title=f"namespace {namespace_status['namespace']}")
+    for generation_status in namespace_status["generations"]:
         table.add_row(*_generation_row(generation_status))
-    status_lines = [f"not well: {problem}" for problem in status["problems"]] or ["all is well"]
-    status_lines += list(_detail_lines(status))
+    status_lines = [f"not well: {problem}" for problem in namespace_status["problems"]] or ["all is well"]
+    status_lines += list(_detail_lines(namespace_status))
     return [table, *map(Text, status_lines)]
 
 
@@ -432,14 +438,14 @@ def _gates_text(gates: Mapping[str, Any] | None) -> str:
     return f"{gates['run'] - not_judged_count} passed{not_judged_text}{overrides_text}"
 
 
-def _live_lines(status: Mapping[str, Any]) -> list[str]:
+def _live_lines(namespace_status: Mapping[str, Any]) -> list[str]:
     """Describe the live generation: since when it is live, its model, and remarks on its night."""
-    if status["live"] is None:
+    if namespace_status["live"] is None:
         return []
-    live_line = f"live: {status['live']}"
-    if status["published_at"] is not None:
-        live_line += f" since {status['published_at']}"
-    if (model := status["model"]) is not None:
+    live_line = f"live: {namespace_status['live']}"
+    if namespace_status["published_at"] is not None:
+        live_line += f" since {namespace_status['published_at']}"
+    if (model := namespace_status["model"]) is not None:
         live_line += f", model {model['name']} (sha256 {model['sha256'][:12]}"
         if model["imported_at"]:
             live_line += f", imported {model['imported_at']}"
@@ -447,19 +453,19 @@ def _live_lines(status: Mapping[str, Any]) -> list[str]:
         live_line += ")"
     remark_lines = [
         f"note on {generation_status['generation']}: {remark}"
-        for generation_status in status["generations"]
+        for generation_status in namespace_status["generations"]
         for remark in generation_status["remarks"] or ()
         if generation_status["state"] in (GenerationState.LIVE, GenerationState.VERIFIED)
     ]
     return [live_line, *remark_lines]
 
 
-def _detail_lines(status: Mapping[str, Any]) -> list[str]:
-    schedule, redis = status["schedule"], status["redis"]
+def _detail_lines(namespace_status: Mapping[str, Any]) -> list[str]:
+    schedule, redis = namespace_status["schedule"], namespace_status["redis"]
     due_state_text = {True: "missing", False: "there", None: "not known"}[schedule["missing"]]
     due_text = f"due: the generation of {schedule['due']} is {due_state_text}"
     next_text = f"next at {schedule['next']}, expected by {schedule['next_expected_by']}"
-    detail_lines = _live_lines(status)
+    detail_lines = _live_lines(namespace_status)
     detail_lines.append(f"{due_text}; {next_text} ({schedule['cron']}, {schedule['timezone']})")
     if redis["state"] == REDIS_UNREACHABLE:
         detail_lines.append(
@@ -468,7 +474,7 @@ def _detail_lines(status: Mapping[str, Any]) -> list[str]:
     elif redis["state"] == REDIS_NOT_CONFIGURED:
         detail_lines.append("no Redis is configured and none runs here: this is what the artefact store knows")
     else:
-        epoch = status["epoch"]
+        epoch = namespace_status["epoch"]
         detail_lines.append(
             "Redis has no pointer: nothing was published, or it is lost (restore)"
             if epoch is None
@@ -476,16 +482,16 @@ def _detail_lines(status: Mapping[str, Any]) -> list[str]:
         )
         if limit_bytes := redis.get("limit_bytes"):
             detail_lines.append(f"Redis holds {size_text(redis['used_bytes'])} of {size_text(limit_bytes)}")
-    if (canary := status["canary"]) is not None:
+    if (canary := namespace_status["canary"]) is not None:
         detail_lines.append(f"canary {canary['generation']} on {canary['percent']:g} %")
     for feature_lines in FEATURE_LINES:
-        detail_lines += feature_lines(status)
-    replica_count = len(status["replicas"])
+        detail_lines += feature_lines(namespace_status)
+    replica_count = len(namespace_status["replicas"])
     replicas_text = (
         f"{replica_count} replica{'s' * (replica_count != 1)}"
         if redis["state"] == REDIS_REACHABLE
         else "replicas not counted, since their heartbeats are in Redis"
     )
-    detail_lines.append(f"{replicas_text}, blocklist version {status['blocklist_version']}")
-    detail_lines.append(f"{status['erasures_pending']} erasures pending (erase --list)")
+    detail_lines.append(f"{replicas_text}, blocklist version {namespace_status['blocklist_version']}")
+    detail_lines.append(f"{namespace_status['erasures_pending']} erasures pending (erase --list)")
     return detail_lines

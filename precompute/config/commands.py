@@ -25,27 +25,29 @@ def prepare_nothing(_config: NightConfig, _arguments: argparse.Namespace, _progr
 class CommandRow:
     """Command of the shell: its name, function and text, the Redis that it needs, and how a new one is prepared.
 
-    If `takes_generation`, its first argument is a generation id; `defaults` are set in addition to its options.
-    `store`: whether it only reads the artefact store, writes into it, or may create a new one.
+    If `takes_generation`, its first argument is a generation id; `argument_defaults` are set in addition to its
+    options. `store_access`: whether it only reads the artefact store, writes into it, or may create a new one.
     """
 
     name: str
     place: CommandPlace
-    text: str
+    help_text: str
     add_options: Callable[[argparse.ArgumentParser], None] = _no_options
-    redis: Literal["own", "if running", "running", "none"] = "own"
+    needed_redis: Literal["own", "if running", "running", "none"] = "own"
     prepare: PrepareRedis = prepare_nothing
     takes_generation: bool = False
-    store: Literal["reads", "writes", "makes"] = "writes"
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    store_access: Literal["reads", "writes", "makes"] = "writes"
+    argument_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-def add_cut_options(command: argparse.ArgumentParser, default: str) -> None:
-    """Add the options of a command that uses data up to a cut; `default` describes the default cut."""
-    command.add_argument("--data-until", metavar="TIME", help=f"cut of the data, ISO 8601 (default: {default})")
+def add_cut_options(command: argparse.ArgumentParser, default_cut_text: str) -> None:
+    """Add the options of a command that uses data up to a cut; `default_cut_text` describes the default cut."""
+    command.add_argument(
+        "--data-until", metavar="TIME", help=f"cut of the data, ISO 8601 (default: {default_cut_text})"
+    )
     command.add_argument("--attempt", help="name of this attempt; the same name marks a repeat")
 
 
-def absolute_path(text: str) -> str:
+def absolute_path(path_or_url: str) -> str:
     """Return a path of the command line relative to the current folder as an absolute one; URLs stay."""
-    return text if "://" in text else str(Path(text).absolute())
+    return path_or_url if "://" in path_or_url else str(Path(path_or_url).absolute())

@@ -35,7 +35,7 @@ class CommandOutput:
     """Output of a command, with its exit code; a text is written unchanged."""
 
     content: OutputContent | str
-    code: int = 0
+    exit_code: int = 0
 
 
 Command = Callable[[NightConfig, argparse.Namespace, Progress], OutputContent | CommandOutput]
@@ -49,14 +49,14 @@ class CommandPlace:
     All commands together need every library, which takes a second or two to load; each alone needs few.
     """
 
-    name: str
-    imports: tuple[str, ...] = ()
+    function_path: str
+    imported_modules: tuple[str, ...] = ()
 
     def import_command(self) -> Command:
         """Import the command and all modules that it will need."""
-        for dependency in self.imports:
+        for dependency in self.imported_modules:
             import_module(f"precompute.{dependency}")
-        module_name, _, function_name = self.name.rpartition(".")
+        module_name, _, function_name = self.function_path.rpartition(".")
         command: Command = getattr(import_module(f"precompute.{module_name}"), function_name)
         return command
 

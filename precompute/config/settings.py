@@ -39,15 +39,15 @@ def night_config(path: str | None = None, environment: Mapping[str, str] = os.en
     return NightConfig.configured(environment, path, **overrides)
 
 
-def retained_count(keep: int) -> int:
+def retained_count(kept_generations: int) -> int:
     """Return the number of superseded generations that a sweep keeps; it includes the newest one, for a roll back."""
-    return max(1, keep)
+    return max(1, kept_generations)
 
 
-def peak_generation_count(keep: int) -> int:
+def peak_generation_count(kept_generations: int) -> int:
     """Return the largest number of generations in Redis and on each host at one time.
 
     They are the live one, the retained ones, one that is being built, and one unpublished. The unpublished one is a
     canary, or a generation of a refused or failed night that must not be swept yet.
     """
-    return 1 + retained_count(keep) + 1 + 1
+    return 1 + retained_count(kept_generations) + 1 + 1

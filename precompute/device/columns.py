@@ -22,63 +22,70 @@ _CANDIDATES = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Some items, longest first, as the columns of a product, in groups of `size` that share a bound.
+    """Some items, longest first, as the columns of a product, in groups of `group_size` that share a bound.
 
-    The columns of four groups are interleaved (`columns_of`), and `BLOCK_GROUPS` groups are a block. `ordinals` int64
-    [columns] are the items of the columns; `column_by_ordinal` int64 [items + 1] is the inverse (-1 for items that are
-    left out; the last entry stands for invalid ordinals). `longest` and `residual` float32 [groups] are the largest
-    length and residual of a group, rounded up; `padding` are the columns without an item.
+    The columns of four groups are interleaved (`columns_of`), and `BLOCK_GROUPS` groups are a block. `item_ordinals`
+    int64 [columns] are the items of the columns; `column_by_ordinal` int64 [items + 1] is the inverse (-1 for items
+    that are left out; the last entry stands for invalid ordinals). `longest_by_group` and `residual_by_group` float32
+    [groups] are the largest length and residual of a group, rounded up; `padding_columns` are the columns without an
+    item.
     """
 
-    codes: torch.Tensor
-    ordinals: torch.Tensor
+    item_codes: torch.Tensor
+    item_ordinals: torch.Tensor
     column_by_ordinal: torch.Tensor
-    longest: torch.Tensor
-    residual: torch.Tensor
-    padding: torch.Tensor
-    size: int
-    block_longest: torch.Tensor
-    """Largest `longest` of each block, float32 [blocks]."""
-    block_residual: torch.Tensor
-    """Largest `residual` of each block, float32 [blocks]."""
+    longest_by_group: torch.Tensor
+    residual_by_group: torch.Tensor
+    padding_columns: torch.Tensor
+    group_size: int
+    longest_by_block: torch.Tensor
+    """Largest `longest_by_group` of each block, float32 [blocks]."""
+    residual_by_block: torch.Tensor
+    """Largest `residual_by_group` of each block, float32 [blocks]."""
 
     @property
-    def block(self) -> int:
+    def block_column_count(self) -> int:
         """Number of columns of a block: a product covers whole blocks."""
-        return self.size * BLOCK_GROUPS
+        return self.group_size * BLOCK_GROUPS
 
-    def columns_of(self, groups: torch.Tensor) -> torch.Tensor:
+    def columns_of(self, group_numbers: torch.Tensor) -> torch.Tensor:
         """Return the columns int64 [..., size] of some groups [...]."""
-        item_index = torch.arange(self.size, device=groups.device)
+        item_index = torch.arange(self.group_size, device=group_numbers.device)
         column_offset = item_index // PAIR_COLUMNS * (GROUPS_ABREAST * PAIR_COLUMNS) + item_index % PAIR_COLUMNS
-        first_column = groups // GROUPS_ABREAST * (GROUPS_ABREAST * self.size) + groups % GROUPS_ABREAST * PAIR_COLUMNS
+        first_column = (
+            group_numbers // GROUPS_ABREAST * (GROUPS_ABREAST * self.group_size)
+            + group_numbers % GROUPS_ABREAST * PAIR_COLUMNS
+        )
         return first_column[..., None] + column_offset
 
-    def largest(self, product: torch.Tensor) -> torch.Tensor:
+    def largest_by_group(self, products: torch.Tensor) -> torch.Tensor:
         """Return the largest product of each group, [n, groups], from products [n, columns] of whole blocks."""
-        pair_maxima = product.view(len(product), -1, self.size // PAIR_COLUMNS, GROUPS_ABREAST * PAIR_COLUMNS).amax(2)
-        return pair_maxima.view(len(product), -1, PAIR_COLUMNS).amax(2)
+        pair_maxima = products.view(
+            len(products), -1, self.group_size // PAIR_COLUMNS, GROUPS_ABREAST * PAIR_COLUMNS
+        ).amax(2)
+        return pair_maxima.view(len(products), -1, PAIR_COLUMNS).amax(2)
 
 
 def columns_by_rank(
-    codes: torch.Tensor, length: torch.Tensor, residual: torch.Tensor, order: torch.Tensor,
+    item_codes: torch.Tensor, item_lengths: torch.Tensor, item_residuals: torch.Tensor, ordinals_by_rank: torch.Tensor,
     item_count: int, group_size: int,
 ) -> Columns:  # fmt: skip
     """Return the columns of all given items, in the order of their ranks; `item_count` is the number of all items."""
-    ranked_count, device = len(order), codes.device
+    ranked_count, device = len(ordinals_by_rank), item_codes.device
     column_count = _count_columns(ranked_count, group_size)
     ranks = torch.arange(column_count, device=device).view(-1, GROUPS_ABREAST, group_size // PAIR_COLUMNS, PAIR_COLUMNS)
     ranks = ranks.transpose(1, 2).reshape(-1)
     is_item = ranks < ranked_count
-    laid_codes = torch.zeros((column_count, codes.shape[1]), dtype=codes.dtype, device=device)
-    laid_codes[is_item] = codes[ranks[is_item]]
+    laid_codes = torch.zeros((column_count, item_codes.shape[1]), dtype=item_codes.dtype, device=device)
+    laid_codes[is_item] = item_codes[ranks[is_item]]
     ordinals = torch.full((column_count,), item_count, device=device)
-    ordinals[is_item] = order[ranks[is_item]]
+    ordinals[is_item] = ordinals_by_rank[ranks[is_item]]
     column_by_ordinal = torch.full((item_count + 1,), -1, device=device)
     column_by_ordinal[ordinals[is_item]] = is_item.nonzero()[:, 0]
     pad = (0, column_count - ranked_count)
     longest, group_residual = (
-        torch.nn.functional.pad(item_values, pad).view(-1, group_size).amax(1) for item_values in (length, residual)
+        torch.nn.functional.pad(item_values, pad).view(-1, group_size).amax(1)
+        for item_values in (item_lengths, item_residuals)
     )
     return Columns(
         laid_codes, ordinals, column_by_ordinal, longest, group_residual, (~is_item).nonzero()[:, 0], group_size,
@@ -100,14 +107,14 @@ def _count_columns(item_count: int, group_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockStage:
-    """Blocks that one stage of a search visits: `blocks` of those at `offset`, `offset + stride` and so on.
+    """Blocks that one stage of a search visits: `block_count` of them, from `first_block` on, `block_stride` apart.
 
     If `skip` is not 0, an earlier stage visited the `hole`-th of every skip + 1 of these blocks, so it is left out.
     """
 
-    blocks: int
-    stride: int
-    offset: int = 0
+    block_count: int
+    block_stride: int
+    first_block: int = 0
     skip: int = 0
     hole: int = 0
 
@@ -116,25 +123,32 @@ class BlockStage:
         if self.skip:
             full_rounds, remainder = divmod(visit_index, self.skip)
             visit_index = full_rounds * (self.skip + 1) + remainder + (remainder >= self.hole)
-        return visit_index * self.stride + self.offset
+        return visit_index * self.block_stride + self.first_block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queries:
-    """Users [n, ...], scaled for the products: `codes` half, `length` and `residual` float32 [n], rounded up.
+    """Users [n, ...], scaled for the products: codes half, lengths and residual lengths float32 [n], rounded up.
 
-    `size` float64 [n] are the lengths of the unscaled vectors.
+    `unscaled_lengths` float64 [n] are the lengths of the unscaled vectors.
     """
 
-    exact: torch.Tensor
+    exact_vectors: torch.Tensor
     cosine_lengths: torch.Tensor | None
-    codes: torch.Tensor
-    length: torch.Tensor
-    residual: torch.Tensor
-    scale: torch.Tensor
-    size: torch.Tensor
+    user_codes: torch.Tensor
+    scaled_lengths: torch.Tensor
+    residual_lengths: torch.Tensor
+    user_scales: torch.Tensor
+    unscaled_lengths: torch.Tensor
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def all_tensors(self) -> tuple[torch.Tensor, ...]:
         """Return all tensors of these users."""
-        required_tensors = (self.exact, self.codes, self.length, self.residual, self.scale, self.size)
+        required_tensors = (
+            self.exact_vectors,
+            self.user_codes,
+            self.scaled_lengths,
+            self.residual_lengths,
+            self.user_scales,
+            self.unscaled_lengths,
+        )
         return required_tensors if self.cosine_lengths is None else (*required_tensors, self.cosine_lengths)

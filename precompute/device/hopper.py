@@ -1,8 +1,8 @@
 """Kernels of the fused top-K for Hopper GPUs, in CUDA C++, compiled on first use.
 
 `kernels/above.cu` and `keep.cu` are the counterparts of `above.py` and `keep.py`, `exact.cu` that of `keys.exact`, and
-`encode.cu` is `DeviceItems.queries` in one pass. Other GPUs, wider vectors, and hosts without NVRTC use the Triton
-kernels or torch's operators. No further package is needed: PyTorch's builds for CUDA depend on NVRTC and
+`encode.cu` is `DeviceItems.encode_queries` in one pass. Other GPUs, wider vectors, and hosts without NVRTC use the
+Triton kernels or torch's operators. No further package is needed: PyTorch's builds for CUDA depend on NVRTC and
 `cuda-bindings`.
 """
 
@@ -58,14 +58,14 @@ class HopperKernels:
     Each method enqueues one kernel on the current stream, and raises RuntimeError with the driver's name of an error.
     """
 
-    encode: Any
-    above: Any
-    exact: Any
+    encode_kernel: Any
+    above_kernel: Any
+    exact_kernel: Any
     above_shared_bytes: int
     device: torch.device
 
     def encode_users(
-        self, scored_users: torch.Tensor, compared_users: torch.Tensor, width: int
+        self, scored_users: torch.Tensor, compared_users: torch.Tensor, code_width: int
     ) -> tuple[torch.Tensor, ...]:
         """Return the tensors of `Queries` without `cosine_lengths`, in order, for users float32 [n, dims].
 
@@ -74,43 +74,43 @@ class HopperKernels:
         user_count, dims = scored_users.shape
         empty_numbers = partial(torch.empty, user_count, device=scored_users.device, dtype=torch.float32)
         exact = torch.empty((user_count, -(-dims // 4), 4), device=scored_users.device)
-        codes = torch.empty((user_count, width), device=scored_users.device, dtype=torch.float16)
+        codes = torch.empty((user_count, code_width), device=scored_users.device, dtype=torch.float16)
         length, residual, scale = empty_numbers(), empty_numbers(), empty_numbers()
         user_lengths = empty_numbers(dtype=torch.float64)
         arguments = [
             *_pointers(scored_users, compared_users, exact, codes, length, residual, scale, user_lengths),
-            *map(ctypes.c_int, (user_count, dims, width)),
+            *map(ctypes.c_int, (user_count, dims, code_width)),
         ]
         if not user_count:
             return exact, codes, length, residual, scale, user_lengths
-        _launch(self.encode, (-(-user_count // _WARP_USERS), 1), _WARP_USERS * 32, 0, arguments)
+        _launch(self.encode_kernel, (-(-user_count // _WARP_USERS), 1), _WARP_USERS * 32, 0, arguments)
         return exact, codes, length, residual, scale, user_lengths
 
     def write_entries(
         self,
-        codes: torch.Tensor,
+        user_codes: torch.Tensor,
         reach: torch.Tensor,
-        limits: torch.Tensor,
+        user_limits: torch.Tensor,
         columns: Columns,
-        weight: torch.Tensor,
+        block_weights: torch.Tensor,
         stage: BlockStage,
         entries: torch.Tensor,
         entry_counts: torch.Tensor,
         slack: float,
     ) -> None:
         """Write the entries of one stage: see `kernels.above`."""
-        user_count = len(codes)
-        real_group_count = len(columns.longest) - len(columns.padding) // columns.size
-        stage_fields = (stage.blocks, stage.stride, stage.offset, stage.skip, stage.hole)
+        user_count = len(user_codes)
+        real_group_count = len(columns.longest_by_group) - len(columns.padding_columns) // columns.group_size
+        stage_fields = (stage.block_count, stage.block_stride, stage.first_block, stage.skip, stage.hole)
         arguments = [
-            _tensor_map(codes, PROGRAM_USERS),
-            _tensor_map(columns.codes, TILE_ITEMS),
-            *_pointers(reach, limits, weight, entries, entry_counts),
+            _tensor_map(user_codes, PROGRAM_USERS),
+            _tensor_map(columns.item_codes, TILE_ITEMS),
+            *_pointers(reach, user_limits, block_weights, entries, entry_counts),
             *map(ctypes.c_int, (user_count, real_group_count, *stage_fields, entries.shape[2])),
             ctypes.c_float(slack),
         ]
         grid = -(-user_count // PROGRAM_USERS), SPLITS
-        _launch(self.above, grid, _ABOVE_THREADS, self.above_shared_bytes, arguments)
+        _launch(self.above_kernel, grid, _ABOVE_THREADS, self.above_shared_bytes, arguments)
 
     def keep(
         self,
@@ -118,14 +118,14 @@ class HopperKernels:
         entry_counts: torch.Tensor,
         required_counts: torch.Tensor,
         kept_entries: torch.Tensor,
-        limits: torch.Tensor,
+        user_limits: torch.Tensor,
         left_out_bounds: torch.Tensor,
         halvings: int,
     ) -> None:
         """Merge the entries of a stage, in segments of `KEEP_ROOM`, into the kept ones: see `kernels.keep`."""
         user_count, capacity = kept_entries.shape[:2]
         arguments = [
-            *_pointers(entries, entry_counts, required_counts, kept_entries, limits, left_out_bounds),
+            *_pointers(entries, entry_counts, required_counts, kept_entries, user_limits, left_out_bounds),
             ctypes.c_int(user_count),
         ]
         kernel = _load_keep_kernel(capacity, entries.shape[1], halvings, self.device)
@@ -133,40 +133,40 @@ class HopperKernels:
 
     def write_keys(
         self,
-        vectors: torch.Tensor,
+        item_vectors: torch.Tensor,
         item_lengths: torch.Tensor | None,
         columns: Columns,
         queries: Queries,
         hidden_rows: tuple[torch.Tensor, torch.Tensor],
         kept_entries: torch.Tensor,
         left_out_bounds: torch.Tensor,
-        keys: torch.Tensor,
+        sort_keys: torch.Tensor,
     ) -> None:
         """Write the exact keys int64 [n, size, capacity] of kept entries: see `kernels.keys`.
 
-        `vectors` and `item_lengths` are those of the items (`DeviceItems`). A user's keys are written without gaps,
-        followed by `WORST`.
+        `item_vectors` and `item_lengths` are those of the items (`DeviceItems`). A user's keys are written without
+        gaps, followed by `WORST`.
         """
         user_count, capacity = kept_entries.shape[:2]
-        steps = vectors.shape[1]
+        steps = item_vectors.shape[1]
         is_cosine = item_lengths is not None and queries.cosine_lengths is not None
-        length_pair = (queries.cosine_lengths, item_lengths) if is_cosine else (queries.exact, vectors)
+        length_pair = (queries.cosine_lengths, item_lengths) if is_cosine else (queries.exact_vectors, item_vectors)
         arguments = [
-            *_pointers(queries.exact, length_pair[0], vectors, length_pair[1]),
-            *_pointers(kept_entries, left_out_bounds, columns.ordinals, *hidden_rows, keys),
-            *map(ctypes.c_int, (len(vectors), steps, capacity, is_cosine)),
+            *_pointers(queries.exact_vectors, length_pair[0], item_vectors, length_pair[1]),
+            *_pointers(kept_entries, left_out_bounds, columns.item_ordinals, *hidden_rows, sort_keys),
+            *map(ctypes.c_int, (len(item_vectors), steps, capacity, is_cosine)),
         ]
-        shared_bytes = _PARTS_BYTES + steps * 16 + columns.size * capacity * 4
-        _launch(self.exact, (user_count, 1), _EXACT_THREADS, shared_bytes, arguments)
+        shared_bytes = _PARTS_BYTES + steps * 16 + columns.group_size * capacity * 4
+        _launch(self.exact_kernel, (user_count, 1), _EXACT_THREADS, shared_bytes, arguments)
 
 
-def kernels_for(width: int, device: torch.device) -> HopperKernels | None:
-    """Return the kernels for codes of `width` numbers on a device; None if the Triton kernels must be used."""
-    if device.type != "cuda" or width > WIDTH_MAX or device in _disabled_devices:
+def kernels_for(code_width: int, device: torch.device) -> HopperKernels | None:
+    """Return the kernels for codes of `code_width` numbers on a device; None if the Triton kernels must be used."""
+    if device.type != "cuda" or code_width > WIDTH_MAX or device in _disabled_devices:
         return None
     if torch.cuda.get_device_capability(device) != _HOPPER_CAPABILITY:
         return None
-    return _load_kernels(-(-width // _CHUNK_NUMBERS), device)
+    return _load_kernels(-(-code_width // _CHUNK_NUMBERS), device)
 
 
 def disable(device: torch.device) -> bool:
@@ -215,14 +215,14 @@ def ring_constants(chunk_count: int) -> dict[str, int]:
     return {"CHUNKS": chunk_count, "STAGES": min(_STAGES_MAX, free_bytes // _STAGE_BYTES)}
 
 
-def compile_kernel(kernel_name: str, constants: Mapping[str, float]) -> bytes:
+def compile_kernel(kernel_name: str, value_by_constant: Mapping[str, float]) -> bytes:
     """Compile `kernels/<name>.cu` for sm_90a by NVRTC. Raises RuntimeError with the compiler's log."""
     from cuda.bindings import nvrtc
 
     source = files("precompute.device.kernels").joinpath(f"{kernel_name}.cu").read_bytes()
     program = _check_result(*nvrtc.nvrtcCreateProgram(source, f"{kernel_name}.cu".encode(), 0, [], []))
     options = ["--gpu-architecture=sm_90a", "--std=c++17", "--fmad=false"]
-    options += [f"--define-macro={constant}={value}" for constant, value in constants.items()]
+    options += [f"--define-macro={constant}={value}" for constant, value in value_by_constant.items()]
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if int(result):
         log = bytearray(_check_result(*nvrtc.nvrtcGetProgramLogSize(program)))
@@ -244,13 +244,21 @@ def _load_function(kernel_name: str, cubin: bytes, shared_bytes: int) -> Any:
     return function
 
 
-def _launch(function: Any, grid: tuple[int, int], threads: int, shared_bytes: int, arguments: Sequence[Any]) -> None:
+def _launch(
+    kernel_function: Any,
+    grid_size: tuple[int, int],
+    thread_count: int,
+    shared_bytes: int,
+    kernel_arguments: Sequence[Any],
+) -> None:
     from cuda.bindings import driver
 
-    addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    addresses = (ctypes.c_void_p * len(kernel_arguments))(*map(ctypes.addressof, kernel_arguments))
     stream = torch.cuda.current_stream().cuda_stream
     _check_result(
-        *driver.cuLaunchKernel(function, *grid, 1, threads, 1, 1, shared_bytes, stream, ctypes.addressof(addresses), 0)
+        *driver.cuLaunchKernel(
+            kernel_function, *grid_size, 1, thread_count, 1, 1, shared_bytes, stream, ctypes.addressof(addresses), 0
+        )
     )
 
 

@@ -40,34 +40,38 @@ _PROBE_ROWS = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceItems:
-    """All items; `order` int64 [items] has ordinals by falling length; `codes`, `length`, `residual` have that order.
+    """All items by falling length, as in `ordinals_by_length` int64 [items]: codes, scaled lengths, residual lengths.
 
-    In the order of ordinals are `exact` float32 [items, steps, 4], the vectors after `arrange_in_sum_order`, and
-    `cosine_lengths` float32 [items], the lengths for the metric cosine.
+    In the order of ordinals are `exact_vectors` float32 [items, steps, 4], the vectors after `arrange_in_sum_order`,
+    and `cosine_lengths` float32 [items], the lengths for the metric cosine.
     """
 
-    exact: torch.Tensor
+    exact_vectors: torch.Tensor
     cosine_lengths: torch.Tensor | None
-    order: torch.Tensor
-    codes: torch.Tensor
-    length: torch.Tensor
-    residual: torch.Tensor
-    scale: float
-    error: float
+    ordinals_by_length: torch.Tensor
+    item_codes: torch.Tensor
+    scaled_lengths: torch.Tensor
+    residual_lengths: torch.Tensor
+    vector_scale: float
+    relative_rounding_error: float
     """Rounding error of a product and of the exact score, relative to the product of both lengths."""
-    group: int | None
+    fixed_group_size: int | None
     """Number of items that share a bound; None: chosen by the number of items."""
     all_columns: Columns
 
     @classmethod
     def of(
-        cls, comparable_items: ComparableItems, device: torch.device, dtype: torch.dtype, group: int | None = None
+        cls,
+        comparable_items: ComparableItems,
+        device: torch.device,
+        dtype: torch.dtype,
+        fixed_group_size: int | None = None,
     ) -> Self:
         """Copy the items to the device; raise torch.OutOfMemoryError if they do not fit."""
         dims = comparable_items.vectors.shape[1]
         scale = float(np.ldexp(1.0, -int(np.frexp(comparable_items.longest_length)[1])))
         ordinals_by_length = np.argsort(-comparable_items.compared_lengths, kind="stable")
-        group_size = group or choose_group_size(len(ordinals_by_length))
+        group_size = fixed_group_size or choose_group_size(len(ordinals_by_length))
         exact = torch.empty((len(ordinals_by_length), -(-dims // SUM_LANES), SUM_LANES), device=device)
         encoded_parts = []
         # in parts, so that temporary copies stay small
@@ -86,7 +90,8 @@ class DeviceItems:
             exact, None if item_lengths is None else copy_to_device(item_lengths, device), device_order,
             codes, length, residual, scale,
             _ROUNDING_BY_DTYPE[dtype] + (dims + 16) * (2.0**-22 + 2.0**-23) + 2.0**-20,
-            group, columns_by_rank(codes, length, residual, device_order, len(ordinals_by_length), group_size),
+            fixed_group_size, columns_by_rank(codes, length, residual, device_order, len(ordinals_by_length),
+            group_size),
         )  # fmt: skip
 
     def is_within_error_bound(self) -> bool:
@@ -94,90 +99,100 @@ class DeviceItems:
 
         Tested on positive numbers, which have the largest partial sums, so that sums in half precision are detected.
         """
-        device, dtype = self.codes.device, self.codes.dtype
-        probe_users = np.random.default_rng(0).random((_PROBE_ROWS, self.codes.shape[1]), np.float32)
-        probe_users /= self.codes.shape[1]  # the length is at most one
+        device, dtype = self.item_codes.device, self.item_codes.dtype
+        probe_users = np.random.default_rng(0).random((_PROBE_ROWS, self.item_codes.shape[1]), np.float32)
+        probe_users /= self.item_codes.shape[1]  # the length is at most one
         codes, length, _ = encode_vectors(copy_to_device(probe_users, device), 1.0, dtype)
-        sample_codes = self.codes[:: max(1, len(self.codes) // _PROBE_ROWS)].abs()
+        sample_codes = self.item_codes[:: max(1, len(self.item_codes) // _PROBE_ROWS)].abs()
         exact_products = codes.double() @ sample_codes.double().T
         product_errors = (codes @ sample_codes.T).double() - exact_products
-        allowed_errors = self.error * length[:, None] * sample_codes.double().square().sum(1).sqrt() + UNDERFLOW_ERROR
+        allowed_errors = (
+            self.relative_rounding_error * length[:, None] * sample_codes.double().square().sum(1).sqrt()
+            + UNDERFLOW_ERROR
+        )
         return bool((product_errors.abs() <= allowed_errors).all())
 
-    def only(self, is_allowed: torch.Tensor) -> Columns:
+    def columns_of_allowed(self, is_allowed: torch.Tensor) -> Columns:
         """Return the columns of the items in the mask bool [items] by ordinal."""
-        ranks = is_allowed[self.order].nonzero()[:, 0]
-        group_size = self.group or choose_group_size(len(ranks))
+        ranks = is_allowed[self.ordinals_by_length].nonzero()[:, 0]
+        group_size = self.fixed_group_size or choose_group_size(len(ranks))
         return columns_by_rank(
-            self.codes[ranks], self.length[ranks], self.residual[ranks], self.order[ranks], len(self.order),
+            self.item_codes[ranks], self.scaled_lengths[ranks], self.residual_lengths[ranks],
+            self.ordinals_by_length[ranks], len(self.ordinals_by_length),
             group_size,
         )  # fmt: skip
 
-    def queries(self, user_vectors: NDArray[np.float32], compared: NDArray[np.float32]) -> Queries:
+    def encode_queries(self, user_vectors: NDArray[np.float32], compared_vectors: NDArray[np.float32]) -> Queries:
         """Encode users float32 [n, dims] as scored and as compared (unit vectors for cosine)."""
-        device = self.codes.device
+        device = self.item_codes.device
         scored_users = copy_to_device(user_vectors, device)
         user_lengths = (
             None if self.cosine_lengths is None else copy_to_device(scored_item_lengths(user_vectors), device)
         )
-        width = self.codes.shape[1]
-        kernels = kernels_for(width, device) if self.codes.dtype == torch.float16 else None
+        width = self.item_codes.shape[1]
+        kernels = kernels_for(width, device) if self.item_codes.dtype == torch.float16 else None
         if kernels is not None:
-            compared_users = scored_users if compared is user_vectors else copy_to_device(compared, device)
+            compared_users = (
+                scored_users if compared_vectors is user_vectors else copy_to_device(compared_vectors, device)
+            )
             exact, *code_tensors = kernels.encode_users(scored_users, compared_users, width)
             return Queries(exact, user_lengths, *code_tensors)
         user_sizes = scored_users.double().square().sum(1).sqrt()
         compared_users, length = scored_users, user_sizes
-        if compared is not user_vectors:
-            compared_users = copy_to_device(compared, device)
+        if compared_vectors is not user_vectors:
+            compared_users = copy_to_device(compared_vectors, device)
             length = compared_users.double().square().sum(1).sqrt()
         power = (-torch.frexp(length).exponent).clamp(max=_SCALE_POWER_MAX)
         scale = torch.ldexp(torch.ones_like(length), power).to(torch.float32)
         return Queries(
             arrange_in_sum_order(scored_users),
             user_lengths,
-            *encode_vectors(compared_users, scale[:, None], self.codes.dtype),
+            *encode_vectors(compared_users, scale[:, None], self.item_codes.dtype),
             scale,
             user_sizes,
         )
 
-    def pairs(self, exclusions: Histories, rows: slice | NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+    def exclusion_pairs(
+        self, exclusions: Histories, user_rows: slice | NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (row, ordinal) int64 of all exclusions of some users; an invalid ordinal is the number of items."""
-        if isinstance(rows, slice):  # histories of consecutive users are contiguous
-            indptr = exclusions.indptr[rows.start : rows.stop + 1]
+        if isinstance(user_rows, slice):  # histories of consecutive users are contiguous
+            indptr = exclusions.indptr[user_rows.start : user_rows.stop + 1]
             indices = exclusions.indices[indptr[0] : indptr[-1]]
         else:
-            selected_histories = exclusions.select_rows(rows)
+            selected_histories = exclusions.select_rows(user_rows)
             indptr, indices = selected_histories.indptr, selected_histories.indices
-        device, item_count = self.codes.device, len(self.order)
+        device, item_count = self.item_codes.device, len(self.ordinals_by_length)
         counts, ordinals = (copy_to_device(array, device) for array in (np.diff(indptr), indices))
         pair_rows = torch.arange(len(counts), device=device)
         pair_rows = pair_rows.repeat_interleave(counts, output_size=len(indices))
         return pair_rows, torch.where((ordinals >= 0) & (ordinals < item_count), ordinals, item_count)
 
-    def margin(self, columns: Columns, groups: slice, length: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def score_margins(
+        self, columns: Columns, groups: slice, user_lengths: torch.Tensor, user_residuals: torch.Tensor
+    ) -> torch.Tensor:
         """Return float32 [n, groups]: the largest difference between a product and its score, with both vectors scaled.
 
-        `length` and `residual` [n] are the users'. With codes q, q' and residuals r, r' of the vectors u, v: |u v - q
-        q'| <= |q| |r'| + |r| |v|, plus the rounding of the sums.
+        `scaled_lengths` and `residual_lengths` [n] are the users'. With codes q, q' and residuals r, r' of the vectors
+        u, v: |u v - q q'| <= |q| |r'| + |r| |v|, plus the rounding of the sums.
         """
-        longest = columns.longest[groups]
-        weight = self.weight(longest, columns.residual[groups])
-        return (length + residual)[:, None] * weight + residual[:, None] * longest + UNDERFLOW_ERROR
+        longest = columns.longest_by_group[groups]
+        weight = self.margin_weights(longest, columns.residual_by_group[groups])
+        return (user_lengths + user_residuals)[:, None] * weight + user_residuals[:, None] * longest + UNDERFLOW_ERROR
 
-    def weight(self, longest: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return float32, in the shape of `longest`: the factor of a user's length plus residual in a margin."""
-        return residual + self.error * (longest + residual)
+    def margin_weights(self, longest_lengths: torch.Tensor, longest_residuals: torch.Tensor) -> torch.Tensor:
+        """Return float32, shaped like `longest_lengths`: the factor of a user's length plus residual in a margin."""
+        return longest_residuals + self.relative_rounding_error * (longest_lengths + longest_residuals)
 
 
 def encode_vectors(
-    vectors: torch.Tensor, scale: torch.Tensor | float, dtype: torch.dtype
+    vectors: torch.Tensor, vector_scale: torch.Tensor | float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (codes [n, width], lengths float32 [n], residual lengths float32 [n]) of float32 [n, dims] times `scale`.
+    """Return (codes [n, width], lengths and residual lengths float32 [n]) of float32 [n, dims] times `vector_scale`.
 
     Scales are powers of two, so only the code itself is rounded. Its rounding is measured, not estimated.
     """
-    scaled = vectors * scale
+    scaled = vectors * vector_scale
     codes = scaled.to(dtype)
     if (smallest_normal := _SMALLEST_NORMAL_BY_DTYPE.get(dtype)) is not None:
         codes = torch.where(codes.abs() < smallest_normal, torch.zeros_like(codes), codes)
@@ -186,26 +201,26 @@ def encode_vectors(
     return torch.nn.functional.pad(codes, (0, -codes.shape[1] % _WIDTH_MULTIPLE)), length, residual
 
 
-def copy_to_device(array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def copy_to_device(host_array: NDArray[np.float32] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """Copy an array to the device; to a GPU from pinned memory, so that the copy is asynchronous."""
-    tensor = torch.from_numpy(np.require(array, requirements=("C", "W")))  # torch does not share read-only memory
+    tensor = torch.from_numpy(np.require(host_array, requirements=("C", "W")))  # torch does not share read-only memory
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_host(device_tensor: torch.Tensor) -> torch.Tensor:
     """Start copying a tensor into pinned host memory; the values are valid after a synchronisation of the stream."""
-    if tensor.device.type != "cuda":
-        return tensor
-    host_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host_tensor.copy_(tensor, non_blocking=True)
+    if device_tensor.device.type != "cuda":
+        return device_tensor
+    host_tensor = torch.empty(device_tensor.shape, dtype=device_tensor.dtype, pin_memory=True)
+    return host_tensor.copy_(device_tensor, non_blocking=True)
 
 
-def slice_if_consecutive(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
+def slice_if_consecutive(row_indexes: NDArray[np.int64]) -> slice | NDArray[np.int64]:
     """Return consecutive ascending rows as a slice, which reads them without a copy; other rows unchanged."""
-    is_consecutive = len(rows) > 0 and bool((np.diff(rows) == 1).all())
-    return slice(int(rows[0]), int(rows[-1]) + 1) if is_consecutive else rows
+    is_consecutive = len(row_indexes) > 0 and bool((np.diff(row_indexes) == 1).all())
+    return slice(int(row_indexes[0]), int(row_indexes[-1]) + 1) if is_consecutive else row_indexes
 
 
 def _round_up(vector_lengths: torch.Tensor) -> torch.Tensor:
@@ -246,23 +261,23 @@ def exact_dots(ordered_users: torch.Tensor, ordered_items: torch.Tensor) -> torc
     return (lane_sums[..., 0] + lane_sums[..., 1]) + (lane_sums[..., 2] + lane_sums[..., 3])
 
 
-def pack_keys(scores: torch.Tensor, ordinals: torch.Tensor) -> torch.Tensor:
+def pack_keys(item_scores: torch.Tensor, item_ordinals: torch.Tensor) -> torch.Tensor:
     """Return `cache.model.ranking.pack_sort_keys` as int64, the highest bit flipped: torch compares signed numbers."""
-    bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0, so both zeros have one key
+    bits = (item_scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0, so both zeros have one key
     ordered_bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered_bits.to(torch.int64) << 32) | (0xFFFFFFFF - ordinals)
+    return (ordered_bits.to(torch.int64) << 32) | (0xFFFFFFFF - item_ordinals)
 
 
-def unpack_scores(keys: torch.Tensor) -> torch.Tensor:
+def unpack_scores(sort_keys: torch.Tensor) -> torch.Tensor:
     """Return the float32 scores of `pack_keys`."""
-    ordered_bits = (keys >> 32).to(torch.int32)
+    ordered_bits = (sort_keys >> 32).to(torch.int32)
     return (ordered_bits ^ ((ordered_bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
-def unpack_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_keys(sort_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `cache.model.ranking.unpack_sort_keys` of int64 [n, k]: (ordinals int32, NO_ITEM for WORST; scores)."""
-    low = keys.view(torch.int32).view(*keys.shape, 2)[..., 0]  # little-endian: the lower half comes first
-    return ~low, unpack_scores(keys).masked_fill(keys == WORST, 0.0)
+    low = sort_keys.view(torch.int32).view(*sort_keys.shape, 2)[..., 0]  # little-endian: the lower half comes first
+    return ~low, unpack_scores(sort_keys).masked_fill(sort_keys == WORST, 0.0)
 
 
 def has_same_bits(dims: int, device: torch.device) -> bool:

@@ -55,8 +55,8 @@ _log = logging.getLogger(__name__)
 class Program:
     """Exported model on its device: thread-safe; on a GPU it is compiled at the first batch."""
 
-    def __init__(self, run: Callable[..., Any], input_order: Sequence[int], device: torch.device) -> None:
-        self._run_uncompiled = self._run = run
+    def __init__(self, run_program: Callable[..., Any], input_order: Sequence[int], device: torch.device) -> None:
+        self._run_uncompiled = self._run = run_program
         self._input_order = input_order
         self._device = device
         self._is_warm = device.type != "cuda"
@@ -94,7 +94,7 @@ class Program:
             program = move_to_device_pass(program, device)
         return cls(program.module(), [input_names.index(input_name) for input_name in program_inputs], torch_device)
 
-    def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
+    def outputs(self, inputs_of_batches: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """Yield the output float32 [n, dims] of each batch, whose inputs are in the order of `input_names`.
 
         The next batch is prepared and sent while one is computed. Raises MemoryError if memory is exhausted.
@@ -102,7 +102,7 @@ class Program:
         stream = self._streams.get()
         wait_for_output: Callable[[], NDArray[np.float32]] | None = None
         try:
-            for feed in feeds:
+            for feed in inputs_of_batches:
                 wait_for_next_output = self._start_batch(feed, stream)
                 if wait_for_output is not None:
                     yield wait_for_output()
@@ -117,16 +117,20 @@ class Program:
             self._streams.put(stream)
 
     def _start_batch(
-        self, feed: Sequence[NDArray[Any]], stream: torch.cuda.Stream | None
+        self, batch_inputs: Sequence[NDArray[Any]], stream: torch.cuda.Stream | None
     ) -> Callable[[], NDArray[np.float32]]:
         """Start a batch; return a function that waits for its outputs."""
         if stream is None:
             with torch.inference_mode():
-                tensors = [torch.from_numpy(feed[input_index]).to(self._device) for input_index in self._input_order]
+                tensors = [
+                    torch.from_numpy(batch_inputs[input_index]).to(self._device) for input_index in self._input_order
+                ]
                 output = self._output(tensors).to(torch.float32).cpu()
             return lambda: np.asarray(output.numpy(), np.float32)
         with torch.inference_mode(), torch.cuda.stream(stream):
-            pinned_inputs = [torch.from_numpy(feed[input_index]).pin_memory() for input_index in self._input_order]
+            pinned_inputs = [
+                torch.from_numpy(batch_inputs[input_index]).pin_memory() for input_index in self._input_order
+            ]
             device_output = self._output([tensor.to(self._device, non_blocking=True) for tensor in pinned_inputs])
             host_output = torch.empty(device_output.shape, dtype=torch.float32, pin_memory=True)
             host_output.copy_(device_output, non_blocking=True)
@@ -140,28 +144,28 @@ class Program:
 
         return settled
 
-    def _output(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _output(self, input_tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         with nullcontext() if self._is_warm else _TORCH_LOCK:
             if not self._is_warm:
-                self._warm(tensors)
+                self._warm(input_tensors)
         try:
-            output = self._run(*tensors)
+            output = self._run(*input_tensors)
         except Exception as error:  # the compiler may fail for a new shape
             if self._run is self._run_uncompiled or is_full(error):
                 raise
             _log.warning("the program runs uncompiled from now on: %s", error)
             self._run = self._run_uncompiled
-            output = self._run(*tensors)
+            output = self._run(*input_tensors)
         while isinstance(output, list | tuple) and len(output) == 1:
             output = output[0]
-        tensor: torch.Tensor = output
-        return tensor
+        output_tensor: torch.Tensor = output
+        return output_tensor
 
-    def _warm(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _warm(self, input_tensors: Sequence[torch.Tensor]) -> None:
         """Compile the program for any number of rows; if that fails, it runs uncompiled."""
         try:
             compiled_run = torch.compile(self._run_uncompiled, dynamic=True)
-            compiled_run(*tensors)
+            compiled_run(*input_tensors)
         except Exception as error:  # the compiler's errors share no base class
             if is_full(error):
                 raise

@@ -44,15 +44,15 @@ _SAFE_LENGTHS = (1e-36, 1e36)
 class _SearchRequest:
     """Request of one call of `top`, and the arrays for its answer; `fused` if the kernels are to be used."""
 
-    users: NDArray[np.float32]
+    user_vectors: NDArray[np.float32]
     k: int
     exclusions: Histories
     columns: Columns
-    results: TopLists
+    top_lists: TopLists
     on_progress: Callable[[int], None]
     room_bytes: int
     fused: ModuleType | None = None
-    estimating: bool = False
+    is_estimating: bool = False
 
 
 class DeviceScorer:
@@ -62,7 +62,7 @@ class DeviceScorer:
         self._comparable_items = comparable_items
         self._items = items
         self._fused = fused
-        self._device = items.codes.device
+        self._device = items.item_codes.device
         self._change_lock = threading.Lock()
         self._part_count = 1
         self._launch_lock = threading.Lock()
@@ -150,7 +150,7 @@ class DeviceScorer:
             attempts += [(_FETCH_MARGINS[-1], None)] * (self._fused is not None)
             for attempt_index, ((k_divisor, extra_candidates), kernels) in enumerate(attempts):
                 if len(remaining_rows) and not self.has_failed:
-                    attempt = replace(search_request, fused=kernels, estimating=attempt_index == 0)
+                    attempt = replace(search_request, fused=kernels, is_estimating=attempt_index == 0)
                     remaining_rows = self._search_slabs(attempt, remaining_rows, k + k // k_divisor + extra_candidates)
         if len(remaining_rows):
             processor_scorer = self._cpu_scorer if self.has_failed else self._exhaustive_scorer
@@ -177,21 +177,21 @@ class DeviceScorer:
     def _select_columns(self, allowed: NDArray[np.bool_] | None) -> Columns:
         if allowed is None or self.has_failed:
             return self._items.all_columns
-        columns = self._items.only(torch.from_numpy(allowed).to(self._device))
+        columns = self._items.columns_of_allowed(torch.from_numpy(allowed).to(self._device))
         _synchronize(self._device)
         return columns
 
     def _search_slabs(
-        self, search_request: _SearchRequest, user_rows: NDArray[np.int64], fetch: int
+        self, search_request: _SearchRequest, user_rows: NDArray[np.int64], candidates_per_user: int
     ) -> NDArray[np.int64]:
         """Search for some users; return the users whose lists are not certain."""
-        slab_users = self._choose_shape(search_request, fetch).users
+        slab_users = self._choose_shape(search_request, candidates_per_user).user_count
         slabs = [user_rows[first_row : first_row + slab_users] for first_row in range(0, len(user_rows), slab_users)]
         with ThreadPoolExecutor(SLABS_UNDER_WAY if self._stream else 1, "device") as pool:
-            return np.concatenate([*pool.map(partial(self._search_slab, search_request, fetch), slabs)])
+            return np.concatenate([*pool.map(partial(self._search_slab, search_request, candidates_per_user), slabs)])
 
     def _search_slab(
-        self, search_request: _SearchRequest, fetch: int, user_rows: NDArray[np.int64]
+        self, search_request: _SearchRequest, candidates_per_user: int, user_rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Search for users, in smaller pieces if the device runs out of memory; return the uncertain rows."""
         row_pieces, uncertain_parts = [user_rows], []
@@ -200,11 +200,11 @@ class DeviceScorer:
             if self.has_failed:
                 uncertain_parts.append(piece_rows)
                 continue
-            shape = self._choose_shape(search_request, fetch)
-            if len(piece_rows) > shape.users:
-                row_pieces += np.array_split(piece_rows, -(-len(piece_rows) // shape.users))
+            shape = self._choose_shape(search_request, candidates_per_user)
+            if len(piece_rows) > shape.user_count:
+                row_pieces += np.array_split(piece_rows, -(-len(piece_rows) // shape.user_count))
                 continue
-            kernels = self._usable_kernels(search_request, fetch)
+            kernels = self._usable_kernels(search_request, candidates_per_user)
             try:
                 uncertain_rows = self._search(search_request, shape, piece_rows)
             except LarderError:
@@ -228,37 +228,39 @@ class DeviceScorer:
         self, search_request: _SearchRequest, shape: SearchShape, user_rows: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         row_selection = slice_if_consecutive(user_rows)
-        user_vectors = np.ascontiguousarray(search_request.users[row_selection])
+        user_vectors = np.ascontiguousarray(search_request.user_vectors[row_selection])
         compared_users = unit_rows(user_vectors) if self._comparable_items.metric == "cosine" else user_vectors
         with torch.cuda.stream(self._load_stream):
-            queries = self._items.queries(user_vectors, compared_users)
-            excluded_pairs = self._items.pairs(search_request.exclusions, row_selection)
+            queries = self._items.encode_queries(user_vectors, compared_users)
+            excluded_pairs = self._items.exclusion_pairs(search_request.exclusions, row_selection)
             loaded_event = None if self._load_stream is None else self._load_stream.record_event()
         with self._launch_lock, torch.cuda.stream(self._stream):
             if self._stream is not None and loaded_event is not None:
                 self._stream.wait_event(loaded_event)
-                for tensor in (*queries.tensors(), *excluded_pairs):
+                for tensor in (*queries.all_tensors(), *excluded_pairs):
                     tensor.record_stream(self._stream)
-            kernels = self._usable_kernels(search_request, shape.fetch)
+            kernels = self._usable_kernels(search_request, shape.candidates_per_user)
             keys, is_certain_on_device = (kernels.search if kernels else search)(
                 self._items, search_request.columns, queries, excluded_pairs, search_request.k, shape
             )
-            host_tensors, copied_event = self._copy_to_host((*unpack_keys(keys), is_certain_on_device, queries.size))
+            host_tensors, copied_event = self._copy_to_host(
+                (*unpack_keys(keys), is_certain_on_device, queries.unscaled_lengths)
+            )
         if copied_event is not None:
             copied_event.synchronize()
         ordinals, scores, is_certain, user_lengths = (host_tensor.numpy() for host_tensor in host_tensors)
         if not np.isfinite(user_lengths).all():
-            check_arguments(self._comparable_items, search_request.users, search_request.k, None, None)
+            check_arguments(self._comparable_items, search_request.user_vectors, search_request.k, None, None)
         # Lists that are not certain are overwritten later by the next attempt.
-        search_request.results[0][row_selection], search_request.results[1][row_selection] = (
+        search_request.top_lists[0][row_selection], search_request.top_lists[1][row_selection] = (
             ordinals.view(np.uint32),
             scores,
         )
         has_safe_length = (user_lengths == 0) | ((user_lengths > _SAFE_LENGTHS[0]) & (user_lengths < _SAFE_LENGTHS[1]))
-        uncertain: NDArray[np.int64] = user_rows[
+        uncertain_rows: NDArray[np.int64] = user_rows[
             ~(is_certain & has_safe_length & lengths_fit_mask(self._comparable_items, user_lengths))
         ]
-        return uncertain
+        return uncertain_rows
 
     def _copy_to_host(self, tensors: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
         """Start copying tensors to the host; return them with the event of their arrival."""
@@ -281,29 +283,36 @@ class DeviceScorer:
         allowance_bytes = total_bytes * torch.cuda.get_per_process_memory_fraction(self._device) - used_bytes
         return max(0, int(min(free_bytes + cached_bytes, allowance_bytes) * _MEMORY_FRACTION))
 
-    def _choose_shape(self, search_request: _SearchRequest, fetch: int) -> SearchShape:
+    def _choose_shape(self, search_request: _SearchRequest, candidates_per_user: int) -> SearchShape:
         """Return the widest shape for which there is memory, with as many users as fill the device."""
         room_bytes = search_request.room_bytes // self._part_count
-        kernels = self._usable_kernels(search_request, fetch)
+        kernels = self._usable_kernels(search_request, candidates_per_user)
         shape: SearchShape = (kernels.shape_of if kernels else shape_of)(
-            self._items, search_request.columns, fetch, room_bytes
+            self._items, search_request.columns, candidates_per_user, room_bytes
         )
-        return replace(shape, estimating=search_request.estimating)
+        return replace(shape, is_estimating=search_request.is_estimating)
 
-    def _usable_kernels(self, search_request: _SearchRequest, fetch: int) -> ModuleType | None:
+    def _usable_kernels(self, search_request: _SearchRequest, candidates_per_user: int) -> ModuleType | None:
         kernels = search_request.fused and self._fused
-        return kernels if kernels and kernels.fits(self._items, search_request.columns, fetch) else None
+        return (
+            kernels
+            if kernels and kernels.supports_search(self._items, search_request.columns, candidates_per_user)
+            else None
+        )
 
     def _shrink(self, search_request: _SearchRequest, shape: SearchShape, error: Exception) -> None:
         """Halve the size of pieces from now on; give up if it cannot be halved."""
         is_narrowest = (
-            self._usable_kernels(search_request, shape.fetch) or shape.columns <= search_request.columns.block
+            self._usable_kernels(search_request, shape.candidates_per_user)
+            or shape.column_count <= search_request.columns.block_column_count
         )
-        if shape.users == 1 and is_narrowest:
+        if shape.user_count == 1 and is_narrowest:
             self._give_up(error)
             return
         with self._change_lock:
-            if self._choose_shape(search_request, shape.fetch) == shape:  # else another slab has already halved it
+            if (
+                self._choose_shape(search_request, shape.candidates_per_user) == shape
+            ):  # else another slab has already halved it
                 self._part_count *= 2
                 _log.info("%s: out of memory with %s; continuing with half of it", self._device, shape)
         if self._device.type == "cuda":
@@ -344,9 +353,9 @@ def probe_kernels(dims: int, device: torch.device, use_kernels: bool | None) -> 
             reason = f"the kernels take vectors of up to {fused.WIDTH_MAX} numbers, these have {dims}"
         else:
             with torch.cuda.device(device if device.type == "cuda" else -1):  # Triton uses the current device
-                if fused.agrees(dims, device):
+                if fused.agrees_with_torch(dims, device):
                     return fused
-                if hopper.disable(device) and fused.agrees(dims, device):
+                if hopper.disable(device) and fused.agrees_with_torch(dims, device):
                     _log.warning(
                         "%s: the CUDA kernels' lists differ from the operators': using Triton's kernels", device
                     )

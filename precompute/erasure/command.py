@@ -77,7 +77,8 @@ def erase(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
     selected_statuses = [
         erasure_status
         for erasure_status in erasure_statuses
-        if entity_id is None or (erasure_status.erasure.raw == entity_id and erasure_status.erasure.kind == entity_kind)
+        if entity_id is None
+        or (erasure_status.erasure.raw_id == entity_id and erasure_status.erasure.kind == entity_kind)
     ]
     reported_overlay_count = dropped_overlay_count if erasure is not None and config.redis_url else None
     finished_numbers = {
@@ -107,7 +108,8 @@ def _status_to_json(erasure_status: ErasureStatus) -> dict[str, Any]:
         "done_at": erasure.done_at and iso(erasure.done_at),
         "reason": erasure.reason,
         "held_by": [
-            {"holder": _holder_text(holder), "until": removal_text} for holder, removal_text in erasure_status.holders
+            {"holder": _holder_text(holder), "until": removal_text}
+            for holder, removal_text in erasure_status.holders_and_removals
         ],
     }
 
@@ -138,15 +140,15 @@ def _render_statuses(erasure_statuses: Sequence[ErasureStatus], dropped_overlay_
         state_text = (
             f"forgotten: {erasure.reason}" if erasure_status.state == "forgotten" else done_text or erasure_status.state
         )
-        holder_rows = [(_holder_text(holder), removal_text) for holder, removal_text in erasure_status.holders] or [
-            ("", "")
-        ]
+        holder_rows = [
+            (_holder_text(holder), removal_text) for holder, removal_text in erasure_status.holders_and_removals
+        ] or [("", "")]
         table.add_row(_quote_if_ambiguous(erasure.entity), erasure.kind, iso(erasure.at), state_text, *holder_rows[0])
         for holder_row in holder_rows[1:]:
             table.add_row("", "", "", "", *holder_row)
     pending_count = sum(erasure_status.state == "pending" for erasure_status in erasure_statuses)
     summary_lines = [f"{pending_count} pending, {len(erasure_statuses) - pending_count} done or forgotten"]
-    if any(holder.is_copy for erasure_status in erasure_statuses for holder, _ in erasure_status.holders):
+    if any(holder.is_copy for erasure_status in erasure_statuses for holder, _ in erasure_status.holders_and_removals):
         summary_lines.append(
             "copies are removed by the next step, `retire` or service on their host once they are an hour old; for a "
             "host that will never run again, `erase --gone HOST` (or a pattern) ends the wait"
@@ -160,7 +162,7 @@ def _holder_text(holder: EntityHolder) -> str:
     return f"{holder.generation} on {holder.host}" if holder.is_copy else holder.generation
 
 
-def _quote_if_ambiguous(entity: str) -> str:
+def _quote_if_ambiguous(entity_id: str) -> str:
     """Return an id unchanged, or quoted if it could be mistaken for another one."""
-    is_plain = entity.isprintable() and not any(character.isspace() for character in entity)
-    return entity if is_plain else repr(entity)
+    is_plain = entity_id.isprintable() and not any(character.isspace() for character in entity_id)
+    return entity_id if is_plain else repr(entity_id)

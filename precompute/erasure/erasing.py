@@ -34,7 +34,7 @@ class ErasureStatus:
     """Erasure and the holders of its entity, each with a text on its expected removal."""
 
     erasure: Erasure
-    holders: tuple[tuple[EntityHolder, str], ...] = ()
+    holders_and_removals: tuple[tuple[EntityHolder, str], ...] = ()
 
     @property
     def state(self) -> str:
@@ -69,7 +69,7 @@ def begin_erasing(
 
 def block_erased(store: ArtefactStore, erasures: Iterable[Erasure]) -> None:
     """Block all entities with an erasure in force again, in case one was unblocked."""
-    _block(store, [(erasure.raw, erasure.kind) for erasure in erasures if erasure.is_in_force])
+    _block(store, [(erasure.raw_id, erasure.kind) for erasure in erasures if erasure.is_in_force])
 
 
 def _block(store: ArtefactStore, ids_and_kinds: Sequence[tuple[bytes, EntityKind]]) -> None:
@@ -121,7 +121,9 @@ def drop_from_sketches(config: NightConfig, store: ArtefactStore, control: Contr
     for generation in sorted(control.rows()):
         with contextlib.suppress(LarderError):  # the generation's files are removed
             table_names |= set(read_manifest(store, generation).tables)
-    sketch_members = [sketch_member_of((table, erasure.raw)) for erasure in erasures for table in sorted(table_names)]
+    sketch_members = [
+        sketch_member_of((table, erasure.raw_id)) for erasure in erasures for table in sorted(table_names)
+    ]
     batches = [
         sketch_members[batch_start : batch_start + UNLINK_BATCH_KEYS]
         for batch_start in range(0, len(sketch_members), UNLINK_BATCH_KEYS)
@@ -157,7 +159,7 @@ def _overlay_keys(config: NightConfig, store: ArtefactStore, generation: str, er
         }
     keys = config.keyspace()
     return [
-        keys.overlay(generation, table, hash_hex(hash_id(erasure.raw, seed)))
+        keys.overlay(generation, table, hash_hex(hash_id(erasure.raw_id, seed)))
         for erasure in erasures
         for table, kinds in kinds_by_table.items()
         if erasure.kind in kinds
@@ -179,9 +181,9 @@ def settle_erasures(config: NightConfig, releases: Releases, *, in_night: bool =
         return [ErasureStatus(erasure) for erasure in erasures]
     drop_overlays(config, store, control, pending)
     drop_from_sketches(config, store, control, pending)
-    forget_keys(store, [erasure.raw for erasure in pending if erasure.kind == "user"])
+    forget_keys(store, [erasure.raw_id for erasure in pending if erasure.kind == "user"])
     forget_events(config, pending, in_night=in_night)
-    remove_bundles_with_items(store, [erasure.raw for erasure in pending if erasure.kind == "item"])
+    remove_bundles_with_items(store, [erasure.raw_id for erasure in pending if erasure.kind == "item"])
     # Registry rows are read before files: a night first adds its row, then reads the erasures, then writes files.
     holders_by_number = holders_by_erasure_number(store, pending, control.rows())
     has_generations = bool(store.names("generations"))
@@ -249,6 +251,6 @@ def _describe_fate(config: NightConfig, view: ReleaseView, holder: EntityHolder,
 
 
 def _describe_copy_fate(holder: EntityHolder, now_s: float) -> str:
-    hours = max(0.0, now_s - holder.at) / 3600
-    age = "" if not holder.at else f" for {hours / 24:.0f} days" if hours > 48 else f" for {hours:.0f} h"
+    hours = max(0.0, now_s - holder.copied_at) / 3600
+    age = "" if not holder.copied_at else f" for {hours / 24:.0f} days" if hours > 48 else f" for {hours:.0f} h"
     return f"copied there{age}, swept by the next step or service on that host"

@@ -35,12 +35,12 @@ FetchFile = Callable[[str], Path]
 class EntityHolder:
     """Holder of an entity: a generation; or, with `host`, only that host's copies of it.
 
-    The copies exist since `at` (Unix seconds, by that host's clock).
+    The copies exist since `copied_at` (Unix seconds, by that host's clock).
     """
 
     generation: str
     host: str = ""
-    at: float = 0.0
+    copied_at: float = 0.0
 
     @property
     def is_copy(self) -> bool:
@@ -49,23 +49,23 @@ class EntityHolder:
 
 
 def holders_by_erasure_number(
-    store: ArtefactStore, erasures: Sequence[Erasure], rows: Mapping[str, RegistryRow]
+    store: ArtefactStore, erasures: Sequence[Erasure], registry_rows: Mapping[str, RegistryRow]
 ) -> dict[int, tuple[EntityHolder, ...]]:
     """Return erasure number -> holders of its entity; a generation that cannot be checked counts as a holder.
 
-    `rows` is the registry: an unfinished generation without files may be about to write the entity.
+    `registry_rows` is the registry: an unfinished generation without files may be about to write the entity.
     """
     stored_generations = [
         generation_id for generation_id in store.names("generations") if GENERATION_PATTERN.fullmatch(generation_id)
     ]
     unfinished_generations = [
         generation_id
-        for generation_id, row in rows.items()
+        for generation_id, row in registry_rows.items()
         if row.state in UNFINISHED_STATES and generation_id not in stored_generations
     ]
     holders_by_number: dict[int, list[EntityHolder]] = {erasure.number: [] for erasure in erasures}
     for generation in sorted({*stored_generations, *unfinished_generations}):
-        for erasure_number in _erasures_held_by(store, generation, erasures):
+        for erasure_number in _held_erasure_numbers(store, generation, erasures):
             holders_by_number[erasure_number].append(EntityHolder(generation))
     copies = _list_copies(store, left_out_generations={*stored_generations, *unfinished_generations})
     left_out_by_generation = {
@@ -86,7 +86,7 @@ def _list_copies(store: ArtefactStore, *, left_out_generations: Collection[str])
     return [*recorded_copies, *(EntityHolder(generation, "this host") for generation in sorted(unrecorded_generations))]
 
 
-def _erasures_held_by(store: ArtefactStore, generation: str, erasures: Sequence[Erasure]) -> Collection[int]:
+def _held_erasure_numbers(store: ArtefactStore, generation: str, erasures: Sequence[Erasure]) -> Collection[int]:
     def read(file_name: str) -> bytes | None:
         return store.read(generation_path(generation, file_name))
 
@@ -134,7 +134,7 @@ def _find_held_erasures(
     """
     seed = begin_report["user_seed"] if kind == "user" else begin_report["item_seed"]
     shard_count = len(begin_report["bounds"]) - 1
-    hashes = hash_ids([erasure.raw for erasure in erasures], seed)
+    hashes = hash_ids([erasure.raw_id for erasure in erasures], seed)
     unusable_ids = ids_named_in(begin_report.get("unusable", {}))
     unusable_ids |= ids_named_in({} if manifest is None else manifest.facts.get("unusable", {}))
     if kind == "item":
@@ -210,13 +210,13 @@ def _copied_at(raw_record: bytes) -> float:
         return 0.0  # the name of the record has the host and the generation
 
 
-def declare_hosts_gone(store: ArtefactStore, pattern: str) -> list[EntityHolder]:
+def declare_hosts_gone(store: ArtefactStore, host_pattern: str) -> list[EntityHolder]:
     """Forget the copies of hosts that will never run again, by name or pattern; raise Conflict if none matches."""
     copies = copies_on_hosts(store)
-    gone_copies = [copy for copy in copies if fnmatchcase(copy.host, pattern)]
+    gone_copies = [copy for copy in copies if fnmatchcase(copy.host, host_pattern)]
     if not gone_copies:
         hosts_text = ", ".join(sorted({copy.host for copy in copies})) or "no host"
-        raise Conflict(f"no copy is recorded for a host {pattern!r}; {hosts_text} has some")
+        raise Conflict(f"no copy is recorded for a host {host_pattern!r}; {hosts_text} has some")
     for copy in gone_copies:
         store.delete(copies_record_path(copy.generation, copy.host))
     return gone_copies

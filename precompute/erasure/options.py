@@ -28,5 +28,5 @@ ERASE = CommandRow(
     CommandPlace("erasure.command.erase"),
     "block an entity at once, leave it out of all nights from now on, and report when nothing holds it any more",
     _add_options,
-    redis="if running",
+    needed_redis="if running",
 )

@@ -65,8 +65,8 @@ class RefreshStrategy:
     With `leaves_out_newer_items` answers leave out items that the user has had since the list was computed.
     """
 
-    name: str
-    text: str
+    strategy_name: str
+    description: str
     period_s: int
     leaves_out_newer_items: bool = False
 
@@ -92,27 +92,27 @@ class TimedLog:
     Users are numbered from 0 over all rows; items are indexes into a list of ids.
     """
 
-    users: NDArray[np.int64]
-    items: NDArray[np.int64]
-    times: NDArray[np.int64]
+    user_numbers: NDArray[np.int64]
+    item_indices: NDArray[np.int64]
+    times_us: NDArray[np.int64]
 
     @classmethod
-    def of(cls, users: NDArray[np.int64], items: NDArray[np.int64], times: NDArray[np.int64]) -> Self:
+    def of(cls, user_numbers: NDArray[np.int64], item_indices: NDArray[np.int64], times_us: NDArray[np.int64]) -> Self:
         """Order rows by user and time."""
-        order = order_by_user_and_time(users, times)
-        return cls(users[order], items[order], times[order])
+        order = order_by_user_and_time(user_numbers, times_us)
+        return cls(user_numbers[order], item_indices[order], times_us[order])
 
     def __len__(self) -> int:
-        return len(self.users)
+        return len(self.user_numbers)
 
     def only(self, row_mask: NDArray[np.bool_]) -> Self:
         """Return some of the rows, in their order."""
-        return type(self)(self.users[row_mask], self.items[row_mask], self.times[row_mask])
+        return type(self)(self.user_numbers[row_mask], self.item_indices[row_mask], self.times_us[row_mask])
 
     def renumber_items(self, index_by_item: NDArray[np.int64]) -> Self:
         """Return the rows with items renumbered by `index_by_item` [ids]; -1 leaves a row out."""
-        item_indices = index_by_item[self.items]
-        return type(self)(self.users, item_indices, self.times).only(item_indices >= 0)
+        item_indices = index_by_item[self.item_indices]
+        return type(self)(self.user_numbers, item_indices, self.times_us).only(item_indices >= 0)
 
 
 def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog, Any]:
@@ -125,10 +125,10 @@ def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog,
     user_ids, numbered_item_ids, time_batches, row_count = HashedIds(), NumberedIds(), [], 0
     erased = ErasedEntities.of(all_erasures(config.store()))
     for batch in map(erased.leave_out, read_interactions(config.sources, Path(config.base))):
-        user_ids.add(batch.users)
-        numbered_item_ids.add(batch.items)
-        time_batches.append(batch.times)
-        row_count += len(batch.times)
+        user_ids.add(batch.user_ids)
+        numbered_item_ids.add(batch.item_ids)
+        time_batches.append(batch.times_us)
+        row_count += len(batch.times_us)
         progress("read the log", row_count, 0)
     interaction_times = np.concatenate([np.empty(0, np.int64), *time_batches])
     if not (interaction_times != interaction_times[:1]).any():
@@ -139,7 +139,7 @@ def read_log(config: NightConfig, progress: Progress = quiet) -> tuple[TimedLog,
     has_time = interaction_times != 0
     return TimedLog.of(
         user_ids.codes()[0][has_time], numbered_item_ids.codes()[has_time], interaction_times[has_time]
-    ), numbered_item_ids.names
+    ), numbered_item_ids.distinct_ids
 
 
 def cut_before_days(log: TimedLog, day_count: int) -> int:
@@ -147,7 +147,7 @@ def cut_before_days(log: TimedLog, day_count: int) -> int:
 
     Raises SourceError if no row is before that.
     """
-    first_time_us, last_time_us = int(log.times.min()), int(log.times.max())
+    first_time_us, last_time_us = int(log.times_us.min()), int(log.times_us.max())
     cut_us = (last_time_us // _DAY_US - day_count + 1) * _DAY_US
     if first_time_us >= cut_us:
         raise SourceError(
@@ -162,14 +162,14 @@ def cut_before_days(log: TimedLog, day_count: int) -> int:
 class Targets:
     """Items that users interact with, each to be found in the user's list just before; arrays are int64 [targets].
 
-    `users` are renumbered from 0; `starts` are the first rows of the users in the log. By strategy, `ends` are the ends
-    of the rows from which the lists are computed.
+    `user_numbers` are renumbered from 0; `first_rows` are the first rows of the users in the log. By strategy,
+    `end_rows_by_strategy` are the ends of the rows from which the lists are computed.
     """
 
-    users: NDArray[np.int64]
-    items: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    ends: Mapping[RefreshStrategy, NDArray[np.int64]]
+    user_numbers: NDArray[np.int64]
+    item_indices: NDArray[np.int64]
+    first_rows: NDArray[np.int64]
+    end_rows_by_strategy: Mapping[RefreshStrategy, NDArray[np.int64]]
     since_night_us: NDArray[np.int64]
 
     @classmethod
@@ -180,11 +180,11 @@ class Targets:
 
         Rows of the same moment are not in each other's histories. Raises SourceError if there is no target.
         """
-        user_item_codes = log.users * (int(log.items.max(initial=0)) + 1) + log.items
+        user_item_codes = log.user_numbers * (int(log.item_indices.max(initial=0)) + 1) + log.item_indices
         is_first = np.zeros(len(log), np.bool_)
         is_first[np.unique(user_item_codes, return_index=True)[1]] = True
-        target_rows = np.flatnonzero(is_first & (log.times >= cut_us))
-        active_users = np.unique(log.users[target_rows])
+        target_rows = np.flatnonzero(is_first & (log.times_us >= cut_us))
+        active_users = np.unique(log.user_numbers[target_rows])
         if not len(active_users):
             raise SourceError(
                 "no user in the log interacted after the cut with an item that was new to the user but known before: "
@@ -192,51 +192,53 @@ class Targets:
             )
         if len(active_users) > users_max:
             active_users = np.sort(rng.choice(active_users, users_max, replace=False))
-            target_rows = target_rows[np.isin(log.users[target_rows], active_users)]
-        target_users, target_times = log.users[target_rows], log.times[target_rows]
-        distinct_times, time_ranks = np.unique(log.times, return_inverse=True)
-        row_keys = log.users * (len(distinct_times) + 1) + time_ranks
+            target_rows = target_rows[np.isin(log.user_numbers[target_rows], active_users)]
+        target_users, target_times = log.user_numbers[target_rows], log.times_us[target_rows]
+        distinct_times, time_ranks = np.unique(log.times_us, return_inverse=True)
+        row_keys = log.user_numbers * (len(distinct_times) + 1) + time_ranks
 
-        def end(refresh_policy: RefreshStrategy) -> NDArray[np.int64]:
+        def find_end_rows(refresh_policy: RefreshStrategy) -> NDArray[np.int64]:
             cutoff_times = find_computation_times(target_times, cut_us, refresh_policy)
             search_keys = target_users * (len(distinct_times) + 1) + distinct_times.searchsorted(cutoff_times)
             return np.asarray(row_keys.searchsorted(search_keys), np.int64)
 
         return cls(
             np.searchsorted(active_users, target_users),
-            log.items[target_rows],
-            log.users.searchsorted(target_users),
-            {refresh_policy: end(refresh_policy) for refresh_policy in strategies},
+            log.item_indices[target_rows],
+            log.user_numbers.searchsorted(target_users),
+            {refresh_policy: find_end_rows(refresh_policy) for refresh_policy in strategies},
             target_times - find_computation_times(target_times, cut_us, NIGHT),
         )
 
     def __len__(self) -> int:
-        return len(self.users)
+        return len(self.user_numbers)
 
     @property
-    def is_known(self) -> NDArray[np.bool_]:
+    def is_known_user(self) -> NDArray[np.bool_]:
         """Mask of the targets whose user the last night knew."""
-        return np.asarray(self.ends[NIGHT] > self.starts)
+        return np.asarray(self.end_rows_by_strategy[NIGHT] > self.first_rows)
 
     @property
-    def has_newer(self) -> NDArray[np.bool_]:
+    def has_newer_events(self) -> NDArray[np.bool_]:
         """Mask of the targets whose user had interactions since the last night."""
-        return np.asarray(self.ends[EVENTS] > self.ends[NIGHT])
+        return np.asarray(self.end_rows_by_strategy[EVENTS] > self.end_rows_by_strategy[NIGHT])
 
 
-def find_computation_times(times: NDArray[np.int64], cut_us: int, refresh_policy: RefreshStrategy) -> NDArray[np.int64]:
-    """Return the times before which all rows are included in the lists answered at `times`, in microseconds."""
+def find_computation_times(
+    answer_times_us: NDArray[np.int64], cut_us: int, refresh_policy: RefreshStrategy
+) -> NDArray[np.int64]:
+    """Return the times before which the lists answered at `answer_times_us` include all rows, in microseconds."""
     if not refresh_policy.period_s:
-        return times
+        return answer_times_us
     period_us = refresh_policy.period_s * MICROSECONDS_PER_SECOND
-    return cut_us + (times - cut_us) // period_us * period_us
+    return cut_us + (answer_times_us - cut_us) // period_us * period_us
 
 
 def count_lists_per_day(log: TimedLog, cut_us: int, refresh_policy: RefreshStrategy) -> tuple[float, float | None]:
     """Return (lists of users with changes, lists of all users) a day after the cut; the latter None with period 0."""
-    is_after_cut = log.times >= cut_us
-    day_count = (int(log.times.max()) + 1 - cut_us) / _DAY_US
-    changed_users, times = log.users[is_after_cut], log.times[is_after_cut]
+    is_after_cut = log.times_us >= cut_us
+    day_count = (int(log.times_us.max()) + 1 - cut_us) / _DAY_US
+    changed_users, times = log.user_numbers[is_after_cut], log.times_us[is_after_cut]
     periods = (
         times
         if not refresh_policy.period_s
@@ -248,8 +250,8 @@ def count_lists_per_day(log: TimedLog, cut_us: int, refresh_policy: RefreshStrat
     changed_per_day = (len(changed_users) and 1 + int(is_new.sum())) / day_count
     if not refresh_policy.period_s:
         return changed_per_day, None
-    first_times = np.sort(log.times[np.flatnonzero(np.diff(log.users, prepend=-1))])
-    refresh_times = np.arange(cut_us, int(log.times.max()) + 1, refresh_policy.period_s * MICROSECONDS_PER_SECOND)
+    first_times = np.sort(log.times_us[np.flatnonzero(np.diff(log.user_numbers, prepend=-1))])
+    refresh_times = np.arange(cut_us, int(log.times_us.max()) + 1, refresh_policy.period_s * MICROSECONDS_PER_SECOND)
     return changed_per_day, float(first_times.searchsorted(refresh_times).sum()) / day_count
 
 
@@ -257,22 +259,22 @@ def count_lists_per_day(log: TimedLog, cut_us: int, refresh_policy: RefreshStrat
 class RankedTargets:
     """Rank of each target in its strategy's list, -1 if absent; the number of computed lists, and their seconds."""
 
-    ranks: NDArray[np.int64]
-    lists: int
-    seconds: float
+    target_ranks: NDArray[np.int64]
+    list_count: int
+    computing_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListModel:
     """Bundle that computes lists from histories alone; users without one get the most popular items, as in a night.
 
-    `limit` is the number of newest items that the model gets.
+    `history_limit` is the number of newest items that the model gets.
     """
 
     tower: Tower
     scorer: Scorer
     popularity_scorer: Scorer
-    limit: int
+    history_limit: int
 
     @classmethod
     def of(cls, bundle: Bundle, popularity: NDArray[np.int64], history_limit: int) -> Self:
@@ -288,7 +290,7 @@ class ListModel:
         cores = usable_cores()
         open_item_tower = Tower.open(item_tower.path, item_tower.spec, threads=cores)
         (index_input,) = item_tower.spec.inputs
-        item_vectors = open_item_tower.run({index_input.name: np.arange(bundle.items.count)})
+        item_vectors = open_item_tower.run({index_input.name: np.arange(bundle.items.item_count)})
         return cls(
             Tower.open(user_tower.path, user_tower.spec, threads=cores),
             Scorer.of(item_vectors, bundle.metric),
@@ -296,8 +298,8 @@ class ListModel:
             history_limit,
         )
 
-    def top(self, input_histories: Histories, excluded: Histories, k: int) -> NDArray[np.int64]:
-        """Return int64 [n, k] of model indices, best first, without the items of `excluded`."""
+    def top_items(self, input_histories: Histories, excluded_items: Histories, k: int) -> NDArray[np.int64]:
+        """Return int64 [n, k] of model indices, best first, without the items of `excluded_items`."""
         top_items = np.empty((len(input_histories), k), np.int64)
         has_history = np.diff(input_histories.indptr) > 0
         known_rows, rows_without_history = np.flatnonzero(has_history), np.flatnonzero(~has_history)
@@ -305,13 +307,13 @@ class ListModel:
         assert history is not None  # noqa: S101 - `of` asked
         if len(known_rows):
             vectors = self.tower.run(
-                {history.name: keep_newest_items(input_histories.select_rows(known_rows), self.limit)}
+                {history.name: keep_newest_items(input_histories.select_rows(known_rows), self.history_limit)}
             )
-            top_items[known_rows] = self.scorer.top(vectors, k, excluded.select_rows(known_rows))[0]
+            top_items[known_rows] = self.scorer.top(vectors, k, excluded_items.select_rows(known_rows))[0]
         if len(rows_without_history):
             constant_vectors = np.ones((len(rows_without_history), 1), np.float32)
             top_items[rows_without_history] = self.popularity_scorer.top(
-                constant_vectors, k, excluded.select_rows(rows_without_history)
+                constant_vectors, k, excluded_items.select_rows(rows_without_history)
             )[0]
         return top_items
 
@@ -325,9 +327,11 @@ def rank_targets(
     progress: Progress = quiet,
 ) -> RankedTargets:
     """Compute each list once for all of its targets; time the towers and the search."""
-    ends = targets.ends[refresh_policy]
-    exclusion_ends = targets.ends[EVENTS] if refresh_policy.leaves_out_newer_items else ends
-    list_bounds, list_indices = np.unique(np.stack([targets.starts, ends, exclusion_ends]), axis=1, return_inverse=True)
+    ends = targets.end_rows_by_strategy[refresh_policy]
+    exclusion_ends = targets.end_rows_by_strategy[EVENTS] if refresh_policy.leaves_out_newer_items else ends
+    list_bounds, list_indices = np.unique(
+        np.stack([targets.first_rows, ends, exclusion_ends]), axis=1, return_inverse=True
+    )
     targets_by_list = np.argsort(list_indices, kind="stable")
     first_targets = np.searchsorted(list_indices[targets_by_list], np.arange(list_bounds.shape[1] + 1))
     ranks, total_s = np.full(len(targets), -1, np.int64), 0.0
@@ -335,18 +339,18 @@ def rank_targets(
         starts, ends, exclusion_ends = list_bounds[:, list_slice]
         input_histories, excluded = (group_histories(log, starts, ends), group_histories(log, starts, exclusion_ends))
         started_at = time.perf_counter()
-        top_items = model.top(input_histories, excluded, k)
+        top_items = model.top_items(input_histories, excluded, k)
         total_s += time.perf_counter() - started_at
         target_rows = targets_by_list[first_targets[list_slice.start] : first_targets[list_slice.stop]]
-        is_target = top_items[list_indices[target_rows] - list_slice.start] == targets.items[target_rows, None]
+        is_target = top_items[list_indices[target_rows] - list_slice.start] == targets.item_indices[target_rows, None]
         ranks[target_rows] = np.where(is_target.any(axis=1), is_target.argmax(axis=1), -1)
-        progress(f"replay {refresh_policy.text}", list_slice.stop, list_bounds.shape[1])
+        progress(f"replay {refresh_policy.description}", list_slice.stop, list_bounds.shape[1])
     return RankedTargets(ranks, int((list_bounds[1] > list_bounds[0]).sum()), total_s)
 
 
 def measure_seconds_alone(model: ListModel, log: TimedLog, targets: Targets, k: int, rng: np.random.Generator) -> float:
     """Return the median seconds of a list computed alone from all events, grouping included; 0 without lists."""
-    target_rows = np.flatnonzero(targets.ends[EVENTS] > targets.starts)
+    target_rows = np.flatnonzero(targets.end_rows_by_strategy[EVENTS] > targets.first_rows)
     sampled_rows = (
         rng.choice(target_rows, min(LISTS_TIMED_ALONE_MAX, len(target_rows)), replace=False)
         if len(target_rows)
@@ -354,20 +358,20 @@ def measure_seconds_alone(model: ListModel, log: TimedLog, targets: Targets, k: 
     )
     list_times_s = []
     for row in sampled_rows:
-        starts, ends = targets.starts[[row]], targets.ends[EVENTS][[row]]
+        starts, ends = targets.first_rows[[row]], targets.end_rows_by_strategy[EVENTS][[row]]
         started_at = time.perf_counter()
         input_histories = group_histories(log, starts, ends)
-        model.top(input_histories, input_histories, k)
+        model.top_items(input_histories, input_histories, k)
         list_times_s.append(time.perf_counter() - started_at)
     return median(list_times_s or [0.0])
 
 
-def group_histories(log: TimedLog, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Histories:
+def group_histories(log: TimedLog, first_rows: NDArray[np.int64], end_rows: NDArray[np.int64]) -> Histories:
     """Return histories of these rows of a log, grouped as in a night: each item once, at its latest position."""
-    row_counts = ends - starts
+    row_counts = end_rows - first_rows
     list_indices = np.repeat(np.arange(len(row_counts)), row_counts)
     offsets = np.cumsum(row_counts) - row_counts
-    item_indices = log.items[np.arange(len(list_indices)) + np.repeat(starts - offsets, row_counts)]
+    item_indices = log.item_indices[np.arange(len(list_indices)) + np.repeat(first_rows - offsets, row_counts)]
     kept_rows = last_occurrence_mask(list_indices, item_indices)
     indptr = np.searchsorted(list_indices[kept_rows], np.arange(len(row_counts) + 1))
     return Histories(indptr.astype(np.int64), item_indices[kept_rows])
@@ -397,36 +401,40 @@ def _chunk_lists(row_counts: NDArray[np.int64]) -> Iterator[slice]:
 class Estimate:
     """Mean with its 95 % confidence interval over resampled users."""
 
-    value: float
-    low: float
-    high: float
+    mean_value: float
+    interval_low: float
+    interval_high: float
 
     def to_json(self) -> dict[str, float]:
         """Return a JSON-able form, rounded to five decimals."""
         return {
             statistic_name: round(statistic, 5)
-            for statistic_name, statistic in (("value", self.value), ("low", self.low), ("high", self.high))
+            for statistic_name, statistic in (
+                ("value", self.mean_value),
+                ("low", self.interval_low),
+                ("high", self.interval_high),
+            )
         }
 
 
 def bootstrap_means(
     user_by_row: NDArray[np.int64],
-    values: NDArray[np.float64],
+    measured_values: NDArray[np.float64],
     group_masks: NDArray[np.bool_],
     rng: np.random.Generator,
     total_rounds: int = BOOTSTRAP_ROUNDS,
 ) -> list[list[Estimate]]:
-    """Return by group and column the mean of `values` [n, columns] over the rows of `group_masks` [groups, n].
+    """Return by group and column the mean of `measured_values` [n, columns] over the rows of `group_masks` [groups, n].
 
-    A row belongs to one of `users`, numbered from 0. All rows of a user are drawn together, with the same draws for all
+    A row belongs to a user, numbered from 0. All rows of a user are drawn together, with the same draws for all
     groups and columns (Efron's bootstrap, by clusters). Each group has at least one row.
     """
-    user_count, columns = int(user_by_row.max()) + 1, values.shape[1]
+    user_count, columns = int(user_by_row.max()) + 1, measured_values.shape[1]
     sums_by_user = np.zeros((user_count, len(group_masks), columns + 1))
     for group_index, group_mask in enumerate(group_masks):
         for column in range(columns):
             sums_by_user[:, group_index, column] = np.bincount(
-                user_by_row[group_mask], values[group_mask, column], user_count
+                user_by_row[group_mask], measured_values[group_mask, column], user_count
             )
         sums_by_user[:, group_index, columns] = np.bincount(user_by_row[group_mask], minlength=user_count)
     flat_sums = sums_by_user.reshape(user_count, -1)
@@ -456,35 +464,35 @@ class StrategyCost:
     """Cost of a strategy: lists per day (of users with changes, of all users), and milliseconds per list."""
 
     strategy: RefreshStrategy
-    changed_per_day: float
-    all_per_day: float | None
-    list_ms: float
+    changed_lists_per_day: float
+    all_lists_per_day: float | None
+    ms_per_list: float
 
     @property
     def seconds_per_day(self) -> float:
         """Seconds per day for lists of users with changes."""
-        return self.changed_per_day * self.list_ms / 1e3
+        return self.changed_lists_per_day * self.ms_per_list / 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class TargetGroup:
     """Group of targets: recall and NDCG of each strategy's lists, and the difference in recall from nightly lists."""
 
-    name: str
-    targets: int
-    with_newer: int
-    recall: Mapping[RefreshStrategy, Estimate]
-    ndcg: Mapping[RefreshStrategy, Estimate]
-    gain: Mapping[RefreshStrategy, Estimate]
+    group_name: str
+    target_count: int
+    newer_event_count: int
+    recall_by_strategy: Mapping[RefreshStrategy, Estimate]
+    ndcg_by_strategy: Mapping[RefreshStrategy, Estimate]
+    recall_gain_by_strategy: Mapping[RefreshStrategy, Estimate]
 
 
 @dataclass(frozen=True, slots=True)
 class FreshnessReport:
     """Report of a replay; its first group has all targets."""
 
-    facts: Mapping[str, Any]
-    groups: tuple[TargetGroup, ...]
-    costs: tuple[StrategyCost, ...]
+    replay_facts: Mapping[str, Any]
+    target_groups: tuple[TargetGroup, ...]
+    strategy_costs: tuple[StrategyCost, ...]
 
 
 def replay(config: NightConfig, options: ReplayOptions, progress: Progress = quiet) -> FreshnessReport:
@@ -497,8 +505,8 @@ def replay(config: NightConfig, options: ReplayOptions, progress: Progress = qui
         if not len(log):
             raise SourceError(f"the bundle {bundle.name} has no item of the log")
         targets = Targets.of(log, cut_us, STRATEGIES, options.users, user_rng)
-        earlier_items = log.items[log.times < cut_us]
-        popularity = np.bincount(earlier_items, minlength=bundle.items.count)
+        earlier_items = log.item_indices[log.times_us < cut_us]
+        popularity = np.bincount(earlier_items, minlength=bundle.items.item_count)
         model = ListModel.of(bundle, popularity, config.history_limit)
         ranked_by_strategy = {
             refresh_policy: rank_targets(model, log, targets, refresh_policy, options.k, progress)
@@ -506,7 +514,7 @@ def replay(config: NightConfig, options: ReplayOptions, progress: Progress = qui
         }
         alone_s = measure_seconds_alone(model, log, targets, options.k, timing_rng)
     costs, ranked_by_events = [], ranked_by_strategy[EVENTS]
-    batched_s = ranked_by_events.seconds / max(1, ranked_by_events.lists)
+    batched_s = ranked_by_events.computing_s / max(1, ranked_by_events.list_count)
     for refresh_policy in (
         policy for policy in STRATEGIES if not policy.leaves_out_newer_items
     ):  # without targets no list is computed
@@ -516,17 +524,17 @@ def replay(config: NightConfig, options: ReplayOptions, progress: Progress = qui
                 refresh_policy, changed_per_day, all_per_day, 1e3 * (alone_s if refresh_policy is EVENTS else batched_s)
             )
         )
-    is_after_cut = full_log.times >= cut_us
+    is_after_cut = full_log.times_us >= cut_us
     facts = {
-        "users": len(np.unique(full_log.users)),
+        "users": len(np.unique(full_log.user_numbers)),
         "items": len(item_ids),
         "interactions": len(full_log),
-        "from": _time_text(full_log.times.min()),
+        "from": _time_text(full_log.times_us.min()),
         "cut": _time_text(cut_us),
-        "until": _time_text(full_log.times.max()),
+        "until": _time_text(full_log.times_us.max()),
         "replayed": int(is_after_cut.sum()),
-        "of_items_unknown_at_the_cut": int(is_after_cut.sum() - (log.times >= cut_us).sum()),
-        "users_evaluated": int(targets.users.max()) + 1,
+        "of_items_unknown_at_the_cut": int(is_after_cut.sum() - (log.times_us >= cut_us).sum()),
+        "users_evaluated": int(targets.user_numbers.max()) + 1,
         "model": bundle.name,
         "trained": "as configured" if options.configured_bundle else "on what is before the cut",
         "dims": bundle.dims,
@@ -535,7 +543,7 @@ def replay(config: NightConfig, options: ReplayOptions, progress: Progress = qui
         "seed": options.seed,
     }
     ranks_by_strategy = {
-        refresh_policy: ranked_targets.ranks for refresh_policy, ranked_targets in ranked_by_strategy.items()
+        refresh_policy: ranked_targets.target_ranks for refresh_policy, ranked_targets in ranked_by_strategy.items()
     }
     return FreshnessReport(facts, tuple(_estimate_groups(targets, ranks_by_strategy, bootstrap_rng)), tuple(costs))
 
@@ -548,11 +556,11 @@ def _replayed_bundle(
     if options.configured_bundle:
         yield Bundle.open(config.path(config.bundle))
         return
-    earlier_log = log.only(log.times < cut_us)
-    earlier_items, item_rows = np.unique(earlier_log.items, return_inverse=True)
-    _, user_rows = np.unique(earlier_log.users, return_inverse=True)
+    earlier_log = log.only(log.times_us < cut_us)
+    earlier_items, item_rows = np.unique(earlier_log.item_indices, return_inverse=True)
+    _, user_rows = np.unique(earlier_log.user_numbers, return_inverse=True)
     earlier_item_ids = item_ids.take(pa.array(earlier_items))
-    data = ReferenceData(user_rows, item_rows, earlier_item_ids, times=earlier_log.times)
+    data = ReferenceData(user_rows, item_rows, earlier_item_ids, interaction_times=earlier_log.times_us)
     shape = None if config.reference.choose else SpectralShape()
     with tempfile.TemporaryDirectory(prefix="larder-freshness-") as folder:
         yield train(
@@ -568,9 +576,9 @@ def _estimate_groups(
     hours_since_night = targets.since_night_us / (HOUR_S * MICROSECONDS_PER_SECOND)
     mask_by_group = {
         "all": np.ones(len(targets), np.bool_),
-        "with newer events": targets.has_newer,
-        "user known to the night": targets.is_known,
-        "user new since the night": ~targets.is_known,
+        "with newer events": targets.has_newer_events,
+        "user known to the night": targets.is_known_user,
+        "user new since the night": ~targets.is_known_user,
     }
     for start_hour, end_hour in pairwise(HOUR_BOUNDS):
         mask_by_group[f"{start_hour} to {end_hour} h since the night"] = (hours_since_night >= start_hour) & (
@@ -580,14 +588,14 @@ def _estimate_groups(
     hits = np.stack([policy_ranks >= 0 for policy_ranks in ranks_by_strategy.values()], axis=1).astype(np.float64)
     discounts = 1 / np.log2(np.maximum(np.stack(list(ranks_by_strategy.values()), axis=1), 0) + 2.0)
     measures = np.concatenate([hits, hits * discounts, hits - hits[:, :1]], axis=1)
-    group_estimates = bootstrap_means(targets.users, measures, np.stack(list(mask_by_group.values())), rng)
+    group_estimates = bootstrap_means(targets.user_numbers, measures, np.stack(list(mask_by_group.values())), rng)
     for (group_name, group_mask), estimates in zip(mask_by_group.items(), group_estimates, strict=True):
         recall, ndcg, gain = (
             dict(zip(ranks_by_strategy, estimates[first_column : first_column + len(ranks_by_strategy)], strict=True))
             for first_column in range(0, 3 * len(ranks_by_strategy), len(ranks_by_strategy))
         )
         del gain[NIGHT]
-        newer_count = int((group_mask & targets.has_newer).sum())
+        newer_count = int((group_mask & targets.has_newer_events).sum())
         yield TargetGroup(group_name, int(group_mask.sum()), newer_count, recall, ndcg, gain)
 
 
@@ -617,37 +625,39 @@ def command(
 def report_to_json(report: FreshnessReport) -> dict[str, Any]:
     """Return a JSON-able form of a report."""
     return {
-        **report.facts,
+        **report.replay_facts,
         "groups": [
             {
-                "group": group.name,
-                "targets": group.targets,
-                "with_newer_events": group.with_newer,
+                "group": group.group_name,
+                "targets": group.target_count,
+                "with_newer_events": group.newer_event_count,
                 **{
-                    measure: {refresh_policy.name: estimate.to_json() for refresh_policy, estimate in means.items()}
+                    measure: {refresh_policy.strategy_name: estimate.to_json() for refresh_policy,
+                    estimate in means.items()}
                     for measure, means in (
-                        ("recall", group.recall), ("ndcg", group.ndcg), ("gain", group.gain),
+                        ("recall", group.recall_by_strategy), ("ndcg", group.ndcg_by_strategy), ("gain",
+                        group.recall_gain_by_strategy),
                     )
                 },
             }
-            for group in report.groups
+            for group in report.target_groups
         ],
         "costs": [
             {
-                "way": cost.strategy.name,
-                "lists_a_day": round(cost.changed_per_day, 1),
-                "lists_a_day_of_all": None if cost.all_per_day is None else round(cost.all_per_day, 1),
-                "list_ms": round(cost.list_ms, 4),
+                "way": cost.strategy.strategy_name,
+                "lists_a_day": round(cost.changed_lists_per_day, 1),
+                "lists_a_day_of_all": None if cost.all_lists_per_day is None else round(cost.all_lists_per_day, 1),
+                "list_ms": round(cost.ms_per_list, 4),
                 "seconds_a_day": round(cost.seconds_per_day, 3),
             }
-            for cost in report.costs
+            for cost in report.strategy_costs
         ],
     }  # fmt: skip
 
 
 def report_tables(report: FreshnessReport) -> list[Table | str]:
     """Render a report: all targets by strategy, groups of targets, costs."""
-    facts, all_targets = report.facts, report.groups[0]
+    facts, all_targets = report.replay_facts, report.target_groups[0]
     k = facts["k"]
     log_text = (
         f"{facts['users']:,} users, {facts['items']:,} items, {facts['interactions']:,} interactions from "
@@ -656,29 +666,40 @@ def report_tables(report: FreshnessReport) -> list[Table | str]:
     )
     model_text = (
         f"{escape(facts['model'])}, {facts['dims']} dimensions, trained {facts['trained']}. To be found are "
-        f"{all_targets.targets:,} items that {facts['users_evaluated']:,} users took up, {all_targets.with_newer:,} of "
+        f"{all_targets.target_count:,} items that {facts['users_evaluated']:,} users took up, "
+        f"{all_targets.newer_event_count:,} of "
         "them after something else since the night."
     )
     strategy_table = _number_table("lists by", f"recall@{k}", "95 %", f"NDCG@{k}", "95 %", "more than nights", "95 %")
     for refresh_policy in STRATEGIES:
-        gain = (all_targets.gain[refresh_policy],) if refresh_policy in all_targets.gain else ()
-        means = (all_targets.recall[refresh_policy], all_targets.ndcg[refresh_policy], *gain)
-        strategy_table.add_row(refresh_policy.text, *(text for estimate in means for text in _estimate_texts(estimate)))
+        gain = (
+            (all_targets.recall_gain_by_strategy[refresh_policy],)
+            if refresh_policy in all_targets.recall_gain_by_strategy
+            else ()
+        )
+        means = (all_targets.recall_by_strategy[refresh_policy], all_targets.ndcg_by_strategy[refresh_policy], *gain)
+        strategy_table.add_row(
+            refresh_policy.description, *(text for estimate in means for text in _estimate_texts(estimate))
+        )
     group_table = _number_table(
-        "items taken up", "number", "newer events", *(refresh_policy.text for refresh_policy in STRATEGIES),
+        "items taken up", "number", "newer events", *(refresh_policy.description for refresh_policy in STRATEGIES),
         "events more than nights", "95 %",
     )  # fmt: skip
-    for group in report.groups:
-        recalls = (f"{group.recall[refresh_policy].value:.4f}" for refresh_policy in STRATEGIES)
-        newer_percentage = f"{group.with_newer / group.targets:.0%}"
+    for group in report.target_groups:
+        recalls = (f"{group.recall_by_strategy[refresh_policy].mean_value:.4f}" for refresh_policy in STRATEGIES)
+        newer_percentage = f"{group.newer_event_count / group.target_count:.0%}"
         group_table.add_row(
-            group.name, f"{group.targets:,}", newer_percentage, *recalls, *_estimate_texts(group.gain[EVENTS])
+            group.group_name,
+            f"{group.target_count:,}",
+            newer_percentage,
+            *recalls,
+            *_estimate_texts(group.recall_gain_by_strategy[EVENTS]),
         )
     cost_table = _number_table("lists by", "lists a day, where inputs changed", "of all users", "ms a list", "s a day")
-    for cost in report.costs:
-        all_lists_text = "" if cost.all_per_day is None else f"{cost.all_per_day:,.0f}"
+    for cost in report.strategy_costs:
+        all_lists_text = "" if cost.all_lists_per_day is None else f"{cost.all_lists_per_day:,.0f}"
         cost_table.add_row(
-            cost.strategy.text, f"{cost.changed_per_day:,.0f}", all_lists_text, f"{cost.list_ms:.3f}",
+            cost.strategy.description, f"{cost.changed_lists_per_day:,.0f}", all_lists_text, f"{cost.ms_per_list:.3f}",
             f"{cost.seconds_per_day:,.1f}",
         )  # fmt: skip
     return [log_text, model_text, strategy_table, f"Recall@{k} of parts:", group_table, cost_table]
@@ -692,4 +713,4 @@ def _number_table(first_header: str, *number_headers: str) -> Table:
 
 
 def _estimate_texts(estimate: Estimate) -> tuple[str, str]:
-    return f"{estimate.value:.4f}", f"{estimate.low:.4f} to {estimate.high:.4f}"
+    return f"{estimate.mean_value:.4f}", f"{estimate.interval_low:.4f} to {estimate.interval_high:.4f}"

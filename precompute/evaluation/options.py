@@ -50,6 +50,6 @@ FRESHNESS = CommandRow(
     "compare how many of users' next items nights, hourly nights and events find, replayed from the end of a log with "
     "times, and what their lists cost",
     add_options,
-    redis="none",
-    store="reads",
+    needed_redis="none",
+    store_access="reads",
 )

@@ -111,7 +111,7 @@ def _unlisted_ids(config: NightConfig, event_item_ids: Collection[bytes]) -> fro
     item_id_array = pa.array([raw.decode() for raw in item_ids], pa.string())
     listed_mask = np.zeros(len(item_ids), np.bool_)
     for ids, _ in read_features(source_file(table_name, config.path(".")), sources.item_column, ()):
-        listed_mask |= as_numpy_mask(pc.is_in(item_id_array, value_set=ids.names))
+        listed_mask |= as_numpy_mask(pc.is_in(item_id_array, value_set=ids.distinct_ids))
     return frozenset(item_ids[row] for row in np.flatnonzero(~listed_mask).tolist())
 
 
@@ -150,12 +150,12 @@ def _usable_values(
                 entity_id: attribute_values_by_entity[entity_id]
                 for entity_id in concerned_ids[batch_start : batch_start + ENTITIES_AT_ONCE]
             }
-            unusable.count_checked(trial.source, len(batch_values_by_id))
-            for entity_id in trial.left_out(batch_values_by_id, unusable):
+            unusable.count_checked(trial.source_name, len(batch_values_by_id))
+            for entity_id in trial.left_out_ids(batch_values_by_id, unusable):
                 values_by_id[entity_id] = {
                     attribute_name: attribute_value
                     for attribute_name, attribute_value in attribute_values_by_entity[entity_id].items()
-                    if attribute_name not in trial.columns
+                    if attribute_name not in trial.input_columns
                 }
         attribute_values_by_entity = {
             entity_id: value_by_attribute
@@ -167,17 +167,17 @@ def _usable_values(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ModelTrial:
-    """Trial of one model on the values that events set; missing inputs are filled with the table values of `row`.
+    """Trial of one model on the values that events set; missing inputs are filled with the values of `filler_row`.
 
-    `row` is an entity for which the model gives a finite output; None if the table has none. `output_abs_max` is the
-    limit of the absolute value of outputs.
+    `filler_row` is an entity for which the model gives a finite output; None if the table has none. `output_abs_max` is
+    the limit of the absolute value of outputs.
     """
 
     model: BundleModel
     tower: Tower
-    layouts: list[Layout]
-    columns: tuple[str, ...]
-    row: Mapping[str, Any] | None
+    output_layouts: list[Layout]
+    input_columns: tuple[str, ...]
+    filler_row: Mapping[str, Any] | None
     output_abs_max: float
 
     @classmethod
@@ -204,23 +204,25 @@ class _ModelTrial:
                 }
                 is_bounded = model is bundle.item_tower and _largest_abs(outputs[good_indexes]) <= NEW_VECTOR_ABS_MAX
                 return replace(
-                    trial_without_row, row=example_row, output_abs_max=NEW_VECTOR_ABS_MAX if is_bounded else np.inf
+                    trial_without_row,
+                    filler_row=example_row,
+                    output_abs_max=NEW_VECTOR_ABS_MAX if is_bounded else np.inf,
                 )
         return trial_without_row
 
     @property
-    def source(self) -> str:
+    def source_name(self) -> str:
         """Name of the trial in reports."""
         return f"{EVENTS_SOURCE_PREFIX}.{self.model.name}"
 
     def concerned_ids(self, values_by_entity: EntityValues) -> list[bytes]:
-        """Return the sorted ids for which events set an input of the model; none if there is no `row`."""
-        if self.row is None:
+        """Return the sorted ids for which events set an input of the model; none if there is no `filler_row`."""
+        if self.filler_row is None:
             return []
         return sorted(
             entity_id
             for entity_id, value_by_attribute in values_by_entity.items()
-            if not value_by_attribute.keys().isdisjoint(self.columns)
+            if not value_by_attribute.keys().isdisjoint(self.input_columns)
         )
 
     def outputs(
@@ -232,7 +234,7 @@ class _ModelTrial:
             feature.name: read_feature_values(table_columns[str(feature.column)], feature) for feature in spec.features
         }
         complete_rows = np.flatnonzero(
-            np.logical_and.reduce([feature_values.usable for feature_values in values_by_feature.values()])
+            np.logical_and.reduce([feature_values.usable_mask for feature_values in values_by_feature.values()])
         )
         zero_index = np.zeros(len(complete_rows), np.int64)
         inputs = bind_inputs(
@@ -240,21 +242,21 @@ class _ModelTrial:
             histories=Histories(np.arange(len(complete_rows) + 1), zero_index),
             item_indices=zero_index,
             features={
-                name: feature_values.numbers[complete_rows] for name, feature_values in values_by_feature.items()
+                name: feature_values.input_numbers[complete_rows] for name, feature_values in values_by_feature.items()
             },
         )
         return complete_rows, *run_isolating_failures(self.tower, inputs)
 
-    def left_out(self, values_by_entity: EntityValues, unusable: UnusableRows) -> Iterator[bytes]:
+    def left_out_ids(self, values_by_entity: EntityValues, unusable: UnusableRows) -> Iterator[bytes]:
         """Yield the ids with a value that the model cannot use, and note them."""
         entity_ids = sorted(values_by_entity)
         id_column = Ids.of(pa.array([raw.decode() for raw in entity_ids], pa.string()))
         zero_rows = pa.array(np.zeros(len(entity_ids), np.int64))
-        repeated_columns = {name: column.take(zero_rows) for name, column in (self.row or {}).items()}
+        repeated_columns = {name: column.take(zero_rows) for name, column in (self.filler_row or {}).items()}
         # Values of a wrong type are noted elsewhere, when the columns are made.
         ((_, table_columns),) = with_event_values(
-            [(id_column, repeated_columns)], values_by_entity, kind=self.model.entity, unusable=UnusableRows(),
-            inputs=self.model.spec.features,
+            [(id_column, repeated_columns)], values_by_entity, entity_kind=self.model.entity, unusable=UnusableRows(),
+            input_specs=self.model.spec.features,
         )  # fmt: skip
         complete_rows, outputs, raised_mask = self.outputs(table_columns)
         if not len(complete_rows):
@@ -265,30 +267,30 @@ class _ModelTrial:
         bad_mask_by_reason[OUTPUT_TOO_LARGE_REASON] = np.asarray(
             np.abs(finite_outputs).max(axis=1) > self.output_abs_max
         )
-        for layout in self.layouts:
+        for layout in self.output_layouts:
             bad_mask_by_reason[UNFIT_OUTPUT_REASON] = bad_mask_by_reason.get(
                 UNFIT_OUTPUT_REASON, raised_mask
             ) | unfit_row_mask(layout, outputs)
 
-        def unusable_case(row: int) -> RowCase:
-            return {self.model.entity: entity_ids[complete_rows[row]].decode()}
+        def unusable_case(row_index: int) -> RowCase:
+            return {self.model.entity: entity_ids[complete_rows[row_index]].decode()}
 
-        for row in np.flatnonzero(unusable.note_rows(self.source, bad_mask_by_reason, unusable_case)).tolist():
+        for row in np.flatnonzero(unusable.note_rows(self.source_name, bad_mask_by_reason, unusable_case)).tolist():
             yield entity_ids[complete_rows[row]]
 
 
 def _table_pieces(
-    config: NightConfig, bundle: Bundle, model: BundleModel, columns: Sequence[str]
+    config: NightConfig, bundle: Bundle, model: BundleModel, table_columns: Sequence[str]
 ) -> Iterator[Mapping[str, Any]]:
     """Yield columns of a few rows of the model's table at a time."""
     sources = config.sources
-    table_file = feature_file(config, model.entity, columns[0])
+    table_file = feature_file(config, model.entity, table_columns[0])
     id_column = sources.user_column if model.entity == "user" else sources.item_column
     list_columns = bundle.columns_of_lists if model.entity == "user" else NO_COLUMNS_OF_LISTS
-    for row_ids, column_by_name in read_features(table_file, id_column, columns, columns_of_lists=list_columns):
+    for row_ids, column_by_name in read_features(table_file, id_column, table_columns, columns_of_lists=list_columns):
         for row_start in range(0, len(row_ids), _TABLE_ROWS_PER_PIECE):
             yield {name: column.slice(row_start, _TABLE_ROWS_PER_PIECE) for name, column in column_by_name.items()}
 
 
-def _largest_abs(outputs: NDArray[np.float32]) -> float:
-    return float(np.abs(outputs).max(initial=0))
+def _largest_abs(model_outputs: NDArray[np.float32]) -> float:
+    return float(np.abs(model_outputs).max(initial=0))

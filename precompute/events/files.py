@@ -54,20 +54,20 @@ _FILE_NAME_PATTERN = re.compile(rf"{_POSITION_PATTERN}(?:_{_POSITION_PATTERN})?\
 class TakenFile(NamedTuple):
     """File of events after a position; a merged file's name has `until_position`, other files store it inside."""
 
-    after: Position
+    after_position: Position
     until_position: Position | None = None
 
     @property
     def path(self) -> str:
         """Path in the store."""
         end_suffix = "" if self.until_position is None else f"_{_format_position(self.until_position)}"
-        return f"{EVENTS_FOLDER}/{_format_position(self.after)}{end_suffix}.parquet"
+        return f"{EVENTS_FOLDER}/{_format_position(self.after_position)}{end_suffix}.parquet"
 
     def is_within(self, merged: "TakenFile") -> bool:
         """True if a merged file has all events of this one."""
-        if merged.until_position is None or merged == self or self.after < merged.after:
+        if merged.until_position is None or merged == self or self.after_position < merged.after_position:
             return False
-        return self.after < merged.until_position and (
+        return self.after_position < merged.until_position and (
             self.until_position is None or self.until_position <= merged.until_position
         )
 
@@ -102,14 +102,14 @@ def _list_all_files(store: ArtefactStore) -> list[tuple[TakenFile, bool]]:
             )
             for name_match in name_matches
         ),
-        key=lambda file: (file.after, file.until_position or file.after),
+        key=lambda file: (file.after_position, file.until_position or file.after_position),
     )
     merged_files = [file for file in taken_files if file.until_position is not None]
     files_with_validity = [
         (file, not any(file.is_within(merged_file) for merged_file in merged_files)) for file in taken_files
     ]
     for earlier_file, later_file in pairwise([file for file, is_counted in files_with_validity if is_counted]):
-        if earlier_file.until_position is not None and later_file.after < earlier_file.until_position:
+        if earlier_file.until_position is not None and later_file.after_position < earlier_file.until_position:
             raise CorruptArtefact(
                 f"{earlier_file.path} and {later_file.path} overlap, and neither has all events of the other: restore "
                 "the files from which they were merged, and remove both",
@@ -140,10 +140,10 @@ def encode_events(positions_and_events: Iterable[tuple[Position, Event]], end_po
     return encode_table(pa.table(values_by_column, schema=EVENT_FILE_SCHEMA), end_position)
 
 
-def encode_table(table: Any, end_position: Position) -> bytes:
+def encode_table(event_table: Any, end_position: Position) -> bytes:
     """Encode a table as a file that ends at a position."""
     buffer = io.BytesIO()
-    pq.write_table(table.replace_schema_metadata({END_POSITION_KEY: str(end_position).encode()}), buffer)
+    pq.write_table(event_table.replace_schema_metadata({END_POSITION_KEY: str(end_position).encode()}), buffer)
     return buffer.getvalue()
 
 
@@ -186,24 +186,24 @@ class EventFiles:
     until_position: Position | None = None
 
 
-def event_files(config: NightConfig, end_text: str | None = None) -> EventFiles:
+def event_files(config: NightConfig, end_position_text: str | None = None) -> EventFiles:
     """Return the files with all events up to a position (by default all files).
 
     Raises ConfigError for a position at which no file ends.
     """
     if not config.events.enabled:
-        if end_text is not None:
+        if end_position_text is not None:
             raise ConfigError("[events] enabled is false, so a night reads no events", field="events")
         return EventFiles()
     config = config.of_events()
     store = config.store()
     taken_files = list_taken_files(store)
     end_positions = (
-        [*(file.after for file in taken_files), _end_position_of(store, taken_files[-1])]
+        [*(file.after_position for file in taken_files), _end_position_of(store, taken_files[-1])]
         if taken_files
         else [STREAM_BEGINNING]
     )
-    end_position = end_positions[-1] if end_text is None else Position.parse(end_text)
+    end_position = end_positions[-1] if end_position_text is None else Position.parse(end_position_text)
     if end_position not in end_positions:
         raise ConfigError(
             f"no file of {store.url}/{EVENTS_FOLDER} ends at {end_position}, they go up to {end_positions[-1]}: run "
@@ -240,9 +240,9 @@ def read_event_interactions(
                 yield _to_interactions(batch)
 
 
-def _to_interactions(batch: Any) -> Interactions:
-    has_both = pc.and_(batch.column("user").is_valid(), batch.column("item").is_valid())
-    positive_rows = batch.filter(pc.and_(has_both, pc.greater(batch.column("weight"), 0.0)))
+def _to_interactions(event_batch: Any) -> Interactions:
+    has_both = pc.and_(event_batch.column("user").is_valid(), event_batch.column("item").is_valid())
+    positive_rows = event_batch.filter(pc.and_(has_both, pc.greater(event_batch.column("weight"), 0.0)))
     return Interactions(
         Ids.of(positive_rows.column("user")),
         Ids.of(positive_rows.column("item")),

@@ -26,8 +26,8 @@ def event_input(config: NightConfig, events_until: str | None) -> FurtherInput:
         event_fields = {"events": events_entry, "events_namespace": config.of_events().namespace}
     return FurtherInput(
         files=events.files,
-        newest_s=None if events.until_position is None else events.until_position.ms // 1000,
-        facts=event_fields,
+        newest_unix_s=None if events.until_position is None else events.until_position.ms // 1000,
+        report_fields=event_fields,
         interactions=partial(read_event_interactions, events.files),
         values=partial(read_event_values, event_files=events.files),
     )

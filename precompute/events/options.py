@@ -7,5 +7,5 @@ TAKE_EVENTS = CommandRow(
     "take-events",
     CommandPlace("events.taking.command", ("steps.take_events",)),
     "write the stream's new events into the store, where `begin` reads them",
-    store="makes",
+    store_access="makes",
 )

@@ -28,9 +28,9 @@ def events_status(config: NightConfig, generations: Sequence[Mapping[str, Any]])
     }
 
 
-def event_lines(status: Mapping[str, Any]) -> list[str]:
+def event_lines(namespace_status: Mapping[str, Any]) -> list[str]:
     """Return a line on these positions; empty without events."""
-    if (events_fields := status["events"]) is None:
+    if (events_fields := namespace_status["events"]) is None:
         return []
     live_until, taken_until = (
         _position_text(events_fields[field_name]) for field_name in ("live_until", "taken_until")
@@ -38,7 +38,7 @@ def event_lines(status: Mapping[str, Any]) -> list[str]:
     return [f"events: the live generation has them up to {live_until}; nights took them over up to {taken_until}"]
 
 
-def _position_text(position: str | None) -> str:
+def _position_text(position_text: str | None) -> str:
     """Format an event position with its time; "none" before the first."""
-    event_position = STREAM_BEGINNING if position is None else Position.parse(position)
+    event_position = STREAM_BEGINNING if position_text is None else Position.parse(position_text)
     return "none" if event_position == STREAM_BEGINNING else f"{iso(event_position.ms / 1000)} ({event_position})"

@@ -70,8 +70,8 @@ class EventStores:
     """Store of the namespace to which the events belong, and those of its arms."""
 
     namespace_store: ArtefactStore
-    namespace: str
-    arms: tuple[ArtefactStore, ...] = ()
+    event_namespace: str
+    arm_stores: tuple[ArtefactStore, ...] = ()
 
     @classmethod
     def of(cls, config: NightConfig) -> Self:
@@ -84,32 +84,32 @@ class EventStores:
 
     def iter_generation_positions(self) -> Iterator[Position]:
         """Yield the positions up to which generations have events of this stream; other generations are left out."""
-        for store in (self.namespace_store, *self.arms):
+        for store in (self.namespace_store, *self.arm_stores):
             for generation in filter(GENERATION_PATTERN.fullmatch, store.names("generations")):
-                end_text: str | None
+                end_position_text: str | None
                 try:
                     manifest = read_manifest(store, generation)
                     events_entry = manifest.events
                     is_of_this_stream = (
-                        events_entry and (events_entry.namespace or manifest.namespace) == self.namespace
+                        events_entry and (events_entry.namespace or manifest.namespace) == self.event_namespace
                     )
-                    end_text = events_entry.until if events_entry and is_of_this_stream else None
+                    end_position_text = events_entry.until if events_entry and is_of_this_stream else None
                 except UnknownGeneration:  # its night is still running
                     raw_report = store.read(generation_path(generation, "work/begin.json"))
                     begin_fields: EventFields = {} if raw_report is None else orjson.loads(raw_report)
                     begin_events = begin_fields.get("events")
-                    end_text = None if begin_events is None else begin_events["until"]
+                    end_position_text = None if begin_events is None else begin_events["until"]
                 except CorruptArtefact:
                     yield STREAM_BEGINNING
                     continue
-                if end_text is not None:
-                    yield Position.parse(end_text)
+                if end_position_text is not None:
+                    yield Position.parse(end_position_text)
 
     def is_any_in_the_making(self) -> bool:
         """True if a generation has no manifest yet."""
         return any(
             "manifest.json" not in store.names(generation_path(generation))
-            for store in (self.namespace_store, *self.arms)
+            for store in (self.namespace_store, *self.arm_stores)
             for generation in filter(GENERATION_PATTERN.fullmatch, store.names("generations"))
         )
 
@@ -117,13 +117,13 @@ class EventStores:
 class TakenEvents(NamedTuple):
     """Events of the stream taken into files: the position up to which files have all, and numbers of this attempt.
 
-    `left_out` counts events of erased entities, `unreadable` entries that are no events.
+    `left_out_count` counts events of erased entities, `unreadable_count` entries that are no events.
     """
 
     until_position: Position
-    events: int = 0
-    left_out: int = 0
-    unreadable: int = 0
+    event_count: int = 0
+    left_out_count: int = 0
+    unreadable_count: int = 0
 
 
 def take_events(
@@ -139,13 +139,14 @@ def take_events(
     while taken_events.until_position < end_position:
         stream_read = _read_stream(client, keys.events, taken_events.until_position, end_position, erased_entities)
         if store.write_once(
-            taken_file_path(taken_events.until_position), encode_events(stream_read.rows, stream_read.until_position)
+            taken_file_path(taken_events.until_position),
+            encode_events(stream_read.positions_and_events, stream_read.until_position),
         ):
             taken_events = TakenEvents(
                 stream_read.until_position,
-                taken_events.events + len(stream_read.rows),
-                taken_events.left_out + stream_read.left_out,
-                taken_events.unreadable + stream_read.unreadable,
+                taken_events.event_count + len(stream_read.positions_and_events),
+                taken_events.left_out_count + stream_read.left_out_count,
+                taken_events.unreadable_count + stream_read.unreadable_count,
             )
         else:  # another process did, perhaps with more of the events
             taken_events = taken_events._replace(until_position=last_taken_position(store))
@@ -154,10 +155,10 @@ def take_events(
 
 
 class _StreamRead(NamedTuple):
-    rows: list[tuple[Position, Event]]
+    positions_and_events: list[tuple[Position, Event]]
     until_position: Position
-    left_out: int
-    unreadable: int
+    left_out_count: int
+    unreadable_count: int
 
 
 def _read_stream(
@@ -220,7 +221,7 @@ def _mergeable_groups(stores: EventStores) -> list[list[TakenFile]]:
     file_groups: list[list[TakenFile]] = []
     file_pairs = pairwise(list_taken_files(stores.namespace_store))  # a file ends where the next one begins
     for is_old, pair_run in groupby(
-        file_pairs, lambda pair: pair[0].until_position is None and pair[1].after <= oldest_position
+        file_pairs, lambda pair: pair[0].until_position is None and pair[1].after_position <= oldest_position
     ):
         files = [file for file, _ in pair_run] if is_old else []
         grouped_count = len(files) // FILES_PER_MERGE * FILES_PER_MERGE
@@ -249,7 +250,7 @@ def _merge_group(
         for file, raw_file in zip(files, raw_files, strict=True):
             if len(remaining_rows := without_erased(read_event_table(raw_file, file.path), erased_entities)):
                 writer.write_table(remaining_rows.replace_schema_metadata(writer.schema.metadata))
-    return TakenFile(files[0].after, end_position), buffer.getvalue()
+    return TakenFile(files[0].after_position, end_position), buffer.getvalue()
 
 
 def forget_events(config: NightConfig, erasures: Iterable[Erasure], *, in_night: bool = False) -> None:
@@ -325,10 +326,10 @@ def start_log_rewrite(client: "redis.Redis") -> bool:
 def _keeps_removed_entries(client: "redis.Redis") -> bool:
     """True if a rewritten file begins with a snapshot: Redis copies blocks of a stream into it with removed entries."""
     try:
-        settings: Any = client.config_get("aof-use-rdb-preamble")
+        redis_settings: Any = client.config_get("aof-use-rdb-preamble")
     except redis.ResponseError:  # this user may not read settings
         return False
-    return bool(settings.get("aof-use-rdb-preamble") == "yes")
+    return bool(redis_settings.get("aof-use-rdb-preamble") == "yes")
 
 
 def _is_event_of_erased(entry_fields: dict[bytes, bytes], erased: ErasedEntities) -> bool:
@@ -394,17 +395,18 @@ def _rewrite_without_erased(store: ArtefactStore, erased_entities: ErasedEntitie
     return write_count
 
 
-def without_erased(table: Any, erased_entities: ErasedEntities) -> Any:
+def without_erased(event_table: Any, erased_entities: ErasedEntities) -> Any:
     """Return the rows of a file that name no erased entity."""
     remaining_mask = pc.and_(
-        _mask_not_erased(table, "user", erased_entities.users), _mask_not_erased(table, "item", erased_entities.items)
+        _mask_not_erased(event_table, "user", erased_entities.users),
+        _mask_not_erased(event_table, "item", erased_entities.items),
     )
-    return table.filter(remaining_mask)
+    return event_table.filter(remaining_mask)
 
 
-def _mask_not_erased(table: Any, column: str, erased_ids: Collection[bytes]) -> Any:
+def _mask_not_erased(event_table: Any, id_column: str, erased_ids: Collection[bytes]) -> Any:
     erased_texts = pa.array(sorted(raw_id.decode() for raw_id in erased_ids), pa.string())
-    return pc.invert(pc.is_in(table.column(column), value_set=erased_texts))
+    return pc.invert(pc.is_in(event_table.column(id_column), value_set=erased_texts))
 
 
 def trim_stream(stores: EventStores, client: "redis.Redis", keys: Keyspace, *, keep_s: float, stream_bytes: int) -> int:

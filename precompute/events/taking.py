@@ -46,9 +46,9 @@ def run(config: NightConfig) -> TakenEvents:
     ) != erased_entities:  # requested while files were written
         forget_in_files(store, latest_erased_entities)
     return {
-        "events_until": str(taken_events.until_position), "events": taken_events.events,
-        "left_out": taken_events.left_out,
-        "unreadable": taken_events.unreadable,
+        "events_until": str(taken_events.until_position), "events": taken_events.event_count,
+        "left_out": taken_events.left_out_count,
+        "unreadable": taken_events.unreadable_count,
     }  # fmt: skip
 
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
         def __call__(
             self,
             config: NightConfig,
-            inputs: str,
-            files: InputFiles,
+            inputs_digest: str,
+            input_files: InputFiles,
             *,
             interactions_before: datetime | None,
             cut: datetime,

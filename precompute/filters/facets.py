@@ -26,9 +26,9 @@ _RECORDS_PER_BATCH: Final = 4_096
 
 
 def write_facets(
-    build: Build, attributes: Mapping[str, AttributeFiles], items: ItemTable, scores: NDArray[np.float32]
+    build: Build, attributes: Mapping[str, AttributeFiles], items: ItemTable, item_scores: NDArray[np.float32]
 ) -> FacetFields:
-    """Write and publish the table of each facet, by `scores` float32 [items]; ties are ordered by ordinal.
+    """Write and publish the table of each facet, by `item_scores` float32 [items]; ties are ordered by ordinal.
 
     Returns `facets` for a step's report if there are any: the seed, directory and pages of each. Raises ConfigError for
     an attribute with more than a million values.
@@ -38,10 +38,10 @@ def write_facets(
         return {}
     columns = ItemAttributes.of_files(build.root, attributes, items.count).columns
     score_ranks = np.empty(items.count, np.int64)
-    score_ranks[np.lexsort((np.arange(items.count), -scores))] = np.arange(items.count)
+    score_ranks[np.lexsort((np.arange(items.count), -item_scores))] = np.arange(items.count)
     return {"facets": {
         name: _write_facet(
-            build, name, facet.k, AttributeValues.of(name, columns[facet.attribute], score_ranks), scores
+            build, name, facet.k, AttributeValues.of(name, columns[facet.attribute], score_ranks), item_scores
         )
         for name, facet in facets.items()
     }}  # fmt: skip
@@ -49,20 +49,21 @@ def write_facets(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttributeValues:
-    """Values of an attribute: their ids, and the items with each value between `starts`, best first."""
+    """Values of an attribute: their ids, and the items with each value between `value_starts`, best first."""
 
-    ids: list[bytes]
-    starts: NDArray[np.int64]
-    owners: NDArray[np.uint32]
+    value_ids: list[bytes]
+    value_starts: NDArray[np.int64]
+    item_ordinals: NDArray[np.uint32]
 
     @classmethod
-    def of(cls, name: str, column: AttributeColumn, score_ranks: NDArray[np.int64]) -> Self:
-        """Build from a column of texts; `score_ranks` is each item's rank by score."""
+    def of(cls, attribute_name: str, column: AttributeColumn, item_score_ranks: NDArray[np.int64]) -> Self:
+        """Build from a column of texts; `item_score_ranks` is each item's rank by score."""
         value_names = column.dictionary
         assert value_names is not None  # noqa: S101 - facets of other kinds were refused
         if len(value_names) > FACET_VALUES_MAX:
             raise ConfigError(
-                f"[facets.{name}]: its attribute has {len(value_names):,} values, more than {FACET_VALUES_MAX:,}",
+                f"[facets.{attribute_name}]: its attribute has {len(value_names):,} values, more than "
+                f"{FACET_VALUES_MAX:,}",
                 field="facets",
             )
         if column.item_offsets is None:
@@ -70,9 +71,9 @@ class AttributeValues:
             codes = column.values[owner_ordinals]
         else:
             value_counts = (column.item_offsets[1:] - column.item_offsets[:-1]).astype(np.int64)
-            owner_ordinals = np.repeat(np.arange(len(score_ranks)), value_counts)
+            owner_ordinals = np.repeat(np.arange(len(item_score_ranks)), value_counts)
             codes = column.values[: len(owner_ordinals)]
-        sort_order = np.lexsort((score_ranks[owner_ordinals], codes))
+        sort_order = np.lexsort((item_score_ranks[owner_ordinals], codes))
         codes, owner_ordinals = codes[sort_order], owner_ordinals[sort_order]
         is_first = np.ones(len(codes), np.bool_)  # an item may name a value more than once
         is_first[1:] = (codes[1:] != codes[:-1]) | (owner_ordinals[1:] != owner_ordinals[:-1])
@@ -81,19 +82,19 @@ class AttributeValues:
         starts = np.searchsorted(codes, np.arange(len(value_ids) + 1))
         return cls(value_ids, starts, owner_ordinals.astype(np.uint32))
 
-    def lists(self, value_rows: NDArray[np.int64], k: int) -> NDArray[np.uint32]:
+    def best_item_lists(self, value_rows: NDArray[np.int64], k: int) -> NDArray[np.uint32]:
         """Return ordinals uint32 [rows, k] of the best items with each value, padded with NO_ITEM."""
-        owner_indexes = self.starts[value_rows][:, None] + np.arange(k)
-        is_item = owner_indexes < self.starts[value_rows + 1][:, None]
-        return np.where(is_item, self.owners[np.where(is_item, owner_indexes, 0)], NO_ITEM)
+        owner_indexes = self.value_starts[value_rows][:, None] + np.arange(k)
+        is_item = owner_indexes < self.value_starts[value_rows + 1][:, None]
+        return np.where(is_item, self.item_ordinals[np.where(is_item, owner_indexes, 0)], NO_ITEM)
 
 
 def _write_facet(
-    build: Build, facet_name: str, k: int, values: AttributeValues, scores: NDArray[np.float32]
+    build: Build, facet_name: str, k: int, values: AttributeValues, item_scores: NDArray[np.float32]
 ) -> FacetEntry:
     # An empty text is not an id, so no request can ask for it.
-    value_rows = np.array([row for row, raw in enumerate(values.ids) if raw], np.int64)
-    value_ids = [values.ids[row] for row in value_rows.tolist()]
+    value_rows = np.array([row for row, raw in enumerate(values.value_ids) if raw], np.int64)
+    value_ids = [values.value_ids[row] for row in value_rows.tolist()]
     seed = 0
     while (sort_order := order_if_distinct(hashes := hash_ids(value_ids, seed))) is None:
         seed += 1
@@ -109,9 +110,11 @@ def _write_facet(
         hashes_file.write(hashes[sort_order].astype("<u8").tobytes())
         for start in range(0, len(sort_order), _RECORDS_PER_BATCH):
             batch_indexes = sort_order[start : start + _RECORDS_PER_BATCH]
-            list_ordinals = values.lists(value_rows[batch_indexes], k)
+            list_ordinals = values.best_item_lists(value_rows[batch_indexes], k)
             list_scores = np.where(
-                list_ordinals == NO_ITEM, np.float32(0), scores[np.where(list_ordinals == NO_ITEM, 0, list_ordinals)]
+                list_ordinals == NO_ITEM,
+                np.float32(0),
+                item_scores[np.where(list_ordinals == NO_ITEM, 0, list_ordinals)],
             )
             value_fingerprints = fingerprints([value_ids[row] for row in batch_indexes.tolist()])
             page_file.append(encode_topk(layout, value_fingerprints, list_ordinals, list_scores, cut_at))

@@ -139,29 +139,29 @@ def _as_arrays(column: AttributeColumn) -> ArrayByName:
 
 
 def _attribute_arrays(
-    column: Any, source_file: SourceFile, attribute_name: str, items: ItemTable, unusable: UnusableRows
+    arrow_column: Any, source_file: SourceFile, attribute_name: str, items: ItemTable, unusable: UnusableRows
 ) -> tuple[AttributeKind, ArrayByName]:
     """Return (kind, arrays by the field name of their file) of an Arrow array with a value for each item."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    arrow_type = column.type
-    missing_mask = as_numpy_mask(column.is_null())
+    if pa.types.is_dictionary(arrow_column.type):
+        arrow_column = arrow_column.dictionary_decode()
+    arrow_type = arrow_column.type
+    missing_mask = as_numpy_mask(arrow_column.is_null())
     bad_mask_by_reason: dict[str, NDArray[np.bool_]] = {}
     typed_arrays: tuple[AttributeKind, ArrayByName]
     if is_text_type(arrow_type):
-        too_long_mask = as_numpy_mask(pc.fill_null(pc.greater(pc.binary_length(column), TEXT_BYTES_MAX), False))
+        too_long_mask = as_numpy_mask(pc.fill_null(pc.greater(pc.binary_length(arrow_column), TEXT_BYTES_MAX), False))
         bad_mask_by_reason = {TEXT_TOO_LONG: too_long_mask}
-        codes, name_arrays = _encode_texts(column, missing_mask | too_long_mask)
+        codes, name_arrays = _encode_texts(arrow_column, missing_mask | too_long_mask)
         typed_arrays = "text", {"values": codes, **name_arrays}
     elif pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type) or pa.types.is_fixed_size_list(arrow_type):
         if not is_text_type(arrow_type.value_type):
             raise _unfit_type_error(source_file, attribute_name, arrow_type)
-        typed_arrays = "texts", _encode_text_lists(column)
+        typed_arrays = "texts", _encode_text_lists(arrow_column)
     elif pa.types.is_boolean(arrow_type):
-        flags = as_numpy_mask(pc.fill_null(column, False)).astype(np.uint8)
+        flags = as_numpy_mask(pc.fill_null(arrow_column, False)).astype(np.uint8)
         typed_arrays = "flag", {"values": np.where(missing_mask, np.uint8(NO_FLAG), flags)}
     elif pa.types.is_integer(arrow_type):
-        numbers = np.asarray(pc.fill_null(column, 0))
+        numbers = np.asarray(pc.fill_null(arrow_column, 0))
         too_large_mask = ((numbers > _EXACT_INTEGER_MAX) | (numbers < -_EXACT_INTEGER_MAX)) & ~missing_mask
         bad_mask_by_reason = {NUMBER_TOO_LARGE: too_large_mask}
         typed_arrays = (
@@ -169,32 +169,32 @@ def _attribute_arrays(
             {"values": np.where(missing_mask | too_large_mask, np.nan, numbers.astype(np.float64))},
         )
     elif pa.types.is_floating(arrow_type) or pa.types.is_decimal(arrow_type):
-        numbers = np.asarray(pc.fill_null(column.cast(pa.float64()), np.nan))
+        numbers = np.asarray(pc.fill_null(arrow_column.cast(pa.float64()), np.nan))
         bad_mask_by_reason = {NOT_FINITE_REASON: np.isinf(numbers)}
         typed_arrays = "number", {"values": np.where(np.isfinite(numbers), numbers, np.nan)}
     elif pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type):
-        times_us, no_time_mask_by_reason = parse_times(column, source_file, attribute_name)
+        times_us, no_time_mask_by_reason = parse_times(arrow_column, source_file, attribute_name)
         bad_mask_by_reason = {reason: bad_mask & ~missing_mask for reason, bad_mask in no_time_mask_by_reason.items()}
         timeless_mask = np.logical_or.reduce([missing_mask, *bad_mask_by_reason.values()])
         typed_arrays = "time", {"values": np.where(timeless_mask, NO_TIME, times_us)}
     else:
         raise _unfit_type_error(source_file, attribute_name, arrow_type)
     row_source = f"{ITEM_FEATURES_SOURCE}.{attribute_name}"
-    unusable.count_checked(row_source, len(column))
+    unusable.count_checked(row_source, len(arrow_column))
     if any(bad_mask.any() for bad_mask in bad_mask_by_reason.values()):
         unusable.note_rows(row_source, bad_mask_by_reason, lambda row: {"item": items.id_of(row)})
     return typed_arrays
 
 
-def _encode_texts(texts: Any, left_out_mask: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], ArrayByName]:
+def _encode_texts(attribute_texts: Any, left_out_mask: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], ArrayByName]:
     """Return codes of texts uint32 [n], NO_CODE where `left_out_mask`, and the texts in the order of their bytes."""
-    usable_texts = texts.filter(pa.array(~left_out_mask)).cast(pa.large_string())
+    usable_texts = attribute_texts.filter(pa.array(~left_out_mask)).cast(pa.large_string())
     dictionary_array = usable_texts.dictionary_encode()
     raw_texts = dictionary_array.dictionary.cast(pa.large_binary())
     sort_order = np.asarray(pc.sort_indices(raw_texts))
     text_ranks = np.empty(len(sort_order), np.uint32)
     text_ranks[sort_order] = np.arange(len(sort_order), dtype=np.uint32)
-    codes = np.full(len(texts), NO_CODE, np.uint32)
+    codes = np.full(len(attribute_texts), NO_CODE, np.uint32)
     codes[~left_out_mask] = text_ranks[np.asarray(dictionary_array.indices)]
     _, offset_buffer, data_buffer = raw_texts.take(pa.array(sort_order)).buffers()
     offsets = np.frombuffer(offset_buffer, np.int64)[: len(sort_order) + 1]
@@ -202,9 +202,9 @@ def _encode_texts(texts: Any, left_out_mask: NDArray[np.bool_]) -> tuple[NDArray
     return codes, {"names": joined_bytes, "name_offsets": offsets.astype(np.uint64)}
 
 
-def _encode_text_lists(column: Any) -> ArrayByName:
+def _encode_text_lists(list_column: Any) -> ArrayByName:
     """Return codes of all texts of lists, list by list, and where each begins; nulls and long texts are left out."""
-    lists = column.cast(pa.large_list(pa.large_string()))
+    lists = list_column.cast(pa.large_list(pa.large_string()))
     list_sizes = np.asarray(pc.fill_null(pc.list_value_length(lists), 0)).astype(np.int64)
     flat_texts = pc.list_flatten(lists)
     dropped_mask = as_numpy_mask(
@@ -229,11 +229,12 @@ def _write_attribute(
     return kind, path_by_part
 
 
-def _unfit_type_error(source_file: SourceFile, name: str, arrow_type: Any) -> SourceError:
+def _unfit_type_error(source_file: SourceFile, attribute_name: str, arrow_type: Any) -> SourceError:
     return SourceError(
-        f"{source_file}: column {name!r} is {arrow_type}; attributes must be texts, lists of texts, numbers, booleans "
+        f"{source_file}: column {attribute_name!r} is {arrow_type}; attributes must be texts, lists of texts, "
+        "numbers, booleans "
         "or times",
-        column=name,
+        column=attribute_name,
     )
 
 

@@ -182,19 +182,19 @@ def run_gates(
     gates: Sequence[Gate] = GATES,
     *,
     limits: TimeLimits | None = None,
-    timer: Callable[[], float] = time.monotonic,
+    monotonic_clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Verdict]:
     """Yield every gate's verdict; raise NotJudged at the first gate that has no answer or no time left.
 
     Raises GateRaised for the first gate with an error, after all others have run. The verdicts yielded before either
     error are valid, and the caller decides by them.
     """
-    start_s = timer()
+    start_s = monotonic_clock()
     first_raised_error: GateRaised | None = None
     if limits is None:
         limits = TimeLimits(candidate.thresholds.timeout_s, candidate.thresholds.total_timeout_s)
     for gate in gates:
-        remaining_s = limits.total_s - (timer() - start_s)
+        remaining_s = limits.total_s - (monotonic_clock() - start_s)
         try:
             yield run_gate(gate, candidate, min(limits.gate_s, remaining_s))
         except GateRaised as error:
@@ -214,8 +214,8 @@ def run_gate(gate: Gate, candidate: Candidate, timeout_s: float) -> Verdict:
         gate_connections.end()
 
 
-def run_within(rule: str, judge: Callable[[], Measurement], timeout_s: float) -> Verdict:
-    """Return the verdict of `judge`, or a failed one under this rule if it raises one of Larder's own errors.
+def run_within(rule: str, measure: Callable[[], Measurement], timeout_s: float) -> Verdict:
+    """Return the verdict of `measure`, or a failed one under this rule if it raises one of Larder's own errors.
 
     Raises NotJudged after the time limit, or if a dependency did not answer; GateRaised for any other error.
     """
@@ -223,7 +223,7 @@ def run_within(rule: str, judge: Callable[[], Measurement], timeout_s: float) ->
         raise _not_judged(rule, "the time for all gates was over before this one")
     verdict_queue: queue.SimpleQueue[Verdict | NotJudged] = queue.SimpleQueue()
     # A daemon thread, not a pool: at exit the program would wait for a pool's thread, and so for a gate that hangs.
-    thread = threading.Thread(target=lambda: verdict_queue.put(_judge(rule, judge)), name=f"gate-{rule}", daemon=True)
+    thread = threading.Thread(target=lambda: verdict_queue.put(_judge(rule, measure)), name=f"gate-{rule}", daemon=True)
     thread.start()
     try:
         verdict_or_error = verdict_queue.get(timeout=timeout_s)
@@ -234,9 +234,9 @@ def run_within(rule: str, judge: Callable[[], Measurement], timeout_s: float) ->
     return verdict_or_error
 
 
-def _judge(rule: str, judge: Callable[[], Measurement]) -> Verdict | NotJudged:
+def _judge(rule: str, measure: Callable[[], Measurement]) -> Verdict | NotJudged:
     try:
-        return judge().to_verdict(rule)
+        return measure().to_verdict(rule)
     except NotJudged as error:
         return error
     except Exception as error:
@@ -306,7 +306,7 @@ def demand_overridable(rule: str) -> None:
 def apply_overrides(verdicts: Sequence[Verdict], override_reasons: Mapping[str, str]) -> list[Verdict]:
     """Return the verdicts; failures of overridable rules that were overridden pass, with the reason."""
     return [
-        replace(verdict, passed=True, overridden=override_reasons[verdict.rule])
+        replace(verdict, passed=True, override_reason=override_reasons[verdict.rule])
         if not verdict.passed and verdict.rule in override_reasons and verdict.rule in OVERRIDABLE_RULES
         else verdict
         for verdict in verdicts

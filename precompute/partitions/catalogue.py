@@ -113,7 +113,7 @@ def write_catalogue(
     unusable_rows = UnusableRows() if unusable is None else unusable
     catalogue_ids = read_feature_items(config, bundle.models, event_values, event_item_ids, unusable_rows)
     if catalogue_ids is None:
-        catalogue_ids = vocabulary.texts
+        catalogue_ids = vocabulary.id_texts
     erased_ids = pa.array(sorted(raw_id.decode() for raw_id in erased_raw_ids), pa.string())
     catalogue_ids = catalogue_ids.filter(pc.invert(pc.is_in(catalogue_ids, value_set=erased_ids)))
     model_indices = vocabulary.find_positions(catalogue_ids)
@@ -198,10 +198,11 @@ def read_feature_items(
     )
     # Unusable values of events are noted when the feature columns are pinned.
     for ids, column_by_name in with_event_values(
-        table_batches, event_values, kind="item", unusable=UnusableRows(), inputs=_feature_inputs(models, "item"),
+        table_batches, event_values, entity_kind="item", unusable=UnusableRows(), input_specs=_feature_inputs(models,
+        "item"),
         addable_ids=event_item_ids,
     ):  # fmt: skip
-        id_chunks.append(ids.texts())
+        id_chunks.append(ids.row_texts())
         too_long_mask_by_column, column_by_name = {}, dict(column_by_name)
         for column_name in sorted(
             {str(input_spec.column) for input_spec in item_tower_specs if input_spec.dtype == "string"}
@@ -274,13 +275,13 @@ def _usable_value_mask(
     if is_changed.any():
         unusable_rows.count_checked(events_source, int(is_changed.sum()))
 
-    def describe_row(row: int) -> RowCase:
-        return {"item": item_ids[row].as_py(), "file": file_name}
+    def describe_row(row_index: int) -> RowCase:
+        return {"item": item_ids[row_index].as_py(), "file": file_name}
 
     for spec in input_specs:
         column_values = read_feature_values(column_by_name[str(spec.column)], spec)
         bad_mask_by_reason = {
-            f"{spec.column}: {NO_VALUE_REASON}": column_values.missing,
+            f"{spec.column}: {NO_VALUE_REASON}": column_values.missing_mask,
             **column_values.unusable_mask_by_reason,
         }
         if (is_long := too_long_mask_by_column.get(str(spec.column))) is not None:
@@ -297,7 +298,7 @@ def _usable_value_mask(
                 {reason: bad_mask & source_mask for reason, bad_mask in bad_mask_by_reason.items()},
                 describe_row,
             )
-        usable_mask &= column_values.usable
+        usable_mask &= column_values.usable_mask
     return usable_mask
 
 
@@ -383,16 +384,16 @@ class ItemFeatures:
         self._item_count = item_count
 
     @classmethod
-    def open(cls, features_path: Path, spec: TowerSpec, count: int) -> Self:
-        """Map the columns of all `count` items; a model without features needs no file."""
+    def open(cls, features_path: Path, spec: TowerSpec, item_count: int) -> Self:
+        """Map the columns of all `item_count` items; a model without features needs no file."""
         if not spec.features:
-            return cls({}, spec, count)
+            return cls({}, spec, item_count)
         with pa.memory_map(str(features_path)) as source:
             column_table = pa.ipc.open_stream(source).read_all()
         return cls(
             {str(input_spec.column): column_table.column(input_spec.column) for input_spec in spec.features},
             spec,
-            count,
+            item_count,
         )
 
     def of(self, ordinals: NDArray[np.int64]) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
@@ -401,11 +402,11 @@ class ItemFeatures:
         for input_spec in self._input_specs:
             column = self._column_by_name[str(input_spec.column)].take(arrow_rows).combine_chunks()
             feature_values = read_feature_values(column, input_spec)
-            values_by_input[input_spec.name] = feature_values.numbers
-            has_all_inputs &= feature_values.usable
+            values_by_input[input_spec.name] = feature_values.input_numbers
+            has_all_inputs &= feature_values.usable_mask
         return values_by_input, has_all_inputs
 
-    def usable(self) -> NDArray[np.bool_]:
+    def usable_mask(self) -> NDArray[np.bool_]:
         """Return bool [items]: the items that have every input."""
         usable_masks = [self.of(rows)[1] for rows in _row_ranges(self._item_count)]
         return np.concatenate([np.empty(0, np.bool_), *usable_masks])
@@ -437,7 +438,7 @@ def write_item_features(
         event_values=event_values, event_item_ids=event_item_ids, input_specs=input_specs, unusable=unusable_rows,
     )  # fmt: skip
     value_model_specs = {
-        feature for model in bundle.values.values() if model.entity == "item" for feature in model.spec.features
+        feature for model in bundle.value_models.values() if model.entity == "item" for feature in model.spec.features
     }
     for column_name in sorted({str(feature.column) for feature in value_model_specs}):
         column_specs = [feature for feature in value_model_specs if feature.column == column_name]
@@ -473,9 +474,10 @@ def columns_by_ordinal(
     unusable_rows = UnusableRows() if unusable is None else unusable
     table_batches = read_features(path, id_column, feature_columns)
     batches = list(with_event_values(
-        table_batches, event_values, kind="item", unusable=unusable_rows, inputs=input_specs, addable_ids=event_item_ids
+        table_batches, event_values, entity_kind="item", unusable=unusable_rows, input_specs=input_specs,
+        addable_ids=event_item_ids
     ))  # fmt: skip
-    row_ordinals = np.concatenate([_ordinals_in_pieces(items, ids.texts()) for ids, _ in batches])
+    row_ordinals = np.concatenate([_ordinals_in_pieces(items, ids.row_texts()) for ids, _ in batches])
     matched_indexes = np.flatnonzero(row_ordinals >= 0)[::-1]  # reversed: of repeated rows the first one counts
     row_by_ordinal = np.full(items.count, -1, np.int64)
     row_by_ordinal[row_ordinals[matched_indexes]] = matched_indexes

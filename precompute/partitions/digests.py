@@ -57,28 +57,30 @@ def digest_value_rows(value_digests: Digests, row_starts: NDArray[np.int64]) -> 
     )
 
 
-def digest_column(column: Any) -> Digests:
+def digest_column(arrow_column: Any) -> Digests:
     """Return digests [rows] of an Arrow array of texts, numbers, times, booleans, or their lists; null has a digest."""
-    if isinstance(column, pa.ChunkedArray):
-        return np.concatenate([np.empty(0, np.uint64), *map(digest_column, column.chunks)])
-    arrow_type = column.type
+    if isinstance(arrow_column, pa.ChunkedArray):
+        return np.concatenate([np.empty(0, np.uint64), *map(digest_column, arrow_column.chunks)])
+    arrow_type = arrow_column.type
     if pa.types.is_dictionary(arrow_type):
-        return digest_column(column.dictionary_decode())
+        return digest_column(arrow_column.dictionary_decode())
     if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type) or pa.types.is_fixed_size_list(arrow_type):
-        list_lengths = np.asarray(pc.fill_null(pc.list_value_length(column), 0), np.int64)
-        row_digests = digest_value_rows(digest_column(column.flatten()), np.concatenate([[0], np.cumsum(list_lengths)]))
+        list_lengths = np.asarray(pc.fill_null(pc.list_value_length(arrow_column), 0), np.int64)
+        row_digests = digest_value_rows(
+            digest_column(arrow_column.flatten()), np.concatenate([[0], np.cumsum(list_lengths)])
+        )
     elif is_text_type(arrow_type):
-        filled_column = pc.fill_null(column, "") if column.null_count else column
+        filled_column = pc.fill_null(arrow_column, "") if arrow_column.null_count else arrow_column
         row_digests = mix_bits(text_hashes(filled_column.cast(pa.string()), 0))
     elif pa.types.is_floating(arrow_type):
-        filled_column = pc.fill_null(column, 0.0) if column.null_count else column
+        filled_column = pc.fill_null(arrow_column, 0.0) if arrow_column.null_count else arrow_column
         row_digests = mix_bits(np.ascontiguousarray(np.asarray(filled_column), np.float64).view(np.uint64))
     else:
-        int64_column = column.cast(pa.int64(), safe=False)
+        int64_column = arrow_column.cast(pa.int64(), safe=False)
         filled_column = pc.fill_null(int64_column, 0) if int64_column.null_count else int64_column
         row_digests = mix_bits(np.asarray(filled_column).view(np.uint64))
-    if column.null_count:
-        row_digests = np.where(np.asarray(column.is_null()), _NULL_DIGEST, row_digests)
+    if arrow_column.null_count:
+        row_digests = np.where(np.asarray(arrow_column.is_null()), _NULL_DIGEST, row_digests)
     return row_digests
 
 
@@ -96,15 +98,17 @@ def digest_users(shard_input: ShardInput, item_hashes: Digests) -> Digests:
 
     Times of histories are included if the night publishes them, so that a copied user's published times are correct.
     """
-    user_digests = digest_value_rows(item_hashes[shard_input.ordinals], shard_input.indptr)
-    user_digests ^= mix_bits(text_hashes(shard_input.ids, FINGERPRINT_SEED))
+    user_digests = digest_value_rows(item_hashes[shard_input.history_ordinals], shard_input.history_indptr)
+    user_digests ^= mix_bits(text_hashes(shard_input.entity_ids, FINGERPRINT_SEED))
     user_digests = mix_bits(user_digests + digest_columns(shard_input.features, len(user_digests)))
-    if shard_input.vectors is not None:
-        vector_bits = np.ascontiguousarray(shard_input.vectors).view(np.uint32).astype(np.uint64)
+    if shard_input.entity_vectors is not None:
+        vector_bits = np.ascontiguousarray(shard_input.entity_vectors).view(np.uint32).astype(np.uint64)
         row_starts = np.arange(len(user_digests) + 1) * vector_bits.shape[1]
         user_digests = mix_bits(user_digests ^ digest_value_rows(vector_bits.ravel(), row_starts))
-    if shard_input.times is not None:
-        user_digests = mix_bits(user_digests + digest_value_rows(shard_input.times.view(np.uint64), shard_input.indptr))
+    if shard_input.history_times is not None:
+        user_digests = mix_bits(
+            user_digests + digest_value_rows(shard_input.history_times.view(np.uint64), shard_input.history_indptr)
+        )
     return user_digests
 
 

@@ -31,14 +31,16 @@ def positions_of_hashes(sorted_hashes: NDArray[np.uint64], query_hashes: NDArray
     bucket_shift = np.uint64(max(0, hash_span.bit_length() - len(sorted_hashes).bit_length() - 1))
     bucket_numbers = np.arange((hash_span >> int(bucket_shift)) + 1, dtype=np.uint64)
     bucket_starts = ((sorted_hashes - lowest_hash) >> bucket_shift).searchsorted(bucket_numbers)
-    positions: NDArray[np.int64] = bucket_starts[(query_hashes - lowest_hash) >> bucket_shift]
-    lagging_indexes = np.flatnonzero(sorted_hashes[positions] < query_hashes)
+    hash_positions: NDArray[np.int64] = bucket_starts[(query_hashes - lowest_hash) >> bucket_shift]
+    lagging_indexes = np.flatnonzero(sorted_hashes[hash_positions] < query_hashes)
     while len(lagging_indexes):
-        positions[lagging_indexes] += 1
-        lagging_indexes = lagging_indexes[sorted_hashes[positions[lagging_indexes]] < query_hashes[lagging_indexes]]
-    if (sorted_hashes[positions] != query_hashes).any():
+        hash_positions[lagging_indexes] += 1
+        lagging_indexes = lagging_indexes[
+            sorted_hashes[hash_positions[lagging_indexes]] < query_hashes[lagging_indexes]
+        ]
+    if (sorted_hashes[hash_positions] != query_hashes).any():
         raise _unnamed_users_error()
-    return positions
+    return hash_positions
 
 
 def _unnamed_users_error() -> CorruptArtefact:
@@ -111,9 +113,9 @@ class DistinctHashes:
         """Add hashes, repeated ones allowed."""
         self._new_batches.append(hashes)
         if sum(map(len, self._new_batches)) > max(1 << 16, len(self._distinct_hashes)):
-            self.all()
+            self.all_hashes()
 
-    def all(self) -> NDArray[np.uint64]:
+    def all_hashes(self) -> NDArray[np.uint64]:
         """Return all distinct hashes, sorted."""
         self._distinct_hashes = np.unique(np.concatenate([self._distinct_hashes, *self._new_batches]))
         self._new_batches = []

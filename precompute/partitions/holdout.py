@@ -31,13 +31,13 @@ class Holdout:
 
     def add(self, late_batch: Interactions) -> None:
         """Add a batch of interactions at or after the cut."""
-        user_names: list[str] = late_batch.users.names.to_pylist()
-        user_fingerprints = fingerprints(late_batch.users.raws()).tolist()
+        user_names: list[str] = late_batch.user_ids.distinct_ids.to_pylist()
+        user_fingerprints = fingerprints(late_batch.user_ids.distinct_raw_ids()).tolist()
         is_sampled = np.array([fingerprint < self._fingerprint_limit for fingerprint in user_fingerprints], np.bool_)
-        sampled_row_mask = is_sampled[late_batch.users.codes]
+        sampled_row_mask = is_sampled[late_batch.user_ids.id_codes]
         for user_code, item in zip(
-            late_batch.users.codes[sampled_row_mask].tolist(),
-            late_batch.items.only(sampled_row_mask).texts().to_pylist(),
+            late_batch.user_ids.id_codes[sampled_row_mask].tolist(),
+            late_batch.item_ids.only(sampled_row_mask).row_texts().to_pylist(),
             strict=True,
         ):
             self._fingerprint_by_user[user_names[user_code]] = user_fingerprints[user_code]

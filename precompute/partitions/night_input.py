@@ -24,18 +24,18 @@ def no_further_interactions(_first_file: int, _unusable: UnusableRows) -> Iterat
 
 
 class NightValues(NamedTuple):
-    """Values that events set, by use: inputs of models for users and items, and `attributes` of items for filters.
+    """Values that events set: inputs of models for users and items, and `item_attribute_values` for filters.
 
-    `event_item_ids` are items for which events set all inputs that the models need; `unlisted` are those of them that
-    no source table has. `users_digest` is the digest of the users' values.
+    `event_item_ids` are items for which events set all inputs that the models need; `unlisted_item_ids` are those of
+    them that no source table has. `user_values_digest` is the digest of the users' values.
     """
 
-    users: EntityValues
-    items: EntityValues
-    attributes: EntityValues
+    user_values: EntityValues
+    item_values: EntityValues
+    item_attribute_values: EntityValues
     event_item_ids: frozenset[bytes]
-    unlisted: frozenset[bytes]
-    users_digest: str
+    unlisted_item_ids: frozenset[bytes]
+    user_values_digest: str
 
 
 NO_EVENT_VALUES: Final = NightValues(NO_ENTITY_VALUES, NO_ENTITY_VALUES, NO_ENTITY_VALUES, frozenset(), frozenset(), "")
@@ -76,14 +76,14 @@ class EventFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class FurtherInput:
-    """Input that a feature adds; `newest_s` is the Unix time of its newest entry, None if unknown.
+    """Input that a feature adds; `newest_unix_s` is the Unix time of its newest entry, None if unknown.
 
-    `facts` are fields of the report of `begin`.
+    `report_fields` are fields of the report of `begin`.
     """
 
     files: tuple[SourceFile, ...] = ()
-    newest_s: int | None = None
-    facts: EventFields = field(default_factory=EventFields)
+    newest_unix_s: int | None = None
+    report_fields: EventFields = field(default_factory=EventFields)
     interactions: FurtherInteractions = no_further_interactions
     values: CollectValues = collect_no_values
 
@@ -95,15 +95,15 @@ NO_FURTHER_INPUT: Final = FurtherInput()
 class NightInput:
     """Input of a night: the sources up to a cut, a feature's further input without a cut, and the erased entities.
 
-    `files` are the files of interactions, None for those that the sources name; `pinned` are all input files with their
-    checksums, interactions first.
+    `interaction_files` are the files of interactions, None for those that the sources name; `pinned_inputs` are all
+    input files with their checksums, interactions first.
     """
 
     config: NightConfig
     items: ItemTable
     cutoff_at: datetime | None = None
     erased: ErasedEntities = NO_ERASURES
-    files: Sequence[SourceFile] | None = None
-    pinned: Sequence[InputEntry] = ()
+    interaction_files: Sequence[SourceFile] | None = None
+    pinned_inputs: Sequence[InputEntry] = ()
     further: FurtherInput = NO_FURTHER_INPUT
     values: NightValues = NO_EVENT_VALUES

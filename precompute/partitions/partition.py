@@ -93,18 +93,18 @@ _TOUCHED_SCHEMA = pa.schema([(HASH_COLUMN, pa.uint64())])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InteractionCounts:
-    """Counts of interactions: all before the cut, with unknown items, per item, and after the cut (`late`).
+    """Counts of interactions: all before the cut, with unknown items, per item, and after the cut.
 
-    `unknown` are the sorted hashes of the unknown items' ids.
+    `unknown_item_hashes` are the sorted hashes of the unknown items' ids.
     """
 
-    interactions: int
-    unknown_items: int
-    popularity: NDArray[np.int64]
-    unknown: NDArray[np.uint64]
-    late: int
-    rows: RowCounts
-    unknown_examples: tuple[str, ...] = ()
+    interaction_count: int
+    unknown_item_interactions: int
+    interactions_by_item: NDArray[np.int64]
+    unknown_item_hashes: NDArray[np.uint64]
+    late_interaction_count: int
+    row_counts: RowCounts
+    unknown_item_examples: tuple[str, ...] = ()
     """Some unknown items that the interaction files name; items of events are never examples."""
 
 
@@ -112,18 +112,18 @@ class InteractionCounts:
 class PartitionResult:
     """Result of a PartitionJob: its seed, its counts, and the unusable rows."""
 
-    seed: int
-    users: int
-    featured: int
-    """Users, counted in `users` too, that only the feature table names."""
+    hash_seed: int
+    user_count: int
+    feature_only_user_count: int
+    """Users, counted in `user_count` too, that only the feature table names."""
     interaction_counts: InteractionCounts
     unusable: UnusableReport
-    took_over: bool
+    took_over_earlier: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EarlierPartition:
-    """Partition of an earlier night, made from the first `files` interaction and `event_files` event files.
+    """Partition of an earlier night, made from the first interaction files and event files.
 
     `new_ordinals` int64 [earlier items] maps the earlier ordinals to this night's, -1 for a removed item; None if no
     ordinal changed. `lost_item_hashes` are hashes of the removed items' ids. The counts, and `unusable` by source, are
@@ -131,20 +131,20 @@ class EarlierPartition:
     """
 
     folder: Path
-    seed: int
-    files: int
+    hash_seed: int
+    interaction_file_count: int
     new_ordinals: NDArray[np.int64] | None
     lost_item_hashes: NDArray[np.uint64]
-    popularity: NDArray[np.int64]
-    unknown: NDArray[np.uint64]
-    interactions: int
-    unknown_items: int
+    interactions_by_item: NDArray[np.int64]
+    unknown_item_hashes: NDArray[np.uint64]
+    interaction_count: int
+    unknown_item_interactions: int
     unusable: UnusableReport
-    event_files: int = 0
+    event_file_count: int = 0
     row_counts: RowCounts = field(default_factory=RowCounts)
-    unknown_examples: tuple[str, ...] = ()
+    unknown_item_examples: tuple[str, ...] = ()
 
-    def rows(self, shard: int) -> Iterator[tuple[Any, NDArray[np.uint64]]]:
+    def shard_rows(self, shard: int) -> Iterator[tuple[Any, NDArray[np.uint64]]]:
         """Yield (batch of a shard's rows with this night's ordinals, hashes of its users who lost an item)."""
         (rows_path,) = shard_paths(self.folder, shard, ("rows",))
         for batch in read_batches(rows_path):
@@ -160,7 +160,7 @@ class EarlierPartition:
             new_columns = [batch.column(HASH_COLUMN), pa.array(new_ordinals), *batch.columns[2:]]
             yield pa.record_batch(new_columns, schema=batch.schema), np.unique(affected_hashes)
 
-    def batches(self, shard: int, file_kind: str) -> Iterator[Any]:
+    def shard_batches(self, shard: int, file_kind: str) -> Iterator[Any]:
         """Yield the batches of a shard's file of this kind, unchanged."""
         (file_path,) = shard_paths(self.folder, shard, (file_kind,))
         yield from read_batches(file_path)
@@ -168,15 +168,15 @@ class EarlierPartition:
     def remap_counts(self, item_count: int) -> tuple[NDArray[np.int64], int, NDArray[np.uint64]]:
         """Return this night's (popularity int64 [items], count of rows without a known item, hashes of unknown ids)."""
         if self.new_ordinals is None:
-            return self.popularity.copy(), self.unknown_items, self.unknown
+            return self.interactions_by_item.copy(), self.unknown_item_interactions, self.unknown_item_hashes
         popularity = np.zeros(item_count, np.int64)
         is_kept_item = self.new_ordinals >= 0
-        popularity[self.new_ordinals[is_kept_item]] = self.popularity[is_kept_item]
-        lost_interaction_count = int(self.popularity[~is_kept_item].sum())
+        popularity[self.new_ordinals[is_kept_item]] = self.interactions_by_item[is_kept_item]
+        lost_interaction_count = int(self.interactions_by_item[~is_kept_item].sum())
         return (
             popularity,
-            self.unknown_items + lost_interaction_count,
-            np.union1d(self.unknown, self.lost_item_hashes),
+            self.unknown_item_interactions + lost_interaction_count,
+            np.union1d(self.unknown_item_hashes, self.lost_item_hashes),
         )
 
     def take_over(
@@ -184,11 +184,11 @@ class EarlierPartition:
     ) -> None:
         """Copy the rows, ids and other files into this night's partition; record the users who lost an item."""
         for shard in range(shard_count):
-            for batch, affected_hashes in self.rows(shard):
+            for batch, affected_hashes in self.shard_rows(shard):
                 rows_files.extend(shard, [batch])
                 if len(affected_hashes):
                     touched_files.extend(shard, [pa.record_batch([affected_hashes], names=[HASH_COLUMN])])
-            ids_files.extend(shard, self.batches(shard, "ids"))
+            ids_files.extend(shard, self.shard_batches(shard, "ids"))
             for file_kind in file_kinds_in(self.folder, shard)[2:]:
                 target_path, earlier_path = (
                     shard_paths(partition_folder, shard, (file_kind,))[0] for partition_folder in (folder, self.folder)
@@ -212,8 +212,8 @@ def partition_file_paths(has_user_vectors: bool, shard_count: int) -> list[str]:
 class UserCounts(NamedTuple):
     """Counts of a shard's users in all sources, and of the users that only the feature table names."""
 
-    named: int
-    featured: int
+    all_user_count: int
+    feature_only_user_count: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,8 +221,8 @@ class PartitionJob:
     """Partition of a night's input into the Arrow files of each shard (`file_kinds_in`), below `folder`.
 
     Values that one of `feature_inputs` cannot use are counted; values of further `feature_columns` are not checked.
-    Users' vectors, if the night has any, must have `dims` numbers. With `needs_history`, no model answers for a user
-    without a history, so users known only from features set by events are not counted. The `holdout` collects
+    Users' vectors, if the night has any, must have `vector_dims` numbers. With `needs_history`, no model answers for a
+    user without a history, so users known only from features set by events are not counted. The `holdout` collects
     interactions after the cut.
     """
 
@@ -230,11 +230,11 @@ class PartitionJob:
     folder: Path
     feature_inputs: Sequence[InputSpec] = ()
     feature_columns: Sequence[str] = ()
-    lists: ColumnsOfLists = field(default_factory=dict)
-    dims: int = 0
+    columns_of_lists: ColumnsOfLists = field(default_factory=dict)
+    vector_dims: int = 0
     needs_history: bool = False
     holdout: Holdout | None = None
-    progress: Callable[[int], None] = lambda _rows: None
+    report_row_count: Callable[[int], None] = lambda _rows: None
     hasher: HashIds = hash_ids
 
     def run(self, earlier: EarlierPartition | None = None, *, seed: int = 0) -> PartitionResult:
@@ -246,11 +246,11 @@ class PartitionJob:
         input.
         """
         night, shard_count = self.night, self.night.config.shards
-        erased, user_values = night.erased, night.values.users
+        erased, user_values = night.erased, night.values.user_values
         self.folder.mkdir(parents=True, exist_ok=True)
         allow_open_files((OPEN_FILES_PER_SHARD + (earlier is not None)) * shard_count)
         feature_columns = sorted({*self.feature_columns, *(str(feature.column) for feature in self.feature_inputs)})
-        seed = seed if earlier is None else earlier.seed
+        seed = seed if earlier is None else earlier.hash_seed
         while True:
             unusable_rows = UnusableRows(erased.users | erased.items)
             user_forms, item_forms = IdForms("user", seed), IdForms("item", UNKNOWN_ITEMS_SEED)
@@ -259,14 +259,14 @@ class PartitionJob:
                 hash_user_ids = partial(hash_id_rows, hash_seed=seed, hasher=self.hasher)
                 write_feature_files(
                     night.config, self.folder, hash_user_ids, feature_columns, self.feature_inputs, unusable_rows,
-                    event_values=user_values, erased=erased, columns_of_lists=self.lists,
+                    event_values=user_values, erased=erased, columns_of_lists=self.columns_of_lists,
                 )  # fmt: skip
                 if night.config.sources.user_vectors:
                     write_vector_files(
-                        night.config, self.folder, self.dims, hash_user_ids, unusable_rows, erased=erased
+                        night.config, self.folder, self.vector_dims, hash_user_ids, unusable_rows, erased=erased
                     )
             else:
-                note_event_values(night, feature_columns, self.feature_inputs, unusable_rows, self.lists)
+                note_event_values(night, feature_columns, self.feature_inputs, unusable_rows, self.columns_of_lists)
             # Repeated rows of an earlier partition are already counted in its report.
             counted_unusable = unusable_rows if earlier is None else UnusableRows()
             event_user_hashes = np.empty(0, np.uint64)
@@ -285,15 +285,15 @@ class PartitionJob:
             distinct_counts = [counts for counts in counts_by_shard if counts is not None]
             if len(distinct_counts) == shard_count:
                 item_forms.add(item_id_texts(night.items))
-                item_forms.add_hashes(interaction_counts.unknown)
+                item_forms.add_hashes(interaction_counts.unknown_item_hashes)
                 for id_forms in (user_forms, item_forms):
                     if (remark := id_forms.remark(unusable_rows.hidden)) is not None:
                         unusable_rows.count_checked(ALL_IDS_SOURCE, 0)
                         unusable_rows.remark(ALL_IDS_SOURCE, *remark)
                 return PartitionResult(
                     seed,
-                    sum(counts.named for counts in distinct_counts),
-                    sum(counts.featured for counts in distinct_counts),
+                    sum(counts.all_user_count for counts in distinct_counts),
+                    sum(counts.feature_only_user_count for counts in distinct_counts),
                     interaction_counts,
                     merge_reports([{} if earlier is None else earlier.unusable, unusable_rows.to_json()]),
                     earlier is not None,
@@ -315,7 +315,7 @@ def _partition_interactions(
 
     def note_late_batch(batch: Interactions) -> None:
         nonlocal late_count
-        late_count += len(batch.times)
+        late_count += len(batch.times_us)
         if job.holdout is not None:
             job.holdout.add(erased.leave_out(batch))
 
@@ -328,11 +328,11 @@ def _partition_interactions(
     ):
         touched_files = None
         if earlier is not None:
-            row_count = earlier.interactions
+            row_count = earlier.interaction_count
             row_counts = copy.deepcopy(earlier.row_counts)
             popularity, unknown_item_rows, unknown_hashes = earlier.remap_counts(items.count)
             unknown_hashes_seen.add(unknown_hashes)
-            unknown_examples = earlier.unknown_examples
+            unknown_examples = earlier.unknown_item_examples
             touched_files = exit_stack.enter_context(
                 _open_shard_files(folder, TOUCHED_KIND, config.shards, _TOUCHED_SCHEMA)
             )
@@ -343,50 +343,56 @@ def _partition_interactions(
             cutoff_at=job.night.cutoff_at,
             take_late=note_late_batch,
             unusable_rows=unusable_rows,
-            skipped_file_count=0 if earlier is None else earlier.files,
-            interaction_files=job.night.files,
+            skipped_file_count=0 if earlier is None else earlier.interaction_file_count,
+            interaction_files=job.night.interaction_files,
         )
-        first_file = 0 if earlier is None else earlier.event_files
+        first_file = 0 if earlier is None else earlier.event_file_count
         all_batches = chain(source_batches, job.night.further.interactions(first_file, unusable_rows))
 
         def place_batch(batch: Interactions) -> tuple[Interactions, NDArray[Any], NDArray[Any]]:
             """Return the batch, the hashes of its user names, and the ordinal of each item name (-1 if unknown)."""
-            user_hashes = hash_id_names(batch.users, seed, job.hasher)
-            return batch, user_hashes, items.ordinals_of(batch.items.raws()).astype(np.int32)
+            user_hashes = hash_id_names(batch.user_ids, seed, job.hasher)
+            return batch, user_hashes, items.ordinals_of(batch.item_ids.distinct_raw_ids()).astype(np.int32)
 
         placed_batches = stages.run_ahead(map(place_batch, stages.run_ahead(map(erased.leave_out, all_batches))))
         for batch, user_hashes, ordinal_by_name in placed_batches:
-            ordinals = ordinal_by_name[batch.items.codes]
+            ordinals = ordinal_by_name[batch.item_ids.id_codes]
             known_ordinals = ordinals[ordinals >= 0]
             popularity += np.bincount(known_ordinals, minlength=items.count)
             if (ordinal_by_name < 0).any():
-                unknown_ids = batch.items.names.filter(pa.array(ordinal_by_name < 0))
+                unknown_ids = batch.item_ids.distinct_ids.filter(pa.array(ordinal_by_name < 0))
                 unknown_id_hashes = text_hashes(unknown_ids, UNKNOWN_ITEMS_SEED)
                 unknown_hashes_seen.add(unknown_id_hashes)
-                if batch.positions is None:
+                if batch.event_positions is None:
                     item_forms.add(unknown_ids, unknown_id_hashes)
-                if batch.positions is None and len(unknown_examples) < UNKNOWN_EXAMPLES_MAX:
+                if batch.event_positions is None and len(unknown_examples) < UNKNOWN_EXAMPLES_MAX:
                     named_examples = dict.fromkeys([*unknown_examples, *unknown_ids[:UNKNOWN_EXAMPLES_MAX].to_pylist()])
                     unknown_examples = tuple(named_examples)[:UNKNOWN_EXAMPLES_MAX]
             row_count += len(ordinals)
             unknown_item_rows += len(ordinals) - len(known_ordinals)
-            job.progress(row_count)
-            if batch.positions is not None and len(known_ordinals) < len(ordinals):
+            job.report_row_count(row_count)
+            if batch.event_positions is not None and len(known_ordinals) < len(ordinals):
                 # Any caller can send events: rows with unknown items must not lower the coverage that a gate judges.
                 batch = batch.only(ordinals >= 0)
-                user_hashes, ordinals = hash_id_names(batch.users, seed, job.hasher), known_ordinals
-            row_counts.add(user_hashes[batch.users.codes], batch.times)
-            user_codes, user_ranges = batch.users.codes, range_of(user_hashes, config.shards)
-            ids_files.write(pa.table([batch.users.names, user_hashes], schema=USER_IDS_SCHEMA), user_ranges)
-            row_columns = [user_hashes[user_codes], ordinals, batch.times]
+                user_hashes, ordinals = hash_id_names(batch.user_ids, seed, job.hasher), known_ordinals
+            row_counts.add(user_hashes[batch.user_ids.id_codes], batch.times_us)
+            user_codes, user_ranges = batch.user_ids.id_codes, range_of(user_hashes, config.shards)
+            ids_files.write(pa.table([batch.user_ids.distinct_ids, user_hashes], schema=USER_IDS_SCHEMA), user_ranges)
+            row_columns = [user_hashes[user_codes], ordinals, batch.times_us]
             if config.events.enabled:
                 zero_positions = np.zeros(len(user_codes), np.int64)
-                row_columns.append(zero_positions if batch.positions is None else batch.positions)
+                row_columns.append(zero_positions if batch.event_positions is None else batch.event_positions)
             rows_files.write(pa.table(row_columns, schema=rows_schema), user_ranges[user_codes])
             if touched_files is not None:
                 touched_files.write(pa.table([user_hashes], schema=_TOUCHED_SCHEMA), user_ranges)
     return InteractionCounts(
-        row_count, unknown_item_rows, popularity, unknown_hashes_seen.all(), late_count, row_counts, unknown_examples
+        row_count,
+        unknown_item_rows,
+        popularity,
+        unknown_hashes_seen.all_hashes(),
+        late_count,
+        row_counts,
+        unknown_examples,
     )
 
 
@@ -414,7 +420,7 @@ def _count_users(
         )
         user_count, hash_count = (sum(slice_counts) for slice_counts in zip(*count_distinct_ids(slices), strict=True))
         uncounted_users = feature_only_users = 0
-        for slice_number in slices.numbers:
+        for slice_number in slices.slice_numbers:
             ids_table, *user_tables = map(read_stream, shard_paths(slices.folder, slice_number, naming_kinds))
             for source_name, user_table in zip((USER_FEATURES_SOURCE, USER_VECTORS_SOURCE), user_tables, strict=False):
                 note_repeated_users(source_name, user_table, unusable_rows)
@@ -445,6 +451,10 @@ def note_repeated_users(source_name: str, user_table: Any, unusable_rows: Unusab
 
 def write_count_files(generation_folder: Path, interaction_counts: InteractionCounts) -> list[str]:
     """Write interaction counts by item, and the unknown items, for a later night that takes this partition over."""
-    write_atomically(generation_folder / POPULARITY_FILE, interaction_counts.popularity.astype("<i8").tobytes())
-    write_atomically(generation_folder / UNKNOWN_ITEMS_FILE, interaction_counts.unknown.astype("<u8").tobytes())
+    write_atomically(
+        generation_folder / POPULARITY_FILE, interaction_counts.interactions_by_item.astype("<i8").tobytes()
+    )
+    write_atomically(
+        generation_folder / UNKNOWN_ITEMS_FILE, interaction_counts.unknown_item_hashes.astype("<u8").tobytes()
+    )
     return [POPULARITY_FILE, UNKNOWN_ITEMS_FILE]

@@ -130,7 +130,9 @@ def allow_open_files(file_count: int) -> None:
 class ShardFiles:
     """Writer of Arrow streams, one per hash range or several; drafts are renamed when all are complete."""
 
-    def __init__(self, paths: Sequence[Path], schema: Any, *, is_synced: bool = True, ranges_per_file: int = 1) -> None:
+    def __init__(
+        self, paths: Sequence[Path], arrow_schema: Any, *, is_synced: bool = True, ranges_per_file: int = 1
+    ) -> None:
         """Open the drafts; each file holds `ranges_per_file` consecutive hash ranges.
 
         `is_synced`: sync files to disk before renaming, since a truncated stream reads like a complete one.
@@ -139,7 +141,7 @@ class ShardFiles:
         # Drafts have unique names: a task that timed out may still be writing while its retry runs.
         draft_token = secrets.token_hex(4)
         self._draft_paths = [path.with_name(f".{path.name}.{draft_token}.part") for path in paths]
-        self._schema = schema
+        self._schema = arrow_schema
         self._exit_stack = ExitStack()
         self._writers: list[Any] = []
 

@@ -69,52 +69,56 @@ class ShardSlices:
     """Consecutive hash ranges of one shard; each is a number, like a shard's, with its own files in `folder`."""
 
     folder: Path
-    numbers: range
+    slice_numbers: range
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardInput:
-    """Entities in hash order; `ordinals[indptr[i]:indptr[i + 1]]` is entity i's history, oldest first.
+    """Entities in hash order; entity i's history is `history_ordinals` from `history_indptr[i]` on, oldest first.
 
     The ids are one Arrow array of strings, since millions of Python objects would be slow. Histories are complete,
     because lists must leave out every item that the user had; models get the newest `history_limit` items.
     """
 
-    ids: Any
-    hashes: NDArray[np.uint64]
-    indptr: NDArray[np.int64]
-    ordinals: NDArray[np.int64]
+    entity_ids: Any
+    entity_hashes: NDArray[np.uint64]
+    history_indptr: NDArray[np.int64]
+    history_ordinals: NDArray[np.int64]
     features: dict[str, Any]
     history_limit: int = sys.maxsize
-    vectors: NDArray[np.float32] | None = None
+    entity_vectors: NDArray[np.float32] | None = None
     """Vectors [entities, dims] from the table of users' vectors, NaN for a user without one; None without a table."""
-    times: NDArray[np.int64] | None = None
+    history_times: NDArray[np.int64] | None = None
     """Microseconds since 1970 of each history item's last interaction; None if events are not read."""
     answers_without_history: bool = False
     """True if a model of histories and features answers for an entity without a history by its features alone."""
 
     def select_rows(self, entity_rows: NDArray[np.int64]) -> "ShardInput":
         """Return the input of these entities, in the order given."""
-        histories = Histories(self.indptr, self.ordinals).select_rows(entity_rows)
-        times = None if self.times is None else Histories(self.indptr, self.times).select_rows(entity_rows)
+        histories = Histories(self.history_indptr, self.history_ordinals).select_rows(entity_rows)
+        times = (
+            None
+            if self.history_times is None
+            else Histories(self.history_indptr, self.history_times).select_rows(entity_rows)
+        )
         return ShardInput(
-            ids=self.ids.take(pa.array(entity_rows)),
-            hashes=self.hashes[entity_rows],
-            indptr=histories.indptr,
-            ordinals=histories.indices,
+            entity_ids=self.entity_ids.take(pa.array(entity_rows)),
+            entity_hashes=self.entity_hashes[entity_rows],
+            history_indptr=histories.indptr,
+            history_ordinals=histories.indices,
             features={name: column.take(pa.array(entity_rows)) for name, column in self.features.items()},
             history_limit=self.history_limit,
-            vectors=None if self.vectors is None else self.vectors[entity_rows],
-            times=None if times is None else times.indices,
+            entity_vectors=None if self.entity_vectors is None else self.entity_vectors[entity_rows],
+            history_times=None if times is None else times.indices,
             answers_without_history=self.answers_without_history,
         )
 
     @property
     def has_vector(self) -> NDArray[np.bool_]:
         """Mask of the entities whose vector the sources give, bool [entities]."""
-        if self.vectors is None:
-            return np.zeros(len(self.ids), np.bool_)
-        return ~np.isnan(self.vectors[:, 0])
+        if self.entity_vectors is None:
+            return np.zeros(len(self.entity_ids), np.bool_)
+        return ~np.isnan(self.entity_vectors[:, 0])
 
 
 @contextmanager
@@ -180,19 +184,19 @@ def slice_shard(
 
 
 def _split_shard_files(
-    folder: Path, shard: int, target_folder: Path, numbers: range, total_ranges: int, file_kinds: Sequence[str]
+    folder: Path, shard: int, target_folder: Path, range_numbers: range, total_ranges: int, file_kinds: Sequence[str]
 ) -> None:
-    """Split a shard's files into `total_ranges` hash ranges; only the ranges in `numbers` are written."""
+    """Split a shard's files into `total_ranges` hash ranges; only the ranges in `range_numbers` are written."""
     target_folder.mkdir(parents=True, exist_ok=True)
-    allow_open_files(len(numbers))
-    bound_numbers = range(numbers.start, min(numbers.stop + 1, total_ranges))
+    allow_open_files(len(range_numbers))
+    bound_numbers = range(range_numbers.start, min(range_numbers.stop + 1, total_ranges))
     first_hashes = np.array([first_hash(range_number, total_ranges) for range_number in bound_numbers], np.uint64)
     # Kinds that name users, if sliced alone, are only needed for their ids and hashes.
     column_indexes = [0, 1] if tuple(file_kinds) == user_naming_kinds(file_kinds_in(folder, shard)) else None
     for file_kind in file_kinds:
         target_paths = [
             target_path
-            for range_number in numbers
+            for range_number in range_numbers
             for target_path in shard_paths(target_folder, range_number, (file_kind,))
         ]
         (source_path,) = shard_paths(folder, shard, (file_kind,))
@@ -239,17 +243,17 @@ def write_selected_users(folder: Path, shard: int, user_hashes: NDArray[np.uint6
 
 def hash_id_rows(ids: Ids, hash_seed: int, hasher: HashIds = hash_ids) -> NDArray[np.uint64]:
     """Return the hash of each row's id, uint64[rows]; each distinct id is hashed once."""
-    return hash_id_names(ids, hash_seed, hasher)[ids.codes]
+    return hash_id_names(ids, hash_seed, hasher)[ids.id_codes]
 
 
 def hash_id_names(ids: Ids, hash_seed: int, hasher: HashIds = hash_ids) -> NDArray[np.uint64]:
     """Return the hash of each distinct id, uint64[names]."""
-    return ids.hashes(hash_seed) if hasher is hash_ids else hasher(ids.raws(), hash_seed)
+    return ids.distinct_hashes(hash_seed) if hasher is hash_ids else hasher(ids.distinct_raw_ids(), hash_seed)
 
 
 def count_distinct_ids(slices: ShardSlices) -> Iterator[tuple[int, int]]:
     """Yield counts of (distinct ids, distinct hashes) of each slice's users; equal unless two ids share a hash."""
-    for slice_number in slices.numbers:
+    for slice_number in slices.slice_numbers:
         naming_kinds = user_naming_kinds(file_kinds_in(slices.folder, slice_number))
         user_tables = [read_stream(path) for path in shard_paths(slices.folder, slice_number, naming_kinds)]
         user_hashes = np.concatenate([np.asarray(table.column(HASH_COLUMN)) for table in user_tables])
@@ -329,10 +333,10 @@ class MappedStream:
 class ShardPieces:
     """Consecutive hash ranges of one shard, numbered like shards; the rows of a range are one piece of every batch."""
 
-    numbers: range
+    range_numbers: range
     slice_count: int
     """Number of slices that the ranges form, each of about SLICE_ROWS_MAX or SLICE_BYTES_MAX."""
-    streams: Mapping[str, MappedStream]
+    stream_by_kind: Mapping[str, MappedStream]
 
     @classmethod
     def open(cls, folder: Path, shard: int, shard_count: int) -> "ShardPieces | None":
@@ -359,12 +363,12 @@ class ShardPieces:
 
     def tables(self, range_number: int) -> dict[str, Any]:
         """Return the rows of one range, an Arrow table for each kind of file."""
-        range_index = range_number - self.numbers.start
-        return {kind: stream.table(range_index) for kind, stream in self.streams.items()}
+        range_index = range_number - self.range_numbers.start
+        return {kind: stream.table(range_index) for kind, stream in self.stream_by_kind.items()}
 
     def let_go(self) -> None:
         """Drop the pages of all files read so far from memory."""
-        for stream in self.streams.values():
+        for stream in self.stream_by_kind.values():
             stream.let_go()
 
 
@@ -386,21 +390,23 @@ def join_shard_inputs(shard_inputs: Sequence[ShardInput]) -> ShardInput:
     """Concatenate the entities of several inputs."""
     if len(shard_inputs) == 1:
         return shard_inputs[0]
-    history_lengths = np.concatenate([np.diff(shard_input.indptr) for shard_input in shard_inputs])
-    vector_parts = [shard_input.vectors for shard_input in shard_inputs if shard_input.vectors is not None]
-    time_parts = [shard_input.times for shard_input in shard_inputs if shard_input.times is not None]
+    history_lengths = np.concatenate([np.diff(shard_input.history_indptr) for shard_input in shard_inputs])
+    vector_parts = [
+        shard_input.entity_vectors for shard_input in shard_inputs if shard_input.entity_vectors is not None
+    ]
+    time_parts = [shard_input.history_times for shard_input in shard_inputs if shard_input.history_times is not None]
     return ShardInput(
-        ids=pa.concat_arrays([shard_input.ids for shard_input in shard_inputs]),
-        hashes=np.concatenate([shard_input.hashes for shard_input in shard_inputs]),
-        indptr=np.concatenate([np.zeros(1, np.int64), np.cumsum(history_lengths)]),
-        ordinals=np.concatenate([shard_input.ordinals for shard_input in shard_inputs]),
+        entity_ids=pa.concat_arrays([shard_input.entity_ids for shard_input in shard_inputs]),
+        entity_hashes=np.concatenate([shard_input.entity_hashes for shard_input in shard_inputs]),
+        history_indptr=np.concatenate([np.zeros(1, np.int64), np.cumsum(history_lengths)]),
+        history_ordinals=np.concatenate([shard_input.history_ordinals for shard_input in shard_inputs]),
         features={
             name: pa.concat_arrays([shard_input.features[name] for shard_input in shard_inputs])
             for name in shard_inputs[0].features
         },
         history_limit=shard_inputs[0].history_limit,
-        vectors=np.concatenate(vector_parts) if vector_parts else None,
-        times=np.concatenate(time_parts) if time_parts else None,
+        entity_vectors=np.concatenate(vector_parts) if vector_parts else None,
+        history_times=np.concatenate(time_parts) if time_parts else None,
         answers_without_history=shard_inputs[0].answers_without_history,
     )
 
@@ -437,10 +443,10 @@ def group_rows_by_entity(
 
     feature_row_of_entity = first_row_of_hashes(entity_hashes, features_table)
     return ShardInput(
-        ids=entity_ids,
-        hashes=entity_hashes,
-        indptr=np.searchsorted(entity_of_row, np.arange(len(entity_hashes) + 1)),
-        ordinals=np.asarray(ordinal_of_row, np.int64),
+        entity_ids=entity_ids,
+        entity_hashes=entity_hashes,
+        history_indptr=np.searchsorted(entity_of_row, np.arange(len(entity_hashes) + 1)),
+        history_ordinals=np.asarray(ordinal_of_row, np.int64),
         features={
             name: features_table.column(name)
             .combine_chunks()
@@ -448,7 +454,7 @@ def group_rows_by_entity(
             for name in features_table.column_names[2:]
         },
         history_limit=history_limit,
-        vectors=vectors_of_hashes(entity_hashes, user_tables[1]) if USER_VECTORS_KIND in file_kinds else None,
-        times=time_of_row[row_order][is_last_of_pair] if has_events else None,
+        entity_vectors=vectors_of_hashes(entity_hashes, user_tables[1]) if USER_VECTORS_KIND in file_kinds else None,
+        history_times=time_of_row[row_order][is_last_of_pair] if has_events else None,
         answers_without_history=answers_without_history,
     )

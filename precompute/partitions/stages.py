@@ -35,24 +35,24 @@ class StreamStages:
             if hasattr(values, "close"):
                 values.close()
 
-    def run_ahead(self, values: Iterable[Value], *, depth: int = 1) -> Iterator[Value]:
-        """Yield `values`, computed in a thread that is at most `depth` finished values ahead."""
+    def run_ahead(self, values: Iterable[Value], *, values_ahead_max: int = 1) -> Iterator[Value]:
+        """Yield `values`, computed in a thread that is at most `values_ahead_max` finished values ahead."""
         thread, remaining_values = ThreadPoolExecutor(1), iter(values)
         self._threads_and_sources.append((thread, values))
-        # `depth` finished values, and one being computed.
-        futures = deque(thread.submit(self._take_next, remaining_values) for _ in range(depth + 1))
+        # `values_ahead_max` finished values, and one being computed.
+        futures = deque(thread.submit(self._take_next, remaining_values) for _ in range(values_ahead_max + 1))
         return self._yield_results(thread, remaining_values, futures)
 
     def map_values(
-        self, function: Callable[[Value], Result], values: Iterable[Value], *, workers: int
+        self, function: Callable[[Value], Result], values: Iterable[Value], *, thread_count: int
     ) -> Iterator[Result]:
-        """Yield `function` of each value, in their order, computed by `workers` threads.
+        """Yield `function` of each value, in their order, computed by `thread_count` threads.
 
-        Besides the result in use, at most `workers` results are waiting or being computed.
+        Besides the result in use, at most `thread_count` results are waiting or being computed.
         """
-        if workers == 1:
+        if thread_count == 1:
             return self.run_ahead(map(function, values))
-        pool = ThreadPoolExecutor(workers)
+        pool = ThreadPoolExecutor(thread_count)
 
         def results() -> Iterator[Future[list[Result]]]:
             for value in values:
@@ -61,7 +61,7 @@ class StreamStages:
                 yield future
                 del future
 
-        futures = self.run_ahead(results(), depth=workers - 1)
+        futures = self.run_ahead(results(), values_ahead_max=thread_count - 1)
         self._threads_and_sources.append((pool, None))  # listed, and so stopped, after the thread that submits to it
         return (future.result().pop() for future in futures)
 

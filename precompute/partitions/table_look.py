@@ -58,9 +58,9 @@ def read_first_batches(interactions: Generator[Interactions, None, None]) -> tup
     batches, row_count = list[Interactions](), 0
     with closing(interactions) as closing_batches:
         for batch in closing_batches:
-            if len(batch.times):
+            if len(batch.times_us):
                 batches.append(batch)
-            row_count += len(batch.times)
+            row_count += len(batch.times_us)
             if row_count >= LOOKED_ROWS_MAX:
                 return batches, next(closing_batches, None) is None
     return batches, True
@@ -79,7 +79,7 @@ def preview_tables(
         id_tables += _read_user_ids(config, bundle, unusable_rows, remarks)
     for entity_kind, table_name, id_texts in id_tables:
         if id_texts is not None and batches:
-            id_columns = [batch.items if entity_kind == "item" else batch.users for batch in batches]
+            id_columns = [batch.item_ids if entity_kind == "item" else batch.user_ids for batch in batches]
             unknown_share, unknown_examples = _unknown_share_and_examples(id_columns, id_texts)
             remarks += unknown_ids_remarks(
                 unknown_share, entity_kind, table_name, unknown_examples, id_texts[:UNKNOWN_EXAMPLES_MAX].to_pylist()
@@ -94,8 +94,8 @@ def _id_forms_remarks(batches: Sequence[Interactions], id_tables: Sequence[tuple
     """Return remarks on ids that occur in several forms in interactions and tables."""
     forms_by_kind = {"user": IdForms("user"), "item": IdForms("item")}
     for batch in batches:
-        forms_by_kind["user"].add(batch.users.names)
-        forms_by_kind["item"].add(batch.items.names)
+        forms_by_kind["user"].add(batch.user_ids.distinct_ids)
+        forms_by_kind["item"].add(batch.item_ids.distinct_ids)
     for entity_kind, _, id_texts in id_tables:
         if id_texts is not None:
             forms_by_kind[entity_kind].add(id_texts)
@@ -128,8 +128,8 @@ def _read_item_ids(config: NightConfig, bundle: Bundle | None, unusable_rows: Un
             return None
         path = source_file(table_file, config.path("."))
         table_batches = read_features(path, sources.item_column, ())
-        return pa.chunked_array([ids.texts() for ids, _ in table_batches], pa.string())
-    return None if bundle is None else bundle.vocabulary.texts
+        return pa.chunked_array([ids.row_texts() for ids, _ in table_batches], pa.string())
+    return None if bundle is None else bundle.vocabulary.id_texts
 
 
 def _read_user_ids(
@@ -172,8 +172,10 @@ def _unknown_share_and_examples(id_columns: Sequence[Ids], known_ids: Any) -> tu
     row_count = unknown_rows = 0
     unknown_examples: dict[str, None] = {}
     for ids in id_columns:
-        is_unknown = ~as_numpy_mask(pc.is_in(ids.names, value_set=known_ids))
+        is_unknown = ~as_numpy_mask(pc.is_in(ids.distinct_ids, value_set=known_ids))
         row_count += len(ids)
-        unknown_rows += int(np.count_nonzero(is_unknown[ids.codes]))
-        unknown_examples |= dict.fromkeys(ids.names.filter(pa.array(is_unknown))[:UNKNOWN_EXAMPLES_MAX].to_pylist())
+        unknown_rows += int(np.count_nonzero(is_unknown[ids.id_codes]))
+        unknown_examples |= dict.fromkeys(
+            ids.distinct_ids.filter(pa.array(is_unknown))[:UNKNOWN_EXAMPLES_MAX].to_pylist()
+        )
     return unknown_item_share(row_count, unknown_rows, 0), list(unknown_examples)[:UNKNOWN_EXAMPLES_MAX]

@@ -67,14 +67,14 @@ def write_feature_files(
     Raises SourceError if no row has a usable value for an input.
     """
     file_schema: Any = USER_IDS_SCHEMA
-    batches: Any = ()
+    feature_batches: Any = ()
     if feature_columns:
         path = feature_file(config, "user", feature_columns[0])
         table_schema = feature_schema(path, feature_columns, columns_of_lists)
         file_schema = pa.schema(
             [*USER_IDS_SCHEMA, *((name, table_schema.field(name).type) for name in feature_columns)]
         )
-        batches = with_event_values(
+        feature_batches = with_event_values(
             read_features(
                 path,
                 config.sources.user_column,
@@ -84,16 +84,16 @@ def write_feature_files(
                 columns_of_lists=columns_of_lists,
             ),
             event_values,
-            kind="user",
+            entity_kind="user",
             unusable=unusable_rows,
-            inputs=input_specs,
+            input_specs=input_specs,
             addable_ids=event_values,
         )
     usable_count_by_input = dict.fromkeys(input_specs, 0)
     read_row_count = 0
     shard_file_paths = [path for n in range(config.shards) for path in shard_paths(folder, n, ("features",))]
     with ShardFiles(shard_file_paths, file_schema, ranges_per_file=range_count_per_shard(config.shards)) as shard_files:
-        for ids, column_by_name in batches:
+        for ids, column_by_name in feature_batches:
             read_row_count += len(ids)
             column_by_name = _without_long_texts(config, ids, column_by_name, input_specs, unusable_rows)
             for column_name in feature_columns:
@@ -103,7 +103,7 @@ def write_feature_files(
                 ):
                     usable_count_by_input[input_spec] += usable_count
             user_hashes = hash_user_ids(ids)
-            table = pa.table([ids.texts(), user_hashes, *column_by_name.values()], schema=file_schema)
+            table = pa.table([ids.row_texts(), user_hashes, *column_by_name.values()], schema=file_schema)
             if erased.users:
                 is_kept = erased.kept_users_mask(ids)
                 table, user_hashes = table.filter(pa.array(is_kept)), user_hashes[is_kept]
@@ -125,7 +125,7 @@ def note_event_values(
     columns_of_lists: ColumnsOfLists,
 ) -> None:
     """Note unusable values that events set, as `write_feature_files` does, for a reused partition."""
-    event_values = night.values.users
+    event_values = night.values.user_values
     if feature_columns and event_values:
         table_schema = feature_schema(
             feature_file(night.config, "user", feature_columns[0]), feature_columns, columns_of_lists
@@ -168,7 +168,9 @@ def _count_usable_values(
         feature_values.unusable_mask_by_reason for feature_values in values_by_input.values()
     ):
         unusable_rows.note_rows(source_name, bad_mask_by_reason, lambda row: {"user": ids.name_of(row)})
-    return [(input_spec, int(feature_values.usable.sum())) for input_spec, feature_values in values_by_input.items()]
+    return [
+        (input_spec, int(feature_values.usable_mask.sum())) for input_spec, feature_values in values_by_input.items()
+    ]
 
 
 def write_vector_files(
@@ -202,12 +204,15 @@ def write_vector_files(
             if vector_values.unusable_mask_by_reason:
                 describe_row = lambda row, ids=ids: {"user": ids.name_of(row)}  # noqa: E731
                 unusable_rows.note_rows(USER_VECTORS_SOURCE, vector_values.unusable_mask_by_reason, describe_row)
-            is_kept = vector_values.usable & erased.kept_users_mask(ids)
+            is_kept = vector_values.usable_mask & erased.kept_users_mask(ids)
             used_rows += int(is_kept.sum())
-            kept_hashes, flat_vectors = (hash_user_ids(ids)[is_kept], pa.array(vector_values.numbers[is_kept].ravel()))
+            kept_hashes, flat_vectors = (
+                hash_user_ids(ids)[is_kept],
+                pa.array(vector_values.input_numbers[is_kept].ravel()),
+            )
             shard_files.write(
                 pa.table([
-                    ids.texts().filter(pa.array(is_kept)), kept_hashes,
+                    ids.row_texts().filter(pa.array(is_kept)), kept_hashes,
                     pa.FixedSizeListArray.from_arrays(flat_vectors, dims),
                 ], schema=file_schema),
                 range_of(kept_hashes, config.shards),

@@ -85,12 +85,13 @@ def demand_room(capacity_verdicts: list[Verdict]) -> None:
     if failed_verdicts:
         first_failed = failed_verdicts[0]
         failures_text = "; ".join(
-            f"{verdict.rule} {verdict.value} against {verdict.threshold}: {verdict.note}" for verdict in failed_verdicts
+            f"{verdict.rule} {verdict.measured_value} against {verdict.threshold}: {verdict.note}"
+            for verdict in failed_verdicts
         )
         raise Refused(
             f"the generations of a night at its peak would not fit: {failures_text}",
             rule=first_failed.rule,
-            value=first_failed.value,
+            value=first_failed.measured_value,
             threshold=first_failed.threshold,
         )
 

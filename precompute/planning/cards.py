@@ -38,7 +38,7 @@ class ListCost:
 
 @dataclass(frozen=True, slots=True)
 class ShardCost:
-    """Measured cost of a night's steps up to its pages, with this card and `cores` processor cores."""
+    """Measured cost of a night's steps up to its pages, with this card and `core_count` processor cores."""
 
     users_per_s: int
     """Users per second from the partition to pages on disk; overlaps with the lists, which may be slower."""
@@ -46,7 +46,7 @@ class ShardCost:
     """Users per second whose sources are pinned, read and partitioned."""
     embed_numbers_per_s: int
     """Numbers of item vectors (items times dimensions) embedded per second."""
-    cores: int
+    core_count: int
     interactions_per_user: int
 
 
@@ -79,7 +79,7 @@ class CardForecast:
 class Card:
     """Measured rates of one kind of GPU."""
 
-    name: str
+    card_name: str
     list_costs: tuple[ListCost, ListCost]
     """Costs at few and at many dimensions; other dimensions are interpolated linearly."""
     shard_cost: ShardCost | None = None
@@ -95,23 +95,23 @@ class Card:
         )
         return item_dependent_s + _interpolate(low_dims_cost.constant_s, high_dims_cost.constant_s, dims_position)
 
-    def forecast_night(self, users: int, items: int, dims: int, k: int) -> CardForecast:
+    def forecast_night(self, user_count: int, item_count: int, dims: int, k: int) -> CardForecast:
         """Forecast the lists, and the steps up to the pages if those were measured on this card."""
-        topk_s = users * self.list_seconds(items, dims)
+        topk_s = user_count * self.list_seconds(item_count, dims)
         shard = self.shard_cost
         return CardForecast(
-            self.name, users, items, dims, k, users / topk_s, topk_s,
-            None if shard is None else users / shard.begin_users_per_s,
-            None if shard is None else items * dims / shard.embed_numbers_per_s,
-            None if shard is None else max(users / shard.users_per_s, topk_s),
-            self._notes(items, dims, k),
+            self.card_name, user_count, item_count, dims, k, user_count / topk_s, topk_s,
+            None if shard is None else user_count / shard.begin_users_per_s,
+            None if shard is None else item_count * dims / shard.embed_numbers_per_s,
+            None if shard is None else max(user_count / shard.users_per_s, topk_s),
+            self._notes(item_count, dims, k),
         )  # fmt: skip
 
     def rate_in_words(self, k: int) -> str:
         """Describe the measurement that the rate comes from."""
         low_dims_cost = self.list_costs[0]
         text = (
-            f"one {self.name} did {low_dims_cost.users_per_s:,} users/s with {MEASURED_ITEMS:,} items of "
+            f"one {self.card_name} did {low_dims_cost.users_per_s:,} users/s with {MEASURED_ITEMS:,} items of "
             f"{low_dims_cost.dims}, "
             f"K = {MEASURED_K}"
         )
@@ -132,23 +132,23 @@ class Card:
             )
         if self.shard_cost is not None:
             notes.append(
-                f"partition, item vectors and pages: with {self.shard_cost.cores} cores and "
+                f"partition, item vectors and pages: with {self.shard_cost.core_count} cores and "
                 f"{self.shard_cost.interactions_per_user} interactions a user; assembling, index, load and checks, and "
                 "compiling kernels for the first time, are not counted"
             )
         return tuple(notes)
 
 
-def _interpolate(first: float, second: float, position: float) -> float:
-    """Interpolate linearly between `first` at 0 and `second` at 1; the result is at least a tenth of `first`."""
-    return max(first + position * (second - first), first / 10)
+def _interpolate(value_at_zero: float, value_at_one: float, position: float) -> float:
+    """Interpolate linearly between the values at 0 and at 1; the result is at least a tenth of `value_at_zero`."""
+    return max(value_at_zero + position * (value_at_one - value_at_zero), value_at_zero / 10)
 
 
 CARDS: Mapping[str, Card] = {
     "h200": Card(
         "NVIDIA H200",
         (ListCost(128, 1_088_674, 0.8175), ListCost(256, 639_953, 0.802)),
-        ShardCost(256_682, 57_837, 14_595_211, cores=16, interactions_per_user=16),
+        ShardCost(256_682, 57_837, 14_595_211, core_count=16, interactions_per_user=16),
     )
 }
 """Measured cards by the names of their result files."""

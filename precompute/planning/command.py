@@ -41,7 +41,7 @@ def plan(config: NightConfig, arguments: argparse.Namespace, progress: Progress)
     request_counts = None if arguments.requests is None else _count_requests(Path(arguments.requests), config)
     night_forecast = forecast(config, plan_parameters, request_counts, progress=progress)
     limits = find_limits(
-        config, record_bytes=max(layout.size_bytes for _, layout in night_forecast.shape.layouts.values()),
+        config, record_bytes=max(layout.size_bytes for _, layout in night_forecast.shape.layout_by_table.values()),
         redis_gb=arguments.redis_gb, stated_nodes=arguments.redis_nodes,
         host_gb=arguments.host_gb, disk_gb=arguments.disk_gb,
     )  # fmt: skip
@@ -62,7 +62,9 @@ def _count_requests(path: Path, config: NightConfig) -> NDArray[np.int64]:
     """Count the requests of each user in a log, int64; raise SourceError if it is unreadable or names no user."""
     try:
         if path.suffix in (".parquet", ".pq"):
-            user_id_chunks = [batch_ids.texts() for batch_ids, _ in read_features(path, config.sources.user_column, ())]
+            user_id_chunks = [
+                batch_ids.row_texts() for batch_ids, _ in read_features(path, config.sources.user_column, ())
+            ]
         else:
             read_options = pa.csv.ReadOptions(column_names=["user"])
             convert_options = pa.csv.ConvertOptions(column_types={"user": pa.string()})
@@ -97,8 +99,8 @@ def _forecast_tables(
     arms: Sequence[ArmRoom],
 ) -> OutputContent:
     shape, timings = night_forecast.shape, night_forecast.timings
-    shape_text = f"{shape.users:,} users, {shape.items:,} items of {shape.dims} dimensions"
-    title = f"{shape_text}, from {night_forecast.sample_users:,} users"
+    shape_text = f"{shape.user_count:,} users, {shape.item_count:,} items of {shape.dims} dimensions"
+    title = f"{shape_text}, from {night_forecast.sample_user_count:,} users"
     size_table = Table("what", "one generation", f"{generation_count} at the peak", title=title)
     for column in size_table.columns[1:]:
         column.justify, column.no_wrap = "right", True
@@ -125,7 +127,7 @@ def _forecast_tables(
         "score on GPUs", f"{night_forecast.gpu_s / 60:.2f}", "", f"by {escape(night_forecast.gpu_rate_source)}"
     )
     time_table.add_row(
-        "load", *_minute_texts(night_forecast.load), f"beside readers at most {night_forecast.load_s_max / 60:.2f}"
+        "load", *_minute_texts(night_forecast.load_time), f"beside readers at most {night_forecast.load_s_max / 60:.2f}"
     )
     copying_table = _copying_table(night_forecast)
     memory_table = Table("step", "memory at most")
@@ -147,22 +149,26 @@ def _forecast_tables(
                     f"of {SHORT_LIST_ITEMS}", "search / read, ms", "pays")  # fmt: skip
     for filter_cost in night_forecast.filters:
         filter_table.add_row(
-            escape(filter_cost.name), f"{filter_cost.passing_item_count:,}", size_text(filter_cost.redis_bytes),
-            f"{filter_cost.night_s / 60:.2f}",
-            f"{filter_cost.short_share:.1%}", f"{filter_cost.short_share_at_ten:.1%}",
-            f"{filter_cost.search_s * 1e3:.2f} / {filter_cost.read_s * 1e3:.2f}",
+            escape(filter_cost.table_name), f"{filter_cost.passing_item_count:,}", size_text(filter_cost.redis_bytes),
+            f"{filter_cost.night_cpu_s / 60:.2f}",
+            f"{filter_cost.short_list_share:.1%}", f"{filter_cost.short_list_share_at_ten:.1%}",
+            f"{filter_cost.search_cpu_s * 1e3:.2f} / {filter_cost.read_cpu_s * 1e3:.2f}",
             _break_even_in_words(filter_cost, plan_parameters.qps),
         )  # fmt: skip
     gate_table = Table("rule", "found", "allowed", "")
     for verdict in verdicts:
         refusal_label = "" if verdict.passed else "[red]refused[/red] "
         gate_table.add_row(
-            verdict.rule, f"{verdict.value}", f"{verdict.threshold}", refusal_label + escape(verdict.note)
+            verdict.rule, f"{verdict.measured_value}", f"{verdict.threshold}", refusal_label + escape(verdict.note)
         )
     for column in (*time_table.columns[1:3], *rate_table.columns):
         column.justify, column.no_wrap = "right", True
     busy_note = "other programs were busy here meanwhile: by the clock, times are too long"
-    notes = [timings.note] * bool(timings.note) + [busy_note] * night_forecast.is_busy + [*night_forecast.remarks]
+    notes = (
+        [timings.extrapolation_note] * bool(timings.extrapolation_note)
+        + [busy_note] * night_forecast.is_busy
+        + [*night_forecast.remarks]
+    )
     filter_tables = [filter_table] * bool(night_forecast.filters)
     return [
         size_table,
@@ -208,7 +214,7 @@ def _break_even_in_words(filter_cost: FilterCost, qps: float | None) -> str:
             break_even_text += (
                 f", {lookup_fraction:.2%} of those stated" if lookup_fraction <= 1 else ": more than those stated"
             )
-    return f"{break_even_text} (made)" if filter_cost.is_made else break_even_text
+    return f"{break_even_text} (made)" if filter_cost.is_made_by_night else break_even_text
 
 
 def _minute_texts(spent: TimeSpent) -> tuple[str, str]:

@@ -12,5 +12,10 @@ def _add_options(command: argparse.ArgumentParser) -> None:
 
 
 PLAN = CommandRow(
-    "plan", CommandPlace("planning.command.plan"), DESCRIPTION, _add_options, redis="if running", store="reads"
+    "plan",
+    CommandPlace("planning.command.plan"),
+    DESCRIPTION,
+    _add_options,
+    needed_redis="if running",
+    store_access="reads",
 )

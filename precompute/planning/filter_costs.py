@@ -36,40 +36,42 @@ _READ_COUNT: Final = 200
 class FilterCost:
     """Cost of a table of lists under a named filter, from a sample; seconds are processor seconds.
 
-    `short_share` is the share of lists with too few passing items to fill a list, so that a lookup of a full list
-    searches by vectors; `short_share_at_ten` is the share of lists with fewer than ten passing items.
+    `short_list_share` is the share of lists with too few passing items to fill a list, so that a lookup of a full list
+    searches by vectors; `short_list_share_at_ten` is the share of lists with fewer than ten passing items.
     """
 
-    name: str
-    is_made: bool
+    table_name: str
+    is_made_by_night: bool
     passing_item_count: int
-    pages: int
+    page_count: int
     redis_bytes: int
-    night_s: float
-    short_share: float
-    short_share_at_ten: float
-    search_s: float
-    read_s: float
+    night_cpu_s: float
+    short_list_share: float
+    short_list_share_at_ten: float
+    search_cpu_s: float
+    read_cpu_s: float
 
     @property
     def pays_from_lookups(self) -> float:
         """Full-list lookups a day from which making the table is cheaper; infinity if no list is short."""
-        spared_s = self.short_share * (self.search_s + self.read_s)  # a search reads the entity's vector first
-        return self.night_s / spared_s if spared_s > 0 else math.inf
+        spared_s = self.short_list_share * (
+            self.search_cpu_s + self.read_cpu_s
+        )  # a search reads the entity's vector first
+        return self.night_cpu_s / spared_s if spared_s > 0 else math.inf
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able form; `pays_from_lookups_a_day` is null if the table never pays off."""
         return {
-            "table": self.name,
-            "made": self.is_made,
+            "table": self.table_name,
+            "made": self.is_made_by_night,
             "items_passing": self.passing_item_count,
-            "pages": self.pages,
+            "pages": self.page_count,
             "redis_bytes": self.redis_bytes,
-            "night_cpu_s": self.night_s,
-            "short_lists": self.short_share,
-            f"short_lists_at_{SHORT_LIST_ITEMS}": self.short_share_at_ten,
-            "search_s": self.search_s,
-            "read_s": self.read_s,
+            "night_cpu_s": self.night_cpu_s,
+            "short_lists": self.short_list_share,
+            f"short_lists_at_{SHORT_LIST_ITEMS}": self.short_list_share_at_ten,
+            "search_s": self.search_cpu_s,
+            "read_s": self.read_cpu_s,
             "pays_from_lookups_a_day": None if math.isinf(self.pays_from_lookups) else self.pays_from_lookups,
         }
 
@@ -96,9 +98,9 @@ def measure_filter_costs(
         if table_config.kind not in LIST_TABLE_KINDS:
             continue
         sample = _sample_users(trial) if table_config.kind == "user_topk" else _sample_items(item_vectors)
-        entity_count = shape.users if table_config.kind == "user_topk" else shape.items
+        entity_count = shape.user_count if table_config.kind == "user_topk" else shape.item_count
         metric, threads = metric_of(bundle, table_config), config.threads or None
-        scorer = trial.scorers.at(0).of(items, metric)
+        scorer = trial.scorers.device_of_shard(0).of(items, metric)
         sample_lists = scorer.top(sample[0], table_config.k, sample[1], threads=threads)[0]
         for filter_name, mask in mask_by_filter.items():
             filtered_table = f"{table}.{filter_name}"
@@ -109,7 +111,7 @@ def measure_filter_costs(
             costs.append(
                 FilterCost(
                     filtered_table, filtered_table in config.table_and_filter_by_name, int(mask.sum()),
-                    pages_by_table[table].count,
+                    pages_by_table[table].page_count,
                     _sum_page_bytes(pages_by_table[table], page_costs),
                     search_time.cpu_s * entity_count / len(sample[0]), short_share, short_share_at_ten,
                     _measure_search_s(item_vectors, sample, mask, table_config.k, metric), read_s,
@@ -130,33 +132,33 @@ def _sample_users(trial: Trial) -> SampledVectors:
     return chunk.outputs_by_model["user_tower"][answered_rows], chunk.seen_items.select_rows(answered_rows)
 
 
-def _sample_items(vectors: NDArray[np.float32]) -> SampledVectors:
-    ordinals = np.sort(np.random.default_rng(0).permutation(len(vectors))[:SEARCHED_USERS])
-    return vectors[ordinals], Histories(np.arange(len(ordinals) + 1), ordinals)
+def _sample_items(item_vectors: NDArray[np.float32]) -> SampledVectors:
+    ordinals = np.sort(np.random.default_rng(0).permutation(len(item_vectors))[:SEARCHED_USERS])
+    return item_vectors[ordinals], Histories(np.arange(len(ordinals) + 1), ordinals)
 
 
-def _short_list_shares(lists: NDArray[np.uint32], mask: NDArray[np.bool_]) -> tuple[float, float]:
+def _short_list_shares(item_lists: NDArray[np.uint32], passing_mask: NDArray[np.bool_]) -> tuple[float, float]:
     """Return the shares of the lists, uint32 [n, k], with fewer passing items than k, and than ten."""
-    is_used = lists != NO_ITEM
-    passing_counts = (mask[np.where(is_used, lists, 0)] & is_used).sum(axis=1)
-    is_full, width = is_used.all(axis=1), lists.shape[1]
+    is_used = item_lists != NO_ITEM
+    passing_counts = (passing_mask[np.where(is_used, item_lists, 0)] & is_used).sum(axis=1)
+    is_full, width = is_used.all(axis=1), item_lists.shape[1]
     short_shares: Sequence[float] = [
-        float((is_full & (passing_counts < k)).mean()) if len(lists) else 0.0
+        float((is_full & (passing_counts < k)).mean()) if len(item_lists) else 0.0
         for k in (width, min(SHORT_LIST_ITEMS, width))
     ]
     return short_shares[0], short_shares[1]
 
 
 def _measure_search_s(
-    vectors: NDArray[np.float32], sample: SampledVectors, mask: NDArray[np.bool_], k: int, metric: Metric
+    item_vectors: NDArray[np.float32], sample: SampledVectors, passing_mask: NDArray[np.bool_], k: int, metric: Metric
 ) -> float:
     """Return the processor seconds of the service's search by one vector."""
-    searcher, queries, exclusions = SubsetSearch(vectors), sample[0][:_SEARCH_COUNT], sample[1]
-    passing_ordinals = np.flatnonzero(mask)
+    searcher, queries, exclusions = SubsetSearch(item_vectors), sample[0][:_SEARCH_COUNT], sample[1]
+    passing_ordinals = np.flatnonzero(passing_mask)
 
-    def search(row: int) -> None:
-        excluded_ordinals = exclusions.indices[exclusions.indptr[row] : exclusions.indptr[row + 1]]
-        searcher.search(queries[row], passing_ordinals[~np.isin(passing_ordinals, excluded_ordinals)], k, metric)
+    def search(sample_row: int) -> None:
+        excluded_ordinals = exclusions.indices[exclusions.indptr[sample_row] : exclusions.indptr[sample_row + 1]]
+        searcher.search(queries[sample_row], passing_ordinals[~np.isin(passing_ordinals, excluded_ordinals)], k, metric)
 
     search(0)  # the first search computes the vectors' lengths
 

@@ -114,9 +114,9 @@ class CopyingNight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Popularity:
-    """Popularity: `key_counts[i]` keys have request probability `probabilities[i]` each; the total is 1."""
+    """Popularity: `key_counts[i]` keys have request probability `request_probabilities[i]` each; the total is 1."""
 
-    probabilities: NDArray[np.float64]
+    request_probabilities: NDArray[np.float64]
     key_counts: NDArray[np.float64]
 
 
@@ -134,13 +134,13 @@ class HitRates:
 class Forecast:
     """Forecast of one generation's bytes, a night's times, and the hit rates of L1s of several sizes."""
 
-    sample_users: int
-    source_users: int
-    interactions: int
+    sample_user_count: int
+    source_user_count: int
+    interaction_count: int
     shape: NightShape
     redis_bytes: int
     timings: Timings
-    load: TimeSpent
+    load_time: TimeSpent
     load_s_max: float
     """Upper bound on the seconds of loading while readers are served."""
     gpu_s: float
@@ -161,14 +161,16 @@ class Forecast:
         """Return a JSON-able form for `--json`: bytes of one generation, seconds of a night."""
         shape, scoring = self.shape, self.timings.total
         return {
-            "users": self.source_users,
-            "users_with_records": shape.users,
-            "items": shape.items,
+            "users": self.source_user_count,
+            "users_with_records": shape.user_count,
+            "items": shape.item_count,
             "dims": shape.dims,
-            "interactions": self.interactions,
-            "sample_users": self.sample_users,
-            "record_bytes": {table_name: layout.size_bytes for table_name, (_, layout) in shape.layouts.items()},
-            "pages": {table_name: table_pages.count for table_name, table_pages in shape.pages().items()},
+            "interactions": self.interaction_count,
+            "sample_users": self.sample_user_count,
+            "record_bytes": {
+                table_name: layout.size_bytes for table_name, (_, layout) in shape.layout_by_table.items()
+            },
+            "pages": {table_name: table_pages.page_count for table_name, table_pages in shape.pages().items()},
             "payload_bytes": shape.payload_bytes,
             "redis_bytes": self.redis_bytes,
             "directory_bytes": shape.directory_bytes,
@@ -179,10 +181,10 @@ class Forecast:
             "scoring_cpu_s": scoring.cpu_s,
             "scoring_gpu_s": self.gpu_s,
             "scoring_gpu_how": self.gpu_rate_source,
-            "scoring_note": self.timings.note,
+            "scoring_note": self.timings.extrapolation_note,
             "busy": self.is_busy,
-            "load_s": self.load.wall_s,
-            "load_cpu_s": self.load.cpu_s,
+            "load_s": self.load_time.wall_s,
+            "load_cpu_s": self.load_time.cpu_s,
             "load_beside_readers_max_s": self.load_s_max,
             "l1": [asdict(hit_rates) for hit_rates in self.hit_rates],
             "filters": [filter_cost.to_json() for filter_cost in self.filters],
@@ -220,14 +222,14 @@ def forecast(
             cutoff_at=cutoff_at,
             progress=progress,
         )
-        source_user_count = parameters.users or sample.users
+        source_user_count = parameters.users or sample.source_user_count
         with join_or_start_server(folder / "redis") as redis_server:
             trial = open_trial(config, sample, folder, redis_server.url)
             shape = _shape_night(config, trial, parameters, source_user_count)
             timings = time_scoring(
-                trial, shape, source_users=source_user_count, seconds=parameters.seconds, progress=progress
+                trial, shape, source_user_count=source_user_count, longest_run_s=parameters.seconds, progress=progress
             )
-            shape = replace(shape, users=round(source_user_count * timings.recorded_share))
+            shape = replace(shape, user_count=round(source_user_count * timings.recorded_share))
             with connect(redis_server.url, config.redis_timeout_s) as client:
                 pages = shape.pages().values()
                 page_sizes = {size for table_pages in pages for size in table_pages.page_sizes}
@@ -244,10 +246,10 @@ def forecast(
     )
     changed_share, changed_share_note = find_changed_share(parameters.users_changed, sample, cutoff_at)
     return Forecast(
-        len(sample.ids), source_user_count, sample.interactions, shape, redis_bytes, timings,
+        len(sample.user_ids), source_user_count, sample.source_interaction_count, shape, redis_bytes, timings,
         timings.seal.and_(load_time),
         seconds_at_floor_rate(config, shape.payload_bytes),
-        gpu_seconds(timings, device_rate.users_per_s, shape), device_rate.origin,
+        gpu_seconds(timings, device_rate.users_per_s, shape), device_rate.rate_origin,
         _hit_rates_by_size(shape, parameters, popularity),
         filters,
         copying_nights(timings, shape, changed_share, parameters.items_changed, items_per_user(sample)),
@@ -287,40 +289,40 @@ def _shape_night(config: NightConfig, trial: Trial, parameters: PlanParameters, 
     item_count, dims = begin_report["items"], parameters.dims or bundle.dims
     tables = scored_tables(config, bundle)
     resized_bundle = replace(bundle, dims=dims)
-    items_per_user = min(config.history_limit, begin_report["interactions"] / len(trial.sample.ids))
+    items_per_user = min(config.history_limit, begin_report["interactions"] / len(trial.sample.user_ids))
     partition_bytes = sum(path.stat().st_size for path in (root / "work/partition").iterdir())
     facets = begin_report.get("facets") or trial.build.need_report(EMBED_ITEMS_REPORT).get("facets") or {}
     list_tables = [table for table in tables.values() if table.kind in ("user_topk", "item_similar")]
     return NightShape(
-        users=user_count,
-        items=parameters.items or item_count,
+        user_count=user_count,
+        item_count=parameters.items or item_count,
         dims=dims,
-        shards=config.shards,
+        shard_count=config.shards,
         page_bytes=config.page_bytes,
-        layouts={
+        layout_by_table={
             table_name: (entity_of(bundle, table_name, table), layout_of(resized_bundle, table))
             for table_name, table in tables.items()
         },
-        item_id_bytes=(root / "items/ids.bin").stat().st_size / item_count,
-        model_bytes={model.name: sum(path.stat().st_size for path, _, _ in model.files) for model in bundle.models},
-        model_items=item_count,
+        bytes_per_item_id=(root / "items/ids.bin").stat().st_size / item_count,
+        bytes_by_model={model.name: sum(path.stat().st_size for path, _, _ in model.files) for model in bundle.models},
+        model_item_count=item_count,
         model_dims=bundle.dims,
         facets={
             table_name: (facet["table"]["count"], facet_layout(config.facets[table_name].k))
             for table_name, facet in facets.items()
         },
         metric_count=len({metric_of(bundle, table) for table in list_tables}),
-        index=config.index,
+        index_kind=config.index,
         defaults_bytes=(root / "defaults.json").stat().st_size,
         publishes_seen_items=bool(config.sources.item_attributes),
         publishes_inputs=config.events.enabled,
-        interactions=round(user_count * begin_report["interactions"] / len(trial.sample.ids)),
-        feature_bytes=_sum_file_bytes(
+        interaction_count=round(user_count * begin_report["interactions"] / len(trial.sample.user_ids)),
+        feature_bytes_per_user=_sum_file_bytes(
             path for file_kind in ("features", USER_VECTORS_KIND) for path in root.glob(f"work/partition/*.{file_kind}")
         )
-        / len(trial.sample.ids),
-        item_feature_bytes=_sum_file_bytes(root.glob(ITEM_FEATURES_FILE)) / item_count,
-        work_bytes=round(partition_bytes * user_count / len(trial.sample.ids))
+        / len(trial.sample.user_ids),
+        feature_bytes_per_item=_sum_file_bytes(root.glob(ITEM_FEATURES_FILE)) / item_count,
+        work_bytes=round(partition_bytes * user_count / len(trial.sample.user_ids))
         + estimate_probe_bytes(user_count, items_per_user)
         + COPY_BYTES_PER_USER * user_count,
     )
@@ -332,8 +334,8 @@ def _sum_file_bytes(paths: Iterable[Path]) -> int:
 
 def gpu_seconds(timings: Timings, users_per_s: float, shape: NightShape) -> float:
     """Return the seconds of embedding, plus those of lists at this rate or of the slowest other stage if longer."""
-    table_kinds = {layout.kind for _, layout in shape.layouts.values()}
-    entity_count = shape.users + (shape.items if "topk" in table_kinds else 0)
+    table_kinds = {layout.kind for _, layout in shape.layout_by_table.values()}
+    entity_count = shape.user_count + (shape.item_count if "topk" in table_kinds else 0)
     slowest_stage_s = max(stage_s for stage, stage_s in timings.seconds_by_stage.items() if stage != "topk")
     return timings.embed.wall_s + max(entity_count / users_per_s, slowest_stage_s)
 
@@ -341,22 +343,26 @@ def gpu_seconds(timings: Timings, users_per_s: float, shape: NightShape) -> floa
 def _gpu_rate(config: NightConfig, trial: Trial, shape: NightShape, parameters: PlanParameters) -> DeviceRate:
     if parameters.gpu_users_per_s is not None:
         return DeviceRate(parameters.gpu_users_per_s, f"the stated {parameters.gpu_users_per_s:,.0f} users/s")
-    widths = [layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"]
+    widths = [layout.width for _, layout in shape.layout_by_table.values() if layout.kind == "topk"]
     return trial.measure_device_rate(config.device, shape, max(widths, default=1))
 
 
 def _hit_rates_by_size(shape: NightShape, parameters: PlanParameters, popularity: Popularity) -> list[HitRates]:
-    list_layouts = [layout for entity, layout in shape.layouts.values() if entity == "user" and layout.kind == "topk"]
-    layout = (list_layouts or [layout for _, layout in shape.layouts.values()])[0]
+    list_layouts = [
+        layout for entity, layout in shape.layout_by_table.values() if entity == "user" and layout.kind == "topk"
+    ]
+    layout = (list_layouts or [layout for _, layout in shape.layout_by_table.values()])[0]
     answer_bytes = parameters.answer_bytes
     if answer_bytes is None:
-        item_id_bytes = shape.item_id_bytes if layout.kind == "topk" else 0.0
+        item_id_bytes = shape.bytes_per_item_id if layout.kind == "topk" else 0.0
         answer_bytes = round(ANSWER_BYTES + layout.width * (item_id_bytes + ANSWER_ITEM_BYTES))
     return [
         l1_hit_rates(
             popularity, mib * MIB, record_bytes=layout.size_bytes,
             answer_bytes=answer_bytes,
-            request_count=None if parameters.qps is None else parameters.qps / parameters.processes * DAY_S,
+            daily_requests_per_process=(
+                None if parameters.qps is None else parameters.qps / parameters.processes * DAY_S
+            ),
         )
         for mib in parameters.l1_mib
     ]  # fmt: skip
@@ -377,25 +383,25 @@ def find_active_share(sample: Sample, cutoff_at: datetime | None) -> float | Non
 
     Without a cut, the day ends at the newest interaction.
     """
-    if not (sample.times > 0).any():
+    if not (sample.interaction_times > 0).any():
         return None
-    data_end_us = int(sample.times.max()) + 1
+    data_end_us = int(sample.interaction_times.max()) + 1
     end_us = data_end_us if cutoff_at is None else int(cutoff_at.timestamp() * MICROSECONDS_PER_SECOND)
-    active_owners = sample.owner_indices[sample.times >= end_us - _DAY_US]
-    return len(np.unique(active_owners)) / len(sample.ids)
+    active_owners = sample.owner_indices[sample.interaction_times >= end_us - _DAY_US]
+    return len(np.unique(active_owners)) / len(sample.user_ids)
 
 
-def touched_share(item_count: int, changed_share: float, width: int) -> float:
-    """Return the share of lists of `width` items that hold at least one changed item.
+def touched_share(item_count: int, changed_share: float, list_length: int) -> float:
+    """Return the share of lists of `list_length` items that hold at least one changed item.
 
     `changed_share` of all `item_count` items are changed. The share is 1 - C(items - changed, width) / C(items, width);
     for lists much shorter than the catalogue that is about 1 - (1 - changed) ** width.
     """
-    changed_count, width = changed_share * item_count, min(width, item_count)
-    if changed_count + width > item_count:
-        return 1.0 if changed_count and width else 0.0
-    log_unchanged_ways = lgamma(item_count - changed_count + 1) - lgamma(item_count - changed_count - width + 1)
-    return 1 - exp(log_unchanged_ways + lgamma(item_count - width + 1) - lgamma(item_count + 1))
+    changed_count, list_length = changed_share * item_count, min(list_length, item_count)
+    if changed_count + list_length > item_count:
+        return 1.0 if changed_count and list_length else 0.0
+    log_unchanged_ways = lgamma(item_count - changed_count + 1) - lgamma(item_count - changed_count - list_length + 1)
+    return 1 - exp(log_unchanged_ways + lgamma(item_count - list_length + 1) - lgamma(item_count + 1))
 
 
 def copying_night(
@@ -410,7 +416,7 @@ def copying_night(
     `history_lengths` int64 are the numbers of distinct items of some users: a removed item changes its users' inputs.
     """
     lost_share, entered_share = _lost_and_entered_shares(shape, "user", changed_item_share)
-    touched_history_share = _mean_touched_share(shape.items, changed_item_share, history_lengths)
+    touched_history_share = _mean_touched_share(shape.item_count, changed_item_share, history_lengths)
     staying_share = (1 - changed_user_share) * (1 - touched_history_share)
     changed_input_share, lost_share, entered_share = (
         1 - staying_share,
@@ -451,32 +457,32 @@ def copying_nights(
 def items_per_user(sample: Sample) -> NDArray[np.int64]:
     """Return the number of distinct items of each sampled user, int64 [users]."""
     if not len(sample.owner_indices):
-        return np.zeros(len(sample.ids), np.int64)
-    item_codes = np.asarray(pc.dictionary_encode(sample.items).indices, np.int64)
+        return np.zeros(len(sample.user_ids), np.int64)
+    item_codes = np.asarray(pc.dictionary_encode(sample.item_ids).indices, np.int64)
     user_item_codes = np.unique(sample.owner_indices * (int(item_codes.max()) + 1) + item_codes)
-    return np.bincount(user_item_codes // (int(item_codes.max()) + 1), minlength=len(sample.ids))
+    return np.bincount(user_item_codes // (int(item_codes.max()) + 1), minlength=len(sample.user_ids))
 
 
-def _mean_touched_share(item_count: int, changed_share: float, widths: NDArray[np.int64]) -> float:
-    distinct_widths, width_counts = np.unique(widths, return_counts=True)
+def _mean_touched_share(item_count: int, changed_share: float, list_lengths: NDArray[np.int64]) -> float:
+    distinct_widths, width_counts = np.unique(list_lengths, return_counts=True)
     touched_shares = [touched_share(item_count, changed_share, width) for width in distinct_widths.tolist()]
-    return float(np.dot(touched_shares, width_counts)) / max(1, len(widths))
+    return float(np.dot(touched_shares, width_counts)) / max(1, len(list_lengths))
 
 
 def _lost_and_entered_shares(shape: NightShape, entity: str, changed_share: float) -> tuple[float, float]:
     """Return (lists that lose an item, other lists that an item may enter) as shares of users' or items' lists."""
     width = sum(
         layout.width
-        for table_entity, layout in shape.layouts.values()
+        for table_entity, layout in shape.layout_by_table.values()
         if table_entity == entity and layout.kind == "topk"
     )
-    lost_share = touched_share(shape.items, changed_share, width)
+    lost_share = touched_share(shape.item_count, changed_share, width)
     # A new item is as likely to be in a list as any other, so as many lists are entered as lose an item.
     entered_share = 1.0 if changed_share > ENTERING_SHARE_MAX and width else lost_share
     return lost_share, (1 - lost_share) * entered_share
 
 
-def zipf_popularity(user_count: int, exponent: float) -> Popularity:
+def zipf_popularity(user_count: int, zipf_exponent: float) -> Popularity:
     """Return the popularity by Zipf's law: rank r is proportional to r ** -exponent; high ranks share bins of 0.2 %."""
     exact_count = min(user_count, EXACT_RANKS_MAX)
     bin_edges = [exact_count]
@@ -484,10 +490,10 @@ def zipf_popularity(user_count: int, exponent: float) -> Popularity:
         bin_edges.append(min(user_count, max(bin_edges[-1] + 1, int(bin_edges[-1] * BIN_GROWTH))))
     # Midpoint rule: the sum over ranks a+1..b is the integral from a+1/2 to b+1/2.
     low_edges, high_edges = (np.array(bin_edges[:-1], np.float64) + 0.5, np.array(bin_edges[1:], np.float64) + 0.5)
-    power = 1 - exponent
+    power = 1 - zipf_exponent
     bin_mass = np.log(high_edges / low_edges) if power == 0 else (high_edges**power - low_edges**power) / power
     key_counts = np.concatenate([np.ones(exact_count), high_edges - low_edges])
-    probability_mass = np.concatenate([np.arange(1, exact_count + 1, dtype=np.float64) ** -exponent, bin_mass])
+    probability_mass = np.concatenate([np.arange(1, exact_count + 1, dtype=np.float64) ** -zipf_exponent, bin_mass])
     return Popularity(probability_mass / probability_mass.sum() / key_counts, key_counts)
 
 
@@ -514,13 +520,13 @@ def estimate_popularity(request_counts: NDArray[np.int64], user_count: int) -> P
 
 def l1_hit_rates(
     popularity: Popularity,
-    max_bytes: int,
+    l1_bytes_max: int,
     *,
     record_bytes: int,
     answer_bytes: int = 0,
-    request_count: float | None = None,
+    daily_requests_per_process: float | None = None,
 ) -> HitRates:
-    """Return the hit rates of an L1 of `max_bytes` for one table of records.
+    """Return the hit rates of an L1 of `l1_bytes_max` for one table of records.
 
     `answer_bytes`: bytes of a single lookup's rendered answer, which is cached besides the record from the second
     request on; 0 if none is, as for batches.
@@ -534,9 +540,9 @@ def l1_hit_rates(
     record_entry_bytes = record_bytes + ENTRY_OVERHEAD_BYTES + table_entry_bytes
     answer_entry_bytes = answer_bytes + READY_OVERHEAD_BYTES + table_entry_bytes if answer_bytes else 0.0
 
-    def contents(time: float) -> tuple[float, float]:
+    def expected_contents(characteristic_time: float) -> tuple[float, float]:
         """Return the expected (entries, bytes) at this characteristic time."""
-        expected_requests = popularity.probabilities * time
+        expected_requests = popularity.request_probabilities * characteristic_time
         absent_probability = np.exp(-expected_requests)
         if not answer_entry_bytes:
             entries = float(popularity.key_counts @ (1 - absent_probability))
@@ -552,42 +558,47 @@ def l1_hit_rates(
             record_entry_bytes * record_entries + answer_entry_bytes * answer_entries,
         )
 
-    time = _characteristic_time(lambda time: contents(time)[1], max_bytes)
+    time = _characteristic_time(lambda time: expected_contents(time)[1], l1_bytes_max)
     entries_max = float(popularity.key_counts.sum()) * (2 if answer_entry_bytes else 1)
-    entries = entries_max if math.isinf(time) else contents(time)[0]
+    entries = entries_max if math.isinf(time) else expected_contents(time)[0]
     return HitRates(
-        max_bytes, entries, _steady_rate(popularity, time), _rate_from_cold(popularity, time, request_count)
+        l1_bytes_max,
+        entries,
+        _steady_rate(popularity, time),
+        _rate_from_cold(popularity, time, daily_requests_per_process),
     )
 
 
-def _characteristic_time(bytes_at: Callable[[float], float], max_bytes: int) -> float:
+def _characteristic_time(bytes_at: Callable[[float], float], l1_bytes_max: int) -> float:
     low, high = 0.0, 60.0  # log2 of a number of requests
-    if bytes_at(2**high) <= max_bytes:
+    if bytes_at(2**high) <= l1_bytes_max:
         return math.inf
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if bytes_at(2**middle) <= max_bytes else (low, middle)
+        low, high = (middle, high) if bytes_at(2**middle) <= l1_bytes_max else (low, middle)
     return float(2**low)
 
 
-def _steady_rate(popularity: Popularity, time: float) -> float:
-    if math.isinf(time):
+def _steady_rate(popularity: Popularity, characteristic_time: float) -> float:
+    if math.isinf(characteristic_time):
         return 1.0
-    key_mass = popularity.probabilities * popularity.key_counts
-    return float(key_mass @ -np.expm1(-popularity.probabilities * time))
+    key_mass = popularity.request_probabilities * popularity.key_counts
+    return float(key_mass @ -np.expm1(-popularity.request_probabilities * characteristic_time))
 
 
-def _rate_from_cold(popularity: Popularity, time: float, request_count: float | None) -> float | None:
+def _rate_from_cold(
+    popularity: Popularity, characteristic_time: float, daily_requests_per_process: float | None
+) -> float | None:
     """Return the mean hit rate over the first requests: the cache fills up until T, then the rate is steady."""
-    if request_count is None or request_count < 1:
+    if daily_requests_per_process is None or daily_requests_per_process < 1:
         return None
-    filling_requests = min(time, request_count)
+    filling_requests = min(characteristic_time, daily_requests_per_process)
     filling_hits = filling_requests - float(
-        popularity.key_counts @ -np.expm1(-popularity.probabilities * filling_requests)
+        popularity.key_counts @ -np.expm1(-popularity.request_probabilities * filling_requests)
     )
     return (
-        filling_hits + (request_count - filling_requests) * _steady_rate(popularity, filling_requests)
-    ) / request_count
+        filling_hits + (daily_requests_per_process - filling_requests) * _steady_rate(popularity, filling_requests)
+    ) / daily_requests_per_process
 
 
 @functools.cache

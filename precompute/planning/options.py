@@ -199,7 +199,7 @@ def _find_card_sizes(config: "NightConfig", item_count: int | None, dims: int | 
             f"--card needs --items and --dims if there is no bundle: {error.message}",
             field="items" if item_count is None else "dims",
         ) from error
-    return item_count or bundle.items.count, dims or bundle.dims
+    return item_count or bundle.items.item_count, dims or bundle.dims
 
 
 def _card_text(forecast: CardForecast, *, is_json: bool) -> str:

@@ -38,17 +38,17 @@ OWNER_COLUMN = "\x1fowner"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """All rows of the sampled users, numbered by `owner_indices`; `users` and `interactions` count all inputs."""
+    """All rows of the sampled users, numbered by `owner_indices`, and the counts of all inputs."""
 
-    users: int
-    interactions: int
-    ids: Sequence[str]
+    source_user_count: int
+    source_interaction_count: int
+    user_ids: Sequence[str]
     owner_indices: NDArray[np.int64]
-    items: Any
-    times: NDArray[np.int64]
-    features: Any
+    item_ids: Any
+    interaction_times: NDArray[np.int64]
+    user_feature_table: Any
     """Arrow table of user features with OWNER_COLUMN; None if the models take none."""
-    vectors: Any = None
+    user_vector_table: Any = None
     """Arrow table of users' vectors with OWNER_COLUMN; None if the sources have none."""
 
     def write(self, folder: Path, user_count: int, sources: Sources) -> Sources:
@@ -57,7 +57,7 @@ class Sample:
         The sample is repeated as often as needed; repetitions have new user ids.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        copy_starts = range(0, user_count, len(self.ids))
+        copy_starts = range(0, user_count, len(self.user_ids))
         user_ids_of_copies = [self._copy_user_ids(copy) for copy in range(len(copy_starts))]
         rows_of_copies = [np.flatnonzero(self.owner_indices < user_count - copy_start) for copy_start in copy_starts]
         repeated_user_ids = [
@@ -67,20 +67,20 @@ class Sample:
         sample_rows = np.concatenate(rows_of_copies)
         interaction_columns = {
             sources.user_column: pa.array(np.concatenate(repeated_user_ids), pa.string()),
-            sources.item_column: self.items.take(pa.array(sample_rows)),
-            sources.timestamp_column: pa.array(self.times[sample_rows], pa.timestamp("us")),
+            sources.item_column: self.item_ids.take(pa.array(sample_rows)),
+            sources.timestamp_column: pa.array(self.interaction_times[sample_rows], pa.timestamp("us")),
         }
         interaction_file = folder / "interactions.parquet"
         if sources.interactions:
             pq.write_table(pa.table(interaction_columns), interaction_file)
 
-        def written(table: Any, path: Path) -> str | None:
-            if table is None:
+        def written(rows_table: Any, path: Path) -> str | None:
+            if rows_table is None:
                 return None
-            owners, copied_tables = np.asarray(table.column(OWNER_COLUMN)), []
+            owners, copied_tables = np.asarray(rows_table.column(OWNER_COLUMN)), []
             for copy_user_ids, copy_start in zip(user_ids_of_copies, copy_starts, strict=True):
                 kept_rows = np.flatnonzero(owners < user_count - copy_start)
-                copied_table = table.take(pa.array(kept_rows)).drop_columns([OWNER_COLUMN])
+                copied_table = rows_table.take(pa.array(kept_rows)).drop_columns([OWNER_COLUMN])
                 copied_tables.append(
                     copied_table.append_column(sources.user_column, pa.array(copy_user_ids[owners[kept_rows]]))
                 )
@@ -89,14 +89,14 @@ class Sample:
 
         return replace(
             sources, interactions=(str(interaction_file),) if sources.interactions else (), format="parquet",
-            user_features=written(self.features, folder / "users.parquet"),
-            user_vectors=written(self.vectors, folder / "user_vectors.parquet"),
+            user_features=written(self.user_feature_table, folder / "users.parquet"),
+            user_vectors=written(self.user_vector_table, folder / "user_vectors.parquet"),
         )  # fmt: skip
 
     def _copy_user_ids(self, copy_number: int) -> NDArray[Any]:
         if copy_number == 0:
-            return np.array(self.ids, object)
-        return np.array([f"{copy_number}\x1f{user_index}" for user_index in range(len(self.ids))], object)
+            return np.array(self.user_ids, object)
+        return np.array([f"{copy_number}\x1f{user_index}" for user_index in range(len(self.user_ids))], object)
 
 
 def draw_sample(
@@ -114,24 +114,28 @@ def draw_sample(
     """
     distinct_users, interactions = DistinctCounter(), 0
     for batch in _read_interactions(config, cutoff_at):
-        distinct_users.add(batch.users.hashes(SAMPLE_HASH_SEED))
-        interactions += len(batch.times)
+        distinct_users.add(batch.user_ids.distinct_hashes(SAMPLE_HASH_SEED))
+        interactions += len(batch.times_us)
         progress("count users", interactions, 0)
     for feature_batches in (_read_user_features(config, feature_columns, list_columns), _read_user_vectors(config)):
         for user_ids, _ in feature_batches:
-            distinct_users.add(user_ids.hashes(SAMPLE_HASH_SEED))
-    if not distinct_users.count:
+            distinct_users.add(user_ids.distinct_hashes(SAMPLE_HASH_SEED))
+    if not distinct_users.distinct_count:
         raise ConfigError("the sources name no entity: check sources.interactions")
     sample_size = min(
-        len(distinct_users.smallest_hashes), max(SAMPLED_USERS_MIN, round(user_share * distinct_users.count))
+        len(distinct_users.smallest_hashes), max(SAMPLED_USERS_MIN, round(user_share * distinct_users.distinct_count))
     )
     hash_max = distinct_users.smallest_hashes[sample_size - 1]
     interaction_tables = [_INTERACTION_SCHEMA.empty_table()]  # the only table of a night without interactions
     for batch in _read_interactions(config, cutoff_at):
-        sampled_batch = batch.only(hash_id_rows(batch.users, SAMPLE_HASH_SEED) <= hash_max)
+        sampled_batch = batch.only(hash_id_rows(batch.user_ids, SAMPLE_HASH_SEED) <= hash_max)
         interaction_tables.append(
             pa.table(
-                {"user": sampled_batch.users.texts(), "item": sampled_batch.items.texts(), "time": sampled_batch.times}
+                {
+                    "user": sampled_batch.user_ids.row_texts(),
+                    "item": sampled_batch.item_ids.row_texts(),
+                    "time": sampled_batch.times_us,
+                }
             )
         )
         progress("draw the sample", sum(map(len, interaction_tables)), 0)
@@ -139,7 +143,9 @@ def draw_sample(
         _read_sampled_rows(_read_user_features(config, feature_columns, list_columns), hash_max),
         _read_sampled_rows(_read_user_vectors(config), hash_max),
     ]
-    return _build_sample(distinct_users.count, interactions, pa.concat_tables(interaction_tables), feature_tables)
+    return _build_sample(
+        distinct_users.distinct_count, interactions, pa.concat_tables(interaction_tables), feature_tables
+    )
 
 
 def _build_sample(
@@ -186,5 +192,5 @@ def _read_sampled_rows(feature_batches: Iterator[tuple[Ids, Mapping[str, Any]]],
     sampled_tables = []
     for user_ids, value_by_column in feature_batches:
         is_sampled = pa.array(hash_id_rows(user_ids, SAMPLE_HASH_SEED) <= hash_max)
-        sampled_tables.append(pa.table({"user": user_ids.texts(), **value_by_column}).filter(is_sampled))
+        sampled_tables.append(pa.table({"user": user_ids.row_texts(), **value_by_column}).filter(is_sampled))
     return pa.concat_tables(sampled_tables) if sampled_tables else None

@@ -51,10 +51,10 @@ TRAINED_INTERACTION_BYTES: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Pages of one table: each part has `full_pages` full pages and a last one with the remaining records."""
+    """Pages of one table: each part has `full_pages_per_part` full pages and a last one with the remaining records."""
 
-    parts: int
-    full_pages: int
+    part_count: int
+    full_pages_per_part: int
     full_page_bytes: int
     last_page_bytes: int
 
@@ -66,20 +66,21 @@ class Pages:
         return cls(part_count, full_pages, page_records * layout.size_bytes, leftover_records * layout.size_bytes)
 
     @property
-    def count(self) -> int:
+    def page_count(self) -> int:
         """Number of all pages."""
-        return self.parts * (self.full_pages + (self.last_page_bytes > 0))
+        return self.part_count * (self.full_pages_per_part + (self.last_page_bytes > 0))
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of all records."""
-        return self.parts * (self.full_pages * self.full_page_bytes + self.last_page_bytes)
+        return self.part_count * (self.full_pages_per_part * self.full_page_bytes + self.last_page_bytes)
 
     def sum_costs(self, cost_by_page_bytes: Mapping[int, float]) -> float:
         """Return the total cost of the pages, where a page of n bytes costs `cost_by_page_bytes[n]`."""
         last_cost = cost_by_page_bytes[self.last_page_bytes] if self.last_page_bytes else 0.0
-        return self.parts * (
-            self.full_pages * (cost_by_page_bytes[self.full_page_bytes] if self.full_pages else 0.0) + last_cost
+        return self.part_count * (
+            self.full_pages_per_part * (cost_by_page_bytes[self.full_page_bytes] if self.full_pages_per_part else 0.0)
+            + last_cost
         )
 
     @property
@@ -87,7 +88,7 @@ class Pages:
         """The sizes in bytes that pages of this table have."""
         return {
             size
-            for size, page_count in ((self.full_page_bytes, self.full_pages), (self.last_page_bytes, 1))
+            for size, page_count in ((self.full_page_bytes, self.full_pages_per_part), (self.last_page_bytes, 1))
             if size and page_count
         }
 
@@ -96,29 +97,29 @@ class Pages:
 class NightShape:
     """Shape of a night: entities with records, their layouts, and the sizes of ids and models.
 
-    `model_bytes` and `defaults_bytes` are those of the existing bundle, of `model_items` items of `model_dims`
+    `bytes_by_model` and `defaults_bytes` are those of the existing bundle, of `model_item_count` items of `model_dims`
     dimensions.
     """
 
-    users: int
-    items: int
+    user_count: int
+    item_count: int
     dims: int
-    shards: int
+    shard_count: int
     page_bytes: int
-    layouts: Mapping[str, tuple[EntityKind, Layout]]
-    item_id_bytes: float
-    model_bytes: Mapping[str, int]
-    model_items: int
+    layout_by_table: Mapping[str, tuple[EntityKind, Layout]]
+    bytes_per_item_id: float
+    bytes_by_model: Mapping[str, int]
+    model_item_count: int
     model_dims: int
     metric_count: int
-    index: IndexKind = "auto"
+    index_kind: IndexKind = "auto"
     defaults_bytes: int = 0
     work_bytes: int = 0
     """Bytes of a night's files that are no artefacts: the partition of its sources, and the probe."""
-    interactions: int = 0
-    feature_bytes: float = 0.0
+    interaction_count: int = 0
+    feature_bytes_per_user: float = 0.0
     """Bytes of a user's features."""
-    item_feature_bytes: float = 0.0
+    feature_bytes_per_item: float = 0.0
     publishes_seen_items: bool = False
     """True if the items of users' histories are published, for filters."""
     publishes_inputs: bool = False
@@ -128,8 +129,10 @@ class NightShape:
     def pages(self) -> dict[str, Pages]:
         """Pages of each table."""
         return {
-            table_name: Pages.of(self.users if entity == "user" else self.items, self.shards, layout, self.page_bytes)
-            for table_name, (entity, layout) in self.layouts.items()
+            table_name: Pages.of(
+                self.user_count if entity == "user" else self.item_count, self.shard_count, layout, self.page_bytes
+            )
+            for table_name, (entity, layout) in self.layout_by_table.items()
         } | {
             table_name: Pages.of(value_count, 1, layout, self.page_bytes)
             for table_name, (value_count, layout) in self.facets.items()
@@ -144,33 +147,33 @@ class NightShape:
     def directory_bytes(self) -> int:
         """Bytes of the hashes of all users, items and facet values."""
         value_count = sum(count for count, _ in self.facets.values())
-        return HASH_BYTES * (self.users + self.items + value_count)
+        return HASH_BYTES * (self.user_count + self.item_count + value_count)
 
     @property
     def item_bytes(self) -> int:
         """Bytes of the item table: ids, offsets, model indices, vectors."""
-        id_bytes = round(self.item_id_bytes * self.items)
-        return id_bytes + HASH_BYTES * (2 * self.items + 1) + self._vector_bytes
+        id_bytes = round(self.bytes_per_item_id * self.item_count)
+        return id_bytes + HASH_BYTES * (2 * self.item_count + 1) + self._vector_bytes
 
     @property
     def _vector_bytes(self) -> int:
-        return NUMBER_BYTES * self.items * self.dims
+        return NUMBER_BYTES * self.item_count * self.dims
 
     @property
     def index_bytes(self) -> int:
         """Bytes of the FAISS files, one per metric; a large catalogue with `auto` counts as an inverted file."""
         extra_bytes = 0
-        if self.index == "ivf" or (self.index == "auto" and self.items >= FLAT_ITEMS_MAX):
-            extra_bytes = HASH_BYTES * self.items + NUMBER_BYTES * self.dims * inverted_list_count(self.items)
-        elif self.index == "hnsw":
-            extra_bytes = self.items * (2 * _GRAPH_LINKS * NUMBER_BYTES + 3 * NUMBER_BYTES)
+        if self.index_kind == "ivf" or (self.index_kind == "auto" and self.item_count >= FLAT_ITEMS_MAX):
+            extra_bytes = HASH_BYTES * self.item_count + NUMBER_BYTES * self.dims * inverted_list_count(self.item_count)
+        elif self.index_kind == "hnsw":
+            extra_bytes = self.item_count * (2 * _GRAPH_LINKS * NUMBER_BYTES + 3 * NUMBER_BYTES)
         return self.metric_count * (self._vector_bytes + extra_bytes)
 
     @property
     def fp32_bytes(self) -> int:
         """Bytes of the fp32 models, which grow with items and dimensions."""
-        growth = self.items * self.dims / (self.model_items * self.model_dims)
-        return round(sum(self.model_bytes.values()) * growth)
+        growth = self.item_count * self.dims / (self.model_item_count * self.model_dims)
+        return round(sum(self.bytes_by_model.values()) * growth)
 
     @property
     def mapped_bytes(self) -> int:
@@ -187,16 +190,16 @@ class NightShape:
         """Upper bound on the bytes of published user inputs: every interaction counts, and features count as texts."""
         size_bytes = 0
         if self.publishes_seen_items or self.publishes_inputs:
-            size_bytes += HASH_BYTES * self.users + NUMBER_BYTES * self.interactions
+            size_bytes += HASH_BYTES * self.user_count + NUMBER_BYTES * self.interaction_count
         if self.publishes_inputs:
-            feature_bytes = round(TEXT_BYTES_FACTOR * self.users * self.feature_bytes)
-            size_bytes += HASH_BYTES * (self.users + self.interactions) + feature_bytes
+            feature_bytes = round(TEXT_BYTES_FACTOR * self.user_count * self.feature_bytes_per_user)
+            size_bytes += HASH_BYTES * (self.user_count + self.interaction_count) + feature_bytes
         return size_bytes
 
     @property
     def disk_bytes(self) -> int:
         """Bytes of the generation's folder: mapped files, pages with checksums, the bundle's copy, and work files."""
-        checksum_bytes = CHECKSUM_BYTES * sum(table_pages.count for table_pages in self.pages().values())
+        checksum_bytes = CHECKSUM_BYTES * sum(table_pages.page_count for table_pages in self.pages().values())
         artefact_bytes = self.mapped_bytes + self.payload_bytes + checksum_bytes + self.fp32_bytes
         return artefact_bytes + self.work_bytes + REPORTS_BYTES
 
@@ -206,16 +209,16 @@ def step_bytes(shape: NightShape) -> Mapping[str, int]:
 
     Item vectors count once for each copy: mapped, prepared for comparison, and inside a model or an index.
     """
-    vector_bytes = NUMBER_BYTES * shape.items * shape.dims
-    id_bytes = shape.items * COUNTED_ITEM_BYTES
-    feature_bytes = round(shape.items * shape.item_feature_bytes)
-    model_bytes = shape.fp32_bytes // max(1, len(shape.model_bytes))
+    vector_bytes = NUMBER_BYTES * shape.item_count * shape.dims
+    id_bytes = shape.item_count * COUNTED_ITEM_BYTES
+    feature_bytes = round(shape.item_count * shape.feature_bytes_per_item)
+    model_bytes = shape.fp32_bytes // max(1, len(shape.bytes_by_model))
     slice_bytes = _slice_bytes(shape)
     index_bytes = shape.index_bytes // max(1, shape.metric_count)
     # All models and the item tower at once, each twice: as the file is read, and as it is run.
     open_model_bytes = 2 * (shape.fp32_bytes + model_bytes)
     peak_bytes_by_step = {
-        "train": shape.interactions * TRAINED_INTERACTION_BYTES + id_bytes + 6 * vector_bytes,
+        "train": shape.interaction_count * TRAINED_INTERACTION_BYTES + id_bytes + 6 * vector_bytes,
         "begin": open_model_bytes + 3 * _batch_bytes(shape) + 2 * COUNTED_ROWS_AT_ONCE * COUNTED_ROW_BYTES + id_bytes
         + 3 * feature_bytes,
         "embed_items": 2 * model_bytes + feature_bytes,
@@ -226,17 +229,19 @@ def step_bytes(shape: NightShape) -> Mapping[str, int]:
         "quantize": slice_bytes + TILE_BYTES + vector_bytes + 4 * model_bytes + feature_bytes,
         "load": 2 * (64 << 20),
         "verify": slice_bytes + 2 * TILE_BYTES + vector_bytes + index_bytes + 4 * model_bytes + feature_bytes
-        + HASH_BYTES * (shape.users // shape.shards + 4 * shape.items) + shape.directory_bytes,
+        + HASH_BYTES * (shape.user_count // shape.shard_count + 4 * shape.item_count) + shape.directory_bytes,
     }  # fmt: skip
     return {step: PROCESS_BYTES + peak_bytes for step, peak_bytes in peak_bytes_by_step.items()}
 
 
 def _batch_bytes(shape: NightShape) -> int:
-    return max(BATCH_ROWS_MAX * GROUPED_ROW_BYTES, min(BATCH_BYTES_MAX, round(BATCH_ROWS_MAX * shape.feature_bytes)))
+    return max(
+        BATCH_ROWS_MAX * GROUPED_ROW_BYTES, min(BATCH_BYTES_MAX, round(BATCH_ROWS_MAX * shape.feature_bytes_per_user))
+    )
 
 
 def _slice_bytes(shape: NightShape) -> int:
     """Return the bytes of a slice while it is grouped: its rows, and three copies of its features."""
-    interactions_per_shard = -(-shape.interactions // shape.shards)
-    feature_bytes = round(shape.users / shape.shards * shape.feature_bytes)
+    interactions_per_shard = -(-shape.interaction_count // shape.shard_count)
+    feature_bytes = round(shape.user_count / shape.shard_count * shape.feature_bytes_per_user)
     return min(interactions_per_shard, SLICE_ROWS_MAX) * GROUPED_ROW_BYTES + 3 * min(feature_bytes, SLICE_BYTES_MAX)

@@ -91,9 +91,9 @@ class TimeSpent(NamedTuple):
 
 
 class TimedRun(NamedTuple):
-    """Time that a run over `amount` entities or bytes took."""
+    """Time that a run over `work_amount` entities or bytes took."""
 
-    amount: float
+    work_amount: float
     spent: TimeSpent
 
 
@@ -102,7 +102,7 @@ class DeviceRate:
     """Lists per second on the GPUs that a night uses, and the origin of that figure in words."""
 
     users_per_s: float
-    origin: str
+    rate_origin: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Timings:
     seconds_by_stage: Mapping[str, float]
     recorded_share: float
     """Share of the users that will have records."""
-    note: str
+    extrapolation_note: str
     seal: TimeSpent
     """Time of the load before its first page."""
 
@@ -152,8 +152,8 @@ class Trial:
         """Return the share of the sample's users that will have records; call before `time_users`."""
         work = ShardWork.of(self.build, self.bundle, 0, self.scorers)
         with scratch_folder(self.build.root / PARTITION_FOLDER) as scratch:
-            kept_count = sum(len(chunk.ids) for chunk in read_users(work, scratch))
-        return kept_count / max(1, work.counts["entities"])
+            kept_count = sum(len(chunk.user_ids) for chunk in read_users(work, scratch))
+        return kept_count / max(1, work.count_by_name["entities"])
 
     def time_users(self, user_count: int) -> tuple[TimeSpent, Mapping[str, float]]:
         """Score `user_count` users into pages; return the time, and each stage's busy seconds.
@@ -167,7 +167,7 @@ class Trial:
             NightInput(replace(config, sources=sources), items),
             self.build.root / PARTITION_FOLDER,
             feature_columns=feature_columns(self.bundle),
-            dims=self.bundle.dims,
+            vector_dims=self.bundle.dims,
         ).run(seed=self.begin_report["user_seed"])
 
         def score(_number: int) -> Mapping[str, float]:
@@ -188,7 +188,7 @@ class Trial:
         items = open_items(self.build.root, self.begin_report, dims=self.bundle.dims)
         tables = configured_tables(self.build.config, self.bundle).values()
         metrics = {metric_of(self.bundle, table) for table in tables if table.kind in ("user_topk", "item_similar")}
-        return measure_time(lambda: [self.scorers.at(0).of(items, metric) for metric in metrics])[0]
+        return measure_time(lambda: [self.scorers.device_of_shard(0).of(items, metric) for metric in metrics])[0]
 
     def time_opening(self) -> TimeSpent:
         """Measure the time to open the bundle, which every shard does first."""
@@ -210,20 +210,21 @@ class Trial:
 
     def measure_device_rate(self, device_setting: str, shape: NightShape, k: int) -> DeviceRate:
         """Return the rate of lists on this host's GPUs, measured on one of them; without a GPU, a rate from a table."""
-        rate, table_rate = None, rate_from_table(shape.items, shape.dims, k)
+        rate, table_rate = None, rate_from_table(shape.item_count, shape.dims, k)
         try:
             device_names = devices(device_setting)
         except ConfigError:  # the night's device is not on this host
             return replace(
-                table_rate, origin=f"{table_rate.origin}; device {device_setting!r} cannot be used on this host"
+                table_rate,
+                rate_origin=f"{table_rate.rate_origin}; device {device_setting!r} cannot be used on this host",
             )
         if device_names:
             user_vectors, item_vectors = self.encode_sample()
             rate = rate_from_rehearsal(device_names[0], user_vectors, item_vectors, self.bundle.metric, k)
         if rate is None:
             return table_rate
-        size_factor = shape.items * shape.dims / item_vectors.size
-        origin = f"{len(device_names)} x {rate.origin}" if len(device_names) > 1 else rate.origin
+        size_factor = shape.item_count * shape.dims / item_vectors.size
+        origin = f"{len(device_names)} x {rate.rate_origin}" if len(device_names) > 1 else rate.rate_origin
         return DeviceRate(len(device_names) * rate.users_per_s / size_factor, origin)
 
     def measure_half_ratio(self, k: int) -> float:
@@ -243,7 +244,7 @@ class Trial:
 
 def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str) -> Trial:
     """Build the sample in a temporary store, in one shard, and embed the items."""
-    sources = sample.write(folder / "sources", len(sample.ids), config.sources)
+    sources = sample.write(folder / "sources", len(sample.user_ids), config.sources)
     trial_config = replace(
         config, sources=sources, artifacts=str(folder / "artifacts"), state=str(folder / "state"),
         redis_url=redis_url, shards=1, data_until=None, device=OFF,
@@ -256,15 +257,15 @@ def open_trial(config: NightConfig, sample: Sample, folder: Path, redis_url: str
 
 
 def time_scoring(
-    trial: Trial, shape: NightShape, *, source_users: int, seconds: float, progress: Progress = quiet
+    trial: Trial, shape: NightShape, *, source_user_count: int, longest_run_s: float, progress: Progress = quiet
 ) -> Timings:
-    """Time the scoring of two numbers of users and of items; the larger run takes about `seconds`, or a whole shard."""
+    """Time the scoring of two numbers of users and of items; the larger takes about `longest_run_s`, or a shard."""
     recorded_share, preparation_time, opening_time = (
         trial.measure_recorded_share(),
         trial.time_preparation(),
         trial.time_opening(),
     )
-    users_per_shard, trial_item_count = (-(-source_users // shape.shards), trial.begin_report["items"])
+    users_per_shard, trial_item_count = (-(-source_user_count // shape.shard_count), trial.begin_report["items"])
     stage_seconds_by_count: list[tuple[int, Mapping[str, float]]] = []
 
     def score(user_count: int) -> TimeSpent:
@@ -274,18 +275,22 @@ def time_scoring(
 
     progress("time the scoring", 0, 2)
     score(min(PROBE_COUNT, users_per_shard))  # not counted: the first run opens models and files
-    user_time = _time_one_shard(score, users_per_shard, seconds, TIMED_USERS_MAX).times(shape.shards)
+    user_time = _time_one_shard(score, users_per_shard, longest_run_s, TIMED_USERS_MAX).times(shape.shard_count)
     progress("time the scoring", 1, 2)
-    item_time = _time_one_shard(trial.time_items, -(-shape.items // shape.shards), seconds, trial_item_count)
-    item_time = item_time.times(shape.shards)
+    item_time = _time_one_shard(
+        trial.time_items, -(-shape.item_count // shape.shard_count), longest_run_s, trial_item_count
+    )
+    item_time = item_time.times(shape.shard_count)
     progress("time the scoring", 2, 2)
     scored_count, seconds_by_stage = stage_seconds_by_count[-1]
     seconds_by_stage_of_all = {
-        stage: stage_s / scored_count * source_users for stage, stage_s in seconds_by_stage.items() if stage != "all"
+        stage: stage_s / scored_count * source_user_count
+        for stage, stage_s in seconds_by_stage.items()
+        if stage != "all"
     }
     note = ""
-    size_factor = shape.items * shape.dims / (trial_item_count * trial.bundle.dims)
-    if shape.items != trial_item_count or shape.dims != trial.bundle.dims:
+    size_factor = shape.item_count * shape.dims / (trial_item_count * trial.bundle.dims)
+    if shape.item_count != trial_item_count or shape.dims != trial.bundle.dims:
         exponent, growth = _growth(trial, shape, trial_item_count)
         topk_share = seconds_by_stage_of_all["topk"] / max(sum(seconds_by_stage_of_all.values()), 1e-9)
         longest_time = user_time.times(1 + topk_share * (size_factor - 1)).and_(item_time.times(size_factor))
@@ -295,29 +300,29 @@ def time_scoring(
         seconds_by_stage_of_all["topk"] *= growth
     return Timings(
         trial.embed_time.times(size_factor), preparation_time.times(size_factor),
-        opening_time.times(size_factor).in_parallel(shape.shards, trial.shards_at_once),
+        opening_time.times(size_factor).in_parallel(shape.shard_count, trial.shards_at_once),
         user_time, item_time, seconds_by_stage_of_all, recorded_share, note,
         trial.time_sealing().times(size_factor),
     )  # fmt: skip
 
 
 def _time_one_shard(
-    time_count: Callable[[int], TimeSpent], entity_count: int, seconds: float, count_max: int
+    time_count: Callable[[int], TimeSpent], entity_count: int, longest_run_s: float, count_max: int
 ) -> TimeSpent:
     probe_count = min(PROBE_COUNT, entity_count, count_max)
     small = large = TimedRun(probe_count, time_count(probe_count))
     rate = probe_count / max(small.spent.wall_s, 1e-6)
-    if (larger_count := int(min(entity_count, count_max, rate * seconds))) > probe_count:
+    if (larger_count := int(min(entity_count, count_max, rate * longest_run_s))) > probe_count:
         large = TimedRun(larger_count, time_count(larger_count))
     return extrapolate(small, large, entity_count)
 
 
 def _growth(trial: Trial, shape: NightShape, trial_item_count: int) -> tuple[float, float]:
     """Return (exponent of the number of items, factor of a list's time) from the trial's to the night's shape."""
-    list_lengths = [layout.width for _, layout in shape.layouts.values() if layout.kind == "topk"]
+    list_lengths = [layout.width for _, layout in shape.layout_by_table.values() if layout.kind == "topk"]
     measured_exponent = float(np.log2(trial.measure_half_ratio(max(list_lengths, default=1))))
     exponent = min(1.0, max(0.0, measured_exponent))
-    return exponent, (shape.items / trial_item_count) ** exponent * shape.dims / trial.bundle.dims
+    return exponent, (shape.item_count / trial_item_count) ** exponent * shape.dims / trial.bundle.dims
 
 
 def _extrapolation_note(
@@ -341,7 +346,7 @@ def feature_columns(bundle: Bundle) -> list[str]:
 def rate_from_table(item_count: int, dims: int, k: int) -> DeviceRate:
     """Return the measured rate of one GPU for lists of `dims` dimensions from `item_count` items.
 
-    The cost of another K was not measured: it is ignored, and `origin` says so.
+    The cost of another K was not measured: it is ignored, and `rate_origin` says so.
     """
     card = CARDS[DEFAULT_CARD]
     return DeviceRate(1 / card.list_seconds(item_count, dims), f"a table: {card.rate_in_words(k)}")
@@ -413,9 +418,9 @@ def _manifest_of_zeros(namespace: str, shape: NightShape, payload_share: float, 
     """Build a manifest of all tables in all parts, each with this share of its records, in sparse files."""
     tables = {}
     folder.mkdir(parents=True, exist_ok=True)
-    for table_name, (entity, layout) in shape.layouts.items():
-        record_count = shape.users if entity == "user" else shape.items
-        part_records = round(record_count * payload_share / shape.shards)
+    for table_name, (entity, layout) in shape.layout_by_table.items():
+        record_count = shape.user_count if entity == "user" else shape.item_count
+        part_records = round(record_count * payload_share / shape.shard_count)
         page_artefact = Artefact(f"{table_name}.pages", part_records * layout.size_bytes, "")
         with (folder / page_artefact.path).open("wb") as pages_file:
             pages_file.truncate(page_artefact.size_bytes)
@@ -428,7 +433,7 @@ def _manifest_of_zeros(namespace: str, shape: NightShape, payload_share: float, 
                 page_artefact,
                 page_artefact,
             )
-            for part in range(shape.shards)
+            for part in range(shape.shard_count)
         )
         tables[table_name] = Table(table_name, entity, Producer("none"), layout, page_records, parts, ())
     empty_artefact = Artefact("none", 0, "")
@@ -436,13 +441,15 @@ def _manifest_of_zeros(namespace: str, shape: NightShape, payload_share: float, 
     return Manifest(namespace, REHEARSED_GENERATION, 0, 0, "", "", {}, item_files, tables, {}, {}, empty_artefact, ())
 
 
-def measure_time(run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0) -> tuple[TimeSpent, Result]:
+def measure_time(
+    timed_run: Callable[[], Result], other_cpu_s: Callable[[], float] = lambda: 0.0
+) -> tuple[TimeSpent, Result]:
     """Return the time of a run, and its result.
 
     `other_cpu_s` returns the processor seconds of another process that works for the run.
     """
     wall_start_s, cpu_start_s = time.perf_counter(), time.process_time() + other_cpu_s()
-    result = run()
+    result = timed_run()
     ended_at = time.perf_counter()
     return TimeSpent(ended_at - wall_start_s, time.process_time() + other_cpu_s() - cpu_start_s), result
 
@@ -452,14 +459,14 @@ def median_spent(run_times: Sequence[TimeSpent]) -> TimeSpent:
     return TimeSpent(*(median(clock_seconds) for clock_seconds in zip(*run_times, strict=True)))
 
 
-def extrapolate(small: TimedRun, large: TimedRun, amount: float) -> TimeSpent:
+def extrapolate(small: TimedRun, large: TimedRun, target_amount: float) -> TimeSpent:
     """Extrapolate linearly through two runs, starting at the larger one; fixed costs are in both."""
-    amount_step = large.amount - small.amount
+    amount_step = large.work_amount - small.work_amount
     if amount_step <= 0:
-        return large.spent.times(amount / large.amount)
+        return large.spent.times(target_amount / large.work_amount)
 
-    def on_line(small_run_s: float, after: float) -> float:
-        slope = max(0.0, after - small_run_s) / amount_step
-        return max(0.0, after + slope * (amount - large.amount))
+    def on_line(small_run_s: float, large_run_s: float) -> float:
+        slope = max(0.0, large_run_s - small_run_s) / amount_step
+        return max(0.0, large_run_s + slope * (target_amount - large.work_amount))
 
     return TimeSpent(*map(on_line, small.spent, large.spent))

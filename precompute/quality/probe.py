@@ -30,7 +30,11 @@ class ProbeTaker:
             return False  # a slice is a random sample: if it has no such user, there are hardly any
         if len(taken_rows):
             self._user_count += len(taken_rows)
-            self._probe_parts.append(probe_part(users.hashes, users.indptr, users.ordinals, users.features, taken_rows))
+            self._probe_parts.append(
+                probe_part(
+                    users.entity_hashes, users.history_indptr, users.history_ordinals, users.features, taken_rows
+                )
+            )
         return self._user_count < PROBE_USERS_MAX
 
     def finish(self, build: Build) -> SampleFields:

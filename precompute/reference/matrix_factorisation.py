@@ -120,7 +120,7 @@ class UserItemMatrix:
         )
 
     @property
-    def items(self) -> int:
+    def item_count(self) -> int:
         """Number of columns."""
         return len(self.item_degrees)
 
@@ -162,8 +162,8 @@ def build_matrix(
 class Spectrum:
     """Right singular vectors float64 [items, width] and values [width], largest first; a few more than requested."""
 
-    vectors: NDArray[np.float64]
-    values: NDArray[np.float64]
+    singular_vectors: NDArray[np.float64]
+    singular_values: NDArray[np.float64]
 
 
 def train_tables(
@@ -180,7 +180,7 @@ def train_tables(
                 assert isinstance(shape, SpectralShape)  # noqa: S101 - as its training is
                 yield shape, compute_spectral_tables(spectrum, user_item_matrix.item_degrees, shape)
         else:
-            if start_spectrum is None or start_spectrum.vectors.shape[1] < training_shape_in_use.dims:
+            if start_spectrum is None or start_spectrum.singular_vectors.shape[1] < training_shape_in_use.dims:
                 start_spectrum = compute_singular_vectors(
                     user_item_matrix, SpectralShape(dims=training_shape_in_use.dims), rng, round_count=SPECTRAL_ROUNDS
                 )
@@ -197,8 +197,8 @@ def compute_singular_vectors(
 
     Signs are fixed: the largest component of each vector is positive.
     """
-    width = min(shape.dims + _EXTRA_DIMS, user_item_matrix.items)
-    basis = rng.standard_normal((user_item_matrix.items, width), np.float32)
+    width = min(shape.dims + _EXTRA_DIMS, user_item_matrix.item_count)
+    basis = rng.standard_normal((user_item_matrix.item_count, width), np.float32)
     for _ in range(round_count):
         basis = user_item_matrix.multiply_by_gram(orthonormalize(basis), shape)
     basis = orthonormalize(orthonormalize(basis))
@@ -223,11 +223,11 @@ def orthonormalize(basis: NDArray[np.float32]) -> NDArray[np.float32]:
     return basis @ (eigenvectors * np.where(is_independent, 1 / lengths, 0)).astype(np.float32)
 
 
-def compute_gram(matrix: NDArray[np.float32]) -> NDArray[np.float64]:
+def compute_gram(tall_matrix: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return Z'Z of a tall matrix in float64, [width, width]; the rows are read once."""
-    gram_sum = np.zeros((matrix.shape[1],) * 2)
-    for first_row in range(0, len(matrix), STRIP_ROWS):
-        strip_rows = matrix[first_row : first_row + STRIP_ROWS].astype(np.float64)
+    gram_sum = np.zeros((tall_matrix.shape[1],) * 2)
+    for first_row in range(0, len(tall_matrix), STRIP_ROWS):
+        strip_rows = tall_matrix[first_row : first_row + STRIP_ROWS].astype(np.float64)
         gram_sum += strip_rows.T @ strip_rows
     return gram_sum
 
@@ -236,7 +236,10 @@ def compute_spectral_tables(
     spectrum: Spectrum, item_degrees: NDArray[np.float64], shape: SpectralShape
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return (rows whose sum over a history is the user's vector, items' vectors), float32 [items, dims] each."""
-    singular_vectors, singular_values = (spectrum.vectors[:, : shape.dims], spectrum.values[: shape.dims])
+    singular_vectors, singular_values = (
+        spectrum.singular_vectors[:, : shape.dims],
+        spectrum.singular_values[: shape.dims],
+    )
     squared_values = np.square(singular_values)
     damping = squared_values / np.maximum(squared_values + shape.ridge * squared_values[0], 1e-30)
     history_rows = degree_power(item_degrees, -shape.item_exponent)[:, None] * singular_vectors * damping
@@ -276,7 +279,7 @@ def compute_fold_rows(
     item_vectors: NDArray[np.float32], user_item_matrix: UserItemMatrix, shape: AlternatingShape
 ) -> NDArray[np.float32]:
     """Return the rows whose sum over a history is the user's vector, float32 [items, dims]."""
-    mean_user_weight = user_item_matrix.user_degrees.mean() + shape.others * user_item_matrix.items
+    mean_user_weight = user_item_matrix.user_degrees.mean() + shape.others * user_item_matrix.item_count
     system_matrix = shape.others * compute_gram(item_vectors)
     system_matrix += shape.ridge * shape.regularization * mean_user_weight * np.eye(len(system_matrix))
     scaled_vectors = degree_power(user_item_matrix.item_degrees, -shape.item_exponent)[:, None] * item_vectors
@@ -288,7 +291,7 @@ class _Side:
     """One side of the matrix (users by items, or items by users): each row's columns and regularisation."""
 
     histories: Histories
-    lengths: NDArray[np.int64]
+    history_lengths: NDArray[np.int64]
     regularizations: NDArray[np.float32]
     unobserved_weight: float
 
@@ -317,9 +320,9 @@ class _Side:
 
         def solve(worker_index: int) -> None:
             dims = other_vectors.shape[1]
-            workspace = np.empty(max(BLOCK_NUMBERS, int(self.lengths.max()) * dims), np.float32)
+            workspace = np.empty(max(BLOCK_NUMBERS, int(self.history_lengths.max()) * dims), np.float32)
             for block_rows in row_blocks[worker_index::cores]:
-                length_max = int(self.lengths[block_rows[-1]])
+                length_max = int(self.history_lengths[block_rows[-1]])
                 padded_indexes = self.histories.pad_rows(block_rows, length_max, len(other_vectors), "int64")
                 clicked_vectors = workspace[: padded_indexes.size * dims].reshape(*padded_indexes.shape, dims)
                 np.take(padded_vectors, padded_indexes, axis=0, out=clicked_vectors, mode="clip")
@@ -332,12 +335,12 @@ class _Side:
 
     def _blocks(self, dims: int) -> list[NDArray[np.int64]]:
         """Return blocks of rows of similar length: as many as fit into BLOCK_NUMBERS when padded, at least one row."""
-        rows_by_length = np.argsort(self.lengths, kind="stable")
-        rows_by_length = rows_by_length[np.searchsorted(self.lengths[rows_by_length], 1) :]
+        rows_by_length = np.argsort(self.history_lengths, kind="stable")
+        rows_by_length = rows_by_length[np.searchsorted(self.history_lengths[rows_by_length], 1) :]
         row_blocks, first_index = [], 0
         while first_index < len(rows_by_length):
             candidate_rows = rows_by_length[first_index : first_index + max(1, BLOCK_NUMBERS // dims)]
-            padded_number_counts = self.lengths[candidate_rows] * np.arange(1, len(candidate_rows) + 1) * dims
+            padded_number_counts = self.history_lengths[candidate_rows] * np.arange(1, len(candidate_rows) + 1) * dims
             block_rows = max(1, int(np.searchsorted(padded_number_counts, BLOCK_NUMBERS, side="right")))
             row_blocks.append(candidate_rows[:block_rows])
             first_index += block_rows

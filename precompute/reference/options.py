@@ -15,6 +15,6 @@ TRAIN = CommandRow(
     CommandPlace("reference.command.train", ("reference.train",)),
     "train the reference bundle on the configured sources",
     _add_options,
-    redis="none",
-    store="makes",
+    needed_redis="none",
+    store_access="makes",
 )

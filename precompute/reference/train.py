@@ -92,17 +92,17 @@ RecallsByShape = dict[ModelShape, list[NDArray[np.float64]]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferenceData:
-    """Interactions as user and item numbers (int64 [n] each), with `times` int64 [n] if known.
+    """Interactions as user and item numbers (int64 [n] each), with `interaction_times` int64 [n] if known.
 
-    `categories` has one name per item. Texts may be Arrow strings: for a large catalogue, Python objects would take
-    more memory than all other data.
+    `category_by_item` has one name per item. Texts may be Arrow strings: for a large catalogue, Python objects would
+    take more memory than all other data.
     """
 
     user_rows: NDArray[np.int64]
     item_rows: NDArray[np.int64]
     item_ids: Sequence[str] | pa.Array
-    categories: Sequence[str] | pa.Array | None = None
-    times: NDArray[np.int64] | None = None
+    category_by_item: Sequence[str] | pa.Array | None = None
+    interaction_times: NDArray[np.int64] | None = None
 
 
 def train_reference(
@@ -127,10 +127,10 @@ def train_reference(
         config.sources, Path(config.base), cutoff_at=cutoff_at, interaction_files=source_paths
     )
     for batch in map(erased.leave_out, interaction_batches):
-        user_ids.add(batch.users)
-        numbered_item_ids.add(batch.items)
-        time_batches.append(batch.times)
-        row_count += len(batch.times)
+        user_ids.add(batch.user_ids)
+        numbered_item_ids.add(batch.item_ids)
+        time_batches.append(batch.times_us)
+        row_count += len(batch.times_us)
         progress("read interactions", row_count, 0)
     if not row_count:
         before_text = f" before {data_until}" if data_until else ""
@@ -140,7 +140,7 @@ def train_reference(
     if data_until and untimed_count == row_count:
         raise ConfigError(chosen_cut_in_words(data_until))
     user_rows, user_count = user_ids.codes()
-    item_rows, item_ids = numbered_item_ids.codes(), numbered_item_ids.names
+    item_rows, item_ids = numbered_item_ids.codes(), numbered_item_ids.distinct_ids
     demand_enough_ids(user_count, len(item_ids))
     categories = _read_categories(config, item_ids)
     if categories is None:
@@ -153,7 +153,7 @@ def train_reference(
         reference_config = config.reference
         bundle = train(
             data, staging_folder, dims=reference_config.dims, seed=reference_config.seed,
-            programs=reference_config.programs,
+            writes_programs=reference_config.programs,
             shape=None if reference_config.choose else SpectralShape(), progress=progress,
         )  # fmt: skip
         hand_over(config.store(), bundle)
@@ -187,12 +187,14 @@ def _read_categories(config: NightConfig, item_ids: Any) -> Any:
     for item_ids_of_batch, columns in read_features(path, sources.item_column, (category_column,)):
         category_texts = pc.fill_null(columns[category_column].cast(pa.string()), "")
         category_names.add(Ids.of(category_texts))
-        item_row_parts.append(vocabulary.find_positions(item_ids_of_batch.texts()))
+        item_row_parts.append(vocabulary.find_positions(item_ids_of_batch.row_texts()))
     row_category_codes, item_rows = category_names.codes(), np.concatenate(item_row_parts)
     category_codes = np.full(len(item_ids), -1, np.int64)
     matched_indexes = np.flatnonzero(item_rows >= 0)[::-1]  # reversed: of repeated rows the first one counts
     category_codes[item_rows[matched_indexes]] = row_category_codes[matched_indexes]
-    category_texts = pc.fill_null(category_names.names.take(pa.array(category_codes, mask=category_codes < 0)), "")
+    category_texts = pc.fill_null(
+        category_names.distinct_ids.take(pa.array(category_codes, mask=category_codes < 0)), ""
+    )
     return pc.if_else(pc.equal(category_texts, ""), pa.scalar(UNKNOWN_CATEGORY, category_texts.type), category_texts)
 
 
@@ -202,14 +204,14 @@ def train(
     *,
     dims: int = 256,
     seed: int = 0,
-    programs: bool = False,
+    writes_programs: bool = False,
     shape: ModelShape | None = None,
     progress: Progress = quiet,
 ) -> Bundle:
     """Train and write a bundle; the same data and seed give the same bytes on the same machine.
 
     Without `shape`, the shape is chosen (see `choose_shape`). `dims` is the maximum length of vectors; it is limited by
-    the smaller side of the matrix. Repeated interactions count once. `programs`: also write each model as a
+    the smaller side of the matrix. Repeated interactions count once. `writes_programs`: also write each model as a
     torch.export program; raises ConfigError if torch is not installed.
     """
     if not len(data.user_rows):
@@ -218,7 +220,15 @@ def train(
     dims = min(dims, user_count, item_count)
     rng, choice_rng = np.random.default_rng(seed).spawn(2)
     choice = (
-        choose_shape(data.user_rows, data.item_rows, item_count, dims, choice_rng, times=data.times, progress=progress)
+        choose_shape(
+            data.user_rows,
+            data.item_rows,
+            item_count,
+            dims,
+            choice_rng,
+            times=data.interaction_times,
+            progress=progress,
+        )
         if shape is None
         else ShapeChoice(replace(shape, dims=dims))
     )
@@ -227,15 +237,17 @@ def train(
     [(_, (history_rows, item_vectors))] = train_tables(user_item_matrix, [choice.shape], rng)
     dims = choice.shape.dims
     centroids, labels = compute_affinities(
-        item_vectors, user_item_matrix.item_degrees, data.item_ids, data.categories, rng
+        item_vectors, user_item_matrix.item_degrees, data.item_ids, data.category_by_item, rng
     )
     history = InputSpec("history", "history", "int32", max_length=HISTORY_MAX, pad=item_count)
     sharpened_centroids = centroids * np.float32(AFFINITY_SHARPNESS)
     padded_history_rows = np.concatenate([history_rows, np.zeros((1, dims), np.float32)])
-    program_by_model = _export_programs(padded_history_rows, item_vectors, sharpened_centroids) if programs else {}
+    program_by_model = (
+        _export_programs(padded_history_rows, item_vectors, sharpened_centroids) if writes_programs else {}
+    )
     return write_bundle(
         bundle_folder,
-        name=f"reference-{choice.method}",
+        name=f"reference-{choice.method_name}",
         version=f"1-seed{seed}",
         dims=dims,
         item_ids=data.item_ids,
@@ -263,8 +275,12 @@ def train(
             "items": item_count,
             "interactions": int(matrix.nnz),
             "seed": seed,
-            **({} if data.times is None else {"trained_until": _iso_time(int(data.times.max()))}),
-            **choice.row(),
+            **(
+                {}
+                if data.interaction_times is None
+                else {"trained_until": _iso_time(int(data.interaction_times.max()))}
+            ),
+            **choice.report_fields(),
         },
     )
 
@@ -297,7 +313,7 @@ class ShapeTrial:
     """Shape with its recall@20 of held-out items."""
 
     shape: ModelShape
-    recall: float
+    held_out_recall: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,31 +322,31 @@ class ShapeChoice:
 
     shape: ModelShape
     trials: tuple[ShapeTrial, ...] = ()
-    users: int = 0
-    cuts: int = 0
-    interactions: int = 0
+    user_count: int = 0
+    cut_count: int = 0
+    interaction_count: int = 0
     is_by_time: bool = False
 
     @property
-    def recall(self) -> float | None:
+    def held_out_recall(self) -> float | None:
         """Recall of the chosen shape; None without trials."""
-        return next((trial.recall for trial in self.trials if trial.shape == self.shape), None)
+        return next((trial.held_out_recall for trial in self.trials if trial.shape == self.shape), None)
 
     @property
-    def method(self) -> str:
+    def method_name(self) -> str:
         """Name of the chosen shape's method."""
         return "spectral" if isinstance(self.shape, SpectralShape) else "alternating"
 
-    def row(self) -> dict[str, Any]:
+    def report_fields(self) -> dict[str, Any]:
         """Return the fields of the choice for a report."""
         return {
-            "method": self.method,
+            "method": self.method_name,
             **asdict(self.shape),
-            "recall_at_20": None if self.recall is None else round(self.recall, 4),
+            "recall_at_20": None if self.held_out_recall is None else round(self.held_out_recall, 4),
             "shapes_tried": len(self.trials),
-            "users_held_out": self.users,
-            "cuts": self.cuts,
-            "interactions_tried_on": self.interactions,
+            "users_held_out": self.user_count,
+            "cuts": self.cut_count,
+            "interactions_tried_on": self.interaction_count,
             "held_out": "latest" if self.is_by_time else "random",
         }
 
@@ -379,7 +395,7 @@ class HoldoutCut:
         ones = np.ones(len(self.input_histories.indices), np.float32)
         histories = sp.csr_matrix(
             (ones, self.input_histories.indices, self.input_histories.indptr),
-            (len(self.input_histories), self.data.items),
+            (len(self.input_histories), self.data.item_count),
         )
         history_rows, item_vectors = history_rows_and_vectors
         return held_out.recall_by_user(
@@ -441,10 +457,10 @@ def choose_shape(
     progress("choose", 1, 1)
     trials = tuple(ShapeTrial(shape, _mean_recall(cut_recalls)) for shape, cut_recalls in recalls_by_shape.items())
     candidate_trials = [trial for trial in trials if training_shape(trial.shape) in candidate_trainings]
-    recall_min = (1 - FEWER_DIMS_LOSS_MAX) * max(trial.recall for trial in candidate_trials)
+    recall_min = (1 - FEWER_DIMS_LOSS_MAX) * max(trial.held_out_recall for trial in candidate_trials)
     best_trial = min(
-        (trial for trial in candidate_trials if trial.recall >= recall_min),
-        key=lambda trial: (trial.shape.dims, -trial.recall),
+        (trial for trial in candidate_trials if trial.held_out_recall >= recall_min),
+        key=lambda trial: (trial.shape.dims, -trial.held_out_recall),
     )
     user_count = len(cuts[0].cut_users)
     return ShapeChoice(best_trial.shape, trials, user_count, len(cuts), len(sample[0]), times is not None)
@@ -465,8 +481,8 @@ def _try_shapes(
             recalls_by_shape.setdefault(shape, []).append(cut.measure_recalls(tables))
 
 
-def _mean_recall(recalls: Sequence[NDArray[np.float64]]) -> float:
-    return float(np.concatenate(recalls).mean())
+def _mean_recall(recalls_by_cut: Sequence[NDArray[np.float64]]) -> float:
+    return float(np.concatenate(recalls_by_cut).mean())
 
 
 def _best_of_methods(recalls_by_shape: RecallsByShape) -> list[ModelShape]:
@@ -518,30 +534,30 @@ def _rows_as_histories(matrix: Any) -> Histories:
 
 
 def compute_affinities(
-    vectors: NDArray[np.float32],
-    degrees: NDArray[np.float64],
+    item_vectors: NDArray[np.float32],
+    item_degrees: NDArray[np.float64],
     item_ids: Sequence[str] | pa.Array,
     categories: Sequence[str] | pa.Array | None,
     rng: np.random.Generator,
 ) -> tuple[NDArray[np.float32], tuple[str, ...]]:
     """Return unit centroids [n, dims] and their labels: the given categories, or clusters named by their top item."""
-    directions = unit_rows(vectors)
+    directions = unit_rows(item_vectors)
     if categories is not None:
         coded_categories = pc.dictionary_encode(to_arrow_strings(categories))
         category_names, name_indexes = np.unique(
             coded_categories.dictionary.to_numpy(zero_copy_only=False).astype(str), return_inverse=True
         )
         group_by_item = name_indexes[np.asarray(coded_categories.indices)]
-        zero_centroids = np.zeros((len(category_names), vectors.shape[1]), np.float32)
+        zero_centroids = np.zeros((len(category_names), item_vectors.shape[1]), np.float32)
         return _compute_centroids(directions, group_by_item, len(category_names), zero_centroids), tuple(
             str(name) for name in category_names
         )
-    cluster_count = min(AFFINITY_CLUSTERS, len(vectors))
+    cluster_count = min(AFFINITY_CLUSTERS, len(item_vectors))
     group_by_item = cluster_spherically(directions, cluster_count, rng)
     used_clusters = np.unique(group_by_item)
-    items_by_degree = np.lexsort((np.arange(len(degrees)), -degrees))
+    items_by_degree = np.lexsort((np.arange(len(item_degrees)), -item_degrees))
     labels = [str(item_ids[items_by_degree[group_by_item[items_by_degree] == cluster][0]]) for cluster in used_clusters]
-    zero_centroids = np.zeros((cluster_count, vectors.shape[1]), np.float32)
+    zero_centroids = np.zeros((cluster_count, item_vectors.shape[1]), np.float32)
     return _compute_centroids(directions, group_by_item, cluster_count, zero_centroids)[used_clusters], tuple(labels)
 
 
@@ -561,12 +577,15 @@ def cluster_spherically(
 
 
 def _compute_centroids(
-    directions: NDArray[np.float32], groups: NDArray[np.int64], group_count: int, default_centroids: NDArray[np.float32]
+    directions: NDArray[np.float32],
+    group_of_direction: NDArray[np.int64],
+    group_count: int,
+    default_centroids: NDArray[np.float32],
 ) -> NDArray[np.float32]:
     """Return the unit mean of each group; `default_centroids` for an empty group."""
     vector_count = len(directions)
     membership_matrix = sp.csr_matrix(
-        (np.ones(vector_count, np.float32), (groups, np.arange(vector_count))), (group_count, vector_count)
+        (np.ones(vector_count, np.float32), (group_of_direction, np.arange(vector_count))), (group_count, vector_count)
     )
-    has_members = np.bincount(groups, minlength=group_count) > 0
+    has_members = np.bincount(group_of_direction, minlength=group_count) > 0
     return np.where(has_members[:, None], unit_rows(membership_matrix @ directions), default_centroids)

@@ -96,16 +96,16 @@ def _demand_publish(
     return None
 
 
-def roll_back(releases: Releases, *, to: str | None, reason: str, attempt: str) -> MoveResult:
+def roll_back(releases: Releases, *, target_generation: str | None, reason: str, attempt: str) -> MoveResult:
     """Make an earlier generation live again; the one rolled back needs another verification before it can return.
 
     Before the move, only the target's registry row and a sample of its pages' lengths are checked, so readers follow
     within a second whatever its size; call `repair_live` afterwards.
     """
     view = releases.view()
-    if (earlier_pointer := pointer_of_attempt(view.history, "roll_back", attempt, to)) is not None:
+    if (earlier_pointer := pointer_of_attempt(view.history, "roll_back", attempt, target_generation)) is not None:
         return MoveResult(earlier_pointer, has_moved=False)
-    target = to or view.ledger.previous_generation
+    target = target_generation or view.ledger.previous_generation
     if target is None:
         raise Conflict("there is no earlier generation to roll back to")
     if (live := _demand_roll_back(releases, target, view)) is not None:
@@ -135,13 +135,13 @@ def repair_live(releases: Releases, generation: str, *, governor: Governor | Non
     return repair_pages(releases.control, releases.store, generation, governor=governor)
 
 
-def _demand_roll_back(releases: Releases, target: str, view: ReleaseView) -> Pointer | None:
-    if view.pointer is not None and view.pointer.generation == target:
+def _demand_roll_back(releases: Releases, target_generation: str, view: ReleaseView) -> Pointer | None:
+    if view.pointer is not None and view.pointer.generation == target_generation:
         return view.pointer
     view.demand_agreement()
-    demand_allowed("roll_back", target, view.ledger.state(target))
-    _demand_readers(releases, target)
-    _write_missing_row(releases, target, view)
+    demand_allowed("roll_back", target_generation, view.ledger.state(target_generation))
+    _demand_readers(releases, target_generation)
+    _write_missing_row(releases, target_generation, view)
     return None
 
 
@@ -162,7 +162,7 @@ def _move_live(
     )
     previous, published_at = ledger_after.previous_generation, releases.clock()
     release = releases.record(
-        action, generation, attempt=attempt, reason=reason, previous=previous, expected=view.epoch
+        action, generation, attempt=attempt, reason=reason, previous_generation=previous, expected_epoch=view.epoch
     )
     new_pointer = Pointer(generation, release.epoch, previous, attempt, published_at=published_at)
     try:
@@ -177,37 +177,43 @@ def _move_live(
 def start_canary(
     releases: Releases,
     generation: str,
-    percent: float,
+    canary_percent: float,
     attempt: str,
     *,
     verified: VerifyReport | None = None,
-    event: str = "",
+    feedback_event: str = "",
     governor: Governor | None = None,
 ) -> MoveResult:
-    """Let a verified generation answer `percent` of the requests beside the live one, or change that percentage.
+    """Let a verified generation answer `canary_percent` of the requests beside the live one, or change that percentage.
 
     On `verified`, see `prepare_publish`.
 
     Raises Conflict if nothing is live, another canary runs, or the generation could not be published.
     """
-    if not 0 < percent <= 100:
-        raise ConfigError(f"a canary's share must be above 0 and at most 100 %, not {percent}")
+    if not 0 < canary_percent <= 100:
+        raise ConfigError(f"a canary's share must be above 0 and at most 100 %, not {canary_percent}")
     view = releases.view()
-    if pointer_of_attempt(view.history, "canary", attempt, generation, percent) is not None:
+    if pointer_of_attempt(view.history, "canary", attempt, generation, canary_percent) is not None:
         return MoveResult(_followed_pointer(view), has_moved=False)
     live = _demand_canary(releases, generation, view, verified)
-    if view.ledger.canary is not None and view.ledger.canary.percent == percent:
+    if view.ledger.canary is not None and view.ledger.canary.percent == canary_percent:
         return MoveResult(live, has_moved=False)
     with conflict_if_files_missing(generation):
         load_missing(releases.control, releases.store, generation, governor=governor)
     view = releases.view()
     live = _demand_canary(releases, generation, view, verified)
     release = releases.record(
-        "canary", generation, attempt=attempt, previous=live.previous, percent=percent, rule=event, expected=view.epoch
+        "canary",
+        generation,
+        attempt=attempt,
+        previous_generation=live.previous,
+        canary_percent=canary_percent,
+        rule=feedback_event,
+        expected_epoch=view.epoch,
     )
     new_pointer = replace(
         live, epoch=release.epoch, attempt=attempt,
-        canary=Canary(generation, percent, release.at, event),
+        canary=Canary(generation, canary_percent, release.at, feedback_event),
     )  # fmt: skip
     return _commit(releases, new_pointer, view, {}, "canary", is_live_move=False)
 
@@ -230,7 +236,7 @@ def _demand_canary(releases: Releases, generation: str, view: ReleaseView, verif
     return view.pointer
 
 
-def end_canary(releases: Releases, attempt: str, reason: str = "", abandon: bool = False) -> MoveResult:
+def end_canary(releases: Releases, attempt: str, reason: str = "", is_abandoned: bool = False) -> MoveResult:
     """Let the live generation answer every request again; an abandoned canary needs another verification."""
     view = releases.view()
     running_canary = view.ledger.canary
@@ -238,11 +244,11 @@ def end_canary(releases: Releases, attempt: str, reason: str = "", abandon: bool
         return MoveResult(_followed_pointer(view), has_moved=False)
     if running_canary is None:
         raise Conflict("no canary is running")
-    return _end_canary(releases, running_canary, view, attempt=attempt, reason=reason, abandon=abandon)
+    return _end_canary(releases, running_canary, view, attempt=attempt, reason=reason, is_abandoned=is_abandoned)
 
 
 def _end_canary(
-    releases: Releases, running_canary: Canary, view: ReleaseView, *, attempt: str, reason: str, abandon: bool
+    releases: Releases, running_canary: Canary, view: ReleaseView, *, attempt: str, reason: str, is_abandoned: bool
 ) -> MoveResult:
     view.demand_agreement()
     live, generation = _followed_pointer(view), running_canary.generation
@@ -251,11 +257,11 @@ def _end_canary(
         generation,
         attempt=attempt,
         reason=reason,
-        previous=live.previous,
-        abandoned=abandon,
-        expected=view.epoch,
+        previous_generation=live.previous,
+        is_abandoned=is_abandoned,
+        expected_epoch=view.epoch,
     )
-    rows = {generation: RegistryRow(GenerationState.ABANDONED, release.at, reason)} if abandon else {}
+    rows = {generation: RegistryRow(GenerationState.ABANDONED, release.at, reason)} if is_abandoned else {}
     new_pointer = replace(live, epoch=release.epoch, attempt=attempt, canary=None)
     return _commit(releases, new_pointer, view, rows, "end_canary", is_live_move=False)
 
@@ -267,7 +273,7 @@ def refuse(releases: Releases, generation: str, *, reason: str, attempt: str) ->
         running_canary = view.ledger.canary
         try:
             if running_canary is not None and running_canary.generation == generation:
-                _end_canary(releases, running_canary, view, attempt=attempt, reason=reason, abandon=True)
+                _end_canary(releases, running_canary, view, attempt=attempt, reason=reason, is_abandoned=True)
             return releases.record_refusal(generation, reason=reason, attempt=attempt)
         except Conflict:
             canary = releases.view().ledger.canary
@@ -276,7 +282,9 @@ def refuse(releases: Releases, generation: str, *, reason: str, attempt: str) ->
     raise Conflict(f"{generation} became a canary again at each attempt to refuse it; try again")
 
 
-def _demand_gates(releases: Releases, generation: str, live: str | None, verified: VerifyReport | None) -> None:
+def _demand_gates(
+    releases: Releases, generation: str, live_generation: str | None, verified: VerifyReport | None
+) -> None:
     """Raise Conflict unless all gates passed, and the report of `verify`, if given, names the live generation."""
     with conflict_if_files_missing(generation):
         gates = read_manifest(releases.store, generation).gates
@@ -284,11 +292,11 @@ def _demand_gates(releases: Releases, generation: str, live: str | None, verifie
     if failed_rules or not gates:
         failure_text = f"failed {', '.join(failed_rules)}" if failed_rules else "was judged by no gate"
         raise Conflict(f"{generation} {failure_text}: run `verify {generation}` first", generation=generation)
-    if verified is not None and (baseline := verified.get("baseline")) != live:
+    if verified is not None and (baseline := verified.get("baseline")) != live_generation:
         raise Conflict(
-            f"{generation} was verified against {baseline or 'nothing'}, live is {live or 'nothing'}: "
+            f"{generation} was verified against {baseline or 'nothing'}, live is {live_generation or 'nothing'}: "
             f"run `verify {generation}` again",
-            generation=generation, baseline=baseline, live=live,
+            generation=generation, baseline=baseline, live=live_generation,
         )  # fmt: skip
 
 
@@ -301,18 +309,18 @@ def _demand_readers(releases: Releases, generation: str) -> None:
     demand_readers(releases.control, written_formats, f"this release ({THIS_RELEASE}) writes")
 
 
-def _demand_newer(generation: str, live: str | None) -> None:
-    if live is not None and generation[:CUT_CHARS] < live[:CUT_CHARS]:
+def _demand_newer(generation: str, live_generation: str | None) -> None:
+    if live_generation is not None and generation[:CUT_CHARS] < live_generation[:CUT_CHARS]:
         raise Conflict(
-            f"{generation} is older than {live}, which is live; going back is a roll back, not a publish",
+            f"{generation} is older than {live_generation}, which is live; going back is a roll back, not a publish",
             generation=generation,
-            live=live,
+            live=live_generation,
         )
 
 
 def _write_missing_row(releases: Releases, generation: str, view: ReleaseView) -> None:
     state = view.ledger.state(generation)
-    if generation not in view.rows and state is not None:
+    if generation not in view.registry_rows and state is not None:
         rows = {generation: RegistryRow(state, releases.clock(), "restored")}
         releases.control.write_rows(rows, expected_epoch=view.epoch)
 
@@ -366,7 +374,7 @@ def _demand_unmoved(releases: Releases, new_pointer: Pointer, view: ReleaseView,
         demand_allowed(
             action,
             demanded_generation,
-            generation_state(demanded_generation, ledger, view.rows.get(demanded_generation)),
+            generation_state(demanded_generation, ledger, view.registry_rows.get(demanded_generation)),
         )
 
 
@@ -397,7 +405,7 @@ def pointer_of_attempt(
     action: RepeatableAction,
     attempt: str,
     generation: str | None,
-    percent: float | None = None,
+    canary_percent: float | None = None,
 ) -> Pointer | None:
     """Return the pointer that this attempt wrote, None if it has not acted yet. `history`: settled, oldest first.
 
@@ -410,7 +418,7 @@ def pointer_of_attempt(
             release
             for release in reversed(history)
             if release.is_done and (release.action, release.attempt) == (action, attempt)
-            and generation in (None, release.generation) and percent in (None, release.percent)
+            and generation in (None, release.generation) and canary_percent in (None, release.percent)
         ),
         None,
     )  # fmt: skip

@@ -36,7 +36,7 @@ from precompute.releases.sweep import has_pages_again, overlay_life_s_max, unlin
 log = logging.getLogger(__name__)
 
 
-def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str) -> dict[str, Any]:
+def roll_back(config: NightConfig, *, target_generation: str | None, reason: str, attempt: str) -> dict[str, Any]:
     """Make an earlier generation live again (by default the previous one), then repair its damaged pages.
 
     Before the move it waits for no replica and reads no page. Since readers have moved by then, pages that cannot be
@@ -45,10 +45,11 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
     reason = demand_reason("a roll back", reason)
     with open_releases(config) as releases:
         with audited(
-            releases.store, "roll_back", f"to {to or 'the previous one'}", actor=config.actor, reason=reason,
+            releases.store, "roll_back", ("to "
+                f"{target_generation or 'the previous one'}"), actor=config.actor, reason=reason,
             attempt=attempt,
         ) as audit_facts:  # fmt: skip
-            moved = moves.roll_back(releases, to=to, reason=reason, attempt=attempt)
+            moved = moves.roll_back(releases, target_generation=target_generation, reason=reason, attempt=attempt)
             pointer = moved.pointer
             audit_facts |= {"generation": pointer.generation, "changed": moved.has_moved}
         report: dict[str, Any] = {
@@ -65,7 +66,7 @@ def roll_back(config: NightConfig, *, to: str | None, reason: str, attempt: str)
             with (
                 translate_redis_errors(),
                 # Readers are just swapping: a slow repair is better than one that delays them.
-                open_governor(config.governor, releases.control, awake=False) as governor,
+                open_governor(config.governor, releases.control, keeps_cores_awake=False) as governor,
             ):
                 report["mended"] = moves.repair_live(releases, pointer.generation, governor=governor)
         except (LarderError, OSError) as error:
@@ -201,7 +202,7 @@ def restore_redis(
         target_ledger = ledger
         if doubtful_roll_back is not None:
             ledger_if_done = fold_releases([*view.history, replace(doubtful_roll_back, is_done=True)])
-            target_ledger = without_retired(ledger_if_done, view.rows)
+            target_ledger = without_retired(ledger_if_done, view.registry_rows)
         restorable_ids = _restorable_generations(releases, view, target_ledger)
         # The registry must know a generation before its pages are in Redis.
         if not control.write_rows(_registry_rows(releases, view, overlay_ttl_s), expected_epoch=view.epoch):
@@ -210,7 +211,7 @@ def restore_redis(
         # retired may still have readers.
         for generation_id, state in fold_releases(view.history).state_by_generation.items():
             if state is GenerationState.RETIRED and (
-                generation_id in view.rows or has_pages_again(releases, generation_id, view.history)
+                generation_id in view.registry_rows or has_pages_again(releases, generation_id, view.history)
             ):
                 unlink_recorded(releases, generation_id, view.history, governor=governor)
         loaded_bytes = sum(
@@ -249,7 +250,7 @@ def describe_forgotten_facts(releases: Releases, prior_view: ReleaseView, pointe
     if canary is not None and pointer.canary is None and pointer.epoch > prior_view.ledger.live_epoch:
         remarks.append(f"the canary of {canary.generation} has ended: verify {canary.generation}, then start it again")
     for generation, row in sorted(releases.control.rows().items()):
-        if generation in prior_view.rows or row.state is not GenerationState.BEGUN:
+        if generation in prior_view.registry_rows or row.state is not GenerationState.BEGUN:
             continue
         try:
             gates = read_manifest(releases.store, generation).gates
@@ -301,7 +302,7 @@ def _registry_rows(releases: Releases, view: ReleaseView, overlay_ttl_s: float) 
     }
     rows = {
         generation_id: RegistryRow(GenerationState.BEGUN, restored_at, "restored")
-        for generation_id in stored_ids - set(view.rows)
+        for generation_id in stored_ids - set(view.registry_rows)
     }
     return rows | {
         generation_id: RegistryRow(
@@ -309,9 +310,13 @@ def _registry_rows(releases: Releases, view: ReleaseView, overlay_ttl_s: float) 
         )
         for generation_id, state in ledger.state_by_generation.items()
         if (
-            generation_id not in view.rows and not (state is GenerationState.RETIRED and generation_id in forgotten_ids)
+            generation_id not in view.registry_rows
+            and not (state is GenerationState.RETIRED and generation_id in forgotten_ids)
         )
-        or (generation_id in view.rows and view.rows[generation_id].state is not view.state(generation_id))
+        or (
+            generation_id in view.registry_rows
+            and view.registry_rows[generation_id].state is not view.state(generation_id)
+        )
     }
 
 
@@ -342,9 +347,9 @@ def _move_pointer(
         live_id,
         attempt=attempt,
         reason="Redis was lost" if doubtful_roll_back is None else doubtful_roll_back.reason,
-        previous=previous_id,
+        previous_generation=previous_id,
         # The live epoch by the records, not only by Redis: it decides later whether this move is in doubt.
-        expected=max(view.epoch, view.ledger.live_epoch),
+        expected_epoch=max(view.epoch, view.ledger.live_epoch),
     )
     if releases.history()[-1].stored_number != release.stored_number:
         return None  # a later record's writer may have moved readers, unknown to a Redis lost again
@@ -403,7 +408,7 @@ def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress 
             # This intent is never completed: it only raises the epoch and keeps the reason.
             releases.record(
                 "restore", recorded_generation, attempt=attempt, reason=f"adopted: {reason}",
-                expected=stray_pointer.epoch,
+                expected_epoch=stray_pointer.epoch,
             )  # fmt: skip
         if not checked_reply("EVAL", client.eval(_REMOVE_POINTER_SCRIPT, 1, keys.live, raw_pointer), COUNT_SHAPE):
             raise Conflict(f"the pointer in {keys.live} changed while it was being checked; try again")

@@ -55,7 +55,7 @@ class ReleaseView:
     """Consistent pointer, registry and history: the pointer did not move while they were read."""
 
     pointer: Pointer | None
-    rows: dict[str, RegistryRow]
+    registry_rows: dict[str, RegistryRow]
     history: list[Release]
     ledger: Ledger
 
@@ -66,7 +66,7 @@ class ReleaseView:
 
     def state(self, generation: str) -> GenerationState | None:
         """Return the state of a generation by the ledger and the registry: see `generation_state`."""
-        return generation_state(generation, self.ledger, self.rows.get(generation))
+        return generation_state(generation, self.ledger, self.registry_rows.get(generation))
 
     def demand_agreement(self) -> None:
         """Raise Conflict unless Redis' pointer is the one that the releases prove."""
@@ -166,15 +166,15 @@ class Releases:
         *,
         attempt: str,
         reason: str = "",
-        previous: str | None = None,
+        previous_generation: str | None = None,
         expires_at: float | None = None,
-        percent: float | None = None,
+        canary_percent: float | None = None,
         rule: str = "",
-        abandoned: bool = False,
-        pages: Mapping[str, int] | None = None,
-        expected: int | None = None,
+        is_abandoned: bool = False,
+        page_count_by_table: Mapping[str, int] | None = None,
+        expected_epoch: int | None = None,
     ) -> Release:
-        """Write one entry with the next number, and an epoch above every earlier one and above `expected`.
+        """Write one entry with the next number, and an epoch above every earlier one and above `expected_epoch`.
 
         The number is the file's name, which only one writer gets, so a delayed writer's entry comes after all entries
         written since.
@@ -189,20 +189,20 @@ class Releases:
             recorded_at = self.clock()
             release = Release(
                 number=newest_number + 1,
-                epoch=max(newest_epoch + 1, (expected or 0) + 1, int(recorded_at * 1000)),
+                epoch=max(newest_epoch + 1, (expected_epoch or 0) + 1, int(recorded_at * 1000)),
                 action=action,
                 generation=generation,
-                previous=previous,
+                previous=previous_generation,
                 attempt=attempt,
                 at=recorded_at,
                 reason=reason,
                 manifest_sha256=digest,
                 expires_at=expires_at,
-                percent=percent,
+                percent=canary_percent,
                 rule=rule,
-                abandoned=abandoned,
-                pages=pages,
-                expected=expected,
+                abandoned=is_abandoned,
+                pages=page_count_by_table,
+                expected=expected_epoch,
             )
             if self.store.write_once(intent_path(release.number), release.to_bytes()):
                 return release
@@ -328,7 +328,7 @@ def ledger_and_rows_after_move(
     """Return the ledger after a move at the time `moved_at`, and the registry rows that the move changes."""
     epoch = max(view.epoch, view.ledger.epoch) + 1
     done_release = Release(epoch, action, generation, None, attempt, moved_at, is_done=True)
-    ledger_after = without_retired(fold_releases([*view.history, done_release]), view.rows)
+    ledger_after = without_retired(fold_releases([*view.history, done_release]), view.registry_rows)
     rows = {
         generation_id: RegistryRow(state, moved_at, "" if generation_id == generation else reason)
         for generation_id, state in ledger_after.state_by_generation.items()

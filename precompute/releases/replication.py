@@ -88,9 +88,11 @@ def _primary_run_ids(run_id_by_node: RunIds) -> RunIds:
     return {node_name: run_id for node_name, run_id in run_id_by_node.items() if node_name.startswith("primary")}
 
 
-def wait_for_replicas(client: "redis.Redis", *, timeout_s: float, timer: Callable[[], float] = time.monotonic) -> int:
+def wait_for_replicas(
+    client: "redis.Redis", *, timeout_s: float, monotonic_clock: Callable[[], float] = time.monotonic
+) -> int:
     """Return the number of replicas once each of them has all writes; raise Conflict after `timeout_s`."""
-    deadline, caught_up_count = timer() + timeout_s, 0
+    deadline, caught_up_count = monotonic_clock() + timeout_s, 0
     while True:
         replica_info_by_address = _replica_info_by_address(client)
         if not replica_info_by_address:
@@ -100,7 +102,7 @@ def wait_for_replicas(client: "redis.Redis", *, timeout_s: float, timer: Callabl
             for replica_address, replica_info in replica_info_by_address.items()
             if replica_info.get("state") != "online"
         )
-        left_s = deadline - timer()
+        left_s = deadline - monotonic_clock()
         if not late_replicas:
             wait_ms = max(1, math.ceil(1000 * min(WAIT_S_MAX, max(left_s, 0.0))))
             # PING and WAIT share a connection: WAIT covers only writes of its own connection.

@@ -53,8 +53,8 @@ return 0
 class Readiness:
     """Live replicas that are ready for a generation, and those that are not."""
 
-    ready: tuple[Replica, ...]
-    waiting: tuple[Replica, ...]
+    ready_replicas: tuple[Replica, ...]
+    waiting_replicas: tuple[Replica, ...]
 
     @classmethod
     def of(cls, generation: str, replicas: Sequence[Replica]) -> "Readiness":
@@ -67,15 +67,15 @@ class Readiness:
 
         Once the wait `is_over`, a configured minimum suffices.
         """
-        if len(self.ready) < flip.replicas_min:
+        if len(self.ready_replicas) < flip.replicas_min:
             return False
-        return not self.waiting or (is_over and flip.replicas_min > 0)
+        return not self.waiting_replicas or (is_over and flip.replicas_min > 0)
 
     def describe_waiting(self, generation: str) -> str:
         """Return the names of replicas that are not ready, each with its reason, as text."""
         reasons = [
             f"{replica.name}: {replica.failure_by_generation.get(generation, 'still loading')}"
-            for replica in self.waiting
+            for replica in self.waiting_replicas
         ]
         return "; ".join(reasons) or "no other replica is alive"
 
@@ -132,7 +132,7 @@ def staged(
             checked_at = control.time()
             control.forget_dead_replicas(checked_at, silence_max_s=REPLICA_DEAD_S)
             readiness = Readiness.of(generation, control.replicas(checked_at))
-            replica_count = len(readiness.ready) + len(readiness.waiting)
+            replica_count = len(readiness.ready_replicas) + len(readiness.waiting_replicas)
             if not replica_count and not flip.replicas_min:
                 break
             if time.monotonic() >= renew_at:
@@ -143,7 +143,7 @@ def staged(
                 break
             if is_over:
                 raise _staging_conflict(generation, flip, readiness, rival_staging)
-            progress("replicas ready", len(readiness.ready), max(replica_count, flip.replicas_min))
+            progress("replicas ready", len(readiness.ready_replicas), max(replica_count, flip.replicas_min))
             time.sleep(POLL_INTERVAL_S)
         yield readiness
     finally:
@@ -161,14 +161,15 @@ def _staging_conflict(
             f"{flip.wait_s:g} s; try again when it is done",
             generation=generation,
         )
-    replica_count = len(readiness.ready) + len(readiness.waiting)
+    replica_count = len(readiness.ready_replicas) + len(readiness.waiting_replicas)
     return Conflict(
-        f"{generation} was not published: after {flip.wait_s:g} s {len(readiness.ready)} of {replica_count} live "
+        f"{generation} was not published: after {flip.wait_s:g} s {len(readiness.ready_replicas)} of "
+        f"{replica_count} live "
         "replicas are "
         f"ready, {flip.replicas_min or 'all'} must be ({readiness.describe_waiting(generation)}); repair or stop "
         "them, or set "
         "[flip] replicas_min to publish without them",
         generation=generation,
-        ready=[replica.name for replica in readiness.ready],
-        waiting=[replica.name for replica in readiness.waiting],
+        ready=[replica.name for replica in readiness.ready_replicas],
+        waiting=[replica.name for replica in readiness.waiting_replicas],
     )

@@ -33,9 +33,9 @@ ROW_KEPT_S = 2 * 86_400.0
 class SweepResult:
     """Result of a sweep: generations removed, generations kept because they came into use, Redis keys removed."""
 
-    retired: tuple[str, ...] = ()
-    spared: tuple[str, ...] = ()
-    keys: int = 0
+    retired_generations: tuple[str, ...] = ()
+    spared_generations: tuple[str, ...] = ()
+    removed_key_count: int = 0
 
 
 def sweep(
@@ -47,9 +47,9 @@ def sweep(
     progress: Progress = quiet,
 ) -> SweepResult:
     """Retire every unneeded generation; `generation_being_made` replaces older ones that were never published."""
-    sweepable_generations = sweepable(
+    sweepable_generations = unneeded_generations(
         releases,
-        keep=config.keep,
+        kept_generations=config.keep,
         grace_s=config.superseded_grace_s,
         abandon_after_s=config.abandon_after_s,
         generation_being_made=generation_being_made,
@@ -81,19 +81,19 @@ def sweep(
     )
 
 
-def sweepable(
+def unneeded_generations(
     releases: Releases,
     *,
-    keep: int,
+    kept_generations: int,
     grace_s: float,
     abandon_after_s: float = ABANDON_AFTER_S,
     generation_being_made: str | None = None,
 ) -> list[str]:
     """Return the unneeded generations: not live, previous, canary, pinned, held by a replica, or just superseded.
 
-    A generation whose time of supersession is in the future counts as just superseded. The newest `keep` superseded
-    generations, at least one, are kept for roll backs. Unfinished generations are unneeded once they are older than the
-    live one and unchanged for `abandon_after_s`, or at once if `generation_being_made` replaces them.
+    A generation whose time of supersession is in the future counts as just superseded. The newest `kept_generations`
+    superseded generations, at least one, are kept for roll backs. Unfinished generations are unneeded once they are
+    older than the live one and unchanged for `abandon_after_s`, or at once if `generation_being_made` replaces them.
     """
     view, checked_at = releases.view(), releases.clock()
     ledger = view.ledger
@@ -103,7 +103,7 @@ def sweepable(
     protected_ids = {
         ledger.live_generation,
         ledger.previous_generation,
-        *superseded_ids[: retained_count(keep)],
+        *superseded_ids[: retained_count(kept_generations)],
         *_generations_in_use(releases),
     }
     protected_ids.add(generation_being_made)  # it may be a refused generation that is made again
@@ -119,7 +119,7 @@ def sweepable(
     # A row without files remains of a night that failed at once; the row of a retired generation waits for its overlays
     # to expire.
     registered_ids = {
-        generation_id for generation_id, row in view.rows.items() if row.state is not GenerationState.RETIRED
+        generation_id for generation_id, row in view.registry_rows.items() if row.state is not GenerationState.RETIRED
     }
     sweepable_ids = []
     for generation in sorted(stored_ids | registered_ids):
@@ -142,7 +142,7 @@ def _seconds_since_left(releases: Releases, generation: str, view: ReleaseView) 
     left_at = view.ledger.superseded_at_by_generation.get(generation)
     if left_at is None:
         return math.inf
-    row = view.rows.get(generation)  # row: written when the pointer moved; record: written before the move
+    row = view.registry_rows.get(generation)  # row: written when the pointer moved; record: written before the move
     left_at = max(left_at, left_at if row is None else row.at)
     left_epoch = view.ledger.left_epoch_by_generation.get(generation, 0)
     later_move_times = [
@@ -169,7 +169,7 @@ def _is_abandoned(
     abandon_after_s: float,
     generation_being_made: str | None = None,
 ) -> bool:
-    row, live = view.rows.get(generation), view.ledger.live_generation
+    row, live = view.registry_rows.get(generation), view.ledger.live_generation
     if view.state(generation) not in (None, *UNFINISHED_STATES):
         return False
     if generation_being_made is not None and generation[:CUT_CHARS] < generation_being_made[:CUT_CHARS]:
@@ -300,7 +300,7 @@ def _mark_retired(
     for _ in range(LOOK_TRIES):
         view = releases.view()
         view.demand_agreement()
-        former_row = view.rows.get(generation)
+        former_row = view.registry_rows.get(generation)
         state = view.state(generation)
         is_abandoned = _is_abandoned(releases, view, generation, abandon_after_s, generation_being_made)
         if not is_abandoned:
@@ -308,7 +308,7 @@ def _mark_retired(
         recorded_state = fold_releases(view.history).state(generation)
         if recorded_state is not GenerationState.RETIRED:
             _demand_unneeded(releases, generation, view.ledger)
-            if _seconds_since_left(releases, generation, view) < grace_s:  # live again since `sweepable`
+            if _seconds_since_left(releases, generation, view) < grace_s:  # live again since `unneeded_generations`
                 raise Conflict(
                     f"cannot retire {generation}: readers may have left it less than {grace_s:g} s ago",
                     generation=generation,
@@ -336,7 +336,7 @@ def _mark_retired(
     page_count_by_table = (
         {table.name: table.page_count for table in manifest.stored_tables.values()} if manifest else None
     )
-    releases.record("retire", generation, attempt=attempt, pages=page_count_by_table)
+    releases.record("retire", generation, attempt=attempt, page_count_by_table=page_count_by_table)
 
 
 def _demand_unneeded(releases: Releases, generation: str, ledger: Ledger) -> None:

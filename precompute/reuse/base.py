@@ -145,7 +145,7 @@ class BaseGeneration:
 
 
 def choose_base(
-    releases: Releases, config: NightConfig, bundle: Bundle, *, making: str
+    releases: Releases, config: NightConfig, bundle: Bundle, *, generation_being_made: str
 ) -> tuple[BaseGeneration | None, str]:
     """Return (base, reason why its lists cannot be copied): the newest verified generation of this bundle and settings.
 
@@ -160,7 +160,7 @@ def choose_base(
     for generation in stored_ids:
         row = row_by_generation.get(generation)
         state = ledger.state(generation) or (row and row.state)
-        if generation == making or state not in VERIFIED_STATES:
+        if generation == generation_being_made or state not in VERIFIED_STATES:
             continue
         has_verified = True
         generation_parts = _read_generation(config, generation)
@@ -194,13 +194,13 @@ def _read_generation(config: NightConfig, generation: str) -> tuple[Build, Begin
 class BaseShard:
     """Users of one shard of the base with their digests, and the records of those who have any.
 
-    `base_positions` int64 [users] are the positions of the users' records, -1 for a user without records; `tables` are
-    records by table; `has_all_tables` [records] is True for users with an answer in every table.
+    `base_positions` int64 [users] are the positions of the users' records, -1 for a user without records;
+    `records_by_table` are records by table; `has_all_tables` [records] is True for users with an answer in every table.
     """
 
-    pairs: NDArray[Any]
+    hash_digest_pairs: NDArray[Any]
     base_positions: NDArray[np.int64]
-    tables: Mapping[str, NDArray[Any]]
+    records_by_table: Mapping[str, NDArray[Any]]
     has_all_tables: NDArray[np.bool_]
     published: PublishedInputs | None = None
 
@@ -242,12 +242,12 @@ class BaseShard:
 
     def slice_between(self, hashes: range) -> slice:
         """Return the slice of the users whose hashes are in a range."""
-        user_hashes = self.pairs["hash"]
+        user_hashes = self.hash_digest_pairs["hash"]
         return slice(_first_position(user_hashes, hashes.start), _first_position(user_hashes, hashes.stop))
 
-    def find(self, hashes: Digests) -> NDArray[np.int64]:
+    def find_rows(self, hashes: Digests) -> NDArray[np.int64]:
         """Return int64 [n], the row of the user with each hash, -1 if there is none."""
-        user_hashes = self.pairs["hash"]
+        user_hashes = self.hash_digest_pairs["hash"]
         if not len(user_hashes):
             return np.full(len(hashes), -1)
         nearest_rows = np.minimum(user_hashes.searchsorted(hashes), len(user_hashes) - 1)

@@ -40,7 +40,9 @@ def identity(candidate: Candidate) -> Measurement:
     wrong_count, compared_count, note, skipped_shards = 0, 0, "", []
     for shard in shards:
         # Another processor, or a GPU missing on this host, changes the last bits of a model's outputs.
-        if build.need_report(shard_report_name(shard))["computed_by"] != computed_by(scorers.at(shard).device):
+        if build.need_report(shard_report_name(shard))["computed_by"] != computed_by(
+            scorers.device_of_shard(shard).device
+        ):
             skipped_shards.append(shard)
             continue
         user_work = ShardWork.of(build, bundle, shard, scorers)
@@ -68,14 +70,14 @@ def _seeded_rng(candidate: Candidate, shard: int, population_size: int, sample_s
 def _compare_users(candidate: Candidate, work: ShardWork, sample_size: int) -> Iterator[tuple[str, str, bool]]:
     """Yield (table, user, whether the bytes are equal) for a sample of users with copied records."""
     build: Build = work.build
-    if build.need_report(shard_report_name(work.number))["users"]["reasons"] is None:
+    if build.need_report(shard_report_name(work.shard))["users"]["reasons"] is None:
         return
-    copied_rows = np.flatnonzero(map_file(build.fetch(reasons_path(work.number)), "u1") != INPUTS_REASON)
-    rng = _seeded_rng(candidate, work.number, len(copied_rows), sample_size)
+    copied_rows = np.flatnonzero(map_file(build.fetch(reasons_path(work.shard)), "u1") != INPUTS_REASON)
+    rng = _seeded_rng(candidate, work.shard, len(copied_rows), sample_size)
     copied_rows = np.sort(rng.choice(copied_rows, min(sample_size, len(copied_rows)), replace=False))
     directory = candidate.evidence.directories["user"]
-    first_position = sum(map(len, directory.hash_parts[: work.number]))
-    hashes = np.asarray(directory.hash_parts[work.number])[copied_rows]
+    first_position = sum(map(len, directory.hash_parts[: work.shard]))
+    hashes = np.asarray(directory.hash_parts[work.shard])[copied_rows]
     with scratch_folder(build.root / PARTITION_FOLDER) as scratch:
         recomputed_records_by_user_hash = recompute_users(work, hashes, scratch)
     is_alike_by_model = build.need_report(EMBED_ITEMS_REPORT)["regrouped"]  # no table of another model is copied
@@ -103,7 +105,7 @@ def _compare_items(
         if table.kind == "value" and not is_alike_by_model.get(str(table.value)):
             continue
         stored_records = candidate.evidence.records_of(candidate.manifest.stored_tables[table_name], ordinals)
-        recomputed_records = work.records(table_name, ordinals)
+        recomputed_records = work.compute_records(table_name, ordinals)
         for ordinal, recomputed_record, stored_record in zip(
             ordinals.tolist(), recomputed_records, stored_records, strict=True
         ):

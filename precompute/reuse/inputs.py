@@ -74,18 +74,18 @@ def earlier_partition(base: BaseGeneration, night_input: NightInput) -> EarlierP
         raise CannotCopy(CUT_REASON)
     base_inputs = begin_report["inputs"]
     base_checksums = _split_checksums(config, base_inputs, event_file_count(begin_report))
-    current_checksums = _split_checksums(config, night_input.pinned, len(night_input.further.files))
+    current_checksums = _split_checksums(config, night_input.pinned_inputs, len(night_input.further.files))
     if any(
         current_sha256s[: len(base_sha256s)] != base_sha256s
         for base_sha256s, current_sha256s in zip(base_checksums, current_checksums, strict=True)
     ):
         raise CannotCopy(FILES_REASON)
     has_table = bool(config.sources.user_features or config.sources.user_vectors)
-    if user_table_checksums(config, base_inputs) != user_table_checksums(config, night_input.pinned) or (
+    if user_table_checksums(config, base_inputs) != user_table_checksums(config, night_input.pinned_inputs) or (
         has_table and not base.has_lists  # another bundle takes other columns
     ):
         raise CannotCopy(TABLES_REASON)
-    if begin_report.get("user_values", "") != night_input.values.users_digest:
+    if begin_report.get("user_values", "") != night_input.values.user_values_digest:
         raise CannotCopy(VALUES_REASON)
     return _reuse_partition(base, config, night_input.items, *map(len, base_checksums))
 
@@ -121,17 +121,17 @@ def _reuse_partition(
     user_sources = (INTERACTIONS_SOURCE, USER_FEATURES_SOURCE, USER_VECTORS_SOURCE)
     return EarlierPartition(
         folder=base.build.root / PARTITION_FOLDER,
-        seed=begin_report["user_seed"],
-        files=file_count,
-        event_files=event_count,
+        hash_seed=begin_report["user_seed"],
+        interaction_file_count=file_count,
+        event_file_count=event_count,
         new_ordinals=None if is_same_order else new_ordinals,
         lost_item_hashes=_item_hashes(base_items, new_ordinals < 0),
-        popularity=map_file(base.build.root / POPULARITY_FILE, "<i8"),
-        unknown=unknown_hashes,
-        interactions=begin_report["interactions"],
-        unknown_items=begin_report["unknown_items"],
+        interactions_by_item=map_file(base.build.root / POPULARITY_FILE, "<i8"),
+        unknown_item_hashes=unknown_hashes,
+        interaction_count=begin_report["interactions"],
+        unknown_item_interactions=begin_report["unknown_items"],
         row_counts=RowCounts.of_report(begin_report["rows"]),
-        unknown_examples=tuple(begin_report.get(UNKNOWN_ITEMS_NAMED_FIELD, ())),
+        unknown_item_examples=tuple(begin_report.get(UNKNOWN_ITEMS_NAMED_FIELD, ())),
         unusable={
             source_name: source_report
             for source_name, source_report in begin_report["unusable"].items()

@@ -22,7 +22,7 @@ from precompute.scoring.programs import computed_by
 
 def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
     """Return the base's records of one shard's items that may be copied; raise CannotCopy if there are none."""
-    build, bundle, shard = scope.build, scope.bundle, scope.number
+    build, bundle, shard = scope.build, scope.bundle, scope.shard
     tables, items = scope.tables, scope.items
     embed_report = build.need_report(EMBED_ITEMS_REPORT)
     base.demand_changes(embed_report)
@@ -43,10 +43,10 @@ def item_records(base: BaseGeneration, scope: ShardScope) -> ItemCopies:
     base_allowed_by_table = base.read_allowed_by_table(scope.allowed_items) if allowed_by_table else {}
     for table_name, table in tables.items():
         base_table = base.manifest.stored_tables.get(table_name)
-        if base_table is None or base_table.layout != scope.layouts[table_name]:
+        if base_table is None or base_table.layout != scope.layout_by_table[table_name]:
             continue
         if table.kind == "value":
-            model = bundle.values[str(table.value)]
+            model = bundle.value_models[str(table.value)]
             if not embed_report["regrouped"].get(model.name):
                 continue
             digests = map_file(build.fetch(item_digests_path(model.name)), "<u8")

@@ -31,16 +31,16 @@ DAMAGED_REASON: Final = "a file of the base is damaged or gone"
 class PriorIndex:
     """Data that one build can copy from its base: the partition, item vectors, records of users and items.
 
-    `reason` says why there is no base, or why none of its lists can be copied.
+    `no_lists_reason` says why there is no base, or why none of its lists can be copied.
     """
 
     base: BaseGeneration | None
-    reason: str = ""
+    no_lists_reason: str = ""
 
     @classmethod
-    def choose(cls, releases: Releases, config: NightConfig, bundle: Bundle, *, making: str) -> Self:
+    def choose(cls, releases: Releases, config: NightConfig, bundle: Bundle, *, generation_being_made: str) -> Self:
         """Choose the base of a build that begins."""
-        return cls(*choose_base(releases, config, bundle, making=making))
+        return cls(*choose_base(releases, config, bundle, generation_being_made=generation_being_made))
 
     @classmethod
     def open(cls, build: Build) -> Self:
@@ -53,17 +53,17 @@ class PriorIndex:
         return None if self.base is None else self.base.generation
 
     @property
-    def facts(self) -> PriorEntry:
+    def prior_entry(self) -> PriorEntry:
         """Fields on the base in the report of `begin`."""
         has_lists = self.base is not None and self.base.has_lists
-        return {"generation": self.generation, "has_lists": has_lists, "why": self.reason}
+        return {"generation": self.generation, "has_lists": has_lists, "why": self.no_lists_reason}
 
-    def _read_base(self, read: Callable[[BaseGeneration], T]) -> tuple[T | None, str]:
-        """Return (data that `read` takes from the base, ""), or (None, the reason why it cannot be copied)."""
+    def _read_base(self, read_from_base: Callable[[BaseGeneration], T]) -> tuple[T | None, str]:
+        """Return (data that `read_from_base` takes, ""), or (None, the reason why it cannot be copied)."""
         if self.base is None:
-            return None, self.reason
+            return None, self.no_lists_reason
         try:
-            return read(self.base), ""
+            return read_from_base(self.base), ""
         except CannotCopy as refusal:
             return None, str(refusal)
         except (CorruptArtefact, UnknownGeneration, FileNotFoundError):

@@ -58,7 +58,7 @@ def _read_base_fact(build: Build, generation: str | None) -> Mapping[str, Any]:
     if generation is None:
         return {}
     try:
-        fact: Mapping[str, Any] = read_manifest(build.store, generation).facts.get(REUSE_FACT) or {}
+        base_fact: Mapping[str, Any] = read_manifest(build.store, generation).facts.get(REUSE_FACT) or {}
     except LarderError:
         return {}
-    return fact
+    return base_fact

@@ -64,13 +64,13 @@ class ShardReuse:
     item_vectors: NDArray[np.float32]
     is_same_bundle: bool
     """True if the base was made from the same bundle (`BaseGeneration.has_lists`)."""
-    touched: Digests | None
+    touched_user_hashes: Digests | None
     """Sorted hashes of the users whose inputs must be read; None: all users."""
 
     @classmethod
     def open(cls, base: BaseGeneration, scope: ShardScope) -> Self:
         """Open the base's shard of users for comparison with this night's; raise CannotCopy if none can be copied."""
-        build, bundle, shard, tables = scope.build, scope.bundle, scope.number, scope.tables
+        build, bundle, shard, tables = scope.build, scope.bundle, scope.shard, scope.tables
         begin_report = build.need_report(BEGIN_REPORT)
         if base.begin_report["user_seed"] != begin_report["user_seed"]:
             raise CannotCopy("its users are hashed with another seed")
@@ -99,14 +99,14 @@ class ShardReuse:
             base_allowed_by_table = base.read_allowed_by_table(scope.allowed_items) if allowed_by_table else {}
             for table_name, table in list_tables.items():
                 list_rules[table_name] = ListRule.of(
-                    scope.layouts[table_name],
+                    scope.layout_by_table[table_name],
                     metric_of(bundle, table),
                     changes,
                     base_allowed_by_table.get(table_name),
                     allowed_by_table.get(table_name),
                 )
                 has_broken_list |= find_lists_with_lost_items(
-                    base_shard.tables[table_name], list_rules[table_name].is_unlistable
+                    base_shard.records_by_table[table_name], list_rules[table_name].is_unlistable
                 )
         entering_limit = ENTERING_SHARE_MAX * scope.items.count
         has_many_entering = (
@@ -114,11 +114,11 @@ class ShardReuse:
         )
         if list_rules.keys() != list_tables.keys() or base_table_by_name.keys() != tables.keys() or has_many_entering:
             has_broken_list[:] = True
-        hashes = np.ascontiguousarray(base_shard.pairs["hash"][base_shard.base_positions >= 0])
+        hashes = np.ascontiguousarray(base_shard.hash_digest_pairs["hash"][base_shard.base_positions >= 0])
         touched = (
             None if _has_entering_items(list_rules) else _find_touched_hashes(build, shard, hashes[has_broken_list])
         )
-        if touched is not None and 2 * len(touched) > len(base_shard.pairs):
+        if touched is not None and 2 * len(touched) > len(base_shard.hash_digest_pairs):
             touched = None  # selecting most of the users takes longer than reading all
         return cls(
             base_shard, changes, list_rules, has_broken_list, np.asarray(scope.items.vectors), base.has_lists, touched
@@ -130,22 +130,25 @@ class ShardReuse:
         return _has_entering_items(self.list_rules) and not self.has_broken_list.all()
 
     @property
-    def tables(self) -> Collection[str]:
+    def table_names(self) -> Collection[str]:
         """Tables of which the base's shard has records that may be copied."""
-        return self.base_shard.tables.keys()
+        return self.base_shard.records_by_table.keys()
 
     @property
-    def list_tables(self) -> Collection[str]:
+    def list_table_names(self) -> Collection[str]:
         """Tables of lists that an item may enter."""
         return self.list_rules.keys()
 
-    def decide(self, entities: ShardInput, digests: Digests, hashes: range) -> CopyDecisions:
+    def decide(self, entities: ShardInput, digests: Digests, hash_range: range) -> CopyDecisions:
         """Decide which users of a hash range, with these inputs, are checked, and which are copied without a check."""
-        hash_slice = self.base_shard.slice_between(hashes)
-        digest_pairs, base_positions = (self.base_shard.pairs[hash_slice], self.base_shard.base_positions[hash_slice])
-        user_rows = self.base_shard.find(entities.hashes)
+        hash_slice = self.base_shard.slice_between(hash_range)
+        digest_pairs, base_positions = (
+            self.base_shard.hash_digest_pairs[hash_slice],
+            self.base_shard.base_positions[hash_slice],
+        )
+        user_rows = self.base_shard.find_rows(entities.entity_hashes)
         is_equal = user_rows >= 0
-        is_equal[is_equal] = self.base_shard.pairs["digest"][user_rows[is_equal]] == digests[is_equal]
+        is_equal[is_equal] = self.base_shard.hash_digest_pairs["digest"][user_rows[is_equal]] == digests[is_equal]
         matched_positions = np.full(len(user_rows), -1)
         matched_positions[is_equal] = self.base_shard.base_positions[user_rows[is_equal]]
         had_no_record = is_equal & (matched_positions < 0) & self.is_same_bundle  # and has none now
@@ -160,11 +163,11 @@ class ShardReuse:
         checked_rows, is_copied = np.flatnonzero(is_asked), could_stay & ~is_asked
         copied_positions, kept_hashes, all_pairs = (
             matched_positions[is_copied],
-            entities.hashes[is_copied],
+            entities.entity_hashes[is_copied],
             pair_with_digests(entities, digests),
         )
-        if self.touched is not None:  # users that are not touched were not read
-            is_unread = ~np.isin(digest_pairs["hash"], entities.hashes)
+        if self.touched_user_hashes is not None:  # users that are not touched were not read
+            is_unread = ~np.isin(digest_pairs["hash"], entities.entity_hashes)
             all_pairs = np.sort(np.concatenate([all_pairs, digest_pairs[is_unread]]), order="hash")
             is_unread &= base_positions >= 0
             copied_positions = np.concatenate([copied_positions, base_positions[is_unread]])
@@ -175,19 +178,24 @@ class ShardReuse:
             int(entities.has_vector[is_copied].sum()),
         )  # fmt: skip
 
-    def enters(
-        self, table_name: str, base_positions: NDArray[np.int64], vectors: NDArray[np.float32], exclusions: Histories
+    def entered_lists_mask(
+        self,
+        table_name: str,
+        base_positions: NDArray[np.int64],
+        user_vectors: NDArray[np.float32],
+        exclusions: Histories,
     ) -> NDArray[np.bool_]:
         """Return the mask of the base's lists at `base_positions` that a new or changed item may enter."""
         rule = self.list_rules[table_name]
         return could_enter(
-            vectors, self.item_vectors[rule.entering_ordinals], rule.entering_ordinals,
-            find_score_floors(rule.layout, self.base_shard.tables[table_name][base_positions]), exclusions, rule.metric,
+            user_vectors, self.item_vectors[rule.entering_ordinals], rule.entering_ordinals,
+            find_score_floors(rule.layout, self.base_shard.records_by_table[table_name][base_positions]), exclusions,
+            rule.metric,
         )  # fmt: skip
 
-    def records(self, table_name: str, base_positions: NDArray[np.int64], cut_s: int) -> NDArray[Any]:
+    def read_records(self, table_name: str, base_positions: NDArray[np.int64], cut_s: int) -> NDArray[Any]:
         """Return the base's records with this night's cut `cut_s` (Unix seconds) and item ordinals."""
-        copied_records: NDArray[Any] = self.base_shard.tables[table_name][base_positions]
+        copied_records: NDArray[Any] = self.base_shard.records_by_table[table_name][base_positions]
         copied_records["scored_at"] = cut_s  # safe: indexing by an array copies the records
         if table_name in self.list_rules and self.changes is not None and self.changes.has_moved_items:
             renumber_items(copied_records, self.changes.new_ordinals)

@@ -14,18 +14,18 @@ def reuse_field(manifest: Manifest) -> dict[str, Any] | None:
     return None if reuse is None else reuse.to_json()
 
 
-def copied_share_text(reuse: Mapping[str, Any] | None) -> str:
+def copied_share_text(reuse_fact: Mapping[str, Any] | None) -> str:
     """Format the share of users whose records were copied; "-" if unknown."""
-    copied_fraction = None if reuse is None else reuse["share"]
+    copied_fraction = None if reuse_fact is None else reuse_fact["share"]
     return "-" if copied_fraction is None else f"{copied_fraction:.1%}"
 
 
-def copy_lines(status: Mapping[str, Any]) -> list[str]:
+def copy_lines(namespace_status: Mapping[str, Any]) -> list[str]:
     """Return lines on the copies of the live generation, and of the latest nights up to it."""
     reuse = next(
         (
             generation_status["reuse"]
-            for generation_status in status["generations"]
+            for generation_status in namespace_status["generations"]
             if "live" in generation_status["roles"]
         ),
         None,

@@ -45,22 +45,22 @@ def reasons_path(shard: int) -> str:
 class PublishedInputs:
     """Inputs of users that a generation publishes if filters or events need them; None: not published.
 
-    `times` belong to `seen_items`; `feature_json` holds the user tower's other inputs as JSON; `has_own_vector` marks
-    users whose vector comes from the sources.
+    `seen_item_times` belong to `seen_items`; `feature_json` holds the user tower's other inputs as JSON;
+    `has_own_vector` marks users whose vector comes from the sources.
     """
 
     seen_items: Histories
-    times: Histories | None = None
+    seen_item_times: Histories | None = None
     feature_json: Histories | None = None
     has_own_vector: NDArray[np.bool_] | None = None
 
-    def select_rows(self, rows: NDArray[np.int64]) -> Self:
+    def select_rows(self, user_rows: NDArray[np.int64]) -> Self:
         """Return the inputs of some users."""
         return type(self)(
-            self.seen_items.select_rows(rows),
-            None if self.times is None else self.times.select_rows(rows),
-            None if self.feature_json is None else self.feature_json.select_rows(rows),
-            None if self.has_own_vector is None else self.has_own_vector[rows],
+            self.seen_items.select_rows(user_rows),
+            None if self.seen_item_times is None else self.seen_item_times.select_rows(user_rows),
+            None if self.feature_json is None else self.feature_json.select_rows(user_rows),
+            None if self.has_own_vector is None else self.has_own_vector[user_rows],
         )
 
 
@@ -85,7 +85,7 @@ class CopyDecisions:
     @classmethod
     def without_copies(cls, entities: ShardInput, digests: Digests) -> Self:
         """Return decisions to compute all users."""
-        user_count = len(entities.ids)
+        user_count = len(entities.entity_ids)
         no_positions, no_mask = np.full(user_count, -1), np.zeros(user_count, np.bool_)
         return cls(
             np.arange(user_count), no_positions, no_mask, np.empty(0, np.int64), np.empty(0, np.uint64),
@@ -94,20 +94,22 @@ class CopyDecisions:
 
     def inputs_of(self, entities: ShardInput) -> ShardInput:
         """Return the inputs of the checked users."""
-        return entities if len(self.checked_rows) == len(entities.ids) else entities.select_rows(self.checked_rows)
+        return (
+            entities if len(self.checked_rows) == len(entities.entity_ids) else entities.select_rows(self.checked_rows)
+        )
 
 
 @dataclass(slots=True, eq=False)
 class CopiedUsers:
-    """Users of a hash range: `hashes` [m] of all, and `rows` [n] of the chunk's own (computed) users, ascending.
+    """Users of a hash range: `user_hashes` [m] of all; `own_rows` [n] of the chunk's own (computed) users, ascending.
 
     `copied_positions` int64 [m] are the base's records of copied users, -1 for own users. `unchanged_positions` int64
     [n] are the base's records of own users with unchanged inputs, -1 for others.
     """
 
-    hashes: Digests
+    user_hashes: Digests
     copied_positions: NDArray[np.int64]
-    rows: NDArray[np.int64]
+    own_rows: NDArray[np.int64]
     unchanged_positions: NDArray[np.int64]
     could_stay: NDArray[np.bool_]
     """Own users who are copied unless an item enters one of their lists, bool [n]."""
@@ -115,7 +117,7 @@ class CopiedUsers:
 
     @classmethod
     def of(cls, decisions: CopyDecisions, hashes: Digests, own_rows: NDArray[np.int64]) -> Self:
-        """Build from the decisions, the `hashes` of the checked users, and the `own_rows` of this chunk."""
+        """Build from the decisions, the `user_hashes` of the checked users, and the `own_rows` of this chunk."""
         all_hashes = np.concatenate([hashes[own_rows], decisions.copied_hashes])
         hash_order = np.argsort(all_hashes, kind="stable")
         sorted_rows = np.empty(len(hash_order), np.int64)
@@ -131,12 +133,12 @@ class CopiedUsers:
 
     def split(self, users_max: int) -> Iterator[tuple[Self, slice]]:
         """Yield (piece of at most `users_max` users, slice of its own users)."""
-        for first_user in range(0, len(self.hashes), users_max):
-            end_user = min(first_user + users_max, len(self.hashes))
-            own_slice = slice(*np.searchsorted(self.rows, [first_user, end_user]).tolist())
+        for first_user in range(0, len(self.user_hashes), users_max):
+            end_user = min(first_user + users_max, len(self.user_hashes))
+            own_slice = slice(*np.searchsorted(self.own_rows, [first_user, end_user]).tolist())
             yield type(self)(
-                self.hashes[first_user:end_user], self.copied_positions[first_user:end_user],
-                self.rows[own_slice] - first_user,
+                self.user_hashes[first_user:end_user], self.copied_positions[first_user:end_user],
+                self.own_rows[own_slice] - first_user,
                 self.unchanged_positions[own_slice], self.could_stay[own_slice],
             ), own_slice  # fmt: skip
 
@@ -145,17 +147,20 @@ class CopiedUsers:
 
         An item may enter a list of each candidate that is not in the mask.
         """
-        self.copied_positions[self.rows[stay_mask]] = self.unchanged_positions[stay_mask]
+        self.copied_positions[self.own_rows[stay_mask]] = self.unchanged_positions[stay_mask]
         computed_mask = ~stay_mask
         self.has_entering_item = self.could_stay[computed_mask]
-        self.rows, self.unchanged_positions = (self.rows[computed_mask], self.unchanged_positions[computed_mask])
+        self.own_rows, self.unchanged_positions = (
+            self.own_rows[computed_mask],
+            self.unchanged_positions[computed_mask],
+        )
         self.could_stay = self.could_stay[computed_mask]
 
     def reason_numbers(self) -> NDArray[np.uint8]:
         """Return the number of each user's reason, uint8 [m]."""
-        reason_numbers = np.full(len(self.hashes), COPIED_REASON, np.uint8)
-        entered = self.has_entering_item if len(self.has_entering_item) else np.zeros(len(self.rows), np.bool_)
-        reason_numbers[self.rows] = np.where(
+        reason_numbers = np.full(len(self.user_hashes), COPIED_REASON, np.uint8)
+        entered = self.has_entering_item if len(self.has_entering_item) else np.zeros(len(self.own_rows), np.bool_)
+        reason_numbers[self.own_rows] = np.where(
             self.unchanged_positions < 0, INPUTS_REASON, np.where(entered, ENTERED_REASON, ITEM_LOST_REASON)
         )
         return reason_numbers
@@ -170,12 +175,12 @@ class CopiedUsers:
         has_own_vector = None
         if own.has_own_vector is not None:
             assert copied.has_own_vector is not None  # noqa: S101 - the base has the same settings
-            has_own_vector = np.empty(len(self.hashes), np.bool_)
-            has_own_vector[self.rows] = own.has_own_vector
+            has_own_vector = np.empty(len(self.user_hashes), np.bool_)
+            has_own_vector[self.own_rows] = own.has_own_vector
             has_own_vector[self.copied_rows] = copied.has_own_vector
         return PublishedInputs(
             self.merge_histories(own.seen_items, copied.seen_items),
-            None if own.times is None else self.merge_histories(own.times, copied.times),
+            None if own.seen_item_times is None else self.merge_histories(own.seen_item_times, copied.seen_item_times),
             None if own.feature_json is None else self.merge_histories(own.feature_json, copied.feature_json),
             has_own_vector,
         )
@@ -184,9 +189,9 @@ class CopiedUsers:
         """Merge histories of own and of copied users into hash order."""
         assert copied_histories is not None  # noqa: S101 - the base has the same settings
         merged_indptr = np.concatenate([own_histories.indptr, own_histories.indptr[-1] + copied_histories.indptr[1:]])
-        history_order = np.empty(len(self.hashes), np.int64)
-        history_order[self.rows] = np.arange(len(self.rows))
-        history_order[self.copied_rows] = len(self.rows) + np.arange(len(self.copied_rows))
+        history_order = np.empty(len(self.user_hashes), np.int64)
+        history_order[self.own_rows] = np.arange(len(self.own_rows))
+        history_order[self.copied_rows] = len(self.own_rows) + np.arange(len(self.copied_rows))
         return Histories(merged_indptr, np.concatenate([own_histories.indices, copied_histories.indices])).select_rows(
             history_order
         )
@@ -194,48 +199,52 @@ class CopiedUsers:
 
 def pair_with_digests(entities: ShardInput, digests: Digests) -> NDArray[Any]:
     """Return the users' hashes with their digests, HASH_AND_DIGEST [n]."""
-    pairs = np.empty(len(entities.ids), HASH_AND_DIGEST)
-    pairs["hash"], pairs["digest"] = entities.hashes, digests
+    pairs = np.empty(len(entities.entity_ids), HASH_AND_DIGEST)
+    pairs["hash"], pairs["digest"] = entities.entity_hashes, digests
     return pairs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopiedVectors:
-    """Item vectors of the base: `base_ordinals[i]` is item i's row in `vectors`, -1 if it must be computed."""
+    """Item vectors of the base: `base_ordinals[i]` is item i's row in `base_vectors`, -1 if it must be computed."""
 
     base_ordinals: NDArray[np.int64]
-    vectors: NDArray[np.float32]
+    base_vectors: NDArray[np.float32]
 
 
 class UserCopies(Protocol):
     """Records of users of one shard that may be copied."""
 
     @property
-    def touched(self) -> Digests | None:
+    def touched_user_hashes(self) -> Digests | None:
         """Sorted hashes of the users whose inputs must be read; None: all users."""
         ...
 
     @property
-    def tables(self) -> Collection[str]:
+    def table_names(self) -> Collection[str]:
         """Tables of which there are records."""
         ...
 
     @property
-    def list_tables(self) -> Collection[str]:
+    def list_table_names(self) -> Collection[str]:
         """Tables of lists that an item may enter."""
         ...
 
-    def decide(self, entities: ShardInput, digests: Digests, hashes: range) -> CopyDecisions:
+    def decide(self, entities: ShardInput, digests: Digests, hash_range: range) -> CopyDecisions:
         """Decide which users of a hash range, with these inputs, are checked, and which are copied without a check."""
         ...
 
-    def enters(
-        self, table_name: str, base_positions: NDArray[np.int64], vectors: NDArray[np.float32], exclusions: Histories
+    def entered_lists_mask(
+        self,
+        table_name: str,
+        base_positions: NDArray[np.int64],
+        user_vectors: NDArray[np.float32],
+        exclusions: Histories,
     ) -> NDArray[np.bool_]:
         """Return the mask of the lists at `base_positions` that a new or changed item may enter."""
         ...
 
-    def records(self, table_name: str, base_positions: NDArray[np.int64], cut_s: int) -> NDArray[Any]:
+    def read_records(self, table_name: str, base_positions: NDArray[np.int64], cut_s: int) -> NDArray[Any]:
         """Return the records with this night's cut `cut_s` (Unix seconds) and item ordinals."""
         ...
 
@@ -244,10 +253,10 @@ class UserCopies(Protocol):
         ...
 
 
-def renumber_items(records: NDArray[Any], new_ordinals: NDArray[np.int64]) -> None:
+def renumber_items(list_records: NDArray[Any], new_ordinals: NDArray[np.int64]) -> None:
     """Replace the item ordinals in lists by `new_ordinals` int64 [base items]; none of the items may be removed."""
     new_ordinal_by_base_ordinal = np.append(new_ordinals, -1).astype(np.uint32)  # as uint32, -1 is NO_ITEM
-    records["items"] = new_ordinal_by_base_ordinal[np.minimum(records["items"], np.uint32(len(new_ordinals)))]
+    list_records["items"] = new_ordinal_by_base_ordinal[np.minimum(list_records["items"], np.uint32(len(new_ordinals)))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,9 +290,9 @@ class ShardScope:
 
     build: Build
     bundle: Bundle
-    number: int
+    shard: int
     tables: Mapping[str, TableConfig]
-    layouts: Mapping[str, Layout]
+    layout_by_table: Mapping[str, Layout]
     items: ItemTable
     device: str | None
     allowed_items: AllowedItemsFunction
@@ -293,7 +302,7 @@ class Prior(Protocol):
     """Earlier generation from which one build copies; thread-safe."""
 
     @property
-    def facts(self) -> PriorEntry:
+    def prior_entry(self) -> PriorEntry:
         """Fields on the base in the report of `begin`."""
         ...
 

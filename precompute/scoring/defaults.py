@@ -47,9 +47,11 @@ def find_favourites(items: ItemTable, user_vectors: NDArray[np.float32], metric:
     return items.ids_of(ordinals[0]), scores[0].tolist()
 
 
-def compute_popularity_scores(popularity: NDArray[np.int64]) -> NDArray[np.float32]:
+def compute_popularity_scores(interactions_by_item: NDArray[np.int64]) -> NDArray[np.float32]:
     """Return each item's share of all interactions, float32 [items]: its score in the defaults."""
-    item_shares: NDArray[np.float32] = (popularity / max(1, int(popularity.sum()))).astype(np.float32)
+    item_shares: NDArray[np.float32] = (interactions_by_item / max(1, int(interactions_by_item.sum()))).astype(
+        np.float32
+    )
     return item_shares
 
 

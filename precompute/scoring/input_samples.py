@@ -49,8 +49,8 @@ FIRST_SLICE_COUNT = 4
 class SampleTaker(Protocol):
     """Collector of a feature's sample of the users whose inputs the step reads."""
 
-    def take(self, entities: ShardInput, usable: NDArray[np.int64]) -> bool:
-        """Take rows of a slice from `usable`, whose inputs fit the user tower; return True if more are needed."""
+    def take(self, entities: ShardInput, usable_rows: NDArray[np.int64]) -> bool:
+        """Take rows of a slice from `usable_rows`, whose inputs fit the user tower; return True if more are needed."""
         ...
 
     def finish(self, build: Build) -> SampleFields:
@@ -124,8 +124,8 @@ def read_given_vectors(build: Build) -> NDArray[np.float32]:
     """Return float32 [n, dims]: the vectors from the sources, of at most 8,192 users with the lowest hashes."""
     vectors_of_slices, vector_count = [], 0
     for entities in _read_slices(build):
-        if entities.vectors is not None:
-            vectors_of_slices.append(entities.vectors[entities.has_vector][: GIVEN_VECTORS_MAX - vector_count])
+        if entities.entity_vectors is not None:
+            vectors_of_slices.append(entities.entity_vectors[entities.has_vector][: GIVEN_VECTORS_MAX - vector_count])
             vector_count += len(vectors_of_slices[-1])
         if vector_count >= GIVEN_VECTORS_MAX:
             break
@@ -155,14 +155,14 @@ def _read_slices(build: Build) -> Iterator[ShardInput]:
         for slice_limit in (FIRST_SLICE_COUNT, None):
             with scratch_folder(folder) as scratch:
                 slices = slice_shard(folder, shard, config.shards, scratch, first_slices_max=slice_limit)
-                for slice_number in slices.numbers[yielded_count:]:
+                for slice_number in slices.slice_numbers[yielded_count:]:
                     yield read_shard(
                         slices.folder,
                         slice_number,
                         history_limit=config.history_limit,
                         answers_without_history=computes_feature_only_users(build),
                     )
-            yielded_count = len(slices.numbers)
+            yielded_count = len(slices.slice_numbers)
             if yielded_count < FIRST_SLICE_COUNT:
                 break
 
@@ -176,7 +176,7 @@ def draw_histories(entities: ShardInput, items: ItemTable, metric: Metric, *, se
     rows_with_vector = np.flatnonzero(entities.has_vector)
     sample_points = np.linspace(0, len(rows_with_vector) - 1, min(DRAWN_USERS_MAX, len(rows_with_vector)))
     sampled_rows = rows_with_vector[np.unique(sample_points.astype(np.int64))]
-    user_vectors = entities.vectors
+    user_vectors = entities.entity_vectors
     assert user_vectors is not None  # noqa: S101 - some user has a vector
     rng = np.random.default_rng(seed)
     histories = [
@@ -184,15 +184,15 @@ def draw_histories(entities: ShardInput, items: ItemTable, metric: Metric, *, se
         for best_ordinals in exact_neighbours(np.asarray(items.vectors), user_vectors[sampled_rows], metric)
     ]
     return ShardInput(
-        ids=entities.ids.take(pa.array(sampled_rows)),
-        hashes=entities.hashes[sampled_rows],
-        indptr=np.cumsum([0, *map(len, histories)]),
-        ordinals=np.concatenate(histories),
+        entity_ids=entities.entity_ids.take(pa.array(sampled_rows)),
+        entity_hashes=entities.entity_hashes[sampled_rows],
+        history_indptr=np.cumsum([0, *map(len, histories)]),
+        history_ordinals=np.concatenate(histories),
         features={
             feature_name: column.take(pa.array(sampled_rows)) for feature_name, column in entities.features.items()
         },
         history_limit=entities.history_limit,
-        vectors=user_vectors[sampled_rows],
+        entity_vectors=user_vectors[sampled_rows],
     )
 
 
@@ -200,8 +200,8 @@ def draw_histories(entities: ShardInput, items: ItemTable, metric: Metric, *, se
 class LiveModel:
     """Whether a model has an int8 form, and its agreement with fp32."""
 
-    int8: bool
-    agreement: Mapping[str, Any]
+    has_int8: bool
+    int8_agreement: Mapping[str, Any]
 
 
 def quantize_models(
@@ -260,11 +260,11 @@ def _user_inputs(model: BundleModel, items: ItemTable, sample: ShardInput) -> tu
         histories=histories.select_rows(sampled_rows),
         features={input_name: input_values[sampled_rows] for input_name, input_values in features[model.name].items()},
     )
-    return inputs, Histories(sample.indptr, sample.ordinals).select_rows(sampled_rows)
+    return inputs, Histories(sample.history_indptr, sample.history_ordinals).select_rows(sampled_rows)
 
 
 def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -> Inputs:
-    usable_ordinals = np.flatnonzero(features.usable())
+    usable_ordinals = np.flatnonzero(features.usable_mask())
     if not len(usable_ordinals):
         raise BundleError(f"no item has the inputs that {model.name} takes", model=model.name)
     sampled_ordinals = _spread_rows(usable_ordinals)
@@ -275,10 +275,10 @@ def _item_inputs(model: BundleModel, items: ItemTable, features: ItemFeatures) -
     )
 
 
-def _spread_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def _spread_rows(row_indexes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return at most SAMPLE_ROWS_MAX of the rows, evenly spread."""
-    sample_points = np.linspace(0, len(rows) - 1, min(SAMPLE_ROWS_MAX, len(rows)))
-    return rows[np.unique(sample_points.astype(np.int64))]
+    sample_points = np.linspace(0, len(row_indexes) - 1, min(SAMPLE_ROWS_MAX, len(row_indexes)))
+    return row_indexes[np.unique(sample_points.astype(np.int64))]
 
 
 def _select_finite(tower: Tower, inputs: Inputs, exclusions: Histories | None) -> tuple[Inputs, Histories | None]:

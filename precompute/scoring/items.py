@@ -123,27 +123,27 @@ def embed_catalogue(
             yield item_outputs(tower, items, features, ordinals)[0]
             continue
         base_ordinals = kept_vectors.base_ordinals[ordinals]
-        vectors = np.asarray(kept_vectors.vectors[base_ordinals])
+        vectors = np.asarray(kept_vectors.base_vectors[base_ordinals])
         if len(uncopied_rows := np.flatnonzero(base_ordinals < 0)):
             vectors[uncopied_rows] = item_outputs(tower, items, features, ordinals[uncopied_rows])[0]
         yield vectors
 
 
 def item_outputs(
-    tower: AnyTower, items: ItemTable, features: ItemFeatures, ordinals: NDArray[np.int64]
+    tower: AnyTower, items: ItemTable, features: ItemFeatures, item_ordinals: NDArray[np.int64]
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return (outputs of an item model, mask of items with all inputs); raise SourceError naming an item that fails."""
-    inputs, is_usable = item_inputs(tower.spec, items, features, ordinals)
-    return run_named(tower, inputs, lambda row: f"item {items.id_of(ordinals[row])!r}"), is_usable
+    inputs, is_usable = item_inputs(tower.spec, items, features, item_ordinals)
+    return run_named(tower, inputs, lambda row: f"item {items.id_of(item_ordinals[row])!r}"), is_usable
 
 
 def item_inputs(
-    spec: TowerSpec, items: ItemTable, features: ItemFeatures, ordinals: NDArray[np.int64]
+    spec: TowerSpec, items: ItemTable, features: ItemFeatures, item_ordinals: NDArray[np.int64]
 ) -> tuple[Inputs, NDArray[np.bool_]]:
     """Return (inputs of these items for an item model, mask of items with all inputs)."""
-    features_by_input, is_usable = features.of(ordinals)
+    features_by_input, is_usable = features.of(item_ordinals)
     return bind_inputs(
-        spec, features=features_by_input, item_indices=items.model_indices_of(Ordinals(ordinals))
+        spec, features=features_by_input, item_indices=items.model_indices_of(Ordinals(item_ordinals))
     ), is_usable
 
 
@@ -153,15 +153,15 @@ def open_item_features(build: Build, spec: TowerSpec, item_count: int) -> ItemFe
     return ItemFeatures.open(features_path, spec, item_count)
 
 
-def split_rows(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+def split_rows(row_indexes: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
     """Yield the rows in pieces of at most ITEMS_AT_ONCE."""
-    for first_row in range(0, len(rows), ITEMS_AT_ONCE):
-        yield rows[first_row : first_row + ITEMS_AT_ONCE]
+    for first_row in range(0, len(row_indexes), ITEMS_AT_ONCE):
+        yield row_indexes[first_row : first_row + ITEMS_AT_ONCE]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemWork:
-    """State shared by all item tables of one shard; `models`, `towers` and `features` are by table of values."""
+    """State shared by all item tables of one shard; models, towers and features are by table of values."""
 
     build: Build
     bundle: Bundle
@@ -169,18 +169,20 @@ class ItemWork:
     items: ItemTable
     tables: Mapping[str, TableConfig]
     allowed_masks: Mapping[str, NDArray[np.bool_]]
-    models: Mapping[str, BundleModel]
-    towers: Mapping[str, AnyTower]
-    features: Mapping[str, ItemFeatures]
+    model_by_table: Mapping[str, BundleModel]
+    tower_by_table: Mapping[str, AnyTower]
+    features_by_table: Mapping[str, ItemFeatures]
     unusable: UnusableRows
 
     @classmethod
     def of(cls, build: Build, bundle: Bundle, shard: int, scorers: Scorers) -> Self:
         build.fetch(ITEM_VECTORS_FILE)
         items = open_items(build.root, build.need_report(BEGIN_REPORT), dims=bundle.dims)
-        tables, scoring_device = scored_tables(build.config, bundle, "item"), scorers.at(shard)
+        tables, scoring_device = scored_tables(build.config, bundle, "item"), scorers.device_of_shard(shard)
         models = {
-            table_name: bundle.values[str(table.value)] for table_name, table in tables.items() if table.kind == "value"
+            table_name: bundle.value_models[str(table.value)]
+            for table_name, table in tables.items()
+            if table.kind == "value"
         }
         return cls(
             build, bundle, scoring_device, items, tables, scorers.allowed_items(build), models,
@@ -189,26 +191,28 @@ class ItemWork:
             UnusableRows(),
         )  # fmt: skip
 
-    def records(self, table_name: str, ordinals: NDArray[np.int64]) -> NDArray[Any]:
+    def compute_records(self, table_name: str, item_ordinals: NDArray[np.int64]) -> NDArray[Any]:
         """Compute the records of these items in a table."""
         table, items = self.tables[table_name], self.items
         layout = layout_of(self.bundle, table)
-        if not len(ordinals):
+        if not len(item_ordinals):
             return np.empty(0, layout.dtype)
-        raw_ids = [items.raw_id(row) for row in ordinals.tolist()]
-        item_fingerprints, has_answer = fingerprints(raw_ids), np.ones(len(ordinals), np.bool_)
-        vectors = np.asarray(items.vectors[ordinals])
+        raw_ids = [items.raw_id(row) for row in item_ordinals.tolist()]
+        item_fingerprints, has_answer = fingerprints(raw_ids), np.ones(len(item_ordinals), np.bool_)
+        vectors = np.asarray(items.vectors[item_ordinals])
         answers: Answers = vectors
         if table.kind == "item_similar":
-            own_items = Histories(np.arange(len(ordinals) + 1), ordinals)
+            own_items = Histories(np.arange(len(item_ordinals) + 1), item_ordinals)
             with self.scoring_device.compute_slots:
                 answers = self.scoring_device.of(items, metric_of(self.bundle, table)).top(
                     vectors, table.k, own_items, allowed=self.allowed_masks.get(table_name),
                     threads=self.build.config.threads or None,
                 )  # fmt: skip
         elif table.kind == "value":
-            model = self.models[table_name]
-            answers, is_usable = item_outputs(self.towers[table_name], items, self.features[table_name], ordinals)
+            model = self.model_by_table[table_name]
+            answers, is_usable = item_outputs(
+                self.tower_by_table[table_name], items, self.features_by_table[table_name], item_ordinals
+            )
             is_finite = find_finite_rows(answers)
             has_answer = is_usable & is_finite
             self._note(
@@ -220,23 +224,23 @@ class ItemWork:
         return records
 
     def records_with_copies(
-        self, table_name: str, ordinals: NDArray[np.int64], base_records: ItemCopies | None, first_ordinal: int
+        self, table_name: str, item_ordinals: NDArray[np.int64], base_records: ItemCopies | None, first_ordinal: int
     ) -> tuple[NDArray[Any], int]:
         """Return (records of these items, number of copied ones); `first_ordinal` is that of the shard's first item."""
         base_positions = None if base_records is None else base_records.base_positions_by_table.get(table_name)
         if base_records is None or base_positions is None:
-            return self.records(table_name, ordinals), 0
-        base_positions = base_positions[ordinals - first_ordinal]
+            return self.compute_records(table_name, item_ordinals), 0
+        base_positions = base_positions[item_ordinals - first_ordinal]
         is_kept = base_positions >= 0
-        records = np.empty(len(ordinals), layout_of(self.bundle, self.tables[table_name]).dtype)
-        records[~is_kept] = self.records(table_name, ordinals[~is_kept])
+        records = np.empty(len(item_ordinals), layout_of(self.bundle, self.tables[table_name]).dtype)
+        records[~is_kept] = self.compute_records(table_name, item_ordinals[~is_kept])
         records[is_kept] = base_records.select_records(
             table_name, base_positions[is_kept], data_until_of(self.build.generation)
         )
         copied_count = int(is_kept.sum())
         self.unusable.count_checked(f"records of {table_name}", copied_count)
-        if table_name in self.models:
-            self.unusable.count_checked(f"outputs of {self.models[table_name].name}", copied_count)
+        if table_name in self.model_by_table:
+            self.unusable.count_checked(f"outputs of {self.model_by_table[table_name].name}", copied_count)
         return records, copied_count
 
     def _note(

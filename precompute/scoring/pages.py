@@ -86,15 +86,15 @@ def _encode_some(
     return encode_numbers(layout, fingerprints, answers, cut_s, flags=flags)
 
 
-def find_finite_rows(numbers: NDArray[np.float32]) -> NDArray[np.bool_]:
+def find_finite_rows(output_rows: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Return bool [n]: rows whose numbers are all finite.
 
     A finite sum proves it; only rows with a non-finite sum, which are rare, are checked number by number.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        is_finite: NDArray[np.bool_] = np.isfinite(numbers.sum(axis=1))
+        is_finite: NDArray[np.bool_] = np.isfinite(output_rows.sum(axis=1))
     suspect_rows = np.flatnonzero(~is_finite)
-    is_finite[suspect_rows] = np.isfinite(numbers[suspect_rows]).all(axis=1)
+    is_finite[suspect_rows] = np.isfinite(output_rows[suspect_rows]).all(axis=1)
     return is_finite
 
 
@@ -111,14 +111,14 @@ class GrowingFile:
     def __enter__(self) -> Self:
         return self
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, appended_bytes: bytes | memoryview) -> None:
         """Append bytes; raise StoreError on a full disk."""
         with disk_errors(self.path):
-            self._file.write(data)
+            self._file.write(appended_bytes)
 
-    def write_array(self, array: NDArray[Any]) -> None:
+    def write_array(self, appended_array: NDArray[Any]) -> None:
         """Append the bytes of an array [n] without a copy, which would hold the GIL."""
-        self.write(np.ascontiguousarray(array).view(np.uint8).data)
+        self.write(np.ascontiguousarray(appended_array).view(np.uint8).data)
 
     def __exit__(self, error_type: object, *_: object) -> None:
         if error_type is not None:
@@ -161,10 +161,10 @@ class PageFile(GrowingFile):
         self._checksum_futures: deque[Future[None]] = deque()
         self._sync_future: Future[None] | None = None
 
-    def append(self, records: NDArray[Any]) -> None:
+    def append(self, table_records: NDArray[Any]) -> None:
         """Append records (dtype of the layout) in hash order; the array must not change afterwards."""
-        self.count += len(records)
-        data = np.ascontiguousarray(records).view(np.uint8).data
+        self.count += len(table_records)
+        data = np.ascontiguousarray(table_records).view(np.uint8).data
         self.write(data)
         self._size_bytes += len(data)
         while len(self._checksum_futures) >= UNSUMMED_PIECES_MAX:
@@ -185,17 +185,17 @@ class PageFile(GrowingFile):
         """Return the manifest entry of the finished file under this name, from the bytes written."""
         return Artefact(artefact_path, self._size_bytes, self._sha256.hexdigest())
 
-    def _add_to_checksums(self, data: memoryview) -> None:
-        self._sha256.update(data)
-        offset = min(-len(self._partial_page) % self._page_bytes, len(data))  # end of the page begun before
-        self._partial_page += data[:offset]
+    def _add_to_checksums(self, appended_bytes: memoryview) -> None:
+        self._sha256.update(appended_bytes)
+        offset = min(-len(self._partial_page) % self._page_bytes, len(appended_bytes))  # end of the page begun before
+        self._partial_page += appended_bytes[:offset]
         if len(self._partial_page) == self._page_bytes:
             self._page_checksums.append(xxhash.xxh3_64_intdigest(self._partial_page))
             self._partial_page.clear()
-        while offset + self._page_bytes <= len(data):
-            self._page_checksums.append(xxhash.xxh3_64_intdigest(data[offset : offset + self._page_bytes]))
+        while offset + self._page_bytes <= len(appended_bytes):
+            self._page_checksums.append(xxhash.xxh3_64_intdigest(appended_bytes[offset : offset + self._page_bytes]))
             offset += self._page_bytes
-        self._partial_page += data[offset:]
+        self._partial_page += appended_bytes[offset:]
 
     def __exit__(self, error_type: object, *_: object) -> None:
         # No thread may use the file descriptor once it is closed.

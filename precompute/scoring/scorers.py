@@ -37,10 +37,10 @@ class ScoringDevice:
     would only compete for it. A GPU has two: while one's lists are copied to the host, the other's are computed.
     """
 
-    def __init__(self, device: str | None, tasks: int = 1) -> None:
+    def __init__(self, device: str | None, task_count: int = 1) -> None:
         self.device = device
         if device is not None:
-            limit_gpu_memory(device, tasks)
+            limit_gpu_memory(device, task_count)
         self.compute_slots = threading.BoundedSemaphore(1 if device is None else 2)
         self._scorer_by_metric: dict[Metric, AnyScorer] = {}
         self._towers: dict[str, AnyTower] = {}
@@ -72,10 +72,10 @@ class ScoringDevice:
 class Scorers:
     """State that the shards of one build share in a process: its bundle, its base, and one device per GPU."""
 
-    def __init__(self, device: str = OFF, tasks: int = 1, hooks: ScoringHooks = NO_HOOKS) -> None:
+    def __init__(self, device_setting: str = OFF, task_count: int = 1, hooks: ScoringHooks = NO_HOOKS) -> None:
         self._hooks = hooks
-        self._device = device
-        self._tasks = tasks
+        self._device = device_setting
+        self._tasks = task_count
         self._scoring_device_by_name: dict[str | None, ScoringDevice] = {}
         self._device_name_by_shard: dict[int, str | None] = {}
         self._finished_shards: set[int] = set()
@@ -114,7 +114,7 @@ class Scorers:
             for table, mask in allowed_by_table(build).items()
         }
 
-    def at(self, shard: int) -> ScoringDevice:
+    def device_of_shard(self, shard: int) -> ScoringDevice:
         """Return a shard's device, always the same one: at first call, the device with the fewest unfinished shards."""
         with self._opening:
             if shard not in self._device_name_by_shard:

@@ -56,24 +56,24 @@ DEVICE_CHUNK_FACTOR = 4
 class Chunk:
     """Some users in hash order, on their way from the partition to the pages."""
 
-    ids: Any
+    user_ids: Any
     """Arrow strings."""
-    hashes: NDArray[np.uint64]
+    user_hashes: NDArray[np.uint64]
     histories: Histories
-    features: Mapping[str, Mapping[str, NDArray[Any]]]
+    features_by_model: Mapping[str, Mapping[str, NDArray[Any]]]
     is_usable_by_model: Mapping[str, NDArray[np.bool_]]
     """Mask of users with every input of the model; the others get no answer from it."""
-    inputs: PublishedInputs
+    published_inputs: PublishedInputs
     """Inputs of the users that the generation publishes; `seen_items` is set even if nothing is published."""
-    copied: CopiedUsers
+    copied_users: CopiedUsers
     """Positions of these users among all users of their hash range, and the users whose records are copied."""
-    entities: int = 0
+    entities_so_far: int = 0
     """Entities of the shard up to the end of this chunk, including those without input."""
-    total: int = 0
+    shard_entity_count: int = 0
     """Entities of the shard: exact in its last slice, else an estimate."""
-    vectors: NDArray[np.float32] | None = None
+    user_vectors: NDArray[np.float32] | None = None
     """Vectors [users, dims] from the sources, a row of NaN for a user without one."""
-    fingerprints: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    user_fingerprints: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     outputs_by_model: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     is_answered_by_model: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
     """Mask of users with a finite output of the model."""
@@ -88,28 +88,31 @@ class Chunk:
     @property
     def seen_items(self) -> Histories:
         """Items in the users' histories, which are excluded from their lists."""
-        return self.inputs.seen_items
+        return self.published_inputs.seen_items
 
-    def user_case(self, row: int) -> RowCase:
+    def user_case(self, row_index: int) -> RowCase:
         """Return the fields that name a user in a report."""
-        return {"user": self.ids[row].as_py()}
+        return {"user": self.user_ids[row_index].as_py()}
 
     def stay(self, stay_mask: NDArray[np.bool_]) -> None:
         """Remove the users in the mask from the chunk's own users, since their records are copied after all."""
         remaining_rows = np.flatnonzero(~stay_mask)
-        self.copied.stay(stay_mask)
-        self.ids = self.ids.take(pa.array(remaining_rows))
-        self.hashes, self.fingerprints = (self.hashes[remaining_rows], self.fingerprints[remaining_rows])
-        self.histories, self.inputs = (
+        self.copied_users.stay(stay_mask)
+        self.user_ids = self.user_ids.take(pa.array(remaining_rows))
+        self.user_hashes, self.user_fingerprints = (
+            self.user_hashes[remaining_rows],
+            self.user_fingerprints[remaining_rows],
+        )
+        self.histories, self.published_inputs = (
             self.histories.select_rows(remaining_rows),
-            self.inputs.select_rows(remaining_rows),
+            self.published_inputs.select_rows(remaining_rows),
         )
         self.is_usable_by_model = {
             model_name: mask[remaining_rows] for model_name, mask in self.is_usable_by_model.items()
         }
-        self.features = {
+        self.features_by_model = {
             model: {input_name: column[remaining_rows] for input_name, column in columns.items()}
-            for model, columns in self.features.items()
+            for model, columns in self.features_by_model.items()
         }
         self.outputs_by_model = {
             model_name: outputs[remaining_rows] for model_name, outputs in self.outputs_by_model.items()
@@ -117,18 +120,18 @@ class Chunk:
         self.is_answered_by_model = {
             model_name: mask[remaining_rows] for model_name, mask in self.is_answered_by_model.items()
         }
-        if self.vectors is not None:
-            self.vectors = self.vectors[remaining_rows]
+        if self.user_vectors is not None:
+            self.user_vectors = self.user_vectors[remaining_rows]
 
     def replace_given_vectors(self) -> None:
         """Replace the user tower's outputs by the vectors from the sources, for users that have one."""
-        if self.vectors is None:
+        if self.user_vectors is None:
             return
-        has_vector = ~np.isnan(self.vectors[:, 0])
+        has_vector = ~np.isnan(self.user_vectors[:, 0])
         tower_outputs = self.outputs_by_model["user_tower"]
-        self.outputs_by_model["user_tower"] = np.where(has_vector[:, None], self.vectors, tower_outputs)
+        self.outputs_by_model["user_tower"] = np.where(has_vector[:, None], self.user_vectors, tower_outputs)
         self.is_answered_by_model["user_tower"] |= has_vector
-        self.vectors = None
+        self.user_vectors = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,54 +139,54 @@ class ShardWork:
     """State that all chunks of one shard share."""
 
     build: Build
-    number: int
+    shard: int
     items: ItemTable
     tables: Mapping[str, TableConfig]
-    layouts: Mapping[str, Layout]
+    layout_by_table: Mapping[str, Layout]
     models: Mapping[str, BundleModel]
     bundle: Bundle
     scoring_device: ScoringDevice
-    seconds: dict[str, float]
-    counts: dict[str, int]
+    seconds_by_stage: dict[str, float]
+    count_by_name: dict[str, int]
     unusable: UnusableRows
     allowed_masks: Mapping[str, NDArray[np.bool_]]
     """Mask bool [items] of the items allowed in a table's lists; a table without a mask lists all items."""
-    copies: UserCopies | None = None
+    user_copies: UserCopies | None = None
     """Records that may be copied; None: all records are computed."""
     seconds_lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a thread adds to `seconds`."""
+    """Held while a thread adds to `seconds_by_stage`."""
 
     @classmethod
-    def of(cls, build: Build, bundle: Bundle, number: int, scorers: Scorers) -> "ShardWork":
-        fetch_partition(build, number)
+    def of(cls, build: Build, bundle: Bundle, shard: int, scorers: Scorers) -> "ShardWork":
+        fetch_partition(build, shard)
         build.fetch(ITEM_VECTORS_FILE)
-        begin_report, scoring_device = build.need_report(BEGIN_REPORT), scorers.at(number)
+        begin_report, scoring_device = build.need_report(BEGIN_REPORT), scorers.device_of_shard(shard)
         tables = scored_tables(build.config, bundle, "user")
         value_names = {str(table.value) for table in tables.values() if table.kind == "value"}
         models = {
             "user_tower": bundle.user_tower,
-            **{value_name: bundle.values[value_name] for value_name in value_names},
+            **{value_name: bundle.value_models[value_name] for value_name in value_names},
         }
         items = open_items(build.root, begin_report, dims=bundle.dims)
         layouts = {table_name: layout_of(bundle, table) for table_name, table in tables.items()}
         scope = ShardScope(
-            build, bundle, number, tables, layouts, items, scoring_device.device,
+            build, bundle, shard, tables, layouts, items, scoring_device.device,
             scorers.allowed_items,
         )  # fmt: skip
         return cls(
             build=build,
-            number=number,
+            shard=shard,
             items=items,
             tables=tables,
-            layouts=layouts,
+            layout_by_table=layouts,
             models=models,
             bundle=bundle,
             scoring_device=scoring_device,
-            seconds=dict.fromkeys(("read", "tower", "topk", "records", "write"), 0.0),
-            counts=dict.fromkeys(("entities", "scored", "short", "seen", "given", *REASON_NAMES), 0),
+            seconds_by_stage=dict.fromkeys(("read", "tower", "topk", "records", "write"), 0.0),
+            count_by_name=dict.fromkeys(("entities", "scored", "short", "seen", "given", *REASON_NAMES), 0),
             unusable=UnusableRows(),
             allowed_masks=scorers.allowed_items(build),
-            copies=scorers.user_copies(scope),
+            user_copies=scorers.user_copies(scope),
         )
 
     @property
@@ -196,17 +199,17 @@ class ShardWork:
         device_factor = 1 if self.scoring_device.device is None else DEVICE_CHUNK_FACTOR
         return max(1, device_factor * min(CHUNK_USERS, CHUNK_BYTES // user_bytes))
 
-    def pages_path(self, table: str) -> str:
-        return f"tables/{table}/{self.number:04d}.pages"
+    def pages_path(self, table_name: str) -> str:
+        return f"tables/{table_name}/{self.shard:04d}.pages"
 
     @contextmanager
-    def add_stage_time(self, stage: str) -> Iterator[None]:
+    def add_stage_time(self, stage_name: str) -> Iterator[None]:
         """Add the duration of the block to a stage's time, divided by the number of threads for a parallel stage."""
         start_s = time.perf_counter()
         yield
-        seconds = (time.perf_counter() - start_s) / (self.worker_count if stage in PARALLEL_STAGES else 1)
+        seconds = (time.perf_counter() - start_s) / (self.worker_count if stage_name in PARALLEL_STAGES else 1)
         with self.seconds_lock:
-            self.seconds[stage] += seconds
+            self.seconds_by_stage[stage_name] += seconds
 
     @property
     def worker_count(self) -> int:
@@ -217,7 +220,7 @@ class ShardWork:
     @property
     def record_bytes(self) -> int:
         """Bytes of one user's records."""
-        return sum(layout.size_bytes for layout in self.layouts.values())
+        return sum(layout.size_bytes for layout in self.layout_by_table.values())
 
     def open_towers_first(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         """Yield the chunks; the towers are opened while the first chunk is read."""
@@ -226,41 +229,43 @@ class ShardWork:
 
     def add_tower_outputs(self, chunk: Chunk) -> Chunk:
         """Add the towers' outputs to a chunk and drop its features, which no later stage needs."""
-        chunk.fingerprints = text_hashes(chunk.ids, FINGERPRINT_SEED)
+        chunk.user_fingerprints = text_hashes(chunk.user_ids, FINGERPRINT_SEED)
         with self.add_stage_time("tower"):
             towers = self._towers()
-            all_users_mask = np.ones(len(chunk.ids), np.bool_)
+            all_users_mask = np.ones(len(chunk.user_ids), np.bool_)
             chunk.outputs_by_model["user_tower"] = self._outputs(chunk, "user_tower", all_users_mask)
             chunk.replace_given_vectors()
-            if self.copies is not None and chunk.copied.could_stay.any():
-                self._drop_copied_users(chunk, self.copies)
+            if self.user_copies is not None and chunk.copied_users.could_stay.any():
+                self._drop_copied_users(chunk, self.user_copies)
             for model_name in towers:
                 if model_name != "user_tower":
                     is_wanted = (
-                        chunk.copied.unchanged_positions < 0 if self._copies_all_tables(model_name) else all_users_mask
+                        chunk.copied_users.unchanged_positions < 0
+                        if self._copies_all_tables(model_name)
+                        else all_users_mask
                     )
                     chunk.outputs_by_model[model_name] = self._outputs(chunk, model_name, is_wanted)
-        chunk.features = {}
+        chunk.features_by_model = {}
         return chunk
 
-    def _copies_all_tables(self, model: str) -> bool:
+    def _copies_all_tables(self, model_name: str) -> bool:
         """True if the records of all tables of this value model can be copied for users with unchanged inputs."""
-        tables = [table_name for table_name, table in self.tables.items() if table.value == model]
-        return self.copies is not None and set(self.copies.tables) >= set(tables)
+        tables = [table_name for table_name, table in self.tables.items() if table.value == model_name]
+        return self.user_copies is not None and set(self.user_copies.table_names) >= set(tables)
 
     def _drop_copied_users(self, chunk: Chunk, copies: UserCopies) -> None:
         """Mark users as copied whose inputs and lists are unchanged and whose lists no item can enter."""
-        candidate_rows = np.flatnonzero(chunk.copied.could_stay)
+        candidate_rows = np.flatnonzero(chunk.copied_users.could_stay)
         vectors, exclusions = (
             chunk.outputs_by_model["user_tower"][candidate_rows],
             chunk.seen_items.select_rows(candidate_rows),
         )
         has_entering_item = np.zeros(len(candidate_rows), np.bool_)
-        for table_name in copies.list_tables:
-            has_entering_item |= copies.enters(
-                table_name, chunk.copied.unchanged_positions[candidate_rows], vectors, exclusions
+        for table_name in copies.list_table_names:
+            has_entering_item |= copies.entered_lists_mask(
+                table_name, chunk.copied_users.unchanged_positions[candidate_rows], vectors, exclusions
             )
-        is_copied = np.zeros(len(chunk.ids), np.bool_)
+        is_copied = np.zeros(len(chunk.user_ids), np.bool_)
         is_copied[candidate_rows[~has_entering_item]] = True
         for model_name in self.models:
             if model_name != "user_tower":
@@ -270,22 +275,25 @@ class ShardWork:
     def _outputs(self, chunk: Chunk, model_name: str, is_wanted: NDArray[np.bool_]) -> NDArray[np.float32]:
         """Return float32 [users, dims], NaN for users without inputs or not wanted; note other non-finite rows."""
         tower = self._towers()[model_name]
-        is_usable, features = (chunk.is_usable_by_model[model_name] & is_wanted, chunk.features.get(model_name, {}))
+        is_usable, features = (
+            chunk.is_usable_by_model[model_name] & is_wanted,
+            chunk.features_by_model.get(model_name, {}),
+        )
         usable_rows = np.flatnonzero(is_usable)
 
-        def named(row: int) -> str:
-            return f"user {chunk.user_case(int(usable_rows[row]))['user']!r}"
+        def row_in_words(row_index: int) -> str:
+            return f"user {chunk.user_case(int(usable_rows[row_index]))['user']!r}"
 
         if is_usable.all() and len(is_usable):
             inputs = bind_inputs(tower.spec, histories=chunk.histories, features=features)
-            outputs = run_named(tower, inputs, named)
+            outputs = run_named(tower, inputs, row_in_words)
         else:
             row_features = {input_name: input_values[usable_rows] for input_name, input_values in features.items()}
             outputs = np.full((len(is_usable), tower.spec.output_dims), np.nan, np.float32)
             if len(usable_rows):
                 row_histories = chunk.histories.select_rows(usable_rows)
                 inputs = bind_inputs(tower.spec, histories=row_histories, features=row_features)
-                outputs[usable_rows] = run_named(tower, inputs, named)
+                outputs[usable_rows] = run_named(tower, inputs, row_in_words)
         chunk.unusable.count_checked(f"outputs of {model_name}", int((chunk.is_usable_by_model[model_name]).sum()))
         chunk.is_answered_by_model[model_name] = find_finite_rows(outputs)
         if (is_nonfinite := ~chunk.is_answered_by_model[model_name] & is_usable).any():
@@ -298,8 +306,8 @@ class ShardWork:
     def are_set_by_events(self, chunk: Chunk) -> NDArray[np.bool_]:
         """Return the mask of a chunk's users for whom events set an input of a model, bool [users]."""
         if not self.build.config.events.enabled:
-            return np.zeros(len(chunk.ids), np.bool_)
-        return marked_mask(self.build.fetch(marks_file_path("user")), chunk.fingerprints)
+            return np.zeros(len(chunk.user_ids), np.bool_)
+        return marked_mask(self.build.fetch(marks_file_path("user")), chunk.user_fingerprints)
 
     def _towers(self) -> dict[str, AnyTower]:
         return {model_name: self.scoring_device.tower(self.build, model) for model_name, model in self.models.items()}
@@ -312,7 +320,7 @@ class ShardWork:
 
     def add_lists(self, chunk: Chunk) -> Chunk:
         """Add the lists of each table of lists to a chunk."""
-        if not len(chunk.ids):
+        if not len(chunk.user_ids):
             return chunk
         threads = self.build.config.threads or None
         with self.scoring_device.compute_slots, self.add_stage_time("topk"):
@@ -323,7 +331,7 @@ class ShardWork:
             for table_name, scorer in self._scorers().items():
                 k, allowed_mask = self.tables[table_name].k, self.allowed_masks.get(table_name)
                 lists = scorer.top(user_vectors, k, exclusions, allowed=allowed_mask, threads=threads)
-                chunk.lists_by_table[table_name] = spread_lists(len(chunk.ids), answered_rows, lists)
+                chunk.lists_by_table[table_name] = spread_lists(len(chunk.user_ids), answered_rows, lists)
         return chunk
 
     def _scorers(self) -> dict[str, AnyScorer]:
@@ -348,17 +356,17 @@ class ShardWork:
         part_names += ["times"] if config.events.enabled else []
         part_names += ["feature_ends", "features"] if self.publishes_features else []
         part_names += ["brought"] if config.events.enabled and config.sources.user_vectors else []
-        return {part_name: f"seen/{self.number:04d}.{part_name}" for part_name in part_names}
+        return {part_name: f"seen/{self.shard:04d}.{part_name}" for part_name in part_names}
 
 
-def spread_lists(user_count: int, rows: NDArray[np.int64], lists: TopLists) -> TopLists:
-    """Place the lists of the users in `rows` among `user_count` users; the other users' lists are empty."""
-    if len(rows) == user_count:
+def spread_lists(user_count: int, user_rows: NDArray[np.int64], lists: TopLists) -> TopLists:
+    """Place the lists of the users in `user_rows` among `user_count` users; the other users' lists are empty."""
+    if len(user_rows) == user_count:
         return lists
     list_length = lists[0].shape[1]
     ordinals, scores = (
         np.full((user_count, list_length), NO_ITEM, np.uint32),
         np.zeros((user_count, list_length), np.float32),
     )
-    ordinals[rows], scores[rows] = lists
+    ordinals[user_rows], scores[user_rows] = lists
     return ordinals, scores

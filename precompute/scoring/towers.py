@@ -76,20 +76,20 @@ def prepare_inputs(
 
     Feature values of unusable rows are undefined.
     """
-    model_indices = items.model_indices_of(Ordinals(entities.ordinals))
+    model_indices = items.model_indices_of(Ordinals(entities.history_ordinals))
     is_usable_item = (model_indices >= 0) & _is_recent(entities)
     running_counts = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_usable_item)])
-    histories = Histories(running_counts[entities.indptr], model_indices[is_usable_item])
+    histories = Histories(running_counts[entities.history_indptr], model_indices[is_usable_item])
     is_usable_by_model: dict[str, NDArray[np.bool_]] = {}
     features: FeaturesByModel = {model_name: {} for model_name in specs}
     for model, spec in specs.items():
-        is_usable_by_model[model] = np.ones(len(entities.ids), np.bool_)
+        is_usable_by_model[model] = np.ones(len(entities.entity_ids), np.bool_)
         if spec.history is not None and not (entities.answers_without_history and spec.features):
             is_usable_by_model[model] &= np.diff(histories.indptr) > 0
         for feature in spec.features:
             values = read_feature_values(entities.features[str(feature.column)], feature)
-            is_usable_by_model[model] &= values.usable
-            features[model][feature.name] = values.numbers
+            is_usable_by_model[model] &= values.usable_mask
+            features[model][feature.name] = values.input_numbers
     return is_usable_by_model, histories, features
 
 
@@ -98,14 +98,16 @@ def select_usable_inputs(
 ) -> tuple[NDArray[np.int64], Histories, FeaturesByModel]:
     """Return (rows with every input of all these models, histories and features as in `prepare_inputs`)."""
     is_usable_by_model, histories, features = prepare_inputs(items, entities, specs)
-    is_usable = np.logical_and.reduce([np.ones(len(entities.ids), np.bool_), *is_usable_by_model.values()])
+    is_usable = np.logical_and.reduce([np.ones(len(entities.entity_ids), np.bool_), *is_usable_by_model.values()])
     return np.flatnonzero(is_usable), histories, features
 
 
 def _is_recent(entities: ShardInput) -> NDArray[np.bool_]:
     """Mask of the history items within the newest `history_limit` of their entity, bool [len(ordinals)]."""
-    history_lengths = np.diff(entities.indptr)
-    places_from_end = repeat_values(entities.indptr[1:], history_lengths) - np.arange(len(entities.ordinals))
+    history_lengths = np.diff(entities.history_indptr)
+    places_from_end = repeat_values(entities.history_indptr[1:], history_lengths) - np.arange(
+        len(entities.history_ordinals)
+    )
     return np.asarray(places_from_end <= entities.history_limit, np.bool_)
 
 
@@ -138,7 +140,7 @@ def open_tower(build: Build, model: BundleModel, device: str | None) -> AnyTower
     if isinstance(device_model, str):
         _log.info("%s stays on the processor: %s", model.name, device_model)
         return tower
-    may_fall_back = build.config.device == AUTO and model.program is None
+    may_fall_back = build.config.device == AUTO and model.program_path is None
     return DeviceTower(model.name, tower, device_model, may_fall_back=may_fall_back)
 
 
@@ -173,9 +175,9 @@ def run_named(tower: AnyTower, inputs: Inputs, row_in_words: Callable[[int], str
         ) from error
 
 
-def _does_raise(tower: AnyTower, inputs: Inputs, rows: NDArray[np.int64]) -> bool:
+def _does_raise(tower: AnyTower, inputs: Inputs, row_indexes: NDArray[np.int64]) -> bool:
     try:
-        tower.run(select_input_rows(inputs, rows))
+        tower.run(select_input_rows(inputs, row_indexes))
     except Exception:
         return True
     return False
@@ -184,7 +186,7 @@ def _does_raise(tower: AnyTower, inputs: Inputs, rows: NDArray[np.int64]) -> boo
 class DeviceModel(Protocol):
     """Form of a model that runs on a device."""
 
-    def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
+    def outputs(self, inputs_of_batches: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """Yield the outputs of each batch of inputs; raise MemoryError if the device's memory is too small."""
 
 
@@ -248,16 +250,16 @@ class DeviceTower:
             else:
                 return outputs
 
-    def _fill_outputs(self, outputs: NDArray[np.float32], inputs: Inputs, tile: Tile) -> None:
+    def _fill_outputs(self, model_outputs: NDArray[np.float32], inputs: Inputs, tile: Tile) -> None:
         rows_of_batches: list[NDArray[np.int64]] = []
 
-        def feeds() -> Iterator[Sequence[NDArray[Any]]]:
+        def inputs_of_batches() -> Iterator[Sequence[NDArray[Any]]]:
             for rows, feed in self._tower.batches(inputs, tile=tile):
                 rows_of_batches.append(rows)
                 yield [feed[name] for name in self._input_names]
 
-        for batch_index, batch_outputs in enumerate(self._device_model.outputs(feeds())):
-            outputs[rows_of_batches[batch_index]] = batch_outputs[: len(rows_of_batches[batch_index])]
+        for batch_index, batch_outputs in enumerate(self._device_model.outputs(inputs_of_batches())):
+            model_outputs[rows_of_batches[batch_index]] = batch_outputs[: len(rows_of_batches[batch_index])]
 
     def _compare_with_processor(self, inputs: Inputs) -> None:
         """Compare a few rows, except those that are finite on neither side, which get no answer anyway."""
@@ -283,14 +285,15 @@ class DeviceTower:
             self._demand_agreement(length_deviation, DEVICE_LENGTH_AGREEMENT, "a vector's length")
         self._is_compared = len(expected_outputs) > 0
 
-    def _demand_agreement(self, error: float, threshold: float, scale_text: str) -> None:
-        if error <= threshold:
+    def _demand_agreement(self, relative_error: float, threshold: float, scale_text: str) -> None:
+        if relative_error <= threshold:
             return
         raise BundleError(
-            f"{self._name} on the device differs from its ONNX file on the processor by {error:.2g} of {scale_text}, "
+            f"{self._name} on the device differs from its ONNX file on the processor by {relative_error:.2g} "
+            f"of {scale_text}, "
             f"more than {threshold:g}: export both from the same weights in float32, or set device to `off`",
             model=self._name,
-            value=error,
+            value=relative_error,
             threshold=threshold,
         )
 
@@ -302,19 +305,19 @@ class OnnxOnGpu:
         self._tower = tower
         self._input_names = [input_spec.name for input_spec in tower.spec.inputs]
 
-    def outputs(self, feeds: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
+    def outputs(self, inputs_of_batches: Iterable[Sequence[NDArray[Any]]]) -> Iterator[NDArray[np.float32]]:
         """Yield the outputs of each batch; raise MemoryError if the provider's memory arena is full."""
-        for feed in feeds:
+        for feed in inputs_of_batches:
             yield self._tower.run_batch(dict(zip(self._input_names, feed, strict=True)))
 
 
 def _open_on_device(build: Build, model: BundleModel, device: str) -> DeviceModel | str:
     """Return the form of a model that runs on a device, or the reason why there is none."""
-    if model.program is not None:
-        demand_sha256(model.program, model.program_sha256)
+    if model.program_path is not None:
+        demand_sha256(model.program_path, model.program_sha256)
         from precompute.device.program import Program
 
-        return Program.open(model.program, [input_spec.name for input_spec in model.spec.inputs], device)
+        return Program.open(model.program_path, [input_spec.name for input_spec in model.spec.inputs], device)
     device_kind, _, device_ordinal = device.partition(":")
     if device_kind != "cuda":
         return f"its bundle has no program, and {device} is not a GPU"
@@ -322,7 +325,7 @@ def _open_on_device(build: Build, model: BundleModel, device: str) -> DeviceMode
     if (reason := accelerator.missing_reason()) is not None:
         return f"its bundle has no program, and {reason}"
     # Each such model has its own memory arena; torch has one more.
-    arena_count = 1 + sum(bundle_model.program is None for bundle_model in open_bundle(build).models)
+    arena_count = 1 + sum(bundle_model.program_path is None for bundle_model in open_bundle(build).models)
     limit_bytes = limit_gpu_memory(device, build.config.device_tasks * arena_count)
     accelerator = replace(accelerator, memory_max_bytes=limit_bytes)
     gpu_tower = Tower.open(fetch_model(build, model), model.spec, accelerator=accelerator)
@@ -331,5 +334,5 @@ def _open_on_device(build: Build, model: BundleModel, device: str) -> DeviceMode
     return OnnxOnGpu(gpu_tower)
 
 
-def _worst_deviation(errors: NDArray[np.float32], magnitudes: NDArray[np.float32]) -> float:
-    return float((errors / np.maximum(magnitudes, np.float32(1e-30))).max(initial=0))
+def _worst_deviation(output_errors: NDArray[np.float32], output_magnitudes: NDArray[np.float32]) -> float:
+    return float((output_errors / np.maximum(output_magnitudes, np.float32(1e-30))).max(initial=0))

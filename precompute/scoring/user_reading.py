@@ -53,18 +53,20 @@ def read_users(work: ShardWork, scratch: Path, digests_file: GrowingFile | None 
     earlier_user_count = 0
     for slice_number, (entities, digests, hashes, remaining_slices) in enumerate(read_slices(work, scratch), 1):
         decisions = CopyDecisions.without_copies(entities, digests)
-        if work.copies is not None:
-            decisions = work.copies.decide(entities, digests, hashes)
+        if work.user_copies is not None:
+            decisions = work.user_copies.decide(entities, digests, hashes)
         _count_copied(work, len(decisions.copied_positions), decisions.copied_vector_count)
         if digests_file is not None:
             digests_file.write_array(decisions.digest_pairs)
         slice_user_count = len(decisions.digest_pairs)
-        work.counts["entities"] = earlier_user_count + slice_user_count
+        work.count_by_name["entities"] = earlier_user_count + slice_user_count
         chunks, user_count = split_into_chunks(work, decisions, decisions.inputs_of(entities))
         demand_disk_room(work.build.root, user_count * work.record_bytes * (remaining_slices + 1))
         for chunk, reached_share in chunks:
-            chunk.entities = earlier_user_count + int(reached_share * slice_user_count)
-            chunk.total = (earlier_user_count + slice_user_count) * (slice_number + remaining_slices) // slice_number
+            chunk.entities_so_far = earlier_user_count + int(reached_share * slice_user_count)
+            chunk.shard_entity_count = (
+                (earlier_user_count + slice_user_count) * (slice_number + remaining_slices) // slice_number
+            )
             yield chunk
         earlier_user_count += slice_user_count
 
@@ -90,18 +92,18 @@ def split_into_chunks(
     is_usable_by_model["user_tower"] &= ~entities.has_vector
     is_answerable = _is_answerable_by_any(is_usable_by_model, histories, specs) | entities.has_vector
     if work.build.config.events.enabled:  # the service adds events to these users' histories
-        is_answerable |= np.diff(entities.indptr) > 0
+        is_answerable |= np.diff(entities.history_indptr) > 0
     answerable_rows = np.flatnonzero(is_answerable)
-    copied = CopiedUsers.of(decisions, entities.hashes, answerable_rows)
-    seen_items, user_count = Histories(entities.indptr, entities.ordinals), len(copied.hashes)
-    times = None if entities.times is None else Histories(entities.indptr, entities.times)
+    copied = CopiedUsers.of(decisions, entities.entity_hashes, answerable_rows)
+    seen_items, user_count = Histories(entities.history_indptr, entities.history_ordinals), len(copied.user_hashes)
+    times = None if entities.history_times is None else Histories(entities.history_indptr, entities.history_times)
 
     def chunks() -> Iterator[tuple[Chunk, float]]:
         reached_count = 0
         for part, own_slice in copied.split(work.chunk_users):
             rows = answerable_rows[own_slice]
             arrow_rows = pa.array(rows)
-            reached_count += len(part.hashes)
+            reached_count += len(part.user_hashes)
             own_features = {
                 model: {model_name: column[rows] for model_name, column in columns.items()}
                 for model, columns in features.items()
@@ -115,19 +117,19 @@ def split_into_chunks(
                 feature_json = feature_json_rows(tower, columns_by_name, ~entities.has_vector[rows])
             yield (
                 Chunk(
-                    ids=entities.ids.take(arrow_rows),
-                    hashes=entities.hashes[rows],
+                    user_ids=entities.entity_ids.take(arrow_rows),
+                    user_hashes=entities.entity_hashes[rows],
                     histories=histories.select_rows(rows),
-                    features=own_features,
+                    features_by_model=own_features,
                     is_usable_by_model={model: mask[rows] for model, mask in is_usable_by_model.items()},
-                    inputs=PublishedInputs(
+                    published_inputs=PublishedInputs(
                         seen_items.select_rows(rows),
                         None if times is None else times.select_rows(rows),
                         feature_json,
                         entities.has_vector[rows] if "brought" in work.seen_files else None,
                     ),
-                    vectors=None if entities.vectors is None else entities.vectors[rows],
-                    copied=part,
+                    user_vectors=None if entities.entity_vectors is None else entities.entity_vectors[rows],
+                    copied_users=part,
                 ),
                 reached_count / user_count,
             )
@@ -164,32 +166,32 @@ class Slice(NamedTuple):
 
     entities: ShardInput
     digests: Digests
-    hashes: range
+    hash_range: range
     remaining_slices: int
 
 
 def read_slices(work: ShardWork, scratch: Path) -> Iterator[Slice]:
     """Yield the slices of the shard in hash order; with copies, maybe only users whose inputs must be read."""
     config, folder = work.build.config, work.build.root / PARTITION_FOLDER
-    if work.copies is not None and work.copies.touched is not None:
-        folder = write_selected_users(folder, work.number, work.copies.touched, scratch)
-    pieces = ShardPieces.open(folder, work.number, config.shards)
+    if work.user_copies is not None and work.user_copies.touched_user_hashes is not None:
+        folder = write_selected_users(folder, work.shard, work.user_copies.touched_user_hashes, scratch)
+    pieces = ShardPieces.open(folder, work.shard, config.shards)
     if pieces is None:
-        slices = slice_shard(folder, work.number, config.shards, scratch)
-        folder, numbers, slice_count = slices.folder, slices.numbers, len(slices.numbers)
+        slices = slice_shard(folder, work.shard, config.shards, scratch)
+        folder, numbers, slice_count = slices.folder, slices.slice_numbers, len(slices.slice_numbers)
     else:
-        numbers, slice_count = pieces.numbers, pieces.slice_count
+        numbers, slice_count = pieces.range_numbers, pieces.slice_count
     history_limit, computes_alone = config.history_limit, computes_feature_only_users(work.build)
     item_hashes = work.items.directory.hashes()
 
-    def read(number: int) -> tuple[ShardInput, Digests]:
-        tables = read_tables_by_kind(folder, number) if pieces is None else pieces.tables(number)
+    def read_slice(slice_number: int) -> tuple[ShardInput, Digests]:
+        tables = read_tables_by_kind(folder, slice_number) if pieces is None else pieces.tables(slice_number)
         entities = group_rows_by_entity(tables, history_limit=history_limit, answers_without_history=computes_alone)
         return entities, digest_users(entities, item_hashes)
 
     part_count = config.shards * len(numbers)
     parts_per_reader = 1 if pieces is None else PIECES_PER_READER
-    with closing(_read_in_order(read, numbers, parts_per_reader)) as parts_in_order:
+    with closing(_read_in_order(read_slice, numbers, parts_per_reader)) as parts_in_order:
         for slice_index in range(slice_count):
             first_part, end_part = (
                 numbers.start + len(numbers) * slice_bound // slice_count
@@ -207,25 +209,26 @@ def read_slices(work: ShardWork, scratch: Path) -> Iterator[Slice]:
 
 
 def _read_in_order(
-    read: Callable[[int], ReadPart], part_numbers: range, parts_per_reader: int = 1
+    read_one_part: Callable[[int], ReadPart], part_numbers: range, parts_per_reader: int = 1
 ) -> Generator[ReadPart]:
-    """Yield `read` of each part, in order; on a host with few cores, each is read on demand.
+    """Yield `read_one_part` of each part, in order; on a host with few cores, each is read on demand.
 
     On other hosts there are several readers, and up to `parts_per_reader` parts per reader in progress or waiting.
     """
     reader_count = min(READERS_MAX, usable_cores() // CORES_PER_READER)
     if reader_count < 2:
-        yield from map(read, part_numbers)
+        yield from map(read_one_part, part_numbers)
         return
     with ThreadPoolExecutor(reader_count, "read") as pool:
         unread_numbers = iter(part_numbers)
         futures = deque(
-            pool.submit(read, part_number) for part_number in islice(unread_numbers, reader_count * parts_per_reader)
+            pool.submit(read_one_part, part_number)
+            for part_number in islice(unread_numbers, reader_count * parts_per_reader)
         )
         try:
             while futures:
                 read_part = futures.popleft().result()
-                futures.extend(pool.submit(read, part_number) for part_number in islice(unread_numbers, 1))
+                futures.extend(pool.submit(read_one_part, part_number) for part_number in islice(unread_numbers, 1))
                 yield read_part
                 del read_part  # no reference remains here, so the part can be freed
         finally:
@@ -242,8 +245,8 @@ def feature_json_rows(spec: TowerSpec, features: Mapping[str, Any], is_published
     for feature in sorted(spec.features, key=lambda feature: feature.dtype != "float32"):
         column_name = str(feature.column)
         values = read_feature_values(features[column_name], feature)
-        column_values = values.numbers.tolist()
-        for row in np.flatnonzero(values.usable & is_published).tolist():
+        column_values = values.input_numbers.tolist()
+        for row in np.flatnonzero(values.usable_mask & is_published).tolist():
             features_of_rows[row][column_name] = column_values[row]
     json_rows = [orjson.dumps(row) if row else b"" for row in features_of_rows]
     json_ends = np.cumsum([0, *map(len, json_rows)], dtype=np.int64)

@@ -42,7 +42,7 @@ def score_users(build: Build, bundle: Bundle, shard: int, scorers: Scorers, prog
             table_name: stack.enter_context(
                 PageFile(build.path(work.pages_path(table_name)), layout, build.config.page_bytes)
             )
-            for table_name, layout in work.layouts.items()
+            for table_name, layout in work.layout_by_table.items()
         }
         directory_writer = stack.enter_context(GrowingFile(build.path(directory_path)))
         digests_file = stack.enter_context(GrowingFile(build.path(inputs_file_path)))
@@ -51,31 +51,31 @@ def score_users(build: Build, bundle: Bundle, shard: int, scorers: Scorers, prog
             for table_name, path in work.seen_files.items()
         }
         reasons = None
-        if work.copies is not None:
+        if work.user_copies is not None:
             reasons = stack.enter_context(GrowingFile(build.path(reasons_path(shard))))
         stages = stack.enter_context(StreamStages())  # entered last, so stopped before the resources it uses are closed
         read_chunks = stages.run_ahead(time_reads(work, read_users(work, scratch, digests_file)))
         encoded_chunks = stages.map_values(
-            work.add_tower_outputs, work.open_towers_first(read_chunks), workers=work.worker_count
+            work.add_tower_outputs, work.open_towers_first(read_chunks), thread_count=work.worker_count
         )
         scored_chunks = stages.run_ahead(work.score_chunks(encoded_chunks))
-        for chunk in stages.map_values(partial(add_records, work), scored_chunks, workers=work.worker_count):
+        for chunk in stages.map_values(partial(add_records, work), scored_chunks, thread_count=work.worker_count):
             with work.add_stage_time("write"):
                 write_records(work, chunk, page_files, directory_writer, reasons)
                 if seen_file_by_part:
                     write_inputs(work, chunk, seen_file_by_part)
-            progress(f"score shard {shard}", chunk.entities, chunk.total)
-    scored_count = work.counts["scored"]
+            progress(f"score shard {shard}", chunk.entities_so_far, chunk.shard_entity_count)
+    scored_count = work.count_by_name["scored"]
     return {
-        "entities": work.counts["entities"],
+        "entities": work.count_by_name["entities"],
         "scored": scored_count,
-        "without_input": work.counts["entities"] - scored_count,
-        "short": work.counts["short"],
+        "without_input": work.count_by_name["entities"] - scored_count,
+        "short": work.count_by_name["short"],
         "unusable": work.unusable.to_json(),
-        "seconds": {**work.seconds, "all": time.perf_counter() - start_s},
+        "seconds": {**work.seconds_by_stage, "all": time.perf_counter() - start_s},
         "reasons": None
-        if work.copies is None
-        else {table_name: work.counts[table_name] for table_name in REASON_NAMES},
+        if work.user_copies is None
+        else {table_name: work.count_by_name[table_name] for table_name in REASON_NAMES},
         "directory": file_entry(build.describe(directory_path)),
         "inputs": file_entry(build.describe(inputs_file_path)),
         "seen": [file_entry(build.describe(path)) for path in work.seen_files.values()],
@@ -99,43 +99,45 @@ def compute_own_records(work: ShardWork, table_name: str, table: TableConfig, ch
     answers: Answers = chunk.outputs_by_model[model]
     has_answer = chunk.is_answered_by_model[model]
     if table.kind == "user_topk":
-        if not len(chunk.ids):
-            return np.empty(0, work.layouts[table_name].dtype)
+        if not len(chunk.user_ids):
+            return np.empty(0, work.layout_by_table[table_name].dtype)
         answers = chunk.lists_by_table.pop(table_name)
         if table_name not in work.allowed_masks:  # lists under a filter may be short; a gate checks those
             possible_counts = np.minimum(table.k, work.items.count - np.diff(chunk.seen_items.indptr))
             is_short = (answers[0] != NO_ITEM).sum(axis=1) < possible_counts
             chunk.short_list_count += int((is_short & has_answer).sum())
     cut_s = data_until_of(work.build.generation)
-    records, is_unfit = encode_records(work.layouts[table_name], chunk.fingerprints, answers, has_answer, cut_s)
+    records, is_unfit = encode_records(
+        work.layout_by_table[table_name], chunk.user_fingerprints, answers, has_answer, cut_s
+    )
     if is_unfit.any():
         is_set_by_events = work.are_set_by_events(chunk)
         chunk.unusable.note_rows(
             f"records of {table_name}", {PRECISION_REASON: is_unfit}, chunk.user_case, is_set_by_events
         )
-    if table.kind != "user_topk" and work.copies is not None and table_name in work.copies.tables:
-        unchanged_rows = np.flatnonzero(chunk.copied.unchanged_positions >= 0)
-        records[unchanged_rows] = work.copies.records(
-            table_name, chunk.copied.unchanged_positions[unchanged_rows], cut_s
+    if table.kind != "user_topk" and work.user_copies is not None and table_name in work.user_copies.table_names:
+        unchanged_rows = np.flatnonzero(chunk.copied_users.unchanged_positions >= 0)
+        records[unchanged_rows] = work.user_copies.read_records(
+            table_name, chunk.copied_users.unchanged_positions[unchanged_rows], cut_s
         )
-        has_answer = has_answer | (chunk.copied.unchanged_positions >= 0)
+        has_answer = has_answer | (chunk.copied_users.unchanged_positions >= 0)
     chunk.unusable.count_checked(f"records of {table_name}", int(has_answer.sum()))
     return records
 
 
 def _with_copies(work: ShardWork, table_name: str, chunk: Chunk, chunk_records: NDArray[Any]) -> NDArray[Any]:
     """Return the records of all users of a chunk's range, own and copied ones."""
-    copied_users = chunk.copied
+    copied_users = chunk.copied_users
     copied_rows = copied_users.copied_rows
-    if work.copies is None or not len(copied_rows):
+    if work.user_copies is None or not len(copied_rows):
         return chunk_records
     chunk.unusable.count_checked(f"records of {table_name}", len(copied_rows))
     cut_s = data_until_of(work.build.generation)
-    if len(copied_rows) == len(copied_users.hashes):
-        return work.copies.records(table_name, copied_users.copied_positions, cut_s)
-    records = np.empty(len(copied_users.hashes), chunk_records.dtype)
-    records[copied_users.rows] = chunk_records
-    records[copied_rows] = work.copies.records(table_name, copied_users.copied_positions[copied_rows], cut_s)
+    if len(copied_rows) == len(copied_users.user_hashes):
+        return work.user_copies.read_records(table_name, copied_users.copied_positions, cut_s)
+    records = np.empty(len(copied_users.user_hashes), chunk_records.dtype)
+    records[copied_users.own_rows] = chunk_records
+    records[copied_rows] = work.user_copies.read_records(table_name, copied_users.copied_positions[copied_rows], cut_s)
     return records
 
 
@@ -149,28 +151,30 @@ def write_records(
     """Write the records and reasons of a chunk, in hash order; add the chunk's counts."""
     for table_name in work.tables:
         page_files[table_name].append(chunk.records_by_table.pop(table_name))
-    copied_users = chunk.copied
-    directory_writer.write_array(copied_users.hashes.astype("<u8", copy=False))
+    copied_users = chunk.copied_users
+    directory_writer.write_array(copied_users.user_hashes.astype("<u8", copy=False))
     work.unusable.add_report(chunk.unusable.to_json())
-    work.counts["scored"] += len(copied_users.hashes)
-    work.counts["short"] += chunk.short_list_count
+    work.count_by_name["scored"] += len(copied_users.user_hashes)
+    work.count_by_name["short"] += chunk.short_list_count
     reason_numbers = copied_users.reason_numbers()
     for reason_number, table_name in enumerate(REASON_NAMES):
-        work.counts[table_name] += int((reason_numbers == reason_number).sum())
+        work.count_by_name[table_name] += int((reason_numbers == reason_number).sum())
     if reasons_writer is not None:
         reasons_writer.write_array(reason_numbers)
 
 
 def write_inputs(work: ShardWork, chunk: Chunk, seen_file_by_part: Mapping[str, GrowingFile]) -> None:
     """Write the published inputs of the users of a chunk's range, own and copied ones, in hash order."""
-    copied_users, inputs = chunk.copied, chunk.inputs
+    copied_users, inputs = chunk.copied_users, chunk.published_inputs
     copied_rows = copied_users.copied_rows
-    if work.copies is not None and len(copied_rows):
-        inputs = copied_users.merge_inputs(inputs, work.copies.read_inputs(copied_users.copied_positions[copied_rows]))
+    if work.user_copies is not None and len(copied_rows):
+        inputs = copied_users.merge_inputs(
+            inputs, work.user_copies.read_inputs(copied_users.copied_positions[copied_rows])
+        )
     _write_ends(work, "seen", inputs.seen_items, seen_file_by_part["ends"])
     seen_file_by_part["items"].write_array(inputs.seen_items.indices.astype("<u4"))
-    if inputs.times is not None:
-        seen_file_by_part["times"].write_array(inputs.times.indices.astype("<i8"))
+    if inputs.seen_item_times is not None:
+        seen_file_by_part["times"].write_array(inputs.seen_item_times.indices.astype("<i8"))
     if inputs.feature_json is not None:
         _write_ends(work, "given", inputs.feature_json, seen_file_by_part["feature_ends"])
         seen_file_by_part["features"].write_array(inputs.feature_json.indices.astype("u1"))
@@ -178,21 +182,18 @@ def write_inputs(work: ShardWork, chunk: Chunk, seen_file_by_part: Mapping[str, 
         seen_file_by_part["brought"].write_array(inputs.has_own_vector.astype("u1"))
 
 
-def _write_ends(work: ShardWork, count_name: str, rows: Histories, ends_file: GrowingFile) -> None:
+def _write_ends(work: ShardWork, count_name: str, ragged_rows: Histories, ends_file: GrowingFile) -> None:
     """Write the end offset of each row, counted over all chunks."""
-    ends_file.write_array((work.counts[count_name] + rows.indptr[1:]).astype("<u8"))
-    work.counts[count_name] += int(rows.indptr[-1])
+    ends_file.write_array((work.count_by_name[count_name] + ragged_rows.indptr[1:]).astype("<u8"))
+    work.count_by_name[count_name] += int(ragged_rows.indptr[-1])
 
 
-def recompute_users(work: ShardWork, hashes: NDArray[np.uint64], scratch: Path) -> dict[int, dict[str, bytes]]:
+def recompute_users(work: ShardWork, user_hashes: NDArray[np.uint64], scratch: Path) -> dict[int, dict[str, bytes]]:
     """Compute the records of the users with these sorted hashes, without copies; return bytes by hash and table."""
-    folder = write_selected_users(work.build.root / PARTITION_FOLDER, work.number, hashes, scratch)
+    folder = write_selected_users(work.build.root / PARTITION_FOLDER, work.shard, user_hashes, scratch)
     history_limit, records_by_hash = work.build.config.history_limit, dict[int, dict[str, bytes]]()
     entities = read_shard(
-        folder,
-        work.number,
-        history_limit=history_limit,
-        answers_without_history=computes_feature_only_users(work.build),
+        folder, work.shard, history_limit=history_limit, answers_without_history=computes_feature_only_users(work.build)
     )
     digests = digest_users(entities, work.items.directory.hashes())
     for chunk, _ in split_into_chunks(work, CopyDecisions.without_copies(entities, digests), entities)[0]:
@@ -200,7 +201,7 @@ def recompute_users(work: ShardWork, hashes: NDArray[np.uint64], scratch: Path) 
         records_by_table = {
             table_name: compute_own_records(work, table_name, table, chunk) for table_name, table in work.tables.items()
         }
-        for row, user_hash in enumerate(chunk.hashes.tolist()):
+        for row, user_hash in enumerate(chunk.user_hashes.tolist()):
             records_by_hash[user_hash] = {
                 table_name: records[row].tobytes() for table_name, records in records_by_table.items()
             }

@@ -44,13 +44,13 @@ _MIXED_FLOAT_SHARE_MAX = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ids:
-    """Column of ids as codes of distinct names: row r is `names[codes[r]]` (Arrow strings; int32 [rows]).
+    """Column of ids as codes of distinct ids: row r is `distinct_ids[id_codes[r]]` (Arrow strings; int32 [rows]).
 
     Every name has a row, so a statement about all names is one about all rows, and vice versa.
     """
 
-    names: Any
-    codes: NDArray[np.int32]
+    distinct_ids: Any
+    id_codes: NDArray[np.int32]
 
     @classmethod
     def of(cls, column: Any) -> Self:
@@ -69,35 +69,35 @@ class Ids:
         return cls(names.cast(pa.string()), codes)
 
     def __len__(self) -> int:
-        return len(self.codes)
+        return len(self.id_codes)
 
-    def raws(self) -> list[bytes]:
+    def distinct_raw_ids(self) -> list[bytes]:
         """Return the names as raw ids, as records have them."""
-        return to_raw_ids(self.names)
+        return to_raw_ids(self.distinct_ids)
 
-    def hashes(self, seed: int) -> NDArray[np.uint64]:
+    def distinct_hashes(self, hash_seed: int) -> NDArray[np.uint64]:
         """Return uint64[names], equal to `cache.format.ids.hash_ids`."""
-        return text_hashes(self.names, seed)
+        return text_hashes(self.distinct_ids, hash_seed)
 
     def only(self, row_mask: NDArray[np.bool_]) -> Self:
         """Return the rows in the mask."""
-        return type(self)(*_drop_unused_names(self.names, self.codes[row_mask]))
+        return type(self)(*_drop_unused_names(self.distinct_ids, self.id_codes[row_mask]))
 
-    def name_of(self, row: int) -> str:
+    def name_of(self, row_index: int) -> str:
         """Return the id of a row."""
-        return str(self.names[int(self.codes[row])])
+        return str(self.distinct_ids[int(self.id_codes[row_index])])
 
-    def texts(self) -> Any:
+    def row_texts(self) -> Any:
         """Return Arrow strings, one for each row."""
-        return self.names.take(pa.array(self.codes))
+        return self.distinct_ids.take(pa.array(self.id_codes))
 
 
-def _encode_by_sorting(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
+def _encode_by_sorting(id_texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
     """Return (names, codes) by sorting hashes, faster than a hash table beyond the caches; None if not possible.
 
     A second hash of each row must agree, 128 bits in all: otherwise two ids with the same hash would become one.
     """
-    hashes, fingerprints = (native_text_hashes(texts, seed) for seed in (0, FINGERPRINT_SEED))
+    hashes, fingerprints = (native_text_hashes(id_texts, seed) for seed in (0, FINGERPRINT_SEED))
     if hashes is None or fingerprints is None:
         return None
     order = np.argsort(hashes)
@@ -109,34 +109,34 @@ def _encode_by_sorting(texts: Any) -> tuple[Any, NDArray[np.int32]] | None:
         return None
     codes = np.empty(len(order), np.int32)
     codes[order] = np.cumsum(is_first, dtype=np.int32) - 1
-    return texts.take(pa.array(order[is_first])), codes
+    return id_texts.take(pa.array(order[is_first])), codes
 
 
-def native_text_hashes(texts: Any, seed: int) -> NDArray[np.uint64] | None:
+def native_text_hashes(id_texts: Any, hash_seed: int) -> NDArray[np.uint64] | None:
     """Return uint64[n] of an Arrow string array; None without the compiled extension, or if a text is too long."""
-    _, offsets_buffer, text_buffer = texts.buffers()
+    _, offsets_buffer, text_buffer = id_texts.buffers()
     if offsets_buffer is None or text_buffer is None:
         return None
-    text_offsets = np.frombuffer(offsets_buffer, np.int32)[texts.offset : texts.offset + len(texts) + 1]
-    raw_hashes = loader.kernels.text_hashes(text_buffer, text_offsets, seed)
+    text_offsets = np.frombuffer(offsets_buffer, np.int32)[id_texts.offset : id_texts.offset + len(id_texts) + 1]
+    raw_hashes = loader.kernels.text_hashes(text_buffer, text_offsets, hash_seed)
     return None if raw_hashes is None else np.frombuffer(raw_hashes, np.uint64)
 
 
-def text_hashes(texts: Any, seed: int) -> NDArray[np.uint64]:
+def text_hashes(id_texts: Any, hash_seed: int) -> NDArray[np.uint64]:
     """Return uint64[n] of Arrow strings, contiguous or chunked, equal to `cache.format.ids.hash_ids`."""
-    text_chunks = texts.chunks if isinstance(texts, pa.ChunkedArray) else [texts]
+    text_chunks = id_texts.chunks if isinstance(id_texts, pa.ChunkedArray) else [id_texts]
     hash_parts = [np.empty(0, np.uint64)]
     for text_chunk in text_chunks:
         for start_row in range(0, len(text_chunk), _ROWS_HASHED_AT_ONCE):
             chunk_part = text_chunk.slice(start_row, _ROWS_HASHED_AT_ONCE)
-            hashes = native_text_hashes(chunk_part, seed)
-            hash_parts.append(hash_ids(to_raw_ids(chunk_part), seed) if hashes is None else hashes)
+            hashes = native_text_hashes(chunk_part, hash_seed)
+            hash_parts.append(hash_ids(to_raw_ids(chunk_part), hash_seed) if hashes is None else hashes)
     return np.concatenate(hash_parts)
 
 
-def to_arrow_strings(texts: Sequence[str] | pa.Array) -> Any:
+def to_arrow_strings(id_texts: Sequence[str] | pa.Array) -> Any:
     """Convert texts to Arrow strings, unless they are already."""
-    return texts if isinstance(texts, pa.Array) else pa.array(list(texts), pa.string())
+    return id_texts if isinstance(id_texts, pa.Array) else pa.array(list(id_texts), pa.string())
 
 
 def to_raw_ids(id_texts: Any) -> list[bytes]:
@@ -145,14 +145,14 @@ def to_raw_ids(id_texts: Any) -> list[bytes]:
     return raw_ids
 
 
-def _drop_unused_names(names: Any, codes: NDArray[np.int32]) -> tuple[Any, NDArray[np.int32]]:
+def _drop_unused_names(distinct_ids: Any, id_codes: NDArray[np.int32]) -> tuple[Any, NDArray[np.int32]]:
     """Return the names that have a row, and the rows' codes for them."""
-    used_name_mask = np.zeros(len(names), np.bool_)
-    used_name_mask[codes] = True
+    used_name_mask = np.zeros(len(distinct_ids), np.bool_)
+    used_name_mask[id_codes] = True
     if used_name_mask.all():
-        return names, codes
+        return distinct_ids, id_codes
     new_codes = np.cumsum(used_name_mask, dtype=np.int32) - 1
-    return names.filter(pa.array(used_name_mask)), new_codes[codes]
+    return distinct_ids.filter(pa.array(used_name_mask)), new_codes[id_codes]
 
 
 def demand_columns(column_names: Sequence[str], required_names: Sequence[str], path: SourceFile) -> None:
@@ -253,12 +253,12 @@ def read_ids(column: Any, path: SourceFile, column_name: str) -> tuple[Ids, Unus
         except pa.ArrowInvalid:
             pass
         else:
-            length_bounds = pc.min_max(pc.binary_length(ids.names)).as_py()
+            length_bounds = pc.min_max(pc.binary_length(ids.distinct_ids)).as_py()
             if not len(ids) or (
                 1 <= length_bounds["min"] <= length_bounds["max"] <= ID_BYTES_MAX
-                and not pc.any(_missing_word_mask(ids.names)).as_py()
+                and not pc.any(_missing_word_mask(ids.distinct_ids)).as_py()
             ):
-                _demand_no_floats(ids.names, arrow_type, path, column_name)
+                _demand_no_floats(ids.distinct_ids, arrow_type, path, column_name)
                 return ids, {}
     return _read_ids_by_row(column, path, column_name)
 
@@ -317,9 +317,9 @@ def _read_ids_by_row(column: Any, path: SourceFile, column_name: str) -> tuple[I
     return Ids.of(id_texts), {reason: bad_mask for reason, bad_mask in bad_mask_by_reason.items() if bad_mask.any()}
 
 
-def _missing_word_mask(texts: Any) -> Any:
+def _missing_word_mask(id_texts: Any) -> Any:
     """Return an Arrow mask of the strings, or binary values, that mean a missing value."""
-    return pc.is_in(texts, value_set=pa.array(MISSING_VALUE_WORDS).cast(texts.type))
+    return pc.is_in(id_texts, value_set=pa.array(MISSING_VALUE_WORDS).cast(id_texts.type))
 
 
 def utf_8_mask(binary_column: Any) -> NDArray[np.bool_]:

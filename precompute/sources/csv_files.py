@@ -42,9 +42,9 @@ _UNCLOSED_QUOTE_REMEDY = (
 class Dialect:
     """Characters of a CSV file: field separator, quote, and escape; b"" for none."""
 
-    separator: bytes
-    quote: bytes
-    escape: bytes
+    separator_byte: bytes
+    quote_byte: bytes
+    escape_byte: bytes
 
     @classmethod
     def of(cls, sources: Sources) -> Self:
@@ -55,16 +55,16 @@ class Dialect:
         """Return rows without blanks, and byte order marks of joined files, before an opening quote."""
         if UTF_8_BYTE_ORDER_MARK in csv_text:
             csv_text = csv_text.removeprefix(UTF_8_BYTE_ORDER_MARK).replace(b"\n" + UTF_8_BYTE_ORDER_MARK, b"\n")
-        if not self.quote or self.separator + b" " + self.quote not in csv_text:
+        if not self.quote_byte or self.separator_byte + b" " + self.quote_byte not in csv_text:
             return csv_text
-        blanks_pattern = rb"(?<=%s) +(?=%s)" % (re.escape(self.separator), re.escape(self.quote))
+        blanks_pattern = rb"(?<=%s) +(?=%s)" % (re.escape(self.separator_byte), re.escape(self.quote_byte))
         return re.sub(blanks_pattern, b"", csv_text)
 
     def with_nulls(self, csv_text: bytes) -> bytes:
         r"""Return the text with fields `\N` (null in MySQL) emptied, which would be read as an escaped `N`."""
-        if not self.escape or (null_text := self.escape + b"N") not in csv_text:
+        if not self.escape_byte or (null_text := self.escape_byte + b"N") not in csv_text:
             return csv_text
-        boundary_characters = re.escape(self.separator) + rb"\r\n"
+        boundary_characters = re.escape(self.separator_byte) + rb"\r\n"
         return re.sub(
             rb"(?<![^%s])%s(?![^%s])" % (boundary_characters, re.escape(null_text), boundary_characters), b"", csv_text
         )
@@ -74,19 +74,19 @@ class Dialect:
 class QuotePositions:
     """Offsets of the quotes in a text that begins with a row, and whether the text after each is within a value."""
 
-    offsets: NDArray[np.int64]
-    is_inside: NDArray[np.bool_]
+    quote_offsets: NDArray[np.int64]
+    is_value_after_quote: NDArray[np.bool_]
     """Mask: the text after the quote is within a value."""
 
     @classmethod
     def of(cls, text_bytes: NDArray[np.uint8], dialect: Dialect, escaped_offsets: NDArray[np.int64]) -> Self:
         """Find quotes by RFC 4180: a quote opens a value only at a field's start; two within a value are one."""
-        if not dialect.quote:
+        if not dialect.quote_byte:
             return cls(np.empty(0, np.int64), np.empty(0, np.bool_))
-        quote_offsets = np.flatnonzero(text_bytes == dialect.quote[0])
+        quote_offsets = np.flatnonzero(text_bytes == dialect.quote_byte[0])
         if len(escaped_offsets):
             quote_offsets = quote_offsets[~np.isin(quote_offsets, escaped_offsets)]
-        can_open = _mask_of_characters(dialect.separator + b"\r\n", text_bytes[np.maximum(quote_offsets - 1, 0)])
+        can_open = _mask_of_characters(dialect.separator_byte + b"\r\n", text_bytes[np.maximum(quote_offsets - 1, 0)])
         can_open |= quote_offsets == 0
         is_second = np.zeros(len(quote_offsets), np.bool_)
         is_second[1:] = quote_offsets[1:] - quote_offsets[:-1] == 1
@@ -97,26 +97,26 @@ class QuotePositions:
             return cls(quote_offsets, is_inside)
         return cls(quote_offsets, _states_after_quotes(can_open, is_second) != _OUTSIDE_VALUE)
 
-    def mask_inside_values(self, offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def mask_inside_values(self, text_offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return the mask of the offsets that are within a quoted value."""
-        if not len(self.offsets):
-            return np.zeros(len(offsets), np.bool_)
-        preceding_quote_counts = np.searchsorted(self.offsets, offsets)
-        return np.asarray((preceding_quote_counts > 0) & self.is_inside[preceding_quote_counts - 1])
+        if not len(self.quote_offsets):
+            return np.zeros(len(text_offsets), np.bool_)
+        preceding_quote_counts = np.searchsorted(self.quote_offsets, text_offsets)
+        return np.asarray((preceding_quote_counts > 0) & self.is_value_after_quote[preceding_quote_counts - 1])
 
     @property
     def unclosed_quote_offset(self) -> int | None:
         """Offset of the quote whose value is not closed at the end of the text; None if all are closed."""
-        if not len(self.offsets) or not self.is_inside[-1]:
+        if not len(self.quote_offsets) or not self.is_value_after_quote[-1]:
             return None
-        quotes_ending_outside = np.flatnonzero(~self.is_inside)
-        return int(self.offsets[quotes_ending_outside[-1] + 1 if len(quotes_ending_outside) else 0])
+        quotes_ending_outside = np.flatnonzero(~self.is_value_after_quote)
+        return int(self.quote_offsets[quotes_ending_outside[-1] + 1 if len(quotes_ending_outside) else 0])
 
     @property
-    def closing(self) -> NDArray[np.int64]:
+    def closing_quote_offsets(self) -> NDArray[np.int64]:
         """Offsets of the quotes that end a value."""
-        was_inside = np.concatenate([np.zeros(1, np.bool_), self.is_inside[:-1]])
-        return self.offsets[was_inside & ~self.is_inside]
+        was_inside = np.concatenate([np.zeros(1, np.bool_), self.is_value_after_quote[:-1]])
+        return self.quote_offsets[was_inside & ~self.is_value_after_quote]
 
 
 _OUTSIDE_VALUE, _INSIDE_VALUE, _FIRST_OF_TWO_QUOTES = 0, 1, 2
@@ -159,52 +159,52 @@ def _compose_step_prefixes(step_codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CsvPiece:
-    """Complete rows of a file; the first one is in line `line`.
+    """Complete rows of a file; the first one is in line `first_line_number`.
 
     `row_ends` are the offsets after each row; None if no value has a line break, so that rows are lines.
     """
 
-    text: bytes
-    line: int
-    line_break: bytes
+    rows_text: bytes
+    first_line_number: int
+    line_break_byte: bytes
     row_ends: NDArray[np.int64] | None
 
-    def line_number_of(self, offset: int) -> int:
+    def line_number_of(self, text_offset: int) -> int:
         """Return the number of the line at this offset of the text."""
-        return self.line + self.text.count(self.line_break, 0, offset)
+        return self.first_line_number + self.rows_text.count(self.line_break_byte, 0, text_offset)
 
     def line_numbers_of_rows(self) -> NDArray[np.int64]:
         """Return int64[rows], the number of each row's first line; empty lines between rows are skipped."""
-        line_ends = _line_ends(self.text, self.line_break)
+        line_ends = _line_ends(self.rows_text, self.line_break_byte)
         row_ends = line_ends if self.row_ends is None else self.row_ends
         row_starts = np.concatenate([np.zeros(1, np.int64), row_ends])
-        row_starts = row_starts[row_starts < len(self.text)]
-        row_starts = row_starts[~_mask_of_characters(b"\r\n", np.frombuffer(self.text, np.uint8)[row_starts])]
-        return np.asarray(self.line + np.searchsorted(line_ends, row_starts, "right"))
+        row_starts = row_starts[row_starts < len(self.rows_text)]
+        row_starts = row_starts[~_mask_of_characters(b"\r\n", np.frombuffer(self.rows_text, np.uint8)[row_starts])]
+        return np.asarray(self.first_line_number + np.searchsorted(line_ends, row_starts, "right"))
 
     def split_first_row(self) -> tuple[bytes, Self]:
         """Return (the first row, the piece with the remaining rows)."""
         if self.row_ends is None:
-            first_row, row_break, _ = self.text.partition(self.line_break)
+            first_row, row_break, _ = self.rows_text.partition(self.line_break_byte)
             first_row_end = len(first_row) + len(row_break)
             row_ends = None
         else:
-            first_row_end = int(self.row_ends[0]) if len(self.row_ends) else len(self.text)
+            first_row_end = int(self.row_ends[0]) if len(self.row_ends) else len(self.rows_text)
             row_ends = self.row_ends[1:] - first_row_end
         next_line_number = self.line_number_of(first_row_end)
-        return self.text[:first_row_end], type(self)(
-            self.text[first_row_end:], next_line_number, self.line_break, row_ends
+        return self.rows_text[:first_row_end], type(self)(
+            self.rows_text[first_row_end:], next_line_number, self.line_break_byte, row_ends
         )
 
-    def suspect_values(self, separator: bytes, field_count: int) -> tuple[int, list[tuple[int, int]]]:
+    def suspect_values(self, separator_byte: bytes, field_count: int) -> tuple[int, list[tuple[int, int]]]:
         """Return (number of multi-line values, (first line, number of lines) of those that look like swallowed rows).
 
         In the latter, each line has as many separators as a row: an unclosed quote runs on to the next quote.
         """
         if self.row_ends is None:
             return 0, []
-        line_ends = _line_ends(self.text, self.line_break)
-        separator_offsets = np.flatnonzero(np.frombuffer(self.text, np.uint8) == separator[0])
+        line_ends = _line_ends(self.rows_text, self.line_break_byte)
+        separator_offsets = np.flatnonzero(np.frombuffer(self.rows_text, np.uint8) == separator_byte[0])
         separator_counts = np.diff(np.searchsorted(separator_offsets, line_ends), prepend=0)
         last_lines = np.searchsorted(line_ends, self.row_ends)
         first_lines = np.concatenate([np.zeros(1, np.int64), last_lines[:-1] + 1])
@@ -213,18 +213,20 @@ class CsvPiece:
         is_like_rows = alike_line_counts[last_lines + 1] - alike_line_counts[first_lines] == line_counts
         is_multi_line = line_counts > 1
         suspect_rows = np.flatnonzero(is_multi_line & is_like_rows)
-        suspect_spans = [(self.line + int(first_lines[row]), int(line_counts[row])) for row in suspect_rows]
+        suspect_spans = [
+            (self.first_line_number + int(first_lines[row]), int(line_counts[row])) for row in suspect_rows
+        ]
         return int(is_multi_line.sum()), suspect_spans
 
 
 class CsvFile:
     """CSV file that is read once, front to back: its column names, then its rows."""
 
-    def __init__(self, raw: Any, path: SourceFile, dialect: Dialect) -> None:
-        self._byte_stream, self._source_file, self._dialect = raw, path, dialect
+    def __init__(self, raw_file: Any, path: SourceFile, dialect: Dialect) -> None:
+        self._byte_stream, self._source_file, self._dialect = raw_file, path, dialect
         self._unparsed_bytes, self._next_line_number, self._line_break = b"", 1, b"\n"
         header, self._first_piece = self._read_header()
-        self.names: list[str] = _column_names_in(header, dialect, path)
+        self.column_names: list[str] = _column_names_in(header, dialect, path)
         """Names of the columns, stripped of blanks."""
         self.has_long_values = self._first_piece.row_ends is not None
         """True if a value read so far holds a line break."""
@@ -249,11 +251,13 @@ class CsvFile:
         `skip_line` is called with the line of each row that has more or fewer fields than the header. Raises
         SourceError naming the line of a quote that swallows rows.
         """
-        column_indexes = [self.names.index(name) for name in column_names]
+        column_indexes = [self.column_names.index(name) for name in column_names]
         multi_line_count, suspect_count, first_suspect_line = 0, 0, 0
         for piece in self._iterate_pieces():
             self.has_long_values |= piece.row_ends is not None
-            piece_multi_line_count, suspect_spans = piece.suspect_values(self._dialect.separator, len(self.names))
+            piece_multi_line_count, suspect_spans = piece.suspect_values(
+                self._dialect.separator_byte, len(self.column_names)
+            )
             multi_line_count, suspect_count = (
                 multi_line_count + piece_multi_line_count,
                 suspect_count + len(suspect_spans),
@@ -273,17 +277,17 @@ class CsvFile:
 
         Reads the rest of the file.
         """
-        header_names = [name.lower() for name in self.names]
+        header_names = [name.lower() for name in self.column_names]
         sorted_names = sorted(header_names)
         for piece in self._iterate_pieces():
-            for line_index, line in enumerate(piece.text.split(self._line_break)):
+            for line_index, line in enumerate(piece.rows_text.split(self._line_break)):
                 if sorted_names[-1].encode() not in line.lower():
                     continue
                 with suppress(csv.Error):
                     fields = _split_row(line.decode(errors="replace"), self._dialect)
                     lowered_fields = [field.lower() for field in fields]
                     if lowered_fields != header_names and sorted(lowered_fields) == sorted_names:
-                        return piece.line + line_index, fields
+                        return piece.first_line_number + line_index, fields
         return None
 
     def _unclosed_quote_error(self, line_number: int, line_count: int) -> SourceError:
@@ -305,10 +309,10 @@ class CsvFile:
             skip_line(int(row_line_numbers[0][row.number - 1]))
             return "skip"
 
-        csv_text = self._dialect.with_nulls(piece.text)
-        number_titles = [str(number) for number in range(len(self.names))]
+        csv_text = self._dialect.with_nulls(piece.rows_text)
+        number_titles = [str(number) for number in range(len(self.column_names))]
         read_titles = [number_titles[column_index] for column_index in column_indexes]
-        is_quoted = self._dialect.quote in csv_text if self._dialect.quote else False
+        is_quoted = self._dialect.quote_byte in csv_text if self._dialect.quote_byte else False
         table = pa.csv.read_csv(
             pa.py_buffer(csv_text),
             # Only without threads do rows have numbers.
@@ -316,10 +320,10 @@ class CsvFile:
                 use_threads=False, column_names=number_titles, block_size=len(csv_text) + 1
             ),
             parse_options=pa.csv.ParseOptions(
-                delimiter=self._dialect.separator.decode(),
+                delimiter=self._dialect.separator_byte.decode(),
                 # Text without quotes is parsed in half the time.
-                quote_char=self._dialect.quote.decode() if is_quoted else False,
-                escape_char=self._dialect.escape.decode() or False,
+                quote_char=self._dialect.quote_byte.decode() if is_quoted else False,
+                escape_char=self._dialect.escape_byte.decode() or False,
                 newlines_in_values=piece.row_ends is not None,
                 invalid_row_handler=note_skipped_row,
             ),
@@ -351,7 +355,7 @@ class CsvFile:
         return first_piece.split_first_row()
 
     def _iterate_pieces(self) -> Iterator[CsvPiece]:
-        if self._first_piece.text:
+        if self._first_piece.rows_text:
             yield self._first_piece
         yield from self._read_pieces()
 
@@ -381,13 +385,13 @@ class CsvFile:
         Raises SourceError for a quote that is not closed, or is escaped by a character that is not in the settings.
         """
         dialect = self._dialect
-        present_signs = [sign for sign in (dialect.quote, dialect.escape) if sign and sign in text]
+        present_signs = [sign for sign in (dialect.quote_byte, dialect.escape_byte) if sign and sign in text]
         if not present_signs:
             return self._demand_row_end(len(text) if is_file_read else text.rfind(self._line_break) + 1, text), None
         text_bytes = np.frombuffer(text, np.uint8)
-        escaped_offsets = _escaped_offsets(text_bytes, dialect.escape)
+        escaped_offsets = _escaped_offsets(text_bytes, dialect.escape_byte)
         quote_positions = QuotePositions.of(text_bytes, dialect, escaped_offsets)
-        if dialect.quote and not dialect.escape and b"\\" + dialect.quote in text:
+        if dialect.quote_byte and not dialect.escape_byte and b"\\" + dialect.quote_byte in text:
             self._demand_plain_quotes(text_bytes, quote_positions)
         line_ends = _line_ends(text, self._line_break, is_complete=is_file_read)
         is_within_value = quote_positions.mask_inside_values(line_ends)
@@ -417,12 +421,12 @@ class CsvFile:
 
     def _demand_plain_quotes(self, text_bytes: NDArray[np.uint8], quote_positions: QuotePositions) -> None:
         """Raise SourceError for a backslash before a quote that does not end its field."""
-        closing_offsets = quote_positions.closing
+        closing_offsets = quote_positions.closing_quote_offsets
         closing_offsets = closing_offsets[(closing_offsets > 0) & (closing_offsets + 1 < len(text_bytes))]
         closing_offsets = closing_offsets[text_bytes[closing_offsets - 1] == ord("\\")]
         dialect = self._dialect
         backslashed_offsets = closing_offsets[
-            ~_mask_of_characters(dialect.separator + dialect.quote + b"\r\n", text_bytes[closing_offsets + 1])
+            ~_mask_of_characters(dialect.separator_byte + dialect.quote_byte + b"\r\n", text_bytes[closing_offsets + 1])
         ]
         if len(backslashed_offsets):
             line_number = self._next_line_number + bytes(text_bytes[: backslashed_offsets[0]]).count(self._line_break)
@@ -446,38 +450,38 @@ def _column_names_in(header_row: bytes, dialect: Dialect, path: SourceFile) -> l
         raise SourceError(f"{path}: its first line, of column names, cannot be read: {error}") from None
 
 
-def _split_row(row: str, dialect: Dialect) -> list[str]:
+def _split_row(row_text: str, dialect: Dialect) -> list[str]:
     """Return the fields of one row, stripped; raise csv.Error for a row that cannot be read."""
     reader = csv.reader(
-        [row],
-        delimiter=dialect.separator.decode(),
-        quotechar=dialect.quote.decode() or None,
-        quoting=csv.QUOTE_MINIMAL if dialect.quote else csv.QUOTE_NONE,
-        escapechar=dialect.escape.decode() or None,
+        [row_text],
+        delimiter=dialect.separator_byte.decode(),
+        quotechar=dialect.quote_byte.decode() or None,
+        quoting=csv.QUOTE_MINIMAL if dialect.quote_byte else csv.QUOTE_NONE,
+        escapechar=dialect.escape_byte.decode() or None,
     )
     return [field.strip(BLANK_CHARACTERS) for field in next(reader)]
 
 
-def _line_ends(text: bytes, line_break: bytes, *, is_complete: bool = True) -> NDArray[np.int64]:
+def _line_ends(file_text: bytes, line_break_byte: bytes, *, is_complete: bool = True) -> NDArray[np.int64]:
     """Return the offsets after each line; if the text `is_complete`, its last line may lack a line break."""
-    line_ends = np.flatnonzero(np.frombuffer(text, np.uint8) == line_break[0]) + 1
-    if is_complete and (not len(line_ends) or line_ends[-1] < len(text)):
-        line_ends = np.append(line_ends, len(text))
+    line_ends = np.flatnonzero(np.frombuffer(file_text, np.uint8) == line_break_byte[0]) + 1
+    if is_complete and (not len(line_ends) or line_ends[-1] < len(file_text)):
+        line_ends = np.append(line_ends, len(file_text))
     return line_ends
 
 
-def _mask_of_characters(characters: bytes, text_bytes: NDArray[np.uint8]) -> NDArray[np.bool_]:
+def _mask_of_characters(character_bytes: bytes, text_bytes: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Return the mask of the bytes that are among the characters."""
     is_character = np.zeros(256, np.bool_)
-    is_character[np.frombuffer(characters, np.uint8)] = True
+    is_character[np.frombuffer(character_bytes, np.uint8)] = True
     return np.asarray(is_character[text_bytes])
 
 
-def _escaped_offsets(text_bytes: NDArray[np.uint8], escape: bytes) -> NDArray[np.int64]:
+def _escaped_offsets(text_bytes: NDArray[np.uint8], escape_byte: bytes) -> NDArray[np.int64]:
     """Return the offsets of escaped characters; in a run of escapes, every other one is escaped itself."""
-    if not escape:
+    if not escape_byte:
         return np.empty(0, np.int64)
-    escape_offsets = np.flatnonzero(text_bytes == escape[0])
+    escape_offsets = np.flatnonzero(text_bytes == escape_byte[0])
     if not len(escape_offsets):
         return escape_offsets
     is_run_start = np.concatenate([np.ones(1, np.bool_), np.diff(escape_offsets) != 1])

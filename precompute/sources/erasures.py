@@ -46,7 +46,7 @@ class Erasure:
     reason: str = ""
 
     @property
-    def raw(self) -> bytes:
+    def raw_id(self) -> bytes:
         """Id in the form of records."""
         return self.entity.encode()
 
@@ -81,8 +81,8 @@ class ErasedEntities:
         """Collect the entities of the erasures that are in force."""
         active_erasures = [erasure for erasure in erasures if erasure.is_in_force]
         return cls(
-            frozenset(erasure.raw for erasure in active_erasures if erasure.kind == "user"),
-            frozenset(erasure.raw for erasure in active_erasures if erasure.kind == "item"),
+            frozenset(erasure.raw_id for erasure in active_erasures if erasure.kind == "user"),
+            frozenset(erasure.raw_id for erasure in active_erasures if erasure.kind == "item"),
             tuple(erasure.number for erasure in active_erasures),
         )
 
@@ -104,7 +104,7 @@ class ErasedEntities:
         users, items = self._erased_texts_by_side
         if not len(users) and not len(items):
             return batch
-        return batch.only(_kept_mask(batch.users, users) & _kept_mask(batch.items, items))
+        return batch.only(_kept_mask(batch.user_ids, users) & _kept_mask(batch.item_ids, items))
 
     def kept_users_mask(self, ids: Ids) -> NDArray[np.bool_]:
         """Return the mask of rows with user ids that are not erased."""
@@ -115,8 +115,8 @@ NO_ERASURES = ErasedEntities()
 
 
 def _kept_mask(ids: Ids, erased_texts: Any) -> NDArray[np.bool_]:
-    is_kept = np.asarray(pc.invert(pc.is_in(ids.names, value_set=erased_texts)))
-    return np.asarray(is_kept[ids.codes], np.bool_)
+    is_kept = np.asarray(pc.invert(pc.is_in(ids.distinct_ids, value_set=erased_texts)))
+    return np.asarray(is_kept[ids.id_codes], np.bool_)
 
 
 def all_erasures(store: ArtefactStore) -> list[Erasure]:
@@ -144,7 +144,7 @@ def all_erasures(store: ArtefactStore) -> list[Erasure]:
 
 def find_erasure(erasures: Iterable[Erasure], raw_id: bytes, kind: EntityKind) -> Erasure | None:
     """Return the erasure in force for an entity, None if there is none."""
-    entity_erasures = (erasure for erasure in erasures if erasure.raw == raw_id and erasure.kind == kind)
+    entity_erasures = (erasure for erasure in erasures if erasure.raw_id == raw_id and erasure.kind == kind)
     return next((erasure for erasure in entity_erasures if erasure.is_in_force), None)
 
 

@@ -34,15 +34,17 @@ _FeatureBatch = tuple[Ids, dict[str, Any]]
 class FeatureValues:
     """Values of a model input, a row per entity: [n] or [n, width]; missing or unusable rows are undefined."""
 
-    numbers: NDArray[Any]
-    missing: NDArray[np.bool_]
+    input_numbers: NDArray[Any]
+    missing_mask: NDArray[np.bool_]
     unusable_mask_by_reason: UnusableMaskByReason
 
     @property
-    def usable(self) -> NDArray[np.bool_]:
+    def usable_mask(self) -> NDArray[np.bool_]:
         """Mask of the rows that are neither missing nor unusable, bool [n]."""
-        is_usable: NDArray[np.bool_] = ~np.logical_or.reduce([self.missing, *self.unusable_mask_by_reason.values()])
-        return is_usable
+        usable_rows_mask: NDArray[np.bool_] = ~np.logical_or.reduce(
+            [self.missing_mask, *self.unusable_mask_by_reason.values()]
+        )
+        return usable_rows_mask
 
 
 def read_feature_values(column: Any, spec: InputSpec) -> FeatureValues:
@@ -55,16 +57,16 @@ def read_feature_values(column: Any, spec: InputSpec) -> FeatureValues:
         return _read_scalars(column, spec)
     if not _is_list(column.type):  # scalars for an input [n, 1]
         scalar_values = _read_scalars(column, replace(spec, width=None))
-        return replace(scalar_values, numbers=scalar_values.numbers.reshape(-1, 1))
+        return replace(scalar_values, input_numbers=scalar_values.input_numbers.reshape(-1, 1))
     missing_mask, list_widths = as_numpy_mask(column.is_null()), pc.list_value_length(column)
     has_right_width = as_numpy_mask(pc.fill_null(pc.equal(list_widths, spec.width), False))
     fitting_lists = column if has_right_width.all() else column.filter(pa.array(has_right_width))
     element_values = _read_scalars(fitting_lists.flatten(), replace(spec, width=None))
-    numbers = element_values.numbers.reshape(-1, spec.width)
+    numbers = element_values.input_numbers.reshape(-1, spec.width)
     bad_mask_by_reason: UnusableMaskByReason = {
         reason: np.asarray(element_mask.reshape(-1, spec.width).any(axis=1))
         for reason, element_mask in {
-            f"{spec.column}: a null in a list": element_values.missing,
+            f"{spec.column}: a null in a list": element_values.missing_mask,
             **element_values.unusable_mask_by_reason,
         }.items()
     }
@@ -181,15 +183,15 @@ def with_event_values(
     batches: Iterable[_FeatureBatch],
     event_values: EntityValues,
     *,
-    kind: EntityKind,
+    entity_kind: EntityKind,
     unusable: UnusableRows,
-    inputs: Iterable[InputSpec] = (),
+    input_specs: Iterable[InputSpec] = (),
     addable_ids: Collection[bytes] = (),
 ) -> Iterator[_FeatureBatch]:
     """Yield the batches of a feature table with the values that events set in its columns.
 
-    A value that does not fit its column's type, or that one of `inputs` cannot use, is noted under the events' source
-    and becomes null, like a cleared value. Ids of `addable_ids` without a row get a row if they have a value.
+    A value that does not fit its column's type, or that one of `input_specs` cannot use, is noted under the events'
+    source and becomes null, like a cleared value. Ids of `addable_ids` without a row get a row if they have a value.
     """
     remaining_batches = iter(batches)
     first_batch = next(remaining_batches, None) if event_values else None
@@ -197,14 +199,14 @@ def with_event_values(
         yield from remaining_batches
         return
     type_by_column = {name: column.type for name, column in first_batch[1].items()}
-    values_by_column = read_event_values(type_by_column, event_values, kind, list(inputs), unusable)
+    values_by_column = read_event_values(type_by_column, event_values, entity_kind, list(input_specs), unusable)
     valued_ids = sorted(set().union(*values_by_column.values()))
     valued_id_texts = pa.array([raw.decode() for raw in valued_ids], pa.string())
     has_row = np.zeros(len(valued_ids), np.bool_)
     for ids, column_by_name in chain([first_batch], remaining_batches):
-        valued_id_indexes = np.asarray(pc.fill_null(pc.index_in(ids.names, value_set=valued_id_texts), -1))
+        valued_id_indexes = np.asarray(pc.fill_null(pc.index_in(ids.distinct_ids, value_set=valued_id_texts), -1))
         has_row[valued_id_indexes[valued_id_indexes >= 0]] = True
-        row_id_indexes = valued_id_indexes[ids.codes]
+        row_id_indexes = valued_id_indexes[ids.id_codes]
         yield (
             ids,
             {
@@ -284,32 +286,32 @@ def _with_event_values(
     return pa.concat_arrays([column, new_values]).take(pa.array(take_indexes))
 
 
-def _arrow_array(values: list[Any], arrow_type: Any) -> Any:
+def _arrow_array(event_values: list[Any], arrow_type: Any) -> Any:
     if pa.types.is_dictionary(arrow_type):
-        return pa.array(values, arrow_type.value_type).dictionary_encode().cast(arrow_type)
-    return pa.array(values, arrow_type)
+        return pa.array(event_values, arrow_type.value_type).dictionary_encode().cast(arrow_type)
+    return pa.array(event_values, arrow_type)
 
 
-def _fit_value(value: Any, arrow_type: Any) -> tuple[Any] | None:
+def _fit_value(event_value: Any, arrow_type: Any) -> tuple[Any] | None:
     """Return the value converted for a feature's Arrow type, in a tuple; None if it does not fit."""
-    if value is None:
+    if event_value is None:
         return (None,)
     if pa.types.is_dictionary(arrow_type):
-        return _fit_value(value, arrow_type.value_type)
+        return _fit_value(event_value, arrow_type.value_type)
     fitted_value: Any
     if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type) or pa.types.is_fixed_size_list(arrow_type):
-        if not isinstance(value, list):
+        if not isinstance(event_value, list):
             return None
-        fitted_elements = [_fit_value(element, arrow_type.value_type) for element in value]
+        fitted_elements = [_fit_value(element, arrow_type.value_type) for element in event_value]
         fitted_value = (
             None
             if None in fitted_elements
             else [fitted_element[0] for fitted_element in fitted_elements if fitted_element]
         )
     elif is_text_type(arrow_type):
-        fitted_value = value if isinstance(value, str) else None
+        fitted_value = event_value if isinstance(event_value, str) else None
     else:
-        fitted_value = _fit_number(value, arrow_type)
+        fitted_value = _fit_number(event_value, arrow_type)
     if fitted_value is None:
         return None
     try:
@@ -319,9 +321,9 @@ def _fit_value(value: Any, arrow_type: Any) -> tuple[Any] | None:
     return (fitted_value,)
 
 
-def _fit_number(value: Any, arrow_type: Any) -> int | float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def _fit_number(event_value: Any, arrow_type: Any) -> int | float | None:
+    if isinstance(event_value, bool) or not isinstance(event_value, int | float):
         return None
     if pa.types.is_integer(arrow_type):
-        return int(value) if float(value).is_integer() else None
-    return float(value) if pa.types.is_floating(arrow_type) else None
+        return int(event_value) if float(event_value).is_integer() else None
+    return float(event_value) if pa.types.is_floating(arrow_type) else None

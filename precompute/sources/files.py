@@ -99,7 +99,7 @@ class RemoteFile:
     """File behind an fsspec URL, with the part of a path's interface that readers use."""
 
     url: str
-    fs: Any = field(compare=False, repr=False)
+    file_system: Any = field(compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -119,7 +119,7 @@ class RemoteFile:
     @contextmanager
     def open(self, _mode: str = "rb") -> Iterator[BinaryIO]:
         """Open the file for reading bytes, with seeking; raise StoreError for errors of its driver, also later ones."""
-        with _driver_errors(self.url), self.fs.open(self.url, "rb") as opened:
+        with _driver_errors(self.url), self.file_system.open(self.url, "rb") as opened:
             yield opened
 
     def __str__(self) -> str:
@@ -158,12 +158,13 @@ def source_file(file_name: str, base_folder: Path) -> SourceFile:
     return RemoteFile(file_name, _file_system(file_name)[0])
 
 
-def feature_file(config: NightConfig, entity: EntityKind, column: str) -> SourceFile:
-    """Return the file of an entity's features; raise SourceError if none is configured for a model's `column`."""
+def feature_file(config: NightConfig, entity: EntityKind, model_column: str) -> SourceFile:
+    """Return the file of an entity's features; raise SourceError if none is configured for a model's `model_column`."""
     setting_name = f"{entity}_features"
     if not (file_name := getattr(config.sources, setting_name)):
         raise SourceError(
-            f"the model takes the {entity} feature {column!r}, but sources.{setting_name} is not set", column=column
+            f"the model takes the {entity} feature {model_column!r}, but sources.{setting_name} is not set",
+            column=model_column,
         )
     return source_file(file_name, config.path("."))
 
@@ -191,9 +192,9 @@ def source_files(patterns: Sequence[str], base_folder: Path) -> list[SourceFile]
 class InputFiles:
     """Input files of a night as listed at its start; files that arrive later are for the next night."""
 
-    interactions: tuple[SourceFile, ...] = ()
-    events: tuple[SourceFile, ...] = ()
-    tables: tuple[SourceFile, ...] = ()
+    interaction_files: tuple[SourceFile, ...] = ()
+    event_files: tuple[SourceFile, ...] = ()
+    table_files: tuple[SourceFile, ...] = ()
 
     @classmethod
     def of(cls, config: NightConfig, event_files: Sequence[SourceFile] = ()) -> Self:
@@ -206,14 +207,14 @@ class InputFiles:
         )
 
     @property
-    def all(self) -> list[SourceFile]:
+    def all_files(self) -> list[SourceFile]:
         """All files: interactions, then events, then tables."""
-        return [*self.interactions, *self.events, *self.tables]
+        return [*self.interaction_files, *self.event_files, *self.table_files]
 
 
 def all_input_files(config: NightConfig, event_files: Sequence[SourceFile] = ()) -> list[SourceFile]:
     """Return all input files of a night except its bundle: interactions, then `event_files`, then tables."""
-    return InputFiles.of(config, event_files).all
+    return InputFiles.of(config, event_files).all_files
 
 
 class InputEntry(TypedDict):
@@ -273,7 +274,7 @@ def modified_at(file: SourceFile) -> float:
     if isinstance(file, Path):
         return file.stat().st_mtime
     with _driver_errors(file.url):
-        written: datetime = file.fs.modified(file.url)
+        written: datetime = file.file_system.modified(file.url)
         return written.timestamp()
 
 
@@ -302,11 +303,11 @@ class FolderStorage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SelectedPaths:
-    """Paths below `folder` that a pattern names, sorted; `notes` match it but are other programs' files."""
+    """Paths below `folder` that a pattern names, sorted; `note_paths` match it but are other programs' files."""
 
     folder: str
-    paths: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    data_paths: tuple[str, ...]
+    note_paths: tuple[str, ...] = ()
 
 
 def select_files(storage: FolderStorage, folder: str, pattern: str) -> SelectedPaths:
@@ -398,18 +399,18 @@ def _is_within(path: str, folder: str) -> bool:
     return not folder or path.startswith(f"{folder}/")
 
 
-def is_data_name(name: str, *, is_folder: bool = False) -> bool:
+def is_data_name(file_name: str, *, is_folder: bool = False) -> bool:
     """True if a file or folder of this name holds data, by its prefix and ending.
 
     Folders such as `_day=1` hold a partition's data.
     """
-    if name.startswith("_"):
-        return is_folder and "=" in name
-    if name.startswith(_NOTE_PREFIXES):
+    if file_name.startswith("_"):
+        return is_folder and "=" in file_name
+    if file_name.startswith(_NOTE_PREFIXES):
         return False
     if is_folder:
-        return name not in _NOTE_FOLDER_NAMES
-    return name != _SETTINGS_FILE_NAME and not name.endswith(_NOTE_SUFFIXES)
+        return file_name not in _NOTE_FOLDER_NAMES
+    return file_name != _SETTINGS_FILE_NAME and not file_name.endswith(_NOTE_SUFFIXES)
 
 
 def table_kind_by_folder(entries: Iterable[FolderEntry]) -> dict[str, str]:
@@ -444,10 +445,10 @@ def _table_kind_of(storage: FolderStorage, folder: str) -> str | None:
     return "an Iceberg table" if is_iceberg else None
 
 
-def refused_table_error(folder: str, kind: str) -> SourceError:
+def refused_table_error(folder: str, table_kind: str) -> SourceError:
     """Return the error for a table whose log lists the valid files."""
     return SourceError(
-        f"{folder} is {kind}: its log lists the valid files, and Larder does not read that log. Write its rows "
+        f"{folder} is {table_kind}: its log lists the valid files, and Larder does not read that log. Write its rows "
         "as Parquet files into a folder of their own (Spark: df.write.parquet(...)) and name that",
         path=folder,
     )
@@ -461,7 +462,7 @@ def _local_files(pattern: str, base_folder: Path, checked_folders: set[str]) -> 
     else:
         root_folder = Path(full_path.anchor) if Path(pattern).is_absolute() else base_folder
         selection = select_files(storage, str(root_folder), str(full_path.relative_to(root_folder)))
-        paths = [Path(selection.folder, path) for path in selection.paths]
+        paths = [Path(selection.folder, path) for path in selection.data_paths]
         _demand_matches(selection, str(full_path))
     for path in paths:
         # Unlike `resolve`, this keeps links: a table's log may also be beside the link that is read.
@@ -484,7 +485,7 @@ def _remote_files(url: str, checked_folders: set[str]) -> Iterator[tuple[str, So
             selection = select_files(RemoteStorage(fs), "/" if path.startswith("/") else "", path)
             _demand_matches(selection, without_secrets(url))
             folder = selection.folder
-            file_paths = [f"{folder.rstrip('/')}/{relative_path}" for relative_path in selection.paths]
+            file_paths = [f"{folder.rstrip('/')}/{relative_path}" for relative_path in selection.data_paths]
         if "://" not in path:
             demand_plain_folder(RemoteStorage(fs), folder, checked_folders=checked_folders)
         for file_path in file_paths:
@@ -492,9 +493,9 @@ def _remote_files(url: str, checked_folders: set[str]) -> Iterator[tuple[str, So
 
 
 def _demand_matches(selection: SelectedPaths, pattern_text: str) -> None:
-    if selection.paths:
+    if selection.data_paths:
         return
-    examples = ", ".join(selection.notes[:3])
+    examples = ", ".join(selection.note_paths[:3])
     notes_text = f": only files of other programs match, by their names ({examples})" if examples else ""
     raise SourceError(f"no source file matches {pattern_text}{notes_text}", pattern=pattern_text)
 
@@ -539,8 +540,8 @@ def _list_folder(folder: str) -> list[os.DirEntry[str]]:
 class RemoteStorage:
     """File system behind an fsspec URL; its paths have no protocol."""
 
-    def __init__(self, fs: Any) -> None:
-        self.fs = fs
+    def __init__(self, file_system: Any) -> None:
+        self.fs = file_system
 
     def children(self, folder: str) -> Iterator[FolderEntry]:
         """Yield files and folders directly in a folder; none if the folder does not exist."""
@@ -586,9 +587,9 @@ def _file_system(url: str) -> tuple[Any, str]:
     return fs, path
 
 
-def unreadable_name_reason(name: str) -> str | None:
+def unreadable_name_reason(file_name: str) -> str | None:
     """Return the reason why files of this name are not read; None if they are."""
-    base_name = name.lower().removesuffix(".gz")
+    base_name = file_name.lower().removesuffix(".gz")
     return next((reason for ending, reason in _REASON_BY_ENDING.items() if base_name.endswith(ending)), None)
 
 
@@ -616,9 +617,9 @@ def unreadable_text_reason(first_bytes: bytes) -> str | None:
     return None
 
 
-def is_unreadable_data_name(name: str) -> bool:
+def is_unreadable_data_name(file_name: str) -> bool:
     """True if an unreadable file holds data by its name; other JSON files, for example, may be settings."""
-    base_name = name.lower().removesuffix(".gz")
+    base_name = file_name.lower().removesuffix(".gz")
     if base_name.endswith((".jsonl", ".ndjson", ".jl", ".orc", ".avro", ".feather", ".arrow")):
         return True
     name_stem = base_name.rpartition(".")[0]
@@ -639,9 +640,9 @@ def find_row_separator(first_bytes: bytes) -> str | None:
     return None
 
 
-def separator_in_words(separator: str) -> str:
+def separator_in_words(field_separator: str) -> str:
     """Return a separator as messages name it."""
-    return {"\t": "a tab", "\x01": "the sign \\u0001"}.get(separator, repr(separator))
+    return {"\t": "a tab", "\x01": "the sign \\u0001"}.get(field_separator, repr(field_separator))
 
 
 def is_gzip(path: Path) -> bool:

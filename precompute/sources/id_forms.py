@@ -53,9 +53,9 @@ _CLASS_BIT_OF_BYTE: Final = _make_class_bit_of_byte()
 class _ByteClasses(NamedTuple):
     """Classes of the bytes of each id (uint8[n]), and the ids' first and last bytes."""
 
-    classes: NDArray[np.uint8]
-    first: NDArray[np.uint8]
-    last: NDArray[np.uint8]
+    class_bits_by_id: NDArray[np.uint8]
+    first_bytes: NDArray[np.uint8]
+    last_bytes: NDArray[np.uint8]
 
     @classmethod
     def of(cls, id_texts: Any) -> "_ByteClasses":
@@ -73,12 +73,14 @@ class _ByteClasses(NamedTuple):
 
     def rows_of(self, class_bits: int) -> NDArray[np.intp]:
         """Return the rows of ids with a byte of one of the classes."""
-        return np.flatnonzero(self.classes & np.uint8(class_bits))
+        return np.flatnonzero(self.class_bits_by_id & np.uint8(class_bits))
 
     def number_rows(self) -> NDArray[np.intp]:
         """Return the rows of ids with a point or a plus that begin like a number and end with a digit."""
-        is_number = (self.classes & np.uint8(_POINT_BIT | _PLUS_BIT)) != 0
-        return np.flatnonzero(is_number & (_is_digit(self.first) | (self.first < ord("."))) & _is_digit(self.last))
+        is_number = (self.class_bits_by_id & np.uint8(_POINT_BIT | _PLUS_BIT)) != 0
+        return np.flatnonzero(
+            is_number & (_is_digit(self.first_bytes) | (self.first_bytes < ord("."))) & _is_digit(self.last_bytes)
+        )
 
 
 def _is_digit(byte_values: NDArray[np.uint8]) -> NDArray[np.bool_]:
@@ -88,10 +90,10 @@ def _is_digit(byte_values: NDArray[np.uint8]) -> NDArray[np.bool_]:
 class _OddSign(NamedTuple):
     """Pattern of ids with unusual characters, the classes of their bytes, the characters in words, and advice."""
 
-    pattern: str
-    bits: int
-    sign: str
-    advice: str
+    id_pattern: str
+    byte_class_bits: int
+    sign_text: str
+    remedy: str
 
 
 _ODD_SIGNS: Final = (
@@ -127,19 +129,19 @@ _ODD_SIGNS: Final = (
 class _RowCount:
     """Count of rows whose ids have a form, and one such id."""
 
-    rows: int = 0
-    example: str | None = None
+    row_count: int = 0
+    example_id: str | None = None
 
     def add(self, ids: Ids, id_codes: NDArray[np.intp], hidden_ids: Collection[str]) -> None:
         """Count the rows of these ids."""
         if not id_codes.size:
             return
-        has_form = np.zeros(len(ids.names), np.bool_)
+        has_form = np.zeros(len(ids.distinct_ids), np.bool_)
         has_form[id_codes] = True
-        self.rows += int(np.count_nonzero(has_form[ids.codes]))
-        if self.example is None:
-            example_ids = ids.names.take(pa.array(id_codes[:EXAMPLE_GROUPS_MAX])).to_pylist()
-            self.example = next((id_text for id_text in example_ids if id_text not in hidden_ids), None)
+        self.row_count += int(np.count_nonzero(has_form[ids.id_codes]))
+        if self.example_id is None:
+            example_ids = ids.distinct_ids.take(pa.array(id_codes[:EXAMPLE_GROUPS_MAX])).to_pylist()
+            self.example_id = next((id_text for id_text in example_ids if id_text not in hidden_ids), None)
 
 
 class OddIds:
@@ -148,8 +150,8 @@ class OddIds:
     Ids in `hidden_ids` are counted but never named.
     """
 
-    def __init__(self, column: str, hidden_ids: Collection[str] = ()) -> None:
-        self._column, self._hidden_ids, self._row_count = column, hidden_ids, 0
+    def __init__(self, column_name: str, hidden_ids: Collection[str] = ()) -> None:
+        self._column, self._hidden_ids, self._row_count = column_name, hidden_ids, 0
         self._count_by_odd_sign = [_RowCount() for _ in _ODD_SIGNS]
         self._whole_as_fraction_count, self._version_count = _RowCount(), _RowCount()
 
@@ -158,28 +160,32 @@ class OddIds:
         self._row_count += len(ids)
         if not len(ids):
             return
-        byte_classes = _ByteClasses.of(ids.names)
-        if not byte_classes.classes.any():
+        byte_classes = _ByteClasses.of(ids.distinct_ids)
+        if not byte_classes.class_bits_by_id.any():
             return
         for odd_sign, row_count in zip(_ODD_SIGNS, self._count_by_odd_sign, strict=True):
             row_count.add(
-                ids, _codes_matching(ids.names, byte_classes.rows_of(odd_sign.bits), odd_sign.pattern), self._hidden_ids
+                ids,
+                _codes_matching(ids.distinct_ids, byte_classes.rows_of(odd_sign.byte_class_bits), odd_sign.id_pattern),
+                self._hidden_ids,
             )
         number_codes = byte_classes.number_rows()
         self._whole_as_fraction_count.add(
-            ids, _codes_matching(ids.names, number_codes, WHOLE_AS_FRACTION_PATTERN), self._hidden_ids
+            ids, _codes_matching(ids.distinct_ids, number_codes, WHOLE_AS_FRACTION_PATTERN), self._hidden_ids
         )
-        self._version_count.add(ids, _codes_matching(ids.names, number_codes, _VERSION_PATTERN), self._hidden_ids)
+        self._version_count.add(
+            ids, _codes_matching(ids.distinct_ids, number_codes, _VERSION_PATTERN), self._hidden_ids
+        )
 
     def remarks(self) -> Iterator[tuple[str, Sequence[str]]]:
         """Yield (remark, ids that it names)."""
         for odd_sign, row_count in zip(_ODD_SIGNS, self._count_by_odd_sign, strict=True):
-            if row_count.rows:
+            if row_count.row_count:
                 yield self._remark(
-                    f"{odd_sign.sign} its ids", row_count, f"they are part of the ids: {odd_sign.advice}"
+                    f"{odd_sign.sign_text} its ids", row_count, f"they are part of the ids: {odd_sign.remedy}"
                 )
         # If ids such as 1.1 are more frequent than 1.0, both are versions.
-        if self._whole_as_fraction_count.rows > self._version_count.rows:
+        if self._whole_as_fraction_count.row_count > self._version_count.row_count:
             yield self._remark(
                 "whole numbers written as fractions", self._whole_as_fraction_count,
                 "1.0 and 1 are different ids: write whole numbers (pandas: "
@@ -187,22 +193,23 @@ class OddIds:
             )  # fmt: skip
 
     def _remark(self, form_text: str, row_count: _RowCount, remedy: str) -> tuple[str, Sequence[str]]:
-        named_ids = [] if row_count.example is None else [row_count.example]
+        named_ids = [] if row_count.example_id is None else [row_count.example_id]
         example = "".join(f", such as {name!r}" for name in named_ids)
         return (
             (
-                f"column {self._column!r} has {form_text} in {row_count.rows:,} of {self._row_count:,} rows{example}; "
+                f"column {self._column!r} has {form_text} in {row_count.row_count:,} of {self._row_count:,} "
+                f"rows{example}; "
                 f"{remedy}"
             ),
             named_ids,
         )
 
 
-def _codes_matching(id_texts: Any, id_codes: NDArray[np.intp], pattern: str) -> NDArray[np.intp]:
+def _codes_matching(id_texts: Any, id_codes: NDArray[np.intp], id_pattern: str) -> NDArray[np.intp]:
     """Return the codes whose ids match a pattern."""
     if not id_codes.size:
         return id_codes
-    return id_codes[as_numpy_mask(pc.match_substring_regex(id_texts.take(pa.array(id_codes)), pattern))]
+    return id_codes[as_numpy_mask(pc.match_substring_regex(id_texts.take(pa.array(id_codes)), id_pattern))]
 
 
 def fold_ids(id_texts: Any) -> tuple[NDArray[np.intp], Any]:
@@ -212,14 +219,16 @@ def fold_ids(id_texts: Any) -> tuple[NDArray[np.intp], Any]:
     without a plus, leading zeros, `.0` and thousands separators.
     """
     byte_classes = _ByteClasses.of(id_texts)
-    is_candidate = (byte_classes.classes & np.uint8(_UPPER_BIT | _BLANK_BIT | _NON_ASCII_BIT | _QUOTE_BIT)) != 0
-    is_candidate |= (byte_classes.first == ord("0")) | (byte_classes.first == ord("+"))
+    is_candidate = (
+        byte_classes.class_bits_by_id & np.uint8(_UPPER_BIT | _BLANK_BIT | _NON_ASCII_BIT | _QUOTE_BIT)
+    ) != 0
+    is_candidate |= (byte_classes.first_bytes == ord("0")) | (byte_classes.first_bytes == ord("+"))
     is_candidate[byte_classes.number_rows()] = True
     candidate_positions = np.flatnonzero(is_candidate)
     if not candidate_positions.size:
         return candidate_positions, id_texts[:0]
     original_texts = folded_texts = id_texts.take(pa.array(candidate_positions))
-    class_bits = int(np.bitwise_or.reduce(byte_classes.classes[candidate_positions]))
+    class_bits = int(np.bitwise_or.reduce(byte_classes.class_bits_by_id[candidate_positions]))
     if class_bits & _NON_ASCII_BIT:
         folded_texts = pc.utf8_lower(pc.utf8_normalize(folded_texts, "NFKC"))
     elif class_bits & _UPPER_BIT:
@@ -243,8 +252,8 @@ class IdForms:
     smallest hashes are kept, so that all forms of an id are kept, or none.
     """
 
-    kind: str
-    seed: int = 0
+    entity_kind: str
+    hash_seed: int = 0
     ids_compared_max: int = IDS_COMPARED_MAX
     _hash_limit: np.uint64 = field(default_factory=lambda: np.uint64(2**64 - 1))
     _plain_hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
@@ -259,38 +268,38 @@ class IdForms:
     _new_count: int = 0
     _lock: Any = field(default_factory=Lock)
 
-    def add(self, id_texts: Any, hashes: NDArray[np.uint64] | None = None) -> None:
-        """Add Arrow strings, contiguous or chunked; `hashes` are their hashes under the seed, if known."""
+    def add(self, id_texts: Any, id_hashes: NDArray[np.uint64] | None = None) -> None:
+        """Add Arrow strings, contiguous or chunked; `id_hashes` are their hashes under the seed, if known."""
         id_chunks = id_texts.chunks if isinstance(id_texts, pa.ChunkedArray) else [id_texts]
         hash_start = 0
         for chunk in id_chunks:
             for chunk_start in range(0, len(chunk), _IDS_FOLDED_AT_ONCE):
                 id_part = chunk.slice(chunk_start, _IDS_FOLDED_AT_ONCE).cast(pa.string())
                 part_hashes = (
-                    text_hashes(id_part, self.seed)
-                    if hashes is None
-                    else hashes[hash_start : hash_start + len(id_part)]
+                    text_hashes(id_part, self.hash_seed)
+                    if id_hashes is None
+                    else id_hashes[hash_start : hash_start + len(id_part)]
                 )
                 hash_start += len(id_part)
                 self._add_chunk(id_part, part_hashes)
 
-    def add_hashes(self, hashes: NDArray[np.uint64]) -> None:
+    def add_hashes(self, id_hashes: NDArray[np.uint64]) -> None:
         """Add ids of which only the hashes under the seed are known."""
         with self._lock:
-            self._new_plain_hashes.append(hashes[hashes <= self._hash_limit])
+            self._new_plain_hashes.append(id_hashes[id_hashes <= self._hash_limit])
             self._note_new(len(self._new_plain_hashes[-1]))
 
-    def _add_chunk(self, id_texts: Any, hashes: NDArray[np.uint64]) -> None:
+    def _add_chunk(self, id_texts: Any, id_hashes: NDArray[np.uint64]) -> None:
         odd_rows, folded_texts = fold_ids(id_texts)
         is_plain = np.ones(len(id_texts), np.bool_)
         is_plain[odd_rows] = False
-        form_hashes = text_hashes(folded_texts, self.seed)
+        form_hashes = text_hashes(folded_texts, self.hash_seed)
         with self._lock:
             is_kept = form_hashes <= self._hash_limit
-            plain_hashes = hashes[is_plain]
+            plain_hashes = id_hashes[is_plain]
             self._new_plain_hashes.append(plain_hashes[plain_hashes <= self._hash_limit])
             if is_kept.any():
-                self._new_odd_hash_pairs.append(np.stack([form_hashes, hashes[odd_rows]], 1)[is_kept])
+                self._new_odd_hash_pairs.append(np.stack([form_hashes, id_hashes[odd_rows]], 1)[is_kept])
                 odd_texts = id_texts.take(pa.array(odd_rows[is_kept]))
                 self._new_odd_texts.append(odd_texts.cast(pa.large_string()))
             self._note_new(len(self._new_plain_hashes[-1]) + int(is_kept.sum()))
@@ -349,7 +358,7 @@ class IdForms:
         is_sampled = self._hash_limit < np.uint64(2**64 - 1)
         shown_count = round(group_count * 2.0**64 / float(self._hash_limit)) if is_sampled else group_count
         is_single = shown_count == 1
-        subject = f"{'about ' if is_sampled else ''}{shown_count:,} {self.kind}{'' if is_single else 's'}"
+        subject = f"{'about ' if is_sampled else ''}{shown_count:,} {self.entity_kind}{'' if is_single else 's'}"
         example = f", such as {' and '.join(map(_id_in_words, example_pair))}," if example_pair else ""
         remark = (
             f"{subject} {'comes' if is_single else 'come'} in more than one form{example} and "
@@ -360,11 +369,11 @@ class IdForms:
         return remark, example_pair
 
     def _example(
-        self, group_starts: NDArray[np.intp], has_plain_form: NDArray[np.bool_], hidden_ids: Collection[str]
+        self, group_starts: NDArray[np.intp], group_has_plain_form: NDArray[np.bool_], hidden_ids: Collection[str]
     ) -> list[str]:
         """Return two forms of one id, neither of them hidden; empty if there is no such pair."""
         for group_start, has_plain in zip(
-            group_starts[:EXAMPLE_GROUPS_MAX].tolist(), has_plain_form.tolist(), strict=False
+            group_starts[:EXAMPLE_GROUPS_MAX].tolist(), group_has_plain_form.tolist(), strict=False
         ):
             form_texts = self._odd_texts[group_start : group_start + (1 if has_plain else 2)].cast(pa.string())
             id_pair = [*form_texts.to_pylist(), *(fold_ids(form_texts)[1].to_pylist() if has_plain else [])]

@@ -80,10 +80,10 @@ class RowCountsReport(TypedDict):
 class RowCounts:
     """Counts of rows of interactions that do not depend on their order, so that counts of two parts can be added."""
 
-    user_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_USER_BUCKET_COUNT, np.int64))
-    untimed: int = 0
-    newest_us: int = _NO_TIME_US
-    early: int = 0
+    rows_by_user_bucket: NDArray[np.int64] = field(default_factory=lambda: np.zeros(_USER_BUCKET_COUNT, np.int64))
+    untimed_row_count: int = 0
+    newest_time_us: int = _NO_TIME_US
+    row_count_before_1980: int = 0
     """Rows with a time before 1980."""
 
     @classmethod
@@ -96,18 +96,20 @@ class RowCounts:
 
     def add(self, user_hashes: NDArray[np.uint64], times_us: NDArray[np.int64]) -> None:
         """Add rows: their users' hashes, and times in microseconds since 1970, 0 for none."""
-        self.user_rows += np.bincount((user_hashes >> _BUCKET_SHIFT).astype(np.int64), minlength=_USER_BUCKET_COUNT)
-        self.untimed += int((times_us == 0).sum())
-        self.newest_us = max(self.newest_us, _newest_us(times_us))
-        self.early += _count_before_1980(times_us)
+        self.rows_by_user_bucket += np.bincount(
+            (user_hashes >> _BUCKET_SHIFT).astype(np.int64), minlength=_USER_BUCKET_COUNT
+        )
+        self.untimed_row_count += int((times_us == 0).sum())
+        self.newest_time_us = max(self.newest_time_us, _newest_us(times_us))
+        self.row_count_before_1980 += _count_before_1980(times_us)
 
     def to_json(self) -> RowCountsReport:
         """Return the counts for a report."""
         return {
-            "user_rows": self.user_rows.tolist(),
-            "untimed": self.untimed,
-            "newest_us": self.newest_us,
-            "early": self.early,
+            "user_rows": self.rows_by_user_bucket.tolist(),
+            "untimed": self.untimed_row_count,
+            "newest_us": self.newest_time_us,
+            "early": self.row_count_before_1980,
         }
 
 
@@ -115,84 +117,92 @@ class RowCounts:
 class InteractionFigures:
     """Figures of a table of interactions, for `plausibility_remarks`; reports omit the ids."""
 
-    rows: int
-    users: int
-    items: int
-    most_of_user: int
-    most_of_item: int
-    untimed: int
-    newest_us: int
-    user: str | None = None
-    item: str | None = None
-    holds_lists: bool = False
-    early: int = 0
+    row_count: int
+    user_count: int
+    item_count: int
+    most_rows_of_user: int
+    most_rows_of_item: int
+    untimed_row_count: int
+    newest_time_us: int
+    most_active_user: str | None = None
+    most_popular_item: str | None = None
+    holds_lists_of_ids: bool = False
+    row_count_before_1980: int = 0
     """Rows with a time before 1980."""
 
     @classmethod
     def of_batch(cls, batch: Interactions) -> Self:
         """Compute the figures of some rows, with the most frequent ids."""
-        rows_by_user, rows_by_item = (np.bincount(ids.codes) for ids in (batch.users, batch.items))
+        rows_by_user, rows_by_item = (np.bincount(ids.id_codes) for ids in (batch.user_ids, batch.item_ids))
         return cls(
-            rows=len(batch.times),
-            users=len(rows_by_user),
-            items=len(rows_by_item),
-            most_of_user=int(rows_by_user.max(initial=0)),
-            most_of_item=int(rows_by_item.max(initial=0)),
-            untimed=int((batch.times == 0).sum()),
-            newest_us=_newest_us(batch.times),
-            user=str(batch.users.names[int(rows_by_user.argmax())]) if len(rows_by_user) else None,
-            item=str(batch.items.names[int(rows_by_item.argmax())]) if len(rows_by_item) else None,
-            holds_lists=has_lists_of_ids(batch.items.texts()),
-            early=_count_before_1980(batch.times),
+            row_count=len(batch.times_us),
+            user_count=len(rows_by_user),
+            item_count=len(rows_by_item),
+            most_rows_of_user=int(rows_by_user.max(initial=0)),
+            most_rows_of_item=int(rows_by_item.max(initial=0)),
+            untimed_row_count=int((batch.times_us == 0).sum()),
+            newest_time_us=_newest_us(batch.times_us),
+            most_active_user=str(batch.user_ids.distinct_ids[int(rows_by_user.argmax())])
+            if len(rows_by_user)
+            else None,
+            most_popular_item=str(batch.item_ids.distinct_ids[int(rows_by_item.argmax())])
+            if len(rows_by_item)
+            else None,
+            holds_lists_of_ids=has_lists_of_ids(batch.item_ids.row_texts()),
+            row_count_before_1980=_count_before_1980(batch.times_us),
         )
 
 
 def plausibility_remarks(figures: InteractionFigures) -> list[str]:
     """Return remarks on odd figures, each with the figure and a remedy."""
-    too_few_remark = few_in_words(figures.users, figures.items)
+    too_few_remark = few_in_words(figures.user_count, figures.item_count)
     return [too_few_remark, *odd_figures_remarks(figures)] if too_few_remark else odd_figures_remarks(figures)
 
 
 def odd_figures_remarks(figures: InteractionFigures) -> list[str]:
     """Return the remarks on odd figures, without the one on too few users or items."""
     odd_remarks: list[str] = []
-    if figures.rows < JUDGED_ROWS_MIN:
+    if figures.row_count < JUDGED_ROWS_MIN:
         return odd_remarks
     for kind, id_count, top_row_count, top_id in (
-        ("user", figures.users, figures.most_of_user, figures.user),
-        ("item", figures.items, figures.most_of_item, figures.item),
+        ("user", figures.user_count, figures.most_rows_of_user, figures.most_active_user),
+        ("item", figures.item_count, figures.most_rows_of_item, figures.most_popular_item),
     ):
         # With few ids, a fifth of the rows is normal.
-        if top_row_count >= ONE_ID_SHARE_MAX * figures.rows and id_count >= 5 / ONE_ID_SHARE_MAX:
+        if top_row_count >= ONE_ID_SHARE_MAX * figures.row_count and id_count >= 5 / ONE_ID_SHARE_MAX:
             subject = f"the {kind} {top_id!r}" if top_id is not None else f"one {kind}"
             odd_remarks.append(
-                f"{subject} has {top_row_count / figures.rows:.0%} of all rows: if that id is a "
+                f"{subject} has {top_row_count / figures.row_count:.0%} of all rows: if that id is a "
                 "placeholder, or stands for "
                 "a missing one, leave its rows out"
             )
-    if figures.items >= ITEMS_ONCE_SHARE_MAX * figures.rows or figures.holds_lists:
-        several_words_text = ", and most hold several words" if figures.holds_lists else ""
+    if figures.item_count >= ITEMS_ONCE_SHARE_MAX * figures.row_count or figures.holds_lists_of_ids:
+        several_words_text = ", and most hold several words" if figures.holds_lists_of_ids else ""
         odd_remarks.append(
-            f"{figures.items:,} items in {figures.rows:,} rows: nearly every item occurs once{several_words_text}, so "
+            f"{figures.item_count:,} items in {figures.row_count:,} rows: nearly every item occurs "
+            f"once{several_words_text}, so "
             "nothing can be "
             "learnt about them. Is the right column named, and does each row have one item of one user?"
         )
     tomorrow_us = int((time.time() + DAY_S) * MICROSECONDS_PER_SECOND)
-    if figures.untimed < figures.rows and not YEAR_1990_US <= figures.newest_us <= tomorrow_us:
-        newest_at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=figures.newest_us)
+    if figures.untimed_row_count < figures.row_count and not YEAR_1990_US <= figures.newest_time_us <= tomorrow_us:
+        newest_at = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=figures.newest_time_us)
         odd_remarks.append(
             f"the newest time is {newest_at:%Y-%m-%d}: times are read as seconds since 1970, or as dates; are these in "
             "another unit?"
         )
-    if figures.early and figures.newest_us >= YEAR_1990_US:
+    if figures.row_count_before_1980 and figures.newest_time_us >= YEAR_1990_US:
         odd_remarks.append(
-            f"{figures.early:,} of {figures.rows:,} rows have a time before 1980, others a later one: is it in another "
+            f"{figures.row_count_before_1980:,} of {figures.row_count:,} rows have a time before 1980, others "
+            "a later one: is it in another "
             "unit, or a placeholder for a missing time?"
         )
-    if 0 < figures.untimed < figures.rows:
-        untimed_share = figures.untimed / figures.rows
+    if 0 < figures.untimed_row_count < figures.row_count:
+        untimed_share = figures.untimed_row_count / figures.row_count
         untimed_rows_text = (
-            f"{untimed_share:.0%} of the" if untimed_share >= 0.01 else f"{figures.untimed:,} of {figures.rows:,}"
+            f"{untimed_share:.0%} of the"
+            if untimed_share >= 0.01
+            else f"{figures.untimed_row_count:,} of {figures.row_count:,}"
         )
         odd_remarks.append(
             f"{untimed_rows_text} rows have no time, and count as the oldest of all, before any cut: add their times"
@@ -207,7 +217,7 @@ def swapped_columns_remarks(batches: Sequence[Interactions]) -> list[str]:
     """
     user_ids, item_ids = (
         pa.chunked_array([ids.names for ids in column_pair], pa.string()).unique()
-        for column_pair in zip(*((batch.users, batch.items) for batch in batches), strict=True)
+        for column_pair in zip(*((batch.user_ids, batch.item_ids) for batch in batches), strict=True)
     )
     item_ids = item_ids.filter(pc.invert(pc.match_substring_regex(item_ids, r"^\d+$")))
     shared_count = pc.sum(pc.is_in(item_ids, value_set=user_ids)).as_py() or 0
@@ -250,7 +260,7 @@ def items_without_vector_remarks(kept_item_count: int, left_out_count: int, tabl
 
 
 def unknown_ids_remarks(
-    unknown_share: float | None, kind: str, table_name: str, unknown_ids: Sequence[str], known_ids: Sequence[str]
+    unknown_share: float | None, entity_kind: str, table_name: str, unknown_ids: Sequence[str], known_ids: Sequence[str]
 ) -> list[str]:
     """Return a remark on interactions with ids that a table lacks, with examples of both; none if they are few."""
     if unknown_share is None or unknown_share < UNKNOWN_IDS_SHARE_MAX:
@@ -260,9 +270,10 @@ def unknown_ids_remarks(
         interactions_text, table_text = (" and ".join(map(repr, ids)) for ids in (unknown_ids, known_ids))
         examples = f": interactions have {interactions_text}, {table_name} has {table_text}"
     remark = (
-        f"{unknown_share:.0%} of the interactions name {kind}s that {table_name} does not have{examples}; they are "
+        f"{unknown_share:.0%} of the interactions name {entity_kind}s that {table_name} does not "
+        f"have{examples}; they are "
         "ignored. "
-        f"Do both use the same form of ids? See `[sources] {kind}_column`"
+        f"Do both use the same form of ids? See `[sources] {entity_kind}_column`"
     )
     return [remark]
 
@@ -370,7 +381,7 @@ def first_rows_remarks(
                 # Lists in fields are reported by the check of the columns.
                 odd_remarks = (
                     []
-                    if figures.holds_lists
+                    if figures.holds_lists_of_ids
                     else [*odd_figures_remarks(figures), *swapped_columns_remarks([first_batch])]
                 )
     except LarderError as error:

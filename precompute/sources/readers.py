@@ -129,20 +129,22 @@ _LASTING_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOT
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Interactions:
-    """Batch of interactions; `times` are int64 microseconds since 1970, 0 if not given.
+    """Batch of interactions; `times_us` are int64 microseconds since 1970, 0 if not given.
 
-    `positions` int64 are those of events in their stream; None for source files.
+    `event_positions` int64 are those of events in their stream; None for source files.
     """
 
-    users: Ids
-    items: Ids
-    times: NDArray[np.int64]
-    positions: NDArray[np.int64] | None = None
+    user_ids: Ids
+    item_ids: Ids
+    times_us: NDArray[np.int64]
+    event_positions: NDArray[np.int64] | None = None
 
     def only(self, row_mask: NDArray[np.bool_]) -> Self:
         """Return the rows in the mask."""
-        positions = None if self.positions is None else self.positions[row_mask]
-        return type(self)(self.users.only(row_mask), self.items.only(row_mask), self.times[row_mask], positions)
+        positions = None if self.event_positions is None else self.event_positions[row_mask]
+        return type(self)(
+            self.user_ids.only(row_mask), self.item_ids.only(row_mask), self.times_us[row_mask], positions
+        )
 
 
 def read_interactions(
@@ -182,7 +184,7 @@ def read_interactions(
                     )
                     if odd_rows is not None:
                         odd_rows.add(source_file, batch)
-                    if cutoff_us is not None and (is_late := batch.times >= cutoff_us).any():
+                    if cutoff_us is not None and (is_late := batch.times_us >= cutoff_us).any():
                         take_late(batch.only(is_late))
                         yield batch.only(~is_late)
                     else:
@@ -208,11 +210,11 @@ class _OddRowsCollector:
 
     def add(self, path: SourceFile, batch: Interactions) -> None:
         """Add the next rows of a file."""
-        if not len(batch.times):
+        if not len(batch.times_us):
             return
-        self._repeated_rows.add(path, batch.users, batch.items, batch.times)
+        self._repeated_rows.add(path, batch.user_ids, batch.item_ids, batch.times_us)
         is_first_batch, self._last_file = path != self._last_file, path
-        for ids, odd_ids, column in zip((batch.users, batch.items), self._odd_ids, self._id_columns, strict=True):
+        for ids, odd_ids, column in zip((batch.user_ids, batch.item_ids), self._odd_ids, self._id_columns, strict=True):
             odd_ids.add(ids)
             if is_first_batch:
                 self._remark_on_ids_like_none(ids, column)
@@ -225,15 +227,16 @@ class _OddRowsCollector:
         for remark in self._repeated_rows.remarks():
             self._unusable_rows.remark(INTERACTIONS_SOURCE, remark)
 
-    def _remark_on_ids_like_none(self, ids: Ids, column: str) -> None:
-        like_none_codes = np.flatnonzero(as_numpy_mask(pc.match_substring_regex(ids.names, _LIKE_NONE_PATTERN)))
+    def _remark_on_ids_like_none(self, ids: Ids, column_name: str) -> None:
+        like_none_codes = np.flatnonzero(as_numpy_mask(pc.match_substring_regex(ids.distinct_ids, _LIKE_NONE_PATTERN)))
         for id_code in like_none_codes[:LIKE_NONE_IDS_MAX].tolist():
-            row_count = int((ids.codes == id_code).sum())
-            if row_count >= LIKE_NONE_SHARE_MIN * len(ids.codes):
+            row_count = int((ids.id_codes == id_code).sum())
+            if row_count >= LIKE_NONE_SHARE_MIN * len(ids.id_codes):
                 self._unusable_rows.remark(
                     INTERACTIONS_SOURCE,
-                    f"column {column!r} has the id {ids.names[id_code].as_py()!r} in {row_count:,} of its first "
-                    f"{len(ids.codes):,} rows: if it stands for a missing id, remove these rows",
+                    f"column {column_name!r} has the id {ids.distinct_ids[id_code].as_py()!r} in "
+                    f"{row_count:,} of its first "
+                    f"{len(ids.id_codes):,} rows: if it stands for a missing id, remove these rows",
                 )
 
 
@@ -295,9 +298,10 @@ def _usable_interactions(
     ):
         return interactions
 
-    def describe_row(row: int) -> RowCase:
+    def describe_row(row_index: int) -> RowCase:
         ids = (
-            format_case_value(_python_value(arrow_batch.column(column), row)) for column in (user_column, item_column)
+            format_case_value(_python_value(arrow_batch.column(column), row_index))
+            for column in (user_column, item_column)
         )
         return {**dict(zip(("user", "item"), ids, strict=True)), "file": path.name}
 
@@ -312,11 +316,11 @@ def _header_mask_by_reason(
     Raises SourceError for a header with the names in another order, since the rows below it have other columns.
     """
     lowered_titles = {title.strip(BLANK_CHARACTERS).lower() for title in file_columns}
-    is_header = np.ones(len(interactions.times), np.bool_)
-    for ids in (interactions.items, interactions.users):  # items first: there are fewer
-        if not (title_codes := _codes_equal_to_titles(ids.names, lowered_titles)).size:
+    is_header = np.ones(len(interactions.times_us), np.bool_)
+    for ids in (interactions.item_ids, interactions.user_ids):  # items first: there are fewer
+        if not (title_codes := _codes_equal_to_titles(ids.distinct_ids, lowered_titles)).size:
             return {}
-        is_header &= np.isin(ids.codes, title_codes)
+        is_header &= np.isin(ids.id_codes, title_codes)
     read_columns = [name for name in _read_column_names(sources) if name in arrow_batch.schema.names]
     expected_titles = [name.strip(BLANK_CHARACTERS).lower() for name in read_columns]
     other_header: list[str] = []
@@ -341,26 +345,29 @@ def _codes_equal_to_titles(id_texts: Any, lowered_titles: set[str]) -> NDArray[n
     ]
 
 
-def _refuse_other_header(file_columns: Sequence[str], cells: Sequence[str], path: SourceFile, sources: Sources) -> None:
+def _refuse_other_header(
+    file_columns: Sequence[str], row_cells: Sequence[str], path: SourceFile, sources: Sources
+) -> None:
     """Raise SourceError for a row of the column names in another order; for CSV, only if a line is such a row."""
     place_text = "one of its rows"
     if file_format_of(path, sources) == "csv":
         with CsvFile.opened(path, sources) as file:
             if (header_line := file.find_line_of_names()) is None:
                 return
-        line_number, cells = header_line
+        line_number, row_cells = header_line
         place_text = f"line {line_number}"
     raise SourceError(
-        f"{path}, {place_text} is another header: {','.join(cells)}: the rows below it have their columns in another "
+        f"{path}, {place_text} is another header: {','.join(row_cells)}: the rows below it have their columns "
+        "in another "
         "order "
         f"than {','.join(file_columns)}: write them into a separate file",
         path=str(path),
     )
 
 
-def _python_value(column: Any, row: int) -> Any:
+def _python_value(column: Any, row_index: int) -> Any:
     """Return a row's value as a Python object; texts as bytes, which may not be UTF-8."""
-    arrow_value = column[row : row + 1]
+    arrow_value = column[row_index : row_index + 1]
     if pa.types.is_dictionary(arrow_value.type):
         arrow_value = arrow_value.dictionary_decode()
     return (arrow_value.cast(pa.large_binary()) if is_text_type(arrow_value.type) else arrow_value)[0].as_py()
@@ -369,7 +376,7 @@ def _python_value(column: Any, row: int) -> Any:
 def read_features(
     path: SourceFile,
     id_column: str,
-    columns: Sequence[str],
+    feature_columns: Sequence[str],
     *,
     source_name: str = "features",
     unusable_rows: UnusableRows | None = None,
@@ -388,7 +395,7 @@ def read_features(
     )
     with translate_read_errors(path), open_for_arrow(path) as raw, open_parquet(raw) as file:
         parts_by_column = {
-            name: _source_columns_of(name, file.schema_arrow.names, columns_of_lists) for name in columns
+            name: _source_columns_of(name, file.schema_arrow.names, columns_of_lists) for name in feature_columns
         }
         file_columns = [id_column, *chain.from_iterable(parts_by_column.values())]
         _demand_features(file.schema_arrow.names, file_columns, path)
@@ -399,8 +406,8 @@ def read_features(
             ids, bad_mask_by_reason = read_ids(id_array, path, id_column)
             if bad_mask_by_reason:
 
-                def describe_row(row: int, id_values: Any = id_array) -> dict[str, str | None]:
-                    return {"id": format_case_value(_python_value(id_values, row)), "file": path.name}
+                def describe_row(row_index: int, id_values: Any = id_array) -> dict[str, str | None]:
+                    return {"id": format_case_value(_python_value(id_values, row_index)), "file": path.name}
 
                 is_usable = ~unusable_rows.note_rows(source_name, bad_mask_by_reason, describe_row)
                 ids, batch = ids.only(is_usable), batch.filter(pa.array(is_usable))
@@ -419,23 +426,23 @@ def read_features(
     unusable_rows.demand_some(source_name, path.name)
 
 
-def _batch_row_count(metadata: Any) -> int:
+def _batch_row_count(parquet_metadata: Any) -> int:
     """Return the rows per batch: at most BATCH_ROWS_MAX, and about BATCH_BYTES_MAX."""
-    row_groups = (metadata.row_group(group_index) for group_index in range(metadata.num_row_groups))
-    row_bytes: int = sum(group.total_byte_size for group in row_groups) // max(1, metadata.num_rows)
+    row_groups = (parquet_metadata.row_group(group_index) for group_index in range(parquet_metadata.num_row_groups))
+    row_bytes: int = sum(group.total_byte_size for group in row_groups) // max(1, parquet_metadata.num_rows)
     return max(1, min(BATCH_ROWS_MAX, BATCH_BYTES_MAX // max(1, row_bytes)))
 
 
 def feature_schema(
-    path: SourceFile, columns: Sequence[str] = (), columns_of_lists: ColumnsOfLists = NO_COLUMNS_OF_LISTS
+    path: SourceFile, feature_columns: Sequence[str] = (), columns_of_lists: ColumnsOfLists = NO_COLUMNS_OF_LISTS
 ) -> Any:
     """Return the Arrow schema of a Parquet feature table, in the types read; raise SourceError for a missing column.
 
-    It includes list columns among `columns` that `read_features` builds from other columns.
+    It includes list columns among `feature_columns` that `read_features` builds from other columns.
     """
     with translate_read_errors(path), open_for_arrow(path) as raw:
         schema = pa.parquet.read_schema(raw)
-    parts_by_column = {name: _source_columns_of(name, schema.names, columns_of_lists) for name in columns}
+    parts_by_column = {name: _source_columns_of(name, schema.names, columns_of_lists) for name in feature_columns}
     _demand_features(schema.names, list(chain.from_iterable(parts_by_column.values())), path)
     fields = [field.with_type(normalised_type(_value_type(field.type))) for field in schema]
     type_by_column = {field.name: field.type for field in fields}
@@ -456,11 +463,13 @@ def feature_schema(
     return pa.schema(fields)
 
 
-def _source_columns_of(name: str, file_columns: Sequence[str], columns_of_lists: ColumnsOfLists) -> Sequence[str]:
+def _source_columns_of(
+    feature_name: str, file_columns: Sequence[str], columns_of_lists: ColumnsOfLists
+) -> Sequence[str]:
     """Return the columns from which a feature is read: its own, else those of which its list consists."""
-    part_columns = columns_of_lists.get(name, ())
+    part_columns = columns_of_lists.get(feature_name, ())
     has_part = any(part_column in file_columns for part_column in part_columns)
-    return (name,) if name in file_columns or not has_part else part_columns
+    return (feature_name,) if feature_name in file_columns or not has_part else part_columns
 
 
 def _pack_columns(part_arrays: Sequence[Any]) -> Any:
@@ -573,7 +582,7 @@ def column_names(path: SourceFile, sources: Sources) -> list[str] | None:
                 return None
             case "csv":
                 with CsvFile.opened(path, sources) as file:
-                    return file.names
+                    return file.column_names
         with open_for_arrow(path) as raw:
             return list(pa.parquet.read_schema(raw).names)
 
@@ -618,8 +627,8 @@ def _are_pandas_numbers(file_columns: Sequence[str]) -> bool:
     return list(file_columns) == [str(number) for number in range(len(file_columns))]
 
 
-def _is_padded(name: str) -> bool:
-    return name != name.strip()
+def _is_padded(column_name: str) -> bool:
+    return column_name != column_name.strip()
 
 
 def demand_same_columns(source_files: Sequence[SourceFile], sources: Sources) -> None:
@@ -684,14 +693,14 @@ def parquet_batches(path: SourceFile, sources: Sources) -> Iterator[tuple[Any, S
             yield normalise_batch(batch), file_columns
 
 
-def _dictionary_columns(metadata: Any) -> set[str]:
+def _dictionary_columns(parquet_metadata: Any) -> set[str]:
     """Return the columns of a Parquet file that are dictionary-encoded throughout.
 
     Once a dictionary is too large for its page, plain texts follow, and looking those up costs more than sorting.
     """
-    if not metadata.num_row_groups:
+    if not parquet_metadata.num_row_groups:
         return set()
-    row_group = metadata.row_group(0)
+    row_group = parquet_metadata.row_group(0)
     column_chunks = (row_group.column(column_index) for column_index in range(row_group.num_columns))
     return {
         column_chunk.path_in_schema
@@ -706,24 +715,24 @@ def csv_batches(path: SourceFile, sources: Sources, unusable_rows: UnusableRows)
     Columns are strings that may not be UTF-8.
     """
 
-    def note_skipped_line(line: int) -> None:
+    def note_skipped_line(line_number: int) -> None:
         unusable_rows.count_checked(INTERACTIONS_SOURCE, 1)
-        unusable_rows.note(INTERACTIONS_SOURCE, FIELD_COUNT_REASON, 1, [{"file": path.name, "line": str(line)}])
+        unusable_rows.note(INTERACTIONS_SOURCE, FIELD_COUNT_REASON, 1, [{"file": path.name, "line": str(line_number)}])
 
     title_by_column = {name: name.strip(BLANK_CHARACTERS) for name in _read_column_names(sources)}
     with CsvFile.opened(path, sources) as file:
-        if len(file.names) == 1 and title_by_column[sources.user_column] not in file.names:
+        if len(file.column_names) == 1 and title_by_column[sources.user_column] not in file.column_names:
             remedy = ROW_IN_QUOTES_REMEDY
-            if sources.separator not in file.names[0]:
+            if sources.separator not in file.column_names[0]:
                 remedy = (
                     "if fields are separated by another character than "
                     f"{separator_in_words(sources.separator)}, name it in [sources] separator; is the first line a "
                     "title? "
                     "Remove it"
                 )
-            raise SourceError(f"{path} has one column, {file.names[0]!r}: {remedy}")
-        demand_named_columns(file.names, sources, path)
-        present_title_by_column = {name: title for name, title in title_by_column.items() if title in file.names}
+            raise SourceError(f"{path} has one column, {file.column_names[0]!r}: {remedy}")
+        demand_named_columns(file.column_names, sources, path)
+        present_title_by_column = {name: title for name, title in title_by_column.items() if title in file.column_names}
         user_column, item_column = sources.user_column, sources.item_column
         for batch in file.batches(list(present_title_by_column.values()), note_skipped_line):
             arrow_batch = pa.record_batch(batch.columns, list(present_title_by_column))
@@ -733,7 +742,7 @@ def csv_batches(path: SourceFile, sources: Sources, unusable_rows: UnusableRows)
                     arrow_batch = _without_rows(
                         arrow_batch, f"{name}: {LINE_BREAK_REASON}", has_break, path, unusable_rows
                     )
-            yield arrow_batch, file.names
+            yield arrow_batch, file.column_names
 
 
 def _without_rows(arrow_batch: Any, reason: str, bad_mask: Any, path: SourceFile, unusable_rows: UnusableRows) -> Any:
@@ -772,9 +781,9 @@ def read_lines(path: SourceFile, sources: Sources) -> Iterator[tuple[Any, Sequen
         yield make_batch()
 
 
-def _iterate_lines(path: SourceFile, raw: Any) -> Iterator[bytes]:
+def _iterate_lines(path: SourceFile, raw_file: Any) -> Iterator[bytes]:
     """Yield the lines of a file without its byte order mark."""
-    lines = iter(gzip.GzipFile(fileobj=raw) if path.suffix.lower() == ".gz" else raw)
+    lines = iter(gzip.GzipFile(fileobj=raw_file) if path.suffix.lower() == ".gz" else raw_file)
     for first_line in islice(lines, 1):
         if reason := unreadable_text_reason(first_line):
             raise SourceError(f"{path} {reason}")
@@ -839,8 +848,8 @@ def _odd_signs_reason(lines: Sequence[bytes]) -> str | None:
     return None
 
 
-def _is_majority(flags: Iterable[bool]) -> bool:
-    flag_list = list(flags)
+def _is_majority(line_flags: Iterable[bool]) -> bool:
+    flag_list = list(line_flags)
     return 2 * sum(flag_list) > len(flag_list)
 
 

@@ -37,30 +37,30 @@ class RepeatedRows:
         self._compared_row_count = self._all_row_count = 0
         self._oldest_us, self._newest_us = 0, 0
 
-    def add(self, path: SourceFile, users: Ids, items: Ids, times: NDArray[np.int64]) -> None:
+    def add(self, path: SourceFile, users: Ids, items: Ids, times_us: NDArray[np.int64]) -> None:
         """Add the next rows of a file; all rows of a file must be added before those of the next file."""
         if not self._source_files or self._source_files[-1] != path:
             self._source_files.append(path)
-        if not len(times):
+        if not len(times_us):
             return
-        user_hashes = users.hashes(0)
-        user_codes, item_codes, row_times = users.codes, items.codes, times
+        user_hashes = users.distinct_hashes(0)
+        user_codes, item_codes, row_times = users.id_codes, items.id_codes, times_us
         if self._user_hash_limit < _NO_HASH_LIMIT:
             compared_rows = np.flatnonzero((user_hashes <= self._user_hash_limit)[user_codes])
             user_codes, item_codes, row_times = (
                 user_codes[compared_rows],
                 item_codes[compared_rows],
-                times[compared_rows],
+                times_us[compared_rows],
             )
         row_user_hashes = user_hashes[user_codes]
         # The hashes are random, so combining products and sums of them keeps rows distinct.
-        row_hashes = row_user_hashes ^ (items.hashes(0) * _ITEM_HASH_FACTOR)[item_codes]
+        row_hashes = row_user_hashes ^ (items.distinct_hashes(0) * _ITEM_HASH_FACTOR)[item_codes]
         row_hashes ^= row_times.astype(np.uint64) * _TIME_HASH_FACTOR
         if not self._all_row_count:
-            self._oldest_us = self._newest_us = int(times[0])
-        self._oldest_us = min(self._oldest_us, int(times.min()))
-        self._newest_us = max(self._newest_us, int(times.max()))
-        self._all_row_count += len(times)
+            self._oldest_us = self._newest_us = int(times_us[0])
+        self._oldest_us = min(self._oldest_us, int(times_us.min()))
+        self._newest_us = max(self._newest_us, int(times_us.max()))
+        self._all_row_count += len(times_us)
         self._compared_row_count += len(row_hashes)
         self._user_hash_parts.append(row_user_hashes)
         self._row_hash_parts.append(row_hashes)

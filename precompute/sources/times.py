@@ -54,10 +54,12 @@ class _DateDigits:
     """Divisor of a number that leaves year, month and day."""
     clock_digits: int
 
-    def read(self, numbers: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def read(self, time_numbers: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return (int64 seconds since 1970, mask of the numbers that are dates of this form from 1900 on)."""
-        is_whole = (numbers >= 1900 * 10_000 * self.day_divisor) & (numbers < 2200 * 10_000 * self.day_divisor)
-        moment_digits = np.where(is_whole, numbers, 19700101 * self.day_divisor).astype(np.int64)
+        is_whole = (time_numbers >= 1900 * 10_000 * self.day_divisor) & (
+            time_numbers < 2200 * 10_000 * self.day_divisor
+        )
+        moment_digits = np.where(is_whole, time_numbers, 19700101 * self.day_divisor).astype(np.int64)
         day_digits, clock_digits = (
             moment_digits // self.day_divisor,
             moment_digits % self.day_divisor * 10 ** (6 - self.clock_digits),
@@ -69,7 +71,7 @@ class _DateDigits:
         hour, minute, second = clock_digits // 10_000, clock_digits // 100 % 100, clock_digits % 100
         seconds = days.astype(np.int64) * 86_400 + hour * 3600 + minute * 60 + second
         is_clock = (hour < 24) & (minute < 60) & (second < 60)
-        return seconds, is_whole & is_date & is_clock & (numbers == np.floor(numbers))
+        return seconds, is_whole & is_date & is_clock & (time_numbers == np.floor(time_numbers))
 
 
 _DATE_DIGIT_FORMS = (
@@ -118,37 +120,39 @@ class TimeScale:
         self._is_since_1980 = False
         """True if most of the first numbers are seconds from 1980 on, so that a date as digits is not one of them."""
 
-    def microseconds(self, numbers: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def microseconds(self, time_numbers: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Return int64 microseconds since 1970, and the mask of valid times; raise SourceError for other units."""
         if not self._is_decided:
-            self._decide_meaning(numbers)
+            self._decide_meaning(time_numbers)
         if self._date_digits is None:
-            times_us, is_valid = _seconds_to_us(numbers)
-            return times_us, is_valid & ~self._digit_date_mask(numbers)
-        seconds, is_valid = self._date_digits.read(np.asarray(numbers, np.float64))
+            times_us, is_valid = _seconds_to_us(time_numbers)
+            return times_us, is_valid & ~self._digit_date_mask(time_numbers)
+        seconds, is_valid = self._date_digits.read(np.asarray(time_numbers, np.float64))
         return np.where(is_valid, seconds, 0) * MICROSECONDS_PER_SECOND, is_valid
 
-    def note_lost_digits(self, texts: Any) -> None:
+    def note_lost_digits(self, time_texts: Any) -> None:
         """Remark on numbers that a spreadsheet rounded to a few digits, so that different times became equal."""
-        is_short = pc.match_substring_regex(texts, _LOST_DIGITS_PATTERN)
+        is_short = pc.match_substring_regex(time_texts, _LOST_DIGITS_PATTERN)
         if pc.any(is_short).as_py():
             self._add_remark(
-                f"column {self._column_name!r} holds numbers such as {texts.filter(is_short)[0].as_py()!r}, whose "
+                f"column {self._column_name!r} holds numbers such as {time_texts.filter(is_short)[0].as_py()!r}, whose "
                 "last digits "
                 "are lost, so that different times are equal: format the column as whole numbers in the spreadsheet"
             )
 
-    def _digit_date_mask(self, numbers: NDArray[Any]) -> NDArray[np.bool_]:
+    def _digit_date_mask(self, time_numbers: NDArray[Any]) -> NDArray[np.bool_]:
         """Return the mask of dates such as 20231114 among seconds; as seconds they would be in 1970."""
-        is_date = np.zeros(len(numbers), np.bool_)
+        is_date = np.zeros(len(time_numbers), np.bool_)
         if self._is_since_1980:
-            candidate_rows = np.flatnonzero((numbers >= DIGIT_DATE_MIN) & (numbers < DIGIT_DATE_END))
+            candidate_rows = np.flatnonzero((time_numbers >= DIGIT_DATE_MIN) & (time_numbers < DIGIT_DATE_END))
             if candidate_rows.size:
-                is_date[candidate_rows] = _DATE_DIGIT_FORMS[0].read(np.asarray(numbers[candidate_rows], np.float64))[1]
+                is_date[candidate_rows] = _DATE_DIGIT_FORMS[0].read(
+                    np.asarray(time_numbers[candidate_rows], np.float64)
+                )[1]
         return is_date
 
-    def _decide_meaning(self, numbers: NDArray[Any]) -> None:
-        nonzero_numbers = np.asarray(numbers, np.float64)
+    def _decide_meaning(self, time_numbers: NDArray[Any]) -> None:
+        nonzero_numbers = np.asarray(time_numbers, np.float64)
         nonzero_numbers = nonzero_numbers[np.isfinite(nonzero_numbers) & (nonzero_numbers != 0)]
         if not len(nonzero_numbers):
             return
@@ -182,9 +186,9 @@ class TimeScale:
                 )
 
 
-def _refused_day_form(numbers: NDArray[np.float64]) -> str | None:
+def _refused_day_form(time_numbers: NDArray[np.float64]) -> str | None:
     """Return the form of refused dates that the numbers have; None if they have none."""
-    distinct_numbers = np.unique(numbers)
+    distinct_numbers = np.unique(time_numbers)
     if len(distinct_numbers) < _DISTINCT_NUMBERS_MIN or not (distinct_numbers == np.floor(distinct_numbers)).all():
         return None
     whole_numbers = distinct_numbers[(distinct_numbers > 0) & (distinct_numbers < 100_000_000)].astype(np.int64)
@@ -205,9 +209,9 @@ def _refused_day_form(numbers: NDArray[np.float64]) -> str | None:
     return None
 
 
-def _refused_moment_form(numbers: NDArray[np.float64]) -> str | None:
+def _refused_moment_form(time_numbers: NDArray[np.float64]) -> str | None:
     """Return the form of refused moments that the numbers have; None if they have none."""
-    distinct_numbers = np.unique(numbers)
+    distinct_numbers = np.unique(time_numbers)
     if not (distinct_numbers == np.floor(distinct_numbers)).all() or distinct_numbers[0] < 0:
         return None
     for form, factor, upper_bound in _REFUSED_MOMENT_FORMS:
@@ -299,11 +303,11 @@ def _out_of_range_mask(time_texts: Any, unread_mask: NDArray[np.bool_]) -> NDArr
     return is_beyond
 
 
-def _timestamps_to_us(timestamps: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    if pa.types.is_date(timestamps.type):
-        timestamps = timestamps.cast(pa.timestamp("ms"))
-    ticks_per_second = _TICKS_PER_SECOND_BY_UNIT[timestamps.type.unit]
-    ticks = np.asarray(pc.fill_null(timestamps.cast(pa.int64()), 0))
+def _timestamps_to_us(arrow_timestamps: Any) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    if pa.types.is_date(arrow_timestamps.type):
+        arrow_timestamps = arrow_timestamps.cast(pa.timestamp("ms"))
+    ticks_per_second = _TICKS_PER_SECOND_BY_UNIT[arrow_timestamps.type.unit]
+    ticks = np.asarray(pc.fill_null(arrow_timestamps.cast(pa.int64()), 0))
     readable_mask = (ticks >= YEAR_1900_S * ticks_per_second) & (ticks < YEAR_2200_S * ticks_per_second)
     ticks = np.where(readable_mask, ticks, 0)
     # Digits below a microsecond are dropped: they could only order times within one microsecond.
@@ -312,12 +316,12 @@ def _timestamps_to_us(timestamps: Any) -> tuple[NDArray[np.int64], NDArray[np.bo
     return ticks * (MICROSECONDS_PER_SECOND // ticks_per_second), readable_mask
 
 
-def _seconds_to_us(seconds: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    if seconds.dtype.kind not in "iuf":
-        seconds = seconds.astype(np.float64)
-    readable_mask = (seconds >= 0) & (seconds < YEAR_2200_S)
-    readable_seconds = np.where(readable_mask, seconds, 0)
-    if seconds.dtype.kind == "f":
+def _seconds_to_us(unix_seconds: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    if unix_seconds.dtype.kind not in "iuf":
+        unix_seconds = unix_seconds.astype(np.float64)
+    readable_mask = (unix_seconds >= 0) & (unix_seconds < YEAR_2200_S)
+    readable_seconds = np.where(readable_mask, unix_seconds, 0)
+    if unix_seconds.dtype.kind == "f":
         return (readable_seconds.astype(np.float64) * MICROSECONDS_PER_SECOND).astype(np.int64), readable_mask
     return readable_seconds.astype(np.int64) * MICROSECONDS_PER_SECOND, readable_mask
 
@@ -344,9 +348,9 @@ def parse_time_texts(
     return times_us, readable_mask & ~missing_mask, missing_mask
 
 
-def _valid_utf_8_texts(texts: Any) -> Any:
+def _valid_utf_8_texts(binary_texts: Any) -> Any:
     """Return the texts as strings, empty for a missing or invalid UTF-8 text."""
-    raw_texts = pc.fill_null(texts.cast(pa.large_binary()), b"")
+    raw_texts = pc.fill_null(binary_texts.cast(pa.large_binary()), b"")
     return pc.if_else(pa.array(utf_8_mask(raw_texts)), raw_texts, pa.scalar(b"", raw_texts.type)).cast(pa.string())
 
 

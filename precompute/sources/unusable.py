@@ -108,13 +108,13 @@ class UnusableRows:
         with self._lock:
             self._checked_rows_by_source[source_name] = self._checked_rows_by_source.get(source_name, 0) + row_count
 
-    def note(self, source_name: str, reason: str, row_count: int, cases: Iterable[RowCase]) -> None:
-        """Count rows of a source that cannot be used for this reason; `cases` name some of them."""
+    def note(self, source_name: str, reason: str, row_count: int, example_cases: Iterable[RowCase]) -> None:
+        """Count rows of a source that cannot be used for this reason; `example_cases` name some of them."""
         with self._lock:
             report_by_reason = self._reasons_by_source.setdefault(source_name, {})
             reason_report = report_by_reason.setdefault(reason, {"rows": 0, "cases": []})
             reason_report["rows"] += row_count
-            for case in cases:
+            for case in example_cases:
                 if len(reason_report["cases"]) < CASES_MAX and not self.hidden & set(case.values()):
                     reason_report["cases"].append(dict(case))
 
@@ -249,16 +249,18 @@ def find_worst_source(report: Mapping[str, Any], threshold: float) -> tuple[str,
     return worst_name, share_by_source.get(worst_name, 0.0)
 
 
-def format_case_value(value: Any) -> str | None:
+def format_case_value(case_value: Any) -> str | None:
     """Return a value as cases show it: a text of at most SHOWN_CHARACTERS_MAX characters, longer ones shortened."""
-    if value is None:
+    if case_value is None:
         return None
-    text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
+    text = case_value.decode(errors="backslashreplace") if isinstance(case_value, bytes) else str(case_value)
     return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[:SHOWN_CHARACTERS_MAX]}..."
 
 
-def _format_example(cases: list[dict[str, str | None]]) -> str:
-    field_texts = [f"{key} {value!r}" for key, value in (cases[0] if cases else {}).items() if value is not None]
+def _format_example(example_cases: list[dict[str, str | None]]) -> str:
+    field_texts = [
+        f"{key} {value!r}" for key, value in (example_cases[0] if example_cases else {}).items() if value is not None
+    ]
     return f", e.g. {', '.join(field_texts)}" if field_texts else ""
 
 

@@ -22,12 +22,12 @@ WAITING_BATCHES_MAX: Final = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
-    """Distinct ids in a given order: `texts` is a chunked Arrow array of strings.
+    """Distinct ids in a given order: `id_texts` is a chunked Arrow array of strings.
 
     Ids are compared by 128-bit hashes, as in `Ids.of`; 24 bytes each besides the texts.
     """
 
-    texts: Any
+    id_texts: Any
     _hash_seed: int
     _hashes: NDArray[np.uint64]
     _fingerprints: NDArray[np.uint64]
@@ -47,7 +47,7 @@ class Vocabulary:
         return cls(id_texts, seed, hashes, fingerprints, position_by_rank)
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self.id_texts)
 
     def find_positions(self, id_texts: Any) -> NDArray[np.int64]:
         """Return int64[n], the position of each Arrow string in the vocabulary, -1 if it is not in it."""
@@ -68,11 +68,11 @@ def repeated_text_rows(arrow_texts: Any) -> NDArray[np.int64]:
     return np.sort(order[1:][is_repeat])
 
 
-def to_string_chunks(column: Any) -> Any:
+def to_string_chunks(id_column: Any) -> Any:
     """Convert a column to strings, in chunks of at most CHUNK_ROWS_MAX with 32-bit offsets."""
     chunks = [
         chunk.slice(start, CHUNK_ROWS_MAX).cast(pa.string())
-        for chunk in column.chunks
+        for chunk in id_column.chunks
         for start in range(0, len(chunk), CHUNK_ROWS_MAX)
     ]
     return pa.chunked_array(chunks, pa.string())
@@ -95,7 +95,7 @@ class DistinctCounter:
         self.smallest_hashes = np.union1d(self.smallest_hashes, hashes)[: self._hashes_max]
 
     @property
-    def count(self) -> int:
+    def distinct_count(self) -> int:
         """Estimated number of distinct hashes."""
         hash_count = len(self.smallest_hashes)
         if hash_count < self._hashes_max:
@@ -107,32 +107,34 @@ class DistinctCounter:
 class NumberedIds:
     """Ids numbered by first occurrence; memory is 4 bytes per row, and each text once."""
 
-    names: Any = field(default_factory=lambda: pa.array([], pa.large_string()))
+    distinct_ids: Any = field(default_factory=lambda: pa.array([], pa.large_string()))
     _codes: list[NDArray[np.int32]] = field(default_factory=list)
     _waiting_batches: list[Any] = field(default_factory=list)
 
     def add(self, ids: Ids) -> None:
         """Add the next rows."""
-        first_row_by_code = np.empty(len(ids.names), np.int64)
-        first_row_by_code[ids.codes[::-1]] = np.arange(len(ids))[::-1]
+        first_row_by_code = np.empty(len(ids.distinct_ids), np.int64)
+        first_row_by_code[ids.id_codes[::-1]] = np.arange(len(ids))[::-1]
         codes_by_first_row = np.argsort(first_row_by_code)
         rank_by_code = np.empty(len(codes_by_first_row), np.int32)
         rank_by_code[codes_by_first_row] = np.arange(len(codes_by_first_row), dtype=np.int32)
-        ordered_names = ids.names.take(pa.array(codes_by_first_row)).cast(pa.large_string())
-        self._waiting_batches.append(pa.DictionaryArray.from_arrays(pa.array(rank_by_code[ids.codes]), ordered_names))
+        ordered_names = ids.distinct_ids.take(pa.array(codes_by_first_row)).cast(pa.large_string())
+        self._waiting_batches.append(
+            pa.DictionaryArray.from_arrays(pa.array(rank_by_code[ids.id_codes]), ordered_names)
+        )
         if len(self._waiting_batches) >= WAITING_BATCHES_MAX:
             self._merge()
 
     def codes(self) -> NDArray[np.int64]:
-        """Return int64[rows], the position of each row's id among `names`."""
+        """Return int64[rows], the position of each row's id among `distinct_ids`."""
         self._merge()
         return np.concatenate([np.empty(0, np.int64), *self._codes])
 
     def _merge(self) -> None:
         no_codes = pa.array([], pa.int32())
-        names_chunk = pa.DictionaryArray.from_arrays(no_codes, self.names)
+        names_chunk = pa.DictionaryArray.from_arrays(no_codes, self.distinct_ids)
         chunks = pa.chunked_array([names_chunk, *self._waiting_batches]).unify_dictionaries().chunks
-        self.names = chunks[-1].dictionary
+        self.distinct_ids = chunks[-1].dictionary
         self._codes += [np.asarray(chunk.indices) for chunk in chunks[1:]]
         self._waiting_batches = []
 
@@ -146,8 +148,8 @@ class HashedIds:
 
     def add(self, ids: Ids) -> None:
         """Add the next rows."""
-        self._hashes.append(ids.hashes(0))
-        self._codes.append(ids.codes)
+        self._hashes.append(ids.distinct_hashes(0))
+        self._codes.append(ids.id_codes)
 
     def codes(self) -> tuple[NDArray[np.int64], int]:
         """Return (int64[rows], the number of each row's id, from 0; the number of distinct ids)."""

@@ -109,7 +109,7 @@ class BegunNight:
     build: Build
     bundle: Bundle
     prior: Prior
-    cut: str | None
+    cut_text: str | None
     erased_entities: ErasedEntities
     known_fields: InputFields
     further_input: FurtherInput
@@ -118,7 +118,7 @@ class BegunNight:
     unusable_rows: UnusableRows
     early_remarks: Sequence[str] = ()
     holdout: Holdout = field(default_factory=Holdout)
-    attributes: dict[str, AttributeFiles] = field(default_factory=dict)
+    files_by_attribute: dict[str, AttributeFiles] = field(default_factory=dict)
     bundle_pinning: Future[list[str]] = field(init=False)
     event_values: NightValues = field(init=False)
     fingerprint_files: list[str] = field(init=False)
@@ -132,11 +132,11 @@ class BegunNight:
         """True if the defaults are the most clicked items, written by `begin`; else `embed_items` computes them."""
         return bool(self.build.config.sources.interactions)
 
-    def report_rows_read(self, rows: int) -> None:
+    def report_rows_read(self, row_count: int) -> None:
         """Report progress; raise the error of a model that cannot be opened now, not after hours of reading."""
         if self.bundle_pinning.done():
             self.bundle_pinning.result()
-        self.progress("read interactions", rows, 0)
+        self.progress("read interactions", row_count, 0)
 
 
 @convert_disk_errors
@@ -175,15 +175,15 @@ def run(
             # The generation is as new as its newest further input.
             newest_input_at = (
                 cut
-                if night_further_input.newest_s is None
-                else max(cut, datetime.fromtimestamp(night_further_input.newest_s, UTC))
+                if night_further_input.newest_unix_s is None
+                else max(cut, datetime.fromtimestamp(night_further_input.newest_unix_s, UTC))
             )
             cut = min(newest_input_at, clock_time)
         sweep_copies(releases.store)
         demand_readers_of_night(releases.control)
         releases.store.demand_write_once()
         releases.demand_agreement()
-        if (live_generation := find_newer_live(releases, cut, is_chosen=data_until is not None)) is not None:
+        if (live_generation := find_newer_live(releases, cut, is_cut_chosen=data_until is not None)) is not None:
             return _already_live_report(releases.store, config, live_generation, cut, is_named=cut_time is named)
     cut_text = data_until or run_after
     input_files = InputFiles.of(config, night_further_input.files)
@@ -191,18 +191,18 @@ def run(
         with chosen_bundle(config) as bundle:
             return _begin(config, bundle, cut, night_further_input, input_files, cut_text=cut_text, progress=progress)
     # Pinned before the bundle is made, so that changes of the files from here on are noticed.
-    pinned_inputs = digest_files(input_files.all)
+    pinned_inputs = digest_files(input_files.all_files)
     # Events affect the bundle only by the vectors of new items: it stays the same for all nights over these tables.
     non_event_digest = digest_of(
         [
             pinned_input
-            for file, pinned_input in zip(input_files.all, pinned_inputs[1], strict=True)
+            for file, pinned_input in zip(input_files.all_files, pinned_inputs[1], strict=True)
             if file not in night_further_input.files
         ]
     )
     cutoff_at = parse_time(cut_text) if cut_text else None
     with ExitStack() as bundle_stack:
-        with explain_changed_sources(pinned_inputs[0], input_files.all):
+        with explain_changed_sources(pinned_inputs[0], input_files.all_files):
             bundle_context = vector_bundle_maker()(
                 config, non_event_digest, input_files, interactions_before=cutoff_at, cut=cut
             )
@@ -258,7 +258,7 @@ def _begin(
     _demand_histories(config, bundle)
     for demand_settings in setting_checks():
         demand_settings(config)
-    sources_digest, inputs = pinned_inputs or digest_files(input_files.all)
+    sources_digest, inputs = pinned_inputs or digest_files(input_files.all_files)
     store = config.store()
     for _ in range(ERASURE_TRIES_MAX):
         erased_entities = ErasedEntities.of(all_erasures(store))
@@ -282,7 +282,7 @@ def _begin(
                 releases.note(generation, GenerationState.BEGUN)
             rolled_back_remarks = describe_rolled_back_model(releases, bundle.digest)  # before `sweep`
             sweep(config, releases, attempt=generation, generation_being_made=generation)
-            prior = prior_index().choose(releases, config, bundle, making=generation)
+            prior = prior_index().choose(releases, config, bundle, generation_being_made=generation)
         # An erasure is recorded first, then checks generations; this night is noted first, then checks erasures. So one
         # sees the other.
         if ErasedEntities.of(all_erasures(store)) == erased_entities:
@@ -310,15 +310,15 @@ def _begin(
 def _prepare(night: BegunNight, sources_digest: str) -> None:
     """Run all sub-steps and write the report of `begin`: their fields, and those known before."""
     started = time.perf_counter()
-    report: dict[str, Any] = {**night.known_fields, **night.further_input.facts}
-    unchanged = demand_unchanged_sources(sources_digest, night.input_files.all)
+    report: dict[str, Any] = {**night.known_fields, **night.further_input.report_fields}
+    unchanged = demand_unchanged_sources(sources_digest, night.input_files.all_files)
     with unchanged, ThreadPoolExecutor(1, "bundle") as bundle_executor:
         night.bundle_pinning = bundle_executor.submit(pin_bundle, night.build, night.bundle)
         for sub_step in READING:
-            report |= sub_step.run(night)
+            report |= sub_step.run_sub_step(night)
         night.bundle_pinning.result()
     for sub_step in AFTER_READING:
-        report |= sub_step.run(night)
+        report |= sub_step.run_sub_step(night)
     report["seconds"] = time.perf_counter() - started
     night.build.report(BEGIN_REPORT, cast(BeginReport, report))
 
@@ -329,73 +329,78 @@ def _read_event_values(night: BegunNight) -> EventValueFields:
         config, night.bundle, night.erased_entities, night.unusable_rows, data_until_of(build.generation)
     )
     night.fingerprint_files = [
-        write_marks(build.root, "user", values.users), write_marks(build.root, "item", values.items),
+        write_marks(build.root, "user", values.user_values), write_marks(build.root, "item", values.item_values),
     ] if config.events.enabled else []  # fmt: skip
-    return {"user_values": values.users_digest}
+    return {"user_values": values.user_values_digest}
 
 
 def _write_items(night: BegunNight) -> ItemFields:
     build, values = night.build, night.event_values
     night.catalogue_fields, night.item_columns = lay_out_items(
         build.config, night.bundle, build.root, erased=night.erased_entities.items, unusable=night.unusable_rows,
-        prior=night.prior, values_by_item=values.items, event_item_ids=values.event_item_ids,
+        prior=night.prior, values_by_item=values.item_values, event_item_ids=values.event_item_ids,
     )  # fmt: skip
     night.items = catalogue.open_items(build.root, night.catalogue_fields)
-    unlisted_mask = night.items.ordinals_of(list(values.unlisted)) >= 0
+    unlisted_mask = night.items.ordinals_of(list(values.unlisted_item_ids)) >= 0
     return {**night.catalogue_fields, "unlisted_items": int(unlisted_mask.sum())}
 
 
 def _write_attributes(night: BegunNight) -> AttributeFields:
     build = night.build
     for write_attributes in item_attribute_writers():
-        night.attributes |= write_attributes(
-            build.config, night.items, build.root, night.event_values.attributes, night.unusable_rows
+        night.files_by_attribute |= write_attributes(
+            build.config, night.items, build.root, night.event_values.item_attribute_values, night.unusable_rows
         )
-    return {"attributes": night.attributes}
+    return {"attributes": night.files_by_attribute}
 
 
 def _partition_users(night: BegunNight) -> UserFields:
     config, bundle, prior = night.build.config, night.bundle, night.prior
     night_input = NightInput(
-        config, night.items, parse_time(night.cut) if night.cut else None, night.erased_entities,
-        night.input_files.interactions, night.known_fields["inputs"], night.further_input, night.event_values,
+        config, night.items, parse_time(night.cut_text) if night.cut_text else None, night.erased_entities,
+        night.input_files.interaction_files, night.known_fields["inputs"], night.further_input, night.event_values,
     )  # fmt: skip
     prior_partition, full_read_reason = prior.partition(night_input)
     night.partition_result = partition_result = PartitionJob(
         night_input,
         night.build.root / "work/partition",
         feature_inputs=catalogue.feature_inputs(bundle, "user"),
-        lists=bundle.columns_of_lists,
-        dims=bundle.dims,
+        columns_of_lists=bundle.columns_of_lists,
+        vector_dims=bundle.dims,
         needs_history=bundle.needs_history,
         holdout=night.holdout,
-        progress=night.report_rows_read,
+        report_row_count=night.report_rows_read,
     ).run(prior_partition)
     interaction_counts = partition_result.interaction_counts
     computes_feature_only = _computes_feature_only_users(config, bundle, partition_result)
     answers_feature_only = computes_feature_only or not bundle.needs_history
     return {
-        "user_seed": partition_result.seed,
-        "users": partition_result.users - (0 if answers_feature_only else partition_result.featured),
-        "featured": partition_result.featured,
+        "user_seed": partition_result.hash_seed,
+        "users": partition_result.user_count
+        - (0 if answers_feature_only else partition_result.feature_only_user_count),
+        "featured": partition_result.feature_only_user_count,
         FEATURE_ONLY_USERS_FACT: computes_feature_only,
         "answers_without_history": bundle.answers_without_history,
-        "interactions": interaction_counts.interactions,
-        "unknown_items": interaction_counts.unknown_items,
-        "late": interaction_counts.late,
+        "interactions": interaction_counts.interaction_count,
+        "unknown_items": interaction_counts.unknown_item_interactions,
+        "late": interaction_counts.late_interaction_count,
         "unusable": merge_reports([night.unusable_rows.to_json(), partition_result.unusable]),
-        "base": {**prior.facts, "took_over": partition_result.took_over, "read_because": full_read_reason},
-        "rows": interaction_counts.rows.to_json(),
+        "base": {
+            **prior.prior_entry,
+            "took_over": partition_result.took_over_earlier,
+            "read_because": full_read_reason,
+        },
+        "rows": interaction_counts.row_counts.to_json(),
     }
 
 
 def _gather_remarks(night: BegunNight) -> RemarkFields:
-    config, bundle, cut, facts = night.build.config, night.bundle, night.cut, night.known_fields
+    config, bundle, cut, facts = night.build.config, night.bundle, night.cut_text, night.known_fields
     items, partition_result, input_files = night.items, night.partition_result, night.input_files
-    if not partition_result.users:
+    if not partition_result.user_count:
         raise ConfigError("the sources name no entity: check sources.interactions")
     if config.sources.interactions:
-        demand_enough_ids(partition_result.users, items.count)
+        demand_enough_ids(partition_result.user_count, items.count)
     list_tables = [table for table in config.tables.values() if table.kind != "value"]
     all_remarks = [*night.early_remarks, *_remarks_on_ineffective_cut(night)]
     if list_tables or config.sources.interactions:
@@ -405,23 +410,23 @@ def _gather_remarks(night: BegunNight) -> RemarkFields:
     all_remarks += unknown_remarks
     if table := config.sources.item_features:
         all_remarks += items_without_vector_remarks(items.count, night.catalogue_fields["items_without_vector"], table)
-    all_remarks += copies_remarks(facts["inputs"][: len(input_files.interactions)])
+    all_remarks += copies_remarks(facts["inputs"][: len(input_files.interaction_files)])
     remark_fields: RemarkFields = {"remarks": all_remarks}
     if unknown_remarks:
-        remark_fields[UNKNOWN_ITEMS_NAMED_FIELD] = list(partition_result.interaction_counts.unknown_examples)
+        remark_fields[UNKNOWN_ITEMS_NAMED_FIELD] = list(partition_result.interaction_counts.unknown_item_examples)
     return remark_fields
 
 
 def _write_defaults(night: BegunNight) -> FacetFields:
     if not night.counts_clicks:
         return {}
-    popularity = night.partition_result.interaction_counts.popularity
+    popularity = night.partition_result.interaction_counts.interactions_by_item
     popular_items = partial(catalogue.most_popular_items, night.items, popularity)
     write_defaults(night.build, night.bundle, lambda table: popular_items(table.k))
     scores = compute_popularity_scores(popularity)
     report: FacetFields = {}
     for write_tables in score_table_writers():
-        report |= write_tables(night.build, night.attributes, night.items, scores)
+        report |= write_tables(night.build, night.files_by_attribute, night.items, scores)
     return report
 
 
@@ -441,9 +446,9 @@ def _finish_files(night: BegunNight) -> FileFields:
         *sorted({name for model in bundle.models for _, name, _ in model.files}),
         *(catalogue.directory_file_path("item", shard) for shard in range(shards)),
         *kept_files,
-        *(touched_files if partition_result.took_over else []),
+        *(touched_files if partition_result.took_over_earlier else []),
         *([night.item_columns] if night.item_columns else []),
-        *attribute_paths(night.attributes), *night.fingerprint_files,
+        *attribute_paths(night.files_by_attribute), *night.fingerprint_files,
         night.holdout.write(build.root),
         *(f"bundle/{name}" for name in bundle_files),
     )  # fmt: skip
@@ -459,9 +464,9 @@ def _finish_files(night: BegunNight) -> FileFields:
 class SubStep(NamedTuple):
     """Part of `begin`, with the class of its report fields."""
 
-    name: str
-    run: Callable[[BegunNight], Mapping[str, Any]]
-    fields: type
+    sub_step_name: str
+    run_sub_step: Callable[[BegunNight], Mapping[str, Any]]
+    report_fields_class: type
 
 
 READING: Final = (
@@ -579,8 +584,8 @@ def _computes_feature_only_users(config: NightConfig, bundle: Bundle, partition_
     if not bundle.answers_without_history:
         return False
     if config.featured_users == "auto":
-        other_user_count = partition_result.users - partition_result.featured
-        return not other_user_count or partition_result.featured <= other_user_count
+        other_user_count = partition_result.user_count - partition_result.feature_only_user_count
+        return not other_user_count or partition_result.feature_only_user_count <= other_user_count
     return config.featured_users
 
 
@@ -606,17 +611,22 @@ def _describe_rows_read(begin_report: BeginReport) -> str:
 
 def _data_shape(partition_result: PartitionResult, item_count: int) -> InteractionFigures:
     """Return the figures of all rows that were read, without ids, since reports outlive an erasure."""
-    interaction_counts, row_counts = (partition_result.interaction_counts, partition_result.interaction_counts.rows)
-    named_item_count = int((interaction_counts.popularity > 0).sum()) + len(interaction_counts.unknown)
+    interaction_counts, row_counts = (
+        partition_result.interaction_counts,
+        partition_result.interaction_counts.row_counts,
+    )
+    named_item_count = int((interaction_counts.interactions_by_item > 0).sum()) + len(
+        interaction_counts.unknown_item_hashes
+    )
     return InteractionFigures(
-        rows=int(row_counts.user_rows.sum()),
-        users=partition_result.users,
-        items=named_item_count if interaction_counts.interactions else item_count,
-        most_of_user=int(row_counts.user_rows.max(initial=0)),
-        most_of_item=int(interaction_counts.popularity.max(initial=0)),
-        untimed=row_counts.untimed,
-        newest_us=row_counts.newest_us,
-        early=row_counts.early,
+        row_count=int(row_counts.rows_by_user_bucket.sum()),
+        user_count=partition_result.user_count,
+        item_count=named_item_count if interaction_counts.interaction_count else item_count,
+        most_rows_of_user=int(row_counts.rows_by_user_bucket.max(initial=0)),
+        most_rows_of_item=int(interaction_counts.interactions_by_item.max(initial=0)),
+        untimed_row_count=row_counts.untimed_row_count,
+        newest_time_us=row_counts.newest_time_us,
+        row_count_before_1980=row_counts.row_count_before_1980,
     )
 
 
@@ -624,13 +634,14 @@ def _remarks_on_ineffective_cut(night: BegunNight) -> list[str]:
     """Return a remark if there is a cut but no interaction has a time."""
     interaction_counts = night.partition_result.interaction_counts
     if (
-        night.cut is None
-        or not 0 < interaction_counts.rows.untimed == interaction_counts.interactions
-        or interaction_counts.late
+        night.cut_text is None
+        or not 0 < interaction_counts.row_counts.untimed_row_count == interaction_counts.interaction_count
+        or interaction_counts.late_interaction_count
     ):
         return []
     remark = (
-        f"the cut {night.cut} leaves no interaction out, since none has a time: name the column of times in [sources] "
+        f"the cut {night.cut_text} leaves no interaction out, since none has a time: name the column of times "
+        "in [sources] "
         "timestamp_column if there is one"
     )
     return [remark]
@@ -642,11 +653,13 @@ def _remarks_on_unknown_items(config: NightConfig, partition_result: PartitionRe
     event_report = partition_result.unusable.get(EVENT_INTERACTIONS_SOURCE)
     event_row_count = 0 if event_report is None else event_report["rows"]
     unknown_share = unknown_item_share(
-        interaction_counts.interactions, interaction_counts.unknown_items, event_row_count
+        interaction_counts.interaction_count, interaction_counts.unknown_item_interactions, event_row_count
     )
     known_ids = items.ids_of(np.arange(min(UNKNOWN_EXAMPLES_MAX, items.count), dtype=np.uint32))
     catalogue_name = catalogue_in_words(config.sources)
-    return unknown_ids_remarks(unknown_share, "item", catalogue_name, interaction_counts.unknown_examples, known_ids)
+    return unknown_ids_remarks(
+        unknown_share, "item", catalogue_name, interaction_counts.unknown_item_examples, known_ids
+    )
 
 
 def _remarks_on_late_training(bundle: Bundle, cut: str | None) -> list[str]:

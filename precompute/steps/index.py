@@ -36,22 +36,22 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> I
     })  # fmt: skip
     # Recall is measured with users' vectors, since the index is searched with those.
     query_vectors = sample_user_vectors(generation_build, bundle, items)
-    indexes: dict[str, IndexEntry] = {}
+    index_entries: dict[str, IndexEntry] = {}
     for metric_index, metric in enumerate(metrics):
         index_path = f"index/{metric}.faiss"
         index_report = build_index(
             items.vectors, metric, generation_build.path(index_path), kind=config.index,
-            queries=query_vectors if metric == bundle.metric else None,
+            query_vectors=query_vectors if metric == bundle.metric else None,
         )  # fmt: skip
         generation_build.finish(index_path)
-        indexes[metric] = {
+        index_entries[metric] = {
             "metric": metric,
-            "kind": index_report.kind,
+            "kind": index_report.index_kind,
             "file": file_entry(generation_build.describe(index_path)),
             "recall": index_report.recall,
         }
         progress("build index", metric_index + 1, len(metrics))
-    report: IndexReport = {"indexes": indexes, "seconds": time.perf_counter() - started}
+    report: IndexReport = {"indexes": index_entries, "seconds": time.perf_counter() - started}
     generation_build.report(INDEX_REPORT, report)
     return report
 

@@ -96,9 +96,9 @@ def _demand_redis_room(build: Build, manifest: Manifest, control: Control) -> No
     mark_by_part: Any = control.client.hgetall(control.keyspace.loaded_parts(build.generation))
     missing_bytes = 0
     for part in parts_of(manifest):
-        if mark_by_part.get(part.name.encode()) != part.loaded_digest:
+        if mark_by_part.get(part.loaded_field.encode()) != part.loaded_digest:
             loaded_page_count = count_loaded_pages(control.client, control.keyspace, manifest, part)
-            missing_bytes += sum(part.size_of(page) for page in range(loaded_page_count, part.pages.pages))
+            missing_bytes += sum(part.page_size_bytes(page) for page in range(loaded_page_count, part.pages.pages))
     if missing_bytes:
         demand_redis_room(
             control, build.generation, missing_bytes,

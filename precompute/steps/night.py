@@ -39,23 +39,23 @@ class Night:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Result of a step and its row in a night's table; `count` and `size_bytes` are 0 if they have no meaning.
+    """Result of a step and its row in a night's table; `unit_count` and `size_bytes` are 0 if they have no meaning.
 
-    `summary` may have several lines.
+    `result_summary` may have several lines.
     """
 
-    result: Mapping[str, Any]
-    summary: str
-    count: int = 0
-    unit: str = ""
+    step_result: Mapping[str, Any]
+    result_summary: str
+    unit_count: int = 0
+    unit_name: str = ""
     size_bytes: int = 0
 
-    def rate(self, seconds: float) -> str:
+    def rate_text(self, step_seconds: float) -> str:
         """Format the rate per second; empty if nothing was counted."""
-        if not self.count:
+        if not self.unit_count:
             return ""
-        per_second = self.count / max(seconds, 1e-9)
-        return f"{size_text(per_second)}/s" if self.unit == "B" else f"{per_second:,.0f} {self.unit}/s"
+        per_second = self.unit_count / max(step_seconds, 1e-9)
+        return f"{size_text(per_second)}/s" if self.unit_name == "B" else f"{per_second:,.0f} {self.unit_name}/s"
 
 
 def find_step(step_name: str) -> Callable[[Night], StepRow]:
@@ -79,8 +79,8 @@ def run_night(night: Night, last_step: str = NIGHT_STEPS[-1]) -> list[tuple[str,
                     raise ModelFailed(f"step {step_name}: {error.message}", **error.details) from error
             finished_steps.append((step_name, row, time.perf_counter() - started_s))
             if not night.generation:
-                night = replace(night, generation=row.result["generation"])
-            if step_name == last_step or row.result.get("already_live"):
+                night = replace(night, generation=row.step_result["generation"])
+            if step_name == last_step or row.step_result.get("already_live"):
                 break
     forget_failure(night.config)
     return finished_steps

@@ -56,7 +56,7 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> Q
         },
     )
     for model_name, live_model in live_model_by_name.items():
-        if live_model.int8:
+        if live_model.has_int8:
             generation_build.finish(f"models/{model_name}.int8.onnx")
     progress("quantize", len(live_model_by_name), len(live_model_by_name))
     sample_origin_by_model: dict[str, dict[str, Any]] = {
@@ -69,8 +69,8 @@ def run(config: NightConfig, build: BuildId, *, progress: Progress = quiet) -> Q
                 generation_build,
                 bundle,
                 model_name,
-                live_model.int8,
-                {**live_model.agreement, **sample_origin_by_model[model_name]},
+                live_model.has_int8,
+                {**live_model.int8_agreement, **sample_origin_by_model[model_name]},
             )
             for model_name, live_model in live_model_by_name.items()
         },
@@ -97,8 +97,8 @@ def in_night(night: Night) -> StepRow:
     return StepRow(report, summary, size_bytes=sum(model_file["size_bytes"] for model_file in model_files))
 
 
-def _agreement_text(agreement: Mapping[str, Any]) -> str:
-    if fp32_reason := agreement.get("why"):
+def _agreement_text(int8_agreement: Mapping[str, Any]) -> str:
+    if fp32_reason := int8_agreement.get("why"):
         return f"fp32 ({fp32_reason})"  # tree models
-    overlap = f" overlap {agreement['overlap_at_20']:.4f}" if "overlap_at_20" in agreement else ""
-    return f"{agreement.get('precision')}{overlap}"
+    overlap = f" overlap {int8_agreement['overlap_at_20']:.4f}" if "overlap_at_20" in int8_agreement else ""
+    return f"{int8_agreement.get('precision')}{overlap}"

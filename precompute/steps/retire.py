@@ -46,8 +46,8 @@ def run(config: NightConfig, *, attempt: str = "shell", progress: Progress = qui
             dropped_row_count = drop_old_rows(releases, overlay_ttl_s=config.overlay_ttl_s, governor=governor)
         needed_generations = find_needed_generations(releases)
         result: RetireResult = {
-            "retired": list(sweep_result.retired), "spared": list(sweep_result.spared),
-            "keys": sweep_result.keys, "rows": dropped_row_count,
+            "retired": list(sweep_result.retired_generations), "spared": list(sweep_result.spared_generations),
+            "keys": sweep_result.removed_key_count, "rows": dropped_row_count,
             "leftovers": sweep_leftovers(config, releases, needed_generations),
         }  # fmt: skip
         for sweep_feature in sweeps_after_publish():
@@ -67,7 +67,9 @@ def find_needed_generations(releases: Releases) -> set[str]:
     held_generations = {
         generation for replica in releases.control.replicas() for generation in replica.held_generations
     }
-    unfinished_generations = {generation for generation, row in view.rows.items() if row.state in UNFINISHED_STATES}
+    unfinished_generations = {
+        generation for generation, row in view.registry_rows.items() if row.state in UNFINISHED_STATES
+    }
     return {
         *unfinished_generations,
         *held_generations,

@@ -69,7 +69,7 @@ def run_shard(
         )
         finished_report = {
             "shard": shard, "users": user_report, "items": item_report,
-            "computed_by": computed_by(scorers.at(shard).device),
+            "computed_by": computed_by(scorers.device_of_shard(shard).device),
             "began_at": began_at, "ended_at": time.time(),
         }  # fmt: skip
         generation_build.report(shard_report_name(shard), finished_report)
@@ -94,14 +94,14 @@ def run(config: NightConfig, build: BuildId, shards: Sequence[int], *, progress:
     """
     scorers = Scorers(config.device, config.device_tasks, scoring_hooks())
     stop_event, progress_lock = threading.Event(), threading.Lock()
-    failures: list[BaseException] = []
+    shard_failures: list[BaseException] = []
 
-    def report_progress(activity: str, done_count: int, total: int) -> None:
+    def report_progress(activity: str, done_count: int, total_count: int) -> None:
         with progress_lock:
             if stop_event.is_set():
                 raise _ShardStopped
             try:
-                progress(activity, done_count, total)
+                progress(activity, done_count, total_count)
             except BaseException:
                 stop_event.set()
                 raise
@@ -113,7 +113,7 @@ def run(config: NightConfig, build: BuildId, shards: Sequence[int], *, progress:
             raise
         except BaseException as error:
             stop_event.set()
-            failures.append(error)
+            shard_failures.append(error)
             raise
 
     shards_at_once = SHARDS_PER_DEVICE * max(1, len(devices(config.device)))
@@ -126,7 +126,7 @@ def run(config: NightConfig, build: BuildId, shards: Sequence[int], *, progress:
             stop_event.set()
             pool.shutdown(cancel_futures=True)
             if isinstance(error, _ShardStopped):  # the stopped shard ended before the failed one
-                raise failures[0] from None
+                raise shard_failures[0] from None
             raise
     return [future.result() for future in shard_futures]
 

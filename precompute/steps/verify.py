@@ -114,7 +114,8 @@ def run(config: NightConfig, build: BuildId, *, attempt: str = "shell", progress
             generation_build.store.write(manifest_path, manifest.to_bytes())
             raise Refused(
                 f"{generation_build.generation} is refused, the live generation stays: {failure_text}",
-                rule=failed_verdicts[0].rule, value=failed_verdicts[0].value, threshold=failed_verdicts[0].threshold,
+                rule=failed_verdicts[0].rule, value=failed_verdicts[0].measured_value,
+                threshold=failed_verdicts[0].threshold,
             )  # fmt: skip
         # Written before the baseline, which must not be combined with older verdicts.
         generation_build.store.write(manifest_path, manifest.to_bytes())
@@ -189,8 +190,10 @@ def _verify_published(build: Build, releases: Releases, state: GenerationState) 
 
 def failure_reason(generation: str, verdict: Verdict) -> str:
     """Describe a failed verdict, and what would let the generation pass."""
-    baseline_text = f" (compared with {verdict.baseline})" if verdict.baseline else ""
-    finding_text = f"{verdict.rule} is {verdict.value}, the threshold {verdict.threshold}{baseline_text} {verdict.note}"
+    baseline_text = f" (compared with {verdict.baseline_generation})" if verdict.baseline_generation else ""
+    finding_text = (
+        f"{verdict.rule} is {verdict.measured_value}, the threshold {verdict.threshold}{baseline_text} {verdict.note}"
+    )
     if verdict.rule in INTEGRITY_RULES:
         return f"{finding_text.strip()}: this rule protects integrity and cannot be overridden"
     return (
@@ -286,8 +289,9 @@ def _open_candidate(
         manifest, build.root, ItemTable.open(build.root, manifest), releases.control, live_manifest,
         build.config.gates, build.config.history_limit, live_root, pages_bytes,
         read_erased_entities(build), build.config.governor,
-        unreadable_live=live_generation if live_manifest is None else None, superseded_count=build.config.keep,
-        arms=arm_rooms, allowed_items=allowed_item_masks(), scoring_hooks=scoring_hooks(), build=build,
+        unreadable_live_generation=live_generation if live_manifest is None else None,
+        superseded_count=build.config.keep,
+        arm_rooms=arm_rooms, allowed_items=allowed_item_masks(), scoring_hooks=scoring_hooks(), build=build,
     )  # fmt: skip
     return candidate, live_generation is not None and live_manifest is None
 

@@ -33,17 +33,18 @@ _PSI_SMOOTHING = 0.5
 class CanaryArmTotals:
     """Totals of one arm over all replicas: requests, feedback, and sources and top scores of keys' first answers.
 
-    `keys`, `keys_by_answer_source`, `scores` and `score_sum` are sums of the replicas' estimates. `different_keys` is
-    the number of distinct keys, `effective_keys` the equivalent number of independent keys.
+    `key_estimate`, `keys_by_answer_source`, `keys_by_top_score` and `top_score_sum` are sums of the replicas'
+    estimates. `distinct_key_estimate` is the number of distinct keys, `effective_key_count` the equivalent number of
+    independent keys.
     """
 
-    requests: int = 0
-    keys: float = 0.0
+    request_count: int = 0
+    key_estimate: float = 0.0
     keys_by_answer_source: Counter[str] = field(default_factory=Counter)
-    scores: Counter[int] = field(default_factory=Counter)
-    score_sum: float = 0.0
-    feedback: Counter[str] = field(default_factory=Counter)
-    different_keys: float = 0.0
+    keys_by_top_score: Counter[int] = field(default_factory=Counter)
+    top_score_sum: float = 0.0
+    count_by_feedback_event: Counter[str] = field(default_factory=Counter)
+    distinct_key_estimate: float = 0.0
     _weight_square_sum: float = 0.0
     _replica_count: int = 0
 
@@ -52,48 +53,50 @@ class CanaryArmTotals:
         """Sum the counts of this arm from the replicas' heartbeats."""
         arm_totals, sketches, replica_keys_max = cls(), list[KeySketch](), 0.0
         for replica_counts in heartbeat_counts:
-            arm_totals.requests += int(replica_counts["requests"])
-            arm_totals.feedback.update(replica_counts["feedback"])
+            arm_totals.request_count += int(replica_counts["requests"])
+            arm_totals.count_by_feedback_event.update(replica_counts["feedback"])
             key_count, key_weight = int(replica_counts["keys"]), int(replica_counts["weight"])
             if not key_count:
                 continue
             arm_totals._replica_count += 1
             arm_totals._weight_square_sum += key_weight * key_weight * key_count
-            arm_totals.keys += key_weight * key_count
+            arm_totals.key_estimate += key_weight * key_count
             replica_keys_max = max(replica_keys_max, key_weight * key_count)
             if sketch_text := replica_counts.get("sketch"):
                 sketches.append(KeySketch.from_text(sketch_text))
             arm_totals.keys_by_answer_source.update(
                 {answer_source: key_weight * count for answer_source, count in replica_counts["kinds"].items()}
             )
-            arm_totals.scores.update(
+            arm_totals.keys_by_top_score.update(
                 {int(bucket): key_weight * count for bucket, count in replica_counts["scores"].items()}
             )
-            arm_totals.score_sum += key_weight * float(replica_counts["score_sum"])
+            arm_totals.top_score_sum += key_weight * float(replica_counts["score_sum"])
         if len(sketches) == arm_totals._replica_count:
             united_key_count = KeySketch.unite(sketches).estimate_key_count()
-            arm_totals.different_keys = min(max(united_key_count, replica_keys_max), arm_totals.keys)
+            arm_totals.distinct_key_estimate = min(max(united_key_count, replica_keys_max), arm_totals.key_estimate)
         else:  # a replica of an older release sends no sketch: its keys may be the same as others'
-            arm_totals.different_keys = replica_keys_max
+            arm_totals.distinct_key_estimate = replica_keys_max
         return arm_totals
 
     @property
-    def effective_keys(self) -> float:
+    def effective_key_count(self) -> float:
         """Lower bound on the effective number of keys, as if each had been counted once with equal weight.
 
         With N counts of U distinct keys, each counted by at most R replicas, the squared counts per key sum to at most
         U + (N - U)(R + 1): N - U further counts, spread over as few keys as possible.
         """
-        if not self.keys:
+        if not self.key_estimate:
             return 0.0
-        squares_of_counts = self.different_keys + (self.keys - self.different_keys) * (self._replica_count + 1)
-        return self.keys**2 / self._weight_square_sum * self.keys / squares_of_counts
+        squares_of_counts = self.distinct_key_estimate + (self.key_estimate - self.distinct_key_estimate) * (
+            self._replica_count + 1
+        )
+        return self.key_estimate**2 / self._weight_square_sum * self.key_estimate / squares_of_counts
 
     @property
-    def mean_score(self) -> float | None:
+    def mean_top_score(self) -> float | None:
         """Mean of the best score of each key's first list; None without lists."""
-        list_count = self.scores.total()
-        return self.score_sum / list_count if list_count else None
+        list_count = self.keys_by_top_score.total()
+        return self.top_score_sum / list_count if list_count else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +136,15 @@ class ArmComparison:
     @classmethod
     def of(cls, live: CanaryArmTotals, canary: CanaryArmTotals) -> Self:
         """Compare the two arms."""
-        events = sorted({*live.feedback, *canary.feedback})
+        events = sorted({*live.count_by_feedback_event, *canary.count_by_feedback_event})
         feedback_ratio_by_event = {event: _feedback_ratio(event, live, canary) for event in events}
         return cls(
-            {"live": live.requests, "canary": canary.requests},
-            {"live": round(live.different_keys), "canary": round(canary.different_keys)},
+            {"live": live.request_count, "canary": canary.request_count},
+            {"live": round(live.distinct_key_estimate), "canary": round(canary.distinct_key_estimate)},
             mix_shift(live.keys_by_answer_source, canary.keys_by_answer_source),
-            population_stability_index(live.scores, canary.scores),
+            population_stability_index(live.keys_by_top_score, canary.keys_by_top_score),
             {"source_shift": shift_by_chance(live, canary), "score_psi": psi_by_chance(live, canary)},
-            {"live": live.mean_score, "canary": canary.mean_score},
+            {"live": live.mean_top_score, "canary": canary.mean_top_score},
             {event: feedback_ratio for event, (feedback_ratio, _) in feedback_ratio_by_event.items()},
             {event: chance for event, (_, chance) in feedback_ratio_by_event.items()},
         )
@@ -226,15 +229,15 @@ def mix_shift(first_counts: Mapping[str, int], second_counts: Mapping[str, int])
 
 def shift_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
     """Return the source_shift that arms of one generation exceed with probability `CHANCE_PROBABILITY_MAX`."""
-    if not live.effective_keys or not canary.effective_keys:
+    if not live.effective_key_count or not canary.effective_key_count:
         return math.inf
     answer_sources = {*live.keys_by_answer_source, *canary.keys_by_answer_source}
     log_odds = math.log(2 * len(answer_sources) / CHANCE_PROBABILITY_MAX)
-    inverse_size_sum = 1 / live.effective_keys + 1 / canary.effective_keys
-    shift_bound = log_odds / (3 * min(live.effective_keys, canary.effective_keys)) * len(answer_sources)
+    inverse_size_sum = 1 / live.effective_key_count + 1 / canary.effective_key_count
+    shift_bound = log_odds / (3 * min(live.effective_key_count, canary.effective_key_count)) * len(answer_sources)
     for answer_source in answer_sources:
         pooled_share = (live.keys_by_answer_source[answer_source] + canary.keys_by_answer_source[answer_source]) / (
-            live.keys + canary.keys
+            live.key_estimate + canary.key_estimate
         )
         shift_bound += math.sqrt(2 * pooled_share * (1 - pooled_share) * log_odds * inverse_size_sum)
     return min(1.0, 0.5 * shift_bound)
@@ -264,26 +267,28 @@ def population_stability_index(expected_counts: Mapping[int, int], actual_counts
 
 def psi_by_chance(live: CanaryArmTotals, canary: CanaryArmTotals) -> float:
     """Return the score_psi that arms of one generation exceed with probability `CHANCE_PROBABILITY_MAX`."""
-    if not live.effective_keys or not canary.effective_keys:
+    if not live.effective_key_count or not canary.effective_key_count:
         return math.inf
     inverse_size_sum = 0.0
     for arm in (live, canary):
-        list_count = arm.scores.total() or arm.keys  # an arm without lists is as certain as its number of keys allows
-        inverse_size_sum += arm.keys / (list_count * arm.effective_keys)
+        list_count = (
+            arm.keys_by_top_score.total() or arm.key_estimate
+        )  # an arm without lists is as certain as its number of keys allows
+        inverse_size_sum += arm.key_estimate / (list_count * arm.effective_key_count)
     freedom_degrees = _PSI_BINS - 1
     spread = 2 / (9 * freedom_degrees)
     chi_square_quantile: float = freedom_degrees * (1 - spread + _NORMAL_QUANTILE * math.sqrt(spread)) ** 3
     return inverse_size_sum * chi_square_quantile
 
 
-def _feedback_ratio(event: str, live: CanaryArmTotals, canary: CanaryArmTotals) -> tuple[float | None, float]:
+def _feedback_ratio(feedback_event: str, live: CanaryArmTotals, canary: CanaryArmTotals) -> tuple[float | None, float]:
     """Return (canary's rate divided by live's, how far below 1 that may be by chance)."""
-    if not live.feedback[event] or not live.requests or not canary.requests:
+    if not live.count_by_feedback_event[feedback_event] or not live.request_count or not canary.request_count:
         return None, math.inf
-    expected_events = live.feedback[event] * canary.requests / live.requests
-    chance_bound = _NORMAL_QUANTILE * math.sqrt(1 / expected_events + 1 / live.feedback[event])
-    live_rate = live.feedback[event] / live.requests
-    return canary.feedback[event] / canary.requests / live_rate, chance_bound
+    expected_events = live.count_by_feedback_event[feedback_event] * canary.request_count / live.request_count
+    chance_bound = _NORMAL_QUANTILE * math.sqrt(1 / expected_events + 1 / live.count_by_feedback_event[feedback_event])
+    live_rate = live.count_by_feedback_event[feedback_event] / live.request_count
+    return canary.count_by_feedback_event[feedback_event] / canary.request_count / live_rate, chance_bound
 
 
 def ending_remark(config: NightConfig, generation: str) -> str:

@@ -41,7 +41,11 @@ def command(
             if experiment_name is None and (arguments.holdout is None or share_by_arm or arguments.share is not None):
                 raise ConfigError("name the experiment, or give only --holdout, for all experiments", field="name")
             changed_experiments = experiments.change_shares(
-                config, experiment_name, key_share=arguments.share, share_by_arm=share_by_arm, holdout=arguments.holdout
+                config,
+                experiment_name,
+                key_share=arguments.share,
+                share_by_arm=share_by_arm,
+                holdout_share=arguments.holdout,
             )
             return change_to_json(changed_experiments, experiment_name)
         case "exposures":
@@ -59,7 +63,8 @@ def command(
         config.namespace, _demand_name(experiment_name), arm_options, key_share, arguments.sample
     )
     return change_to_json(
-        experiments.start(config, experiment_option, holdout=arguments.holdout, progress=progress), experiment_name
+        experiments.start(config, experiment_option, holdout_share=arguments.holdout, progress=progress),
+        experiment_name,
     )
 
 
@@ -124,12 +129,12 @@ def render_status(experiments_status: dict[str, Any]) -> list[Table | str]:
     return [table, f"holdout {experiments_status['holdout']:.2%}, free {experiments_status['free']:.2%} of all keys"]
 
 
-def _event_text(event: str, count: int, arm: dict[str, Any]) -> str:
-    ratio_interval = arm["ratios"].get(event)
+def _event_text(event_name: str, event_count: int, arm_status: dict[str, Any]) -> str:
+    ratio_interval = arm_status["ratios"].get(event_name)
     if ratio_interval is None:
-        return f"{event} {count:,}"
+        return f"{event_name} {event_count:,}"
     lower_bound, upper_bound = ratio_interval["low"], ratio_interval["high"]
-    return f"{event} {count:,}: {ratio_interval['ratio']:.3f} ({lower_bound:.3f} to {upper_bound:.3f})"
+    return f"{event_name} {event_count:,}: {ratio_interval['ratio']:.3f} ({lower_bound:.3f} to {upper_bound:.3f})"
 
 
 def read_status(config: NightConfig, experiment_name: str | None = None) -> dict[str, Any]:
@@ -187,9 +192,12 @@ def _experiment_status(
 def event_ratios(control_totals: ArmTotals, arm_totals: ArmTotals) -> dict[str, Any]:
     """Return each event's rate divided by the control's, with bounds valid at all looks; None: unbounded."""
     ratio_by_event = {}
-    for event in sorted({*control_totals.feedback, *arm_totals.feedback}):
+    for event in sorted({*control_totals.count_by_feedback_event, *arm_totals.count_by_feedback_event}):
         ratio_interval = rate_ratio(
-            arm_totals.feedback[event], arm_totals.requests, control_totals.feedback[event], control_totals.requests
+            arm_totals.count_by_feedback_event[event],
+            arm_totals.request_count,
+            control_totals.count_by_feedback_event[event],
+            control_totals.request_count,
         )
         ratio_by_event[event] = None if ratio_interval is None else ratio_interval._asdict()
     return ratio_by_event
@@ -205,7 +213,7 @@ def _key_space_summary(all_experiments: Experiments) -> dict[str, Any]:
     }
 
 
-def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
+def free_namespaces(config: NightConfig, experiment_name: str) -> dict[str, object]:
     """Remove an ended experiment's namespaces from Redis; return the number of keys, and the namespaces kept.
 
     The service's own namespace, those of other experiments, and those with a live replica are kept. Files and release
@@ -213,9 +221,9 @@ def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
     over.
     """
     all_experiments = latest_experiments(config.store())
-    experiment = all_experiments.find(name)
+    experiment = all_experiments.find(experiment_name)
     if experiment is None or not experiment.is_over:
-        raise Conflict(f"experiment {name} is not over: `experiment stop` ends it")
+        raise Conflict(f"experiment {experiment_name} is not over: `experiment stop` ends it")
     needed_namespaces = {config.namespace, *all_experiments.namespaces(config.namespace)}
     freed_namespaces, kept_namespaces, removed_key_count = [], [], 0
     for arm in experiment.arms:
@@ -225,12 +233,19 @@ def free_namespaces(config: NightConfig, name: str) -> dict[str, object]:
             if releases.control.replicas():
                 kept_namespaces.append(arm.namespace)
                 continue
-            with audited(config.store(), "experiment", f"retire {name}", actor=config.actor) as audit_details:
+            with audited(
+                config.store(), "experiment", f"retire {experiment_name}", actor=config.actor
+            ) as audit_details:
                 audit_details["namespace"] = arm.namespace
                 with open_governor(config.governor, releases.control) as governor:
                     removed_key_count += _free_namespace(releases, governor)
         freed_namespaces.append(arm.namespace)
-    return {"experiment": name, "freed": freed_namespaces, "kept": kept_namespaces, "keys": removed_key_count}
+    return {
+        "experiment": experiment_name,
+        "freed": freed_namespaces,
+        "kept": kept_namespaces,
+        "keys": removed_key_count,
+    }
 
 
 def _free_namespace(releases: Releases, governor: Governor) -> int:

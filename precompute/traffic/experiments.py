@@ -43,9 +43,9 @@ _SUM_TOLERANCE = 1e-6
 class ArmOption:
     """Requested arm: its name, namespace and share of the experiment."""
 
-    name: str
+    arm_name: str
     namespace: str
-    share: float
+    experiment_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class ExperimentOption:
     """Requested experiment of the service's namespace `own_namespace`; raises ConfigError if invalid."""
 
     own_namespace: str
-    name: str
+    experiment_name: str
     arms: tuple[ArmOption, ...]
-    share: float
-    sample: float = 1.0
+    key_share: float
+    sampled_key_share: float = 1.0
 
     def __post_init__(self) -> None:
-        arm_names = [arm.name for arm in self.arms]
-        for name in (self.name, *arm_names):
+        arm_names = [arm.arm_name for arm in self.arms]
+        for name in (self.experiment_name, *arm_names):
             if not EXPERIMENT_NAME_PATTERN.fullmatch(name):
                 raise ConfigError(f"{name!r} is not a name: a letter, then up to 31 of a-z, 0-9, - and _", field="name")
         if not 2 <= len(arm_names) <= ARMS_MAX or len(set(arm_names)) < len(arm_names):
@@ -74,22 +74,26 @@ class ExperimentOption:
                 "with",
                 field="arm",
             )
-        _demand_shares_sum_to_1({arm.name: arm.share for arm in self.arms})
-        _demand_share("--share", self.share)
-        _demand_share("--sample", self.sample)
+        _demand_shares_sum_to_1({arm.arm_name: arm.experiment_share for arm in self.arms})
+        _demand_share("--share", self.key_share)
+        _demand_share("--sample", self.sampled_key_share)
 
     def is_same(self, experiment: Experiment) -> bool:
         """True if the recorded experiment has the same arms, shares and sample."""
-        requested_arms = [(arm.name, arm.namespace, arm.share) for arm in self.arms]
+        requested_arms = [(arm.arm_name, arm.namespace, arm.experiment_share) for arm in self.arms]
         existing_arms = [(arm.name, arm.namespace, arm.share) for arm in experiment.arms]
-        return (requested_arms, self.share, self.sample) == (existing_arms, experiment.share, experiment.sample)
+        return (requested_arms, self.key_share, self.sampled_key_share) == (
+            existing_arms,
+            experiment.share,
+            experiment.sample,
+        )
 
 
 def start(
     config: NightConfig,
     experiment_option: ExperimentOption,
     *,
-    holdout: float | None = None,
+    holdout_share: float | None = None,
     progress: Progress = quiet,
 ) -> Experiments:
     """Let the arms answer their shares, once every live replica holds the live generations of their namespaces.
@@ -109,18 +113,25 @@ def start(
                 demand_match(
                     live_manifest, published_manifest(settings_for_namespace(config, namespace).store(), control)
                 )
-        with audited(store, "experiment", f"start {experiment_option.name}", actor=config.actor) as audit_details:
+        with audited(
+            store, "experiment", f"start {experiment_option.experiment_name}", actor=config.actor
+        ) as audit_details:
             added_experiments = change_experiments(
                 store,
                 lambda experiments: add_experiment(
-                    experiments, experiment_option, holdout=holdout, at=home_control.time()
+                    experiments, experiment_option, holdout_share=holdout_share, requested_at=home_control.time()
                 ),
             )
             audit_details["version"] = added_experiments.version
             home_control.announce("experiments")
-            _wait_for_replicas(home_control, control_by_namespace, experiment_option.name, config.flip.wait_s, progress)
+            _wait_for_replicas(
+                home_control, control_by_namespace, experiment_option.experiment_name, config.flip.wait_s, progress
+            )
             started_experiments = change_experiments(
-                store, lambda experiments: begin_experiment(experiments, experiment_option.name, at=home_control.time())
+                store,
+                lambda experiments: begin_experiment(
+                    experiments, experiment_option.experiment_name, started_at=home_control.time()
+                ),
             )
             audit_details["version"] = started_experiments.version
         home_control.announce("experiments")
@@ -133,7 +144,7 @@ def change_shares(
     *,
     key_share: float | None = None,
     share_by_arm: Mapping[str, float] | None = None,
-    holdout: float | None = None,
+    holdout_share: float | None = None,
 ) -> Experiments:
     """Change the shares of an experiment, of its arms or of the holdout; only as many keys move as shares change."""
 
@@ -141,7 +152,7 @@ def change_shares(
         if experiment_name is not None and share_by_arm:
             experiments = share_arms(experiments, experiment_name, share_by_arm)
         key_shares = {} if experiment_name is None or key_share is None else {experiment_name: key_share}
-        return share_keys(experiments, key_shares, holdout)
+        return share_keys(experiments, key_shares, holdout_share)
 
     store = config.store()
     with connect(config.redis_url, config.redis_timeout_s) as client:
@@ -161,7 +172,7 @@ def stop(config: NightConfig, experiment_name: str, *, reason: str = "") -> Expe
         subject = f"stop {experiment_name}"
         with audited(store, "experiment", subject, actor=config.actor, reason=reason) as audit_details:
             ended_experiments = change_experiments(
-                store, lambda experiments: end_experiment(experiments, experiment_name, at=home_control.time())
+                store, lambda experiments: end_experiment(experiments, experiment_name, stopped_at=home_control.time())
             )
             audit_details["version"] = ended_experiments.version
         home_control.announce("experiments")
@@ -208,13 +219,17 @@ def _lacking_replicas(home_control: Control, control_by_namespace: Mapping[str, 
 
 
 def add_experiment(
-    all_experiments: Experiments, experiment_option: ExperimentOption, *, holdout: float | None = None, at: float
+    all_experiments: Experiments,
+    experiment_option: ExperimentOption,
+    *,
+    holdout_share: float | None = None,
+    requested_at: float,
 ) -> Experiments:
     """Return the experiments with the requested one, not started yet; unchanged if it is already recorded.
 
     Raises Conflict for a name in use, too few free keys, or more namespaces than replicas may hold.
     """
-    if (existing_experiment := all_experiments.find(experiment_option.name)) is not None:
+    if (existing_experiment := all_experiments.find(experiment_option.experiment_name)) is not None:
         if existing_experiment.is_over:
             raise Conflict(f"experiment {existing_experiment.name} is over, and names are used once: choose another")
         if not experiment_option.is_same(existing_experiment):
@@ -236,32 +251,39 @@ def add_experiment(
             f"namespaces beside their own, {ARM_NAMESPACES_MAX} "
             "are allowed: stop an experiment first"
         )
-    buckets_by_arm = allot_buckets({}, {arm.name: arm.share for arm in experiment_option.arms})
+    buckets_by_arm = allot_buckets({}, {arm.arm_name: arm.experiment_share for arm in experiment_option.arms})
     arms = tuple(
-        ExperimentArm(arm.name, arm.namespace, arm.share, buckets_by_arm[arm.name]) for arm in experiment_option.arms
+        ExperimentArm(arm.arm_name, arm.namespace, arm.experiment_share, buckets_by_arm[arm.arm_name])
+        for arm in experiment_option.arms
     )
-    salt = f"{experiment_option.own_namespace}/{experiment_option.name}"
+    salt = f"{experiment_option.own_namespace}/{experiment_option.experiment_name}"
     new_experiment = Experiment(
-        experiment_option.name, salt, experiment_option.share, (), arms, at, sample=experiment_option.sample
+        experiment_option.experiment_name,
+        salt,
+        experiment_option.key_share,
+        (),
+        arms,
+        requested_at,
+        sample=experiment_option.sampled_key_share,
     )
     all_experiments = replace(
         all_experiments,
         salt=all_experiments.salt or experiment_option.own_namespace,
         experiments=(*all_experiments.experiments, new_experiment),
     )
-    return share_keys(all_experiments, {experiment_option.name: experiment_option.share}, holdout)
+    return share_keys(all_experiments, {experiment_option.experiment_name: experiment_option.key_share}, holdout_share)
 
 
 def share_keys(
-    all_experiments: Experiments, key_shares: Mapping[str, float], holdout: float | None = None
+    all_experiments: Experiments, key_shares: Mapping[str, float], holdout_share: float | None = None
 ) -> Experiments:
     """Return the experiments with these shares of all keys, others unchanged; raise Conflict for too few free keys."""
     for name, key_share in key_shares.items():
         current_experiment(all_experiments, name)
         _demand_share("--share", key_share)
-    if holdout is not None and not 0 <= holdout < 1:
-        raise ConfigError(f"--holdout must be at least 0 and below 1, not {holdout:g}", field="holdout")
-    target_shares = {_HOLDOUT_KEY: all_experiments.holdout_share if holdout is None else holdout}
+    if holdout_share is not None and not 0 <= holdout_share < 1:
+        raise ConfigError(f"--holdout must be at least 0 and below 1, not {holdout_share:g}", field="holdout")
+    target_shares = {_HOLDOUT_KEY: all_experiments.holdout_share if holdout_share is None else holdout_share}
     target_shares |= {
         experiment.name: key_shares.get(experiment.name, experiment.share) for experiment in all_experiments.current
     }
@@ -271,7 +293,7 @@ def share_keys(
     try:
         new_buckets_by_name = allot_buckets(buckets_by_name, target_shares)
     except ValueError:
-        changed_names = {*key_shares, *([] if holdout is None else [_HOLDOUT_KEY])}
+        changed_names = {*key_shares, *([] if holdout_share is None else [_HOLDOUT_KEY])}
         free_share = max(
             0.0, 1 - sum(target_share for name, target_share in target_shares.items() if name not in changed_names)
         )
@@ -293,13 +315,13 @@ def share_keys(
     )
 
 
-def share_arms(all_experiments: Experiments, name: str, arm_shares: Mapping[str, float]) -> Experiments:
+def share_arms(all_experiments: Experiments, experiment_name: str, arm_shares: Mapping[str, float]) -> Experiments:
     """Return the experiments with these shares of one experiment's arms; other arms keep their shares."""
-    experiment = current_experiment(all_experiments, name)
+    experiment = current_experiment(all_experiments, experiment_name)
     for arm_name in arm_shares:
         if experiment.arm(arm_name) is None:
             arm_names = ", ".join(experiment_arm.name for experiment_arm in experiment.arms)
-            raise Conflict(f"experiment {name} has no arm {arm_name!r}: it has {arm_names}")
+            raise Conflict(f"experiment {experiment_name} has no arm {arm_name!r}: it has {arm_names}")
     target_shares = {
         experiment_arm.name: arm_shares.get(experiment_arm.name, experiment_arm.share)
         for experiment_arm in experiment.arms
@@ -315,25 +337,31 @@ def share_arms(all_experiments: Experiments, name: str, arm_shares: Mapping[str,
     return _with_changed(all_experiments, replace(experiment, arms=arms))
 
 
-def begin_experiment(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
+def begin_experiment(all_experiments: Experiments, experiment_name: str, *, started_at: float) -> Experiments:
     """Return the experiments, with the named one running."""
-    experiment = current_experiment(all_experiments, name)
+    experiment = current_experiment(all_experiments, experiment_name)
     return (
-        all_experiments if experiment.is_running else _with_changed(all_experiments, replace(experiment, started_at=at))
+        all_experiments
+        if experiment.is_running
+        else _with_changed(all_experiments, replace(experiment, started_at=started_at))
     )
 
 
-def end_experiment(all_experiments: Experiments, name: str, *, at: float) -> Experiments:
+def end_experiment(all_experiments: Experiments, experiment_name: str, *, stopped_at: float) -> Experiments:
     """Return the experiments, with the named one over and its keys free."""
-    experiment = _require_experiment(all_experiments, name)
-    return all_experiments if experiment.is_over else _with_changed(all_experiments, replace(experiment, stopped_at=at))
+    experiment = _require_experiment(all_experiments, experiment_name)
+    return (
+        all_experiments
+        if experiment.is_over
+        else _with_changed(all_experiments, replace(experiment, stopped_at=stopped_at))
+    )
 
 
-def current_experiment(all_experiments: Experiments, name: str) -> Experiment:
+def current_experiment(all_experiments: Experiments, experiment_name: str) -> Experiment:
     """Return the experiment of that name; raise Conflict if there is none or it is over."""
-    experiment = _require_experiment(all_experiments, name)
+    experiment = _require_experiment(all_experiments, experiment_name)
     if experiment.is_over:
-        raise Conflict(f"experiment {name} is over: start a new one")
+        raise Conflict(f"experiment {experiment_name} is over: start a new one")
     return experiment
 
 
@@ -353,9 +381,11 @@ def _with_changed(all_experiments: Experiments, changed_experiment: Experiment) 
     return replace(all_experiments, experiments=experiments)
 
 
-def _demand_share(option_name: str, fraction: float) -> None:
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"{option_name} must be above 0, at most 1, not {fraction:g}", field=option_name.lstrip("-"))
+def _demand_share(option_name: str, stated_share: float) -> None:
+    if not 0 < stated_share <= 1:
+        raise ConfigError(
+            f"{option_name} must be above 0, at most 1, not {stated_share:g}", field=option_name.lstrip("-")
+        )
 
 
 def _demand_shares_sum_to_1(arm_shares: Mapping[str, float]) -> None:
@@ -388,8 +418,9 @@ def demand_match(home_manifest: Manifest, arm_manifest: Manifest) -> None:
         expected_shape, arm_shape = (_table_shape(table), _table_shape(arm_manifest.tables.get(table_name)))
         if expected_shape != arm_shape:
             raise Conflict(
-                f"table {table_name!r} is {_shape_text(expected_shape)} in namespace {home_manifest.namespace!r} and "
-                f"{_shape_text(arm_shape)} in {arm_manifest.namespace!r}: tables of all arms must match in kind, "
+                f"table {table_name!r} is {_table_shape_text(expected_shape)} in namespace "
+                    f"{home_manifest.namespace!r} and "
+                f"{_table_shape_text(arm_shape)} in {arm_manifest.namespace!r}: tables of all arms must match in kind, "
                 "entity, width and labels",
                 namespace=arm_manifest.namespace, table=table_name,
             )  # fmt: skip
@@ -437,10 +468,10 @@ def _table_shape(table: Table | None) -> Mapping[str, Any] | None:
     return shape | ({"labels": list(table.labels)} if table.labels else {})
 
 
-def _shape_text(shape: Mapping[str, Any] | None) -> str:
-    if shape is None:
+def _table_shape_text(table_shape: Mapping[str, Any] | None) -> str:
+    if table_shape is None:
         return "absent"
-    return " ".join(f"{property_name} {property_value}" for property_name, property_value in shape.items())
+    return " ".join(f"{property_name} {property_value}" for property_name, property_value in table_shape.items())
 
 
 def compute_arm_rooms(config: NightConfig, client: "redis.Redis") -> tuple[ArmRoom, ...]:

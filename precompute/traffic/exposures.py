@@ -37,18 +37,24 @@ _PART_NAME = re.compile(r"([0-9]{1,12})\..*\.json")
 class ArmTotals:
     """Totals of one arm: requests, exposed keys summed over hours, events by name."""
 
-    requests: int = 0
-    exposures: int = 0
-    feedback: Counter[str] = field(default_factory=Counter)
+    request_count: int = 0
+    exposed_key_count: int = 0
+    count_by_feedback_event: Counter[str] = field(default_factory=Counter)
 
-    def add(self, counts: Mapping[str, Any]) -> None:
+    def add(self, summary_counts: Mapping[str, Any]) -> None:
         """Add the counts of a part or a summary; raise KeyError, TypeError or ValueError if they are malformed."""
-        self.requests += int(counts["requests"])
-        self.feedback.update({str(event): int(count) for event, count in counts["feedback"].items()})
+        self.request_count += int(summary_counts["requests"])
+        self.count_by_feedback_event.update(
+            {str(event): int(count) for event, count in summary_counts["feedback"].items()}
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the totals as JSON."""
-        return {"requests": self.requests, "exposures": self.exposures, "feedback": dict(sorted(self.feedback.items()))}
+        return {
+            "requests": self.request_count,
+            "exposures": self.exposed_key_count,
+            "feedback": dict(sorted(self.count_by_feedback_event.items())),
+        }
 
 
 def gather_exposures(
@@ -88,13 +94,13 @@ def gather_in_night(config: NightConfig, releases: Releases, _needed_generations
 def erased_users(store: ArtefactStore) -> frozenset[bytes]:
     """Return the users that no file may name, whose erasures are in force."""
     erasures = all_erasures(store)
-    return frozenset(erasure.raw for erasure in erasures if erasure.is_in_force and erasure.kind == "user")
+    return frozenset(erasure.raw_id for erasure in erasures if erasure.is_in_force and erasure.kind == "user")
 
 
-def read_totals_by_arm(store: ArtefactStore, experiment: str) -> dict[str, ArmTotals]:
+def read_totals_by_arm(store: ArtefactStore, experiment_name: str) -> dict[str, ArmTotals]:
     """Return the totals by arm over all hours; in parts that are not merged yet, keys are counted per part."""
     totals_by_arm: dict[str, ArmTotals] = {}
-    experiment_folder, merged_part_names = f"{EXPOSURES_FOLDER}/{experiment}", set[str]()
+    experiment_folder, merged_part_names = f"{EXPOSURES_FOLDER}/{experiment_name}", set[str]()
     summary_names = [summary_name for summary_name in store.names(experiment_folder) if summary_name.endswith(".json")]
     for summary_path, raw_summary in sorted(
         store.read_many([f"{experiment_folder}/{summary_name}" for summary_name in summary_names]).items()
@@ -104,7 +110,7 @@ def read_totals_by_arm(store: ArtefactStore, experiment: str) -> dict[str, ArmTo
         for arm, arm_counts in summary["arms"].items():
             arm_totals = totals_by_arm.setdefault(arm, ArmTotals())
             arm_totals.add(arm_counts)
-            arm_totals.exposures += int(arm_counts["exposures"])
+            arm_totals.exposed_key_count += int(arm_counts["exposures"])
     waiting_part_names = [
         name
         for part_names in _part_names_by_hour(store).values()
@@ -113,10 +119,10 @@ def read_totals_by_arm(store: ArtefactStore, experiment: str) -> dict[str, ArmTo
     ]
     for _, arm_lines in _read_parts(store, waiting_part_names):
         for arm_line in arm_lines:
-            if arm_line["experiment"] == experiment:
+            if arm_line["experiment"] == experiment_name:
                 arm_totals = totals_by_arm.setdefault(arm_line["arm"], ArmTotals())
                 arm_totals.add(arm_line)
-                arm_totals.exposures += len(arm_line["exposures"])
+                arm_totals.exposed_key_count += len(arm_line["exposures"])
     return totals_by_arm
 
 
@@ -147,10 +153,10 @@ def forget_keys(store: ArtefactStore, keys: Collection[bytes]) -> int:
 
 
 def _remove_keys_from_file(
-    store: ArtefactStore, parquet_path: str, raw_parquet: bytes, keys: Collection[bytes]
+    store: ArtefactStore, parquet_path: str, raw_parquet: bytes, removed_keys: Collection[bytes]
 ) -> bool:
     rows = pq.read_table(io.BytesIO(raw_parquet))
-    remaining_rows = _without_keys(rows, keys)
+    remaining_rows = _without_keys(rows, removed_keys)
     if len(remaining_rows) < len(rows):
         store.write(parquet_path, _parquet_bytes(remaining_rows))
     return len(remaining_rows) < len(rows)
@@ -180,7 +186,7 @@ def _merge_parts(
                 totals_by_arm.setdefault(arm_line["arm"], ArmTotals()).add(arm_line)
     exposure_rows = _write_exposures(store, f"{hour_path}.parquet", exposure_tables, erased_keys)
     for value_count in pc.value_counts(exposure_rows["arm"]).to_pylist():
-        totals_by_arm.setdefault(value_count["values"], ArmTotals()).exposures = value_count["counts"]
+        totals_by_arm.setdefault(value_count["values"], ArmTotals()).exposed_key_count = value_count["counts"]
     new_summary = {
         "experiment": experiment,
         "hour": hour,
@@ -190,12 +196,12 @@ def _merge_parts(
     store.write(f"{hour_path}.json", orjson.dumps(new_summary, option=orjson.OPT_APPEND_NEWLINE))
 
 
-def _exposure_table(arm: str, exposures: Iterable[tuple[str, float]]) -> pa.Table:
-    exposure_pairs = list(exposures)
+def _exposure_table(arm_name: str, exposed_keys_and_times: Iterable[tuple[str, float]]) -> pa.Table:
+    exposure_pairs = list(exposed_keys_and_times)
     at_ms = pa.array([round(at * 1000) for _, at in exposure_pairs], pa.int64())
     columns = {
         "key": pa.array([key for key, _ in exposure_pairs], pa.string()),
-        "arm": pa.array([arm] * len(exposure_pairs), pa.string()),
+        "arm": pa.array([arm_name] * len(exposure_pairs), pa.string()),
         "at": at_ms.cast(EXPOSURE_SCHEMA.field("at").type),
     }
     return pa.table(columns, schema=EXPOSURE_SCHEMA)
@@ -221,15 +227,15 @@ def _write_exposures(
     return rows
 
 
-def _without_keys(rows: pa.Table, removed_keys: Collection[bytes]) -> pa.Table:
+def _without_keys(exposure_rows: pa.Table, removed_keys: Collection[bytes]) -> pa.Table:
     """Return the rows whose key is not removed."""
     removed_key_texts = pa.array(sorted(key.decode() for key in removed_keys), pa.string())
-    return rows.filter(pc.invert(pc.is_in(rows["key"], value_set=removed_key_texts)))
+    return exposure_rows.filter(pc.invert(pc.is_in(exposure_rows["key"], value_set=removed_key_texts)))
 
 
-def _parquet_bytes(table: pa.Table) -> bytes:
+def _parquet_bytes(exposure_table: pa.Table) -> bytes:
     buffer = io.BytesIO()
-    pq.write_table(table, buffer)
+    pq.write_table(exposure_table, buffer)
     return buffer.getvalue()
 
 

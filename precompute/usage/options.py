@@ -21,6 +21,6 @@ WORKLIST = CommandRow(
     CommandPlace("usage.worklist.worklist"),
     "ids that callers request and no night knows, most requested first",
     _add_options,
-    redis="if running",
-    store="reads",
+    needed_redis="if running",
+    store_access="reads",
 )

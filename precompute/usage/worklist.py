@@ -78,7 +78,7 @@ def make_rows(
     store: ArtefactStore, read_count_by_id: Mapping[EntityName, int], live_generation: str | None
 ) -> list[WorklistRow]:
     """Return the rows, most requested first, without blocked and erased ids."""
-    excluded_ids = {erasure.raw for erasure in all_erasures(store) if erasure.is_in_force}
+    excluded_ids = {erasure.raw_id for erasure in all_erasures(store) if erasure.is_in_force}
     blocklist = latest_blocklist(store)
     excluded_ids |= set(blocklist.entities) | set(blocklist.users) | set(blocklist.items)
     known_entities = KnownEntities(store, live_generation)
@@ -114,9 +114,9 @@ class KnownEntities:
         except LarderError as error:
             err_console.print(f"{live_generation} cannot be read: {error.message}", markup=False)
 
-    def standing(self, table: str, entity_id: bytes) -> str:
+    def standing(self, table_name: str, entity_id: bytes) -> str:
         """Return the standing of an id: "known", "coming" or "no input"."""
-        entity = self._entity_by_table.get(table)
+        entity = self._entity_by_table.get(table_name)
         directory = self._directory_by_entity.get(str(entity))
         if directory is not None and directory.find_position(hash_id(entity_id, directory.seed)) >= 0:
             return "known"

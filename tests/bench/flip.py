@@ -105,7 +105,7 @@ def _cycle(config: NightConfig, control: Control, second: str, cycle: int) -> li
     published = _swapped(control, asked_at, is_rollback=False)
     time.sleep(SETTLE_S)
     asked_at = time.time()
-    roll_back(config, to=None, reason="the bench says so", attempt=f"back-{cycle}")
+    roll_back(config, target_generation=None, reason="the bench says so", attempt=f"back-{cycle}")
     rolled_back = _swapped(control, asked_at, is_rollback=True)
     return [published, rolled_back]
 

@@ -139,7 +139,7 @@ def kernel_run(night: Night) -> tuple[int, Callable[[], float]]:
         np.concatenate([[0], np.cumsum(lengths)]),
         np.concatenate([encoded_chunk.seen_items.indices for encoded_chunk in chunks]),
     )
-    scorer = Scorers(night.config.device).at(0).of(work[0].items, "inner_product")
+    scorer = Scorers(night.config.device).device_of_shard(0).of(work[0].items, "inner_product")
 
     def run() -> float:
         started, cpu = time.perf_counter(), time.process_time()

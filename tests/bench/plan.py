@@ -106,7 +106,7 @@ def prepare(case: Case, folder: Path, redis_url: str) -> NightConfig:
         reference=ReferenceConfig(dims=case.dims, choose=False),
     )  # fmt: skip
     folder.mkdir()
-    clicks = synthesize(WorldSettings(users=case.users, items=case.items))
+    clicks = synthesize(WorldSettings(user_count=case.users, item_count=case.items))
     write_clicks(folder, replace(clicks, item_ids=tuple(item_id + "x" * case.id_bytes for item_id in clicks.item_ids)))
     train_reference(config, data_until=DATA_UNTIL)
     return config
@@ -218,7 +218,8 @@ def errors(
         for (name, measured_bytes), forecast_bytes in zip(measured.items(), foretold, strict=True)
     }
     forecast_times = [
-        NightTimes(night_forecast.timings.total, night_forecast.load).times_by_name() for night_forecast in forecasts
+        NightTimes(night_forecast.timings.total, night_forecast.load_time).times_by_name()
+        for night_forecast in forecasts
     ]
     measured_times = [real_night.times_by_name() for real_night in nights]
     for name in forecast_times[0]:
@@ -230,7 +231,7 @@ def errors(
             - 1
         )
         measured[name] = median(measured_by_name[name] for measured_by_name in measured_times)
-    layout = last_forecast.shape.layouts["user_topk"][1]
+    layout = last_forecast.shape.layout_by_table["user_topk"][1]
     for hit_forecast, mib in zip(last_forecast.hit_rates, case.l1_mib, strict=True):
         cold, steady = drive(case, case.users, layout.size_bytes, mib)
         off[f"points: {mib} MiB"] = 100 * (hit_forecast.steady - steady)
@@ -257,7 +258,7 @@ def main() -> None:
                 nights.append(night.run())
             off, measured = errors(case, forecasts, night, nights)
         name = f"{number}: {case.users:,} x {case.items:,}, K {case.k}, d {case.dims}"
-        report.figures[name] = f"sample {forecasts[-1].sample_users:,} users"
+        report.figures[name] = f"sample {forecasts[-1].sample_user_count:,} users"
         for figure_name, deviation in off.items():
             unit = "points" if figure_name.startswith("points") else "%"
             deviation_in_unit = deviation if unit == "points" else 100 * deviation

@@ -44,9 +44,9 @@ def demo(users: int, requests: int) -> Keys:
     """Tables and ids that the demo's traffic asks for, in its order."""
     numbers: dict[tuple[str, object], int] = {}
     key_numbers = [
-        numbers.setdefault((question.table, question.id), len(numbers))
-        for request in islice(RequestStream(make_synthetic_data(WorldSettings(users=users))), requests)
-        if request.kind not in UNREAD
+        numbers.setdefault((question.table_name, question.entity_id), len(numbers))
+        for request in islice(RequestStream(make_synthetic_data(WorldSettings(user_count=users))), requests)
+        if request.request_kind not in UNREAD
         for question in request.questions
     ]
     return np.array(key_numbers, np.int64)

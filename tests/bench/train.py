@@ -134,7 +134,7 @@ def gowalla(report: Report, folder: Path) -> None:
     [(_, vectors)] = train_tables(data, [choice.shape], rng)
     report.figures["train_s"] = time.perf_counter() - started
     recall, gain = evaluate_ranking(build_matrix(*train_pairs, size), build_matrix(*test_pairs, size), *vectors)
-    report.figures |= {"chosen": json.dumps(choice.row()), "recall_at_20": recall, "ndcg_at_20": gain}
+    report.figures |= {"chosen": json.dumps(choice.report_fields()), "recall_at_20": recall, "ndcg_at_20": gain}
 
 
 def main() -> None:

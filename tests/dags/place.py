@@ -137,7 +137,7 @@ def airflow_over(
     airflow_environ |= dict(settings or {})
     with (
         redis.Redis.from_url(server.url, protocol=3) as client,
-        LocalAirflow(folder / "state", environment=airflow_environ, pools={"gpu": 2}) as airflow,
+        LocalAirflow(folder / "state", task_environment=airflow_environ, slots_by_pool={"gpu": 2}) as airflow,
     ):
         yield AirflowDeployment(folder, airflow, Control(client, Keyspace("default")), server.url)
 

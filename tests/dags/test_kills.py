@@ -53,7 +53,7 @@ def disturbed_run(
             }
             if report.state in ("success", "failed"):
                 break
-        for running_task in task_processes(deployment.airflow.session):
+        for running_task in task_processes(deployment.airflow.scheduler_session_id):
             task = names.get(running_task.instance_id)
             if task not in pending_deaths:
                 continue
@@ -66,7 +66,7 @@ def disturbed_run(
         time.sleep(0.01)
     assert states(deployment.airflow.wait(NIGHT, run_id, RUN_S)) == {"success"}
     # A task whose worker was killed may still be at work.
-    assert poll_until(lambda: not task_processes(deployment.airflow.session), 30.0)
+    assert poll_until(lambda: not task_processes(deployment.airflow.scheduler_session_id), 30.0)
     return run_id
 
 

@@ -51,7 +51,7 @@ def test_a_night_from_half_the_users_is_red_and_the_same_run_is_green_with_all_o
             # when: the whole file is there and the same run is cleared
             write_interactions(source, seed=7, more=60)
             twin = run_night(Night(deployment.twin, "twin", cut))
-            second = twin[0][1].summary.split()[0]
+            second = twin[0][1].result_summary.split()[0]
             deployment.expect(watch, deployment.twin, second)
             deployment.airflow.clear(NIGHT, run_id)
             green = deployment.airflow.wait(NIGHT, run_id, RUN_S)

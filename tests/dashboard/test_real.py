@@ -54,7 +54,7 @@ async def replay_streams(urls: list[str], night: NightConfig, judge: Judge) -> N
     streams = (stream(night, seed) for seed in range(len(urls)))
     await asyncio.gather(
         *(
-            replay(url, islice(request_stream, REQUESTS), judge, rate=RATE)
+            replay(url, islice(request_stream, REQUESTS), judge, requests_per_s=RATE)
             for url, request_stream in zip(urls, streams, strict=True)
         )
     )

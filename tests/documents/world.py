@@ -56,7 +56,7 @@ def environment(redis_url: str, folder: Path) -> dict[str, str]:
 
 def build(folder: Path, redis_url: str) -> str:
     """Write the shop's data and settings, train its model and publish three generations; the live one."""
-    clicks = synthesize(WorldSettings(users=400, items=400))
+    clicks = synthesize(WorldSettings(user_count=400, item_count=400))
     clicks = replace(
         clicks,
         user_ids=tuple(map(str, range(len(clicks.user_ids)))),

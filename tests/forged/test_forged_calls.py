@@ -54,13 +54,13 @@ def stage(control: Control) -> None:
 
 def figures(control: Control) -> None:
     info = watch.fetch_info(control.client)
-    watch.lag_bytes(info)
+    watch.redis_lag_bytes(info)
     watch.count_reads(info)
     watch.main_thread_cpu_s(info)
 
 
 def mark_part(control: Control) -> None:
-    part: Any = SimpleNamespace(name="a/0", loaded_digest=b"mark", progress="a/0:progress")
+    part: Any = SimpleNamespace(loaded_field="a/0", loaded_digest=b"mark", progress_field="a/0:progress")
     mark_loaded(control.client, KEYS.loaded_parts(POINTER.generation), part)
 
 

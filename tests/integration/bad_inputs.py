@@ -75,7 +75,7 @@ def with_vectors(
         item_tower=ModelFile(onnx_model.item_tower(make(vectors)), tower.spec, entity="item"),
         values={
             name: ModelFile(OnnxModel(model.path.read_bytes()), model.spec, labels=model.labels)
-            for name, model in bundle.values.items()
+            for name, model in bundle.value_models.items()
         },
     )
     return replace(config, bundle=str(folder / "bundle"))
@@ -114,7 +114,7 @@ def with_values(config: NightConfig, folder: Path, factor: float, offset: float)
     shutil.copytree(config.path(config.bundle), folder / "bundle")
     bundle = Bundle.open(folder / "bundle")
     models = {}
-    for name, model in bundle.values.items():
+    for name, model in bundle.value_models.items():
         proto = onnx.load(model.path)
         output = next(node for node in proto.graph.node if model.spec.output in node.output)
         output.output[list(output.output).index(model.spec.output)] = "before"

@@ -196,10 +196,10 @@ def make_bench(folder: Path, redis_url: str, *, seed: int, users: int, items: in
     pristine_folder = folder / "kept"
     shutil.copytree(config.store().local(f"generations/{generation}"), pristine_folder)
     theirs = replace(config, base=str(folder / "theirs"), namespace=f"{config.namespace}-theirs")
-    clicks = synthesize(WorldSettings(users=users, items=items, seed=seed))
+    clicks = synthesize(WorldSettings(user_count=users, item_count=items, seed=seed))
     # Within what is trained on and within the rest: as many items are known as in ours.
     items_of, until_us = (clicks.item_rows.copy(), int(parse_time(DATA_UNTIL).timestamp() * 1_000_000))
-    for rows in (np.flatnonzero(clicks.times < until_us), np.flatnonzero(clicks.times >= until_us)):
+    for rows in (np.flatnonzero(clicks.times_us < until_us), np.flatnonzero(clicks.times_us >= until_us)):
         items_of[rows] = items_of[np.random.default_rng(seed).permutation(rows)]
     (folder / "theirs").mkdir()
     write_clicks(folder / "theirs", replace(clicks, item_rows=items_of))

@@ -11,7 +11,7 @@ from precompute.steps.night import Night, run_night
 def night(config: NightConfig, cut: str, attempt: str) -> dict[str, str]:
     """A whole night; its generation."""
     lines = run_night(Night(config, attempt, cut))
-    return {"generation": lines[0][1].summary.split()[0]}
+    return {"generation": lines[0][1].result_summary.split()[0]}
 
 
 def build(config: NightConfig, cut: str) -> str:

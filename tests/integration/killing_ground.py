@@ -188,7 +188,9 @@ class Ground:
         to = read_namespace_state(self.twin).previous
         reason = "a test says so"
         self.step(
-            "roll_back", lambda c, attempt: partial(roll_back, c, to=to, reason=reason, attempt=attempt), kills=kills
+            "roll_back",
+            lambda c, attempt: partial(roll_back, c, target_generation=to, reason=reason, attempt=attempt),
+            kills=kills,
         )
         self.compare()
         self.retire(kills=kills)

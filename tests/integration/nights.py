@@ -85,7 +85,7 @@ def _make_template(seed: int, users: int, items: int) -> "tempfile.TemporaryDire
     """Folder with the data and the bundle of these sizes, made once: they are the same bytes every time."""
     temporary_folder = tempfile.TemporaryDirectory(prefix="larder-made-")
     folder = Path(temporary_folder.name)
-    write_clicks(folder, synthesize(WorldSettings(users=users, items=items, seed=seed)))
+    write_clicks(folder, synthesize(WorldSettings(user_count=users, item_count=items, seed=seed)))
     train_reference(_config(folder, "redis://nowhere"), data_until=DATA_UNTIL)
     shutil.rmtree(folder / "artifacts")
     return temporary_folder
@@ -97,9 +97,9 @@ def write_clicks(folder: Path, clicks: Clicks) -> None:
     interactions = {
         "user": pa.array(users[clicks.user_rows], pa.string()),
         "item": pa.array(item_ids[clicks.item_rows], pa.string()),
-        "timestamp": pa.array(clicks.times, pa.timestamp("us", tz="UTC")),
+        "timestamp": pa.array(clicks.times_us, pa.timestamp("us", tz="UTC")),
     }
-    features = {"item": clicks.item_ids, "category": clicks.categories}
+    features = {"item": clicks.item_ids, "category": clicks.category_by_item}
     pq.write_table(pa.table(interactions), folder / "interactions.parquet")
     pq.write_table(pa.table(features), folder / "items.parquet")
 
@@ -108,7 +108,7 @@ def publish_night(config: NightConfig, data_until: str) -> str:
     """A whole night with this cut; the generation."""
     attempt = f"test-{uuid.uuid4().hex[:8]}"
     lines = run_night(Night(config, attempt, data_until))
-    return lines[0][1].summary.split()[0]
+    return lines[0][1].result_summary.split()[0]
 
 
 def build_verified(config: NightConfig, data_until: str, *, pinned: bool = False) -> str:
@@ -144,7 +144,7 @@ def publish(config: NightConfig, generation: str, *, verify_again: bool = False)
 def roll_back(config: NightConfig, to: str | None = None) -> str:
     """Back to an earlier generation; the one that is live now."""
     attempt = f"test-{uuid.uuid4().hex[:8]}"
-    moved = move_back(config, to=to, reason="a test says so", attempt=attempt)
+    moved = move_back(config, target_generation=to, reason="a test says so", attempt=attempt)
     return str(moved["generation"])
 
 

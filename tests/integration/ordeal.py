@@ -218,7 +218,7 @@ async def ordeal(config: NightConfig, folder: Path, answer_judge: AnswerJudge) -
             LARDER_OVERLAY_TTL_S="5",
             **{troubled_service.FAULT_FILE: str(model)},
         )
-        service = ServiceProcess(folder / "log", environ, module=troubled_service.__name__)
+        service = ServiceProcess(folder / "log", environ, module_name=troubled_service.__name__)
         await asyncio.to_thread(service.__enter__)
         try:
             yield Ordeal(service, proxy, model, answer_judge)

@@ -20,7 +20,7 @@ from precompute.bulk.reload import reload
 from precompute.releases import moves
 from precompute.releases.recovery import restore_redis
 from precompute.releases.release_log import Releases
-from precompute.releases.sweep import drop_old_rows, retire, sweepable
+from precompute.releases.sweep import drop_old_rows, retire, unneeded_generations
 from serving.generations.pointer_follower import judge_pointer
 
 NIGHTS = tuple(
@@ -107,10 +107,10 @@ class Racer:
         releases.mark_verified(generation, attempt=self._attempt())
 
     def _roll_back(self, _make: Make) -> None:
-        moves.roll_back(self.releases, to=None, reason="bad", attempt=self._attempt())
+        moves.roll_back(self.releases, target_generation=None, reason="bad", attempt=self._attempt())
 
     def _retire(self, _make: Make) -> None:
-        for generation in sweepable(self.releases, keep=1, grace_s=0.5):
+        for generation in unneeded_generations(self.releases, kept_generations=1, grace_s=0.5):
             retire(self.releases, generation, attempt=self._attempt(), grace_s=0.5)
         drop_old_rows(self.releases, overlay_ttl_s=2.0, kept_s=0.0)
 

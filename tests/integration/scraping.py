@@ -138,7 +138,7 @@ def sampling(*, every_s: float) -> dict[str, str]:
 
 def traffic(url: str, night: NightConfig, judge: Judge, *, rate: float) -> AbstractContextManager[object]:
     """The demo's stream of requests over the users of this night: hits, misses, live answers and defaults."""
-    return replay_in_background(url, stream(night), judge, rate=rate)
+    return replay_in_background(url, stream(night), judge, requests_per_s=rate)
 
 
 def stream(night: NightConfig, seed: int = 0) -> RequestStream:

@@ -77,7 +77,7 @@ def read_namespace_state(config: NightConfig) -> NamespaceState:
                 generation: releases.state(generation, view.ledger)
                 for generation in view.ledger.state_by_generation or {}
             },
-            registry={generation: row.state for generation, row in view.rows.items()},
+            registry={generation: row.state for generation, row in view.registry_rows.items()},
             files=files,
             pages=pages,
         )
@@ -101,7 +101,7 @@ def assert_whole(config: NightConfig) -> str:
                 assert verify_part(client, keys, manifest, root, part) == part.pages.pages
         for kind in ("g", "w"):
             for name in client.scan_iter(f"larder:1:{config.namespace}:{kind}:*", 1_000):
-                assert name.decode().split(":")[4] in view.rows, f"{name} is of no known generation"
+                assert name.decode().split(":")[4] in view.registry_rows, f"{name} is of no known generation"
         return live
 
 

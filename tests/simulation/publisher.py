@@ -114,13 +114,13 @@ class Publisher:
 
     def roll_back(self) -> str:
         """Back by one."""
-        moved = moves.roll_back(self._releases(), to=None, reason="bad", attempt=self._attempt())
+        moved = moves.roll_back(self._releases(), target_generation=None, reason="bad", attempt=self._attempt())
         return moved.pointer.generation
 
     def retire(self) -> str:
         """Removes what nobody needs."""
         releases, retired_generations = self._releases(), []
-        for generation in sweep.sweepable(releases, keep=1, grace_s=GRACE_S):
+        for generation in sweep.unneeded_generations(releases, kept_generations=1, grace_s=GRACE_S):
             with contextlib.suppress(Conflict):
                 sweep.retire(releases, generation, attempt=self._attempt(), grace_s=GRACE_S)
                 retired_generations.append(generation)
@@ -159,15 +159,17 @@ class Publisher:
         own_control = self._control(OWN_NAMESPACE)
         controls = {arm.namespace: self._control(arm.namespace) for arm in arms}
         option = ExperimentOption(OWN_NAMESPACE, name, arms, share)
-        self._edit(lambda record: experiments.add_experiment(record, option, at=own_control.time()))
+        self._edit(lambda record: experiments.add_experiment(record, option, requested_at=own_control.time()))
         experiments._wait_for_replicas(own_control, controls, name, FLIP.wait_s, quiet)
-        self._edit(lambda record: experiments.begin_experiment(record, name, at=own_control.time()))
+        self._edit(lambda record: experiments.begin_experiment(record, name, started_at=own_control.time()))
         return f"{name} in {namespaces}"
 
     def stop_experiment(self, position: int) -> str:
         """Stops one of those that are not over."""
         name = self._current(position)
-        self._edit(lambda record: experiments.end_experiment(record, name, at=self._control(OWN_NAMESPACE).time()))
+        self._edit(
+            lambda record: experiments.end_experiment(record, name, stopped_at=self._control(OWN_NAMESPACE).time())
+        )
         return name
 
     def change_share(self, position: int, share: float, control: float | None) -> str:

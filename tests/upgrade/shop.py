@@ -82,7 +82,7 @@ class Shop:
     def open(self) -> None:
         """Write data and settings; a second file of settings has a gate that nothing passes."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        clicks = synthesize(WorldSettings(users=400, items=120, seed=self.seed))
+        clicks = synthesize(WorldSettings(user_count=400, item_count=120, seed=self.seed))
         write_clicks(self.folder, clicks)
         for name, gates in (("larder", ""), ("strict", "items_of_live = 2.0")):
             text = SETTINGS.format(namespace=self.namespace, gates=gates)
@@ -178,7 +178,10 @@ class Shop:
             for release in releases:
                 environ = release.environment(self.environ(LARDER_STATE=str(self.state_of(release))))
                 service = ServiceProcess(
-                    self.folder / f"{release.name}.log", environ, root=release.root, python=release.python
+                    self.folder / f"{release.name}.log",
+                    environ,
+                    working_folder=release.root,
+                    python_path=release.python,
                 )
                 self.services[release.name] = stack.enter_context(service)
             try:

@@ -68,7 +68,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     source_notes = _notes_on_first_rows(setting_guesses, target_path.parent) or _notes_on_text_files(
         setting_guesses, tables_folder
     )
-    setting_guesses.notes += [note.replace(f"{tables_folder}{os.sep}", "") for note in source_notes]
+    setting_guesses.guess_notes += [note.replace(f"{tables_folder}{os.sep}", "") for note in source_notes]
     bundle_path = _find_bundle(tables_folder, target_path.parent)
     part_path = target_path.with_name(f"{target_path.name}.part")
     part_path.write_text(toml_text(setting_guesses, bundle_path), encoding="utf-8")
@@ -103,7 +103,7 @@ def argument_parser(prog: str) -> argparse.ArgumentParser:
 
 def _notes_on_first_rows(setting_guesses: Guesses, base_folder: Path) -> list[str]:
     """Return notes on how a night would treat the first rows of the interactions."""
-    interactions_table, column_by_role = setting_guesses.interactions, setting_guesses.columns
+    interactions_table, column_by_role = setting_guesses.interactions, setting_guesses.column_by_role
     user_column, item_column = column_by_role.get("user"), column_by_role.get("item")
     if interactions_table is None or not user_column or not item_column or not setting_guesses.is_complete:
         return []
@@ -111,8 +111,8 @@ def _notes_on_first_rows(setting_guesses: Guesses, base_folder: Path) -> list[st
     from precompute.sources.plausibility import first_rows_remarks
 
     sources = Sources(
-        (str(interactions_table.files[0]),),
-        separator=interactions_table.separator,
+        (str(interactions_table.file_paths[0]),),
+        separator=interactions_table.field_separator,
         user_column=user_column,
         item_column=item_column,
         timestamp_column=column_by_role.get("timestamp") or "",
@@ -154,27 +154,30 @@ def _find_bundle(folder: Path, base_folder: Path) -> str | None:
 def _guesses_to_json(setting_guesses: Guesses) -> dict[str, Any]:
     interactions_table = setting_guesses.interactions
     return {
-        "interactions": None if interactions_table is None else list(interactions_table.pattern),
-        "columns": setting_guesses.columns,
-        "features": {entity: feature_table.pattern[0] for entity, feature_table in setting_guesses.features.items()},
-        "category": setting_guesses.category,
-        "notes": setting_guesses.notes,
-        "missing": setting_guesses.missing,
+        "interactions": None if interactions_table is None else list(interactions_table.pattern_parts),
+        "columns": setting_guesses.column_by_role,
+        "features": {
+            entity: feature_table.pattern_parts[0]
+            for entity, feature_table in setting_guesses.feature_table_by_entity.items()
+        },
+        "category": setting_guesses.category_column,
+        "notes": setting_guesses.guess_notes,
+        "missing": setting_guesses.missing_setting_lines,
     }
 
 
 def _guess_lines(setting_guesses: Guesses, bundle_path: str | None) -> Iterator[str]:
     if (interactions_table := setting_guesses.interactions) is not None:
         columns_text = ", ".join(
-            f"{role} = {column_name}" for role, column_name in setting_guesses.columns.items() if column_name
+            f"{role} = {column_name}" for role, column_name in setting_guesses.column_by_role.items() if column_name
         )
         yield f"  interactions   {interactions_table.title}: {columns_text}"
-    for entity, feature_table in setting_guesses.features.items():
+    for entity, feature_table in setting_guesses.feature_table_by_entity.items():
         yield f"  {entity}_features  {feature_table.title}"
     if bundle_path is not None:
         yield f"  bundle         {bundle_path}"
-    yield from (f"  note: {note}" for note in setting_guesses.notes)
-    yield from (f"  to do: {missing_setting}" for missing_setting in setting_guesses.missing)
+    yield from (f"  note: {note}" for note in setting_guesses.guess_notes)
+    yield from (f"  to do: {missing_setting}" for missing_setting in setting_guesses.missing_setting_lines)
     train_step = "" if bundle_path is not None else "larder train, "
     first_step = "" if setting_guesses.is_complete else "fill in the settings to do in larder.toml; "
     yield f"Next: {first_step}larder check, then {train_step}larder night and larder serve."
@@ -196,52 +199,56 @@ def toml_text(setting_guesses: Guesses, bundle_path: str | None) -> str:
         "[sources]",
         *_source_lines(setting_guesses),
     ]
-    if bundle_path is None and setting_guesses.items is not None:
-        comment = f"maximum for the model of `larder train`: there are only {setting_guesses.items} items"
+    if bundle_path is None and setting_guesses.item_count_if_few is not None:
+        comment = f"maximum for the model of `larder train`: there are only {setting_guesses.item_count_if_few} items"
         toml_lines += [
             "",
             "[reference]",
-            f"{f'dims = {_reference_dims(setting_guesses.items)}':<{_COMMENT_COLUMN}}# {comment}",
+            f"{f'dims = {_reference_dims(setting_guesses.item_count_if_few)}':<{_COMMENT_COLUMN}}# {comment}",
         ]
     return "\n".join(toml_lines) + "\n" + _TOML_END_TEXT
 
 
 def _source_lines(setting_guesses: Guesses) -> Iterator[str]:
-    for missing_setting in setting_guesses.missing:
+    for missing_setting in setting_guesses.missing_setting_lines:
         yield from _comment_lines(f"TO DO: {missing_setting}")
     interactions_table = setting_guesses.interactions
     if interactions_table is None:
         yield "interactions = []"
         return
-    size_text = f"{interactions_table.format}, {interactions_table.size_bytes:,} bytes" + (
-        "" if interactions_table.rows is None else f", {interactions_table.rows:,} rows"
+    size_text = f"{interactions_table.file_format}, {interactions_table.size_bytes:,} bytes" + (
+        "" if interactions_table.row_count is None else f", {interactions_table.row_count:,} rows"
     )
-    columns_text = printable(", ".join(interactions_table.columns))
+    columns_text = printable(", ".join(interactions_table.kind_by_column))
     yield (
-        f"# {len(interactions_table.files)} file{'s' * (len(interactions_table.files) > 1)}, {size_text}; "
+        f"# {len(interactions_table.file_paths)} file{'s' * (len(interactions_table.file_paths) > 1)}, {size_text}; "
         f"columns: {columns_text}"
     )
-    yield f"interactions = {json.dumps(list(interactions_table.pattern), ensure_ascii=False)}"
-    if interactions_table.separator != ",":
-        yield _toml_line("separator", interactions_table.separator, "between the fields of a row")
+    yield f"interactions = {json.dumps(list(interactions_table.pattern_parts), ensure_ascii=False)}"
+    if interactions_table.field_separator != ",":
+        yield _toml_line("separator", interactions_table.field_separator, "between the fields of a row")
     for role in ("user", "item"):
-        column_name = setting_guesses.columns.get(role)
+        column_name = setting_guesses.column_by_role.get(role)
         yield (
             f'# {role}_column = "..."'
             if column_name is None
             else _toml_line(f"{role}_column", column_name, f"ids of {role}s")
         )
     for role in _OPTIONAL_ROLES:
-        column_name = setting_guesses.columns.get(role)
+        column_name = setting_guesses.column_by_role.get(role)
         comment = {"timestamp": "time of the interaction", "weight": "0 or less: no interaction"}[role]
         yield _toml_line(f"{role}_column", column_name or "", comment if column_name else _NO_COLUMN_TEXT_BY_ROLE[role])
-    for entity, feature_table in setting_guesses.features.items():
+    for entity, feature_table in setting_guesses.feature_table_by_entity.items():
         comment = "; other items are never recommended" if entity == "item" else ""
-        size_text = "" if feature_table.rows is None else f"{feature_table.rows:,} rows, "
-        yield _toml_line(f"{entity}_features", feature_table.pattern[0], f"{size_text}one for each {entity}{comment}")
-    if setting_guesses.category is not None:
-        yield _toml_line("category_column", setting_guesses.category, "category of items, for the reference model")
-    for note in setting_guesses.notes:
+        size_text = "" if feature_table.row_count is None else f"{feature_table.row_count:,} rows, "
+        yield _toml_line(
+            f"{entity}_features", feature_table.pattern_parts[0], f"{size_text}one for each {entity}{comment}"
+        )
+    if setting_guesses.category_column is not None:
+        yield _toml_line(
+            "category_column", setting_guesses.category_column, "category of items, for the reference model"
+        )
+    for note in setting_guesses.guess_notes:
         yield from _comment_lines(f"Note: {note}")
 
 
@@ -250,9 +257,9 @@ def _reference_dims(item_count: int) -> int:
     return int(min(128, max(4, 1 << (max(1, item_count // 4).bit_length() - 1))))
 
 
-def _toml_line(setting_name: str, setting_value: str, comment: str) -> str:
+def _toml_line(setting_name: str, setting_value: str, comment_text: str) -> str:
     assignment = f"{setting_name} = {json.dumps(setting_value, ensure_ascii=False)}"
-    return f"{assignment:<{_COMMENT_COLUMN}}# {comment}"
+    return f"{assignment:<{_COMMENT_COLUMN}}# {comment_text}"
 
 
 def _comment_lines(comment_text: str) -> Sequence[str]:

@@ -80,17 +80,17 @@ _NAMES_OF_NO_IDS: Final = frozenset(
 class ColumnRoles:
     """Column of each recognised role, and remarks on columns with the name of a role but unfit values."""
 
-    columns: Mapping[Role, str]
-    guessed: tuple[Role, ...] = ()
+    column_by_role: Mapping[Role, str]
+    guessed_roles: tuple[Role, ...] = ()
     """Roles whose column has no matching name, but was the only one left."""
-    unfit: Mapping[Role, str] = field(default_factory=dict)
+    unfit_column_by_role: Mapping[Role, str] = field(default_factory=dict)
     """Role -> column of ids whose name matches, but whose values a night refuses; no other column has the role."""
     remarks: tuple[str, ...] = ()
 
 
-def normalise_name(name: str) -> str:
+def normalise_name(column_name: str) -> str:
     """Return the letters and digits of a name, in lower case."""
-    return re.sub(r"[\W_]", "", name.lower())
+    return re.sub(r"[\W_]", "", column_name.lower())
 
 
 def guess_roles(kind_by_column: Mapping[str, ColumnKind]) -> ColumnRoles:
@@ -186,69 +186,76 @@ class Guesses:
     """Guessed settings, with notes on their reasons; a column is None if it was not recognised."""
 
     interactions: FoundTable | None = None
-    columns: dict[Role, str | None] = field(default_factory=dict)
-    features: dict[str, FoundTable] = field(default_factory=dict)
+    column_by_role: dict[Role, str | None] = field(default_factory=dict)
+    feature_table_by_entity: dict[str, FoundTable] = field(default_factory=dict)
     """Feature tables by entity, `item` or `user`."""
-    category: str | None = None
-    items: int | None = None
+    category_column: str | None = None
+    item_count_if_few: int | None = None
     """Number of items if it is below FEW_ITEMS_END, so that the reference model's vectors should be shorter."""
-    notes: list[str] = field(default_factory=list)
+    guess_notes: list[str] = field(default_factory=list)
     """Notes on guesses that may be wrong, and on unused files, each with a remedy."""
-    missing: list[str] = field(default_factory=list)
+    missing_setting_lines: list[str] = field(default_factory=list)
     """Required settings that could not be guessed, each with the line to write."""
 
     @property
     def is_complete(self) -> bool:
         """True if the user has no setting to fill in."""
-        return not self.missing
+        return not self.missing_setting_lines
 
 
-def guess_settings(tables: Sequence[FoundTable], remarks: Sequence[str]) -> Guesses:
+def guess_settings(tables_by_size: Sequence[FoundTable], table_remarks: Sequence[str]) -> Guesses:
     """Guess the settings from the tables, which are sorted by size, largest first."""
-    setting_guesses = Guesses(notes=list(remarks))
-    roles_by_title = {candidate_table.title: guess_roles(candidate_table.columns) for candidate_table in tables}
+    setting_guesses = Guesses(guess_notes=list(table_remarks))
+    roles_by_title = {
+        candidate_table.title: guess_roles(candidate_table.kind_by_column) for candidate_table in tables_by_size
+    }
     interaction_tables = [
         candidate_table
-        for candidate_table in tables
-        if {"user", "item"} <= roles_by_title[candidate_table.title].columns.keys()
+        for candidate_table in tables_by_size
+        if {"user", "item"} <= roles_by_title[candidate_table.title].column_by_role.keys()
     ]
     # A table with an id column that was only guessed counts if no table has both by name.
     interaction_tables = [
         candidate_table
         for candidate_table in interaction_tables
-        if not {"user", "item"} & {*roles_by_title[candidate_table.title].guessed}
+        if not {"user", "item"} & {*roles_by_title[candidate_table.title].guessed_roles}
     ] or interaction_tables[:1]
     if interaction_tables:
         _guess_interactions(setting_guesses, interaction_tables, roles_by_title)
-    elif tables:
-        found_table = max(tables, key=lambda candidate_table: _id_column_count(roles_by_title[candidate_table.title]))
+    elif tables_by_size:
+        found_table = max(
+            tables_by_size, key=lambda candidate_table: _id_column_count(roles_by_title[candidate_table.title])
+        )
         _guess_half_recognised(setting_guesses, found_table, roles_by_title[found_table.title])
     else:
         no_table_reason = (
-            "none of the files found can be read (see the notes)" if remarks else "no Parquet or CSV file was found"
+            "none of the files found can be read (see the notes)"
+            if table_remarks
+            else "no Parquet or CSV file was found"
         )
-        setting_guesses.missing.append(
+        setting_guesses.missing_setting_lines.append(
             f'[sources] interactions: {no_table_reason}; write e.g. ["clicks/*.parquet"], or repair the files and run '
             "`larder init --force`"
         )
-    for found_table in tables:
+    for found_table in tables_by_size:
         if found_table is not setting_guesses.interactions:
-            setting_guesses.notes += found_table.unread
+            setting_guesses.guess_notes += found_table.unread_file_remarks
         if found_table in interaction_tables or found_table is setting_guesses.interactions:
             continue
         try:
             _guess_features(setting_guesses, found_table, roles_by_title[found_table.title])
         except FILE_ERRORS as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            setting_guesses.notes.append(f"{found_table.title} is not used: it cannot be read: {reason}")
-    setting_guesses.items = _item_count_if_few(setting_guesses)
-    if (interactions_table := setting_guesses.interactions) is not None and interactions_table.unread:
+            setting_guesses.guess_notes.append(f"{found_table.title} is not used: it cannot be read: {reason}")
+    setting_guesses.item_count_if_few = _item_count_if_few(setting_guesses)
+    if (interactions_table := setting_guesses.interactions) is not None and interactions_table.unread_file_remarks:
         # The pattern includes the unreadable files, so that a night fails instead of silently leaving their rows out.
-        setting_guesses.interactions = replace(interactions_table, pattern=interactions_table.whole_pattern)
-        setting_guesses.missing += [
-            f"{remark}; a night reads all of {', '.join(interactions_table.whole_pattern[:3])} or nothing: repair "
+        setting_guesses.interactions = replace(interactions_table, pattern_parts=interactions_table.whole_pattern_parts)
+        setting_guesses.missing_setting_lines += [
+            f"{remark}; a night reads all of {', '.join(interactions_table.whole_pattern_parts[:3])} or "
+            "nothing: repair "
             "the file, or move it away"
-            for remark in interactions_table.unread
+            for remark in interactions_table.unread_file_remarks
         ]
     return setting_guesses
 
@@ -259,45 +266,48 @@ def _guess_interactions(
     interactions_table, *other_tables = interaction_tables
     column_roles = roles_by_title[interactions_table.title]
     setting_guesses.interactions = interactions_table
-    setting_guesses.columns = {
-        column_name: column_roles.columns.get(column_name) for column_name in ("user", "item", "timestamp", "weight")
+    setting_guesses.column_by_role = {
+        column_name: column_roles.column_by_role.get(column_name)
+        for column_name in ("user", "item", "timestamp", "weight")
     }
-    setting_guesses.notes += column_roles.remarks
-    for role in column_roles.guessed:
+    setting_guesses.guess_notes += column_roles.remarks
+    for role in column_roles.guessed_roles:
         guess_reason = "no other column holds times" if role == "timestamp" else "no other column is left"
-        setting_guesses.notes.append(
-            f"column {column_roles.columns[role]!r} is taken for the {role} because {guess_reason}; if that is "
+        setting_guesses.guess_notes.append(
+            f"column {column_roles.column_by_role[role]!r} is taken for the {role} because {guess_reason}; if that is "
             "wrong, change "
             f"{role}_column"
         )
-    if (column_name := setting_guesses.columns["item"]) is not None and has_lists_of_ids(
-        interactions_table.sample[column_name]
+    if (column_name := setting_guesses.column_by_role["item"]) is not None and has_lists_of_ids(
+        interactions_table.sample_table[column_name]
     ):
-        setting_guesses.notes.append(
+        setting_guesses.guess_notes.append(
             f"column {column_name!r} seems to hold a whole history in each field: hardly any value is repeated, and "
             "most have several words. A row is one item of one user: write one row for each item"
         )
-    if (column_name := setting_guesses.columns["timestamp"]) is not None and (
-        remark := _unreadable_times_reason(interactions_table.sample[column_name])
+    if (column_name := setting_guesses.column_by_role["timestamp"]) is not None and (
+        remark := _unreadable_times_reason(interactions_table.sample_table[column_name])
     ):
-        setting_guesses.columns["timestamp"] = None
-        setting_guesses.notes.append(f"column {column_name!r} {remark}")
+        setting_guesses.column_by_role["timestamp"] = None
+        setting_guesses.guess_notes.append(f"column {column_name!r} {remark}")
     elif column_name is None:
         unassigned_columns = [
-            column for column in interactions_table.columns if column not in setting_guesses.columns.values()
+            column
+            for column in interactions_table.kind_by_column
+            if column not in setting_guesses.column_by_role.values()
         ]
         if unassigned_columns:
-            setting_guesses.notes.append(
+            setting_guesses.guess_notes.append(
                 f"no column of times was recognised among {', '.join(unassigned_columns)}: if one holds times, write "
                 "its name into "
                 "timestamp_column; without times the order of rows is used"
             )
-    if (column_name := setting_guesses.columns["weight"]) is not None:
-        setting_guesses.notes += _notes_on_weight(interactions_table, column_name)
-    if setting_guesses.columns["timestamp"] is None:
-        setting_guesses.notes += _notes_on_folder_keys(interactions_table)
+    if (column_name := setting_guesses.column_by_role["weight"]) is not None:
+        setting_guesses.guess_notes += _notes_on_weight(interactions_table, column_name)
+    if setting_guesses.column_by_role["timestamp"] is None:
+        setting_guesses.guess_notes += _notes_on_folder_keys(interactions_table)
     for other_table in other_tables:
-        setting_guesses.notes.append(
+        setting_guesses.guess_notes.append(
             f"{other_table.title} holds users and items, too, and is not used; if it holds interactions, add it to "
             "interactions "
             "(its columns must have the same names)"
@@ -306,10 +316,10 @@ def _guess_interactions(
 
 def _notes_on_folder_keys(found_table: FoundTable) -> list[str]:
     """Return a note on Hive partition keys in folder names that are not columns as well; empty without such keys."""
-    folder_names = (folder_name for file in found_table.files for folder_name in file.parent.parts)
+    folder_names = (folder_name for file in found_table.file_paths for folder_name in file.parent.parts)
     folder_keys = dict.fromkeys(folder_name.partition("=")[0] for folder_name in folder_names if "=" in folder_name)
     keys_text = ", ".join(
-        folder_key for folder_key in folder_keys if folder_key and folder_key not in found_table.columns
+        folder_key for folder_key in folder_keys if folder_key and folder_key not in found_table.kind_by_column
     )
     if not keys_text:
         return []
@@ -322,15 +332,17 @@ def _notes_on_folder_keys(found_table: FoundTable) -> list[str]:
 
 def _item_count_if_few(setting_guesses: Guesses) -> int | None:
     """Return the number of items in the features, else in the first rows; None unless it is below FEW_ITEMS_END."""
-    interactions_table, item_column = (setting_guesses.interactions, setting_guesses.columns.get("item"))
-    if (item_table := setting_guesses.features.get("item")) is not None and item_table.rows is not None:
-        item_count = item_table.rows
+    interactions_table, item_column = (setting_guesses.interactions, setting_guesses.column_by_role.get("item"))
+    if (
+        item_table := setting_guesses.feature_table_by_entity.get("item")
+    ) is not None and item_table.row_count is not None:
+        item_count = item_table.row_count
     elif (
         interactions_table is not None
         and item_column is not None
-        and _has_ids(interactions_table.sample[item_column], interactions_table.columns[item_column])
+        and _has_ids(interactions_table.sample_table[item_column], interactions_table.kind_by_column[item_column])
     ):
-        item_count = pc.count_distinct(interactions_table.sample[item_column]).as_py()
+        item_count = pc.count_distinct(interactions_table.sample_table[item_column]).as_py()
     else:
         return None
     return item_count if item_count < FEW_ITEMS_END else None
@@ -338,45 +350,50 @@ def _item_count_if_few(setting_guesses: Guesses) -> int | None:
 
 def _id_column_count(roles: ColumnRoles) -> int:
     """Return the number of a table's id columns, including unfit ones."""
-    return len({"user", "item"} & {*roles.columns, *roles.unfit})
+    return len({"user", "item"} & {*roles.column_by_role, *roles.unfit_column_by_role})
 
 
-def _has_ids(column: Any, column_kind: ColumnKind) -> bool:
-    return bool(len(column) > column.null_count and column_kind in KINDS_BY_ROLE["item"])
+def _has_ids(sample_column: Any, column_kind: ColumnKind) -> bool:
+    return bool(len(sample_column) > sample_column.null_count and column_kind in KINDS_BY_ROLE["item"])
 
 
 def _guess_half_recognised(setting_guesses: Guesses, found_table: FoundTable, column_roles: ColumnRoles) -> None:
     """Use the table with the most id columns as interactions; the user fills in its unrecognised columns."""
     setting_guesses.interactions = found_table
-    setting_guesses.columns = {
-        column_name: column_roles.columns.get(column_name, column_roles.unfit.get(column_name))
+    setting_guesses.column_by_role = {
+        column_name: column_roles.column_by_role.get(column_name, column_roles.unfit_column_by_role.get(column_name))
         for column_name in ("user", "item", "timestamp", "weight")
     }
     unfit_remark_by_role = {
-        role: describe_unfit_column(role, column_name, found_table.columns[column_name])
-        for role, column_name in column_roles.unfit.items()
+        role: describe_unfit_column(role, column_name, found_table.kind_by_column[column_name])
+        for role, column_name in column_roles.unfit_column_by_role.items()
     }
-    setting_guesses.notes += [remark for remark in column_roles.remarks if remark not in unfit_remark_by_role.values()]
-    setting_guesses.missing += [f"{found_table.title}: {remark}" for remark in unfit_remark_by_role.values()]
-    setting_guesses.notes += _notes_on_folder_keys(found_table)
+    setting_guesses.guess_notes += [
+        remark for remark in column_roles.remarks if remark not in unfit_remark_by_role.values()
+    ]
+    setting_guesses.missing_setting_lines += [
+        f"{found_table.title}: {remark}" for remark in unfit_remark_by_role.values()
+    ]
+    setting_guesses.guess_notes += _notes_on_folder_keys(found_table)
     if list_columns := [
-        column_name for column_name in found_table.columns if _is_list_column(found_table, column_name)
+        column_name for column_name in found_table.kind_by_column if _is_list_column(found_table, column_name)
     ]:
-        setting_guesses.notes.append(
+        setting_guesses.guess_notes.append(
             f"column {list_columns[0]!r} of {found_table.title} holds lists: a row is one item of one user, so "
             "write one row for each value of a list (in pandas with explode, in SQL with unnest)"
         )
     for role in ("user", "item"):
-        if role not in column_roles.columns and role not in column_roles.unfit:
-            setting_guesses.missing.append(
+        if role not in column_roles.column_by_role and role not in column_roles.unfit_column_by_role:
+            setting_guesses.missing_setting_lines.append(
                 f"[sources] {role}_column: none of the columns of {found_table.title} "
-                f"({', '.join(found_table.columns)}) has a usual name for {role} ids; write the name of the column "
+                f"({', '.join(found_table.kind_by_column)}) has a usual name for {role} ids; write the name "
+                "of the column "
                 "that holds them"
             )
 
 
 def _is_list_column(table: FoundTable, column_name: str) -> bool:
-    arrow_type = table.sample.schema.field(column_name).type
+    arrow_type = table.sample_table.schema.field(column_name).type
     return bool(pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type))
 
 
@@ -384,24 +401,24 @@ def _guess_features(setting_guesses: Guesses, found_table: FoundTable, column_ro
     """Add a table with one row per item, or per user, to the features if a night can read it; else add a note."""
     for entity in ("item", "user"):
         role: Role = "item" if entity == "item" else "user"
-        if (id_column := column_roles.columns.get(role)) is None or role in column_roles.guessed:
+        if (id_column := column_roles.column_by_role.get(role)) is None or role in column_roles.guessed_roles:
             continue
-        if len(found_table.columns) == 2 and "vector" in found_table.columns.values():
-            setting_guesses.notes.append(
+        if len(found_table.kind_by_column) == 2 and "vector" in found_table.kind_by_column.values():
+            setting_guesses.guess_notes.append(
                 f"{found_table.title} looks like vectors of {entity}s, and is not used: `larder import vectors` "
                 "makes a folder for nights from vectors"
             )
             return
         title_clause, interactions_column = (
             f"{found_table.title} looks like features of {entity}s",
-            setting_guesses.columns.get(role),
+            setting_guesses.column_by_role.get(role),
         )
-        if found_table.format != "parquet":
+        if found_table.file_format != "parquet":
             remark = "features are read from Parquet: convert it (pandas: read_csv(...).to_parquet(...))"
         elif (
             interactions_column is not None
             and id_column != interactions_column
-            and interactions_column not in found_table.columns
+            and interactions_column not in found_table.kind_by_column
         ):
             remark = (
                 f"its ids are in column {id_column!r}, those of the interactions in {interactions_column!r}: "
@@ -409,27 +426,29 @@ def _guess_features(setting_guesses: Guesses, found_table: FoundTable, column_ro
             )
         elif not are_unique(found_table, id_column if interactions_column is None else interactions_column):
             remark = "some ids come twice: only one row of each would be used"
-        elif len(found_table.files) > 1:
-            remark = f"it has {len(found_table.files)} files: merge them into one"
-        elif entity in setting_guesses.features:
-            remark = f"{setting_guesses.features[entity].title} is used instead: join the two tables"
+        elif len(found_table.file_paths) > 1:
+            remark = f"it has {len(found_table.file_paths)} files: merge them into one"
+        elif entity in setting_guesses.feature_table_by_entity:
+            remark = f"{setting_guesses.feature_table_by_entity[entity].title} is used instead: join the two tables"
         else:
-            setting_guesses.features[entity] = found_table
+            setting_guesses.feature_table_by_entity[entity] = found_table
             if role == "item":
-                setting_guesses.category = column_roles.columns.get("category")
+                setting_guesses.category_column = column_roles.column_by_role.get("category")
             return
-        setting_guesses.notes.append(f"{title_clause}, but is not used: {remark}")
+        setting_guesses.guess_notes.append(f"{title_clause}, but is not used: {remark}")
         return
-    setting_guesses.notes.append(f"{found_table.title} is not used: neither users nor items were recognised in it")
+    setting_guesses.guess_notes.append(
+        f"{found_table.title} is not used: neither users nor items were recognised in it"
+    )
 
 
-def _unreadable_times_reason(column: Any) -> str | None:
+def _unreadable_times_reason(time_column: Any) -> str | None:
     """Return the reason why a night cannot read a column's times; None if it can."""
-    arrow_type = column.type
+    arrow_type = time_column.type
     if pa.types.is_timestamp(arrow_type) or pa.types.is_date(arrow_type) or pa.types.is_null(arrow_type):
         return None
     if pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type):
-        if (pc.mean(pc.greater(column, SECONDS_MAX)).as_py() or 0) > 0.5:
+        if (pc.mean(pc.greater(time_column, SECONDS_MAX)).as_py() or 0) > 0.5:
             return (
                 "holds milliseconds or smaller units since 1970, but seconds are expected: it is left out; divide its "
                 "values, or write them as timestamps"
@@ -437,14 +456,14 @@ def _unreadable_times_reason(column: Any) -> str | None:
         return None
     from precompute.sources.times import parse_time_texts
 
-    _, readable_mask, missing_mask = parse_time_texts(column.combine_chunks())
+    _, readable_mask, missing_mask = parse_time_texts(time_column.combine_chunks())
     if (readable_mask | missing_mask).mean() < TIME_TEXT_SHARE_MIN:
         return "holds texts that are no times in ISO 8601: it is left out; write it as timestamps"
     return None
 
 
 def _notes_on_weight(table: FoundTable, weight_column: str) -> list[str]:
-    sample_weights = table.sample[weight_column]
+    sample_weights = table.sample_table[weight_column]
     remark = f"rows with {weight_column!r} above 0 are interactions of equal weight: 5 counts the same as 1"
     if not (pa.types.is_integer(sample_weights.type) or pa.types.is_floating(sample_weights.type)) or not len(
         sample_weights

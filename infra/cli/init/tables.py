@@ -75,26 +75,26 @@ _NAMED_FILES_MAX = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundTable:
-    """Table of one or more files with the same columns; `pattern` matches them in `larder.toml`."""
+    """Table of one or more files with the same columns; `pattern_parts` matches them in `larder.toml`."""
 
-    pattern: tuple[str, ...]
-    files: tuple[Path, ...]
-    format: str
-    columns: Mapping[str, ColumnKind]
-    sample: Any
-    rows: int | None
+    pattern_parts: tuple[str, ...]
+    file_paths: tuple[Path, ...]
+    file_format: str
+    kind_by_column: Mapping[str, ColumnKind]
+    sample_table: Any
+    row_count: int | None
     """Number of rows; None if only reading the whole files would tell."""
     size_bytes: int
-    separator: str = ","
-    unread: tuple[str, ...] = ()
+    field_separator: str = ","
+    unread_file_remarks: tuple[str, ...] = ()
     """Remarks on unreadable files that, by folder or name, belong to the table."""
-    whole_pattern: tuple[str, ...] = ()
+    whole_pattern_parts: tuple[str, ...] = ()
     """Pattern that matches the unreadable files as well; empty without any."""
 
     @property
     def title(self) -> str:
         """Return the pattern for messages, cut after three parts."""
-        return ", ".join(self.pattern[:3]) + (", ..." if len(self.pattern) > 3 else "")
+        return ", ".join(self.pattern_parts[:3]) + (", ..." if len(self.pattern_parts) > 3 else "")
 
 
 def discover_tables(folder: Path, base_folder: Path) -> tuple[list[FoundTable], list[str]]:
@@ -107,15 +107,15 @@ def discover_tables(folder: Path, base_folder: Path) -> tuple[list[FoundTable], 
     for path in table_files:
         file_look = _look_at_safely(path, partial(_look_at, path))
         if file_look.is_table:
-            column_names = tuple(sorted(file_look.columns))
-            file_looks_by_key[file_look.format, file_look.separator, column_names].append(file_look)
+            column_names = tuple(sorted(file_look.column_names))
+            file_looks_by_key[file_look.file_format, file_look.field_separator, column_names].append(file_look)
             if file_look.remark:
                 remarks.append(f"{_relative_text(path, base_folder)} {file_look.remark}")
         else:
             unread_looks.append(file_look)
     unread_by_key = _unread_looks_by_group(file_looks_by_key, unread_looks, folder)
     remarks += [
-        f"{_relative_text(unread_look.path, base_folder)} {unread_look.remark}"
+        f"{_relative_text(unread_look.file_path, base_folder)} {unread_look.remark}"
         for unread_look in unread_looks
         if unread_look not in chain.from_iterable(unread_by_key.values())
     ]
@@ -127,30 +127,30 @@ def discover_tables(folder: Path, base_folder: Path) -> tuple[list[FoundTable], 
     return sorted(tables, key=lambda table: -table.size_bytes), remarks
 
 
-def are_unique(table: FoundTable, column: str) -> bool:
+def are_unique(table: FoundTable, column_name: str) -> bool:
     """Return True if a column has no repeated value, in all rows for Parquet, in the sampled rows for CSV."""
-    if table.format == "parquet":
+    if table.file_format == "parquet":
         column_values = pa.chunked_array(
             [
                 _to_comparable_type(chunk)
-                for path in table.files
-                for chunk in pa.parquet.read_table(path, columns=[column])[column].chunks
+                for path in table.file_paths
+                for chunk in pa.parquet.read_table(path, columns=[column_name])[column_name].chunks
             ]
         )
     else:
-        column_values = table.sample[column]
+        column_values = table.sample_table[column_name]
     return bool(len(column_values) and pc.count_distinct(column_values).as_py() == len(column_values))
 
 
 class _FileLook(NamedTuple):
     """Result of inspecting one file; `remark` says why it is not a table, or names an oddity of the table."""
 
-    path: Path
-    format: str
-    separator: str = ","
-    columns: tuple[str, ...] = ()
-    sample: Any = None
-    rows: int | None = None
+    file_path: Path
+    file_format: str
+    field_separator: str = ","
+    column_names: tuple[str, ...] = ()
+    sample_table: Any = None
+    row_count: int | None = None
     remark: str | None = None
     is_table: bool = True
 
@@ -171,7 +171,11 @@ def _unread_looks_by_group(
     unread_by_key: dict[_GroupKey, list[_FileLook]] = {group_key: [] for group_key in file_looks_by_key}
     for unread_look in (unread_look for unread_look in unread_looks if unread_look.remark != NOT_UTF_8_NAME):
         neighbours_by_key = {
-            group_key: [file_look.path for file_look in file_looks if file_look.path.parent == unread_look.path.parent]
+            group_key: [
+                file_look.file_path
+                for file_look in file_looks
+                if file_look.file_path.parent == unread_look.file_path.parent
+            ]
             for group_key, file_looks in file_looks_by_key.items()
         }
         neighbour_keys = [group_key for group_key, paths in neighbours_by_key.items() if paths]
@@ -179,14 +183,14 @@ def _unread_looks_by_group(
             group_key
             for group_key in neighbour_keys
             if any(
-                _stem_without_digits(path) == _stem_without_digits(unread_look.path)
+                _stem_without_digits(path) == _stem_without_digits(unread_look.file_path)
                 for path in neighbours_by_key[group_key]
             )
         ]
         is_folder_of_one = len(neighbour_keys) == 1 and (
             len(neighbours_by_key[neighbour_keys[0]]) > 1
-            or unread_look.path.parent != folder
-            or unread_look.format == "csv"
+            or unread_look.file_path.parent != folder
+            or unread_look.file_format == "csv"
         )
         if len(alike_keys) == 1 or is_folder_of_one:
             unread_by_key[(alike_keys or neighbour_keys)[0]].append(unread_look)
@@ -315,12 +319,14 @@ def _look_at(path: Path) -> _FileLook:
         return _look_at_csv(path)
     with pa.parquet.ParquetFile(path) as parquet_file:
         column_names = tuple(parquet_file.schema_arrow.names)
-        file_look = _FileLook(path, "parquet", columns=column_names, rows=parquet_file.metadata.num_rows)
+        file_look = _FileLook(path, "parquet", column_names=column_names, row_count=parquet_file.metadata.num_rows)
         if repeated_names_remark := _repeated_names_remark(column_names):
             return file_look._replace(remark=repeated_names_remark, is_table=False)
-        batch = next(parquet_file.iter_batches(SAMPLE_ROWS), None) if file_look.rows else None
+        batch = next(parquet_file.iter_batches(SAMPLE_ROWS), None) if file_look.row_count else None
         first_batches = [] if batch is None else [batch]
-        return file_look._replace(sample=_plain_table(pa.Table.from_batches(first_batches, parquet_file.schema_arrow)))
+        return file_look._replace(
+            sample_table=_plain_table(pa.Table.from_batches(first_batches, parquet_file.schema_arrow))
+        )
 
 
 def _look_at_csv(path: Path) -> _FileLook:
@@ -374,7 +380,7 @@ def _look_at_csv(path: Path) -> _FileLook:
                 sample = sample.set_column(sample.column_names.index(name), name, text_table[name])
     sample = sample.rename_columns([name.strip(BLANK_CHARACTERS) for name in sample.column_names])
     column_names = tuple(sample.column_names)
-    file_look = file_look._replace(separator=separator, columns=column_names)
+    file_look = file_look._replace(field_separator=separator, column_names=column_names)
     if repeated_names_remark := _repeated_names_remark(column_names):
         return file_look._replace(remark=repeated_names_remark, is_table=False)
     if not len(sample) and odd_rows:
@@ -394,7 +400,7 @@ def _look_at_csv(path: Path) -> _FileLook:
     remark = f"has its header again in {header_repeat_count:,} of its first rows" if header_repeat_count else None
     if not len(sample):
         remark = "has a header and no rows"
-    return file_look._replace(sample=sample, remark=remark)
+    return file_look._replace(sample_table=sample, remark=remark)
 
 
 def _repeated_names_remark(column_names: Sequence[str]) -> str | None:
@@ -404,16 +410,18 @@ def _repeated_names_remark(column_names: Sequence[str]) -> str | None:
     return f"has several columns called {', '.join(map(repr, repeated_names))}: rename them" if repeated_names else None
 
 
-def _without_header(sample: Any) -> tuple[Any, int]:
+def _without_header(sample_table: Any) -> tuple[Any, int]:
     """Return the rows without repeated header lines, whose values equal the column names, and the number of those."""
-    if not len(sample) or not all(pa.types.is_string(field.type) for field in sample.schema):
-        return sample, 0
+    if not len(sample_table) or not all(pa.types.is_string(field.type) for field in sample_table.schema):
+        return sample_table, 0
     header_mask = None
-    for column_name in sample.column_names:
-        column_name_mask = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(sample[column_name]), column_name), False)
+    for column_name in sample_table.column_names:
+        column_name_mask = pc.fill_null(
+            pc.equal(pc.utf8_trim_whitespace(sample_table[column_name]), column_name), False
+        )
         header_mask = column_name_mask if header_mask is None else pc.and_(header_mask, column_name_mask)
     header_row_count = pc.sum(header_mask).as_py() or 0
-    return (sample.filter(pc.invert(header_mask)) if header_row_count else sample), header_row_count
+    return (sample_table.filter(pc.invert(header_mask)) if header_row_count else sample_table), header_row_count
 
 
 def _plain_table(table: Any) -> Any:
@@ -435,17 +443,17 @@ def _to_comparable_type(column: Any) -> Any:
     return column
 
 
-def is_digits(texts: Any) -> bool:
+def is_digits(id_texts: Any) -> bool:
     """Return True if there are texts and all of them, apart from nulls, are whole numbers in digits."""
-    matches = pc.match_substring_regex(texts, r"^\s*[+-]?\d+\s*$")
-    return bool(len(texts) > texts.null_count and pc.all(matches, skip_nulls=True).as_py())
+    matches = pc.match_substring_regex(id_texts, r"^\s*[+-]?\d+\s*$")
+    return bool(len(id_texts) > id_texts.null_count and pc.all(matches, skip_nulls=True).as_py())
 
 
-def _unreadable_csv_reason(column_names: Sequence[str], separator: str) -> str | None:
+def _unreadable_csv_reason(column_names: Sequence[str], field_separator: str) -> str | None:
     """Return the reason why a CSV file with these column names cannot be read; None if it can."""
     if any("::" in name for name in column_names):
         return "has fields between double colons: write it with commas"
-    if len(column_names) == 1 and separator in column_names[0]:
+    if len(column_names) == 1 and field_separator in column_names[0]:
         return f"has one column, {column_names[0]!r}: {ROW_IN_QUOTES_REMEDY}"
     if len(column_names) == 1:
         return (
@@ -461,24 +469,26 @@ def _unreadable_csv_reason(column_names: Sequence[str], separator: str) -> str |
 
 def _build_table(file_looks: Sequence[_FileLook], base_folder: Path, unread_looks: Sequence[_FileLook]) -> FoundTable:
     """Build the table of files with the same columns; column kinds are taken from the first file with rows."""
-    first_look = next((file for file in file_looks if len(file.sample)), file_looks[0])
-    file_paths = [file.path for file in file_looks]
-    row_counts = [file.rows for file in file_looks]
+    first_look = next((file for file in file_looks if len(file.sample_table)), file_looks[0])
+    file_paths = [file.file_path for file in file_looks]
+    row_counts = [file.row_count for file in file_looks]
     kind_by_column = {
-        name: _column_kind(first_look.sample.schema.field(name).type, first_look.sample[name], first_look.format)
-        for name in first_look.columns
+        name: _column_kind(
+            first_look.sample_table.schema.field(name).type, first_look.sample_table[name], first_look.file_format
+        )
+        for name in first_look.column_names
     }
     return FoundTable(
         _shortest_pattern(file_paths, base_folder),
         tuple(file_paths),
-        first_look.format,
+        first_look.file_format,
         kind_by_column,
-        first_look.sample,
+        first_look.sample_table,
         None if None in row_counts else sum(filter(None, row_counts)),
         sum(path.stat().st_size for path in file_paths),
-        first_look.separator,
-        tuple(f"{_relative_text(look.path, base_folder)} {look.remark}" for look in unread_looks),
-        _shortest_pattern(sorted([*file_paths, *(look.path for look in unread_looks)]), base_folder)
+        first_look.field_separator,
+        tuple(f"{_relative_text(look.file_path, base_folder)} {look.remark}" for look in unread_looks),
+        _shortest_pattern(sorted([*file_paths, *(look.file_path for look in unread_looks)]), base_folder)
         if unread_looks
         else (),
     )

@@ -22,50 +22,50 @@ UNREADABLE_LIVE_NOTE = "live manifest cannot be read, so nothing can be compared
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Value compared with a threshold; `baseline` is the live generation's id if the value was compared with it."""
+    """Value compared with a threshold; `baseline_generation` is the live generation if it was compared with that."""
 
     passed: bool
-    value: float | str | None
+    measured_value: float | str | None
     threshold: float | str | None
     note: str = ""
-    baseline: str | None = None
+    baseline_generation: str | None = None
 
     def to_verdict(self, rule: str) -> "Verdict":
         """Return the verdict of the rule that measured this."""
-        return Verdict(rule, self.passed, self.value, self.threshold, self.note, self.baseline)
+        return Verdict(rule, self.passed, self.measured_value, self.threshold, self.note, self.baseline_generation)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict of one gate with its measurement; `overridden` is the reason for letting a failure pass."""
+    """Verdict of one gate with its measurement; `override_reason` is the reason for letting a failure pass."""
 
     rule: str
     passed: bool
-    value: float | str | None
+    measured_value: float | str | None
     threshold: float | str | None
     note: str = ""
-    baseline: str | None = None
-    overridden: str | None = None
+    baseline_generation: str | None = None
+    override_reason: str | None = None
 
     @property
     def is_judged(self) -> bool:
         """False if the gate passed because there was nothing to judge by."""
-        return not self.passed or self.value is not None
+        return not self.passed or self.measured_value is not None
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able form for the manifest, without fields that do not apply."""
-        fields: dict[str, Any] = {
+        verdict_fields: dict[str, Any] = {
             "rule": self.rule,
             "passed": self.passed,
-            "value": self.value,
+            "value": self.measured_value,
             "threshold": self.threshold,
             "note": self.note,
         }
-        if self.baseline is not None:
-            fields["baseline"] = self.baseline
-        if self.overridden is not None:
-            fields["overridden"] = self.overridden
-        return fields
+        if self.baseline_generation is not None:
+            verdict_fields["baseline"] = self.baseline_generation
+        if self.override_reason is not None:
+            verdict_fields["overridden"] = self.override_reason
+        return verdict_fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,10 +74,10 @@ class Candidate:
 
     `live_root` is this host's folder of the live generation, `pages_bytes` the size of the pages of all generations
     that Redis may hold, `erased` the erased entities that this night left out, `governor` the pacing of reading pages
-    back (None: unpaced), `unreadable_live` the live generation if its manifest cannot be read, `superseded_count` the
-    number of superseded generations that sweeps keep, `arms` the room of the arms of experiments, `build` the build of
-    this generation; `allowed_items` and `scoring_hooks` are hooks of features. `evidence` is gathered once for all
-    gates.
+    back (None: unpaced), `unreadable_live_generation` the live generation if its manifest cannot be read,
+    `superseded_count` the number of superseded generations that sweeps keep, `arm_rooms` the room of the arms of
+    experiments, `build` the build of this generation; `allowed_items` and `scoring_hooks` are hooks of features.
+    `evidence` is gathered once for all gates.
     """
 
     manifest: Manifest
@@ -92,9 +92,9 @@ class Candidate:
     erased: ErasedEntities = NO_ERASURES
     governor: GovernorConfig | None = None
     prepared_evidence: Evidence | None = field(default=None, repr=False)
-    unreadable_live: str | None = None
+    unreadable_live_generation: str | None = None
     superseded_count: int = 1
-    arms: tuple[ArmRoom, ...] = ()
+    arm_rooms: tuple[ArmRoom, ...] = ()
     allowed_items: tuple[FindAllowedItems, ...] = ()
     scoring_hooks: ScoringHooks = NO_HOOKS
     build: Build | None = None
@@ -112,15 +112,15 @@ class Candidate:
         return cast(Evidence, self.prepared_evidence)
 
     @property
-    def baseline(self) -> str | None:
+    def baseline_generation(self) -> str | None:
         """Id of the live generation."""
         return None if self.live is None else self.live.generation
 
     def uncompared_measurement(self, threshold: float | str | None) -> Measurement:
         """Return the result of a gate without a live manifest to compare with: passed only if there was never one."""
-        if self.unreadable_live is None:
+        if self.unreadable_live_generation is None:
             return Measurement(True, None, threshold, FIRST_GENERATION_NOTE)
-        return Measurement(False, None, threshold, UNREADABLE_LIVE_NOTE, self.unreadable_live)
+        return Measurement(False, None, threshold, UNREADABLE_LIVE_NOTE, self.unreadable_live_generation)
 
     @property
     def is_retrained(self) -> bool:
@@ -158,19 +158,27 @@ def judgement(rule: str, *, wants_interactions: bool = False) -> Callable[[Measu
     return lambda measure: Gate(rule, False, measure, wants_interactions)
 
 
-def at_least(value: float, threshold: float, note: str = "", baseline: str | None = None) -> Measurement:
+def at_least(
+    measured_value: float, threshold: float, note: str = "", baseline_generation: str | None = None
+) -> Measurement:
     """Compare a value with its floor; NaN fails."""
-    return Measurement(bool(value >= threshold), round(float(value), 6), threshold, note, baseline)
+    return Measurement(
+        bool(measured_value >= threshold), round(float(measured_value), 6), threshold, note, baseline_generation
+    )
 
 
-def at_most(value: float, threshold: float, note: str = "", baseline: str | None = None) -> Measurement:
+def at_most(
+    measured_value: float, threshold: float, note: str = "", baseline_generation: str | None = None
+) -> Measurement:
     """Compare a value with its ceiling; NaN fails."""
-    return Measurement(bool(value <= threshold), round(float(value), 6), threshold, note, baseline)
+    return Measurement(
+        bool(measured_value <= threshold), round(float(measured_value), 6), threshold, note, baseline_generation
+    )
 
 
-def none_of(count: int, note: str, baseline: str | None = None) -> Measurement:
+def none_of(case_count: int, note: str, baseline_generation: str | None = None) -> Measurement:
     """Compare a count with zero; `note` describes where a case was found."""
-    return Measurement(not count, count, 0, note if count else "", baseline)
+    return Measurement(not case_count, case_count, 0, note if case_count else "", baseline_generation)
 
 
 def not_measured(threshold: float | None, reason: str) -> Measurement:

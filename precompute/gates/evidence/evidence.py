@@ -64,10 +64,10 @@ class FingerprintFile:
         self._file.write(np.ascontiguousarray(fingerprints, np.uint64).data)
         self.count += len(fingerprints)
 
-    def read(self, first_index: int, count: int) -> NDArray[np.uint64]:
+    def read(self, first_index: int, fingerprint_count: int) -> NDArray[np.uint64]:
         """Return uint64[count]: fingerprints from a record on."""
         self._file.flush()
-        return np.frombuffer(os.pread(self._file.fileno(), 8 * count, 8 * first_index), np.uint64)
+        return np.frombuffer(os.pread(self._file.fileno(), 8 * fingerprint_count, 8 * first_index), np.uint64)
 
     def count_repeated(self) -> int:
         """Count repeated fingerprints; each pass covers a range of the 64 bits, to bound memory."""
@@ -88,7 +88,7 @@ class FingerprintFile:
 
 @dataclass(slots=True, eq=False)
 class Scan:
-    """Result of a scan of one table; `faults` counts by kind, `first_location_by_fault` locates each kind's first.
+    """Result of a scan of one table; `fault_counts` are by kind, `first_location_by_fault` locates each kind's first.
 
     `absent_count` counts records without an answer whose entity has an answer in another table of the directory.
 
@@ -105,7 +105,7 @@ class Scan:
     empty_count: int = 0
     first_values: NDArray[np.float64] | None = None
     differing_count: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
+    fault_counts: Counter[str] = field(default_factory=Counter)
     first_location_by_fault: dict[str, str] = field(default_factory=dict)
     fingerprints: FingerprintFile = field(default_factory=FingerprintFile)
 
@@ -116,7 +116,7 @@ class Scan:
             location_in_chunk = (
                 f", record {int(np.argmax(faults))} of the chunk" if isinstance(faults, np.ndarray) else ""
             )
-            self.faults[fault_kind] += fault_count
+            self.fault_counts[fault_kind] += fault_count
             self.first_location_by_fault.setdefault(fault_kind, f"{location}{location_in_chunk}")
 
 
@@ -239,9 +239,9 @@ class Evidence:
         """Positions (here, in the live generation) of the sampled users that are in both generations."""
         if self.live_user_directory is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        hashes = text_hashes(self.users.users.ids, self.live_user_directory.seed)
+        hashes = text_hashes(self.users.users.entity_ids, self.live_user_directory.seed)
         live_positions = self.live_user_directory.find_positions(hashes)
-        return self.users.positions[live_positions >= 0], live_positions[live_positions >= 0]
+        return self.users.directory_positions[live_positions >= 0], live_positions[live_positions >= 0]
 
     @cached_property
     def common_item_positions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -288,7 +288,7 @@ class Evidence:
         """
         users = self.users.users
         has_histories = not self.manifest.facts.get(WITHOUT_INTERACTIONS_FACT)
-        is_drawn = not has_histories and users.vectors is not None and model.spec.history is not None
+        is_drawn = not has_histories and users.entity_vectors is not None and model.spec.history is not None
         return self._users_with_drawn_histories if is_drawn else users
 
     def user_inputs(self, model: BundleModel, users: ShardInput | None = None) -> tuple[Inputs, NDArray[np.int64]]:
@@ -327,9 +327,9 @@ class Evidence:
         """Return vectors float32 [n, dims] and their rows of the sample: those of the sources, else the tower's."""
         inputs, usable_rows = self.user_inputs(self.bundle.user_tower)
         tower_vectors = self.run_model(self.bundle.user_tower, inputs)
-        vectors = np.full((len(self.users.users.ids), self.bundle.dims), np.nan, np.float32)
+        vectors = np.full((len(self.users.users.entity_ids), self.bundle.dims), np.nan, np.float32)
         vectors[usable_rows] = tower_vectors
-        if (source_vectors := self.users.users.vectors) is not None:
+        if (source_vectors := self.users.users.entity_vectors) is not None:
             vectors = np.where(np.isnan(source_vectors), vectors, source_vectors)
         is_finite = np.isfinite(vectors).all(axis=1)  # a user whose vector is not finite has no record
         return vectors[is_finite], np.flatnonzero(is_finite)
@@ -337,25 +337,25 @@ class Evidence:
     @cached_property
     def seen_items(self) -> Histories:
         """Return the ordinals of each sampled user's history, which must not be recommended."""
-        return Histories(self.users.users.indptr, self.users.users.ordinals)
+        return Histories(self.users.users.history_indptr, self.users.users.history_ordinals)
 
-    def records_of(self, table: Table, positions: NDArray[np.int64]) -> NDArray[Any]:
+    def records_of(self, table: Table, directory_positions: NDArray[np.int64]) -> NDArray[Any]:
         """Read the records at positions of the table's directory from the page files."""
         part_ends = np.cumsum([part.count for part in table.parts])
-        part_indices = np.searchsorted(part_ends, positions, "right")
+        part_indices = np.searchsorted(part_ends, directory_positions, "right")
         part_starts = np.concatenate([[0], part_ends[:-1]])
-        return read_records(self.root, table, part_indices, positions - part_starts[part_indices])
+        return read_records(self.root, table, part_indices, directory_positions - part_starts[part_indices])
 
 
-def select_spread_rows(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Select at most `count` of the rows, evenly spread."""
-    picked_indices = np.linspace(0, len(rows) - 1, min(count, len(rows)))
-    return rows[np.unique(picked_indices.astype(np.int64))]
+def select_spread_rows(row_indexes: NDArray[np.int64], count_max: int) -> NDArray[np.int64]:
+    """Select at most `count_max` of the rows, evenly spread."""
+    picked_indices = np.linspace(0, len(row_indexes) - 1, min(count_max, len(row_indexes)))
+    return row_indexes[np.unique(picked_indices.astype(np.int64))]
 
 
-def compared_depth(width: int, item_count: int) -> int:
+def compared_depth(list_length: int, item_count: int) -> int:
     """Return the number of compared slots of a list: 20, but fewer if that were most of a small catalogue."""
-    return max(1, min(width, 20, item_count // 8))
+    return max(1, min(list_length, 20, item_count // 8))
 
 
 def scan_table(root: Path, manifest: Manifest, table: Table) -> Scan:
@@ -408,30 +408,30 @@ def _scan_part(root: Path, manifest: Manifest, part: TablePart, scan: Scan) -> N
         _scan_records(chunk.view(table.layout.dtype), manifest, f"{part.file.path} from page {first_page}", scan)
 
 
-def _scan_records(records: NDArray[Any], manifest: Manifest, location: str, scan: Scan) -> None:
+def _scan_records(table_records: NDArray[Any], manifest: Manifest, location: str, scan: Scan) -> None:
     layout = scan.table.layout
-    scan.record_count += len(records)
-    scan.fingerprints.append(records["fingerprint"])
-    if (is_absent := records["flags"] == ABSENT_FLAGS).any():
-        scan.note_faults("headers", is_absent & (records["count"] != 0), f"{location}: count")
+    scan.record_count += len(table_records)
+    scan.fingerprints.append(table_records["fingerprint"])
+    if (is_absent := table_records["flags"] == ABSENT_FLAGS).any():
+        scan.note_faults("headers", is_absent & (table_records["count"] != 0), f"{location}: count")
         scan.absent_count += int(is_absent.sum())
-        records = records[~is_absent]
-    flags, counts = records["flags"], records["count"].astype(np.int64)
+        table_records = table_records[~is_absent]
+    flags, counts = table_records["flags"], table_records["count"].astype(np.int64)
     scan.note_faults("headers", ~are_nightly(flags), f"{location}: flags")
-    scan.note_faults("headers", records["scored_at"] != manifest.data_until, f"{location}: scored at another cut")
-    numbers = records["numbers"]
+    scan.note_faults("headers", table_records["scored_at"] != manifest.data_until, f"{location}: scored at another cut")
+    numbers = table_records["numbers"]
     is_finite = np.isfinite(numbers).all(axis=1)
     if layout.precision == "i1":
-        is_finite &= np.isfinite(records["scale"])
+        is_finite &= np.isfinite(table_records["scale"])
     scan.note_faults("finite", ~is_finite, location)
     if layout.kind != "topk":
         scan.note_faults("headers", counts != layout.width, f"{location}: count")
-        if layout.kind == "value" and len(records):
-            record_values = dequantize(layout, records, np.float64)
+        if layout.kind == "value" and len(table_records):
+            record_values = dequantize(layout, table_records, np.float64)
             scan.first_values = record_values[0] if scan.first_values is None else scan.first_values
             scan.differing_count += int((record_values != scan.first_values).any(axis=1).sum())
         return
-    item_ordinals, is_used = records["items"], np.arange(layout.width) < counts[:, None]
+    item_ordinals, is_used = table_records["items"], np.arange(layout.width) < counts[:, None]
     scan.note_faults("headers", counts > layout.width, f"{location}: count")
     scan.note_faults("slots", ((item_ordinals != NO_ITEM) != is_used).any(axis=1), f"{location}: unused slots")
     scan.note_faults("ordinals", ((item_ordinals >= manifest.items.count) & is_used).any(axis=1), location)

@@ -40,14 +40,14 @@ USERS_PER_STRATUM: Final = 80
 class UserSample:
     """Users with a record: longest histories (head), shortest, newest, most recently active, and any.
 
-    `rows_by_stratum` has the rows of `users` in each stratum; `positions` are their positions in the directory;
-    `last_new_choice_times` is when they last chose an item for the first time (microseconds since 1970).
+    `rows_by_stratum` has the rows of `users` in each stratum; `directory_positions` are their positions in the
+    directory; `last_new_choice_times` is when they last chose an item for the first time (microseconds since 1970).
     `recorded_user_count` counts the users of the slices that were read, `unrecorded_by_missing_input` counts users
     without a record by the input that they lack.
     """
 
     users: ShardInput
-    positions: NDArray[np.int64]
+    directory_positions: NDArray[np.int64]
     last_new_choice_times: NDArray[np.int64]
     rows_by_stratum: Mapping[str, NDArray[np.int64]]
     source_user_count: int
@@ -126,7 +126,7 @@ def sample_users(
     for shard in shards:
         with scratch_folder(folder) as scratch:
             slices = slice_shard(folder, shard, len(entities.parts), scratch, first_slices_max=1)
-            (slice_number,) = slices.numbers
+            (slice_number,) = slices.slice_numbers
             shard_samples.append(
                 _sample_slice(
                     slices.folder,
@@ -138,14 +138,14 @@ def sample_users(
                     counts_feature_only_users=counts_feature_only_users,
                 )
             )
-    row_starts = np.cumsum([0, *(len(part.positions) for part in shard_samples)])
+    row_starts = np.cumsum([0, *(len(part.directory_positions) for part in shard_samples)])
     users = join_shard_inputs([part.users for part in shard_samples])
     unrecorded_by_missing_input: Counter[str] = Counter()
     for shard_sample in shard_samples:
         unrecorded_by_missing_input.update(shard_sample.unrecorded_by_missing_input)
     return UserSample(
-        replace(users, times=None, answers_without_history=answers_without_history),
-        np.concatenate([part.positions for part in shard_samples]),
+        replace(users, history_times=None, answers_without_history=answers_without_history),
+        np.concatenate([part.directory_positions for part in shard_samples]),
         np.concatenate([part.last_new_choice_times for part in shard_samples]),
         {
             stratum: np.concatenate(
@@ -213,7 +213,7 @@ def _sample_slice(
         interaction_table, feature_table, user_table, picked_rows, hashes, history_limit
     )
     if USER_VECTORS_KIND in kinds:
-        user_table = replace(user_table, vectors=_find_vectors(user_table, other_tables[0]))
+        user_table = replace(user_table, entity_vectors=_find_vectors(user_table, other_tables[0]))
     sample_rows_by_stratum = {
         stratum: np.searchsorted(picked_rows, np.sort(stratum_rows))
         for stratum, stratum_rows in rows_by_stratum.items()
@@ -256,7 +256,7 @@ def _select_inputs(
     feature_table: Any,
     user_table: Any,
     picked_rows: NDArray[np.int64],
-    hashes: NDArray[np.uint64],
+    user_hashes: NDArray[np.uint64],
     history_limit: int,
 ) -> tuple[ShardInput, NDArray[np.int64]]:
     """Return the inputs of these users as `read_shard` does, but computed row by row; the later occurrence wins.
@@ -273,24 +273,24 @@ def _select_inputs(
     times = np.asarray(picked_interactions.column("time"))
     order = np.argsort(times, kind="stable")
     last_new_choice_times = np.zeros(len(picked_rows), np.int64)
-    histories: list[dict[int, None]] = [{} for _ in range(len(picked_rows))]
+    item_sets: list[dict[int, None]] = [{} for _ in range(len(picked_rows))]
     for user_index, ordinal, time in zip(
         user_indices[order].tolist(), ordinals[order].tolist(), times[order].tolist(), strict=True
     ):
         if ordinal < 0:
             continue
-        if ordinal in histories[user_index]:
-            del histories[user_index][ordinal]
+        if ordinal in item_sets[user_index]:
+            del item_sets[user_index][ordinal]
         else:
             last_new_choice_times[user_index] = time
-        histories[user_index][ordinal] = None
-    history_lists = [list(history) for history in histories]
+        item_sets[user_index][ordinal] = None
+    history_lists = [list(history) for history in item_sets]
     feature_rows = pc.index_in(picked_hashes, feature_table.column(HASH_COLUMN))
     inputs = ShardInput(
-        ids=user_table.column("user").combine_chunks(),
-        hashes=hashes[picked_rows],
-        indptr=np.cumsum([0, *(len(history) for history in history_lists)]),
-        ordinals=np.array([ordinal for history in history_lists for ordinal in history], np.int64),
+        entity_ids=user_table.column("user").combine_chunks(),
+        entity_hashes=user_hashes[picked_rows],
+        history_indptr=np.cumsum([0, *(len(history) for history in history_lists)]),
+        history_ordinals=np.array([ordinal for history in history_lists for ordinal in history], np.int64),
         features={
             feature_name: feature_table.column(feature_name).combine_chunks().take(feature_rows)
             for feature_name in feature_table.column_names[2:]
@@ -303,9 +303,9 @@ def _select_inputs(
 def _find_vectors(users: ShardInput, vector_table: Any) -> NDArray[np.float32]:
     """Return vectors of these users as in the partition, but computed one user at a time."""
     dims = vector_table.schema.field(VECTOR_COLUMN).type.list_size
-    vectors = np.full((len(users.ids), dims), np.nan, np.float32)
+    vectors = np.full((len(users.entity_ids), dims), np.nan, np.float32)
     vector_user_ids = vector_table.column("user").combine_chunks()
-    for row, user_id in enumerate(users.ids):
+    for row, user_id in enumerate(users.entity_ids):
         vector_row = pc.index(vector_user_ids, user_id).as_py()
         if vector_row >= 0:
             vectors[row] = vector_table.column(VECTOR_COLUMN)[vector_row].as_py()

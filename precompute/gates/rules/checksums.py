@@ -127,13 +127,13 @@ def pages_in_redis(candidate: Candidate) -> Measurement:
     with governor_context or nullcontext() as governor:
         for part in parts:
             note = b" ".join((part.loaded_digest, run_ids))
-            if note_by_part.get(part.read.encode()) == note:
+            if note_by_part.get(part.read_back_field.encode()) == note:
                 continue
             reload_count += _verify_or_reload(candidate, part, governor)
             with suppress(redis.exceptions.OutOfMemoryError):  # without the note only the next attempt takes longer
-                control.client.hset(notes_key, part.read, note.decode())
+                control.client.hset(notes_key, part.read_back_field, note.decode())
     page_count = total_pages(manifest)
-    control.client.hdel(notes_key, *(part.read for part in parts))
+    control.client.hdel(notes_key, *(part.read_back_field for part in parts))
     reload_text = f"pages whose checksum matched, {reload_count} parts of them loaded once more" if reload_count else ""
     return Measurement(True, page_count, page_count, reload_text or "pages whose checksum matched")
 

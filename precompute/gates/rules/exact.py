@@ -91,7 +91,7 @@ def history_in_lists(candidate: Candidate) -> Measurement:
         if table.kind != "topk" or table.is_facet:
             continue
         if table.entity == "user":
-            positions, excluded = evidence.users.positions, evidence.seen_items
+            positions, excluded = evidence.users.directory_positions, evidence.seen_items
         else:
             positions = evidence.sampled_item_ordinals
             excluded = Histories.of([[row] for row in positions.tolist()])
@@ -127,19 +127,22 @@ def _run_model(candidate: Candidate, model: BundleModel) -> tuple[Floats, NDArra
     else:
         inputs, usable_rows = evidence.user_inputs(model)
         vectors = evidence.run_model(model, inputs)
-    return vectors.astype(np.float64), evidence.users.positions[usable_rows]
+    return vectors.astype(np.float64), evidence.users.directory_positions[usable_rows]
 
 
 def _rows_equal(
-    expected: NDArray[np.floating], actual: NDArray[np.floating], tolerance: float, column_tolerance: float = 0.0
+    expected_numbers: NDArray[np.floating],
+    actual_numbers: NDArray[np.floating],
+    row_tolerance: float,
+    column_tolerance: float = 0.0,
 ) -> NDArray[np.bool_]:
-    """Return bool [n]: each number is off by at most `tolerance` of its row plus `column_tolerance` of its column.
+    """Return bool [n]: each number is off by at most `row_tolerance` of its row plus `column_tolerance` of its column.
 
     The tolerances are relative to the largest absolute values.
     """
-    magnitudes = np.abs(expected.astype(np.float64))
-    errors = np.abs(expected.astype(np.float64) - actual.astype(np.float64))
-    allowed_errors = tolerance * magnitudes.max(axis=1, keepdims=True, initial=0)
+    magnitudes = np.abs(expected_numbers.astype(np.float64))
+    errors = np.abs(expected_numbers.astype(np.float64) - actual_numbers.astype(np.float64))
+    allowed_errors = row_tolerance * magnitudes.max(axis=1, keepdims=True, initial=0)
     allowed_errors = allowed_errors + column_tolerance * np.fmax.reduce(
         magnitudes, axis=0, initial=0
     )  # fmax: a NaN only fails its own row
@@ -151,7 +154,10 @@ def _check_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
     evidence = candidate.evidence
     if table.entity == "user":
         vectors, usable_rows = evidence.user_vectors
-        positions, excluded = (evidence.users.positions[usable_rows], evidence.seen_items.select_rows(usable_rows))
+        positions, excluded = (
+            evidence.users.directory_positions[usable_rows],
+            evidence.seen_items.select_rows(usable_rows),
+        )
     else:
         positions = evidence.sampled_item_ordinals
         vectors = candidate.items.vectors[positions]
@@ -172,12 +178,12 @@ def _check_lists(candidate: Candidate, table: Table) -> NDArray[np.bool_]:
 
 
 def _check_lists_best(
-    queries: Floats,
-    vectors: NDArray[np.float32],
-    excluded: Histories,
+    query_vectors: Floats,
+    all_item_vectors: NDArray[np.float32],
+    excluded_items: Histories,
     listed_items: NDArray[np.uint32],
-    counts: NDArray[np.int64],
-    numbers: Floats,
+    list_lengths: NDArray[np.int64],
+    stored_numbers: Floats,
     layout: Layout,
     metric: str,
     allowed_mask: NDArray[np.bool_] | None = None,
@@ -186,16 +192,16 @@ def _check_lists_best(
 
     With `allowed_mask` bool [items], only these items count.
     """
-    width, item_count = layout.width, len(vectors)
-    best_scores = np.full((len(queries), width), -np.inf)
-    listed_scores = np.full((len(queries), width), -np.inf)
+    width, item_count = layout.width, len(all_item_vectors)
+    best_scores = np.full((len(query_vectors), width), -np.inf)
+    listed_scores = np.full((len(query_vectors), width), -np.inf)
     length_max = 0.0
     if metric == "cosine":
-        queries = queries / np.maximum(np.linalg.norm(queries, axis=1, keepdims=True), 1e-300)
-    excluded_rows = np.repeat(np.arange(len(queries)), np.diff(excluded.indptr))
-    is_used = np.arange(width) < counts[:, None]
+        query_vectors = query_vectors / np.maximum(np.linalg.norm(query_vectors, axis=1, keepdims=True), 1e-300)
+    excluded_rows = np.repeat(np.arange(len(query_vectors)), np.diff(excluded_items.indptr))
+    is_used = np.arange(width) < list_lengths[:, None]
     for first_item in range(0, item_count, ITEMS_AT_ONCE):
-        part_vectors = vectors[first_item : first_item + ITEMS_AT_ONCE].astype(np.float64)
+        part_vectors = all_item_vectors[first_item : first_item + ITEMS_AT_ONCE].astype(np.float64)
         vector_lengths = np.linalg.norm(part_vectors, axis=1, keepdims=True)
         if metric == "cosine":
             part_vectors, vector_lengths = (
@@ -203,7 +209,7 @@ def _check_lists_best(
                 np.minimum(vector_lengths, 1.0),
             )
         length_max = max(length_max, float(vector_lengths.max(initial=0)))
-        scores = queries @ part_vectors.T
+        scores = query_vectors @ part_vectors.T
         if allowed_mask is not None:
             scores[:, ~allowed_mask[first_item : first_item + len(part_vectors)]] = -np.inf
         is_in_part = is_used & (listed_items >= first_item) & (listed_items < first_item + len(part_vectors))
@@ -211,18 +217,22 @@ def _check_lists_best(
         listed_scores[list_rows, list_slots] = scores[
             list_rows, listed_items[list_rows, list_slots].astype(np.int64) - first_item
         ]
-        is_excluded = (excluded.indices >= first_item) & (excluded.indices < first_item + len(part_vectors))
-        scores[excluded_rows[is_excluded], excluded.indices[is_excluded] - first_item] = -np.inf
+        is_excluded = (excluded_items.indices >= first_item) & (excluded_items.indices < first_item + len(part_vectors))
+        scores[excluded_rows[is_excluded], excluded_items.indices[is_excluded] - first_item] = -np.inf
         if scores.shape[1] > width:
             scores.partition(scores.shape[1] - width, axis=1)
         merged_scores = np.concatenate([best_scores, scores[:, -width:]], axis=1)
         best_scores = np.partition(merged_scores, merged_scores.shape[1] - width, axis=1)[:, -width:]
     best_scores = -np.sort(-best_scores, axis=1)
     possible_counts = (best_scores > -np.inf).sum(axis=1)
-    tolerance = SCORE_ROUNDING * np.linalg.norm(queries, axis=1, keepdims=True) * length_max
-    rounding_step = NUMBER_STEP_BY_PRECISION[layout.precision] * np.abs(numbers).max(axis=1, initial=0, keepdims=True)
+    tolerance = SCORE_ROUNDING * np.linalg.norm(query_vectors, axis=1, keepdims=True) * length_max
+    rounding_step = NUMBER_STEP_BY_PRECISION[layout.precision] * np.abs(stored_numbers).max(
+        axis=1, initial=0, keepdims=True
+    )
     with np.errstate(invalid="ignore"):
         is_as_good = ~is_used | (np.abs(listed_scores - best_scores) <= tolerance)
-        has_stored_score = ~is_used | (np.abs(listed_scores - numbers) <= tolerance + rounding_step)
-    is_right: NDArray[np.bool_] = (counts == possible_counts) & is_as_good.all(axis=1) & has_stored_score.all(axis=1)
+        has_stored_score = ~is_used | (np.abs(listed_scores - stored_numbers) <= tolerance + rounding_step)
+    is_right: NDArray[np.bool_] = (
+        (list_lengths == possible_counts) & is_as_good.all(axis=1) & has_stored_score.all(axis=1)
+    )
     return is_right

@@ -40,21 +40,21 @@ def _server_headroom(candidate: Candidate, server_name: str, server: "redis.Redi
             record_bytes=max(table.layout.size_bytes for table in candidate.manifest.stored_tables.values()),
         )
     measurement = redis_room(server_name, used_bytes, *memory_limit(server), candidate.thresholds.redis_headroom)
-    if not candidate.arms:
+    if not candidate.arm_rooms:
         return measurement
-    arms_text = "; ".join(map(str, candidate.arms))
+    arms_text = "; ".join(map(str, candidate.arm_rooms))
     return replace(measurement, note=f"{measurement.note}, with arms of experiments: {arms_text}")
 
 
 def _share_used(measurement: Measurement) -> float:
-    return measurement.value if isinstance(measurement.value, float) else 0.0
+    return measurement.measured_value if isinstance(measurement.measured_value, float) else 0.0
 
 
-def redis_room(name: str, used_bytes: int, limit_bytes: int, limit_source: str, threshold: float) -> Measurement:
+def redis_room(server_name: str, used_bytes: int, limit_bytes: int, limit_source: str, threshold: float) -> Measurement:
     """Measure a server's free room; servers have the names of `cache.l2.sync_clients.primary_clients`."""
     if not limit_bytes:
         return Measurement(False, None, threshold, "Redis states neither maxmemory nor its host's memory")
-    server_text = "" if name == "primary" else f" of {name}"
+    server_text = "" if server_name == "primary" else f" of {server_name}"
     return at_most(
         used_bytes / limit_bytes, threshold, f"{used_bytes:,} bytes of {limit_bytes:,}, {limit_source}{server_text}"
     )
@@ -73,11 +73,11 @@ def disk_headroom(candidate: Candidate) -> Measurement:
     """Check the room on each replica's disk for its copy of this generation."""
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.disk_headroom
 
-    def judge(replica: Replica) -> Measurement | None:
+    def judge_disk(replica: Replica) -> Measurement | None:
         free_bytes = replica.disk_free_bytes
         return None if free_bytes is None else disk_room(free_bytes, size_bytes, threshold)
 
-    return _measure_tightest(candidate, threshold, judge)
+    return _measure_tightest(candidate, threshold, judge_disk)
 
 
 @integrity("memory_headroom")
@@ -85,7 +85,7 @@ def memory_headroom(candidate: Candidate) -> Measurement:
     """Check each replica's available memory for all files mapped at the peak, those of arms of experiments included."""
     size_bytes, threshold = _mapped_bytes(candidate), candidate.thresholds.memory_headroom
     generation_count = peak_generation_count(candidate.superseded_count)
-    arms_bytes = sum_mapped_bytes(candidate.arms, generation_count)
+    arms_bytes = sum_mapped_bytes(candidate.arm_rooms, generation_count)
 
     def judge(replica: Replica) -> Measurement | None:
         available_bytes = replica.memory_available_bytes
@@ -98,13 +98,13 @@ def memory_headroom(candidate: Candidate) -> Measurement:
     return _measure_tightest(candidate, threshold, judge)
 
 
-def disk_room(free_bytes: int, size_bytes: int, threshold: float, *, generation_count: int = 1) -> Measurement:
+def disk_room(free_bytes: int, generation_bytes: int, threshold: float, *, generation_count: int = 1) -> Measurement:
     """Compare the free bytes of a file system with this number of generations of this size."""
     generations_text = "a generation" if generation_count == 1 else f"{generation_count} generations"
     return at_least(
-        free_bytes / max(1, generation_count * size_bytes),
+        free_bytes / max(1, generation_count * generation_bytes),
         threshold,
-        f"{free_bytes:,} bytes free for {generations_text} of {size_bytes:,}",
+        f"{free_bytes:,} bytes free for {generations_text} of {generation_bytes:,}",
     )
 
 
@@ -125,15 +125,17 @@ def memory_room(
 
 
 def _measure_tightest(
-    candidate: Candidate, threshold: float, judge: Callable[[Replica], Measurement | None]
+    candidate: Candidate, threshold: float, judge_replica: Callable[[Replica], Measurement | None]
 ) -> Measurement:
     """Return the verdict on the replica with the least room; passed without a replica: this host is no reader's."""
     replica_verdicts = [
-        (replica.name, verdict) for replica in candidate.control.replicas() if (verdict := judge(replica)) is not None
+        (replica.name, verdict)
+        for replica in candidate.control.replicas()
+        if (verdict := judge_replica(replica)) is not None
     ]
     if not replica_verdicts:
         return Measurement(True, None, threshold, "no live replica reports the free room of its host")
-    replica_name, verdict = min(replica_verdicts, key=lambda named_verdict: float(named_verdict[1].value or 0))
+    replica_name, verdict = min(replica_verdicts, key=lambda named_verdict: float(named_verdict[1].measured_value or 0))
     return replace(verdict, note=f"{verdict.note} on {replica_name}")
 
 

@@ -79,7 +79,7 @@ def single_item(candidate: Candidate) -> Measurement:
 def distinct_lists(candidate: Candidate) -> Measurement:
     """Measure the share of different lists among sampled users, which must not be far below the live generation's."""
     thresholds, worst_measurement = candidate.thresholds, None
-    if candidate.unreadable_live is not None:
+    if candidate.unreadable_live_generation is not None:
         return candidate.uncompared_measurement(thresholds.distinct_lists)
     for table in user_list_tables(candidate.manifest):
         positions = _compared_positions(candidate)
@@ -90,11 +90,11 @@ def distinct_lists(candidate: Candidate) -> Measurement:
         live_table = matching_live_table(candidate, table)
         if live_table is not None and len(candidate.evidence.common_user_positions[1]):
             live_share = _distinct_share(
-                read_live_lists(candidate, live_table, candidate.evidence.common_user_positions[1]).records
+                read_live_lists(candidate, live_table, candidate.evidence.common_user_positions[1]).live_records
             )
             floor = max(floor, thresholds.distinct_lists_of_live * live_share)
             note = f"{table.name}; {live_share:.3f} of the live generation's"
-        measurement = at_least(distinct_share, round(floor, 6), note, candidate.baseline)
+        measurement = at_least(distinct_share, round(floor, 6), note, candidate.baseline_generation)
         if worst_measurement is None or (worst_measurement.passed and not measurement.passed):
             worst_measurement = measurement
     return worst_measurement or not_measured(thresholds.distinct_lists, "no table of lists")
@@ -108,7 +108,7 @@ def top_items_of_live(candidate: Candidate) -> Measurement:
         depth = compared_depth(min(table.layout.width, live_table.layout.width), candidate.items.count)
         candidate_records = candidate.evidence.records_of(table, candidate.evidence.common_user_positions[0])
         live = read_live_lists(candidate, live_table, candidate.evidence.common_user_positions[1])
-        live_share = _share_of_top(_count_slots_by_item(live.records, depth), len(live.candidate_ordinals))
+        live_share = _share_of_top(_count_slots_by_item(live.live_records, depth), len(live.candidate_ordinals))
         ratio_by_table[table.name] = _share_of_top(
             _count_slots_by_item(candidate_records, depth), candidate.items.count
         ) / max(live_share, 1e-9)
@@ -127,7 +127,7 @@ def score_psi(candidate: Candidate) -> Measurement:
         candidate_records = candidate.evidence.records_of(table, candidate.evidence.common_user_positions[0])
         live = read_live_lists(candidate, live_table, candidate.evidence.common_user_positions[1])
         psi_by_table[table.name] = psi(
-            _stored_scores(table, candidate_records), _stored_scores(live_table, live.records)
+            _stored_scores(table, candidate_records), _stored_scores(live_table, live.live_records)
         )
     if candidate.is_retrained:
         return _compare_with_live(candidate, psi_by_table, candidate.thresholds.score_psi_retrained)
@@ -202,7 +202,9 @@ def _value_shifts(candidate: Candidate, table: Table, live_table: Table) -> dict
         )
     )
     return {
-        f"{table.name}, {value_name}": psi(_five_digits(column), _five_digits(live_values_by_name[value_name]))
+        f"{table.name}, {value_name}": psi(
+            _round_to_five_digits(column), _round_to_five_digits(live_values_by_name[value_name])
+        )
         for value_name, column in values_by_name.items()
         if value_name in live_values_by_name
     }
@@ -235,8 +237,8 @@ def changed_labels_in_words(manifest: Manifest, live: Manifest) -> list[str]:
     return remarks
 
 
-def _five_digits(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
-    fractions, exponents = np.frexp(numbers)
+def _round_to_five_digits(exact_numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+    fractions, exponents = np.frexp(exact_numbers)
     return np.ldexp(np.round(fractions, 5), exponents)
 
 
@@ -253,11 +255,13 @@ def list_jaccard(candidate: Candidate) -> Measurement:
         return candidate.uncompared_measurement(threshold)
     if not len(candidate.evidence.common_user_positions[0]):
         note = "the live generation has none of the sampled users: has the form of ids changed?"
-        return Measurement(False, 0.0, threshold, note, candidate.baseline)
+        return Measurement(False, 0.0, threshold, note, candidate.baseline_generation)
     if not mean_jaccards:
         return not_measured(threshold, "the live generation has no such table of lists")
     worst_table = min(mean_jaccards, key=lambda name: mean_jaccards[name])
-    return at_least(mean_jaccards[worst_table], threshold, _table_note(candidate, worst_table), candidate.baseline)
+    return at_least(
+        mean_jaccards[worst_table], threshold, _table_note(candidate, worst_table), candidate.baseline_generation
+    )
 
 
 @judgement("stale_lists", wants_interactions=True)
@@ -271,7 +275,7 @@ def stale_lists(candidate: Candidate) -> Measurement:
     stale_shares = {}
     for table, live_table in _pair_tables(candidate):
         candidate_positions, _ = candidate.evidence.common_user_positions
-        is_active = is_active_since_cut[np.isin(user_sample.positions, candidate_positions)]
+        is_active = is_active_since_cut[np.isin(user_sample.directory_positions, candidate_positions)]
         if is_active.sum() < ACTIVE_USERS_MIN:
             continue
         is_unchanged = _compute_jaccards(candidate, table, live_table, is_full_depth=True)[is_active] == 1.0
@@ -280,7 +284,7 @@ def stale_lists(candidate: Candidate) -> Measurement:
         return not_measured(threshold, "too few users have interactions since the live generation's cut")
     worst_table = max(stale_shares, key=lambda name: stale_shares[name])
     note = f"{worst_table}: of users with new interactions; were these read, and does the model use them?"
-    return at_most(stale_shares[worst_table], threshold, note, candidate.baseline)
+    return at_most(stale_shares[worst_table], threshold, note, candidate.baseline_generation)
 
 
 @judgement("tables_of_live")
@@ -304,7 +308,7 @@ def tables_of_live(candidate: Candidate) -> Measurement:
             for table_name, table in tables.items()
             if table.kind == "topk" and not table.is_facet and table_name not in live_tables
         ]
-    return none_of(len(notes), "; ".join(notes), candidate.baseline)
+    return none_of(len(notes), "; ".join(notes), candidate.baseline_generation)
 
 
 @judgement("heldout_recall", wants_interactions=True)
@@ -317,16 +321,22 @@ def heldout_recall(candidate: Candidate) -> Measurement:
     """
     measurement = _measure_newer_choices(candidate)
     ranks = _rank_clicks(candidate) if measurement.passed else None
-    if ranks is None or ranks.share - RANK_DEVIATIONS * ranks.error > CHANCE_SHARE:
+    if ranks is None or ranks.share_above_random - RANK_DEVIATIONS * ranks.standard_error > CHANCE_SHARE:
         return measurement
     remark = (
-        f"{CLICKS_BY_CHANCE_NOTE}: above a random item in {ranks.share:.1%} of pairs (standard error "
-        f"{ranks.error:.1%}); do the codes and ids of the tables belong to the model?"
+        f"{CLICKS_BY_CHANCE_NOTE}: above a random item in {ranks.share_above_random:.1%} of pairs (standard error "
+        f"{ranks.standard_error:.1%}); do the codes and ids of the tables belong to the model?"
     )
     share_at_import = candidate.evidence.bundle.training.get(SHARE_ABOVE_RANDOM_FACT)
-    if share_at_import is not None and ranks.share + RANK_DEVIATIONS * ranks.error < CHANCE_SHARE < share_at_import:
+    if (
+        share_at_import is not None
+        and ranks.share_above_random + RANK_DEVIATIONS * ranks.standard_error < CHANCE_SHARE < share_at_import
+    ):
         return Measurement(
-            False, round(ranks.share, 6), CHANCE_SHARE, f"{remark} At its import it was {share_at_import:.1%}"
+            False,
+            round(ranks.share_above_random, 6),
+            CHANCE_SHARE,
+            f"{remark} At its import it was {share_at_import:.1%}",
         )
     return replace(measurement, note="; ".join(filter(None, [measurement.note, remark])))
 
@@ -335,8 +345,8 @@ def heldout_recall(candidate: Candidate) -> Measurement:
 class ClickRanks:
     """Share of pairs in which a click, taken out of its history, scores above a random item; its standard error."""
 
-    share: float
-    error: float
+    share_above_random: float
+    standard_error: float
 
 
 def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
@@ -344,21 +354,21 @@ def _rank_clicks(candidate: Candidate) -> ClickRanks | None:
     evidence, users = candidate.evidence, candidate.evidence.users.users
     model = evidence.bundle.user_tower
     has_features = bool(model.spec.features or evidence.bundle.item_tower.spec.features)
-    if not has_features or users.vectors is not None:
+    if not has_features or users.entity_vectors is not None:
         return None
     # Each fifth item, from the last but one on: for a user with one item nothing can be taken out.
-    history_lengths = np.diff(users.indptr)
-    places_from_end = np.repeat(users.indptr[1:], history_lengths) - np.arange(len(users.ordinals)) - 1
+    history_lengths = np.diff(users.history_indptr)
+    places_from_end = np.repeat(users.history_indptr[1:], history_lengths) - np.arange(len(users.history_ordinals)) - 1
     is_held_out = places_from_end % HISTORY_ITEMS_PER_CLICK == 1
-    held_out_indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_held_out)])[users.indptr]
+    held_out_indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(is_held_out)])[users.history_indptr]
     remaining_users = replace(
         users,
-        indptr=users.indptr - held_out_indptr,
-        ordinals=users.ordinals[~is_held_out],
-        times=None if users.times is None else users.times[~is_held_out],
+        history_indptr=users.history_indptr - held_out_indptr,
+        history_ordinals=users.history_ordinals[~is_held_out],
+        history_times=None if users.history_times is None else users.history_times[~is_held_out],
     )
     inputs, usable_rows = evidence.user_inputs(model, remaining_users)
-    held_out_clicks = Histories(held_out_indptr, users.ordinals[is_held_out]).select_rows(usable_rows)
+    held_out_clicks = Histories(held_out_indptr, users.history_ordinals[is_held_out]).select_rows(usable_rows)
     if len(held_out_clicks.indices) < CHOICES_MIN:
         return None
     item_vectors = candidate.items.vectors
@@ -394,17 +404,17 @@ class LiveLists:
     Each item that this generation lacks has a different negative number, which equals no ordinal.
     """
 
-    records: NDArray[Any]
+    live_records: NDArray[Any]
     candidate_ordinals: NDArray[np.int64]
 
 
-def read_live_lists(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> LiveLists:
+def read_live_lists(candidate: Candidate, table: Table, directory_positions: NDArray[np.int64]) -> LiveLists:
     """Read lists of live users at these positions; raise NotJudged if Redis lacks one of them."""
-    records = _read_live_records(candidate, table, positions)
+    records = _read_live_records(candidate, table, directory_positions)
     return LiveLists(records, candidate.evidence.live_ordinals)
 
 
-def _read_live_records(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> NDArray[Any]:
+def _read_live_records(candidate: Candidate, table: Table, directory_positions: NDArray[np.int64]) -> NDArray[Any]:
     """Read live records at positions of their directory; raise NotJudged if Redis lacks one of them."""
     evidence = candidate.evidence
     directory = evidence.live_item_directory if table.entity == "item" else evidence.live_user_directory
@@ -412,9 +422,9 @@ def _read_live_records(candidate: Candidate, table: Table, positions: NDArray[np
         raise CorruptArtefact("there is no live generation")
     client, record_bytes = candidate.control.client, table.layout.size_bytes
     raw_records: list[bytes] = []
-    for first_index in range(0, len(positions), LIVE_RECORDS_AT_ONCE):
+    for first_index in range(0, len(directory_positions), LIVE_RECORDS_AT_ONCE):
         pipeline = client.pipeline(transaction=False)
-        for position in positions[first_index : first_index + LIVE_RECORDS_AT_ONCE].tolist():
+        for position in directory_positions[first_index : first_index + LIVE_RECORDS_AT_ONCE].tolist():
             page_number, offset = table.locate_record(*directory.locate_in_part(position))
             page_key = candidate.control.keyspace.page(candidate.live.generation, table.name, page_number)
             pipeline.getrange(page_key, offset, offset + record_bytes - 1)
@@ -472,11 +482,13 @@ def _compare_with_live(candidate: Candidate, figure_by_name: dict[str, float], t
     worst_name = max(
         figure_by_name, key=lambda name: np.inf if np.isnan(figure_by_name[name]) else figure_by_name[name]
     )
-    return at_most(figure_by_name[worst_name], threshold, _table_note(candidate, worst_name), candidate.baseline)
+    return at_most(
+        figure_by_name[worst_name], threshold, _table_note(candidate, worst_name), candidate.baseline_generation
+    )
 
 
-def _table_note(candidate: Candidate, table: str) -> str:
-    return f"{table}, a retrained bundle's threshold" if candidate.is_retrained else table
+def _table_note(candidate: Candidate, table_name: str) -> str:
+    return f"{table_name}, a retrained bundle's threshold" if candidate.is_retrained else table_name
 
 
 def _measure_highest(share_by_table: dict[str, float], threshold: float) -> Measurement:
@@ -495,23 +507,23 @@ def _share_of_top(slots_by_item: NDArray[np.int64], item_count: int) -> float:
     return float(np.sort(slots_by_item)[::-1][:top_count].sum() / max(1, slots_by_item.sum()))
 
 
-def _count_slots_by_item(records: NDArray[Any], depth: int) -> NDArray[np.int64]:
-    is_used = np.arange(depth) < records["count"][:, None]
-    return np.bincount(records["items"][:, :depth][is_used].astype(np.int64))
+def _count_slots_by_item(list_records: NDArray[Any], compared_depth: int) -> NDArray[np.int64]:
+    is_used = np.arange(compared_depth) < list_records["count"][:, None]
+    return np.bincount(list_records["items"][:, :compared_depth][is_used].astype(np.int64))
 
 
 def _compared_positions(candidate: Candidate) -> NDArray[np.int64]:
     common_positions = candidate.evidence.common_user_positions[0]
-    return common_positions if len(common_positions) else candidate.evidence.users.positions
+    return common_positions if len(common_positions) else candidate.evidence.users.directory_positions
 
 
-def _distinct_share(records: NDArray[Any]) -> float:
-    return len(np.unique(records["items"], axis=0)) / max(1, len(records))
+def _distinct_share(list_records: NDArray[Any]) -> float:
+    return len(np.unique(list_records["items"], axis=0)) / max(1, len(list_records))
 
 
-def _stored_scores(table: Table, records: NDArray[Any]) -> NDArray[np.float64]:
-    is_used = np.arange(table.layout.width) < records["count"][:, None]
-    return dequantize(table.layout, records, np.float64)[is_used]
+def _stored_scores(table: Table, list_records: NDArray[Any]) -> NDArray[np.float64]:
+    is_used = np.arange(table.layout.width) < list_records["count"][:, None]
+    return dequantize(table.layout, list_records, np.float64)[is_used]
 
 
 def _compute_jaccards(
@@ -523,7 +535,7 @@ def _compute_jaccards(
     width = min(table.layout.width, live_table.layout.width)
     depth = width if is_full_depth else compared_depth(width, candidate.items.count)
     jaccards = np.empty(len(candidate_records))
-    for row, (record, live_record) in enumerate(zip(candidate_records, live_lists.records, strict=True)):
+    for row, (record, live_record) in enumerate(zip(candidate_records, live_lists.live_records, strict=True)):
         candidate_items = record["items"][: min(depth, record["count"])]
         live_items = live_lists.candidate_ordinals[
             live_record["items"][: min(depth, live_record["count"])].astype(np.int64)
@@ -552,7 +564,7 @@ def _measure_table_recall(candidate: Candidate, table: Table, held_out_by_user: 
     common_rows = np.flatnonzero(live_positions >= 0)
     live = read_live_lists(candidate, live_table, live_positions[common_rows])
     live_items = [
-        live.candidate_ordinals[record["items"][: record["count"]].astype(np.int64)] for record in live.records
+        live.candidate_ordinals[record["items"][: record["count"]].astype(np.int64)] for record in live.live_records
     ]
     common_choices = [choices_of_users[row] for row in common_rows.tolist()]
     if sum(len(user_choices) for user_choices in common_choices) < CHOICES_MIN:
@@ -562,7 +574,7 @@ def _measure_table_recall(candidate: Candidate, table: Table, held_out_by_user: 
     live_recall = _recall([live_list[:width] for live_list in live_items], common_choices)
     recall_min = max(thresholds.heldout_recall, thresholds.heldout_of_live * live_recall)
     note = f"{table.name}, {pair_count} newer choices, of which the live generation's lists hold {live_recall:.4f}"
-    return at_least(candidate_recall, round(recall_min, 6), note, candidate.baseline)
+    return at_least(candidate_recall, round(recall_min, 6), note, candidate.baseline_generation)
 
 
 def _find_newer_choices(

@@ -96,7 +96,7 @@ def vocabulary(candidate: Candidate) -> Measurement:
             return Measurement(False, vocabulary_digest, str(live_vocabulary_digest),
                 "the models are those of the live generation, their vocabulary is not", live.generation,
             )  # fmt: skip
-    return Measurement(True, vocabulary_digest, vocabulary_digest, baseline=candidate.baseline)
+    return Measurement(True, vocabulary_digest, vocabulary_digest, baseline_generation=candidate.baseline_generation)
 
 
 def _depends_on_vocabulary(manifest: Manifest) -> bool:
@@ -144,7 +144,7 @@ def dimension(candidate: Candidate) -> Measurement:
         if table.kind == "vector":
             dims_by_source[table_name] = table.layout.width
         if table.kind == "value":
-            model = pinned_bundle.values[str(table.producer.model)]
+            model = pinned_bundle.value_models[str(table.producer.model)]
             if table.layout.width != model.spec.output_dims or table.labels != model.labels:
                 return Measurement(False, table.layout.width, model.spec.output_dims, table_name)
     wrong_source = next((table_name for table_name, dims in dims_by_source.items() if dims != pinned_bundle.dims), None)
@@ -297,9 +297,9 @@ def index_vectors(candidate: Candidate) -> Measurement:
     )
 
 
-def _drawn_histories_note(candidate: Candidate, model: str) -> str:
+def _drawn_histories_note(candidate: Candidate, model_name: str) -> str:
     """Return the end of a note if no user had the history that this model needs, else an empty text."""
-    is_drawn = candidate.manifest.models[model].agreement.get("histories") == "drawn"
+    is_drawn = candidate.manifest.models[model_name].agreement.get("histories") == "drawn"
     return ", on histories drawn at random" if is_drawn else ""
 
 
@@ -333,7 +333,7 @@ def _list_overlap(candidate: Candidate, model: BundleModel, entry: Model) -> flo
     if not len(exact):
         return float("nan")
     users = candidate.evidence.compared_users(model)
-    exclusions = Histories(users.indptr, users.ordinals).select_rows(sampled_rows)
+    exclusions = Histories(users.history_indptr, users.history_ordinals).select_rows(sampled_rows)
     sample_rows = select_spread_rows(np.arange(len(exact)), LISTS_COMPARED)
     exact, approximate, exclusions = (exact[sample_rows], approximate[sample_rows], exclusions.select_rows(sample_rows))
     overlaps = list_overlaps(exact, approximate, candidate.items.vectors, candidate.evidence.bundle.metric, exclusions)
@@ -356,29 +356,31 @@ def _stratum_queries(candidate: Candidate, entity: str) -> dict[str, NDArray[np.
     return queries_by_stratum
 
 
-def _recall(candidate: Candidate, searcher: Searcher, queries: NDArray[np.float32], width: int) -> float:
+def _recall(candidate: Candidate, searcher: Searcher, query_vectors: NDArray[np.float32], list_length: int) -> float:
     item_vectors = np.asarray(candidate.items.vectors)
     if searcher.metric == "cosine":
-        queries = unit_rows(queries)
-    neighbour_count = min(width, len(item_vectors))
+        query_vectors = unit_rows(query_vectors)
+    neighbour_count = min(list_length, len(item_vectors))
     fetch_count = int(searcher.candidate_counts_for(neighbour_count, np.zeros(1, np.int64))[0])
-    exact = _nearest(item_vectors, queries, neighbour_count, searcher.metric)
+    exact = _nearest(item_vectors, query_vectors, neighbour_count, searcher.metric)
     query_recalls: list[float] = []
-    for first_query in range(0, len(queries), QUERIES_AT_ONCE):
+    for first_query in range(0, len(query_vectors), QUERIES_AT_ONCE):
         query_rows = slice(first_query, first_query + QUERIES_AT_ONCE)
-        query_recalls += recalls(exact[query_rows], searcher.search(queries[query_rows], fetch_count)).tolist()
+        query_recalls += recalls(exact[query_rows], searcher.search(query_vectors[query_rows], fetch_count)).tolist()
     return float(np.mean(query_recalls))
 
 
 def _nearest(
-    item_vectors: NDArray[np.float32], queries: NDArray[np.float32], neighbour_count: int, metric: Metric
+    item_vectors: NDArray[np.float32], query_vectors: NDArray[np.float32], neighbour_count: int, metric: Metric
 ) -> NDArray[np.int64]:
     """Return int64 [n, wanted]: ordinals of each query's best items in any order, computed tile by tile."""
-    scores = np.empty((len(queries), 0), np.float32)
-    nearest_ordinals = np.empty((len(queries), 0), np.int64)
+    scores = np.empty((len(query_vectors), 0), np.float32)
+    nearest_ordinals = np.empty((len(query_vectors), 0), np.int64)
     for first_ordinal, tile in iterate_tiles(item_vectors, metric):
-        tile_ordinals = np.broadcast_to(np.arange(first_ordinal, first_ordinal + len(tile)), (len(queries), len(tile)))
-        scores = np.concatenate([scores, queries @ tile.T], axis=1)
+        tile_ordinals = np.broadcast_to(
+            np.arange(first_ordinal, first_ordinal + len(tile)), (len(query_vectors), len(tile))
+        )
+        scores = np.concatenate([scores, query_vectors @ tile.T], axis=1)
         nearest_ordinals = np.concatenate([nearest_ordinals, tile_ordinals], axis=1)
         best_columns = np.argpartition(-scores, min(neighbour_count, scores.shape[1]) - 1, axis=1)[:, :neighbour_count]
         scores = np.take_along_axis(scores, best_columns, axis=1)

@@ -94,7 +94,7 @@ def short_lists(candidate: Candidate) -> Measurement:
             continue
         width, item_count = scan.table.layout.width, candidate.items.count
         if scan.table.entity == "user":
-            records = evidence.records_of(scan.table, evidence.users.positions)
+            records = evidence.records_of(scan.table, evidence.users.directory_positions)
             is_present = records["flags"] != ABSENT_FLAGS
             list_lengths, possible_lengths = (
                 records["count"][is_present],
@@ -114,8 +114,8 @@ def _count_faults(candidate: Candidate, text_by_fault_kind: dict[str, str]) -> M
     fault_count, fault_note = 0, ""
     for table_name, scan in candidate.evidence.scans.items():
         for fault_kind, fault_text in text_by_fault_kind.items():
-            fault_count += scan.faults[fault_kind]
-            if scan.faults[fault_kind] and not fault_note:
+            fault_count += scan.fault_counts[fault_kind]
+            if scan.fault_counts[fault_kind] and not fault_note:
                 fault_note = f"{fault_text} in {table_name}: {scan.first_location_by_fault[fault_kind]}"
     return none_of(fault_count, fault_note)
 
@@ -160,10 +160,12 @@ def items_of_live(candidate: Candidate) -> Measurement:
     measurement = _against_live(candidate, "item", thresholds.items_of_live)
     if (
         measurement.passed
-        and isinstance(measurement.value, float)
-        and measurement.value > thresholds.items_of_live_most
+        and isinstance(measurement.measured_value, float)
+        and measurement.measured_value > thresholds.items_of_live_most
     ):
-        return at_most(measurement.value, thresholds.items_of_live_most, measurement.note, measurement.baseline)
+        return at_most(
+            measurement.measured_value, thresholds.items_of_live_most, measurement.note, measurement.baseline_generation
+        )
     return measurement
 
 
@@ -178,7 +180,7 @@ def _against_live(candidate: Candidate, entity: str, threshold: float) -> Measur
         candidate_count / max(1, live_count),
         threshold,
         f"{candidate_count:,} {entity}s, {live_count:,} before",
-        candidate.baseline,
+        candidate.baseline_generation,
     )
 
 
@@ -215,9 +217,9 @@ def directories_sorted(candidate: Candidate) -> Measurement:
     return Measurement(True, expected_order, expected_order)
 
 
-def _is_ascending(hashes: NDArray[np.uint64]) -> bool:
-    chunk_starts = range(0, len(hashes), CHUNK_ROWS_MAX)
-    chunks = (hashes[start : start + CHUNK_ROWS_MAX + 1] for start in chunk_starts)
+def _is_ascending(id_hashes: NDArray[np.uint64]) -> bool:
+    chunk_starts = range(0, len(id_hashes), CHUNK_ROWS_MAX)
+    chunks = (id_hashes[start : start + CHUNK_ROWS_MAX + 1] for start in chunk_starts)
     return all(bool((chunk[1:] > chunk[:-1]).all()) for chunk in chunks)
 
 

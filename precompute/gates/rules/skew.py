@@ -124,12 +124,17 @@ def _prepare_sample(
             # Users with a vector of the sources were not answered by the tower.
             user_rows = user_rows[~users.has_vector[user_rows]]
         user_rows = select_spread_rows(user_rows, SKEW_SAMPLE)
-        positions, raw_ids = (evidence.users.positions[user_rows], to_raw_ids(users.ids.take(user_rows)))
+        positions, raw_ids = (
+            evidence.users.directory_positions[user_rows],
+            to_raw_ids(users.entity_ids.take(user_rows)),
+        )
         live_inputs = [
             LiveInput(
                 history=tuple(
                     items.raw_id(ordinal)
-                    for ordinal in users.ordinals[users.indptr[row] : users.indptr[row + 1]].tolist()
+                    for ordinal in users.history_ordinals[
+                        users.history_indptr[row] : users.history_indptr[row + 1]
+                    ].tolist()
                 ),
                 features={
                     str(feature.column): _feature_as_sent(users, str(feature.column), row) for feature in spec.features
@@ -141,14 +146,14 @@ def _prepare_sample(
     return (raw_ids, positions, [predictor.prepare(table.name, live_input) for live_input in live_inputs])
 
 
-def _feature_as_sent(users: ShardInput, column: str, row: int) -> FeatureValue:
+def _feature_as_sent(users: ShardInput, feature_column: str, user_row: int) -> FeatureValue:
     """Return a user's feature as a caller would send it."""
-    return _to_python_value(users.features[column][row].as_py())
+    return _to_python_value(users.features[feature_column][user_row].as_py())
 
 
-def _to_python_value(value: Any) -> FeatureValue:
-    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-    feature_value: FeatureValue = tuple(value) if isinstance(value, list) else value
+def _to_python_value(arrow_value: Any) -> FeatureValue:
+    arrow_value = arrow_value.tolist() if isinstance(arrow_value, np.ndarray | np.generic) else arrow_value
+    feature_value: FeatureValue = tuple(arrow_value) if isinstance(arrow_value, list) else arrow_value
     return feature_value
 
 
@@ -173,10 +178,10 @@ def _cosine(table: Table, pairs: Pairs) -> float:
     return float(row_cosines(stored_numbers, live_numbers).mean())
 
 
-def _read_stored_records(candidate: Candidate, table: Table, positions: NDArray[np.int64]) -> list[bytes]:
+def _read_stored_records(candidate: Candidate, table: Table, directory_positions: NDArray[np.int64]) -> list[bytes]:
     directory, record_bytes = candidate.evidence.directories[table.entity], table.layout.size_bytes
     pipeline = candidate.control.client.pipeline(transaction=False)
-    for position in positions.tolist():
+    for position in directory_positions.tolist():
         page_number, offset = table.locate_record(*directory.locate_in_part(position))
         page_key = candidate.control.keyspace.page(candidate.manifest.generation, table.name, page_number)
         pipeline.getrange(page_key, offset, offset + record_bytes - 1)

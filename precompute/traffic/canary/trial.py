@@ -74,7 +74,8 @@ def start(
                 raise Conflict(f"{generation_id} is live already", generation=generation_id)
             with staged(releases.control, generation_id, config.flip, attempt=attempt, progress=progress):
                 moves.start_canary(releases,
-                    generation_id, traffic_percent, attempt, verified=verify_report, event=config.canary.feedback_event,
+                    generation_id, traffic_percent, attempt, verified=verify_report,
+                    feedback_event=config.canary.feedback_event,
                     governor=governor,
                 )  # fmt: skip
         else:
@@ -126,10 +127,10 @@ def abandon(config: NightConfig, generation: str | None = None, *, reason: str |
     with open_releases(config) as releases:
         # A retry after a crash right after the end of the canary finds its own record.
         if (abandonment := _abandonment_by(releases, attempt, generation)) is not None:
-            moves.end_canary(releases, attempt, reason, abandon=True)  # Conflict if undone since
+            moves.end_canary(releases, attempt, reason, is_abandoned=True)  # Conflict if undone since
             return {"generation": abandonment.generation, "abandoned": abandonment.reason}
         generation_id = _demand_running_canary(releases.control, generation).generation
-        moves.end_canary(releases, attempt, reason, abandon=True)
+        moves.end_canary(releases, attempt, reason, is_abandoned=True)
     return {"generation": generation_id, "abandoned": reason}
 
 
@@ -169,7 +170,7 @@ def publish_or_abandon(config: NightConfig, generation: str, *, attempt: str) ->
             )
         if verdict == "abandon":
             reason = "canary: " + "; ".join(reasons)
-            moves.end_canary(releases, attempt, reason, abandon=True)
+            moves.end_canary(releases, attempt, reason, is_abandoned=True)
             raise Refused(
                 f"{generation} was abandoned, the live generation stays: {'; '.join(reasons)}",
                 rule="canary",

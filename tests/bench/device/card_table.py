@@ -77,11 +77,11 @@ def main() -> None:
     print("CARDS: Mapping[str, Card] = {")
     for name, card in measured_cards().items():
         costs = ", ".join(f"ListCost({cost.dims}, {cost.users_per_s:_}, {cost.item_share})" for cost in card.list_costs)
-        print(f'    "{name}": Card(\n        "{card.name}",\n        ({costs}),')
+        print(f'    "{name}": Card(\n        "{card.card_name}",\n        ({costs}),')
         if (shard := card.shard_cost) is not None:
             print(
                 f"        ShardCost({shard.users_per_s:_}, {shard.begin_users_per_s:_}, "
-                f"{shard.embed_numbers_per_s:_}, cores={shard.cores}, "
+                f"{shard.embed_numbers_per_s:_}, cores={shard.core_count}, "
                 f"interactions_per_user={shard.interactions_per_user}),"
             )
         print("    ),")

@@ -45,7 +45,7 @@ def kernel_of(shards: DrawnShards) -> tuple[int, Callable[[], float]]:
     seen_items = Histories(
         np.concatenate([[0], ends]), np.concatenate([encoded_chunk.seen_items.indices for encoded_chunk in chunks])
     )
-    scoring_device = shards.scorers.at(0)
+    scoring_device = shards.scorers.device_of_shard(0)
     scorer = scoring_device.of(works[0].items, "inner_product")
 
     def run() -> float:

@@ -63,10 +63,10 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     on = load_items(items, device, fused.GROUP)
     users = users[:USERS]
     count, columns = len(users), on.whole
-    if not fused.fits(on, columns, FETCH):
+    if not fused.supports_search(on, columns, FETCH):
         return {}
-    queries = on.queries(users, users)
-    tiles = fused.choose_tiles(count, queries.codes.shape[1], device)
+    queries = on.encode_queries(users, users)
+    tiles = fused.choose_tiles(count, queries.user_codes.shape[1], device)
     rows = torch.arange(count, device=device).repeat_interleave(HISTORY)
     pairs = rows, torch.randint(len(items), (count * HISTORY,), device=device)
     hidden = fused.sort_hidden_ordinals(pairs, count, len(items))
@@ -77,7 +77,7 @@ def times_of(items: Any, users: Any, device: Any) -> dict[str, float]:
     kept_entries, left_out = compute_bounds()
     keys = fused.compute_exact_keys(on, columns, queries, hidden, kept_entries, left_out, tiles)
     runs: dict[str, Callable[[], object]] = {
-        "copies": lambda: on.queries(users, users),
+        "copies": lambda: on.encode_queries(users, users),
         "histories": lambda: fused.sort_hidden_ordinals(pairs, count, len(items)),
         "bounds": compute_bounds,
         "exact": lambda: fused.compute_exact_keys(on, columns, queries, hidden, kept_entries, left_out, tiles),
@@ -121,7 +121,7 @@ def main() -> None:
             if time.monotonic() > ends_at - (25 if dims == 128 else 0):
                 break
             count = rows * max(1, units * resident // 4)
-            queries = on.queries(users[:count], users[:count])
+            queries = on.encode_queries(users[:count], users[:count])
             required_counts = torch.full((count,), FETCH, dtype=torch.int32, device=device)
             tiles = fused.Tiles(rows, wide, warps, stages, resident)
             try:

@@ -108,9 +108,9 @@ def shape_of(folder: Path, config: NightConfig) -> NightShape:
     """The same for the forecast."""
     case, bundle = Case(**json.loads((folder / CASE).read_text())), Bundle.open(folder / "bundle")
     return NightShape(
-        users=case.users, items=case.items, dims=DIMS, shards=case.shards, page_bytes=config.page_bytes,
-        layouts={"user_topk": ("user", layout_of(bundle, config.tables["user_topk"]))}, item_id_bytes=12,
-        model_bytes={model.name: model.path.stat().st_size for model in bundle.models},
-        model_items=case.items, model_dims=DIMS, metric_count=1,
-        interactions=case.users * HISTORY, feature_bytes=4 * case.width,
+        user_count=case.users, item_count=case.items, dims=DIMS, shard_count=case.shards, page_bytes=config.page_bytes,
+        layout_by_table={"user_topk": ("user", layout_of(bundle, config.tables["user_topk"]))}, bytes_per_item_id=12,
+        bytes_by_model={model.name: model.path.stat().st_size for model in bundle.models},
+        model_item_count=case.items, model_dims=DIMS, metric_count=1,
+        interaction_count=case.users * HISTORY, feature_bytes_per_user=4 * case.width,
     )  # fmt: skip

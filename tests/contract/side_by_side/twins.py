@@ -151,8 +151,9 @@ def twins(
                 "LARDER_STATE": str(folder / f"state-{side}"), "LARDER_CHECKOUT": str(checkout.root),
             }  # fmt: skip
             services.append(ServiceProcess(
-                folder / f"{side}.log", checkout.environment(environ), module="seeded_serving", root=LAUNCH,
-                python=checkout.python,
+                folder / f"{side}.log", checkout.environment(environ), module_name="seeded_serving",
+                working_folder=LAUNCH,
+                python_path=checkout.python,
             ))  # fmt: skip
             urls.append(url)
         with ThreadPoolExecutor(2) as pool:

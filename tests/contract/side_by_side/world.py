@@ -216,7 +216,7 @@ class Shop:
     def write_sources(self) -> None:
         """Write data, bundle, settings and tokens: the same bytes each time."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        clicks = synthesize(WorldSettings(users=USERS, items=ITEMS, seed=5))
+        clicks = synthesize(WorldSettings(user_count=USERS, item_count=ITEMS, seed=5))
         write_clicks(self.folder, clicks)
         users = [*clicks.user_ids, *(f"featured-{number}" for number in range(4))]
         moods = np.random.default_rng(5).random((len(users), 2)).astype("f4").tolist()

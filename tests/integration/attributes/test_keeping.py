@@ -87,11 +87,11 @@ def test_an_item_that_events_brought_is_in_nights_for_as_many_days_and_reported_
 
     def record_begin(cut: str) -> None:
         row = begin.in_night(Night(config, "a", data_until=cut))
-        build = Build(config, config.store(), row.result["generation"])
+        build = Build(config, config.store(), row.step_result["generation"])
         begin_report = build.need_report(BEGIN_REPORT)
         unlisted_counts.append(begin_report["unlisted_items"])
         catalogued_flags.append(open_items(build.root, begin_report).ordinal_of(b"new") >= 0)
-        remark_flags.append("are in no table: 1; each is removed 3 days" in row.summary)
+        remark_flags.append("are in no table: 1; each is removed 3 days" in row.result_summary)
 
     for day, hour in ((10, 0), (12, 9), (12, 11)):
         record_begin(DAY.format(day, hour))

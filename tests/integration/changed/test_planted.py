@@ -40,7 +40,7 @@ def capped_digest(patch: Patch, month: Month) -> None:
         rows = [histories.select_rows(np.array([row])).indices[-16:] for row in range(len(histories))]
         capped_histories = Histories.of(rows)
         return digest_users(
-            replace(entities, indptr=capped_histories.indptr, ordinals=capped_histories.indices), hashes
+            replace(entities, history_indptr=capped_histories.indptr, history_ordinals=capped_histories.indices), hashes
         )
 
     redigested(month, digest_capped_histories)
@@ -115,30 +115,30 @@ def ordinals_stay(patch: Patch, month: Month) -> None:
 
 
 def scored_at_stays(patch: Patch, month: Month) -> None:
-    real = ShardReuse.records
+    real = ShardReuse.read_records
 
     def records(self: ShardReuse, name: str, base_positions: Any, at: int) -> Any:
         copied_records = real(self, name, base_positions, at)
-        copied_records["scored_at"] = self.base_shard.tables[name][base_positions]["scored_at"]
+        copied_records["scored_at"] = self.base_shard.records_by_table[name][base_positions]["scored_at"]
         return copied_records
 
-    patch.setattr(ShardReuse, "records", records)
+    patch.setattr(ShardReuse, "read_records", records)
 
 
 def new_user_is_copied(patch: Patch, month: Month) -> None:
-    real = BaseShard.find
+    real = BaseShard.find_rows
 
     def nearest(self: BaseShard, hashes: Any) -> Any:
-        positions = self.pairs["hash"].searchsorted(hashes)
-        return np.minimum(positions, len(self.pairs) - 1)
+        positions = self.hash_digest_pairs["hash"].searchsorted(hashes)
+        return np.minimum(positions, len(self.hash_digest_pairs) - 1)
 
     def decide_new_as_copied(self: ShardReuse, entities: Any, digests: Any, hashes: range) -> CopyDecisions:
-        is_new = real(self.base_shard, entities.hashes) < 0
-        theirs = self.base_shard.pairs["digest"][nearest(self.base_shard, entities.hashes)]
+        is_new = real(self.base_shard, entities.entity_hashes) < 0
+        theirs = self.base_shard.hash_digest_pairs["digest"][nearest(self.base_shard, entities.entity_hashes)]
         return real_decide(self, entities, np.where(is_new, theirs, digests), hashes)
 
     real_decide = ShardReuse.decide
-    patch.setattr(BaseShard, "find", nearest)
+    patch.setattr(BaseShard, "find_rows", nearest)
     patch.setattr(ShardReuse, "decide", decide_new_as_copied)
 
 
@@ -168,20 +168,20 @@ def touched_forgotten(patch: Patch, month: Month) -> None:
 
 
 def rows_shift(patch: Patch, month: Month) -> None:
-    real = EarlierPartition.rows
+    real = EarlierPartition.shard_rows
 
     def rows(self: EarlierPartition, shard: int) -> Iterator[Any]:
         assert self.new_ordinals is not None
         return real(replace(self, new_ordinals=np.where(self.new_ordinals > 0, self.new_ordinals - 1, 0)), shard)
 
-    patch.setattr(EarlierPartition, "rows", rows)
+    patch.setattr(EarlierPartition, "shard_rows", rows)
 
 
 def popularity_stays(patch: Patch, month: Month) -> None:
     real = EarlierPartition.remap_counts
 
     def count_with_base_popularity(self: EarlierPartition, count: int) -> Any:
-        return self.popularity[:count].copy(), *real(self, count)[1:]
+        return self.interactions_by_item[:count].copy(), *real(self, count)[1:]
 
     patch.setattr(EarlierPartition, "remap_counts", count_with_base_popularity)
 
@@ -250,4 +250,4 @@ def test_records_that_another_device_computed_are_not_judged_by_their_bits(
 
     measurement = judged(month.build(generation))
 
-    assert measurement.passed and measurement.value == 0 and "shards [0" in measurement.note
+    assert measurement.passed and measurement.measured_value == 0 and "shards [0" in measurement.note

@@ -29,7 +29,7 @@ def night(month: Month, number: int) -> dict[str, str]:
     """Row of each step of a night's table."""
     month.night = number
     finished_steps = run_night(Night(month.config, f"test-{number}", month.cut.isoformat()))
-    return {name: row.summary for name, row, _ in finished_steps}
+    return {name: row.result_summary for name, row, _ in finished_steps}
 
 
 def status_lines(month: Month) -> str:

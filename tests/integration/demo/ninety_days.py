@@ -28,7 +28,7 @@ from precompute.bulk.reload import reload
 from precompute.releases import moves
 from precompute.releases.recovery import restore_redis
 from precompute.releases.release_log import Releases
-from precompute.releases.sweep import drop_old_rows, retire, sweepable
+from precompute.releases.sweep import drop_old_rows, retire, unneeded_generations
 from serving.generations.pointer_follower import judge_pointer
 from tests.integration.release_world import World
 
@@ -269,7 +269,9 @@ class Simulation:
 
     def _retire(self, run: Run, _generation: list[str]) -> None:
         releases = self.hosts[run.host]
-        sweepable_generations = sweepable(releases, keep=KEEP, grace_s=MINUTE, abandon_after_s=ABANDON_S)
+        sweepable_generations = unneeded_generations(
+            releases, kept_generations=KEEP, grace_s=MINUTE, abandon_after_s=ABANDON_S
+        )
         for generation_id in sweepable_generations:
             retire(releases, generation_id, attempt=run.name, abandon_after_s=ABANDON_S)
             self.count("retired")
@@ -279,7 +281,7 @@ class Simulation:
     def _roll_back(self) -> None:
         name, left_pointer = f"roll-back-{self.now_s:.0f}", self.control.read_pointer()
         try:
-            moves.roll_back(self.hosts[0], to=None, reason="the dice say so", attempt=name)
+            moves.roll_back(self.hosts[0], target_generation=None, reason="the dice say so", attempt=name)
             self.count("roll back")
             if left_pointer is not None and self.rng.random() < 0.5:
                 self.at(self.now_s + 10 * MINUTE, lambda: self._publish_by_hand(left_pointer.generation))

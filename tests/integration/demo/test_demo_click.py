@@ -22,7 +22,7 @@ from tests.integration import nights
 from tests.integration.fleet import fleet
 from tests.polling import poll_until
 
-WORLD = WorldSettings(users=300, items=150, seed=4, drift=0.3)
+WORLD = WorldSettings(user_count=300, item_count=150, seed=4, fashion_weight=0.3)
 
 
 def prepared(folder: Path, redis_url: str) -> tuple[NightConfig, Dataset]:
@@ -47,7 +47,7 @@ def generation_of(url: str) -> str:
 @pytest.mark.slow
 def test_a_click_is_counted_taken_over_and_counted_again_after_a_roll_back(tmp_path: Path, redis_url: str) -> None:
     config, data = prepared(tmp_path / "night", redis_url)
-    judge = Judge(histories=data.histories)
+    judge = Judge(history_by_user=data.histories)
     settings = {"LARDER_CONFIG": str(tmp_path / "night/larder.toml")}
     with fleet(config, tmp_path / "logs", count=1, **settings) as (service,):
         click = Click(service.url, data, judge)
@@ -61,7 +61,7 @@ def test_a_click_is_counted_taken_over_and_counted_again_after_a_roll_back(tmp_p
         counted_again = click.check_counted_again()
         metrics = httpx.get(f"{service.url}/metrics").text
 
-    assert judge.violations == [] and metric_contradictions(metrics, judge.sources) == []
+    assert judge.violations == [] and metric_contradictions(metrics, judge.answers_by_source) == []
     first_line, before, after, dashboard = sent
     assert first_line.startswith(f"{click.user} clicks on {click.item}; the list reflects it ")
     assert click.item in before and click.item not in after
@@ -123,7 +123,7 @@ def test_who_clicks_has_nothing_else_to_come() -> None:
     click = Answered(data)
 
     assert click.user in data.histories
-    assert click.user not in data.arriving
+    assert click.user not in data.arriving_users
 
 
 def test_an_open_dashboard_is_polled_until_it_shows_the_click(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from serving.client import Client, Entity, Options
 from tests.integration import nights
 from tests.integration.fleet import fleet
 
-WORLD = WorldSettings(users=400, items=200, seed=3, drift=0.3)
+WORLD = WorldSettings(user_count=400, item_count=200, seed=3, fashion_weight=0.3)
 
 
 def test_the_same_clicks_have_the_same_features() -> None:
@@ -34,7 +34,10 @@ def test_the_same_clicks_have_the_same_features() -> None:
 
 
 def test_what_is_popular_changes_with_drift_and_who_clicked_what_does_not() -> None:
-    still, drifting = (synthesize(WorldSettings(users=2_000, items=300, seed=1, drift=drift)) for drift in (0.0, 0.6))
+    still, drifting = (
+        synthesize(WorldSettings(user_count=2_000, item_count=300, seed=1, fashion_weight=drift))
+        for drift in (0.0, 0.6)
+    )
 
     def pairs(of: object) -> set[tuple[int, int]]:
         return set(zip(of.user_rows.tolist(), of.item_rows.tolist(), strict=True))  # type: ignore[attr-defined]
@@ -79,7 +82,7 @@ def test_features_alone_are_answered_live_and_all_else_by_the_night(tmp_path: Pa
     # given
     config, data, profiles = prepared(tmp_path / "night", redis_url)
     generation = nights.publish_night(config, data.first_cut.isoformat())
-    judge = Judge(histories=data.histories)
+    judge = Judge(history_by_user=data.histories)
 
     # when
     with fleet(config, tmp_path / "logs", count=1) as (service,):
@@ -99,8 +102,8 @@ def test_features_alone_are_answered_live_and_all_else_by_the_night(tmp_path: Pa
         "user_affinity of new-user: live",
         "item_similar of new-item: live",
     ]
-    assert judge.violations == [] and metric_contradictions(metrics, judge.sources) == []
-    assert set(judge.generations) == {generation}
+    assert judge.violations == [] and metric_contradictions(metrics, judge.answers_by_source) == []
+    assert set(judge.answers_by_generation) == {generation}
     # What is like an item that features alone describe is of its category.
     assert NEW_ITEM["category"] in {profiles.items[item]["category"] for item in new_item.items or ()}
 

@@ -13,17 +13,17 @@ from tests.integration.nights import build_night, histories, top_lists
 def test_served_lists_are_the_nights_own_looked_up_once_and_judged(tmp_path: Path, redis_url: str) -> None:
     config = build_night(tmp_path / "night", redis_url, users=200, items=60)
     history_by_user = histories(config)
-    users, judge = sorted(history_by_user)[:40], Judge(histories=history_by_user)
+    users, judge = sorted(history_by_user)[:40], Judge(history_by_user=history_by_user)
 
     with fleet(config, tmp_path / "logs", count=1) as (service,):
         served = served_lists(service.url, users, judge)
         metrics = httpx.get(f"{service.url}/metrics").text
 
-    (generation,) = judge.generations
+    (generation,) = judge.answers_by_generation
     expected = top_lists(config, generation, users)
     assert served == {user: expected[user][:LIST_LENGTH] for user in users}
-    assert judge.violations == [] and metric_contradictions(metrics, judge.sources) == []
-    assert judge.requests == 1 and judge.sources.total() == len(users)
+    assert judge.violations == [] and metric_contradictions(metrics, judge.answers_by_source) == []
+    assert judge.request_count == 1 and judge.answers_by_source.total() == len(users)
 
 
 def test_the_measure_apart_from_larder_finds_the_nights_lists_of_the_reference_bundle(

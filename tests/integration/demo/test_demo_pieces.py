@@ -23,7 +23,7 @@ from infra.demo.traffic import RequestStream
 from precompute.config.settings import NightConfig
 from serving.client import Answer, Source
 
-SMALL = WorldSettings(users=300, items=120, seed=5)
+SMALL = WorldSettings(user_count=300, item_count=120, seed=5)
 TODAY = datetime(2026, 1, 31, tzinfo=UTC)
 
 
@@ -36,21 +36,21 @@ def test_the_same_world_gives_the_same_clicks() -> None:
     # then
     for name in ("user_rows", "item_rows", "times"):
         assert np.array_equal(getattr(first_clicks, name), getattr(two, name))
-    assert not np.array_equal(first_clicks.times, other_seed_clicks.times)
+    assert not np.array_equal(first_clicks.times_us, other_seed_clicks.times_us)
     assert first_clicks.user_ids == two.user_ids
     assert {"0000007", "team/57/a", "zoë-107", "用户 157"} <= {*first_clicks.user_ids}
 
 
 def test_popularity_is_skewed_and_no_click_comes_twice() -> None:
     # given, when
-    clicks = synthesize(WorldSettings(users=2_000, items=500))
+    clicks = synthesize(WorldSettings(user_count=2_000, item_count=500))
 
     # then
     counts = np.sort(np.bincount(clicks.item_rows, minlength=500))[::-1]
     assert counts[:50].sum() > 0.3 * counts.sum()
     pairs = set(zip(clicks.user_rows.tolist(), clicks.item_rows.tolist(), strict=True))
-    assert len(pairs) == len(clicks.times)
-    assert (np.diff(clicks.times) >= 0).all()
+    assert len(pairs) == len(clicks.times_us)
+    assert (np.diff(clicks.times_us) >= 0).all()
 
 
 def test_what_is_held_out_is_newer_and_newcomers_are_unknown() -> None:
@@ -62,7 +62,7 @@ def test_what_is_held_out_is_newer_and_newcomers_are_unknown() -> None:
     times = np.asarray(data.table["timestamp"])
     users = np.array(data.table["user"].to_pylist(), object)
     assert sum(map(len, data.histories.values())) == (times < first_us).sum()
-    assert data.arriving == set(users[(times >= first_us) & (times < second_us)])
+    assert data.arriving_users == set(users[(times >= first_us) & (times < second_us)])
     assert not set(data.newcomers) & set(data.histories)
     assert all(not set(items) & set(data.histories[user]) for user, items in data.held_out.items())
     assert data.held_out
@@ -98,7 +98,7 @@ def test_lines_with_a_test_file_are_held_out(tmp_path: Path) -> None:
     # then: the first of the users arrives for the second night
     assert data.histories == {"007": ("1", "2", "3"), "8": ("2", "3")}
     assert data.held_out == {"007": ("4", "5"), "8": ("1",)}
-    assert data.arriving == {"007"}
+    assert data.arriving_users == {"007"}
     assert data.second_cut == TODAY
 
 
@@ -129,7 +129,7 @@ def test_without_times_the_last_item_of_every_user_is_held_out(tmp_path: Path) -
     assert data.held_out == {f"u{user}": ("i3",) for user in range(40)}
     assert data.histories["few"] == ("i1", "i2")
     assert data.histories["u3"] == ("i0", "i1", "i2")
-    assert data.arriving == {"u0", "u25"}
+    assert data.arriving_users == {"u0", "u25"}
 
 
 def test_a_folder_without_interactions_is_named(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_recall_and_ndcg_by_hand() -> None:
     held_out = {"ann": ("c", "d", "e"), "bob": ("a",), "cat": ()}
 
     # when
-    means = recall_and_ndcg(lists, held_out, top=2)
+    means = recall_and_ndcg(lists, held_out, list_length=2)
 
     # then: ann is shown b, c and hits at rank 2; bob is shown a, d and hits at rank 1; cat has nothing held out
     ann = (1 / math.log2(3)) / (1 + 1 / math.log2(3))
@@ -161,10 +161,12 @@ def test_the_stream_repeats_itself_and_asks_mostly_for_popular_users() -> None:
 
     # then
     assert first_requests == two
-    assert {request.kind for request in first_requests} == {
+    assert {request.request_kind for request in first_requests} == {
         "known_user", "batch", "exclude", "fresh", "similar", "tables", "stranger", "newcomer",
     }  # fmt: skip
-    known_user_ids = [request.questions[0].id for request in first_requests if request.kind == "known_user"]
+    known_user_ids = [
+        request.questions[0].entity_id for request in first_requests if request.request_kind == "known_user"
+    ]
     assert max(known_user_ids.count(user_id) for user_id in set(known_user_ids)) > 20
 
 
@@ -176,7 +178,7 @@ QUESTION = Question("user_topk", "ann", 2, frozenset({"x"}))
 
 
 def judge() -> Judge:
-    return Judge(histories={"ann": ("a",)})
+    return Judge(history_by_user={"ann": ("a",)})
 
 
 def test_a_good_answer_breaks_nothing() -> None:
@@ -185,7 +187,7 @@ def test_a_good_answer_breaks_nothing() -> None:
     watching.request([QUESTION], [GOOD])
     watching.stop_if_broken()
 
-    assert (watching.requests, dict(watching.sources)) == (1, {"l2": 1})
+    assert (watching.request_count, dict(watching.answers_by_source)) == (1, {"l2": 1})
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_two_generations_in_one_request_are_noticed() -> None:
 
 def test_two_answers_within_one_generation_are_noticed() -> None:
     # given
-    watching, question_without_hidden = judge(), dataclasses.replace(QUESTION, hidden=frozenset())
+    watching, question_without_hidden = judge(), dataclasses.replace(QUESTION, hidden_items=frozenset())
     watching.request([question_without_hidden], [GOOD])
 
     # when

@@ -203,7 +203,7 @@ def _services(config: NightConfig, folder: Path, events: DurableRedis) -> Iterat
     (folder / "larder.toml").write_text(SETTINGS)
     environ = environment(config, LARDER_CONFIG=str(folder / "larder.toml"), LARDER_EVENTS_URL=events.url)
     services = [
-        KilledService(folder / f"service-{number}.log", environ, module=claiming_service.__name__)
+        KilledService(folder / f"service-{number}.log", environ, module_name=claiming_service.__name__)
         for number in range(2)
     ]
     with contextlib.ExitStack() as stack:

@@ -69,7 +69,9 @@ async def test_new_events_stand_behind_what_nights_have_and_the_next_one_has_the
     assert positions == sorted({*positions}) and repeat_receipt["repeated"] == 1
     assert [stored_event["id"] for stored_event in stream_of(client, keyspace)] == ["e-0", "e-1", "e-2"]
     taken_events = take_events(store_ahead, client, keyspace)
-    assert taken_events.events == 3 and taken_events.until_position == positions[-1] == read_taken_position(store_ahead)
+    assert taken_events.event_count == 3 and taken_events.until_position == positions[-1] == read_taken_position(
+        store_ahead
+    )
 
 
 async def test_a_clock_that_is_not_behind_gives_positions_as_ever(

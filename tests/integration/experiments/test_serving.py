@@ -43,7 +43,9 @@ def start(
     own_config: NightConfig, arm_config: NightConfig, name: str, *, share: float = 0.6, holdout: float | None = None
 ) -> Experiments:
     named = (ArmOption("control", own_config.namespace, 0.5), ArmOption("b", arm_config.namespace, 0.5))
-    return experiments.start(own_config, ExperimentOption(own_config.namespace, name, named, share), holdout=holdout)
+    return experiments.start(
+        own_config, ExperimentOption(own_config.namespace, name, named, share), holdout_share=holdout
+    )
 
 
 def expected(own_config: NightConfig, arm_config: NightConfig, key: str) -> tuple[str, str | None, str | None]:

@@ -53,7 +53,7 @@ async def test_what_is_blocked_while_an_arm_starts_is_in_none_of_its_answers(
         held_start.put_in_force(monkeypatch)
         experiment_option = option(own_config.namespace, arm_config.namespace)
         starting = asyncio.create_task(
-            asyncio.to_thread(experiments.start, own_config, experiment_option, holdout=None)
+            asyncio.to_thread(experiments.start, own_config, experiment_option, holdout_share=None)
         )
         await asyncio.wait_for(held_start.has_begun.wait(), 30)
 
@@ -82,7 +82,7 @@ async def test_a_service_that_starts_opens_every_arm_once(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_config, arm_config = arms(tmp_path, redis_url)
-    experiments.start(own_config, option(own_config.namespace, arm_config.namespace), holdout=None)
+    experiments.start(own_config, option(own_config.namespace, arm_config.namespace), holdout_share=None)
     opened: list[ServedNamespace] = []
     is_opened_again = asyncio.Event()
 
@@ -111,7 +111,7 @@ async def test_an_experiment_stops_while_the_arm_of_another_loads(
 ) -> None:
     own_config, arm_config, third = arms(tmp_path, redis_url, 2)
     user = min(histories(own_config))
-    experiments.start(own_config, option(own_config.namespace, arm_config.namespace), holdout=None)
+    experiments.start(own_config, option(own_config.namespace, arm_config.namespace), holdout_share=None)
     held_start = HeldStart()
 
     async with serving(own_config) as running:
@@ -130,7 +130,7 @@ async def test_an_experiment_stops_while_the_arm_of_another_loads(
         held_start.put_in_force(monkeypatch)
         named = (ArmOption("control", own_config.namespace, 0.5), ArmOption("b", third.namespace, 0.5))
         second = ExperimentOption(own_config.namespace, "other", named, 0.3)
-        starting = asyncio.create_task(asyncio.to_thread(experiments.start, own_config, second, holdout=None))
+        starting = asyncio.create_task(asyncio.to_thread(experiments.start, own_config, second, holdout_share=None))
         await asyncio.wait_for(held_start.has_begun.wait(), 30)
         stopping = asyncio.create_task(asyncio.to_thread(experiments.stop, own_config, "ranker"))
         has_stopped = await eventually(is_stopped, timeout_s=10)

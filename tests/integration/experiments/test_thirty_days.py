@@ -41,8 +41,8 @@ def check_log(days: ThirtyDays) -> None:
     for experiment in ("first", "second", "third"):
         arm_totals = read_totals_by_arm(store, experiment)
         for arm, arm_total in arm_totals.items():
-            assert arm_total.requests == days.request_counts[experiment, arm]
-            assert arm_total.feedback["click"] == days.clicked[experiment, arm]
+            assert arm_total.request_count == days.request_counts[experiment, arm]
+            assert arm_total.count_by_feedback_event["click"] == days.clicked[experiment, arm]
         for file in store.names(f"exposures/{experiment}"):
             if file.endswith(".parquet"):
                 raw = store.read(f"exposures/{experiment}/{file}")

@@ -26,7 +26,7 @@ from cache.traffic.experiments import Experiment, Experiments, latest_experiment
 from cache.traffic.split import BUCKET_COUNT, BucketRanges
 from precompute.config.settings import NightConfig
 from precompute.releases import moves
-from precompute.releases.sweep import retire, sweepable
+from precompute.releases.sweep import retire, unneeded_generations
 from precompute.traffic import experiments
 from precompute.traffic.experiment_command import free_namespaces
 from precompute.traffic.experiments import ArmOption, ExperimentOption
@@ -309,7 +309,7 @@ class ThirtyDays:
         def roll_back() -> None:
             night = self.nights[second_namespace]
             generation_before = night.live().generation
-            moves.roll_back(night.releases, to=None, reason="a test", attempt=night.attempt())
+            moves.roll_back(night.releases, target_generation=None, reason="a test", attempt=night.attempt())
             assert night.live().generation != generation_before
 
         def stop() -> None:
@@ -339,7 +339,9 @@ class ThirtyDays:
         named = tuple(
             ArmOption(arm, self.namespaces["abcd".index(letter)], 1 / len(arms)) for arm, letter in arms.items()
         )
-        experiments.start(self.config, ExperimentOption(self.namespaces[0], name, named, key_share), holdout=holdout)
+        experiments.start(
+            self.config, ExperimentOption(self.namespaces[0], name, named, key_share), holdout_share=holdout
+        )
 
     def publish(self, namespace: str) -> None:
         """A night: another generation, live from now on."""
@@ -368,7 +370,7 @@ class ThirtyDays:
         self.clock.now_s += 30.0
         await self.follow()  # beats of now: what replicas hold is known to the sweeps
         for namespace, night in self.nights.items():
-            for generation in sweepable(night.releases, keep=KEEP, grace_s=0.0):
+            for generation in unneeded_generations(night.releases, kept_generations=KEEP, grace_s=0.0):
                 retire(night.releases, generation, attempt=night.attempt(), grace_s=0.0)
                 self.counts["retired"] += 1
             assert self.pages_by_generation(namespace).keys() <= self.allowed_generations(namespace)

@@ -29,7 +29,7 @@ STRANGERS = [f"{hostile_id}~" for hostile_id in KNOWN_IDS if len(hostile_id.enco
 def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConfig:
     """Every user and every item has such an id."""
     folder, count = tmp_path_factory.mktemp("hostile"), len(KNOWN_IDS)
-    clicks = synthesize(WorldSettings(users=count, items=count, seed=0))
+    clicks = synthesize(WorldSettings(user_count=count, item_count=count, seed=0))
     users, items = KNOWN_IDS, KNOWN_IDS[::-1]
     write_clicks(folder, replace(clicks, user_ids=users, item_ids=items))
     config = prepare(folder, redis_url, users=count, items=count)

@@ -322,10 +322,10 @@ def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
 
     assert plan.to_json()["pages"].keys() == manifest.stored_tables.keys()
     assert plan.shape.payload_bytes == pytest.approx(total_bytes(manifest), rel=0.05)
-    costs = {filter_cost.name: filter_cost for filter_cost in plan.filters}
+    costs = {filter_cost.table_name: filter_cost for filter_cost in plan.filters}
     assert costs.keys() == {f"{table}.{name}" for table in LISTS for name in DECLARED}
     filtered_tables = {f"{table}.{name}" for name, tables in TABLES.items() for table in tables}
-    assert {name for name, filter_cost in costs.items() if filter_cost.is_made} == filtered_tables
+    assert {name for name, filter_cost in costs.items() if filter_cost.is_made_by_night} == filtered_tables
     attributes = dict(zip(shop.ids, shop.attributes, strict=True))
     for name, filter_ in DECLARED.items():
         root = read_filter(filter_).root_expression
@@ -333,8 +333,8 @@ def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
         cost = costs[f"user_topk.{name}"]
         assert cost.passing_item_count == sum(passes(root, item_attributes) for item_attributes in shop.attributes)
         # The plan has timed half of the users, those of a shard, and goes by these.
-        assert cost.short_share == pytest.approx(np.mean([count < 50 for count in passing_counts]), abs=0.1)
-        assert cost.short_share_at_ten == pytest.approx(np.mean([count < 10 for count in passing_counts]), abs=0.1)
+        assert cost.short_list_share == pytest.approx(np.mean([count < 50 for count in passing_counts]), abs=0.1)
+        assert cost.short_list_share_at_ten == pytest.approx(np.mean([count < 10 for count in passing_counts]), abs=0.1)
         assert cost.redis_bytes > 0 and 0 < cost.pays_from_lookups < float("inf")
     rows = Console(file=(text := io.StringIO()), width=250)
     for printed_table in _forecast_tables(plan, [], parameters, 3, []):

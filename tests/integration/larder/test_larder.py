@@ -18,11 +18,11 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a shop's own files, under a shop's own names."""
     folder = tmp_path_factory.mktemp("shop")
     (folder / "exports").mkdir()
-    clicks = synthesize(WorldSettings(users=300, items=100, seed=1))
+    clicks = synthesize(WorldSettings(user_count=300, item_count=100, seed=1))
     with (folder / "exports" / "click log.csv").open("w", newline="") as file:
         lines = csv.writer(file)
         lines.writerow(["device", "visitorId", "Article_ID", "occurred_at", "plays"])
-        for user, item, moment in zip(clicks.user_rows, clicks.item_rows, clicks.times, strict=True):
+        for user, item, moment in zip(clicks.user_rows, clicks.item_rows, clicks.times_us, strict=True):
             names = clicks.user_ids[user], clicks.item_ids[item]
             lines.writerow(["phone", *names, int(moment) // 1_000_000, 1])
     return folder

@@ -80,7 +80,7 @@ def test_sub_steps_report_the_fields_that_the_lists_name(config):
     begin_report = Build(config, config.store(), build["generation"]).need_report(BEGIN_REPORT)
 
     sub_steps = (*begin.READING, *begin.AFTER_READING)
-    named_fields = {field for sub_step in sub_steps for field in sub_step.fields.__annotations__}
+    named_fields = {field for sub_step in sub_steps for field in sub_step.report_fields_class.__annotations__}
     known_before = {*InputFields.__annotations__}
     # There are facets only where settings have some, and unknown items are named only where they are many.
     expected_fields = {*begin_report, "facets", "unknown_items_named"} - {"seconds"}
@@ -299,7 +299,7 @@ def test_a_run_before_what_is_live_computes_nothing_and_records_no_failure(confi
     assert "newer than this run's time 2026-01-28T00:00:00+00:00" in scheduled["nothing_newer"]
     assert "no input is newer" in by_hand["nothing_newer"]
     steps = run_night(Night(config, "again", named=earlier))
-    assert [(name, row.summary) for name, row, _ in steps] == [("begin", by_hand["nothing_newer"])]
+    assert [(name, row.result_summary) for name, row, _ in steps] == [("begin", by_hand["nothing_newer"])]
     assert last_failure(config.store()) is None
     with pytest.raises(ConfigError, match="is older than"):
         begin.run(config, data_until=earlier, run_after=None)

@@ -111,8 +111,8 @@ async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_
         assert second != first and not has(night, second, user)
         assert user not in (night.store().local(f"generations/{second}") / "defaults.json").read_text()
         (standing,) = settled(night)
-        assert [holder.generation for holder, _ in standing.holders] == [first]
-        assert standing.state == "pending" and "superseded" in standing.holders[0][1]
+        assert [holder.generation for holder, _ in standing.holders_and_removals] == [first]
+        assert standing.state == "pending" and "superseded" in standing.holders_and_removals[0][1]
         assert await eventually(is_blocked, 3.0)
 
     third = publish_night(night, LATER)
@@ -122,7 +122,7 @@ async def test_an_erased_user_is_blocked_leaves_with_the_next_night_and_is_done_
     (erasure,) = all_erasures(night.store())
     assert not erasure.is_pending
     (standing,) = settled(night)
-    assert standing.state == "done" and not standing.holders
+    assert standing.state == "done" and not standing.holders_and_removals
     listing = shell(night, "erase", "--list")
     assert user in listing.stdout and "done 20" in listing.stdout
 
@@ -173,7 +173,9 @@ def test_an_erasure_while_a_night_begins_is_in_it_or_waits_for_it(
     def erase_late(*arguments: Any, **more: Any) -> catalogue.CatalogueFields:
         begin_erasing(store, user.encode(), "user", requested_at=1.0)
         (standing_before,) = settled(night)
-        assert standing_before.state == "pending" and len(standing_before.holders) == 2  # live, and the one being made
+        assert (
+            standing_before.state == "pending" and len(standing_before.holders_and_removals) == 2
+        )  # live, and the one being made
         return write(*arguments, **more)
 
     monkeypatch.setattr(catalogue, "write_catalogue", erase_late)
@@ -181,7 +183,7 @@ def test_an_erasure_while_a_night_begins_is_in_it_or_waits_for_it(
 
     assert has(night, generation, user)
     (standing,) = settled(night)
-    assert generation in [holder.generation for holder, _ in standing.holders]
+    assert generation in [holder.generation for holder, _ in standing.holders_and_removals]
     assert user.encode() in latest_blocklist(store).users
 
 
@@ -292,7 +294,7 @@ def test_a_user_without_a_record_is_still_found_in_the_partition(night: NightCon
     begin_erasing(night.store(), b"lurker", "user", requested_at=1.0)
 
     (standing,) = settled(night)
-    assert [holder.generation for holder, _ in standing.holders] == [generation]
+    assert [holder.generation for holder, _ in standing.holders_and_removals] == [generation]
 
 
 def test_unblocking_resurrects_no_entity_and_forgetting_needs_a_reason(night: NightConfig) -> None:
@@ -349,7 +351,7 @@ def test_a_refused_generation_that_holds_the_entity_keeps_it_pending(night: Nigh
 
     (standing,) = settled(night)
 
-    fates = {holder.generation: fate for holder, fate in standing.holders}
+    fates = {holder.generation: fate for holder, fate in standing.holders_and_removals}
     assert fates[build["generation"]].startswith("refused, swept by the next retire")
 
 
@@ -373,10 +375,10 @@ def test_an_erasure_is_done_only_when_no_other_host_has_a_copy(
     (standing,) = settled(other_host)
     copies = worker.store().copies
     assert copies is not None and standing.state == "pending"
-    assert [(holder.generation, holder.host) for holder, _ in standing.holders] == [
+    assert [(holder.generation, holder.host) for holder, _ in standing.holders_and_removals] == [
         (build["generation"], copies.host_id)
     ]
-    assert "swept by the next step or service on that host" in standing.holders[0][1]
+    assert "swept by the next step or service on that host" in standing.holders_and_removals[0][1]
 
     second_build = begin.run(worker, data_until=NEXT, run_after=None)
     assert settled(other_host) == [standing]

@@ -205,7 +205,7 @@ def test_calibration_takes_the_first_shard_with_usable_input(config):
     night = NightInput(config, items)
     PartitionJob(night, root / "work/partition", feature_columns=["taste"]).run()
     last = read_shard(root / "work/partition", 7, history_limit=10)
-    shard_users = set(last.ids.to_pylist())
+    shard_users = set(last.entity_ids.to_pylist())
     keep = pa.array([user in shard_users for user in users["user"].to_pylist()])
     pq.write_table(users.filter(keep), config.path("users.parquet"))
 
@@ -235,8 +235,8 @@ def test_a_plan_samples_the_features_that_the_models_want(config):
     build = begin.run(config, data_until=nights.DATA_UNTIL, run_after=None)
     embed_items.run(config, build)
     scored = [score.run_shard(config, build, shard) for shard in build["shards"]]
-    assert plan.shape.users == sum(shard_report["users"] for shard_report in scored)
-    assert plan.shape.items == sum(shard_report["items"] for shard_report in scored)
+    assert plan.shape.user_count == sum(shard_report["users"] for shard_report in scored)
+    assert plan.shape.item_count == sum(shard_report["items"] for shard_report in scored)
 
 
 async def test_a_user_of_the_feature_table_alone_is_answered_from_the_night(config):
@@ -263,8 +263,8 @@ def test_users_of_the_feature_table_alone_are_left_out_where_they_are_too_many(c
     begin_report = Build.of(config, build).need_report(BEGIN_REPORT)
     assert (begin_report["users"], begin_report["featured"], begin_report["featured_users"]) == (CLICKED, 131, False)
     row = begin.in_night(Night(config, "attempt", data_until=nights.DATA_UNTIL))
-    assert "131 users of the feature table alone get no records" in row.summary
-    assert "featured_users = true" in row.summary
+    assert "131 users of the feature table alone get no records" in row.result_summary
+    assert "featured_users = true" in row.result_summary
 
 
 def test_all_of_them_are_computed_where_settings_say_so_and_the_gate_names_who_could_not(config):

@@ -98,7 +98,7 @@ def night(config: NightConfig, due: datetime, verifying: Callable[[], AbstractCo
 def planned_bytes(config: NightConfig) -> tuple[int, int]:
     """What `plan` says of Redis: all that it holds at the peak, and `maxmemory` for that."""
     plan = forecast(config, PlanParameters(seconds=0.2, sample=0.5))
-    record_bytes = max(layout.size_bytes for _, layout in plan.shape.layouts.values())
+    record_bytes = max(layout.size_bytes for _, layout in plan.shape.layout_by_table.values())
     (node,) = find_limits(config, record_bytes=record_bytes).nodes
     planned = node.other_bytes + peak_generation_count(config.keep) * plan.redis_bytes
     print(f"planned are {planned:,} bytes, {plan.redis_bytes:,} a generation")

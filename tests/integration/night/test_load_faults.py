@@ -317,9 +317,11 @@ def test_a_load_that_was_cut_short_sends_only_pages_that_were_not_noted(night, m
         noted_count = sum(
             count_loaded_pages(client, keys, manifest, part)
             for part in parts_of(manifest)
-            if part.name.encode() not in loaded_part_names
+            if part.loaded_field.encode() not in loaded_part_names
         )
-        finished_count = sum(part.pages.pages for part in parts_of(manifest) if part.name.encode() in loaded_part_names)
+        finished_count = sum(
+            part.pages.pages for part in parts_of(manifest) if part.loaded_field.encode() in loaded_part_names
+        )
         assert noted_count + finished_count > 0
         written: list[bytes] = []
         send = PageStream.send
@@ -363,7 +365,7 @@ def test_a_load_among_readers_that_airflow_would_end_says_so(night):
 def test_a_value_left_under_a_pages_name_does_not_lengthen_it(night):
     manifest = write_manifest(Build.of(night.config, night.build), ())
     part = parts_of(manifest)[0]
-    name = part.key(night.config.keyspace(), manifest.generation, 0)
+    name = part.page_key(night.config.keyspace(), manifest.generation, 0)
     with night.client as client:
         client.set(name, b"x" * 100_000)
     governor = replace(night.config.governor, readers="always", piece_bytes=1024, idle_s=0.05)
@@ -371,7 +373,7 @@ def test_a_value_left_under_a_pages_name_does_not_lengthen_it(night):
     night.load(governor=governor)
 
     with night.client as client:
-        assert client.strlen(name) == part.size_of(0)
+        assert client.strlen(name) == part.page_size_bytes(0)
     night.finishes()
 
 
@@ -417,14 +419,14 @@ def test_a_redis_that_stalls_while_pages_are_read_back_refuses_nothing(night, st
 
 def test_another_try_reads_back_only_the_parts_that_were_not(night, stalled, monkeypatch):
     manifest = read_manifest(night.config.store(), night.build["generation"])
-    every, read = [part.name for part in parts_of(manifest)], reads(monkeypatch)
+    every, read = [part.loaded_field for part in parts_of(manifest)], reads(monkeypatch)
 
     verify.run(night.config, night.build)
 
-    assert [part.name for part in read] == every[3:]
+    assert [part.loaded_field for part in read] == every[3:]
     read.clear()
     verify.run(night.config, night.build)
-    assert [part.name for part in read] == every, "what was verified whole is verified anew"
+    assert [part.loaded_field for part in read] == every, "what was verified whole is verified anew"
 
 
 def test_what_was_read_back_from_a_redis_that_started_since_is_read_again(night, stalled, monkeypatch, tmp_path):
@@ -438,7 +440,7 @@ def test_what_was_read_back_from_a_redis_that_started_since_is_read_again(night,
         verify.run(night.config, night.build)
 
         manifest = read_manifest(night.config.store(), night.build["generation"])
-        assert [part.name for part in read] == [part.name for part in parts_of(manifest)]
+        assert [part.loaded_field for part in read] == [part.loaded_field for part in parts_of(manifest)]
         night.finishes()
 
 
@@ -460,13 +462,13 @@ def test_a_part_that_is_loaded_again_is_read_again(night, stalled, monkeypatch):
     manifest = read_manifest(night.config.store(), night.build["generation"])
     first = parts_of(manifest)[0]
     with night.client as client:
-        client.hdel(night.config.keyspace().loaded_parts(manifest.generation), first.name)
+        client.hdel(night.config.keyspace().loaded_parts(manifest.generation), first.loaded_field)
     night.load()
     read = reads(monkeypatch)
 
     verify.run(night.config, night.build)
 
-    assert first.name in [part.name for part in read]
+    assert first.loaded_field in [part.loaded_field for part in read]
 
 
 def test_a_redis_that_does_not_hold_what_it_is_sent_refuses_nothing(night, monkeypatch):
@@ -497,7 +499,7 @@ def test_pages_loaded_for_a_generation_that_is_retired_meanwhile_are_removed(nig
             moves.refuse(releases, generation, reason="a test says so", attempt="x")
             pages = {table.name: table.page_count for table in manifest.tables.values()}
             releases.control.set_row(generation, RegistryRow(GenerationState.RETIRED, releases.clock()))
-            releases.record("retire", generation, attempt="x", pages=pages)
+            releases.record("retire", generation, attempt="x", page_count_by_table=pages)
             unlink_pages(releases.control.client, keys, manifest)
 
     with monkeypatch.context() as patched:

@@ -49,7 +49,7 @@ def world(tmp_path: Path, redis_url: str, keyspace: Keyspace) -> Iterator[World]
 
 @pytest.fixture
 def small(world: World) -> Iterator[Small]:
-    governor = Small(ALWAYS, Watcher(world.control, probe_ms=2.0))
+    governor = Small(ALWAYS, Watcher(world.control, probe_interval_ms=2.0))
     yield governor
     governor.close()
 
@@ -85,14 +85,14 @@ def test_pages_in_pieces_are_byte_for_byte_the_pages_sent_whole(world, small):
     for part in parts_of(manifest):
         assert verify_part(world.client, world.keys, manifest, root, part, governor=small) == 6
         assert dict(read_page_lengths(world.client, world.keys, manifest, part)) == {
-            page: part.size_of(page) for page in range(6)
+            page: part.page_size_bytes(page) for page in range(6)
         }
 
 
 def test_a_load_that_ends_within_a_page_leaves_what_was_there_and_the_connection_unused(world, small):
     manifest, root = loaded(world, None)
     page_values, part = values(world, manifest), parts_of(manifest)[0]
-    world.client.delete(world.keys.loaded_parts(A), part.key(world.keys, A, 5))
+    world.client.delete(world.keys.loaded_parts(A), part.page_key(world.keys, A, 5))
 
     def pace(_size: int) -> None:
         small.pieces += 1
@@ -160,7 +160,7 @@ def test_a_damaged_page_is_found_in_pieces_and_mended_where_it_lies(world, small
     manifest, root = loaded(world, small)
     sound = values(world, manifest)
     part = parts_of(manifest)[1]
-    name = part.key(world.keys, A, 2)
+    name = part.page_key(world.keys, A, 2)
     match damage:
         case "bytes":
             world.client.setrange(name, 110, b"?")
@@ -185,7 +185,7 @@ def test_a_damaged_page_is_found_in_pieces_and_mended_where_it_lies(world, small
 def test_a_page_that_is_only_shorter_is_noticed_without_reading_it(world):
     manifest, _ = loaded(world, None)
     part = parts_of(manifest)[0]
-    world.client.set(part.key(world.keys, A, 3), b"short")
+    world.client.set(part.page_key(world.keys, A, 3), b"short")
     reads_before = calls(world, "getrange") + calls(world, "get")
 
     assert load_missing(world.control, world.store, A) == 1
@@ -207,18 +207,18 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
     with connect(own_redis.url, 5.0) as client:
         control = Control(client, keyspace)
         client.set(keyspace.live, Pointer(A, 1, None, "test", 0.0).to_bytes())
-        watch = Watcher(control, probe_ms=1.0)
+        watch = Watcher(control, probe_interval_ms=1.0)
         try:
             assert poll_until(
-                lambda: (look := watch.get_latest_observation()) is not None and look.foreign_s is not None
+                lambda: (look := watch.get_latest_observation()) is not None and look.foreign_reads_per_s is not None
             )
             observation = watch.get_latest_observation()
-            assert observation is not None and observation.replicas == 0
-            assert (observation.foreign_s or 0.0) <= FOREIGN_READS_PER_S_MIN
+            assert observation is not None and observation.replica_count == 0
+            assert (observation.foreign_reads_per_s or 0.0) <= FOREIGN_READS_PER_S_MIN
             round_trips_s: list[float] = []
 
             def has_many() -> bool:
-                round_trips_s.extend(watch.round_trips())
+                round_trips_s.extend(watch.take_round_trips_s())
                 return len(round_trips_s) > 50
 
             assert poll_until(has_many)
@@ -229,7 +229,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
             def beating() -> bool:
                 client.zadd(keyspace.replicas, {beat: control.time()})
                 observation = watch.get_latest_observation()
-                return observation is not None and observation.replicas_ms == {"r1": 0.4}
+                return observation is not None and observation.p99_ms_by_replica == {"r1": 0.4}
 
             assert poll_until(beating)
 
@@ -237,7 +237,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
                 for _ in range(50):
                     client.get("anything")
                 observation = watch.get_latest_observation()
-                return observation is not None and (observation.foreign_s or 0.0) > FOREIGN_READS_PER_S_MIN
+                return observation is not None and (observation.foreign_reads_per_s or 0.0) > FOREIGN_READS_PER_S_MIN
 
             assert poll_until(noticed)
             pings_before = client.info("commandstats").get("cmdstat_ping", {"calls": 0})["calls"]
@@ -253,7 +253,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
 
 def test_a_watch_that_cannot_connect_says_so_by_round_trips_that_never_end(world):
     unreachable = redis.Redis(port=1, socket_timeout=0.2)
-    watch = Watcher(Control(unreachable, world.keys), probe_ms=1.0)
+    watch = Watcher(Control(unreachable, world.keys), probe_interval_ms=1.0)
     governor = Governor(GovernorConfig(floor_mib_s=1024.0, idle_s=0.05), watch)
     try:
         manifest, _ = loaded(world, governor)
@@ -263,7 +263,7 @@ def test_a_watch_that_cannot_connect_says_so_by_round_trips_that_never_end(world
         round_trips_s: list[float] = []
 
         def has_no_answer() -> bool:
-            round_trips_s.extend(watch.round_trips())
+            round_trips_s.extend(watch.take_round_trips_s())
             return math.inf in round_trips_s
 
         assert poll_until(has_no_answer)
@@ -299,14 +299,14 @@ def test_files_that_are_retired_while_they_are_read_are_a_conflict(
     manifest, root = loaded(world, None)
     part = parts_of(manifest)[0]
     if how == "streamed":
-        world.client.delete(part.key(world.keys, A, 0))
-    read_sums = Part.read_sums
+        world.client.delete(part.page_key(world.keys, A, 0))
+    read_sums = Part.read_page_checksums
 
     def retired(self: Part, folder: Path) -> object:
         shutil.rmtree(root)
         return read_sums(self, folder)
 
-    monkeypatch.setattr(Part, "read_sums", retired)
+    monkeypatch.setattr(Part, "read_page_checksums", retired)
     act = load_missing if how == "streamed" else repair_pages
     with pytest.raises(Conflict, match=r"\.sums of .* is missing from .* so its pages cannot be loaded") as caught:
         act(world.control, world.store, A)

@@ -490,7 +490,7 @@ def test_a_model_that_does_not_open_ends_the_night_while_it_still_reads(config, 
 
     def run_endlessly(job: PartitionJob, _earlier: object) -> None:
         for rows in itertools.count():
-            job.progress(rows)
+            job.report_row_count(rows)
 
     monkeypatch.setattr(PartitionJob, "run", run_endlessly)
     with pytest.raises(BundleError, match=r"user_tower\.onnx is not a model"):

@@ -73,10 +73,10 @@ def test_results_and_reports_of_a_night_have_their_fields_in_order(config: Night
     finished_steps = run_night(Night(config, "attempt", DATA_UNTIL))
 
     # Then results have the fields that XComs and the shell show, in this order
-    assert {name: " ".join(row.result) for name, row, _ in finished_steps} == RESULTS
+    assert {name: " ".join(row.step_result) for name, row, _ in finished_steps} == RESULTS
 
     # And the files in the store have these, and no others
-    build = Build(config, config.store(), finished_steps[0][1].result["generation"])
+    build = Build(config, config.store(), finished_steps[0][1].step_result["generation"])
     stored: Any = {
         name: orjson.loads(build.store.read(generation_path(build.generation, f"work/{name}.json")) or b"{}")
         for name in REPORTS

@@ -36,7 +36,7 @@ def test_the_model_that_was_left_is_told_by_the_roll_back_and_by_the_night(tmp_p
     assert earlier != later
 
     # When the second is rolled back
-    report = roll_back(config, to=None, reason="worse", attempt="a")
+    report = roll_back(config, target_generation=None, reason="worse", attempt="a")
 
     # Then the report says what the next night uses, and how to go back to the earlier model
     (note,) = report["notes"]
@@ -60,7 +60,7 @@ def test_a_roll_back_for_the_data_says_nothing_of_the_model(tmp_path: Path, redi
     publish_night(config, DATA_UNTIL)
     second = publish_night(config, NEXT)
 
-    report = roll_back(config, to=None, reason="wrong rows", attempt="a")
+    report = roll_back(config, target_generation=None, reason="wrong rows", attempt="a")
 
     assert "notes" not in report
     _, remarks = begun_with(config, LATER[0])

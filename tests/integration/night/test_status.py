@@ -329,7 +329,7 @@ def test_a_night_that_failed_is_a_problem_until_a_night_is_done(
 
     monkeypatch.setattr(index, "run", index_run)
     run_night(night)
-    with served(config, read_state(config).live or ""):
+    with served(config, read_state(config).live_generation or ""):
         assert make_report(config)["well"]
 
 

@@ -221,7 +221,7 @@ def test_what_comes_after_scoring_reads_no_whole_shard(
 
     def read_and_note(*arguments: Any, **named: Any) -> Any:
         shard_input = read_shard(*arguments, **named)
-        user_counts.append(len(shard_input.ids))
+        user_counts.append(len(shard_input.entity_ids))
         return shard_input
 
     monkeypatch.setattr(input_samples, "read_shard", read_and_note)

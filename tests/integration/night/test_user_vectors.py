@@ -131,8 +131,8 @@ def test_other_vectors_make_another_generation(config, user_vectors):
 
 def test_a_plan_samples_the_vectors_too(config, user_vectors, tmp_path):
     sample = draw_sample(config, 1.0)
-    sources = sample.write(tmp_path / "sample", len(sample.ids), config.sources)
+    sources = sample.write(tmp_path / "sample", len(sample.user_ids), config.sources)
 
     sampled_vectors = pq.read_table(sources.user_vectors)
     assert sorted(sampled_vectors["user"].to_pylist()) == sorted(user_vectors)
-    assert ONLY in sample.ids
+    assert ONLY in sample.user_ids

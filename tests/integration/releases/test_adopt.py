@@ -120,7 +120,7 @@ def test_the_previous_generation_of_a_backup_can_be_rolled_back_to_though_redis_
     # then both are loaded, and a roll back has a target
     assert adoption["loaded"] == [second, first]
     assert live(config).previous == first
-    assert roll_back(config, to=None, reason="try", attempt="back")["generation"] == first
+    assert roll_back(config, target_generation=None, reason="try", attempt="back")["generation"] == first
 
 
 def test_there_is_nothing_to_adopt_where_there_is_no_pointer(tmp_path: Path, redis_url: str) -> None:

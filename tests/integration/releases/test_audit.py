@@ -54,13 +54,13 @@ def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None
     publish(night, second)
 
     with pytest.raises(ConfigError):
-        roll_back(night, to=None, reason=" ", attempt="a")
+        roll_back(night, target_generation=None, reason=" ", attempt="a")
     with pytest.raises(LarderError):
-        roll_back(night, to=unknown, reason="a typo", attempt="b")
+        roll_back(night, target_generation=unknown, reason="a typo", attempt="b")
     failed = latest_audit_records(night)[0]
     assert summarize_audit_record(failed) == ("ana", "roll_back", f"to {unknown}", "a typo", "failed")
     assert failed.error and failed.attempt == "b"
-    roll_back(night, to=None, reason="second is bad", attempt="c")
+    roll_back(night, target_generation=None, reason="second is bad", attempt="c")
     roll_back_record = latest_audit_records(night)[0]
     assert summarize_audit_record(roll_back_record) == (
         "ana",

@@ -235,7 +235,7 @@ async def test_a_publish_ends_a_canary_and_a_rollback_does_too(
     assert (await look_up(services[0], users))[0]["generation"] == tried
     newer_generation = await asyncio.to_thread(verified, config)
     await asyncio.to_thread(start, config, newer_generation, 100.0)
-    await asyncio.to_thread(roll_back, config, to=None, reason="a test", attempt="roll-back")
+    await asyncio.to_thread(roll_back, config, target_generation=None, reason="a test", attempt="roll-back")
     await asyncio.to_thread(follow, config)
 
     assert set((await generations(services[2], users)).values()) == {first}

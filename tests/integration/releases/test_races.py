@@ -21,7 +21,7 @@ from cache.store.releases import MOVE_ACTIONS, all_releases
 from precompute.releases import moves
 from precompute.releases.recovery import restore_redis
 from precompute.releases.release_log import Releases
-from precompute.releases.sweep import sweepable
+from precompute.releases.sweep import unneeded_generations
 from tests.integration.racing import Racer, follow, race
 from tests.integration.release_world import World, pages_of
 from tests.polling import poll_until
@@ -167,7 +167,7 @@ def _check_pages(client: Any, keys: Keyspace, store: ArtefactStore, view: Any) -
     live = view.ledger.live_generation
     assert store.read(generation_path(live, "manifest.json")) is not None
     assert len(pages_of(World(store, client, keys), live)) == 10
-    assert live not in sweepable(Releases(store, Control(client, keys)), keep=0, grace_s=0.0)
+    assert live not in unneeded_generations(Releases(store, Control(client, keys)), kept_generations=0, grace_s=0.0)
 
 
 def test_racing_processes_break_no_rule(redis_url: str, tmp_path: Path, keyspace: Keyspace) -> None:

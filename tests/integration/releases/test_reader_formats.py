@@ -74,7 +74,7 @@ def test_nothing_moves_to_what_a_replica_does_not_read(world: World, move: str) 
     move_by_name = {
         "publish": lambda: moves.publish(world.releases, B, attempt="x"),
         "canary": lambda: moves.start_canary(world.releases, B, 50, "x"),
-        "roll_back": lambda: moves.roll_back(world.releases, to=A, reason="a test", attempt="x"),
+        "roll_back": lambda: moves.roll_back(world.releases, target_generation=A, reason="a test", attempt="x"),
     }
     with pytest.raises(Refused, match="nothing was moved"):
         move_by_name[move]()

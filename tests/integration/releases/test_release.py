@@ -70,23 +70,25 @@ def test_only_a_verified_generation_is_published(world, state):
 def test_rolling_back_twice_never_meets_a_bad_generation(world):
     """Previous is the newest superseded one, never one rolled back."""
     world.publish(A, B, C)
-    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
     assert all_releases(world.store)[-1].reason == "bad"
     assert (world.live().generation, world.live().previous) == (B, A)
-    moves.roll_back(world.releases, to=None, reason="bad too", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=None, reason="bad too", attempt=world.attempt())
     assert (world.live().generation, world.live().previous) == (A, None)
     with pytest.raises(Conflict, match="no earlier"):
-        moves.roll_back(world.releases, to=None, reason="", attempt=world.attempt())
+        moves.roll_back(world.releases, target_generation=None, reason="", attempt=world.attempt())
     for rolled_back_generation in (B, C):
         with pytest.raises(Conflict, match="rolled_back"):
-            moves.roll_back(world.releases, to=rolled_back_generation, reason="", attempt=world.attempt())
+            moves.roll_back(
+                world.releases, target_generation=rolled_back_generation, reason="", attempt=world.attempt()
+            )
         with pytest.raises(Conflict, match="rolled_back"):
             moves.publish(world.releases, rolled_back_generation, attempt=world.attempt())
 
 
 def test_a_rolled_back_generation_returns_after_a_new_verification_only(world):
     world.publish(A, B)
-    moves.roll_back(world.releases, to=A, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=A, reason="bad", attempt=world.attempt())
     world.releases.mark_verified(B, attempt=world.attempt())
     moves.publish(world.releases, B, attempt=world.attempt())
     assert (world.live().generation, world.live().previous) == (B, A)
@@ -95,7 +97,7 @@ def test_a_rolled_back_generation_returns_after_a_new_verification_only(world):
 def test_a_later_night_can_be_published_after_a_rollback(world):
     """A stale guard must not block the next push."""
     world.publish(A, B)
-    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
     world.publish(C)
     assert (world.live().generation, world.live().previous) == (C, A)
 
@@ -195,7 +197,7 @@ def test_rollback_works_with_redis_at_full_memory(own_redis, tmp_path, keyspace)
         client.config_set("maxmemory", client.info("memory")["used_memory"] - 1)
         with pytest.raises(redis.exceptions.OutOfMemoryError):
             client.set("anything", b"x" * 4096)
-        moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
         assert world.live().generation == A
 
 
@@ -227,7 +229,7 @@ def test_a_roll_back_moves_first_and_repairs_damaged_pages_after(world):
     page = min(pages_of(world, A))
     sound = world.client.get(page)
     world.client.setrange(page, 7, b"x")
-    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
     assert world.live().generation == A
     assert moves.repair_live(world.releases, A) == [page] and world.client.get(page) == sound
     assert moves.repair_live(world.releases, A) == [] == moves.repair_live(world.releases, B)
@@ -243,7 +245,7 @@ def test_a_roll_back_loads_what_is_missing_before_it_moves(world, monkeypatch, d
         world.client.set(page, sound[:-1])
     monkeypatch.setattr(Control, "move_pointer", lambda *_arguments, **_options: pytest.fail("moved"))
     with pytest.raises(pytest.fail.Exception, match="moved"):
-        moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
     assert world.client.get(page) == sound
 
 
@@ -260,7 +262,7 @@ def test_a_roll_back_looks_at_as_many_pages_of_a_large_generation_as_of_a_small_
     world.client.delete(inner)
     strlen_calls_before = strlens(world)
 
-    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
 
     assert strlens(world) - strlen_calls_before <= 4 < len(pages)
     assert world.live().generation == A and moves.repair_live(world.releases, A) == [inner]
@@ -275,7 +277,7 @@ def test_a_roll_back_that_misses_one_page_looks_at_all(world, monkeypatch):
     monkeypatch.setattr(Control, "move_pointer", lambda *_arguments, **_options: pytest.fail("moved"))
 
     with pytest.raises(pytest.fail.Exception, match="moved"):
-        moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
 
     assert pages_of(world, A) == pages
 
@@ -305,7 +307,7 @@ def test_a_move_to_files_that_are_gone_is_a_conflict(world, subpath, text):
         world.client.delete(key)
     world.store.delete(generation_path(A, subpath))
     with pytest.raises(Conflict, match=text):
-        moves.roll_back(world.releases, to=A, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, target_generation=A, reason="bad", attempt=world.attempt())
     assert world.live().generation == B
 
 
@@ -320,10 +322,10 @@ def test_what_is_live_is_neither_refused_nor_marked_verified(world):
 
 def test_a_repeated_roll_back_changes_nothing_however_far_the_pointer_has_moved(world):
     world.publish(A, B)
-    first = moves.roll_back(world.releases, to=None, reason="bad", attempt="run-1")
+    first = moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="run-1")
     world.publish(C)
     pointer_before = world.live()
-    repeated_move = moves.roll_back(world.releases, to=None, reason="bad", attempt="run-1")
+    repeated_move = moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="run-1")
     assert not repeated_move.has_moved and repeated_move.pointer == first.pointer and world.live() == pointer_before
 
 
@@ -339,7 +341,7 @@ def test_a_cleared_run_publishes_again_what_was_verified_again(world):
     world.publish(A)
     world.load(B)
     moves.publish(world.releases, B, attempt="run-1")
-    moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="operator")
     with pytest.raises(Conflict, match=r"since then roll back of .* use a new attempt"):
         moves.publish(world.releases, B, attempt="run-1")
     world.releases.mark_verified(B, attempt="run-1")
@@ -350,14 +352,14 @@ def test_a_cleared_run_publishes_again_what_was_verified_again(world):
 def test_a_manifest_written_by_a_new_verification_is_the_released_one(world):
     world.publish(A, B)
     path = generation_path(B, "manifest.json")
-    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
     world.store.write(path, world.store.read(path) + b" ")
     world.releases.mark_verified(B, attempt=world.attempt())
     moves.publish(world.releases, B, attempt=world.attempt())
     world.store.write(path, world.store.read(path) + b" ")
     world.releases.mark_verified(B, attempt="a second run of the night")
     world.publish(C)
-    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
     assert world.live().generation == B
 
 

@@ -12,7 +12,7 @@ from cache.store.artefacts import ArtefactStore
 from cache.store.releases import newest_release
 from precompute.releases import moves
 from precompute.releases.recovery import _describe_ended_overrides, restore_redis
-from precompute.releases.sweep import retire, sweepable
+from precompute.releases.sweep import retire, unneeded_generations
 from tests.integration.release_world import A, B, C, World, keep_intents, lose_redis, meanwhile
 
 
@@ -72,7 +72,7 @@ def test_every_move_ends_a_canary(tried, how):
         case "publish":
             moves.publish(tried.releases, C, attempt="publish")
         case "roll back":
-            moves.roll_back(tried.releases, to=None, reason="bad", attempt="operator")
+            moves.roll_back(tried.releases, target_generation=None, reason="bad", attempt="operator")
         case _:
             lose_redis(tried)
             restore_redis(tried.releases, attempt="restore", chunk_bytes=1000)
@@ -98,7 +98,7 @@ def test_refusing_what_is_tried_out_ends_the_canary_first(tried):
 
 def test_what_is_tried_out_is_not_retired(tried):
     tried.clock.now_s += 200_000
-    assert C not in sweepable(tried.releases, keep=0, grace_s=0, abandon_after_s=0)
+    assert C not in unneeded_generations(tried.releases, kept_generations=0, grace_s=0, abandon_after_s=0)
     with pytest.raises(Conflict):
         retire(tried.releases, C, attempt="sweep", abandon_after_s=0)
 
@@ -155,7 +155,7 @@ def test_an_override_is_kept_with_its_reason_until_its_generation_is_rolled_back
     world.releases.mark_verified(B, attempt="again")
     moves.publish(world.releases, B, attempt="publish")
     assert world.releases.ledger().overrides_by_generation == {B: {"score_psi": "retrained"}}
-    moved = moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
+    moved = moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="operator")
     assert world.releases.ledger().overrides_by_generation == {}
     (note,) = _describe_ended_overrides(world.releases.history(), moved.pointer.epoch)
     assert note.startswith(f"the override of score_psi for {B} has ended with this roll back")
@@ -194,7 +194,7 @@ def test_a_roll_back_that_died_before_redis_was_lost_is_carried_out_by_restore(w
     with monkeypatch.context() as patched:
         patched.setattr(world.store, "write_once", keep_intents(world.store.write_once, die))
         with pytest.raises(KeyboardInterrupt):
-            moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
+            moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="operator")
     pointer_before = world.live()
     lose_redis(world)
 
@@ -213,6 +213,6 @@ def test_pages_that_an_older_snapshot_brings_back_go_with_their_row(world):
         world.client.restore(key, 0, value)
     row = world.control.rows()[A]
     world.control.set_row(A, type(row)(GenerationState.SUPERSEDED, row.at))
-    assert sweepable(world.releases, keep=0, grace_s=60) == [A]
+    assert unneeded_generations(world.releases, kept_generations=0, grace_s=60) == [A]
     assert retire(world.releases, A, attempt="sweep") == len(saved) > 0
     assert not any(A in key for key in world.pages())

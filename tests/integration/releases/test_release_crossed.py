@@ -28,7 +28,7 @@ def test_a_restore_never_undoes_a_roll_back_made_while_it_streams(world, monkeyp
     world.publish(A, B)
 
     def roll_back():
-        moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
+        moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="operator")
 
     meanwhile(monkeypatch, restoring, "reload", roll_back)
     pointer, loaded, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
@@ -73,7 +73,7 @@ def test_a_roll_back_never_lands_on_a_generation_retired_meanwhile(world, monkey
 
     meanwhile(monkeypatch, Control, "move_pointer", retire_target)
     with pytest.raises(Conflict, match="state is now retired"):
-        moves.roll_back(world.releases, to=A, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, target_generation=A, reason="bad", attempt=world.attempt())
     assert world.live().generation == C and not pages_of(world, A)
     assert world.releases.ledger().state(A) is GenerationState.RETIRED
 
@@ -117,7 +117,7 @@ def test_a_refusal_whose_row_redis_lost_while_it_was_written_down_is_marked_agai
 
 def test_a_restore_does_not_lift_a_refusal_that_is_yet_to_be_written_down(world, monkeypatch):
     world.publish(A, B)
-    moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="operator")
     world.releases.mark_verified(B, attempt="again")  # the records prove it verified from here on
 
     def restore_then_publish():
@@ -135,7 +135,7 @@ def test_a_generation_made_live_meanwhile_is_not_retired(world, monkeypatch):
     world.publish(A, B, C)
 
     def roll_back():
-        moves.roll_back(world.releases, to=A, reason="bad", attempt="operator")
+        moves.roll_back(world.releases, target_generation=A, reason="bad", attempt="operator")
 
     meanwhile(monkeypatch, sweep, "_demand_unneeded", roll_back)
     with pytest.raises(Conflict):

@@ -10,7 +10,7 @@ from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore, generation_path
 from precompute.releases import moves
 from precompute.releases.replication import VerifyReport
-from precompute.releases.sweep import retire, sweepable
+from precompute.releases.sweep import retire, unneeded_generations
 from tests.integration.release_world import A, B, C, D, World
 
 
@@ -36,7 +36,7 @@ def test_a_repeated_publish_says_that_it_was_rolled_back_even_once_it_is_retired
     world.publish(A)
     world.load(B)
     moves.publish(world.releases, B, attempt="run-b")
-    moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="operator")
     for _ in range(2):
         with pytest.raises(Conflict, match=r"roll back of .* use a new attempt"):
             moves.publish(world.releases, B, attempt="run-b")
@@ -48,27 +48,27 @@ def test_a_repeated_publish_says_that_a_roll_back_jumped_over_it(world):
     world.load(B)
     moves.publish(world.releases, B, attempt="run-b")
     world.publish(C)
-    moves.roll_back(world.releases, to=A, reason="bad", attempt="operator")
+    moves.roll_back(world.releases, target_generation=A, reason="bad", attempt="operator")
     with pytest.raises(Conflict, match=r"roll back of .* use a new attempt"):
         moves.publish(world.releases, B, attempt="run-b")
 
 
 def test_a_repeated_roll_back_says_that_what_it_left_is_back(world):
     world.publish(A, B)
-    moves.roll_back(world.releases, to=None, reason="bad", attempt="on call")
-    assert not moves.roll_back(world.releases, to=None, reason="bad", attempt="on call").has_moved
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="on call")
+    assert not moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="on call").has_moved
     world.releases.mark_verified(B, attempt="again")
     moves.publish(world.releases, B, attempt="again")
     with pytest.raises(Conflict, match=r"publish of .* use a new attempt"):
-        moves.roll_back(world.releases, to=None, reason="bad", attempt="on call")
+        moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="on call")
     assert world.live().generation == B
 
 
 def test_a_repeated_roll_back_stands_after_a_newer_publish(world):
     world.publish(A, B)
-    moves.roll_back(world.releases, to=None, reason="bad", attempt="on call")
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="on call")
     world.publish(C)
-    assert not moves.roll_back(world.releases, to=None, reason="bad", attempt="on call").has_moved
+    assert not moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="on call").has_moved
     assert world.live().generation == C
 
 
@@ -80,7 +80,7 @@ def test_a_canary_start_stands_once_it_was_published_but_not_once_rolled_back(wo
     moves.publish(world.releases, B, attempt="run-b")
     assert not moves.start_canary(world.releases, B, 5.0, "try b").has_moved
     moves.start_canary(world.releases, C, 5.0, "try c")
-    moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="operator")
     with pytest.raises(Conflict, match="use a new attempt"):
         moves.start_canary(world.releases, C, 5.0, "try c")
 
@@ -89,24 +89,24 @@ def test_a_cleared_run_tries_out_again_what_was_verified_again(world):
     world.publish(A)
     world.load(B)
     moves.start_canary(world.releases, B, 5.0, "run")
-    moves.end_canary(world.releases, "operator", "bad", abandon=True)
+    moves.end_canary(world.releases, "operator", "bad", is_abandoned=True)
     world.releases.mark_verified(B, attempt="run")
     assert moves.start_canary(world.releases, B, 5.0, "run").has_moved
     assert world.live().canary.generation == B
     with pytest.raises(Conflict, match="use a new attempt"):
-        moves.end_canary(world.releases, "operator", "bad", abandon=True)
+        moves.end_canary(world.releases, "operator", "bad", is_abandoned=True)
     assert world.live().canary.generation == B
 
 
 def test_a_roll_back_that_jumps_takes_back_all_that_came_after_its_target(world):
     world.publish(A, B, C)
-    moves.roll_back(world.releases, to=A, reason="bad", attempt="operator")
+    moves.roll_back(world.releases, target_generation=A, reason="bad", attempt="operator")
     assert world.live().previous is None and world.releases.ledger().previous_generation is None
     for generation in (B, C):
         assert world.control.rows()[generation].state is GenerationState.ROLLED_BACK
         assert world.releases.state(generation) is GenerationState.ROLLED_BACK
         with pytest.raises(Conflict, match="rolled_back"):
-            moves.roll_back(world.releases, to=generation, reason="worse", attempt="operator-2")
+            moves.roll_back(world.releases, target_generation=generation, reason="worse", attempt="operator-2")
     world.releases.mark_verified(B, attempt="again")
     moves.publish(world.releases, B, attempt="again")
     assert (world.live().generation, world.live().previous) == (B, A)
@@ -122,7 +122,7 @@ def test_what_a_roll_back_jumps_over_stays_retired_if_it_is_being_retired(world,
         return real(*arguments, **options)
 
     monkeypatch.setattr(world.control, "move_pointer", move)
-    moves.roll_back(world.releases, to=A, reason="bad", attempt="operator")
+    moves.roll_back(world.releases, target_generation=A, reason="bad", attempt="operator")
     assert world.control.rows()[B].state is GenerationState.RETIRED
     assert world.releases.state(B) is GenerationState.RETIRED
 
@@ -136,7 +136,7 @@ def test_the_order_of_releases_is_theirs_whatever_the_clock_says(world):
     world.publish(D)
     assert (world.live().previous, world.releases.ledger().previous_generation) == (C, C)
     world.clock.now_s += 1_000
-    assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60) == [A, B]
 
 
 def test_a_clock_that_was_ahead_keeps_nothing_for_ever(world):
@@ -144,9 +144,9 @@ def test_a_clock_that_was_ahead_keeps_nothing_for_ever(world):
     world.publish(A, B, C)
     world.clock.now_s -= 300_000_000
     world.publish(D)
-    assert A not in sweepable(world.releases, keep=0, grace_s=60), "it was left just now"
+    assert A not in unneeded_generations(world.releases, kept_generations=0, grace_s=60), "it was left just now"
     world.clock.now_s += 61
-    assert sweepable(world.releases, keep=0, grace_s=60) == [A, B]
+    assert unneeded_generations(world.releases, kept_generations=0, grace_s=60) == [A, B]
     retire(world.releases, A, attempt="sweep", grace_s=60)
 
 
@@ -183,7 +183,7 @@ def test_what_was_compared_with_another_generation_is_neither_published_nor_trie
             moves.start_canary(world.releases, C, 5.0, "try", verified=report)
     # A repeat finds its own work, whatever is live by now.
     assert not moves.publish(world.releases, B, attempt="run-b", verified=verified).has_moved
-    moves.roll_back(world.releases, to=None, reason="bad", attempt="operator")
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="operator")
     with pytest.raises(Conflict, match="verified against"):
         moves.publish(world.releases, C, attempt="run-c", verified={"baseline": B})
     assert moves.publish(world.releases, C, attempt="run-c", verified=verified).has_moved

@@ -210,8 +210,8 @@ def test_a_roll_back_after_a_restore_lands_on_loaded_pages_only(world):
     restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     assert not pages_of(world, A)
 
-    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
-    moves.roll_back(world.releases, to=None, reason="bad too", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=None, reason="bad too", attempt=world.attempt())
 
     assert world.live().generation == A
     assert pages_of(world, A) == set(page_keys(world.keys, manifest))
@@ -219,7 +219,7 @@ def test_a_roll_back_after_a_restore_lands_on_loaded_pages_only(world):
 
 def test_a_generation_verified_again_before_redis_was_lost_is_published_with_its_pages(world):
     world.publish(A, B)
-    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
     world.releases.mark_verified(B, attempt=world.attempt())
     lose_redis(world)
     restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
@@ -236,11 +236,11 @@ def test_a_manifest_that_is_not_the_released_one_is_neither_restored_nor_rolled_
     assert altered_manifest != released
     world.store.write(path, altered_manifest)
     with pytest.raises(CorruptArtefact, match="release record"):
-        moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
     _, loaded, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
     assert loaded == [B]
     world.store.write(path, released)
-    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
     world.store.write(path, altered_manifest)
     with pytest.raises(CorruptArtefact, match="release record"):
         restore_redis(world.releases, attempt="restore", chunk_bytes=1000)
@@ -253,10 +253,10 @@ def test_of_a_manifest_cut_short_the_error_says_so_and_only_what_needs_it_stops(
     released = world.store.read(path)
     world.store.write(path, truncated_manifest)
     with pytest.raises(CorruptArtefact, match="not a manifest"):
-        moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
     assert restore_redis(world.releases, attempt="restore", chunk_bytes=1000)[1] == [B]
     world.store.write(path, released)
-    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
     world.store.write(path, truncated_manifest)
     with pytest.raises(CorruptArtefact, match="not a manifest"):
         restore_redis(world.releases, attempt="restore", chunk_bytes=1000)

@@ -13,7 +13,14 @@ from cache.store.releases import Pointer, all_releases
 from precompute.bulk.load import parts_of
 from precompute.config.settings import peak_generation_count
 from precompute.releases import moves
-from precompute.releases.sweep import drop_old_rows, has_pages_again, note_loaded, retire, sweepable, unlink_if_retired
+from precompute.releases.sweep import (
+    drop_old_rows,
+    has_pages_again,
+    note_loaded,
+    retire,
+    unlink_if_retired,
+    unneeded_generations,
+)
 from tests.integration.release_world import A, B, C, D, World, pages_of
 from tests.integration.releases.test_restore import Paced
 
@@ -28,7 +35,7 @@ def test_retiring_removes_every_key_and_file_and_nothing_else(world):
     """Keys come from the manifest, in small batches; a swept generation leaves nothing."""
     world.publish(A, B, C, D)
     world.clock.now_s += 100
-    assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60) == [A, B]
 
     for generation in (A, B):
         retire(world.releases, generation, attempt=world.attempt())
@@ -50,8 +57,8 @@ def test_a_loader_that_comes_late_to_its_retirement_takes_its_pages_away_again(w
     world.clock.now_s += 100
     retire(world.releases, A, attempt=world.attempt())
     for part in parts_of(manifest):
-        world.client.set(part.key(world.keys, A, 0), b"page")
-        world.client.hset(world.keys.loaded_parts(A), part.name, part.loaded_digest.decode())
+        world.client.set(part.page_key(world.keys, A, 0), b"page")
+        world.client.hset(world.keys.loaded_parts(A), part.loaded_field, part.loaded_digest.decode())
 
     with pytest.raises(Conflict, match="retired while it was being made"):
         note_loaded(world.releases, A)
@@ -65,7 +72,7 @@ def test_deleting_pages_that_came_back_is_paced_for_the_readers(world):
     world.clock.now_s += 100
     retire(world.releases, A, attempt=world.attempt())
     for part in parts_of(manifest):
-        world.client.set(part.key(world.keys, A, 0), b"page")
+        world.client.set(part.page_key(world.keys, A, 0), b"page")
     governor = Paced()
 
     unlink_if_retired(world.releases, A, governor=governor)
@@ -102,22 +109,22 @@ def test_a_roll_back_names_no_previous_that_was_retired_while_it_looked(world, m
 
     monkeypatch.setattr(world.releases, "record", retire_first)
     with pytest.raises(Conflict, match=f"{A} was retired meanwhile"):
-        moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+        moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
 
-    moved = moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+    moved = moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
     assert (moved.pointer.generation, moved.pointer.previous) == (B, None)
 
 
 def test_retire_spares_what_is_held_pinned_or_just_superseded(world):
     world.publish(A, B, C, D)
-    assert sweepable(world.releases, keep=1, grace_s=60) == [A, B]
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60) == [A, B]
     world.releases.pin(A, reason="audit", expires_at=None, attempt=world.attempt())
     beat = b'{"replica":"r1","serving":"%s","holds":["%s"]}' % (D.encode(), B.encode())
     world.client.zadd(world.keys.replicas, {beat: world.clock()})
-    assert sweepable(world.releases, keep=1, grace_s=60) == []
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60) == []
     world.clock.now_s += 4
-    assert sweepable(world.releases, keep=1, grace_s=60) == [B]
-    assert sweepable(world.releases, keep=0, grace_s=4 * 86_400) == []
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60) == [B]
+    assert unneeded_generations(world.releases, kept_generations=0, grace_s=4 * 86_400) == []
 
 
 def test_a_retirement_cut_short_is_finished_and_never_rolled_back_to(world, monkeypatch):
@@ -132,8 +139,8 @@ def test_a_retirement_cut_short_is_finished_and_never_rolled_back_to(world, monk
         with pytest.raises(KeyboardInterrupt):
             retire(world.releases, A, attempt=world.attempt())
     with pytest.raises(Conflict, match="retired"):
-        moves.roll_back(world.releases, to=A, reason="", attempt=world.attempt())
-    assert sweepable(world.releases, keep=5, grace_s=60) == [A]
+        moves.roll_back(world.releases, target_generation=A, reason="", attempt=world.attempt())
+    assert unneeded_generations(world.releases, kept_generations=5, grace_s=60) == [A]
     retire(world.releases, A, attempt=world.attempt())
     assert world.store.names("generations") == [B, C]
 
@@ -164,7 +171,7 @@ def test_a_pointer_never_names_a_retired_generation_as_previous(world):
     assert world.control.move_pointer(to, expected_epoch=epoch, row_by_generation={}) is None
     world.publish(C)
     assert world.live().previous == B
-    moves.roll_back(world.releases, to=None, reason="bad", attempt=world.attempt())
+    moves.roll_back(world.releases, target_generation=None, reason="bad", attempt=world.attempt())
     assert (world.live().generation, world.live().previous) == (B, None)
 
 
@@ -184,17 +191,17 @@ def test_an_unfinished_night_is_abandoned_and_removed_once_it_is_old_news(world,
     world.load(D)
     world.control.set_row(D, RegistryRow(state, world.clock()))
     world.publish(B)
-    assert sweepable(world.releases, keep=1, grace_s=60) == []
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60) == []
     world.clock.now_s += 1
-    assert sweepable(world.releases, keep=1, grace_s=60, abandon_after_s=90_000) == []
-    assert sweepable(world.releases, keep=1, grace_s=60) == [A]
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60, abandon_after_s=90_000) == []
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60) == [A]
 
     retire(world.releases, A, attempt="sweep")
 
     actions = [release.action for release in all_releases(world.store) if release.generation == A]
     assert actions == ["abandon", "retire"]
     assert world.store.names("generations") == [B, D] and not pages_of(world, A)
-    assert sweepable(world.releases, keep=1, grace_s=60) == []
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60) == []
     with pytest.raises(Conflict):
         retire(world.releases, D, attempt="sweep")
 
@@ -205,9 +212,9 @@ def test_a_folder_that_no_row_knows_is_swept_by_its_age(world):
     world.store.write(generation_path(unfinished, "items/ids.bin"), b"x")
     world.store.write("generations/notes.txt", b"x")
     world.publish(B)
-    assert sweepable(world.releases, keep=1, grace_s=60) == [A]
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60) == [A]
     world.clock.now_s += 90_000
-    assert sweepable(world.releases, keep=1, grace_s=60) == [A, unfinished]
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60) == [A, unfinished]
     for generation in (A, unfinished):
         retire(world.releases, generation, attempt="sweep")
     assert world.store.names("generations") == [B, "notes.txt"]
@@ -220,8 +227,8 @@ def test_an_unpublished_night_goes_at_once_when_a_newer_one_is_made(world, state
     for generation in (B, C, D):
         world.load(generation)
         world.control.set_row(generation, RegistryRow(state, world.clock()))
-    assert sweepable(world.releases, keep=1, grace_s=60) == []
-    assert sweepable(world.releases, keep=1, grace_s=60, generation_being_made=C) == [B]
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60) == []
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60, generation_being_made=C) == [B]
     with pytest.raises(Conflict):
         retire(world.releases, B, attempt="sweep")
 
@@ -236,8 +243,8 @@ def test_a_refused_night_that_is_made_again_is_not_swept_from_under_itself(world
     world.load(B)
     moves.refuse(world.releases, B, reason="bad", attempt=world.attempt())
 
-    assert sweepable(world.releases, keep=1, grace_s=60, generation_being_made=B) == []
-    assert sweepable(world.releases, keep=1, grace_s=60, generation_being_made=C) == [B]
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60, generation_being_made=B) == []
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60, generation_being_made=C) == [B]
 
 
 @pytest.mark.parametrize(("keep", "swept"), [(0, [A, B]), (1, [A, B]), (2, [A])])
@@ -245,7 +252,7 @@ def test_a_sweep_leaves_as_many_superseded_generations_as_the_plan_counts(world,
     world.publish(A, B, C, D)
     world.clock.now_s += 100
 
-    assert sweepable(world.releases, keep=keep, grace_s=60) == swept
+    assert unneeded_generations(world.releases, kept_generations=keep, grace_s=60) == swept
     assert 4 - len(swept) + 2 == peak_generation_count(keep)
 
 
@@ -254,6 +261,6 @@ def test_a_held_or_pinned_unfinished_night_stays(world):
     world.publish(B)
     world.clock.now_s += 90_000
     world.releases.pin(A, reason="audit", expires_at=None, attempt=world.attempt())
-    assert sweepable(world.releases, keep=1, grace_s=60) == []
+    assert unneeded_generations(world.releases, kept_generations=1, grace_s=60) == []
     with pytest.raises(Conflict, match="pinned"):
         retire(world.releases, A, attempt="sweep")

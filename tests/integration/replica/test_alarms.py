@@ -61,7 +61,7 @@ def watched(folder: Path, night: NightConfig, *, module: str = "serving", **more
     """A service under load, scraped."""
     environ = environment(night, LARDER_FIGURES_S="0.3", **more)
     with (
-        ServiceProcess(folder / "log", environ, module=module) as service,
+        ServiceProcess(folder / "log", environ, module_name=module) as service,
         prometheus(folder / "prometheus", [service.url], faster=FASTER) as server,
         traffic(service.url, night, Judge(), rate=RATE),
     ):

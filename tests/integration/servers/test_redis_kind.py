@@ -39,8 +39,10 @@ def test_a_server_that_has_all_is_named_with_its_version(redis_server: RedisServ
     with redis.Redis.from_url(redis_server.url, protocol=2) as client:
         server_kind = inspect_redis(client)
 
-    assert server_kind.name in ("Redis", "Valkey") and re.fullmatch(r"\d+\.\d+\.\d+", server_kind.version)
-    assert (server_kind.missing, server_kind.without) == ((), ())
+    assert server_kind.product_name in ("Redis", "Valkey") and re.fullmatch(
+        r"\d+\.\d+\.\d+", server_kind.product_version
+    )
+    assert (server_kind.missing_requirements, server_kind.absent_optional_commands) == ((), ())
     state, check_message = CHECK_BY_SUBJECT["redis"](NightConfig(redis_url=redis_server.url))
     assert state == "ok" and check_message.endswith(f"; {server_kind}")
 
@@ -53,10 +55,10 @@ def test_the_check_asks_for_missing_commands_and_names_those_that_larder_does_wi
     with lacking(tmp_path / "config", "CONFIG") as client:
         without = inspect_redis(client)
 
-    assert server_kind.missing[0].startswith("scripts with flags")
-    assert set(server_kind.missing[1:]) == {"EVAL", "XAUTOCLAIM"}
+    assert server_kind.missing_requirements[0].startswith("scripts with flags")
+    assert set(server_kind.missing_requirements[1:]) == {"EVAL", "XAUTOCLAIM"}
     assert state == "to do" and str(server_kind) in check_message and "no XAUTOCLAIM" in check_message
-    assert without.missing == () and without.without[0].startswith("CONFIG (")
+    assert without.missing_requirements == () and without.absent_optional_commands[0].startswith("CONFIG (")
 
 
 @pytest.mark.parametrize(

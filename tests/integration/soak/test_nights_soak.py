@@ -69,7 +69,7 @@ class Soak:
                 self.load.lists = {**self.load.lists, generation: self._lists(generation)}
             row = find_step(name)(night)
             if not night.generation:
-                night = replace(night, generation=row.result["generation"])
+                night = replace(night, generation=row.step_result["generation"])
         self.nights += 1
         self.load.newest_us = round(cut.timestamp() * 1e6)
         recent_generations = list(self.load.lists)[-LISTS_KEPT:]
@@ -123,7 +123,7 @@ async def soak(tmp_path: Path, own_redis: RedisServer) -> AsyncIterator[Soak]:
         # What is refused by a machine that others load is no finding here; the benches of overload are about that.
         LARDER_QUEUE_TARGET_MS="2000",
     )
-    service = ServiceProcess(tmp_path / "log", environ, module=troubled_service.__name__)
+    service = ServiceProcess(tmp_path / "log", environ, module_name=troubled_service.__name__)
     running = Soak(config, service, load)
     await asyncio.to_thread(running.next_night)
     await asyncio.to_thread(service.__enter__)

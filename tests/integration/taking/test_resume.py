@@ -44,13 +44,13 @@ def test_a_second_night_goes_on_where_the_first_was_killed(featured: Month) -> N
     unfinished = kill_in_load(month)
     second = click(month.config, draw_mixed_events(month, "b", 5))[-1]
 
-    assert run_night(night(month))[0][1].result["generation"] == unfinished
+    assert run_night(night(month))[0][1].step_result["generation"] == unfinished
 
     store = month.config.store()
     events = read_manifest(store, unfinished).events
     assert events is not None and events.until == str(first)
     # and: what came since is in the next one
-    next_generation = run_night(night(month))[0][1].result["generation"]
+    next_generation = run_night(night(month))[0][1].step_result["generation"]
     events = read_manifest(store, next_generation).events
     assert events is not None and events.until == str(second)
 
@@ -62,7 +62,7 @@ def test_other_files_of_the_team_make_another_night(featured: Month) -> None:
     second = click(month.config, draw_mixed_events(month, "b", 5))[-1]
     month.a_day()
 
-    next_generation = run_night(night(month))[0][1].result["generation"]
+    next_generation = run_night(night(month))[0][1].step_result["generation"]
 
     events = read_manifest(month.config.store(), next_generation).events
     assert next_generation != unfinished and events is not None and events.until == str(second)

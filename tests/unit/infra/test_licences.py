@@ -76,7 +76,8 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     on_page = dict(row.strip("| ").split(" | ") for row in PAGE_PATH.read_text().splitlines() if " | " in row)
     licence_by_name = {name: exception["licence"] for name, exception in rules["exceptions"].items()}
     rows = [
-        {"Name": pin.name, "Version": pin.version, "License": {**on_page, **licence_by_name}.get(pin.name, "MIT")}
+        {"Name": pin.distribution_name, "Version": pin.pinned_version, "License": {**on_page,
+        **licence_by_name}.get(pin.distribution_name, "MIT")}
         for name in JUDGED_LOCKS for pin in read_lock(name) if pin.is_for_this_machine()
     ]  # fmt: skip
     fake = tmp_path / "pip-licenses"

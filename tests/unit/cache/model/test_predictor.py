@@ -221,7 +221,7 @@ def shuffle(bundle: Bundle, output_folder) -> Bundle:
         graph = load(model.path).graph
         return next(numpy_helper.to_array(initializer) for initializer in graph.initializer if initializer.name == name)
 
-    affinity = bundle.values["user_affinity"]
+    affinity = bundle.value_models["user_affinity"]
     rows = table(bundle.user_tower)
     padded = np.concatenate([rows[order], rows[-1:]])
     return write_bundle(

@@ -71,10 +71,10 @@ def test_the_version_is_that_of_the_release(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_command_stands_once_and_in_a_group_of_the_help() -> None:
     assert len(ENTRY_BY_NAME) == len(ENTRIES)
-    assert {entry.group for entry in ENTRIES} == set(GROUPS)
-    groups = [entry.group for entry in ENTRIES]
+    assert {entry.group_title for entry in ENTRIES} == set(GROUPS)
+    groups = [entry.group_title for entry in ENTRIES]
     assert groups == sorted(groups, key=GROUPS.index)
-    assert {extra for entry in ENTRIES for extra in entry.needs} == set(MODULES_BY_EXTRA)
+    assert {extra for entry in ENTRIES for extra in entry.required_extras} == set(MODULES_BY_EXTRA)
 
 
 def test_the_page_has_every_command() -> None:
@@ -85,10 +85,10 @@ def test_the_page_has_every_command() -> None:
 
 
 def test_every_command_of_the_modules_can_be_reached() -> None:
-    assert {entry.name for entry in ENTRIES if entry.module == NIGHT_COMMANDS_MODULE} == set(
+    assert {entry.name for entry in ENTRIES if entry.module_name == NIGHT_COMMANDS_MODULE} == set(
         parsers_by_command("larder")
     )
-    assert set(_MODULE_BY_COMMAND.items()) <= {(entry.name, entry.module) for entry in ENTRIES}
+    assert set(_MODULE_BY_COMMAND.items()) <= {(entry.name, entry.module_name) for entry in ENTRIES}
 
 
 WATCHED = {"demo", "redis", "completion", "serve"}
@@ -105,7 +105,7 @@ def leaves(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 @pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if entry.name not in WATCHED])
 def test_a_command_tells_programs_in_json(name: str) -> None:
-    parser = import_module(ENTRY_BY_NAME[name].module).argument_parser(f"larder {name}")
+    parser = import_module(ENTRY_BY_NAME[name].module_name).argument_parser(f"larder {name}")
 
     for leaf in leaves(parser):
         assert "--json" in leaf._option_string_actions, leaf.prog

@@ -80,13 +80,13 @@ def test_usual_names_are_recognised_and_can_be_read(
     assert (report["interactions"], report["missing"]) == (["data/log.csv"], [])
     config = night_config("larder.toml", {})
     (batch,) = read_interactions(config.sources, config.path("."))
-    assert (len(batch.users), batch.times.min()) == (60, TIMES[0] * 1_000_000)
+    assert (len(batch.user_ids), batch.times_us.min()) == (60, TIMES[0] * 1_000_000)
 
 
 def test_a_length_of_time_is_no_moment() -> None:
     kinds: dict[str, ColumnKind] = {"user": "text", "item": "text", "watch_time": "integer"}
 
-    assert guess_roles(kinds).columns == {"user": "user", "item": "item"}
+    assert guess_roles(kinds).column_by_role == {"user": "user", "item": "item"}
 
 
 def test_feature_tables_are_recognised_and_few_items_get_a_small_model(
@@ -204,7 +204,7 @@ def test_a_file_with_another_sign_between_its_fields_is_read_by_it(
     config = night_config(str(here / "larder.toml"), {})
     assert config.sources.separator == sign
     (batch,) = read_interactions(config.sources, here)
-    assert len(batch.times) == 60 and batch.times[0] == TIMES[0] * 1_000_000
+    assert len(batch.times_us) == 60 and batch.times_us[0] == TIMES[0] * 1_000_000
 
 
 def test_the_one_column_that_holds_times_is_taken_for_them_whatever_its_name(
@@ -243,8 +243,8 @@ def test_what_could_not_be_guessed_is_said_with_what_to_write(here: Path, capsys
 def test_the_one_column_that_is_left_is_reported_as_a_guess() -> None:
     roles = guess_roles({"uid": "text", "thing": "text", "ts": "integer", "price": "float"})
 
-    assert roles.columns == {"user": "uid", "item": "thing", "timestamp": "ts"}
-    assert roles.guessed == ("item",)
+    assert roles.column_by_role == {"user": "uid", "item": "thing", "timestamp": "ts"}
+    assert roles.guessed_roles == ("item",)
 
 
 def test_nothing_is_overwritten_unless_it_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -486,7 +486,7 @@ def test_what_another_program_left_in_a_folder_is_in_no_pattern(here: Path, caps
     assert report["interactions"] == ["clicks/**/*.parquet"]
     config = night_config("larder.toml", {})
     batches = list(read_interactions(config.sources, config.path(".")))
-    assert sum(len(batch.users) for batch in batches) == 120
+    assert sum(len(batch.user_ids) for batch in batches) == 120
 
 
 @pytest.mark.parametrize("log", ["_delta_log/0.json", "metadata/v1.metadata.json"])
@@ -540,7 +540,7 @@ def test_files_in_capitals_and_deep_folders_are_taken(here: Path, capsys: pytest
     assert report["interactions"] == ["year=2023/month=11/day=14/hour=3/CLICKS.CSV"]
     config = night_config("larder.toml", {})
     (batch,) = read_interactions(config.sources, config.path("."))
-    assert len(batch.users) == 60
+    assert len(batch.user_ids) == 60
 
 
 @pytest.mark.parametrize(
@@ -698,7 +698,7 @@ def test_fields_between_signs_of_hive_are_read(here: Path, capsys: pytest.Captur
 
     config = night_config("larder.toml", {})
     (batch,) = read_interactions(config.sources, config.path("."))
-    assert len(batch.users) == 60
+    assert len(batch.user_ids) == 60
 
 
 def test_two_byte_order_marks_are_skipped(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -708,7 +708,7 @@ def test_two_byte_order_marks_are_skipped(here: Path, capsys: pytest.CaptureFixt
     assert init(capsys)["columns"]["user"] == "user"
     config = night_config("larder.toml", {})
     (batch,) = read_interactions(config.sources, config.path("."))
-    assert len(batch.users) == 60
+    assert len(batch.user_ids) == 60
 
 
 def test_times_that_mean_never_cost_no_column_of_times(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

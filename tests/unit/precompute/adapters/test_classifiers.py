@@ -45,7 +45,7 @@ def test_the_bundle_says_what_the_library_says(tmp_path: Path) -> None:
     assert report.rows == ROWS and report.incomplete_rows == 0
     assert report.largest_difference < 1e-6
     assert report.request == {"features": pytest.approx(FEATURES[0].tolist())}
-    model = Bundle.open(tmp_path / "fraud/bundle").values["risk"]
+    model = Bundle.open(tmp_path / "fraud/bundle").value_models["risk"]
     probabilities = Tower.open(model.path, model.spec).run({"features": FEATURES})
     np.testing.assert_allclose(probabilities, expected, atol=1e-6)
     feature_table = pq.read_table(tmp_path / "fraud/user_features.parquet")
@@ -70,7 +70,7 @@ def test_a_model_that_is_imported_again_after_another_one_is_what_nights_use(tmp
         imported(folder, labels=labels)
         config = night_config(str(folder / "larder.toml"))
         hand_over(config.store(), Bundle.open(folder / "bundle"))
-    second = all_handovers(config.store())[-1].digest
+    second = all_handovers(config.store())[-1].bundle_digest
 
     # When the first one is imported again
     report = imported(folder, labels=LABELS)

@@ -33,7 +33,7 @@ HISTORIES = Histories.of([np.sort(RNG.choice(COUNT, length, replace=False)) for 
 SPEC = TowerSpec((InputSpec("history", "history", "int32", max_length=HISTORY_ITEMS_MAX, pad=COUNT),), "vector", DIMS)
 FOLDS = {
     "ALS": _als_fold(ITEMS, REGULARIZATION, CONFIDENCE),
-    **{fold.name: fold for fold in mean_and_ridge_folds(ITEMS, ZERO + 0.25, 1.5)},
+    **{fold.fold_name: fold for fold in mean_and_ridge_folds(ITEMS, ZERO + 0.25, 1.5)},
     "sum": HistoryFold("sum", ITEMS, 0.0, None, ZERO),
     "turned sum": HistoryFold("turned", ITEMS, 0.0, np.diag(np.arange(DIMS)).astype("f4"), ZERO),
 }
@@ -56,7 +56,7 @@ def hu(history):
 
 @pytest.mark.parametrize("history", rows_of(HISTORIES), ids=LENGTHS)
 def test_als_is_its_papers_equations(history):
-    np.testing.assert_allclose(FOLDS["ALS"].exact(history), hu(history), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(FOLDS["ALS"].exact_vector(history), hu(history), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("history", rows_of(HISTORIES), ids=LENGTHS)
@@ -67,7 +67,7 @@ def test_a_ridge_is_least_squares(history):
     for fold, factor in zip(mean_and_ridge_folds(ITEMS, ZERO, 1.5)[1:], (0.1, 1.0, 10.0), strict=True):
         square = factor * size * np.eye(DIMS) + history_rows.T @ history_rows
         vector = np.linalg.solve(square, 1.5 * history_rows.sum(axis=0))
-        np.testing.assert_allclose(fold.exact(history), vector, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(fold.exact_vector(history), vector, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
@@ -77,7 +77,7 @@ def test_the_tower_gives_the_exact_vectors(fold):
     vectors = run_tower(tower, SPEC, HISTORIES)
 
     for vector, history in zip(vectors, rows_of(HISTORIES), strict=True):
-        exact = fold.exact(history)
+        exact = fold.exact_vector(history)
         assert np.abs(vector - exact).max() <= 1e-5 * max(1.0, np.abs(exact).max()), steps
 
 
@@ -86,7 +86,7 @@ def test_a_rows_bytes_do_not_depend_on_the_other_rows(fold):
     rng = np.random.default_rng(0)
     lengths = np.concatenate([LENGTHS, rng.integers(0, 200, 60)])
     histories = Histories.of([rng.choice(COUNT, length, replace=False) for length in lengths])
-    tower = fold.tower(8 if fold.strength else 1)
+    tower = fold.tower(8 if fold.gram_factor else 1)
 
     batch_vectors = run_tower(tower, SPEC, histories)
 
@@ -98,10 +98,10 @@ def test_a_rows_bytes_do_not_depend_on_the_other_rows(fold):
 @pytest.mark.parametrize("fold", FOLDS.values(), ids=FOLDS)
 def test_padding_of_any_length_has_no_influence(fold):
     session = onnxruntime.InferenceSession(
-        fold.tower(8 if fold.strength else 1).graph, providers=["CPUExecutionProvider"]
+        fold.tower(8 if fold.gram_factor else 1).graph, providers=["CPUExecutionProvider"]
     )
     history = rows_of(HISTORIES)[2]
-    exact = fold.exact(history)
+    exact = fold.exact_vector(history)
 
     for padding in (0, 1, 14, 500):
         padded = np.concatenate([history, np.full(padding, COUNT)]).astype(np.int32)[None]
@@ -115,10 +115,10 @@ def test_padding_of_any_length_has_no_influence(fold):
 def test_nothing_becomes_the_offset(fold):
     empty = Histories.of([(), ()])
 
-    vectors = run_tower(fold.tower(4 if fold.strength else 1), SPEC, empty)
+    vectors = run_tower(fold.tower(4 if fold.gram_factor else 1), SPEC, empty)
 
-    assert np.array_equal(vectors, np.stack([fold.offset, fold.offset]))
-    assert np.array_equal(fold.exact(np.empty(0, np.int64)), fold.offset)
+    assert np.array_equal(vectors, np.stack([fold.vector_offset, fold.offset]))
+    assert np.array_equal(fold.exact_vector(np.empty(0, np.int64)), fold.vector_offset)
 
 
 def test_history_longer_than_the_longest_is_its_end(tmp_path):
@@ -128,7 +128,7 @@ def test_history_longer_than_the_longest_is_its_end(tmp_path):
 
     vectors = Tower.open(tmp_path / "tower.onnx", SPEC).run({"history": Histories.of([history])})
 
-    np.testing.assert_allclose(vectors[0], fold.exact(history[-HISTORY_ITEMS_MAX:]), atol=1e-4)
+    np.testing.assert_allclose(vectors[0], fold.exact_vector(history[-HISTORY_ITEMS_MAX:]), atol=1e-4)
 
 
 CLICKS = ClickMatrix.of(taste_clicks(), checked_ids(range(120), "user"), checked_ids(range(80), "item"))
@@ -149,7 +149,9 @@ def test_the_better_candidate_is_chosen_wherever_it_stands(turned):
 
     fold_choice = choose_fold(folds, TASTE, CLICKS, "inner_product", np.random.default_rng(0))
 
-    assert fold_choice.name == "good" and fold_choice.recalls["good"] > 2 * fold_choice.recalls["bad"]
+    assert (
+        fold_choice.fold_name == "good" and fold_choice.recall_by_fold["good"] > 2 * fold_choice.recall_by_fold["bad"]
+    )
 
 
 def test_the_first_of_equals_is_chosen():
@@ -158,17 +160,17 @@ def test_the_first_of_equals_is_chosen():
 
     fold_choice = choose_fold([good, twin], TASTE, CLICKS, "inner_product", np.random.default_rng(0))
 
-    assert fold_choice.name == "good" and fold_choice.recalls["good"] == fold_choice.recalls["twin"]
+    assert fold_choice.fold_name == "good" and fold_choice.recall_by_fold["good"] == fold_choice.recall_by_fold["twin"]
 
 
 def test_without_histories_the_first_is_chosen_and_nothing_claimed():
     short = CLICKS.matrix.copy()
     short.data[:] = 0
-    none = ClickMatrix.of(sp.csr_matrix(short), CLICKS.users, checked_ids(range(80), "item"))
+    none = ClickMatrix.of(sp.csr_matrix(short), CLICKS.user_ids, checked_ids(range(80), "item"))
 
     for clicks in (None, none):
         fold_choice = choose_fold(planted()[::-1], TASTE, clicks, "inner_product", np.random.default_rng(0))
-        assert fold_choice.name == "bad" and not fold_choice.recalls
+        assert fold_choice.fold_name == "bad" and not fold_choice.recall_by_fold
 
 
 def test_the_choice_is_the_same_every_time():

@@ -133,7 +133,7 @@ def test_ids_of_every_kind_are_texts(ids):
 def test_vectors_of_every_kind_are_the_same(rows):
     vectors = EntityVectors.of(None, rows, "item")
 
-    assert np.array_equal(vectors.rows, ITEMS) and vectors.rows.dtype == np.float32
+    assert np.array_equal(vectors.vectors, ITEMS) and vectors.vectors.dtype == np.float32
 
 
 class TestFiles:
@@ -188,11 +188,11 @@ class TestFiles:
         names = [f"i{n}" for n in range(80)]
         path = parquet(tmp_path / "items.parquet", id=names, vector=ITEMS.tolist())
 
-        assert EntityVectors.of(None, path, "item").ids.to_pylist() == names
-        assert np.array_equal(EntityVectors.of(None, path, "item").rows, ITEMS)
-        assert EntityVectors.of(range(80), path, "item").ids[79].as_py() == "79"
+        assert EntityVectors.of(None, path, "item").entity_ids.to_pylist() == names
+        assert np.array_equal(EntityVectors.of(None, path, "item").vectors, ITEMS)
+        assert EntityVectors.of(range(80), path, "item").entity_ids[79].as_py() == "79"
         npy = saved(tmp_path / "items.npy", ITEMS)
-        assert np.array_equal(EntityVectors.of(None, str(npy), "item").rows, ITEMS)
+        assert np.array_equal(EntityVectors.of(None, str(npy), "item").vectors, ITEMS)
 
 
 class TestClicks:
@@ -277,7 +277,7 @@ class TestClicks:
         users, items = (ids.to_pylist()[0] for ids in (self.USERS, self.ITEMS))
         path = parquet(tmp_path / "c.parquet", user=[users] * 2, item=[items, self.ITEMS[1].as_py()], **more)
 
-        assert ClickMatrix.of(path, self.USERS, self.ITEMS).is_ordered == ("timestamp" in more)
+        assert ClickMatrix.of(path, self.USERS, self.ITEMS).is_time_ordered == ("timestamp" in more)
 
     def test_a_table_is_the_same_as_its_matrix(self, tmp_path):
         ClickMatrix.of(CLICKS, self.USERS, self.ITEMS).write(tmp_path / "clicks.parquet", self.ITEMS)
@@ -297,8 +297,8 @@ class TestClicks:
         again = ClickMatrix.of(tmp_path / "again.parquet", self.USERS, self.ITEMS)
 
         assert again.matrix.indices.tolist() == [0, 1, 0]
-        assert again.times is not None
-        assert again.times.tolist() == [10_000_000, 20_000_000, 30_500_000]
+        assert again.click_times is not None
+        assert again.click_times.tolist() == [10_000_000, 20_000_000, 30_500_000]
 
     @pytest.mark.parametrize(
         ("users", "items", "message_pattern"),
@@ -353,7 +353,7 @@ class TestTogether:
         assert names == ["customer", "sku", "at"]
         assert pq.read_schema(tmp_path / "out/user_vectors.parquet").names == ["customer", "vector"]
         both = replace(written, interactions=("clicks.parquet", str(clicks)))
-        assert sum(len(batch.times) for batch in read_interactions(both, tmp_path / "out")) > CLICKS.nnz
+        assert sum(len(batch.times_us) for batch in read_interactions(both, tmp_path / "out")) > CLICKS.nnz
 
     def test_an_unknown_metric(self, tmp_path):
         with pytest.raises(SourceError, match="metric must be inner_product or cosine, not 'l2'"):

@@ -116,7 +116,7 @@ def test_a_fold_is_chosen_by_few_users_of_many(
     monkeypatch.setattr(vector_bundle, "FOLD_USERS_MAX", 7)
 
     def record_sizes(items: Any, users: Any, clicks: Any, **more: Any) -> Any:
-        sample_sizes.extend((len(users.ids), clicks.matrix.shape[0], clicks.matrix.nnz))
+        sample_sizes.extend((len(users.entity_ids), clicks.matrix.shape[0], clicks.matrix.nnz))
         return fold_vectors_model(items, users, clicks, **more)
 
     monkeypatch.setattr(vector_bundle, "fold_vectors_model", record_sizes)
@@ -258,7 +258,7 @@ def test_an_item_that_is_erased_takes_bundles_with_it_from_the_store(config: Nig
     assert remove_bundles_with_items(store, []) == 0
     assert remove_bundles_with_items(store, [b"nobody", b"new"]) == 2
 
-    assert [bundle_record.digest for bundle_record in bundles_from_tables(store)] == [digests["without"]]
+    assert [bundle_record.bundle_digest for bundle_record in bundles_from_tables(store)] == [digests["without"]]
     files = [file for file in store.local("bundles").rglob("*") if file.is_file()]
     assert {file.parent.name for file in files} == {"bundles", digests["without"]}
     assert not any(np.full(DIMS, 0.25, "f4").tobytes() in file.read_bytes() for file in files)

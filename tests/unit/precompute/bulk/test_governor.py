@@ -97,7 +97,7 @@ class Plant:
             return None
         return RedisObservation(self.now_s, {}, int(self.readers), 0.0, 0.0, self.followers, self.lag_bytes)
 
-    def round_trips(self) -> list[float]:
+    def take_round_trips_s(self) -> list[float]:
         recent_trips, self.trips = self.trips, []
         return recent_trips
 
@@ -115,12 +115,12 @@ class Plant:
         earlier_trip_count = len(self.trips)
         observed_trips: list[float] = []
         ends_at = self.now_s + seconds
-        read_round_trips = self.round_trips
-        self.round_trips = lambda: observed_trips.extend(found := read_round_trips()) or found  # type: ignore[method-assign,func-returns-value]
+        read_round_trips = self.take_round_trips_s
+        self.take_round_trips_s = lambda: observed_trips.extend(found := read_round_trips()) or found  # type: ignore[method-assign,func-returns-value]
         while self.now_s < ends_at:
             self.work(governor, min(0.1, ends_at - self.now_s))
         observed_trips += self.trips[min(earlier_trip_count, len(self.trips)) :]
-        self.round_trips = read_round_trips  # type: ignore[method-assign]
+        self.take_round_trips_s = read_round_trips  # type: ignore[method-assign]
         return p99(observed_trips)
 
 
@@ -128,7 +128,7 @@ def governed(plant: Plant, **settings: object) -> Governor:
     return Governor(
         GovernorConfig(**{"piece_bytes": PIECE, **settings}),  # type: ignore[arg-type]
         cast(Watcher, plant),
-        timer=plant.timer,
+        monotonic_clock=plant.timer,
         sleep=plant.sleep,
     )
 
@@ -163,11 +163,11 @@ def test_while_it_rests_neither_core_halts_unless_that_would_be_felt(awake):
     governor = Governor(
         GovernorConfig(piece_bytes=PIECE),
         cast(Watcher, plant),
-        timer=plant.timer,
+        monotonic_clock=plant.timer,
         sleep=plant.sleep,
-        spin=lambda: plant.sleep(SPIN_S),
-        yielding=lambda on: on,
-        awake=awake,
+        spin_core=lambda: plant.sleep(SPIN_S),
+        set_idle_priority=lambda on: on,
+        keeps_cores_awake=awake,
     )
     plant.work(governor, 10 * STEP_S)
     rests = plant.stirred * SPIN_S
@@ -248,7 +248,7 @@ def test_a_redis_that_tells_nothing_is_taken_to_have_readers():
     governor = governed(plant, floor_mib_s=16.0)
     plant.work(governor, 8.0)
 
-    assert governor.readers and plant.work(governor, 4.0) == pytest.approx(16 * MIB, rel=0.2)
+    assert governor.has_readers and plant.work(governor, 4.0) == pytest.approx(16 * MIB, rel=0.2)
 
 
 def test_a_rest_of_every_step_is_all_that_it_costs_to_know_what_idle_is():
@@ -302,28 +302,30 @@ def test_never_is_an_open_loop_and_always_paces_without_readers():
     plant = Plant(readers=False)
     governor = governed(plant, readers="always")
     plant.work(governor, 1.0)
-    assert governor.readers and governor.piece_bytes == PIECE
+    assert governor.has_readers and governor.piece_bytes == PIECE
 
 
 def throttle() -> Throttle:
-    calibrated_throttle = Throttle(p99_factor=1.25, floor=MIB, ceiling=0, lag_bytes_max=MIB)
+    calibrated_throttle = Throttle(
+        p99_factor=1.25, floor_bytes_per_s=MIB, ceiling_bytes_per_s=0, redis_lag_bytes_max=MIB
+    )
     calibrated_throttle.calibrate([IDLE_S] * IDLE_ROUND_TRIPS_MIN, {"a": 1.0})
     return calibrated_throttle
 
 
 def step(throttle: Throttle, worked: list[float], **more: Any) -> float:
     """One step in which the whole rate was used."""
-    signal_fields = {"done_bytes": 10**9, "spent_s": 0.1, "resting_round_trips_s": [IDLE_S] * 20, **more}
-    return throttle.step(Signals(worked, **signal_fields), readers=True)
+    signal_fields = {"work_bytes": 10**9, "work_s": 0.1, "resting_round_trips_s": [IDLE_S] * 20, **more}
+    return throttle.adapt_rate(Signals(worked, **signal_fields), has_readers=True)
 
 
 def test_a_replicas_own_p99_counts_when_it_is_clearly_above_what_it_was():
     calibrated_throttle = throttle()
     rate = calibrated_throttle.rate
 
-    assert step(calibrated_throttle, [IDLE_S] * IDLE_ROUND_TRIPS_MIN, replicas_ms={"a": 1.2}) > rate
+    assert step(calibrated_throttle, [IDLE_S] * IDLE_ROUND_TRIPS_MIN, p99_ms_by_replica={"a": 1.2}) > rate
     rate = calibrated_throttle.rate
-    assert step(calibrated_throttle, [IDLE_S] * IDLE_ROUND_TRIPS_MIN, replicas_ms={"a": 3.0}) < rate
+    assert step(calibrated_throttle, [IDLE_S] * IDLE_ROUND_TRIPS_MIN, p99_ms_by_replica={"a": 3.0}) < rate
     assert calibrated_throttle.reason == "p99 of a"
 
 
@@ -374,7 +376,7 @@ def test_a_rate_that_is_not_reached_does_not_grow():
     calibrated_throttle = throttle()
     rate = calibrated_throttle.rate
 
-    step(calibrated_throttle, [IDLE_S] * 100, done_bytes=int(rate / 10), spent_s=1.0)
+    step(calibrated_throttle, [IDLE_S] * 100, work_bytes=int(rate / 10), work_s=1.0)
 
     assert calibrated_throttle.rate == rate
 

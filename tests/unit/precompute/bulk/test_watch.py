@@ -29,11 +29,11 @@ def test_what_is_no_bulk_string_is_said_to_be_none(reply):
 def test_a_watch_that_meets_an_unexpected_error_tells_it_in_a_sentence_and_goes_on(caplog):
     no_client: Any = object()
     with caplog.at_level(logging.WARNING, "precompute.bulk.watch"):
-        watcher = Watcher(Control(no_client, Keyspace("test")), probe_ms=1.0)
+        watcher = Watcher(Control(no_client, Keyspace("test")), probe_interval_ms=1.0)
         heard: list[float] = []
 
         def has_met_it() -> bool:
-            heard.extend(watcher.round_trips())
+            heard.extend(watcher.take_round_trips_s())
             return bool(heard)
 
         assert poll_until(has_met_it)

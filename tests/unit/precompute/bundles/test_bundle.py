@@ -31,7 +31,7 @@ def test_a_written_bundle_opens_with_everything_in_it(bundle):
     assert reopened_bundle.digest == bundle.digest
     assert reopened_bundle.item_ids[:2] == (b"item-0", b"item-1")
     assert len(reopened_bundle.item_ids) == ITEMS
-    assert set(reopened_bundle.values) == {"user_affinity"}
+    assert set(reopened_bundle.value_models) == {"user_affinity"}
     assert [model.name for model in reopened_bundle.models] == ["user_tower", "item_tower", "user_affinity"]
 
 
@@ -141,7 +141,7 @@ def test_weights_in_a_file_of_their_own_are_part_of_the_model(bundle):
 
     model = Bundle.open(bundle.path).user_tower
 
-    assert model.weights == weights_file and Bundle.read(bundle.path).has_weights
+    assert model.weights_path == weights_file and Bundle.read(bundle.path).has_weights
     assert [name for _, name, _ in model.files] == ["models/user_tower.fp32.onnx", "models/user_tower.weights"]
     assert model.digest not in (model.sha256, original_tower.digest) and original_tower.digest == original_tower.sha256
     assert not bundle.has_weights
@@ -221,4 +221,6 @@ def test_models_may_share_their_weights(bundle):
 
     reopened_bundle = Bundle.open(bundle.path)
 
-    assert {model.weights for model in (reopened_bundle.user_tower, reopened_bundle.values["vector"])} == {weights_file}
+    assert {model.weights_path for model in (reopened_bundle.user_tower, reopened_bundle.value_models["vector"])} == {
+        weights_file
+    }

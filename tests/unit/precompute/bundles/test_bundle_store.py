@@ -102,7 +102,7 @@ def test_a_clock_that_went_back_does_not_make_an_older_bundle_the_last_one(host)
     for seed in (1, 2, 3):
         last = deliver(host("a"), seed)
         hand_over(store, Bundle.open(host("a").path("bundle")), clock=lambda: next(times))
-    assert all_handovers(store)[-1].digest == last
+    assert all_handovers(store)[-1].bundle_digest == last
 
 
 def test_the_store_keeps_the_files_of_the_last_few_only(host, monkeypatch):
@@ -181,5 +181,5 @@ def test_bundles_made_of_tables_are_swept_with_their_records(host, monkeypatch):
     assert sweep_bundles(store) == 1
 
     assert {name for name in store.names("bundles") if len(name) == 64} == {mine, *digests[1:]}
-    assert [bundle_record.digest for bundle_record in bundles_from_tables(store)] == digests[1:]
+    assert [bundle_record.bundle_digest for bundle_record in bundles_from_tables(store)] == digests[1:]
     assert from_tables(host("a"), "0" * 64, lambda folder: train_small(folder, dims=4)) == digests[0]

@@ -11,7 +11,7 @@ from cache.model.ranking import unit_rows
 from cache.model.tower import Histories
 from precompute.bundles import agreement
 from precompute.bundles import index as indexes
-from precompute.bundles.index import build_index, measure_recall, sample_queries
+from precompute.bundles.index import build_index, measure_recall, sample_query_vectors
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_recall_is_measured_through_the_file_as_written(tmp_path, vectors, kind,
 
     # The same figure when the index is opened again
     reopened_recall = measure_recall(
-        Searcher.open(path, metric, expected_vector_count=4000), vectors, sample_queries(vectors)
+        Searcher.open(path, metric, expected_vector_count=4000), vectors, sample_query_vectors(vectors)
     )
     assert reopened_recall == report.recall
     assert report.recall > 0.85
@@ -40,7 +40,7 @@ def test_recall_is_measured_through_the_file_as_written(tmp_path, vectors, kind,
 def test_an_index_of_the_wrong_metric_or_probes_shows_in_its_recall(tmp_path, vectors):
     path = tmp_path / "index.faiss"
     build_index(vectors, "cosine", path, "flat")
-    sample = sample_queries(vectors)
+    sample = sample_query_vectors(vectors)
 
     as_inner_product = measure_recall(Searcher.open(path, "inner_product"), vectors, sample)
     index = indexes.build_inverted_file(vectors, "inner_product")
@@ -59,8 +59,8 @@ def test_many_items_get_the_inverted_file_only_if_it_pays(tmp_path, vectors, mon
     monkeypatch.setattr(indexes, "_IVF_TIME_SHARE_MAX", 2.0)
     fast = build_index(vectors, "inner_product", tmp_path / "b.faiss")
 
-    assert slow.kind == "flat"
-    assert fast.kind.startswith("ivf")
+    assert slow.index_kind == "flat"
+    assert fast.index_kind.startswith("ivf")
     assert fast.recall >= 0.99
 
 
@@ -112,7 +112,7 @@ def test_a_few_items_are_enough(tmp_path):
 
     report = build_index(np.eye(3, dtype=np.float32), "inner_product", path)
 
-    assert (report.kind, report.recall) == ("flat", 1.0)
+    assert (report.index_kind, report.recall) == ("flat", 1.0)
 
 
 def test_an_unknown_kind_is_refused(tmp_path, vectors):
@@ -126,7 +126,7 @@ def test_an_exact_pass_holds_a_tile_of_the_items_at_a_time(metric, monkeypatch):
     monkeypatch.setattr(indexes, "TILE_ITEMS", 1024)
     rng = np.random.default_rng(3)
     item_vectors = rng.standard_normal((20_000, 8), np.float32)
-    sample = sample_queries(item_vectors)[::4]
+    sample = sample_query_vectors(item_vectors)[::4]
 
     tracemalloc.start()
     neighbours = indexes.exact_neighbours(item_vectors, sample, metric)

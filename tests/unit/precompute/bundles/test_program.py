@@ -38,7 +38,9 @@ def data():
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    return train(data(), tmp_path_factory.mktemp("programs") / "bundle", dims=12, shape=SpectralShape(), programs=True)
+    return train(
+        data(), tmp_path_factory.mktemp("programs") / "bundle", dims=12, shape=SpectralShape(), writes_programs=True
+    )
 
 
 def model_of(bundle, name):
@@ -79,18 +81,18 @@ def test_a_program_gives_the_numbers_of_its_onnx_file(bundle, name, rows):
 
 
 def test_the_same_data_and_seed_give_the_same_bundle(bundle, tmp_path):
-    retrained_bundle = train(data(), tmp_path / "again", dims=12, shape=SpectralShape(), programs=True)
+    retrained_bundle = train(data(), tmp_path / "again", dims=12, shape=SpectralShape(), writes_programs=True)
 
     assert retrained_bundle.digest == bundle.digest
-    assert train(data(), tmp_path / "without", dims=12, shape=SpectralShape()).user_tower.program is None
+    assert train(data(), tmp_path / "without", dims=12, shape=SpectralShape()).user_tower.program_path is None
 
 
 def test_a_program_from_other_weights_is_refused_with_both_numbers(bundle, tmp_path):
     other_bundle = train(
         replace(data(), item_rows=data().item_rows[::-1].copy()), tmp_path / "other", dims=12, shape=SpectralShape(),
-        programs=True,
+        writes_programs=True,
     )  # fmt: skip
-    model = replace(bundle.user_tower, program=other_bundle.user_tower.program)
+    model = replace(bundle.user_tower, program_path=other_bundle.user_tower.program_path)
 
     with pytest.raises(BundleError, match="user_tower on the device differs") as caught:
         tower_of(model).run(inputs_of(model))
@@ -223,14 +225,17 @@ def test_without_torch_programs_cannot_be_written(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "precompute.reference.exports", None)
 
     with pytest.raises(ConfigError, match="extra `gpu`"):
-        train(data(), tmp_path / "bundle", dims=12, shape=SpectralShape(), programs=True)
+        train(data(), tmp_path / "bundle", dims=12, shape=SpectralShape(), writes_programs=True)
     assert not (tmp_path / "bundle/bundle.json").exists()
 
 
 def write_changed_archive(bundle, tmp_path, name, change, compression=zipfile.ZIP_STORED):
     """The item tower's archive with one member changed, or added."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(bundle.item_tower.program) as archive, zipfile.ZipFile(buffer, "w", compression) as written:
+    with (
+        zipfile.ZipFile(bundle.item_tower.program_path) as archive,
+        zipfile.ZipFile(buffer, "w", compression) as written,
+    ):
         root = archive.namelist()[0].partition("/")[0]
         names = {member_path.partition("/")[2]: archive.read(member_path) for member_path in archive.namelist()}
         for member_name, content in {name: b"", **names}.items():
@@ -348,7 +353,7 @@ def test_a_compressed_archive_and_what_is_none_are_refused(bundle, tmp_path):
 
 def test_programs_may_be_opened_at_the_same_time(bundle):
     with ThreadPoolExecutor(4) as pool:
-        opened = list(pool.map(lambda _: Program.open(bundle.user_tower.program, ["history"], DEVICE), range(8)))
+        opened = list(pool.map(lambda _: Program.open(bundle.user_tower.program_path, ["history"], DEVICE), range(8)))
 
     history = np.zeros((2, 3), np.int32)
     assert len({alone(program, history).tobytes() for program in opened}) == 1
@@ -356,7 +361,7 @@ def test_programs_may_be_opened_at_the_same_time(bundle):
 
 def test_other_inputs_than_specified_are_named(bundle):
     with pytest.raises(BundleError, match=r"\['item_index'\], but the specification has \['history'\]"):
-        Program.open(bundle.item_tower.program, ["history"], DEVICE)
+        Program.open(bundle.item_tower.program_path, ["history"], DEVICE)
 
 
 def test_a_compiler_that_fails_leaves_the_program_as_it_is(bundle, monkeypatch, caplog):
@@ -364,7 +369,7 @@ def test_a_compiler_that_fails_leaves_the_program_as_it_is(bundle, monkeypatch, 
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", broken)
-    program = Program.open(bundle.item_tower.program, ["item_index"], DEVICE)
+    program = Program.open(bundle.item_tower.program_path, ["item_index"], DEVICE)
     uncompiled_outputs = alone(program, np.arange(3, dtype=np.int32))
     program._is_warm = False  # as on a GPU
 
@@ -376,7 +381,7 @@ def test_a_compiler_that_fails_leaves_the_program_as_it_is(bundle, monkeypatch, 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
 def test_a_compiled_program_takes_any_number_of_rows(bundle):
     model = bundle.user_tower
-    program = Program.open(model.program, ["history"], DEVICE)
+    program = Program.open(model.program_path, ["history"], DEVICE)
     program._is_warm = False  # as on a GPU
     uncompiled_run = program._run
 

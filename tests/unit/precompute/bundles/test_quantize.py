@@ -121,7 +121,7 @@ def test_the_reference_towers_keep_their_lists_in_int8(tmp_path):
     item = Tower.open(bundle.item_tower.path, bundle.item_tower.spec)
     vectors = item.run({"item_index": np.arange(len(bundle.item_ids))})
 
-    for model in (bundle.user_tower, bundle.values["user_affinity"]):
+    for model in (bundle.user_tower, bundle.value_models["user_affinity"]):
         int8_path = tmp_path / f"{model.name}.onnx"
         quantize_tower(model.path, model.spec, inputs, int8_path)
         facts = measure_agreement(

@@ -102,7 +102,7 @@ def test_ids_are_numbered_as_they_come_whatever_the_batches(monkeypatch):
 
     expected_encoding = pc.dictionary_encode(pa.array([text for batch in batches for text in batch]))
 
-    assert numbered.names.to_pylist() == expected_encoding.dictionary.to_pylist()
+    assert numbered.distinct_ids.to_pylist() == expected_encoding.dictionary.to_pylist()
     assert numbered.codes().tolist() == expected_encoding.indices.to_pylist()
     codes, count = hashed_ids.codes()
     pairs = set(zip(codes.tolist(), expected_encoding.indices.to_pylist(), strict=True))

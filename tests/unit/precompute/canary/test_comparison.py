@@ -107,8 +107,8 @@ def test_a_key_that_every_replica_counted_makes_nothing_more_certain() -> None:
 
     total = CanaryArmTotals.of(replica_counts.to_json() for replica_counts in counts)
 
-    assert total.effective_keys == pytest.approx(300, rel=0.1)
-    assert total.different_keys == pytest.approx(300, rel=0.1)
+    assert total.effective_key_count == pytest.approx(300, rel=0.1)
+    assert total.distinct_key_estimate == pytest.approx(300, rel=0.1)
 
 
 @pytest.mark.parametrize("replica_count", [1, 2, 5])
@@ -121,7 +121,7 @@ def test_keys_that_replicas_share_out_are_counted_together(replica_count: int) -
 
     comparison = ArmComparison.of(total, total)
     assert comparison.keys["live"] == pytest.approx(40, rel=0.1)
-    assert total.effective_keys == pytest.approx(40, rel=0.3)
+    assert total.effective_key_count == pytest.approx(40, rel=0.3)
 
 
 def test_keys_of_replicas_that_send_no_sketch_may_be_the_same() -> None:
@@ -133,7 +133,7 @@ def test_keys_of_replicas_that_send_no_sketch_may_be_the_same() -> None:
 
     total = CanaryArmTotals.of(heartbeat_counts)
 
-    assert (total.different_keys, total.effective_keys) == (20, 20)
+    assert (total.distinct_key_estimate, total.effective_key_count) == (20, 20)
 
 
 def test_more_keys_than_are_kept_are_sampled_without_regard_to_how_busy_they_are() -> None:
@@ -178,10 +178,10 @@ def test_arms_of_several_replicas_add_up_after_a_trip_through_json() -> None:
 
     total = CanaryArmTotals.of([counts.to_json(), counts.to_json()])
 
-    assert total.requests == 8 and total.feedback == {"click": 6}
+    assert total.request_count == 8 and total.count_by_feedback_event == {"click": 6}
     assert total.keys_by_answer_source == {"stored": 2, "live": 2, "previous": 2}
     # Only scores of the arm's own generation.
-    assert total.scores == {bucket_of_score(3.5): 2} and total.mean_score == 3.5
+    assert total.keys_by_top_score == {bucket_of_score(3.5): 2} and total.mean_top_score == 3.5
 
 
 def test_buckets_grow_with_the_score_and_are_bounded() -> None:

@@ -47,7 +47,8 @@ def loaded(command_places: list[CommandPlace]) -> tuple[list[int], str]:
     """Exit status of the load of each, and what was said of those that failed."""
     completed_process = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        input="".join(f"{command_place.name} {' '.join(command_place.imports)}\n" for command_place in command_places),
+        input="".join((f"{command_place.function_path} "
+            f"{' '.join(command_place.imported_modules)}\n") for command_place in command_places),
         cwd=ROOT, capture_output=True, text=True,
         timeout=240, check=True,
     )  # fmt: skip

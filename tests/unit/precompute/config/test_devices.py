@@ -77,9 +77,9 @@ def test_several_gpus_take_the_shards_in_turn(monkeypatch, tmp_path):
         "cuda:0",
     ]
     assert devices.device_for_shard("cuda:1", 0) == "cuda:1"
-    assert scorers.at(0) is not scorers.at(1)
-    assert scorers.at(0) is scorers.at(2) is scorers.at(0)
-    assert scorers.at(1).device == "cuda:1"
+    assert scorers.device_of_shard(0) is not scorers.device_of_shard(1)
+    assert scorers.device_of_shard(0) is scorers.device_of_shard(2) is scorers.device_of_shard(0)
+    assert scorers.device_of_shard(1).device == "cuda:1"
 
 
 def test_the_setting_is_checked_and_the_environment_has_its_say():
@@ -98,12 +98,12 @@ def test_a_gpu_that_is_done_takes_the_next_shard(monkeypatch):
     monkeypatch.setattr(shard, "limit_gpu_memory", lambda *_: 0)
     scorers = Scorers("auto")
 
-    assert [scorers.at(shard_number).device for shard_number in range(4)] == ["cuda:0", "cuda:1"] * 2
+    assert [scorers.device_of_shard(shard_number).device for shard_number in range(4)] == ["cuda:0", "cuda:1"] * 2
     scorers.mark_finished(1)
     scorers.mark_finished(3)
 
-    assert [scorers.at(shard_number).device for shard_number in (4, 5)] == ["cuda:1", "cuda:1"]
-    assert scorers.at(0).device == "cuda:0"
+    assert [scorers.device_of_shard(shard_number).device for shard_number in (4, 5)] == ["cuda:1", "cuda:1"]
+    assert scorers.device_of_shard(0).device == "cuda:0"
 
 
 def share_memory(device, tasks):

@@ -68,13 +68,18 @@ def main() -> None:
     for width in (40, 128, 256, fused.WIDTH_MAX):
         depth = 1 << (width - 1).bit_length()
         tiles = fused.choose_triton_tiles(width)
-        writing, constraints = above.entry_instructions(tiles.columns // 16)
+        writing, constraints = above.entry_instructions(tiles.tile_columns // 16)
         shape = {
-            "width": width, "depth": depth, "height": tiles.users, "lanes": 64, "size": 4, "tile": tiles.columns,
-            "splits": 8, "room": 64, "stages": tiles.stages, "skip": 3, "hole": 2, "near": depth <= 256,
+            "width": width, "depth": depth, "height": tiles.tile_users, "lanes": 64, "size": 4,
+            "tile": tiles.tile_columns,
+            "splits": 8, "room": 64, "stages": tiles.pipeline_stages, "skip": 3, "hole": 2, "near": depth <= 256,
             "writing": writing, "constraints": constraints,
         }  # fmt: skip
-        options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "maxnreg": tiles.registers}
+        options = {
+            "num_warps": tiles.warp_count,
+            "num_stages": tiles.pipeline_stages,
+            "maxnreg": tiles.thread_registers_max,
+        }
         print(json.dumps(compiled(above.above, options, **shape)), flush=True)
     shape = {"height": 1, "segments": 32, "room": 64, "capacity": 256, "halvings": 12}
     print(json.dumps(compiled(keep.keep, {"num_warps": 8}, **shape)), flush=True)

@@ -27,15 +27,15 @@ from precompute.device.kernels.keep import keep  # noqa: E402
 from precompute.device.scorer import DeviceScorer  # noqa: E402
 
 WHERE = torch.device(DEVICE)
-AGREES = fused.agrees
+AGREES = fused.agrees_with_torch
 
 
 @pytest.fixture(scope="module")
 def agreed():
     """Has the kernels probed once, and no more: the interpreter takes its time."""
-    assert fused.agrees(24, WHERE)
+    assert fused.agrees_with_torch(24, WHERE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "agrees", lambda *_: True)
+        patch.setattr(fused, "agrees_with_torch", lambda *_: True)
         yield
 
 
@@ -46,7 +46,7 @@ def looked_again(monkeypatch):
     original_search = operators.search
 
     def spy(items, columns, queries, excluded_pairs, k, shape):
-        searched_user_counts.append(len(queries.codes))
+        searched_user_counts.append(len(queries.user_codes))
         return original_search(items, columns, queries, excluded_pairs, k, shape)
 
     monkeypatch.setattr(device_scorer, "search", spy)
@@ -199,19 +199,24 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
     users = (rng.standard_normal((16, dims)) * np.exp(rng.standard_normal((16, 1)))).astype("f4")
     device_items = DeviceItems.of(ComparableItems.of(items, metric), WHERE, torch.float16, 4)
     queried = unit_rows(users) if metric == "cosine" else users
-    queries, columns = device_items.queries(users, queried), device_items.all_columns
+    queries, columns = device_items.encode_queries(users, queried), device_items.all_columns
 
-    bounds = fused.compute_bounds(device_items, columns, queries, choose_tiles(16, queries.codes.shape[1], WHERE))
+    bounds = fused.compute_bounds(device_items, columns, queries, choose_tiles(16, queries.user_codes.shape[1], WHERE))
 
-    ordinals = columns.ordinals.cpu().numpy()
+    ordinals = columns.item_ordinals.cpu().numpy()
     exact = score(users, items, np.tile(np.minimum(ordinals, 899), (16, 1)), metric).astype(np.float64)
-    exact *= queries.scale.double().cpu().numpy()[:, None] * device_items.scale
+    exact *= queries.user_scales.double().cpu().numpy()[:, None] * device_items.vector_scale
     exact[:, ordinals == 900] = -np.inf
-    members = columns.columns_of(torch.arange(len(columns.longest)))
+    members = columns.columns_of(torch.arange(len(columns.longest_by_group)))
     highest = exact[:, members.numpy()].max(2)
     computed_bounds, real = bounds.double().cpu().numpy(), highest.max(0) > -np.inf
-    margin = device_items.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
-    reach, weight = (queries.length + queries.residual, fused.compute_block_weights(device_items, columns, queries))
+    margin = (
+        device_items.score_margins(columns, slice(None), queries.scaled_lengths, queries.residual_lengths).cpu().numpy()
+    )
+    reach, weight = (
+        queries.scaled_lengths + queries.residual_lengths,
+        fused.compute_block_weights(device_items, columns, queries),
+    )
     # A block's groups share their margin, and users the largest part that is residual.
     widest = (reach[:, None] * weight.repeat_interleave(BLOCK_GROUPS)).cpu().numpy() + UNDERFLOW_ERROR
     assert (computed_bounds >= highest).all()
@@ -254,8 +259,8 @@ def check_kept_groups(data, item_counts):
         items = np.abs(items) * np.exp(rng.standard_normal((count, 1))).astype("f4")
         users = np.abs(users) * (1 if kind == "falling" else -1)
     device_items = DeviceItems.of(ComparableItems.of(items, "inner_product"), WHERE, torch.float16, fused.GROUP)
-    queries, columns = device_items.queries(users, users), device_items.all_columns
-    tiles = choose_tiles(3, queries.codes.shape[1], WHERE)
+    queries, columns = device_items.encode_queries(users, users), device_items.all_columns
+    tiles = choose_tiles(3, queries.user_codes.shape[1], WHERE)
     required_counts = torch.tensor([1, 20, 32], dtype=torch.int32, device=WHERE)
 
     is_estimating = data.draw(st.booleans(), "estimating")
@@ -341,7 +346,7 @@ def test_a_member_whose_product_was_rounded_down_is_scored():
     hidden = fused.sort_hidden_ordinals((no_indices, no_indices), 1, 4)
 
     keys = fused.compute_exact_keys(
-        device_items, device_items.all_columns, device_items.queries(users, users), hidden,
+        device_items, device_items.all_columns, device_items.encode_queries(users, users), hidden,
         torch.from_numpy(entry).to(WHERE),
         left_out, choose_tiles(1, 8, WHERE),
     )  # fmt: skip
@@ -365,10 +370,10 @@ def test_the_best_keys_are_those_of_the_operators(wide, k):
 def test_stages_look_at_every_block_once(blocks, room):
     stages = list(plan_stages(blocks, room))
 
-    block_numbers = [stage.block(at) for stage in stages for at in range(stage.blocks)]
+    block_numbers = [stage.block(at) for stage in stages for at in range(stage.block_count)]
 
     assert sorted(block_numbers) == list(range(blocks))
-    assert stages[0].blocks <= SEGMENTS * room // BLOCK_GROUPS
+    assert stages[0].block_count <= SEGMENTS * room // BLOCK_GROUPS
 
 
 @pytest.mark.parametrize("room", [32, 64])
@@ -376,12 +381,12 @@ def test_stages_look_at_every_block_once(blocks, room):
 def test_estimating_stages_look_at_every_block_once_and_first_at_the_middle(blocks, room):
     stages = list(plan_estimating_stages(blocks, room))
 
-    block_numbers = [stage.block(at) for stage in stages for at in range(stage.blocks)]
+    block_numbers = [stage.block(at) for stage in stages for at in range(stage.block_count)]
 
     assert sorted(block_numbers) == list(range(blocks))
-    assert 0 < stages[0].blocks <= SEGMENTS * room // BLOCK_GROUPS
+    assert 0 < stages[0].block_count <= SEGMENTS * room // BLOCK_GROUPS
     for stage in stages[:-1]:  # neither the longest items nor the shortest are looked at more than others
-        early = np.array([stage.block(at) for at in range(stage.blocks)])
+        early = np.array([stage.block(at) for at in range(stage.block_count)])
         assert abs(early.mean() - (blocks - 1) / 2) <= blocks / 8
 
 
@@ -424,7 +429,7 @@ def test_lists_have_the_bits_of_the_processor_after_several_stages(looked_again,
 
 def test_kernels_that_disagree_are_not_used(monkeypatch, caplog):
     # Given kernels whose bounds are a little too low
-    monkeypatch.setattr(fused, "agrees", AGREES)
+    monkeypatch.setattr(fused, "agrees_with_torch", AGREES)
     original_bounds_of = fused.compute_bounds
     monkeypatch.setattr(fused, "compute_bounds", lambda *given: original_bounds_of(*given) - 0.02)
 
@@ -438,7 +443,7 @@ def test_kernels_that_cannot_be_run_are_not_used(monkeypatch, caplog):
     def broken(*_):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(fused, "agrees", broken)
+    monkeypatch.setattr(fused, "agrees_with_torch", broken)
 
     scorer = DeviceScorer.of(np.ones((5, 4), np.float32), "inner_product", DEVICE, dtype=torch.float16, fused=True)
 
@@ -454,7 +459,7 @@ def test_out_of_memory_halves_the_users_of_a_search(monkeypatch, caplog):
     original_search = fused.search
 
     def small_device(items, columns, queries, excluded_pairs, k, shape):
-        if len(queries.codes) > 4:
+        if len(queries.user_codes) > 4:
             raise torch.OutOfMemoryError("no room")
         return original_search(items, columns, queries, excluded_pairs, k, shape)
 
@@ -472,6 +477,6 @@ def test_long_lists_and_wide_vectors_are_left_to_the_operators():
     narrow_items = by_kernels(np.ones((2000, 8), np.float32))._items
     wide = by_kernels(np.ones((70, 600), np.float32))._items
 
-    assert fused.fits(narrow_items, narrow_items.all_columns, FETCH_MAX)
-    assert not fused.fits(narrow_items, narrow_items.all_columns, FETCH_MAX + 1)
-    assert not fused.fits(wide, wide.all_columns, 10)
+    assert fused.supports_search(narrow_items, narrow_items.all_columns, FETCH_MAX)
+    assert not fused.supports_search(narrow_items, narrow_items.all_columns, FETCH_MAX + 1)
+    assert not fused.supports_search(wide, wide.all_columns, 10)

@@ -83,15 +83,17 @@ def test_no_product_is_further_from_the_score_than_its_margin(data):
     compared = ComparableItems.of(items, metric)
     device_items = DeviceItems.of(compared, WHERE, dtype)
     queried = unit_rows(users) if metric == "cosine" else users
-    queries, columns = device_items.queries(users, queried), device_items.all_columns
-    real = (columns.ordinals < 700).cpu().numpy()
+    queries, columns = device_items.encode_queries(users, queried), device_items.all_columns
+    real = (columns.item_ordinals < 700).cpu().numpy()
 
-    product = (queries.codes @ columns.codes.T).double().cpu().numpy()
+    product = (queries.user_codes @ columns.item_codes.T).double().cpu().numpy()
 
-    item_ordinals = np.minimum(columns.ordinals.cpu().numpy(), 699)
+    item_ordinals = np.minimum(columns.item_ordinals.cpu().numpy(), 699)
     exact = score(users, items, np.tile(item_ordinals, (20, 1)), metric).astype(np.float64)
-    exact *= queries.scale.double().cpu().numpy()[:, None] * device_items.scale
-    margin = device_items.margin(columns, slice(None), queries.length, queries.residual).cpu().numpy()
+    exact *= queries.user_scales.double().cpu().numpy()[:, None] * device_items.vector_scale
+    margin = (
+        device_items.score_margins(columns, slice(None), queries.scaled_lengths, queries.residual_lengths).cpu().numpy()
+    )
     group = groups_of(columns)
     over = np.abs(product - exact)[:, real] / margin[:, group][:, real]
     assert over.max() <= 1
@@ -111,11 +113,11 @@ def test_the_largest_of_a_group_is_that_of_its_columns(group):
     vectors = np.random.default_rng(0).standard_normal((1000, 8)).astype("f4")
     device_items = DeviceItems.of(ComparableItems.of(vectors, "inner_product"), WHERE, torch.float16, group)
     columns = device_items.all_columns
-    product = torch.randn(5, len(columns.ordinals), device=WHERE)
+    product = torch.randn(5, len(columns.item_ordinals), device=WHERE)
 
-    group_maxima = columns.largest(product)
+    group_maxima = columns.largest_by_group(product)
 
-    members = columns.columns_of(torch.arange(len(columns.longest), device=WHERE))
+    members = columns.columns_of(torch.arange(len(columns.longest_by_group), device=WHERE))
     assert torch.equal(group_maxima, product[:, members].amax(2))
 
 
@@ -126,18 +128,18 @@ def test_a_columns_place_and_its_groups_bounds_are_those_of_its_item():
 
     for columns, count in (
         (device_items.all_columns, 5000),
-        (device_items.only(torch.arange(5000, device=WHERE) % 7 == 0), 715),
+        (device_items.columns_of_allowed(torch.arange(5000, device=WHERE) % 7 == 0), 715),
     ):
-        ordinals = columns.ordinals.cpu().numpy()
+        ordinals = columns.item_ordinals.cpu().numpy()
         real = np.flatnonzero(ordinals < 5000)
         assert len(real) == len(set(ordinals[real].tolist())) == count
         assert np.array_equal(columns.column_by_ordinal.cpu().numpy()[ordinals[real]], real)
         assert (columns.column_by_ordinal.cpu().numpy() >= 0).sum() == count
-        assert np.array_equal(columns.padding.cpu().numpy(), np.flatnonzero(ordinals == 5000))
+        assert np.array_equal(columns.padding_columns.cpu().numpy(), np.flatnonzero(ordinals == 5000))
         group = groups_of(columns)[real]
-        sizes = np.linalg.norm(items[ordinals[real]].astype(np.float64), axis=1) * device_items.scale
-        assert (columns.longest.cpu().numpy()[group] >= sizes).all()
-        starts = columns.longest.cpu().numpy()
+        sizes = np.linalg.norm(items[ordinals[real]].astype(np.float64), axis=1) * device_items.vector_scale
+        assert (columns.longest_by_group.cpu().numpy()[group] >= sizes).all()
+        starts = columns.longest_by_group.cpu().numpy()
         assert (starts[1:] <= starts[:-1]).all()
 
 
@@ -149,7 +151,7 @@ def device_columns():
 
 @given(st.integers(1, 200_000))
 def test_tiles_cover_every_column_once_in_whole_blocks(device_columns, most):
-    total, block = len(device_columns.ordinals), device_columns.block
+    total, block = len(device_columns.item_ordinals), device_columns.block
 
     column_tiles = list(split_into_tiles(device_columns, most))
 

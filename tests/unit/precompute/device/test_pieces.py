@@ -33,9 +33,9 @@ def test_users_left_by_pieces_keep_their_own_exclusions(monkeypatch):
     searched = []
 
     def small_device(items, columns, queries, excluded_pairs, k, shape):
-        if len(queries.codes) == 8 and torch_scorer._part_count == 1:
+        if len(queries.user_codes) == 8 and torch_scorer._part_count == 1:
             raise torch.OutOfMemoryError("no room")
-        searched.append(len(queries.codes))
+        searched.append(len(queries.user_codes))
         return original_search(items, columns, queries, excluded_pairs, k, shape)
 
     def shape_of(self, search_request, fetch):

@@ -24,8 +24,8 @@ def test_the_table_grows_with_items_and_dimensions() -> None:
     assert at == sorted(at, reverse=True) and min(at) > 0
     measured = f"{CARDS['h200'].list_costs[0].users_per_s:,}"
     measurement_text = f"NVIDIA H200 did {measured} users/s with 1,000,000 items of 128, K = 100"
-    assert rate_from_table(9, 8, 100).origin.endswith(measurement_text)
-    assert rate_from_table(9, 8, 1000).origin.endswith(f"{measurement_text} (not 1000)")
+    assert rate_from_table(9, 8, 100).rate_origin.endswith(measurement_text)
+    assert rate_from_table(9, 8, 1000).rate_origin.endswith(f"{measurement_text} (not 1000)")
 
 
 def vectors(count: int) -> Any:
@@ -37,7 +37,7 @@ def test_a_rehearsal_is_of_the_device_itself() -> None:
 
     rate = rate_from_rehearsal(DEVICE, vectors(64), vectors(300), "inner_product", 500)
 
-    assert rate is not None and rate.users_per_s > 0 and "64 users" in rate.origin
+    assert rate is not None and rate.users_per_s > 0 and "64 users" in rate.rate_origin
     assert rate_from_rehearsal(DEVICE, vectors(4), np.zeros((3, 16), np.float32), "cosine", 2) is None
     assert rate_from_rehearsal(DEVICE, vectors(4)[:0], vectors(300), "inner_product", 500) is None
 
@@ -49,7 +49,7 @@ def on(monkeypatch: pytest.MonkeyPatch, device_names: tuple[str, ...], rate: Dev
     fake_trial: Any = SimpleNamespace(
         encode_sample=lambda: (vectors(8), vectors(500)), bundle=SimpleNamespace(metric="cosine")
     )
-    shape: Any = SimpleNamespace(items=2_000, dims=32)
+    shape: Any = SimpleNamespace(item_count=2_000, dims=32)
     return Trial.measure_device_rate(fake_trial, "auto", shape, 100)
 
 
@@ -71,13 +71,13 @@ def test_a_gpu_that_is_demanded_and_not_on_this_host_leaves_the_plan_to_the_tabl
         raise ConfigError("device 'cuda' is missing", field="device")
 
     monkeypatch.setattr(trial, "devices", refused)
-    fake_trial, shape = SimpleNamespace(), SimpleNamespace(items=2_000, dims=32)
+    fake_trial, shape = SimpleNamespace(), SimpleNamespace(item_count=2_000, dims=32)
 
     rate = Trial.measure_device_rate(fake_trial, "cuda", shape, 100)  # type: ignore[arg-type]
 
     table = rate_from_table(2_000, 32, 100)
     assert rate.users_per_s == table.users_per_s
-    assert rate.origin == f"{table.origin}; device 'cuda' cannot be used on this host"
+    assert rate.rate_origin == f"{table.rate_origin}; device 'cuda' cannot be used on this host"
 
 
 def test_no_list_is_too_long_for_the_kernels_that_the_table_is_of() -> None:

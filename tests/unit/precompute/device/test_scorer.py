@@ -43,7 +43,7 @@ def searches(monkeypatch):
     original_search = device_search.search
 
     def spy(items, columns, queries, excluded_pairs, k, shape):
-        search_shapes.append((len(queries.codes), shape.columns))
+        search_shapes.append((len(queries.user_codes), shape.columns))
         return original_search(items, columns, queries, excluded_pairs, k, shape)
 
     monkeypatch.setattr(device_scorer, "search", spy)
@@ -219,9 +219,9 @@ def test_out_of_memory_halves_what_is_done_at_once(monkeypatch, caplog, error):
     searched_user_counts = []
 
     def small_device(items, columns, queries, excluded_pairs, k, shape):
-        if len(queries.codes) * shape.columns > 500_000:
+        if len(queries.user_codes) * shape.columns > 500_000:
             raise error
-        searched_user_counts.append(len(queries.codes))
+        searched_user_counts.append(len(queries.user_codes))
         return original_search(items, columns, queries, excluded_pairs, k, shape)
 
     monkeypatch.setattr(device_scorer, "search", small_device)
@@ -264,7 +264,7 @@ def test_a_device_that_fails_for_good_leaves_the_rest_to_the_processor(monkeypat
 def with_kernels(items, kernels):
     """A scorer whose kernels are a function in the place of their search."""
     scorer = on_device(items)
-    scorer._fused = SimpleNamespace(fits=lambda *_: True, shape_of=device_search.shape_of, search=kernels)
+    scorer._fused = SimpleNamespace(supports_search=lambda *_: True, shape_of=device_search.shape_of, search=kernels)
     return scorer
 
 
@@ -306,7 +306,7 @@ def test_a_kernel_that_finds_no_memory_is_given_less(error):
     sizes = []
 
     def small(device_items, columns, queries, excluded_pairs, k, shape):
-        sizes.append(len(queries.codes))
+        sizes.append(len(queries.user_codes))
         if sizes[-1] > 100:
             raise error
         return device_search.search(device_items, columns, queries, excluded_pairs, k, shape)

@@ -181,7 +181,7 @@ def test_an_unrequested_form_that_is_off_leaves_the_model_to_the_processor(
     monkeypatch.setattr(towers, "_open_on_device", lambda *_: FixedTower(moved))
     monkeypatch.setattr(Tower, "open", lambda *_, **__: processor_tower)
     build: Any = SimpleNamespace(config=SimpleNamespace(device=device, threads=1))
-    model: Any = SimpleNamespace(name="item_tower", program=program, spec=processor_tower.spec)
+    model: Any = SimpleNamespace(name="item_tower", program_path=program, spec=processor_tower.spec)
     tower = towers.open_tower(build, model, "cuda:0")
     rows: Any = {"row": np.arange(20)}
 
@@ -197,7 +197,7 @@ def test_a_model_without_a_program_stays_on_the_processor_where_onnx_runtime_has
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
-    model: Any = SimpleNamespace(name="user_tower", program=None)
+    model: Any = SimpleNamespace(name="user_tower", program_path=None)
     build: Any = SimpleNamespace(config=SimpleNamespace(device_tasks=1))
     monkeypatch.setattr(towers, "limit_gpu_memory", lambda *_: 0)
 
@@ -208,7 +208,7 @@ def test_a_model_without_a_program_stays_on_the_processor_where_onnx_runtime_has
 
 
 def test_models_without_a_program_and_torch_share_a_tasks_memory_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle = SimpleNamespace(models=[SimpleNamespace(program=program) for program in (None, None, "p", None)])
+    bundle = SimpleNamespace(models=[SimpleNamespace(program_path=program) for program in (None, None, "p", None)])
     opened: list[Accelerator] = []
 
     def record_open(_path: Any, spec: Any, *, accelerator: Accelerator) -> Any:
@@ -221,7 +221,7 @@ def test_models_without_a_program_and_torch_share_a_tasks_memory_out(monkeypatch
     monkeypatch.setattr(towers, "limit_gpu_memory", lambda _, tasks: (24 << 30) // tasks)
     monkeypatch.setattr(Tower, "open", record_open)
     build: Any = SimpleNamespace(config=SimpleNamespace(device_tasks=2))
-    model: Any = SimpleNamespace(name="user_tower", program=None, spec=SimpleNamespace(inputs=[]))
+    model: Any = SimpleNamespace(name="user_tower", program_path=None, spec=SimpleNamespace(inputs=[]))
 
     assert isinstance(towers._open_on_device(build, model, "cuda:1"), OnnxOnGpu)
     assert opened == [Accelerator("cuda", 1, 3 << 30)]  # two tasks, each of three models and torch

@@ -84,12 +84,12 @@ def test_a_night_leaves_out_erased_users_and_whatever_was_done_with_erased_items
 
     remaining_interactions = erased.leave_out(batch(("u1", "i1"), ("u2", "i9"), ("u2", "i1"), ("i9", "u1")))
 
-    assert remaining_interactions.users.raws() == [b"u2", b"i9"] and remaining_interactions.users.codes.tolist() == [
-        0,
-        1,
-    ]
-    assert remaining_interactions.items.texts().to_pylist() == ["i1", "u1"]
-    assert remaining_interactions.times.tolist() == [2, 3]
+    assert remaining_interactions.user_ids.distinct_raw_ids() == [
+        b"u2",
+        b"i9",
+    ] and remaining_interactions.user_ids.id_codes.tolist() == [0, 1]
+    assert remaining_interactions.item_ids.row_texts().to_pylist() == ["i1", "u1"]
+    assert remaining_interactions.times_us.tolist() == [2, 3]
     assert erased.kept_users_mask(Ids.of(pa.array(["u1", "u2"]))).tolist() == [False, True]
     everything = batch(("u1", "i9"))
     assert NO_ERASURES.leave_out(everything) is everything

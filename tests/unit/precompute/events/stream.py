@@ -92,6 +92,6 @@ class Stream:
     def bounds(self) -> list[tuple[Position, Position]]:
         """Beginning and end of each file."""
         return [
-            (file.after, read_end_position(self.store.read(file.path) or b"", file.path))
+            (file.after_position, read_end_position(self.store.read(file.path) or b"", file.path))
             for file in list_taken_files(self.store)
         ]

@@ -81,12 +81,12 @@ class Sandbox:
         inputs_by_user: dict[str, Any] = {}
         for shard in range(SHARDS):
             part = read_shard(self.root / name, shard, history_limit=5)
-            assert part.times is not None
-            for row, user in enumerate(part.ids.to_pylist()):
-                span = slice(part.indptr[row], part.indptr[row + 1])
-                items = self.items.ids_of(part.ordinals[span].astype("u4"))
+            assert part.history_times is not None
+            for row, user in enumerate(part.entity_ids.to_pylist()):
+                span = slice(part.history_indptr[row], part.history_indptr[row + 1])
+                items = self.items.ids_of(part.history_ordinals[span].astype("u4"))
                 digest = digest_users(part, self.items.directory.hashes())[row]
-                inputs_by_user[user] = (list(zip(items, part.times[span].tolist(), strict=True)), int(digest))
+                inputs_by_user[user] = (list(zip(items, part.history_times[span].tolist(), strict=True)), int(digest))
         return inputs_by_user
 
     def expected(self) -> dict[str, list[tuple[str, int]]]:
@@ -129,13 +129,15 @@ def test_events_stand_at_their_times_whatever_was_taken_over(
         base = box.partition("base")
         assert {user: history for user, (history, _) in box.inputs("base").items()} == box.expected()
         interaction_counts = base.interaction_counts
-        assert interaction_counts.late == 0
+        assert interaction_counts.late_interaction_count == 0
         earlier = EarlierPartition(
-            folder=box.root / "base", seed=base.seed, files=1, new_ordinals=None,
-            lost_item_hashes=interaction_counts.unknown[:0],
-            popularity=interaction_counts.popularity, unknown=interaction_counts.unknown,
-            interactions=interaction_counts.interactions,
-            unknown_items=interaction_counts.unknown_items, unusable=base.unusable, event_files=len(events),
+            folder=box.root / "base", hash_seed=base.hash_seed, interaction_file_count=1, new_ordinals=None,
+            lost_item_hashes=interaction_counts.unknown_item_hashes[:0],
+            interactions_by_item=interaction_counts.interactions_by_item,
+            unknown_item_hashes=interaction_counts.unknown_item_hashes,
+            interaction_count=interaction_counts.interaction_count,
+            unknown_item_interactions=interaction_counts.unknown_item_interactions, unusable=base.unusable,
+            event_file_count=len(events),
         )  # fmt: skip
 
         box.add(fresh, newer)
@@ -143,9 +145,12 @@ def test_events_stand_at_their_times_whatever_was_taken_over(
 
         assert {user: history for user, (history, _) in box.inputs("whole").items()} == box.expected()
         assert box.inputs("ours") == box.inputs("whole")
-        assert incremental_partition.interaction_counts.interactions == full_partition.interaction_counts.interactions
         assert (
-            incremental_partition.interaction_counts.popularity.tolist()
-            == full_partition.interaction_counts.popularity.tolist()
+            incremental_partition.interaction_counts.interaction_count
+            == full_partition.interaction_counts.interaction_count
+        )
+        assert (
+            incremental_partition.interaction_counts.interactions_by_item.tolist()
+            == full_partition.interaction_counts.interactions_by_item.tolist()
         )
         assert without_remarks(incremental_partition.unusable) == without_remarks(full_partition.unusable)

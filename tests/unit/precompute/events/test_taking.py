@@ -113,10 +113,10 @@ def test_a_night_reads_interactions_of_positive_weight_at_their_time(redis_url: 
 
     (batch,) = read_event_interactions(event_files(config).files, 0, unusable := UnusableRows())
 
-    assert [batch.users.name_of(row) for row in range(2)] == ["ü", "u2"]
-    assert [batch.items.name_of(row) for row in range(2)] == ["i1", "i2"]
-    assert batch.times.tolist() == [1_700_000_000_123_456, -8]
-    assert batch.positions is not None and batch.positions.tolist() == [late.number, old.number]
+    assert [batch.user_ids.name_of(row) for row in range(2)] == ["ü", "u2"]
+    assert [batch.item_ids.name_of(row) for row in range(2)] == ["i1", "i2"]
+    assert batch.times_us.tolist() == [1_700_000_000_123_456, -8]
+    assert batch.event_positions is not None and batch.event_positions.tolist() == [late.number, old.number]
     # Not among the team's own rows, whose bad ones would be a smaller share of more.
     assert unusable.to_json() == {"events.interactions": {"rows": 5, "left_out": 0, "reasons": {}}}
 

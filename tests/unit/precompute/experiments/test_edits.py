@@ -26,23 +26,23 @@ def assigned(experiments: Experiments) -> dict[bytes, tuple[str, str | None] | N
 
 
 def test_a_repeat_is_the_same_and_anything_else_of_that_name_is_refused() -> None:
-    experiments = edits.add_experiment(Experiments(), make_option(), at=1.0)
+    experiments = edits.add_experiment(Experiments(), make_option(), requested_at=1.0)
 
-    assert edits.add_experiment(experiments, make_option(), at=2.0) == experiments
+    assert edits.add_experiment(experiments, make_option(), requested_at=2.0) == experiments
     with pytest.raises(Conflict, match="other arms or shares"):
-        edits.add_experiment(experiments, make_option(key_share=0.3), at=2.0)
-    over = edits.end_experiment(edits.begin_experiment(experiments, "ranker", at=3.0), "ranker", at=4.0)
-    assert edits.end_experiment(over, "ranker", at=5.0) == over
+        edits.add_experiment(experiments, make_option(key_share=0.3), requested_at=2.0)
+    over = edits.end_experiment(edits.begin_experiment(experiments, "ranker", started_at=3.0), "ranker", stopped_at=4.0)
+    assert edits.end_experiment(over, "ranker", stopped_at=5.0) == over
     for change in (
-        lambda: edits.add_experiment(over, make_option(), at=5.0),
-        lambda: edits.begin_experiment(over, "ranker", at=5.0),
+        lambda: edits.add_experiment(over, make_option(), requested_at=5.0),
+        lambda: edits.begin_experiment(over, "ranker", started_at=5.0),
         lambda: edits.share_keys(over, {"ranker": 0.3}),
         lambda: edits.share_arms(over, "ranker", {"other": 1.0}),
     ):
         with pytest.raises(Conflict, match="is over"):
             change()
     with pytest.raises(Conflict, match="no experiment 'nobody'"):
-        edits.end_experiment(over, "nobody", at=5.0)
+        edits.end_experiment(over, "nobody", stopped_at=5.0)
 
 
 @pytest.mark.parametrize(
@@ -67,15 +67,15 @@ def test_what_can_be_no_experiment_is_refused(
 
 
 def test_keys_are_nobodys_twice_and_too_few_are_refused_with_how_many_are_free() -> None:
-    experiments = edits.add_experiment(Experiments(), make_option(key_share=0.6), holdout=0.1, at=1.0)
+    experiments = edits.add_experiment(Experiments(), make_option(key_share=0.6), holdout_share=0.1, requested_at=1.0)
 
     with pytest.raises(Conflict, match=r"would have 1\.1 of all keys: 0\.3 are free"):
-        edits.add_experiment(experiments, make_option("second", key_share=0.4), at=2.0)
+        edits.add_experiment(experiments, make_option("second", key_share=0.4), requested_at=2.0)
     with pytest.raises(Conflict, match=r"0\.4 are free"):
-        edits.share_keys(experiments, {}, holdout=0.5)
+        edits.share_keys(experiments, {}, holdout_share=0.5)
     with pytest.raises(ConfigError, match="--holdout"):
-        edits.share_keys(experiments, {}, holdout=1.0)
-    experiments = edits.add_experiment(experiments, make_option("second", key_share=0.3), at=2.0)
+        edits.share_keys(experiments, {}, holdout_share=1.0)
+    experiments = edits.add_experiment(experiments, make_option("second", key_share=0.3), requested_at=2.0)
     assert bucket_count(experiments.holdout) == 1_000 and None not in {
         assignment and assignment[1] for assignment in assigned(experiments).values() if assignment is not None
     }
@@ -84,20 +84,20 @@ def test_keys_are_nobodys_twice_and_too_few_are_refused_with_how_many_are_free()
 def test_no_more_run_and_no_more_namespaces_are_held_than_replicas_can_hold() -> None:
     experiments = Experiments()
     for number in range(ARM_NAMESPACES_MAX):
-        experiments = edits.add_experiment(experiments, make_option(f"e{number}", 0.05, f"n{number}"), at=1.0)
+        experiments = edits.add_experiment(experiments, make_option(f"e{number}", 0.05, f"n{number}"), requested_at=1.0)
 
     with pytest.raises(Conflict, match=f"{RUNNING_EXPERIMENTS_MAX} experiments run already"):
-        edits.add_experiment(experiments, make_option("more", 0.05, "n0"), at=1.0)
-    experiments = edits.end_experiment(experiments, "e0", at=2.0)
+        edits.add_experiment(experiments, make_option("more", 0.05, "n0"), requested_at=1.0)
+    experiments = edits.end_experiment(experiments, "e0", stopped_at=2.0)
     arms = (*make_option().arms[:1], ArmOption("b", "x", 0.2), ArmOption("c", "y", 0.3))
     with pytest.raises(Conflict, match="9 namespaces beside their own, 8 are allowed"):
-        edits.add_experiment(experiments, ExperimentOption("default", "more", arms, 0.05), at=3.0)
+        edits.add_experiment(experiments, ExperimentOption("default", "more", arms, 0.05), requested_at=3.0)
 
 
 @given(st.data())
 def test_keys_move_only_by_the_share_that_changes(data: st.DataObject) -> None:
-    experiments = edits.add_experiment(Experiments(), make_option("one", 0.3), holdout=0.1, at=1.0)
-    experiments = edits.add_experiment(experiments, make_option("two", 0.3), at=1.0)
+    experiments = edits.add_experiment(Experiments(), make_option("one", 0.3), holdout_share=0.1, requested_at=1.0)
+    experiments = edits.add_experiment(experiments, make_option("two", 0.3), requested_at=1.0)
     initial_assignments = assigned(experiments)
     holdout = experiments.holdout
 
@@ -124,13 +124,13 @@ def test_keys_move_only_by_the_share_that_changes(data: st.DataObject) -> None:
             grown_arm = "control" if drawn_share > 0.5 else "other"
             assert {after[key] for key in moved_keys} <= {("one", grown_arm)}
         case "end":
-            experiments = edits.end_experiment(experiments, "one", at=9.0)
+            experiments = edits.end_experiment(experiments, "one", stopped_at=9.0)
             after = assigned(experiments)
             assert {key for key in KEYS if after[key] != initial_assignments[key]} == {
                 key for key in KEYS if _name(initial_assignments[key]) == "one"
             }
         case "add":
-            experiments = edits.add_experiment(experiments, make_option("three", 0.3), at=2.0)
+            experiments = edits.add_experiment(experiments, make_option("three", 0.3), requested_at=2.0)
             after = assigned(experiments)
             assert {_name(initial_assignments[key]) for key in KEYS if after[key] != initial_assignments[key]} == {None}
     assert experiments.holdout == holdout

@@ -136,7 +136,7 @@ def test_whatever_comes_in_whatever_order_the_log_is_exact(tmp_path: Path, seed:
     gather_exposures(store, gathered_at=LATER)
 
     assert rows(store) == expected
-    assert sum(arm_totals.requests for arm_totals in read_totals_by_arm(store, "e").values()) == requests
+    assert sum(arm_totals.request_count for arm_totals in read_totals_by_arm(store, "e").values()) == requests
 
 
 def test_who_was_erased_is_in_no_file_and_no_part(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_who_was_erased_is_in_no_file_and_no_part(tmp_path: Path) -> None:
 
     assert rows(store) == {("x", "b"): 6.0, ("x", "d"): 7.0}
     assert rows(store, HOUR + 1) == {("x", "c"): 6.0}
-    assert read_totals_by_arm(store, "e")["x"].requests == 12
+    assert read_totals_by_arm(store, "e")["x"].request_count == 12
     assert not any(b"gone" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 

@@ -15,9 +15,9 @@ def test_means_are_over_the_rows_of_a_group():
 
     group_estimates = bootstrap_means(users, values, groups, np.random.default_rng(0))
 
-    assert [[estimate.value for estimate in row] for row in group_estimates] == [[0.75, 0.5], [0.5, 0.5]]
-    assert (group_estimates[0][1].low, group_estimates[0][1].high) == (0.5, 0.5)
-    assert group_estimates[1][0].low == 0.0 and group_estimates[1][0].high == 1.0
+    assert [[estimate.mean_value for estimate in row] for row in group_estimates] == [[0.75, 0.5], [0.5, 0.5]]
+    assert (group_estimates[0][1].interval_low, group_estimates[0][1].interval_high) == (0.5, 0.5)
+    assert group_estimates[1][0].interval_low == 0.0 and group_estimates[1][0].interval_high == 1.0
 
 
 def test_an_interval_is_as_wide_as_the_normal_one_where_every_user_has_a_row():
@@ -27,8 +27,8 @@ def test_an_interval_is_as_wide_as_the_normal_one_where_every_user_has_a_row():
     estimate = bootstrap_means(np.arange(600), values, ALL, rng)[0][0]
 
     error = values.std() / np.sqrt(600)
-    assert estimate.high - estimate.low == pytest.approx(2 * 1.96 * error, rel=0.1)
-    assert estimate.low < values.mean() < estimate.high
+    assert estimate.interval_high - estimate.interval_low == pytest.approx(2 * 1.96 * error, rel=0.1)
+    assert estimate.interval_low < values.mean() < estimate.interval_high
 
 
 def test_rows_of_a_user_are_no_evidence_of_their_own():
@@ -39,7 +39,9 @@ def test_rows_of_a_user_are_no_evidence_of_their_own():
     alone = bootstrap_means(np.arange(600), values, ALL, np.random.default_rng(0))[0][0]
     grouped_estimate = bootstrap_means(users, values, ALL, np.random.default_rng(0))[0][0]
 
-    assert grouped_estimate.high - grouped_estimate.low > 4 * (alone.high - alone.low)
+    assert grouped_estimate.interval_high - grouped_estimate.interval_low > 4 * (
+        alone.interval_high - alone.interval_low
+    )
 
 
 def test_the_interval_of_a_difference_is_that_of_pairs():
@@ -50,8 +52,8 @@ def test_the_interval_of_a_difference_is_that_of_pairs():
 
     first, second, gain = bootstrap_means(np.arange(600), values, ALL, rng)[0]
 
-    assert gain.value == pytest.approx(second.value - first.value)
-    assert gain.high - gain.low < (first.high - first.low) / 2
+    assert gain.mean_value == pytest.approx(second.mean_value - first.mean_value)
+    assert gain.interval_high - gain.interval_low < (first.interval_high - first.interval_low) / 2
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -61,7 +63,7 @@ def test_nineteen_of_twenty_intervals_hold_the_mean(seed):
 
     column_estimates = bootstrap_means(np.arange(600), values, ALL, rng)[0]
 
-    coverage = np.mean([estimate.low <= 0.3 <= estimate.high for estimate in column_estimates])
+    coverage = np.mean([estimate.interval_low <= 0.3 <= estimate.interval_high for estimate in column_estimates])
     assert 0.9 <= coverage <= 0.99
 
 

@@ -31,7 +31,7 @@ def a_log(seed=0, users=25, rows=600):
     rng = np.random.default_rng(seed)
     times = CUT_US + rng.integers(-5 * 86_400, 3 * 86_400, rows) // 900 * 900_000_000
     log = TimedLog.of(rng.integers(0, users, rows), rng.integers(0, ITEMS, rows), times)
-    return log.only((log.users % 5 > 0) | (log.times > CUT_US))  # every fifth is new since the cut
+    return log.only((log.user_numbers % 5 > 0) | (log.times_us > CUT_US))  # every fifth is new since the cut
 
 
 @pytest.fixture(scope="module")
@@ -53,23 +53,23 @@ def test_ranks_are_those_of_lists_computed_one_by_one(bundle, monkeypatch, rows,
     for strategy in STRATEGIES:
         ranked_targets = rank_targets(model, log, targets, strategy, K)
         for row in range(len(targets)):
-            start, end = targets.starts[row], targets.ends[strategy][row]
-            exclusion_end = targets.ends[EVENTS][row] if strategy is NIGHT_LESS_SEEN else end
-            history = list(dict.fromkeys(log.items[start:end][::-1].tolist()))[::-1][-6:]
+            start, end = targets.first_rows[row], targets.end_rows_by_strategy[strategy][row]
+            exclusion_end = targets.end_rows_by_strategy[EVENTS][row] if strategy is NIGHT_LESS_SEEN else end
+            history = list(dict.fromkeys(log.item_indices[start:end][::-1].tolist()))[::-1][-6:]
             scores = popularity.astype(np.float64)
             if history:
                 scores = (tower.run({"history": Histories.of([history])}) @ vectors.T)[0]
             scores = scores.astype(np.float64)
-            scores[log.items[start:exclusion_end]] = -np.inf
+            scores[log.item_indices[start:exclusion_end]] = -np.inf
             top = np.argsort(-scores, kind="stable")[:K].tolist()
-            item = targets.items[row]
+            item = targets.item_indices[row]
             # Scores within rounding of each other may come in either order.
-            rank = ranked_targets.ranks[row]
+            rank = ranked_targets.target_ranks[row]
             if (item in top) != (rank >= 0):
                 assert abs(scores[item] - scores[top[-1]]) < 1e-5
             elif rank >= 0:
                 assert abs(scores[item] - scores[top[rank]]) < 1e-5
-    assert (targets.ends[NIGHT] == targets.starts).any()
+    assert (targets.end_rows_by_strategy[NIGHT] == targets.first_rows).any()
 
 
 def test_a_list_is_computed_once_for_all_targets_it_is_answered_for(bundle):
@@ -77,9 +77,11 @@ def test_a_list_is_computed_once_for_all_targets_it_is_answered_for(bundle):
     targets = Targets.of(log, CUT_US, STRATEGIES, 100, np.random.default_rng(0))
     model = ListModel.of(bundle, np.arange(ITEMS), history_limit=100)
 
-    list_count_by_strategy = {strategy: rank_targets(model, log, targets, strategy, K).lists for strategy in STRATEGIES}
+    list_count_by_strategy = {
+        strategy: rank_targets(model, log, targets, strategy, K).list_count for strategy in STRATEGIES
+    }
 
-    ends = set(zip(targets.starts, targets.ends[NIGHT], strict=True))
+    ends = set(zip(targets.first_rows, targets.end_rows_by_strategy[NIGHT], strict=True))
     assert list_count_by_strategy[NIGHT] == sum(end > start for start, end in ends) > 0
     assert (
         list_count_by_strategy[NIGHT]

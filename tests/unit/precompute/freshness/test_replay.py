@@ -36,15 +36,15 @@ def test_where_interest_jumps_events_find_what_nights_do_not(tmp_path, seed):
 
     # Then of five items the first surprises everybody, events find four and the hourly night the last one;
     # what is left of a list is filled with items of any group, of which a few are right.
-    everything = report.groups[0]
-    recall = {strategy: estimate.value for strategy, estimate in everything.recall.items()}
-    assert (everything.targets, everything.with_newer) == (500, 400)
+    everything = report.target_groups[0]
+    recall = {strategy: estimate.mean_value for strategy, estimate in everything.recall_by_strategy.items()}
+    assert (everything.target_count, everything.newer_event_count) == (500, 400)
     assert recall[NIGHT] == pytest.approx(recall[NIGHT_LESS_SEEN], abs=0.02) and recall[NIGHT] < 0.15
     assert 0.8 <= recall[EVENTS] < 0.85
     assert recall[HOURLY] - recall[NIGHT] == pytest.approx(0.2, abs=0.03)
-    gain = everything.gain[EVENTS]
-    assert 0.6 < gain.low < gain.value < gain.high < 0.85
-    assert everything.gain.keys() == {NIGHT_LESS_SEEN, HOURLY, EVENTS}
+    gain = everything.recall_gain_by_strategy[EVENTS]
+    assert 0.6 < gain.interval_low < gain.mean_value < gain.interval_high < 0.85
+    assert everything.recall_gain_by_strategy.keys() == {NIGHT_LESS_SEEN, HOURLY, EVENTS}
 
 
 def test_hours_since_the_night_and_users_it_knows_part_the_targets(tmp_path):
@@ -54,17 +54,17 @@ def test_hours_since_the_night_and_users_it_knows_part_the_targets(tmp_path):
 
     report = replay(config, DAY)
 
-    groups = {group.name: group for group in report.groups}
-    assert {name: group.targets for name, group in groups.items()} == {
+    groups = {group.group_name: group for group in report.target_groups}
+    assert {name: group.target_count for name, group in groups.items()} == {
         "all": 503, "with newer events": 402, "user known to the night": 500,
         "user new since the night": 3, "3 to 6 h since the night": 3, "6 to 12 h since the night": 400,
         "12 to 24 h since the night": 100,
     }  # fmt: skip
     late = groups["12 to 24 h since the night"]
-    assert late.recall[HOURLY].value == late.recall[EVENTS].value == 1.0
+    assert late.recall_by_strategy[HOURLY].mean_value == late.recall_by_strategy[EVENTS].mean_value == 1.0
     # The newcomer's second and third item are found by the first; an hour's night does not know him yet.
-    new = groups["user new since the night"].recall
-    assert new[EVENTS].value >= 2 / 3 and new[HOURLY].value == new[NIGHT].value
+    new = groups["user new since the night"].recall_by_strategy
+    assert new[EVENTS].mean_value >= 2 / 3 and new[HOURLY].mean_value == new[NIGHT].mean_value
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -84,10 +84,10 @@ def test_where_nothing_changes_no_way_is_better_within_the_interval(tmp_path, se
 
     report = replay(write(tmp_path, rows, groups=2), replace(DAY, k=40, seed=seed))
 
-    everything = report.groups[0]
-    assert everything.recall[NIGHT].value == pytest.approx(40 / 192, abs=0.06)
-    for gain in everything.gain.values():
-        assert gain.low <= 0 <= gain.high and gain.high - gain.low < 0.1
+    everything = report.target_groups[0]
+    assert everything.recall_by_strategy[NIGHT].mean_value == pytest.approx(40 / 192, abs=0.06)
+    for gain in everything.recall_gain_by_strategy.values():
+        assert gain.interval_low <= 0 <= gain.interval_high and gain.interval_high - gain.interval_low < 0.1
 
 
 def test_items_had_since_the_night_are_left_out_of_its_list(tmp_path):
@@ -107,13 +107,15 @@ def test_items_had_since_the_night_are_left_out_of_its_list(tmp_path):
     report = replay(write(tmp_path, rows, groups=6), replace(DAY, k=3))
 
     # Then a list of 3 is always right once what was had is left out, and the night's own ever less
-    recall = {strategy: estimate.value for strategy, estimate in report.groups[0].recall.items()}
+    recall = {
+        strategy: estimate.mean_value for strategy, estimate in report.target_groups[0].recall_by_strategy.items()
+    }
     steps = np.mean([3 / 12, 3 / 9, 3 / 6, 3 / 3])
     assert recall[NIGHT] == pytest.approx(3 / 12, abs=0.05)
     assert recall[NIGHT_LESS_SEEN] == pytest.approx(steps, abs=0.05)
     assert recall[EVENTS] == pytest.approx(steps, abs=0.05)
-    ndcg = report.groups[0].ndcg
-    assert all(ndcg[strategy].value < recall[strategy] for strategy in recall)
+    ndcg = report.target_groups[0].ndcg_by_strategy
+    assert all(ndcg[strategy].mean_value < recall[strategy] for strategy in recall)
 
 
 def test_the_same_log_and_seed_find_the_same_times_apart(tmp_path):
@@ -123,9 +125,9 @@ def test_the_same_log_and_seed_find_the_same_times_apart(tmp_path):
     first, second = replay(config, options), replay(config, options)
     reseeded_report = replay(config, replace(options, seed=6))
 
-    assert first.facts == second.facts and first.groups == second.groups
-    assert first.facts["users_evaluated"] == 40 and first.groups[0].targets == 200
-    assert first.groups != reseeded_report.groups
+    assert first.replay_facts == second.replay_facts and first.target_groups == second.target_groups
+    assert first.replay_facts["users_evaluated"] == 40 and first.target_groups[0].target_count == 200
+    assert first.target_groups != reseeded_report.target_groups
 
 
 def test_costs_are_lists_a_day_and_the_time_of_one(tmp_path):
@@ -135,14 +137,14 @@ def test_costs_are_lists_a_day_and_the_time_of_one(tmp_path):
 
     # From the cut to the last row are 12.5 hours, in which 100 users have 5 events in 2 hours.
     days = 12.5 / 24
-    night, hourly, events = report.costs
-    assert [cost.strategy for cost in report.costs] == [NIGHT, HOURLY, EVENTS]
-    changed_counts = [cost.changed_per_day * days for cost in report.costs]
+    night, hourly, events = report.strategy_costs
+    assert [cost.strategy for cost in report.strategy_costs] == [NIGHT, HOURLY, EVENTS]
+    changed_counts = [cost.changed_lists_per_day * days for cost in report.strategy_costs]
     assert changed_counts == pytest.approx([100, 200, 500])
-    assert night.all_per_day == pytest.approx(300 / days)
-    assert hourly.all_per_day == pytest.approx(13 * 300 / days)
-    assert events.all_per_day is None
-    assert all(cost.list_ms > 0 and cost.seconds_per_day > 0 for cost in report.costs)
+    assert night.all_lists_per_day == pytest.approx(300 / days)
+    assert hourly.all_lists_per_day == pytest.approx(13 * 300 / days)
+    assert events.all_lists_per_day is None
+    assert all(cost.ms_per_list > 0 and cost.seconds_per_day > 0 for cost in report.strategy_costs)
 
 
 def test_items_that_came_after_the_cut_are_counted_and_not_sought(tmp_path):
@@ -151,8 +153,8 @@ def test_items_that_came_after_the_cut_are_counted_and_not_sought(tmp_path):
 
     report = replay(write(tmp_path, rows), DAY)
 
-    assert (report.facts["replayed"], report.facts["of_items_unknown_at_the_cut"]) == (507, 7)
-    assert report.groups[0].targets == 500 and report.facts["items"] == 207
+    assert (report.replay_facts["replayed"], report.replay_facts["of_items_unknown_at_the_cut"]) == (507, 7)
+    assert report.target_groups[0].target_count == 500 and report.replay_facts["items"] == 207
 
 
 def test_a_log_that_cannot_be_replayed_is_refused_with_what_to_do(tmp_path):

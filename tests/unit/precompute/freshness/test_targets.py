@@ -65,16 +65,21 @@ def test_targets_are_items_of_a_first_time_and_histories_end_before_they_are_com
 
     computed_targets = [
         (
-            int(targets.items[row]),
+            int(targets.item_indices[row]),
             int(targets.since_night_us[row]),
-            {strategy: int(ends[row] - targets.starts[row]) for strategy, ends in targets.ends.items()},
+            {
+                strategy: int(ends[row] - targets.first_rows[row])
+                for strategy, ends in targets.end_rows_by_strategy.items()
+            },
         )
         for row in range(len(targets))
     ]
     key = repr
     assert sorted(computed_targets, key=key) == sorted(expected, key=key)
-    assert set(targets.users.tolist()) == set(range(int(targets.users.max()) + 1))
-    assert (targets.has_newer == (targets.ends[EVENTS] > targets.ends[NIGHT])).all()
+    assert set(targets.user_numbers.tolist()) == set(range(int(targets.user_numbers.max()) + 1))
+    assert (
+        targets.has_newer_events == (targets.end_rows_by_strategy[EVENTS] > targets.end_rows_by_strategy[NIGHT])
+    ).all()
 
 
 @settings(deadline=None, max_examples=200)
@@ -102,8 +107,8 @@ def test_of_many_users_some_are_drawn_with_all_that_they_did():
     sampled_targets = Targets.of(log, CUT_US, STRATEGIES, 10, np.random.default_rng(0))
     resampled_targets = Targets.of(log, CUT_US, STRATEGIES, 10, np.random.default_rng(1))
 
-    assert len(sampled_targets) == 40 and np.bincount(sampled_targets.users).tolist() == [4] * 10
-    assert set(sampled_targets.starts.tolist()) != set(resampled_targets.starts.tolist())
+    assert len(sampled_targets) == 40 and np.bincount(sampled_targets.user_numbers).tolist() == [4] * 10
+    assert set(sampled_targets.first_rows.tolist()) != set(resampled_targets.first_rows.tolist())
 
 
 @pytest.mark.parametrize(("days", "cut"), [(1, 3), (2, 2), (3, 1)])

@@ -144,7 +144,7 @@ def scanned(folder: Path, edit: Any = None, *, sums: bool = True, cut: bool = Fa
 
 def test_whole_records_have_no_fault(tmp_path: Path) -> None:
     scan = scanned(tmp_path)
-    assert not scan.faults and scan.record_count == 40 and scan.lists_by_length[K] == 40
+    assert not scan.fault_counts and scan.record_count == 40 and scan.lists_by_length[K] == 40
     assert scan.slots_by_item.sum() == 40 * K
 
 
@@ -166,7 +166,7 @@ def test_whole_records_have_no_fault(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_every_fault_of_a_record_is_counted(tmp_path: Path, edit: Any, kind: str, count: int) -> None:
     scan = scanned(tmp_path, edit)
-    assert scan.faults[kind] == count and "p.pages" in scan.first_location_by_fault[kind]
+    assert scan.fault_counts[kind] == count and "p.pages" in scan.first_location_by_fault[kind]
 
 
 def test_a_fault_is_counted_with_where_it_was_seen_first(tmp_path: Path) -> None:
@@ -177,13 +177,13 @@ def test_a_fault_is_counted_with_where_it_was_seen_first(tmp_path: Path) -> None
     scan.note_faults("pages", 3, "p.pages")
     scan.note_faults("sums", 0, "p.pages")
 
-    assert dict(scan.faults) == {"order": 3, "pages": 3}
+    assert dict(scan.fault_counts) == {"order": 3, "pages": 3}
     assert scan.first_location_by_fault == {"order": "p.pages, record 1 of the chunk", "pages": "p.pages"}
 
 
 def test_a_cut_off_file_and_exchanged_checksums_are_faults(tmp_path: Path) -> None:
-    assert scanned(tmp_path, cut=True).faults["pages"] == 1
-    assert scanned(tmp_path, sums=False).faults["sums"] == 4  # the one in the middle is its own
+    assert scanned(tmp_path, cut=True).fault_counts["pages"] == 1
+    assert scanned(tmp_path, sums=False).fault_counts["sums"] == 4  # the one in the middle is its own
 
 
 def test_numbers_are_read_as_a_reader_reads_them(tmp_path: Path) -> None:

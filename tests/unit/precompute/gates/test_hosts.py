@@ -24,7 +24,7 @@ def candidate(*replicas: Replica, keep: int = 1, arms: tuple[ArmRoom, ...] = ())
             control=SimpleNamespace(replicas=lambda: list(replicas)),
             thresholds=GateThresholds(),
             superseded_count=keep,
-            arms=arms,
+            arm_rooms=arms,
         ),
     )
 
@@ -66,7 +66,7 @@ def test_arms_of_experiments_take_memory_of_the_same_hosts() -> None:
 @pytest.mark.parametrize("gate", [disk_headroom, memory_headroom])
 def test_without_a_replica_that_says_what_it_has_nothing_is_refused(gate: Any) -> None:
     for measurement in (gate(candidate()), gate(candidate(replica("of an earlier version")))):
-        assert measurement.passed and measurement.value is None and "no live replica" in measurement.note
+        assert measurement.passed and measurement.measured_value is None and "no live replica" in measurement.note
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_without_a_replica_that_says_what_it_has_nothing_is_refused(gate: Any) -
 def test_redis_may_be_filled_up_to_the_threshold(used_bytes: int, passed: bool, used_share: float) -> None:
     room = redis_room("primary", used_bytes, 1_000, "maxmemory", 0.8)
 
-    assert (room.passed, room.value, room.threshold) == (passed, used_share, 0.8)
+    assert (room.passed, room.measured_value, room.threshold) == (passed, used_share, 0.8)
     assert room.note == f"{used_bytes} bytes of 1,000, maxmemory"
 
 
@@ -88,5 +88,5 @@ def test_a_server_of_several_is_named() -> None:
 def test_a_server_that_does_not_say_its_limit_is_refused() -> None:
     room = redis_room("primary", 0, 0, "its host's memory", 0.8)
 
-    assert not room.passed and room.value is None and room.threshold == 0.8
+    assert not room.passed and room.measured_value is None and room.threshold == 0.8
     assert "neither maxmemory nor its host's memory" in room.note

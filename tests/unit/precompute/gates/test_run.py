@@ -123,7 +123,7 @@ def test_the_time_for_all_gates_is_bounded(candidate: Candidate) -> None:
     seconds = iter([0.0, 0.0, 11.0, 11.0])
     bounded = replace(candidate, thresholds=GateThresholds(total_timeout_s=10.0))
 
-    verdicts = run_gates(bounded, [passes, passes], timer=lambda: next(seconds))
+    verdicts = run_gates(bounded, [passes, passes], monotonic_clock=lambda: next(seconds))
 
     assert next(verdicts).passed
     with pytest.raises(NotJudged, match=r"passes could not be judged.*time for all gates"):
@@ -149,7 +149,7 @@ def test_gates_have_the_time_that_the_bytes_take(candidate: Candidate) -> None:
     seconds = iter([0.0, 0.0, 9_000.0, 9_000.0])
     limits = TimeLimits.of(candidate.thresholds, GovernorConfig(), 60 * GIB)
 
-    verdicts = list(run_gates(candidate, [passes, passes], limits=limits, timer=lambda: next(seconds)))
+    verdicts = list(run_gates(candidate, [passes, passes], limits=limits, monotonic_clock=lambda: next(seconds)))
 
     assert all(verdict.passed for verdict in verdicts)
 

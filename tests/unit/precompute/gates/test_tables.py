@@ -38,7 +38,7 @@ def judged(candidate_kinds: dict[str, str], live_kinds: dict[str, str] | None, u
     live = None if live_kinds is None else manifest(live_kinds)
     candidate = Candidate(
         manifest(candidate_kinds), placeholder, placeholder, placeholder, live, placeholder, 10,
-        prepared_evidence=cast(Any, object()), unreadable_live=unreadable,
+        prepared_evidence=cast(Any, object()), unreadable_live_generation=unreadable,
     )  # fmt: skip
     return tables_of_live(candidate)
 
@@ -59,7 +59,11 @@ def test_tables_of_the_live_generation_are_missed(
     candidate_kinds: dict[str, str], wrong: int, expected_note: str
 ) -> None:
     measurement = judged(candidate_kinds, LIVE)
-    assert (measurement.passed, measurement.value, measurement.baseline) == (not wrong, wrong, "live")
+    assert (measurement.passed, measurement.measured_value, measurement.baseline_generation) == (
+        not wrong,
+        wrong,
+        "live",
+    )
     assert expected_note in measurement.note
 
 
@@ -80,7 +84,7 @@ def test_a_catalogue_that_shrinks_or_grows_by_much_is_judged(items: int, passed:
 
     measurement = items_of_live(candidate)
 
-    assert (measurement.passed, measurement.value, measurement.threshold) == (passed, items / 100, threshold)
+    assert (measurement.passed, measurement.measured_value, measurement.threshold) == (passed, items / 100, threshold)
     assert "100 before" in measurement.note and "items_of_live" in OVERRIDABLE_RULES
 
 
@@ -91,7 +95,11 @@ def test_the_first_lists_and_the_first_generation_are_compared_with_nothing() ->
 
 def test_a_live_generation_without_a_readable_manifest_is_no_first_one() -> None:
     measurement = judged(LIVE, None, unreadable="live")
-    assert not measurement.passed and measurement.note == UNREADABLE_LIVE_NOTE and measurement.baseline == "live"
+    assert (
+        not measurement.passed
+        and measurement.note == UNREADABLE_LIVE_NOTE
+        and measurement.baseline_generation == "live"
+    )
 
 
 def test_a_person_may_judge_otherwise() -> None:
@@ -114,7 +122,7 @@ def sized(**changes: Any) -> Any:
     values = {"taste": SimpleNamespace(spec=SimpleNamespace(output_dims=3), labels=("a", "b", "c"))}
     return SimpleNamespace(
         manifest=SimpleNamespace(items=items, tables=tables),
-        evidence=SimpleNamespace(bundle=SimpleNamespace(dims=4, values=values)),
+        evidence=SimpleNamespace(bundle=SimpleNamespace(dims=4, value_models=values)),
     )
 
 
@@ -136,7 +144,7 @@ def test_what_has_another_number_of_dimensions_is_named_with_both(
     judged = dimension(sized(**changes))
 
     assert not judged.passed
-    assert (judged.value, judged.threshold, judged.note) == (value, threshold, note)
+    assert (judged.measured_value, judged.threshold, judged.note) == (value, threshold, note)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +180,7 @@ def test_defaults_are_distinct_items_of_the_table_best_first(
 
     # Then the gate names the table and what is wrong
     assert (judged.passed, judged.note) == (not problem, "lists" if problem else "")
-    assert judged.value == (problem or 1)
+    assert judged.measured_value == (problem or 1)
 
 
 def test_a_table_without_defaults_is_named(tmp_path: Path) -> None:
@@ -182,7 +190,7 @@ def test_a_table_without_defaults_is_named(tmp_path: Path) -> None:
 
     judged = defaults(candidate)
 
-    assert (judged.passed, judged.value, judged.note) == (False, "none", "lists")
+    assert (judged.passed, judged.measured_value, judged.note) == (False, "none", "lists")
 
 
 @pytest.mark.parametrize(("users", "passed"), [(4, True), (3, False)])
@@ -205,7 +213,7 @@ def test_erased_users_do_not_count_as_missing(users: int, passed: bool) -> None:
     judged = coverage_of_live(candidate)
 
     # Then the four who were left are all that there have to be
-    assert (judged.passed, judged.value) == (passed, users / 4)
+    assert (judged.passed, judged.measured_value) == (passed, users / 4)
     assert judged.note == f"{users} users, 4 before"
 
 
@@ -226,7 +234,7 @@ def test_a_list_of_an_item_is_short_if_it_lacks_another_item_that_fits(
 
     judged = short_lists(candidate)
 
-    assert (judged.passed, judged.value) == (not shorter, short_share)
+    assert (judged.passed, judged.measured_value) == (not shorter, short_share)
 
 
 def test_a_manifest_without_a_model_of_its_bundle_is_refused_by_the_models_name() -> None:
@@ -238,4 +246,4 @@ def test_a_manifest_without_a_model_of_its_bundle_is_refused_by_the_models_name(
 
     judged = bundle(candidate)
 
-    assert (judged.passed, judged.value, judged.threshold) == (False, "missing", "taste")
+    assert (judged.passed, judged.measured_value, judged.threshold) == (False, "missing", "taste")

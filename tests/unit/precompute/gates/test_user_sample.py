@@ -49,11 +49,13 @@ def test_sampled_histories_are_those_that_the_night_scored(tmp_path: Path) -> No
     for limit in (5, 1000):
         night = read_shard(tmp_path, 0, history_limit=limit)
         sample = sample_users(tmp_path, entities, directory, history_limit=limit)
-        row_of = {name: row for row, name in enumerate(night.ids.to_pylist())}
-        for row, name in enumerate(sample.users.ids.to_pylist()):
+        row_of = {name: row for row, name in enumerate(night.entity_ids.to_pylist())}
+        for row, name in enumerate(sample.users.entity_ids.to_pylist()):
             theirs = row_of[name]
-            sampled_history = sample.users.ordinals[sample.users.indptr[row] : sample.users.indptr[row + 1]]
-            night_history = night.ordinals[night.indptr[theirs] : night.indptr[theirs + 1]]
+            sampled_history = sample.users.history_ordinals[
+                sample.users.history_indptr[row] : sample.users.history_indptr[row + 1]
+            ]
+            night_history = night.history_ordinals[night.history_indptr[theirs] : night.history_indptr[theirs + 1]]
             assert sampled_history.tolist() == night_history.tolist()
         assert sample.recorded_user_count == sample.source_user_count == len(named)
         assert set(sample.rows_by_stratum) == set(STRATA)
@@ -66,7 +68,7 @@ def test_a_shard_without_a_user_who_has_a_record_gives_no_sample_and_no_error(tm
 
     sample = sample_users(tmp_path, entities, empty_directory, history_limit=5)
 
-    assert (sample.source_user_count, sample.recorded_user_count, len(sample.positions)) == (1, 0, 0)
+    assert (sample.source_user_count, sample.recorded_user_count, len(sample.directory_positions)) == (1, 0, 0)
     assert all(not len(rows) for rows in sample.rows_by_stratum.values())
 
 
@@ -92,7 +94,7 @@ def test_users_without_a_record_are_counted_by_the_first_feature_that_they_lack(
 def test_a_repeated_choice_is_no_new_one(tmp_path: Path) -> None:
     directory, entities = write(tmp_path, [("a", 1, 10), ("a", 2, 20), ("a", 1, 30), ("b", 1, 5)])
     sample = sample_users(tmp_path, entities, directory, history_limit=10)
-    last = dict(zip(sample.users.ids.to_pylist(), sample.last_new_choice_times.tolist(), strict=True))
+    last = dict(zip(sample.users.entity_ids.to_pylist(), sample.last_new_choice_times.tolist(), strict=True))
     assert last == {"a": 20, "b": 5}
     assert read_seen_pairs(tmp_path, 0, ["a"]) == {("a", 1), ("a", 2)}
 
@@ -102,8 +104,8 @@ def test_a_large_shard_is_sampled_from_its_first_slice(tmp_path: Path, monkeypat
     monkeypatch.setattr("precompute.partitions.shard_input.SLICE_ROWS_MAX", 300)
     sample = sample_users(tmp_path, entities, directory, history_limit=10)
     night = read_shard(tmp_path, 0, history_limit=10)
-    assert 0 < sample.source_user_count < len(night.ids)
-    assert set(sample.users.ids.to_pylist()) <= set(night.ids[: sample.source_user_count].to_pylist())
+    assert 0 < sample.source_user_count < len(night.entity_ids)
+    assert set(sample.users.entity_ids.to_pylist()) <= set(night.entity_ids[: sample.source_user_count].to_pylist())
     assert not list(tmp_path.glob(".slices*"))
 
 

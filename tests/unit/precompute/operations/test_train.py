@@ -65,7 +65,7 @@ def test_a_training_asks_for_the_texts_of_no_column(tmp_path, monkeypatch):
     def texts(_ids: Ids) -> None:
         pytest.fail("the texts of all rows")
 
-    monkeypatch.setattr(Ids, "texts", texts)
+    monkeypatch.setattr(Ids, "row_texts", texts)
 
     assert train_reference(config)["items"] == 30
 
@@ -119,7 +119,7 @@ def test_no_python_object_is_made_per_item(tmp_path, handed):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
-    assert len(data.item_ids) == len(data.categories) == ITEMS
+    assert len(data.item_ids) == len(data.category_by_item) == ITEMS
     assert peak < 160 * ITEMS
 
 
@@ -129,7 +129,7 @@ def test_categories_are_the_first_that_an_item_is_given_as_in_the_night_else_unk
     data = handed(prepared(tmp_path, ["a", "b", "c", "d", "e"], features))
 
     assert data.item_ids.to_pylist() == ["a", "b", "c", "d", "e"]
-    assert data.categories.to_pylist() == ["blue", "unknown", "red", "unknown", "unknown"]
+    assert data.category_by_item.to_pylist() == ["blue", "unknown", "red", "unknown", "unknown"]
 
 
 def test_a_bundle_of_arrow_texts_is_the_bundle_of_python_texts(tmp_path):
@@ -143,6 +143,6 @@ def test_a_bundle_of_arrow_texts_is_the_bundle_of_python_texts(tmp_path):
         for number, texts in enumerate(ids_and_categories)
     )
 
-    assert python_bundle.values["user_affinity"].labels == arrow.values["user_affinity"].labels
+    assert python_bundle.value_models["user_affinity"].labels == arrow.value_models["user_affinity"].labels
     assert python_bundle.vocabulary_digest == arrow.vocabulary_digest
     assert [model.sha256 for model in python_bundle.models] == [model.sha256 for model in arrow.models]

@@ -101,7 +101,7 @@ def pinned(folder: Path, prices: list[float | None], values: EntityValues) -> tu
     )
     model = SimpleNamespace(name="item_tower", entity="item", spec=TowerSpec(inputs, "vector", 2))
     bundle: Any = SimpleNamespace(
-        vocabulary=Vocabulary.of(to_string_chunks(pa.chunked_array([IDS]))), models=(model,), values={}
+        vocabulary=Vocabulary.of(to_string_chunks(pa.chunked_array([IDS]))), models=(model,), value_models={}
     )
     items = open_items(folder, write_catalogue(config, bundle, folder, event_values=values))
     write_item_features(config, bundle, items, folder, event_values=values)
@@ -131,14 +131,17 @@ def test_users_are_those_of_the_changed_table(tmp_path: Path, shards: int) -> No
         sources = Sources(interactions=("clicks.parquet",), user_features="users.parquet")
         config = NightConfig(base=str(folder), shards=shards, sources=sources)
         items = item_table([item_id.encode() for item_id in IDS])
-        night = NightInput(config, items, values=NO_EVENT_VALUES._replace(users=values))
+        night = NightInput(config, items, values=NO_EVENT_VALUES._replace(user_values=values))
         PartitionJob(night, folder / "work", feature_columns=["age"]).run()
         inputs_by_user: dict[str, Any] = {}
         for shard in range(shards):
             part = read_shard(folder / "work", shard, history_limit=9)
             ages_ = part.features["age"].to_pylist()
-            spans = [part.ordinals[a:b].tolist() for a, b in zip(part.indptr, part.indptr[1:], strict=False)]
-            names = part.ids.to_pylist()
+            spans = [
+                part.history_ordinals[a:b].tolist()
+                for a, b in zip(part.history_indptr, part.history_indptr[1:], strict=False)
+            ]
+            names = part.entity_ids.to_pylist()
             inputs_by_user |= {name: user_input for name, *user_input in zip(names, ages_, spans, strict=True)}
         return inputs_by_user
 

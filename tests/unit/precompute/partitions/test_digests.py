@@ -141,12 +141,12 @@ def entities(users: list[Parts]) -> ShardInput:
     }
     vectors = np.array([user["vector"] for user in users], np.float32).reshape(-1, 2)
     return ShardInput(
-        ids=pa.array([str(row) for row in range(len(users))], pa.string()),
-        hashes=np.arange(len(users), dtype=np.uint64),
-        indptr=np.cumsum([0, *(len(user["history"]) for user in users)]),
-        ordinals=np.array([item for user in users for item in user["history"]], np.int64),
+        entity_ids=pa.array([str(row) for row in range(len(users))], pa.string()),
+        entity_hashes=np.arange(len(users), dtype=np.uint64),
+        history_indptr=np.cumsum([0, *(len(user["history"]) for user in users)]),
+        history_ordinals=np.array([item for user in users for item in user["history"]], np.int64),
         features=features,
-        vectors=vectors,
+        entity_vectors=vectors,
     )
 
 
@@ -216,7 +216,7 @@ def test_numbers_of_items_and_the_company_do_not_matter(users: list[Parts], seed
     all_entities = entities(users)
     expected = digest_users(all_entities, HASHES)[order].tolist()
 
-    moved = replace(all_entities, ordinals=turned[all_entities.ordinals]).select_rows(order)
+    moved = replace(all_entities, history_ordinals=turned[all_entities.history_ordinals]).select_rows(order)
 
     hashes = np.empty_like(HASHES)
     hashes[turned] = HASHES

@@ -46,7 +46,7 @@ def bundle_of(names: list[str]) -> Any:
     """A vocabulary, and one value model that wants a text and a number of each item."""
     model = SimpleNamespace(name="values", entity="item", spec=SPEC)
     vocabulary = Vocabulary.of(to_string_chunks(pa.chunked_array([pa.array(names)])))
-    return SimpleNamespace(vocabulary=vocabulary, models=(model,), values={"values": model})
+    return SimpleNamespace(vocabulary=vocabulary, models=(model,), value_models={"values": model})
 
 
 def write_features(folder: Path, columns: dict[str, Any]) -> NightConfig:
@@ -68,7 +68,7 @@ def test_no_step_makes_a_python_object_per_item_text(tmp_path):
     pinned = tracemalloc.get_traced_memory()[1]
     tracemalloc.reset_peak()
     features = ItemFeatures.open(tmp_path / ITEM_FEATURES_FILE, SPEC, items.count)
-    usable = features.usable()
+    usable = features.usable_mask()
     lengths = sum(int(vectors[:, 0].sum()) for vectors in embed_catalogue(tower, items, features))
     read = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -93,7 +93,7 @@ def test_values_and_notes_are_the_same_however_many_are_read_at_once(tmp_path, m
 
     ids = [items.id_of(ordinal) for ordinal in range(items.count)]
     assert {name for name, fits in zip(ids, usable, strict=True) if not fits} == {"i0", "i5", "i6", "i7"}
-    assert features.usable().tolist() == usable.tolist()
+    assert features.usable_mask().tolist() == usable.tolist()
     for ordinal in np.flatnonzero(usable).tolist():
         assert inputs["title"][ordinal] == ids[ordinal].upper()
         assert inputs["price"][ordinal] == int(ids[ordinal][1:])

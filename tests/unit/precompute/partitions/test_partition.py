@@ -80,9 +80,9 @@ def histories(config, tmp_path, **options):
     history_by_user = {}
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=1000)
-        assert (part.hashes[1:] > part.hashes[:-1]).all()
-        for row, name in enumerate(part.ids.to_pylist()):
-            ordinals = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
+        assert (part.entity_hashes[1:] > part.entity_hashes[:-1]).all()
+        for row, name in enumerate(part.entity_ids.to_pylist()):
+            ordinals = part.history_ordinals[part.history_indptr[row] : part.history_indptr[row + 1]]
             history_by_user[name] = items.ids_of(ordinals.astype(np.uint32))
     return partition_result, history_by_user
 
@@ -106,9 +106,10 @@ def test_every_user_lands_in_one_shard_with_known_items_once_and_in_order(config
     for user, history in history_by_user.items():
         times = [times_by_user[user][item] for item in history]
         assert set(history) == set(times_by_user[user]) and times == sorted(times)
-    assert partition_result.users == len(USERS) and partition_result.interaction_counts.interactions == 300
+    assert partition_result.user_count == len(USERS) and partition_result.interaction_counts.interaction_count == 300
     assert (
-        partition_result.interaction_counts.unknown_items + int(partition_result.interaction_counts.popularity.sum())
+        partition_result.interaction_counts.unknown_item_interactions
+        + int(partition_result.interaction_counts.interactions_by_item.sum())
         == 300
     )
 
@@ -118,14 +119,14 @@ def test_two_ids_with_one_hash_lead_to_the_next_seed(config, tmp_path):
         return hash_ids(raws, seed) if seed else np.zeros(len(raws), np.uint64)
 
     partition_result, history_by_user = histories(config, tmp_path, hasher=weak)
-    assert partition_result.seed == 1 and set(history_by_user) == set(USERS)
+    assert partition_result.hash_seed == 1 and set(history_by_user) == set(USERS)
     assert order_if_distinct(weak([b"a", b"b"], 0)) is None
 
 
 def test_the_cut_keeps_what_is_strictly_older(config, tmp_path):
     batches = list(read_interactions(config.sources, tmp_path, cutoff_at=parse_time("1970-01-01T00:25:00Z")))
     table = pq.read_table(tmp_path / "a.parquet")
-    assert sum(len(batch.times) for batch in batches) == sum(t < 1500 for t in table["timestamp"].to_pylist())
+    assert sum(len(batch.times_us) for batch in batches) == sum(t < 1500 for t in table["timestamp"].to_pylist())
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 7, 64])
@@ -140,7 +141,10 @@ def test_ranges_tile_the_whole_hash(shards):
 def test_csv_ids_keep_their_zeros_and_weights_of_zero_are_no_interactions(tmp_path):
     (tmp_path / "a.csv").write_text("user,item,weight\n007,1,1\n007,2,0\n7,01,2.5\n")
     batch = next(iter(read_interactions(Sources(interactions=("a.csv",)), tmp_path)))
-    assert (batch.users.texts().to_pylist(), batch.items.texts().to_pylist()) == (["007", "7"], ["1", "01"])
+    assert (batch.user_ids.row_texts().to_pylist(), batch.item_ids.row_texts().to_pylist()) == (
+        ["007", "7"],
+        ["1", "01"],
+    )
 
 
 def test_the_line_format_is_read_packed_or_not(tmp_path):
@@ -148,14 +152,14 @@ def test_the_line_format_is_read_packed_or_not(tmp_path):
         with opener(tmp_path / name, "wt") as file:
             file.write("0 5 6\n\n1 007\n2\n")
         batch = next(iter(read_interactions(Sources(interactions=(name,)), tmp_path)))
-        assert batch.users.texts().to_pylist() == ["0", "0", "1"]
-        assert batch.items.texts().to_pylist() == ["5", "6", "007"]
+        assert batch.user_ids.row_texts().to_pylist() == ["0", "0", "1"]
+        assert batch.item_ids.row_texts().to_pylist() == ["5", "6", "007"]
 
 
 def test_integer_ids_become_decimal(tmp_path):
     pq.write_table(pa.table({"user": [1], "item": [2**40]}), tmp_path / "a.parquet")
     batch = next(iter(read_interactions(Sources(interactions=("a.parquet",)), tmp_path)))
-    assert (batch.users.texts().to_pylist(), batch.items.texts().to_pylist()) == (["1"], [str(2**40)])
+    assert (batch.user_ids.row_texts().to_pylist(), batch.item_ids.row_texts().to_pylist()) == (["1"], [str(2**40)])
 
 
 @pytest.mark.parametrize(
@@ -187,8 +191,8 @@ def test_models_get_the_newest_items_of_a_long_history_and_nothing_of_it_comes_b
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=4)
         _, model_histories, _ = select_usable_inputs(items, part, {"user_tower": TowerSpec((spec,), "v", 4)})
-        for row, name in enumerate(part.ids.to_pylist()):
-            ordinals = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
+        for row, name in enumerate(part.entity_ids.to_pylist()):
+            ordinals = part.history_ordinals[part.history_indptr[row] : part.history_indptr[row + 1]]
             assert items.ids_of(ordinals.astype(np.uint32)) == history_by_user[name]
             model_indices = model_histories.indices[model_histories.indptr[row] : model_histories.indptr[row + 1]]
             assert model_indices.tolist() == items.model_indices_of(Ordinals(ordinals[-4:])).tolist()
@@ -203,16 +207,18 @@ def test_slices_hold_the_shard_in_hash_order(config, tmp_path, rows):
     for shard in range(config.shards):
         whole_shard = read_shard(folder, shard, history_limit=9)
         slices = slice_shard(folder, shard, config.shards, scratch, slice_rows_max=rows)
-        assert len(slices.numbers) > 1 or not len(whole_shard.ids)
-        parts = [read_shard(slices.folder, number, history_limit=9) for number in slices.numbers]
-        distinct_counts = [(len(set(part.ids.to_pylist())), len(set(part.hashes.tolist()))) for part in parts]
+        assert len(slices.slice_numbers) > 1 or not len(whole_shard.entity_ids)
+        parts = [read_shard(slices.folder, number, history_limit=9) for number in slices.slice_numbers]
+        distinct_counts = [
+            (len(set(part.entity_ids.to_pylist())), len(set(part.entity_hashes.tolist()))) for part in parts
+        ]
         assert list(count_distinct_ids(slices)) == distinct_counts
-        assert pa.concat_arrays([part.ids for part in parts]) == whole_shard.ids
-        for name in ("hashes", "ordinals"):
+        assert pa.concat_arrays([part.entity_ids for part in parts]) == whole_shard.entity_ids
+        for name in ("entity_hashes", "history_ordinals"):
             joined = np.concatenate([getattr(part, name) for part in parts])
             assert np.array_equal(joined, getattr(whole_shard, name))
-        counts = np.concatenate([np.diff(part.indptr) for part in parts])
-        assert np.array_equal(counts, np.diff(whole_shard.indptr))
+        counts = np.concatenate([np.diff(part.history_indptr) for part in parts])
+        assert np.array_equal(counts, np.diff(whole_shard.history_indptr))
         ages = [age for part in parts for age in part.features["age"].to_pylist()]
         assert ages == whole_shard.features["age"].to_pylist()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -235,8 +241,8 @@ def test_many_slices_are_cut_in_two_passes_with_few_files_open(config, tmp_path,
 
     slices = slice_shard(folder, 0, 1, scratch, slice_rows_max=5)
 
-    parts = [read_shard(slices.folder, number, history_limit=9) for number in slices.numbers]
-    assert pa.concat_arrays([part.ids for part in parts]) == whole_shard.ids
+    parts = [read_shard(slices.folder, number, history_limit=9) for number in slices.slice_numbers]
+    assert pa.concat_arrays([part.entity_ids for part in parts]) == whole_shard.entity_ids
     assert len(parts) > 9 >= max(opened)
     assert not list((scratch / "rough").iterdir())
 
@@ -255,8 +261,8 @@ def test_wide_features_make_slices_smaller(config, tmp_path, monkeypatch):
         folder, 0, 1, tmp_path / "naming", slice_rows_max=3, file_kinds=user_naming_kinds(BASE_FILE_KINDS)
     )
 
-    assert len(slices.numbers) >= 2
-    assert read_stream(tmp_path / f"naming/{namings.numbers[0]:04d}.features").column_names == [
+    assert len(slices.slice_numbers) >= 2
+    assert read_stream(tmp_path / f"naming/{namings.slice_numbers[0]:04d}.features").column_names == [
         "user", HASH_COLUMN,
     ]  # fmt: skip
 
@@ -267,10 +273,10 @@ def test_only_the_first_slices_are_written_where_no_more_are_wanted(config, tmp_
     every = slice_shard(folder, 0, 1, tmp_path / "all", slice_rows_max=3)
     first = slice_shard(folder, 0, 1, tmp_path / "first", slice_rows_max=3, first_slices_max=2)
 
-    assert list(first.numbers) == list(every.numbers)[:2]
-    for number in first.numbers:
+    assert list(first.slice_numbers) == list(every.slice_numbers)[:2]
+    for number in first.slice_numbers:
         limited_slice, theirs = (read_shard(slices.folder, number, history_limit=9) for slices in (first, every))
-        assert limited_slice.ids == theirs.ids
+        assert limited_slice.entity_ids == theirs.entity_ids
     assert len(list(first.folder.iterdir())) == 2 * 3
 
 
@@ -293,10 +299,10 @@ def test_samples_come_from_slices_and_never_from_a_whole_shard(config, tmp_path,
     with pytest.raises(SourceError, match="no entity of the sources has the inputs"):
         input_samples.sample_inputs(fake_build, items, model)
 
-    assert pa.concat_arrays([part.ids for part in sampled_parts]) == pa.concat_arrays(
-        [part.ids for part in whole_shards]
+    assert pa.concat_arrays([part.entity_ids for part in sampled_parts]) == pa.concat_arrays(
+        [part.entity_ids for part in whole_shards]
     )
-    assert len(sampled_parts) > sum(1 for part in whole_shards if len(part.ids))
+    assert len(sampled_parts) > sum(1 for part in whole_shards if len(part.entity_ids))
     assert not list(folder.glob(".slices*"))
 
 
@@ -332,7 +338,7 @@ def test_a_collision_within_a_slice_is_seen(config, tmp_path, monkeypatch):
 
     night = NightInput(config, item_table(ITEMS))
     partition_result = PartitionJob(night, tmp_path / "work", hasher=colliding).run()
-    assert partition_result.seed == 1
+    assert partition_result.hash_seed == 1
     assert set(seeds) == {0, 1}
     assert not list((tmp_path / "work").glob(".slices*"))
 
@@ -344,7 +350,7 @@ def test_features_are_aligned_with_their_entities(config, tmp_path):
     ages: dict[str, int | None] = {}
     for shard in range(config.shards):
         part = read_shard(tmp_path / "work", shard, history_limit=10)
-        ages |= dict(zip(part.ids.to_pylist(), part.features["age"].to_pylist(), strict=True))
+        ages |= dict(zip(part.entity_ids.to_pylist(), part.features["age"].to_pylist(), strict=True))
     assert ages == {"007": 7, "7": None, "ü/1": None, "u4": 40, "u5": None, "only-features": 50}
 
 
@@ -415,7 +421,7 @@ def test_wide_features_are_never_numbers_of_python(kind):
         column = pa.ListArray.from_arrays(lengths.cast(pa.int32()), values)
 
     tracemalloc.start()
-    numbers = read_feature_values(column[500:], wide).numbers
+    numbers = read_feature_values(column[500:], wide).input_numbers
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
@@ -446,7 +452,7 @@ class CountingHoldout(Holdout):
 
     def add(self, late: Interactions) -> None:
         super().add(late)
-        self.late_counts.append(len(late.times))
+        self.late_counts.append(len(late.times_us))
 
 
 def test_more_files_are_allowed_or_refused_by_name(config, tmp_path, monkeypatch):

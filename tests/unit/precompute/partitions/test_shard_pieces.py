@@ -56,18 +56,18 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pieces_together_are_the_shard(tmp_path: Path) -> None:
     write_shards(tmp_path, in_order=True)
     pieces = ShardPieces.open(tmp_path, SHARD, SHARDS)
-    assert pieces is not None and len(pieces.numbers) > 8
+    assert pieces is not None and len(pieces.range_numbers) > 8
 
-    parts = [group_rows_by_entity(pieces.tables(number), history_limit=LIMIT) for number in pieces.numbers]
+    parts = [group_rows_by_entity(pieces.tables(number), history_limit=LIMIT) for number in pieces.range_numbers]
     pieces.let_go()
 
-    total = SHARDS * len(pieces.numbers)
-    for number, part in zip(pieces.numbers, parts, strict=True):
-        assert (shard_of(part.hashes, total) == number).all()
+    total = SHARDS * len(pieces.range_numbers)
+    for number, part in zip(pieces.range_numbers, parts, strict=True):
+        assert (shard_of(part.entity_hashes, total) == number).all()
     whole_shard, joined_pieces = (read_shard(tmp_path, SHARD, history_limit=LIMIT), join_shard_inputs(parts))
-    assert len(whole_shard.hashes) > 100
-    assert joined_pieces.ids.equals(whole_shard.ids)
-    for name in ("hashes", "indptr", "ordinals"):
+    assert len(whole_shard.entity_hashes) > 100
+    assert joined_pieces.entity_ids.equals(whole_shard.entity_ids)
+    for name in ("entity_hashes", "history_indptr", "history_ordinals"):
         assert np.array_equal(getattr(joined_pieces, name), getattr(whole_shard, name)), name
 
 
@@ -91,8 +91,8 @@ def test_a_shard_without_rows_is_one_piece(tmp_path: Path) -> None:
     write_shards(tmp_path, in_order=True, batches=0)
     pieces = ShardPieces.open(tmp_path, SHARD, SHARDS)
     assert pieces is not None
-    assert list(pieces.numbers) == [SHARD] and pieces.slice_count == 1
-    assert len(group_rows_by_entity(pieces.tables(SHARD), history_limit=LIMIT).hashes) == 0
+    assert list(pieces.range_numbers) == [SHARD] and pieces.slice_count == 1
+    assert len(group_rows_by_entity(pieces.tables(SHARD), history_limit=LIMIT).entity_hashes) == 0
 
 
 def test_a_shard_too_large_for_its_ranges_has_no_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

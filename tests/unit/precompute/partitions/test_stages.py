@@ -37,7 +37,7 @@ def test_a_stage_is_never_more_than_its_depth_ahead(depth: int) -> None:
             yield count
 
     with StreamStages() as stages:
-        staged_values = stages.run_ahead(source(), depth=depth)
+        staged_values = stages.run_ahead(source(), values_ahead_max=depth)
         for expected in range(1, 20):
             assert next(staged_values) == expected
             assert count <= expected + depth + 1  # those that wait, and one in the making
@@ -100,7 +100,7 @@ def test_leaving_early_ends_a_stage_that_waits_for_room() -> None:
 @pytest.mark.parametrize("workers", [1, 4])
 def test_values_that_several_threads_work_on_keep_their_order(workers: int) -> None:
     with StreamStages() as stages:
-        doubled = stages.map_values(lambda value: 2 * value, stages.run_ahead(range(1000)), workers=workers)
+        doubled = stages.map_values(lambda value: 2 * value, stages.run_ahead(range(1000)), thread_count=workers)
         assert list(doubled) == [2 * value for value in range(1000)]
 
 
@@ -114,7 +114,7 @@ def test_several_threads_work_at_once_and_no_further_than_they_are_many() -> Non
         return value
 
     with StreamStages() as stages:
-        for received_count, value in enumerate(stages.map_values(work, range(30), workers=3), 1):
+        for received_count, value in enumerate(stages.map_values(work, range(30), thread_count=3), 1):
             assert value == received_count - 1
             assert len(started_values) <= received_count + 3
 
@@ -128,14 +128,14 @@ def test_an_error_of_one_of_several_threads_arrives_in_its_place() -> None:
     initial_thread_count = threading.active_count()
     received_values: list[int] = []
     with StreamStages() as stages, pytest.raises(KeyError, match="broken"):
-        received_values.extend(stages.map_values(work, stages.run_ahead(iter(range(100))), workers=4))
+        received_values.extend(stages.map_values(work, stages.run_ahead(iter(range(100))), thread_count=4))
     assert received_values == [0, 1]
     assert threading.active_count() == initial_thread_count
 
 
 def test_what_several_threads_worked_on_is_not_held() -> None:
     with StreamStages() as stages:
-        for value in stages.map_values(identity, (Value() for _ in range(5)), workers=2):
+        for value in stages.map_values(identity, (Value() for _ in range(5)), thread_count=2):
             value_ref = weakref.ref(value)
             del value
             assert value_ref() is None

@@ -23,19 +23,22 @@ NO_TIME = TimeSpent(0.0, 0.0)
 TIMINGS = Timings(
     embed=TimeSpent(10, 10), prepare=TimeSpent(1, 1), shards=TimeSpent(1, 1), users=TimeSpent(100, 100),
     items=TimeSpent(20, 20),
-    seconds_by_stage={"read": 5.0, "tower": 10.0, "topk": 80.0, "write": 5.0}, recorded_share=1.0, note="",
+    seconds_by_stage={"read": 5.0, "tower": 10.0, "topk": 80.0, "write": 5.0}, recorded_share=1.0,
+    extrapolation_note="",
     seal=NO_TIME,
 )  # fmt: skip
 DAY_US = 86_400_000_000
 
 
 def shape(**layouts: Any) -> Any:
-    return SimpleNamespace(items=40_000, layouts=layouts or {"user_topk": ("user", Layout("topk", 100, "f2"))})
+    return SimpleNamespace(
+        item_count=40_000, layout_by_table=layouts or {"user_topk": ("user", Layout("topk", 100, "f2"))}
+    )
 
 
 def sample(times: list[int], owners: list[int], users: int) -> Any:
     return SimpleNamespace(
-        times=np.array(times), owner_indices=np.array(owners), ids=[str(user) for user in range(users)]
+        interaction_times=np.array(times), owner_indices=np.array(owners), user_ids=[str(user) for user in range(users)]
     )
 
 

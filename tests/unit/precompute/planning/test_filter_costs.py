@@ -10,15 +10,15 @@ from precompute.planning.command import _break_even_in_words
 from precompute.planning.filter_costs import FilterCost, _short_list_shares
 
 COST = FilterCost(
-    "user_topk.cheap", is_made=False, passing_item_count=10, pages=3, redis_bytes=1_000, night_s=60.0,
-    short_share=0.5, short_share_at_ten=0.1, search_s=0.0019, read_s=0.0001,
+    "user_topk.cheap", is_made_by_night=False, passing_item_count=10, page_count=3, redis_bytes=1_000, night_cpu_s=60.0,
+    short_list_share=0.5, short_list_share_at_ten=0.1, search_cpu_s=0.0019, read_cpu_s=0.0001,
 )  # fmt: skip
 
 
 def test_it_pays_from_the_lookups_whose_searches_take_as_long_as_the_night() -> None:
     assert COST.pays_from_lookups == pytest.approx(60_000)
-    assert replace(COST, short_share=1.0).pays_from_lookups == pytest.approx(30_000)
-    never = replace(COST, short_share=0.0)
+    assert replace(COST, short_list_share=1.0).pays_from_lookups == pytest.approx(30_000)
+    never = replace(COST, short_list_share=0.0)
     assert never.to_json()["pays_from_lookups_a_day"] is None
     assert _break_even_in_words(never, 10.0) == "never: no list is too short"
 
@@ -27,7 +27,7 @@ def test_break_even_is_compared_with_the_stated_requests() -> None:
     assert _break_even_in_words(COST, None) == "from 60,000 lookups a day"
     assert _break_even_in_words(COST, 1.0) == "from 60,000 lookups a day, 69.44% of those stated"
     assert _break_even_in_words(COST, 0.1) == "from 60,000 lookups a day: more than those stated"
-    assert _break_even_in_words(replace(COST, is_made=True), None) == "from 60,000 lookups a day (made)"
+    assert _break_even_in_words(replace(COST, is_made_by_night=True), None) == "from 60,000 lookups a day (made)"
 
 
 def test_a_full_list_of_which_too_few_pass_is_short_and_one_that_is_not_full_is_whole() -> None:

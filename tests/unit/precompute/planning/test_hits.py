@@ -46,7 +46,7 @@ def test_the_service_own_l1_hits_as_foretold_within_two_points(exponent, answer_
 
     foretold = l1_hit_rates(
         zipf_popularity(USERS, exponent), mib * MIB, record_bytes=RECORD, answer_bytes=answer_bytes,
-        request_count=REQUESTS,
+        daily_requests_per_process=REQUESTS,
     )  # fmt: skip
 
     from_cold, steady, entries = served(users, mib * MIB, answer_bytes)
@@ -64,7 +64,7 @@ def test_a_log_foretells_requests_that_are_not_in_it():
 
 
 def test_an_l1_that_holds_every_user_misses_all_of_them_once():
-    hit_rates = l1_hit_rates(zipf_popularity(100, 0.0), MIB, record_bytes=RECORD, request_count=1000)
+    hit_rates = l1_hit_rates(zipf_popularity(100, 0.0), MIB, record_bytes=RECORD, daily_requests_per_process=1000)
 
     assert (hit_rates.steady, hit_rates.entries) == (1.0, 100)
     # Expected: 100 users uniformly at random in 1,000 requests; all but e**-10 of them come at all.
@@ -82,8 +82,8 @@ def test_bins_of_far_ranks_hold_what_their_ranks_would(users, exponent):
 
     weights = np.arange(1, users + 1.0) ** -exponent
     assert popularity.key_counts.sum() == pytest.approx(users)
-    assert popularity.probabilities @ popularity.key_counts == pytest.approx(1)
-    assert popularity.probabilities[0] == pytest.approx(weights[0] / weights.sum(), rel=1e-3)
+    assert popularity.request_probabilities @ popularity.key_counts == pytest.approx(1)
+    assert popularity.request_probabilities[0] == pytest.approx(weights[0] / weights.sum(), rel=1e-3)
 
 
 @settings(deadline=None, max_examples=30)
@@ -95,8 +95,8 @@ def test_a_log_gives_every_user_a_share(counts, unseen):
 
     # Where nobody was seen just once, nothing is left for those who were not.
     assert popularity.key_counts.sum() == (users if 1 in counts else len(counts))
-    assert popularity.probabilities @ popularity.key_counts == pytest.approx(1)
-    assert (popularity.probabilities > 0).all()
+    assert popularity.request_probabilities @ popularity.key_counts == pytest.approx(1)
+    assert (popularity.request_probabilities > 0).all()
 
 
 @settings(deadline=None, max_examples=30)
@@ -105,7 +105,7 @@ def test_more_memory_never_hits_less(exponent, mib, has_answers):
     popularity, answer = zipf_popularity(200_000, exponent), 900 if has_answers else 0
 
     small, large = (
-        l1_hit_rates(popularity, size * MIB, record_bytes=RECORD, answer_bytes=answer, request_count=1e6)
+        l1_hit_rates(popularity, size * MIB, record_bytes=RECORD, answer_bytes=answer, daily_requests_per_process=1e6)
         for size in (mib, 2 * mib)
     )
 

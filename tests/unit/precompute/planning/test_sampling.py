@@ -27,7 +27,7 @@ def test_few_are_counted_exactly(values):
     for value in values:
         distinct_counter.add(np.array([value], np.uint64))
 
-    assert distinct_counter.count == len(set(values))
+    assert distinct_counter.distinct_count == len(set(values))
 
 
 def test_many_are_counted_within_what_the_estimator_promises():
@@ -38,7 +38,7 @@ def test_many_are_counted_within_what_the_estimator_promises():
         for part in np.array_split(hashes, 30):
             distinct_counter.add(part)
 
-    assert distinct_counter.count == pytest.approx(300_000, rel=4 / np.sqrt(4096))
+    assert distinct_counter.distinct_count == pytest.approx(300_000, rel=4 / np.sqrt(4096))
     assert len(distinct_counter.smallest_hashes) == 4096
 
 
@@ -68,7 +68,10 @@ def rows_of(sources, base):
     interactions_by_user: dict[str, list[tuple[str, int]]] = {}
     for batch in read_interactions(sources, base):
         for row in zip(
-            batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), batch.times.tolist(), strict=True
+            batch.user_ids.row_texts().to_pylist(),
+            batch.item_ids.row_texts().to_pylist(),
+            batch.times_us.tolist(),
+            strict=True,
         ):
             interactions_by_user.setdefault(row[0], []).append(row[1:])
     return interactions_by_user
@@ -77,16 +80,16 @@ def rows_of(sources, base):
 def test_a_sample_holds_whole_histories_and_counts_all(config, tmp_path):
     sample = draw_sample(config, 0.01)
 
-    written = rows_of(sample.write(tmp_path / "s", len(sample.ids), config.sources), tmp_path)
+    written = rows_of(sample.write(tmp_path / "s", len(sample.user_ids), config.sources), tmp_path)
     everything = rows_of(config.sources, tmp_path)
-    assert (sample.users, len(sample.ids)) == (USERS - 1, 40)
-    assert sample.interactions == sum(map(len, everything.values()))
-    assert written == {user: everything[user] for user in sample.ids}
-    assert list(draw_sample(config, 0.01).ids) == list(sample.ids)
+    assert (sample.source_user_count, len(sample.user_ids)) == (USERS - 1, 40)
+    assert sample.source_interaction_count == sum(map(len, everything.values()))
+    assert written == {user: everything[user] for user in sample.user_ids}
+    assert list(draw_sample(config, 0.01).user_ids) == list(sample.user_ids)
 
 
 def test_a_larger_share_is_taken_as_asked(config):
-    assert len(draw_sample(config, 0.5).ids) == round(0.5 * (USERS - 1))
+    assert len(draw_sample(config, 0.5).user_ids) == round(0.5 * (USERS - 1))
 
 
 def test_users_are_repeated_under_new_names(config, tmp_path):
@@ -108,9 +111,9 @@ def test_features_come_along_also_for_who_has_only_those(config, tmp_path):
     ages = [
         (user, age)
         for ids, columns in read_features(tmp_path / str(sources.user_features), "user", ["age"])
-        for user, age in zip(ids.texts().to_pylist(), columns["age"].to_pylist(), strict=True)
+        for user, age in zip(ids.row_texts().to_pylist(), columns["age"].to_pylist(), strict=True)
     ]
-    assert sample.users == USERS
+    assert sample.source_user_count == USERS
     assert dict(ages[:USERS]) == {f"u-{user}": user for user in range(USERS)}
     assert len(dict(ages)) == USERS + 10
 
@@ -118,7 +121,7 @@ def test_features_come_along_also_for_who_has_only_those(config, tmp_path):
 def test_what_is_newer_than_the_cut_does_not_count(config):
     cut = datetime.fromtimestamp(1_700_000_000 + 10, UTC)
 
-    assert draw_sample(config, 1.0, cutoff_at=cut).interactions == 10
+    assert draw_sample(config, 1.0, cutoff_at=cut).source_interaction_count == 10
 
 
 def test_features_that_no_file_holds_are_named(config):
@@ -135,11 +138,11 @@ def test_users_known_by_their_vectors_alone_are_sampled_too(config, tmp_path):
     alone = replace(config, sources=Sources(user_vectors="vectors.parquet"))
 
     sample = draw_sample(alone, 0.01)
-    sources = sample.write(tmp_path / "s", len(sample.ids), alone.sources)
+    sources = sample.write(tmp_path / "s", len(sample.user_ids), alone.sources)
 
-    assert (sample.users, len(sample.ids), sample.interactions) == (60, 40, 0)
+    assert (sample.source_user_count, len(sample.user_ids), sample.source_interaction_count) == (60, 40, 0)
     assert sources.interactions == ()
-    assert sorted(pq.read_table(sources.user_vectors)["user"].to_pylist()) == sorted(sample.ids)
+    assert sorted(pq.read_table(sources.user_vectors)["user"].to_pylist()) == sorted(sample.user_ids)
 
 
 def test_sources_without_anybody_are_refused(config, tmp_path):

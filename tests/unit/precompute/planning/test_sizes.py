@@ -30,7 +30,7 @@ def test_pages_are_those_that_the_night_writes(tmp_path, records):
     pages = Pages.of(records, 1, LAYOUT, 4096)
 
     assert pages.payload_bytes == path.stat().st_size
-    assert pages.count == checksums_path(path).stat().st_size // 8
+    assert pages.page_count == checksums_path(path).stat().st_size // 8
 
 
 @settings(deadline=None)
@@ -42,14 +42,14 @@ def test_parts_hold_all_records_but_for_rounding(records, parts, page_bytes):
     assert off <= parts * LAYOUT.size_bytes
     assert pages.last_page_bytes < pages.full_page_bytes
     assert pages.sum_costs({size: float(size) for size in pages.page_sizes}) == pages.payload_bytes
-    assert pages.sum_costs(dict.fromkeys(pages.page_sizes, 1.0)) == pages.count
+    assert pages.sum_costs(dict.fromkeys(pages.page_sizes, 1.0)) == pages.page_count
 
 
 def shape(**changes):
     settings = {
-        "users": 1000, "items": 200, "dims": 8, "shards": 2, "page_bytes": 4096,
-        "layouts": {"user_topk": ("user", LAYOUT)}, "item_id_bytes": 7.5,
-        "model_bytes": {"user_tower": 4000, "item_tower": 2000}, "model_items": 100, "model_dims": 8,
+        "user_count": 1000, "item_count": 200, "dims": 8, "shard_count": 2, "page_bytes": 4096,
+        "layout_by_table": {"user_topk": ("user", LAYOUT)}, "bytes_per_item_id": 7.5,
+        "bytes_by_model": {"user_tower": 4000, "item_tower": 2000}, "model_item_count": 100, "model_dims": 8,
         "metric_count": 1,
     }  # fmt: skip
     return NightShape(**{**settings, **changes})
@@ -64,16 +64,16 @@ def test_a_generation_is_the_sum_of_its_files():
     assert night_shape.fp32_bytes == 12_000  # twice the items of the bundle
     int8 = 12_000 * (1 + 4 / 8) / 4
     assert night_shape.mapped_bytes == night_shape.directory_bytes + night_shape.item_bytes + 6400 + 12_000 + int8
-    pages = night_shape.payload_bytes + 8 * night_shape.pages()["user_topk"].count
+    pages = night_shape.payload_bytes + 8 * night_shape.pages()["user_topk"].page_count
     assert night_shape.disk_bytes == night_shape.mapped_bytes + pages + 12_000 + REPORTS_BYTES
 
 
 def test_an_inverted_file_keeps_ids_and_centroids():
-    flat, lists = shape(items=20_000, index="flat"), shape(items=20_000)
+    flat, lists = shape(item_count=20_000, index_kind="flat"), shape(item_count=20_000)
 
     assert lists.index_bytes - flat.index_bytes == 8 * 20_000 + 4 * 8 * 177
-    assert shape(items=20_000, index="hnsw").index_bytes > flat.index_bytes
-    assert shape(index="auto").index_bytes == shape(index="flat").index_bytes
+    assert shape(item_count=20_000, index_kind="hnsw").index_bytes > flat.index_bytes
+    assert shape(index_kind="auto").index_bytes == shape(index_kind="flat").index_bytes
 
 
 def test_time_grows_along_the_line_of_two_runs():
@@ -163,7 +163,7 @@ def test_a_gpu_waits_for_the_slowest_of_what_the_processor_does(rate, seconds):
 
 
 def test_other_lists_leave_out_the_default_tables_that_the_bundle_cannot_fill():
-    bundle: Any = SimpleNamespace(values={})
+    bundle: Any = SimpleNamespace(value_models={})
 
     tables = resize_lists(NightConfig(), bundle, 7).tables
 

@@ -22,10 +22,10 @@ def clicks(seed: int = 0, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
 def test_every_shape_is_tried_and_the_chosen_one_finds_about_as_much_as_the_best():
     shape_choice = choose_shape(*clicks(), ITEMS, 16, np.random.default_rng(0))
 
-    best_recall = max(trial.recall for trial in shape_choice.trials)
+    best_recall = max(trial.held_out_recall for trial in shape_choice.trials)
     assert len(shape_choice.trials) == len({trial.shape for trial in shape_choice.trials})
     assert {trial.shape.dims for trial in shape_choice.trials} == {16, 8, 4, 2}
-    assert shape_choice.recall is not None and shape_choice.recall >= best_recall * 0.97
+    assert shape_choice.held_out_recall is not None and shape_choice.held_out_recall >= best_recall * 0.97
 
 
 def test_exponents_that_a_trial_cannot_tell_apart_from_the_best_are_the_usual_ones():
@@ -55,14 +55,18 @@ def test_alternating_vectors_are_taken_only_where_they_find_clearly_more(monkeyp
 
     shape_choice = choose_shape(*clicks(), ITEMS, 16, np.random.default_rng(0))
 
-    assert shape_choice.method == shape_choice.row()["method"] == method
+    assert shape_choice.method_name == shape_choice.report_fields()["method"] == method
     assert isinstance(shape_choice.shape, AlternatingShape) == (method == "alternating")
 
 
 def test_users_of_six_groups_need_no_more_dimensions_than_about_as_many():
     shape_choice = choose_shape(*clicks(noise=0.0), ITEMS, 48, np.random.default_rng(0))
 
-    assert shape_choice.shape.dims <= 12 and shape_choice.recall is not None and shape_choice.recall > 0.9
+    assert (
+        shape_choice.shape.dims <= 12
+        and shape_choice.held_out_recall is not None
+        and shape_choice.held_out_recall > 0.9
+    )
 
 
 def test_the_same_seed_chooses_the_same():
@@ -78,8 +82,8 @@ def test_little_data_is_cut_more_than_once_and_by_time_only_once():
     at_random = choose_shape(users, items, ITEMS, 8, np.random.default_rng(0))
     latest = choose_shape(users, items, ITEMS, 8, np.random.default_rng(0), times=times)
 
-    assert at_random.cuts == train.CUTS_MAX and not at_random.is_by_time
-    assert latest.cuts == 1 and latest.is_by_time
+    assert at_random.cut_count == train.CUTS_MAX and not at_random.is_by_time
+    assert latest.cut_count == 1 and latest.is_by_time
 
 
 def test_with_times_the_latest_items_are_held_out(monkeypatch):
@@ -106,7 +110,7 @@ def test_a_large_data_set_is_judged_on_a_sample_of_whole_users(monkeypatch):
 
     shape_choice = choose_shape(*clicks(), ITEMS, 8, np.random.default_rng(0))
 
-    assert 900 < shape_choice.interactions <= 1_000 and shape_choice.trials
+    assert 900 < shape_choice.interaction_count <= 1_000 and shape_choice.trials
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
@@ -115,4 +119,6 @@ def test_without_a_user_whose_history_can_be_cut_it_is_the_default(repeats):
 
     shape_choice = choose_shape(users, users, 5, 4, np.random.default_rng(0))
 
-    assert shape_choice.shape == SpectralShape(dims=4) and not shape_choice.trials and shape_choice.recall is None
+    assert (
+        shape_choice.shape == SpectralShape(dims=4) and not shape_choice.trials and shape_choice.held_out_recall is None
+    )

@@ -64,8 +64,8 @@ def test_singular_vectors_equal_the_exact_ones(matrix):
     spectrum = compute_singular_vectors(UserItemMatrix.of(matrix), shape, np.random.default_rng(0), round_count=30)
 
     _, values, rows = np.linalg.svd(normalised(matrix, shape))
-    np.testing.assert_allclose(spectrum.values[:10], values[:10], rtol=1e-3)
-    cosines = np.abs((spectrum.vectors[:, :4] * rows[:4].T).sum(axis=0))
+    np.testing.assert_allclose(spectrum.singular_values[:10], values[:10], rtol=1e-3)
+    cosines = np.abs((spectrum.singular_vectors[:, :4] * rows[:4].T).sum(axis=0))
     np.testing.assert_allclose(cosines, 1, atol=1e-3)
 
 

@@ -42,11 +42,11 @@ def test_given_categories_become_the_labels(tmp_path):
 
     bundle = train_small(tmp_path, categories=categories)
 
-    assert bundle.values["user_affinity"].labels == ("c0", "c1", "c2")
+    assert bundle.value_models["user_affinity"].labels == ("c0", "c1", "c2")
 
 
 def test_clusters_are_named_by_one_of_their_items(tmp_path):
-    labels = train_small(tmp_path).values["user_affinity"].labels
+    labels = train_small(tmp_path).value_models["user_affinity"].labels
 
     assert len(set(labels)) == len(labels) == AFFINITY_CLUSTERS
     assert all(label.startswith("item-") for label in labels)
@@ -85,7 +85,7 @@ def test_one_user_and_one_item_are_enough(tmp_path):
     bundle = train(ReferenceData(only_ordinal, only_ordinal, ["only"]), tmp_path)
 
     assert bundle.dims == 1
-    assert bundle.values["user_affinity"].labels == ("only",)
+    assert bundle.value_models["user_affinity"].labels == ("only",)
 
 
 def test_no_interactions_are_refused(tmp_path):
@@ -114,4 +114,4 @@ def test_tables_too_large_for_a_model_file_are_stored_next_to_it(tmp_path, monke
 
     bundle = train(data, tmp_path / "bundle", dims=8)
 
-    assert {model.name for model in bundle.models if model.weights} >= {"user_tower", "item_tower"}
+    assert {model.name for model in bundle.models if model.weights_path} >= {"user_tower", "item_tower"}

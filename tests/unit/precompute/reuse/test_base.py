@@ -63,7 +63,7 @@ def test_the_base_is_the_newest_that_fits(stored_generations: list[StoredGenerat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "_read_generation", lambda config, name: reads.get(name))
         base_generation, no_base_reason = choose_base(
-            cast(Releases, releases), CONFIG, OWN_BUNDLE, making=name_of(making)
+            cast(Releases, releases), CONFIG, OWN_BUNDLE, generation_being_made=name_of(making)
         )  # fmt: skip
 
     verified = [
@@ -91,7 +91,9 @@ def test_the_base_is_the_newest_that_fits(stored_generations: list[StoredGenerat
 
 
 def test_nothing_is_looked_at_where_it_is_off() -> None:
-    base_and_reason = choose_base(cast(Releases, None), replace(CONFIG, reuse="off"), OWN_BUNDLE, making=MAKING)
+    base_and_reason = choose_base(
+        cast(Releases, None), replace(CONFIG, reuse="off"), OWN_BUNDLE, generation_being_made=MAKING
+    )
 
     assert base_and_reason == (None, REUSE_OFF_REASON)
 

@@ -69,14 +69,14 @@ def test_pieces_are_a_naive_merge(found: list[User], most: int) -> None:
 
     hashes, copied_records, unchanged_records, owners = [], [], [], 0
     for part, own_slice in copied_of(found).split(most):
-        assert 1 <= len(part.hashes) <= most
-        assert own_slice.start == owners and own_slice.stop - own_slice.start == len(part.rows)
+        assert 1 <= len(part.user_hashes) <= most
+        assert own_slice.start == owners and own_slice.stop - own_slice.start == len(part.own_rows)
         owners = own_slice.stop
-        hashes += part.hashes.tolist()
+        hashes += part.user_hashes.tolist()
         copied_records += part.copied_positions.tolist()
         unchanged_records += part.unchanged_positions.tolist()
-        assert (part.copied_positions[part.rows] == -1).all()
-        assert sorted([*part.rows.tolist(), *part.copied_rows.tolist()]) == list(range(len(part.hashes)))
+        assert (part.copied_positions[part.own_rows] == -1).all()
+        assert sorted([*part.own_rows.tolist(), *part.copied_rows.tolist()]) == list(range(len(part.user_hashes)))
 
     assert hashes == [user.hash_ for user in present_users]
     assert copied_records == [-1 if is_own(user) else max(0, user.position) for user in present_users]
@@ -106,16 +106,18 @@ def test_who_stays_is_copied_and_everybody_has_a_reason(found: list[User]) -> No
             else ITEM_LOST_REASON
         )
         record_by_hash[user.hash_] = user.position if stay else -1
-    assert dict(zip(copied.hashes.tolist(), copied.reason_numbers().tolist(), strict=True)) == reasons
-    assert dict(zip(copied.hashes.tolist(), copied.copied_positions.tolist(), strict=True)) == record_by_hash
+    assert dict(zip(copied.user_hashes.tolist(), copied.reason_numbers().tolist(), strict=True)) == reasons
+    assert dict(zip(copied.user_hashes.tolist(), copied.copied_positions.tolist(), strict=True)) == record_by_hash
 
 
 @given(users, st.integers(0, 2**32 - 1))
 def test_histories_are_put_together_in_hash_order(found: list[User], seed: int) -> None:
     rng, copied = np.random.default_rng(seed), copied_of(found)
-    of_user = {hash_value: rng.integers(0, 9, rng.integers(0, 4)) for hash_value in copied.hashes.tolist()}
-    own_histories = Histories.of([of_user[hash_value] for hash_value in copied.hashes[copied.rows].tolist()])
-    copied_histories = Histories.of([of_user[hash_value] for hash_value in copied.hashes[copied.copied_rows].tolist()])
+    of_user = {hash_value: rng.integers(0, 9, rng.integers(0, 4)) for hash_value in copied.user_hashes.tolist()}
+    own_histories = Histories.of([of_user[hash_value] for hash_value in copied.user_hashes[copied.own_rows].tolist()])
+    copied_histories = Histories.of(
+        [of_user[hash_value] for hash_value in copied.user_hashes[copied.copied_rows].tolist()]
+    )
 
     merged_histories = copied.merge_histories(own_histories, copied_histories)
 

@@ -63,10 +63,10 @@ class Night:
         for shard in range(SHARDS):
             part = read_shard(self.folder, shard, history_limit=5)
             pairs = pair_with_digests(part, digest_users(part, self.items.directory.hashes()))
-            for row, name in enumerate(part.ids.to_pylist()):
-                history = part.ordinals[part.indptr[row] : part.indptr[row + 1]]
+            for row, name in enumerate(part.entity_ids.to_pylist()):
+                history = part.history_ordinals[part.history_indptr[row] : part.history_indptr[row + 1]]
                 inputs_by_user[name] = (
-                    shard, int(part.hashes[row]), self.items.ids_of(history.astype(np.uint32)),
+                    shard, int(part.entity_hashes[row]), self.items.ids_of(history.astype(np.uint32)),
                     part.features["age"][row].as_py(), int(pairs["digest"][row]),
                 )  # fmt: skip
         return inputs_by_user
@@ -94,12 +94,13 @@ def taken_over(night: Night, files: int, items: ItemTable) -> EarlierPartition:
     interaction_counts, unusable = (night.partition_result.interaction_counts, night.partition_result.unusable)
     stayed = len(new_ordinals) == items.count and bool((new_ordinals == np.arange(len(new_ordinals))).all())
     return EarlierPartition(
-        folder=night.folder, seed=night.partition_result.seed, files=files,
+        folder=night.folder, hash_seed=night.partition_result.hash_seed, interaction_file_count=files,
         new_ordinals=None if stayed else new_ordinals,
         lost_item_hashes=text_hashes(pa.array(lost_item_ids, pa.string()), UNKNOWN_ITEMS_SEED),
-        popularity=interaction_counts.popularity,
-        unknown=interaction_counts.unknown, interactions=interaction_counts.interactions,
-        unknown_items=interaction_counts.unknown_items,
+        interactions_by_item=interaction_counts.interactions_by_item,
+        unknown_item_hashes=interaction_counts.unknown_item_hashes,
+        interaction_count=interaction_counts.interaction_count,
+        unknown_item_interactions=interaction_counts.unknown_item_interactions,
         unusable={
             name: report for name, report in unusable.items()
             if name.partition(".")[0] in (INTERACTIONS_SOURCE, USER_FEATURES_SOURCE)
@@ -120,7 +121,7 @@ def write(root: Path, number: int, clicks: Clicks) -> None:
 def dump_counts(interaction_counts: Any) -> dict[str, Any]:
     return {
         name: count.tolist() if isinstance(count := getattr(interaction_counts, name), np.ndarray) else count
-        for name in ("interactions", "unknown_items", "popularity", "late")
+        for name in ("interaction_count", "unknown_item_interactions", "interactions_by_item", "late_interaction_count")
     }
 
 
@@ -158,15 +159,17 @@ def test_taking_over_gives_what_reading_all_gives(
             full_night.partition_result.interaction_counts
         )
         # What left counts as named, whether it was or not: should it come back, all is read.
-        assert set(full_night.partition_result.interaction_counts.unknown) <= set(
-            incremental_night.partition_result.interaction_counts.unknown
+        assert set(full_night.partition_result.interaction_counts.unknown_item_hashes) <= set(
+            incremental_night.partition_result.interaction_counts.unknown_item_hashes
         )
-        assert (incremental_night.partition_result.users, incremental_night.partition_result.seed) == (
-            full_night.partition_result.users,
-            full_night.partition_result.seed,
+        assert (incremental_night.partition_result.user_count, incremental_night.partition_result.hash_seed) == (
+            full_night.partition_result.user_count,
+            full_night.partition_result.hash_seed,
         )
         assert incremental_night.partition_result.unusable == full_night.partition_result.unusable
-        assert incremental_night.partition_result.took_over and not full_night.partition_result.took_over
+        assert (
+            incremental_night.partition_result.took_over_earlier and not full_night.partition_result.took_over_earlier
+        )
         changed_hashes = {
             user_input[1]
             for user, user_input in full_inputs.items()

@@ -69,10 +69,10 @@ def test_lists_of_a_value_are_the_best_items_that_have_it(
     rank_by_item = np.argsort(order)
 
     values = AttributeValues.of("shelf", column, rank_by_item)
-    lists = values.lists(np.arange(len(values.ids)), k)
+    lists = values.best_item_lists(np.arange(len(values.value_ids)), k)
 
-    assert [raw.decode() for raw in values.ids] == sorted(codes, key=str.encode)
-    for raw, listed_ordinals in zip(values.ids, lists.tolist(), strict=True):
+    assert [raw.decode() for raw in values.value_ids] == sorted(codes, key=str.encode)
+    for raw, listed_ordinals in zip(values.value_ids, lists.tolist(), strict=True):
         expected_ordinals = [at for at in order if raw.decode() in tags_by_item[at]][:k]
         assert listed_ordinals == expected_ordinals + [int(NO_ITEM)] * (k - len(expected_ordinals))
 

@@ -62,7 +62,7 @@ def test_a_stage_is_busy_while_a_chunk_is_made_and_not_while_it_is_used(monkeypa
     clock_s = 100.0
     monkeypatch.setattr(shard_work, "time", SimpleNamespace(perf_counter=lambda: clock_s))
     shard: Any = object.__new__(ShardWork)
-    object.__setattr__(shard, "seconds", {"read": 0.5})
+    object.__setattr__(shard, "seconds_by_stage", {"read": 0.5})
     object.__setattr__(shard, "seconds_lock", threading.Lock())
 
     chunks: list[Any] = [object(), object(), object()]
@@ -80,4 +80,4 @@ def test_a_stage_is_busy_while_a_chunk_is_made_and_not_while_it_is_used(monkeypa
         received_chunks.append(chunk)
 
     assert received_chunks == chunks
-    assert shard.seconds == {"read": 0.5 + 3 * 2.0 + 1.0}
+    assert shard.seconds_by_stage == {"read": 0.5 + 3 * 2.0 + 1.0}

@@ -23,7 +23,7 @@ def test_a_tower_runs_on_as_many_threads_as_are_configured_or_may_be_used(
     monkeypatch.setattr(towers, "fetch_model", lambda *_: Path("tower.onnx"))
     monkeypatch.setattr(Tower, "open", record_open)
     build: Any = SimpleNamespace(config=SimpleNamespace(threads=configured))
-    model: Any = SimpleNamespace(spec=None, program=None)
+    model: Any = SimpleNamespace(spec=None, program_path=None)
 
     towers.open_tower(build, model, None)
 

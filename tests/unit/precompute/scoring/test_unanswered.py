@@ -32,7 +32,7 @@ def test_lists_are_made_for_those_who_have_a_vector(monkeypatch: pytest.MonkeyPa
 
     seen_items = Histories.of([rng.choice(50, row, replace=False) for row in range(10)])
     chunk: Any = SimpleNamespace(
-        ids=range(10), outputs_by_model={"user_tower": users}, lists_by_table={}, seen_items=seen_items,
+        user_ids=range(10), outputs_by_model={"user_tower": users}, lists_by_table={}, seen_items=seen_items,
         is_answered_by_model={"user_tower": np.isfinite(users).all(axis=1)},
     )  # fmt: skip
     work = object.__new__(ShardWork)

@@ -27,12 +27,12 @@ def entities(count: int, without: tuple[int, ...] = ()) -> ShardInput:
     vectors = RNG.normal(size=(count, DIMS)).astype(np.float32)
     vectors[list(without)] = np.nan
     return ShardInput(
-        ids=pa.array([f"u{row}" for row in range(count)], pa.string()),
-        hashes=np.arange(count, dtype=np.uint64),
-        indptr=np.zeros(count + 1, np.int64),
-        ordinals=np.empty(0, np.int64),
+        entity_ids=pa.array([f"u{row}" for row in range(count)], pa.string()),
+        entity_hashes=np.arange(count, dtype=np.uint64),
+        history_indptr=np.zeros(count + 1, np.int64),
+        history_ordinals=np.empty(0, np.int64),
         features={"age": pa.array(range(count))},
-        vectors=vectors,
+        entity_vectors=vectors,
     )
 
 
@@ -50,14 +50,14 @@ def test_a_drawn_history_holds_some_of_the_items_that_suit_its_user_best(metric:
 
     drawn = draw_histories(original_entities, items(), metric, seed=0)
 
-    assert original_entities.vectors is not None and drawn.vectors is not None
+    assert original_entities.entity_vectors is not None and drawn.entity_vectors is not None
     kept_rows = [row for row in range(40) if row not in (0, 7)]
-    assert drawn.ids == original_entities.ids.take(pa.array(kept_rows))
+    assert drawn.entity_ids == original_entities.entity_ids.take(pa.array(kept_rows))
     assert drawn.features["age"].to_pylist() == kept_rows
-    assert np.array_equal(drawn.hashes, original_entities.hashes[kept_rows])
-    best_items = np.argsort(-scored(original_entities.vectors[kept_rows], metric), axis=1)[:, :100]
+    assert np.array_equal(drawn.entity_hashes, original_entities.entity_hashes[kept_rows])
+    best_items = np.argsort(-scored(original_entities.entity_vectors[kept_rows], metric), axis=1)[:, :100]
     for row, suits in enumerate(best_items):
-        history = drawn.ordinals[drawn.indptr[row] : drawn.indptr[row + 1]]
+        history = drawn.history_ordinals[drawn.history_indptr[row] : drawn.history_indptr[row + 1]]
         assert 1 <= len(history) == len(set(history.tolist())) <= DRAWN_ITEMS_MAX
         assert set(history.tolist()) <= set(suits.tolist())
 
@@ -69,9 +69,9 @@ def test_the_same_seed_draws_the_same_and_another_seed_does_not() -> None:
         draw_histories(original_entities, items(), "inner_product", seed=seed) for seed in (0, 0, 1)
     )
 
-    assert len(first.ids) == DRAWN_USERS_MAX
-    assert np.array_equal(first.ordinals, repeated_draw.ordinals)
-    assert not np.array_equal(first.ordinals, reseeded_draw.ordinals)
+    assert len(first.entity_ids) == DRAWN_USERS_MAX
+    assert np.array_equal(first.history_ordinals, repeated_draw.history_ordinals)
+    assert not np.array_equal(first.history_ordinals, reseeded_draw.history_ordinals)
 
 
 @pytest.mark.parametrize("metric", ["inner_product", "cosine"])

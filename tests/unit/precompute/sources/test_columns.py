@@ -22,10 +22,10 @@ TEXTS = st.lists(st.text(min_size=1, max_size=3), max_size=30)
 
 def check_and_get_texts(ids: Ids) -> list[str]:
     """The rows; the column holds nothing but what they need."""
-    assert ids.codes.dtype == np.int32 and pa.types.is_string(ids.names.type)
-    assert sorted(set(ids.codes.tolist())) == list(range(len(ids.names)))
-    assert ids.raws() == [name.encode() for name in ids.names.to_pylist()]
-    texts: list[str] = ids.texts().to_pylist()
+    assert ids.id_codes.dtype == np.int32 and pa.types.is_string(ids.distinct_ids.type)
+    assert sorted(set(ids.id_codes.tolist())) == list(range(len(ids.distinct_ids)))
+    assert ids.distinct_raw_ids() == [name.encode() for name in ids.distinct_ids.to_pylist()]
+    texts: list[str] = ids.row_texts().to_pylist()
     return texts
 
 
@@ -48,7 +48,7 @@ def test_a_column_is_its_rows_however_it_is_encoded(
     kept_mask = np.array(data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts))), bool)
     kept_ids = ids.only(kept_mask)
     assert check_and_get_texts(kept_ids) == [text for text, is_kept in zip(texts, kept_mask, strict=True) if is_kept]
-    assert kept_ids.hashes(5).tolist() == hash_ids(kept_ids.raws(), 5).tolist()
+    assert kept_ids.distinct_hashes(5).tolist() == hash_ids(kept_ids.distinct_raw_ids(), 5).tolist()
 
 
 def test_texts_with_one_hash_stay_apart(monkeypatch):
@@ -69,7 +69,7 @@ def test_long_texts_and_slices_are_distinguished_too():
     texts = ["x" * 200, "y", "x" * 200, "x" * 199, "é"]
     ids = Ids.of(pa.array(texts).slice(1))
     assert check_and_get_texts(ids) == texts[1:]
-    assert ids.hashes(9).tolist() == hash_ids(ids.raws(), 9).tolist()
+    assert ids.distinct_hashes(9).tolist() == hash_ids(ids.distinct_raw_ids(), 9).tolist()
 
 
 def test_a_name_without_a_row_is_not_there():
@@ -114,7 +114,7 @@ def test_rows_without_a_usable_id_are_separated(column, rows, expected_reason):
     ((reason, mask),) = mask_by_reason.items()
     assert expected_reason in reason and np.flatnonzero(mask).tolist() == rows
     good = [row for row in range(len(column)) if row not in rows]
-    assert [ids.texts()[row].as_py() for row in good] == [str(column[row].as_py()) for row in good]
+    assert [ids.row_texts()[row].as_py() for row in good] == [str(column[row].as_py()) for row in good]
 
 
 @pytest.mark.parametrize("page_bytes", [64, 1 << 20])
@@ -139,8 +139,10 @@ def test_who_acted_only_after_the_cut_or_with_no_weight_is_in_no_batch(tmp_path,
             cutoff_at=parse_time("2026-01-01"), take_late=late_batches.append,
         )
     )  # fmt: skip
-    assert [text for batch in batches for text in check_and_get_texts(batch.users)] == users[:rows]
-    assert not {"late-item", "light-item"} & {name for batch in batches for name in batch.items.names.to_pylist()}
-    assert [check_and_get_texts(batch.users) + check_and_get_texts(batch.items) for batch in late_batches] == [
+    assert [text for batch in batches for text in check_and_get_texts(batch.user_ids)] == users[:rows]
+    assert not {"late-item", "light-item"} & {
+        name for batch in batches for name in batch.item_ids.distinct_ids.to_pylist()
+    }
+    assert [check_and_get_texts(batch.user_ids) + check_and_get_texts(batch.item_ids) for batch in late_batches] == [
         ["late", "late-item"]
     ]

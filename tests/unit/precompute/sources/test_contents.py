@@ -30,9 +30,9 @@ def read(folder, *names, **settings):
     pairs = [
         pair
         for batch in batches
-        for pair in zip(batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), strict=True)
+        for pair in zip(batch.user_ids.row_texts().to_pylist(), batch.item_ids.row_texts().to_pylist(), strict=True)
     ]
-    times = [time for batch in batches for time in batch.times.tolist()]
+    times = [time for batch in batches for time in batch.times_us.tolist()]
     return pairs, times, unusable.to_json()["interactions"]
 
 
@@ -190,7 +190,7 @@ def test_a_word_for_nothing_names_no_row_of_a_feature_table(tmp_path):
     table = pa.table({"user": ["a", "NULL", None], "age": [1, 2, 3]})
     pq.write_table(table, tmp_path / "users.parquet")
     ((ids, columns),) = read_features(tmp_path / "users.parquet", "user", ["age"])
-    assert ids.texts().to_pylist() == ["a"] and columns["age"].to_pylist() == [1]
+    assert ids.row_texts().to_pylist() == ["a"] and columns["age"].to_pylist() == [1]
 
 
 @pytest.mark.parametrize("texts", [["42.0", "7.0"], ["1.23457E+12"], ["42.0", "", "7.0"], ["42.00"]])
@@ -256,7 +256,7 @@ def test_ids_of_every_type_are_texts_however_many_there_are(tmp_path, kind, use_
 )
 def test_ids_in_memory_may_be_views_or_runs(column):
     ids, mask_by_reason = read_ids(column, Path("given"), "who")
-    assert ids.texts().to_pylist() == ["a", "b", "a"] and not mask_by_reason
+    assert ids.row_texts().to_pylist() == ["a", "b", "a"] and not mask_by_reason
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_features_may_be_views_and_codes(tmp_path):
     pq.write_table(table, path)
     names = ["city", "plan", "tags"]
     ((ids, columns),) = read_features(path, "user", names)
-    assert ids.texts().to_pylist() == ["u"]
+    assert ids.row_texts().to_pylist() == ["u"]
     assert [columns[name].to_pylist() for name in names] == [["Rome"], ["free"], [["a"]]]
     for name in names:
         assert columns[name].type == feature_schema(path).field(name).type

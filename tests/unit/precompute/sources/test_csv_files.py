@@ -24,7 +24,7 @@ def read(folder, *names, **settings):
     pairs = [
         pair
         for batch in batches
-        for pair in zip(batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), strict=True)
+        for pair in zip(batch.user_ids.row_texts().to_pylist(), batch.item_ids.row_texts().to_pylist(), strict=True)
     ]
     return pairs, unusable.to_json()["interactions"]
 

@@ -49,7 +49,7 @@ def rows_of(feature_batches: Any) -> list[tuple[str, dict[str, Any]]]:
     return [
         (id_, {name: column[at].as_py() for name, column in columns.items()})
         for ids, columns in feature_batches
-        for at, id_ in enumerate(ids.texts().to_pylist())
+        for at, id_ in enumerate(ids.row_texts().to_pylist())
     ]
 
 
@@ -61,7 +61,7 @@ def test_the_table_is_the_one_with_these_values(told: Any, values: EntityValues,
     unusable = UnusableRows()
 
     feature_batches = with_event_values(
-        batches(ids, rows, size), values, kind="user", unusable=unusable, addable_ids=values if adds else ()
+        batches(ids, rows, size), values, entity_kind="user", unusable=unusable, addable_ids=values if adds else ()
     )
 
     expected_rows = [(id_, row | dict(values.get(id_.encode(), {}))) for id_, row in told]
@@ -82,7 +82,7 @@ def test_the_columns_keep_their_types() -> None:
     values: EntityValues = {b"a": {"age": 2, "score": 2, "home": "y", "coded": "new", "taste": [3]}}
 
     feature_batches = with_event_values(
-        batches(["a", "b"], [row, row], 2), values, kind="user", unusable=UnusableRows()
+        batches(["a", "b"], [row, row], 2), values, entity_kind="user", unusable=UnusableRows()
     )
 
     ((_, columns),) = feature_batches
@@ -100,7 +100,9 @@ def test_a_value_of_another_kind_is_noted_and_is_none(name: str, value: Any) -> 
     row = {"age": 1, "score": 1.0, "home": "x", "coded": "x", "taste": [1.0]}
     unusable = UnusableRows()
 
-    feature_batches = with_event_values(batches(["a"], [row], 1), {b"a": {name: value}}, kind="item", unusable=unusable)
+    feature_batches = with_event_values(
+        batches(["a"], [row], 1), {b"a": {name: value}}, entity_kind="item", unusable=unusable
+    )
 
     assert rows_of(feature_batches) == [("a", row | {name: None})]
     (reason_report,) = unusable.to_json()[f"events.{name}"]["reasons"].values()

@@ -36,7 +36,7 @@ def write_files(request: pytest.FixtureRequest, tmp_path: Path) -> WriteFiles:
 def files_read(base: Path, *patterns: str) -> list[str]:
     """Names of the files that are read, in order: each has its own name as its item."""
     batches = read_interactions(Sources(patterns, format="csv"), base)
-    return [item for batch in batches for item in batch.items.texts().to_pylist()]
+    return [item for batch in batches for item in batch.item_ids.row_texts().to_pylist()]
 
 
 SPARK = (

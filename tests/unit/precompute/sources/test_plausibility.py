@@ -113,8 +113,8 @@ def test_counts_of_two_parts_are_those_of_the_whole() -> None:
     parts.add(hashes[:700], times[:700])
 
     assert parts.to_json() == all_counts.to_json()
-    assert all_counts.user_rows.sum() == 1000 and all_counts.newest_us == 2
-    assert all_counts.early == (times > 0).sum()
+    assert all_counts.rows_by_user_bucket.sum() == 1000 and all_counts.newest_time_us == 2
+    assert all_counts.row_count_before_1980 == (times > 0).sum()
 
 
 def test_few_ids_and_ids_of_one_word_are_no_histories() -> None:
@@ -133,7 +133,8 @@ def test_a_column_in_which_most_fields_hold_several_ids_holds_histories() -> Non
 
 def test_few_rows_without_a_time_are_reported_by_their_number() -> None:
     shape = InteractionFigures(
-        rows=4_200, users=300, items=120, most_of_user=20, most_of_item=90, untimed=1, newest_us=10**15
+        row_count=4_200, user_count=300, item_count=120, most_rows_of_user=20, most_rows_of_item=90,
+        untimed_row_count=1, newest_time_us=10**15
     )  # fmt: skip
     assert any(remark.startswith("1 of 4,200 rows have no time") for remark in plausibility_remarks(shape))
 

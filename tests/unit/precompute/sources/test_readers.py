@@ -42,13 +42,13 @@ def write(folder, **columns):
 @pytest.mark.parametrize("zone", [None, "Europe/Berlin"])
 def test_a_timestamp_of_any_unit_becomes_microseconds(tmp_path, unit, value, expected, zone):
     write(tmp_path, timestamp=pa.array([value], pa.timestamp(unit, tz=zone)))
-    assert read(tmp_path, "a.parquet")[0].times.tolist() == [expected]
+    assert read(tmp_path, "a.parquet")[0].times_us.tolist() == [expected]
 
 
 @pytest.mark.parametrize("kind", [pa.int32(), pa.int64(), pa.uint64(), pa.float64()])
 def test_numbers_are_seconds(tmp_path, kind):
     write(tmp_path, timestamp=pa.array([0, SECONDS], kind))
-    assert read(tmp_path, "a.parquet")[0].times.tolist() == [0, SECONDS * 10**6]
+    assert read(tmp_path, "a.parquet")[0].times_us.tolist() == [0, SECONDS * 10**6]
 
 
 @pytest.mark.parametrize("setting", ["timestamp_column", "weight_column"])
@@ -67,7 +67,7 @@ def test_a_column_that_settings_name_must_be_there(tmp_path, setting, name):
 def test_dates_are_their_first_moment(tmp_path):
     for kind in (pa.date32(), pa.date64()):
         write(tmp_path, timestamp=pa.array([1], pa.int32()).cast(pa.date32()).cast(kind))
-        assert read(tmp_path, "a.parquet")[0].times.tolist() == [86_400 * 10**6]
+        assert read(tmp_path, "a.parquet")[0].times_us.tolist() == [86_400 * 10**6]
 
 
 @pytest.mark.parametrize(
@@ -185,9 +185,9 @@ def test_ids_that_are_not_utf_8_are_refused_by_column(tmp_path):
 def test_weights_may_be_any_number_or_missing(tmp_path):
     for weights in (pa.array([1, 0, None], pa.int8()), pa.array([0.5, np.nan, None])):
         write(tmp_path, weight=weights)
-        assert read(tmp_path, "a.parquet")[0].items.texts().to_pylist() == ["i0"]
+        assert read(tmp_path, "a.parquet")[0].item_ids.row_texts().to_pylist() == ["i0"]
     write(tmp_path, weight=pa.nulls(2))
-    assert not len(read(tmp_path, "a.parquet")[0].items)
+    assert not len(read(tmp_path, "a.parquet")[0].item_ids)
 
 
 def test_notes_of_other_programs_in_a_folder_are_no_sources(tmp_path):
@@ -234,7 +234,7 @@ def pairs(batches):
     return {
         pair
         for batch in batches
-        for pair in zip(batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), strict=True)
+        for pair in zip(batch.user_ids.row_texts().to_pylist(), batch.items.texts().to_pylist(), strict=True)
     }
 
 
@@ -274,4 +274,4 @@ def test_batches_of_wide_features_have_fewer_rows(tmp_path, monkeypatch):
     batches = list(read_features(tmp_path / "users.parquet", "user", ["taste"]))
 
     assert max(len(ids) for ids, _ in batches) <= 50_000 // (64 * 4)
-    assert [name for ids, _ in batches for name in ids.texts().to_pylist()] == users
+    assert [name for ids, _ in batches for name in ids.row_texts().to_pylist()] == users

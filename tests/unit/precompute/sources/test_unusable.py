@@ -29,7 +29,7 @@ def read(folder, name, unusable):
         (user, item, int(time) // 10**6)
         for batch in batches
         for user, item, time in zip(
-            batch.users.texts().to_pylist(), batch.items.texts().to_pylist(), batch.times, strict=True
+            batch.user_ids.row_texts().to_pylist(), batch.item_ids.row_texts().to_pylist(), batch.times_us, strict=True
         )
     ]
 
@@ -94,7 +94,7 @@ def test_rows_of_a_feature_table_without_an_id_are_left_out(tmp_path):
     pq.write_table(pa.table({"user": ["a", None, "b"], "age": [1, 2, 3]}), tmp_path / "u.parquet")
     unusable = UnusableRows()
     ((ids, values),) = read_features(tmp_path / "u.parquet", "user", ["age"], unusable_rows=unusable)
-    assert (ids.texts().to_pylist(), values["age"].to_pylist()) == (["a", "b"], [1, 3])
+    assert (ids.row_texts().to_pylist(), values["age"].to_pylist()) == (["a", "b"], [1, 3])
     assert reasons(unusable, "features") == {"user: no id": 1}
 
 
@@ -148,21 +148,25 @@ def test_texts_that_are_no_time_are_unreadable_but_not_missing(text):
 def test_values_that_an_input_cannot_hold_cost_only_their_rows():
     narrow = InputSpec("x", "feature", "int32", column="age")
     feature_values = read_feature_values(pa.array([1, 2**40, None]), narrow)
-    assert feature_values.usable.tolist() == [True, False, False]
-    assert feature_values.missing.tolist() == [False, False, True] and list(feature_values.unusable_mask_by_reason) == [
-        "age: too large for int32"
-    ]
+    assert feature_values.usable_mask.tolist() == [True, False, False]
+    assert feature_values.missing_mask.tolist() == [False, False, True] and list(
+        feature_values.unusable_mask_by_reason
+    ) == ["age: too large for int32"]
     wide = InputSpec("x", "feature", "float32", column="taste", width=2)
     rows = [[1.0, 2.0], [1.0], [1.0, None], [1.0, float("nan")], None, [3.0, 4.0]]
     feature_values = read_feature_values(pa.array(rows), wide)
-    assert feature_values.usable.tolist() == [True, False, False, False, False, True]
-    assert feature_values.numbers[[0, 5]].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert feature_values.usable_mask.tolist() == [True, False, False, False, False, True]
+    assert feature_values.input_numbers[[0, 5]].tolist() == [[1.0, 2.0], [3.0, 4.0]]
     assert set(feature_values.unusable_mask_by_reason) == {
         "taste: not of width 2", "taste: a null in a list", "taste: not finite as float32",
     }  # fmt: skip
     texts = InputSpec("x", "feature", "string", column="land")
     feature_values = read_feature_values(pa.array([b"de", b"\xff", None]).view(pa.string()), texts)
-    assert feature_values.numbers.tolist() == ["de", "", ""] and feature_values.usable.tolist() == [True, False, False]
+    assert feature_values.input_numbers.tolist() == ["de", "", ""] and feature_values.usable_mask.tolist() == [
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +202,7 @@ def test_a_row_is_counted_once_however_many_models_take_its_column(tmp_path):
     (tmp_path / "parts").mkdir()
 
     write_feature_files(
-        config, tmp_path / "parts", lambda ids: text_hashes(ids.texts(), 1), ["number", "text"], inputs,
+        config, tmp_path / "parts", lambda ids: text_hashes(ids.row_texts(), 1), ["number", "text"], inputs,
         unusable,
     )  # fmt: skip
 
