@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
@@ -404,23 +404,42 @@ def name_row(subject: str, entity_ids: Any, batch_rows: NDArray[np.int64], row_i
     return f"{subject} {entity_ids[int(batch_rows[row_index])].as_py()!r}"
 
 
-def feature_columns(feature_source: Any, entity_ids: Any, entity_kind: str) -> dict[str, Any]:
-    """Return columns by name, each with a row for each id, in the order of the ids.
+class FeatureColumns(NamedTuple):
+    """Columns by name, each with a row for each id, in the order of the ids.
 
-    `feature_source` is a mapping of arrays, which is used unchanged, or a table: of Arrow, pandas or polars, or the
-    path of a Parquet or CSV file. A table with a column of ids, named `entity_kind` ("item" or "user"), may have its
-    rows in any order, and rows of other ids. A table with the ids in another order in a column of another name is
+    `limit_texts` says how many rows of the table have other ids, for the report of an import; it is empty if none has.
+    """
+
+    column_by_name: dict[str, Any]
+    limit_texts: tuple[str, ...] = ()
+
+
+def feature_columns(
+    feature_source: Any, entity_ids: Any, entity_kind: str, sources: Sources | None = None
+) -> FeatureColumns:
+    """Return the columns of `feature_source`, which is a mapping of arrays or a table.
+
+    A mapping is used unchanged. A table is one of Arrow, pandas or polars, or the path of a Parquet or CSV file. Its
+    column of ids has the name that `sources` gives it, or `entity_kind` ("item" or "user"); then its rows may have any
+    order, and rows of other ids are left out. A table with the ids in another order in a column of another name is
     refused. If `entity_ids` is None, the rows keep their order. Raises SourceError, naming the remedy.
     """
     if feature_source is None:
-        return {}
+        return FeatureColumns({})
     if isinstance(feature_source, Mapping):
-        return dict(feature_source)
-    table = feature_table(feature_source, f"{entity_kind}_features", entity_kind)
+        return FeatureColumns(dict(feature_source))
+    id_column = entity_kind
+    if sources is not None:
+        id_column = sources.item_column if entity_kind == "item" else sources.user_column
+    table = feature_table(feature_source, f"{entity_kind}_features", id_column)
+    if id_column not in table.column_names:
+        id_column = entity_kind
+    limit_texts: tuple[str, ...] = ()
     if entity_ids is None:
         pass  # without ids the values are only examples
-    elif entity_kind in table.column_names:
-        table = _select_rows_of_ids(table, entity_ids, entity_kind)
+    elif id_column in table.column_names:
+        limit_texts = _limits_of_other_rows(table[id_column], entity_ids, entity_kind)
+        table = _select_rows_of_ids(table, entity_ids, entity_kind, id_column)
     elif table.num_rows != len(entity_ids):
         raise SourceError(
             f"{entity_kind}_features has {table.num_rows:,} rows for {len(entity_ids):,} {entity_kind} ids, "
@@ -433,7 +452,24 @@ def feature_columns(feature_source: Any, entity_ids: Any, entity_kind: str) -> d
             f"rename it to {entity_kind!r}; or, if these are not {entity_kind} ids, give arrays by name, with a row "
             "for each id, in the order of the ids"
         )
-    return {name: _column_values(table[name].combine_chunks()) for name in table.column_names if name != entity_kind}
+    column_by_name = {
+        name: _column_values(table[name].combine_chunks()) for name in table.column_names if name != id_column
+    }
+    return FeatureColumns(column_by_name, limit_texts)
+
+
+def _limits_of_other_rows(id_column: Any, entity_ids: Any, entity_kind: str) -> tuple[str, ...]:
+    """Return how many rows are of no id, with the first of them; nothing if each row has an id."""
+    table_ids = checked_ids(id_column, entity_kind)
+    other_ids = table_ids.filter(pc.is_null(pc.index_in(table_ids, value_set=entity_ids)))
+    if not len(other_ids):
+        return ()
+    limit_text = (
+        f"take in {len(other_ids):,} rows of {entity_kind}_features, of {entity_kind}s that are not in "
+        f"{entity_kind}_ids ({other_ids[0].as_py()!r} first): for nights with them, name your own table in [sources] "
+        f"{entity_kind}_features"
+    )
+    return (limit_text,)
 
 
 def feature_table(table_source: Any, setting_name: str, id_column: str) -> Any:
@@ -464,9 +500,9 @@ def feature_table(table_source: Any, setting_name: str, id_column: str) -> Any:
     )
 
 
-def _select_rows_of_ids(feature_table: Any, entity_ids: Any, entity_kind: str) -> Any:
+def _select_rows_of_ids(feature_table: Any, entity_ids: Any, entity_kind: str, id_column: str) -> Any:
     """Return the rows of the ids, in the order of the ids."""
-    table_ids = checked_ids(feature_table[entity_kind], entity_kind)
+    table_ids = checked_ids(feature_table[id_column], entity_kind)
     row_indices = pc.index_in(entity_ids, value_set=table_ids)
     if row_indices.null_count:
         missing_id = entity_ids.filter(pc.is_null(row_indices))[0].as_py()

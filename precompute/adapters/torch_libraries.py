@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from cache.config.night import Sources
 from cache.errors import SourceError
 from cache.model.ranking import Metric
 from precompute.adapters.folder import ImportReport
@@ -106,9 +107,10 @@ def from_rechub(
     the towers' vectors.
     """
     feature_by_role = {"item": item, "history": history, "user": user}
-    item_features = feature_columns(item_features, checked_ids(item_ids, "item"), "item")
+    sources = clicks if isinstance(clicks, Sources) else None
+    item_features, item_limits = feature_columns(item_features, checked_ids(item_ids, "item"), "item", sources)
     checked_user_ids = None if user_ids is None else checked_ids(user_ids, "user")
-    user_features = feature_columns(user_features, checked_user_ids, "user")
+    user_features, user_limits = feature_columns(user_features, checked_user_ids, "user", sources)
     features_by_mode = {"user": user_features, "item": item_features}
     tower_by_mode, examples_by_mode = {}, {}
     for mode in ("user", "item"):
@@ -138,7 +140,7 @@ def from_rechub(
         tower_by_mode["user"], tower_by_mode["item"], example, to=to, item_ids=item_ids, user_ids=user_ids,
         clicks=clicks,
         item_features=item_features, user_features=user_features, name=f"torch-rechub {type(model).__name__}",
-        seed=seed,
+        cannot=(*item_limits, *user_limits), seed=seed,
     )  # fmt: skip
 
 

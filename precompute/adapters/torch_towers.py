@@ -12,6 +12,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from cache.config.night import Sources
 from cache.errors import SourceError
 from cache.model.ranking import Metric
 from cache.model.tower import Histories, Tower
@@ -65,8 +66,9 @@ def from_torch(
     user_texts = None if user_ids is None else checked_ids(user_ids, "user")
     click_matrix = None if clicks is None else ClickMatrix.of(clicks, user_texts, item_texts)
     has_user_features = user_features is not None
-    item_features = feature_columns(item_features, item_texts, "item")
-    user_features = feature_columns(user_features, user_texts, "user")
+    sources = clicks if isinstance(clicks, Sources) else None
+    item_features, item_limits = feature_columns(item_features, item_texts, "item", sources)
+    user_features, user_limits = feature_columns(user_features, user_texts, "user", sources)
     bound_user_tower = BoundTower(
         _load_module(user_tower, trust), example.user, example, len(item_texts), "the user tower"
     )
@@ -88,13 +90,13 @@ def from_torch(
     table_by_setting = {
         f"{entity_kind}_features": _feature_table(entity_kind, entity_ids, columns)
         for entity_kind, entity_ids, columns in (
-            ("item", item_texts, item_inputs | further_columns),
+            ("item", item_texts, _as_precise_as_given(item_inputs, item_features) | further_columns),
             ("user", user_texts, user_feature_inputs),
         )
         if columns
     }
     unused_columns = tuple(sorted(user_features.keys() - example.user.keys()))
-    limit_texts = [*cannot]
+    limit_texts = [*cannot, *item_limits, *user_limits]
     if "item" in example.item:
         limit_texts.append("take in an item that it was not fitted on: the item tower has no row for it")
     item_model = ModelFile(item_onnx, item_spec, entity="item")
@@ -117,9 +119,10 @@ def from_torch(
     _demand_same_dims(user_spec.output_dims, item_vectors.dims)
     if user_spec.features and not user_feature_inputs:
         limit_texts.append("have a night yet: name a table of these features in [sources] user_features")
-        tower_check = UserTowerCheck(
-            None, "the user tower takes features, but user_ids and user_features were not given"
-        )
+        given_by_name = {"user_ids": user_texts is not None, "user_features": has_user_features}
+        lacking_names = " and ".join(name for name, is_given in given_by_name.items() if not is_given)
+        lack = f"{lacking_names} {'was' if any(given_by_name.values()) else 'were'} not given"
+        tower_check = UserTowerCheck(None, f"the user tower takes features, but {lack}")
     else:
         if user_feature_inputs:
             nonfinite_count = _count_nonfinite(user_onnx, user_spec, user_texts, click_matrix, user_feature_inputs)
@@ -274,6 +277,22 @@ def _to_input_dtype(
             f"the value that stood for an unknown one in the training, or leave these {entity_kind}s out"
         )
     return numbers.astype(dtype)
+
+
+def _as_precise_as_given(
+    input_by_name: Mapping[str, NDArray[Any]], feature_by_name: Mapping[str, Any]
+) -> dict[str, NDArray[Any]]:
+    """Return the inputs for the folder's table, whose numbers filters compare: as float64 unless given as less.
+
+    The tower takes float32, which would turn a price of 7.49 into 7.4899998.
+    """
+    stored_by_name = dict(input_by_name)
+    for name, input_values in input_by_name.items():
+        given = feature_by_name[name]
+        given_values = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+        if input_values.dtype.kind == "f" and given_values.dtype not in (np.float16, np.float32):
+            stored_by_name[name] = given_values.astype(np.float64)
+    return stored_by_name
 
 
 def _further_item_columns(

@@ -195,6 +195,24 @@ def test_a_table_of_features_that_does_not_fit_the_ids_is_refused(table, message
         )
 
 
+def test_a_price_keeps_its_digits_for_filters(tmp_path):
+    prices = [round(5.99 + 0.5 * item, 2) for item in range(ITEMS)]
+    export_example = Example({"history": towers.HISTORY}, {"price": torch.ones(4)}, pad=ITEMS, max_length=20)
+
+    report = from_torch(
+        towers.Mean().eval(),
+        towers.Priced().eval(),
+        export_example,
+        to=tmp_path / "out",
+        item_ids=IDS,
+        item_features=pa.table({"item": [*IDS, "new"], "price": [*prices, 1.0]}),
+    )
+
+    written = pq.read_table(tmp_path / "out/item_features.parquet")
+    assert written["price"].to_pylist() == prices
+    assert any("take in 1 rows of item_features" in line for line in report.lines())
+
+
 @pytest.mark.parametrize(
     ("prices", "message_pattern"),
     [
@@ -399,7 +417,7 @@ def test_clicks_that_cannot_judge_the_ids_are_said_to(tmp_path):
     (limit,) = [limit for limit in few.cannot if "order of the model's rows" in limit]
     assert "no user has clicked two items" in limit
     (limit,) = [limit for limit in without_features.cannot if "order of the model's rows" in limit]
-    assert "user_ids and user_features were not given" in limit
+    assert "user_features was not given" in limit
 
 
 def test_a_user_on_whose_features_the_model_cannot_be_run_is_named(tmp_path):
