@@ -57,7 +57,7 @@ def inputs_of(model, rows=30):
 
 def tower_of(model, program=None):
     names = [input_spec.name for input_spec in model.spec.inputs]
-    running = program or Program.open(model.program, names, DEVICE)
+    running = program or Program.open(model.program_path, names, DEVICE)
     return DeviceTower(model.name, Tower.open(model.path, model.spec), running)
 
 

@@ -8,7 +8,7 @@ PROGRAM = """
 import sys, threading, time
 import numpy as np, onnxruntime
 from onnx import TensorProto, helper
-from precompute.__main__ import leave
+from precompute.__main__ import end_program
 
 weights = helper.make_tensor("w", TensorProto.FLOAT, [64, 64], [0.5] * 4096)
 values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 64]) for name in "xy"]
@@ -27,7 +27,7 @@ def gate():
 threading.Thread(target=gate, daemon=True).start()
 begun.wait()
 print("told", end="")
-leave(130)
+end_program(130)
 """
 
 

@@ -182,4 +182,4 @@ def test_taking_over_gives_what_reading_all_gives(
         assert repeated_night.inputs() == full_inputs and repeated_night.touched() == set()
         assert dump_counts(repeated_night.partition_result.interaction_counts) == dump_counts(
             full_night.partition_result.interaction_counts
-        ) | {"late": 0}
+        ) | {"late_interaction_count": 0}

@@ -234,7 +234,7 @@ def pairs(batches):
     return {
         pair
         for batch in batches
-        for pair in zip(batch.user_ids.row_texts().to_pylist(), batch.items.texts().to_pylist(), strict=True)
+        for pair in zip(batch.user_ids.row_texts().to_pylist(), batch.item_ids.row_texts().to_pylist(), strict=True)
     }
 
 
