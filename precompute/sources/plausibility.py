@@ -216,7 +216,7 @@ def swapped_columns_remarks(batches: Sequence[Interactions]) -> list[str]:
     Ids of digits alone are not compared, since users and items are often both numbered from 1.
     """
     user_ids, item_ids = (
-        pa.chunked_array([ids.names for ids in column_pair], pa.string()).unique()
+        pa.chunked_array([ids.distinct_ids for ids in column_pair], pa.string()).unique()
         for column_pair in zip(*((batch.user_ids, batch.item_ids) for batch in batches), strict=True)
     )
     item_ids = item_ids.filter(pc.invert(pc.match_substring_regex(item_ids, r"^\d+$")))
