@@ -36,7 +36,7 @@ def stale_digest(patch: Patch, month: Month) -> None:
 
 def capped_digest(patch: Patch, month: Month) -> None:
     def digest_capped_histories(entities: Any, hashes: Any) -> Any:
-        histories = Histories(entities.indptr, entities.ordinals)
+        histories = Histories(entities.history_indptr, entities.history_ordinals)
         rows = [histories.select_rows(np.array([row])).indices[-16:] for row in range(len(histories))]
         capped_histories = Histories.of(rows)
         return digest_users(

@@ -34,7 +34,7 @@ def test_the_same_world_gives_the_same_clicks() -> None:
     )
 
     # then
-    for name in ("user_rows", "item_rows", "times"):
+    for name in ("user_rows", "item_rows", "times_us"):
         assert np.array_equal(getattr(first_clicks, name), getattr(two, name))
     assert not np.array_equal(first_clicks.times_us, other_seed_clicks.times_us)
     assert first_clicks.user_ids == two.user_ids

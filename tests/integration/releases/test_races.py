@@ -163,7 +163,9 @@ def _check_history(history: Any) -> None:
 
 def _check_pages(client: Any, keys: Keyspace, store: ArtefactStore, view: Any) -> None:
     page_generations = {key.decode().split(":")[4] for key in client.keys(f"larder:1:{keys.namespace}:g:*")}
-    assert page_generations <= set(view.rows), f"pages of {page_generations - set(view.rows)} belong to nobody"
+    assert page_generations <= set(view.registry_rows), (
+        f"pages of {page_generations - set(view.registry_rows)} belong to nobody"
+    )
     live = view.ledger.live_generation
     assert store.read(generation_path(live, "manifest.json")) is not None
     assert len(pages_of(World(store, client, keys), live)) == 10

@@ -290,7 +290,7 @@ def test_publishing_streams_what_is_missing_and_only_that(world, monkeypatch):
     streamed = []
 
     def stream(*arguments, **options):
-        streamed.append(arguments[4].name)
+        streamed.append(arguments[4].loaded_field)
         return load_part(*arguments, **options)
 
     monkeypatch.setattr("precompute.bulk.reload.load_part", stream)

@@ -129,7 +129,7 @@ def test_vectors_and_values_come_from_their_towers(world, bundle):
     values = answer(world, "user_affinity", history(1, 2))[0]
 
     assert len(vector.numbers) == bundle.dims
-    assert len(values.numbers) == len(bundle.values["user_affinity"].labels)
+    assert len(values.numbers) == len(bundle.value_models["user_affinity"].labels)
     assert values.numbers.sum() == pytest.approx(1, abs=1e-4)
 
 
