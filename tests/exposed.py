@@ -83,7 +83,7 @@ class _Follower:
 
 
 class _Files:
-    version = context = staticmethod(tuple[()])
+    file_versions = context = staticmethod(tuple[()])
 
 
 class _Tiers:
