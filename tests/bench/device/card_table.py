@@ -81,7 +81,7 @@ def main() -> None:
         if (shard := card.shard_cost) is not None:
             print(
                 f"        ShardCost({shard.users_per_s:_}, {shard.begin_users_per_s:_}, "
-                f"{shard.embed_numbers_per_s:_}, cores={shard.core_count}, "
+                f"{shard.embed_numbers_per_s:_}, core_count={shard.core_count}, "
                 f"interactions_per_user={shard.interactions_per_user}),"
             )
         print("    ),")

@@ -55,7 +55,7 @@ def test_the_complete_way_of_a_batch_is_short(plain_walks: dict[str, list[Call]]
 def test_an_id_is_hashed_and_looked_up_once(walk_fixture: str, kind: str, request: pytest.FixtureRequest) -> None:
     walk: list[Call] = request.getfixturevalue(walk_fixture)[kind]
 
-    for function in ("hash_id", "fingerprint", "Directory.find"):
+    for function in ("hash_id", "fingerprint", "Directory.find_position"):
         assert calls_of(walk, lambda call, name=function: call.function == name) == 1, function  # type: ignore[misc]
 
 

@@ -265,7 +265,7 @@ def test_of_a_manifest_cut_short_the_error_says_so_and_only_what_needs_it_stops(
 def test_a_roll_back_in_doubt_is_carried_out_without_naming_what_a_dead_sweep_had_marked(world):
     world.publish(A, B, C)
     epoch = world.live().epoch
-    world.releases.record("roll_back", B, attempt="dead", reason="bad", previous=A, expected=epoch)
+    world.releases.record("roll_back", B, attempt="dead", reason="bad", previous_generation=A, expected_epoch=epoch)
     world.control.set_row(A, RegistryRow(GenerationState.RETIRED, world.clock()))
 
     pointer, loaded, _ = restore_redis(world.releases, attempt="restore", chunk_bytes=1000)

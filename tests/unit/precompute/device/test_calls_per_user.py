@@ -64,7 +64,7 @@ def objects(folder: Path, users: int, redis_url: str) -> int:
     def chunks() -> list[Any]:
         return [work.add_tower_outputs(chunk) for work in works for chunk in read_users(work, build.root / "scratch")]
 
-    assert sum(len(encoded_chunk.ids) for encoded_chunk in chunks()) == users
+    assert sum(len(encoded_chunk.user_ids) for encoded_chunk in chunks()) == users
     gc.collect()
     blocks_before = sys.getallocatedblocks()
     encoded_chunks = chunks()

@@ -103,8 +103,8 @@ def test_no_product_is_further_from_the_score_than_its_margin(data):
 
 def groups_of(columns):
     """The group of each column; every column is in one."""
-    members = columns.columns_of(torch.arange(len(columns.longest), device=WHERE)).cpu().numpy()
-    assert np.array_equal(np.sort(members, None), np.arange(len(columns.ordinals)))
+    members = columns.columns_of(torch.arange(len(columns.longest_by_group), device=WHERE)).cpu().numpy()
+    assert np.array_equal(np.sort(members, None), np.arange(len(columns.item_ordinals)))
     return np.argsort(members, None) // columns.size
 
 
@@ -151,7 +151,7 @@ def device_columns():
 
 @given(st.integers(1, 200_000))
 def test_tiles_cover_every_column_once_in_whole_blocks(device_columns, most):
-    total, block = len(device_columns.item_ordinals), device_columns.block
+    total, block = len(device_columns.item_ordinals), device_columns.block_column_count
 
     column_tiles = list(split_into_tiles(device_columns, most))
 

@@ -39,7 +39,7 @@ def test_users_left_by_pieces_keep_their_own_exclusions(monkeypatch):
         return original_search(items, columns, queries, excluded_pairs, k, shape)
 
     def shape_of(self, search_request, fetch):
-        return SearchShape(8 // self._part_count, len(search_request.columns.ordinals), fetch)
+        return SearchShape(8 // self._part_count, len(search_request.columns.item_ordinals), fetch)
 
     monkeypatch.setattr(device_scorer, "search", small_device)
     monkeypatch.setattr(device_scorer, "SLABS_UNDER_WAY", 1)

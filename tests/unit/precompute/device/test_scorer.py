@@ -43,7 +43,7 @@ def searches(monkeypatch):
     original_search = device_search.search
 
     def spy(items, columns, queries, excluded_pairs, k, shape):
-        search_shapes.append((len(queries.user_codes), shape.columns))
+        search_shapes.append((len(queries.user_codes), shape.column_count))
         return original_search(items, columns, queries, excluded_pairs, k, shape)
 
     monkeypatch.setattr(device_scorer, "search", spy)
@@ -219,7 +219,7 @@ def test_out_of_memory_halves_what_is_done_at_once(monkeypatch, caplog, error):
     searched_user_counts = []
 
     def small_device(items, columns, queries, excluded_pairs, k, shape):
-        if len(queries.user_codes) * shape.columns > 500_000:
+        if len(queries.user_codes) * shape.column_count > 500_000:
             raise error
         searched_user_counts.append(len(queries.user_codes))
         return original_search(items, columns, queries, excluded_pairs, k, shape)
