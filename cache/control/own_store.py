@@ -1,10 +1,13 @@
 """Check that the artefact store and Redis belong together: a release record in the store must explain the pointer."""
 
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from cache.control.control_keys import Control
+from cache.control.control_keys import Control, Replica
 from cache.errors import ConfigError, Conflict, CorruptArtefact, TierUnavailable
 from cache.l2.sync_clients import connect
+from cache.store.artefacts import ArtefactStore
+from cache.store.blocklist import latest_blocklist
 from cache.store.releases import all_releases
 
 if TYPE_CHECKING:
@@ -48,6 +51,46 @@ def store_mismatch(config: "SharedConfig", redis_url: str | None, timeout_s: flo
         "If not, correct "
         f"artifacts (LARDER_ARTIFACTS) or namespace (LARDER_NAMESPACE); if it is, run `larder {restore_command}`"
     )
+
+
+def replicas_ahead(replicas: Iterable[Replica], blocklist_version: int) -> list[Replica]:
+    """Return the replicas that have read a newer version of the blocklist than this one, the newest of the store."""
+    return [replica for replica in replicas if (replica.blocklist_version or 0) > blocklist_version]
+
+
+def older_store_message(ahead: Collection[Replica], blocklist_version: int, store_url: str) -> str:
+    """Return the message for a store whose blocklist is older than what these replicas have in force."""
+    names = ", ".join(sorted(replica.name for replica in ahead))
+    version_in_force = max(replica.blocklist_version or 0 for replica in ahead)
+    return (
+        f"replica{'s' * (len(ahead) > 1)} {names} {'have' if len(ahead) > 1 else 'has'} version {version_in_force} of "
+        f"the blocklist in force, the newest in {store_url} is {blocklist_version}: the store is older than what is in "
+        "force, and a replica that starts now serves what was blocked or erased since. Put back a newer copy of the "
+        "store; or repeat the blocks and erasures since the copy (`larder audit` of the store that was replaced shows "
+        "them), then restart the replicas"
+    )
+
+
+def older_store_remarks(store: ArtefactStore, replicas: Iterable[Replica]) -> list[str]:
+    """Return a remark if replicas have a newer blocklist in force than the store has; empty if none has.
+
+    Read the heartbeats before the store: a version is in the store before a replica reads it.
+    """
+    replicas, newest_version = list(replicas), latest_blocklist(store).version
+    ahead = replicas_ahead(replicas, newest_version)
+    return [older_store_message(ahead, newest_version, store.url)] if ahead else []
+
+
+def older_store_problem(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> str | None:
+    """Return `older_store_message` if heartbeats show it; None also without a Redis, or if it cannot be asked."""
+    if not redis_url:
+        return None
+    try:
+        with connect(redis_url, timeout_s, namespace=config.namespace) as client:
+            replicas = Control(client, config.keyspace()).replicas()
+    except (TierUnavailable, ConfigError):
+        return None
+    return next(iter(older_store_remarks(config.store(), replicas)), None)
 
 
 def demand_own_store(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> None:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from cache.config.timetable import Schedule
 from cache.control.control_keys import RegistryRow, Replica
+from cache.control.own_store import older_store_message, replicas_ahead
 from cache.control.states import GenerationState, Ledger, fold_releases
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import CUT_CHARS, Manifest
@@ -39,6 +40,16 @@ NO_SETTINGS_TEXT = (
 
 LOCATION_VARIABLES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "REDIS_URL")
 """Environment variables that locate a namespace."""
+
+PROBLEM_BY_STALE_REASON: Mapping[str, str] = {
+    "blocklist_unreadable": "cannot read the newest blocklist, so what was blocked or erased since may still be "
+    "served: its log has the error; is the artefact store reachable and readable from its host?",
+    "blocklist_not_enforced": "could not put the blocklist in force that it read: its log has the error; give it "
+    "threads and memory",
+    "experiments_unreadable": "cannot read the newest experiments: its log has the error; is the artefact store "
+    "reachable and readable from its host?",
+}
+"""Problems of replicas that do not follow what the artefact store says, by the stale reason in their heartbeat."""
 
 FEATURE_FIELDS: Mapping[str, Callable[[Manifest], Any]] = {"reuse": reuse_field, "events_until": events_until}
 """Fields that features add to a generation's status, from its manifest; null without a manifest."""
@@ -265,7 +276,13 @@ def _list_problems(namespace_status: Mapping[str, Any], namespace_state: Namespa
                 f"{refused_generation} was refused{failed_at_clause}: {rules}; `larder verify {refused_generation}` "
                 "shows the values, and what to do"
             )
+    blocklist_version = namespace_status["blocklist_version"]
+    if ahead := replicas_ahead(namespace_state.replicas, blocklist_version):
+        problems.append(older_store_message(ahead, blocklist_version, store_url))
     for replica in namespace_state.replicas:
+        for reason in replica.stale_reasons:
+            if reason in PROBLEM_BY_STALE_REASON and not (reason == "blocklist_unreadable" and replica in ahead):
+                problems.append(f"replica {replica.name} {PROBLEM_BY_STALE_REASON[reason]} ({reason})")
         for generation, load_error in replica.failure_by_generation.items():
             problems.append(f"replica {replica.name} cannot load {generation}: {load_error}")
         if replica.degraded is not None:
@@ -386,6 +403,8 @@ def _replica_fields(replica: Replica) -> dict[str, Any]:
         "ready": list(replica.ready_generations),
         "failed": dict(replica.failure_by_generation),
         "degraded": replica.degraded,
+        "stale": ",".join(replica.stale_reasons) or None,
+        "blocklist_version": replica.blocklist_version,
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cache.control.control_keys import RegistryRow
+from cache.control.own_store import older_store_remarks
 from cache.control.states import UNFINISHED_STATES, GenerationState, Ledger, fold_releases
 from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGeneration
 from cache.format.manifest import GENERATION_PATTERN
@@ -162,6 +163,7 @@ def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress =
             governor=governor,
         )
         remarks = describe_forgotten_facts(releases, prior_view, pointer)
+        remarks += older_store_remarks(releases.store, releases.control.replicas())
     return {
         "generation": pointer.generation, "epoch": pointer.epoch, "loaded": loaded_ids, "bytes": loaded_bytes,
         "seconds": round(time.perf_counter() - started_s, 3), **({"notes": remarks} if remarks else {}),

@@ -65,6 +65,26 @@ _STREAM_ADVICE = (
     "A night makes room: larder night. If it fills up again, raise [events] stream_bytes and its Redis' maxmemory."
 )
 
+_RESTORE_ADVICE = "larder status shows the pointer; larder restore rebuilds it from the records."
+
+_READ_ADVICE = "Read the log of {replicas}: is the artefact store reachable and readable from there?"
+
+_ADVICE_BY_STALE_REASON: Mapping[str, str] = {
+    StaleReason.BLOCKLIST_UNREADABLE: f"{_READ_ADVICE} If the log says that a newer version is in force, the store is "
+    "older than what is in force: repeat the blocks and erasures since the copy (larder audit of the store that was "
+    "replaced shows them), then restart the replicas; or put back a newer copy.",
+    StaleReason.BLOCKLIST_NOT_ENFORCED: "Read the log of {replicas}: it needs threads and memory, and tries again by "
+    "itself.",
+    StaleReason.EXPERIMENTS_UNREADABLE: _READ_ADVICE,
+    StaleReason.LOAD_FAILED: "Read the log of {replicas}; larder roll-back returns to the last good generation.",
+    StaleReason.EVICTION_POLICY: "Set maxmemory-policy volatile-lru.",
+    StaleReason.BACKGROUND_FAILING: "Restart {replicas}, and report the traceback in its log.",
+    StaleReason.POINTER_BACKWARDS: _RESTORE_ADVICE,
+    StaleReason.POINTER_CONFLICTING: _RESTORE_ADVICE,
+    StaleReason.POINTER_CORRUPT: _RESTORE_ADVICE,
+}
+"""What to do about stale answers, the most urgent reason first; `replicas` are those with the reason."""
+
 _NUMBERS_SCHEMA: Json = {"type": "array", "items": {"type": ["number", "null"]}}
 
 _SERIES_BY_NAME_SCHEMA = NamedSchema(
@@ -611,10 +631,14 @@ def _check_stale(body: Body) -> Iterator[Finding]:
     reasons = sorted(_stale_reasons(body) - {EVENTS_BEHIND, StaleReason.POINTER_VANISHED})
     # Another check reports that Redis is unreachable.
     if body["whole"] and reasons:
+        worst_reason = next((reason for reason in _ADVICE_BY_STALE_REASON if reason in reasons), reasons[0])
+        replica_names = [
+            replica["replica"] for replica in body["replicas"] if worst_reason in (replica["stale"] or "").split(",")
+        ]
         yield Finding(
             "warn",
             f"Answers may lag behind what was published: {', '.join(reasons)}.",
-            "larder status shows the pointer; larder restore rebuilds it from the records.",
+            _ADVICE_BY_STALE_REASON.get(worst_reason, _RESTORE_ADVICE).format(replicas=", ".join(replica_names)),
         )
 
 

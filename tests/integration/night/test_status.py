@@ -29,6 +29,7 @@ from precompute.releases import moves
 from precompute.releases.release_log import open_releases
 from precompute.steps import index, take_events
 from precompute.steps.night import Night, run_night
+from serving.requests.reasons import StaleReason
 from tests.integration.nights import DATA_UNTIL, NEXT, build_verified, prepare, publish_night
 from tests.polling import poll_until
 
@@ -162,6 +163,25 @@ def test_a_replica_without_its_live_model_is_a_problem(config: NightConfig) -> N
     (problem,) = status_report["problems"]
     assert problem.startswith("replica bare answers without its live model (no such locale)")
     assert [replica["degraded"] for replica in status_report["replicas"]] == ["no such locale"]
+
+
+@pytest.mark.parametrize("reason", ["blocklist_unreadable", "blocklist_not_enforced", "experiments_unreadable"])
+def test_a_replica_that_does_not_read_what_the_store_says_is_a_problem(config: NightConfig, reason: str) -> None:
+    live = publish_night(config, DATA_UNTIL)
+    with open_releases(config) as releases:
+        beat = {
+            "replica": "deaf",
+            "serving": live,
+            "holds": [live],
+            "ready": [live],
+            "stale": f"events_behind,{reason}",
+        }
+        releases.control.client.zadd(config.keyspace().replicas, {orjson.dumps(beat): releases.control.time()})
+        status_report = make_report(config)
+
+    (problem,) = status_report["problems"]
+    assert problem.startswith("replica deaf ") and f"({reason})" in problem and "its log" in problem
+    assert StaleReason(reason)
 
 
 def test_without_redis_it_tells_what_the_store_knows_and_says_so(
