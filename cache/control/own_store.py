@@ -14,10 +14,35 @@ if TYPE_CHECKING:
     from cache.config.shared import SharedConfig
 
 
+ADOPT_COMMAND = 'larder restore --adopt --reason "..."'
+"""Command that makes a Redis follow a store whose releases do not explain its pointer."""
+
+
 def unexplained_pointer_message(pointer_epoch: int) -> str:
     """Return the message for a pointer of this epoch that no release record explains."""
     return (
         f"Redis holds a pointer of epoch {pointer_epoch} that no release record explains; is this its artefact store?"
+    )
+
+
+def missing_records_text(store: ArtefactStore) -> str:
+    """Describe a store without any release record: its folder does not exist, is empty, or has other files only."""
+    if store.names(""):
+        return f"the artefact store {store.url} has no release record"
+    if store.local_folder is None:
+        return f"the artefact store {store.url} is empty"
+    state_text = "is empty" if store.local_folder.is_dir() else "does not exist"
+    return f"the folder {store.local_folder} {state_text}"
+
+
+def missing_records_advice(store: ArtefactStore) -> str:
+    """Say what to look at if a store without any release record belongs to something that was published.
+
+    Adopting such a store is no advice: it would forget every release and erasure.
+    """
+    return (
+        f"{missing_records_text(store)}: is it mounted? If it is, correct artifacts (LARDER_ARTIFACTS) or namespace "
+        "(LARDER_NAMESPACE)"
     )
 
 
@@ -45,11 +70,16 @@ def store_mismatch(config: "SharedConfig", redis_url: str | None, timeout_s: flo
     epochs = [release.epoch for release in all_releases(store)]
     if pointer.epoch in epochs:
         return None
-    restore_command = 'restore --adopt --reason "..."' if pointer.epoch > max(epochs, default=0) else "restore"
+    if not epochs:
+        return (
+            f"{unexplained_pointer_message(pointer.epoch)} (key {config.keyspace().live}): "
+            f"{missing_records_advice(store)}"
+        )
+    restore_command = ADOPT_COMMAND if pointer.epoch > max(epochs) else "larder restore"
     return (
         f"{unexplained_pointer_message(pointer.epoch)} (key {config.keyspace().live}, artefact store {store.url}). "
         "If not, correct "
-        f"artifacts (LARDER_ARTIFACTS) or namespace (LARDER_NAMESPACE); if it is, run `larder {restore_command}`"
+        f"artifacts (LARDER_ARTIFACTS) or namespace (LARDER_NAMESPACE); if it is, run `{restore_command}`"
     )
 
 

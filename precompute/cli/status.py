@@ -11,12 +11,12 @@ from rich.text import Text
 
 from cache.config.timetable import Schedule
 from cache.control.control_keys import RegistryRow, Replica
-from cache.control.own_store import older_store_message, replicas_ahead
+from cache.control.own_store import ADOPT_COMMAND, missing_records_advice, older_store_message, replicas_ahead
 from cache.control.states import GenerationState, Ledger, fold_releases
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import CUT_CHARS, Manifest
 from cache.process.redis_server import running_server
-from cache.store.artefacts import generation_path, read_manifest
+from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import Canary, Pointer, Release, all_releases, publication_time
@@ -179,7 +179,7 @@ def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_s
         "erasures_pending": sum(erasure.is_pending for erasure in all_erasures(store)),
         "events": events_status(config, generations),
     }
-    problems = list(_list_problems(namespace_status, namespace_state, store.url))
+    problems = list(_list_problems(namespace_status, namespace_state, store))
     if not has_settings and namespace_state.live_generation is None and not generations:
         problems = [NO_SETTINGS_TEXT]
     return namespace_status | {"well": not problems, "problems": problems}
@@ -213,25 +213,37 @@ def _live_model(config: NightConfig, live_generation: str | None) -> dict[str, A
     }
 
 
-def _list_problems(namespace_status: Mapping[str, Any], namespace_state: NamespaceState, store_url: str) -> list[str]:
-    problems = []
+def _list_problems(
+    namespace_status: Mapping[str, Any], namespace_state: NamespaceState, store: ArtefactStore
+) -> list[str]:
+    problems, store_url = [], store.url
     ledger, pointer, schedule = namespace_state.ledger, namespace_state.pointer, namespace_status["schedule"]
     if namespace_state.redis_state == REDIS_UNREACHABLE:
         problems.append(f"Redis does not answer: {namespace_state.redis_error}")
-    if namespace_state.live_generation is None:
+    served_generations = {replica.served_generation for replica in namespace_state.replicas} - {None}
+    if pointer is None and served_generations and not namespace_state.history:
+        problems.append(
+            f"replicas answer from {', '.join(sorted(map(str, served_generations)))}, but "
+            f"{missing_records_advice(store)}"
+        )
+    elif namespace_state.live_generation is None:
         redis_clause = "" if namespace_state.redis_state != REDIS_REACHABLE else ", nor has Redis"
         problems.append(
             f"nothing is live: the artefact store {store_url} has no record of a publish{redis_clause}; run `larder "
             "night`, or set the right store (artifacts, LARDER_ARTIFACTS)"
         )
-    if pointer is not None and pointer.epoch > ledger.live_epoch:
+    if pointer is not None and not namespace_state.history:
+        problems.append(
+            f"in Redis {pointer.generation} is live, epoch {pointer.epoch}, but {missing_records_advice(store)}"
+        )
+    elif pointer is not None and pointer.epoch > ledger.live_epoch:
         epoch_clause = (
             f"has no later epoch than {ledger.live_epoch}" if ledger.live_generation else "has no record of a publish"
         )
         problems.append(
             f"in Redis {pointer.generation} is live, epoch {pointer.epoch}, but the artefact store {store_url} "
-            f"{epoch_clause}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: `larder restore "
-            "--adopt`"
+            f"{epoch_clause}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: "
+            f"`{ADOPT_COMMAND}`"
         )
     elif namespace_state.redis_state == REDIS_REACHABLE and ledger.live_generation is not None:
         if pointer is None and namespace_state.is_own_redis:
