@@ -20,6 +20,7 @@ from cache.format.redis_keys import KEYSPACE_VERSION, Keyspace
 from cache.process.command_line import (
     FOUND_PROBLEM_EXIT_CODE,
     PRECOMPUTE_MODULES,
+    SERVING_MODULES,
     install_command,
     json_text,
     missing_extra,
@@ -98,6 +99,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     args = argument_parser(prog).parse_args(argv)
     check_lines = [_run_check("settings", _check_settings)]
     if check_lines[0].state == "ok":
+        check_lines = [_run_check("settings", partial(_check_service_files, check_lines[0].told))]
         config = read_night_settings()
         check_lines += [_run_check(subject, partial(check, config)) for subject, check in CHECK_BY_SUBJECT.items()]
     if args.json:
@@ -142,6 +144,17 @@ def _check_settings() -> CheckResult:
         return "to do", "no larder.toml here, and no LARDER_CONFIG: `larder init` writes one"
     unknown_names = unknown_variables(os.environ)
     return "ok", f"{settings_file}; not read: {', '.join(unknown_names)}" if unknown_names else settings_file
+
+
+def _check_service_files(settings_text: str) -> CheckResult:
+    """Check token, tokens file and TLS pair as `larder serve` does before it starts; raise its ConfigError."""
+    if not missing_extra("the check of the service's files", "serving", *SERVING_MODULES):
+        from serving.config.settings import ServingConfig, check_configured_files, check_header_token
+
+        config = ServingConfig.load(os.environ)
+        check_header_token(config.token)
+        check_configured_files(config)
+    return "ok", settings_text
 
 
 def check_sources(config: "NightConfig") -> CheckResult:

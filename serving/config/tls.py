@@ -83,7 +83,13 @@ class TlsWatch(Collector):
         self._tls_files = tls_files
         self._loaded_version = tls_files.file_versions()
         self.context = tls_files.context()
-        self.is_stale = False
+        self.stale_error: str | None = None
+        """Why the changed files are not applied; None: the newest ones are in force."""
+
+    @property
+    def is_stale(self) -> bool:
+        """True while the files cannot be used and the previous ones stay in force."""
+        return self.stale_error is not None
 
     def reload_if_changed(self) -> bool:
         """Read changed files, and retry those that could not be used; return whether the context was replaced."""
@@ -94,13 +100,13 @@ class TlsWatch(Collector):
         try:
             self.context = self._tls_files.context()
         except ConfigError as error:
-            self.is_stale = True
+            self.stale_error = error.message
             if not is_logged:
                 log.error(
                     "the new TLS files are not applied, the previous certificate stays in force: %s", error.message
                 )
             return False
-        self.is_stale = False
+        self.stale_error = None
         return True
 
     def log_renewal(self) -> None:

@@ -193,6 +193,8 @@ DASHBOARD_SCHEMA: Json = _object_schema(
             replica={"type": "string"}, workers={"type": "integer"}, generation=_nullable_schema("string"),
             epoch=_nullable_schema("integer"), ready={"type": "boolean"}, stale=_nullable_schema("string"),
             degraded=_nullable_schema("string"), seen_s={"type": "number"}, failed=_nullable_schema("string"),
+            tokens_stale=_nullable_schema("string", "Why its changed tokens file is not applied"),
+            tls_stale=_nullable_schema("string", "Why its changed TLS files are not applied"),
         )
     ),
     series=_object_schema(
@@ -411,6 +413,8 @@ def summarise_replicas(workers: Iterable[Worker], now_s: float) -> list[dict[str
                 "degraded": _first_set_value(replica_workers, "degraded"),
                 "seen_s": round(max(max(0.0, now_s - worker["at"]) for worker in replica_workers), 3),
                 "failed": _first_set_value(replica_workers, "failed"),
+                "tokens_stale": _first_set_value(replica_workers, "tokens_stale"),
+                "tls_stale": _first_set_value(replica_workers, "tls_stale"),
             }
         )
     return replica_rows
@@ -739,6 +743,25 @@ def _check_degraded(body: Body) -> Iterator[Finding]:
         )
 
 
+def _check_files(body: Body) -> Iterator[Finding]:
+    if replicas := [replica for replica in body["replicas"] if replica["tokens_stale"]]:
+        yield Finding(
+            "bad",
+            f"Revoked tokens may still be valid on {', '.join(replica['replica'] for replica in replicas)}, new ones "
+            f"are not: {replicas[0]['tokens_stale'].rstrip('.')}.",
+            "Make the tokens file readable and valid (larder tokens list tells whether it is): it is read again within "
+            "a second. A replica that restarts before that does not start.",
+        )
+    if replicas := [replica for replica in body["replicas"] if replica["tls_stale"]]:
+        yield Finding(
+            "warn",
+            f"An earlier certificate is still sent by {', '.join(replica['replica'] for replica in replicas)}: "
+            f"{replicas[0]['tls_stale'].rstrip('.')}.",
+            "Put a matching certificate and key in place (larder check tells whether they are): they are read again by "
+            "themselves. A replica that restarts before that does not start.",
+        )
+
+
 def _check_memory(body: Body) -> Iterator[Finding]:
     redis_state = body["redis"]
     if not redis_state["limit_bytes"] or redis_state["used_bytes"] is None:
@@ -846,4 +869,5 @@ def _age_text(age_s: float) -> str:
 _CHECKS: tuple[Callable[[Body], Iterator[Finding]], ...] = (
     _check_ready, _check_redis, _check_pointer, _check_missing, _check_policy, _check_fallback, _check_memory,
     _check_stale, _check_apart, _check_hits, _check_failed, _check_refused, _check_degraded, _check_shed, _check_events,
+    _check_files,
 )  # fmt: skip

@@ -14,7 +14,7 @@ def replica(**changes: Any) -> dict[str, Any]:
     """One that is fine."""
     fine = {
         "replica": "a", "workers": 1, "generation": G1, "epoch": 1, "ready": True, "stale": None,
-        "degraded": None, "seen_s": 0.1, "failed": None,
+        "degraded": None, "seen_s": 0.1, "failed": None, "tokens_stale": None, "tls_stale": None,
     }  # fmt: skip
     return fine | changes
 
@@ -165,6 +165,18 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "miss reasons",
     ),
     "degraded": ({"replicas": [replica(degraded="bad model")]}, "warn", "(bad model)", "roll-back"),
+    "tokens not applied": (
+        {"replicas": [replica(), replica(replica="b", tokens_stale="tokens file /t.json is not JSON: line 1")]},
+        "bad",
+        "Revoked tokens may still be valid on b, new ones are not: tokens file /t.json is not JSON: line 1.",
+        "larder tokens list",
+    ),
+    "certificate not applied": (
+        {"replicas": [replica(tls_stale="cannot read /tls.pem: No such file")]},
+        "warn",
+        "An earlier certificate is still sent by a: cannot read /tls.pem: No such file.",
+        "matching certificate and key",
+    ),
     "memory": (
         {"redis": {"used_bytes": 93, "limit_bytes": 100, "policy": "volatile-lru"}},
         "warn",
