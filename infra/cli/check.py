@@ -27,7 +27,15 @@ from cache.process.command_line import (
     printable_lines,
 )
 from infra.cli.commands import read_night_settings
-from infra.cli.dags import airflow_refusal, airflow_version, dags_folder, list_dag_files
+from infra.cli.dags import (
+    POOL_COMMAND,
+    SCORING_POOL,
+    airflow_refusal,
+    airflow_version,
+    dags_folder,
+    has_scoring_pool,
+    list_dag_files,
+)
 from infra.cli.redis import url_without_password
 
 if TYPE_CHECKING:
@@ -585,11 +593,17 @@ def check_airflow(_config: "NightConfig") -> CheckResult:
     for target, state in state_by_target.items():
         if state in ("older", "changed", "foreign", "missing"):
             return "to do", f"{target}: {_DAG_FILE_STATE_TEXTS[state]}; `larder dags install`"
+    has_pool = has_scoring_pool(os.environ)
+    if has_pool is False:
+        return "to do", f"Airflow has no pool {SCORING_POOL}, so scoring tasks wait for ever: `{POOL_COMMAND}`"
+    pool_text = f"with the pool {SCORING_POOL}"
+    if has_pool is None:
+        pool_text = f"whose database was not asked for the pool {SCORING_POOL}: `airflow pools list` shows it"
     return (
         "ok",
         (
             f"{len(state_by_target)} DAGs in {Path(airflow_dags_folder)}, Airflow "
-            f"{installed_version or 'of unknown version'}"
+            f"{installed_version or 'of unknown version'}, {pool_text}"
         ),
     )
 
