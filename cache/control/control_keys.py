@@ -102,7 +102,9 @@ class Replica:
     """A serving replica's last heartbeat; times are Redis' own, Unix seconds.
 
     `ready_generations`: loaded and warmed generations. `failure_by_generation`: generation -> why the replica
-    cannot load it. `degraded`: why its live model does not work. `l2_p99_ms`: latency over the last few seconds.
+    cannot load it. `degraded`: why its live model does not work. `stale_reasons`: why its answers may lag behind.
+    `blocklist_version`: newest version of the blocklist that it has read. `l2_p99_ms`: latency over the last few
+    seconds.
     `canary_counts`: the replica's counts while a canary runs. `overlay_ttl_s`: longest life of its overlays.
     `memory_available_bytes`, `disk_free_bytes`: what is left on its host, or in its container. `release`: release
     of its program. `readable_versions`: oldest and newest version that it reads, by format.
@@ -125,6 +127,8 @@ class Replica:
     release: str = FIRST_RELEASE
     readable_versions: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     degraded: str | None = None
+    stale_reasons: tuple[str, ...] = ()
+    blocklist_version: int | None = None
 
     @classmethod
     def from_beat(cls, heartbeat_bytes: bytes, beat_at: float) -> "Replica":
@@ -149,6 +153,8 @@ class Replica:
                 for name, (oldest, newest_version) in heartbeat_fields.get("reads", {}).items()
             },
             heartbeat_fields.get("degraded"),
+            tuple(str(heartbeat_fields["stale"]).split(",")) if heartbeat_fields.get("stale") else (),
+            heartbeat_fields.get("blocklist_version"),
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from cache.store.write_once import pack_files, read_files
 
 AuditedAction = Literal[
     "publish", "roll_back", "override", "block", "unblock", "erase", "forget", "declare_gone",
-    "token_add", "token_revoke", "experiment",
+    "token_add", "token_revoke", "experiment", "canary_abandon",
 ]  # fmt: skip
 """Actions in the audit log: changes to the answers of all callers, to stored data, and to access."""
 ACTIONS: tuple[AuditedAction, ...] = get_args(AuditedAction)

@@ -20,13 +20,22 @@ from cache.format.redis_keys import KEYSPACE_VERSION, Keyspace
 from cache.process.command_line import (
     FOUND_PROBLEM_EXIT_CODE,
     PRECOMPUTE_MODULES,
+    SERVING_MODULES,
     install_command,
     json_text,
     missing_extra,
     printable_lines,
 )
 from infra.cli.commands import read_night_settings
-from infra.cli.dags import airflow_refusal, airflow_version, dags_folder, list_dag_files
+from infra.cli.dags import (
+    POOL_COMMAND,
+    SCORING_POOL,
+    airflow_refusal,
+    airflow_version,
+    dags_folder,
+    has_scoring_pool,
+    list_dag_files,
+)
 from infra.cli.redis import url_without_password
 
 if TYPE_CHECKING:
@@ -98,6 +107,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     args = argument_parser(prog).parse_args(argv)
     check_lines = [_run_check("settings", _check_settings)]
     if check_lines[0].state == "ok":
+        check_lines = [_run_check("settings", partial(_check_service_files, check_lines[0].told))]
         config = read_night_settings()
         check_lines += [_run_check(subject, partial(check, config)) for subject, check in CHECK_BY_SUBJECT.items()]
     if args.json:
@@ -142,6 +152,17 @@ def _check_settings() -> CheckResult:
         return "to do", "no larder.toml here, and no LARDER_CONFIG: `larder init` writes one"
     unknown_names = unknown_variables(os.environ)
     return "ok", f"{settings_file}; not read: {', '.join(unknown_names)}" if unknown_names else settings_file
+
+
+def _check_service_files(settings_text: str) -> CheckResult:
+    """Check token, tokens file and TLS pair as `larder serve` does before it starts; raise its ConfigError."""
+    if not missing_extra("the check of the service's files", "serving", *SERVING_MODULES):
+        from serving.config.settings import ServingConfig, check_configured_files, check_header_token
+
+        config = ServingConfig.load(os.environ)
+        check_header_token(config.token)
+        check_configured_files(config)
+    return "ok", settings_text
 
 
 def check_sources(config: "NightConfig") -> CheckResult:
@@ -532,13 +553,15 @@ def check_live_provider(_config: "NightConfig") -> CheckResult:
 
 def check_store(config: "NightConfig") -> CheckResult:
     """Check that the pointer in Redis belongs to this artefact store, and that it can create files exclusively."""
-    from cache.control.own_store import store_mismatch
+    from cache.control.own_store import older_store_problem, store_mismatch
     from cache.process.redis_server import running_server
 
     running_redis = running_server(config.path(config.state))
     server_url = config.redis_url or (running_redis.url if running_redis else None)
     if (mismatch := store_mismatch(config, server_url, REDIS_TIMEOUT_S)) is not None:
         return "to do", mismatch
+    if (problem := older_store_problem(config, server_url, REDIS_TIMEOUT_S)) is not None:
+        return "to do", problem
     store = config.store()
     store.demand_write_once()
     generation_count = len(store.names("generations"))
@@ -570,11 +593,17 @@ def check_airflow(_config: "NightConfig") -> CheckResult:
     for target, state in state_by_target.items():
         if state in ("older", "changed", "foreign", "missing"):
             return "to do", f"{target}: {_DAG_FILE_STATE_TEXTS[state]}; `larder dags install`"
+    has_pool = has_scoring_pool(os.environ)
+    if has_pool is False:
+        return "to do", f"Airflow has no pool {SCORING_POOL}, so scoring tasks wait for ever: `{POOL_COMMAND}`"
+    pool_text = f"with the pool {SCORING_POOL}"
+    if has_pool is None:
+        pool_text = f"whose database was not asked for the pool {SCORING_POOL}: `airflow pools list` shows it"
     return (
         "ok",
         (
             f"{len(state_by_target)} DAGs in {Path(airflow_dags_folder)}, Airflow "
-            f"{installed_version or 'of unknown version'}"
+            f"{installed_version or 'of unknown version'}, {pool_text}"
         ),
     )
 

@@ -1,9 +1,12 @@
 """`larder dags install`: copies the DAG files into an Airflow's folder; never overwrites other programs' files."""
 
 import argparse
+import configparser
+import contextlib
 import hashlib
 import os
 import re
+import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +23,9 @@ LARDER_DAGS_SUBFOLDER = "larder"
 AIRFLOW_VERSION_MIN: Final = (3, 3)
 """First release of Airflow that has all that the DAG files import."""
 AIRFLOW_VERSION_END: Final = (4,)
+SCORING_POOL: Final = "gpu"
+"""Airflow pool of the tasks that score: without it they wait, and Airflow does not say why."""
+POOL_COMMAND: Final = f'airflow pools set {SCORING_POOL} 2 "scoring tasks"'
 _HEADER_PREFIX = "# Written by `larder dags install`"
 
 DagFileState = Literal["missing", "current", "older", "changed", "foreign"]
@@ -87,7 +93,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         )
         print(f"Airflow's tasks need Larder in Airflow's own environment: {install_command('precompute')}.")
     print("They need LARDER_CONFIG with an absolute path, REDIS_URL, and a pool:")
-    print('airflow pools set gpu 2 "scoring tasks". Each file says how to run it.')
+    print(f"{POOL_COMMAND}. Each file says how to run it.")
     return 0
 
 
@@ -164,6 +170,27 @@ def _configured_dags_folder(environ: Mapping[str, str]) -> str | None:
         return configured_folder
     airflow_home = environ.get("AIRFLOW_HOME")
     return str(Path(airflow_home) / "dags") if airflow_home else None
+
+
+def has_scoring_pool(environ: Mapping[str, str]) -> bool | None:
+    """Return whether Airflow's database has the pool; None if it is no SQLite file, or cannot be found or read.
+
+    Asking another database would take Airflow itself, whose import lasts seconds.
+    """
+    if not (airflow_home := environ.get("AIRFLOW_HOME", "")):
+        return None
+    settings = configparser.ConfigParser(interpolation=None, strict=False)
+    try:
+        settings.read(Path(airflow_home, "airflow.cfg"))
+        default_url = settings.get("database", "sql_alchemy_conn", fallback=f"sqlite:///{airflow_home}/airflow.db")
+        database_url = environ.get("AIRFLOW__DATABASE__SQL_ALCHEMY_CONN") or default_url
+        if not database_url.startswith("sqlite:///"):
+            return None
+        database_uri = f"{Path(database_url.removeprefix('sqlite:///')).absolute().as_uri()}?mode=ro"
+        with contextlib.closing(sqlite3.connect(database_uri, uri=True, timeout=1.0)) as database:
+            return bool(database.execute("SELECT 1 FROM slot_pool WHERE pool = ?", (SCORING_POOL,)).fetchall())
+    except (OSError, ValueError, configparser.Error, sqlite3.Error):
+        return None
 
 
 def list_dag_files(airflow_folder: Path) -> Iterator[DagFile]:

@@ -195,7 +195,9 @@ def restore(config: NightConfig, arguments: argparse.Namespace, progress: Progre
     from precompute.releases.recovery import restore as restore_redis
 
     if arguments.adopt:
-        return adopt(config, reason=arguments.reason, attempt=new_attempt(), progress=progress)
+        return adopt(
+            config, reason=arguments.reason, attempt=new_attempt(), accepts_empty=arguments.empty, progress=progress
+        )
     return restore_redis(config, attempt=new_attempt(), progress=progress)
 
 

@@ -83,6 +83,11 @@ def _restore_options(command: argparse.ArgumentParser) -> None:
         help="also follow the artefact store if Redis holds a pointer that no release record explains",
     )
     command.add_argument("--reason", help="for --adopt; recorded in the release record")
+    command.add_argument(
+        "--empty",
+        action="store_true",
+        help="for --adopt: also follow a store without any release record, which forgets every release and erasure",
+    )
 
 
 def _pin_options(command: argparse.ArgumentParser) -> None:

@@ -11,11 +11,12 @@ from rich.text import Text
 
 from cache.config.timetable import Schedule
 from cache.control.control_keys import RegistryRow, Replica
+from cache.control.own_store import ADOPT_COMMAND, missing_records_advice, older_store_message, replicas_ahead
 from cache.control.states import GenerationState, Ledger, fold_releases
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import CUT_CHARS, Manifest
 from cache.process.redis_server import running_server
-from cache.store.artefacts import generation_path, read_manifest
+from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
 from cache.store.blocklist import latest_blocklist
 from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import Canary, Pointer, Release, all_releases, publication_time
@@ -39,6 +40,16 @@ NO_SETTINGS_TEXT = (
 
 LOCATION_VARIABLES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "REDIS_URL")
 """Environment variables that locate a namespace."""
+
+PROBLEM_BY_STALE_REASON: Mapping[str, str] = {
+    "blocklist_unreadable": "cannot read the newest blocklist, so what was blocked or erased since may still be "
+    "served: its log has the error; is the artefact store reachable and readable from its host?",
+    "blocklist_not_enforced": "could not put the blocklist in force that it read: its log has the error; give it "
+    "threads and memory",
+    "experiments_unreadable": "cannot read the newest experiments: its log has the error; is the artefact store "
+    "reachable and readable from its host?",
+}
+"""Problems of replicas that do not follow what the artefact store says, by the stale reason in their heartbeat."""
 
 FEATURE_FIELDS: Mapping[str, Callable[[Manifest], Any]] = {"reuse": reuse_field, "events_until": events_until}
 """Fields that features add to a generation's status, from its manifest; null without a manifest."""
@@ -168,7 +179,7 @@ def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_s
         "erasures_pending": sum(erasure.is_pending for erasure in all_erasures(store)),
         "events": events_status(config, generations),
     }
-    problems = list(_list_problems(namespace_status, namespace_state, store.url))
+    problems = list(_list_problems(namespace_status, namespace_state, store))
     if not has_settings and namespace_state.live_generation is None and not generations:
         problems = [NO_SETTINGS_TEXT]
     return namespace_status | {"well": not problems, "problems": problems}
@@ -202,25 +213,37 @@ def _live_model(config: NightConfig, live_generation: str | None) -> dict[str, A
     }
 
 
-def _list_problems(namespace_status: Mapping[str, Any], namespace_state: NamespaceState, store_url: str) -> list[str]:
-    problems = []
+def _list_problems(
+    namespace_status: Mapping[str, Any], namespace_state: NamespaceState, store: ArtefactStore
+) -> list[str]:
+    problems, store_url = [], store.url
     ledger, pointer, schedule = namespace_state.ledger, namespace_state.pointer, namespace_status["schedule"]
     if namespace_state.redis_state == REDIS_UNREACHABLE:
         problems.append(f"Redis does not answer: {namespace_state.redis_error}")
-    if namespace_state.live_generation is None:
+    served_generations = {replica.served_generation for replica in namespace_state.replicas} - {None}
+    if pointer is None and served_generations and not namespace_state.history:
+        problems.append(
+            f"replicas answer from {', '.join(sorted(map(str, served_generations)))}, but "
+            f"{missing_records_advice(store)}"
+        )
+    elif namespace_state.live_generation is None:
         redis_clause = "" if namespace_state.redis_state != REDIS_REACHABLE else ", nor has Redis"
         problems.append(
             f"nothing is live: the artefact store {store_url} has no record of a publish{redis_clause}; run `larder "
             "night`, or set the right store (artifacts, LARDER_ARTIFACTS)"
         )
-    if pointer is not None and pointer.epoch > ledger.live_epoch:
+    if pointer is not None and not namespace_state.history:
+        problems.append(
+            f"in Redis {pointer.generation} is live, epoch {pointer.epoch}, but {missing_records_advice(store)}"
+        )
+    elif pointer is not None and pointer.epoch > ledger.live_epoch:
         epoch_clause = (
             f"has no later epoch than {ledger.live_epoch}" if ledger.live_generation else "has no record of a publish"
         )
         problems.append(
             f"in Redis {pointer.generation} is live, epoch {pointer.epoch}, but the artefact store {store_url} "
-            f"{epoch_clause}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: `larder restore "
-            "--adopt`"
+            f"{epoch_clause}: is it the store of this Redis (artifacts, LARDER_ARTIFACTS)? If it is: "
+            f"`{ADOPT_COMMAND}`"
         )
     elif namespace_state.redis_state == REDIS_REACHABLE and ledger.live_generation is not None:
         if pointer is None and namespace_state.is_own_redis:
@@ -265,7 +288,13 @@ def _list_problems(namespace_status: Mapping[str, Any], namespace_state: Namespa
                 f"{refused_generation} was refused{failed_at_clause}: {rules}; `larder verify {refused_generation}` "
                 "shows the values, and what to do"
             )
+    blocklist_version = namespace_status["blocklist_version"]
+    if ahead := replicas_ahead(namespace_state.replicas, blocklist_version):
+        problems.append(older_store_message(ahead, blocklist_version, store_url))
     for replica in namespace_state.replicas:
+        for reason in replica.stale_reasons:
+            if reason in PROBLEM_BY_STALE_REASON and not (reason == "blocklist_unreadable" and replica in ahead):
+                problems.append(f"replica {replica.name} {PROBLEM_BY_STALE_REASON[reason]} ({reason})")
         for generation, load_error in replica.failure_by_generation.items():
             problems.append(f"replica {replica.name} cannot load {generation}: {load_error}")
         if replica.degraded is not None:
@@ -386,6 +415,8 @@ def _replica_fields(replica: Replica) -> dict[str, Any]:
         "ready": list(replica.ready_generations),
         "failed": dict(replica.failure_by_generation),
         "degraded": replica.degraded,
+        "stale": ",".join(replica.stale_reasons) or None,
+        "blocklist_version": replica.blocklist_version,
     }
 
 

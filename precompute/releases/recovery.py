@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cache.control.control_keys import RegistryRow
+from cache.control.own_store import missing_records_text, older_store_remarks
 from cache.control.states import UNFINISHED_STATES, GenerationState, Ledger, fold_releases
 from cache.errors import Conflict, CorruptArtefact, LarderError, UnknownGeneration
 from cache.format.manifest import GENERATION_PATTERN
@@ -162,6 +163,7 @@ def restore(config: NightConfig, *, attempt: str = "shell", progress: Progress =
             governor=governor,
         )
         remarks = describe_forgotten_facts(releases, prior_view, pointer)
+        remarks += older_store_remarks(releases.store, releases.control.replicas())
     return {
         "generation": pointer.generation, "epoch": pointer.epoch, "loaded": loaded_ids, "bytes": loaded_bytes,
         "seconds": round(time.perf_counter() - started_s, 3), **({"notes": remarks} if remarks else {}),
@@ -194,7 +196,8 @@ def restore_redis(
         view = releases.view()
         ledger = view.ledger
         if ledger.live_generation is None:
-            raise Conflict("nothing was ever published here, so there is nothing to restore")
+            where = "here" if view.history else f"here ({missing_records_text(releases.store)})"
+            raise Conflict(f"nothing was ever published {where}, so there is nothing to restore")
         if view.epoch > ledger.live_epoch:
             view.demand_agreement()
         control.check_eviction_policy()
@@ -380,11 +383,14 @@ return redis.call('DEL', KEYS[1])
 """
 
 
-def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress = quiet) -> dict[str, Any]:
+def adopt(
+    config: NightConfig, *, reason: str, attempt: str, accepts_empty: bool = False, progress: Progress = quiet
+) -> dict[str, Any]:
     """Remove a stray pointer, then restore the store's live generation, if one was ever published.
 
     The reason is recorded under an epoch above the stray pointer's, so that readers who saw it follow the next pointer.
-    Raises ConfigError without a reason, Conflict if the releases explain the pointer or there is none.
+    Raises ConfigError without a reason, Conflict if the releases explain the pointer or there is none, and, unless
+    `accepts_empty`, for a store without any release record, which may be one that is not mounted.
     """
     reason = demand_reason("adopting a Redis", reason)
     with open_releases(config) as releases:
@@ -392,6 +398,12 @@ def adopt(config: NightConfig, *, reason: str, attempt: str, progress: Progress 
         raw_pointer: Any = client.get(keys.live)
         if raw_pointer is None:
             raise Conflict(f"{keys.live} holds no pointer, so there is nothing to adopt: run `larder restore`")
+        if not accepts_empty and not releases.history():
+            raise Conflict(
+                f"{missing_records_text(releases.store)}: to adopt it would forget every release and erasure that led "
+                f"to the pointer in {keys.live}. Mount it, or correct artifacts (LARDER_ARTIFACTS); if it is lost, "
+                "start a new namespace (LARDER_NAMESPACE), or accept the loss with --empty"
+            )
         stray_pointer = _pointer_if_readable(raw_pointer)
         ledger = releases.ledger() if stray_pointer is not None else fold_releases(releases.history())
         if stray_pointer is not None and stray_pointer.epoch <= ledger.live_epoch:

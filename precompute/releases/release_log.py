@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cache.control.control_keys import Control, RegistryRow
-from cache.control.own_store import unexplained_pointer_message
+from cache.control.own_store import ADOPT_COMMAND, missing_records_advice, unexplained_pointer_message
 from cache.control.states import TRANSITIONS, UNFINISHED_STATES, GenerationState, Ledger, demand_allowed, fold_releases
 from cache.errors import ConfigError, Conflict, CorruptArtefact, UnknownGeneration
 from cache.l2.sync_clients import connect
@@ -136,7 +136,9 @@ class Releases:
         except Conflict as error:
             remedy = ""
             if view.epoch > view.ledger.live_epoch:
-                remedy = '. If it is, and these releases are right, run `larder restore --adopt --reason "..."`'
+                remedy = f". If it is, and these releases are right, run `{ADOPT_COMMAND}`"
+                if not view.history:
+                    remedy = f": {missing_records_advice(self.store)}"
             raise Conflict(
                 f"{error.message} (key {self.control.keyspace.live}, artefact store {self.store.url}){remedy}",
                 **error.details,

@@ -243,8 +243,14 @@ class TokenWatch(Collector):
         self._quota_table, self._clock, self._monotonic_clock = quota_table, clock, monotonic_clock
         self._counts_by_name: dict[str, CallerCounts] = {}
         self._loaded_version = self._tokens_file_version()
-        self.is_stale = False
+        self.stale_error: str | None = None
+        """Why the changed file is not applied; None: the newest version is in force."""
         self.callers = self._build_callers(None if self._tokens_path is None else read_tokens(self._tokens_path))
+
+    @property
+    def is_stale(self) -> bool:
+        """True while the file cannot be used and older tokens stay in force."""
+        return self.stale_error is not None
 
     @contextlib.asynccontextmanager
     async def follow_file(
@@ -298,11 +304,11 @@ class TokenWatch(Collector):
                 log.error(
                     "the tokens file is not applied, the previous tokens stay in force: %s", tokens_or_error.message
                 )
-            self.is_stale, self._loaded_version = True, tokens_file_version
+            self.stale_error, self._loaded_version = tokens_or_error.message, tokens_file_version
             return False
         self.callers = self._build_callers(tokens_or_error)
         # Set last: if an error prevents this, the file is read again at the next check.
-        self.is_stale, self._loaded_version = False, tokens_file_version
+        self.stale_error, self._loaded_version = None, tokens_file_version
         log.info("%d tokens of %s are in force", len(tokens_or_error), self._tokens_path)
         return True
 

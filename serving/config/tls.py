@@ -1,5 +1,6 @@
 """TLS of the service: certificate, key and client authorities, reloaded when their files change."""
 
+import hashlib
 import logging
 import ssl
 from collections.abc import Iterable
@@ -70,6 +71,14 @@ class TlsFiles:
             ssl_context.num_tickets = 0
         return ssl_context
 
+    def content_digest(self) -> bytes:
+        """Return a digest of what the files hold; b"" if one cannot be read."""
+        paths = filter(None, (self.certificate_path, self.key_path, self.client_ca_path))
+        try:
+            return hashlib.sha256(b"\0".join(Path(path).read_bytes() for path in paths)).digest()
+        except OSError:
+            return b""
+
     def file_versions(self) -> FileVersions:
         """Return a value that changes whenever one of the files changes."""
         return tuple(file_version(Path(path)) for path in (self.certificate_path, self.key_path, self.client_ca_path))
@@ -83,7 +92,15 @@ class TlsWatch(Collector):
         self._tls_files = tls_files
         self._loaded_version = tls_files.file_versions()
         self.context = tls_files.context()
-        self.is_stale = False
+        self._content_digest = tls_files.content_digest()
+        self._is_renewed = False
+        self.stale_error: str | None = None
+        """Why the changed files are not applied; None: the newest ones are in force."""
+
+    @property
+    def is_stale(self) -> bool:
+        """True while the files cannot be used and the previous ones stay in force."""
+        return self.stale_error is not None
 
     def reload_if_changed(self) -> bool:
         """Read changed files, and retry those that could not be used; return whether the context was replaced."""
@@ -94,18 +111,23 @@ class TlsWatch(Collector):
         try:
             self.context = self._tls_files.context()
         except ConfigError as error:
-            self.is_stale = True
+            self.stale_error = error.message
             if not is_logged:
                 log.error(
                     "the new TLS files are not applied, the previous certificate stays in force: %s", error.message
                 )
             return False
-        self.is_stale = False
+        self.stale_error = None
+        content_digest = self._tls_files.content_digest()
+        self._is_renewed = self._is_renewed or content_digest != self._content_digest
+        self._content_digest = content_digest
         return True
 
     def log_renewal(self) -> None:
-        """Log that the service listens with the changed files."""
-        log.info("certificate %s is in force", self._tls_files.certificate_path)
+        """Log that the service listens with the changed files; nothing if they hold what they held before."""
+        if self._is_renewed:
+            log.info("certificate %s is in force", self._tls_files.certificate_path)
+        self._is_renewed = False
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """Yield the gauge of whether the newest certificate is in force."""

@@ -56,7 +56,7 @@ READ_TIMEOUT_S = 2.0
 WORKER_SILENCE_MAX_S = 10.0
 """Seconds without a publication after which a worker is not shown."""
 
-_ROW_TEXT_FIELDS = ("generation", "stale", "degraded", "failed")
+_ROW_TEXT_FIELDS = ("generation", "stale", "degraded", "failed", "tokens_stale", "tls_stale")
 
 _ROW_NUMBER_FIELDS = (
     "since", "epoch", "live_queued", "under_way", "requests_max", "queue_seconds",

@@ -70,6 +70,8 @@ def attach(replica: Replica) -> Dashboard:
             "stale": health.stale_reason,
             "degraded": health.degraded_reason,
             "failed": health.failure_reason,
+            "tokens_stale": read_report("tokens_stale"),
+            "tls_stale": read_report("tls_stale"),
             "breaker": own_namespace.components.remote.stats.breaker_state,
             "live_queued": replica.batcher.queued,
             "under_way": admission.requests_under_way,

@@ -65,6 +65,26 @@ _STREAM_ADVICE = (
     "A night makes room: larder night. If it fills up again, raise [events] stream_bytes and its Redis' maxmemory."
 )
 
+_RESTORE_ADVICE = "larder status shows the pointer; larder restore rebuilds it from the records."
+
+_READ_ADVICE = "Read the log of {replicas}: is the artefact store reachable and readable from there?"
+
+_ADVICE_BY_STALE_REASON: Mapping[str, str] = {
+    StaleReason.BLOCKLIST_UNREADABLE: f"{_READ_ADVICE} If the log says that a newer version is in force, the store is "
+    "older than what is in force: repeat the blocks and erasures since the copy (larder audit of the store that was "
+    "replaced shows them), then restart the replicas; or put back a newer copy.",
+    StaleReason.BLOCKLIST_NOT_ENFORCED: "Read the log of {replicas}: it needs threads and memory, and tries again by "
+    "itself.",
+    StaleReason.EXPERIMENTS_UNREADABLE: _READ_ADVICE,
+    StaleReason.LOAD_FAILED: "Read the log of {replicas}; larder roll-back returns to the last good generation.",
+    StaleReason.EVICTION_POLICY: "Set maxmemory-policy volatile-lru.",
+    StaleReason.BACKGROUND_FAILING: "Restart {replicas}, and report the traceback in its log.",
+    StaleReason.POINTER_BACKWARDS: _RESTORE_ADVICE,
+    StaleReason.POINTER_CONFLICTING: _RESTORE_ADVICE,
+    StaleReason.POINTER_CORRUPT: _RESTORE_ADVICE,
+}
+"""What to do about stale answers, the most urgent reason first; `replicas` are those with the reason."""
+
 _NUMBERS_SCHEMA: Json = {"type": "array", "items": {"type": ["number", "null"]}}
 
 _SERIES_BY_NAME_SCHEMA = NamedSchema(
@@ -173,6 +193,8 @@ DASHBOARD_SCHEMA: Json = _object_schema(
             replica={"type": "string"}, workers={"type": "integer"}, generation=_nullable_schema("string"),
             epoch=_nullable_schema("integer"), ready={"type": "boolean"}, stale=_nullable_schema("string"),
             degraded=_nullable_schema("string"), seen_s={"type": "number"}, failed=_nullable_schema("string"),
+            tokens_stale=_nullable_schema("string", "Why its changed tokens file is not applied"),
+            tls_stale=_nullable_schema("string", "Why its changed TLS files are not applied"),
         )
     ),
     series=_object_schema(
@@ -391,6 +413,8 @@ def summarise_replicas(workers: Iterable[Worker], now_s: float) -> list[dict[str
                 "degraded": _first_set_value(replica_workers, "degraded"),
                 "seen_s": round(max(max(0.0, now_s - worker["at"]) for worker in replica_workers), 3),
                 "failed": _first_set_value(replica_workers, "failed"),
+                "tokens_stale": _first_set_value(replica_workers, "tokens_stale"),
+                "tls_stale": _first_set_value(replica_workers, "tls_stale"),
             }
         )
     return replica_rows
@@ -611,10 +635,14 @@ def _check_stale(body: Body) -> Iterator[Finding]:
     reasons = sorted(_stale_reasons(body) - {EVENTS_BEHIND, StaleReason.POINTER_VANISHED})
     # Another check reports that Redis is unreachable.
     if body["whole"] and reasons:
+        worst_reason = next((reason for reason in _ADVICE_BY_STALE_REASON if reason in reasons), reasons[0])
+        replica_names = [
+            replica["replica"] for replica in body["replicas"] if worst_reason in (replica["stale"] or "").split(",")
+        ]
         yield Finding(
             "warn",
             f"Answers may lag behind what was published: {', '.join(reasons)}.",
-            "larder status shows the pointer; larder restore rebuilds it from the records.",
+            _ADVICE_BY_STALE_REASON.get(worst_reason, _RESTORE_ADVICE).format(replicas=", ".join(replica_names)),
         )
 
 
@@ -712,6 +740,25 @@ def _check_degraded(body: Body) -> Iterator[Finding]:
             "warn",
             f"The live model does not work ({degraded_reasons[0]}): ids that the night does not know get defaults.",
             "Roll back (larder roll-back), then look at the bundle.",
+        )
+
+
+def _check_files(body: Body) -> Iterator[Finding]:
+    if replicas := [replica for replica in body["replicas"] if replica["tokens_stale"]]:
+        yield Finding(
+            "bad",
+            f"Revoked tokens may still be valid on {', '.join(replica['replica'] for replica in replicas)}, new ones "
+            f"are not: {replicas[0]['tokens_stale'].rstrip('.')}.",
+            "Make the tokens file readable and valid (larder tokens list tells whether it is): it is read again within "
+            "a second. A replica that restarts before that does not start.",
+        )
+    if replicas := [replica for replica in body["replicas"] if replica["tls_stale"]]:
+        yield Finding(
+            "warn",
+            f"An earlier certificate is still sent by {', '.join(replica['replica'] for replica in replicas)}: "
+            f"{replicas[0]['tls_stale'].rstrip('.')}.",
+            "Put a matching certificate and key in place (larder check tells whether they are): they are read again by "
+            "themselves. A replica that restarts before that does not start.",
         )
 
 
@@ -822,4 +869,5 @@ def _age_text(age_s: float) -> str:
 _CHECKS: tuple[Callable[[Body], Iterator[Finding]], ...] = (
     _check_ready, _check_redis, _check_pointer, _check_missing, _check_policy, _check_fallback, _check_memory,
     _check_stale, _check_apart, _check_hits, _check_failed, _check_refused, _check_degraded, _check_shed, _check_events,
+    _check_files,
 )  # fmt: skip

@@ -85,6 +85,8 @@ class Heartbeat:
             "ready": [generation for generation in holder.generations if generation not in failed],
             "failed": failed,
             "degraded": None if served is None else served.live.degraded_reason,
+            "stale": follower.stale_reason,
+            "blocklist_version": holder.blocklist.version if holder.is_blocklist_known else None,
             "swapped_at": swapped_at,
             "warm_s": staged.warm_s,
             "l2_p99_ms": self.get_l2_p99_ms(),

@@ -26,6 +26,8 @@ class Replica(TypedDict):
     degraded: str | bool | None
     seen_s: Number
     failed: str | bool | None
+    tokens_stale: str | None
+    tls_stale: str | None
 
 
 class Series(TypedDict):

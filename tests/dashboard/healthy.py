@@ -174,7 +174,8 @@ def _series(now_s: float, bins: int, draw: random.Random) -> Any:
 def _replica(name: str, generation: str, now_s: float) -> Any:
     return {
         "replica": name, "workers": 2, "generation": generation, "epoch": 1_795_312_800_123, "ready": True,
-        "stale": None, "degraded": None, "seen_s": NOW_S - now_s + 0.4, "failed": None,
+        "stale": None, "degraded": None, "seen_s": NOW_S - now_s + 0.4, "failed": None, "tokens_stale": None,
+        "tls_stale": None,
     }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from precompute.config.settings import NightConfig
 from serving.app import create_app
 from serving.config.settings import ServingConfig
+from serving.config.tls import TlsWatch
 from serving.http.routes import Service
 
 BASE = "http://larder"
@@ -25,6 +26,7 @@ class Running:
 
     http: httpx.AsyncClient
     service: Service
+    tls: TlsWatch | None = None
 
     async def get(self, path: str, **query: Any) -> dict[str, Any]:
         """The JSON of a GET that is answered."""
@@ -73,7 +75,7 @@ async def serving(night: NightConfig, **changes: Any) -> AsyncIterator[Running]:
     app = create_app(settings(night, **PATIENT | changes))
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url=BASE) as http:
-        yield Running(http, app.state.service)
+        yield Running(http, app.state.service, app.state.tls)
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from cache.control.control_keys import Control
 from cache.control.states import GenerationState, demand_allowed
 from cache.errors import ConfigError, Conflict, Refused
+from cache.store.audit import audited
 from cache.store.releases import Canary, Release
 from precompute.builds.build import Build
 from precompute.builds.reports import VERIFY_REPORT, BuildId
@@ -130,7 +131,10 @@ def abandon(config: NightConfig, generation: str | None = None, *, reason: str |
             moves.end_canary(releases, attempt, reason, is_abandoned=True)  # Conflict if undone since
             return {"generation": abandonment.generation, "abandoned": abandonment.reason}
         generation_id = _demand_running_canary(releases.control, generation).generation
-        moves.end_canary(releases, attempt, reason, is_abandoned=True)
+        with audited(
+            releases.store, "canary_abandon", generation_id, actor=config.actor, reason=reason, attempt=attempt
+        ):
+            moves.end_canary(releases, attempt, reason, is_abandoned=True)
     return {"generation": generation_id, "abandoned": reason}
 
 
@@ -170,7 +174,10 @@ def publish_or_abandon(config: NightConfig, generation: str, *, attempt: str) ->
             )
         if verdict == "abandon":
             reason = "canary: " + "; ".join(reasons)
-            moves.end_canary(releases, attempt, reason, is_abandoned=True)
+            with audited(
+                releases.store, "canary_abandon", generation, actor=config.actor, reason=reason, attempt=attempt
+            ):
+                moves.end_canary(releases, attempt, reason, is_abandoned=True)
             raise Refused(
                 f"{generation} was abandoned, the live generation stays: {'; '.join(reasons)}",
                 rule="canary",

@@ -18,6 +18,8 @@ ADDED_FIELDS: Final = frozenset(
         "overlap_at_20_newest",
         "untimed",
         "writes_refused",
+        "tokens_stale",
+        "tls_stale",
     }
 )
 """Fields of JSON documents that the frozen commit does not have."""

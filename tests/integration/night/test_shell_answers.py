@@ -14,6 +14,7 @@ from cache.control.states import GenerationState, demand_allowed
 from cache.errors import ConfigError, Conflict, CorruptArtefact
 from cache.l2.sync_clients import connect
 from cache.process.redis_server import RedisServer
+from cache.store.audit import audit_records
 from cache.store.releases import all_releases
 from precompute.cli import commands
 from precompute.cli.parser import build_command_parser
@@ -72,6 +73,9 @@ def test_a_canary_is_ended_only_under_its_own_name(tried: tuple[NightConfig, str
     assert pointer.canary.generation == generation != pointer.generation
 
     abandon_result = run(config, "canary", "abandon", generation, "--reason", "enough")
+    audit_record = audit_records(config.store())[-1]
+    assert (audit_record.action, audit_record.subject) == ("canary_abandon", generation)
+    assert (audit_record.reason, audit_record.outcome) == ("enough", "done")
     assert abandon_result["generation"] == generation
     with pytest.raises(Conflict, match="cannot start a canary of"):
         run(config, "canary", "start", generation)

@@ -1,6 +1,7 @@
 """`larder status`: what it shows, what it calls a problem, and what it still knows without Redis."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from precompute.releases import moves
 from precompute.releases.release_log import open_releases
 from precompute.steps import index, take_events
 from precompute.steps.night import Night, run_night
+from serving.requests.reasons import StaleReason
 from tests.integration.nights import DATA_UNTIL, NEXT, build_verified, prepare, publish_night
 from tests.polling import poll_until
 
@@ -164,6 +166,25 @@ def test_a_replica_without_its_live_model_is_a_problem(config: NightConfig) -> N
     assert [replica["degraded"] for replica in status_report["replicas"]] == ["no such locale"]
 
 
+@pytest.mark.parametrize("reason", ["blocklist_unreadable", "blocklist_not_enforced", "experiments_unreadable"])
+def test_a_replica_that_does_not_read_what_the_store_says_is_a_problem(config: NightConfig, reason: str) -> None:
+    live = publish_night(config, DATA_UNTIL)
+    with open_releases(config) as releases:
+        beat = {
+            "replica": "deaf",
+            "serving": live,
+            "holds": [live],
+            "ready": [live],
+            "stale": f"events_behind,{reason}",
+        }
+        releases.control.client.zadd(config.keyspace().replicas, {orjson.dumps(beat): releases.control.time()})
+        status_report = make_report(config)
+
+    (problem,) = status_report["problems"]
+    assert problem.startswith("replica deaf ") and f"({reason})" in problem and "its log" in problem
+    assert reason in set(StaleReason)
+
+
 def test_without_redis_it_tells_what_the_store_knows_and_says_so(
     config: NightConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +250,18 @@ def test_before_the_first_night_it_says_what_to_run(config: NightConfig) -> None
     assert status_report["generations"] == [] and status_report["schedule"]["missing"]
 
 
+def test_replicas_that_serve_while_neither_store_nor_redis_knows_of_it_do_not_call_for_a_night(
+    config: NightConfig,
+) -> None:
+    shutil.rmtree(config.path(config.artifacts))
+    with served(config, "20260101T000000Z-000000000001"):
+        problems = make_report(config)["problems"]
+
+    (problem,) = [problem for problem in problems if "artefact store" in problem or "folder" in problem]
+    assert f"the folder {config.store().url} does not exist" in problem and "is it mounted?" in problem
+    assert "larder night" not in problem
+
+
 def test_where_no_redis_is_configured_none_is_started_and_no_replica_is_not_well(config: NightConfig) -> None:
     live = publish_night(config, DATA_UNTIL)
     status_report = make_report(replace(config, redis_url=None))
@@ -248,7 +281,7 @@ def test_against_another_store_it_says_what_store_and_redis_know_and_nothing_els
 
     (problem,) = status_report["problems"]
     assert problem.startswith(f"in Redis {live} is live, epoch ")
-    assert f"the artefact store {astray.store().url} has no record of a publish" in problem
+    assert f"the folder {astray.store().url} does not exist: is it mounted?" in problem
     assert status_report["schedule"]["missing"] is None
     lines = " ".join(map(str, render_status(status_report)[1:]))
     assert "is missing" not in lines and "is not known" in lines

@@ -9,9 +9,13 @@ import pytest
 import redis
 
 from cache.control.control_keys import RegistryRow
+from cache.control.own_store import demand_own_store
 from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict, CorruptArtefact, LarderError
+from cache.store.blocklist import change_blocklist
 from cache.store.releases import Pointer, all_releases
+from infra.cli.check import check_store
+from precompute.cli.status import read_state, report_status
 from precompute.config.settings import NightConfig
 from precompute.releases.recovery import adopt, roll_back
 from precompute.releases.release_log import open_releases
@@ -87,10 +91,10 @@ def test_a_new_store_publishes_its_first_night_once_the_stray_pointer_is_removed
     key = config.keyspace().live
     if stray == "garbage":
         client.set(key, b"garbage")
-    with pytest.raises((Conflict, CorruptArtefact), match="--adopt"):
+    with pytest.raises((Conflict, CorruptArtefact)):
         publish_night(config, DATA_UNTIL)
 
-    adoption = adopt(config, reason="a new store", attempt="adopt")
+    adoption = adopt(config, reason="a new store", attempt="adopt", accepts_empty=True)
 
     assert adoption["generation"] is None and not client.exists(key)
     with open_releases(config) as releases:
@@ -98,6 +102,54 @@ def test_a_new_store_publishes_its_first_night_once_the_stray_pointer_is_removed
     # The very same night, made once more.
     assert publish_night(config, DATA_UNTIL) == lost_generation == live(config).generation
     assert publish_night(config, NEXT) == live(config).generation
+
+
+@pytest.mark.parametrize("remains", ["no folder", "an empty folder", "blocks alone"])
+def test_a_store_without_a_release_record_is_not_adopted_and_nobody_advises_it(
+    tmp_path: Path, redis_url: str, client: redis.Redis, remains: str
+) -> None:
+    # given a published night, whose store is not mounted
+    config = prepare(tmp_path / "n", redis_url, users=150, items=60)
+    publish_night(config, DATA_UNTIL)
+    store = config.store()
+    shutil.rmtree(config.path(config.artifacts))
+    if remains != "no folder":
+        Path(store.url).mkdir(parents=True)
+    if remains == "blocks alone":
+        change_blocklist(store, block_items=[b"i1"])
+    told = {
+        "no folder": f"the folder {store.url} does not exist",
+        "an empty folder": f"the folder {store.url} is empty",
+        "blocks alone": f"the artefact store {store.url} has no release record",
+    }[remains]
+
+    # when it is looked at
+    (problem,) = [text for text in report_status(config, read_state(config))["problems"] if "is live, epoch" in text]
+    state, check_text = check_store(config)
+    raw_pointer = client.get(config.keyspace().live)
+    with pytest.raises(Conflict) as refusal:
+        adopt(config, reason="it looked lost", attempt="adopt")
+    with pytest.raises(Conflict) as night_refusal:
+        demand_own_store(config, config.redis_url, 5.0)
+    with open_releases(config) as releases, pytest.raises(Conflict) as move_refusal:
+        releases.demand_agreement()
+
+    # then each says what there is, and none advises to adopt it
+    for text in (problem, check_text, night_refusal.value.message, move_refusal.value.message):
+        assert told in text and "is it mounted?" in text and "--adopt" not in text
+    assert state == "to do"
+    assert told in refusal.value.message and "forget" in refusal.value.message and "--empty" in refusal.value.message
+    assert client.get(config.keyspace().live) == raw_pointer
+
+
+def test_the_advice_to_adopt_is_a_whole_command(tmp_path: Path, redis_url: str, client: redis.Redis) -> None:
+    config = prepare(tmp_path / "n", redis_url, users=150, items=60)
+    generation = publish_night(config, DATA_UNTIL)
+    client.set(config.keyspace().live, Pointer(generation, FUTURE, None, "lost", 0.0).to_bytes())
+
+    problems = report_status(config, read_state(config))["problems"]
+
+    assert any('`larder restore --adopt --reason "..."`' in problem for problem in problems)
 
 
 def test_the_previous_generation_of_a_backup_can_be_rolled_back_to_though_redis_has_it_as_retired(

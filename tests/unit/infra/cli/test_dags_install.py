@@ -1,8 +1,10 @@
 """`larder dags install`: the DAG files in an Airflow's folder, and nobody else's file touched."""
 
 import ast
+import contextlib
 import importlib.metadata
 import json
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -178,3 +180,33 @@ def test_check_names_an_airflow_that_no_dags_were_copied_to(monkeypatch: pytest.
     state, message = CHECK_BY_SUBJECT["airflow"](NightConfig())
 
     assert state == "not used" and "Airflow 2.10.5" in message and "larder night" in message
+
+
+@pytest.mark.parametrize(
+    ("pools", "state", "told"),
+    [
+        (["default_pool"], "to do", "airflow pools set gpu"),
+        (["default_pool", "gpu"], "ok", "with the pool gpu"),
+        (None, "ok", "airflow pools list"),
+    ],
+)
+def test_check_looks_for_the_pool_of_scoring_tasks_where_a_file_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools: list[str] | None, state: str, told: str
+) -> None:
+    # given an Airflow of one host, or one whose database is a server
+    for name in ("AIRFLOW__CORE__DAGS_FOLDER", "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AIRFLOW_HOME", str(tmp_path))
+    has_airflow(monkeypatch, "3.3.2")
+    (tmp_path / "dags").mkdir()
+    install(tmp_path / "dags")
+    if pools is None:
+        (tmp_path / "airflow.cfg").write_text("[database]\nsql_alchemy_conn = postgresql://u:50%@db/airflow\n")
+    with contextlib.closing(sqlite3.connect(tmp_path / "airflow.db")) as database:
+        database.execute("CREATE TABLE slot_pool (pool TEXT)")
+        database.executemany("INSERT INTO slot_pool VALUES (?)", [(pool,) for pool in pools or ()])
+        database.commit()
+
+    actual_state, message = CHECK_BY_SUBJECT["airflow"](NightConfig())
+
+    assert (actual_state, told in message) == (state, True)

@@ -96,6 +96,29 @@ def test_a_new_pair_is_taken_up_and_a_broken_one_is_not(
     assert watch.reload_if_changed() and watch.context is not first and not watch.is_stale
 
 
+def test_a_renewal_is_logged_only_if_the_files_hold_something_else(
+    tmp_path: Path, pairs: tuple[Pair, Pair], caplog: pytest.LogCaptureFixture
+) -> None:
+    watched_pair = Pair(tmp_path / "tls.pem", tmp_path / "tls.key")
+
+    def put(pair: Pair) -> None:
+        for source, target in ((pair.certificate, watched_pair.certificate), (pair.key, watched_pair.key)):
+            target.with_suffix(".new").write_bytes(source.read_bytes())
+            target.with_suffix(".new").replace(target)
+
+    put(pairs[0])
+    watch = TlsWatch(files(watched_pair))
+    with caplog.at_level(logging.INFO):
+        put(pairs[0])  # the same certificate, written again
+        assert watch.reload_if_changed()
+        watch.log_renewal()
+        assert caplog.records == []
+        put(pairs[1])
+        assert watch.reload_if_changed()
+        watch.log_renewal()
+    assert [record.getMessage() for record in caplog.records] == [f"certificate {watched_pair.certificate} is in force"]
+
+
 def test_a_pair_that_becomes_readable_without_a_change_is_taken_up(
     pairs: tuple[Pair, Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

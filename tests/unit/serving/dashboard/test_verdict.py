@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from serving.dashboard.document import build_verdict
+from serving.requests.reasons import StaleReason
 
 G1, G2 = "20261120T000000Z-000000000001", "20261119T000000Z-000000000002"
 
@@ -13,7 +14,7 @@ def replica(**changes: Any) -> dict[str, Any]:
     """One that is fine."""
     fine = {
         "replica": "a", "workers": 1, "generation": G1, "epoch": 1, "ready": True, "stale": None,
-        "degraded": None, "seen_s": 0.1, "failed": None,
+        "degraded": None, "seen_s": 0.1, "failed": None, "tokens_stale": None, "tls_stale": None,
     }  # fmt: skip
     return fine | changes
 
@@ -114,6 +115,18 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "may lag behind what was published: pointer_backwards",
         "restore",
     ),
+    "blocklist unread": (
+        {"replicas": [replica(stale="blocklist_unreadable")]},
+        "warn",
+        "may lag behind what was published: blocklist_unreadable",
+        "repeat the blocks and erasures since the copy (larder audit",
+    ),
+    "experiments unread": (
+        {"replicas": [replica(stale="experiments_unreadable")]},
+        "warn",
+        "may lag behind what was published: experiments_unreadable",
+        "log of a",
+    ),
     "an emptied Redis": (
         {"replicas": [replica(stale="pointer_vanished")], "lately": lately(hits=500, fallbacks=500)},
         "bad",
@@ -152,6 +165,18 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "miss reasons",
     ),
     "degraded": ({"replicas": [replica(degraded="bad model")]}, "warn", "(bad model)", "roll-back"),
+    "tokens not applied": (
+        {"replicas": [replica(), replica(replica="b", tokens_stale="tokens file /t.json is not JSON: line 1")]},
+        "bad",
+        "Revoked tokens may still be valid on b, new ones are not: tokens file /t.json is not JSON: line 1.",
+        "larder tokens list",
+    ),
+    "certificate not applied": (
+        {"replicas": [replica(tls_stale="cannot read /tls.pem: No such file")]},
+        "warn",
+        "An earlier certificate is still sent by a: cannot read /tls.pem: No such file.",
+        "matching certificate and key",
+    ),
     "memory": (
         {"redis": {"used_bytes": 93, "limit_bytes": 100, "policy": "volatile-lru"}},
         "warn",
@@ -248,6 +273,19 @@ def test_what_is_wrong_is_said_with_its_remedy(name: str) -> None:
     assert dashboard_verdict["level"] == level
     assert sentence in dashboard_verdict["sentence"] and dashboard_verdict["sentence"].endswith(".")
     assert advice in dashboard_verdict["advice"]
+
+
+STALE_ELSEWHERE = ("events_behind", "pointer_vanished", "redis_unreachable", "starting")
+"""Reasons that have findings of their own, or end by themselves."""
+
+STALE_BY_POINTER = ("pointer_backwards", "pointer_conflicting", "pointer_corrupt")
+
+
+@pytest.mark.parametrize("reason", sorted(set(StaleReason) - set(STALE_ELSEWHERE)))
+def test_a_restore_is_advised_only_where_it_helps(reason: str) -> None:
+    advice = build_verdict(body(replicas=[replica(stale=reason)]))["advice"]
+
+    assert ("rebuilds it from the records" in advice) == (reason in STALE_BY_POINTER)
 
 
 QUIET: dict[str, dict[str, Any]] = {

@@ -1,0 +1,88 @@
+"""Tokens file and TLS pair that cannot be used: the dashboard says so, and `larder check` before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cache.errors import ConfigError
+from cache.process.redis_server import RedisServer
+from infra.cli import check
+from serving.access.token_file import write_tokens
+from serving.config.settings import ServingConfig, check_configured_files
+from tests.certificates import Authority
+from tests.integration.nights import build_night
+from tests.integration.serving_app import eventually, serving
+
+
+async def test_changed_files_that_cannot_be_used_are_in_the_verdict_until_they_can(
+    tmp_path: Path, own_redis: RedisServer
+) -> None:
+    # given a service with tokens and a certificate
+    night = build_night(tmp_path / "night", own_redis.url)
+    pair = Authority.create(tmp_path / "ca").signed("one")
+    tokens, certificate, key = tmp_path / "tokens.json", tmp_path / "tls.pem", tmp_path / "tls.key"
+    write_tokens(tokens, {})
+    certificate.write_bytes(pair.certificate.read_bytes())
+    key.write_bytes(pair.key.read_bytes())
+    files: dict[str, Any] = {"tokens_file": str(tokens), "tls_certificate": str(certificate), "tls_key": str(key)}
+    async with serving(night, token="secret", dashboard_s=0.2, **files) as app:
+        app.http.headers["Authorization"] = "Bearer secret"
+        watch = app.tls
+        assert watch is not None
+
+        async def verdict() -> str:
+            told = (await app.get("/dashboard/data"))["verdict"]
+            return " ".join([told["level"], told["sentence"], *told["also"]])
+
+        # when both become unusable
+        tokens.write_text("{")
+        certificate.write_text("nothing")
+
+        # then the verdict names both files
+        async def is_told() -> bool:
+            watch.reload_if_changed()
+            text = await verdict()
+            return text.startswith("bad ") and str(tokens) in text and str(certificate) in text
+
+        assert await eventually(is_told)
+
+        # and it names none of them once they can be used
+        write_tokens(tokens, {})
+        certificate.write_bytes(pair.certificate.read_bytes())
+
+        async def is_over() -> bool:
+            watch.reload_if_changed()
+            text = await verdict()
+            return str(tokens) not in text and str(certificate) not in text
+
+        assert await eventually(is_over)
+
+
+@pytest.mark.parametrize("what", ["tokens", "certificate", "token"])
+def test_check_says_what_serve_would_refuse_and_goes_on(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = {
+        "tokens": 'tokens_file = "tokens.json"', "certificate": 'tls_certificate = "tls.pem"\ntls_key = "tls.key"',
+        "token": "",
+    }  # fmt: skip
+    (tmp_path / "tokens.json").write_text("{")
+    (tmp_path / "tls.pem").write_text("nothing")
+    (tmp_path / "tls.key").write_text("nothing")
+    (tmp_path / "larder.toml").write_text(f"[serving]\n{lines[what]}\n")
+    monkeypatch.setenv("LARDER_CONFIG", str(tmp_path / "larder.toml"))
+    monkeypatch.delenv("LARDER_TOKEN", raising=False)
+    if what == "token":
+        monkeypatch.setenv("LARDER_TOKEN", "two words")
+
+    code = check.main([], prog="larder check")
+
+    first_line, *other_lines = capsys.readouterr().out.splitlines()
+    assert code == 3 and first_line.startswith("to do     settings ") and len(other_lines) >= 8
+    if what == "token":
+        assert "printable characters without spaces" in first_line
+        return
+    with pytest.raises(ConfigError) as refusal:
+        check_configured_files(ServingConfig.load({"LARDER_CONFIG": str(tmp_path / "larder.toml")}))
+    assert refusal.value.message in first_line
