@@ -249,7 +249,9 @@ class AnswerBuilder:
             if counted_events.is_approximate or not _counts_newer_events(pending, source):
                 flag_fields = {"approximate": True, **flag_fields}
             if pending.is_settled_for_stored:
-                pending.reason = pending.reason or MissReason.NEWER_EVENTS
+                # Without a live reason, or input for the model, the events change no computed answer.
+                if pending.live_failure_reason not in (None, LiveReason.NO_USABLE_INPUT):
+                    pending.reason = pending.reason or MissReason.NEWER_EVENTS
             elif pending.reason is not None and pending.reason.traits.is_nowhere:
                 pending.reason = MissReason.NEWER_EVENTS
         if pending.is_as_of_before_night:
