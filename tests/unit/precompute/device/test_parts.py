@@ -105,7 +105,7 @@ def groups_of(columns):
     """The group of each column; every column is in one."""
     members = columns.columns_of(torch.arange(len(columns.longest_by_group), device=WHERE)).cpu().numpy()
     assert np.array_equal(np.sort(members, None), np.arange(len(columns.item_ordinals)))
-    return np.argsort(members, None) // columns.size
+    return np.argsort(members, None) // columns.group_size
 
 
 @pytest.mark.parametrize("group", [2, 4, 8, 64])
