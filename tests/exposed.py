@@ -84,6 +84,7 @@ class _Follower:
 
 class _Files:
     file_versions = context = staticmethod(tuple[()])
+    content_digest = staticmethod(bytes)
 
 
 class _Tiers:
