@@ -495,7 +495,7 @@ def check_events(config: "NightConfig") -> CheckResult:
 
 
 class _EventsServer(NamedTuple):
-    """What was found of the Redis of events, which answers and writes."""
+    """Findings about a Redis of events that answers and accepts writes."""
 
     durability: "FoundDurability"
     eviction_policy: str

@@ -646,9 +646,10 @@ def _model_input(feature_column: Any, input_spec: InputSpec, row_indexes: NDArra
 
 def _demand_answer_to_blank(tower: Tower) -> None:
     """Raise SourceError if the model fails on 0 and empty texts, which each replica tries before it serves a model."""
+    blank_features = tower.spec.blank_features()
     blank_by_input = {
         input_spec.name: np.array(
-            [tower.spec.blank_features()[input_spec.name]], object if input_spec.dtype == "string" else input_spec.dtype
+            [blank_features[input_spec.name]], object if input_spec.dtype == "string" else input_spec.dtype
         )
         for input_spec in tower.spec.features
     }

@@ -438,8 +438,9 @@ def feature_columns(
     if entity_ids is None:
         pass  # without ids the values are only examples
     elif id_column in table.column_names:
-        limit_texts = _limits_of_other_rows(table[id_column], entity_ids, entity_kind)
-        table = _select_rows_of_ids(table, entity_ids, entity_kind, id_column)
+        table_ids = checked_ids(table[id_column], entity_kind)
+        limit_texts = _limits_of_other_rows(table_ids, entity_ids, entity_kind)
+        table = _select_rows_of_ids(table, table_ids, entity_ids, entity_kind)
     elif table.num_rows != len(entity_ids):
         raise SourceError(
             f"{entity_kind}_features has {table.num_rows:,} rows for {len(entity_ids):,} {entity_kind} ids, "
@@ -458,14 +459,14 @@ def feature_columns(
     return FeatureColumns(column_by_name, limit_texts)
 
 
-def _limits_of_other_rows(id_column: Any, entity_ids: Any, entity_kind: str) -> tuple[str, ...]:
-    """Return how many rows are of no id, with the first of them; nothing if each row has an id."""
-    table_ids = checked_ids(id_column, entity_kind)
+def _limits_of_other_rows(table_ids: Any, entity_ids: Any, entity_kind: str) -> tuple[str, ...]:
+    """Return how many rows of a table have ids that are not in `entity_ids`, and the first; nothing if none has."""
     other_ids = table_ids.filter(pc.is_null(pc.index_in(table_ids, value_set=entity_ids)))
     if not len(other_ids):
         return ()
+    rows_text = "1 row" if len(other_ids) == 1 else f"{len(other_ids):,} rows"
     limit_text = (
-        f"take in {len(other_ids):,} rows of {entity_kind}_features, of {entity_kind}s that are not in "
+        f"take in {rows_text} of {entity_kind}_features, of {entity_kind}s that are not in "
         f"{entity_kind}_ids ({other_ids[0].as_py()!r} first): for nights with them, name your own table in [sources] "
         f"{entity_kind}_features"
     )
@@ -500,9 +501,8 @@ def feature_table(table_source: Any, setting_name: str, id_column: str) -> Any:
     )
 
 
-def _select_rows_of_ids(feature_table: Any, entity_ids: Any, entity_kind: str, id_column: str) -> Any:
-    """Return the rows of the ids, in the order of the ids."""
-    table_ids = checked_ids(feature_table[id_column], entity_kind)
+def _select_rows_of_ids(feature_table: Any, table_ids: Any, entity_ids: Any, entity_kind: str) -> Any:
+    """Return the rows of `entity_ids`, in their order; `table_ids` are the ids of the table's rows."""
     row_indices = pc.index_in(entity_ids, value_set=table_ids)
     if row_indices.null_count:
         missing_id = entity_ids.filter(pc.is_null(row_indices))[0].as_py()

@@ -48,9 +48,8 @@ class TlsFiles:
         for path in filter(None, (self.certificate_path, self.key_path, self.client_ca_path)):
             _check_file_readable(path)
         try:
-            ssl_context.load_cert_chain(
-                self.certificate_path, self.key_path, password=""
-            )  # never prompts for a passphrase
+            # With an empty password it never prompts for a passphrase.
+            ssl_context.load_cert_chain(self.certificate_path, self.key_path, password="")
         except (ssl.SSLError, OSError) as error:
             raise ConfigError(
                 f"tls_certificate {self.certificate_path} and tls_key {self.key_path} are not a matching PEM pair "

@@ -210,7 +210,7 @@ def test_a_price_keeps_its_digits_for_filters(tmp_path):
 
     written = pq.read_table(tmp_path / "out/item_features.parquet")
     assert written["price"].to_pylist() == prices
-    assert any("take in 1 rows of item_features" in line for line in report.lines())
+    assert any("take in 1 row of item_features" in line for line in report.lines())
 
 
 @pytest.mark.parametrize(
