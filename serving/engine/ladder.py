@@ -266,9 +266,12 @@ class Ladder:
         unread_pendings = [
             pending
             for pending in pendings
-            if pending.fall_back_to_nightly()
-            or pending.reason == MissReason.FRESH
-            or (pending.reason == MissReason.UNREAD and pending.live_failure_reason != LiveReason.OVERLOADED)
+            if pending.reason != MissReason.ENTITY_BLOCKED
+            and (
+                pending.fall_back_to_nightly()
+                or pending.reason == MissReason.FRESH
+                or (pending.reason == MissReason.UNREAD and pending.live_failure_reason != LiveReason.OVERLOADED)
+            )
         ]
         for pending in unread_pendings:
             pending.reason, pending.record_key = (None, pending.record_key._replace(skips_overlay=False))

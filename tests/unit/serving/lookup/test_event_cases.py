@@ -21,6 +21,7 @@ from cache.model.input_preparation import LiveInput, PreparedInput
 from cache.model.new_items import NewItem, NewItems
 from cache.model.tower_spec import InputSpec
 from cache.records import FLAG_APPROXIMATE, FLAG_LIVE, absent_records, decode_record, encode_topk
+from cache.store.blocklist import Blocklist
 from cache.tiers.reads import ReadResult, RecordKey
 from serving.engine.answer_builder import RequestContext
 from serving.engine.answer_observer import AnswerSampler
@@ -153,6 +154,21 @@ async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_other
 
     (job,) = world.jobs
     assert job.newer_input is None and job.eligible_new_items.excluded_item_numbers - {-1} == {len(ITEMS) + 1}
+
+
+async def test_a_blocked_stranger_gets_no_stored_list_where_new_items_are_known(world: EventWorld) -> None:
+    # Given a stored live answer to a stranger who is blocked afterwards, and an item that came after the night
+    snapshot, stranger_entity = with_events(world), entity("stranger", history=ids("i1"))
+    await world.ladder.lookup(ServedGenerations(snapshot), ask(stranger_entity), monotonic())
+    blocked_snapshot = dataclasses.replace(
+        snapshot, new_items=new_items("new-0"), blocklist=Blocklist(users=frozenset([b"stranger"]))
+    )
+
+    # When the stranger's list is asked for
+    (answer,) = await world.ladder.lookup(ServedGenerations(blocked_snapshot), ask(stranger_entity), monotonic())
+
+    # Then it is the default one, with the reason
+    assert (answer["source"], answer["reason"]) == ("default", "entity_blocked")
 
 
 async def test_what_the_night_stored_is_sampled_whatever_new_items_are_known(world: EventWorld) -> None:
