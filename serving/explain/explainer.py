@@ -675,7 +675,10 @@ def _answer_fields(case: PendingAnswer, rescore_result: RescoreResult) -> dict[s
     source = "default" if case.answer is None else case.answer["source"]
     is_stored = source in STORED_SOURCES
     reason = None if case.answer is None else case.answer.get("reason")
-    live = rescore_result.failure_reason if rescore_result.is_of_input and not is_stored else None
+    if is_stored:
+        live = None if case.answer is None else case.answer.get("live")
+    else:
+        live = rescore_result.failure_reason if rescore_result.is_of_input else None
     return {"tier": source, "reason": reason and str(reason), "live": live}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -286,7 +286,7 @@ class Checker:
         if answer["source"] == "previous":
             if view.vector is None:
                 return [*wrong, ("source", "default: the previous night knew nothing either", answer)]
-            return wrong + self._judge_ranked(lookup, answer, generation, view, personal=True)
+            return wrong + self._judge_ranked(lookup, answer, generation, self._with_live_items(lookup, view), True)
         if lookup.fresh and user.is_sent and user.country is None and view.has_record and not view.events:
             if (answer.get("reason"), answer.get("live")) != ("fresh_unavailable", "no_usable_input"):
                 wrong.append(("reason", "fresh_unavailable, no_usable_input", answer))
@@ -323,6 +323,14 @@ class Checker:
         else:
             wrong += self._judge_personal_words(lookup, answer, view)
         return wrong + self._judge_ranked(lookup, answer, generation, view, personal=True)
+
+    def _with_live_items(self, lookup: EntityLookup, view: UserView) -> UserView:
+        """Return the view of a previous night, without what the user had by the live one."""
+        live_items: frozenset[str] = frozenset()
+        for generation_id in self.knowledge.allowed:
+            live = self.knowledge.generations[generation_id]
+            live_items |= user_view(live, lookup.entity, self._events(lookup, live)).history_items
+        return replace(view, history_items=view.history_items | live_items, recent=view.recent | live_items)
 
     def _judge_events(self, answer: Json, view: UserView) -> list[Complaint]:
         wrong: list[Complaint] = []
