@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from cache.errors import InvalidInput
 from cache.events.new_items import NewItemInputs, NewItemTower
-from cache.events.newer_events import UserEvent, merge_features
+from cache.events.newer_events import UserEvent, merge_features, usable_values
 from cache.format.ids import FeatureValue
 from cache.format.item_table import ItemTable, Ordinals
 from cache.format.manifest import FEATURE_ONLY_USERS_FACT, Manifest, Table
@@ -258,7 +258,10 @@ class EventPredictor:
             return None
         features: Mapping[str, FeatureValue] = {}
         if spec.features:
-            unchecked_features = merge_features(user_input.features, event_input.user_attribute_values, spec.features)
+            newer_values = event_input.user_attribute_values
+            if event_input.caller_input is not None:  # a value that events cleared does not hide one that was sent
+                newer_values = usable_values(newer_values, spec.features)
+            unchecked_features = merge_features(user_input.features, newer_values, spec.features)
             if unchecked_features is None:
                 return None
             features = check_features(spec.features, unchecked_features)

@@ -470,6 +470,16 @@ def merge_features(
     return feature_by_column
 
 
+def usable_values(newer_values: Mapping[str, Any], feature_inputs: Sequence[InputSpec]) -> dict[str, Any]:
+    """Return the newer values, by column, that an input of the model can take: none that were cleared."""
+    return {
+        column: newer_values[column]
+        for input_spec in feature_inputs
+        if (column := str(input_spec.column)) in newer_values
+        and merge_features({}, newer_values, (input_spec,)) is not None
+    }
+
+
 def takes_any_attribute(newer_values: Mapping[str, Any], input_specs: Sequence[InputSpec]) -> bool:
     """Return whether the model takes one of these attributes, so that newer values of them count as newer events."""
     return any(input_spec.column in newer_values for input_spec in input_specs)

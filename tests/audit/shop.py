@@ -27,9 +27,6 @@ RERANKS: Mapping[str, Json] = {
     "fresh": {"boost": [{"filter": {"==": ["stock", True]}, "factor": 8.0}]},
 }
 
-STORED_REASONS = ("nothing_to_compute_from", "fresh_unavailable")
-"""Reasons of answers from what is stored: `/metrics` counts no miss for them."""
-
 SETTINGS = """
 namespace = "{namespace}"
 shards = 2
@@ -631,10 +628,7 @@ class Shop:
         metrics = self.client.metrics()
         for label, expected in (
             ("larder_answers_total", {f'source="{s}",table="{t}"': n for (t, s), n in know.answered.items()}),
-            (
-                "larder_misses_total",
-                {f'reason="{r}",table="{t}"': n for (t, r), n in know.reasons.items() if r not in STORED_REASONS},
-            ),
+            ("larder_misses_total", {f'reason="{r}",table="{t}"': n for (t, r), n in know.reasons.items()}),
             ("larder_event_answers_total", {f'table="{t}"': n for t, n in know.with_events.items()}),
         ):
             metric_counts = {

@@ -201,7 +201,7 @@ def _try_as_of(stage: Stage, shop: Shop, rng: random.Random) -> None:
                 continue
             answer = reply.body["answers"][0]
             knowledge.answered[answer["table"], answer["source"]] += 1
-            if "reason" in answer:
+            if "reason" in answer and answer["source"] not in ("l1", "l2"):
                 knowledge.reasons[answer["table"], answer["reason"]] += 1
             if "events" in answer:
                 knowledge.with_events[answer["table"]] += 1

@@ -39,3 +39,25 @@ async def test_a_value_beyond_the_towers_table_costs_its_user_alone(served_world
     explanation = await served_world.app.get(f"/v1/explain/user_topk/{odd}")
     assert (explanation["answer"]["tier"], explanation["answer"]["live"]) == (first["source"], "failed")
     assert "live inference could not: failed" in explanation["sentence"]
+
+
+@pytest.mark.parametrize("value", [None, "se"])
+async def test_what_events_cleared_leaves_what_is_sent(served_world: ServedWorld, value: object) -> None:
+    # Given events that set the country of one stranger to 3, and clear that of another, or make it a text
+    strangers = [f"{name} of {value}" for name in ("first", "second")]
+    served_world.world.accept(
+        [
+            Event(f"odd {stranger}", 0, stranger.encode(), None, attributes={"country": country})
+            for stranger, country in zip(strangers, (3, value), strict=True)
+        ]
+    )
+    await until_counted(served_world.app, served_world.world)
+
+    # When both send the same history, and 3 as their country
+    sent = {"history": served_world.world.items[:3], "features": {"country": 3}}
+    body = {"entities": [{"id": stranger, **sent} for stranger in strangers]}
+    first, second = (await served_world.app.post("/v1/lookup/user_topk", body))["answers"]
+
+    # Then both get the same list, computed from it
+    assert (first["source"], second["source"]) == ("live", "live") and first["items"] == second["items"]
+    assert first["events"] == second["events"] == 1 and "live" not in second

@@ -405,6 +405,20 @@ async def test_what_a_user_without_a_record_sends_counts_before_the_events(value
     ] == [True] * 2
 
 
+async def test_a_live_answer_in_place_of_a_missing_record_is_no_record(values: WorldOfValues) -> None:
+    # Given a user without a record, and a live answer without the events that stands in for it
+    served = ServedGenerations(with_values(values, "u1"))
+    requested_entity = entity("u1", VALUES, features={"age": 40})
+    await values.ladder.lookup(served, ask(requested_entity, max_events=0), monotonic())
+
+    # When features are sent again, and the events count
+    (answer,) = await values.ladder.lookup(served, ask(requested_entity), monotonic())
+
+    # Then the answer is computed from the features
+    assert (values_of(answer), answer["source"], answer["events"]) == (COMPUTED, "live", 1)
+    assert "live" not in answer and "approximate" not in answer
+
+
 async def test_records_of_a_batch_are_looked_for_in_one_trip(values: WorldOfValues) -> None:
     # Given two users with a record and two without one
     snapshot = with_values(values, "u2", "u4")
