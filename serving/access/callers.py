@@ -21,8 +21,8 @@ from cache.process.background_loops import BackgroundLoops, cancel_and_wait
 from cache.store.artefacts import file_version
 from serving.access.quota import Quota, QuotaTable, Shortage, quota_exceeded, row_key
 from serving.access.token_file import DEFAULT_CALLER_NAME, MEANING_BY_SCOPE, Scope, TokenEntries, read_tokens
-from serving.requests.context import CALLER_KEY
 from serving.requests.errors import Problem
+from serving.requests.request_record import CALLER_KEY
 
 log = logging.getLogger(__name__)
 

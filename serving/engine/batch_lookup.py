@@ -27,7 +27,6 @@ from serving.engine.service import LookupService
 from serving.generations.served_set import ServedGenerations
 from serving.generations.snapshot import Snapshot
 from serving.requests.answers import STORED_SOURCES, Source
-from serving.requests.context import note_stage
 from serving.requests.errors import Problem
 from serving.requests.models import LookupRequest, RequestedEntity
 from serving.requests.negotiation import BodyForm, Forms
@@ -44,6 +43,7 @@ from serving.requests.parsing import (
     store_refusal,
     tighten_deadline,
 )
+from serving.requests.request_record import note_stage
 
 _ANSWERS_PER_SLICE = 128
 """Answers rendered before the event loop gets control."""

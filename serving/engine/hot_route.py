@@ -31,10 +31,10 @@ from serving.generations.served_set import ServedGenerations
 from serving.metrics.collectors import GET_ROUTE
 from serving.requests.answers import Source
 from serving.requests.bodies import ResponseMessages
-from serving.requests.context import note_stage
 from serving.requests.errors import Problem
 from serving.requests.negotiation import JSON_MEDIA_TYPE, parse_forms
 from serving.requests.parsing import LOOKUP_PATH_PREFIX, QueryOptionsCache, parse_single_lookup, tighten_deadline
+from serving.requests.request_record import note_stage
 
 log = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from serving.http.asgi_app import ADMITTED_KEY, AsgiApp, FastPath, ParsedGet
 from serving.http.connections import BEHIND_BYTES_MAX, Connection, Connections
 from serving.http.http1_protocol import ProtocolViolation, body_length
 from serving.requests.bodies import ResponseMessages
-from serving.requests.context import CALLER_KEY
 from serving.requests.negotiation import JSON_MEDIA_TYPE
 from serving.requests.parsing import LOOKUP_PATH_PREFIX
+from serving.requests.request_record import CALLER_KEY
 
 log = logging.getLogger(__name__)
 

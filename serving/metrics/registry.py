@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from serving.metrics.collectors import ChangedAnswers, FastTally, L1Misses, SecondsHistogram
 from serving.requests.answers import Source
-from serving.requests.context import note_stage
+from serving.requests.request_record import note_stage
 
 STAGES = ("parse", "stored", "live", "previous", "render", "inference")
 CONTENT_TYPE = CONTENT_TYPE_LATEST

@@ -13,7 +13,7 @@ from urllib.parse import unquote, unquote_plus, urlsplit
 import orjson
 
 from cache.errors import SECRET_OPTIONS, mask_secrets
-from serving.requests.context import current_record
+from serving.requests.request_record import current_record
 
 if TYPE_CHECKING:
     from cache.config.serving import ServingConfig  # loads pydantic, which --help does not need

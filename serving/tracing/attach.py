@@ -10,7 +10,7 @@ from cache.errors import ConfigError
 from cache.process.command_line import install_command
 from serving.config.settings import ServingConfig
 from serving.replica.hooks import Replica
-from serving.requests.context import parse_parent
+from serving.requests.request_record import parse_parent
 from serving.tracing.observer import RequestLog, RequestObserver
 
 if TYPE_CHECKING:

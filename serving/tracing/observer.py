@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Message, Receive, Scope, Send
 
 from serving.process.log_setup import RECORD_FIELDS_ATTRIBUTE
-from serving.requests.context import CALLER_KEY, CURRENT_RECORD, RequestFacts, RequestRecord, parse_parent
 from serving.requests.options import TIMING_HEADER
+from serving.requests.request_record import CALLER_KEY, CURRENT_RECORD, RequestFacts, RequestRecord, parse_parent
 from serving.tracing.response_peek import count_sources
 
 if TYPE_CHECKING:

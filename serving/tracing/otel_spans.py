@@ -27,7 +27,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from serving.requests.context import ParentSpan, RequestFacts, RequestRecord
+from serving.requests.request_record import ParentSpan, RequestFacts, RequestRecord
 from serving.tracing.response_peek import count_sources, find_generation
 
 _TRACED_KEY = "larder.traced"

@@ -15,7 +15,7 @@ from cache.format.stream_position import Position
 from serving.access.callers import Callers
 from serving.engine.hot_route import FastLookups
 from serving.http.routes import Service
-from serving.requests.context import CALLER_KEY
+from serving.requests.request_record import CALLER_KEY
 from tests.attached import newer_events_of
 from tests.bench.events.in_process import in_process
 from tests.bench.tools.harness import Options, Report, alternate, parse

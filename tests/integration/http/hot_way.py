@@ -13,7 +13,7 @@ from serving.engine.hot_route import FastLookups
 from serving.http.asgi_app import AsgiApp
 from serving.http.routes import Service
 from serving.requests.bodies import ResponseMessages
-from serving.requests.context import CALLER_KEY
+from serving.requests.request_record import CALLER_KEY
 from tests.integration.serving_app import PATIENT, settings
 
 NOW_S = 1_800_000_000.125

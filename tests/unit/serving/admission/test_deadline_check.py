@@ -10,9 +10,9 @@ from serving.admission.controller import Admission
 from serving.admission.gate import DeadlineCheck
 from serving.arrow.schema import ARROW_MEDIA_TYPE
 from serving.client.calls import write_arrow_ids
-from serving.requests.context import CALLER_KEY
 from serving.requests.options import Limits
 from serving.requests.parsing import HeaderReader
+from serving.requests.request_record import CALLER_KEY
 
 LIMITS = Limits(1_000, 100, 100, deadline_ms=300.0, deadline_max_ms=10_000.0)
 WAIT_S = 0.5

@@ -12,7 +12,7 @@ from cache.errors import TierUnavailable
 from serving.access.callers import ANYBODY
 from serving.http.routes import Guard
 from serving.metrics.registry import Metrics
-from serving.requests.context import CALLER_KEY
+from serving.requests.request_record import CALLER_KEY
 
 
 async def test_an_outage_of_redis_does_not_tell_callers_where_it_is(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from serving.http import http1_protocol
-from tests.unit.serving.fast_http.test_connection import Connection, Front, Transport, get, post
+from tests.unit.serving.http.test_connection import Connection, Front, Transport, get, post
 
 MALFORMED_REQUEST = b"BAD\r\n\r\n"
 

@@ -20,7 +20,7 @@ from serving.http.lookup_connection import SharedState, connection_factory
 from serving.process.resources import OPEN_FILES_HEADROOM, raise_file_limit
 from serving.process.server import Server
 from tests.integration.serving_app import eventually
-from tests.unit.serving.fast_http.test_connection import Front, app, get, messages
+from tests.unit.serving.http.test_connection import Front, app, get, messages
 
 BOUNDS = PeerBounds(head_timeout_s=0.04, write_timeout_s=0.2)
 LONG = 32 << 20

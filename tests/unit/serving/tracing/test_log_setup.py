@@ -16,7 +16,14 @@ from serving.process.log_setup import (
     TextFormatter,
     passwords_of,
 )
-from serving.requests.context import CURRENT_RECORD, ParentSpan, RequestFacts, RequestRecord, StageTime, note_stage
+from serving.requests.request_record import (
+    CURRENT_RECORD,
+    ParentSpan,
+    RequestFacts,
+    RequestRecord,
+    StageTime,
+    note_stage,
+)
 from serving.tracing.observer import RequestLog, accepted_id, log, new_request_id, request_of, server_timing
 from tests.fakes import FakeClock
 

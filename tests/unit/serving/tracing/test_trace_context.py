@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from opentelemetry.trace import get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from serving.requests.context import ParentSpan, parse_parent
+from serving.requests.request_record import ParentSpan, parse_parent
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 GOOD = f"00-{TRACE}-{SPAN}-01"

@@ -18,7 +18,7 @@ from serving.http import http1_protocol
 from serving.http.asgi_app import ADMITTED_KEY
 from serving.http.http1_protocol import Http1Protocol
 from serving.http.lookup_connection import LookupConnection, SharedState, parse_plain_headers, split_content_length
-from serving.requests.context import CALLER_KEY
+from serving.requests.request_record import CALLER_KEY
 
 READY = {b"/ready": b'{"a":1}', b"/ready?k=2": b"{}", b"/long": b"x" * 70_000}
 STORED_ANSWERS = {

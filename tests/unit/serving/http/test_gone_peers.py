@@ -9,7 +9,7 @@ import pytest
 
 from serving.http.lookup_connection import has_peer_closed
 from tests.polling import poll_until
-from tests.unit.serving.fast_http.test_connection import Connection, Front, Transport
+from tests.unit.serving.http.test_connection import Connection, Front, Transport
 
 
 @pytest.mark.parametrize("is_closed", [False, True])

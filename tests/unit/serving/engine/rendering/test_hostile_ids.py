@@ -24,7 +24,7 @@ from serving.engine.rendering.json_answers import answer_start
 from serving.requests.options import Limits
 from serving.requests.parsing import id_batch_from_stream, read_arrow_lookup
 from tests import hostile
-from tests.unit.serving.rendering.test_compiled_rows import COLUMNS, snapshot, some_row, table
+from tests.unit.serving.engine.rendering.test_compiled_rows import COLUMNS, snapshot, some_row, table
 
 LAYOUTS = (Layout("topk", 2, "f2"), Layout("vector", 2, "f4"), Layout("value", 2, "f4"))
 END = b',"source":"l1"}'

@@ -14,7 +14,7 @@ import pytest
 from cache.config.serving import PeerBounds
 from serving.http.connections import BEHIND_BYTES_MAX
 from serving.http.http1_protocol import PIECE_BYTES
-from tests.unit.serving.fast_http.test_connection import KEEP_ALIVE_BLOCK, Connection, Front, Transport, get
+from tests.unit.serving.http.test_connection import KEEP_ALIVE_BLOCK, Connection, Front, Transport, get
 
 BOUNDS = PeerBounds(head_bytes=2_000, head_fields=10, connections_max=4, connections_new_max=3)
 LINE = b"GET /other HTTP/1.1\r\n"

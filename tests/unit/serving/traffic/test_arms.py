@@ -13,7 +13,7 @@ from serving.engine.service import LookupService
 from serving.process.resources import StoreThreads
 from serving.traffic import arms as experiment_arms
 from serving.traffic.arms import ArmHolder, Routing
-from tests.unit.serving.experiments.scene import GRACE_S, KEYS, OTHER_EXPERIMENT, Scene, experiment
+from tests.unit.serving.traffic.scene import GRACE_S, KEYS, OTHER_EXPERIMENT, Scene, experiment
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from serving.access.token_file import TokenEntry
 from serving.http.lookup_connection import HeaderCache, LookupConnection
 from serving.requests.errors import Problem
 from tests.fakes import FakeClock
-from tests.unit.serving.fast_http.test_connection import READY, Connection, Front, get, messages
+from tests.unit.serving.http.test_connection import READY, Connection, Front, get, messages
 
 TARGET = b"/v1/lookup/t/ready"
 HEAD = b"\r\nHost: a\r\nAuthorization: Bearer right\r\n\r\n"

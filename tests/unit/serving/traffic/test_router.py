@@ -15,7 +15,7 @@ from serving.traffic.arms import ArmHolder, Routing
 from serving.traffic.canary import CanaryRouters
 from serving.traffic.exposures import ExposureLog
 from serving.traffic.router import ExperimentMetrics, ExperimentRouter
-from tests.unit.serving.experiments.scene import KEYS, OTHER_EXPERIMENT, FakeService, experiment
+from tests.unit.serving.traffic.scene import KEYS, OTHER_EXPERIMENT, FakeService, experiment
 
 
 @dataclass
