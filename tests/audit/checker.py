@@ -111,6 +111,10 @@ class Knowledge:
     """Whether the Redis of events is away: answers may say that they lack some."""
     order: list[str] = field(default_factory=list)
     """Items as the catalogue has them, also those that are blocked since they were seen."""
+    guessed_places: set[str] = field(default_factory=set)
+    """Items that were blocked when the order was read: between their neighbours of earlier, new items may stand."""
+    unblocked_items: set[str] = field(default_factory=set)
+    """Items that were blocked once: live answers that were stored meanwhile lack them."""
     changed_at: float = 0.0
     catalogue_reads: int = 0
     """Reads of a catalogue's order so far."""
@@ -394,7 +398,10 @@ class Checker:
         assert view.vector is not None
         day = day_of(generation, self.knowledge.events)
         banned = self._banned(lookup, generation)
-        left_out = banned | view.history_items
+        lacking: set[str] = set()
+        if answer["producer"] == "live" and answer["source"] in ("l1", "l2"):
+            lacking = self.knowledge.unblocked_items - set(answer["items"])
+        left_out = banned | view.history_items | lacking
         expression = self._filter(lookup, generation)
         width = generation.rules.topk
         k = lookup.k or width
@@ -411,7 +418,7 @@ class Checker:
         marks_end = items if answer["producer"] == "live" else ()
         night = dict(generation.items)
         everything = night if lookup.stored_only else night | day.new_items
-        by_night = view.history_items - view.recent if is_stored else view.history_items
+        by_night = view.history_items - view.recent if is_stored else view.history_items | lacking
         ranked = generation.rank_by(view.vector, {i: v for i, v in night.items() if i not in by_night})
         base_night = [pair for pair in generation.cut(ranked, width, marks_end) if pair[1] not in left_out]
         ranked_all = generation.rank_by(view.vector, {i: v for i, v in everything.items() if i not in by_night})
@@ -884,15 +891,17 @@ class Checker:
             client.recent[-3:],
         )
         earlier = [item for item in self.knowledge.order if item in generation.items]
-        common = [item for item in earlier if item in set(ordered_items)]
+        certain = set(earlier) - self.knowledge.guessed_places
+        common = [item for item in earlier if item in set(ordered_items) & certain]
         self.report.require(
-            common == [item for item in ordered_items if item in set(earlier)],
+            common == [item for item in ordered_items if item in certain],
             "order",
             PROMISES["order"],
             common,
             ordered_items,
             ["ask for a list whose scores are all equal, in two generations"],
         )
+        self.knowledge.guessed_places = set(earlier) - set(ordered_items)
         for earlier_index, item in enumerate(earlier):
             if item not in ordered_items:
                 ordered_items.insert(ordered_items.index(earlier[earlier_index - 1]) + 1 if earlier_index else 0, item)

@@ -348,6 +348,7 @@ class Shop:
         if item is not None:
             arguments += ["--item", item]
             self.knowledge.blocked_items.discard(item)
+            self.knowledge.unblocked_items.add(item)
         if user is not None:
             arguments += ["--entity", user]
             self.knowledge.blocked_users.discard(user)
