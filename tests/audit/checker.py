@@ -398,13 +398,7 @@ class Checker:
         assert view.vector is not None
         day = day_of(generation, self.knowledge.events)
         banned = self._banned(lookup, generation)
-        lacking: set[str] = set()
-        if answer["producer"] == "live" and answer["source"] in ("l1", "l2"):
-            lacking = self.knowledge.unblocked_items - set(answer["items"])
-        left_out = banned | view.history_items | lacking
         expression = self._filter(lookup, generation)
-        width = generation.rules.topk
-        k = lookup.k or width
         items, scores = answer["items"], answer["scores"]
         wrong = self._judge_items(lookup, items, scores, banned, view.history_items)
         if expression is not None:
@@ -413,9 +407,25 @@ class Checker:
                 wrong.append(("passes", expression, {"failing": failing, "answer": answer}))
         if wrong:
             return wrong
+        complaints = self._judge_order(lookup, answer, generation, view, frozenset())
+        if complaints and answer["producer"] == "live" and answer["source"] in ("l1", "l2"):
+            lacking = frozenset(self.knowledge.unblocked_items - self.knowledge.blocked_items - set(items))
+            if lacking and not self._judge_order(lookup, answer, generation, view, lacking):
+                return []
+        return complaints
 
+    def _judge_order(
+        self, lookup: EntityLookup, answer: Json, generation: Generation, view: UserView, lacking: frozenset[str]
+    ) -> list[Complaint]:
+        """Judge the order of a list that was computed without the items that were blocked then."""
+        day = day_of(generation, self.knowledge.events)
+        expression = self._filter(lookup, generation)
+        width = generation.rules.topk
+        k = lookup.k or width
+        assert view.vector is not None
+        left_out = self._banned(lookup, generation) | view.history_items | lacking
         is_stored = view.is_stored
-        marks_end = items if answer["producer"] == "live" else ()
+        marks_end = answer["items"] if answer["producer"] == "live" else ()
         night = dict(generation.items)
         everything = night if lookup.stored_only else night | day.new_items
         by_night = view.history_items - view.recent if is_stored else view.history_items | lacking
