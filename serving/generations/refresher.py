@@ -11,12 +11,13 @@ from typing import Any
 import orjson
 from redis.exceptions import ResponseError
 
-from cache.errors import CorruptArtefact, LarderError, StoreError, TierUnavailable
+from cache.errors import LarderError, TierUnavailable
 from cache.l2.control_plane import ControlPlane
 from cache.l2.resp import WrongReply
 from cache.process.background_loops import BackgroundLoops, cancel_and_wait
 from cache.store.artefacts import COPY_IDLE_S, ArtefactStore
 from cache.store.blocklist import Blocklist
+from serving.generations.blocklist_source import BlocklistSource
 from serving.generations.heartbeat import Heartbeat
 from serving.generations.pointer_follower import PointerFollower
 from serving.process.resources import StoreThreads
@@ -51,6 +52,8 @@ class Refresher:
         self.follower = follower
         self._loops = BackgroundLoops() if loops is None else loops
         self.blocklist_read_at = monotonic_clock()
+        self._blocklist_source = BlocklistSource(store, monotonic_clock)
+        self._last_blocklist: Blocklist | None = None
         self._store = store
         self._control = control
         self._heartbeat = heartbeat
@@ -117,19 +120,19 @@ class Refresher:
         return min(self._poll_s, _EXPECTING_POLL_S) if self.follower.is_publisher_waiting else self._poll_s
 
     async def refresh_blocklist(self) -> None:
-        """Put the newest readable blocklist in force; if a newer one cannot be read, note a concern.
+        """Put the newest readable blocklist in force; if it may not be all that is blocked, note a concern.
 
         A version that could not be put in force is tried again at each poll, before the store is read.
         """
         follower, holder = self.follower, self.follower.holder
         is_enforced = await holder.enforce()
-        enforced_version = holder.blocklist.version if holder.is_blocklist_known else -1
         try:
-            blocklist, read_error = await self._in_thread(newest_blocklist, self._store, enforced_version)
+            blocklist, read_error = await self._in_thread(self._blocklist_source.read)
         except (LarderError, OSError, ValueError) as error:
             blocklist, read_error = None, str(error)
-        if blocklist is not None:
+        if blocklist is not None and blocklist is not self._last_blocklist:
             is_enforced = await holder.put_own_blocklist_in_force(blocklist)
+            self._last_blocklist = blocklist
         if not is_enforced:
             remedy = f"it is tried again at each poll; the error was {holder.enforcement_error}"
             follower.note_concern("blocklist", StaleReason.BLOCKLIST_NOT_ENFORCED, remedy)
@@ -205,35 +208,3 @@ async def _wait_for_wake(pause_s: Callable[[], float], wake_event: asyncio.Event
         async with asyncio.timeout(pause_s()):
             await wake_event.wait()
     wake_event.clear()
-
-
-def newest_blocklist(store: ArtefactStore, enforced_version: int) -> tuple[Blocklist | None, str | None]:
-    """Return the newest readable version above `enforced_version` (-1: none yet), and why it is not the newest."""
-    file_names = store.names("blocklist")
-    version_stems = [file_name.removesuffix(".json") for file_name in file_names if file_name.endswith(".json")]
-    versions_and_stems = sorted(
-        {int(stem): stem for stem in version_stems if len(stem) == 12 and stem.isdecimal()}.items(), reverse=True
-    )
-    newest_version = versions_and_stems[0][0] if versions_and_stems else 0
-    if newest_version < enforced_version:
-        raise StoreError(f"version {newest_version} is the newest in the store, {enforced_version} is in force")
-    if not versions_and_stems and not store.names(""):
-        # An unmounted volume looks like a store without a blocklist.
-        raise StoreError(f"{store.url} is empty")
-    read_error = None
-    for version, stem in versions_and_stems:
-        if version <= enforced_version:
-            return None, read_error
-        try:
-            return _read_blocklist(store, version, stem), read_error
-        except (LarderError, OSError, ValueError) as error:
-            read_error = read_error or f"version {version}: {error}"
-    return (Blocklist() if not versions_and_stems and enforced_version < 0 else None), read_error
-
-
-def _read_blocklist(store: ArtefactStore, blocklist_version: int, version_stem: str) -> Blocklist:
-    blocklist_bytes = store.read(f"blocklist/{version_stem}.json")
-    blocklist = None if blocklist_bytes is None else Blocklist.from_bytes(blocklist_bytes)
-    if blocklist is None or blocklist.version != blocklist_version:
-        raise CorruptArtefact("is not there" if blocklist is None else f"calls itself {blocklist.version}")
-    return blocklist

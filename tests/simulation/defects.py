@@ -20,7 +20,7 @@ from serving.engine.answer_observer import RecentNames
 from serving.engine.inference import LiveInferences
 from serving.engine.leases import LeaseManager
 from serving.engine.micro_batcher import MicroBatcher
-from serving.generations import pointer_follower, refresher
+from serving.generations import blocklist_source, pointer_follower
 from serving.generations.holder import GenerationHolder
 from serving.generations.pointer_follower import Concerns, DegradedReopen, PointerFollower
 from serving.generations.refresher import Refresher
@@ -112,14 +112,14 @@ def _a_failed_batch_keeps_its_worker(patch: pytest.MonkeyPatch) -> None:
 
 
 def _an_older_blocklist_is_taken(patch: pytest.MonkeyPatch) -> None:
-    def read_middle_blocklist(store: Any, current: int) -> tuple[Blocklist | None, None]:
+    def read_middle_blocklist(store: Any, _version_stems: Any, current: int) -> tuple[Blocklist | None, None]:
         names = store.names("blocklist")
         if not names or len(names) == current:
             return (Blocklist() if current < 0 else None), None
         raw = store.read(f"blocklist/{names[len(names) // 2]}")
         return Blocklist.from_bytes(raw), None
 
-    patch.setattr(refresher, "newest_blocklist", read_middle_blocklist)
+    patch.setattr(blocklist_source, "newest_blocklist", read_middle_blocklist)
 
 
 def _a_blocklist_misses_what_is_loading(patch: pytest.MonkeyPatch) -> None:

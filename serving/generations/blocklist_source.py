@@ -1,0 +1,118 @@
+"""Source of the blocklist that a replica enforces: the store's newest version, and what a store put back has lost."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from cache.errors import CorruptArtefact, LarderError, StoreError
+from cache.store.artefacts import ArtefactStore
+from cache.store.blocklist import Blocklist
+
+_HISTORY_CHECK_S = 10.0
+"""Seconds between checks of a version that was read, while the listing of the store stays the same."""
+
+
+class BlocklistSource:
+    """Reads the blocklist to enforce; used by one thread at a time.
+
+    A store that was put back from a copy lacks the versions after the copy, and a block there takes the number of one
+    of them. What such versions blocked stays blocked until the newest version in the store blocks it as well, or the
+    service is started again.
+    """
+
+    def __init__(self, store: ArtefactStore, monotonic_clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._monotonic_clock = monotonic_clock
+        self._stored: Blocklist | None = None
+        self._lost = Blocklist()
+        self._enforced: Blocklist | None = None
+        self._listed_versions: set[int] = set()
+        self._history_checked_at = monotonic_clock()
+
+    def read(self) -> tuple[Blocklist | None, str | None]:
+        """Return the blocklist to enforce (None: nothing has been read yet), and why it may not be the newest.
+
+        It is the same object as long as nothing changes. Raises StoreError where there is no store.
+        """
+        version_stems = _list_versions(self._store)
+        newest_version = max(version_stems, default=0)
+        stored = self._stored
+        if stored is not None and self._is_of_another_history(stored, newest_version, version_stems):
+            self._lost = replace(self._lost.with_all_of(stored), version=stored.version)
+            self._stored = stored = None
+        blocklist, read_error = newest_blocklist(self._store, version_stems, -1 if stored is None else stored.version)
+        if blocklist is not None:
+            self._stored = stored = blocklist
+            self._note_check(version_stems)
+        if stored is None:
+            return self._enforced, read_error
+        lost_count = _count_missing(self._lost, stored)
+        if not lost_count:
+            self._lost, enforced = Blocklist(), stored
+        else:
+            lost_error = (
+                f"the store is older than version {self._lost.version}, which was in force here: {lost_count} ids that"
+                " it blocked are missing in the newest version of the store, and stay blocked until the service stops"
+            )
+            read_error = f"{read_error}; {lost_error}" if read_error else lost_error
+            enforced = replace(stored.with_all_of(self._lost), version=max(stored.version, self._lost.version))
+        if enforced != self._enforced:
+            self._enforced = enforced
+        return self._enforced, read_error
+
+    def _is_of_another_history(self, stored: Blocklist, newest_version: int, version_stems: dict[int, str]) -> bool:
+        """Return whether the store no longer has the version that was read last, or has another one by its number."""
+        if newest_version < stored.version:
+            return True
+        if stored.version not in version_stems:
+            return False
+        is_same_listing = version_stems.keys() == self._listed_versions
+        if is_same_listing and self._monotonic_clock() - self._history_checked_at < _HISTORY_CHECK_S:
+            return False
+        self._note_check(version_stems)
+        try:
+            return _read_version(self._store, stored.version, version_stems[stored.version]) != stored
+        except (LarderError, OSError, ValueError):
+            return False  # damaged since it was read
+
+    def _note_check(self, version_stems: dict[int, str]) -> None:
+        self._listed_versions, self._history_checked_at = set(version_stems), self._monotonic_clock()
+
+
+def newest_blocklist(
+    store: ArtefactStore, version_stems: dict[int, str], known_version: int
+) -> tuple[Blocklist | None, str | None]:
+    """Return the newest readable version above `known_version` (-1: none yet), and why it is not the newest."""
+    read_error = None
+    for version, stem in sorted(version_stems.items(), reverse=True):
+        if version <= known_version:
+            return None, read_error
+        try:
+            return _read_version(store, version, stem), read_error
+        except (LarderError, OSError, ValueError) as error:
+            read_error = read_error or f"version {version}: {error}"
+    return (Blocklist() if not version_stems and known_version < 0 else None), read_error
+
+
+def _list_versions(store: ArtefactStore) -> dict[int, str]:
+    """Return the names of the versions in the store, without `.json`, by number; raise StoreError for no store."""
+    stems = [name.removesuffix(".json") for name in store.names("blocklist") if name.endswith(".json")]
+    version_stems = {int(stem): stem for stem in stems if len(stem) == 12 and stem.isdecimal()}
+    if not version_stems and not store.names(""):
+        # An unmounted volume looks like a store without a blocklist.
+        raise StoreError(f"{store.url} is empty")
+    return version_stems
+
+
+def _read_version(store: ArtefactStore, version: int, stem: str) -> Blocklist:
+    blocklist_bytes = store.read(f"blocklist/{stem}.json")
+    blocklist = None if blocklist_bytes is None else Blocklist.from_bytes(blocklist_bytes)
+    if blocklist is None or blocklist.version != version:
+        raise CorruptArtefact("is not there" if blocklist is None else f"calls itself {blocklist.version}")
+    return blocklist
+
+
+def _count_missing(lost: Blocklist, stored: Blocklist) -> int:
+    """Return how many ids `lost` blocks and `stored` does not."""
+    pairs = ((lost.items, stored.items), (lost.entities, stored.entities), (lost.users, stored.users))
+    return sum(len(lost_ids - stored_ids) for lost_ids, stored_ids in pairs)

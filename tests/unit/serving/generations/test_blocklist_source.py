@@ -1,0 +1,143 @@
+"""The blocklist that is put in force: the newest that can be read, and what a store put back from a copy has lost."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cache.errors import StoreError
+from cache.store.artefacts import ArtefactStore
+from cache.store.blocklist import Blocklist, change_blocklist
+from serving.generations.blocklist_source import BlocklistSource
+from tests.fakes import FakeClock
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ArtefactStore:
+    store = ArtefactStore(str(tmp_path / "store"))
+    store.write("generations/some", b"")
+    return store
+
+
+@pytest.fixture
+def timer() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def source(store: ArtefactStore, timer: FakeClock) -> BlocklistSource:
+    return BlocklistSource(store, timer)
+
+
+def write(store: ArtefactStore, version: int, *, calls_itself: int | None = None) -> Blocklist:
+    """A version of the list, as the store has it."""
+    blocklist = Blocklist(calls_itself or version, frozenset({b"i%d" % version}))
+    store.write(f"blocklist/{version:012d}.json", blocklist.to_bytes())
+    return blocklist
+
+
+def test_the_newest_version_is_taken_and_stays_the_same_object(store: ArtefactStore, source: BlocklistSource) -> None:
+    write(store, 9)
+    tenth = write(store, 10)
+
+    first, error = source.read()
+    again, error_again = source.read()
+    eleventh = write(store, 11)
+
+    assert (first, error) == (tenth, None) and again is first and error_again is None
+    assert source.read() == (eleventh, None)
+
+
+def test_other_files_in_the_folder_are_no_versions(store: ArtefactStore, source: BlocklistSource) -> None:
+    written_blocklist = write(store, 3)
+    for name in ("7.json", "abcdefghijkl.json", "000000000008.txt", "000000000009.json.part"):
+        store.write(f"blocklist/{name}", b"{}")
+
+    assert source.read() == (written_blocklist, None)
+
+
+def test_a_newest_version_that_cannot_be_read_leaves_the_one_below_it_and_says_why(
+    store: ArtefactStore, source: BlocklistSource
+) -> None:
+    readable = write(store, 4)
+    write(store, 5, calls_itself=4)
+    store.write("blocklist/000000000006.json", b"damaged")
+
+    for _ in range(2):
+        blocklist, error = source.read()
+        assert blocklist == readable and error is not None and error.startswith("version 6: ")
+
+
+def test_a_version_that_calls_itself_another_is_told(store: ArtefactStore, source: BlocklistSource) -> None:
+    write(store, 5, calls_itself=4)
+
+    assert source.read() == (None, "version 5: calls itself 4")
+
+
+def test_a_store_in_which_nothing_was_ever_blocked_blocks_nothing(source: BlocklistSource) -> None:
+    assert source.read() == (Blocklist(), None)
+
+
+def test_an_empty_store_is_taken_for_one_that_is_not_there(tmp_path: Path) -> None:
+    source = BlocklistSource(ArtefactStore(str(tmp_path / "unmounted")))
+
+    with pytest.raises(StoreError, match="is empty"):
+        source.read()
+
+
+def put_back(store: ArtefactStore, copy: Path) -> None:
+    """Replace the store by a copy of it."""
+    shutil.rmtree(store.url)
+    shutil.copytree(copy, store.url)
+
+
+@pytest.mark.parametrize("blocks_after", [0, 1, 2, 3])
+def test_what_a_store_put_back_has_lost_stays_blocked_beside_what_is_blocked_there(
+    store: ArtefactStore, source: BlocklistSource, timer: FakeClock, tmp_path: Path, blocks_after: int
+) -> None:
+    # Given a copy of the store with one version, two more that a replica obeys, and the copy put back
+    change_blocklist(store, block_items=[b"before"])
+    shutil.copytree(store.url, tmp_path / "copy")
+    change_blocklist(store, block_items=[b"lost"])
+    change_blocklist(store, block_users=[b"erased"])
+    source.read()
+    put_back(store, tmp_path / "copy")
+
+    # When ids are blocked there: fewer versions, as many, or more
+    added_ids = [b"after %d" % number for number in range(blocks_after)]
+    for id_ in added_ids:
+        change_blocklist(store, block_items=[id_])
+    timer.tick(10)
+
+    # Then all of them are blocked, and it is said that the store lacks some
+    for _ in range(2):
+        blocklist, error = source.read()
+        assert blocklist is not None and blocklist.items == {b"before", b"lost", *added_ids}
+        assert blocklist.users == {b"erased"} and blocklist.version == max(3, 1 + blocks_after)
+        assert error is not None and "2 ids" in error
+
+    # And once the store blocks them as well, it is obeyed alone
+    change_blocklist(store, block_items=[b"lost"], block_users=[b"erased"])
+    blocklist, error = source.read()
+    assert error is None and blocklist is not None and blocklist.version == 2 + blocks_after
+    change_blocklist(store, unblock_items=[b"lost"])
+    blocklist, error = source.read()
+    assert error is None and blocklist is not None and b"lost" not in blocklist.items
+
+
+def test_a_version_that_was_replaced_under_its_number_is_noticed_after_a_while(
+    store: ArtefactStore, source: BlocklistSource, timer: FakeClock
+) -> None:
+    # Given versions that a replica obeys, and others put in their place between two reads, under the same names
+    obeyed = write(store, 1)
+    assert source.read() == (obeyed, None)
+    other = Blocklist(1, frozenset({b"other"}))
+    store.write("blocklist/000000000001.json", other.to_bytes())
+    assert source.read() == (obeyed, None)
+
+    # When ten seconds have passed
+    timer.tick(10)
+    blocklist, error = source.read()
+
+    # Then both are obeyed
+    assert blocklist is not None and blocklist.items == {b"i1", b"other"} and error is not None
