@@ -83,7 +83,7 @@ class RunningService:
 
 def clean_environ() -> dict[str, str]:
     """The environment without any setting of Larder; patient, since tests share few cores."""
-    # Compiled is what is imported: it is half of a command's time.
+    # Let commands write and import compiled bytecode: compiling takes half of a command's time.
     left_out = ("REDIS_URL", "PYTHONDONTWRITEBYTECODE")
     names = [name for name in os.environ if not name.startswith("LARDER_") and name not in left_out]
     return {name: os.environ[name] for name in names} | {

@@ -23,7 +23,7 @@ _FLAGS = (
     "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--force-color-profile=srgb", "--hide-scrollbars", "--lang=en-GB",
 )  # fmt: skip
-# Chromium reads commands from descriptor 3 and writes to 4; the given ones are out of the way of both.
+# Chromium reads commands from descriptor 3 and writes to 4; `_START` first moves the given ones out of their way.
 _START = """
 import os, sys
 reads, writes = map(int, sys.argv[1:3])

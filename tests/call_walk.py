@@ -78,7 +78,7 @@ class Recorder:
             self._frames.clear()
 
     def _event(self, frame: FrameType, event: str, _argument: Any) -> None:
-        # A coroutine that goes on is an event of its own, with the same frame.
+        # A coroutine that resumes is another event with the same frame.
         if event != "call" or frame in self._frames or (name := self._name(frame.f_code)) is None:
             return
         call = self._frames[frame] = Call(name, frame.f_code.co_qualname.replace(".<locals>", ""))

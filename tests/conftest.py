@@ -7,10 +7,11 @@ import uuid
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-# Before NumPy is imported: matrices are tiny here, and more threads of BLAS only spin while they wait for one another
-# (choosing a model takes 9 processor seconds with two, 2.3 with one). Programs that it starts inherit it.
+# Set this before NumPy is imported: matrices are tiny here, and more BLAS threads only spin while they wait for one
+# another (choosing a model takes 9 processor seconds with two threads, 2.3 with one). Programs that a test starts
+# inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Before Triton is imported: its kernels then run as numpy does, unless there is a GPU to test on.
+# Set this before Triton is imported: its kernels then run in Python as NumPy does, unless there is a GPU to test on.
 if os.environ.get("LARDER_TEST_DEVICE", "cpu") == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -20,14 +21,15 @@ from hypothesis import HealthCheck, settings
 from cache.format.redis_keys import Keyspace
 from cache.process.redis_server import RedisServer, find_server, join_or_start_server
 
-# How long an example takes says how busy the machine is, and nothing of what is tested.
+# The duration of an example depends on how busy the machine is, not on what is tested.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
 def pytest_configure() -> None:
     """Let Ctrl-C reach the programs that tests start, also where the tests themselves run in the background."""
-    # A shell leaves it ignored for what it starts with `&`, and programs inherit that: they would wait to be ended.
+    # A shell starts a background job (`&`) with SIGINT ignored, and programs inherit that: they could not be
+    # interrupted.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

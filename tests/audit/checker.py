@@ -869,7 +869,7 @@ class Checker:
         generation = self.knowledge.generations[id_]
         ordered_items, answer = self._read_all_items(client, generation)
         for _ in range(_READS_MAX):
-            # What is blocked or unblocked meanwhile takes effect between two pages of a read.
+            # A change of the blocklist may take effect between two pages of a read: read until two reads agree.
             previous_items, (ordered_items, answer) = (ordered_items, self._read_all_items(client, generation))
             if ordered_items == previous_items:
                 break
@@ -901,7 +901,7 @@ class Checker:
     def _read_all_items(self, client: Client, generation: Generation) -> tuple[list[str], Json]:
         """Read all items of the catalogue, page by page; return them and the last answer."""
         ordered_items: list[str] = []
-        # An input that was never sent: the stored answer to one would lack what was blocked when it was computed.
+        # Send an input that was never sent before: a stored answer would lack what was blocked when it was computed.
         self.knowledge.catalogue_reads += 1
         zero = Input(None, (f"unheard of {self.knowledge.catalogue_reads}",), 0)
         while True:

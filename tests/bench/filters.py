@@ -96,7 +96,7 @@ def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> 
         program(serve, folder / "log", environment(config)) as filtering,
         program(serve, folder / "plain.log", environment(config_without_prices)) as without,
     ):
-        # An age that none has: for the complete way.
+        # Asks for an age that every answer meets, so that the request takes the complete path.
         complete = "&max_age_seconds=1000000000"
         boosted = (
             complete

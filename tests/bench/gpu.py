@@ -228,7 +228,7 @@ class FlashlibSearch:
 
         flash_knn = importlib.import_module("flashlib.primitives.knn").flash_knn
         users = torch.from_numpy(self.case.users[:count]).to(self.device, self.items.dtype)
-        # A named backend is taken or fails: FlashLib then chooses no other.
+        # With a named backend, FlashLib uses that one or fails, and chooses no other.
         distances, ordinals = flash_knn(users, self.items, K, backend=self.backend)
         distances.cpu()
         return ordinals.cpu().numpy()

@@ -237,7 +237,7 @@ def main() -> None:
         case = make_case(folder, redis.url, options.quick)
         path = folder / "times"
         times = Times(path)
-        # Idle connections are to stay for the length of a block; everything else is as installed.
+        # Idle connections must stay open for the length of a block; all other settings are the defaults.
         env = {**environment(case.night), "LARDER_IDLE_TIMEOUT_S": "600", "LARDER_TOKEN": "", FILE: str(path)}
         serve = [sys.executable, "-m", "tests.bench.tools.hostile_server", "--port", "0", "--log-level", "error"]
         with program(serve, folder / "serving.log", env) as larder:

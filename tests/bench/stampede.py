@@ -132,7 +132,7 @@ def replicas(case: Case, config: ServingConfig, count: int) -> Iterator[list[Con
 
 def measure(report: Report, case: Case, options: Options) -> None:
     """One process, then two; every stampede is for answers that nobody has asked for before."""
-    # What is counted must not depend on how fast the machine is: nobody runs out of time.
+    # The counts must not depend on the speed of the machine, so no deadline may end a call.
     config = settings(
         case.night,
         deadline_ms=_LONG_MS,

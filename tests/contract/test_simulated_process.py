@@ -187,7 +187,8 @@ def test_the_store_in_memory_is_one_of_files(tmp_path: Path, seed: int) -> None:
         store_results = []
         for store in stores:
             store_result = getattr(store, operation)(*arguments[operation])
-            # An emptied folder of files is still there; who lists it finds nothing in either.
+            # In a store of files an emptied folder still exists; ignore it, since listing it finds nothing in either
+            # store.
             store_results.append(
                 [entry_name for entry_name in store_result if "." in entry_name]
                 if operation == "names"

@@ -34,7 +34,7 @@ PROGRAMS = (
     *("redis-server", "bin/postgres", "api-server", "scheduler", "dag-processor"),
     *("--queues default", "--queues gpu"),
 )
-# What was in a dead worker's hands is noticed by its silence, or by waiting in a queue that nobody has it from.
+# Airflow notices the tasks of a dead worker by missing heartbeats, or by their time in a queue that no worker reads.
 NOTICED = {
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "8",
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "1",
@@ -137,7 +137,7 @@ def configured(folder: Path, redis_url: str) -> NightConfig:
 def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
     tmp_path: Path, own_redis: RedisServer
 ) -> None:
-    # given: data and a bundle, and the same night undisturbed, in files and a Redis database of its own
+    # given: data, a bundle, and the same night undisturbed, with files and a Redis database of its own
     config = configured(tmp_path, own_redis.url)
     write_interactions(tmp_path / "interactions.csv", seed=7, users=USERS, items=ITEMS)
     cut = current_cut()
@@ -161,21 +161,21 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
         print(f"killed with {partial_count} shards half written and {finished_count} of {SHARDS} done", flush=True)
         assert partial_count > 0 and finished_count < SHARDS
 
-        # then: another one takes over, and the night is published by tasks that were tried again
+        # then: another worker takes over, and retried tasks publish the night
         running.says("the worker of the queue gpu ended", STOP_S)
         assert running.process.wait(RUN_S) == 0, running.output
         print(running.output)
         assert re.search(r"score_shard \[\d\] success \(try 2\)", running.output)
         assert "nightly_precompute success" in running.output
 
-        # and: each queue's tasks were with its own worker
+        # and: each queue's tasks ran on that queue's worker
         assert "Executing workload" in running.worker_log("default")
         assert "queue='gpu'" not in running.worker_log("default")
         assert "queue='default'" not in running.worker_log("gpu")
         # and: nothing is left running
         assert poll_until(lambda: running.is_gone(database), STOP_S), marked(running.process_marker)
 
-    # and: nothing distinguishes it from its twin
+    # and: its results equal those of the undisturbed night
     for compared_config in (config, twin):
         retire.run(compared_config)
     assert assert_whole(config) == undisturbed.result["generation"]
@@ -203,7 +203,7 @@ def test_a_stop_leaves_nothing_running(tmp_path: Path, own_redis: RedisServer, h
         assert poll_until(lambda: running.is_gone(database), STOP_S), marked(running.process_marker)
         assert how == signal.SIGKILL or not database.exists()
 
-    # and: what a killed one left is swept by the next
+    # and: the next start removes what a killed deployment left running
     if how == signal.SIGKILL:
         with celery(tmp_path, own_redis.url) as running:
             assert poll_until(lambda: not database.exists(), START_S), running.output

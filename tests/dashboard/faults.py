@@ -43,7 +43,7 @@ def _faults(value: object, kind: Any, location: str) -> list[str]:
 def _of_any(value: object, kinds: tuple[Any, ...], location: str) -> list[str]:
     """The faults under the kind that fits best; null fits wherever it may stand."""
     tried = [_faults(value, kind, location) for kind in kinds if kind is not NoneType or value is None]
-    # Of an object the deepest complaint tells most: the kind itself fitted.
+    # Report the kind with the deepest fault: the value matched that kind's own type.
     return min(tried, key=lambda kind_faults: (bool(kind_faults), -len(kind_faults[0]) if kind_faults else 0))
 
 

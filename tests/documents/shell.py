@@ -72,7 +72,8 @@ class Shell:
         return text
 
     def _run(self, argv: list[str]) -> "subprocess.CompletedProcess[str]":
-        # A file, not pipes: a service that goes on would hold these open. And `timeout` ends what a shell started.
+        # Write to a file, not to pipes, which a service that stays in the background would hold open. `timeout` ends
+        # what a shell started.
         output_path = self.folder / "said.txt"
         with output_path.open("w") as output_file:
             completed = subprocess.run(

@@ -90,7 +90,8 @@ def send_stream(
         answered = exchange(service.address, pieces, methods, apart=apart)
         return bool(answered.answers or answered.leftover)
 
-    # For a second behind a backlog the service drops connections whose peers have closed their side, without a word.
+    # For a second after a backlog the service closes, without an answer, connections whose peers have closed their
+    # side.
     poll_until(is_answered, 6, every_s=1.5)
     return answered
 
@@ -120,7 +121,7 @@ def test_a_stream_of_the_corpus_may_stand_before_another_request(
 def test_a_stream_of_the_corpus_may_come_on_a_connection_that_is_known(
     service: Door, judges: list[Judge], case: Case
 ) -> None:
-    # Given a connection on which the first request has been answered three times, so that its head is known
+    # Given a connection whose first request was answered three times, so that the service has cached its head
     reading = H11Judge().read(case.stream)
     if not case.accepted_count or reading.first_bytes is None or is_ending(reading):
         first = get("a1")
@@ -292,7 +293,7 @@ def test_the_corpus_is_read_as_it_says() -> None:
 
 
 def test_a_planted_difference_is_noticed(judges: list[Judge]) -> None:
-    # Given a service that would take a hidden request, or one that a judge refuses
+    # Given a service that would answer a hidden request, or a request that a judge refuses
     def answered(*ids: str) -> Exchange:
         bodies = [b'{"id":"%b"}' % name.encode() for name in ids]
         return Exchange([Answer(200, {}, body) for body in bodies], b"")

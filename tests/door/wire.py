@@ -133,7 +133,7 @@ def _next_answer(received: bytes, *, is_head: bool) -> tuple[Answer | None, byte
             break
         received = behind
     fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    # A refusal is written before anything is known of the method.
+    # The service refuses some requests before it knows their method, so a refusal of HEAD may have a body.
     is_without_body = is_head and (not behind or behind.startswith(b"HTTP/1."))
     if is_without_body or status in _NO_BODY:
         return Answer(status, fields, b""), behind

@@ -232,7 +232,7 @@ def hold_once_started(world: World, order: Order | None, log: Path) -> None:
     with started(world.shop, log, **IMPATIENT) as service:
         for user in USERS[:2]:
             status, answer = request(service, f"{TABLE}/{user}?k={K}")
-            # Without a generation there is nothing to answer with.
+            # Without a generation, nothing can be answered.
             assert status in (200, 503), status
             if status == 200 and answer["source"] in ("l1", "l2"):
                 assert stored_list(answer) == world.truth[user], answer

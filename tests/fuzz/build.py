@@ -15,7 +15,7 @@ FOLDERS: dict[Extension, Path] = {"columns": Path("cache/native"), "topk": Path(
 """Where the built file of an extension belongs."""
 SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
 _DRIVER = Path(__file__).with_name("driver.c")
-# As setup.py compiles them, but for the level of optimisation: no multiply-add may be fused.
+# The flags of setup.py, except for the optimisation level: no multiply-add may be fused.
 _FLAGS = ["-g", "-O1", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-fno-omit-frame-pointer"]
 _SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 

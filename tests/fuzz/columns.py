@@ -170,7 +170,7 @@ def spread(columns: ModuleType, fuzz_input: FuzzInput) -> None:
         expect("spread", result(columns.spread, count, size, rows, positions, row_by_position), REFUSED)
     if count * max(size, 0) > 1 << 20:
         return  # there is memory for it, and it only takes long
-    # Negative places count from the end in numpy; nobody sends them.
+    # Skip negative positions: NumPy counts them from the end, and no caller passes them.
     if all(0 <= position < count for position in [*positions, *row_by_position]):
         compare("spread", columns.spread, pure.spread, count, size, rows, positions, row_by_position)
     elif result(columns.spread, count, size, rows, positions, row_by_position) != REFUSED:

@@ -197,7 +197,7 @@ def make_bench(folder: Path, redis_url: str, *, seed: int, users: int, items: in
     shutil.copytree(config.store().local(f"generations/{generation}"), pristine_folder)
     theirs = replace(config, base=str(folder / "theirs"), namespace=f"{config.namespace}-theirs")
     clicks = synthesize(WorldSettings(user_count=users, item_count=items, seed=seed))
-    # Within what is trained on and within the rest: as many items are known as in ours.
+    # Keep the share of known items that our data has, within the training rows and within the rest.
     items_of, until_us = (clicks.item_rows.copy(), int(parse_time(DATA_UNTIL).timestamp() * 1_000_000))
     for rows in (np.flatnonzero(clicks.times_us < until_us), np.flatnonzero(clicks.times_us >= until_us)):
         items_of[rows] = items_of[np.random.default_rng(seed).permutation(rows)]

@@ -27,7 +27,7 @@ HANGS_S = 120.0
 _FILE_EVENTS = frozenset({"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"})
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
-# A warm interpreter without threads of its own: a step costs a fork, not an import of everything.
+# A warm interpreter without threads of its own, so that a step costs a fork and no imports.
 _WARM = multiprocessing.get_context("forkserver")
 _WARM.set_forkserver_preload(list(PRELOAD))
 

@@ -87,14 +87,14 @@ class Ground:
             self.watch.beat()
             if not has_lost_data:
                 self.watch.check_order([*moves(self.config), assert_whole(self.config)])
-            # A task that is retried keeps its run's name, a shell command gets another one.
-            # Whoever abandons under another name is told that no canary runs.
+            # A retried task keeps its run's name, a shell command gets another one. An `abandon` under another name is
+            # told that no canary runs.
             if name != "abandon" and self.moments.random() < 0.5:
                 attempt = self._attempt(name)
         finished = reports(self.config)
         outcome = run(work(self.config, attempt))
         assert outcome is not None
-        # Costly steps that had finished are not done again; what was retired is gone with its reports.
+        # Costly steps that had finished are not repeated; the reports of retired generations are gone.
         current_reports = reports(self.config)
         assert [path for path, at in finished.items() if path.exists() and current_reports[path] != at] == []
         self.watch.beat()
@@ -180,7 +180,7 @@ class Ground:
         """A night in one process."""
         cut = self.next_cut()
         self.step("night", lambda c, attempt: partial(night, c, cut, attempt), kills=kills)
-        # Its own retirement leaves what the service held at that moment; here it is gone.
+        # The night's own retirement left what the service held at that moment; this one removes it.
         self.retire(kills=0)
 
     def roll_back(self, *, kills: int) -> None:

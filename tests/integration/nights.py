@@ -50,7 +50,7 @@ def prepare(folder: Path, redis_url: str, *, seed: int = 0, users: int = 400, it
     config = _config(folder, redis_url)
     if not (folder / "interactions.parquet").exists():
         template_folder = Path(_make_template(seed, users, items).name)
-        # Written now, like what is made now: nights are named after the newest change of an input.
+        # Copy with the current time: nights are named after the newest change of an input.
         shutil.copytree(template_folder, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
         hand_over(config.store(), Bundle.open(config.path(config.bundle)))
     return config

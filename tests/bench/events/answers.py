@@ -62,7 +62,8 @@ class Bench:
         """Ready answers per second of processor time."""
 
         def run() -> float:
-            # This bench holds the loop for seconds, which its follower takes for an outage.
+            # The bench blocks the loop for seconds, which the follower of events takes for an outage: clear that
+            # concern.
             self.service.follower.note_concern("events", None)
             if any(fast_lookups.answer(path) is None for path in paths):
                 raise RuntimeError("an answer is not ready")

@@ -78,7 +78,7 @@ def one_time(case: Case, settle: int, count: int) -> list[tuple[float, float, fl
         for target in targets:
             per_cpu_s(target, lookups, settle)
         rates = []
-        # Each order once: whoever comes after itself, or after a certain other one, finds warmer caches.
+        # Use each order once: a target that runs after itself, or always after the same other one, finds warmer caches.
         for order in permutations(range(len(targets))):
             rate_by_target = {number: per_cpu_s(targets[number], lookups, count) for number in order}
             rates.append((rate_by_target[0], rate_by_target[1], rate_by_target[2]))

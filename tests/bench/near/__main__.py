@@ -131,7 +131,7 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
     freeze_objects()
     near.outcome_counts_by_table[TABLE].clear()
     with ThreadPoolExecutor(1, "larder-live") as pool, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        # Each its own: what the one is asked, the other has not seen.
+        # Each service gets a stream of its own: the other one has not seen its inputs.
         baseline_stream = HistoryStream(snapshot, TABLE, known_histories, seed=1)
         reuse = functools.partial(compute, reuse=near)
         compare(

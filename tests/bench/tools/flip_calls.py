@@ -95,7 +95,7 @@ async def _call_all(
     total = len(urls) * CONNECTIONS
     for number in range(total):
         replica = number % len(urls)
-        # A popular few and a long tail, as users come back.
+        # Request a popular few and a long tail, as returning users do.
         rng = np.random.default_rng([seed, number])
         lanes.append(
             _call_on_connection(
@@ -124,7 +124,7 @@ async def _call_on_connection(
                 status, _ = await connection.request("GET", path)
             except (OSError, EOFError, TimeoutError):
                 status = 0
-            # From when it was due: who had to wait for a connection has waited.
+            # Measure from the time at which the call was due, so that waiting for a connection counts.
             calls.due.append(due)
             calls.seconds.append(time.time() - due)
             calls.failed += status != 200

@@ -132,7 +132,7 @@ def peers(url: str, kinds: Sequence[str]) -> Iterator[None]:
 def main(arguments: Sequence[str]) -> None:
     """Until it is killed."""
     pin(0, -1)
-    # Callers and Redis, on the same core, go first at once: only what reaches the service is measured.
+    # Callers and Redis, on the same core, always preempt this process: only what reaches the service is measured.
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     where = urlsplit(arguments[0])
     all_peers = Peers((where.hostname or "", where.port or 0), arguments[1:])

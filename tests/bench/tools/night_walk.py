@@ -54,7 +54,7 @@ def list_hops(task: str, roots: Sequence[Call]) -> list[WayHop]:
     """Distinct hops that lead to the deeds of a task, deed after deed."""
     hop_by_target: dict[tuple[str, str], WayHop] = {}
     for deed, deed_text in DEEDS[task].items():
-        # Threads of their own first: what they do with users, the task's does with items once more.
+        # Look at the other threads first: what they do with users, the task's own thread does again with items.
         path = next(path for root in reversed(roots) if (path := _path_to(deed, root)))
         for call_target in path:
             module, function = call_target

@@ -164,7 +164,7 @@ class _Drive:
                 else:
                     self._send(self._idle.pop(), at)
             rest_s = started_at + due[up_to] - time.monotonic() if up_to < count else 0.05
-            # `poll` rounds up to milliseconds: what is due in between would come in clumps.
+            # `poll` rounds up to milliseconds, so calls that are due in between would be sent in clumps.
             ready, _, _ = select.select([self._poll], [], [], min(max(rest_s, 0.0), 0.05))
             for number, _ in self._poll.poll(0) if ready else ():
                 if self._receive(self._lines[number], started_at):

@@ -75,7 +75,7 @@ def difference(
             return None
         pair = orjson.loads(left.body or b"null"), orjson.loads(right.body or b"null")
         return next(differences_of_values(*pair, "body", is_shape=is_shape), None)
-    # Plain texts and pages are prose.
+    # Plain text and HTML pages are prose and may differ.
     return None
 
 
@@ -97,7 +97,7 @@ def differences_of_values(
     left: Any, right: Any, path: str, *, is_shape: bool = False, name: str = ""
 ) -> Iterator[Difference]:
     """Differences of two JSON values: names and their order, types, values to the last bit."""
-    # Examples of OpenAPI are held against their schemas by a test of their own.
+    # Another test compares the examples of OpenAPI with their schemas.
     if name == "example" or path in WIDENED_AT or path.endswith(PROSE_AT):
         return
     if left is None and isinstance(right, str) and path in FILLED_AT:
@@ -108,7 +108,7 @@ def differences_of_values(
     elif isinstance(left, dict):
         left = _without_momentary(without_removed(left, path))
         right = _without_momentary(without_added(left, right, path))
-        # Of counts the names are words in the order in which they were met.
+        # The names of counts are words in the order in which they first occurred.
         ordered = sorted if is_shape else list
         if ordered(left) != ordered(right):
             yield Difference(f"{path} (names)", list(left), list(right))

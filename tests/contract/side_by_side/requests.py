@@ -51,7 +51,7 @@ def _get_lookup(draw: Draw, _number: int) -> Request:
 def _batch(draw: Draw, _number: int) -> Request:
     table = draw.table()
     size, options = _size(draw), draw.body_options(table)
-    # Of large ones all are ids: histories have a bound in all.
+    # Large batches contain ids only, because the total of histories in a request is bounded.
     entities = [draw.entity_input(table) if size <= 30 else draw.entity(table) for _ in range(size)]
     body = {"entities": entities, **options}
     headers: tuple[tuple[str, str], ...] = (_JSON, *draw.headers())

@@ -79,7 +79,7 @@ class Twins:
     def follow_events(self, answers: tuple[Answer, Answer], *, has_values: bool) -> None:
         """Return once all events of a request that both have accepted count, which then move the position of AS_OF."""
         positions = [orjson.loads(answer.body)["position"].encode() for answer in answers]
-        # Lengths stand in a binary body: a position of another length, such as the tenth of a millisecond, is left out.
+        # Lengths are part of a binary body: leave out a position of another length, such as one with fewer digits.
         if all(len(position) == len(AS_OF) for position in positions):
             self._as_of = (positions[0], positions[1])
         self.await_events(has_values=has_values)
@@ -91,14 +91,15 @@ class Twins:
         """
         number = next(self._probes)
         user, price = f"probe-{number}", _PROBE_PRICE + number
-        # Of one item OF_ONE events are accepted; those of a run are shared out among the first of the shop.
+        # At most OF_ONE events of one item are accepted, so spread the events of a run over the first items of the
+        # shop.
         item, prober = self.shop.facts.items[number % PROBED_ITEMS], self.shop.facts.users[-1]
         events: list[dict[str, Any]] = [{"id": f"probe-{number}", "user": user, "item": item, "time": _PROBE_TIME}]
         if has_values:
             events.append({"id": f"price-{number}", "item": item, "attributes": {"price": price}})
         receipts = self.send(self.request("POST", "/v1/events", {"events": events}))
         assert {answer.status for answer in receipts} == {202}, receipts
-        # Of an arm there are no explanations.
+        # There are no explanations of an arm.
         paths = [f"/v1/explain/user_vector/{user}"]
         paths += [f"/v1/lookup/user_vector/{user}?{urlencode({'arm': arm})}" for arm in self.arms]
         score_body = {"user": prober, "items": [item], "filter": {"==": ["price", price]}}

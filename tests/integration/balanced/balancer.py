@@ -12,13 +12,13 @@ from cache.process.child_process import GuardedCommand
 from infra.local.service import ROOT
 from tests.polling import poll_until
 
-# Debian has it where only root looks.
+# Debian installs it in a folder that is on root's PATH only.
 PROGRAM = shutil.which(
     "haproxy", path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"))
 )
 SLOTS = 12
-# As a Service is, this balances connections (`mode tcp`), and a refused one is the caller's loss: no retry, no other
-# pod in its place. Health checks are those of the readiness probe, four times as often.
+# Like a Kubernetes Service, this balances connections (`mode tcp`), and a refused connection fails for the caller: it
+# is not retried on another pod. Health checks are those of the readiness probe, four times as often.
 SETTINGS = """
 global
   stats socket {folder}/admin mode 600 level admin

@@ -55,7 +55,7 @@ class Deployment:
         environ = environment(
             self.night, state,
             REDIS_URL=str(self.night.redis_url), LARDER_EPHEMERAL_STATE="true",
-            # Neighbours on this machine's cores are no overload of the service.
+            # Other processes on this machine's cores must not count as overload of the service.
             LARDER_QUEUE_TARGET_MS="2000", LARDER_DRAIN_S="10", LARDER_SKETCH_S="0.5",
             **{"LARDER_L1_BYTES": "16384", **self.revision},
         )  # fmt: skip

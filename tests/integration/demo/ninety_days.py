@@ -379,10 +379,10 @@ class Simulation:
         pointer = self.control.read_pointer()
         if pointer is not None:
             assert pointer.epoch <= max(release.epoch for release in all_releases(self.store))
-        # Only a sweep removes, so how old a night was counts when the last one looked: days may pass without a run.
+        # Only a sweep removes generations, so an age counts at the time of the last sweep: days may pass without a run.
         looked_from = self.swept_at - SWEPT_AFTER_S
         recent_generations = {name for name, at in self.created.items() if at > looked_from}
-        # An unfinished night that a restore found counts as touched then: its loader may be at work.
+        # A restore that finds an unfinished night counts as its last change: its loader may still run.
         recent_generations |= {name for name, at in self.restored.items() if at > looked_from}
         stored_generations = set(self.store.names("generations"))
         assert len(stored_generations - recent_generations) <= KEEP + 2, stored_generations

@@ -36,7 +36,8 @@ class DurableRedis:
 
     def start(self) -> None:
         """Starts it over what the last one left."""
-        # A write beyond a limit of its files fails, as on a full disk; by default the signal ends the process.
+        # A write beyond the file size limit must fail, as on a full disk; by default the signal SIGXFSZ ends the
+        # process.
         command = [
             "sh",
             "-c",

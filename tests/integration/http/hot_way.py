@@ -168,7 +168,7 @@ def _without_request_headers(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tu
 
 def running(night: NightConfig, **changes: object) -> Iterator[Ways]:
     """Both ways of one service, which looks at Redis and the blocklist only when it starts."""
-    # Nor does it tell Redis what is asked for: on a busy machine the next service would find that in its L1.
+    # The service must not report requested ids to Redis: on a busy machine the next service would preload them into L1.
     seldom = {"poll_s": 60.0, "blocklist_poll_s": 60.0, "sketch_s": 0.0}
     app = create_app(settings(night, **PATIENT | seldom | changes))
     with asyncio.Runner() as runner:

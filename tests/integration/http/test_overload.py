@@ -51,7 +51,7 @@ class Strangers:
 
 @contextlib.asynccontextmanager
 async def asking(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    # Far from the 5 s after which the service closes an idle connection: both at once would be a reset.
+    # Expire connections well before the 5 s after which the service closes them: both at once would be a reset.
     limits = httpx.Limits(max_connections=CALLERS, max_keepalive_connections=CALLERS, keepalive_expiry=1.0)
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
         yield http

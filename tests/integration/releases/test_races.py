@@ -121,7 +121,7 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
         )
         _check_history(history)
         _check_pages(client, keys, store, view)
-        # The next night finds nothing in its way.
+        # The next night is not blocked by anything.
         racer = Racer(url, folder, keys, 99, SEED)
         racer.rng.random = lambda: 1.0  # type: ignore[method-assign]
         racer.prepare("20270101T000000Z-" + "d" * 12, make)
