@@ -444,7 +444,7 @@ class Life:
             case "a day later":
                 self.now_s += 90_000
                 self.days += 1
-                # Every step has a time-out far below that: what sleeps through a whole day was ended.
+                # Every step has a time-out far below a day: a process that sleeps through a whole day was killed.
                 for actor in [actor for actor in self.actors if self.days - actor.days > 1]:
                     self._log("kill", actor.name)
                     self.actors.remove(actor)
@@ -475,7 +475,7 @@ class Life:
     def _load_snapshot(self, data: dict[str, Any], passed: set[str]) -> None:
         self.redis.data = _copied(data)
         self.disasters += 1
-        # What only the registry knew is as it was then; what was written down stays.
+        # States that only the registry had are those of the snapshot; what the release records say stays.
         ledger = fold_releases(all_releases_unwatched(self))
         for generation in passed - self.passed:
             if ledger.state(generation) in (
@@ -562,7 +562,7 @@ class Life:
         match move_record.action:
             case "publish":
                 if generation not in self.passed:
-                    # A refusal that Redis lost, written down too late for this publisher to see it.
+                    # Redis lost the refusal, and its record was written too late for this publisher to see it.
                     is_late = not is_calm and not self._was_judged_bad(generation, intent=move_record)
                     assert is_late, "published without having passed verification"
                     self.passed.add(generation)
@@ -640,7 +640,8 @@ class Life:
             self.passed.add(generation)
             self.bad_generations.discard(generation)
         elif is_by_operation and state in (GenerationState.REFUSED, GenerationState.ABANDONED):
-            # Who looked before a Redis was lost may mark what has gone live since; the records say that it is.
+            # An actor that looked before a Redis was lost may mark a generation that is live by now; the records say
+            # that it is.
             if not self.disasters or fold_releases(all_releases_unwatched(self)).live_generation != generation:
                 self.passed.discard(generation)
                 self.bad_generations.add(generation)
@@ -670,7 +671,8 @@ class Life:
             named |= {(pointer["canary"] or {}).get("generation")}
             assert generation not in named, f"{command} of {generation}, which the pointer names"
         members = self.redis.data.get(KEYS.replicas, {})
-        # Who ends what another one decided and wrote down before it was killed does not look at readers again.
+        # An actor that completes what another one decided and recorded before it was killed does not look at readers
+        # again.
         decision_step = min(actor.step, self.decided.get(generation, actor.step))
         for reader in self.readers:
             is_alive = members.get(reader.payload, 0.0) >= self.now_s - REPLICA_DEAD_S

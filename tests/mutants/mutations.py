@@ -65,7 +65,7 @@ class _Sites(cst.CSTVisitor):
         self._raises = 0
 
     def _line(self, node: cst.CSTNode) -> int:
-        # An operator has no position of its own everywhere; its statement has.
+        # Not every operator has a position of its own, but its statement has one.
         position = self.get_metadata(PositionProvider, node, None)
         return int(position.start.line) if position else self._statement_lines[-1]
 

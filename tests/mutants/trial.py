@@ -87,7 +87,7 @@ class _Trial:
             return Outcome(self.mutant, "timed out", last, tuple(self._begun_tests[:-1]), seconds)
         if self._end in ("survived", "invalid"):
             return Outcome(self.mutant, self._end, "", tuple(self._begun_tests), seconds)
-        # Without a word: the change ended the process.
+        # The process ended without a report: the change killed it.
         return Outcome(self.mutant, "killed", last, tuple(self._begun_tests[:-1]), seconds)
 
 
@@ -190,7 +190,8 @@ def _run_fork(
         end = "invalid"
         if install_mutant(mutant, functions):
             end = "survived"
-            # The session, as the item behind the last one, keeps its fixtures: the process ends without them.
+            # With the session as the item after the last one, fixtures are not torn down: the process ends without
+            # them.
             behind: list[pytest.Item] = [*items[1:], items[0].session]  # type: ignore[list-item]
             for item, following in zip(items, behind, strict=True):
                 os.write(writer, f"begin {item.nodeid}\n".encode())

@@ -27,7 +27,7 @@ from tests.regressions.outcomes import SHOWN_BY_PRODUCT, Outcome
 
 ROOT = Path(__file__).parents[2]
 CASE_TIMEOUT_S = 120.0
-# A process of pytest that has written nothing for this long hangs where no alarm ends it.
+# A pytest process without output for this long hangs where no alarm can end it.
 SILENCE_S = 300.0
 
 OLD_NAMES_COMMIT = "c297e29d"
@@ -36,7 +36,7 @@ OLD_NAMES_COMMIT = "c297e29d"
 EARLIER_ANCESTOR = {"^": "~4", "~4": "~12", "~12": "~30"}
 """Where a test that passes at an ancestor of its commit is tried next: the mend was committed before it."""
 
-# Kinds of failure, the strongest proof first: what the product answered, then that it lacked a name of today.
+# Kinds of failure, the strongest proof first: a wrong answer of the product, then a missing name of today.
 RED = {
     "assertion": "by assertion",
     "exception": "by an exception of the product",
@@ -80,7 +80,7 @@ class FindingRun(NamedTuple):
 @cache
 def commit_of(finding: Finding) -> str:
     """The commit that brought the test, abbreviated."""
-    # In all of the tests: a function that only moved to another file was brought earlier.
+    # Search all tests, because a function that only moved to another file was committed earlier.
     return first_commit_with(f"def {finding.function}(", "tests") or "not committed"
 
 
@@ -231,7 +231,7 @@ def run_once(tree: Path, module: str, tests: list[str], timeout_s: float) -> lis
     if started_test is not None:
         outcomes.append(Outcome(started_test, "timeout", "the process fell silent or ended within it"))
     if not outcomes:
-        # A conftest.py that cannot be imported there: nothing has been run, so nothing is shown.
+        # A conftest.py could not be imported at that commit: no test ran, so nothing is shown.
         lines = log.read_text(errors="replace").splitlines()
         reason = [line for line in lines if line.startswith("E ")] or lines[-1:]
         outcomes = [Outcome(test, "collection", reason[0].removeprefix("E").strip()) for test in tests]

@@ -17,8 +17,8 @@ import pytest
 SHOWN_BY_PRODUCT = ("assertion", "exception", "timeout")
 """Kinds of failure by what the product did: no further case can show more."""
 PRODUCT = ("cache", "precompute", "serving", "dags", "infra")
-# What Python says of a name, an argument or a field that the code of an older commit does not have, and what Larder and
-# its shell say of a setting and an option.
+# Messages of Python about a name, an argument or a field that the code of an older commit lacks, and of Larder and its
+# command line about an unknown setting or option.
 _LACKS_A_SETTING = re.compile(r"^(unknown setting|unrecognized arguments)")
 _LACKS_A_NAME = re.compile(
     r"has no attribute|unexpected keyword argument|required (positional|keyword-only) argument"

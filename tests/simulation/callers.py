@@ -196,7 +196,8 @@ def judge(
         return
     if answer["producer"] == "live":
         demand(source != "previous", "another night's live answer")
-        # Who sends no input gets what was computed from another's, if the id is the same and the night did not know it.
+        # A caller without input may get what was computed from another one's, if the id is the same and unknown to the
+        # night.
         inputs = [question.history] if question.history else sorted(sent_histories)
         demand(bool(question.history) or not nights.knows(number, question.id), "not the night's")
         demand(any(_follows(input_history, items) for input_history in inputs), f"computed from none of {inputs}")
@@ -217,5 +218,5 @@ def _follows(history: Sequence[str], items: Sequence[str]) -> bool:
     if not known_items or set(items) & set(history):
         return False
     steps = [(ITEMS.index(item) - ITEMS.index(known_items[-1])) % COUNT for item in items]
-    # What was blocked or excluded is missing, and more follows.
+    # Blocked or excluded items are missing, and later ones take their place.
     return steps == sorted(steps) and all(step <= 4 * WIDTH for step in steps)

@@ -133,7 +133,7 @@ class SimulatedRedis(MemoryRedis):
     def do_zrevrange(self, name: bytes, first: bytes, last: bytes, _scores: bytes) -> list[bytes]:
         """Members and scores, greatest first."""
         ranked = sorted(self.data.get(name.decode(), {}).items(), key=lambda e: (-e[1], e[0]))
-        # Members of one score: Redis has the greater name first.
+        # Among members with the same score, Redis returns the greater name first.
         ranked.sort(key=lambda e: e[0], reverse=True)
         ranked.sort(key=lambda e: e[1], reverse=True)
         part = ranked[int(first) : int(last) + 1]

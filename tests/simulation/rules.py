@@ -162,7 +162,8 @@ class Rules:
         served_by_name = {name: lookup_service.follower.served for name, lookup_service in services.items()}
         holdings = {name: served for name, served in served_by_name.items() if served is not None}
         for question in call.questions:
-            # A process waits for another one for half of what a live answer may take, which is 3/4 of the call's time.
+            # A process waits for another one for half of the time that a live answer may take, which is 3/4 of the
+            # call's time.
             caller_s = min(call.deadline_ms, DEADLINE_MS) / 1000
             alone_at = self._of.loop.time() + min(0.2, caller_s * 0.75 / 2)
             self._waiting[fingerprint(question.id.encode())].setdefault(id(call), alone_at)
@@ -233,7 +234,7 @@ class Rules:
             raise Wrong(f"{question} is blocked and got {answer}")
         if answer.get("reason") == "internal_error":
             raise Wrong(f"{question} of {call} got {answer}")
-        # One that was under way when Redis came back may know better than when it was asked.
+        # A call that was under way when Redis came back may know more than at its start.
         away_s = min(call_context.redis_away_s, self._away_s(self._of.replicas[call_context.call.replica]))
         if away_s > STALE_S and "stale" not in answer:
             raise Wrong(f"without Redis for {away_s:.1f} s: {answer}")
@@ -244,7 +245,7 @@ class Rules:
             at = max(of, default=0.0)
             if self._of.loop.time() - at > FORGOTTEN_S + LEARNS_S:
                 raise Wrong(f"older than it may get: {answer}")
-        # An arm out of order is no excuse for the service's own namespace.
+        # A fault of an arm does not excuse the service's own namespace.
         but = ("arm",) if namespace == nights.OWN_NAMESPACE else ()
         if self._of.faults.calm_s(but=but) > LEARNS_S and call_context.service is not None:
             self._demand_learnt(call_context, namespace, question, answer)
@@ -284,7 +285,7 @@ class Rules:
             return
         arm = of_arm[settled]
         first_at = self._first_at.get(arm, now_s)
-        # What is wrong with one arm touches no other.
+        # A fault of one arm affects no other.
         other_arm_faults = tuple(
             f"arm {how} {name}" for how in ("hung", "broken") for name in nights.ARMS if name != arm
         )
@@ -315,7 +316,7 @@ class Rules:
         is_plain = not call_context.call.exclude and not question.history and not call_context.call.fresh
         if answer["source"] == "default" and nights.knows(number, question.id) and is_plain:
             reason = answer["reason"]
-            # After an outage one call at a time finds out that it is over.
+            # After an outage one call at a time tests whether it is over.
             is_probing = reason == "breaker_open" and call_context.at < self._probed[process] + 1.0
             if reason in ("l2_down", "l2_timeout", "breaker_open") and not is_probing:
                 raise Wrong(f"Redis is there, and {question} got {answer}")
@@ -360,7 +361,7 @@ class Rules:
         now_s = self._of.loop.time()
         if pointer is None or now_s - self._moved_at < LEARNS_S or self._up_s(replica.host) < LEARNS_S:
             return
-        # What is held already waits for no store, however it hangs.
+        # A generation that is already held waits for no store, even if the store hangs.
         is_at_hand = service.follower.holder.find_snapshot(pointer.generation) is not None
         fault_names = ("redis", f"link held {replica.number}", f"cut {replica.number}", "stall", "bytes")
         calm_s = self._of.faults.calm_s(*fault_names) if is_at_hand else self._of.faults.calm_s()

@@ -67,7 +67,7 @@ def scenario(seed: int, bias: Bias = Bias()) -> list[Step]:
         steps.append(_step(1.0, "experiment", rng))
     at = 1.0
     for _ in range(bias.steps):
-        # Things that matter happen close to each other, or long after.
+        # Let events happen close together, or long after one another.
         luck = rng.random()
         at += rng.choice([0.0, 0.002, 0.02]) if luck < 0.4 else rng.expovariate(1 / 0.5)
         at += rng.uniform(1.0, 30.0) if luck > 0.8 else 0.0

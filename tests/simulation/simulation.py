@@ -459,8 +459,8 @@ def installed() -> Iterator[None]:
     ServedNamespace.start, ServedNamespace.aclose = start, aclose  # type: ignore[method-assign]
     loader.kernels = pure
     handlers, root.handlers = root.handlers, [errors]
-    # A collection ends coroutines, in the middle of whatever runs: between simulations it meets none,
-    # and what the process has imported needs no look.
+    # A garbage collection closes coroutines in the middle of other work. So collect between simulations only, and skip
+    # what the process has imported.
     gc.disable()
     gc.freeze()
     try:

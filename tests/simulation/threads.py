@@ -227,7 +227,7 @@ class Pool(Executor):
         if self._is_shut:
             raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[Any] = Future()
-        # As a real pool: nothing of the caller's context but the host it is on.
+        # Like a real pool, pass on nothing of the caller's context, except for its host.
         context = Context()
         context.run(HOST.set, HOST.get())
         self._queue.append((future, lambda: context.run(fn, *args, **kwargs)))

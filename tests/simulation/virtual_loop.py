@@ -49,7 +49,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     A callback belongs to the host in whose context it was made, and never runs once that host is dead.
     """
 
-    # What asyncio's own loop has, and says nothing of.
+    # Attributes of asyncio's own loop that its type stubs do not declare.
     _ready: deque[asyncio.Handle]
     _scheduled: list[tuple[float, Any]]
     _stopping: bool

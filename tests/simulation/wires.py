@@ -107,7 +107,7 @@ class Wire(asyncio.Transport):
         def go() -> None:
             if self._is_aborted and arguments:
                 return
-            # Never at one moment: timers of the same time run in no order.
+            # No two arrivals at the same time: timers with equal times run in no defined order.
             self._arrives_at = max(when, loop.time(), self._arrives_at + 1e-6)
             loop.call_at(self._arrives_at, hear, *arguments, context=self.peer._context)
 

@@ -136,7 +136,7 @@ async def soak(
 
     assert service.answer_judge.wrong == []
     assert counts.disagreements(service.answer_judge.sources, service.answer_judge.entities) == []
-    # Warm by then: both generations were held, every thread and connection was needed once.
+    # The process is warm by then: both generations were held, every thread and connection was used once.
     start = samples[len(samples) // 3]
     for sample in samples[len(samples) // 3 + 1 :]:
         assert sample.tasks <= start.tasks + TASKS_MORE

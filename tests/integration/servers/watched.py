@@ -133,7 +133,7 @@ def watched_pair(folder: Path, namespace: str) -> Iterator[WatchedPair]:
     try:
         for server in pair.servers:
             server.start()
-        # A sentinel asks a primary for its replicas as it starts, and then every ten seconds.
+        # A sentinel asks a primary for its replicas at its start, and then every ten seconds.
         assert poll_until(first.has_replica)
         for sentinel in pair.sentinels:
             sentinel.start()

@@ -119,7 +119,8 @@ class MixedLoad:
     def judge(self, kind: str, body: Mapping[str, Any], response: Mapping[str, Any]) -> None:
         """Count what came of a lookup, and note what is wrong with it."""
         answers = response["answers"] if body else [response]
-        # One answer is of one generation, also in a batch while a flip is under way; a lower rung says so itself.
+        # All answers of a batch are of one generation, also during a flip; only an answer marked `previous` is of
+        # another.
         answering_generations = {answer["generation"] for answer in answers if answer["source"] != Source.PREVIOUS}
         if len(answering_generations) > 1:
             self.wrong.append(f"{kind}: an answer of {sorted(answering_generations)}")
@@ -149,7 +150,7 @@ class MixedLoad:
             if set(history).intersection(items):
                 self.wrong.append(f"{kind} {answer['id']}: history came back")
         elif answer.get("producer") == "batch" and not answer.get("events"):
-            # With newer events the list is what is left of it, or what was computed.
+            # With newer events the items are the rest of the list, or a computed list.
             expected = self.lists[answer["generation"]].get(answer["id"], ())
             if items != expected[:K]:
                 self.wrong.append(f"{kind} {answer['id']}: not the list of {answer['generation']}")
@@ -197,7 +198,7 @@ class MixedLoad:
         self._event_count += 1
         self.newest_us += 1
         item = self._items[int(self.rng.integers(len(self._items)))]
-        # Of the long tail: those who are asked for most are to be answered with the night's list.
+        # Take a user of the long tail, so that the users requested most still get the night's list.
         user = self.users[int(self.rng.integers(len(self.users) // 2, len(self.users)))]
         event = {"id": f"soak-{self._event_count}", "user": user, "item": item, "time": self.newest_us / 1e6}
         return "/v1/events", {"events": [event]}

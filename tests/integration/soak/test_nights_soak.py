@@ -116,11 +116,12 @@ async def soak(tmp_path: Path, own_redis: RedisServer) -> AsyncIterator[Soak]:
         config,
         LARDER_CONFIG=str(tmp_path / "larder.toml"),
         LARDER_EVENTS_URL=own_redis.url,
-        # Little: they are full soon, so that what grows afterwards is a leak.
+        # Small bounds: they are soon reached, so that what grows afterwards is a leak.
         LARDER_L1_BYTES=str(128 << 10),
         LARDER_ADVISOR_KEYS="1024",
         LARDER_OVERLAY_TTL_S="60",
-        # What is refused by a machine that others load is no finding here; the benches of overload are about that.
+        # Refusals because other processes load this machine are no finding here; the benches of overload measure
+        # refusals.
         LARDER_QUEUE_TARGET_MS="2000",
     )
     service = ServiceProcess(tmp_path / "log", environ, module_name=troubled_service.__name__)

@@ -18,7 +18,7 @@ HOUR_US = 3_600_000_000
 
 def with_events(month: Month, redis_url: str) -> Month:
     """The month with events, which both of its nights take from one Redis."""
-    # int8 is for the gates' own tests: lists of so few users differ by chance
+    # The gates' own tests cover int8: with so few users, its lists differ by chance.
     gates = replace(month.config.gates, skew_overlap=0.0)
     month.configure(events=EventsConfig(enabled=True), events_url=redis_url, gates=gates)
     return month

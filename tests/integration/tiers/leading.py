@@ -48,7 +48,7 @@ class Gated:
 
 async def run(url: str, namespace: str, name: str, wait_ms: str) -> None:
     """Reads commands until standard input ends."""
-    # A turn is waited for as long as the command says: redis-py's own time-out is 5 s.
+    # Let a blocking command wait as long as it says: redis-py's default time-out is 5 s.
     control = Redis.from_url(url, protocol=2, socket_timeout=None)
     remote = RemoteTier(RemoteConfig(url, deadline_s=5.0), Keyspace(namespace))
     tiers = TieredCache(LocalTier(1 << 20), NegativeCache(1_000, 5.0), remote)

@@ -43,7 +43,7 @@ def assert_exact(users, items, k, excluded, metric="inner_product", *, engine=Tr
         listed_true_scores, theirs = (truth[row][used], truth[row][expected_ordinals[row][: len(used)]])
         length = np.linalg.norm(users[row].astype(np.float64))
         reach = 1.0 if metric == "cosine" else length * longest
-        # Scores that are small only by cancellation are rounded like the terms they come from.
+        # A score that is small only by cancellation has the rounding errors of its larger terms.
         slack = max(TOLERANCE * np.abs(theirs).max(initial=0), TOLERANCE / 10 * reach, 1e-43)
         assert np.isfinite(listed_true_scores).all()
         assert np.abs(listed_true_scores - theirs).max(initial=0) <= slack
