@@ -27,7 +27,7 @@ settings.load_profile("untimed")
 
 
 def pytest_configure() -> None:
-    """Let Ctrl-C reach the programs that tests start, also where the tests themselves run in the background."""
+    """Let Ctrl-C reach the programs that tests start, also if the tests run in the background."""
     # A shell starts a background job (`&`) with SIGINT ignored, and programs inherit that: they could not be
     # interrupted.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -36,7 +36,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect tests without looking for garbage, a fifth of that time; what was collected is never looked through."""
+    """Collect tests without garbage collection, which takes a fifth of the time, and freeze what was collected."""
     gc.disable()
     try:
         return (yield)
@@ -54,7 +54,7 @@ def redis_binary() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def without_fsync() -> Iterator[None]:
-    """Waits for no disk, which each night does ninety times: no test cuts the power."""
+    """Make fsync do nothing: a night calls it ninety times, and no test cuts the power."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "fsync", lambda _file: None)
         yield
@@ -62,27 +62,27 @@ def without_fsync() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One server for the session, on a free loopback port; gone when the session is."""
+    """One server for the session, on a free loopback port; it ends with the session."""
     with join_or_start_server(tmp_path_factory.mktemp("redis"), server_binary=redis_binary()) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def redis_url(redis_server: RedisServer) -> str:
-    """Its URL over TCP."""
+    """URL of the session's server over TCP."""
     return redis_server.url
 
 
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server of the test's own, which it may stop, empty or kill."""
+    """A server for one test, which it may stop, empty or kill."""
     with join_or_start_server(tmp_path / "redis", server_binary=redis_binary()) as running:
         yield running
 
 
 @pytest.fixture
 def soak_s() -> float:
-    """How long the soak goes on."""
+    """Seconds that the soak lasts."""
     return float(os.environ.get("LARDER_TEST_SOAK_S", "600"))
 
 

@@ -1,4 +1,4 @@
-"""Questions to a page in the browser, each an expression in JavaScript."""
+"""JavaScript expressions that inspect a page in the browser."""
 
 IS_UPDATED = "document.getElementById('age').textContent.startsWith('Updated')"
 

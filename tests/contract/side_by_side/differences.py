@@ -1,4 +1,4 @@
-"""What is compared of two answers, and the few fields that are not: ages, request ids, times of acceptance, prose."""
+"""Comparison of two answers, except for a few fields: ages, request ids, times of acceptance, prose."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ _SHOWN_CHARS: Final = 300
 
 
 class Difference(NamedTuple):
-    """Place in an answer where two differ, and what stands there on either side."""
+    """Path in an answer at which two differ, and the values on either side."""
 
     path: str
     left_side: object
@@ -55,7 +55,7 @@ class Difference(NamedTuple):
 def difference(
     left: Answer, right: Answer, *, is_shape: bool = False, is_other_type: bool = False
 ) -> Difference | None:
-    """The first difference of two answers, None if they are alike; `is_shape`: names and types of fields alone.
+    """Return the first difference of two answers or None; with `is_shape`, compare only names and types of fields.
 
     `is_other_type`: the request says that its body is not JSON.
     """
@@ -80,7 +80,7 @@ def difference(
 
 
 def _refusal(answer: Answer) -> tuple[int, Any]:
-    """Status of an answer and the code of its error, None without one."""
+    """Return the status of an answer and the code of its error, None without one."""
     if answer.status < 400 or answer.header("content-type") != "application/json":
         return answer.status, None
     body = orjson.loads(answer.body or b"null")
@@ -89,7 +89,7 @@ def _refusal(answer: Answer) -> tuple[int, Any]:
 
 
 def masked(body: bytes) -> bytes:
-    """JSON whose masked fields have one value, and no momentary `stale`."""
+    """Return JSON in which masked fields have one value, and without a momentary `stale`."""
     return _MASKS.sub(rb'"\1\2":0', _STALE.sub(b"", body))
 
 
