@@ -144,7 +144,7 @@ class TestCluster:
             node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", to.name)
 
     def meet(self) -> bool:
-        """Introduce all to the first; whether they are well then. A busy machine may cut a handshake short."""
+        """Introduce all nodes to the first; return whether the cluster is well (a busy machine may cut a handshake)."""
         for node in self.nodes[1:]:
             self.nodes[0].client.execute_command("CLUSTER MEET", "127.0.0.1", node.open_port, node.bus)
         return poll_until(self.well, 3.0)
@@ -156,7 +156,7 @@ class TestCluster:
 
 @contextmanager
 def cluster(folder: Path, tls: Mapping[str, str] | None = None) -> Iterator[TestCluster]:
-    """Start it, wait until every node knows every slot, stop it; `tls`: Redis' settings, also between nodes."""
+    """Start the cluster, wait until all nodes know all slots, stop it; `tls`: Redis' settings, also between nodes."""
     binary, tls = redis_binary(), tls or {}
     nodes = [Node(binary, folder / f"node-{number}", tls) for number in range(MASTERS)]
     try:

@@ -1,4 +1,4 @@
-"""`python -m serving` that soon takes over what other consumers of the inbox left unfinished: started by tests only."""
+"""`python -m serving` that soon claims what other consumers of the inbox left unfinished: for tests only."""
 
 import sys
 
