@@ -1,4 +1,4 @@
-"""Mixed requests in open loop for hours, each answer judged: hits, live, strangers, filters, batches and events."""
+"""Mixed requests in open loop for hours, each answer judged: hits, live, unknown users, filters, batches, events."""
 
 import asyncio
 import itertools
@@ -33,7 +33,7 @@ DEFAULTED_MAX: Final = 0.05
 
 @dataclass
 class MixedLoad:
-    """Requests of all kinds at a rate, and what was wrong with their answers.
+    """Requests of all kinds at a rate, and the faults of their answers.
 
     `lists`: of each generation, from its page files; users are drawn by Zipf 1.0.
     """
@@ -63,7 +63,7 @@ class MixedLoad:
         self._cumulated_shares = cumulated_shares / cumulated_shares[-1]
 
     async def drive(self, url: str, *, rate: float, is_over: Callable[[], bool]) -> None:
-        """Poisson arrivals at `rate` per second; times count from when each was due."""
+        """Send Poisson arrivals at `rate` per second; latencies count from when each was due."""
         arrivals = self._arrivals(rate)
 
         async def call() -> None:
@@ -77,7 +77,7 @@ class MixedLoad:
         await asyncio.gather(*(call() for _ in range(CONNECTIONS)))
 
     def missing(self) -> list[str]:
-        """Complaints about what did not happen: a kind that was not asked, a source that never answered."""
+        """Return what did not happen: a kind that was not requested, a source that never answered."""
         complaints = [f"no request of kind {kind}" for kind in SHARE_BY_KIND if not self.kinds[kind]]
         complaints += [
             f"no answer from {source}" for source in (*STORED_SOURCES, Source.LIVE) if not self.sources[source]
@@ -117,7 +117,7 @@ class MixedLoad:
             self.wrong.append(f"events: {acknowledgement}")
 
     def judge(self, kind: str, body: Mapping[str, Any], response: Mapping[str, Any]) -> None:
-        """Count what came of a lookup, and note what is wrong with it."""
+        """Count the outcome of a lookup, and note its faults."""
         answers = response["answers"] if body else [response]
         # All answers of a batch are of one generation, also during a flip; only an answer marked `previous` is of
         # another.
