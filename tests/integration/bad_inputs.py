@@ -91,7 +91,7 @@ def untrained(config: NightConfig, folder: Path) -> NightConfig:
 
 
 def collapsed(config: NightConfig, folder: Path) -> NightConfig:
-    """Let every item point the same way at different lengths: all users get one list, less their history."""
+    """Return a bundle whose items all point one way, at other lengths: users get one list, less their history."""
 
     def make(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -68,7 +68,7 @@ class Watch:
 
     @property
     def seen_last(self) -> set[str]:
-        """Return the generations from which callers were last answered."""
+        """The generations from which callers were last answered."""
         return {generations[-1] for generations in self._generations_by_caller if generations}
 
     def check_order(self, moves: Sequence[str]) -> None:

@@ -121,7 +121,7 @@ class Twins:
         )
 
     def request(self, method: str, target: str, body: Any = None) -> Request:
-        """Send a request that is not part of a run."""
+        """Return a request that is not part of a run."""
         content = b"" if body is None else orjson.dumps(body)
         return Request("probe", method, target, self.headers, content)
 

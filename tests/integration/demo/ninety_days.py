@@ -351,7 +351,7 @@ class Simulation:
         assert verdict != "conflicting"
 
     def _explained(self, pointer: Pointer) -> None:
-        """Return whether older data went live after newer only because of a roll back in between."""
+        """Check that older data went live after newer only because of a roll back in between."""
         back = [release for release in all_releases(self.store) if release.is_done and release.action == "roll_back"]
         assert any(rollback.epoch <= pointer.epoch for rollback in back), pointer
 

@@ -43,7 +43,7 @@ class KilledService(ServiceProcess):
 
     @property
     def log_tail(self) -> str:
-        """Return the end of the service's log, for a message."""
+        """End of the service's log, for a message."""
         return "" if self._process is None else self._process.log_tail(60)
 
     def kill(self) -> None:
