@@ -46,7 +46,7 @@ NOTICED = {
 
 @dataclass(frozen=True)
 class Running:
-    """The command, what it prints, and what marks all processes that it starts."""
+    """The command, its output, and the mark of all processes that it starts."""
 
     process: "subprocess.Popen[bytes]"
     printed: Path
@@ -54,7 +54,7 @@ class Running:
     state: Path
 
     def is_gone(self, database: Path) -> bool:
-        """Whether nothing runs any more, PostgreSQL in `database` included."""
+        """Return whether no process runs any more, including PostgreSQL in `database`."""
         return not marked(self.process_marker) and not working_in(database)
 
     @property
@@ -63,17 +63,17 @@ class Running:
         return (self.state / "celery/postgres").readlink()
 
     def says(self, text: str, timeout_s: float) -> None:
-        """Wait until it has printed `text`."""
+        """Wait until the command has printed `text`."""
         is_within_timeout = poll_until(lambda: self.process.poll() is not None or text in self.output, timeout_s)
         assert is_within_timeout and text in self.output, self.output
 
     @property
     def output(self) -> str:
-        """All that it printed."""
+        """All output of the command."""
         return self.printed.read_text()
 
     def worker_log(self, queue: str) -> str:
-        """What all workers of a queue have said."""
+        """Return the logs of all workers of a queue."""
         return "".join(
             log_file.read_text() for log_file in (self.state / "airflow/processes").glob(f"worker-{queue}-*.log")
         )
@@ -88,7 +88,7 @@ class Running:
 
 
 def kill(session: int) -> None:
-    """SIGKILL to all of a session at once: nobody is left to tell of the others."""
+    """Send SIGKILL to all processes of a session at once, so that none reports the end of another."""
     members = [
         int(process_folder.name)
         for process_folder in Path("/proc").glob("[0-9]*")

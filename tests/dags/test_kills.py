@@ -41,7 +41,7 @@ Task = tuple[str, int]
 def disturbed_run(
     deployment: AirflowDeployment, cut: str, deaths: Mapping[Task, tuple[How, float]], kills_by_task: Counter[str]
 ) -> str:
-    """One night with these tasks killed at their first try, so many seconds after they were seen; its run id."""
+    """Run a night and kill these tasks at their first try, some seconds after they appear; return its run id."""
     run_id = deployment.airflow.trigger(NIGHT, {"data_until": cut})
     give_up, looked_at = time.monotonic() + RUN_S, 0.0
     pending_deaths, due, names = dict(deaths), dict[str, float](), dict[str, Task]()
@@ -71,7 +71,7 @@ def disturbed_run(
 
 
 def differences(deployment: AirflowDeployment) -> list[str]:
-    """What is not as in the twin, once nothing is left to retire but what the service still holds."""
+    """Return differences to the twin, after retiring all that the service does not hold."""
     for config in (deployment.config, deployment.twin):
         retire.run(config)
     return read_namespace_state(deployment.config).differences(read_namespace_state(deployment.twin))

@@ -57,7 +57,7 @@ def make_night(folder: Path, redis_url: str, quick: bool) -> NightConfig:
 
 
 def learn(near: NearMatches, stream: HistoryStream) -> int:
-    """Has it learn until enough of a thousand inputs are reused; the number of inputs that this took."""
+    """Let the policy learn until it reuses enough of a thousand inputs; return the number of inputs needed."""
     learned = 0
     while learned < LEARNED_MAX:
         learned += 1_000

@@ -130,7 +130,7 @@ class _Drive:
         )  # fmt: skip
 
     def _settle(self) -> None:
-        """Until the service has accepted every connection: that is not what is measured."""
+        """Wait until the service has accepted every connection, which is not measured."""
         line = self._idle[-1]
         line.wire.sendall(self._arrivals.requests[0])
         while not _is_whole(line.data):
@@ -192,7 +192,7 @@ class _Drive:
         self._connect()
 
     def _receive(self, line: _Line, started_at: float) -> bool:
-        """Whether an answer is whole."""
+        """Receive bytes; return whether an answer is complete."""
         try:
             data = line.wire.recv(1 << 18)
         except OSError:

@@ -1,4 +1,4 @@
-"""Where the parts of a bench run: placement decides latency, so it is chosen and printed."""
+"""Placement of the parts of a bench on cores: it decides latency, so it is chosen and printed."""
 
 import os
 import subprocess

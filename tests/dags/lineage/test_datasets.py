@@ -49,7 +49,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def ran(night: NightConfig, tmp_path: Path) -> Run:
-    """What a module of this folder says of a generation."""
+    """Return a function that runs a module of this folder on a generation and returns its output."""
 
     def run(module: str, generation: str, **more: str) -> str:
         build = {"generation": generation, "url": "", "shards": [0, 1, 2]}

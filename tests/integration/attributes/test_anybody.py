@@ -17,7 +17,7 @@ STRANGERS = 40
 
 
 def wrong(config: NightConfig) -> list[Event]:
-    """Events that say nothing usable: values of no kind that is wanted, and clicks on what nobody knows."""
+    """Return events without anything usable: values of unwanted kinds, and clicks on unknown items."""
     users = [row["user"].encode() for row in rows_of(config, "users.parquet")]
     items = [row["item"].encode() for row in rows_of(config, "items.parquet")]
     values: list[tuple[bytes | None, bytes | None, dict[str, Any]]] = [

@@ -64,7 +64,7 @@ class Stream:
         return [outcome.position for outcome in read_outcomes(replies)]
 
     def follow(self, attributes: AttributeEvents) -> None:
-        """Gives on what is new in it."""
+        """Deliver the new events of the stream."""
         entries: Any = self.client.xrange(self.keyspace.events, self._last)
         for id_, fields in entries:
             attributes.add(Position.parse(id_), event_of_entry(fields))

@@ -49,7 +49,7 @@ def pairs(table: pa.Table) -> tuple[list[str], list[str]]:
 
 
 def without(month: Month, items: list[str]) -> pa.Table:
-    """The catalogue without these, written; what it was."""
+    """Write the catalogue without these items; return the earlier one."""
     path = month.config.path("items.parquet")
     table = pq.read_table(path)
     is_kept = pc.invert(pc.is_in(table["item"], pa.array(items)))
@@ -58,7 +58,7 @@ def without(month: Month, items: list[str]) -> pa.Table:
 
 
 def foretold(month: Month, items_changed: float) -> CopyingNight:
-    """The night to come."""
+    """Return the prediction for the next night."""
     plan_parameters = PlanParameters(data_until=month.cut.isoformat(), seconds=0.2, items_changed=items_changed)
     night_forecast = forecast(month.config, plan_parameters)
     (copying,) = night_forecast.copying_nights

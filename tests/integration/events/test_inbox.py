@@ -19,7 +19,7 @@ from tests.integration.serving_app import eventually
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Consumers that others hold for dead within moments, and tries that follow each other at once."""
+    """Let consumers be taken for dead within moments, and let retries follow at once."""
     for name, value in (
         ("CLAIM_AFTER_MS", 100),
         ("CLAIM_EVERY_S", 0.05),

@@ -60,7 +60,7 @@ async def app(night: NightConfig) -> AsyncIterator[Running]:
 
 
 class Strangers:
-    """Inputs of ids that no night knows, each like one of few."""
+    """Inputs with unknown ids, each similar to one of a few."""
 
     def __init__(self, night: NightConfig, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)

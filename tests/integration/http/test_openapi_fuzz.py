@@ -77,7 +77,7 @@ def _name_known(value: Any, ids: list[str]) -> None:
 
 
 def _link(paths: Any) -> None:
-    """What answers lead to: the same from the same generation, items like those, their order, what came of them."""
+    """Link each answer to further requests: the same generation, similar items, their order, feedback."""
     single_lookup, batch_lookup = (paths["/v1/lookup/{table}/{entity}"]["get"], paths["/v1/lookup/{table}"]["post"])
     for operation, answer in ((single_lookup, ""), (batch_lookup, "/answers/0")):
         generation, items = (f"$response.body#{answer}/{name}" for name in ("generation", "items"))

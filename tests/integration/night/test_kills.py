@@ -28,7 +28,7 @@ KILLS, AT_LEAST = 210, 4
 
 @pytest.fixture
 def ground(tmp_path: Path, own_redis: RedisServer) -> Iterator[Ground]:
-    """Two namesakes in two Redis databases, one generation live in each, and a service over the first."""
+    """Two equal namespaces in two Redis databases with one live generation each, and a service over the first."""
     seed = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"seed {seed} (LARDER_SEED repeats it)")
     config = replace(

@@ -71,7 +71,7 @@ def run(folder, *arguments):
 
 
 def run_here(folder, *arguments):
-    """The same within this process."""
+    """Run the command within this process."""
     config = str(folder / "larder.toml")
     return shell("--config", config, *arguments, environ=environment(folder))
 

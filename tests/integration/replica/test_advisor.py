@@ -48,7 +48,7 @@ async def look_up(app: Running, user_ids: list[str]) -> float:
 
 
 async def read_predicted_ratios(app: Running) -> dict[str, float]:
-    """The advisor's word once it has seen all that was read."""
+    """Return the advisor's predictions once it has seen all reads."""
     readings: list[dict[tuple[str, ...], float]] = []
 
     async def is_done() -> bool:

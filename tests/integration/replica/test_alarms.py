@@ -69,7 +69,7 @@ def watched(folder: Path, night: NightConfig, *, module: str = "serving", **more
 
 
 def stays(server: Prometheus, expected: set[str]) -> bool:
-    """Whether exactly these fire before long, and go on to."""
+    """Return whether exactly these alarms fire before long, and stay."""
     begins = poll_until(lambda: server.firing() - PACE == expected, PATIENCE_S, every_s=LOOK_S)
     changes = begins and poll_until(lambda: server.firing() - PACE != expected, SILENT_S, every_s=LOOK_S)
     return begins and not changes

@@ -76,7 +76,7 @@ def generations(night: NightConfig) -> list[str]:
 
 
 async def quiet(service: Ordeal, night: NightConfig) -> ResourceUsage:
-    """The least of several looks: what is under way at one of them is over at another."""
+    """Return the least of several samples: work under way at one of them is over at another."""
     observations = []
     async with redis.asyncio.Redis.from_url(str(night.redis_url)) as client:
         for _ in range(20):

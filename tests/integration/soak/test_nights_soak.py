@@ -147,7 +147,7 @@ def format_log_line(
 
 
 async def soaked(soak: Soak, *, seconds: float, rate: float, nights: int, look_s: float) -> dict[str, float]:
-    """Load for so long, that many nights meanwhile, a look at what is held every `look_s`: growth of each.
+    """Run load and many nights for some time, sample resources every `look_s`; return the growth of each.
 
     Fails for an answer that is wrong, one that never came, or a night that nobody was answered from.
     """

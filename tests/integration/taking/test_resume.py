@@ -12,7 +12,7 @@ from tests.integration.taking.clicking import click, draw_mixed_events
 
 
 class Killed(Exception):
-    """A kill, as a test sees it."""
+    """A simulated kill."""
 
 
 def killed(_night: Night) -> Any:

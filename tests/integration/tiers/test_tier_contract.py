@@ -31,7 +31,7 @@ class Tier(Protocol):
         """Keeps `record` for `ttl_s`."""
 
     async def get(self, night: Night, generation: str, id_: str) -> bytes | None:
-        """The record, None when it is not there."""
+        """Return the record, None if it is not there."""
 
 
 @dataclass
