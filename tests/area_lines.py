@@ -1,4 +1,4 @@
-"""Lines of source by area, each held to a row of `area_lines.tsv`: `python -m tests.area_lines`.
+"""Limits of source lines by area, from the rows of `area_lines.tsv`: `python -m tests.area_lines`.
 
 The core of each package is an area, and so is each feature, whichever packages have a part of it. A row is raised in
 the commit that needs it, with a sentence why.

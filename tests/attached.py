@@ -1,4 +1,4 @@
-"""What the features of a running service gave when they were attached."""
+"""Parts that a running service's features returned when they were attached."""
 
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ def attached(service: Service, kind: type[T]) -> T:
 
 
 def newer_events_of(service: LookupService) -> NewerEvents:
-    """Events that the answers of a service count."""
+    """Return the events that a service's answers count."""
     newer_inputs = service.ladder.newer_inputs
     assert isinstance(newer_inputs, NewerEvents)
     return newer_inputs

@@ -1,4 +1,4 @@
-"""Larder seen from outside: a small shop's clicks, the command `larder`, a service on a port. Imports no product."""
+"""Larder from outside, without an import of it: a small shop's clicks, the command `larder`, a service on a port."""
 
 import contextlib
 import csv
@@ -35,7 +35,7 @@ _START_S = 60.0
 
 
 class StartFailed(AssertionError):
-    """A service ended before it announced itself; its log is the message."""
+    """A service ended before it announced its URL; the message is its log."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Shop:
     environ: dict[str, str]
 
     def run(self, *arguments: str, timeout_s: float = 240.0, **more: str) -> "subprocess.CompletedProcess[str]":
-        """Run `larder` with these words, and variables of its environment in capitals; returns how it ended."""
+        """Run `larder` with these words and environment variables (in capitals); return how it ended."""
         return subprocess.run(
             [LARDER, *arguments], cwd=self.folder, env=self.environ | more,
             capture_output=True, text=True, timeout=timeout_s,
         )  # fmt: skip
 
     def must_run(self, *arguments: str) -> str:
-        """Run `larder` with these words; its output. Fails unless it ends with 0."""
+        """Run `larder` with these words and return its output; raise unless it ends with 0."""
         completed_process = self.run(*arguments)
         assert completed_process.returncode == 0, (
             f"larder {' '.join(arguments)}: {completed_process.stdout}{completed_process.stderr}"
@@ -71,19 +71,19 @@ class RunningService:
 
     @property
     def url(self) -> str:
-        """Base of its URLs."""
+        """Base URL of the service."""
         return f"http://{self.host}:{self.port}"
 
     @property
     def resident_bytes(self) -> int:
-        """Memory of the process that is resident now."""
+        """Resident memory of the process."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def clean_environ() -> dict[str, str]:
-    """The environment without any setting of Larder; patient, since tests share few cores."""
-    # Compiled is what is imported: it is half of a command's time.
+    """Return the environment without any setting of Larder, with long deadlines, since tests share few cores."""
+    # Let commands write and import compiled bytecode: compiling takes half of a command's time.
     left_out = ("REDIS_URL", "PYTHONDONTWRITEBYTECODE")
     names = [name for name in os.environ if not name.startswith("LARDER_") and name not in left_out]
     return {name: os.environ[name] for name in names} | {
@@ -166,7 +166,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def nginx(program: str, folder: Path, http_lines: str) -> Iterator[None]:
-    """Run one nginx process with these lines in its `http` block, until the caller is done."""
+    """Run one nginx process with these lines in its `http` block until the block ends."""
     (folder / "nginx.conf").write_text(f"""
 daemon off; master_process off; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{ worker_connections 256; }}

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to in its own protocol over a pipe: https://chromedevtools.github.io/devtools-protocol/.
+"""A headless Chromium, driven by its own protocol over a pipe: https://chromedevtools.github.io/devtools-protocol/.
 
 The pipe needs no port and no package, and the browser ends when its other end is closed.
 """
@@ -23,7 +23,7 @@ _FLAGS = (
     "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--force-color-profile=srgb", "--hide-scrollbars", "--lang=en-GB",
 )  # fmt: skip
-# Chromium reads commands from descriptor 3 and writes to 4; the given ones are out of the way of both.
+# Chromium reads commands from descriptor 3 and writes to 4; `_START` first moves the given ones out of their way.
 _START = """
 import os, sys
 reads, writes = map(int, sys.argv[1:3])
@@ -57,7 +57,7 @@ class BrowserError(RuntimeError):
 
 
 class Browser:
-    """One browser with one page; what its console and its network told is kept until `clear`."""
+    """One browser with one page; it keeps what console and network reported until `clear`."""
 
     def __init__(self, program: str, profile: Path, timeout_s: float = 30.0) -> None:
         self._timeout_s = timeout_s
@@ -92,7 +92,7 @@ class Browser:
         self._stop()
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """The result of one command."""
+        """Send one command and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -107,14 +107,14 @@ class Browser:
         return answer["result"]
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page; a promise is waited for."""
+        """Return the value of an expression in the page, after waiting for a promise."""
         evaluation = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in evaluation:
             raise BrowserError(json.dumps(evaluation["exceptionDetails"])[:2000])
         return evaluation["result"].get("value")
 
     def wait_until(self, script: str, timeout_s: float = 20.0) -> None:
-        """Waits until an expression is true; fails with what it was last."""
+        """Wait until an expression is true; the error shows its last value."""
         give_up = time.monotonic() + timeout_s
         while not (script_value := self.run(script)):
             if time.monotonic() > give_up:
@@ -122,18 +122,18 @@ class Browser:
             time.sleep(0.02)
 
     def open(self, url: str) -> None:
-        """Goes to a page and waits until all of it is loaded; events of the page before are gone."""
+        """Open a page and wait until all of it is loaded; discard events of the page before."""
         self.clear()
         self.call("Page.navigate", url=url)
         self.wait_until(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
 
     def clear(self) -> None:
-        """Forgets what console and network told."""
+        """Discard what console and network reported."""
         self.run("0")  # what is on its way belongs to what was before
         self.events.clear()
 
     def window(self, width: int, height: int = 900, *, scheme: str = "light") -> None:
-        """Size in CSS pixels, a phone's when narrow; light or dark."""
+        """Set the size in CSS pixels (a phone's if narrow), and light or dark."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 500,
@@ -145,18 +145,18 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def press(self, key: str, *, shift: bool = False) -> None:
-        """One key, down and up."""
+        """Press and release one key."""
         key_event = {**KEYS[key], "modifiers": 8 if shift else 0}
         self.call("Input.dispatchKeyEvent", type="keyDown", **key_event)
         key_event.pop("text", None)
         self.call("Input.dispatchKeyEvent", type="keyUp", **key_event)
 
     def write(self, text: str) -> None:
-        """Types into what has the focus."""
+        """Type into the focused element."""
         self.call("Input.insertText", text=text)
 
     def keep(self, name: str) -> None:
-        """A PNG of the whole page in the folder LARDER_TEST_SCREENSHOTS; without one, none."""
+        """Save a PNG of the whole page in the folder LARDER_TEST_SCREENSHOTS, if it is set."""
         if not (folder := os.environ.get("LARDER_TEST_SCREENSHOTS")):
             return
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
@@ -165,7 +165,7 @@ class Browser:
         Path(folder, name).write_bytes(base64.b64decode(shot["data"]))
 
     def complaints(self) -> list[str]:
-        """Errors and warnings of the console, exceptions, and what the browser itself logged."""
+        """Return errors and warnings of the console, exceptions, and what the browser itself logged."""
         self.run("0")
         messages = []
         for event in self.events:
@@ -188,7 +188,7 @@ class Browser:
         return messages
 
     def requested_urls(self) -> list[str]:
-        """Every URL that was asked for."""
+        """Return every URL that was requested."""
         self.run("0")
         request_events = [event for event in self.events if event["method"] == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in request_events]
@@ -217,7 +217,7 @@ class Browser:
 
 
 def _pipe() -> tuple[int, int]:
-    """Reading and writing end, both above the descriptors that the browser wants."""
+    """Return the two ends of a pipe, both above the descriptors that the browser uses."""
     ends = os.pipe()
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE) for descriptor in ends]
     for descriptor in ends:

@@ -1,4 +1,4 @@
-"""Walks of the running program through the code: which of our modules call into which.
+"""Traced calls of the running program between our modules.
 
 A *hop* is a call from one of our modules into another one that goes on from there into a third, or out to Redis. A
 call that comes straight back (a hash, a field that is read) is a *leaf*: it stands beside the hop that makes it, since
@@ -26,7 +26,7 @@ OBSERVERS = (
 
 @dataclass(eq=False)
 class Call:
-    """A call of one of our functions, and what it called in turn."""
+    """A call of one of our functions, and the calls that it made."""
 
     module: str
     function: str
@@ -34,23 +34,23 @@ class Call:
 
     @property
     def counted_module(self) -> str:
-        """What it counts as a call of."""
+        """The module under which the call is counted."""
         return AS_ONE if self.module.startswith(f"{AS_ONE}.") else self.module
 
     @property
     def observes(self) -> bool:
-        """Whether it only counts, notes or hands on what it watches."""
+        """Whether the called package only counts, logs or passes on."""
         return self.module.startswith(OBSERVERS)
 
     @property
     def goes_on(self) -> bool:
-        """Whether it calls into other modules of ours, at any depth."""
+        """Whether the call reaches other modules of ours, at any depth."""
         return any(call.goes_on or not (call.observes or call.module == self.module) for call in self.calls)
 
 
 @dataclass(frozen=True)
 class Hop:
-    """A call into another module, which goes on from there; `leaves`: modules whose functions come straight back."""
+    """A call into another module that calls on; `leaves` are modules whose functions return at once."""
 
     module: str
     function: str
@@ -58,7 +58,7 @@ class Hop:
 
 
 class Recorder:
-    """Calls of our code, while `recording`: in one thread, and in those that it starts meanwhile."""
+    """Records calls of our code while `recording`, in one thread and in threads that it starts meanwhile."""
 
     def __init__(self) -> None:
         self.roots: list[Call] = []
@@ -67,7 +67,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records until the end of the block."""
+        """Record until the end of the block."""
         threading.setprofile(self._event)
         sys.setprofile(self._event)
         try:
@@ -78,7 +78,7 @@ class Recorder:
             self._frames.clear()
 
     def _event(self, frame: FrameType, event: str, _argument: Any) -> None:
-        # A coroutine that goes on is an event of its own, with the same frame.
+        # A coroutine that resumes is another event with the same frame.
         if event != "call" or frame in self._frames or (name := self._name(frame.f_code)) is None:
             return
         call = self._frames[frame] = Call(name, frame.f_code.co_qualname.replace(".<locals>", ""))
@@ -100,7 +100,7 @@ class Recorder:
 
 
 def hops(roots: Sequence[Call], home: str = "") -> list[Hop]:
-    """The hops of a walk in their order; `home` is where it begins."""
+    """Return the hops below a call in their order; `home` is the module where it begins."""
     leaves_by_hop: dict[tuple[str, str, str], list[str]] = {}
 
     def follow(call: Call, above: str, at: list[str]) -> None:
@@ -122,17 +122,17 @@ def hops(roots: Sequence[Call], home: str = "") -> list[Hop]:
 
 
 def modules(walk: Sequence[Hop]) -> list[str]:
-    """The modules of a walk, in the order in which it comes to them."""
+    """Return the modules in the order in which they are first called."""
     return list(dict.fromkeys(hop.module for hop in walk))
 
 
 def calls_of(roots: Sequence[Call], is_meant: Callable[[Call], bool]) -> int:
-    """How many calls of a walk, at any depth, are meant."""
+    """Return how many calls below a call, at any depth, satisfy a condition."""
     return sum(is_meant(call) + calls_of(call.calls, is_meant) for call in roots)
 
 
 def table(walk: Sequence[Hop], *, leaves: bool = False) -> str:
-    """A walk as a Markdown table; `leaves`: with the modules whose functions come straight back."""
+    """Return the hops as a Markdown table; with `leaves`, also modules whose functions return at once."""
     lines = ["| hop | module | function |", "|---|---|---|"]
     if leaves:
         lines = ["| hop | module | function | calls on the way |", "|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""Certificates for this machine's loopback, made anew for each test."""
+"""Certificates for loopback, made new for each test."""
 
 import subprocess
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _ALSO_LOOPBACK = "subjectAltName=IP:127.0.0.1,DNS:localhost"
 
 
 def self_signed(folder: Path) -> dict[str, str]:
-    """Redis' settings for TLS with it, but for the port; `tls-ca-cert-file` is what clients trust."""
+    """Return Redis' TLS settings for a new certificate, without the port; clients trust `tls-ca-cert-file`."""
     certificate, key = folder / "cert.pem", folder / "key.pem"
     _openssl(
         "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost",
@@ -41,7 +41,7 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path) -> "Authority":
-        """One with a key of its own."""
+        """Create an authority with a key of its own."""
         folder.mkdir(parents=True, exist_ok=True)
         pair = Pair(folder / "ca.pem", folder / "ca.key")
         _openssl(
@@ -52,11 +52,11 @@ class Authority:
 
     @property
     def file(self) -> str:
-        """What whoever trusts it reads."""
+        """The file that clients and servers read to trust the authority."""
         return str(self.pair.certificate)
 
     def signed(self, name: str) -> Pair:
-        """A certificate for loopback, fit for servers and clients alike."""
+        """Return a certificate for loopback, valid for servers and clients."""
         pair = Pair(self.folder / f"{name}.pem", self.folder / f"{name}.key")
         request_file, extension = self.folder / f"{name}.csr", self.folder / f"{name}.ext"
         extension.write_text(_ALSO_LOOPBACK)

@@ -1,4 +1,4 @@
-"""Checkouts side by side: the working tree, and that of an older commit, unpacked, built, with an environment."""
+"""Checkouts side by side: the working tree, and an older commit, unpacked and built with an environment."""
 
 import fcntl
 import io
@@ -31,7 +31,7 @@ print(*filter(None, (module.__file__ for module in modules)), sep="\\n")
 
 
 class NoCheckout(RuntimeError):
-    """A commit that cannot be had here; the message has the remedy."""
+    """The commit is not available here; the message has the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Checkout:
     def run(
         self, *arguments: str, environ: Mapping[str, str], within_s: float = _COMMAND_S
     ) -> "subprocess.CompletedProcess[str]":
-        """`python -m` with these words, from its folder; the outcome is the caller's to judge."""
+        """Run `python -m` with these words in the checkout's folder; the caller judges the outcome."""
         return subprocess.run(
             [self.python, "-m", *arguments], cwd=self.root, env=self.environment(environ),
             capture_output=True, text=True, check=False, timeout=within_s,
@@ -59,12 +59,12 @@ class Checkout:
 
 
 def working_tree() -> Checkout:
-    """This very checkout."""
+    """Return this checkout."""
     return Checkout("new", ROOT, Path(sys.executable))
 
 
 def frozen_commit(file: Path = FROZEN_FILE) -> str:
-    """Full id of the frozen commit; raises NoCheckout where the file is missing, or holds none."""
+    """Return the id of the frozen commit; raise NoCheckout if the file is missing or has none."""
     try:
         commit = file.read_text().strip()
     except OSError as error:
@@ -78,7 +78,7 @@ def frozen_commit(file: Path = FROZEN_FILE) -> str:
 
 
 def checkout_of(commit: str, name: str = "old", cache: Path = _CACHE) -> Checkout:
-    """The checkout of a commit or tag, its compiled parts built; raises NoCheckout. Made once, then read from `cache`.
+    """Return the checkout of a commit or tag with built extensions, cached in `cache`; may raise NoCheckout.
 
     Its environment is this one where its lock is the same, else one of its own beside it, made from that lock.
     """
@@ -95,7 +95,7 @@ def checkout_of(commit: str, name: str = "old", cache: Path = _CACHE) -> Checkou
 
 
 def frozen_checkout() -> Checkout:
-    """The checkout of the frozen commit; raises NoCheckout."""
+    """Return the checkout of the frozen commit; raise NoCheckout if there is none."""
     return checkout_of(frozen_commit())
 
 
@@ -117,7 +117,7 @@ def _unpack(commit: str, folder: Path) -> None:
 
 
 def _build(checkout: Checkout) -> None:
-    """Build its extensions in place, and see that what it imports is its own."""
+    """Build the checkout's extensions in place, and check that its Python imports them."""
     subprocess.run(
         [checkout.python, "setup.py", "-q", "build_ext", "--inplace"],
         cwd=checkout.root, check=True, capture_output=True, timeout=_BUILD_S,
@@ -151,7 +151,7 @@ def _python_of(folder: Path) -> Path:
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Keep other workers of one run from making the same checkout meanwhile."""
+    """Keep other workers of the test run from making the same checkout at the same time."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

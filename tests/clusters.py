@@ -1,4 +1,4 @@
-"""Three masters of a Redis Cluster on loopback, as real processes that a test may kill, start again and re-slot."""
+"""Three masters of a Redis Cluster on loopback, as processes that a test may kill, restart and re-slot."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ NODE_TIMEOUT_MS = 3_000
 
 
 class Node:
-    """One master; its port and its folder outlive its process, and so does what it knows of the cluster."""
+    """One master; its port, folder and knowledge of the cluster outlive its process."""
 
     def __init__(self, binary: Path, folder: Path, tls: Mapping[str, str]) -> None:
         folder.mkdir(parents=True)
@@ -50,11 +50,11 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Its id in the cluster."""
+        """The node's id in the cluster."""
         return str(_text(self.client.execute_command("CLUSTER MYID")))
 
     def start(self) -> None:
-        """Returns once it answers; skips the test where the server knows no cluster."""
+        """Start the node and wait until it answers; skip the test if the server has no cluster mode."""
         self._process = GuardedCommand(self._command, log_path=self._log)
         process = self._process
         poll_until(lambda: self._answers() or not process.is_running)
@@ -63,7 +63,7 @@ class Node:
         assert self._answers(), process.log_tail()
 
     def kill(self) -> None:
-        """As `kill -9` does."""
+        """Kill the node with SIGKILL."""
         os.kill(int(self.client.info("server")["process_id"]), signal.SIGKILL)
         assert self._process is not None
         assert poll_until(lambda: not self._answers())
@@ -71,7 +71,7 @@ class Node:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """It holds its connections and answers nothing."""
+        """Within the block, the node keeps its connections and answers nothing."""
         pid = int(self.client.info("server")["process_id"])
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -80,13 +80,13 @@ class Node:
             os.kill(pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """Ends it, if it runs."""
+        """End the node if it runs."""
         if self._process is not None:
             self._process.stop()
         self.client.close()
 
     def knows(self, count: int) -> bool:
-        """Whether it takes the cluster to be well, with this many nodes."""
+        """Return whether the node says that the cluster is well and has this many nodes."""
         info = _text(self.client.execute_command("CLUSTER INFO"))
         cluster_info = info if isinstance(info, dict) else dict(
             line.split(":") for line in str(info).split()
@@ -111,52 +111,52 @@ class TestCluster:
 
     @property
     def url(self) -> str:
-        """As a deployment would write it."""
+        """The cluster's URL as a deployment would write it."""
         nodes = ",".join(node.address for node in self.nodes)
         if self._trusted:
             return f"rediss+cluster://{nodes}/0?ssl_ca_certs={self._trusted}"
         return f"redis+cluster://{nodes}"
 
     def of_slot(self, slot: int) -> Node:
-        """Who serves a slot, as the nodes themselves say."""
+        """Return the node that serves a slot, by the nodes' own view."""
         for first, last, (_, port, *_), *_ in self.nodes[0].client.execute_command("CLUSTER", "SLOTS"):
             if first <= slot <= last:
                 return next(node for node in self.nodes if node.port == port)
         raise AssertionError(f"nobody serves {slot}")
 
     def open_slot(self, slot: int, to: Node) -> Node:
-        """Begin to move a slot, no key of it yet; its owner."""
+        """Begin to move a slot without moving any key; return its owner."""
         owner = self.of_slot(slot)
         to.client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", owner.name)
         owner.client.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", to.name)
         return owner
 
     def move_keys(self, slot: int, owner: Node, to: Node) -> int:
-        """Hand over the keys of a slot that is open; how many."""
+        """Move the keys of an open slot; return how many."""
         keys = owner.client.execute_command("CLUSTER GETKEYSINSLOT", slot, 10_000)
         for key in keys:
             owner.client.migrate("127.0.0.1", to.port, key, 0, 5_000)
         return len(keys)
 
     def close_slot(self, slot: int, to: Node) -> None:
-        """It is the other's from now on."""
+        """Give the slot to the other node."""
         for node in (to, *self.nodes):
             node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", to.name)
 
     def meet(self) -> bool:
-        """Introduce all to the first; whether they are well then. A busy machine may cut a handshake short."""
+        """Introduce all nodes to the first; return whether the cluster is well (a busy machine may cut a handshake)."""
         for node in self.nodes[1:]:
             self.nodes[0].client.execute_command("CLUSTER MEET", "127.0.0.1", node.open_port, node.bus)
         return poll_until(self.well, 3.0)
 
     def well(self) -> bool:
-        """Whether all nodes say that the cluster is."""
+        """Return whether all nodes say that the cluster is well."""
         return all(node.knows(len(self.nodes)) for node in self.nodes)
 
 
 @contextmanager
 def cluster(folder: Path, tls: Mapping[str, str] | None = None) -> Iterator[TestCluster]:
-    """Start it, wait until every node knows every slot, stop it; `tls`: Redis' settings, also between nodes."""
+    """Start the cluster, wait until all nodes know all slots, stop it; `tls`: Redis' settings, also between nodes."""
     binary, tls = redis_binary(), tls or {}
     nodes = [Node(binary, folder / f"node-{number}", tls) for number in range(MASTERS)]
     try:

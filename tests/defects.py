@@ -1,4 +1,4 @@
-"""Mistakes planted into the release code, each of which a random life must find."""
+"""Mistakes planted in the release code, each of which a random run must find."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -201,7 +201,7 @@ BIASES: dict[str, Bias] = {
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """While it lasts the release code makes this mistake."""
+    """Within the block, the release code makes this mistake."""
     with pytest.MonkeyPatch.context() as patch:
         DEFECTS[name](patch)
         yield

@@ -12,10 +12,10 @@ DEVICE = os.environ.get("LARDER_TEST_DEVICE", "cpu")
 
 
 def long_where_interpreted(test: Test) -> Test:
-    """Mark a test that Triton's interpreter needs long for: with the storm there, with the quick tests on a GPU."""
+    """Mark a test that is slow under Triton's interpreter: it runs with the storm there, quickly on a GPU."""
     return pytest.mark.storm(test) if DEVICE == "cpu" else test
 
 
 def long_case(*values: object) -> object:
-    """Values of a parametrized test, marked as `long_where_interpreted` marks a test."""
+    """Values of a parametrized test, marked as by `long_where_interpreted`."""
     return pytest.param(*values, marks=(pytest.mark.storm,) if DEVICE == "cpu" else ())

@@ -1,4 +1,4 @@
-"""Every series that the service may expose, with its labels and without running it."""
+"""Names and labels of every metric that the service may expose, without running it."""
 
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"),
 
 
 def labels() -> dict[str, set[str]]:
-    """Series name -> its label names, without those that Prometheus and histograms add."""
+    """Return the label names by series name, without those that Prometheus and histograms add."""
     admission = Admission(target_s=1.0, interval_s=1.0, requests_max=1)
     nights = Nights(Schedule(), cast(Any, _EmptyHolder))
     unused_dependency: Any = None

@@ -1,4 +1,4 @@
-"""Stand-ins that fit the protocols of the code under test by shape, and a small night to read from."""
+"""Fakes with the protocols of the code under test, and a small night to read from."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -43,7 +43,7 @@ THREADS = cast(StoreThreads, asyncio.to_thread)
 
 @dataclass
 class FakeClock:
-    """Time that only `tick` moves."""
+    """A clock that only `tick` moves."""
 
     now_s: float = 1000.0
 
@@ -51,12 +51,12 @@ class FakeClock:
         return self.now_s
 
     def tick(self, seconds: float) -> None:
-        """Lets time pass."""
+        """Advance the clock."""
         self.now_s += seconds
 
 
 class FakeControl(ControlPlane):
-    """A control plane that nobody asks anything: a test replaces what it is about."""
+    """A control plane without answers: a test replaces the method that it needs."""
 
     keyspace = Keyspace("default")
 
@@ -70,14 +70,14 @@ class FakeControl(ControlPlane):
         return [await self.execute(*command)]
 
     async def subscribe(self, channel: str | None = None) -> AsyncGenerator[bytes, None]:
-        """No message ever comes."""
+        """Subscribe; no message ever arrives."""
         await asyncio.Event().wait()
         yield b""
 
 
 @dataclass
 class FakeRemote:
-    """L2 in a dictionary; `gate`, when set, holds every call until it opens."""
+    """L2 in a dictionary; `gate`, if set, blocks every call until it opens."""
 
     timer: Callable[[], float] = field(default_factory=FakeClock)
     fails_with: TierUnavailable | None = None
@@ -94,7 +94,7 @@ class FakeRemote:
     stats: DataPlaneStats = field(default_factory=DataPlaneStats)
 
     async def _read(self, commands: Sequence[Command]) -> list[L2Result]:
-        """Answers as Redis would: a wrong length is no record, and what is held up was read before."""
+        """Read as Redis would: a wrong length is not a record, and a blocked read sees the state before the block."""
         self.calls.append(tuple(command for command in commands if isinstance(command, Read)))
         answers = [self._answer(command) for command in commands]
         if self.gate is not None:
@@ -102,7 +102,7 @@ class FakeRemote:
         return [self.fails_with or answer for answer in answers]
 
     def submit(self, commands: Sequence[Command], keep: Callable[[Sequence[L2Result]], T]) -> asyncio.Future[T]:
-        """A future of what `keep` makes of what is there."""
+        """Return a future of what `keep` makes of the stored value."""
 
         async def read_and_keep() -> T:
             return keep(await self._read(commands))
@@ -122,7 +122,7 @@ class FakeRemote:
         return page_slice if len(page_slice) == read.length_bytes else None
 
     async def write_overlays(self, writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:
-        """Stores all, or fails all."""
+        """Store all overlays, or fail all."""
         if self.gate is not None:
             await self.gate.wait()
         if self.fails_with is None:
@@ -136,7 +136,7 @@ class FakeRemote:
         return [self.fails_with] * len(writes)
 
     def lease(self, command: Lease) -> asyncio.Future[bytes | TierUnavailable | None]:
-        """Answers at once, as `SET NX GET PX` and the compare-and-set would; takes `lease_s` of a fake clock."""
+        """Answer at once, as `SET NX GET PX` and the compare-and-set would, within `lease_s` of the fake clock."""
         completed_future: asyncio.Future[bytes | TierUnavailable | None] = asyncio.get_running_loop().create_future()
         completed_future.set_result(self._answer_lease(command))
         return completed_future
@@ -161,33 +161,33 @@ class FakeRemote:
         return command.new_lease_value
 
     async def page(self, read: PageRead) -> bytes | None:
-        """A page or a part of it."""
+        """Return a page or a part of it."""
         page_bytes = self._answer(read)
         assert not isinstance(page_bytes, Overlay | TierUnavailable)
         return page_bytes
 
     def bound_s(self) -> float:
-        """No bound: `gate` may hold a read for ever."""
+        """Return no bound: `gate` may block a read for ever."""
         return float("inf")
 
     def p99_ms(self, within_s: float = 5.0) -> float | None:
-        """Nothing is measured."""
+        """Return nothing, since nothing is measured."""
         return None
 
     async def connect_ahead(self) -> None:
-        """Nothing is to be opened."""
+        """Do nothing: there is no connection to open."""
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     @property
     def reads(self) -> list[PageRead | OverlayRead]:
-        """Every read of every call."""
+        """All reads of all calls."""
         return [read for call in self.calls for read in call]
 
 
 class Night:
-    """A vector table of `count` users, "user-0" and on: what a loaded generation looks like to a reader."""
+    """A vector table of `count` users, "user-0" and on, as a reader sees a loaded generation."""
 
     def __init__(self, count: int = 40, *, dims: int = 4, records_per_page: int = 8, table: str = "vectors") -> None:
         self.ids = [f"user-{number}" for number in range(count)]
@@ -206,23 +206,23 @@ class Night:
         self.directory = Directory(self.seed, [0], [hashes[order]])
 
     def view(self, generation: str = GENERATION) -> SnapshotView:
-        """A snapshot's view of it."""
+        """Return a snapshot's view of the night."""
         return SnapshotView(generation, {"user": self.directory})
 
     def record_key(self, id_: str, digest: bytes | None = None) -> RecordKey:
-        """What a request for `id_` asks for."""
+        """Return the key of the record of `id_`."""
         raw = canonical_id(id_)
         key = hash_id(raw, self.seed)
         return RecordKey(self.table, key, fingerprint(raw), self.directory.find_position(key), digest)
 
     def live_record(self, id_: str, value: float = 0.5) -> bytes:
-        """What the live path would compute for `id_`."""
+        """Return the record that the live path would compute for `id_`."""
         prints = np.array([fingerprint(canonical_id(id_))], np.uint64)
         vectors = np.full((1, self.layout.width), value, np.float32)
         return encode_numbers(self.layout, prints, vectors, 1_700_000_100, flags=FLAG_LIVE).tobytes()
 
     def load(self, remote: FakeRemote, generation: str = GENERATION) -> None:
-        """Puts its pages where `remote` finds them."""
+        """Put the night's pages into `remote`."""
         for number, page in enumerate(self.pages):
             remote.pages[generation, self.table.name, number] = page
 
@@ -232,7 +232,7 @@ DIGEST_B = bytes(range(16, 32))
 
 
 def room_for(count: int, record_bytes: int) -> int:
-    """What so many records of that size occupy in L1."""
+    """Return the L1 bytes that so many records of that size occupy."""
     local = LocalTier(1 << 30)
     for number in range(count):
         local.put(LocalKey("g", "t", number), Entry(bytes(record_bytes), number))

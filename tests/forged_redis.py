@@ -1,4 +1,4 @@
-"""A server that takes a connection's setup as Redis does, and answers every other command as a test says."""
+"""A server that sets up connections as Redis does, and answers every other command as a test says."""
 
 import socket
 import threading
@@ -23,7 +23,7 @@ ABSURD = (
 
 @contextmanager
 def forged_redis(reply: bytes, *, is_split: bool = False) -> Iterator[int]:
-    """The port of a server that answers commands with `reply`, in segments of one byte if `is_split`."""
+    """Run a server that answers commands with `reply`, one byte per segment if `is_split`; yield its port."""
     listening = socket.create_server(("127.0.0.1", 0))
     stop_event = threading.Event()
     open_sockets: list[socket.socket] = []

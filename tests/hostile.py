@@ -1,4 +1,4 @@
-"""Ids that are hard to write down: what JSON escapes, what columns are cut at, what a URL encodes, up to 256 bytes."""
+"""Ids that are hard to encode: JSON escapes, separators of columns, URL encoding, lengths up to 256 bytes."""
 
 from hypothesis import strategies as st
 

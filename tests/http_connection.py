@@ -1,4 +1,4 @@
-"""HTTP client on asyncio streams, with nothing between it and the clock, and counters that it reads from /metrics."""
+"""HTTP client on asyncio streams without retries, and counters read from /metrics."""
 
 import asyncio
 from collections import Counter
@@ -14,7 +14,7 @@ from serving.requests.answers import STORED_SOURCES
 
 
 class HttpConnection:
-    """Connection for one request at a time; opened at the first one, and again after an error."""
+    """Connection for one request at a time; it opens at the first one, and again after an error."""
 
     def __init__(self, url: str, timeout_s: float = 30.0) -> None:
         parts = urlsplit(url)
@@ -29,13 +29,13 @@ class HttpConnection:
         self.close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._streams is not None:
             self._streams[1].close()
             self._streams = None
 
     async def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """(status, body); OSError or TimeoutError when there is no answer. Never retried here."""
+        """Return (status, body); raise OSError or TimeoutError without an answer. Never retries."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._exchange(method, path, body)
@@ -69,7 +69,7 @@ def _head(answer: bytes) -> tuple[int, int, bool]:
 
 
 async def get(url: str, path: str) -> tuple[int, bytes]:
-    """Send a GET request on a connection of its own; (status, body)."""
+    """Send a GET request on a connection of its own; return (status, body)."""
     async with HttpConnection(url) as connection:
         return await connection.request("GET", path)
 
@@ -102,7 +102,7 @@ class ServiceCounts:
         return cls(entities, dict(sources), dict(missed), errors)
 
     def disagreements(self, sources: Mapping[str, int], entities: int) -> list[str]:
-        """Contradictions of these counters to each other or to what callers saw."""
+        """Return contradictions within these counters, or with what callers saw."""
         contradictions = []
         if self.entities != entities:
             contradictions.append(f"/metrics counts {self.entities} entities, callers sent {entities}")
@@ -121,7 +121,7 @@ class ServiceCounts:
 
 
 async def scrape(url: str) -> ServiceCounts:
-    """The counters now."""
+    """Return the current counters."""
     status, raw = await get(url, "/metrics")
     if status != 200:
         raise RuntimeError(f"GET /metrics: {status}")

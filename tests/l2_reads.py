@@ -1,4 +1,4 @@
-"""Reads of L2 as its callers make them."""
+"""Reads of L2 in the form that its callers use."""
 
 from collections.abc import Sequence
 
@@ -7,5 +7,5 @@ from cache.l2.data_plane import DataPlane
 
 
 async def answers_of(remote: DataPlane, reads: Sequence[Read]) -> list[L2Result]:
-    """Answers, one per read, of which there is at least one."""
+    """Return the answers of at least one read, one for each."""
     return await remote.submit(reads, list)

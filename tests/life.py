@@ -1,4 +1,4 @@
-"""One random life of a namespace: operations interleaved at every step, killed, with Redis lost; all rules checked.
+"""One random run of a namespace: operations interleaved at every step, killed, with Redis lost; all rules are checked.
 
 The real release code runs over a store and a Redis in memory. Each operation is a greenlet that may be paused before
 any command or file, so publishers, operators and sweeps overlap in every order; one paused for ever was killed.
@@ -45,7 +45,7 @@ NOWHERE = Artefact("none", 0, "")
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """What happens how often in a life; operations and events by weight, the rest as chances."""
+    """Frequencies in a run: weights of operations and events, and other probabilities."""
 
     operations: Mapping[str, int] = field(default_factory=dict)
     events: Mapping[str, int] = field(default_factory=dict)
@@ -67,16 +67,16 @@ EVENTS = {
 
 
 class Killed(BaseException):
-    """The process of an operation is gone."""
+    """The process of an operation was killed."""
 
 
 class Broken(AssertionError):
-    """A rule did not hold; carries the seed and everything that happened."""
+    """A rule did not hold; the message has the seed and everything that happened."""
 
 
 @lru_cache(maxsize=1024)
 def manifest_of(generation: str, verdict: int, passed: bool = True) -> bytes:
-    """A manifest of one table with two pages; `verdict` tells verifications apart, 0: none was yet."""
+    """Return a manifest of one table with two pages; `verdict` numbers verifications (0: none yet)."""
     table_part = TablePart(0, 2, 4, NOWHERE, NOWHERE)
     table = Table("t", "user", Producer("none"), Layout("value", 4, "f4"), 2, (table_part,), ())
     return Manifest(
@@ -93,7 +93,7 @@ def _parsed(raw: bytes) -> Manifest:
 
 
 def read_manifest(store: ArtefactStore, generation: str) -> Manifest:
-    """As `cache.store.artefacts` does, each text parsed once."""
+    """Read a manifest as `cache.store.artefacts` does, but parse each text once."""
     raw = store.read(generation_path(generation, "manifest.json"))
     if raw is None:
         raise UnknownGeneration(f"{generation} has no manifest", generation=generation)
@@ -106,7 +106,7 @@ def page_names(generation: str) -> list[str]:
 
 
 def load_missing(control: Control, store: ArtefactStore, generation: str, **_options: Any) -> int:
-    """Pages into Redis, one by one, and their mark."""
+    """Write missing pages to Redis one by one, then their mark."""
     read_manifest(store, generation)
     for name in page_names(generation):
         if control.client.strlen(name) != len(PAGE):
@@ -117,7 +117,7 @@ def load_missing(control: Control, store: ArtefactStore, generation: str, **_opt
 
 @contextlib.contextmanager
 def modelled() -> Iterator[None]:
-    """While it lasts, pages are two short strings; everything else is what runs in production."""
+    """Within the block, pages are two short strings; everything else is the production code."""
     names: list[tuple[Any, str, Any]] = [
         (moves, "load_missing", load_missing),
         (moves, "read_manifest", read_manifest),
@@ -136,7 +136,7 @@ def modelled() -> Iterator[None]:
 
 @dataclass(eq=False, slots=True)
 class Actor:
-    """An operation under way; `age` is how many disasters there were when it began, `days` how many long waits."""
+    """A running operation; `age` is the number of disasters and `days` that of long waits at its start."""
 
     name: str
     pauses: float
@@ -149,7 +149,7 @@ class Actor:
 
 @dataclass(eq=False, slots=True)
 class Reader:
-    """A replica: follows only greater epochs, says each second what it holds unless cut off."""
+    """A replica that follows only greater epochs and reports each second what it holds, unless cut off."""
 
     name: str
     last_pointer: Pointer | None = None
@@ -160,7 +160,7 @@ class Reader:
 
 
 class Life:
-    """See the module."""
+    """A random run; see the module."""
 
     def __init__(self, seed: int, bias: Bias = Bias()) -> None:
         self.rng, self.seed, self.bias = random.Random(seed), seed, bias
@@ -194,14 +194,14 @@ class Life:
     # -- the world
 
     def releases(self) -> Releases:
-        """As a process of its own has it."""
+        """Return the releases as a process of its own opens them."""
         control = Control(self.redis, KEYS)  # type: ignore[arg-type]
         releases = Releases(self.store, control)
         releases._release_by_number = self.release_by_number  # records never change, so parsing them once is enough
         return releases
 
     def run(self) -> None:
-        """The whole life; raises Broken with all that happened."""
+        """Run the whole life; raise Broken with all that happened."""
         try:
             with modelled():
                 for _ in range(self.rng.randrange(4)):
@@ -444,7 +444,7 @@ class Life:
             case "a day later":
                 self.now_s += 90_000
                 self.days += 1
-                # Every step has a time-out far below that: what sleeps through a whole day was ended.
+                # Every step has a time-out far below a day: a process that sleeps through a whole day was killed.
                 for actor in [actor for actor in self.actors if self.days - actor.days > 1]:
                     self._log("kill", actor.name)
                     self.actors.remove(actor)
@@ -475,7 +475,7 @@ class Life:
     def _load_snapshot(self, data: dict[str, Any], passed: set[str]) -> None:
         self.redis.data = _copied(data)
         self.disasters += 1
-        # What only the registry knew is as it was then; what was written down stays.
+        # States that only the registry had are those of the snapshot; what the release records say stays.
         ledger = fold_releases(all_releases_unwatched(self))
         for generation in passed - self.passed:
             if ledger.state(generation) in (
@@ -543,7 +543,7 @@ class Life:
             self.current = current
 
     def _moved(self, previous_raw: bytes | None, after: bytes) -> None:
-        """Told of each pointer that is written."""
+        """Check a pointer that was just written."""
         to = Pointer.from_bytes(after)
         was = None if previous_raw is None else Pointer.from_bytes(previous_raw)
         written = (Release.from_bytes(raw, is_done=True) for raw in self._records())
@@ -562,7 +562,7 @@ class Life:
         match move_record.action:
             case "publish":
                 if generation not in self.passed:
-                    # A refusal that Redis lost, written down too late for this publisher to see it.
+                    # Redis lost the refusal, and its record was written too late for this publisher to see it.
                     is_late = not is_calm and not self._was_judged_bad(generation, intent=move_record)
                     assert is_late, "published without having passed verification"
                     self.passed.add(generation)
@@ -613,7 +613,7 @@ class Life:
         self._check_named(to)
 
     def _was_judged_bad(self, generation: str, *, intent: Release) -> bool:
-        """By a record that was in the store before this intent."""
+        """Return whether a record before this intent judged the generation bad."""
         history = all_releases_unwatched(self)
         judged = fold_releases([record for record in history if record.number < intent.number]).state(generation)
         return judged in (
@@ -634,13 +634,14 @@ class Life:
             assert canary is None or previous != canary.generation, "previous is the canary"
 
     def _rowed(self, generation: str, row: dict[str, Any]) -> None:
-        """Told of each row that is written."""
+        """Check a registry row that was just written."""
         state, is_by_operation = GenerationState(row["state"]), row["reason"] != "restored"
         if is_by_operation and state is GenerationState.VERIFIED:
             self.passed.add(generation)
             self.bad_generations.discard(generation)
         elif is_by_operation and state in (GenerationState.REFUSED, GenerationState.ABANDONED):
-            # Who looked before a Redis was lost may mark what has gone live since; the records say that it is.
+            # An actor that looked before a Redis was lost may mark a generation that is live by now; the records say
+            # that it is.
             if not self.disasters or fold_releases(all_releases_unwatched(self)).live_generation != generation:
                 self.passed.discard(generation)
                 self.bad_generations.add(generation)
@@ -670,7 +671,8 @@ class Life:
             named |= {(pointer["canary"] or {}).get("generation")}
             assert generation not in named, f"{command} of {generation}, which the pointer names"
         members = self.redis.data.get(KEYS.replicas, {})
-        # Who ends what another one decided and wrote down before it was killed does not look at readers again.
+        # An actor that completes what another one decided and recorded before it was killed does not look at readers
+        # again.
         decision_step = min(actor.step, self.decided.get(generation, actor.step))
         for reader in self.readers:
             is_alive = members.get(reader.payload, 0.0) >= self.now_s - REPLICA_DEAD_S
@@ -686,7 +688,7 @@ class Life:
             assert self.now_s - left_at >= GRACE_S, f"{generation} was left just now"
 
     def _check(self) -> None:
-        """After every step."""
+        """Check the rules that hold after every step."""
         data = self.redis.data
         raw, rows = data.get(KEYS.live), data.get(KEYS.generations, {})
         if not self._is_whole():
@@ -709,7 +711,7 @@ class Life:
             self._check_named(pointer)
 
     def _end(self) -> None:
-        """Whatever happened: Redis can be restored, and the next night can be published."""
+        """Check that Redis can be restored and the next night published, whatever happened."""
         for actor in self.actors:
             actor.running.throw(Killed)
         self.actors.clear()
@@ -736,14 +738,14 @@ class Life:
             assert reader.last_pointer is not None and reader.last_pointer.generation == LAST
 
     def _check_order(self) -> None:
-        """No record lands before another one: what a mover has read of the history is never wrong later."""
+        """Check that no record was written before an earlier one, so that what a mover has read stays true."""
         written = [Release.from_bytes(raw, is_done=True) for raw in self._records()]
         assert [record.number for record in written] == list(range(1, len(written) + 1))
         epochs = [record.epoch for record in written]
         assert epochs == sorted(set(epochs)), f"records were written in the order {epochs}"
 
     def _records(self) -> list[bytes]:
-        """As they were written."""
+        """Return the records in the order of writing."""
         is_record = re.compile(r"releases/[0-9]+\.json").fullmatch
         return [raw for name, raw in self.store.files.items() if is_record(name)]
 
@@ -763,6 +765,6 @@ def states_of(states: Any, state: GenerationState) -> list[str]:
 
 
 def all_releases_unwatched(life: Life) -> list[Release]:
-    """The history, without a pause while it is read."""
+    """Return the release records without a pause while they are read."""
     with life.unwatched():
         return all_releases(life.store, dict(life.release_by_number))

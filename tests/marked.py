@@ -1,10 +1,10 @@
-"""Processes that a command under test has started, found by a mark in their environment or by where they work."""
+"""Processes started by a command under test, found by a variable in their environment or by their folder."""
 
 from pathlib import Path
 
 
 def marked(marker: str) -> dict[int, str]:
-    """Command lines by process id."""
+    """Return command lines by process id."""
     command_by_pid = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -17,7 +17,7 @@ def marked(marker: str) -> dict[int, str]:
 
 
 def working_in(folder: Path) -> list[int]:
-    """Processes whose current folder is or was within `folder`: PostgreSQL's own overwrite their environment."""
+    """Return processes whose current folder is or was in `folder`: PostgreSQL's overwrite their environment."""
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

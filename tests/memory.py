@@ -1,4 +1,4 @@
-"""A Redis and an artefact store in memory, for tests that need millions of steps; every call may be watched."""
+"""A Redis and an artefact store in memory, for tests with millions of steps; a test may watch every call."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ Watch = Callable[[str, str], None]
 
 
 def unwatched(_command: str, _name: str) -> None:
-    """A `Watch` that looks away."""
+    """A `Watch` that does nothing."""
 
 
 class MemoryStore(ArtefactStore):
@@ -29,7 +29,7 @@ class MemoryStore(ArtefactStore):
         self._folders: dict[str, list[str]] = {}
 
     def read(self, path: str) -> bytes | None:
-        """A file's bytes."""
+        """Return a file's bytes."""
         self.watch("read", path)
         return self.files.get(path)
 
@@ -49,7 +49,7 @@ class MemoryStore(ArtefactStore):
         return True
 
     def names(self, path: str) -> list[str]:
-        """Children of a folder."""
+        """Return the children of a folder."""
         self.watch("names", path)
         if (children := self._folders.get(path)) is None:
             start = f"{path}/"
@@ -71,12 +71,12 @@ class MemoryStore(ArtefactStore):
         self._folders.clear()
 
     def local(self, path: str) -> Path:
-        """No such place."""
+        """Return a path that does not exist."""
         return Path("/nowhere", path)
 
 
 class MemoryRedis:
-    """The commands that `Control` sends, and its two scripts; held to a real Redis by a contract test.
+    """The commands of `Control` and its two scripts; a contract test compares it with a real Redis.
 
     `moved` is told of each pointer written by a script, `rows` of each registry row. With `loses_reply` set, the next
     script takes effect, but its caller sees a broken connection.
@@ -90,31 +90,31 @@ class MemoryRedis:
         self.rowed: Callable[[str, dict[str, Any]], None] = lambda _generation, _row: None
 
     def time(self) -> tuple[int, int]:
-        """Seconds and microseconds."""
+        """Return seconds and microseconds."""
         self.watch("time", "")
         now_s = self.clock()
         return int(now_s), int(1e6 * (now_s % 1))
 
     def get(self, name: str) -> bytes | None:
-        """A string."""
+        """Return a string."""
         self.watch("get", name)
         stored_bytes: bytes | None = self.data.get(name)
         return stored_bytes
 
     def set(self, name: str, value: bytes | str) -> None:
-        """A string; the pointer is a script's to write."""
+        """Set a string; only a script may write the pointer."""
         self.watch("set", name)
         if name == self.keys.live:
             raise AssertionError("the pointer was written without comparing")
         self.data[name] = _bytes(value)
 
     def exists(self, name: str) -> int:
-        """1 if there is such a key, else 0."""
+        """Return 1 if the key exists, else 0."""
         self.watch("exists", name)
         return int(name in self.data)
 
     def strlen(self, name: str) -> int:
-        """Length of a string."""
+        """Return the length of a string."""
         self.watch("strlen", name)
         return len(self.data.get(name, b""))
 
@@ -124,13 +124,13 @@ class MemoryRedis:
         return sum(self.data.pop(name, None) is not None for name in names)
 
     def hget(self, name: str, field: str) -> bytes | None:
-        """A field of a hash."""
+        """Return a field of a hash."""
         self.watch("hget", name)
         field_value: bytes | None = self.data.get(name, {}).get(field.encode())
         return field_value
 
     def hgetall(self, name: str) -> dict[bytes, bytes]:
-        """A whole hash."""
+        """Return a whole hash."""
         self.watch("hgetall", name)
         return dict(self.data.get(name, {}))
 
@@ -157,14 +157,14 @@ class MemoryRedis:
         self.data.get(name, {}).pop(member, None)
 
     def zrangebyscore(self, name: str, low: float, high: float, *, withscores: bool) -> list[tuple[bytes, float]]:
-        """Members between two scores, by score."""
+        """Return members between two scores, by score."""
         self.watch("zrangebyscore", name)
         scores = self.data.get(name, {}).items()
         members = [(member, score) for member, score in scores if low <= score <= high]
         return sorted(members, key=lambda member_score: member_score[1])
 
     def zremrangebyscore(self, name: str, low: str, high: float | str) -> int:
-        """Remove members up to a score, or, as `(score`, from above it."""
+        """Remove members up to a score, or from above it, with `(score`."""
         self.watch("zremrangebyscore", name)
         score_by_member, above = self.data.get(name, {}), float(low.lstrip("("))
         removed_members = [
@@ -177,15 +177,15 @@ class MemoryRedis:
         return len(removed_members)
 
     def publish(self, _channel: str, _message: str) -> int:
-        """Nobody listens."""
+        """Publish to no listener."""
         return 0
 
     def config_get(self, name: str) -> dict[str, str]:
-        """As Larder wants it."""
+        """Return the settings that Larder needs."""
         return {name: "volatile-lru"}
 
     def eval(self, script: str, count: int, *arguments: Any) -> Any:
-        """One of the two scripts of `control`."""
+        """Run one of the two scripts of `control`."""
         self.watch("eval", script)
         argv = [_bytes(argument) for argument in arguments[count:]]
         reply = self.move(argv) if script == control_keys._MOVE_SCRIPT else self.write_rows(argv)
@@ -195,7 +195,7 @@ class MemoryRedis:
         return reply
 
     def move(self, argv: list[bytes]) -> list[Any]:
-        """The script that moves the pointer."""
+        """Run the script that moves the pointer."""
         expected, raw, states = argv[:3]
         to, stored_pointer = orjson.loads(raw), self.data.get(self.keys.live)
         if stored_pointer is not None:
@@ -227,7 +227,7 @@ class MemoryRedis:
         return [1, raw]
 
     def write_rows(self, argv: list[bytes]) -> int:
-        """The script that marks states under the pointer that it expects."""
+        """Run the script that writes states if the pointer is the expected one."""
         stored_pointer = self.data.get(self.keys.live)
         pointer = None if stored_pointer is None else orjson.loads(stored_pointer)
         if (b"0" if pointer is None else str(pointer["epoch"]).encode()) != argv[0]:

@@ -1,4 +1,4 @@
-"""A small reference bundle and a predictor over it, as a generation would hold them."""
+"""A small reference bundle, and a predictor over it as a generation has."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ K = 10
 
 
 def interactions(seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(user rows, item rows): each user likes one half of the items more than the other."""
+    """Return (user rows, item rows): each user prefers one half of the items."""
     rng = np.random.default_rng(seed)
     users = np.repeat(np.arange(USERS), 8)
     halves = rng.random(len(users)) < 0.85
@@ -39,7 +39,7 @@ def interactions(seed: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def train_small(
     bundle_folder: Path, *, dims: int = 16, categories: Sequence[str] | None = None, seed: int = 0
 ) -> Bundle:
-    """The reference model on a few dozen users and items."""
+    """Train the reference model on a few dozen users and items."""
     users, items = interactions()
     ids = [f"item-{number}" for number in range(ITEMS)]
     data = ReferenceData(users, items, ids, categories)
@@ -47,13 +47,13 @@ def train_small(
 
 
 def histories_of(users: int = USERS) -> Histories:
-    """Model indices of every user's history."""
+    """Return the model indices of every user's history."""
     rows, items = interactions()
     return Histories.of([items[rows == user] for user in range(users)])
 
 
 def item_table(bundle: Bundle) -> ItemTable:
-    """The item table of a generation over all items of the bundle, in hash order."""
+    """Return the item table of a generation over all items of the bundle, in hash order."""
     hashes = hash_ids(bundle.item_ids, 1)
     order = np.argsort(hashes)
     raw = [bundle.item_ids[index] for index in order]
@@ -69,7 +69,7 @@ def item_table(bundle: Bundle) -> ItemTable:
 
 
 def make_predictor(bundle: Bundle, folder: Path, *, precision: ModelPrecision = "int8") -> tuple[Predictor, ItemTable]:
-    """A predictor for one table of every kind."""
+    """Return a predictor with one table of every kind."""
     folder.mkdir(parents=True, exist_ok=True)
     items = item_table(bundle)
     towers = {}
@@ -112,12 +112,12 @@ def make_predictor(bundle: Bundle, folder: Path, *, precision: ModelPrecision = 
 
 
 def ordinals_of(items: ItemTable, ids: Sequence[bytes]) -> Ordinals:
-    """Ordinals of item ids."""
+    """Return the ordinals of item ids."""
     return items.ordinals_of(list(ids))
 
 
 def externalize_weights(folder: Path, name: str, location: str = "", **entry: str) -> Path:
-    """Put a tower's weights of a bundle into a file beside its model, list it, and return it.
+    """Move a tower's weights to a file beside its model, list it in `bundle.json`, and return its path.
 
     `entry` are other fields of the tower in `bundle.json`, say where its model lies.
     """

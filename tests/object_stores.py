@@ -1,4 +1,4 @@
-"""Object stores in memory, as real ones behave at their worst, and one that counts what it is asked."""
+"""Object stores in memory with the worst behaviour of real ones, and one that counts its requests."""
 
 import contextlib
 import threading
@@ -14,7 +14,7 @@ from cache.store.artefacts import ArtefactStore
 
 
 class Memory(MemoryFileSystem):  # type: ignore[misc]
-    """A memory file system of a protocol of its own."""
+    """A file system in memory with a protocol of its own."""
 
     protocol: ClassVar[str]
     cachable = False
@@ -33,7 +33,7 @@ class Memory(MemoryFileSystem):  # type: ignore[misc]
 
 
 class Counting(Memory):
-    """Counts requests by kind; reads of many at once are one each, as an object store bills and answers them."""
+    """Counts requests by kind; reading many files at once is one read each, as an object store bills it."""
 
     protocol = "counting"
     request_counts: ClassVar[Counter[str]] = Counter()
@@ -61,7 +61,7 @@ class Counting(Memory):
 
 
 class Overwriting(Memory):
-    """Ignores that an object must not exist, as a server does that knows no If-None-Match."""
+    """Ignores that an object must not exist, like a server without If-None-Match."""
 
     protocol = "overwriting"
 
@@ -70,11 +70,11 @@ class Overwriting(Memory):
 
 
 class PreconditionFailed(Exception):
-    """Of a driver's own kind: no OSError."""
+    """An error of a driver's own kind, not an OSError."""
 
 
 class Odd(Memory):
-    """Refuses as it should, but tells everything by exceptions of its own, with secrets in them."""
+    """Refuses correctly, but by exceptions of its own, with secrets in their texts."""
 
     protocol = "odd"
     fails: ClassVar[Exception | None] = None
@@ -111,7 +111,7 @@ class Odd(Memory):
 
 
 class Forgetful(Memory):
-    """Says that an object was created and has another one there: a lost race on a store that lets the last win."""
+    """Reports that an object was created although another one is there: a lost race with last-write-wins."""
 
     protocol = "forgetful"
 
@@ -122,7 +122,7 @@ class Forgetful(Memory):
 
 
 class Stale(Memory):
-    """Answers `exists` and `info` from a listing made once, until it is told to forget it."""
+    """Answers `exists` and `info` from an old listing until it is told to discard it."""
 
     protocol = "stale"
     listed_paths: ClassVar[set[str]] = set()
@@ -136,13 +136,13 @@ for filesystem_class in (Counting, Overwriting, Odd, Forgetful, Stale):
 
 
 def store_of(kind: type[Memory], host_cache: Any, *, url: str = "") -> ArtefactStore:
-    """An artefact store of that kind; a new one unless named."""
+    """Return an artefact store of that kind; a new one unless named."""
     return ArtefactStore(url or f"{kind.protocol}://larder-{uuid.uuid4().hex}", host_cache)
 
 
 @contextlib.contextmanager
 def failing(error: Exception) -> Iterator[None]:
-    """For the block, whatever is asked of an `Odd` store raises this."""
+    """Within the block, every request to an `Odd` store raises this."""
     Odd.fails = error
     try:
         yield
@@ -152,7 +152,7 @@ def failing(error: Exception) -> Iterator[None]:
 
 @contextlib.contextmanager
 def requests() -> Iterator[Counter[str]]:
-    """What a `Counting` store is asked in the block: get, put, list, and rounds of reads of many at once."""
+    """Count requests to a `Counting` store in the block: get, put, list, and rounds of parallel reads."""
     assert threading.current_thread() is threading.main_thread()
     Counting.request_counts.clear()
     Counting.log.clear()

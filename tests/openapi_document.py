@@ -1,4 +1,4 @@
-"""Reading an OpenAPI document: its operations, its schemas, and whether a value is what a schema says."""
+"""Reads an OpenAPI document: its operations, its schemas, and whether a value fits a schema."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class FoundOperation(NamedTuple):
 
     @property
     def answer(self) -> tuple[str, Json]:
-        """Status and content of the one answer that is no refusal, 503 of readiness left out."""
+        """Status and content of the only successful answer, without the 503 of readiness."""
         ((status, response),) = (
             (status, response) for status, response in self.described["responses"].items() if status.startswith("2")
         )
@@ -47,7 +47,7 @@ def resolved(document: Json, schema: Json) -> Json:
 
 
 def problems(document: Json, schema: Json, value: object) -> list[str]:
-    """Return what a value has that its schema does not allow."""
+    """Return the parts of a value that its schema does not allow."""
     full_schema = {**schema, "components": document["components"]}
     validator = jsonschema.Draft202012Validator(full_schema)
     return [f"{list(error.path)}: {error.message}" for error in validator.iter_errors(value)]

@@ -1,4 +1,4 @@
-"""A generation as tests read it."""
+"""A generation opened for tests."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from cache.store.artefacts import ArtefactStore, fetch_checked, generation_path,
 
 
 def open_generation(store: ArtefactStore, generation: str) -> tuple[Manifest, Path]:
-    """The manifest and the local root of all files a reader needs, every checksum verified first."""
+    """Return the manifest and the local root of all files of a generation, with verified checksums."""
     manifest = read_manifest(store, generation)
     for artefact in manifest.served_artefacts():
         fetch_checked(store, generation, artefact)

@@ -15,7 +15,7 @@ TIMEOUT_S = 8.0
 
 @dataclass(frozen=True)
 class RawResponse:
-    """One response as it came: final or interim."""
+    """One response as received: final or interim."""
 
     status: int
     headers: dict[str, str]
@@ -23,12 +23,12 @@ class RawResponse:
 
     @property
     def closes(self) -> bool:
-        """Whether it says that the connection ends."""
+        """Whether the response says that the connection ends."""
         return "close" in self.headers.get("connection", "").lower()
 
 
 class RawConnection:
-    """A connection to the service at `url`; `reset` is True once the service cut it off."""
+    """A connection to the service at `url`; `reset` is True once the service has reset it."""
 
     def __init__(self, url: str) -> None:
         where = urlsplit(url)
@@ -47,11 +47,11 @@ class RawConnection:
         self._socket.close()
 
     def send(self, data: bytes) -> None:
-        """Send all of `data`; raises OSError if the service reset the connection."""
+        """Send all of `data`; raise OSError if the service reset the connection."""
         self._socket.sendall(data)
 
     def wait_until_taken(self) -> None:
-        """Wait until the peer's kernel has what was sent, so that the next piece is read apart from it."""
+        """Wait until the peer's kernel has what was sent, so that the next piece is read separately."""
 
         def is_taken() -> bool:
             unsent = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
@@ -60,11 +60,11 @@ class RawConnection:
         assert poll_until(is_taken, 5)
 
     def close_own_side(self) -> None:
-        """Send no more, and go on reading."""
+        """Close the sending side, and go on reading."""
         self._socket.shutdown(socket.SHUT_WR)
 
     def response(self, *, is_head: bool = False) -> RawResponse | None:
-        """The next response; None if the service closed the connection before it. Raises OSError after a reset."""
+        """Return the next response, None if the service closed the connection; raise OSError after a reset."""
         head = self._read_until(b"\r\n\r\n")
         if head is None:
             return None
@@ -77,14 +77,14 @@ class RawConnection:
         return RawResponse(int(status.split()[1]), headers, body)
 
     def responses(self) -> list[RawResponse]:
-        """All responses until the service closes the connection."""
+        """Return all responses until the service closes the connection."""
         responses = []
         while (response := self.response()) is not None:
             responses.append(response)
         return responses
 
     def read_to_end(self) -> bytes:
-        """All bytes until the service closes the connection."""
+        """Return all bytes until the service closes the connection."""
         while piece := self._socket.recv(1 << 16):
             self._read += piece
         remaining_bytes, self._read = self._read, b""
@@ -110,7 +110,7 @@ class RawConnection:
 
 
 def exchange(url: str, data: bytes, *, is_half_closed: bool = False) -> list[RawResponse]:
-    """All responses to `data` on a connection of its own, until the service closes it."""
+    """Send `data` on a connection of its own; return all responses until the service closes it."""
     with RawConnection(url) as connection:
         connection.send(data)
         if is_half_closed:

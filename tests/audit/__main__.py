@@ -1,4 +1,4 @@
-"""`python -m tests.audit --seed N --minutes M [--scenario NAME]`: audits Larder as a stranger would."""
+"""`python -m tests.audit --seed N --minutes M [--scenario NAME]`: audits Larder from outside, by its documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of our own: towers in ONNX beside the same arithmetic in Python."""
+"""A model made for the audit: towers in ONNX, and the same arithmetic in Python."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LABELS = ("food", "travel", "books")
 
 @dataclass(frozen=True)
 class Model:
-    """A user tower that heeds the order of a history, an item tower of features, and a table of values.
+    """A user tower that depends on the order of a history, an item tower of features, and a table of values.
 
     The user's vector is the sum of E[h], plus that of A[h_t] * F[h_t+1] over neighbours, plus C[country].
     """

@@ -94,7 +94,7 @@ class EntityLookup:
 
 @dataclass
 class Knowledge:
-    """What an auditor knows of the site at a moment."""
+    """What an auditor knows of the site at one moment."""
 
     generations: dict[str, Generation] = field(default_factory=dict)
     allowed: set[str] = field(default_factory=set)
@@ -140,13 +140,13 @@ Complaint = tuple[str, object, object]
 
 @dataclass
 class Checker:
-    """Asks, judges, and records violations in a report."""
+    """Sends requests, judges the answers, and records violations in a report."""
 
     knowledge: Knowledge
     report: Report
 
     def judge_lookups(self, client: Client, *asks: EntityLookup, route: str = "lookup") -> list[Json]:
-        """Send asks of equal options as one request and judge the answers; look twice while changes travel."""
+        """Send lookups with equal options as one request and judge the answers; repeat it while changes spread."""
         while True:
             settled = self.knowledge.is_settled()
             reply = self._send(client, asks, route)
@@ -771,7 +771,7 @@ class Checker:
     # Other routes
 
     def explain_and_ask(self, client: Client, lookup: EntityLookup) -> None:
-        """Hold an explanation against the answer that follows it."""
+        """Compare an explanation with the answer to a lookup right after it."""
         settled = self.knowledge.is_settled()
         options = lookup.options()
         body = lookup.entity.body()
@@ -883,11 +883,11 @@ class Checker:
         return wrong
 
     def learn_order(self, client: Client, id_: str) -> None:
-        """Read the catalogue's order off lists whose scores are all equal."""
+        """Learn the catalogue's order from lists whose scores are all equal."""
         generation = self.knowledge.generations[id_]
         ordered_items, answer = self._read_all_items(client, generation)
         for _ in range(_READS_MAX):
-            # What is blocked or unblocked meanwhile takes effect between two pages of a read.
+            # A change of the blocklist may take effect between two pages of a read: read until two reads agree.
             previous_items, (ordered_items, answer) = (ordered_items, self._read_all_items(client, generation))
             if ordered_items == previous_items:
                 break
@@ -921,7 +921,7 @@ class Checker:
     def _read_all_items(self, client: Client, generation: Generation) -> tuple[list[str], Json]:
         """Read all items of the catalogue, page by page; return them and the last answer."""
         ordered_items: list[str] = []
-        # An input that was never sent: the stored answer to one would lack what was blocked when it was computed.
+        # Send an input that was never sent before: a stored answer would lack what was blocked when it was computed.
         self.knowledge.catalogue_reads += 1
         zero = Input(None, (f"unheard of {self.knowledge.catalogue_reads}",), 0)
         while True:

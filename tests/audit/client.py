@@ -1,4 +1,4 @@
-"""Client of the service's HTTP API that keeps what was asked, so that a violation can be told as a recipe."""
+"""Client of the service's HTTP API that keeps its requests, so that a report can say how to repeat a violation."""
 
 from __future__ import annotations
 

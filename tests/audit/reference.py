@@ -87,7 +87,7 @@ class Generation:
         return sorted(ranked, key=lambda pair: (-pair[0], self.order.get(pair[1], last), pair[1]))
 
     def cut(self, ranked: Ranked, width: int, preferred: Iterable[str] = ()) -> Ranked:
-        """Return the first `width`; of equal scores at the end those that are preferred."""
+        """Return the first `width` items; among equal scores at the end, preferred items stay."""
         if len(ranked) <= width:
             return ranked
         last = ranked[width - 1][0]
@@ -112,7 +112,7 @@ class Generation:
 
 
 def dot(left_vector: Vector, right: Vector) -> float:
-    """Inner product; exact for the numbers of a world."""
+    """Return the inner product, which is exact for the numbers of a world."""
     return math.fsum(a * b for a, b in zip(left_vector, right, strict=True))
 
 
@@ -187,7 +187,7 @@ def new_item(event: Event) -> Item:
 
 
 def merge_attributes(attributes: Mapping[str, Attribute], values: Mapping[str, object]) -> dict[str, Attribute]:
-    """Lay values that events set over attributes; null, an empty list and a wrong kind clear one."""
+    """Apply values that events set to attributes; null, an empty list and a wrong kind clear one."""
     kinds: dict[str, type | tuple[type, ...]] = {
         "brand": str,
         "tags": list,
@@ -348,7 +348,7 @@ class Day:
 
 
 def day_of(generation: Generation, events: list[Event]) -> Day:
-    """Lay events that set values, or bring items, over a generation."""
+    """Apply events that set values, or add items, to a generation."""
     attributes = dict(generation.attributes)
     fresh: dict[str, Vector] = {}
     values: dict[str, dict[str, object]] = {}

@@ -1,4 +1,4 @@
-"""A shop under audit: its sources, nights, services and Redis servers, and what the reference knows of them."""
+"""A shop under audit: its sources, nights, services and Redis servers, and the reference's knowledge of them."""
 
 from __future__ import annotations
 
@@ -135,11 +135,11 @@ class Servers:
 
     @classmethod
     def start(cls, folder: Path) -> Servers:
-        """Start both."""
+        """Start both servers."""
         return cls(RedisServer(folder / "pages").start(), RedisServer(folder / "events", durable=True).start())
 
     def stop(self) -> None:
-        """End both."""
+        """End both servers."""
         self.pages.stop()
         self.events.stop()
 
@@ -200,12 +200,12 @@ class Shop:
 
     @property
     def site(self) -> Site:
-        """Where commands of the shop run."""
+        """The folder and environment of the shop's commands."""
         return Site(self.folder, self.servers.pages.url, self.servers.events.url)
 
     @property
     def checker(self) -> Checker:
-        """Judge of the shop's answers."""
+        """The checker of the shop's answers."""
         return Checker(self.knowledge, self.report)
 
     @property
@@ -245,7 +245,7 @@ class Shop:
     # Nights and releases
 
     def night(self, *options: str) -> Generation:
-        """Write the sources, run a night over them, and know what it has to hold."""
+        """Write the sources, run a night over them, and compute with the reference what it has to contain."""
         self.world.write(self.folder)
         report = self.site.run("night", "--json", *options).document()
         generation = make_generation(
@@ -445,7 +445,7 @@ class Shop:
         )
 
     def draw_events(self, rng: random.Random, count: int) -> list[Json]:
-        """Draw events of users, strangers and items."""
+        """Draw events of known users, unknown users and items."""
         drawn: list[Json] = []
         for number in range(count):
             id_ = f"e{self.sent_events}-{number}-{rng.randrange(10**6)}"
@@ -477,7 +477,7 @@ class Shop:
         return drawn
 
     def draw_item(self, rng: random.Random) -> str:
-        """Draw an item of the catalogue, now and then a new one, or one that nobody has."""
+        """Draw an item of the catalogue, sometimes a new or an unknown one."""
         if rng.random() < 0.02:
             return "no-such-item"
         if self.new_items and rng.random() < 0.05:
@@ -502,7 +502,7 @@ class Shop:
     # Questions
 
     def draw_input(self, rng: random.Random) -> Input:
-        """Draw an entity: a known user, a stranger with or without an input, an input alone."""
+        """Draw an entity: a known user, an unknown one with or without an input, or an input alone."""
         kind = rng.choices(
             ["known", "known and sent", "stranger", "nobody", "anonymous", "evented"], [55, 8, 15, 5, 7, 10]
         )[0]
@@ -525,7 +525,7 @@ class Shop:
         return Input(f"someone {self.strangers}", history, country)
 
     def draw_ask(self, rng: random.Random, generations: list[str] | None = None) -> EntityLookup:
-        """Draw a question about a list of a user."""
+        """Draw a lookup of a user's list."""
         entity = self.draw_input(rng)
         lookup = EntityLookup("user_topk", entity, k=rng.choice([None, 1, 2, 3, 5, 10, self.rules.topk]))
         if rng.random() < 0.4:
@@ -544,7 +544,7 @@ class Shop:
         return lookup
 
     def ask_once(self, rng: random.Random, generations: list[str] | None = None, client: Client | None = None) -> None:
-        """Ask one random question of a random route, and judge the answer."""
+        """Send one random request to a random route, and judge the answer."""
         client = client or self.client
         kind = rng.choices(
             [
@@ -624,7 +624,7 @@ class Shop:
             )
 
     def compare_metrics(self) -> None:
-        """Hold the counts of `/metrics` against the answers that were received since the service started."""
+        """Compare the counts of `/metrics` with the answers received since the service started."""
         know = self.knowledge
         metrics = self.client.metrics()
         for label, expected in (

@@ -27,7 +27,7 @@ def test_answers_keep_the_promises_of_the_documents_over_five_small_seeds(seed: 
     # given a shop that five seeds share, and its printed seed
     print(f"seed {seed}")
 
-    # when random questions are asked beside events, a block and a second night
+    # when random requests are sent while events, a block and a second night happen
     report = run_audit(["small"], seed, 50, tmp_path)
 
     # then no promise was broken

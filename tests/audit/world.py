@@ -45,7 +45,7 @@ LIFT_DIRECTION = (0.5, 0.0, -0.5, 0.0, 1.0, 0.0, 0.0, 0.25)
 
 @dataclass(frozen=True)
 class Interaction:
-    """A row of the interactions: who did what, when; a weight of None is missing in the file."""
+    """A row of the interactions: user, item and time; a weight of None is missing in the file."""
 
     user: str
     item: str
@@ -92,7 +92,7 @@ class World:
     strangers: list[str] = field(default_factory=list)
 
     def draw_interactions(self, rng: random.Random, count: int) -> list[Interaction]:
-        """Add interactions of random users, some without weight, some of items that nobody has."""
+        """Add interactions of random users, some without weight, some of unknown items."""
         drawn = []
         for _ in range(count):
             self.clock += rng.randrange(1, 40)

@@ -36,7 +36,7 @@ OTHER_TOKENS = 14
 
 
 def requests_of(case: Case, kind: str, header: str) -> list[bytes]:
-    """Requests of one kind, with a token if `header` has one."""
+    """Return requests of one kind, with a token if `header` has one."""
     users = random.Random(0).sample(case.users, 200)
     if kind == "batch":
         bodies = [orjson.dumps({"entities": users[at : at + 100], "k": 20}) for at in range(0, 100, 10)]
@@ -69,7 +69,7 @@ def variants(folder: Path) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
 
 
 def measure(report: Report, case: Case, kind: str, baseline_checkout: Path, options: Options) -> None:
-    """One kind of request, a service for each variant, all on the first core."""
+    """Measure one kind of request, with a service for each variant on the first core."""
     settings, headers = variants(case.folder)
     count = COUNTS[kind] // (6 if options.quick else 1)
     more = {"LARDER_L1_BYTES": "1"} if kind == "stored" else {}

@@ -33,7 +33,7 @@ INSTALL_COMMAND = "implicit: pip install implicit==0.7.3"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted:
-    """A model of implicit, and the clicks that it leaves out, as both sides take them."""
+    """A model of implicit, and the clicks that it excludes, in the form that both sides take."""
 
     model: Any
     clicks: sp.csr_matrix
@@ -41,7 +41,7 @@ class Fitted:
 
     @classmethod
     def of(cls, als: Any, size: tuple[int, int], *, fit: bool) -> "Fitted":
-        """ALS of drawn clicks: popular and rare items, short and long histories. Fitted, or with random factors."""
+        """Draw popular and rare items with short and long histories; fit ALS, or use random factors."""
         users, items = size
         rng = np.random.default_rng(0)
         lengths = np.clip(20 * rng.pareto(1.6, users) + 20, 20, 800).astype(np.int64)
@@ -59,13 +59,13 @@ class Fitted:
         return cls(model, clicks, click_histories)
 
     def by_implicit(self) -> NDArray[np.int64]:
-        """Lists [users, K] by implicit."""
+        """Compute lists [users, K] by implicit."""
         users = np.arange(self.clicks.shape[0])
         ids_and_scores = self.model.recommend(users, self.clicks, N=K, filter_already_liked_items=True)
         return np.asarray(ids_and_scores[0], np.int64)
 
     def by_larder(self) -> NDArray[np.int64]:
-        """Lists [users, K] by the night's scorer."""
+        """Compute lists [users, K] by the night's scorer."""
         scorer = Scorer.of(self.model.item_factors)
         return scorer.top(self.model.user_factors, K, self.histories)[0].astype(np.int64)
 

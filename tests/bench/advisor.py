@@ -44,7 +44,7 @@ QUICK_READS = 200_000
 
 
 def accuracy(report: Report, options: Options) -> None:
-    """The advisor's curve beside the exact one."""
+    """Compare the advisor's curve with the exact one."""
     file = trace_file()
     keys = zipf(40_000, 1_000_000) if file is None else orm_busy(file)
     capacities = capacities_of(keys, KEY_SHARES)
@@ -77,7 +77,7 @@ def accuracy(report: Report, options: Options) -> None:
 
 
 def public(report: Report, options: Options) -> None:
-    """The advisor's curves beside libCacheSim's LRU, on the traces that are here."""
+    """Compare the advisor's curves with libCacheSim's LRU, on the traces that are available."""
     if not is_there():
         report.figures["libCacheSim"] = ABSENT
         return
@@ -115,7 +115,7 @@ def public(report: Report, options: Options) -> None:
 
 
 def off(keys: Keys, capacities: list[int], keys_max: int, exact: Errors, seed: int) -> Errors:
-    """How far one sample's hit ratios are from the exact ones, in points, by capacity."""
+    """Return how far one sample's hit ratios are from the exact ones, in points, by capacity."""
     shards = MissRatioCurve(capacities, keys_max)
     sampled(keys, shards, seed=seed)
     error: Errors = np.abs(np.array(shards.hit_ratio_by_capacity()) - exact) * 100

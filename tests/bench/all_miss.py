@@ -57,7 +57,7 @@ SERVICES: Mapping[str, tuple[str, str]] = {
 
 
 class Strangers:
-    """Requests whose ids and histories never come again."""
+    """Requests with ids and histories that never repeat."""
 
     def __init__(self, case: Case) -> None:
         self._items = case.items
@@ -65,14 +65,14 @@ class Strangers:
         self._numbers = itertools.count()
 
     def bodies(self, requests: int, entities: int) -> list[bytes]:
-        """JSON bodies of so many requests."""
+        """Return so many JSON bodies."""
         return [
             json.dumps({"entities": [self._entity() for _ in range(entities)], "k": 20}).encode()
             for _ in range(requests)
         ]
 
     def requests(self, requests: int, entities: int) -> list[bytes]:
-        """The same with what HTTP puts before them."""
+        """Return the same bodies with their HTTP heads."""
         return [request(f"/v1/lookup/{TABLE}", body) for body in self.bodies(requests, entities)]
 
     def _entity(self) -> dict[str, object]:
@@ -81,7 +81,7 @@ class Strangers:
 
 
 def over_http(report: Report, case: Case, strangers: Strangers, options: Options, prefix: str = "") -> None:
-    """Both request sizes, over one night; rows are named with the prefix."""
+    """Measure both request sizes over one night; rows are named with the prefix."""
     with ExitStack() as stack:
         servers: dict[str, Program] = {}
         for name, (module, reads) in SERVICES.items():
@@ -121,7 +121,7 @@ def over_http(report: Report, case: Case, strangers: Strangers, options: Options
 
 
 def in_process(report: Report, case: Case, strangers: Strangers, options: Options) -> None:
-    """The same without HTTP, all in this process."""
+    """Measure the same without HTTP, in this process."""
     config = settings(case.night, deadline_ms=10_000.0)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         stack = AsyncExitStack()

@@ -36,7 +36,7 @@ Write = Callable[["redis.Redis"], None]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One table as the night leaves it on disk, and the same records one by one."""
+    """One table as the night writes it to disk, and the same records one by one."""
 
     root: Path
     manifest: Manifest
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def writers(case: Case, config: NightConfig) -> dict[str, Write]:
-    """The ways in, by name."""
+    """Return the ways of writing, by name."""
     count = len(case.records)
 
     def one_by_one(client: "redis.Redis") -> None:
@@ -141,7 +141,7 @@ def measure(report: Report, case: Case, server: RedisServer, config: NightConfig
 
 
 def held_by(write: Write, count: int) -> float:
-    """Bytes of memory per record, in a Redis that held nothing before: a used one gives back only in its own time."""
+    """Return memory per record in a fresh Redis: a used one returns memory only gradually."""
     with own_server() as fresh, redis.Redis.from_url(fresh.url, protocol=3) as client:
         used_bytes_before = int(client.info("memory")["used_memory"])
         write(client)

@@ -45,7 +45,7 @@ PASSING_SHARES = {"": 0.1, "half_": 0.5, "hundredth_": 0.01}
 
 
 def by_vectors(report: Report, options: Options) -> None:
-    """In this process, on one thread."""
+    """Measure in this process, on one thread."""
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((ITEMS, DIMS), np.float32)
     users = rng.standard_normal((64, DIMS), np.float32)
@@ -78,7 +78,7 @@ def _rate(answer: Callable[[Numbers], object], users: Numbers) -> float:
 
 
 def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> None:
-    """Over HTTP, from L1."""
+    """Measure over HTTP, from L1."""
     config_without_prices = prepare(folder / "plain", redis_url, users=1_000, items=2_000)
     publish_night(config_without_prices, DATA_UNTIL)
     config = prepare(folder / "shop", redis_url, users=1_000, items=2_000)
@@ -96,7 +96,7 @@ def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> 
         program(serve, folder / "log", environment(config)) as filtering,
         program(serve, folder / "plain.log", environment(config_without_prices)) as without,
     ):
-        # An age that none has: for the complete way.
+        # Asks for an age that every answer meets, so that the request takes the complete path.
         complete = "&max_age_seconds=1000000000"
         boosted = (
             complete
@@ -131,12 +131,12 @@ def by_lists(report: Report, redis_url: str, folder: Path, options: Options) -> 
 
 
 def quoted(id_: str, _: int) -> str:
-    """The id as a client sends it: an answer is kept by the request's bytes."""
+    """Quote the id as a client does: a ready answer is found by the request's bytes."""
     return quote(id_, safe="")
 
 
 def spelt(id_: str, number: int) -> str:
-    """The id with other characters in percent for each number, so that no request comes twice."""
+    """Percent-encode other characters of the id for each number, so that no request repeats."""
     number //= USERS
     return "".join(
         f"%{byte:02X}" if not chr(byte).isalnum() or byte > 127 or number >> at & 1 else chr(byte)

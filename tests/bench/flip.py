@@ -57,22 +57,22 @@ class Flip:
 
     @property
     def skew_ms(self) -> float:
-        """Between the first replica and the last."""
+        """Milliseconds between the first replica's swap and the last's."""
         return 1000 * (max(self.swapped_at) - min(self.swapped_at))
 
     @property
     def visible_ms(self) -> float:
-        """From the command to the last replica."""
+        """Milliseconds from the command to the last replica's swap."""
         return 1000 * (max(self.swapped_at) - self.asked_at)
 
     @property
     def lag_ms(self) -> float:
-        """From the pointer to the last replica."""
+        """Milliseconds from the pointer's move to the last replica's swap."""
         return 1000 * (max(self.swapped_at) - self.moved_at)
 
 
 def main() -> None:
-    """Build, serve, flip, report."""
+    """Build, serve, flip and report."""
     options = parse("Publishes and rollbacks under load")
     size = QUICK if options.quick else FULL
     with TemporaryDirectory(prefix="larder-flip-") as folder, own_server(core=-1) as redis:
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def measure(folder: Path, redis_url: str, size: Size, _options: Options) -> Report:
-    """All cycles, and the figures of all of them together."""
+    """Run all cycles; return the figures of all of them together."""
     config = prepare(folder / "night", redis_url, seed=SEED, users=size.users, items=size.items)
     publish_night(config, DATA_UNTIL)
     second = build_verified(config, NEXT)

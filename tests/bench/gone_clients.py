@@ -41,7 +41,7 @@ _TOLERANCE = 0.5
 
 
 class Run(NamedTuple):
-    """What ready answers and health probes took in ms, and what clients were told."""
+    """Milliseconds of ready answers and health probes, and the clients' statuses."""
 
     p99_ms: float
     slowest_ms: float
@@ -59,7 +59,7 @@ class Bench(NamedTuple):
     seconds: float
 
     def run(self, clients: int, mode: str) -> Run:
-        """Ready answers and health probes beside so many clients."""
+        """Measure ready answers and health probes with so many clients."""
         where = urlsplit(self.larder.url)
         started = [
             subprocess.Popen(
@@ -89,7 +89,7 @@ class Bench(NamedTuple):
         )
 
     def warm(self) -> None:
-        """Ask for every id, so that all are ready."""
+        """Look up every id, so that all answers are ready."""
         for _ in range(2):
             for name in self.ids:
                 self._get(_path(name))
@@ -101,7 +101,7 @@ class Bench(NamedTuple):
         return " ".join(f"{name.split(chr(34))[1]}={float(count):g}" for name, count in shed_samples)
 
     def _get(self, path: str) -> bytes:
-        """The body of an answer on a connection of its own."""
+        """Return the body of an answer on a connection of its own."""
         where = urlsplit(self.larder.url)
         connection = HTTPConnection(str(where.hostname), where.port, timeout=120)
         try:
@@ -124,7 +124,7 @@ class Bench(NamedTuple):
         return durations_ms
 
     def _settle(self) -> None:
-        """Wait until the service has done, or dropped, all that it was asked."""
+        """Wait until the service has answered or dropped all requests."""
         quick = 0
         while quick < _QUICK_PROBES:
             started_at = time.perf_counter()
@@ -144,14 +144,14 @@ def _path(name: str) -> str:
 
 
 def _prefix() -> list[str]:
-    """Clients leave the service its core, where there are several."""
+    """Keep clients off the service's core, if there are several cores."""
     if len(cores_at_start) < 2:
         return []
     return ["taskset", "-c", ",".join(map(str, cores_at_start[1:]))]
 
 
 def measure(report: Report, bench: Bench, rounds: int) -> None:
-    """Runs with clients that wait and with clients that leave, in turns."""
+    """Alternate runs with clients that wait and clients that leave."""
     bench.run(CLIENTS[0], "leave")
     for clients in CLIENTS:
         runs: dict[str, list[Run]] = {"wait": [], "leave": []}

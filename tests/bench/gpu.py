@@ -100,7 +100,7 @@ def first_users(case: Case, count: int) -> Case:
 
 
 def timed(users: int, run: Callable[[], object], device: Any) -> float:
-    """Users per second."""
+    """Return users per second."""
     settle(device)
     started = time.perf_counter()
     run()
@@ -145,7 +145,7 @@ def square_product(case: Case, device: Any) -> float:
 
 
 def settle(device: Any) -> None:
-    """Waits for the device."""
+    """Wait for the device."""
     import torch
 
     if device.type == "cuda":
@@ -228,7 +228,7 @@ class FlashlibSearch:
 
         flash_knn = importlib.import_module("flashlib.primitives.knn").flash_knn
         users = torch.from_numpy(self.case.users[:count]).to(self.device, self.items.dtype)
-        # A named backend is taken or fails: FlashLib then chooses no other.
+        # With a named backend, FlashLib uses that one or fails, and chooses no other.
         distances, ordinals = flash_knn(users, self.items, K, backend=self.backend)
         distances.cpu()
         return ordinals.cpu().numpy()
@@ -334,7 +334,7 @@ def tenth_users_per_s(case: Case, device: Any) -> float | None:
 
 
 def empty_histories(case: Case) -> Histories:
-    """Nobody has anything."""
+    """Return empty histories for all users."""
     return Histories(np.zeros(len(case.users) + 1, np.int64), np.empty(0, np.int64))
 
 

@@ -57,7 +57,7 @@ AUTHORIZED = f"\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
 
 
 class Block(NamedTuple):
-    """One run of callers beside peers of one sort."""
+    """One run of callers with peers of one kind."""
 
     all_ms: float
     l1_ms: float
@@ -66,7 +66,7 @@ class Block(NamedTuple):
 
 @dataclass(slots=True)
 class Bench:
-    """The service, its callers and what was seen of both."""
+    """The service, its callers and the measurements of both."""
 
     larder: Program
     times: Times
@@ -79,7 +79,7 @@ class Bench:
     blocks_by_sort: dict[str, list[Block]] = field(default_factory=lambda: {"idle": [], "hostile": []})
 
     def block(self, sort: str) -> Block:
-        """The 99th percentiles beside these peers."""
+        """Return the 99th percentiles with these peers."""
         kinds = ["idle"] if sort == "idle" else HOSTILE
         with peers(self.larder.url, list(itertools.islice(itertools.cycle(kinds), PEERS))):
             self._call(self.settle_s)
@@ -93,7 +93,7 @@ class Bench:
         return block
 
     def warm(self) -> None:
-        """The requests of a block beside nobody, uncounted: what they ask for is in L1 after it."""
+        """Send a block's requests without peers, uncounted, so that their answers are in L1."""
         self._call(self.settle_s)
         self._call(self.seconds)
 
@@ -112,13 +112,13 @@ def _p99_ms(durations_ns: NDArray[np.int64]) -> float:
 
 
 def _memory_mb(pid: int) -> float:
-    """The most that was ever resident."""
+    """Return the peak resident memory."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 class Round(NamedTuple):
-    """Idle, hostile, idle; or with the hostile ones before and after, in every other round."""
+    """Blocks of idle, hostile and idle peers or, in every other round, of hostile, idle and hostile ones."""
 
     first: Block
     middle: Block
@@ -127,7 +127,7 @@ class Round(NamedTuple):
 
 
 def ratio_of(rounds: Sequence[Round], figure: Callable[[Block], float]) -> Ratio:
-    """Hostile over idle, and idle over itself: what came last over what came first."""
+    """Return hostile over idle, and the last block of a kind over its first."""
     ratios, aa, idle, hostile = [], [], [], []
     for round_ in rounds:
         ends = (figure(round_.first) + figure(round_.last)) / 2
@@ -144,7 +144,7 @@ def ratio_of(rounds: Sequence[Round], figure: Callable[[Block], float]) -> Ratio
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Of their median, 95 %, from 10,000 resamples."""
+    """Return the 95 % interval of the median, from 10,000 resamples."""
     rng = np.random.default_rng(_SEED)
     drawn = rng.choice(np.array(ratios), (10_000, len(ratios)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
@@ -152,12 +152,12 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def per_round(rounds: Sequence[Round], figure: Callable[[Block], float]) -> list[float]:
-    """The ratio of each."""
+    """Return the ratio of each round."""
     return [round(ratio_of([round_], figure).value, 3) for round_ in rounds]
 
 
 def measure(report: Report, bench: Bench, options: Options) -> None:
-    """Rounds until they agree."""
+    """Run rounds until the interval is narrow enough."""
     rounds: list[Round] = []
     limit = options.rounds if options.quick else max(options.rounds, ROUNDS_MAX)
     bench.block("idle")  # what is asked most is in L1 after it
@@ -184,7 +184,7 @@ def measure(report: Report, bench: Bench, options: Options) -> None:
 
 
 def _round(bench: Bench, number: int) -> Round:
-    """The same requests at the same moments, but for the names of who is new: what differs is who else is there."""
+    """Send equal requests at equal times in each block (new ids have other names): only the peers differ."""
 
     def begin() -> None:
         bench.stream.rng = np.random.default_rng([_SEED, number])
@@ -237,7 +237,7 @@ def main() -> None:
         case = make_case(folder, redis.url, options.quick)
         path = folder / "times"
         times = Times(path)
-        # Idle connections are to stay for the length of a block; everything else is as installed.
+        # Idle connections must stay open for the length of a block; all other settings are the defaults.
         env = {**environment(case.night), "LARDER_IDLE_TIMEOUT_S": "600", "LARDER_TOKEN": "", FILE: str(path)}
         serve = [sys.executable, "-m", "tests.bench.tools.hostile_server", "--port", "0", "--log-level", "error"]
         with program(serve, folder / "serving.log", env) as larder:

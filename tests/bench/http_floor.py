@@ -23,7 +23,7 @@ from tests.integration.nights import environment
 
 
 def measure(report: Report, case: Case, redis_url: str, options: Options) -> None:
-    """All three on the first core."""
+    """Measure all three servers on the first core."""
     users = random.Random(0).sample(case.users, 200)
     paths = [f"/v1/lookup/{TABLE}/{quote(user, safe='')}?k=20" for user in users]
     count = 5_000 if options.quick else 30_000

@@ -35,7 +35,7 @@ Key = TypeVar("Key")
 
 
 class Bench:
-    """The same keys, records and requests for all."""
+    """The same keys, records and requests for all measurements."""
 
     def __init__(self, options: Options) -> None:
         count = KEYS_QUICK if options.quick else KEYS
@@ -51,7 +51,7 @@ class Bench:
         self.entry_of = dict(zip(self.names, (Entry(record, 1) for record in self.records), strict=True))
 
     def full(self) -> tuple[LocalTier, "LRUCache[LocalKey, Entry]"]:
-        """Both with all records, L1 with ready answers as well."""
+        """Return both caches with all records, L1 with ready answers, too."""
         local, lru_cache = LocalTier(1 << 40), lru(1 << 40)
         for name, entry in self.entry_of.items():
             local.put(name, entry)
@@ -61,7 +61,7 @@ class Bench:
         return local, lru_cache
 
     def churned(self) -> tuple[LocalTier, "LRUCache[LocalKey, Entry]"]:
-        """Both with room for a part."""
+        """Return both caches with room for a part of the records."""
         room = len(self.names) // ROOM * (RECORD_BYTES + 400)
         return LocalTier(room), lru(room)
 
@@ -80,7 +80,7 @@ def rate(get: Callable[[Key], object], keys: Sequence[Key]) -> float:
 
 
 def singly(get: Callable[[Key], object], keys: Sequence[Key]) -> str:
-    """p50 / p99 / p99.9 in nanoseconds."""
+    """Return p50 / p99 / p99.9 of single calls in nanoseconds."""
     clock, durations_ns, empty = time.perf_counter_ns, [], []
     for key in keys[:TIMED]:
         start_ns = clock()

@@ -96,7 +96,7 @@ def _batches(users: list[str]) -> list[list[str]]:
 
 
 async def _fill(redis_url: str, count: int) -> list[str]:
-    """Values of a record's size, one per user."""
+    """Store values of a record's size, one per user."""
     rng = random.Random(1)
     names = [f"bench-{number}" for number in range(count)]
     async with redis.asyncio.Redis.from_url(redis_url, protocol=2) as client:

@@ -54,7 +54,7 @@ def open_snapshot(config: ServingConfig, precision: ModelPrecision) -> Snapshot:
 
 
 def make_jobs(snapshot: Snapshot, case: Case, count: int) -> list[InferenceJob]:
-    """Histories of 5 to 30 items, each its own."""
+    """Return jobs with different histories of 5 to 30 items."""
     rng = random.Random(0)
     drawn = [rng.sample(case.items, rng.randint(5, 30)) for _ in range(count)]
     return [
@@ -64,7 +64,7 @@ def make_jobs(snapshot: Snapshot, case: Case, count: int) -> list[InferenceJob]:
 
 
 def offline(jobs: list[InferenceJob], size: int) -> Measured:
-    """The unit in a row, in batches of one size."""
+    """Run the unit repeatedly in batches of one size."""
 
     def run() -> tuple[float, float]:
         started_at, spent = time.perf_counter(), time.process_time()
@@ -77,7 +77,7 @@ def offline(jobs: list[InferenceJob], size: int) -> Measured:
 
 
 class Through:
-    """The micro-batcher as the service sets it up, and the bare pool beside it."""
+    """The micro-batcher in the service's configuration, and the bare pool."""
 
     def __init__(self, runner: asyncio.Runner, pool: ThreadPoolExecutor) -> None:
         config = ServingConfig()
@@ -94,11 +94,11 @@ class Through:
         )
 
     def lone(self, jobs: list[InferenceJob]) -> Measured:
-        """One request at a time."""
+        """Send one request at a time."""
         return self.saturated(jobs, 1)
 
     def saturated(self, jobs: list[InferenceJob], in_flight: int) -> Measured:
-        """So many callers, each asking again as soon as it is answered."""
+        """Run so many callers, each sending again as soon as it is answered."""
 
         async def work() -> None:
             waiting = iter(jobs)
@@ -112,7 +112,7 @@ class Through:
         return lambda: self._timed(work())
 
     def hop(self, jobs: list[InferenceJob]) -> Measured:
-        """The unit called for one job at a time, in the pool."""
+        """Run the unit for one job at a time in the pool."""
 
         async def work() -> None:
             loop = asyncio.get_running_loop()

@@ -71,18 +71,18 @@ class Watched:
 
     @property
     def slowed(self) -> list[float]:
-        """Each loaded turn over the mean of those at rest around it."""
+        """Ratio of each loaded turn to the mean of the idle turns around it."""
         around = zip(self.rested, self.rested[1:], strict=False)
         return [p99 / ((a + b) / 2) for p99, (a, b) in zip(self.loaded, around, strict=True)]
 
     @property
     def drifted(self) -> list[float]:
-        """Each turn at rest over the one before."""
+        """Ratio of each idle turn to the one before."""
         return [b / a for a, b in zip(self.rested, self.rested[1:], strict=False)]
 
 
 def read(url: str, size: int, pages: int, seconds: float, answer: Connection) -> None:
-    """The reader: (time, round trip) of each read."""
+    """Read in a loop, and send back (time, round trip) of each read."""
     pin(0, READER_CORE)
     parsed_url = urlsplit(url)
     rng = np.random.default_rng(0)
@@ -116,14 +116,14 @@ def read(url: str, size: int, pages: int, seconds: float, answer: Connection) ->
 
 
 def load(url: str, case: Case, config: NightConfig, governed: bool, seconds: float, answer: Connection) -> None:
-    """The loader: (time, bytes so far) as Redis confirms them."""
+    """Load in a loop, and send back (time, bytes so far) as Redis confirms them."""
     pin(0, READER_CORE)
     answer.send(loaded(url, case, config, governed, seconds))
 
 
 @contextmanager
 def process(run: Any, *arguments: Any) -> Iterator[tuple[int, Connection]]:
-    """A process that answers once."""
+    """Run a process that gives one result."""
     parent_connection, child_connection = multiprocessing.Pipe()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.bench.tools.load_rates"])  # so that none imports for a second
@@ -140,7 +140,7 @@ def process(run: Any, *arguments: Any) -> Iterator[tuple[int, Connection]]:
 
 @contextmanager
 def stopped(pid: int | None) -> Iterator[None]:
-    """A process that does nothing meanwhile; None: there is none."""
+    """Stop a process within the block; with None, do nothing."""
     if pid is None:
         yield
         return
@@ -193,7 +193,7 @@ def watch(
 
 
 def publish_live(client: "redis.Redis", case: Case, config: NightConfig) -> None:
-    """What the reader reads, where probes look for it."""
+    """Write what the reader reads, where probes find it."""
     client.flushall(asynchronous=False)
     load_part(client, KEYS, case.manifest, case.root, case.part, chunk_bytes=config.load_chunk_bytes)
     client.set(KEYS.live, Pointer(GENERATION, 1, None, "bench", 0.0).to_bytes())

@@ -39,7 +39,7 @@ LIVE, L1 = SOURCES.index("live"), SOURCES.index("l1")
 
 @dataclass(slots=True)
 class Bench:
-    """What all runs share."""
+    """State that all runs share."""
 
     report: Report
     stream: Stream
@@ -53,7 +53,7 @@ class Bench:
     busiest: float = 0.0
 
     def run(self, arrivals: Arrivals) -> Outcomes:
-        """In the callers' process."""
+        """Run the arrivals in the callers' process."""
         outcomes = self.callers.submit(drive, arrivals).result()
         if len(np.unique(arrivals.due)) > 1:
             self.busiest = max(self.busiest, outcomes.busy)
@@ -68,7 +68,7 @@ class Bench:
         return self.rate
 
     def steady(self, rate: float, load_share: float) -> None:
-        """Percentiles at a share of saturation."""
+        """Report percentiles at a share of saturation."""
         outcomes = self.run(self.stream.arrivals(self.larder.url, (rate * load_share, 2 * self.seconds)))
         name = f"{load_share:.0%}"
         for percent in (50, 99, 99.9):
@@ -81,7 +81,7 @@ class Bench:
         self.report.figures[f"{name}: left without inference"] = int(outcomes.is_shed.sum())
 
     def l1_p99(self, rate: float) -> Callable[[], float]:
-        """Milliseconds, in the mix."""
+        """Return p99 of L1 hits in the mix, in milliseconds."""
 
         def measure_p99_ms() -> float:
             outcomes = self.run(self.stream.arrivals(self.larder.url, (rate, self.seconds)))
@@ -90,7 +90,7 @@ class Bench:
         return measure_p99_ms
 
     def bare_p99(self, rate: float) -> Callable[[], float]:
-        """Milliseconds of the bare app."""
+        """Return p99 of the bare app, in milliseconds."""
 
         def measure_p99_ms() -> float:
             mix = self.stream.arrivals(self.bare.url, (rate, self.seconds))

@@ -96,14 +96,14 @@ class Night:
     generation: str = ""
 
     def prepare(self) -> None:
-        """A first time, with what a load wants besides the lists."""
+        """Run the night once, with what a load needs besides the lists."""
         build = self._scored()
         self.generation = str(build["generation"])
         index.run(self.config, build)
         quantize.run(self.config, build)
 
     def run(self) -> float:
-        """Users per second, from the sources to Redis."""
+        """Return users per second, from the sources to Redis."""
         root = self.config.store().local(generation_path(self.generation))
         for name in ("tables", "directory", "items", "work/partition"):
             shutil.rmtree(root / name)

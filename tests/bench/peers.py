@@ -85,7 +85,7 @@ _RUN_FIGURES: tuple[Callable[[Driven], float], ...] = (lambda run: run.per_s, la
 
 
 def check_same(rows: dict[str, Row], feast: Program, larders: Sequence[Program]) -> None:
-    """Every side answers what the night's files hold. Raises RuntimeError."""
+    """Check that every side answers with the contents of the night's files; raise RuntimeError otherwise."""
     sample = dict(random.Random(0).sample(sorted(rows.items()), BATCH))
     users = list(sample)
     forms = {form: fetch_features(feast, form, users) for form in FORMS}

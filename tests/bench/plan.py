@@ -113,7 +113,7 @@ def prepare(case: Case, folder: Path, redis_url: str) -> NightConfig:
 
 
 def foretell(config: NightConfig, case: Case, seconds: float) -> Forecast:
-    """As the command does, for the requests that `drive` will send."""
+    """Predict as the command does, for the requests that `drive` will send."""
     plan_parameters = PlanParameters(
         qps=REQUESTS / DAY_S, l1_mib=case.l1_mib, zipf=case.zipf, answer_bytes=ANSWER_BYTES,
         seconds=seconds, data_until=DATA_UNTIL,
@@ -138,7 +138,7 @@ class Night:
         return read_manifest(self.config.store(), str(self._build["generation"]))
 
     def run(self) -> NightTimes:
-        """Scored and loaded once more."""
+        """Score and load once more."""
         root = self.config.store().local(generation_path(str(self._build["generation"])))
         shutil.rmtree(root / "tables")
         for path in [*(root / "work").glob("shard-*.json"), *map(root.joinpath, REMADE)]:
@@ -242,7 +242,7 @@ def errors(
 
 
 def main() -> None:
-    """Plan, do, compare."""
+    """Predict, run, compare."""
     options = parse(__doc__.splitlines()[0])
     report = Report("plan", ("redis", "onnxruntime", "pyarrow", "faiss-cpu"))
     worst: dict[str, float] = {}

@@ -53,7 +53,7 @@ def demo(users: int, requests: int) -> Keys:
 
 
 def streams(quick: bool) -> Iterator[tuple[str, Keys]]:
-    """All that are on this machine, one in memory at a time."""
+    """Yield all streams that are on this machine, one in memory at a time."""
     reads_max = QUICK_READS if quick else None
     for trace in TRACES:
         if trace.path() is not None:

@@ -139,7 +139,7 @@ def in_process(report: Report, case: Case, options: Options) -> None:
     report.figures["placement, in process"] = f"client on {pin(0, 0)}, redis on the last core"
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         stack = AsyncExitStack()
-        # The model has its thread, so it may use both cores, as it may when it is called directly.
+        # The model runs in its own thread, so it may use both cores, as it may when it is called directly.
         config = settings(case.night, deadline_ms=10_000.0)
         service = runner.run(stack.enter_async_context(running(config)))
         reads, bare_reads = runner.run(_readers(stack, service, case, options))

@@ -203,7 +203,7 @@ def memory(report: Report, folder: Path, options: Options) -> None:
 
 
 def in_process(folder: Path, step: str) -> dict[str, float]:
-    """What a step said of itself."""
+    """Run a step in a process of its own; return its results."""
     command = [sys.executable, "-m", "tests.bench.scaling", "--step", step, str(folder)]
     completed_process = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if completed_process.returncode:

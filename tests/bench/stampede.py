@@ -57,7 +57,7 @@ class Run:
 
 
 def asks(service: Service, items: list[str], name: str, keys: int) -> list[LookupRequest]:
-    """One request for each of so many users whom the night does not know."""
+    """Return one request for each of so many users unknown to the night."""
     rng = random.Random(name)
     lookups = []
     for number in range(keys):
@@ -68,7 +68,7 @@ def asks(service: Service, items: list[str], name: str, keys: int) -> list[Looku
 
 
 async def stampede(service: Service, url: str, lookups: list[LookupRequest], waiters: int) -> Run:
-    """All callers at once."""
+    """Start all callers at once."""
     served = service.capture_served()
     loads, batches = _inferred(service)
     reads, cpu, started_at = _reads(url), time.process_time(), time.perf_counter()
@@ -131,8 +131,8 @@ def replicas(case: Case, config: ServingConfig, count: int) -> Iterator[list[Con
 
 
 def measure(report: Report, case: Case, options: Options) -> None:
-    """One process, then two; every stampede is for answers that nobody has asked for before."""
-    # What is counted must not depend on how fast the machine is: nobody runs out of time.
+    """Run with one process, then two; no answer of a stampede was requested before."""
+    # The counts must not depend on the speed of the machine, so no deadline may end a call.
     config = settings(
         case.night,
         deadline_ms=_LONG_MS,

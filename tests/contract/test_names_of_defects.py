@@ -13,7 +13,7 @@ PLANTED = {f"{module.__name__}: {name}" for module in (of_lives, of_simulations)
 
 
 class Frozen(NamedTuple):
-    """Line of the list: a defect, and the one that took its place, "" while it has none."""
+    """A line of the list: a defect, and its successor, "" without one."""
 
     name: str
     successor: str
@@ -26,7 +26,7 @@ def frozen_defects(text: str) -> list[Frozen]:
 
 
 def lost_defects(frozen: list[Frozen], planted: set[str]) -> list[str]:
-    """Defects of the list of which neither they nor their successors are planted."""
+    """Return defects of the list that are no longer planted, neither themselves nor their successors."""
     return [name for name, successor in frozen if (successor or name) not in planted]
 
 

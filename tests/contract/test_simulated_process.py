@@ -21,7 +21,7 @@ STEP_S = 0.004
 
 
 class InstantSelector(selectors.SelectSelector):
-    """What arrives on sockets: nothing, and the time-out is over at once."""
+    """A selector without any socket events, whose time-outs end at once."""
 
     waited_s = 0.0
 
@@ -32,7 +32,7 @@ class InstantSelector(selectors.SelectSelector):
 
 
 class Punctual(asyncio.SelectorEventLoop):
-    """asyncio's own loop by a clock in which only waiting takes time.
+    """asyncio's own loop with a clock in which only waiting takes time.
 
     By the machine's clock timers come in one turn wherever it is busy, and tasks in another order.
     """
@@ -54,7 +54,7 @@ def virtual(seed: int = 0) -> VirtualLoop:
 
 
 def in_both(program: Callable[[], Any]) -> None:
-    """Runs a coroutine function on asyncio's loop and on a virtual one: the same comes of it."""
+    """Run a coroutine function on asyncio's loop and on a virtual one, which must give the same result."""
     loop, real_loop = virtual(), Punctual()
     try:
         assert loop.run_until_complete(program()) == real_loop.run_until_complete(program())
@@ -187,7 +187,8 @@ def test_the_store_in_memory_is_one_of_files(tmp_path: Path, seed: int) -> None:
         store_results = []
         for store in stores:
             store_result = getattr(store, operation)(*arguments[operation])
-            # An emptied folder of files is still there; who lists it finds nothing in either.
+            # In a store of files an emptied folder still exists; ignore it, since listing it finds nothing in either
+            # store.
             store_results.append(
                 [entry_name for entry_name in store_result if "." in entry_name]
                 if operation == "names"

@@ -1,4 +1,4 @@
-"""Parse the DAGs folder as Airflow does and print what is in it; run in a process of its own."""
+"""Parse the DAGs folder as Airflow does and print its contents; run in a process of its own."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def main(folder: str, *configs: str) -> None:
 
 
 def described(bag: DagBag) -> dict[str, Any]:
-    """What is in each DAG, by its id."""
+    """Return what is in each DAG, by its id."""
     return {
         dag.dag_id: {
             "schedule": type(dag.timetable).__name__,
@@ -62,7 +62,7 @@ def described(bag: DagBag) -> dict[str, Any]:
 
 
 def final(task: Any) -> list[str]:
-    """Names of the errors after which the task is not tried again."""
+    """Return the names of the errors after which the task is not retried."""
     policy = task.retry_policy
     kinds = LarderError.__subclasses__()
     return sorted(

@@ -17,7 +17,7 @@ ORDER = (
 
 
 def night(dag: Any, run_after: datetime) -> dict[str, Any]:
-    """One run, each task's function called with what Airflow would hand it; what `begin` returned."""
+    """Run one night by calling each task's function as Airflow would; return what `begin` returned."""
     calls = {task.task_id: task.python_callable for task in dag.tasks}
     context = {
         "params": {"data_until": None}, "run_id": f"scheduled__{run_after.isoformat()}",

@@ -1,4 +1,4 @@
-"""A running Airflow over a folder with data, the Redis that it publishes to, and callers of a service over it."""
+"""A running Airflow over a folder with data, its Redis, and callers of a service over it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -50,7 +50,7 @@ metric = "cosine"
 
 
 def write_interactions(path: Path, seed: int, *, users: int = USERS, items: int = ITEMS, more: int = 0) -> None:
-    """Write users of two tastes, each with some items of the half of the catalogue they like.
+    """Write users of two tastes, each with some items of the half of the catalogue that they like.
 
     `more` adds so many clicks, always the same first ones: what a day adds.
     """
@@ -76,19 +76,19 @@ class AirflowDeployment:
 
     @property
     def live(self) -> Pointer:
-        """What readers would answer from."""
+        """The pointer that readers follow."""
         pointer = self.control.read_pointer()
         assert pointer is not None
         return pointer
 
     @property
     def config(self) -> NightConfig:
-        """What the tasks read, as it is now."""
+        """The configuration that the tasks read now."""
         return night_config(str(self.folder / "larder.toml"), {"REDIS_URL": self.redis_url})
 
     @property
     def twin(self) -> NightConfig:
-        """The same night in another place: files and Redis database of its own."""
+        """Configuration of the same night with files and Redis database of its own."""
         url = self.redis_url.removesuffix("0") + "1"
         return replace(self.config, artifacts="twin", state="twin-state", redis_url=url)
 
@@ -104,7 +104,7 @@ class AirflowDeployment:
 
     @contextmanager
     def watched(self) -> Iterator[Watch]:
-        """A real service over what is live, and callers who ask it all the time."""
+        """Run a service over the live generation, and callers that send requests all the time."""
         service_environ = environment(
             self.config, LARDER_L1_BYTES="4096", LARDER_POLL_S="0.1", LARDER_HEARTBEAT_S="0.2", **PATIENT_ENVIRON
         )
@@ -117,12 +117,12 @@ class AirflowDeployment:
 
     @property
     def users(self) -> list[str]:
-        """Everyone in the data."""
+        """All users in the data."""
         lines = (self.folder / "interactions.csv").read_text().splitlines()[1:]
         return sorted({line.partition(",")[0] for line in lines})
 
     def expect(self, watch: Watch, config: NightConfig, generation: str) -> None:
-        """Tell the callers what this generation answers."""
+        """Tell the callers which answers this generation gives."""
         watch.expected[generation] = top_lists(config, generation, self.users)
 
 
@@ -130,7 +130,7 @@ class AirflowDeployment:
 def airflow_over(
     folder: Path, server: RedisServer, *, config: str = CONFIG, settings: Mapping[str, str] | None = None
 ) -> Iterator[AirflowDeployment]:
-    """Airflow with nothing published yet."""
+    """Run Airflow over a folder with nothing published yet."""
     path = folder / "larder.toml"
     path.write_text(config)
     airflow_environ = {"LARDER_CONFIG": str(path), "LARDER_SCHEDULE": MANUAL_SCHEDULE, "REDIS_URL": server.url}
@@ -143,10 +143,10 @@ def airflow_over(
 
 
 def current_cut() -> str:
-    """A cut later than that of any night before: what is older is never published."""
+    """Return a cut later than that of any night before: an older one is never published."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def states(report: RunReport) -> set[str]:
-    """Of all its tasks."""
+    """Return the states of all tasks of a run."""
     return {task.state for task in report.tasks}

@@ -1,4 +1,4 @@
-"""Print the pod that KubernetesExecutor would start for each task of a DAGs folder; run in a process of its own.
+"""Prints the pod that KubernetesExecutor would start for each task of a DAGs folder; run in a process of its own.
 
 Tasks take the way of production: parsed, written as JSON and read again, then merged with a template by the provider.
 """
@@ -30,7 +30,7 @@ TEMPLATE = {
 
 
 def pod_of(task: Any) -> Any:
-    """As JSON, with the names of the Kubernetes API."""
+    """Return the pod as JSON, with the names of the Kubernetes API."""
     built = PodGenerator.construct_pod(
         dag_id=task.dag_id,
         task_id=task.task_id,
@@ -48,7 +48,7 @@ def pod_of(task: Any) -> Any:
 
 
 def main(folder: str) -> None:
-    """One JSON object: DAG -> task -> its queue and pod."""
+    """Print one JSON object: DAG -> task -> its queue and pod."""
     tasks_by_dag = {}
     for dag in DagBag(dag_folder=folder).dags.values():
         dag_json = json.dumps(DagSerialization.to_dict(dag))

@@ -1,4 +1,4 @@
-"""The processes behind Airflow's running tasks, found by their names, so that a test may kill them."""
+"""Processes of Airflow's running tasks, found by their names, so that a test may kill them."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ How = Literal["task", "worker", "both"]
 
 @dataclass(frozen=True, slots=True)
 class TaskProcesses:
-    """The worker that watches over one try of a task, and its child that does the work."""
+    """The worker that supervises one try of a task, and its child that does the work."""
 
     instance_id: str
     worker: int
@@ -32,7 +32,7 @@ class TaskProcesses:
 
 
 def task_processes(session: int) -> list[TaskProcesses]:
-    """Of all tasks that run now in a session of processes."""
+    """Return the processes of all tasks that run in a session of processes."""
     completed_process = subprocess.run(
         ["ps", "-wwAo", "pid=,ppid=,sess=,args="], check=True, capture_output=True, text=True
     )

@@ -34,7 +34,7 @@ PROGRAMS = (
     *("redis-server", "bin/postgres", "api-server", "scheduler", "dag-processor"),
     *("--queues default", "--queues gpu"),
 )
-# What was in a dead worker's hands is noticed by its silence, or by waiting in a queue that nobody has it from.
+# Airflow notices the tasks of a dead worker by missing heartbeats, or by their time in a queue that no worker reads.
 NOTICED = {
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "8",
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "1",
@@ -46,7 +46,7 @@ NOTICED = {
 
 @dataclass(frozen=True)
 class Running:
-    """The command, what it prints, and what marks all processes that it starts."""
+    """The command, its output, and the mark of all processes that it starts."""
 
     process: "subprocess.Popen[bytes]"
     printed: Path
@@ -54,7 +54,7 @@ class Running:
     state: Path
 
     def is_gone(self, database: Path) -> bool:
-        """Whether nothing runs any more, PostgreSQL in `database` included."""
+        """Return whether no process runs any more, including PostgreSQL in `database`."""
         return not marked(self.process_marker) and not working_in(database)
 
     @property
@@ -63,17 +63,17 @@ class Running:
         return (self.state / "celery/postgres").readlink()
 
     def says(self, text: str, timeout_s: float) -> None:
-        """Wait until it has printed `text`."""
+        """Wait until the command has printed `text`."""
         is_within_timeout = poll_until(lambda: self.process.poll() is not None or text in self.output, timeout_s)
         assert is_within_timeout and text in self.output, self.output
 
     @property
     def output(self) -> str:
-        """All that it printed."""
+        """All output of the command."""
         return self.printed.read_text()
 
     def worker_log(self, queue: str) -> str:
-        """What all workers of a queue have said."""
+        """Return the logs of all workers of a queue."""
         return "".join(
             log_file.read_text() for log_file in (self.state / "airflow/processes").glob(f"worker-{queue}-*.log")
         )
@@ -88,7 +88,7 @@ class Running:
 
 
 def kill(session: int) -> None:
-    """SIGKILL to all of a session at once: nobody is left to tell of the others."""
+    """Send SIGKILL to all processes of a session at once, so that none reports the end of another."""
     members = [
         int(process_folder.name)
         for process_folder in Path("/proc").glob("[0-9]*")
@@ -137,7 +137,7 @@ def configured(folder: Path, redis_url: str) -> NightConfig:
 def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
     tmp_path: Path, own_redis: RedisServer
 ) -> None:
-    # given: data and a bundle, and the same night undisturbed, in files and a Redis database of its own
+    # given: data, a bundle, and the same night undisturbed, with files and a Redis database of its own
     config = configured(tmp_path, own_redis.url)
     write_interactions(tmp_path / "interactions.csv", seed=7, users=USERS, items=ITEMS)
     cut = current_cut()
@@ -161,21 +161,21 @@ def test_the_worker_that_scores_is_killed_and_the_night_ends_as_if_undisturbed(
         print(f"killed with {partial_count} shards half written and {finished_count} of {SHARDS} done", flush=True)
         assert partial_count > 0 and finished_count < SHARDS
 
-        # then: another one takes over, and the night is published by tasks that were tried again
+        # then: another worker takes over, and retried tasks publish the night
         running.says("the worker of the queue gpu ended", STOP_S)
         assert running.process.wait(RUN_S) == 0, running.output
         print(running.output)
         assert re.search(r"score_shard \[\d\] success \(try 2\)", running.output)
         assert "nightly_precompute success" in running.output
 
-        # and: each queue's tasks were with its own worker
+        # and: each queue's tasks ran on that queue's worker
         assert "Executing workload" in running.worker_log("default")
         assert "queue='gpu'" not in running.worker_log("default")
         assert "queue='default'" not in running.worker_log("gpu")
         # and: nothing is left running
         assert poll_until(lambda: running.is_gone(database), STOP_S), marked(running.process_marker)
 
-    # and: nothing distinguishes it from its twin
+    # and: its results equal those of the undisturbed night
     for compared_config in (config, twin):
         retire.run(compared_config)
     assert assert_whole(config) == undisturbed.result["generation"]
@@ -203,7 +203,7 @@ def test_a_stop_leaves_nothing_running(tmp_path: Path, own_redis: RedisServer, h
         assert poll_until(lambda: running.is_gone(database), STOP_S), marked(running.process_marker)
         assert how == signal.SIGKILL or not database.exists()
 
-    # and: what a killed one left is swept by the next
+    # and: the next start removes what a killed deployment left running
     if how == signal.SIGKILL:
         with celery(tmp_path, own_redis.url) as running:
             assert poll_until(lambda: not database.exists(), START_S), running.output

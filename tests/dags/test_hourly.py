@@ -18,7 +18,7 @@ from tests.integration.nights import prepare
 def test_the_second_of_two_hourly_nights_copies_and_reads_only_the_hour_between(
     tmp_path: Path, own_redis: RedisServer
 ) -> None:
-    # given: what was before the first tick
+    # given: the data from before the first tick
     config = prepare(tmp_path / "night", own_redis.url, users=120, items=60)
     month = Month.of(config, own_redis.url, seed=1)
     (tmp_path / "night/larder.toml").write_text(
@@ -37,7 +37,7 @@ def test_the_second_of_two_hourly_nights_copies_and_reads_only_the_hour_between(
         tick, generation = json.loads(printed.splitlines()[-1])
         return tick, generation
 
-    # when: one night, the file of an hour and an event, another night
+    # when: one night runs, then an hour's file and an event arrive, then another night runs
     first, first_generation = night_after(FIRST - timedelta(seconds=1))
     month.night = 1
     users, items = month.ids("user")[:6], month.ids("item")[:6]

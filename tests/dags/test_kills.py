@@ -26,7 +26,7 @@ KILLS, PER_RUN = 10, 6
 HOWS: tuple[How, ...] = ("task", "worker", "both")
 ALWAYS = ("load", "verify", "publish", "retire")
 
-# A worker that was killed is silent for so long until its task is tried again.
+# Seconds without a heartbeat after which Airflow retries the task of a killed worker.
 NOTICED = {
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "5",
     "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "1",
@@ -41,7 +41,7 @@ Task = tuple[str, int]
 def disturbed_run(
     deployment: AirflowDeployment, cut: str, deaths: Mapping[Task, tuple[How, float]], kills_by_task: Counter[str]
 ) -> str:
-    """One night with these tasks killed at their first try, so many seconds after they were seen; its run id."""
+    """Run a night and kill these tasks at their first try, some seconds after they appear; return its run id."""
     run_id = deployment.airflow.trigger(NIGHT, {"data_until": cut})
     give_up, looked_at = time.monotonic() + RUN_S, 0.0
     pending_deaths, due, names = dict(deaths), dict[str, float](), dict[str, Task]()
@@ -65,13 +65,13 @@ def disturbed_run(
                 kills_by_task[task[0]] += 1
         time.sleep(0.01)
     assert states(deployment.airflow.wait(NIGHT, run_id, RUN_S)) == {"success"}
-    # A task whose worker was killed may still be at work.
+    # A task may still run after its worker was killed.
     assert poll_until(lambda: not task_processes(deployment.airflow.scheduler_session_id), 30.0)
     return run_id
 
 
 def differences(deployment: AirflowDeployment) -> list[str]:
-    """What is not as in the twin, once nothing is left to retire but what the service still holds."""
+    """Return differences to the twin, after retiring all that the service does not hold."""
     for config in (deployment.config, deployment.twin):
         retire.run(config)
     return read_namespace_state(deployment.config).differences(read_namespace_state(deployment.twin))
@@ -88,7 +88,7 @@ def test_killed_tasks_are_tried_again_and_the_night_ends_as_if_undisturbed(
     write_interactions(source, seed=7)
     config = SMALL_PAGES + CONFIG
     with airflow_over(tmp_path, own_redis, config=config, settings=NOTICED) as deployment:
-        # given: one night that nobody disturbed, in two places, and callers of the first
+        # given: one undisturbed night in each of two deployments, and callers of the first
         first = deployment.first_night()
         lasted = {(task_report.task_id, task_report.map_index): task_report.duration_s for task_report in first.tasks}
         run(partial(night, deployment.twin, deployment.live.generation[:16], "twin"))
@@ -96,7 +96,7 @@ def test_killed_tasks_are_tried_again_and_the_night_ends_as_if_undisturbed(
             for night_number in range(KILLS):
                 if killed.total() >= KILLS and set(killed) >= set(ALWAYS):
                     break
-                # when: tasks of the next one are killed at random moments of the time that they take
+                # when: tasks of the next night are killed at random moments of their usual duration
                 data_until = current_cut()
                 write_interactions(source, seed=7, more=20 * (night_number + 1))
                 undisturbed = run(partial(night, deployment.twin, data_until, f"twin-{night_number}"))
@@ -111,7 +111,7 @@ def test_killed_tasks_are_tried_again_and_the_night_ends_as_if_undisturbed(
                 deaths = {task: (moments.choice(HOWS), moments.uniform(0.0, lasted[task])) for task in killed_tasks}
                 disturbed_run(deployment, data_until, deaths, killed)
 
-                # then: it is published and whole, and nothing distinguishes it from its twin
+                # then: it is published and complete, and equals the undisturbed night of the other deployment
                 watch.beat()
                 assert deployment.live.generation == generation
                 assert poll_until(lambda: not differences(deployment), 15.0), differences(deployment)

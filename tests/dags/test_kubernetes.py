@@ -39,7 +39,7 @@ def test_a_gpu_is_requested_as_it_is_limited_and_its_taint_is_tolerated(tasks: A
     spec = tasks["nightly_precompute", "score_shard"]["pod"]["spec"]
     resources = spec["containers"][0]["resources"]
 
-    # Kubernetes refuses a pod whose extended resources differ.
+    # Kubernetes refuses a pod whose requests and limits of an extended resource differ.
     assert resources["requests"][GPU] == resources["limits"][GPU] == "1"
     assert resources["requests"]["memory"] == resources["limits"]["memory"] == "16Gi"
     assert spec["tolerations"] == [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]

@@ -33,7 +33,7 @@ def test_a_new_bundle_is_scored_and_published_once(deployment: AirflowDeployment
     task_reports: list[TaskReport] = []
     night = deployment.first_night(task_reports.append)
 
-    # then: it had no logical date, scored each shard in a task of its own, and published
+    # then: it had no logical date, scored each shard in its own task, and published
     assert states(night) == {"success"}
     assert night.run_type == "asset_triggered"
     scored = {task.map_index for task in night.tasks if task.task_id == "score_shard"}
@@ -43,7 +43,7 @@ def test_a_new_bundle_is_scored_and_published_once(deployment: AirflowDeployment
     assert published.attempt == night.run_id
     assert published.previous is None
 
-    # and: asked for the same cut again, it knows its own work
+    # and: a second run for the same cut finds the work of the first one
     cut = datetime.strptime(published.generation[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
     repeated_run = deployment.run("nightly_precompute", data_until=cut.isoformat())
     assert [task.task_id for task in repeated_run.tasks if task.state == "success"] == ["begin"]
@@ -68,7 +68,7 @@ def test_a_second_night_is_rolled_back_and_a_refused_one_changes_nothing(deploym
     assert deployment.live.generation == first.generation
     assert deployment.live.epoch > second.epoch
 
-    # and: a night that a gate refuses is red at `verify`, at its first try
+    # and: a night that a gate refuses fails in `verify`, at the first try
     config = deployment.folder / "larder.toml"
     config.write_text(CONFIG.replace("index_recall = 0.5", "index_recall = 1.5"))
     run_id = deployment.airflow.trigger("nightly_precompute", {"data_until": current_cut()})

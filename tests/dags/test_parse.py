@@ -73,7 +73,7 @@ def test_every_file_parses(parsed: Any) -> None:
 
 
 def test_parsing_imports_nothing_heavy(parsed: Any) -> None:
-    # Each task parses its file again, so a second here is a second on every task.
+    # Every task parses its file again, so a second here costs a second in every task.
     assert parsed["heavy"] == []
 
 

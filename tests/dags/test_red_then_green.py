@@ -18,21 +18,21 @@ NIGHT = "nightly_precompute"
 def test_a_night_from_half_the_users_is_red_and_the_same_run_is_green_with_all_of_them(
     tmp_path: Path, own_redis: RedisServer
 ) -> None:
-    # given: a night that went well, and a service that callers ask
+    # given: a successful night, and a service with callers
     source = tmp_path / "interactions.csv"
     write_interactions(source, seed=7)
     with airflow_over(tmp_path, own_redis) as deployment:
         deployment.first_night()
         first = deployment.live
         with deployment.watched() as watch:
-            # when: the export of the next day broke off half way
+            # when: the next day's export is cut off half way
             cut = current_cut()
             write_interactions(source, seed=7, users=USERS // 2, more=60)
             run_id = deployment.airflow.trigger(NIGHT, {"data_until": cut})
             with pytest.raises(AirflowFailed):
                 deployment.airflow.wait(NIGHT, run_id, RUN_S)
 
-            # then: it is red at `verify`, at its first try, and says what is wrong and what would override it
+            # then: `verify` fails at its first try, and says what is wrong and which override would accept it
             red = deployment.airflow.report(NIGHT, run_id)
             tasks = {task.task_id: task for task in red.tasks}
             assert red.state == "failed"
@@ -42,13 +42,13 @@ def test_a_night_from_half_the_users_is_red_and_the_same_run_is_green_with_all_o
             assert "coverage_of_live" in verify_log and "the threshold 0.8" in verify_log, verify_log
             assert f"larder override {refused(verify_log)}" in verify_log, verify_log
 
-            # and: callers had the old generation all the time
+            # and: callers got the old generation all the time
             watch.beat()
             assert deployment.live == first
             assert assert_whole(deployment.config) == first.generation
             watch.check_order([first.generation])
 
-            # when: the whole file is there and the same run is cleared
+            # when: the complete file is there and the same run is cleared
             write_interactions(source, seed=7, more=60)
             twin = run_night(Night(deployment.twin, "twin", cut))
             second = twin[0][1].result_summary.split()[0]
@@ -56,7 +56,7 @@ def test_a_night_from_half_the_users_is_red_and_the_same_run_is_green_with_all_o
             deployment.airflow.clear(NIGHT, run_id)
             green = deployment.airflow.wait(NIGHT, run_id, RUN_S)
 
-            # then: it is green and callers have the new generation
+            # then: it succeeds and callers get the new generation
             assert states(green) == {"success"}
             assert assert_whole(deployment.config) == second
             assert poll_until(lambda: watch.seen_last == {second})

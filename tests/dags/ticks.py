@@ -1,4 +1,4 @@
-"""Print when Airflow would run each cron of an argument in each zone; run in a process of its own."""
+"""Prints when Airflow would run each cron in each zone; run in a process of its own."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from airflow.timetables.trigger import CronTriggerTimetable
 
 
 def main(question: str) -> None:
-    """One list of Unix seconds per (cron, zone, first day, days)."""
+    """Print one list of Unix seconds for each (cron, zone, first day, days)."""
     tick_lists = []
     for cron, zone, first, days in json.loads(question):
         timetable = CronTriggerTimetable(cron, timezone=zone)

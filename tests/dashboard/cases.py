@@ -1,4 +1,4 @@
-"""What a service may tell its dashboard: well, in trouble, new, unknown, huge, hostile."""
+"""Documents that a service may send to its dashboard: well, in trouble, new, unknown, huge, hostile."""
 
 import copy
 import json
@@ -30,7 +30,7 @@ def without_redis() -> Dashboard:
 
 
 def before_first_night() -> Dashboard:
-    """Nothing has been published, nobody could be answered."""
+    """Nothing has been published, so no request was answered."""
     data = copy.deepcopy(well(bins=4))
     series: Any = data["series"]
     replaced_fields: Any = {
@@ -47,12 +47,12 @@ def before_first_night() -> Dashboard:
 
 
 def nothing_known() -> Dashboard:
-    """Null wherever null may stand at the top."""
+    """Return a document with null wherever null is allowed at the top."""
     return dict.fromkeys(Dashboard.__annotations__)  # type: ignore[return-value]
 
 
 def hollow() -> Dashboard:
-    """All objects are there, and every number and text in them is null."""
+    """Return a document with all objects, in which every number and text is null."""
 
     def emptied(value: Any) -> Any:
         if isinstance(value, dict):
@@ -105,7 +105,7 @@ def one_of_many() -> Dashboard:
 
 
 def hostile() -> Dashboard:
-    """Every text, and every name that is not the contract's own, tries to be markup."""
+    """Return a document in which every text, and every name that is free, tries to be markup."""
     data: Any = copy.deepcopy(well(bins=60))
 
     def spoiled(value: Any) -> Any:
@@ -131,5 +131,5 @@ CASES = {
 
 
 def as_json(data: object) -> bytes:
-    """As the service sends it; refuses what JSON has no word for."""
+    """Encode as the service does; refuse what JSON cannot express."""
     return json.dumps(data, allow_nan=False).encode()

@@ -1,4 +1,4 @@
-"""How far apart colours look, also to those who see fewer of them."""
+"""Distances of colours, also for viewers with colour vision deficiencies."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,13 +25,13 @@ _TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193,
 
 
 def linear(colour: str) -> Rgb:
-    """`#rrggbb` as linear RGB."""
+    """Convert `#rrggbb` to linear RGB."""
     part = np.array([int(colour[offset : offset + 2], 16) / 255 for offset in (1, 3, 5)])
     return np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
 
 
 def distance(left_colour: str, right: str, vision: str) -> float:
-    """Euclidean in CIELAB (D65), after what the vision leaves of both; 2 is just seen, 10 at a glance."""
+    """Distance in CIELAB (D65) under this vision; 2 is just visible, 10 at a glance."""
     return float(np.linalg.norm(_lab(left_colour, vision) - _lab(right, vision)))
 
 

@@ -1,4 +1,4 @@
-"""A browser, and a site to look at."""
+"""A browser, and a site to open in it."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,7 @@ def browser(chromium: Browser) -> Iterator[Browser]:
 
 @pytest.fixture
 def fast(browser: Browser) -> Iterator[Browser]:
-    """Its pages' time passes twenty times as fast."""
+    """A browser in whose pages time passes twenty times as fast."""
     script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=probe.FAST)
     yield browser
     browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script["identifier"])

@@ -1,4 +1,4 @@
-"""The JSON of `GET /dashboard/data`, as types; what may be left out is told only by services that know it."""
+"""Types of the JSON of `GET /dashboard/data`; optional parts are sent only by services that know them."""
 
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -247,7 +247,7 @@ class Events(TypedDict):
 
 
 class Dashboard(TypedDict):
-    """All of it."""
+    """The whole document."""
 
     now: float | None
     whole: bool | None

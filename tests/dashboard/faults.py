@@ -1,4 +1,4 @@
-"""What is wrong with a JSON that should keep to the contract."""
+"""Faults of a JSON document by the contract of the dashboard."""
 
 import math
 from types import NoneType, UnionType
@@ -8,7 +8,7 @@ from tests.dashboard.contract import Dashboard
 
 
 def faults(data: object) -> list[str]:
-    """What keeps a decoded JSON from being a Dashboard, each with its place; more than is asked for is no fault."""
+    """Return what keeps a decoded JSON from being a Dashboard, each with its path; additional fields are allowed."""
     contract_faults = _faults(data, Dashboard, "")
     return contract_faults or _uneven(data)
 
@@ -41,14 +41,14 @@ def _faults(value: object, kind: Any, location: str) -> list[str]:
 
 
 def _of_any(value: object, kinds: tuple[Any, ...], location: str) -> list[str]:
-    """The faults under the kind that fits best; null fits wherever it may stand."""
+    """Return the faults under the kind that fits best; null fits wherever it is allowed."""
     tried = [_faults(value, kind, location) for kind in kinds if kind is not NoneType or value is None]
-    # Of an object the deepest complaint tells most: the kind itself fitted.
+    # Report the kind with the deepest fault: the value matched that kind's own type.
     return min(tried, key=lambda kind_faults: (bool(kind_faults), -len(kind_faults[0]) if kind_faults else 0))
 
 
 def _uneven(data: Any) -> list[str]:
-    """Every list of the series is as long as its times."""
+    """Return the lists of the series that are not as long as its times."""
     series = data["series"]
     if series is None:
         return []

@@ -1,4 +1,4 @@
-"""A service that is well, as it tells its dashboard: two replicas, an hour under load, a week of nights."""
+"""The document of a healthy service: two replicas, an hour under load, a week of nights."""
 
 import math
 import random
@@ -18,7 +18,7 @@ RULES = (
 
 
 def well(now_s: float = NOW_S, bins: int = HOUR_BINS, seed: int = 6) -> Dashboard:
-    """A service of two replicas after a good night, an hour under load with a swap in the middle."""
+    """Return the document of two replicas after a good night: an hour under load with a flip in the middle."""
     draw = random.Random(seed)
     series = _series(now_s, bins, draw)
     live_generation_id = "20261122T000000Z-4c279bf25f9b"
@@ -213,7 +213,7 @@ def _night(day: int, now_s: float, draw: random.Random) -> Any:
 
 
 def _reuse(day: int, draw: random.Random) -> Any:
-    """Copies of a night; the oldest but one had a new bundle, the oldest is of a version that told nothing."""
+    """Return a night's copies; the second oldest had a new bundle, the oldest is of a version that reported none."""
     if day == 6:
         return None
     users = {name: round(typical_count * draw.uniform(0.9, 1.1)) for name, typical_count in (

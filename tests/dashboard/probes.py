@@ -1,4 +1,4 @@
-"""Questions to a page in the browser, each an expression in JavaScript."""
+"""JavaScript expressions that inspect a page in the browser."""
 
 IS_UPDATED = "document.getElementById('age').textContent.startsWith('Updated')"
 
@@ -9,7 +9,7 @@ IS_STALE = "document.documentElement.classList.contains('is-stale')"
 
 OPEN_ALL = "document.querySelectorAll('details:not([hidden])').forEach((each) => (each.open = true))"
 
-# Every second of the page passes in a twentieth of one.
+# Let every second of the page pass in a twentieth of a second.
 FAST = """(() => {
   const { setTimeout, setInterval } = window;
   const { now } = Date;
@@ -19,7 +19,8 @@ FAST = """(() => {
   Date.now = () => begun + (now() - begun) * 20;
 })()"""
 
-# WCAG 2.2, 1.4.3: every text that is shown, against the nearest colour behind it; [ratio, text] of those below `least`.
+# WCAG 2.2, 1.4.3: contrast of every shown text against the nearest background colour; [ratio, text] where it is below
+# `least`.
 FAINT = """((least) => {
   const channels = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
   const luminance = ([r, g, b]) => {
@@ -56,7 +57,7 @@ BENT = """[...document.querySelectorAll('svg *')].flatMap((each) => [...each.att
   .filter(({ value }) => /NaN|undefined|Infinity/.test(value))
   .map(({ name, value }) => `${name}=${value.slice(0, 60)}`)"""
 
-# What a reader of the page's structure would miss.
+# List what users of assistive technology would miss.
 UNLABELLED = """[
   ...[...document.querySelectorAll('svg[role=img], .lane[role=img]')]
     .filter((each) => !each.getAttribute('aria-label')),
@@ -78,7 +79,7 @@ LANDMARKS = """Object.fromEntries(['header', 'nav[aria-label]', 'main', 'footer'
 TABBABLE = """[...document.querySelectorAll('a[href], button, summary, input, [tabindex="0"]')]
   .filter((each) => each.checkVisibility({ checkVisibilityCSS: true }))"""
 
-# The focused element: its place among all that can have it, whether it is in the window, and its outline.
+# The focused element: its index among all focusable ones, whether it is in the window, and its outline.
 FOCUS = f"""(() => {{
   const node = document.activeElement;
   const {{ left, right, top, bottom }} = node.getBoundingClientRect();

@@ -1,4 +1,4 @@
-"""The dashboard's page as the service sends it, over data that a test lays down."""
+"""The dashboard's page as the service sends it, with data that a test sets."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ from tests.polling import poll_until
 
 
 class Site:
-    """A server on a free loopback port; `data` and `status` are what it answers from now on."""
+    """A server on a free loopback port that answers with the current `data` and `status`."""
 
     def __init__(self, data: object, token: str = "") -> None:
         self.data, self.token, self.status = data, token, 200
@@ -46,7 +46,7 @@ class Site:
         self.leave()
 
     def leave(self) -> None:
-        """Nobody answers any more."""
+        """Stop the server."""
         self._server.should_exit = True
         self._thread.join(10)
         self._socket.close()
@@ -65,6 +65,6 @@ class Site:
 
 
 def open_page(browser: Browser, site: Site) -> None:
-    """Opens the page and waits for its numbers."""
+    """Open the page and wait for its numbers."""
     browser.open(site.url)
     browser.wait_until(probe.IS_UPDATED)

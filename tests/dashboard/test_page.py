@@ -128,7 +128,7 @@ def test_events_have_a_part_and_a_link_only_where_they_are_taken_in(fast: Browse
         data["events"]["counted_until"],
     ):  # fmt: skip
         assert expected in text, expected
-    # Drawn at once, although there was no width to draw it in before.
+    # The chart is drawn at once, although it had no width while its part was hidden.
     assert fast.run("document.querySelectorAll('#events .canvas path').length") == 3
     assert fast.complaints() == []
 
@@ -166,7 +166,7 @@ def test_the_legend_shows_the_values_at_the_pointer_and_stays_so(fast: Browser, 
         "(({ left, top, width }) => [left, top, width])(document.querySelector('.canvas').getBoundingClientRect())"
     )
 
-    # The swap in the middle of the hour, where L1 is cold.
+    # Point at the flip in the middle of the hour, where L1 is cold.
     fast.call("Input.dispatchMouseEvent", type="mouseMoved", x=left_px + 52 + (width - 52) * 0.555, y=top + 50)
 
     fast.wait_until(f"{cursor} === 'visible'")
@@ -224,7 +224,7 @@ def test_times_are_of_the_viewers_zone_and_tell_utc(browser: Browser, site: Site
         "[...document.querySelectorAll('#nights time')].map((each) => [each.textContent, each.title])"
     )
 
-    # 5:45 ahead of UTC.
+    # The zone is 5:45 ahead of UTC.
     assert any("07:45" in text and title == "2026-11-22 02:00:00 UTC" for text, title in shown_times)
     assert "Asia/" in browser.run("document.getElementById('zone').textContent")
 

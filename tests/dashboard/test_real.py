@@ -65,7 +65,7 @@ def document(url: str) -> Any:
 
 
 def scrape_totals(urls: list[str]) -> dict[str, Any]:
-    """What both replicas tell Prometheus together."""
+    """Return the totals of both replicas from Prometheus' metrics."""
     counts_by_metric: dict[str, Counter[str]] = {}
     for url in urls:
         for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
@@ -82,18 +82,18 @@ def scrape_totals(urls: list[str]) -> dict[str, Any]:
 
 
 def dashboard_totals(data: Any) -> dict[str, Any]:
-    """The same of the dashboard's document."""
+    """Return the same totals from the dashboard's document."""
     return {**data["totals"], "samples": data["quality"]["samples"]}
 
 
 def is_settled(urls: list[str], differences_by_look: list[list[Any]]) -> bool:
-    """Whether nobody lacked anything at the last looks, each of which may have met another worker."""
+    """Return whether the last requests, each to any worker, showed no missing data."""
     differences_by_look.append(unsettled(urls))
     return len(differences_by_look) >= SETTLED_LOOKS and not any(differences_by_look[-SETTLED_LOOKS:])
 
 
 def unsettled(urls: list[str]) -> list[Any]:
-    """What does not yet show all there is, whoever is asked, and how far it is."""
+    """Return the parts of the documents that do not show all data yet, for each service."""
     differences: list[Any] = []
     for url in urls:
         data, first, expected = document(url), document(urls[0]), scrape_totals(urls)

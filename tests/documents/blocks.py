@@ -16,7 +16,7 @@ NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: where it stands, its language, its text, and why it is not run, if it is not."""
+    """One fenced block: its location, language and text, and the reason if it is not run."""
 
     page: str
     section: str
@@ -27,7 +27,7 @@ class Block:
 
     @property
     def location(self) -> str:
-        """Page and line, as editors take them."""
+        """Page and line, in the form that editors take."""
         return f"{self.page}:{self.line}"
 
 

@@ -1,4 +1,4 @@
-"""A shell that runs what documents tell a reader to type, one page after another."""
+"""A shell that runs the commands in the documents, one page after another."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ TIMEOUT_S = 500
 
 @dataclass
 class Shell:
-    """A folder, its environment, the address of its service, and what a text says for something of a reader's own."""
+    """A folder, its environment, the address of its service, and replacements for the placeholders in texts."""
 
     folder: Path
     environ: dict[str, str]
@@ -49,11 +49,11 @@ class Shell:
     names: dict[str, str] = field(default_factory=dict)
 
     def sh(self, text: str) -> "subprocess.CompletedProcess[str]":
-        """What a block of commands says; the first that fails ends it."""
+        """Run a block of commands and return the output; the first failing command ends it."""
         return self._run(["bash", "-c", self._fill_placeholders(PRELUDE + text)])
 
     def python(self, text: str) -> "subprocess.CompletedProcess[str]":
-        """What a program says."""
+        """Run a program and return its output."""
         return self._run(["python", "-c", self._fill_placeholders(text)])
 
     def close(self) -> None:
@@ -72,7 +72,8 @@ class Shell:
         return text
 
     def _run(self, argv: list[str]) -> "subprocess.CompletedProcess[str]":
-        # A file, not pipes: a service that goes on would hold these open. And `timeout` ends what a shell started.
+        # Write to a file, not to pipes, which a service that stays in the background would hold open. `timeout` ends
+        # what a shell started.
         output_path = self.folder / "said.txt"
         with output_path.open("w") as output_file:
             completed = subprocess.run(

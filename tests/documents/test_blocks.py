@@ -78,7 +78,7 @@ def test_toml_is_a_configuration_of_night_and_service(block: Block, tmp_path: Pa
     path = tmp_path / "larder.toml"
     path.write_text(block.text)
 
-    # Both refuse what they do not know.
+    # Both loaders refuse unknown names.
     night_config(str(path), {})
     ServingConfig.load({"LARDER_CONFIG": str(path)})
 

@@ -56,7 +56,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[S
 
 @pytest.fixture(scope="module")
 def fresh_installs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Shell]]:
-    """Shells of who has only installed Larder, one for each page."""
+    """Shells of readers who have only installed Larder, one for each page."""
     shells: dict[str, Shell] = {}
 
     def of(page: str) -> Shell:

@@ -41,7 +41,7 @@ CUTS = ("2026-01-28T00:00:00Z", "2026-01-29T00:00:00Z", "2026-01-30T00:00:00Z")
 
 
 def environment(redis_url: str, folder: Path) -> dict[str, str]:
-    """What a shell in the folder has: our programs, this Redis, the shop's settings."""
+    """Return the environment of a shell in the folder: our programs, this Redis, the shop's settings."""
     base_environ = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
     return base_environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -55,7 +55,7 @@ def environment(redis_url: str, folder: Path) -> dict[str, str]:
 
 
 def build(folder: Path, redis_url: str) -> str:
-    """Write the shop's data and settings, train its model and publish three generations; the live one."""
+    """Write data and settings of the shop, train its model and publish three generations; return the live one."""
     clicks = synthesize(WorldSettings(user_count=400, item_count=400))
     clicks = replace(
         clicks,

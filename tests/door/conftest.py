@@ -1,4 +1,4 @@
-"""Two readers beside the service, which judge where each request ends."""
+"""Two other parsers of HTTP, which judge where each request ends."""
 
 from collections.abc import Iterator
 

@@ -17,7 +17,7 @@ _SIMPLE = {b"r": b"\r", b"n": b"\n", b"t": b"\t", b"0": b"\0", b"\\": b"\\"}
 
 @dataclass(frozen=True)
 class Case:
-    """A stream of requests, how many of them are to be answered, and whether what follows is to be refused."""
+    """A stream of requests, the number of them to answer, and whether the rest is to be refused."""
 
     name: str
     stream: bytes
@@ -28,7 +28,7 @@ class Case:
 
 
 def read_corpus(path: Path = CORPUS) -> list[Case]:
-    """All cases of the file; raises ValueError for a line that belongs to none, and for two of one name."""
+    """Read all cases; raise ValueError for a line outside of any case, and for two cases of one name."""
     cases: list[Case] = []
     for line in path.read_text().splitlines():
         if not line or line.startswith("--"):
@@ -46,12 +46,12 @@ def read_corpus(path: Path = CORPUS) -> list[Case]:
 
 
 def get(user: str) -> bytes:
-    """A GET of one id."""
+    """Return a GET of one id."""
     return GET % user.encode()
 
 
 def post(user: str) -> bytes:
-    """A POST of one id, with its length."""
+    """Return a POST of one id, with its length."""
     body = BODY % user.encode()
     return POST + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
 

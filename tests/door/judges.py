@@ -1,4 +1,4 @@
-"""Two independent readers of HTTP/1.1, which say where the messages of a stream end: h11, and Node's llhttp."""
+"""Two independent parsers of HTTP/1.1, h11 and Node's llhttp, which say where the messages of a stream end."""
 
 import base64
 import contextlib
@@ -41,13 +41,13 @@ class Message:
 
     @property
     def framing(self) -> tuple[str, str, bytes]:
-        """The parts that say where the message begins and ends."""
+        """The parts that determine where the message begins and ends."""
         return self.method, self.target, self.body
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A stream as a judge reads it; `first_bytes` is the length of the first message, if the judge says it."""
+    """A stream as a judge reads it; `first_bytes` is the length of the first message, if the judge gives it."""
 
     messages: tuple[Message, ...]
     end: End
@@ -64,7 +64,7 @@ class Judge(Protocol):
     name: str
 
     def read(self, stream: bytes) -> Reading:
-        """Read a stream behind which the sender closes its side."""
+        """Read a stream after which the sender closes its side."""
 
 
 def without_deciding_trailers(stream: bytes) -> bytes:
@@ -81,12 +81,12 @@ def without_deciding_trailers(stream: bytes) -> bytes:
 
 
 class H11Judge:
-    """h11, as a server that refuses every upgrade, and ignores empty lines before a request (RFC 9112, section 2.2)."""
+    """h11 as a server that refuses upgrades and ignores empty lines before a request (RFC 9112, section 2.2)."""
 
     name = "h11"
 
     def read(self, stream: bytes) -> Reading:
-        """Read a stream behind which the sender closes its side."""
+        """Read a stream after which the sender closes its side."""
         stream = without_deciding_trailers(stream)
         messages: list[Message] = []
         first_bytes: int | None = None
@@ -126,7 +126,7 @@ def _message(request: h11.Request, body: bytes) -> Message:
 
 
 class NodeJudge:
-    """Node's HTTP server, whose parser is llhttp; one program for many streams."""
+    """Node's HTTP server, whose parser is llhttp; one process reads many streams."""
 
     name = "llhttp"
 
@@ -135,7 +135,7 @@ class NodeJudge:
         self.version = self._reply()["version"]
 
     def read(self, stream: bytes) -> Reading:
-        """Read a stream behind which the sender closes its side."""
+        """Read a stream after which the sender closes its side."""
         assert self._process.stdin is not None
         self._process.stdin.write(base64.b64encode(without_deciding_trailers(stream)) + b"\n")
         self._process.stdin.flush()

@@ -1,4 +1,4 @@
-"""Random streams: those of the corpus cut, joined and damaged where HTTP/1.1 is delicate."""
+"""Random streams: those of the corpus, cut, joined and damaged at the delicate points of HTTP/1.1."""
 
 import random
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ _CHANGES = (
 
 
 def _spot(rng: random.Random, stream: bytes) -> int:
-    """A position, more often than not beside a character that separates."""
+    """Return a position, usually next to a separator."""
     spots = [at for at, byte in enumerate(stream) if byte in b"\r\n:;, "]
     if spots and rng.random() < 0.7:
         return rng.choice(spots) + rng.randrange(2)

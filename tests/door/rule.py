@@ -1,4 +1,4 @@
-"""The rule that is held at the door: nothing is taken whose end another reader would see elsewhere.
+"""The rule for reading HTTP: the service answers no request whose end another parser would see elsewhere.
 
 A stream of bytes is sent on one connection, and the sender closes its side. Two judges (h11, and llhttp in Node's HTTP
 server) read the same stream. Each gives the messages that it takes, and how the stream ends: *clean* behind a whole
@@ -63,7 +63,7 @@ LENIENCIES: list[Leniency] = [
 def violations(
     readings: dict[str, Reading], exchange: Exchange, stream: bytes, *, preceding_count: int = 0
 ) -> list[str]:
-    """The ways in which a service's answers break the rule; `preceding_count` of them are to earlier requests."""
+    """Return how a service's answers break the rule; the first `preceding_count` answer earlier requests."""
     answers = exchange.answers[preceding_count:]
     broken = [f"bytes that are no answer: {exchange.leftover[:80]!r}"] if exchange.leftover else []
     refusals = [number for number, answer in enumerate(answers) if is_refusal(answer)]
@@ -88,12 +88,12 @@ def violations(
 
 
 def is_refusal(answer: Answer) -> bool:
-    """Return True if the answer refuses to read on."""
+    """Return whether the answer refuses to read on."""
     return answer.status in REFUSALS and answer.is_last
 
 
 def asks_for(message: Message) -> list[str] | None:
-    """The ids that a plain lookup asks for; None for any other message."""
+    """Return the ids that a plain lookup requests; None for any other message."""
     if {name for name, _ in message.fields} - _PLAIN_FIELDS:
         return None
     if message.method == "GET" and (target := _TARGET.fullmatch(message.target)):

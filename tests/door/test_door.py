@@ -70,7 +70,7 @@ def broken(
     pieces: Sequence[bytes] | None = None,
     apart: Sequence[bytes] = (),
 ) -> list[str]:
-    """The ways in which the answers to a stream break the rule."""
+    """Return how the answers to a stream break the rule."""
     readings = {judge.name: judge.read(stream) for judge in judges}
     answered = send_stream(service, readings, [stream] if pieces is None else pieces, apart)
     return violations(readings, answered, stream, preceding_count=len(apart))
@@ -79,7 +79,7 @@ def broken(
 def send_stream(
     service: Door, readings: dict[str, Reading], pieces: Sequence[bytes], apart: Sequence[bytes] = ()
 ) -> Exchange:
-    """The answers of a service to a stream that the judges have read."""
+    """Return a service's answers to a stream that the judges have read."""
     longest = max(readings.values(), key=lambda reading: len(reading.messages))
     methods = [message.method for message in longest.messages]
     methods = methods[:1] * len(apart) + methods
@@ -90,7 +90,8 @@ def send_stream(
         answered = exchange(service.address, pieces, methods, apart=apart)
         return bool(answered.answers or answered.leftover)
 
-    # For a second behind a backlog the service drops connections whose peers have closed their side, without a word.
+    # For a second after a backlog the service closes, without an answer, connections whose peers have closed their
+    # side.
     poll_until(is_answered, 6, every_s=1.5)
     return answered
 
@@ -120,7 +121,7 @@ def test_a_stream_of_the_corpus_may_stand_before_another_request(
 def test_a_stream_of_the_corpus_may_come_on_a_connection_that_is_known(
     service: Door, judges: list[Judge], case: Case
 ) -> None:
-    # Given a connection on which the first request has been answered three times, so that its head is known
+    # Given a connection whose first request was answered three times, so that the service has cached its head
     reading = H11Judge().read(case.stream)
     if not case.accepted_count or reading.first_bytes is None or is_ending(reading):
         first = get("a1")
@@ -148,7 +149,7 @@ def cuts_of(case: Case, rng: random.Random, count: int | None) -> list[list[byte
 
 
 def hold_in_pieces(service: Door, judges: list[Judge], cases: Sequence[Case], count: int | None) -> None:
-    """Fail unless each stream means in pieces what it means as one."""
+    """Fail unless each stream gets the same answers in pieces as in one."""
     rng = random.Random(SEED)
     for case in cases:
         readings = {judge.name: judge.read(case.stream) for judge in judges}
@@ -170,7 +171,7 @@ def test_streams_mean_the_same_cut_at_every_byte(service: Door, judges: list[Jud
 
 
 def smallest(stream: bytes, is_broken: Callable[[bytes], bool]) -> bytes:
-    """A stream from which nothing can be left out without that the rule holds again; bounded in tries."""
+    """Return a stream that still breaks the rule and of which no part can be left out; bounded in tries."""
     size, tries = max(1, len(stream) // 2), 0
     while size and tries < 400:
         at = 0
@@ -186,7 +187,7 @@ def smallest(stream: bytes, is_broken: Callable[[bytes], bool]) -> bytes:
 
 
 def hold_for_random_streams(service: Door, judges: list[Judge], until_s: float, count_max: int) -> int:
-    """Fail for a random stream that breaks the rule; returns how many were tried until a time of the clock."""
+    """Fail for a random stream that breaks the rule; return how many were tried in the given time."""
     rng = random.Random(SEED)
     streams, tried = [case.stream for case in CASES], 0
     while time.monotonic() < until_s and (not count_max or tried < count_max):
@@ -262,7 +263,7 @@ def fronts(service: Door, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def hold_behind_nginx(
     fronts: list[tuple[str, int]], streams: Sequence[tuple[str, bytes]], *, is_random: bool = False
 ) -> None:
-    """Fail unless the request of another caller, behind each stream, gets the answer that is its own."""
+    """Fail unless another caller's request after each stream gets its own answer."""
     for number, (name, stream) in enumerate(streams):
         for front in fronts:
             received = all_bytes(front, stream + LAST)
@@ -292,7 +293,7 @@ def test_the_corpus_is_read_as_it_says() -> None:
 
 
 def test_a_planted_difference_is_noticed(judges: list[Judge]) -> None:
-    # Given a service that would take a hidden request, or one that a judge refuses
+    # Given a service that would answer a hidden request, or a request that a judge refuses
     def answered(*ids: str) -> Exchange:
         bodies = [b'{"id":"%b"}' % name.encode() for name in ids]
         return Exchange([Answer(200, {}, body) for body in bodies], b"")

@@ -62,27 +62,27 @@ def planted_service(shop: Shop, plant: Plant, folder: Path) -> Iterator[Door]:
 
 @pytest.mark.parametrize("plant", PLANTS, ids=[plant.name for plant in PLANTS])
 def test_the_corpus_notices_wrong_framing(shop: Shop, judges: list[Judge], plant: Plant, tmp_path: Path) -> None:
-    # Given a service with a plant
+    # Given a service with a planted defect
     with planted_service(shop, plant, tmp_path) as service:
         # When each stream of the corpus is sent, until one breaks the rule
         faults = next(filter(None, (broken(service, judges, case.stream) for case in CASES)), [])
 
-    # Then one does
+    # Then one stream breaks the rule
     print(plant.name, faults)
     assert faults
 
 
 def test_another_caller_behind_nginx_gets_a_smuggled_answer(shop: Shop, tmp_path: Path) -> None:
-    # Given a service that runs what stands in the body of an upgrade, behind nginx
+    # Given a service behind nginx that runs requests hidden in the body of an upgrade
     upgrades = [case for case in CASES if "upgrade" in case.name]
     with (
         planted_service(shop, BODY_OF_UPGRADE, tmp_path) as service,
         behind_nginx(service, tmp_path / "nginx") as fronts,
     ):
-        # When each stream with an upgrade is sent through it, and another caller asks behind it
+        # When each stream with an upgrade is sent through nginx, and another caller sends a request after it
         noticed = [case.name for case in upgrades if is_noticed(fronts, case)]
 
-    # Then the other caller notices
+    # Then the other caller gets a wrong answer
     print(noticed)
     assert noticed
 

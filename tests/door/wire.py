@@ -1,4 +1,4 @@
-"""One connection to a server, byte by byte, and the answers that come back on it."""
+"""One connection to a server, byte by byte, and the answers that it gives."""
 
 import contextlib
 import fcntl
@@ -24,12 +24,12 @@ class Answer:
 
     @property
     def is_last(self) -> bool:
-        """Whether it says that the connection ends."""
+        """Whether the answer says that the connection ends."""
         return "close" in self.fields.get("connection", "").lower()
 
     @property
     def ids(self) -> list[str]:
-        """The ids that it answers; none unless it is an answer of a lookup."""
+        """The ids that the answer contains; none unless it answers a lookup."""
         if self.status != 200 or not self.body.startswith(b"{"):
             return []
         document = json.loads(self.body)
@@ -39,7 +39,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Exchange:
-    """All final answers of a connection, until the server ended it."""
+    """All final answers of a connection until the server closed it."""
 
     answers: list[Answer]
     leftover: bytes
@@ -47,13 +47,13 @@ class Exchange:
 
 
 class Malformed(Exception):
-    """Bytes came back that are no answer."""
+    """The server sent bytes that are not an answer."""
 
 
 def exchange(
     address: tuple[str, int], pieces: Sequence[bytes], methods: Sequence[str] = (), *, apart: Sequence[bytes] = ()
 ) -> Exchange:
-    """Send pieces, close the own side, and read until the server ends the connection.
+    """Send pieces, close the own side, and read until the server closes the connection.
 
     `methods` are those of the requests, as far as they are known: an answer to HEAD has no body. `apart` are whole
     requests that are sent before, each once the one before it is answered.
@@ -90,7 +90,7 @@ def exchange(
 
 
 def all_bytes(address: tuple[str, int], stream: bytes) -> bytes:
-    """All that a server sends on a connection that sends a stream and closes its own side."""
+    """Return all bytes that a server sends after a stream whose sender closes its side."""
     with socket.create_connection(address, _TIMEOUT_S) as connection:
         with contextlib.suppress(OSError):
             connection.sendall(stream)
@@ -119,7 +119,7 @@ def _read_all(connection: socket.socket) -> bytes:
 
 
 def _next_answer(received: bytes, *, is_head: bool) -> tuple[Answer | None, bytes]:
-    """The first final answer of these bytes, and what stands behind it; None if it is not whole."""
+    """Return the first final answer of these bytes and the rest; None if it is incomplete."""
     while True:
         head, end, behind = received.partition(b"\r\n\r\n")
         if not end:
@@ -133,7 +133,7 @@ def _next_answer(received: bytes, *, is_head: bool) -> tuple[Answer | None, byte
             break
         received = behind
     fields = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    # A refusal is written before anything is known of the method.
+    # The service refuses some requests before it knows their method, so a refusal of HEAD may have a body.
     is_without_body = is_head and (not behind or behind.startswith(b"HTTP/1."))
     if is_without_body or status in _NO_BODY:
         return Answer(status, fields, b""), behind

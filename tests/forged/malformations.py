@@ -1,11 +1,11 @@
-"""Ways in which a reply of Redis can be wrong, each by its name."""
+"""Ways in which a reply of Redis can be malformed, by name."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 
 class Forgery(NamedTuple):
-    """Bytes that go to the client in place of a reply, and whether the connection ends behind them."""
+    """Bytes sent to the client in place of a reply, and whether the connection ends after them."""
 
     data: bytes
     ends: bool = False
@@ -22,7 +22,7 @@ def _fixed(data: bytes, *, ends: bool = False) -> Malformation:
 
 
 def _resized(change: int) -> Malformation:
-    """A string with fewer or more bytes, and its true size; of any other reply an element count that is as wrong."""
+    """Return a string of another length with its true size, or another reply with a wrong element count."""
 
     def malform(reply: bytes, _previous_reply: bytes) -> Forgery:
         head, _, behind = reply.partition(b"\r\n")
@@ -38,7 +38,7 @@ def _resized(change: int) -> Malformation:
 
 
 def _misannounced(change: int) -> Malformation:
-    """A string whose size is announced wrong: what follows is read from a wrong byte on."""
+    """Return a string with a wrong announced size, so that what follows is read from a wrong byte on."""
 
     def malform(reply: bytes, _previous_reply: bytes) -> Forgery:
         head, _, behind = reply.partition(b"\r\n")

@@ -17,7 +17,7 @@ PUSHED = "(pushed)"
 
 @dataclass(frozen=True)
 class Order:
-    """The replies to forge: of one command, that of this number since the order was given, or all; and how."""
+    """Replies to forge, either one by its number since the order was given or all, of one command; and how."""
 
     command: str
     malformation: str
@@ -25,7 +25,7 @@ class Order:
 
 
 class ForgingProxy:
-    """Pass on what clients of a Redis send, and forge what one order says."""
+    """Forwards what clients of a Redis send, and forges the replies that one order names."""
 
     def __init__(self, upstream: tuple[str, int]) -> None:
         self._upstream = upstream
@@ -45,7 +45,7 @@ class ForgingProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def forge(self, order: Order | None) -> None:
-        """Follow this order from now on; None: forge nothing.
+        """Follow this order from now on; with None, forge nothing.
 
         Connections that the order before ended are closed when this returns, so that no later call meets their end.
         """
@@ -62,12 +62,12 @@ class ForgingProxy:
             connection.close()
 
     def close(self) -> None:
-        """Take no more connections, and end those that are open."""
+        """Accept no more connections, and close the open ones."""
         self._listening.close()
         self.drop_connections()
 
     def replaced(self, command: str, reply: bytes) -> tuple[bytes, bool]:
-        """The bytes for a client in place of a reply, and whether its connection ends."""
+        """Return the bytes for a client in place of a reply, and whether its connection ends."""
         with self._lock:
             number, order = self._since_order[command], self._order
             self._since_order[command] += 1
@@ -81,7 +81,7 @@ class ForgingProxy:
         return forgery.data, forgery.ends
 
     def report_end(self) -> None:
-        """Say that a connection that a forgery ends is closed."""
+        """Note that a connection was closed because of a forgery."""
         with self._lock:
             self._pending_ends -= 1
             self._no_end_pending.notify_all()

@@ -1,4 +1,4 @@
-"""Where the replies and commands of Redis' protocol end, read from bytes; what they mean is left alone."""
+"""Ends of replies and commands in bytes of Redis' protocol, without their meaning."""
 
 _LINES = b"+-:_,#(!=$"
 _AGGREGATE_FACTORS = {b"*": 1, b"~": 1, b">": 1, b"%": 2, b"|": 2}
@@ -6,7 +6,7 @@ _BULK = b"$=!"
 
 
 def reply_end(data: bytes, at: int = 0) -> int | None:
-    """Where the first reply from `at` on ends; None if it is not whole. Raises ValueError for what is none."""
+    """Return where the first reply from `at` on ends, None if incomplete; raise ValueError for other bytes."""
     pending = 1
     while pending:
         stop = data.find(b"\r\n", at)
@@ -29,7 +29,7 @@ def reply_end(data: bytes, at: int = 0) -> int | None:
 
 
 def command_words(data: bytes, at: int = 0) -> tuple[list[bytes], int] | None:
-    """Words of the first command from `at` on, and where it ends; None if it is not whole."""
+    """Return the words of the first command from `at` on and its end; None if incomplete."""
     end = reply_end(data, at)
     if end is None:
         return None

@@ -50,7 +50,7 @@ Truth = dict[str, tuple[list[str], list[float]]]
 
 @dataclass(frozen=True)
 class World:
-    """A shop whose commands reach Redis through a proxy, the true Redis, and the true answers."""
+    """A shop whose commands reach Redis through a proxy, the real Redis, and the right answers."""
 
     shop: Shop
     proxy: ForgingProxy
@@ -123,7 +123,7 @@ def hold_for_answers(world: World, service: RunningService, users: Sequence[str]
 
 
 def is_well(world: World, service: RunningService) -> bool:
-    """Return True if users are answered from Redis, and rightly."""
+    """Return whether users are answered from Redis, and rightly."""
     try:
         return all(stored_list(get_answer(service, user)) == world.truth[user] for user in USERS[:3])
     except (AssertionError, OSError):
@@ -207,7 +207,7 @@ def test_a_service_withstands_all_malformed_replies(world: World, service: Runni
 
 
 def is_wordless(output: str) -> bool:
-    """Return True if a program ended with an error of Python's, which names nothing."""
+    """Return whether a program ended with a Python error that names no cause."""
     return "Traceback" in output or "internal error" in output
 
 
@@ -232,7 +232,7 @@ def hold_once_started(world: World, order: Order | None, log: Path) -> None:
     with started(world.shop, log, **IMPATIENT) as service:
         for user in USERS[:2]:
             status, answer = request(service, f"{TABLE}/{user}?k={K}")
-            # Without a generation there is nothing to answer with.
+            # Without a generation, nothing can be answered.
             assert status in (200, 503), status
             if status == 200 and answer["source"] in ("l1", "l2"):
                 assert stored_list(answer) == world.truth[user], answer

@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 def load(name: str, path: Path) -> ModuleType:
-    """A module of this name from a file that holds several."""
+    """Load a module of this name from a file that holds several modules."""
     loader = ExtensionFileLoader(name, str(path))
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
@@ -21,7 +21,7 @@ def load(name: str, path: Path) -> ModuleType:
 
 
 def main(argv: list[str]) -> int:
-    """Run until libFuzzer ends; its exit code."""
+    """Run until libFuzzer ends; return its exit code."""
     extension, path, arguments = argv[0], Path(argv[1]), argv[2:]
     fuzzer = load("_fuzzer", path)
     if extension == "columns":

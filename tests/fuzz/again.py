@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz.again EXTENSION FILE`: give the functions an input that a fuzzer wrote down once more."""
+"""`python -m tests.fuzz.again EXTENSION FILE`: run the functions on an input that a fuzzer wrote to a file."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from tests.fuzz.build import FOLDERS, build_fuzzable, environment, find_clang
 
 
 def main(argv: list[str]) -> int:
-    """Build and run; the exit code of the run."""
+    """Build and run; return the exit code of the run."""
     extension = next(extension_name for extension_name in FOLDERS if extension_name == argv[0])
     clang = find_clang()
     if clang is None:

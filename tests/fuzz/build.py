@@ -1,4 +1,4 @@
-"""Builds of the C extensions that find their own mistakes: with sanitizers (gcc), and for libFuzzer (clang)."""
+"""Builds of the C extensions that detect errors: with sanitizers (gcc), and for libFuzzer (clang)."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ FOLDERS: dict[Extension, Path] = {"columns": Path("cache/native"), "topk": Path(
 """Where the built file of an extension belongs."""
 SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
 _DRIVER = Path(__file__).with_name("driver.c")
-# As setup.py compiles them, but for the level of optimisation: no multiply-add may be fused.
+# The flags of setup.py, except for the optimisation level: no multiply-add may be fused.
 _FLAGS = ["-g", "-O1", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-fno-omit-frame-pointer"]
 _SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
@@ -30,13 +30,13 @@ class Clang:
 
 
 def find_gcc() -> str | None:
-    """gcc, if it has the library of its address sanitizer."""
+    """Return gcc if it has the library of its address sanitizer."""
     program = shutil.which("gcc")
     return program if program and _library(program, "libasan.so") else None
 
 
 def find_clang() -> Clang | None:
-    """clang, if it has libFuzzer and the shared library of its address sanitizer."""
+    """Return clang if it has libFuzzer and the shared library of its address sanitizer."""
     machine = os.uname().machine
     for name in ("clang", *(f"clang-{version}" for version in range(25, 13, -1))):
         program = shutil.which(name)
@@ -51,7 +51,7 @@ def find_clang() -> Clang | None:
 
 
 def build_sanitized(gcc: str, folder: Path) -> dict[str, str]:
-    """Copy the tree to `folder`, with sanitized extensions; the environment in which its tests run."""
+    """Copy the tree to `folder` with sanitized extensions; return the environment for its tests."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "results")
     for part in ("cache", "dags", "infra", "precompute", "serving", "tests"):
         shutil.copytree(ROOT / part, folder / part, ignore=ignored)
@@ -63,14 +63,14 @@ def build_sanitized(gcc: str, folder: Path) -> dict[str, str]:
 
 
 def sanitized_environment(gcc: str) -> dict[str, str]:
-    """The environment of a Python that loads what gcc has built with sanitizers."""
+    """Return the environment of a Python that loads extensions built by gcc with sanitizers."""
     libasan = _library(gcc, "libasan.so")
     assert libasan is not None
     return environment(libasan)
 
 
 def build_fuzzable(clang: Clang, extension: Extension, folder: Path) -> Path:
-    """A module `_EXTENSION` with the driver `_fuzzer` in the same file, whose counters libFuzzer reads."""
+    """Build `_EXTENSION` with the driver `_fuzzer` in the same file, whose counters libFuzzer reads."""
     objects = [folder / f"{extension}.o", folder / "driver.o"]
     include = f"-I{_include()}"
     coverage_flags = [*_SANITIZERS, "-fsanitize=fuzzer-no-link", "-shared-libasan"]
@@ -85,7 +85,7 @@ def build_fuzzable(clang: Clang, extension: Extension, folder: Path) -> Path:
 
 
 def compile_as_released(clang: Clang, extension: Extension) -> str:
-    """Compile an extension with clang as setup.py does, to nothing; what clang says of it."""
+    """Compile an extension with clang as setup.py does, discard the output; return clang's messages."""
     compile_command = [clang.program, "-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", f"-I{_include()}", "-c"]
     completed = subprocess.run(
         [*compile_command, str(SOURCES[extension]), "-o", os.devnull], capture_output=True, text=True, check=False
@@ -94,7 +94,7 @@ def compile_as_released(clang: Clang, extension: Extension) -> str:
 
 
 def environment(asan: Path) -> dict[str, str]:
-    """The environment of a Python that loads sanitized code. Python's own allocator would hide what lies beyond."""
+    """Return the environment for sanitized code, without Python's own allocator, which hides overruns."""
     return os.environ | {
         "LD_PRELOAD": str(asan),
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:abort_on_error=1:quarantine_size_mb=64",
@@ -109,7 +109,7 @@ def _include() -> str:
 
 
 def _library(compiler: str, name: str) -> Path | None:
-    """Where a compiler has a library of its own; None if it has it not."""
+    """Return the path of a compiler's own library, None if it has none."""
     printed = _run(compiler, f"-print-file-name={name}").strip()
     return Path(printed) if Path(printed).is_absolute() and Path(printed).exists() else None
 

@@ -1,4 +1,4 @@
-"""What a fuzzer calls: each function of the compiled columns, against its twin in Python.
+"""Fuzz target of the compiled columns: each function against its twin in Python.
 
 Where both give a value, it has to be the same. Where the documents of the twin name an error, both have to raise it
 (`IS_SAME_REFUSAL`). Where only what is compiled gives a value, it is compared with what its docstring says.
@@ -24,11 +24,11 @@ _numerals = Numerals()
 
 
 class Different(AssertionError):
-    """What is compiled, and its twin, give different results."""
+    """The compiled function and its twin gave different results."""
 
 
 def plain_value(value: Any) -> Any:
-    """A value in which buffers are bytes."""
+    """Return a value with buffers as bytes."""
     if isinstance(value, tuple):
         return tuple(plain_value(part) for part in value)
     if isinstance(value, (list, int, str, bool)) or value is None:
@@ -37,7 +37,7 @@ def plain_value(value: Any) -> Any:
 
 
 def result(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The value of a call, or REFUSED."""
+    """Return the value of a call, or REFUSED."""
     try:
         return plain_value(function(*arguments))
     except _ERRORS:
@@ -45,7 +45,7 @@ def result(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def compare(name: str, compiled: Any, twin: Any, *arguments: Any, is_same_refusal: bool = False) -> None:
-    """Fail if a call of both gives different values, or with `is_same_refusal` if only one of them raises."""
+    """Fail if both calls give different values or, with `is_same_refusal`, if only one raises."""
     mine, pure_result = result(compiled, *arguments), result(twin, *arguments)
     if mine != pure_result and (is_same_refusal or REFUSED not in (mine, pure_result)):
         raise Different(f"{name}{arguments}: compiled {mine!r}, pure {pure_result!r}")
@@ -67,7 +67,7 @@ def hashes(columns: ModuleType, fuzz_input: FuzzInput) -> None:
 
 
 def cuts_of(fuzz_input: FuzzInput, size: int) -> Any:
-    """int32 cuts, sorted more often than not, in bytes that need not be aligned, or whole."""
+    """Draw int32 cuts, usually sorted, in bytes that may be unaligned or incomplete."""
     count = fuzz_input.number(0, 12)
     cuts = fuzz_input.array("<i4", count)
     if fuzz_input.number(0, 3):
@@ -76,7 +76,7 @@ def cuts_of(fuzz_input: FuzzInput, size: int) -> Any:
 
 
 def rising(cuts: bytes, size: int) -> list[int] | None:
-    """The cuts, if they rise within a size."""
+    """Return the cuts if they rise within a size."""
     numbers: list[int] = np.frombuffer(cuts[: len(cuts) // 4 * 4], "<i4").tolist()
     if not numbers or numbers[0] < 0 or numbers[-1] > size or any(a > b for a, b in pairwise(numbers)):
         return None
@@ -95,7 +95,7 @@ def text_hashes(columns: ModuleType, fuzz_input: FuzzInput) -> None:
 
 
 def is_text(data: bytes) -> bool:
-    """Return True for UTF-8."""
+    """Return whether the bytes are UTF-8."""
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -124,7 +124,7 @@ def joined(columns: ModuleType, fuzz_input: FuzzInput) -> None:
 
 
 def replies(fuzz_input: FuzzInput, count: int, length: int) -> bytes:
-    """Bulk strings of one length, damaged or not."""
+    """Draw bulk strings of one length, damaged or not."""
     data = b"".join(b"$%d\r\n%b\r\n" % (length, fuzz_input.raw(length).ljust(length, b"x")) for _ in range(count))
     data = data[: len(data) - fuzz_input.number(0, 9)] if fuzz_input.is_true() else data
     if fuzz_input.is_true() and data:
@@ -170,7 +170,7 @@ def spread(columns: ModuleType, fuzz_input: FuzzInput) -> None:
         expect("spread", result(columns.spread, count, size, rows, positions, row_by_position), REFUSED)
     if count * max(size, 0) > 1 << 20:
         return  # there is memory for it, and it only takes long
-    # Negative places count from the end in numpy; nobody sends them.
+    # Skip negative positions: NumPy counts them from the end, and no caller passes them.
     if all(0 <= position < count for position in [*positions, *row_by_position]):
         compare("spread", columns.spread, pure.spread, count, size, rows, positions, row_by_position)
     elif result(columns.spread, count, size, rows, positions, row_by_position) != REFUSED:
@@ -235,7 +235,7 @@ def dots(columns: ModuleType, fuzz_input: FuzzInput) -> None:
 
 
 def records(fuzz_input: FuzzInput, *, is_list: bool) -> tuple[bytes, int, bool, int]:
-    """(records, their width, whether their numbers are float16, how many there are); sometimes a byte too many."""
+    """Draw (records, width, whether numbers are float16, count); sometimes with one byte too many."""
     width, is_half, count = fuzz_input.number(1, 20), fuzz_input.is_true(), fuzz_input.number(0, 5)
     layout = Layout("topk" if is_list else "value", width, "f2" if is_half else "f4")
     rows = np.zeros(count, layout.dtype)
@@ -268,7 +268,7 @@ def plain_masks(columns: ModuleType, fuzz_input: FuzzInput) -> None:
 
 
 def are_finite(data: bytes, width: int, is_half: bool, *, is_list: bool) -> bool:
-    """Return True if all numbers of all records are finite."""
+    """Return whether all numbers of all records are finite."""
     layout = Layout("topk" if is_list else "value", width, "f2" if is_half else "f4")
     if len(data) % layout.dtype.itemsize:
         return False
@@ -288,7 +288,7 @@ def numbers(columns: ModuleType, fuzz_input: FuzzInput) -> None:
 
 
 def catalogue(fuzz_input: FuzzInput) -> tuple[bytes, Any]:
-    """The ids of a catalogue: their bytes, and uint64 offsets, sound more often than not."""
+    """Draw the ids of a catalogue: their bytes, and uint64 offsets, usually valid."""
     texts = fuzz_input.texts(12, 12)
     offsets = np.cumsum([0, *map(len, texts)]).astype("<u8")
     if fuzz_input.number(0, 7) == 0 and len(offsets):
@@ -448,7 +448,7 @@ TARGETS = (
 
 
 def target(columns: ModuleType) -> Callable[[bytes], None]:
-    """The function that a fuzzer calls with bytes: the first says which function of the extension is tried."""
+    """Run one function of the extension, which the first byte of the fuzzer's input selects."""
 
     def call(data: bytes) -> None:
         fuzz_input = FuzzInput(data)

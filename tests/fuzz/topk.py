@@ -1,4 +1,4 @@
-"""What a fuzzer calls: the compiled top-K at a level of instructions, against FAISS and numpy, bit for bit."""
+"""Fuzz target of the compiled top-K at one instruction set, compared with FAISS and NumPy bit for bit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.fuzz.given import FuzzInput
 
 
 def target(folder: Path) -> Callable[[bytes], None]:
-    """The function that a fuzzer calls with bytes: they choose sizes, shapes of the numbers, and some numbers."""
+    """Run one case: the fuzzer's bytes choose sizes, the kind of numbers, and some of the numbers."""
     loaded_kernel = compiled.load_kernel({}, folder)
     assert loaded_kernel is not None
     engines = [compiled.Kernel(loaded_kernel.library, level) for level in range(loaded_kernel.level + 1)]

@@ -1,4 +1,4 @@
-"""What `make package` makes, built once, and environments of it."""
+"""The packages of `make package`, built once, and environments with them."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ Install = Callable[..., Path]
 
 @dataclass(frozen=True)
 class Packages:
-    """The files that would be handed out."""
+    """The files of a release."""
 
     sdist: Path
     compiled: Path
@@ -27,7 +27,7 @@ class Packages:
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
-    """Made by the target itself, with the environment that runs this test."""
+    """Build the packages with `make package`, in the environment of this test."""
     dist = tmp_path_factory.mktemp("dist")
     venv = Path(sys.executable).parents[1]
     subprocess.run(
@@ -42,7 +42,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
 
 @pytest.fixture
 def install(packages: Packages, tmp_path: Path) -> Install:
-    """Makes an environment of a wheel, with an extra or exactly what a lock names; its Python."""
+    """Make an environment with a wheel and an extra, or exactly what a lock names; return its Python."""
 
     def make(extra: str = "", *, lock: str = "", is_pure: bool = False) -> Path:
         folder = tmp_path / "environment"

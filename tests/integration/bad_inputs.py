@@ -1,4 +1,4 @@
-"""Mistakes made before the night: a bundle or a source that is wrong, and a generation that follows it faithfully."""
+"""Bad inputs of a night: a wrong bundle or source, and a generation computed correctly from it."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -57,7 +57,7 @@ def with_vectors(
     make: Callable[[NDArray[np.float32]], NDArray[np.float32]],
     rows: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda rows: rows,
 ) -> NightConfig:
-    """The bundle with other item vectors and, of the history, other rows."""
+    """Return the bundle with other item vectors and other history rows."""
     bundle = Bundle.open(config.path(config.bundle))
     items = len(bundle.item_ids)
     tower = bundle.item_tower
@@ -91,7 +91,7 @@ def untrained(config: NightConfig, folder: Path) -> NightConfig:
 
 
 def collapsed(config: NightConfig, folder: Path) -> NightConfig:
-    """Every item points the same way, some further: everybody's list is the same, less their history."""
+    """Return a bundle whose items all point one way, at other lengths: users get one list, less their history."""
 
     def make(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -110,7 +110,7 @@ def on_another_scale(config: NightConfig, folder: Path) -> NightConfig:
 
 
 def with_values(config: NightConfig, folder: Path, factor: float, offset: float) -> NightConfig:
-    """The bundle with another value model: factor times what it says, plus an offset."""
+    """Return the bundle with another value model: factor times the value, plus an offset."""
     shutil.copytree(config.path(config.bundle), folder / "bundle")
     bundle = Bundle.open(folder / "bundle")
     models = {}
@@ -167,7 +167,7 @@ def clicks_on_other_items(config: NightConfig, folder: Path) -> NightConfig:
 
 
 def user_ids_in_another_form(config: NightConfig, folder: Path) -> NightConfig:
-    """As a reader does that takes "007" for a number."""
+    """Write ids as a reader does that takes "007" for a number."""
 
     def edit(table: Any) -> Any:
         users = pa.array([f"{user_id}.0" for user_id in table["user"].to_pylist()], pa.string())

@@ -1,4 +1,4 @@
-"""`python -m serving` whose clock for the schedule goes ahead by the seconds in a file: started by tests only."""
+"""`python -m serving` with the schedule's clock ahead by the seconds in a file: started by tests only."""
 
 import functools
 import os
@@ -14,7 +14,7 @@ AHEAD_FILE = "CLOCKED_AHEAD"
 
 
 def ahead(file: Path) -> float:
-    """The time that the schedule is told, Unix seconds."""
+    """Return the time for the schedule, in Unix seconds."""
     return time.time() + float(file.read_text())
 
 

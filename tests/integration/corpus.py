@@ -1,4 +1,4 @@
-"""Generations to be judged: one whole night, copied and spoilt in one way, its checksums made to fit again."""
+"""Generations for the gates: a valid night, copied, spoilt in one way, with checksums adapted."""
 
 import shutil
 import time
@@ -30,7 +30,7 @@ from tests.integration.nights import DATA_UNTIL, pin, prepare, publish_night, wr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spoilt:
-    """A copy of the candidate's folder; what is written through it is described anew by `seal`."""
+    """A copy of the candidate's folder; `seal` updates the manifest after changes."""
 
     config: NightConfig
     root: Path
@@ -41,20 +41,20 @@ class Spoilt:
 
     @property
     def manifest(self) -> Manifest:
-        """As the night sealed it."""
+        """The manifest as the night wrote it."""
         return Manifest.from_bytes((self.root / "manifest.json").read_bytes())
 
     def table(self, name: str) -> Table:
-        """One table."""
+        """Return one table of the manifest."""
         return self.manifest.tables[name]
 
     def records(self, name: str, part: int) -> NDArray[Any]:
-        """A copy of a part's records."""
+        """Return a copy of a part's records."""
         table = self.table(name)
         return np.fromfile(self.root / table.parts[part].file.path, table.layout.dtype)
 
     def put(self, name: str, part: int, records: NDArray[Any]) -> None:
-        """A part's records written back, with page checksums that fit."""
+        """Write a part's records back, with the right page checksums."""
         table = self.table(name)
         entry, raw = table.parts[part], records.tobytes()
         (self.root / entry.file.path).write_bytes(raw)
@@ -71,26 +71,26 @@ class Spoilt:
             first += part_entry["pages"]
 
     def change(self, name: str, edit: Callable[[NDArray[Any]], NDArray[Any] | None]) -> None:
-        """Every part of a table, edited in place or replaced."""
+        """Change every part of a table, in place or by replacement."""
         for part in range(len(self.table(name).parts)):
             records = self.records(name, part)
             replacement = edit(records)
             self.put(name, part, records if replacement is None else replacement)
 
     def array(self, path: str, dtype: str) -> NDArray[Any]:
-        """A copy of a plain file."""
+        """Return a copy of an array file."""
         return np.fromfile(self.root / path, dtype)
 
     def write(self, path: str, data: NDArray[Any] | bytes) -> None:
-        """Replace a plain file."""
+        """Replace a file."""
         (self.root / path).write_bytes(data if isinstance(data, bytes) else data.tobytes())
 
     def copy_from_other(self, path: str, source: str | None = None) -> None:
-        """A file of another night's generation in place of ours."""
+        """Replace a file by that of another night's generation."""
         shutil.copyfile(self.other_root / (source or path), self.root / path)
 
     def seal(self) -> None:
-        """Sizes and checksums of all files as they are now."""
+        """Write sizes and checksums of all files into the manifest."""
         write = orjson.dumps(_described(self.root, self.data), option=orjson.OPT_INDENT_2)
         (self.root / "manifest.json").write_bytes(write)
 
@@ -106,7 +106,7 @@ def _described(root: Path, data: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bench:
-    """A live generation, its whole successor kept aside, and a generation of another world."""
+    """A live generation, its valid successor, and a generation of another world."""
 
     config: NightConfig
     generation: str
@@ -121,7 +121,7 @@ class Bench:
         reseal: bool = True,
         in_redis: Callable[[Any, Manifest], None] = lambda _client, _manifest: None,
     ) -> dict[str, dict[str, Any]]:
-        """Copy, spoil, seal, load, spoil in Redis, verify: every verdict by rule."""
+        """Copy, spoil, seal, load, spoil in Redis, verify; return the verdicts by rule."""
         store = self.config.store()
         root, live_root = (
             store.local(f"generations/{generation_id}") for generation_id in (self.generation, self.live)
@@ -139,7 +139,7 @@ class Bench:
 def judged(
     config: NightConfig, generation: str, in_redis: Callable[[Any, Manifest], None] = lambda _client, _manifest: None
 ) -> dict[str, dict[str, Any]]:
-    """Load what was built as if for the first time, and verify it; every verdict by rule."""
+    """Load the built generation as if for the first time, and verify it; return the verdicts by rule."""
     with connect(config.redis_url, 5.0) as client:
         control, manifest = (Control(client, config.keyspace()), read_manifest(config.store(), generation))
         unlink_pages(client, config.keyspace(), manifest)
@@ -153,12 +153,12 @@ def judged(
 
 
 def failed(verdicts: dict[str, dict[str, Any]]) -> set[str]:
-    """Rules that refused."""
+    """Return the rules that refused."""
     return {rule for rule, verdict in verdicts.items() if not verdict["passed"]}
 
 
 def build(config: NightConfig, cut: str) -> str:
-    """Everything of a night up to its models, not loaded yet; the generation, sealed."""
+    """Build a night up to its models, not loaded yet; return the sealed generation."""
     night_build = begin.run(config, data_until=cut, run_after=None)
     embed_items.run(config, night_build)
     for shard in night_build["shards"]:
@@ -171,7 +171,7 @@ def build(config: NightConfig, cut: str) -> str:
 
 
 def cut_at(config: NightConfig, fraction: float) -> str:
-    """The moment before which this share of all interactions lies."""
+    """Return the time before which this share of all interactions happened."""
     times = np.sort(np.asarray(_clicks(config)["timestamp"].cast("int64")))
     moment = int(times[min(len(times) - 1, int(fraction * len(times)))]) // 1_000_000
     return f"{np.datetime64(moment, 's')}Z"
@@ -182,13 +182,13 @@ def _clicks(config: NightConfig) -> Any:
 
 
 def retrain(config: NightConfig, *, seed: int, data_until: str) -> None:
-    """Another bundle in place of the first."""
+    """Train another bundle in place of the first."""
     reference = replace(config.reference, seed=seed)
     train_reference(replace(config, reference=reference), data_until=data_until)
 
 
 def make_bench(folder: Path, redis_url: str, *, seed: int, users: int, items: int) -> Bench:
-    """A published night, its successor, and a night of the same shapes whose users clicked at random."""
+    """Make a published night, its successor, and a night of the same sizes whose users clicked at random."""
     config = prepare(folder / "ours", redis_url, seed=seed, users=users, items=items)
     live = publish_night(config, cut_at(config, 0.85))
     generation = build(config, cut_at(config, 0.9))
@@ -197,7 +197,7 @@ def make_bench(folder: Path, redis_url: str, *, seed: int, users: int, items: in
     shutil.copytree(config.store().local(f"generations/{generation}"), pristine_folder)
     theirs = replace(config, base=str(folder / "theirs"), namespace=f"{config.namespace}-theirs")
     clicks = synthesize(WorldSettings(user_count=users, item_count=items, seed=seed))
-    # Within what is trained on and within the rest: as many items are known as in ours.
+    # Keep the share of known items that our data has, within the training rows and within the rest.
     items_of, until_us = (clicks.item_rows.copy(), int(parse_time(DATA_UNTIL).timestamp() * 1_000_000))
     for rows in (np.flatnonzero(clicks.times_us < until_us), np.flatnonzero(clicks.times_us >= until_us)):
         items_of[rows] = items_of[np.random.default_rng(seed).permutation(rows)]

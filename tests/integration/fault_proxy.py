@@ -14,7 +14,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class FaultProxy:
-    """Forwards bytes in order; `fault` may change at any moment, also for connections that are open.
+    """Forwards bytes in order; `fault` may change at any moment, also for open connections.
 
     slow: replies come `DELAY_S` later, however many are under way. flapping: gone and back every `FLAP_S`. silent: open
     connections stay and nothing passes. gone: connections are closed, new ones at once.
@@ -44,13 +44,13 @@ class FaultProxy:
 
     @property
     def url(self) -> str:
-        """Where Redis seems to be."""
+        """URL of the proxy, as that of a Redis."""
         assert self._server is not None
         host, port = self._server.sockets[0].getsockname()
         return urlunsplit(self._upstream._replace(netloc=f"{host}:{port}"))
 
     def set(self, fault: Fault) -> None:
-        """From now on."""
+        """Change the fault from now on."""
         if self.fault == "silent" != fault:
             self._cut()  # whoever waited for it has long given up
         self.fault = fault

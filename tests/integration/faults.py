@@ -1,4 +1,4 @@
-"""Mistakes that nights have made, planted one by one into a copy of a whole generation."""
+"""Faults that nights have had, each planted in a copy of a valid generation."""
 
 import itertools
 import shutil
@@ -189,7 +189,7 @@ def constant_lists(spoilt: Spoilt) -> None:
 
 
 def popularity_collapsed(spoilt: Spoilt) -> None:
-    """Most users fall back to what is popular."""
+    """Give most users the popular items."""
 
     def edit(records: NDArray[Any]) -> None:
         for name in ("items", "numbers", "exponent", "count"):
@@ -199,7 +199,7 @@ def popularity_collapsed(spoilt: Spoilt) -> None:
 
 
 def live_lists(spoilt: Spoilt, restamp: bool) -> None:
-    """The last night's records under tonight's directory, for users whom both know."""
+    """Put the previous night's records under tonight's directory, for users that both know."""
     live_manifest = Manifest.from_bytes((spoilt.live_root / "manifest.json").read_bytes())
     table = live_manifest.tables["user_topk"]
     for part in range(len(table.parts)):
@@ -359,7 +359,7 @@ def index_of_another_night(spoilt: Spoilt) -> None:
 
 
 def index_of_a_like_night(spoilt: Spoilt) -> None:
-    """So like ours that recall alone would not tell."""
+    """Replace the index by one so similar that recall alone would not notice."""
     vectors = vectors_of(spoilt)
     noise = np.random.default_rng(3).standard_normal(vectors.shape).astype(np.float32)
     near = vectors * (1 + 0.01 * noise)

@@ -1,4 +1,4 @@
-"""Bundles whose towers take feature columns, and the tables that hold these."""
+"""Bundles whose towers take feature columns, and the tables with these columns."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ def model(
     inputs: list[tuple[str, int, list[str | int]]],
     dims: int = DIMS,
 ) -> OnnxModel:
-    """ONNX model of these nodes, whose output is `vector` float32 [n, dims]."""
+    """Build an ONNX model of these nodes with the output `vector` float32 [n, dims]."""
     graph = helper.make_graph(
         nodes,
         "tower",
@@ -46,7 +46,7 @@ def model(
 
 
 def from_history_and_country(items: int, seed: int = 0, max_length: int = 64) -> ModelFile:
-    """User tower: the sum of a row for each of the last items of the history, and one for the country."""
+    """Build a user tower: the sum of a row for each of the last items and one for the country."""
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((items + 1, DIMS)).astype(np.float32)
     rows[-1] = 0
@@ -72,14 +72,14 @@ def from_history_and_country(items: int, seed: int = 0, max_length: int = 64) ->
 
 
 def from_taste() -> ModelFile:
-    """User tower of which nothing can be int8."""
+    """Build a user tower without any part that can be int8."""
     nodes = [helper.make_node("Neg", ["taste"], ["vector"])]
     taste: list[tuple[str, int, list[str | int]]] = [("taste", TensorProto.FLOAT, ["n", DIMS])]
     return ModelFile(model(nodes, {}, taste), TowerSpec((TASTE,), "vector", DIMS))
 
 
 def from_mood(times: float = 1.0) -> ModelFile:
-    """The mood itself, or some times of it, as the values of a user."""
+    """Build a value model that returns the mood itself or a multiple of it."""
     nodes = [helper.make_node("Mul", ["mood", "times"], ["vector"])]
     weights = {"times": np.array([times], np.float32)}
     mood_model = model(nodes, weights, [("mood", TensorProto.FLOAT, ["n", len(MOODS)])], len(MOODS))
@@ -87,13 +87,13 @@ def from_mood(times: float = 1.0) -> ModelFile:
 
 
 def from_looks() -> ModelFile:
-    """Item tower that needs no vocabulary."""
+    """Build an item tower that needs no vocabulary."""
     rotation = np.linalg.qr(np.random.default_rng(1).standard_normal((DIMS, DIMS)))[0]
     return _product(LOOKS_INPUT, rotation.astype(np.float32), DIMS)
 
 
 def from_scent() -> ModelFile:
-    """Model of values of items: how much each is worth."""
+    """Build a value model of items: the worth of each."""
     weights = np.random.default_rng(5).standard_normal((SCENTS, 1)).astype(np.float32)
     return _product(SCENT, weights, SCENTS, labels=("worth",))
 
@@ -110,7 +110,7 @@ def _product(spec: InputSpec, weights: NDArray[np.float32], width: int, labels: 
 
 
 def vectors_column(count: int, seed: int, width: int = DIMS) -> Any:
-    """Arrow column of drawn vectors."""
+    """Return an Arrow column of random vectors."""
     values = np.random.default_rng(seed).standard_normal((count, width)).astype(np.float32)
     return pa.array(values.tolist(), pa.list_(pa.float32()))
 
@@ -118,7 +118,7 @@ def vectors_column(count: int, seed: int, width: int = DIMS) -> Any:
 def with_towers(
     config: NightConfig, user_tower: Callable[[int], ModelFile], values: Mapping[str, ModelFile] | None = None
 ) -> Bundle:
-    """Replace the bundle: the same vocabulary, other models."""
+    """Replace the bundle by one with the same vocabulary and other models."""
     folder = config.path(config.bundle)
     ids = [raw.decode() for raw in Bundle.open(folder).item_ids]
     shutil.rmtree(folder)

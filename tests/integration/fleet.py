@@ -16,7 +16,7 @@ from tests.polling import poll_until
 
 @contextmanager
 def fleet(config: NightConfig, folder: Path, *, count: int = 3, **more: str) -> Iterator[list[ServiceProcess]]:
-    """All started, all beating."""
+    """Start several services and wait for their heartbeats."""
     folder.mkdir(parents=True, exist_ok=True)
     services = [
         ServiceProcess(folder / f"service-{number}.log", environment(config, **PATIENT_ENVIRON | more))
@@ -35,13 +35,13 @@ def fleet(config: NightConfig, folder: Path, *, count: int = 3, **more: str) -> 
 
 @contextmanager
 def control_of(config: NightConfig) -> Iterator[Control]:
-    """The control keys, read by a client of the test's own."""
+    """Open the control keys with a client of the test's own."""
     assert config.redis_url is not None
     with redis.Redis.from_url(config.redis_url, protocol=3) as client:
         yield Control(client, config.keyspace())
 
 
 def beating(config: NightConfig) -> list[Replica]:
-    """The last heartbeats of those that live."""
+    """Return the last heartbeats of the running replicas."""
     with control_of(config) as control:
         return control.replicas()

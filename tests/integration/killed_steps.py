@@ -9,13 +9,13 @@ from precompute.steps.night import Night, run_night
 
 
 def night(config: NightConfig, cut: str, attempt: str) -> dict[str, str]:
-    """A whole night; its generation."""
+    """Run a whole night; return its generation."""
     lines = run_night(Night(config, attempt, cut))
     return {"generation": lines[0][1].result_summary.split()[0]}
 
 
 def build(config: NightConfig, cut: str) -> str:
-    """Everything before the load; the generation."""
+    """Run everything before the load; return the generation."""
     begun_build = begin.run(config, data_until=cut, run_after=None)
     embed_items.run(config, begun_build)
     for shard in begun_build["shards"]:
@@ -27,7 +27,7 @@ def build(config: NightConfig, cut: str) -> str:
 
 
 def refused(config: NightConfig, generation: str, attempt: str) -> str:
-    """A verification that demands what nothing can reach; what it says."""
+    """Run a verification with thresholds that nothing can reach; return its result."""
     demanding = replace(config, gates=replace(config.gates, coverage_of_source=1.5))
     try:
         verify.run(demanding, {"generation": generation}, attempt=attempt)

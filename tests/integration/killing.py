@@ -27,14 +27,14 @@ HANGS_S = 120.0
 _FILE_EVENTS = frozenset({"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"})
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
-# A warm interpreter without threads of its own: a step costs a fork, not an import of everything.
+# A warm interpreter without threads of its own, so that a step costs a fork and no imports.
 _WARM = multiprocessing.get_context("forkserver")
 _WARM.set_forkserver_preload(list(PRELOAD))
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Where work dies: after `seconds`, or at mark number `mark` (from 1); None and None: nowhere."""
+    """The point at which work is killed: after `seconds`, or at mark number `mark` (from 1); never if both are None."""
 
     seconds: float | None = None
     mark_number: int | None = None
@@ -48,14 +48,14 @@ NOWHERE = Point()
 
 @dataclass(frozen=True, slots=True)
 class CompletedWork:
-    """Work that came to its end: what it returned, how long it took, and how many marks it passed."""
+    """Work that was not killed: its result, its duration, and the number of marks that it passed."""
 
     result: Any
     seconds: float
     mark_count: int
 
     def point(self, moments: random.Random) -> Point:
-        """A random point of the same work: of its time, or of its marks."""
+        """Return a random point of the same work, by time or by mark."""
         if moments.random() < 0.5:
             return Point(seconds=moments.uniform(0.0, self.seconds))
         return Point(mark_number=moments.randint(1, max(1, self.mark_count)))

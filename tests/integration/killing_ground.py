@@ -1,4 +1,4 @@
-"""Where processes are killed at random points of every step of a night, and a twin place where none is."""
+"""Two equal deployments: in one, processes are killed at random points of every step; in its twin, never."""
 
 import random
 import time
@@ -40,7 +40,7 @@ NO_REPORTS = ("assemble", "verified", "holdout")
 
 
 def reports(config: NightConfig) -> Mapping[Path, int]:
-    """Finished costly steps of all generations, with the time of their last change."""
+    """Return finished costly steps of all generations, with the time of their last change."""
     root = config.store().local("generations")
     return {
         path: path.stat().st_mtime_ns
@@ -51,7 +51,7 @@ def reports(config: NightConfig) -> Mapping[Path, int]:
 
 @dataclass
 class Ground:
-    """A place where processes are killed, its twin where none is, and callers who watch the first."""
+    """A deployment whose processes are killed, its undisturbed twin, and callers of the first."""
 
     config: NightConfig
     twin: NightConfig
@@ -66,12 +66,12 @@ class Ground:
         return self.config, self.twin
 
     def next_cut(self) -> str:
-        """Later than every cut before."""
+        """Return a cut later than every cut before."""
         self.cut += STEP_OF_CUTS
         return self.cut.isoformat()
 
     def step(self, name: str, work: Work, *, kills: int, has_lost_data: bool = False) -> Any:
-        """Do `work` in both places, in one killed up to so many times; `has_lost_data`: Redis is not whole."""
+        """Do `work` in both, killed up to `kills` times in one; `has_lost_data`: Redis is not whole."""
         measured = run(work(self.twin, self._attempt("undisturbed")))
         assert measured is not None
         if name in ("verify", "night"):
@@ -87,14 +87,14 @@ class Ground:
             self.watch.beat()
             if not has_lost_data:
                 self.watch.check_order([*moves(self.config), assert_whole(self.config)])
-            # A task that is retried keeps its run's name, a shell command gets another one.
-            # Whoever abandons under another name is told that no canary runs.
+            # A retried task keeps its run's name, a shell command gets another one. An `abandon` under another name is
+            # told that no canary runs.
             if name != "abandon" and self.moments.random() < 0.5:
                 attempt = self._attempt(name)
         finished = reports(self.config)
         outcome = run(work(self.config, attempt))
         assert outcome is not None
-        # Costly steps that had finished are not done again; what was retired is gone with its reports.
+        # Costly steps that had finished are not repeated; the reports of retired generations are gone.
         current_reports = reports(self.config)
         assert [path for path, at in finished.items() if path.exists() and current_reports[path] != at] == []
         self.watch.beat()
@@ -104,7 +104,7 @@ class Ground:
         return f"{name}-{self.moments.randrange(1 << 32):08x}"
 
     def follow(self) -> None:
-        """Wait until the service answers from what is live, and holds only what it may."""
+        """Wait until the service answers from the live generation and holds only permitted ones."""
         with connect(self.config.redis_url, 5.0) as client:
             control = Control(client, self.config.keyspace())
 
@@ -120,14 +120,14 @@ class Ground:
             assert poll_until(follows, 20.0), f"{control.read_pointer()}, {control.replicas()}"
 
     def compare(self) -> None:
-        """Both places are the same, and what is live is whole."""
+        """Check that both deployments are equal and the live generation is whole."""
         self.follow()
         differences = read_namespace_state(self.config).differences(read_namespace_state(self.twin))
         assert not differences, differences
         self.watch.check_order([*moves(self.config), assert_whole(self.config)])
 
     def make(self, *, kills: int, damaged: bool = False) -> str:
-        """A verified generation, step by step; `damaged`: refused once, and a page broken before it is verified."""
+        """Make a verified generation step by step; `damaged`: refused once, and a page broken before it is verified."""
         cut = self.next_cut()
         generation = str(self.step("build", lambda c, _: partial(build, c, cut), kills=1))
         build_result: BuildId = {"generation": generation}
@@ -144,7 +144,7 @@ class Ground:
         return generation
 
     def publish(self, generation: str, *, kills: int) -> None:
-        """Make it live, then remove what nobody needs any more."""
+        """Publish the generation, then retire those that nobody needs."""
         build_result: BuildId = {"generation": generation}
         self.step(
             "publish", lambda c, attempt: partial(publish.run, c, build_result, attempt=attempt), kills=kills
@@ -154,7 +154,7 @@ class Ground:
         self.retire(kills=kills)
 
     def try_out(self, generation: str, *, kills: int) -> None:
-        """Let it answer half of the requests."""
+        """Start a canary for half of the requests."""
         self.watch.canaries.add(generation)
         self.step(
             "canary", lambda c, attempt: partial(trial.start, c, generation, percent=50.0, attempt=attempt), kills=kills
@@ -171,20 +171,20 @@ class Ground:
         self.compare()
 
     def retire(self, *, kills: int) -> None:
-        """Remove what nobody needs; what the service still holds would be left alone."""
+        """Retire generations; those that the service still holds stay."""
         self.follow()
         self.step("retire", lambda c, attempt: partial(retire.run, c, attempt=attempt), kills=kills)
         self.compare()
 
     def whole_night(self, *, kills: int) -> None:
-        """A night in one process."""
+        """Run a night in one process."""
         cut = self.next_cut()
         self.step("night", lambda c, attempt: partial(night, c, cut, attempt), kills=kills)
-        # Its own retirement leaves what the service held at that moment; here it is gone.
+        # The night's own retirement left what the service held at that moment; this one removes it.
         self.retire(kills=0)
 
     def roll_back(self, *, kills: int) -> None:
-        """Back by one; the generation left behind is retired."""
+        """Roll back by one generation and retire the one left behind."""
         to = read_namespace_state(self.twin).previous
         reason = "a test says so"
         self.step(
@@ -207,7 +207,7 @@ class Ground:
             self.compare()
 
     def sweep(self) -> int:
-        """Remove what killed writers left unfinished, at once instead of after a day; how many files."""
+        """Remove unfinished files of killed writers at once instead of after a day; return how many."""
         store = self.config.store()
         swept = store.sweep_unfinished(cutoff_at=time.time() + 1.0)
         assert list(store.local("").rglob("*.part")) == []
@@ -231,7 +231,7 @@ class Ground:
                 client.unlink(*rng.sample(names, 5))
 
     def damage(self, generation: str) -> None:
-        """One page of it, in both places, is not what was loaded."""
+        """Change one page of a generation in both deployments."""
         for config in self.configs:
             names = sorted(page_keys(config.keyspace(), read_manifest(config.store(), generation)))
             with connect(config.redis_url, 5.0) as client:

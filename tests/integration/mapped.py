@@ -1,4 +1,4 @@
-"""What a process maps of files, page by page, as the kernel counts it (`/proc/PID/smaps`)."""
+"""Memory of a process that maps files, as the kernel counts it (`/proc/PID/smaps`)."""
 
 import re
 from collections import Counter
@@ -8,7 +8,7 @@ _HEAD = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+ *(.*)$")
 
 
 def mapped(pid: int, under: Path) -> dict[str, Counter[str]]:
-    """File name -> kB by counter (Rss, Pss, Private_Clean, Private_Dirty, ...) of what lies under a folder."""
+    """Return kB by counter (Rss, Pss, Private_Clean, ...) for each file under a folder."""
     counters_by_file: dict[str, Counter[str]] = {}
     path = ""
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -22,6 +22,6 @@ def mapped(pid: int, under: Path) -> dict[str, Counter[str]]:
 
 
 def private_kb(pid: int) -> int:
-    """What this process alone occupies."""
+    """Return the kB that only this process occupies."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return sum(map(int, re.findall(r"^Private_(?:Clean|Dirty): +(\d+) kB$", text, re.MULTILINE)))

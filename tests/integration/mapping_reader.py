@@ -18,7 +18,7 @@ INDEX = "index.faiss"
 
 
 def main(folder: Path, items: int, dims: int) -> None:
-    """Prints private kB before and after."""
+    """Print private kB before and after."""
     file = Artefact(HASHES, (folder / HASHES).stat().st_size, "")
     count = file.size_bytes // 8
     entities = EntitySet("user", 0, count, (DirectoryPart(0, count, file),))

@@ -50,7 +50,7 @@ def prepare(folder: Path, redis_url: str, *, seed: int = 0, users: int = 400, it
     config = _config(folder, redis_url)
     if not (folder / "interactions.parquet").exists():
         template_folder = Path(_make_template(seed, users, items).name)
-        # Written now, like what is made now: nights are named after the newest change of an input.
+        # Copy with the current time: nights are named after the newest change of an input.
         shutil.copytree(template_folder, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
         hand_over(config.store(), Bundle.open(config.path(config.bundle)))
     return config
@@ -82,7 +82,7 @@ def _config(folder: Path, redis_url: str) -> NightConfig:
 
 @functools.cache
 def _make_template(seed: int, users: int, items: int) -> "tempfile.TemporaryDirectory[str]":
-    """Folder with the data and the bundle of these sizes, made once: they are the same bytes every time."""
+    """Return a folder with data and bundle of these sizes, made once: the bytes are always the same."""
     temporary_folder = tempfile.TemporaryDirectory(prefix="larder-made-")
     folder = Path(temporary_folder.name)
     write_clicks(folder, synthesize(WorldSettings(user_count=users, item_count=items, seed=seed)))
@@ -105,14 +105,14 @@ def write_clicks(folder: Path, clicks: Clicks) -> None:
 
 
 def publish_night(config: NightConfig, data_until: str) -> str:
-    """A whole night with this cut; the generation."""
+    """Run a whole night with this cut; return the generation."""
     attempt = f"test-{uuid.uuid4().hex[:8]}"
     lines = run_night(Night(config, attempt, data_until))
     return lines[0][1].result_summary.split()[0]
 
 
 def build_verified(config: NightConfig, data_until: str, *, pinned: bool = False) -> str:
-    """Everything but the publish; the generation, pinned if a later one must not replace it before it is published."""
+    """Run all steps but the publish; return the generation, pinned if a later night must not retire it."""
     build = begin.run(config, data_until=data_until, run_after=None)
     embed_items.run(config, build)
     for shard in build["shards"]:
@@ -128,13 +128,13 @@ def build_verified(config: NightConfig, data_until: str, *, pinned: bool = False
 
 
 def pin(config: NightConfig, generation: str) -> None:
-    """Keep a generation from the sweep of the nights that follow."""
+    """Protect a generation from the retirement of later nights."""
     with open_releases(config) as releases:
         releases.pin(generation, reason="a test", expires_at=None, attempt=f"pin-{generation}")
 
 
 def publish(config: NightConfig, generation: str, *, verify_again: bool = False) -> None:
-    """Make a verified generation live; `verify_again`: something else is live than when it was verified."""
+    """Publish a verified generation; `verify_again` if another one became live since its verification."""
     if verify_again:
         verify.run(config, {"generation": generation})
     attempt = f"test-{uuid.uuid4().hex[:8]}"
@@ -142,14 +142,14 @@ def publish(config: NightConfig, generation: str, *, verify_again: bool = False)
 
 
 def roll_back(config: NightConfig, to: str | None = None) -> str:
-    """Back to an earlier generation; the one that is live now."""
+    """Roll back to an earlier generation; return the live one."""
     attempt = f"test-{uuid.uuid4().hex[:8]}"
     moved = move_back(config, target_generation=to, reason="a test says so", attempt=attempt)
     return str(moved["generation"])
 
 
 def histories(config: NightConfig, data_until: str = DATA_UNTIL) -> dict[str, list[str]]:
-    """What each user had clicked before the cut, oldest first, read from the source file itself."""
+    """Return each user's clicks before the cut, oldest first, from the source file itself."""
     table = pq.read_table(config.path("interactions.parquet"))
     cut = datetime.fromisoformat(data_until)
     history_by_user: dict[str, list[str]] = {}
@@ -163,7 +163,7 @@ def histories(config: NightConfig, data_until: str = DATA_UNTIL) -> dict[str, li
 def top_lists(
     config: NightConfig, generation: str, ids: list[str], table: str = "user_topk"
 ) -> Mapping[str, tuple[str, ...]]:
-    """The lists of `ids` as they lie in the generation's own page files, Redis and service left out."""
+    """Return the lists of `ids` from the generation's page files, without Redis and service."""
     manifest, root = open_generation(config.store(), generation)
     items = ItemTable.open(root, manifest)
     lists: dict[str, tuple[str, ...]] = {}
@@ -176,7 +176,7 @@ def top_lists(
 
 
 def raw_records(config: NightConfig, generation: str, ids: list[str], table: str = "user_topk") -> dict[str, bytes]:
-    """The records of those `ids` that the generation holds, from its page files."""
+    """Return the records of those `ids` that the generation has, from its page files."""
     manifest, root = open_generation(config.store(), generation)
     manifest_table = manifest.tables[table]
     directory = Directory.open(root, manifest.entity_sets[manifest_table.entity])
@@ -192,7 +192,7 @@ def raw_records(config: NightConfig, generation: str, ids: list[str], table: str
 
 
 def environment(config: NightConfig, **more: str) -> dict[str, str]:
-    """What a program needs to serve or restore these nights; patient, since tests share few cores."""
+    """Return the environment to serve or restore these nights, with long deadlines, since tests share few cores."""
     return {
         "REDIS_URL": str(config.redis_url),
         "LARDER_CONFIG": "",

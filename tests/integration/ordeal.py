@@ -1,4 +1,4 @@
-"""Callers of a real service behind a proxy that spoils its Redis, with a model that is spoilt as well."""
+"""Callers of a real service with faults of its Redis, by a proxy, and of its model."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ Lists = Mapping[str, Mapping[str, tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What is wrong with Redis and with the model while it lasts."""
+    """A fault of Redis and of the model."""
 
     redis: Fault = "none"
     model: str = "ok"
@@ -57,7 +57,7 @@ TROUBLES = (
 
 @dataclass
 class AnswerJudge:
-    """What callers got, judged; `wrong` says what nobody should have got."""
+    """Judges what callers got; `wrong` lists the faulty answers."""
 
     lists: Lists
     users: list[str]
@@ -70,7 +70,7 @@ class AnswerJudge:
     wrong: list[str] = field(default_factory=list)
 
     async def send_request(self, connection: HttpConnection) -> None:
-        """One request: a known user, a batch of them, or strangers with and without a history."""
+        """Send one request: a known user, a batch of them, or unknown users with or without a history."""
         kind = self.rng.choice(("one", "batch", "live", "stranger"), p=(0.5, 0.2, 0.2, 0.1))
         entities: list[dict[str, Any]] = [{"id": f"new-{self.rng.integers(1 << 40)}"}]
         if kind in ("one", "batch"):
@@ -115,7 +115,7 @@ class AnswerJudge:
 
 
 class Ordeal:
-    """The service, what troubles it, and its callers."""
+    """The service, its faults, and its callers."""
 
     def __init__(
         self, service: ServiceProcess, proxy: FaultProxy, model: Path, answer_judge: AnswerJudge, callers: int = CALLERS
@@ -128,7 +128,7 @@ class Ordeal:
         self._callers = callers
 
     async def endure(self, trouble: Trouble, *, seconds: float = 0.0, requests: int = 0) -> str:
-        """Callers ask while the trouble lasts, for so long and so many; a line of figures."""
+        """Let callers send requests under a fault, for so many seconds and requests; return a line of figures."""
         self._model.write_text(trouble.model)
         self.proxy.set(trouble.redis)
         first, ends_at = self.answer_judge.requests, time.monotonic() + seconds
@@ -164,16 +164,16 @@ class Ordeal:
 
     @property
     def lateness_ms(self) -> float:
-        """How late a timer of these callers was, p99 of the last trouble: what the machine alone costs a request."""
+        """p99 of how late the callers' timer was under the last fault: what the machine alone costs a request."""
         return float(np.quantile(self._late, 0.99)) * 1000 if self._late else 0.0
 
     @property
     def p99_ms(self) -> float:
-        """Of the last trouble."""
+        """p99 of the answers under the last fault."""
         return float(np.quantile(self.answer_judge.seconds, 0.99)) * 1000
 
     async def recovered(self) -> bool:
-        """Without trouble, whether it finds its way back to Redis, for the pointer and for records."""
+        """Return whether the service, without a fault, reaches Redis again, for the pointer and for records."""
         for _ in range(200):
             l2_count_before = self.answer_judge.sources["l2"]
             await self.endure(Trouble(), requests=1)
@@ -185,7 +185,7 @@ class Ordeal:
         return False
 
     async def stale(self) -> bool:
-        """Whether it says, while it stays ready, that it may lag behind."""
+        """Return whether the service, while ready, says that it may lag behind."""
         for _ in range(200):
             status, raw = await get(self.service.url, "/readyz")
             if status != 200 or orjson.loads(raw)["stale"] is not None:
@@ -194,17 +194,17 @@ class Ordeal:
         return False
 
     async def counts(self) -> ServiceCounts:
-        """Its own counters."""
+        """Return the service's counters."""
         return ServiceCounts.read((await get(self.service.url, "/metrics"))[1].decode())
 
     async def read_resource_usage(self) -> dict[str, float]:
-        """What the process holds: tasks, descriptors, threads and private memory in kB."""
+        """Return what the process holds: tasks, descriptors, threads and private memory in kB."""
         return troubled_service.held_of((await get(self.service.url, "/metrics"))[1].decode())
 
 
 @contextlib.asynccontextmanager
 async def ordeal(config: NightConfig, folder: Path, answer_judge: AnswerJudge) -> AsyncIterator[Ordeal]:
-    """A service with little room in L1, so that most of what is asked needs Redis."""
+    """Run a service with a small L1, so that most requests need Redis."""
     model = folder / "model"
     model.write_text("ok")
     async with FaultProxy(str(config.redis_url)) as proxy:

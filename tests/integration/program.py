@@ -16,7 +16,7 @@ ANNOUNCED = "Larder serves on "
 
 
 def environment(night: NightConfig, state: Path, **more: str) -> dict[str, str]:
-    """Without a Redis, unless `more` names one; patient, since tests share few cores."""
+    """Return an environment without a Redis unless `more` names one, with long deadlines."""
     base_environ = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
     base_environ.pop("REDIS_URL", None)
     return base_environ | {
@@ -34,7 +34,7 @@ def environment(night: NightConfig, state: Path, **more: str) -> dict[str, str]:
 def started(
     environ: dict[str, str], log: Path | None = None, *, python: Path = Path(sys.executable), cwd: Path = ROOT
 ) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """The running program and the URL that it announced; `log` takes its errors."""
+    """Run the program; yield it and the URL that it announced; `log` takes its errors."""
     errors = subprocess.DEVNULL if log is None else log.open("wb")
     process = subprocess.Popen(
         [python, "-m", "serving", "--port", "0"],
@@ -62,7 +62,7 @@ def started(
 
 
 def alive(pid: int) -> bool:
-    """Whether the process is there and no zombie."""
+    """Return whether the process exists and is not a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""One process of a race: random releases of a namespace over a real Redis, until it is told to stop."""
+"""One process of a race: random operations on releases over a real Redis, until it is told to stop."""
 
 import random
 import re
@@ -36,7 +36,7 @@ Make = Callable[[Releases, str], None]
 
 
 class Racer:
-    """Publishers, operators and sweeps in turn, chosen at random, each with its own connection."""
+    """Publishers, operators and sweeps in random order, each with its own connection."""
 
     def __init__(self, url: str, folder: Path, keys: Keyspace, number: int, seed: int) -> None:
         self.rng, self.number, self.keys = random.Random(f"{seed}/{number}"), number, keys
@@ -46,7 +46,7 @@ class Racer:
         self.attempts = 0
 
     def race(self, stop: Any, make: Make) -> dict[str, int]:
-        """What was done how often, and what was not allowed."""
+        """Run; return how often each operation happened, and what was not allowed."""
         actions: tuple[tuple[Callable[[Make], None], int], ...] = (
             (self._night, 6), (self._roll_back, 2), (self._retire, 2), (self._restore, 4), (self._pin, 1),
             (self._canary, 2), (self._retry, 1),
@@ -75,7 +75,7 @@ class Racer:
         return -1 if pointer is None else NIGHTS.index(pointer.generation)
 
     def _near(self, first: int) -> list[str]:
-        """The next nights from one on; what was retired is never made again, so it is none of them."""
+        """Return the next nights from one on, without retired ones, which are never made again."""
         states = self.releases.view().ledger.state_by_generation
         unretired_generations = (
             generation
@@ -138,14 +138,14 @@ class Racer:
 def race(
     url: str, folder: Path, keys: Keyspace, number: int, seed: int, stop: Any, make: Make, ready: Any
 ) -> dict[str, int]:
-    """`Racer.race`, as a process runs it."""
+    """Run `Racer.race` in a process."""
     racer = Racer(url, folder, keys, number, seed)
     ready.wait(60)
     return racer.race(stop, make)
 
 
 def follow(url: str, keys: Keyspace, stop: Any, ready: Any) -> list[tuple[str, int, str | None]]:
-    """What a reader followed: generation, epoch and previous, in the order in which it did."""
+    """Return what a reader followed, in order: generation, epoch and previous."""
     followed: list[tuple[str, int, str | None]] = []
     followed_pointer: Pointer | None = None
     with redis.Redis.from_url(url, protocol=3, socket_timeout=10.0) as client:

@@ -1,4 +1,4 @@
-"""Pages in Redis with which the model no longer agrees, though each record is whole and its entity's own."""
+"""Pages in Redis that the model no longer agrees with, though each record is valid for its entity."""
 
 import numpy as np
 import redis

@@ -1,4 +1,4 @@
-"""A world of tiny generations: files on disk, pages in a real Redis, a clock that moves only when told."""
+"""A world of tiny generations: files on disk, pages in a real Redis, a clock that only tests move."""
 
 import hashlib
 import itertools
@@ -26,7 +26,7 @@ LAYOUT = Layout("value", 4, "f4")
 
 
 class Clock:
-    """Unix seconds that move only when told."""
+    """Unix seconds that only tests move."""
 
     def __init__(self) -> None:
         self.now_s = 1_800_000_000.0
@@ -36,7 +36,7 @@ class Clock:
 
 
 class TimedControl(Control):
-    """Redis' own clock is the test's."""
+    """A control plane whose Redis clock is the test's."""
 
     def __init__(self, client: "redis.Redis", keys: Keyspace, clock: Clock) -> None:
         super().__init__(client, keys)
@@ -53,11 +53,11 @@ class World:
         self.numbers = itertools.count()
 
     def attempt(self) -> str:
-        """A name that no other attempt has."""
+        """Return a name that no other attempt has."""
         return f"attempt-{next(self.numbers)}"
 
     def make(self, generation: str, records: int = 50) -> Manifest:
-        """A generation of one value table in two parts, pages of 10 records."""
+        """Write a generation with one value table in two parts, in pages of 10 records."""
         root = self.store.local(generation_path(generation))
         seed = int(hashlib.sha256(generation.encode()).hexdigest()[:8], 16)
         rng = np.random.default_rng(seed)
@@ -93,7 +93,7 @@ class World:
         return manifest
 
     def load(self, generation: str) -> Manifest:
-        """Rows first, then pages, as the pipeline does."""
+        """Write rows first, then pages, as the pipeline does."""
         manifest = self.make(generation)
         self.control.set_row(generation, RegistryRow(GenerationState.BEGUN, self.clock()))
         reload(self.control, self.store, generation, chunk_bytes=1000)
@@ -101,14 +101,14 @@ class World:
         return manifest
 
     def publish(self, *generations: str) -> None:
-        """Load and publish each, a day apart."""
+        """Load and publish each generation, a day apart."""
         for generation in generations:
             self.load(generation)
             self.clock.now_s += 86_400
             moves.publish(self.releases, generation, attempt=self.attempt())
 
     def live(self) -> Pointer:
-        """What readers follow."""
+        """The generation that readers follow."""
         pointer = self.control.read_pointer()
         assert pointer is not None
         return pointer

@@ -72,7 +72,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, services: Sequence[str], *, faster: float = 1.0) -> Iterator[Prometheus]:
-    """Scrapes these services; lengths of time in the rules (ranges, offsets, `for`) are divided by `faster`."""
+    """Scrape these services; durations in the rules (ranges, offsets, `for`) are divided by `faster`."""
     config: Any = yaml.safe_load((INFRA / "prometheus/prometheus.yml").read_text())
     config["global"] = {"scrape_interval": _text(SCRAPE_S), "evaluation_interval": _text(EVALUATE_S)}  # fmt: skip
     (job,) = [
@@ -105,7 +105,7 @@ def prometheus(folder: Path, services: Sequence[str], *, faster: float = 1.0) ->
 
 
 def quicker(rules: Any, faster: float) -> Any:
-    """Rules with every length of time divided by `faster`."""
+    """Return rules with every duration divided by `faster`."""
 
     def shorter(length_match: re.Match[str]) -> str:
         number, unit = (matched_group for matched_group in length_match.groups() if matched_group is not None)
@@ -132,17 +132,17 @@ def is_ready(http: httpx.Client) -> bool:
 
 
 def sampling(*, every_s: float) -> dict[str, str]:
-    """Settings by which every answer is drawn for judging, and as many judged as a tenth of a core allows."""
+    """Return settings that sample every answer, and judge as many as a tenth of a core allows."""
     return {"LARDER_QUALITY_PER_MILLE": "1000", "LARDER_QUALITY_CPU_SHARE": "0.1", "LARDER_QUALITY_S": str(every_s)}
 
 
 def traffic(url: str, night: NightConfig, judge: Judge, *, rate: float) -> AbstractContextManager[object]:
-    """The demo's stream of requests over the users of this night: hits, misses, live answers and defaults."""
+    """Send the demo's requests over this night's users: hits, misses, live answers and defaults."""
     return replay_in_background(url, stream(night), judge, requests_per_s=rate)
 
 
 def stream(night: NightConfig, seed: int = 0) -> RequestStream:
-    """The demo's stream of requests; some of this night's users come with their history as if nobody knew them."""
+    """Return the demo's requests; some of this night's users send their history under an unknown id."""
     stories = {user: tuple(history) for user, history in histories(night).items()}
     newcomers = {f"new-{user}": history for user, history in sorted(stories.items())[:40]}
     cut = datetime.fromisoformat(DATA_UNTIL)

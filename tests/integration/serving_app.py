@@ -29,21 +29,21 @@ class Running:
     tls: TlsWatch | None = None
 
     async def get(self, path: str, **query: Any) -> dict[str, Any]:
-        """The JSON of a GET that is answered."""
+        """Return the JSON of a GET, which must succeed."""
         response = await self.http.get(path, params=query)
         assert response.status_code == 200, response.text
         body: dict[str, Any] = response.json()
         return body
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON of a POST that is answered."""
+        """Return the JSON of a POST, which must succeed."""
         response = await self.http.post(path, json=body)
         assert response.status_code == 200, response.text
         response_body: dict[str, Any] = response.json()
         return response_body
 
     async def scrape_samples(self, name: str) -> dict[tuple[str, ...], float]:
-        """A counter's samples by label values in the order of label names, as Prometheus would scrape them."""
+        """Return a metric's samples by label values in the order of label names, as Prometheus scrapes them."""
         text = (await self.http.get("/metrics")).text
         return {
             tuple(sample.labels[label] for label in sorted(sample.labels)): sample.value
@@ -54,7 +54,7 @@ class Running:
 
 
 def settings(night: NightConfig, **changes: Any) -> ServingConfig:
-    """What serves this night, impatient enough for tests."""
+    """Return settings to serve this night, with short times for tests."""
     values: dict[str, Any] = {
         "artifacts": str(night.path(night.artifacts)),
         "state": night.path(night.state),
@@ -71,7 +71,7 @@ def settings(night: NightConfig, **changes: Any) -> ServingConfig:
 
 @contextlib.asynccontextmanager
 async def serving(night: NightConfig, **changes: Any) -> AsyncIterator[Running]:
-    """The application, started and stopped as a server would."""
+    """Start the application and stop it as a server would."""
     app = create_app(settings(night, **PATIENT | changes))
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url=BASE) as http:
@@ -79,7 +79,7 @@ async def serving(night: NightConfig, **changes: Any) -> AsyncIterator[Running]:
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> bool:
-    """Polls until `condition` says yes; bounded."""
+    """Poll `condition` until it holds or a time limit is over; return whether it held."""
     loop = asyncio.get_running_loop()
     give_up = loop.time() + timeout_s
     while loop.time() < give_up:

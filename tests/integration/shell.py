@@ -1,4 +1,4 @@
-"""The command line within this process: for what commands say and do, where no process of their own is looked at."""
+"""The command line within this process, for tests of output and effects that need no process of their own."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ from precompute.__main__ import main
 
 
 def shell(*arguments: str, environ: Mapping[str, str]) -> "CompletedProcess[str]":
-    """Exit code and output of `python -m precompute` with these words and this environment alone."""
+    """Run `python -m precompute` with these words and only this environment; return exit code and output."""
     stdout, err = io.StringIO(), io.StringIO()
     handler_by_signal = {
         signal_number: signal.getsignal(signal_number) for signal_number in (signal.SIGINT, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Tokens of a test, their file, and what a service answers to them."""
+"""Tokens of a test, their file, and a service's replies to them."""
 
 import hashlib
 import secrets
@@ -13,14 +13,14 @@ EXPIRED = "2020-01-01T00:00:00+00:00"
 
 @dataclass
 class TokenPlace:
-    """A tokens file and the tokens behind its hashes, by name."""
+    """A tokens file, and the tokens of its hashes by name."""
 
     path: Path
     tokens: dict[str, str] = field(default_factory=dict)
     entries: dict[str, TokenEntry] = field(default_factory=dict)
 
     def add(self, name: str, *scopes: str, **limits: Any) -> dict[str, str]:
-        """Writes a new token; the header that its owner sends."""
+        """Add a new token to the file; return its owner's header."""
         token = f"larder_{secrets.token_urlsafe(32)}"
         digest = hashlib.sha256(token.encode()).hexdigest()
         self.tokens[name] = token
@@ -29,14 +29,14 @@ class TokenPlace:
         return self.header(name)
 
     def header(self, name: str) -> dict[str, str]:
-        """What the owner of a token sends."""
+        """Return the header that the owner of a token sends."""
         return {"Authorization": f"Bearer {self.tokens[name]}"}
 
     def drop(self, name: str) -> None:
-        """Takes an entry out; its token is remembered."""
+        """Remove an entry from the file; the token is still known here."""
         del self.entries[name]
         self.write()
 
     def write(self) -> None:
-        """Replaces the file."""
+        """Replace the file."""
         write_tokens(self.path, self.entries)

@@ -1,4 +1,4 @@
-"""`python -m serving` whose model does as a file says, and which tells what it holds: started by tests only.
+"""`python -m serving` whose model behaves as a file says, with metrics of its resources: started by tests only.
 
 The file holds "ok", "slow SECONDS" or "broken"; without it the model is left alone.
 """
@@ -25,7 +25,7 @@ _STATUS = ("RssAnon", "Threads")
 
 
 class ResourceCollector(Collector):
-    """Tasks, descriptors and private memory of this process, at the moment of a scrape."""
+    """Tasks, descriptors and private memory of this process when it is scraped."""
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """One family."""
@@ -43,14 +43,14 @@ class ResourceCollector(Collector):
 
 
 def held_of(exposed: str) -> dict[str, float]:
-    """What `Held` told, by name, in metrics as they are exposed."""
+    """Return the values of `ResourceCollector` by name from exposed metrics."""
     lines = [line for line in exposed.splitlines() if line.startswith(RESOURCE_METRIC + "{")]
     sample_parts = [line.removeprefix(RESOURCE_METRIC).rpartition(" ") for line in lines]
     return {labels.split('"')[1]: float(value) for labels, _, value in sample_parts}
 
 
 def trouble(file: Path) -> None:
-    """Makes live inference obey the file; opening a generation is left alone."""
+    """Make live inference follow the file; opening a generation is not affected."""
     real = Predictor.predict
 
     def predict(self: Predictor, *arguments: Any, **named: Any) -> Sequence[bytes]:
@@ -66,7 +66,7 @@ def trouble(file: Path) -> None:
 
 
 def expose_resources() -> None:
-    """Adds `Held` to the metrics of the service."""
+    """Add `ResourceCollector` to the metrics of the service."""
     real = Metrics.__init__
 
     def begin(self: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""Callers who ask a running service all the time, and hold every answer against what it must be."""
+"""Callers that send requests to a running service all the time, and compare every answer with the expected one."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ SLOWEST_S = 5.0
 
 
 class Watch:
-    """Two callers in the background; `expected` is each generation's list of each user.
+    """Two callers in the background; `expected` has each generation's list of each user.
 
     Known users get their stored list, whole batches one generation, and no caller goes back to an earlier move.
     """
@@ -53,14 +53,14 @@ class Watch:
 
     @contextmanager
     def pages_lost(self) -> Iterator[None]:
-        """Pages are gone meanwhile, so answers may come from down the ladder; they still come."""
+        """Within the block pages are missing, so answers may come from lower rungs of the ladder."""
         self._allowed_sources = STORED_SOURCES | {"previous", "default"}
         yield
         self.beat(2 * len(self._generations_by_caller))  # what was asked meanwhile is answered
         self._allowed_sources = STORED_SOURCES
 
     def beat(self, answers: int = 2) -> None:
-        """Raises AssertionError unless more answers come, all of them right so far."""
+        """Raise AssertionError unless more answers come and all so far are right."""
         goal = self.answers + answers
         came = poll_until(lambda: bool(self.wrong) or self.answers >= goal, 60.0)
         assert not self.wrong, "\n".join(self.wrong[:10])
@@ -68,11 +68,11 @@ class Watch:
 
     @property
     def seen_last(self) -> set[str]:
-        """The generations that callers were last answered from."""
+        """The generations from which callers were last answered."""
         return {generations[-1] for generations in self._generations_by_caller if generations}
 
     def check_order(self, moves: Sequence[str]) -> None:
-        """Raises AssertionError unless every caller went through the generations in the order of `moves`."""
+        """Raise AssertionError unless every caller saw the generations in the order of `moves`."""
         for generations in self._generations_by_caller:
             remaining_moves = iter(moves)
             generation_order = list(generations)

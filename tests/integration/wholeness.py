@@ -1,4 +1,4 @@
-"""What a namespace consists of, in files, in Redis and in its history: for saying that two of them are the same."""
+"""State of a namespace in files, in Redis and in its history, to compare two namespaces."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class NamespaceState:
     pages: Mapping[str, bytes | dict[bytes, bytes]]
 
     def differences(self, other_namespace: "NamespaceState") -> list[str]:
-        """One line per thing that is not the same, none if all is."""
+        """Return one line for each difference."""
         difference_lines = [
             f"{name}: {getattr(self, name)} here, {getattr(other_namespace, name)} there"
             for name in ("live", "previous", "canary", "states", "registry")
@@ -50,7 +50,7 @@ class NamespaceState:
 
 
 def read_namespace_state(config: NightConfig) -> NamespaceState:
-    """The namespace as it stands; unfinished files, which are hidden, and how long late steps took left out."""
+    """Read the namespace's state, without unfinished (hidden) files and durations of late steps."""
     store, keys = config.store(), config.keyspace()
     files = {}
     for generation in store.names("generations"):
@@ -84,7 +84,7 @@ def read_namespace_state(config: NightConfig) -> NamespaceState:
 
 
 def assert_whole(config: NightConfig) -> str:
-    """What readers follow has all its files and pages, and every key a known generation; the live generation."""
+    """Check that the live generation has all files and pages, and keys only known generations; return it."""
     store, keys = config.store(), config.keyspace()
     with connect(config.redis_url, 5.0) as client:
         releases = Releases(store, Control(client, keys))
@@ -106,7 +106,7 @@ def assert_whole(config: NightConfig) -> str:
 
 
 def moves(config: NightConfig) -> list[str]:
-    """The generations that were live, in order."""
+    """Return the generations that were live, in order."""
     return [
         release.generation
         for release in all_releases(config.store())

@@ -33,7 +33,7 @@ OTHER_LIMIT_ALONE_S = 40.0
 
 
 def covering(mutant: Mutant, measured: Sequence[MeasuredTest]) -> list[MeasuredTest]:
-    """Tests to try a mutant on, in their order: those that run its line, else its statement."""
+    """Return the tests to try a mutant on, in order: those that run its line, else its statement."""
     for lines in (mutant.lines[:1], mutant.lines):
         candidates = [test for test in measured if test.runs(mutant.module, lines)]
         if candidates:
@@ -46,7 +46,7 @@ def covering(mutant: Mutant, measured: Sequence[MeasuredTest]) -> list[MeasuredT
 
 
 def _varied(tests: Sequence[MeasuredTest], limit_s: float, *, count_min: int) -> list[MeasuredTest]:
-    """Tests within the limit, the quickest first: a case of each function, then second ones, and so on."""
+    """Return tests within the limit, quickest first: one case of each function, then second cases, and so on."""
     cases: Counter[str] = Counter()
     ranked = []
     for test in tests:
@@ -63,12 +63,12 @@ def _varied(tests: Sequence[MeasuredTest], limit_s: float, *, count_min: int) ->
 
 
 def digest_of(path: str) -> str:
-    """Digest of a module as it is."""
+    """Return the digest of a module's current source."""
     return hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:16]
 
 
 def row_of(outcome: Outcome) -> Row:
-    """The line of the results."""
+    """Return the row of the results."""
     mutant = outcome.mutant
     return Row(
         key=mutant.key, digest=digest_of(mutant.module), module=mutant.module, line=mutant.lines[0],
@@ -78,7 +78,7 @@ def row_of(outcome: Outcome) -> Row:
 
 
 def try_subject(subject: Subject, file: Path, options: argparse.Namespace) -> None:
-    """Try the mutants that the file has no row for."""
+    """Try the mutants that have no row in the file yet."""
     modules = [MutableModule(path, (ROOT / path).read_text()) for path in subject.module_files()]
     digests = {module.path: digest_of(module.path) for module in modules}
     rows = [row for row in read_rows(file) if digests.get(row.module) == row.digest]
@@ -121,7 +121,7 @@ def try_subject(subject: Subject, file: Path, options: argparse.Namespace) -> No
 
 
 def apart(work: Callable[[], object]) -> None:
-    """Do the work in a fork: what it imports and starts goes with it."""
+    """Do the work in a fork, so that its imports and threads end with it."""
     process = os.fork()
     if process:
         _, status = os.waitpid(process, 0)
@@ -140,7 +140,7 @@ def apart(work: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    """Try each subject that is asked for, and print its summary."""
+    """Try each requested subject and print its summary."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("subject", choices=[*SUBJECTS, "all"])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))

@@ -36,7 +36,7 @@ class Measurement:
         self._fixture_lines: dict[str, Lines] = {}
 
     def pytest_runtestloop(self) -> None:
-        """Begin to trace; what modules do at their import is not of interest."""
+        """Begin to trace; what modules do at import does not count."""
         self._coverage.start()
 
     def _switch(self, context: str | None) -> None:
@@ -66,7 +66,7 @@ class Measurement:
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, object, object]:
-        """Measure a test; write its file's measurements behind the last one."""
+        """Measure a test; after the last one of a file, write the measurements."""
         definitions = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
         self._fixtures[item.nodeid] = [
             _fixture(candidates[-1]) for candidates in definitions.values() if candidates[-1].scope != "function"
@@ -80,7 +80,7 @@ class Measurement:
                 self._write(str(item.path.relative_to(ROOT)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note how a test ended: one that is skipped, or fails as it is, tells nothing of a mutant."""
+        """Note the outcome: a test that is skipped or already fails says nothing about a mutant."""
         if report.failed:
             self._failed.add(report.nodeid)
         elif report.passed and report.when == "call":
@@ -123,7 +123,7 @@ def _fixture(definition: pytest.FixtureDef[object]) -> str:
 
 
 def measure(modules: Sequence[str], test_files: Sequence[str], folder: Path, seed: int) -> list[MeasuredTest]:
-    """Measurements of all tests of these files that pass and run a line of the modules, the quickest first."""
+    """Return measurements of all tests of these files that pass and run a line of the modules, quickest first."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = hashlib.sha256(b"".join((ROOT / module).read_bytes() for module in modules))
     files = {}

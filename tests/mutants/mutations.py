@@ -51,7 +51,7 @@ class _Site(NamedTuple):
 
 
 class _Sites(cst.CSTVisitor):
-    """Collects what can be changed in a module."""
+    """Collects the places of a module that can be mutated."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
@@ -65,7 +65,7 @@ class _Sites(cst.CSTVisitor):
         self._raises = 0
 
     def _line(self, node: cst.CSTNode) -> int:
-        # An operator has no position of its own everywhere; its statement has.
+        # Not every operator has a position of its own, but its statement has one.
         position = self.get_metadata(PositionProvider, node, None)
         return int(position.start.line) if position else self._statement_lines[-1]
 
@@ -111,7 +111,7 @@ class _Sites(cst.CSTVisitor):
 
 
 def _is_marked(mutated: cst.CSTNode) -> bool:
-    """Whether a string was put between marks, instead of its letters' case changed."""
+    """Return whether a string was put between marks, instead of changing its case."""
     return isinstance(mutated, cst.SimpleString) and "XX" in mutated.value
 
 
@@ -137,7 +137,7 @@ def _change(before: str, after: str) -> str:
 
 
 class MutableModule:
-    """A module's source, and what can be changed in it."""
+    """A module's source and its possible mutants."""
 
     def __init__(self, path: str, text: str) -> None:
         self.path = path
@@ -152,7 +152,7 @@ class MutableModule:
         return len(self._sites)
 
     def mutant(self, number: int) -> Mutant | None:
-        """The change with this number; None where it leaves the code as it is, or breaks its syntax."""
+        """Return the mutant of this number; None if it changes nothing or breaks the syntax."""
         site = self._sites[number]
         tree = self._tree.deep_replace(site.original, site.mutated)
         assert isinstance(tree, cst.Module)
@@ -167,7 +167,7 @@ class MutableModule:
 
 
 def drawn(modules: Sequence[MutableModule], seed: int, count: int) -> Iterator[Mutant]:
-    """Up to `count` of all mutants; a smaller count draws the first ones of a greater."""
+    """Draw up to `count` mutants; a smaller count gives the first ones of a greater."""
     choices = [(module, number) for module in modules for number in range(len(module))]
     random.Random(seed).shuffle(choices)
     mutants = (module.mutant(number) for module, number in choices)

@@ -13,7 +13,7 @@ EQUIVALENT = "equivalent: "
 
 
 class Row(NamedTuple):
-    """One mutant and what became of it."""
+    """One mutant and its outcome."""
 
     key: str
     digest: str
@@ -29,11 +29,11 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> tuple[str, str, str]:
-        """What `survivors.tsv` knows it by, whatever the lines above it."""
+        """Name of the mutant in `survivors.tsv`, which does not depend on line numbers."""
         return self.module, self.function, self.change
 
     def as_line(self) -> str:
-        """One line of JSON."""
+        """Return the row as a line of JSON."""
         return f"{json.dumps(self._asdict())}\n"
 
 
@@ -44,7 +44,7 @@ def read_rows(file: Path) -> list[Row]:
 
 
 def write_rows(file: Path, rows: Iterable[Row]) -> None:
-    """Write a file of rows at once."""
+    """Write all rows of a file at once."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text("".join(row.as_line() for row in rows))
@@ -61,7 +61,7 @@ def read_verdicts(file: Path = SURVIVORS) -> dict[tuple[str, str, str], str]:
 
 
 def summary(subject: str, seed: int, rows: Sequence[Row], verdicts: Mapping[tuple[str, str, str], str]) -> str:
-    """Counts of a subject, then its survivors that are not known as equivalent, by module."""
+    """Return counts of a subject, then its survivors not known as equivalent, by module."""
     equivalent = {name for name, verdict in verdicts.items() if verdict.startswith(EQUIVALENT)}
     valid_rows = [row for row in rows if row.kind != "invalid"]
     counts = Counter(
@@ -90,7 +90,7 @@ def _percent(part: int, total: int) -> str:
 
 
 def without_kills(rows: Sequence[Row], measured: Sequence[MeasuredTest]) -> str:
-    """Tests that ran a mutant and killed none, one a line: the id, mutants that it ran, seconds."""
+    """Return tests that ran a mutant and killed none, one a line: id, number of mutants, seconds."""
     killers = {row.test for row in rows}
     ran: dict[str, int] = defaultdict(int)
     for row in rows:

@@ -11,7 +11,7 @@ UNIT_TESTS = "tests/unit/"
 
 
 class MeasuredTest(NamedTuple):
-    """What a test that passed ran and took."""
+    """Lines and duration of a passed test."""
 
     test: str
     seconds: float
@@ -20,11 +20,11 @@ class MeasuredTest(NamedTuple):
 
     @property
     def is_unit(self) -> bool:
-        """Whether it needs nothing but this process."""
+        """Whether the test needs only this process."""
         return self.test.startswith(UNIT_TESTS)
 
     def runs(self, module: str, lines: Iterable[int]) -> bool:
-        """Whether it runs one of these lines."""
+        """Return whether the test runs one of these lines."""
         return not frozenset(lines).isdisjoint(self.lines.get(module, ()))
 
 
@@ -36,7 +36,7 @@ class Subject:
     tests: tuple[str, ...]
 
     def module_files(self) -> list[str]:
-        """Python files of the modules, sorted; packages' own files have no functions."""
+        """Return the modules' Python files, sorted, without `__init__.py`, which has no functions."""
         paths = _python_files(self.modules)
         return [path for path in paths if not path.endswith("__init__.py")]
 

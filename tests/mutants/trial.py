@@ -1,4 +1,4 @@
-"""Trials of mutants: a process that has collected the tests is forked for each, and changed in the fork alone."""
+"""Trials of mutants: a process that has collected the tests is forked for each, and only the fork is changed."""
 
 import ctypes
 import gc
@@ -30,7 +30,7 @@ SLACK_S = {True: 5.0, False: 30.0}
 
 
 class Outcome(NamedTuple):
-    """What became of a mutant."""
+    """Outcome of a mutant."""
 
     mutant: Mutant
     kind: str
@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 class _Trial:
-    """A fork that runs tests, and says on a pipe which one it begins and how it ends."""
+    """A fork that runs tests, and reports on a pipe which test it begins and how it ends."""
 
     def __init__(self, mutant: Mutant, tests: Sequence[MeasuredTest], run: Callable[[int], None]) -> None:
         self.mutant = mutant
@@ -62,7 +62,7 @@ class _Trial:
         self.reader: BinaryIO = os.fdopen(reader, "rb", buffering=0)
 
     def read(self) -> bool:
-        """Take in what the fork says; returns whether it has more to say."""
+        """Read the fork's reports; return whether it has more."""
         chunk = self.reader.read(65536) or b""
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         for line in lines:
@@ -75,7 +75,7 @@ class _Trial:
         return bool(chunk) and not self._end
 
     def close(self, *, is_late: bool) -> Outcome:
-        """End the fork and its session; returns what became of the mutant."""
+        """End the fork and its session; return the mutant's outcome."""
         for end in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
                 end(self.process, signal.SIGKILL)
@@ -87,12 +87,12 @@ class _Trial:
             return Outcome(self.mutant, "timed out", last, tuple(self._begun_tests[:-1]), seconds)
         if self._end in ("survived", "invalid"):
             return Outcome(self.mutant, self._end, "", tuple(self._begun_tests), seconds)
-        # Without a word: the change ended the process.
+        # The process ended without a report: the change killed it.
         return Outcome(self.mutant, "killed", last, tuple(self._begun_tests[:-1]), seconds)
 
 
 class Trials:
-    """Pytest plugin that, in place of running what was collected, tries mutants on it."""
+    """Pytest plugin that tries mutants on the collected tests instead of running them."""
 
     def __init__(self, mutants: Iterable[tuple[Mutant, Sequence[MeasuredTest]]], workers: int) -> None:
         mutants = list(mutants)
@@ -112,13 +112,13 @@ class Trials:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
-        """Let Hypothesis neither shrink what fails nor remember it."""
+        """Let Hypothesis neither shrink failures nor store them."""
         phases = [Phase.explicit, Phase.generate]
         settings.register_profile("mutants", settings.get_profile("untimed"), database=None, phases=phases)
         settings.load_profile("mutants")
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Try the mutants, as many at once as there are workers."""
+        """Try the mutants, one per worker at a time."""
         items = {item.nodeid: item for item in session.items}
         for module in self._modules:
             importlib.import_module(module.removesuffix(".py").replace("/", "."))
@@ -190,7 +190,8 @@ def _run_fork(
         end = "invalid"
         if install_mutant(mutant, functions):
             end = "survived"
-            # The session, as the item behind the last one, keeps its fixtures: the process ends without them.
+            # With the session as the item after the last one, fixtures are not torn down: the process ends without
+            # them.
             behind: list[pytest.Item] = [*items[1:], items[0].session]  # type: ignore[list-item]
             for item, following in zip(items, behind, strict=True):
                 os.write(writer, f"begin {item.nodeid}\n".encode())
@@ -226,7 +227,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def install_mutant(mutant: Mutant, functions: Mapping[tuple[str, str, int], list[FunctionType]]) -> bool:
-    """Give the mutant's code to each live function that it is the code of; returns whether there is one."""
+    """Give the mutant's code to each live function with the original code; return whether there is one."""
     path = str(ROOT / mutant.module)
     function_key = (path, mutant.function, mutant.function_line)
     placed = False

@@ -1,4 +1,4 @@
-"""Wrong answers to plant into a copy of the product, each where an audit from outside once found one."""
+"""Defects with wrong answers to plant in a copy of the product, each of a kind that an outside audit once found."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Text of a source file, and what stands there instead."""
+    """Text of a source file and its replacement."""
 
     file: str
     old: str
@@ -15,14 +15,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Plant:
-    """A defect: what a caller would see, and the changes of source that make it."""
+    """A defect: what a caller sees, and the changes of source that cause it."""
 
     name: str
     symptom: str
     changes: tuple[Change, ...]
 
     def put_into(self, tree: Path) -> None:
-        """Change the sources below `tree`; raises ValueError for text that does not stand there exactly once."""
+        """Change the sources below `tree`; raise ValueError for a text that is not there exactly once."""
         for change in self.changes:
             path = tree / change.file
             source = path.read_text()

@@ -58,5 +58,5 @@ def test_the_audit_finds_eight_of_ten_planted_answers(tmp_path: Path) -> None:
         print(f"{'found' if is_found_by_plant[plant.name] else 'MISSED'} {plant.name}: {plant.symptom}", flush=True)
         print(audit_process.stdout[-3000:], flush=True)
 
-    # then at least eight are told
+    # then at least eight defects are reported
     assert sum(is_found_by_plant.values()) >= AT_LEAST, is_found_by_plant

@@ -1,4 +1,4 @@
-"""Show for each finding its test, the commit that brought the test, and how the test fails without the mend.
+"""Show for each finding its test, the commit that added the test, and how the test fails without the fix.
 
 `python -m tests.regressions COMMIT` makes a worktree of COMMIT with an environment of its own and runs there the tests
 that the tables beside this module name, as they were before the names of the code were changed: today's would find no
@@ -27,7 +27,7 @@ from tests.regressions.outcomes import SHOWN_BY_PRODUCT, Outcome
 
 ROOT = Path(__file__).parents[2]
 CASE_TIMEOUT_S = 120.0
-# A process of pytest that has written nothing for this long hangs where no alarm ends it.
+# A pytest process without output for this long hangs where no alarm can end it.
 SILENCE_S = 300.0
 
 OLD_NAMES_COMMIT = "c297e29d"
@@ -36,7 +36,7 @@ OLD_NAMES_COMMIT = "c297e29d"
 EARLIER_ANCESTOR = {"^": "~4", "~4": "~12", "~12": "~30"}
 """Where a test that passes at an ancestor of its commit is tried next: the mend was committed before it."""
 
-# Kinds of failure, the strongest proof first: what the product answered, then that it lacked a name of today.
+# Kinds of failure, the strongest proof first: a wrong answer of the product, then a missing name of today.
 RED = {
     "assertion": "by assertion",
     "exception": "by an exception of the product",
@@ -54,7 +54,7 @@ NOT_RED = {
 
 
 class Row(NamedTuple):
-    """A line of the table that is printed; `red_commit` is where the test was run."""
+    """A line of the printed table; `red_commit` is the commit at which the test was run."""
 
     finding: str
     test: str
@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
 
 class FindingRun(NamedTuple):
-    """Where the test of a finding is run: the commit of the code, that of the tests, and the test's id there."""
+    """Where a finding's test is run: the commits of code and tests, and the test's id there."""
 
     code_commit: str
     tests_commit: str
@@ -79,19 +79,19 @@ class FindingRun(NamedTuple):
 
 @cache
 def commit_of(finding: Finding) -> str:
-    """The commit that brought the test, abbreviated."""
-    # In all of the tests: a function that only moved to another file was brought earlier.
+    """Return the commit that added the test, abbreviated."""
+    # Search all tests, because a function that only moved to another file was committed earlier.
     return first_commit_with(f"def {finding.function}(", "tests") or "not committed"
 
 
 def first_commit_with(text: str, folder: str) -> str:
-    """The first commit with another count of a text in a folder, abbreviated; empty if there is none."""
+    """Return the first commit that changed the count of a text in a folder, abbreviated; "" without one."""
     return run_git("log", "--format=%h", "--reverse", f"-S{text}", "--", folder).partition("\n")[0]
 
 
 @cache
 def tests_commit_of(finding: Finding) -> str:
-    """The commit whose tests show a finding: that of its test, or of its row if the test is older and was added to."""
+    """Return the commit whose tests show a finding: its test's, or its row's if the test was extended later."""
     commit = commit_of(finding)
     if commit != "not committed" and not is_ancestor(commit, OLD_NAMES_COMMIT):
         return commit
@@ -105,13 +105,13 @@ def is_ancestor(commit: str, other_commit: str) -> bool:
 
 
 def run_git(*arguments: str) -> str:
-    """What git says in this repository."""
+    """Return git's output in this repository."""
     command = ["git", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def find_runs(selected_findings: list[Finding], commit: str) -> dict[Finding, FindingRun]:
-    """Where each test is run."""
+    """Return where each test is run."""
     tests_by_text: defaultdict[str, list[str]] = defaultdict(list)
     test_by_function: dict[str, str] = {}
     for finding in findings_at(OLD_NAMES_COMMIT):
@@ -139,7 +139,7 @@ def test_at(commit: str, finding: Finding) -> str:
 
 
 def findings_at(commit: str) -> list[Finding]:
-    """The lines of the tables at an older commit."""
+    """Return the lines of the tables at an older commit."""
     folder = TABLES.relative_to(ROOT)
     names = run_git("ls-tree", "--name-only", commit, f"{folder}/").splitlines()
     texts = [run_git("show", f"{commit}:{name}") for name in names if name.endswith(".tsv")]
@@ -147,13 +147,13 @@ def findings_at(commit: str) -> list[Finding]:
 
 
 def note(text: str) -> None:
-    """Say on standard error how far the run is."""
+    """Report progress on standard error."""
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def worktree(commit: str, tests_commit: str, folder: Path | None, environment: str) -> Iterator[Path]:
-    """A worktree of `commit` with the tests of another and an environment; a folder that is named is kept."""
+    """Make a worktree of `commit` with another commit's tests and an environment; a named folder is kept."""
     with tempfile.TemporaryDirectory() as temporary_folder:
         tree = folder or Path(temporary_folder) / "tree"
         run_git("worktree", "prune")
@@ -178,14 +178,14 @@ def worktree(commit: str, tests_commit: str, folder: Path | None, environment: s
 
 
 def demand_commit(tree: Path, commit: str) -> None:
-    """Raise SystemExit where a folder that is used again holds another commit."""
+    """Raise SystemExit if a reused folder holds another commit."""
     head, wanted = (run_git("-C", str(tree), "rev-parse", "HEAD"), run_git("rev-parse", f"{commit}^{{commit}}"))
     if head != wanted:
         raise SystemExit(f"{tree} holds {head.strip()}, not {commit}: name another folder")
 
 
 def written(file: Path) -> tuple[list[Outcome], str | None]:
-    """The outcomes that a run has written, and the test that it had begun last, unless that one has ended."""
+    """Return the outcomes written by a run, and the test that was begun last unless it has ended."""
     outcomes: list[Outcome] = []
     started_test = None
     for line in file.read_text().splitlines() if file.exists() else ():
@@ -199,7 +199,7 @@ def written(file: Path) -> tuple[list[Outcome], str | None]:
 
 
 def run_once(tree: Path, module: str, tests: list[str], timeout_s: float) -> list[Outcome]:
-    """The outcomes of one process of pytest; one that falls silent is ended with all that it started."""
+    """Return the outcomes of one pytest process; a silent one is ended with all that it started."""
     chosen_file, file, log = (tree.parent / f"{tree.name}.{name}" for name in ("chosen", "outcomes", "log"))
     chosen_file.write_text("\n".join(tests))
     file.unlink(missing_ok=True)
@@ -231,7 +231,7 @@ def run_once(tree: Path, module: str, tests: list[str], timeout_s: float) -> lis
     if started_test is not None:
         outcomes.append(Outcome(started_test, "timeout", "the process fell silent or ended within it"))
     if not outcomes:
-        # A conftest.py that cannot be imported there: nothing has been run, so nothing is shown.
+        # A conftest.py could not be imported at that commit: no test ran, so nothing is shown.
         lines = log.read_text(errors="replace").splitlines()
         reason = [line for line in lines if line.startswith("E ")] or lines[-1:]
         outcomes = [Outcome(test, "collection", reason[0].removeprefix("E").strip()) for test in tests]
@@ -239,7 +239,7 @@ def run_once(tree: Path, module: str, tests: list[str], timeout_s: float) -> lis
 
 
 def outcomes_of(tree: Path, module: str, tests: list[str], timeout_s: float) -> dict[str, Outcome]:
-    """How each test of one module ends there; of several cases, the strongest failure."""
+    """Return how each test of one module ends there; for several cases, the strongest failure."""
     order = [*RED, *NOT_RED]
     outcome_by_test: dict[str, Outcome] = {}
     remaining_tests = tests
@@ -256,7 +256,7 @@ def outcomes_of(tree: Path, module: str, tests: list[str], timeout_s: float) -> 
 
 
 def gone_tests(modules: dict[str, list[str]]) -> list[str]:
-    """The tests of the tables that there are not today; those of modules that are skipped here are not looked for."""
+    """Return tests of the tables that do not exist today, except in modules that are skipped here."""
     with tempfile.TemporaryDirectory() as temporary_folder:
         chosen_file, file = Path(temporary_folder) / "chosen", Path(temporary_folder) / "outcomes"
         chosen_file.write_text("\n".join(test for tests in modules.values() for test in tests))
@@ -272,7 +272,7 @@ def gone_tests(modules: dict[str, list[str]]) -> list[str]:
 
 
 def table(rows: list[Row]) -> Iterator[str]:
-    """The lines of the table in Markdown."""
+    """Return the lines of the table in Markdown."""
     yield "| finding | test | commit | red | at | how | seen there |"
     yield "|---|---|---|---|---|---|---|"
     for row in rows:
@@ -300,7 +300,7 @@ def summary(rows: list[Row]) -> Iterator[str]:
 def rows_of(
     selected_findings: list[Finding], run_by_finding: dict[Finding, FindingRun], outcomes: dict[FindingRun, Outcome]
 ) -> list[Row]:
-    """A row for each finding whose test has ended, or that has none."""
+    """Return a row for each finding whose test has ended, or that has none."""
     rows = []
     for finding in selected_findings:
         finding_run = run_by_finding.get(finding)
@@ -321,7 +321,7 @@ def write_rows(file: Path, rows: list[Row]) -> None:
 
 
 def red_before(file: Path) -> dict[str, Outcome]:
-    """What was red by what the product did in the rows of an earlier run, by today's tests."""
+    """Return what an earlier run's rows show as failed by the product's behaviour, by today's tests."""
     rows = [Row(**row) for row in json.loads(file.read_text())]
     return {row.test: Outcome(row.test, row.kind, row.text) for row in rows if row.kind in SHOWN_BY_PRODUCT}
 

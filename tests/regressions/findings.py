@@ -14,7 +14,7 @@ class Finding(NamedTuple):
 
     @property
     def has_test(self) -> bool:
-        """Whether a test keeps it mended."""
+        """Whether a test keeps the finding from coming back."""
         return not self.test.startswith("none:")
 
     @property
@@ -29,7 +29,7 @@ class Finding(NamedTuple):
 
 
 def findings(folder: Path = TABLES) -> list[Finding]:
-    """All lines of the tables; raises ValueError for one without exactly two columns."""
+    """Return all lines of the tables; raise ValueError for one without exactly two columns."""
     rows = []
     for table in sorted(folder.glob("*.tsv")):
         for number, line in enumerate(table.read_text().splitlines(), 1):

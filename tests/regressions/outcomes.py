@@ -17,8 +17,8 @@ import pytest
 SHOWN_BY_PRODUCT = ("assertion", "exception", "timeout")
 """Kinds of failure by what the product did: no further case can show more."""
 PRODUCT = ("cache", "precompute", "serving", "dags", "infra")
-# What Python says of a name, an argument or a field that the code of an older commit does not have, and what Larder and
-# its shell say of a setting and an option.
+# Messages of Python about a name, an argument or a field that the code of an older commit lacks, and of Larder and its
+# command line about an unknown setting or option.
 _LACKS_A_SETTING = re.compile(r"^(unknown setting|unrecognized arguments)")
 _LACKS_A_NAME = re.compile(
     r"has no attribute|unexpected keyword argument|required (positional|keyword-only) argument"
@@ -35,11 +35,11 @@ class Outcome(NamedTuple):
 
 
 class OutOfTimeError(BaseException):
-    """A test took too long. No Exception, so that nothing that catches these goes on."""
+    """A test took too long; not an Exception, so that no handler of these goes on."""
 
 
 def kind_of_failure(error: BaseException, trace: TracebackType | None, root: Path) -> str:
-    """How strong a proof this failure is: `assertion`, `exception`, `timeout`, `interface` or `import`.
+    """Return how strong a proof the failure is: `assertion`, `exception`, `timeout`, `interface` or `import`.
 
     An exception that the product raises tells how it behaved. An `interface` that is missing, as a whole module that
     cannot be imported, tells only that the code was another.
@@ -79,7 +79,7 @@ class Outcomes:
             lines.write(f"{json.dumps(line)}\n")
 
     def _row(self, test: str) -> str | None:
-        """The chosen test that this one is, or is a case of."""
+        """Return the chosen test that this one is, or is a case of."""
         return next((row for row in (test, test.partition("[")[0]) if row in self._selected_tests), None)
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -92,7 +92,7 @@ class Outcomes:
     def pytest_make_collect_report(
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-        """Give each chosen test of a module that cannot be collected, or is skipped, the module's outcome."""
+        """Give each chosen test of a module that is skipped or cannot be collected the module's outcome."""
         report = yield
         if not report.passed:
             lines = str(report.longrepr).strip().splitlines()
@@ -111,7 +111,7 @@ class Outcomes:
 
     @pytest.hookimpl(tryfirst=True, specname="pytest_runtest_protocol")
     def pytest_leave_out_what_is_shown(self, item: pytest.Item) -> bool | None:
-        """Run no further case of a test that has failed by what the product did: one is enough."""
+        """Skip further cases of a test that has failed by the product's behaviour: one is enough."""
         return True if self._row(item.nodeid) in self._tests_shown_by_product else None
 
     @pytest.hookimpl(wrapper=True)
@@ -134,7 +134,7 @@ class Outcomes:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Write the outcome: of a failure when it comes, of what passes behind the call."""
+        """Write the outcome: a failure at once, a pass after the call."""
         report = yield
         test = self._row(item.nodeid)
         assert test is not None

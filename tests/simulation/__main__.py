@@ -1,4 +1,4 @@
-"""`python -m tests.simulation SEED`: one simulation, step by step; a broken rule is made small."""
+"""`python -m tests.simulation SEED`: run one simulation step by step; shrink a failure to its fewest steps."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from tests.simulation.simulation import START, Simulation, installed
 
 
 def main() -> int:
-    """Runs it; 1 if a rule broke."""
+    """Run the simulation; return 1 if a rule broke."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("seed", type=int, help="the seed, which repeats all that happens")
     seed = parser.parse_args().seed

@@ -1,4 +1,4 @@
-"""Calls over HTTP, and what their answers must be: judged from the answer alone and from what has happened."""
+"""Calls over HTTP and the judgement of their answers, by the answer alone and by what has happened."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
@@ -19,7 +19,7 @@ STORED_SOURCES = ("l1", "l2")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What one entity is asked for with."""
+    """The requested entity and its input."""
 
     id: str
     history: tuple[str, ...] = ()
@@ -27,7 +27,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request; `replica` is who is asked."""
+    """One request to `replica`."""
 
     replica: int
     questions: tuple[Question, ...]
@@ -40,7 +40,7 @@ class Call:
     leaves_after_s: float | None = None
 
     def request(self) -> bytes:
-        """Its bytes."""
+        """The bytes of the request."""
         deadline = b"x-deadline-ms: %d\r\n" % self.deadline_ms
         if not self.is_post:
             query = "" if self.k is None else f"?k={self.k}"
@@ -74,7 +74,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back; status 0: the connection broke before."""
+    """A response; status 0: the connection broke before it."""
 
     status: int
     body: Any
@@ -91,16 +91,16 @@ class Client(asyncio.Protocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """May be used."""
+        """Note that the connection may be used."""
         self._transport = transport  # type: ignore[assignment]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever waits waits no more."""
+        """End the wait for a response."""
         self.is_lost = True
         self._resolve(Reply(0, None))
 
     def data_received(self, data: bytes) -> None:
-        """Takes in a response until it is whole."""
+        """Collect a response until it is complete."""
         self._received += data
         head, end, body = self._received.partition(b"\r\n\r\n")
         if not end:
@@ -114,7 +114,7 @@ class Client(asyncio.Protocol):
             self._resolve(Reply(int(lines[0].split()[1]), orjson.loads(body)))
 
     async def send_request(self, request: bytes) -> Reply:
-        """Sends it, and waits for the response."""
+        """Send the request and wait for the response."""
         self._waiting = asyncio.get_running_loop().create_future()
         if self.is_lost:
             return Reply(0, None)
@@ -122,7 +122,7 @@ class Client(asyncio.Protocol):
         return await self._waiting
 
     def leave(self) -> None:
-        """Goes away."""
+        """Close the connection."""
         self._transport.abort()
 
     def _resolve(self, reply: Reply) -> None:
@@ -131,7 +131,7 @@ class Client(asyncio.Protocol):
 
 
 class ServedState(NamedTuple):
-    """What a replica served from a namespace at some moment."""
+    """The generations that a replica served from a namespace at some moment."""
 
     epoch: int
     live: str
@@ -140,7 +140,7 @@ class ServedState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What was known when a call began."""
+    """The state known when a call began."""
 
     call: Call
     at: float
@@ -170,7 +170,7 @@ class Wrong(AssertionError):
 def judge(
     call: Call, question: Question, answer: Any, blocked: frozenset[str], sent_histories: Collection[tuple[str, ...]]
 ) -> None:
-    """Raises Wrong unless the answer is one that its generation and source can give.
+    """Raise Wrong unless the answer is one that its generation and source can give.
 
     `blocked`: items that the replica knew to be blocked when it was asked; `sent_histories`: histories that anybody
     sent with this id.
@@ -196,7 +196,8 @@ def judge(
         return
     if answer["producer"] == "live":
         demand(source != "previous", "another night's live answer")
-        # Who sends no input gets what was computed from another's, if the id is the same and the night did not know it.
+        # A caller without input may get what was computed from another one's, if the id is the same and unknown to the
+        # night.
         inputs = [question.history] if question.history else sorted(sent_histories)
         demand(bool(question.history) or not nights.knows(number, question.id), "not the night's")
         demand(any(_follows(input_history, items) for input_history in inputs), f"computed from none of {inputs}")
@@ -212,10 +213,10 @@ def judge(
 
 
 def _follows(history: Sequence[str], items: Sequence[str]) -> bool:
-    """True if the model can have computed the list from that history."""
+    """Return whether the model can have computed the list from that history."""
     known_items = [item for item in history if item in ITEMS]
     if not known_items or set(items) & set(history):
         return False
     steps = [(ITEMS.index(item) - ITEMS.index(known_items[-1])) % COUNT for item in items]
-    # What was blocked or excluded is missing, and more follows.
+    # Blocked or excluded items are missing, and later ones take their place.
     return steps == sorted(steps) and all(step <= 4 * WIDTH for step in steps)

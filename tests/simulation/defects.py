@@ -1,4 +1,4 @@
-"""Mistakes planted into the serving side, each of which a simulation must find: races, leaks, and rules forgotten."""
+"""Defects planted in the serving side, each of which a simulation must find: races, leaks, broken rules."""
 
 import asyncio
 import dataclasses
@@ -458,7 +458,7 @@ BIASES: dict[str, Bias] = {
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """While it lasts the service makes this mistake."""
+    """Within the block, the service has this defect."""
     with pytest.MonkeyPatch.context() as patch:
         DEFECTS[name](patch)
         yield

@@ -1,4 +1,4 @@
-"""Faults that last for a while: what begins, and what ends with them."""
+"""Faults that last for a while, with what begins and ends each."""
 
 import random
 from collections.abc import Callable
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class NoThread(RuntimeError):
-    """A process may start no thread."""
+    """The process may start no more threads."""
 
 
 class Faults:
-    """Faults of one simulation; `calm_s` is how long there has been none."""
+    """Faults of one simulation; `calm_s` is the time without any."""
 
     def __init__(self, simulation: "Simulation") -> None:
         self._of = simulation
@@ -36,7 +36,7 @@ class Faults:
         }  # fmt: skip
 
     def begin(self, kind: str, arguments: tuple[Any, ...], rng: random.Random) -> None:
-        """Begins a fault for `arguments[-1]` seconds, unless it lasts already."""
+        """Begin a fault for `arguments[-1]` seconds, unless it already lasts."""
         name = " ".join(map(str, (kind, *arguments[:-1])))
         if name in self._lasting:
             return
@@ -46,18 +46,18 @@ class Faults:
         loop.call_later(arguments[-1], self.end, name, context=context_of(None))
 
     def end(self, name: str) -> None:
-        """Ends it, if it lasts."""
+        """End a fault, if it lasts."""
         if (ends := self._lasting.pop(name, None)) is not None:
             ends()
             self.happened(name)
 
     def end_all(self) -> None:
-        """Ends all."""
+        """End all faults."""
         for name in list(self._lasting):
             self.end(name)
 
     def happened(self, fault_name: str) -> None:
-        """Notes what is over at once: a restart, a cut."""
+        """Note a fault that is over at once: a restart, a cut."""
         self._of.log("over", fault_name)
         self._ended_at[fault_name] = self._of.loop.time()
 
@@ -73,14 +73,14 @@ class Faults:
         return now_s - max([at for name, at in self._ended_at.items() if counts(name)], default=0.0)
 
     def lasting_s(self, *names: str) -> float:
-        """Seconds for which the oldest of these faults has lasted, 0 if none does."""
+        """Return the seconds since the oldest of these faults began, 0 without any."""
         begin_times = [self._begun_at[name] for name in names if name in self._lasting]
         return self._of.loop.time() - min(begin_times) if begin_times else 0.0
 
     # -- each kind begins, and returns how it ends
 
     def cut_redis(self) -> None:
-        """Ends every connection to Redis."""
+        """Close every connection to Redis."""
         self._of.wires.cut(_is_redis)
 
     def _redis_down(self, _rng: random.Random) -> Callable[[], None]:
@@ -172,7 +172,7 @@ class Faults:
         return lambda: setattr(self._of.wires, "torn", 0.0)
 
     def link(self, number: int) -> Link:
-        """A replica's link to Redis."""
+        """Return a replica's link to Redis."""
         return self._of.wires.link(self._of.replicas[number].host.name, REDIS_PORT)
 
 
@@ -181,4 +181,4 @@ def _is_redis(wire: Wire) -> bool:
 
 
 def _do_nothing() -> None:
-    """Ends by itself."""
+    """Do nothing: the fault ends by itself."""

@@ -1,4 +1,4 @@
-"""What must be over once nobody asks any more: nothing is under way, and what was counted adds up."""
+"""Checks after the last call: nothing is under way, and the counts add up."""
 
 from serving.engine.service import LookupService
 from serving.http.routes import Service
@@ -11,7 +11,7 @@ class Broken(AssertionError):
 
 
 def demand_nothing_left(name: str, service: LookupService) -> None:
-    """Raises Broken for what a process holds although nobody waits for it."""
+    """Raise Broken if a process holds anything that no caller waits for."""
     inferences = service.ladder._inferences
     batcher = inferences.batcher  # type: ignore[attr-defined]
     leftover_counts = {
@@ -29,7 +29,7 @@ def demand_nothing_left(name: str, service: LookupService) -> None:
 
 
 def demand_sums(name: str, service: Service) -> None:
-    """Raises Broken unless each entity asked for has one source, and each miss one reason."""
+    """Raise Broken unless each requested entity has one source, and each miss one reason."""
     metrics = service.metrics
     metrics.settle()
     entity_count = sum(count for _, count in counts_of(metrics.entities))

@@ -1,4 +1,4 @@
-"""The live models of all hosts: how they do, and what they compute at this moment."""
+"""The live models of all hosts: their faults, and what they are computing."""
 
 from collections.abc import Callable
 
@@ -14,11 +14,11 @@ Input = tuple[int, int, tuple[int, ...]]
 
 
 class TwiceAtOnce(AssertionError):
-    """One process, or two that could talk, compute the same at the same time."""
+    """One process, or two that could coordinate, computed the same answer at the same time."""
 
 
 class Models:
-    """Every inference is told of here, in the thread that makes it."""
+    """Records every inference, in the thread that makes it."""
 
     def __init__(self, threads: Threads) -> None:
         self.slow_s = 0.0
@@ -32,11 +32,11 @@ class Models:
         self._under_way: dict[Input, dict[Host, float]] = {}
 
     def open(self, number: int) -> Model | None:
-        """A night's model, None while none opens."""
+        """Return a night's model, None while models cannot be opened."""
         return None if self.is_broken else Model(number, self.compute)
 
     def compute(self, inputs: list[Input]) -> None:
-        """Takes its time, and fails if it is to."""
+        """Take the model's time, and fail if the model has a fault."""
         host, now_s = HOST.get(), self._threads.loop.time()
         assert host is not None
         for model_input in inputs:

@@ -1,4 +1,4 @@
-"""Small generations whose every record says of which night it is, and a model that remembers what it computed.
+"""Small generations whose records show their night, and a model that remembers what it computed.
 
 Score of a record: 100 times the night's number, 50 more for what the model computed, and the rank. Items follow from
 the user and the night, or from the last of the history. So an answer alone tells where it can have come from.
@@ -47,41 +47,41 @@ _NO_FILE = Artefact("none", 0, "")
 
 
 def generation_of(number: int) -> str:
-    """Id of the night of that number: later nights have later data."""
+    """Return the id of the night with that number: later nights have later data."""
     return f"2027{1 + number // 28:02d}{1 + number % 28:02d}T000000Z-{number:012x}"
 
 
 @lru_cache(maxsize=64)
 def number_of(generation: str) -> int:
-    """The night's number."""
+    """Return the number of a night."""
     return int(generation.rpartition("-")[2], 16)
 
 
 def namespace_of(number: int) -> str:
-    """Namespace of the night of that number."""
+    """Return the namespace of the night with that number."""
     return max((first, name) for name, first in FIRST_NIGHTS.items() if first <= number)[1]
 
 
 def knows(number: int, user: str) -> bool:
-    """True if that night has a record of the user: each night lacks some whom others have."""
+    """Return whether that night has a record of the user: each night lacks some that others have."""
     return user in USERS and (int(user[1:]) + number) % 5 != 0
 
 
 def night_list(number: int, user: str) -> list[str]:
-    """Items that the night recommends, best first."""
+    """Return the items that the night recommends, best first."""
     start = 3 * int(user[1:]) + 7 * number
     return [ITEMS[(start + step) % COUNT] for step in range(WIDTH)]
 
 
 def live_list(last: str, excluded_items: frozenset[str]) -> list[str]:
-    """Items that the model recommends after the last of a history."""
+    """Return the items that the model recommends after the last of a history."""
     start = ITEMS.index(last)
     following_items = [ITEMS[(start + step) % COUNT] for step in range(1, COUNT + 1)]
     return [item for item in following_items if item not in excluded_items][:WIDTH]
 
 
 def default_list() -> list[str]:
-    """Items for whom nothing else is known."""
+    """Return the default items."""
     return list(ITEMS)
 
 
@@ -95,7 +95,7 @@ def _items() -> ItemTable:
 
 
 def forget() -> None:
-    """Forgets the nights, and makes what a process makes once: no simulation depends on those before it."""
+    """Discard all nights and process-wide caches, so that no simulation depends on an earlier one."""
     night.cache_clear()
     _items()
     assert LAYOUT.dtype.itemsize == LAYOUT.size_bytes  # found once, too
@@ -110,7 +110,7 @@ def _directory(name: str, ids: Sequence[str]) -> tuple[Directory, list[bytes]]:
 
 @dataclass(frozen=True, eq=False)
 class Night:
-    """A generation: what is written of it, and what is opened."""
+    """A generation: its manifest, and its opened form."""
 
     number: int
     generation: str
@@ -120,7 +120,7 @@ class Night:
     default: DefaultList
 
     def manifest(self, verdict: int, passed: bool = True) -> Manifest:
-        """Its manifest; `verdict` tells verifications apart, 0: none was yet."""
+        """Return the manifest; `verdict` numbers verifications (0: none yet)."""
         user_count = self.directories["user"].count
         gates = ({"rule": "any", "passed": passed, "number": verdict},) if verdict else ()
         return Manifest(
@@ -137,7 +137,7 @@ class Night:
 
 @lru_cache(maxsize=64)
 def night(number: int) -> Night:
-    """The night of that number, the same whenever it is asked for."""
+    """Return the night with that number, always the same one."""
     users, raws = _directory("user", [user for user in USERS if knows(number, user)])
     items = _items()
     lists = [items.ordinals_of([item.encode() for item in night_list(number, raw.decode())]) for raw in raws]
@@ -159,7 +159,7 @@ def night(number: int) -> Night:
 
 @dataclass
 class Model:
-    """The live model of a night; `compute` is told of each batch, and may take its time or raise."""
+    """The live model of a night; `compute` is called for each batch, and may take its time or raise."""
 
     number: int
     compute: Callable[[list[tuple[int, int, tuple[int, ...]]]], None]
@@ -167,15 +167,15 @@ class Model:
 
     @property
     def model_digest(self) -> str:
-        """One model a night."""
+        """Digest of the night's only model."""
         return f"model-{self.number}"
 
     def supports(self, table: str) -> bool:
-        """The one table."""
+        """Return whether it is the only table."""
         return table == TABLE
 
     def prepare_all(self, table: str, sources: Sequence[LiveInput]) -> list[PreparedInput | InvalidInput | None]:
-        """Inputs as the real predictor prepares them for a tower of histories."""
+        """Prepare inputs as the real predictor does for a tower of histories."""
         return prepare_all(table, _TOWER, _items(), sources)
 
     def predict(
@@ -187,7 +187,7 @@ class Model:
         *,
         blocked_ordinals: NDArray[np.int64],
     ) -> list[bytes]:
-        """One record each."""
+        """Return one record for each input."""
         self.compute([
             (self.number, print_, tuple(prepared.history.tolist()))
             for prepared, print_ in zip(batch, prints, strict=True)
@@ -209,7 +209,7 @@ class Model:
 
 
 def snapshot(number: int, model: Model | None) -> Snapshot:
-    """The night as a replica opens it, before any release and blocklist; without a model it is degraded."""
+    """Return the night as a replica opens it, without releases and blocklist; without a model it is degraded."""
     simulated_night = night(number)
     return Snapshot(
         generation=simulated_night.generation, epoch=0, published_at="", manifest=simulated_night.manifest(1),

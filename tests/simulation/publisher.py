@@ -1,4 +1,4 @@
-"""The night and its operators: the real release code, each operation in a thread that may pause before any command."""
+"""The night and its operators: real release code, each operation in a thread that may pause before any command."""
 
 import contextlib
 from collections.abc import Callable
@@ -32,7 +32,7 @@ FLIP = FlipConfig(wait_s=20.0, replicas_min=0)
 
 
 class Publisher:
-    """Operations by name; each is run in a thread of the simulation."""
+    """Operations by name; each runs in a thread of the simulation."""
 
     def __init__(self, redis: SimulatedRedis, store: ArtefactStore, keys: Keyspace) -> None:
         self._redis = redis
@@ -48,21 +48,21 @@ class Publisher:
         self._baselines: dict[str, str | None] = {}
 
     def run(self, name: str, *arguments: Any) -> str:
-        """Does it; what came of it, in words."""
+        """Run an operation; return its outcome in words."""
         try:
             return str(getattr(self, name)(*arguments))
         except (LarderError, redis.exceptions.RedisError) as error:
             return f"no: {type(error).__name__}: {error}"[:160]
 
     def night(self, is_good: bool) -> str:
-        """A new generation, up to its verdict, and its publication."""
+        """Build a new generation up to its verdict, and publish it."""
         generation = self.build(is_good)
         if is_good:
             self.publish(generation)
         return generation
 
     def build(self, is_good: bool) -> str:
-        """A new generation, up to its verdict."""
+        """Build a new generation up to its verdict."""
         night, releases = nights.night(self._next), self._releases()
         self._next += 1
         generation = night.generation
@@ -83,7 +83,7 @@ class Publisher:
         return generation
 
     def publish(self, generation: str) -> str:
-        """Makes it live once replicas hold it, as the step `publish` does."""
+        """Publish a generation once replicas hold it, as the step `publish` does."""
         releases, attempt = self._releases(), self._attempt()
         report: VerifyReport = {"baseline": self._baselines.get(generation)}
         if moves.prepare_publish(releases, generation, attempt=attempt, verified=report) is None:
@@ -92,7 +92,7 @@ class Publisher:
         return generation
 
     def canary(self, percent: float) -> str:
-        """Builds a generation and lets it answer a share of the requests."""
+        """Build a generation and let it answer a share of the requests."""
         generation = self.build(True)
         releases, attempt = self._releases(), self._attempt()
         report: VerifyReport = {"baseline": self._baselines[generation]}
@@ -101,7 +101,7 @@ class Publisher:
         return generation
 
     def end_canary(self, abandon: bool) -> str:
-        """Ends it: published, or given up."""
+        """End the canary: publish or abandon it."""
         releases = self._releases()
         pointer = releases.control.read_pointer()
         if pointer is None or pointer.canary is None:
@@ -113,12 +113,12 @@ class Publisher:
         return pointer.canary.generation
 
     def roll_back(self) -> str:
-        """Back by one."""
+        """Roll back by one generation."""
         moved = moves.roll_back(self._releases(), target_generation=None, reason="bad", attempt=self._attempt())
         return moved.pointer.generation
 
     def retire(self) -> str:
-        """Removes what nobody needs."""
+        """Remove generations that nobody needs."""
         releases, retired_generations = self._releases(), []
         for generation in sweep.unneeded_generations(releases, kept_generations=1, grace_s=GRACE_S):
             with contextlib.suppress(Conflict):
@@ -127,14 +127,14 @@ class Publisher:
         return f"{retired_generations} retired"
 
     def restore(self) -> str:
-        """Brings back what Redis lost."""
+        """Restore what Redis lost."""
         pointer, loaded, _ = recovery.restore_redis(
             self._releases(), attempt=self._attempt(), chunk_bytes=1, overlay_ttl_s=OVERLAY_TTL_S
         )
         return f"{pointer.generation} with {loaded}"
 
     def block(self, item: str | None, user: str | None, erased: str | None = None) -> str:
-        """Blocks one more."""
+        """Block one more entity."""
         return self._change(
             block_items=[item.encode()] if item else (),
             block_entities=[user.encode()] if user else (),
@@ -142,13 +142,13 @@ class Publisher:
         )
 
     def unblock(self, item: str | None, user: str | None) -> str:
-        """Blocks one less."""
+        """Unblock one entity."""
         return self._change(
             unblock_items=[item.encode()] if item else (), unblock_entities=[user.encode()] if user else ()
         )
 
     def experiment(self, namespaces: tuple[str, ...], share: float) -> str:
-        """Starts an experiment with an arm in each of these namespaces, as soon as all replicas hold them."""
+        """Start an experiment with an arm in each of these namespaces, once all replicas hold them."""
         self._experiments += 1
         name = f"e{self._experiments}"
         parts = 1 / (1 + len(namespaces))
@@ -165,7 +165,7 @@ class Publisher:
         return f"{name} in {namespaces}"
 
     def stop_experiment(self, position: int) -> str:
-        """Stops one of those that are not over."""
+        """Stop one of the running experiments."""
         name = self._current(position)
         self._edit(
             lambda record: experiments.end_experiment(record, name, stopped_at=self._control(OWN_NAMESPACE).time())
@@ -173,7 +173,7 @@ class Publisher:
         return name
 
     def change_share(self, position: int, share: float, control: float | None) -> str:
-        """Changes the share of one of them, or that of its arms."""
+        """Change the share of a running experiment, or the shares of its arms."""
         name = self._current(position)
         if control is None:
             self._edit(lambda record: experiments.share_keys(record, {name: share}))
@@ -212,7 +212,7 @@ class Publisher:
 
 
 def load_missing(control: Control, _store: ArtefactStore, generation: str, **_options: Any) -> int:
-    """Pages into Redis, one by one, and their mark."""
+    """Write missing pages to Redis one by one, then their mark."""
     night = nights.night(nights.number_of(generation))
     for number, page in enumerate(night.pages):
         name = control.keyspace.page(generation, TABLE, number)

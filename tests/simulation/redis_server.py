@@ -1,4 +1,4 @@
-"""A Redis in memory behind its own protocol: the commands and scripts that Larder sends, held to a real server.
+"""A Redis in memory with its own protocol: the commands and scripts of Larder, compared with a real server.
 
 `tests/contract/test_simulated_redis.py` sends both the same bytes.
 """
@@ -22,7 +22,7 @@ _MORE = object()
 
 
 class SimulatedRedis(MemoryRedis):
-    """Strings, hashes and sorted sets with expiry, and who listens to a channel."""
+    """Strings, hashes and sorted sets with expiry, and the subscribers of channels."""
 
     def __init__(self, keys: Keyspace, clock: Callable[[], float], watch: Watch = unwatched) -> None:
         super().__init__(keys, clock, watch)
@@ -41,21 +41,21 @@ class SimulatedRedis(MemoryRedis):
         }
 
     def execute(self, command: list[bytes]) -> Any:
-        """The reply to a command: bytes, int, None, a list, or text that is sent as it is."""
+        """Return the reply to a command: bytes, int, None, a list, or text that is sent unchanged."""
         self._drop_expired()
         return getattr(self, f"do_{command[0].decode().lower()}")(*command[1:])
 
     def wipe(self) -> None:
-        """Everything is gone."""
+        """Remove everything."""
         self.data.clear()
         self.ends.clear()
 
     def save(self) -> None:
-        """Keeps what is there, as a snapshot on disk."""
+        """Save the current state, like a snapshot on disk."""
         self._saved = _copied(self.data), dict(self.ends)
 
     def load(self) -> None:
-        """Comes back with the last snapshot, if there is one."""
+        """Load the last snapshot, if there is one."""
         if self._saved is not None:
             self.data, self.ends = _copied(self._saved[0]), dict(self._saved[1])
 
@@ -69,21 +69,21 @@ class SimulatedRedis(MemoryRedis):
     # -- commands
 
     def do_get(self, name: bytes) -> bytes | None:
-        """A string."""
+        """Return a string."""
         stored_bytes: bytes | None = self.data.get(name.decode())
         return stored_bytes
 
     def do_mget(self, *names: bytes) -> list[bytes | None]:
-        """Strings."""
+        """Return strings."""
         return [self.data.get(name.decode()) for name in names]
 
     def do_getrange(self, name: bytes, first: bytes, last: bytes) -> bytes:
-        """Part of a string."""
+        """Return a part of a string."""
         stored_bytes: bytes = self.data.get(name.decode(), b"")
         return stored_bytes[int(first) : int(last) + 1]
 
     def do_set(self, name: bytes, value: bytes, *options: bytes) -> Any:
-        """A string: NX, GET and PX in any order."""
+        """Set a string, with NX, GET and PX in any order."""
         key, option_list = name.decode(), list(options)
         previous_value = self.data.get(key)
         life_ms = int(option_list[option_list.index(b"PX") + 1]) if b"PX" in option_list else None
@@ -97,33 +97,33 @@ class SimulatedRedis(MemoryRedis):
         return OK if b"NX" not in option_list or previous_value is None else None
 
     def do_pttl(self, name: bytes) -> int:
-        """Milliseconds of life."""
+        """Return the remaining milliseconds of a key."""
         key = name.decode()
         if key not in self.data:
             return -2
         return -1 if key not in self.ends else round(1000 * (self.ends[key] - self.clock()))
 
     def do_expire(self, name: bytes, seconds: bytes) -> int:
-        """Sets a life."""
+        """Set a key's expiry."""
         key = name.decode()
         if key in self.data:
             self.ends[key] = self.clock() + int(seconds)
         return int(key in self.data)
 
     def do_time(self) -> list[bytes]:
-        """Seconds and microseconds."""
+        """Return seconds and microseconds."""
         now_s = self.clock()
         return [b"%d" % int(now_s), b"%d" % int(1e6 * (now_s % 1))]
 
     def do_zadd(self, name: bytes, score: bytes, member: bytes) -> int:
-        """A member with a score."""
+        """Add a member with a score."""
         score_by_member = self.data.setdefault(name.decode(), {})
         is_new = member not in score_by_member
         score_by_member[member] = float(score)
         return int(is_new)
 
     def do_zrem(self, name: bytes, *members: bytes) -> int:
-        """Members away."""
+        """Remove members."""
         score_by_member = self.data.get(name.decode(), {})
         count = sum(score_by_member.pop(member, None) is not None for member in members)
         if not score_by_member:
@@ -131,42 +131,42 @@ class SimulatedRedis(MemoryRedis):
         return count
 
     def do_zrevrange(self, name: bytes, first: bytes, last: bytes, _scores: bytes) -> list[bytes]:
-        """Members and scores, greatest first."""
+        """Return members and scores, greatest first."""
         ranked = sorted(self.data.get(name.decode(), {}).items(), key=lambda e: (-e[1], e[0]))
-        # Members of one score: Redis has the greater name first.
+        # Among members with the same score, Redis returns the greater name first.
         ranked.sort(key=lambda e: e[0], reverse=True)
         ranked.sort(key=lambda e: e[1], reverse=True)
         part = ranked[int(first) : int(last) + 1]
         return [element for member, score in part for element in (member, b"%.17g" % score)]
 
     def do_hset(self, name: bytes, field: bytes, value: bytes) -> int:
-        """A field."""
+        """Set a field."""
         hash_fields = self.data.setdefault(name.decode(), {})
         is_new = field not in hash_fields
         hash_fields[field] = value
         return int(is_new)
 
     def do_hdel(self, name: bytes, *fields: bytes) -> int:
-        """Fields away."""
+        """Remove fields."""
         return self.do_zrem(name, *fields)
 
     def do_hgetall(self, name: bytes) -> list[bytes]:
-        """A hash."""
+        """Return a hash."""
         return [element for pair in self.data.get(name.decode(), {}).items() for element in pair]
 
     def do_pfadd(self, name: bytes, *members: bytes) -> int:
-        """Counted once each: a set, where Redis estimates."""
+        """Count distinct members exactly, where Redis estimates."""
         counted_members = self.data.setdefault(name.decode(), {})
         count_before = len(counted_members)
         counted_members.update(dict.fromkeys(members, 1.0))
         return int(len(counted_members) > count_before)
 
     def do_pfcount(self, name: bytes) -> int:
-        """How many."""
+        """Return the number of distinct members."""
         return len(self.data.get(name.decode(), {}))
 
     def do_info(self, *_section: bytes) -> bytes:
-        """What a service looks at."""
+        """Return the values of INFO that a service reads."""
         return (
             f"# Memory\r\nused_memory:1000000\r\nmaxmemory:0\r\nmaxmemory_policy:{self.policy}\r\n"
             "mem_fragmentation_ratio:1.0\r\n# Stats\r\nevicted_keys:0\r\nexpired_keys:0\r\n"
@@ -174,50 +174,50 @@ class SimulatedRedis(MemoryRedis):
         ).encode()
 
     def do_client(self, *_arguments: bytes) -> str:
-        """Who it is."""
+        """Accept CLIENT commands."""
         return OK
 
     def do_select(self, _number: bytes) -> str:
-        """The only one."""
+        """Accept SELECT: there is one database."""
         return OK
 
     def do_ping(self) -> str:
-        """Here."""
+        """Answer PING."""
         return "+PONG\r\n"
 
     def do_publish(self, channel: bytes, message: bytes) -> int:
-        """Tells who listens."""
+        """Send a message to the subscribers."""
         return self.publish(channel.decode(), message.decode())
 
     def do_eval(self, script: bytes, count: bytes, *arguments: bytes) -> Any:
-        """One of Larder's scripts."""
+        """Run one of Larder's scripts."""
         keys = [raw_key.decode() for raw_key in arguments[: int(count)]]
         return self.scripts[script](keys, list(arguments[int(count) :]))
 
     # -- for publishers, who hold no connection
 
     def publish(self, channel: str, message: str) -> int:
-        """Tells who listens; how many."""
+        """Send a message to the subscribers; return how many there are."""
         listeners = [session for session in self.sessions if channel in session.channels]
         for listener in listeners:
             listener.push(channel, message)
         return len(listeners)
 
     def getrange(self, name: str, first: int, last: int) -> bytes:
-        """Part of a string."""
+        """Return a part of a string."""
         self.watch("getrange", name)
         stored_bytes: bytes = self.data.get(name, b"")
         return stored_bytes[first : last + 1]
 
     def eval(self, script: str, count: int, *arguments: Any) -> Any:
-        """One of Larder's scripts."""
+        """Run one of Larder's scripts."""
         self.watch("eval", script)
         raw_arguments = [argument if isinstance(argument, bytes) else str(argument).encode() for argument in arguments]
         self._drop_expired()
         return self.do_eval(script.encode(), b"%d" % count, *raw_arguments)
 
     def move(self, argv: list[bytes]) -> list[Any]:
-        """The script that moves the pointer, and says so."""
+        """Run the script that moves the pointer, and notify the subscribers."""
         previous_raw = self.data.get(self.keys.live)
         reply = super().move(argv)
         if self.data.get(self.keys.live) is not previous_raw:
@@ -227,7 +227,7 @@ class SimulatedRedis(MemoryRedis):
     # -- scripts
 
     def _in(self, name: str, script: Callable[[list[bytes]], Any], argv: list[bytes]) -> Any:
-        """Reply of a script under the namespace of its first key."""
+        """Return the reply of a script under the namespace of its first key."""
         previous_keys, self.keys = self.keys, Keyspace(name.partition("{")[2].partition("}")[0])
         try:
             return script(argv)
@@ -288,7 +288,7 @@ def _copied(data: dict[str, Any]) -> dict[str, Any]:
 
 
 class Session(asyncio.Protocol):
-    """A connection to it: commands are taken one after the other, as they arrive."""
+    """A connection to the server, which handles commands one by one as they arrive."""
 
     def __init__(self, redis: SimulatedRedis) -> None:
         self.channels: dict[str, None] = {}
@@ -297,16 +297,16 @@ class Session(asyncio.Protocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Counts among those who may listen."""
+        """Register the connection as a possible subscriber."""
         self._transport = transport  # type: ignore[assignment]
         self._redis.sessions[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Counts no more."""
+        """Remove the connection."""
         self._redis.sessions.pop(self, None)
 
     def data_received(self, data: bytes) -> None:
-        """Answers each command that is whole."""
+        """Answer each complete command."""
         self._reader.feed(data)
         replies: list[bytes] = []
         while (command := self._reader.gets()) is not _MORE:
@@ -315,7 +315,7 @@ class Session(asyncio.Protocol):
             self._transport.write(b"".join(replies))
 
     def push(self, channel: str, message: str) -> None:
-        """Hands a message over."""
+        """Send a message to the client."""
         message_parts = [b"message", channel.encode(), message.encode()]
         self._transport.write(encoded(message_parts))
 
@@ -334,7 +334,7 @@ class Session(asyncio.Protocol):
 
 
 def encoded(reply: Any) -> bytes:
-    """A reply as Redis sends it."""
+    """Encode a reply as Redis sends it."""
     if reply is None:
         return b"$-1\r\n"
     if isinstance(reply, bytes):

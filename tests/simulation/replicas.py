@@ -1,4 +1,4 @@
-"""A replica: the whole service, from its HTTP server down, on a host of its own."""
+"""A replica: the whole service, including its HTTP server, on a host of its own."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,20 +22,20 @@ REDIS_PORT = 6_379
 
 @dataclass
 class Listener:
-    """What a server is told to listen on: here only a number."""
+    """The socket that a server listens on, here only a number."""
 
     port: int
 
     def dup(self) -> "Listener":
-        """Another name for it."""
+        """Return the same listener."""
         return self
 
     def fileno(self) -> int:
-        """It is open."""
+        """Return an arbitrary number."""
         return 1
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 class Replica:
@@ -65,28 +65,28 @@ class Replica:
         return self._run(self._start())
 
     def stop(self) -> asyncio.Task[None]:
-        """Ends it as a signal would."""
+        """Stop the service as a signal would."""
         return self._run(self._stop())
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """End the service at once."""
         self._loop.kill(self.host)
         self.is_down = True
         self.server = self.service = None
 
     @property
     def is_up(self) -> bool:
-        """True while it answers."""
+        """Whether the service answers."""
         return self.service is not None
 
     @property
     def arms(self) -> ArmHolder | None:
-        """Arms of experiments that it holds; None while it is not up."""
+        """Arms of experiments that the service holds; None while it is not up."""
         return None if self.service is None else attached(self.service, ExperimentRouter)._arm_holder
 
     @property
     def services(self) -> dict[str, LookupService]:
-        """By namespace: what answers from it."""
+        """The served namespaces, by name."""
         if self.service is None or (arms := self.arms) is None:
             return {}
         names = dict.fromkeys((nights.OWN_NAMESPACE, *arms.state_by_namespace))
@@ -115,7 +115,7 @@ class Replica:
 
 
 def store_of(store_for: Callable[[str], ArtefactStore]) -> type[ServingConfig]:
-    """Settings whose artefact store is that of their namespace."""
+    """Return settings whose artefact store is that of their namespace."""
 
     class OfStore(ServingConfig):
         def store(self) -> ArtefactStore:
@@ -125,7 +125,7 @@ def store_of(store_for: Callable[[str], ArtefactStore]) -> type[ServingConfig]:
 
 
 def settings(store_for: Callable[[str], ArtefactStore], **changes: Any) -> ServingConfig:
-    """A service's settings: less often than in production it does what costs much and tells little."""
+    """Return a service's settings, with costly background work less often than in production."""
     return store_of(store_for)(
         **{
             "redis_url": f"redis://redis:{REDIS_PORT}/0", "port": 0, "dashboard_s": 0.0, "quality_s": 0.0,

@@ -47,7 +47,7 @@ CALM_S = 3.0
 
 
 class WrittenExperiments:
-    """A version of the experiments, and when it was written; which arm has a key is told in the plainest way."""
+    """A version of the experiments and its time; the arm of a key is computed in the simplest way."""
 
     def __init__(self, written_at: float, record: Experiments) -> None:
         self.written_at, self.record = written_at, record
@@ -55,7 +55,7 @@ class WrittenExperiments:
         self._arms = {experiment.name: experiment.owners for experiment in record.running}
 
     def owner(self, key: bytes) -> tuple[str | None, str | None]:
-        """Experiment and arm that have the key; None twice if none has."""
+        """Return experiment and arm of the key; None twice if it has none."""
         experiment = self._layer.owner_of(key)
         if experiment is None or experiment not in self._arms:
             return None, None
@@ -93,7 +93,7 @@ class Rules:
     # -- told of
 
     def moved(self, raw: bytes) -> None:
-        """A pointer that is now in place."""
+        """Note a pointer that is now in place."""
         pointer = Pointer.from_bytes(raw)
         namespace = nights.namespace_of(nights.number_of(pointer.generation))
         self._epochs[namespace][pointer.epoch] = pointer.generation
@@ -104,16 +104,16 @@ class Rules:
             self._tried.add(pointer.canary.generation)
 
     def blocked(self, blocklist: Blocklist) -> None:
-        """A version of the blocklist that is now in the store."""
+        """Note a version of the blocklist that is now in the store."""
         self._blocklists.append((self._of.loop.time(), blocklist))
 
     def experimented(self, record: Experiments) -> None:
-        """A version of the experiments that is now in the store."""
+        """Note a version of the experiments that is now in the store."""
         if not self._records or record.version > self._records[-1].record.version:
             self._records.append(WrittenExperiments(self._of.loop.time(), record))
 
     def arm_begins(self, arm: ServedNamespace) -> None:
-        """A namespace of an arm is about to load: never a second time beside itself."""
+        """Check that an arm's namespace about to load is not loaded already."""
         host, namespace = (HOST.get(), arm.held_namespace.components.remote.control.keyspace.namespace)
         assert host is not None
         self._open_arms[host, namespace] += 1
@@ -121,13 +121,13 @@ class Rules:
             raise Broken(f"{host.name} has opened {namespace} twice")
 
     def arm_ended(self, arm: ServedNamespace) -> None:
-        """A namespace of an arm is closed."""
+        """Note that an arm's namespace was closed."""
         host, namespace = (HOST.get(), arm.held_namespace.components.remote.control.keyspace.namespace)
         assert host is not None
         self._open_arms[host, namespace] = 0
 
     def removing(self, name: str) -> None:
-        """A key that is about to go: not one of what a replica holds and has had the time to say so."""
+        """Check that a key about to be removed is of no generation that a replica has reported as held."""
         generation = name.split(":")[4] if ":g:" in name else ""
         for replica in self._of.replicas:
             if replica.service is None or self._up_s(replica.host) < LEARNS_S:
@@ -143,7 +143,7 @@ class Rules:
         return self._first_held_at.setdefault((replica.host, generation), self._of.loop.time())
 
     def can_talk(self, fingerprint: int) -> bool:
-        """True if processes have been able to tell each other what they compute: after calm, and none left Redis alone.
+        """Return whether processes could coordinate their inferences: after calm, with Redis reachable for all of them.
 
         After an outage the first call finds out that it is over; those beside it have no lease. Who has waited long
         enough for another process' answer computes it as well.
@@ -155,14 +155,15 @@ class Rules:
     # -- calls
 
     def begin_call(self, call: Call, replica: Replica) -> CallContext:
-        """What is known as a call begins."""
+        """Return the state known as a call begins."""
         service, services = replica.service, replica.services
         if any(lookup_service.tiers._remote.stats.breaker_state != "closed" for lookup_service in services.values()):
             self._probing_at = self._of.loop.time()
         served_by_name = {name: lookup_service.follower.served for name, lookup_service in services.items()}
         holdings = {name: served for name, served in served_by_name.items() if served is not None}
         for question in call.questions:
-            # A process waits for another one for half of what a live answer may take, which is 3/4 of the call's time.
+            # A process waits for another one for half of the time that a live answer may take, which is 3/4 of the
+            # call's time.
             caller_s = min(call.deadline_ms, DEADLINE_MS) / 1000
             alone_at = self._of.loop.time() + min(0.2, caller_s * 0.75 / 2)
             self._waiting[fingerprint(question.id.encode())].setdefault(id(call), alone_at)
@@ -181,16 +182,16 @@ class Rules:
         )  # fmt: skip
 
     def _away_s(self, replica: Replica) -> float:
-        """Seconds for which a replica has not been able to reach Redis."""
+        """Return the seconds for which a replica has not been able to reach Redis."""
         return self._of.faults.lasting_s("redis down", "redis held", f"link held {replica.number}")
 
     def end_call(self, call: Call) -> None:
-        """A call that was answered, or whose caller left."""
+        """Note that a call was answered or its caller left."""
         for question in call.questions:
             self._waiting[fingerprint(question.id.encode())].pop(id(call), None)
 
     def answered(self, call_context: CallContext, reply: Reply) -> list[Any]:
-        """Judges a reply; what to write down of it."""
+        """Judge a reply; return a line about it for the log."""
         call, now_s = call_context.call, self._of.loop.time()
         replica = self._of.replicas[call.replica]
         if call_context.service is not None and replica.host is call_context.host and replica.is_up:
@@ -233,7 +234,7 @@ class Rules:
             raise Wrong(f"{question} is blocked and got {answer}")
         if answer.get("reason") == "internal_error":
             raise Wrong(f"{question} of {call} got {answer}")
-        # One that was under way when Redis came back may know better than when it was asked.
+        # A call that was under way when Redis came back may know more than at its start.
         away_s = min(call_context.redis_away_s, self._away_s(self._of.replicas[call_context.call.replica]))
         if away_s > STALE_S and "stale" not in answer:
             raise Wrong(f"without Redis for {away_s:.1f} s: {answer}")
@@ -244,13 +245,13 @@ class Rules:
             at = max(of, default=0.0)
             if self._of.loop.time() - at > FORGOTTEN_S + LEARNS_S:
                 raise Wrong(f"older than it may get: {answer}")
-        # An arm out of order is no excuse for the service's own namespace.
+        # A fault of an arm does not excuse the service's own namespace.
         but = ("arm",) if namespace == nights.OWN_NAMESPACE else ()
         if self._of.faults.calm_s(but=but) > LEARNS_S and call_context.service is not None:
             self._demand_learnt(call_context, namespace, question, answer)
 
     def _demand_current(self, call_context: CallContext, namespace: str, answer: Mapping[str, Any]) -> None:
-        """Never backwards: what was live when the call began, or came later."""
+        """Demand a generation that was live when the call began or became live later."""
         generation, pinned = answer["generation"], call_context.call.generation
         if pinned is not None and generation != pinned:
             raise Wrong(f"{pinned} was pinned, and {answer} came")
@@ -263,7 +264,7 @@ class Rules:
             raise Wrong(f"{known_state.live} was live, and {answer} came")
 
     def _demand_routed(self, call_context: CallContext, namespace: str, answer: Mapping[str, Any]) -> None:
-        """An arm answers whole requests of keys that a version gave it, and all of them once all is calm."""
+        """Demand that an arm answers whole requests of keys that a version gave it, and all of them in calm."""
         label = answer.get("experiment"), answer.get("arm")
         call, now_s = call_context.call, self._of.loop.time()
         has_key = len(call.questions) == 1 and call.generation is None
@@ -284,7 +285,7 @@ class Rules:
             return
         arm = of_arm[settled]
         first_at = self._first_at.get(arm, now_s)
-        # What is wrong with one arm touches no other.
+        # A fault of one arm affects no other.
         other_arm_faults = tuple(
             f"arm {how} {name}" for how in ("hung", "broken") for name in nights.ARMS if name != arm
         )
@@ -296,7 +297,7 @@ class Rules:
     def _demand_learnt(
         self, call_context: CallContext, namespace: str, question: Question, answer: Mapping[str, Any]
     ) -> None:
-        """In calm: what was written down some time ago is known, and what is stored is found."""
+        """Demand, in calm, that records written some time ago are known, and stored answers are found."""
         if self._up_s(call_context.host) < LEARNS_S:
             return
         process = call_context.host, namespace
@@ -315,7 +316,7 @@ class Rules:
         is_plain = not call_context.call.exclude and not question.history and not call_context.call.fresh
         if answer["source"] == "default" and nights.knows(number, question.id) and is_plain:
             reason = answer["reason"]
-            # After an outage one call at a time finds out that it is over.
+            # After an outage one call at a time tests whether it is over.
             is_probing = reason == "breaker_open" and call_context.at < self._probed[process] + 1.0
             if reason in ("l2_down", "l2_timeout", "breaker_open") and not is_probing:
                 raise Wrong(f"Redis is there, and {question} got {answer}")
@@ -328,7 +329,7 @@ class Rules:
     # -- every step
 
     def step(self) -> None:
-        """Looks at every replica."""
+        """Check every replica."""
         for replica in self._of.replicas:
             if replica.service is not None:
                 self._check_replica(replica, replica.service)
@@ -360,7 +361,7 @@ class Rules:
         now_s = self._of.loop.time()
         if pointer is None or now_s - self._moved_at < LEARNS_S or self._up_s(replica.host) < LEARNS_S:
             return
-        # What is held already waits for no store, however it hangs.
+        # A generation that is already held waits for no store, even if the store hangs.
         is_at_hand = service.follower.holder.find_snapshot(pointer.generation) is not None
         fault_names = ("redis", f"link held {replica.number}", f"cut {replica.number}", "stall", "bytes")
         calm_s = self._of.faults.calm_s(*fault_names) if is_at_hand else self._of.faults.calm_s()
@@ -373,7 +374,7 @@ class Rules:
             raise Broken(f"{replica.host.name} stays degraded: {served.live.degraded_reason}")
 
     def _demand_obedient(self, replica: Replica, blocklist: Blocklist) -> None:
-        """An arm that answers bars what the service's own namespace has barred for some time."""
+        """Demand that an arm that answers leaves out what the service's own namespace has blocked for some time."""
         now_s = self._of.loop.time()
         obeyed_blocklist, obeyed_since = self._obeyed.get(replica.host, (None, now_s))
         if obeyed_blocklist is not blocklist:
@@ -392,7 +393,7 @@ class Rules:
     # -- the end
 
     def check_at_rest(self, replica: Replica) -> None:
-        """After calm without calls: nothing is under way, and what was counted adds up."""
+        """Check, after calm without calls, that nothing is under way and the counts add up."""
         service = replica.service
         if service is None:
             raise Broken(f"{replica.host.name} does not come up again")
@@ -406,7 +407,7 @@ class Rules:
         demand_sums(replica.host.name, service)
 
     def _demand_arms_held(self, replica: Replica) -> None:
-        """After calm: exactly the namespaces that experiments name are held, and all answer."""
+        """Demand, after calm, that exactly the namespaces that experiments name are held, and all answer."""
         named = self._records[-1].record.namespaces(nights.OWN_NAMESPACE) if self._records else ()
         states = {} if replica.arms is None else replica.arms.state_by_namespace
         if states != dict.fromkeys(named, ArmState.SERVING):
@@ -416,7 +417,7 @@ class Rules:
             raise Broken(f"{replica.host.name} holds {silent}, and does not answer from there")
 
     def check_stopped(self, replica: Replica, host: Host) -> None:
-        """After it was stopped: no task of it is left, and no namespace is open."""
+        """Check that no task of a stopped service is left, and no namespace is open."""
         still_open = [name for (of, name), count in self._open_arms.items() if of is host and count]
         if still_open:
             raise Broken(f"{replica.host.name} has stopped, and {still_open} are open")

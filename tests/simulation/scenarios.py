@@ -35,7 +35,7 @@ EXPERIMENTS_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something that happens at `at` seconds; `seed` is for whatever is left to chance in it."""
+    """An event at `at` seconds; `seed` decides its random details."""
 
     at: float
     kind: str
@@ -50,14 +50,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """What happens more or less often than usual, for finding what is rare."""
+    """Events that happen more or less often than usual, to find rare failures."""
 
     weights: dict[str, int] = field(default_factory=dict)
     steps: int = STEPS
 
 
 def scenario(seed: int, bias: Bias = Bias()) -> list[Step]:
-    """The steps of that seed, in order of time."""
+    """Return the steps of that seed, in order of time."""
     rng = random.Random(f"{seed} scenario")
     has_experiments = random.Random(f"{seed} experiments").random() < EXPERIMENTS_SHARE
     weights = {**WEIGHTS, **(EXPERIMENTS if has_experiments else {}), **bias.weights}
@@ -67,7 +67,7 @@ def scenario(seed: int, bias: Bias = Bias()) -> list[Step]:
         steps.append(_step(1.0, "experiment", rng))
     at = 1.0
     for _ in range(bias.steps):
-        # Things that matter happen close to each other, or long after.
+        # Let events happen close together, or long after one another.
         luck = rng.random()
         at += rng.choice([0.0, 0.002, 0.02]) if luck < 0.4 else rng.expovariate(1 / 0.5)
         at += rng.uniform(1.0, 30.0) if luck > 0.8 else 0.0
@@ -128,7 +128,7 @@ def _step(at: float, kind: str, rng: random.Random) -> Step:
 
 
 def _call(rng: random.Random) -> Call:
-    """A request, as likely plain as not."""
+    """Return a request, plain in half of the cases."""
     replica, luck = rng.randrange(REPLICAS), rng.random()
     user = rng.choice([*USERS, *POPULAR_USERS * 8, *STRANGERS[:3] * 4])
     if luck < 0.5:

@@ -1,4 +1,4 @@
-"""A failure made small: the fewest steps after which the same rule still breaks."""
+"""Shrinking of a failure to the fewest steps after which the same rule still breaks."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ class Luck(NamedTuple):
     traced_share: float = TRACED_SHARE
 
     def nearby(self) -> Iterator["Luck"]:
-        """This luck, that of the next seeds, and one under which all threads may pause: races show soonest then."""
+        """Return this luck, those of the next seeds, and one in which all threads may pause (races show soonest)."""
         yield from (Luck(self.seed + more, self.traced_share) for more in range(CHANCES))
         if self.traced_share < 1:
             yield Luck(self.seed, 1.0)
@@ -32,7 +32,7 @@ class Luck(NamedTuple):
 
 
 def broken(luck: Luck, steps: Sequence[Step]) -> str | None:
-    """What breaks in the steps under that luck, None if nothing does."""
+    """Return the rule that the steps break under that luck, None without one."""
     try:
         Simulation(luck.seed, steps, traced_share=luck.traced_share).run()
     except Broken as error:
@@ -41,7 +41,7 @@ def broken(luck: Luck, steps: Sequence[Step]) -> str | None:
 
 
 def shrunk(seed: int, steps: Sequence[Step]) -> tuple[Luck, list[Step], str]:
-    """Luck and steps, as few as can be found, that break a rule; and how. After Zeller's delta debugging."""
+    """Return as few steps as found that break a rule, their luck, and how; after Zeller's delta debugging."""
     luck = Luck(seed)
     failure, smallest_steps, size, tries = (broken(luck, steps) or "", list(steps), max(1, len(steps) // 2), 0)
     while size and tries < TRIES:
@@ -60,7 +60,7 @@ def shrunk(seed: int, steps: Sequence[Step]) -> tuple[Luck, list[Step], str]:
 
 
 def _without_pairs(luck: Luck, steps: list[Step], failure: str) -> tuple[Luck, list[Step], str]:
-    """The same with fewer steps: where none can be left out alone, two of them sometimes can."""
+    """Return fewer steps by leaving out two at a time, if no single one can be left out."""
     for pair in itertools.combinations(range(len(steps)), 2):
         candidate_steps = [step for at, step in enumerate(steps) if at not in pair]
         for chance in luck.nearby():
@@ -70,6 +70,6 @@ def _without_pairs(luck: Luck, steps: list[Step], failure: str) -> tuple[Luck, l
 
 
 def format_failure(first: int, luck: Luck, steps: Sequence[Step], failure: str) -> str:
-    """A failure as it is printed: the seed that was run, and what is left of its steps, under another one perhaps."""
+    """Return a failure as text: the seed that was run, and the remaining steps with their seed."""
     step_lines = "\n".join(map(str, steps))
     return f"seed {first} breaks a rule; {len(steps)} of its steps do so under {luck}: {failure}\n{step_lines}"

@@ -60,7 +60,7 @@ NO_NEWS = (
 
 
 class Simulation:
-    """See the module. `run` raises Broken when a rule does not hold; it runs under `installed`."""
+    """A simulation; see the module. `run` raises Broken when a rule does not hold; it needs `installed`."""
 
     def __init__(self, seed: int, steps: Sequence[Step], *, traced_share: float = TRACED_SHARE) -> None:
         self.seed, self.steps = seed, steps
@@ -103,7 +103,7 @@ class Simulation:
         self._clients: dict[int, list[Client]] = {}
 
     def run(self) -> str:
-        """Lives through all steps, then through calm, then stops everything; the hash of what happened."""
+        """Run all steps, then a calm time, then stop everything; return the hash of what happened."""
         gc.collect()  # of the simulation before this one: see `installed`
         substitution.forget()
         nights.forget()
@@ -123,62 +123,62 @@ class Simulation:
 
     @property
     def digest(self) -> str:
-        """Hash of all that happened: of one seed always the same."""
+        """Hash of all that happened, which is always the same for one seed."""
         return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:16]
 
     def log(self, *parts: Any) -> None:
-        """Writes down what happens."""
+        """Record what happens."""
         self.lines.append(f"{self.loop.time() - START:9.4f} {' '.join(map(str, parts))}")
 
     # -- the process, as `substitution.Process`
 
     def monotonic(self) -> float:
-        """Virtual seconds."""
+        """Return virtual seconds."""
         return self.loop.time()
 
     def wall(self) -> float:
-        """Unix seconds on the host whose code asks."""
+        """Return Unix seconds on the host of the running code."""
         host = HOST.get()
         return self._redis_time() + (host.clock_ahead_s if host else 0.0)
 
     def sleep(self, seconds: float) -> None:
-        """Waits, in a thread."""
+        """Wait in a thread."""
         self.threads.sleep(seconds)
 
     def rng(self) -> random.Random:
-        """Chance, for whoever draws without a seed."""
+        """Return the random numbers for code that draws without a seed."""
         return self.chance
 
     def pool(self, workers: int = 4, *_name: Any, **_options: Any) -> Pool:
-        """A thread pool."""
+        """Return a thread pool."""
         return Pool(self.threads, workers)
 
     def lock(self) -> Lock:
-        """A lock."""
+        """Return a lock."""
         return Lock(self.threads)
 
     def open(self, store: Any, generation: str, epoch: int, at: float, blocklist: Blocklist) -> Snapshot:
-        """In place of `Snapshot.open`: the manifest is read, all else is in memory."""
+        """Replace `Snapshot.open`: read the manifest, take all else from memory."""
         number = nights.number_of(read_manifest(store, generation).generation)
         self.threads.sleep(self.threads.rng.random() * OPENS_S)
         model = self.models.open(number)
         return nights.snapshot(number, model).released_as(epoch, at).with_blocklist(blocklist)
 
     def store(self, namespace: str) -> SimulatedStore:
-        """A namespace's part of the store, as settings give it; raises ConfigError while it cannot be opened."""
+        """Return a namespace's part of the store; raise ConfigError while it cannot be opened."""
         if namespace in self.broken_arms:
             raise ConfigError(f"the settings of {namespace} cannot be read")
         return self.stores[namespace]
 
     def is_loaded(self, generation: str) -> bool:
-        """True if Redis has every page of it."""
+        """Return whether Redis has every page of a generation."""
         number = nights.number_of(generation)
         pages, keys = nights.night(number).pages, Keyspace(nights.namespace_of(number))
         names = [keys.page(generation, TABLE, page) for page in range(len(pages))]
         return all(name in self.redis.data for name in names)
 
     def tasks_of(self, host: Host) -> list[asyncio.Task[Any]]:
-        """Tasks that were begun in one process."""
+        """Return the tasks that began in one process."""
         return [task for of, task in self._tasks if of is host]
 
     def _rng(self, purpose: str) -> random.Random:
@@ -188,7 +188,7 @@ class Simulation:
         return WALL + self.loop.time() - START
 
     def _pause(self, command: str, name: str) -> None:
-        """Before any command of the publisher."""
+        """Pause the publisher before a command."""
         if command == "unlink" and name in self.redis.data:  # a restore removes once more what is gone
             self.rules.removing(name)
         work, rng = self.threads.current, self.threads.rng
@@ -379,14 +379,14 @@ class Simulation:
 
 
 class ScarcePool(Pool):
-    """The default threads of all hosts, where some hosts start none to put a blocklist in force."""
+    """The default threads of all hosts; some hosts start none to put a blocklist in force."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation.threads, 8)
         self._simulation = simulation
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Queues the call; raises NoThread as a process under a limit does."""
+        """Queue the call; raise NoThread as a process at its limit does."""
         host, work = HOST.get(), getattr(fn, "args", ())
         name, threadless = "" if host is None else host.name, self._simulation.threadless
         for call in work if threadless else ():
@@ -402,10 +402,10 @@ _CURRENT: list[Simulation] = []
 
 
 class _CurrentSimulation:
-    """The simulation that runs now, as the process that code takes its clocks and threads from."""
+    """The current simulation, as the process from which code takes its clocks and threads."""
 
     def monotonic(self) -> float:
-        """Virtual seconds: asked for more often than anything else."""
+        """Return virtual seconds, by the shortest way, since this is called most."""
         return _CURRENT[-1].loop.time()
 
     def __getattr__(self, name: str) -> Any:
@@ -413,10 +413,10 @@ class _CurrentSimulation:
 
 
 class _Errors(logging.Handler):
-    """Hears what is logged as an error, but for what is rightly one."""
+    """Collects errors that are logged, except expected ones."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keeps it for the rules."""
+        """Keep the error for the rules."""
         message, error = record.getMessage(), record.exc_info and record.exc_info[1]
         of_world = LarderError | OSError | redis.exceptions.RedisError | NoThread
         is_of_world = isinstance(error, of_world)
@@ -427,7 +427,7 @@ class _Errors(logging.Handler):
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """While it lasts, this process is that of simulations, one after the other."""
+    """Within the block, this process runs simulations, one after the other."""
     substitution.import_all()
     replaced = {
         **substitution.replacements(_CurrentSimulation()),
@@ -459,8 +459,8 @@ def installed() -> Iterator[None]:
     ServedNamespace.start, ServedNamespace.aclose = start, aclose  # type: ignore[method-assign]
     loader.kernels = pure
     handlers, root.handlers = root.handlers, [errors]
-    # A collection ends coroutines, in the middle of whatever runs: between simulations it meets none,
-    # and what the process has imported needs no look.
+    # A garbage collection closes coroutines in the middle of other work. So collect between simulations only, and skip
+    # what the process has imported.
     gc.disable()
     gc.freeze()
     try:
@@ -477,4 +477,4 @@ def installed() -> Iterator[None]:
 
 
 def _unheard(_unraisable: Any) -> None:
-    """What is left of a dead host says nothing."""
+    """Ignore the errors of what is left of a dead host."""

@@ -1,4 +1,4 @@
-"""The artefact store in memory: it may be slow, hang, or give half of a file, to whoever reads it in a thread."""
+"""The artefact store in memory: it may be slow, hang, or return half a file to a reader in a thread."""
 
 import random
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ HANGS_S = 5.0
 
 @dataclass
 class StoreTrouble:
-    """What is wrong with the store, for all namespaces alike unless one is named."""
+    """Faults of the store, for all namespaces unless one is named."""
 
     hung: list[str] = field(default_factory=list)
     """Hosts for which it hangs; an empty name: for all."""
@@ -37,7 +37,7 @@ class SimulatedStore(MemoryStore):
         self.url = f"memory/{namespace}"
 
     def read(self, path: str) -> bytes | None:
-        """A file's bytes, perhaps not all."""
+        """Return a file's bytes, or a part of them under a fault."""
         content = super().read(path)
         torn = self.trouble.torn
         if content and torn and self._rng.random() < torn:
@@ -45,14 +45,14 @@ class SimulatedStore(MemoryStore):
         return content
 
     def names(self, path: str) -> list[str]:
-        """Children of a folder, the root among them."""
+        """Return the children of a folder, which may be the root."""
         if path:
             return super().names(path)
         self._take_time("names", path)
         return sorted({file_path.split("/", 1)[0] for file_path in self.files})
 
     def host_copy_generations(self) -> list[str]:
-        """None: there are no hosts' folders."""
+        """Return nothing: there are no hosts' folders."""
         return []
 
     def _take_time(self, _command: str, _path: str) -> None:

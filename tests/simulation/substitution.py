@@ -1,4 +1,4 @@
-"""What code takes from its process, taken from the simulation instead: clocks, sleeps, chance, threads.
+"""Replacement of what code takes from its process: clocks, sleeps, random numbers, threads.
 
 Found by what it is, not by where it stands: every module of the named packages that has `time`, `random`, `secrets`
 or `threading`, and every default argument that is one of their functions.
@@ -23,25 +23,25 @@ from redis.utils import get_lib_version
 
 
 class Process(Protocol):
-    """Protocol of what a process is to its code."""
+    """Protocol of the parts of a process that code uses."""
 
     def monotonic(self) -> float:
-        """Seconds since some moment."""
+        """Return seconds since some moment."""
 
     def wall(self) -> float:
-        """Unix seconds."""
+        """Return Unix seconds."""
 
     def sleep(self, seconds: float) -> None:
-        """Waits."""
+        """Wait."""
 
     def rng(self) -> random.Random:
-        """Chance."""
+        """Return random numbers."""
 
     def pool(self, workers: int, *_name: Any, **_options: Any) -> Any:
-        """A thread pool."""
+        """Return a thread pool."""
 
     def lock(self) -> Any:
-        """A lock."""
+        """Return a lock."""
 
 
 PACKAGES = (
@@ -62,7 +62,7 @@ class Stand(ModuleType):
 
 
 def import_all() -> None:
-    """Imports what is to be looked at: a module that came later would keep its own clock."""
+    """Import all modules to be replaced in: one that is imported later would keep its own clock."""
     for name in PACKAGES:
         if name == "redis":
             continue
@@ -74,7 +74,7 @@ def import_all() -> None:
 
 @contextmanager
 def substituted(replaced: Mapping[Any, Any]) -> Iterator[None]:
-    """While it lasts, each key (a module or a function) is its value, wherever the packages have it."""
+    """Within the block, each key (a module or a function) is replaced by its value in all the packages."""
     undo: list[Callable[[], None]] = []
     by_id = {id(real): replacement for real, replacement in replaced.items()}
     try:
@@ -143,7 +143,7 @@ def _in_function(function: Any, by_id: Mapping[int, Any], undo: list[Callable[[]
 
 
 def replacements(process: Process) -> dict[Any, Any]:
-    """What stands for clocks, sleeps, chance, threads and locks of a process."""
+    """Return the replacements of clocks, sleeps, random numbers, threads and locks of a process."""
 
     def seeded(seed: Any = None) -> random.Random:
         return random.Random(process.rng().getrandbits(64) if seed is None else seed)

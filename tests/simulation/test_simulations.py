@@ -44,7 +44,7 @@ SELDOM = {
 
 
 def run_from(first: int) -> tuple[float, str]:
-    """Runs a block of seeds; virtual seconds, and what went wrong first, made small."""
+    """Run a block of seeds; return the virtual seconds and the first failure, shrunk."""
     virtual_s = 0.0
     with installed():
         for seed in range(first, first + BLOCK):
@@ -58,7 +58,7 @@ def run_from(first: int) -> tuple[float, str]:
 
 
 def run(count: int, first: int) -> str:
-    """Runs `count` seeds from this one on, on every core; what they saw."""
+    """Run `count` seeds from this one on, on every core; return their results."""
     started_at, virtual_s = time.perf_counter(), 0.0
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
         for more_s, wrong in pool.imap_unordered(run_from, range(first, first + count, BLOCK)):
@@ -86,7 +86,7 @@ def test_no_rule_breaks_in_twenty_thousand_simulations(capsys: pytest.CaptureFix
 
 
 def lines_of(seed: int) -> list[str]:
-    """What happens under a seed, line by line."""
+    """Return what happens under a seed, line by line."""
     with installed():
         simulation = Simulation(seed, scenario(seed))
         simulation.run()
@@ -103,7 +103,7 @@ def test_a_seed_repeats_itself_in_any_process() -> None:
 
 
 def find_seed(name: str) -> int:
-    """The first seed under which a planted mistake shows, and without it nothing does."""
+    """Return the first seed under which a planted defect shows, and nothing breaks without the defect."""
     bias = BIASES.get(name, Bias())
     with installed():
         for seed in range(SEEDS_MAX):

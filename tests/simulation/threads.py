@@ -1,4 +1,4 @@
-"""Threads that run one at a time and pause where the scheduler says: where they wait, some between any two lines."""
+"""Threads that run one at a time and pause where the scheduler says: at waits, some between any two lines."""
 
 import asyncio
 import random
@@ -30,11 +30,11 @@ LINES = 40
 
 
 class Killed(BaseException):
-    """The host of this thread is dead."""
+    """The host of this thread was killed."""
 
 
 class Work:
-    """A call beside the event loop, which runs only while the loop waits for it."""
+    """A call outside of the event loop, which runs only while the loop waits for it."""
 
     def __init__(self, threads: "Threads", call: Callable[[], None], host: Host | None) -> None:
         self.host = host
@@ -44,7 +44,7 @@ class Work:
         self._inner: greenlet.greenlet | None = None
 
     def resume(self) -> None:
-        """Runs until it pauses or ends."""
+        """Run until the work pauses or ends."""
         outer_loop, self._threads.current = asyncio._get_running_loop(), self
         asyncio._set_running_loop(None)
         try:
@@ -54,7 +54,7 @@ class Work:
             self._threads.current = None
 
     def pause(self, seconds: float) -> None:
-        """Called within the work: lets others run for a time."""
+        """Let others run for a time; called within the work."""
         threads = self._threads
         threads.loop.call_later(seconds, threads.resume, self, context=threads.context)
         self.switch_out()
@@ -62,7 +62,7 @@ class Work:
             raise Killed
 
     def run(self) -> None:
-        """Does the work."""
+        """Run the call."""
         try:
             if not self._must_end:
                 self._call()
@@ -72,13 +72,13 @@ class Work:
             self.is_over = True
 
     def switch_in(self) -> None:
-        """Goes on with the work."""
+        """Continue the work."""
         if self._inner is None:  # here, and not where the work was begun: that may be a thread of its own
             self._inner = greenlet.greenlet(self.run)
         self._inner.switch()
 
     def switch_out(self) -> None:
-        """Goes back to the loop."""
+        """Go back to the loop."""
         assert self._inner is not None
         self._inner.parent.switch()
 
@@ -88,7 +88,7 @@ class Work:
 
 
 class TracedWork(Work):
-    """The same in a real thread, which may pause between any two lines: none leaves a traced greenlet."""
+    """Work in a real thread, which may pause between any two lines; a traced greenlet cannot be left."""
 
     def __init__(self, threads: "Threads", call: Callable[[], None], host: Host | None) -> None:
         super().__init__(threads, call, host)
@@ -100,14 +100,14 @@ class TracedWork(Work):
         self._thread.start()
 
     def switch_in(self) -> None:
-        """Lets the thread run until it pauses or ends."""
+        """Let the thread run until it pauses or ends."""
         self._go.release()
         self._back.acquire()
         if self.is_over:
             self._thread.join()
 
     def switch_out(self) -> None:
-        """Lets the loop run."""
+        """Let the loop run."""
         self._back.release()
         self._go.acquire()
 
@@ -149,7 +149,7 @@ class Threads:
         self._all: list[Work] = []
 
     def begin(self, call: Callable[[], None], after_s: float) -> Work:
-        """Has `call` run in a thread, on the host in whose context this is."""
+        """Run `call` in a thread, on the host of the current context."""
         kind = TracedWork if self.rng.random() < self.traced_share else Work
         work = kind(self, call, HOST.get())
         self._all.append(work)
@@ -157,20 +157,20 @@ class Threads:
         return work
 
     def resume(self, work: Work) -> None:
-        """Goes on with it; of a dead host it ends."""
+        """Continue the work; end it if its host is dead."""
         if not work.is_over:
             work.resume()
         if work.is_over and work in self._all:
             self._all.remove(work)
 
     def sleep(self, seconds: float) -> None:
-        """As `time.sleep`, for work in a thread."""
+        """Sleep like `time.sleep`, for work in a thread."""
         if self.current is None:
             raise AssertionError("the event loop sleeps")
         self.current.pause(max(0.0, seconds))
 
     def stop(self) -> None:
-        """Ends every thread."""
+        """End every thread."""
         self.is_over = True
         for work in list(self._all):
             while not work.is_over:
@@ -179,14 +179,14 @@ class Threads:
 
 
 class Lock:
-    """As `threading.Lock`; who waits for it lets others run."""
+    """A lock like `threading.Lock`; a thread that waits for it lets others run."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
         self._is_held = False
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Takes it. Raises AssertionError if the event loop would wait for it."""
+        """Take the lock. Raise AssertionError if the event loop would wait for it."""
         started_at = self._threads.loop.time()
         while self._is_held:
             if not blocking or 0 <= timeout <= self._threads.loop.time() - started_at:
@@ -198,11 +198,11 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Gives it back."""
+        """Release the lock."""
         self._is_held = False
 
     def locked(self) -> bool:
-        """True while somebody holds it."""
+        """Return whether the lock is held."""
         return self._is_held
 
     def __enter__(self) -> bool:
@@ -213,7 +213,7 @@ class Lock:
 
 
 class Pool(Executor):
-    """A thread pool: so many pieces of work at once, the others in a queue."""
+    """A thread pool: so many calls at once, the others in a queue."""
 
     def __init__(self, threads: Threads, workers: int) -> None:
         self._threads = threads
@@ -223,11 +223,11 @@ class Pool(Executor):
         self._is_shut = False
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Queues the call."""
+        """Queue the call."""
         if self._is_shut:
             raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[Any] = Future()
-        # As a real pool: nothing of the caller's context but the host it is on.
+        # Like a real pool, pass on nothing of the caller's context, except for its host.
         context = Context()
         context.run(HOST.set, HOST.get())
         self._queue.append((future, lambda: context.run(fn, *args, **kwargs)))
@@ -235,7 +235,7 @@ class Pool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no more work."""
+        """Accept no more work."""
         self._is_shut = True
         if cancel_futures:
             queue, self._queue = self._queue, deque()

@@ -28,28 +28,28 @@ class Host:
 
 
 class Network(Protocol):
-    """Protocol of what connects and listens."""
+    """Protocol of connecting and listening."""
 
     async def connect(self, protocol: asyncio.BaseProtocol, port: int) -> asyncio.Transport:
-        """A connection to whoever listens on that port; raises OSError where nobody does."""
+        """Connect to the listener of that port; raise OSError without one."""
         ...
 
     def listen(self, protocol_factory: Callable[[], asyncio.BaseProtocol], port: int) -> asyncio.AbstractServer:
-        """Has connections made for whoever connects to that port."""
+        """Listen on that port."""
         ...
 
 
 class Stuck(AssertionError):
-    """Nothing is ready, and nothing ever will be."""
+    """Nothing is ready, and no timer is set."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Runs callbacks in the order in which asyncio would; what is due later is due at once, in order of time.
+    """Runs callbacks in asyncio's order; timers run at once, in order of time.
 
     A callback belongs to the host in whose context it was made, and never runs once that host is dead.
     """
 
-    # What asyncio's own loop has, and says nothing of.
+    # Attributes of asyncio's own loop that its type stubs do not declare.
     _ready: deque[asyncio.Handle]
     _scheduled: list[tuple[float, Any]]
     _stopping: bool
@@ -64,11 +64,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Seconds in which nothing ran, in all."""
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """Return virtual seconds."""
         return self._now_s
 
     def _run_once(self) -> None:
-        """Runs what is ready, as asyncio's own does.
+        """Run what is ready, as asyncio's own method does.
 
         The heap holds (time, timer) where that one holds timers, whose comparison is a call, and there are 54,000 in a
         simulation. Their order is the same, ties included.
@@ -100,10 +100,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()
 
     def _process_events(self, _event_list: tuple[()]) -> None:
-        """Nothing is selected."""
+        """Do nothing: there is no selector."""
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps."""
+        """Do nothing: the loop never sleeps."""
 
     def _call_soon(self, callback: Callable[..., Any], args: Any, context: Context | None) -> asyncio.Handle:
         handle = events.Handle(callback, args, self, context)
@@ -114,7 +114,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Runs the callback at a time, unless its host is dead by then."""
+        """Run the callback at a time, unless its host is dead by then."""
         timer = events.TimerHandle(when, callback, args, self, context)
         if not _is_of_the_dead(timer):
             heapq.heappush(self._scheduled, (when, timer))
@@ -122,12 +122,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def stall(self, seconds: float) -> None:
-        """Lets time pass in which nothing runs: a collection, a long callback, a process that is not scheduled."""
+        """Let time pass in which nothing runs: a garbage collection, a long callback, a process without a core."""
         self._now_s += seconds
         self.stalled_s += seconds
 
     def kill(self, host: Host) -> None:
-        """Ends everything on a host at once: nothing of it runs any more, not even what would clean up."""
+        """End everything on a host at once, including any clean-up."""
         host.is_dead = True
         timers = (timer for _, timer in self._scheduled)
         for handle in (*self._ready, *timers):
@@ -141,7 +141,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         port: int | None = None,
         **_options: Any,
     ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
-        """A wire to whoever listens on the port."""
+        """Connect a wire to the listener of the port."""
         protocol = protocol_factory()
         return await self._network.connect(protocol, port or 0), protocol
 
@@ -154,7 +154,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         sock: Any = None,
         **_options: Any,
     ) -> asyncio.AbstractServer:
-        """Listens on the port of what stands for a socket."""
+        """Listen on the port of the given listener."""
         return self._network.listen(protocol_factory, sock.port)
 
 
@@ -164,7 +164,7 @@ def _is_of_the_dead(handle: asyncio.Handle) -> bool:
 
 
 def context_of(host: Host | None) -> Context:
-    """A context in which code of that host runs."""
+    """Return a context in which code of that host runs."""
     context = copy_context()
     context.run(HOST.set, host)
     return context

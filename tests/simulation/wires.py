@@ -15,7 +15,7 @@ NEAR_S, FAR_S = 0.00005, 0.002
 
 @dataclass(slots=True)
 class Link:
-    """What a host and the rest of the world hear of each other. While anything holds it, bytes wait."""
+    """The link of a host to the rest of the world; bytes wait while anything holds it."""
 
     hold_count: int = 0
     slow_s: float = 0.0
@@ -38,62 +38,62 @@ class Wire(asyncio.Transport):
 
     @property
     def host(self) -> Host | None:
-        """Whose end this is."""
+        """The host of this end."""
         return self._context.get(HOST)
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Hands the connection over."""
+        """Give the connection another protocol."""
         self._protocol = protocol
 
     def get_protocol(self) -> asyncio.BaseProtocol:
-        """Who hears what arrives."""
+        """Return the protocol that gets what arrives."""
         return self._protocol
 
     def is_closing(self) -> bool:
-        """True once it was closed here or there."""
+        """Return whether either end closed the connection."""
         return self._is_closing
 
     def write(self, data: Any) -> None:
-        """Sends bytes."""
+        """Send bytes."""
         if data and not self._is_closing:
             for piece in self._wires.pieces(bytes(data)):
                 self._send(self.peer._hear, piece)
 
     def writelines(self, list_of_data: Any) -> None:
-        """Sends all of it."""
+        """Send all the pieces."""
         self.write(b"".join(list_of_data))
 
     def close(self) -> None:
-        """Ends the connection behind what was written."""
+        """Close the connection after what was written."""
         if not self._is_closing:
             self._is_closing = True
             self._send(self.peer._lose)
             self._wires.loop.call_soon(self._call_connection_lost, context=self._context)
 
     def abort(self) -> None:
-        """Ends the connection; what waits on this side of a link that is held is thrown away."""
+        """Close the connection; discard what waits on this side of a held link."""
         self._is_aborted = True
         self.close()
 
     def pause_reading(self) -> None:
-        """What arrives is heard all the same: nobody here sends without end."""
+        """Do nothing: data is delivered all the same, since no peer sends without end."""
 
     def resume_reading(self) -> None:
-        """See `pause_reading`."""
+        """Do nothing; see `pause_reading`."""
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Nothing is buffered."""
+        """Do nothing: nothing is buffered."""
 
     def get_write_buffer_size(self) -> int:
-        """Nothing is buffered."""
+        """Return 0: nothing is buffered."""
         return 0
 
     def can_write_eof(self) -> bool:
-        """Nobody closes half of a connection."""
+        """Return False: no end closes half of a connection."""
         return False
 
     def cut(self) -> None:
-        """Ends the connection on both ends, what is under way lost."""
+        """Break the connection at both ends, losing what is under way."""
         for wire in (self, self.peer):
             self._wires.ends.pop(wire, None)
             if not wire._is_closing:
@@ -107,7 +107,7 @@ class Wire(asyncio.Transport):
         def go() -> None:
             if self._is_aborted and arguments:
                 return
-            # Never at one moment: timers of the same time run in no order.
+            # No two arrivals at the same time: timers with equal times run in no defined order.
             self._arrives_at = max(when, loop.time(), self._arrives_at + 1e-6)
             loop.call_at(self._arrives_at, hear, *arguments, context=self.peer._context)
 
@@ -131,36 +131,36 @@ class Wire(asyncio.Transport):
 
 
 class Server(asyncio.AbstractServer):
-    """Somebody who listens."""
+    """A listener."""
 
     def __init__(self, wires: "Wires", port: int) -> None:
         self._wires = wires
         self._port = port
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stop listening."""
         self._wires.listening.pop(self._port, None)
 
     async def wait_closed(self) -> None:
-        """It is."""
+        """Do nothing: closing takes no time."""
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
-        """The only one."""
+        """Return the only loop."""
         return self._wires.loop
 
     def is_serving(self) -> bool:
-        """True until it is closed."""
+        """Return True until the server is closed."""
         return self._port in self._wires.listening
 
     async def start_serving(self) -> None:
-        """It does from the start."""
+        """Do nothing: the server serves from the start."""
 
     async def serve_forever(self) -> None:
-        """Nobody waits for that."""
+        """Do nothing: nothing waits for this."""
 
     @property
     def sockets(self) -> tuple[()]:
-        """None."""
+        """No sockets."""
         return ()
 
 
@@ -177,23 +177,23 @@ class Wires:
         self._links: dict[tuple[str, int], Link] = {}
 
     def link(self, name: str, port: int) -> Link:
-        """The link between a host and whoever listens on a port, or calls the host on it."""
+        """Return the link between a host and the listener of a port, or a caller of the host on it."""
         return self._links.setdefault((name, port), Link())
 
     def delay_s(self, link: Link) -> float:
-        """Seconds that bytes are under way: mostly few, now and then many."""
+        """Return the seconds that bytes are under way: usually few, sometimes many."""
         slow = self._rng.random() < 0.02
         return NEAR_S + self._rng.random() * (FAR_S * (4 if slow else 1)) + link.slow_s
 
     def pieces(self, data: bytes) -> list[bytes]:
-        """The bytes as they arrive."""
+        """Return the bytes in the pieces in which they arrive."""
         if self.torn and len(data) > 1 and self._rng.random() < self.torn:
             at = self._rng.randrange(1, len(data))
             return [data[:at], data[at:]]
         return [data]
 
     async def connect(self, protocol: asyncio.BaseProtocol, port: int) -> asyncio.Transport:
-        """A connection; raises ConnectionRefusedError where nobody listens."""
+        """Connect; raise ConnectionRefusedError without a listener."""
         link = self._link_of(port)
         await asyncio.sleep(self.delay_s(link))
         if link.hold_count:  # who connects across a broken link hears nothing until it is mended
@@ -214,7 +214,7 @@ class Wires:
         return client_wire
 
     def listen(self, protocol_factory: Callable[[], asyncio.BaseProtocol], port: int) -> asyncio.AbstractServer:
-        """Listens, in the context of whoever calls."""
+        """Listen, in the context of the caller."""
         self.listening[port] = protocol_factory, copy_context()
         return Server(self, port)
 
@@ -225,7 +225,7 @@ class Wires:
         return self.link("" if host is None else host.name, port)
 
     def release(self, link: Link) -> None:
-        """One thing less holds it; what waited for the last one arrives."""
+        """Remove one hold of the link; bytes that waited for the last one arrive."""
         link.hold_count -= 1
         if link.hold_count:
             return
@@ -234,6 +234,6 @@ class Wires:
             go()
 
     def cut(self, of: Callable[[Wire], bool]) -> None:
-        """Breaks connections."""
+        """Break connections."""
         for wire in [wire for wire in self.ends if of(wire)]:
             wire.cut()

@@ -84,7 +84,7 @@ def test_a_session_keeps_what_went_well_under_the_name_of_the_gpu(monkeypatch, t
 
     assert session.main() == code
 
-    # What a bench printed before it failed is kept too: time on a GPU is rare.
+    # Output that a bench printed before it failed is kept, too: time on a GPU is rare.
     names = {f"{bench}-h200.json" for bench in ("gpu", "equal", "shard", "profile")}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert all(json.loads(path.read_text())["date"] for path in tmp_path.iterdir())

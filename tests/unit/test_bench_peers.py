@@ -30,10 +30,10 @@ def answers() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What Feast and what our service answer of equal records; scores as float32 in JSON."""
     scores = [np.array(row.scores, np.float32).tolist() for row in ROWS.values()]
     records = [base64.b64encode(row.record).decode() for row in ROWS.values()]
-    # The order of features in an answer is Feast's own.
+    # Feast decides the order of features in an answer.
     arrays = {"scores": scores, "items": [list(row.items) for row in ROWS.values()]}
     forms = {"bytes": feast_answer({"record": records}), "arrays": feast_answer(arrays)}
-    # A vector's features are named with their view.
+    # Feast prefixes the features of a vector with their view.
     forms |= {
         f"{form}_vector": feast_answer({f"{form}__{name}": values for name, values in of.items()})
         for form, of in (("bytes", {"record": list(records)}), ("arrays", deepcopy(arrays)))

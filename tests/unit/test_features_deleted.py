@@ -79,14 +79,14 @@ def run(folder: Path, *arguments: str) -> str:
     ],
 )  # fmt: skip
 def test_without_a_feature_the_service_starts_and_answers(feature: str, tmp_path: Path) -> None:
-    # Given a tree without the feature, and without those that cannot do without it
+    # Given a source tree without the feature and the features that depend on it
     folder = tree_without(with_dependents(feature), tmp_path / "tree")
 
-    # When it is checked and started, with nothing to serve and no Redis
+    # When it is linted and started, without a generation and without Redis
     run(folder, "-m", "ruff", "check", "-q", "serving")
     lines = run(folder, "-c", ANSWERS, str(tmp_path / "artifacts")).splitlines()
 
-    # Then it answers: what is not loaded yet is told
+    # Then the service answers, with 503 where it has nothing loaded
     assert lines == [
         "/healthz 200", "/v1/lookup/user_topk/u1 503", "/metrics 200", "/openapi.json 200",
     ]  # fmt: skip

@@ -46,7 +46,7 @@ ALLOWED = {
     "serving": {"serving", "cache"},
     "dags": {"dags", "precompute", "cache"},
 }
-# Extra that declares it ("" for what every installation has) -> package -> folders or files that may import it.
+# Extra that declares it ("" for every installation) -> package -> folders or files that may import it.
 THIRD_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
     "": {
         "cachetools": ("cache/", "precompute/bundles/"),
@@ -88,7 +88,7 @@ THIRD_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "top": {"rich": ("cache/process/console.py", "serving/dashboard/", "serving/explain/cli.py")},
 }
-# What is not called like the requirement that brings it.
+# Imports whose names differ from the requirement that installs them.
 REQUIREMENTS = {
     "airflow": "apache-airflow",
     "cuda": "cuda-bindings",
@@ -180,7 +180,7 @@ def test_no_file_evaluates_text() -> None:
 
 
 def test_no_dag_file_is_named_like_a_package() -> None:
-    # Airflow puts the folder on sys.path: dags/cache.py would hide the package from every task.
+    # Airflow puts the folder on sys.path, so dags/cache.py would hide the package from every task.
     reserved_names = {*PACKAGES, "tests", "infra", "airflow", "redis", "numpy", "faiss", "onnx"}
 
     assert not {file.stem for file in (ROOT / "dags").rglob("*.py")} & reserved_names

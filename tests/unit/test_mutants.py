@@ -56,7 +56,7 @@ def test_a_smaller_count_draws_the_first_ones_of_a_greater() -> None:
 
 
 def test_a_change_is_put_into_the_live_function(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Given a module of this process, under a root of its own
+    # Given a module of this process, with its own folder as the root
     monkeypatch.setattr(trial, "ROOT", tmp_path)
     path = f"{tmp_path}/shop.py"
     shop = types.ModuleType("shop")
@@ -65,13 +65,13 @@ def test_a_change_is_put_into_the_live_function(tmp_path: object, monkeypatch: p
     is_open = shop.Shop.is_open
     assert is_open(8)
 
-    # When the change of a bound is placed in it
+    # When a mutant that changes a bound is installed
     module = MutableModule("shop.py", SOURCE)
     mutants = (module.mutant(number) for number in range(len(module)))
     mutant = next(mutant for mutant in mutants if mutant and "hour > 8" in mutant.change)
     functions = {(path, "Shop.is_open", mutant.function_line): [is_open]}
 
-    # Then whoever has the function runs the change
+    # Then code that already holds the function runs the change
     assert trial.install_mutant(mutant, functions) and not is_open(8) and is_open(9)
 
 

@@ -36,7 +36,7 @@ def releases() -> Releases:
 def shop(
     request: pytest.FixtureRequest, releases: Releases, seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Shop]:
-    """A night by each release, both followed by a service of each: what the tests then do starts and ends so."""
+    """A night by each release, followed by a service of each; every test starts and ends in this state."""
     first = str(request.param)
     folder = tmp_path_factory.mktemp(f"{first}-first")
     with join_or_start_server(folder / "redis", server_binary=redis_binary()) as redis:

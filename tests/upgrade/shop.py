@@ -80,7 +80,7 @@ class Shop:
     http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=30))
 
     def open(self) -> None:
-        """Write data and settings; a second file of settings has a gate that nothing passes."""
+        """Write data and settings; a second settings file has a gate that nothing passes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         clicks = synthesize(WorldSettings(user_count=400, item_count=120, seed=self.seed))
         write_clicks(self.folder, clicks)
@@ -94,7 +94,7 @@ class Shop:
         return night_config(str(self.folder / "larder.toml"), self.environ()).store()
 
     def file(self, path: str) -> Path:
-        """Place of a file of the store."""
+        """Return the path of a file of the store."""
         folder = self.store.local_folder
         assert folder is not None
         return folder / path
@@ -111,7 +111,7 @@ class Shop:
             yield client
 
     def environ(self, settings: str = "larder", **more: str) -> dict[str, str]:
-        """Environment of nights and services; patient, since tests share few cores."""
+        """Environment of nights and services, with long deadlines, since tests share few cores."""
         return {
             "REDIS_URL": self.redis_url,
             "LARDER_CONFIG": str(self.folder / f"{settings}.toml"),
@@ -124,7 +124,7 @@ class Shop:
         }
 
     def tell(self, release: Checkout, *arguments: str, settings: str = "larder") -> str:
-        """Output of a `precompute` command of a release, which must succeed."""
+        """Return the output of a release's `precompute` command, which must succeed."""
         completed_process = release.run("precompute", "--quiet", *arguments, environ=self.environ(settings))
         assert completed_process.returncode == 0, f"{release.name} {arguments}: {completed_process.stderr}"
         return completed_process.stdout
@@ -141,14 +141,14 @@ class Shop:
         return lines[0]
 
     def standing(self) -> tuple[bytes | None, list[str]]:
-        """All that a refusal must leave alone: the pointer, and the moves that were written down."""
+        """What a refusal must not change: the pointer and the release records."""
         with self.redis() as client:
             pointer: Any = client.get(self.keys.live)
         names = [name for name in self.store.names("releases") if name.endswith(".done")]
         return pointer, sorted(names)
 
     def night(self, release: Checkout, cut: str, *, newer_format: str = "") -> str:
-        """A whole night of a release; the generation that it published."""
+        """Run a whole night of a release; return the published generation."""
         program = ["tests.upgrade.newer", newer_format] if newer_format else []
         arguments = ("precompute", "--quiet", "night", "--data-until", cut)
         completed_process = release.run(*program, *arguments, environ=self.environ())
@@ -162,7 +162,7 @@ class Shop:
         return str(orjson.loads(raw)["generation"])
 
     def previous(self) -> str:
-        """The generation that a roll back lands on."""
+        """The generation that a roll back would return to."""
         with self.redis() as client:
             raw: Any = client.get(self.keys.live)
         return str(orjson.loads(raw)["previous"])
@@ -173,7 +173,7 @@ class Shop:
 
     @contextlib.contextmanager
     def serving(self, releases: Sequence[Checkout]) -> Iterator[None]:
-        """A service of each release, told apart by their names."""
+        """Run a service of each release, by name."""
         with ExitStack() as stack:
             for release in releases:
                 environ = release.environment(self.environ(LARDER_STATE=str(self.state_of(release))))
@@ -190,29 +190,29 @@ class Shop:
                 self.services.clear()
 
     def state_of(self, release: Checkout) -> Path:
-        """Files of a service's own."""
+        """Return the state folder of a service."""
         return self.folder / f"state-{release.name}"
 
     def log(self, name: str) -> str:
-        """What a service has said so far."""
+        """Return a service's log."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def view(self, name: str) -> dict[str, Any]:
-        """The generations that a service holds, and how it stands."""
+        """Return the generations that a service holds, and its state."""
         generations_view: dict[str, Any] = self.get(name, "/v1/generations")
         return generations_view
 
     def get(self, name: str, path: str) -> Any:
-        """A document of a service."""
+        """Return a JSON document of a service."""
         return self.http.get(self.services[name].url + path).json()
 
     def ready(self, name: str) -> dict[str, Any]:
-        """The answer of /readyz."""
+        """Return the answer of /readyz."""
         readiness: dict[str, Any] = self.get(name, "/readyz")
         return readiness
 
     def follow(self, generation: str) -> None:
-        """Return once every service answers from the generation, ready and in step."""
+        """Wait until every service answers from the generation, ready and in step."""
 
         def in_step(name: str) -> bool:
             readiness = self.ready(name)
@@ -224,7 +224,7 @@ class Shop:
             )
 
     def ask(self, name: str, table: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Answers of a service to a batch, as JSON."""
+        """Return a service's answers to a batch, as JSON."""
         url = f"{self.services[name].url}/v1/lookup/{table}"
         reply = self.http.post(url, json=body)
         assert reply.status_code == 200, reply.text
@@ -232,7 +232,7 @@ class Shop:
         return answers
 
     def ask_arrow(self, name: str, table: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The same as Arrow."""
+        """Return a service's answers to a batch, as Arrow."""
         import pyarrow as pa
 
         url = f"{self.services[name].url}/v1/lookup/{table}"
@@ -243,7 +243,7 @@ class Shop:
         return rows
 
     def users(self, count: int) -> list[str]:
-        """Users whose interactions all cuts know."""
+        """Users with interactions before all cuts."""
         table = pq.read_table(self.folder / "interactions.parquet")
         rows = sorted(zip(table["timestamp"].to_pylist(), table["user"].to_pylist(), strict=True))
         return list(dict.fromkeys(user for _, user in rows))[:count]
@@ -254,12 +254,12 @@ class Shop:
 
 
 def until(condition: Callable[[], bool]) -> bool:
-    """Poll a service now and then: it shares its cores with everything else here."""
+    """Poll a service at long intervals, since it shares its cores with all other processes."""
     return polling.poll_until(condition, FOLLOW_S, every_s=0.1)
 
 
 def rule_of(refusal: str) -> str:
-    """The gate's name in a refusal that may be overridden."""
+    """Return the gate's name in a refusal that may be overridden."""
     rule_match = re.search(r"--rule (\S+)", refusal)
     assert rule_match, refusal
     return rule_match[1]

@@ -52,14 +52,14 @@ def test_both_give_the_same_answers_field_by_field(shop: Shop, table: str) -> No
 def test_both_compute_the_same_for_an_unknown_user_with_a_history(shop: Shop) -> None:
     history = shop.items(5)
     for first, second in (BOTH, reversed(BOTH)):
-        # Whoever is asked second may read what the first has stored: the same answer, from elsewhere.
+        # The release asked second may read what the first has stored: the same answer, from another source.
         body = {"entities": [{"id": f"visitor-{first}", "history": history}]}
         for read in (shop.ask, shop.ask_arrow):
             answer_by_release = {name: read(name, "user_topk", body)[0] for name in (first, second)}
             assert {answer["producer"] for answer in answer_by_release.values()} == {"live"}
             elsewhere = MOMENTARY | {"source", "reason", "scores"}
             assert alike([answer_by_release["old"]], elsewhere) == alike([answer_by_release["new"]], elsewhere)
-            # Their locks may have two versions of ONNX Runtime.
+            # The locks of the two releases may have different versions of ONNX Runtime.
             assert answer_by_release["old"]["scores"] == pytest.approx(answer_by_release["new"]["scores"], rel=1e-5)
 
 

@@ -46,5 +46,5 @@ def test_what_the_release_before_cannot_read_is_refused_by_it_and_left_by_a_roll
             )  # fmt: skip
             assert roll_back_process.returncode == 0, roll_back_process.stderr
             shop.follow(first)
-            # Its files are in the way of older nights until the newer release has retired them.
+            # Its files stop older nights until the newer release has retired them.
             assert SAID in shop.refusal(releases["old"], "night", "--data-until", CUTS[2])

@@ -1,4 +1,4 @@
-// Charts over time as plain SVG: areas on top of each other, or lines. All of them follow one pointer.
+// Charts over time as plain SVG: stacked areas, or lines. All charts show the values at the pointer's time.
 
 import { el, keyed, say, svg } from "./dom.js";
 import { clock, DASH, isNumber } from "./format.js";
@@ -16,9 +16,9 @@ function pointAll(at) {
   for (const chart of charts) chart.point();
 }
 
-/** One chart with its legend. `draw` takes what is shown; it is drawn again whenever its width changes. */
+/** One chart with its legend. `draw` takes the data; the chart is drawn again whenever its width changes. */
 export class TimeChart {
-  /** `format`: of a value. `kind`: stack or lines. `log`: a logarithmic axis. */
+  /** `format`: formats a value. `kind`: stack or lines. `log`: whether the axis is logarithmic. */
   constructor({ kind, format, height = 160, left = 52, log = false, legend = true }) {
     Object.assign(this, { kind, format, height, left, log });
     this.canvas = svg("svg", { role: "img", class: "canvas", height });
@@ -30,13 +30,13 @@ export class TimeChart {
     charts.add(this);
   }
 
-  /** `lines`: [{name, label, tone, values, told, isApart}]; `high`: top of the axis, else it follows the values. */
+  /** `lines`: [{name, label, tone, values, told, isApart}]; `high`: top of the axis, by default from the values. */
   draw(shown) {
     this.shown = shown;
     this.#paint();
   }
 
-  /** Values at the time that is pointed at; the newest ones if none is. */
+  /** Shows the values at the time pointed at, or else the newest ones. */
   point() {
     if (!this.x) return;
     const { at: bins, step } = this.shown;
@@ -135,7 +135,7 @@ export class TimeChart {
     ];
   }
 
-  /** Wide enough to be seen as steps; lines through the middles else: steps of a pixel or two are noise. */
+  /** Whether bins are wide enough to draw steps; narrower ones are drawn as lines through their middles. */
   #isStepped() {
     const { at, step } = this.shown;
     return this.x(at[0] + step) - this.x(at[0]) > 6;
@@ -150,7 +150,7 @@ export class TimeChart {
       if (!isNumber(value)) return;
       const [hasLeft, hasRight] = [isNumber(values[bin - 1]), isNumber(values[bin + 1])];
       const middle = this.x(at[bin] + step / 2);
-      // A lone value is a dash: a point would not be seen.
+      // A single value is drawn as a dash, because a point would be invisible.
       const half = isStepped ? (this.x(at[bin] + step) - this.x(at[bin])) / 2 : hasLeft || hasRight ? 0 : 2;
       d += `${hasLeft ? "L" : "M"}${(middle - half).toFixed(1)} ${y(value).toFixed(1)}h${(2 * half).toFixed(1)}`;
     });
@@ -179,7 +179,7 @@ export class TimeChart {
   }
 }
 
-/** Each line on top of those before it; lines apart stay as they are. */
+/** Stacks each line on those before it, except lines with `isApart`. */
 function heaped(lines) {
   let base = null;
   return lines.map((line) => {
@@ -191,11 +191,11 @@ function heaped(lines) {
   });
 }
 
-/** Smallest and largest. */
+/** Smallest and largest value. */
 export function extent(values) {
   return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 }
 
-/** What a chart shows, in one sentence for those who do not see it. */
+/** Describes a chart in one sentence for screen readers. */
 export const described = (title, lines) =>
   `${title}: ${lines.map((line) => `${line.label} ${line.told === DASH ? "not known" : line.told}`).join(", ")}.`;

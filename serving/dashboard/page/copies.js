@@ -1,4 +1,4 @@
-// What each night copied from an earlier one, whom it computed and why, and the time that this spared.
+// Users that each night copied from an earlier one, users that it computed and why, and the time saved.
 
 import { described } from "./chart.js";
 import { el, keyed } from "./dom.js";
@@ -8,8 +8,8 @@ import { panel, replace, table, tabular } from "./panel.js";
 const REASONS = [
   ["copied", "copied", "n1"],
   ["inputs", "computed: other inputs", "n2"],
-  ["lost", "computed: an item gone or changed", "n3"],
-  ["entered", "computed: an item that may enter", "n4"],
+  ["lost", "computed: an item of the list gone or changed", "n3"],
+  ["entered", "computed: an item that may enter the list", "n4"],
   ["computed", "computed: nothing to copy from", "rest"],
 ];
 
@@ -17,7 +17,7 @@ const list = (value) => (Array.isArray(value) ? value.filter((each) => each && t
 const users = (reuse, name) => (isNumber(reuse.users?.[name]) ? reuse.users[name] : 0);
 const share = (reuse, name) => users(reuse, name) / REASONS.reduce((sum, [each]) => sum + users(reuse, each), 0);
 
-/** The panel of copies, as a function that draws. */
+/** Returns the panel of copies as a function that draws it. */
 export function copies() {
   const part = panel("nights", "Copied by the last nights", 12);
   const rows = el("ul", { class: "nights copies" });
@@ -30,7 +30,7 @@ export function copies() {
       ])));
   return (data) => {
     const nights = list(data.nights).filter(({ reuse }) => reuse && typeof reuse === "object").slice(0, 10);
-    part.lede(nights.length ? said(nights[0].reuse) : "No night says yet what it copied.");
+    part.lede(nights.length ? said(nights[0].reuse) : "No night has reported its copies yet.");
     keyed(rows, nights, {
       key: (night, index) => `${night.generation} ${night.began_at ?? index}`,
       make: () => el("li"),

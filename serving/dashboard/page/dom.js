@@ -1,4 +1,4 @@
-// Elements from code. Data only ever becomes text or a number in an attribute, never markup.
+// Creates elements. Data only becomes text or a number in an attribute, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -22,22 +22,22 @@ export function svg(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
-/** Sets a text only if it is another one, so that nothing is announced or deselected without need. */
+/** Sets a text only if it differs, so that nothing is announced or deselected without need. */
 export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** What is only heard. */
+/** A text for screen readers only. */
 export function unseen(text) {
   return el("span", { class: "unseen" }, text);
 }
 
-/** A dash that is heard as what it means. */
+/** A dash that screen readers read as "not known". */
 export function unknown() {
   return el("span", { class: "unknown" }, el("span", { "aria-hidden": "true" }, "–"), unseen("not known"));
 }
 
-/** Children of `parent` by key, each made once: focus, selection and open disclosures outlive an update. */
+/** Updates the children of `parent` by key, so that focus, selection and opened details survive an update. */
 export function keyed(parent, items, { key, make, update }) {
   const known = (parent.keyedChildren ??= new Map());
   const wanted = new Set();

@@ -1,4 +1,4 @@
-// Events that are taken in while the night's answers are served: how many, where they lie, and what they change.
+// Events accepted since the night: how many there are, where they are stored, and which answers they change.
 
 import { described, TimeChart } from "./chart.js";
 import { el, keyed, say } from "./dom.js";
@@ -10,10 +10,10 @@ const RESULTS = [["accepted", "accepted", "n1"], ["repeated", "repeated", "n2"],
 const known = (value, show) => (isNumber(value) ? show(value) : "not known");
 const object = (value) => (value && typeof value === "object" ? value : {});
 
-/** Names and numbers of a part of the document, those that are not 0, the largest first. */
+/** Names and numbers of a part of the document, largest first, without zeros. */
 const counts = (part) => Object.entries(object(part)).filter(([, n]) => isNumber(n) && n > 0).sort((left, right) => right[1] - left[1]);
 
-/** A position of Redis, such as 1769860800391-4, as the time that it tells, with itself beside it. */
+/** Shows a position of Redis, such as 1769860800391-4, as its time, followed by the position itself. */
 function position(value, fine) {
   const found = /^(\d{1,13})-\d{1,7}$/.exec(String(value ?? ""));
   if (!found) return "not known";
@@ -21,7 +21,7 @@ function position(value, fine) {
   return el("span", {}, stamp(Number(found[1]) / 1000, fine), el("span", { class: "gloss" }, String(value)));
 }
 
-/** How much there is of what there may be, with its bar. */
+/** Shows bytes in use and their limit, with a bar. */
 function part(of, most) {
   if (!isNumber(of)) return "not known";
   if (!(most > 0)) return bytes(of);
@@ -59,11 +59,11 @@ function answers() {
   return ({ events }) => {
     if (!events) return;
     const { answers_share: share, list_change: change, lag_s: lag } = events;
-    found.lede(isNumber(share) ? `${percent(share)} of the answers of the last 5 minutes count newer events.` : "Nobody has asked in the last 5 minutes.");
+    found.lede(isNumber(share) ? `${percent(share)} of the answers of the last 5 minutes count newer events.` : "No requests in the last 5 minutes.");
     replace(place, facts([
       ["Behind acceptance, slowest worker", known(lag, (value) => mark(value > 5 ? "bad" : value > 1 ? "warn" : "ok", duration(value)))],
       ["Answers with newer events", known(events.answers, count)],
-      ["Of their lists not in the night's", known(change, percent)],
+      ["Share of their items not in the night's lists", known(change, percent)],
       ["Users with events", known(events.users, count)],
       ["Held by the fullest worker", part(events.held_bytes, events.held_max_bytes)],
     ]));
@@ -101,7 +101,7 @@ function stream() {
     const { up, durability, demanded, inbox_lag_seconds: waits } = events;
     found.lede(up === true ? "It answers, and keeps events as demanded."
       : events.writes_refused ? "It answers, but refuses to write: no events are accepted."
-      : up === false ? "It is away, or keeps less than is demanded: no events are accepted." : "It has not been looked at yet.");
+      : up === false ? "It cannot be reached, or is less durable than demanded: no events are accepted." : "It has not been checked yet.");
     replace(place, facts([
       ["Accepts events", up === true ? mark("ok", "yes") : up === false ? mark("bad", "no") : "not known"],
       ["Durability", durability ? `${durability}, demanded: ${demanded}` : "not known"],
@@ -119,16 +119,16 @@ function positions() {
   found.body.append(place);
   return ({ events }) => {
     if (!events) return;
-    found.lede("When the newest event was accepted that each of these has.");
+    found.lede("The newest event that each of these includes, by the time of its acceptance.");
     replace(place, facts([
       ["Counted by every worker", position(events.counted_until, "second")],
       ["Taken over by a night", position(events.taken_until, "day")],
-      ["Published, in what is live", position(events.published_until, "day")],
+      ["Published in the live generation", position(events.published_until, "day")],
     ]));
   };
 }
 
-/** All panels of events, each a function that draws; the section is there while events are taken in. */
+/** Returns all panels of this section, each as a function that draws it; the section is shown only if events are enabled. */
 export function events() {
   const [section, link] = [document.getElementById("events"), document.querySelector('nav a[href="#events"]')];
   const shown = (data) => {

@@ -38,7 +38,7 @@ function fresh(data) {
 function room(data) {
   const { used_bytes: used, limit_bytes: limit } = data.redis ?? {};
   if (!(isNumber(used) && limit > 0)) {
-    return { name: "Redis memory", value: bytes(used), note: isNumber(used) ? "no limit set" : "Redis not asked" };
+    return { name: "Redis memory", value: bytes(used), note: isNumber(used) ? "no limit set" : "Redis not asked yet" };
   }
   return { name: "Redis memory", value: percent(used / limit), note: `${bytes(used)} of ${bytes(limit)}` };
 }
@@ -49,7 +49,7 @@ function right(data) {
   return { name: "Agrees with the model", value: percent(overlap?.mean), note };
 }
 
-/** Draws into the list of figures. */
+/** Returns the function that draws the list of figures. */
 export function figures() {
   const node = document.getElementById("figures");
   return (data, series) => {

@@ -1,4 +1,4 @@
-// Numbers and times as people read them; what is not known is null and becomes a dash.
+// Formats numbers and times for people; an unknown value is null and becomes a dash.
 
 import { el, unknown } from "./dom.js";
 
@@ -12,7 +12,7 @@ const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 const huge = new Intl.NumberFormat("en", { notation: "scientific", maximumSignificantDigits: 3 });
 
-/** A count: whole up to 9,999, then 12.3K, 4.56M, 1.2E18. */
+/** A count: in full up to 9,999, then 12.3K, 4.56M, 1.2E18. */
 export function count(value) {
   if (!isNumber(value)) return DASH;
   const size = Math.abs(value);
@@ -21,10 +21,10 @@ export function count(value) {
   return size >= 100 || Number.isInteger(value) ? plain.format(value) : String(significant(value));
 }
 
-/** Per second. */
+/** A rate per second. */
 export const rate = (value) => (isNumber(value) ? `${count(value)}/s` : DASH);
 
-/** A share of 1 in percent; only what is whole says 100 %, only what is nothing says 0 %. */
+/** A share of 1 in percent; only exactly 1 becomes 100 %, only exactly 0 becomes 0 %. */
 export function percent(value) {
   if (!isNumber(value)) return DASH;
   const whole = value * 100;
@@ -58,7 +58,7 @@ function twoUnits(total, large, largeName, small, smallName) {
 /** A text as the end of a sentence: with a full stop, and never with two. */
 export const ended = (text) => (/[.!?]$/.test(text) ? text : `${text}.`);
 
-/** A sentence in which no line ends between a number and its unit. */
+/** A sentence without line breaks between a number and its unit. */
 export const unbroken = (text) => text.replace(/(\d) (?=(?:%|[a-zµ]{1,3}\b))/gi, `$1${NB}`);
 
 /** Seconds as µs, ms, s, or two units up to days. */
@@ -97,7 +97,7 @@ export function clock(value, fine = "minute") {
   return at === null ? DASH : clocks[fine].format(at * 1000);
 }
 
-/** A time in the viewer's zone that tells UTC to whoever points at it. */
+/** A time in the viewer's zone, with UTC as its tooltip. */
 export function stamp(value, fine = "day") {
   const at = instant(value);
   if (at === null) return unknown();
@@ -105,7 +105,7 @@ export function stamp(value, fine = "day") {
   return el("time", { datetime: iso, title: `${iso.slice(0, 19).replace("T", " ")} UTC` }, clock(at, fine));
 }
 
-/** Any value of a cell: numbers short, lists joined, nothing as a dash. */
+/** Any value of a table cell: objects and lists as JSON, a missing value as a dash. */
 export function shown(value) {
   if (value === null || value === undefined || value === "") return unknown();
   if (typeof value === "number") return isNumber(value) ? exact(value) : unknown();
@@ -113,7 +113,7 @@ export function shown(value) {
   return String(value);
 }
 
-/** A measured value against its threshold: enough digits to tell them apart. */
+/** A number with enough digits to compare a measured value with its threshold. */
 export function exact(value) {
   if (!isNumber(value)) return DASH;
   if (Number.isInteger(value) && Math.abs(value) < 1e15) return plain.format(value);

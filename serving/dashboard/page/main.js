@@ -1,4 +1,4 @@
-// Puts the page together: asks, draws, and says how old what it shows is.
+// Puts the page together: fetches and draws the data, and shows their age.
 
 import { el, keyed, say } from "./dom.js";
 import { clock, count, duration, ended, unbroken } from "./format.js";
@@ -25,18 +25,18 @@ let newest = null;
 let trouble = null;
 let isLocked = false;
 
-/** The verdict of the service while its data are new; what the page itself knows when they are not. */
+/** Shows the verdict of the service while its data are new, and otherwise what the page itself knows. */
 function judge(isStale, age) {
   const told = newest?.data.verdict ?? {};
   const level = isStale || !LEVELS.includes(told.level) ? "unknown" : told.level;
   find("verdict").dataset.level = level;
   if (!newest) {
     say(find("sentence"), isLocked ? "The service asks for its token."
-      : trouble ? ended(`The service gives no numbers: ${trouble}`) : "Asking the service how it is.");
-    advise(trouble && !isLocked ? "Look whether it runs. This page goes on asking." : null);
+      : trouble ? ended(`The service gives no numbers: ${trouble}`) : "Waiting for the data of the service.");
+    advise(trouble && !isLocked ? "Check whether it runs. This page keeps trying." : null);
   } else if (isStale) {
-    say(find("sentence"), "How the service is now is not known.");
-    const last = told.sentence ? ` It said then: ${told.sentence}` : "";
+    say(find("sentence"), "The current state of the service is not known.");
+    const last = told.sentence ? ` The service then said: ${told.sentence}` : "";
     advise(`These numbers are from ${clock(newest.at / 1000, "second")}.${trouble ? ended(` No new ones: ${trouble}`) : ""}${last}`);
   } else {
     say(find("sentence"), told.sentence ? unbroken(String(told.sentence)) : "The service does not say yet whether all is well.");
@@ -44,7 +44,7 @@ function judge(isStale, age) {
   }
   const title = { ok: "All well", warn: `Look: ${told.sentence}`, bad: `Alarm: ${told.sentence}`, unknown: "Not known" }[level];
   document.title = `${title} · Larder`;
-  if (!newest) say(find("age"), isLocked ? "Waiting for the token" : trouble ? "No contact" : "Asking the service");
+  if (!newest) say(find("age"), isLocked ? "Waiting for the token" : trouble ? "No contact" : "Waiting for the service");
   else if (poller.isPaused) say(find("age"), `Paused; ${duration(age)} old`);
   else say(find("age"), trouble ? `No contact; ${duration(age)} old` : `Updated ${duration(age)} ago`);
 }
@@ -58,7 +58,7 @@ function advise(text, also = []) {
   find("also").hidden = !also.length;
 }
 
-/** Every second, and after each answer. */
+/** Updates verdict and age; runs every second, and after each answer. */
 function tick() {
   const age = newest ? Math.max(0, Math.round((Date.now() - newest.at) / 1000)) : 0;
   const isStale = newest !== null && Date.now() - newest.at > STALE_MS;
@@ -66,11 +66,11 @@ function tick() {
   judge(isStale, age);
 }
 
-/** Whose numbers these are. */
+/** A sentence that says from which replicas the numbers come. */
 function whose({ whole, trouble: why, replicas }) {
-  if (whole === false) return ended(`These are the numbers of one worker only: ${why ?? "Redis cannot be asked"}`);
+  if (whole === false) return ended(`These are the numbers of one worker only: ${why ?? "Redis does not answer"}`);
   const all = Array.isArray(replicas) ? replicas.filter(Boolean) : [];
-  if (all.length < 2) return all.length ? "Numbers of the one replica there is." : "";
+  if (all.length < 2) return all.length ? "Numbers of the only replica." : "";
   return `Numbers of ${count(all.length)} replicas together.`;
 }
 
@@ -126,6 +126,6 @@ find("pause").addEventListener("click", () => {
   tick();
 });
 
-say(find("zone"), `Times are of your zone, ${Intl.DateTimeFormat().resolvedOptions().timeZone ?? "as this device is set"}; pointing at one tells UTC.`);
+say(find("zone"), `Times are in your time zone, ${Intl.DateTimeFormat().resolvedOptions().timeZone ?? "as set on this device"}; point at a time to see it in UTC.`);
 setInterval(tick, 1000);
 poller.look();

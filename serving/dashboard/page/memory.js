@@ -1,4 +1,4 @@
-// Memory of Redis and of L1, and what another size of L1 would bring.
+// Memory of Redis and of L1, and the predicted effect of another size of L1.
 
 import { el, svg } from "./dom.js";
 import { bytes, count, isNumber, percent, shown } from "./format.js";
@@ -12,7 +12,7 @@ function redis() {
   return (data) => {
     const { used_bytes: used, limit_bytes: limit, policy, clients, evicted } = data.redis ?? {};
     const isLimited = isNumber(used) && limit > 0;
-    part.lede(!isNumber(used) ? "Redis cannot be asked, or has not been yet."
+    part.lede(!isNumber(used) ? "Redis does not answer, or was not asked yet."
       : isLimited ? `${bytes(used)} of ${bytes(limit)} used, ${bytes(Math.max(0, limit - used))} left.`
         : `${bytes(used)} used, no limit set.`);
     const share = isLimited ? used / limit : 0;
@@ -38,7 +38,7 @@ function curve(points, budget, hit, width) {
   const marks = [domain[0], Math.sqrt(domain[0] * domain[1]), domain[1]];
   const anchors = ["start", "middle", "end"];
   const hasBudget = budget > 0;
-  // The curve rises: to the left of the budget there is room above it, to the right below.
+  // The curve rises, so the label has room above the curve to the left of the budget, and below it to the right.
   const isLeft = hasBudget && x(budget) > width / 2;
   const label = isLeft && !(hit > 0.85) ? TOP + 14 : HEIGHT - BOTTOM - 8;
   return svg("svg", { class: "canvas", height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, role: "img",
@@ -70,7 +70,7 @@ function advisor() {
       .filter((point) => point && point.bytes > 0 && isNumber(point.bytes) && isNumber(point.hit_ratio))
       .sort((left, right) => left.bytes - right.bytes);
     const budget = advice?.budget_bytes ?? l1?.budget_bytes ?? null;
-    part.lede(advice?.sentence ? `${advice.sentence}. Each worker has an L1 of this size for itself.` : "What another size would bring is not known yet.");
+    part.lede(advice?.sentence ? `${advice.sentence}. Each worker has an L1 of this size for itself.` : "The effect of another size is not known yet.");
     draw = () => {
       const width = Math.floor(part.body.getBoundingClientRect().width);
       if (points.length < 2 || !width) figure.replaceChildren();
@@ -86,5 +86,5 @@ function advisor() {
   };
 }
 
-/** All panels of memory, each a function that draws. */
+/** Returns all panels of this section, each as a function that draws it. */
 export const memory = () => [redis(), advisor()];

@@ -1,4 +1,4 @@
-// How fresh the data are, which generations there are and what judged them, how long the nights took.
+// The age of the data, the generations with their gates, and the durations of the nights.
 
 import { described } from "./chart.js";
 import { copies } from "./copies.js";
@@ -36,8 +36,8 @@ function freshness() {
     const now = instant(data.now);
     const live = list(data.generations).find((each) => each.role === "live" || each.state === "live");
     const until = isNumber(age) && now !== null ? now - age : instant(live?.data_until);
-    part.lede(until === null ? "Nothing is served yet, or its age is not known."
-      : `What is served was computed from data that are ${duration(now - until)} old.`);
+    part.lede(until === null ? "No generation is served yet, or the age of its data is not known."
+      : `The served answers were computed from data that are ${duration(now - until)} old.`);
     draw = () => {
       const width = Math.floor(part.body.getBoundingClientRect().width);
       if (until === null || now === null || !width) figure.replaceChildren();
@@ -48,12 +48,12 @@ function freshness() {
       ["Schedule", { true: mark("bad", "a generation is missing"), false: mark("ok", "on schedule") }[String(missing)] ?? "not known"],
       ["Served generation", live ? el("code", {}, shown(live.generation)) : "not known"],
       ["Published", stamp(live?.published_at)],
-      ["Must follow the tick of", stamp(due)],
+      ["Must be newer than the tick of", stamp(due)],
     ]));
   };
 }
 
-// Seconds from which the table says how old it is.
+// Age in seconds from which the table shows its age.
 const OLD_S = 20;
 const LEVELS = { live: "ok", verified: "ok", refused: "bad", rolled_back: "warn", abandoned: "warn" };
 
@@ -80,7 +80,7 @@ function opened(generation) {
       ["Records", isNumber(generation.records) ? count(generation.records) : unknown()],
       ["Epoch", isNumber(generation.epoch) ? String(generation.epoch) : unknown()],
       generation.reason ? ["Reason", shown(generation.reason)] : null,
-      ...list(generation.remarks).map((remark) => ["Looks odd", shown(remark)]),
+      ...list(generation.remarks).map((remark) => ["Remark", shown(remark)]),
     ]),
     gates.length
       ? table(`Gates of ${generation.generation}`, ["Rule", "Measured", "Threshold", "Verdict"],
@@ -189,5 +189,5 @@ function lane(night, names, tone, longest) {
     lane, el("span", { class: "value" }, duration(total(night))));
 }
 
-/** All panels of the nights, each a function that draws. */
+/** Returns all panels of this section, each as a function that draws it. */
 export const nights = () => [freshness(), generations(), steps(), copies()];

@@ -1,4 +1,4 @@
-// A panel: heading, one line that sums it up, its figure, and the same as a table behind a disclosure.
+// A panel: its heading, a summary in one line, its figure, and the figure's data as a table that can be opened.
 
 import { el, say } from "./dom.js";
 import { stamp } from "./format.js";
@@ -26,7 +26,7 @@ export function table(caption, head, rows, { isCaptionSeen = false } = {}) {
         el("tr", {}, el("th", { scope: "row" }, first), cells.map((cell, place) => el("td", { "data-name": head[place + 1] }, cell)))))));
 }
 
-/** A disclosure of a table that is built while somebody looks at it; returns what tells it of new data and their number. */
+/** Adds a table that is built only while it is open; returns the function that takes new data and their number. */
 export function tabular(parent, title, build) {
   const place = el("div");
   const details = el("details", { class: "tabular" },
@@ -45,7 +45,7 @@ export function tabular(parent, title, build) {
   };
 }
 
-/** Puts a new node in the place of the old one unless it looks the same: a selected text stays selected. */
+/** Replaces the old node by a new one unless both are equal, so that selected text stays selected. */
 export function replace(place, node) {
   const old = place.firstElementChild;
   if (!old) place.replaceChildren(node);
@@ -61,7 +61,7 @@ export function replace(place, node) {
 /** Rows of `series.rows` for `table`. */
 export const timed = (rows) => rows.map(({ at, cells }) => [stamp(at, "minute"), ...cells]);
 
-/** Names and values; `pairs` of [name, value], null pairs are left out. */
+/** A list of names and values from `pairs` of [name, value]; null pairs are left out. */
 export function facts(pairs) {
   return el("dl", { class: "facts" },
     pairs.filter(Boolean).map(([name, value]) => {
@@ -70,14 +70,14 @@ export function facts(pairs) {
     }));
 }
 
-/** A bar of a share of 1 with a hidden meaning: what it says stands beside it as text. */
+/** A bar for a share of 1, hidden from screen readers: the text next to it says the same. */
 export function bar(share, tone) {
   const fill = el("span", { class: `fill tone-${tone}` });
   fill.style.width = `${Math.max(0, Math.min(1, share || 0)) * 100}%`;
   return el("span", { class: "bar", "aria-hidden": "true" }, fill);
 }
 
-/** A word with a sign, so that its colour is never all that tells. */
+/** A word with a sign, so that the meaning never depends on the colour alone. */
 export function mark(level, text) {
   const signs = { ok: "✓", warn: "!", bad: "✕", quiet: "·" };
   return el("span", { class: `mark-${level}` }, el("span", { class: "glyph", "aria-hidden": "true" }, signs[level]), text);

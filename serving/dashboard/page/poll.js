@@ -1,13 +1,13 @@
-// Asks for the data again and again: less often while nobody answers, not at all while nobody looks.
+// Polls for the data: less often while the service does not answer, never while the page is hidden or paused.
 
 const PERIOD_MS = 5000;
 const LONGEST_MS = 60000;
 const TIMEOUT_MS = 10000;
 const KEPT = "larder-token";
 
-/** Tells `onData(data)`, `onTrouble(why)` and `onToken(refusal)`; the token lives in this tab's session storage.
+/** Calls `onData(data)`, `onTrouble(why)` and `onToken(refusal)`; keeps the token in this tab's session storage.
 
-`refusal` is null before a token was sent, "unknown" for a token that nobody knows, "scope" for one without the scope. */
+`refusal` is null if no token was sent, "unknown" for an unknown token, "scope" for one that lacks the scope. */
 export class Poller {
   constructor({ url, onData, onTrouble, onToken }) {
     Object.assign(this, { url, onData, onTrouble, onToken });
@@ -19,12 +19,12 @@ export class Poller {
     window.addEventListener("online", () => this.look());
   }
 
-  /** Milliseconds until the next look. */
+  /** Milliseconds until the next poll. */
   get period() {
     return Math.min(LONGEST_MS, PERIOD_MS * 2 ** Math.min(this.failures, 10));
   }
 
-  /** Stops asking, or goes on at once. */
+  /** Stops polling, or resumes it at once. */
   pause(isPaused) {
     this.isPaused = isPaused;
     this.look();
@@ -36,7 +36,7 @@ export class Poller {
     this.look();
   }
 
-  /** Asks now, unless paused, hidden or already asking. */
+  /** Polls now, unless paused, hidden or already polling. */
   async look() {
     clearTimeout(this.timer);
     if (this.isPaused || document.hidden) return;
@@ -61,7 +61,7 @@ export class Poller {
       }
       if (!response.ok) throw new Error(`it answered ${response.status}`);
       const data = await response.json();
-      if (data === null || typeof data !== "object") throw new Error("its answer is no object");
+      if (data === null || typeof data !== "object") throw new Error("its answer is not a JSON object");
       this.failures = 0;
       this.onData(data);
     } catch (error) {
@@ -72,7 +72,7 @@ export class Poller {
   }
 }
 
-/** The text's UTF-8 bytes as the characters that a header may hold. */
+/** Encodes a text as UTF-8, one character per byte, as a header needs it. */
 const asBytes = (text) => Array.from(new TextEncoder().encode(text), (byte) => String.fromCharCode(byte)).join("");
 
 function reason(error) {

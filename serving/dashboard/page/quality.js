@@ -1,4 +1,4 @@
-// How right the served answers are, and who serves them.
+// The quality of the served answers, the experiments, and the replicas.
 
 import { el, unknown } from "./dom.js";
 import { clock, count, duration, isNumber, percent, shown, words } from "./format.js";
@@ -6,7 +6,7 @@ import { facts, mark, panel, replace, table } from "./panel.js";
 
 const known = (value, show) => (isNumber(value) ? show(value) : "not known");
 
-/** A value with its confidence interval, which keeps together; left out where it says the same. */
+/** Shows a value with its confidence interval on one line; without the interval if all three look equal. */
 function between(part, name) {
   const value = part?.[name];
   if (!isNumber(value)) return "not known";
@@ -15,7 +15,7 @@ function between(part, name) {
   return el("span", {}, told, hasRange ? el("span", { class: "muted range" }, ` (${low} to ${high})`) : "");
 }
 
-/** Who was asked about: an entity by the length of its history, an item by whether it is among the defaults. */
+/** Names a group: entities by the length of their history, items by whether they are among the defaults. */
 function band(name) {
   const told = name === "none" ? "no history" : /^\d/.test(name) ? `${name} in history` : `${name} item`;
   return el("span", { class: "unbroken" }, told);
@@ -91,11 +91,11 @@ function replicas() {
     const all = Array.isArray(data.replicas) ? data.replicas.filter(Boolean) : [];
     all.sort((left, right) => isTroubled(right) - isTroubled(left));
     const live = new Set(all.map((each) => each.generation ?? null));
-    part.lede(!all.length ? "No replica has told of itself yet."
-      : `${all.length} told of themselves; ${live.size > 1 ? `they answer from ${live.size} different generations` : "all answer from one generation"}.`);
+    part.lede(!all.length ? "No replica has reported yet."
+      : `${all.length} reported; ${live.size > 1 ? `they answer from ${live.size} different generations` : "all answer from one generation"}.`);
     if (!all.length) place.replaceChildren();
     else {
-      replace(place, table("Replicas, each with its state", ["Replica", "State", "Generation", "Workers", "Epoch", "Heard from"],
+      replace(place, table("Replicas, each with its state", ["Replica", "State", "Generation", "Workers", "Epoch", "Last report"],
         all.map((each) => [
           el("code", {}, shown(each.replica)), conditions(each), el("code", {}, shown(each.generation)),
           Array.isArray(each.workers) ? count(each.workers.length) : shown(each.workers), isNumber(each.epoch) ? String(each.epoch) : "–",
@@ -107,7 +107,7 @@ function replicas() {
 
 const ratio = (value) => (isNumber(value) ? value.toPrecision(3) : "not known");
 
-/** Events of an arm: how many, and per request over the control's, with bounds that hold at every look. */
+/** Shows an arm's events: their number, and their rate per request relative to the control's, with its bounds. */
 function reported(events) {
   const rows = Object.entries(events ?? {});
   if (!rows.length) return "none";
@@ -134,5 +134,5 @@ function experiments() {
   };
 }
 
-/** The panels of quality, experiments and replicas, each a function that draws. */
+/** Returns the panels of quality, experiments and replicas, each as a function that draws it. */
 export const quality = () => [sampled(), experiments(), replicas()];

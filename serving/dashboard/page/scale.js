@@ -1,12 +1,12 @@
-// From values to pixels, and round places for lines and labels. Pure.
+// Converts values to pixels, and finds round values for lines and labels. Pure functions.
 
-/** A linear scale; a domain without extent is a line in the middle. */
+/** A linear scale; if the domain is a single value, that value is in the middle. */
 export function linear([low, high], [from, to]) {
   const extent = high - low;
   return (value) => (extent > 0 ? from + ((value - low) / extent) * (to - from) : (from + to) / 2);
 }
 
-/** A logarithmic scale; what is not above 0 lies at its lower end. */
+/** A logarithmic scale; values of 0 or less are at its lower end. */
 export function logarithmic([low, high], range) {
   const inner = linear([Math.log10(low), Math.log10(high)], range);
   return (value) => inner(Math.log10(Math.max(value, low)));
@@ -20,12 +20,12 @@ export function roundUp(value) {
   return Number.isFinite(found * power) ? found * power : value;
 }
 
-/** From 0 to a round number in two or so steps. */
+/** The marks of an axis: 0, half, and the top. */
 export function ticks(high) {
   return [0, high / 2, high];
 }
 
-/** The whole decades that hold all values; without any, from a millisecond to a second. */
+/** The whole decades that contain all values; without values, from a millisecond to a second. */
 export function decades(low, high) {
   if (!(low > 0) || !Number.isFinite(high)) return decades(0.001, 1);
   const first = Math.floor(Math.log10(low) + 1e-9);

@@ -2,7 +2,7 @@
 
 import { isNumber } from "./format.js";
 
-/** Where an answer came from: name, and the tone that stands for it on the whole page. */
+/** Sources of answers, each with its name and its tone on the whole page. */
 export const SOURCES = [
   { name: "l1", label: "L1, in process", brief: "L1", tone: "l1" },
   { name: "l2", label: "L2, Redis", brief: "L2", tone: "l2" },
@@ -15,10 +15,10 @@ export const RECENT_S = 300;
 
 const list = (value) => (Array.isArray(value) ? value : []);
 
-/** By name, and by no name that every object has. */
+/** An object without a prototype, so that it has no names but these. */
 const named = (entries) => Object.assign(Object.create(null), Object.fromEntries(entries));
 
-/** The series without the bin that still fills, which would look like a fall. */
+/** The series without the newest, incomplete bin, which would look like a drop. */
 export function complete(data) {
   const series = data?.series ?? {};
   const step = isNumber(series.step_s) && series.step_s > 0 ? series.step_s : 10;
@@ -41,7 +41,7 @@ export function complete(data) {
   };
 }
 
-/** Sum of what is known, null where nothing is. */
+/** Sum of the known values; null without any. */
 export function sum(values) {
   const known = values.filter(isNumber);
   if (!known.length) return null;
@@ -49,13 +49,13 @@ export function sum(values) {
   return isNumber(total) ? total : null;
 }
 
-/** The largest of what is known. */
+/** The largest known value. */
 export function most(values) {
   const known = values.filter(isNumber);
   return known.length ? known.reduce((left, right) => Math.max(left, right)) : null;
 }
 
-/** The newest value that is known. */
+/** The newest known value. */
 export function last(values) {
   for (let index = values.length - 1; index >= 0; index -= 1) {
     if (isNumber(values[index])) return values[index];
@@ -67,7 +67,7 @@ export function last(values) {
 export const recent = (series, values, seconds = RECENT_S) =>
   values.slice(-Math.max(1, Math.round(seconds / series.step)));
 
-/** Per source its share of each bin's answers, null where nobody asked. */
+/** Each source's share of the answers in each bin; null without requests. */
 export function shares(series) {
   const names = SOURCES.map((source) => source.name);
   const totals = series.at.map((_, bin) => sum(names.map((name) => series.answers[name]?.[bin])));
@@ -79,7 +79,7 @@ export function shares(series) {
   );
 }
 
-/** Answers of the last minutes by source, and their sum: as the service adds them up, else from whole bins. */
+/** Answers of the last minutes by source, and their sum: from the service's own totals, else from whole bins. */
 export function recentAnswers(series) {
   const by = Object.fromEntries(
     SOURCES.map(({ name }) => [name, series.lately?.[name] ?? sum(recent(series, series.answers[name] ?? []))]),
@@ -93,7 +93,7 @@ export function storedShare(series) {
   return total > 0 ? ((by.l1 ?? 0) + (by.l2 ?? 0)) / total : null;
 }
 
-/** Bins in at most `rows` groups, oldest first: [first, beyond]. */
+/** Bins in at most `rows` groups, oldest first, as [first, end), the end excluded. */
 export function groups(length, rows = 12) {
   const size = Math.max(1, Math.ceil(length / rows));
   const found = [];

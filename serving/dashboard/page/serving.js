@@ -25,7 +25,7 @@ function answers() {
       told: percent(now.total > 0 ? (now.by[name] ?? 0) / now.total : null),
     }));
     const stored = storedShare(series);
-    part.lede(stored === null ? (now.total === 0 ? "Nobody has asked in the last 5 minutes." : "Not known yet.")
+    part.lede(stored === null ? (now.total === 0 ? "No requests in the last 5 minutes." : "Not known yet.")
       : `${percent(stored)} from a stored record in the last 5 minutes.`);
     chart.draw({ ...series, lines, high: 1, summary: described(`${part.title} over ${span(series)}; last 5 minutes`, lines) });
     tell(series, series.at.length);
@@ -156,5 +156,5 @@ function queue() {
   };
 }
 
-/** All panels of serving, each a function that draws. */
+/** Returns all panels of this section, each as a function that draws it. */
 export const serving = () => [answers(), misses(), latency(), requests(), stages(), queue()];

@@ -1,4 +1,4 @@
-// The routes of openapi.json, one disclosure each, with a form that sends a request. Nothing comes from another host.
+// Shows each route of openapi.json with a form that sends a request. Nothing is loaded from another host.
 
 import { el } from "../dashboard/dom.js";
 import { exampleOf, resolved, schemaView } from "./schema.js";
@@ -6,7 +6,7 @@ import { exampleOf, resolved, schemaView } from "./schema.js";
 const METHODS = ["get", "post", "put", "patch", "delete"];
 const SHOWN_CHARACTERS = 100_000;
 
-/** A text in which `words` between backticks are code. */
+/** A text whose parts between backticks are shown as code. */
 function prose(text) {
   return String(text ?? "").split("`").map((part, index) => (index % 2 ? el("code", {}, part) : part));
 }
@@ -49,7 +49,7 @@ function responsesView(root, responses) {
   return part("Answers", ...parts);
 }
 
-/** The form of one operation: its parameters, its body, and what came back. */
+/** The form of one operation: its parameters, its body, and the response. */
 function form(root, method, path, operation, parameters) {
   const fields = parameters.map((parameter) => {
     const value = parameter.example ?? resolved(root, parameter.schema)?.example ?? "";
@@ -64,7 +64,7 @@ function form(root, method, path, operation, parameters) {
   const answer = el("pre", { hidden: true, tabindex: "0" });
 
   async function send() {
-    status.textContent = "Asking.";
+    status.textContent = "Waiting for the answer.";
     const headers = {};
     const query = new URLSearchParams();
     let url = path;
@@ -110,7 +110,7 @@ function operationView(root, method, path, shared, operation) {
   const heading = el("summary", {}, el("span", { class: "method" }, method.toUpperCase()), " ", el("code", {}, path));
   if (operation.summary) heading.append(" ", operation.summary);
   const route = el("details", { class: "route", id: `${method}-${path}` }, heading);
-  // Drawn when it is opened: a schema may be large, and most are never looked at.
+  // Draw a route only when it is opened: a schema may be large, and most are never opened.
   route.addEventListener("toggle", () => {
     if (route.childElementCount > 1) return;
     if (operation.description) route.append(el("p", {}, ...prose(operation.description)));

@@ -1,4 +1,4 @@
-// JSON schemas as nested lists; what a reference names is drawn when it is opened, so that a cycle has no end to reach.
+// JSON schemas as nested lists; a referenced schema is drawn only when it is opened, so that cycles do no harm.
 
 import { el } from "../dashboard/dom.js";
 
@@ -10,7 +10,7 @@ const LIMITS = {
 const CHOICES = { anyOf: "one or more of", oneOf: "one of", allOf: "all of" };
 const DEPTH_MAX = 6;
 
-/** What a node says, or what the node that it refers to says. */
+/** The node, or the node that it refers to. */
 export function resolved(root, node) {
   let found = node;
   for (let steps = 0; found?.$ref !== undefined && steps < 10; steps += 1) {
@@ -73,7 +73,7 @@ function inner(root, node) {
   return node.$ref || node.properties || node.items || Object.keys(CHOICES).some((choice) => node[choice]) ? [schemaView(root, node)] : [];
 }
 
-/** A schema: its type and bounds, and what it holds unless that is to be short. */
+/** A schema: its type and bounds and, unless `isShort`, its contents. */
 export function schemaView(root, node, { isShort = false } = {}) {
   if (isShort) return el("span", {}, ...line(root, { ...resolved(root, node), description: undefined }));
   if (!node.$ref) return el("span", {}, ...line(root, node), ...below(root, node));
@@ -84,7 +84,7 @@ export function schemaView(root, node, { isShort = false } = {}) {
   return named;
 }
 
-/** A value that a schema's required fields allow, to begin with. */
+/** An example value with the schema's required fields, as a start for a request. */
 export function exampleOf(root, sent, depth = 0) {
   const node = resolved(root, sent) ?? {};
   if (node.example !== undefined) return node.example;

@@ -1,4 +1,4 @@
-"""Scenarios: what is done to a shop while its answers are judged."""
+"""Scenarios: changes made to a shop while its answers are judged."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def _passes(service: Service, token: str, users: list[str]) -> bool:
 
 
 def _try_large_batch(stage: Stage, service: Service, token: str, users: list[str], rate: int) -> None:
-    """A batch that is larger than the rate passes once a whole second is free, and is paid for afterwards."""
+    """A batch larger than the rate passes once a whole second is free, and later requests wait for it."""
     size = 3 * rate
     wait_until(lambda: _passes(service, token, users[:size]), 6, "a large batch passes", 0.1)
     batch_passed_at = time.monotonic()
@@ -244,7 +244,7 @@ def _count_tokens(stage: Stage, service: Service, used: Counter[str]) -> None:
 
 
 def _roll_workers(stage: Stage, shop: Shop, service: Service, token: str) -> None:
-    """SIGHUP replaces one worker after the other, and nobody is refused."""
+    """SIGHUP replaces one worker after the other, and no request is refused."""
     client = Client(service.port, token)
     rng = random.Random(f"workers {stage.seed}")
     for _ in range(40):
@@ -386,7 +386,7 @@ def _serial(port: int, context: ssl.SSLContext) -> object:
 
 
 def _try_overload(stage: Stage, shop: Shop) -> None:
-    """Under more load than it takes, the service refuses with 503, and what it answers is right."""
+    """Under more load than it can take, the service refuses with 503, and its other answers are right."""
     service = shop.serve(environment={"LARDER_REQUESTS_MAX": "2", "LARDER_QUEUE_TARGET_MS": "5"})
     know = shop.knowledge
     know.impaired = True

@@ -1,4 +1,4 @@
-"""Canaries and experiments: who is answered by which generation."""
+"""Canaries and experiments: which generation answers which keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PERCENT = 50
 
 
 def run_canary(stage: Stage) -> None:
-    """A canary beside events, a block and a restart; then it is abandoned, started again and published."""
+    """A canary during events, a block and a restart; it is abandoned, started again and published."""
     rng = random.Random(f"canary {stage.seed}")
     shape = Shape(users=120, items=80, with_vectors=rng.random() < 0.5)
     shop = Shop.make(stage.folder / "canary", stage.servers, stage.report, stage.seed, shape, "canary")
@@ -83,7 +83,7 @@ def _wait_for_canary(shop: Shop, trial: str | None) -> None:
 
 
 def _ask_keys(stage: Stage, shop: Shop, rng: random.Random, arms: dict[str, str], count: int = 60) -> None:
-    """Ask as users and with keys; each key has to meet the generation that it met before."""
+    """Look up as users and with keys; each key must get the same generation as before."""
     for _ in range(count):
         user = rng.choice(shop.world.users)
         key_source = rng.choice(["user", "body", "query", "header", "get"])
@@ -171,7 +171,7 @@ def _send_feedback(stage: Stage, shop: Shop, arms: dict[str, str], trial: str) -
 
 
 def run_experiment(stage: Stage) -> None:
-    """Two bundles beside each other: stable arms, events and blocks in both, shares that move, a stop."""
+    """Two bundles side by side: stable arms, events and blocks in both, shares that move, a stop."""
     rng = random.Random(f"experiment {stage.seed}")
     shape = Shape(users=120, items=80, with_vectors=rng.random() < 0.5)
     store = stage.folder / "store"
@@ -314,7 +314,7 @@ def _ask_arms(
 
 
 def _block_in_arm(stage: Stage, control: Shop, arm_shop: Shop, rng: random.Random) -> None:
-    """What an arm's own namespace blocks, only that arm leaves out."""
+    """Only the arm leaves out what its own namespace blocks."""
     user = next(
         user for user in control.world.vectors or control.world.users if user not in control.knowledge.blocked_users
     )

@@ -1,4 +1,4 @@
-"""What a scenario gets."""
+"""What a scenario is given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.audit.shop import Servers
 
 @dataclass
 class Stage:
-    """A folder, the Redis servers, the report, a seed and a deadline, or what ends it before."""
+    """A folder, the Redis servers, the report, a seed, a deadline, and a reason to end earlier."""
 
     folder: Path
     servers: Servers

@@ -52,14 +52,14 @@ OTHER_ITEMS = 0.001
 
 @dataclass(slots=True)
 class RepeatableNight:
-    """The inputs of one night more, which can be computed in full or with copies again and again."""
+    """The inputs of one more night, which can be computed repeatedly, in full or with copies."""
 
     config: NightConfig
     cut: datetime
     generation: str = ""
 
     def run(self, reuse: Literal["auto", "off"]) -> float:
-        """Processor seconds from the sources to Redis."""
+        """Return the processor seconds from the sources to Redis."""
         config = replace(self.config, reuse=reuse)
         self._clear()
         started = time.process_time()
@@ -110,7 +110,7 @@ class RepeatableNight:
 
 
 def write_day(path: Path, histories: Histories, copies: int, user_share: float, items: int, at: datetime) -> None:
-    """Three clicks each of a share of the users."""
+    """Write three clicks for each user of a share."""
     rng = np.random.default_rng(7)
     count = copies * len(histories)
     clicking_rows = rng.choice(count, int(user_share * count), replace=False)

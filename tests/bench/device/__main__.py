@@ -34,7 +34,7 @@ BENCHES = {
 
 
 def name_of(device: str) -> str:
-    """A GPU's name as part of a file's: `NVIDIA H200` is `h200`."""
+    """Return a GPU's name as part of a file name: `NVIDIA H200` becomes `h200`."""
     import torch
 
     name = torch.cuda.get_device_name(device).lower().removeprefix("nvidia ")
@@ -42,7 +42,7 @@ def name_of(device: str) -> str:
 
 
 def ran(command: list[str], seconds: float, **environment: str) -> tuple[int, str]:
-    """(exit code, what it printed, which is shown as well); 124 where it took longer."""
+    """Run a command and show its output; return (exit code, output), with code 124 after the time limit."""
     command_line = " ".join(command)
     print(f"== {command_line} (at most {seconds:.0f} s)", flush=True)
     try:

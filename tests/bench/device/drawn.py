@@ -85,7 +85,7 @@ def drawn_config(folder: Path, size: DrawnSize, device: str, *, programs: bool =
 
 
 class DrawnShards:
-    """The shards of a drawn night, which are scored again and again by one process, as a worker would."""
+    """The shards of a drawn night, scored repeatedly by one process, as a worker would."""
 
     def __init__(self, folder: Path, size: DrawnSize, device: str, redis_url: str, *, programs: bool = True) -> None:
         tasks = int(os.environ.get("LARDER_DEVICE_TASKS", "1"))
@@ -105,7 +105,7 @@ class DrawnShards:
         return str(self.build["generation"])
 
     def run(self) -> float:
-        """Users per second, from the partition to the pages."""
+        """Return users per second, from the partition to the pages."""
         root = self.config.store().local(generation_path(self.generation))
         for path in (root / "work").glob("shard-*.json"):
             path.unlink()

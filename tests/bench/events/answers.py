@@ -26,7 +26,7 @@ OTHER_USERS = 100_000
 
 
 class Bench:
-    """A running service whose users click, in memory alone."""
+    """A running service with clicks that are in memory only."""
 
     def __init__(self, world: EventWorld, service: Service, runner: asyncio.Runner) -> None:
         self.world, self.service, self.runner = world, service, runner
@@ -35,7 +35,7 @@ class Bench:
         self.without, self.clicking = (known_users[: len(known_users) // 2], known_users[len(known_users) // 2 :])
 
     def click(self, user: str) -> None:
-        """One more event of a user, counted at once."""
+        """Add one event of a user, which counts at once."""
         number = next(self._numbers)
         item = self._items[number % len(self._items)]
         event = Event(str(number), number, user.encode(), item.encode())
@@ -43,7 +43,7 @@ class Bench:
         newer_events_of(self.service).users.add(at, event)
 
     def keep_ready(self, fast_lookups: FastLookups, users: list[str]) -> list[bytes]:
-        """Paths whose answers are ready in L1."""
+        """Return paths whose answers are ready in L1."""
         paths = [f"/v1/lookup/{TABLE}/{user}".encode() for user in users]
         for _ in range(3):
             for path in paths:
@@ -59,10 +59,11 @@ class Bench:
             raise RuntimeError(f"{path!r} is not answered on the fast way")
 
     def ready(self, fast_lookups: FastLookups, paths: list[bytes], count: int) -> Callable[[], float]:
-        """Ready answers per second of processor time."""
+        """Return ready answers per second of processor time."""
 
         def run() -> float:
-            # This bench holds the loop for seconds, which its follower takes for an outage.
+            # The bench blocks the loop for seconds, which the follower of events takes for an outage: clear that
+            # concern.
             self.service.follower.note_concern("events", None)
             if any(fast_lookups.answer(path) is None for path in paths):
                 raise RuntimeError("an answer is not ready")
@@ -75,7 +76,7 @@ class Bench:
 
 
 def measure(bench: Bench, report: Report, options: Options) -> None:
-    """In this process, on one thread."""
+    """Measure in this process, on one thread."""
     fast_lookups = FastLookups(bench.service)
     paths = bench.keep_ready(fast_lookups, bench.without[:200])
     for number in range(OTHER_USERS):

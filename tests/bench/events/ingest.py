@@ -83,7 +83,7 @@ def through(
     batch: int,
     rates_by_measure: dict[str, list[float]],
 ) -> Callable[[], float]:
-    """Runs of one way; the figure is events per second of the service's processor time."""
+    """Return a function that runs one way once; the figure is events per second of the service's processor time."""
 
     def run() -> float:
         with server.client() as client:
@@ -102,13 +102,13 @@ def through(
 
 
 def spent_s(client: "redis.Redis") -> float:
-    """Processor time of Redis so far, its main thread's."""
+    """Return the processor time of Redis' main thread so far."""
     cpu_info = client.info("cpu")
     return float(cpu_info["used_cpu_user_main_thread"]) + float(cpu_info["used_cpu_sys_main_thread"])
 
 
 def written(server: DurableRedis, numbers: Iterator[int], count: int) -> Callable[[], float]:
-    """Runs of the baseline."""
+    """Return a function that runs the baseline once."""
 
     def run() -> float:
         with server.client() as client:

@@ -44,7 +44,7 @@ TOLERANCE = 0.02
 
 
 def accept(case: Case, count: int) -> None:
-    """Events of as many other users, accepted as a service accepts them."""
+    """Accept events of so many other users, as a service does."""
     keyspace, bounds = case.night.keyspace(), StreamBounds(256 << 20, 86_400_000, 1)
     with redis.Redis.from_url(case.night.events_redis_url, protocol=2) as client:
         for start in range(0, count, 1_000):
@@ -67,7 +67,7 @@ def counts_others(target: Program) -> bool:
 
 
 def one_time(case: Case, settle: int, count: int) -> list[tuple[float, float, float]]:
-    """Rates of three fresh processes in each round: with the feature, without, and without again."""
+    """Return rates of three fresh processes in each round: with the feature, without, without again."""
     users = random.Random(0).sample(case.users, min(2_000, len(case.users)))
     lookups = [request(path_of(user)) for user in users]
     on = {"LARDER_CONFIG": str(case.folder / "larder.toml")}
@@ -78,7 +78,7 @@ def one_time(case: Case, settle: int, count: int) -> list[tuple[float, float, fl
         for target in targets:
             per_cpu_s(target, lookups, settle)
         rates = []
-        # Each order once: whoever comes after itself, or after a certain other one, finds warmer caches.
+        # Use each order once: a target that runs after itself, or always after the same other one, finds warmer caches.
         for order in permutations(range(len(targets))):
             rate_by_target = {number: per_cpu_s(targets[number], lookups, count) for number in order}
             rates.append((rate_by_target[0], rate_by_target[1], rate_by_target[2]))
@@ -86,7 +86,7 @@ def one_time(case: Case, settle: int, count: int) -> list[tuple[float, float, fl
 
 
 def measure(report: Report, case: Case, options: Options) -> None:
-    """Fresh processes, again and again."""
+    """Measure fresh processes repeatedly."""
     times, settle, count = (QUICK_TIMES, QUICK_SETTLE, QUICK_COUNT) if options.quick else (TIMES, SETTLE, COUNT)
     accept(case, OTHER_USERS)
     rates_by_run = [one_time(case, settle, count) for _ in range(times)]

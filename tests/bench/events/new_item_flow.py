@@ -76,13 +76,13 @@ class Flow:
         self._weights, self._numbers = weights / weights.sum(), itertools.count(1)
 
     async def fill_l1(self) -> None:
-        """Has L1 hold what is computed of each input."""
+        """Put the computed answer of each input into L1."""
         await asyncio.sleep(1.0)  # the last new items are in force
         for entity in self._entities:
             await self._look_up(entity, time.perf_counter(), Phase())
 
     async def phase(self, new_per_s: int, seconds: float) -> Phase:
-        """Lookups when they are due, and new items between them."""
+        """Send lookups when they are due, and new items in between."""
         phase, count = Phase(), int(seconds * RATE)
         drawn = self._rng.choice(INPUTS, count, p=self._weights).tolist()
         every = RATE // new_per_s if new_per_s else count

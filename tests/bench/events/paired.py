@@ -1,4 +1,4 @@
-"""Short blocks of two ways in a drawn order, so that what the machine does beside them meets both alike."""
+"""Short blocks of two variants in random order, so that other load on the machine affects both alike."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class Paired:
 
 
 def interleave(first: Block, candidate: Block, *, rounds: int, requests: int, seed: int) -> Paired:
-    """Each round is a block of the other way and two of the first, in an order that is drawn."""
+    """Run rounds of one block of the other variant and two of the first, in random order."""
     rng, warm = np.random.default_rng(seed), max(5, rounds // 20)
     costs = np.empty((warm + rounds, 3, 2))
     for number in range(warm + rounds):

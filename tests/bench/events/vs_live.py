@@ -52,11 +52,11 @@ class Clicks:
         self._number, self._strangers, self._round = 0, itertools.count(), -1
 
     def events(self, users: int, at_once: int) -> Block:
-        """First answers after an event of each user of the round."""
+        """Get the first answer after an event for each user of the round."""
         return self._block(users, at_once, self._known_entity)
 
     def live(self, users: int, at_once: int) -> Block:
-        """Live answers to strangers who send the histories of the round's users."""
+        """Get live answers for unknown users who send the histories of the round's users."""
         return self._block(users, at_once, self._stranger)
 
     def _block(self, users: int, at_once: int, of: Callable[[str], RequestedEntity]) -> Block:

@@ -90,7 +90,7 @@ def draw(seed: int = 0) -> Cut:
     lengths = USER_CLICKS_MIN + rng.multinomial(CLICKS - USER_CLICKS_MIN * USERS, activity / activity.sum())
     histories, held_out = [], []
     for length in lengths:
-        # The largest of logits plus Gumbel noise, in their order, are draws without replacement.
+        # Taking the largest of logits plus Gumbel noise, in order, draws without replacement.
         scores = popularity + TASTE * items @ rng.normal(size=DIMS) + rng.gumbel(size=ITEMS)
         drawn = rng.permutation(np.argsort(-scores)[:length])
         held_out_indexes = rng.choice(length, length // 5, replace=False)

@@ -30,11 +30,11 @@ class Kind:
     function: str
 
     def fit(self, cut: Cut) -> Fitted:
-        """Fit it; raises ImportError where its library is absent."""
+        """Fit the model; raise ImportError if its library is missing."""
         fit: Callable[[Cut], Fitted] = getattr(import_module(f"{__package__}.{self.module}"), self.function)
         return fit(cut)
 
     def version(self) -> str:
-        """Installed version of its library; empty where there is none."""
+        """Installed version of the library, "" if it is missing."""
         installed_version = versions((self.library,))[self.library]
         return "" if installed_version == "absent" else installed_version

@@ -48,7 +48,7 @@ KINDS = {
 
 
 def measure(kind: Kind) -> dict[str, Any]:
-    """Fit, import, night, service, answers: the figures of one kind of model."""
+    """Fit, import, run a night and a service; return the figures of one kind of model."""
     cut = draw()
     fitted = kind.fit(cut)
     expected_lists = fitted.lists()
@@ -99,7 +99,7 @@ def table(report: Report) -> str:
 
 
 def elsewhere(python: str, name: str) -> dict[str, Any]:
-    """The same by another interpreter."""
+    """Measure with another interpreter."""
     completed_process = subprocess.run(
         [python, "-m", "tests.bench.fitted.models", "--only", name, "--json"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,

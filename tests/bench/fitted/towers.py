@@ -83,7 +83,7 @@ def attention(cut: Cut) -> Fitted:
 
 
 def _fitted(kind: type[nn.Module], cut: Cut, *, steps: int) -> Fitted:
-    """Fitted by cross-entropy of the next item among all, one place of each history at a time."""
+    """Fit by cross-entropy of the next item among all, one position of each history at a time."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     tower, items = kind(), nn.Embedding(ITEMS, DIMS)

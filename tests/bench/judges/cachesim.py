@@ -18,7 +18,7 @@ _TIMEOUT_S = 1800.0
 def judge(
     keys: Keys, capacities: Sequence[int], policies: Sequence[str] = POLICIES
 ) -> tuple[str, dict[str, list[float]]]:
-    """Its version, and by policy the hit ratio of each capacity (in keys, all of size 1)."""
+    """Return libCacheSim's version, and hit ratios by policy and capacity (in keys, all of size 1)."""
     with TemporaryDirectory(prefix="larder-bench-") as folder:
         file = Path(folder, "keys.npy")
         np.save(file, keys)

@@ -19,7 +19,7 @@ ORACLE = np.dtype([("time", "<u4"), ("key", "<u8"), ("size", "<u4"), ("next", "<
 
 
 def write_trace(keys: "np.typing.NDArray[np.int64]", path: Path) -> None:
-    """All objects are of size 1."""
+    """Write a trace in which all objects have size 1."""
     requests = np.zeros(len(keys), ORACLE)
     requests["time"], requests["size"], requests["next"] = np.arange(len(keys)), 1, -1
     requests["key"] = keys + 1

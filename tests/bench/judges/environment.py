@@ -13,7 +13,7 @@ ABSENT = "skipped: there is no LoadGen and no libCacheSim here; `make judges-env
 
 
 def is_there() -> bool:
-    """Whether somebody has made it."""
+    """Return whether the environment exists."""
     return PYTHON.exists()
 
 

@@ -63,7 +63,7 @@ class Trace:
 
 
 def numbered(names: Keys) -> Keys:
-    """Keys from 0, by first appearance."""
+    """Number keys from 0 by first appearance."""
     _, first, name_indexes = np.unique(names, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -159,6 +159,6 @@ TRACES = (
 
 
 def missing() -> list[str]:
-    """A line for each trace that is not on this machine."""
+    """Return a line for each trace that is not on this machine."""
     lacking = (trace for trace in TRACES if trace.path() is None)
     return [f"the trace {trace.name}: {DATA}/traces lacks {trace.where()}" for trace in lacking]

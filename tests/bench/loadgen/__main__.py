@@ -147,7 +147,7 @@ def measure(report: Report, case: Case, lengths: Lengths, logs: Path, stack: Exi
     samples = case.folder / "samples.jsonl"
     strangers = write_samples(case, samples, lengths.samples)
     report.figures["samples, share of strangers"] = f"{lengths.samples:,}, {strangers:.3f}"
-    # Connections are opened ahead, and asked nothing for a while.
+    # Connections are opened in advance and carry no request for a while.
     env = environment(case.night, LARDER_HEAD_TIMEOUT_S="60")
     serve = [sys.executable, "-m", "serving", "--port", "0", "--log-level", "warning"]
     larder = stack.enter_context(program(serve, case.folder / "serving.log", env))

@@ -113,7 +113,7 @@ class Driver:
             wire.socket.sendall(query.request)
 
     def receive(self) -> None:
-        """Until LoadGen has all answers."""
+        """Receive answers until LoadGen has all of them."""
         while not self.stop_event.is_set():
             answered: list[int] = []
             for number, _ in self._poll.poll(0.05):

@@ -57,7 +57,7 @@ def make_night(folder: Path, redis_url: str, quick: bool) -> NightConfig:
 
 
 def learn(near: NearMatches, stream: HistoryStream) -> int:
-    """Has it learn until enough of a thousand inputs are reused; the number of inputs that this took."""
+    """Let the policy learn until it reuses enough of a thousand inputs; return the number of inputs needed."""
     learned = 0
     while learned < LEARNED_MAX:
         learned += 1_000
@@ -131,7 +131,7 @@ def measure(report: Report, night: NightConfig, options: Options) -> None:
     freeze_objects()
     near.outcome_counts_by_table[TABLE].clear()
     with ThreadPoolExecutor(1, "larder-live") as pool, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        # Each its own: what the one is asked, the other has not seen.
+        # Each service gets a stream of its own: the other one has not seen its inputs.
         baseline_stream = HistoryStream(snapshot, TABLE, known_histories, seed=1)
         reuse = functools.partial(compute, reuse=near)
         compare(

@@ -27,7 +27,7 @@ class HistoryStream:
         self._rng = random.Random(seed)
 
     def jobs(self, count: int) -> list[InferenceJob]:
-        """The next so many."""
+        """Return the next so many jobs."""
         return [
             InferenceJob(self._snapshot, self._table, LiveInput(history), number + 1, 1, may_reuse_near_answer=True)
             for number in range(count)

@@ -12,7 +12,7 @@ Message = MutableMapping[str, Any]
 
 
 def app_of(body: bytes) -> Callable[..., Awaitable[None]]:
-    """An app that looks at nothing."""
+    """Return an app that ignores the request."""
     start: Message = {
         "type": "http.response.start",
         "status": 200,

@@ -17,9 +17,9 @@ ITEMS, DIMS, USERS = 40_981, 128, 2_000
 
 
 def make_catalogue(folder: Path, redis_url: str) -> Case:
-    """Published like any other; the tower is the reference model's, with rows drawn instead of trained."""
+    """Publish a night with the reference model's tower, with random rows instead of trained ones."""
     rng = np.random.default_rng(0)
-    # Falling off like a spectrum: in vectors that are the same in all directions no index finds anything.
+    # Make the variance fall off like a spectrum: in isotropic vectors no index finds anything.
     rows = rng.standard_normal((ITEMS, DIMS), np.float32) / np.sqrt(1 + np.arange(DIMS, dtype="f4"))
     padded = np.concatenate([rows, np.zeros((1, DIMS), np.float32)])
     history = InputSpec("history", "history", "int32", max_length=512, pad=ITEMS)

@@ -76,12 +76,12 @@ def write_rows(path: Path, rows: Mapping[str, Row]) -> None:
 
 
 def question(form: str, users: Sequence[str]) -> bytes:
-    """The body of one request."""
+    """Return the body of one request."""
     return json.dumps({**FORMS[form], "entities": {"user": users}}).encode()
 
 
 def post(form: str, users: Sequence[str]) -> bytes:
-    """A whole request."""
+    """Return a whole request."""
     return request(_PATH, question(form, users))
 
 
@@ -123,7 +123,7 @@ def _floats(values: Sequence[float] | None) -> list[float]:
 
 
 def call(url: str, body: bytes) -> Any:
-    """The JSON answer to one JSON body."""
+    """Return the JSON answer to one JSON body."""
     http_request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310
     with urllib.request.urlopen(http_request, timeout=30.0) as response:  # noqa: S310 - our own loopback
         return json.load(response)

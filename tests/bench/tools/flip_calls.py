@@ -52,7 +52,7 @@ def calling(
 
 
 class Recording:
-    """All calls; sorted by when they were due."""
+    """All calls, sorted by when they were due."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -61,14 +61,14 @@ class Recording:
         self.failed = 0
 
     def read(self) -> None:
-        """Once the callers have ended."""
+        """Read the calls once the callers have ended."""
         with np.load(self._path) as call_arrays:
             order = np.argsort(call_arrays["due"])
             self.due, self.seconds = call_arrays["due"][order], call_arrays["seconds"][order]
             self.failed = int(call_arrays["failed"])
 
     def between(self, start: float, end: float) -> NDArray[np.float64]:
-        """Seconds of the calls that were due in [start, end), Unix seconds."""
+        """Return seconds of the calls that were due in [start, end), in Unix seconds."""
         first, last = np.searchsorted(self.due, [start, end])
         return self.seconds[first:last]
 
@@ -95,7 +95,7 @@ async def _call_all(
     total = len(urls) * CONNECTIONS
     for number in range(total):
         replica = number % len(urls)
-        # A popular few and a long tail, as users come back.
+        # Request a popular few and a long tail, as returning users do.
         rng = np.random.default_rng([seed, number])
         lanes.append(
             _call_on_connection(
@@ -124,7 +124,7 @@ async def _call_on_connection(
                 status, _ = await connection.request("GET", path)
             except (OSError, EOFError, TimeoutError):
                 status = 0
-            # From when it was due: who had to wait for a connection has waited.
+            # Measure from the time at which the call was due, so that waiting for a connection counts.
             calls.due.append(due)
             calls.seconds.append(time.time() - due)
             calls.failed += status != 200

@@ -1,4 +1,4 @@
-"""What every bench shares: alternating rounds, the baseline against itself, one table, one JSON line."""
+"""Shared code of all benches: alternating rounds, the baseline against itself, one table, one JSON line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Ratio:
 
     @property
     def void(self) -> bool:
-        """True when the machine was too restless: the baseline differs from itself by too much."""
+        """True if the baseline differs from itself by too much: the machine was too busy."""
         return not abs(self.aa - 1.0) <= self.tolerance
 
 
@@ -60,7 +60,7 @@ class Promise:
     quick: str = ""
 
     def is_kept(self, ratio: Ratio) -> bool:
-        """Whether a ratio that is not void is within it."""
+        """Return whether a ratio that is not void is within the promise."""
         return self.minimum <= ratio.value <= self.maximum
 
     def __str__(self) -> str:

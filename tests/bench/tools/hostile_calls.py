@@ -79,7 +79,7 @@ class Calls:
         wire.close()
 
     def _hear(self, seconds: float) -> None:
-        # `poll` rounds up to milliseconds: what is due in between would come in clumps.
+        # `poll` rounds up to milliseconds, so calls that are due in between would be sent in clumps.
         ready, _, _ = select.select([self._poll], [], [], seconds)
         for number, _ in self._poll.poll(0) if ready else ():
             if number in self._under_way:

@@ -42,7 +42,7 @@ HOSTILE = tuple(kind for kind in KINDS if kind != "idle")
 
 
 class Peers:
-    """All of them, in one loop."""
+    """All peers in one loop."""
 
     def __init__(self, where: tuple[str, int], kinds: Sequence[str]) -> None:
         self._where, self._kinds = where, kinds
@@ -55,7 +55,7 @@ class Peers:
         self.disconnect_count = 0
 
     def open(self, peer_index: int) -> None:
-        """Connects the peer at this place, and sends what it sends first."""
+        """Connect the peer with this index, and send its first bytes."""
         wire = socket.socket()
         if self._kinds[peer_index] == "pipeline":
             wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
@@ -78,7 +78,7 @@ class Peers:
             self._after(self._rng.uniform(*STAYS_S), peer_index, self._anew)
 
     def run(self) -> None:
-        """For ever."""
+        """Run for ever."""
         while True:
             rest_s = self._due[0][0] - time.monotonic() if self._due else 1.0
             for number, _ in self._poll.poll(min(max(rest_s, 0.001), 1.0)):
@@ -130,9 +130,9 @@ def peers(url: str, kinds: Sequence[str]) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Until it is killed."""
+    """Run until killed."""
     pin(0, -1)
-    # Callers and Redis, on the same core, go first at once: only what reaches the service is measured.
+    # Callers and Redis, on the same core, always preempt this process: only what reaches the service is measured.
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     where = urlsplit(arguments[0])
     all_peers = Peers((where.hostname or "", where.port or 0), arguments[1:])

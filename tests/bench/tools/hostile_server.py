@@ -39,7 +39,7 @@ class Times:
         self._durations_ns, self._is_get = mapped_array[1 + PORTS :].reshape(2, TIMES)
 
     def add(self, duration_ns: int, is_get: bool) -> None:
-        """One answer."""
+        """Add the time of one answer."""
         at = int(self._count[0])
         if at < TIMES:
             self._durations_ns[at], self._is_get[at] = duration_ns, is_get

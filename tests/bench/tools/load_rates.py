@@ -1,4 +1,4 @@
-"""How fast Redis takes records when nobody reads: what a load beside a reader is held against."""
+"""Rates of loads into Redis without a reader, with which a load next to a reader is compared."""
 
 import statistics
 import time
@@ -56,7 +56,7 @@ def loaded(url: str, case: Case, config: NightConfig, governed: bool, seconds: f
 
 
 def flat_out(url: str, case: Case, config: NightConfig, seconds: float) -> float:
-    """Bytes per second of the same loads with nobody there, once they run."""
+    """Return bytes per second of the same loads without a reader, once they run."""
     steps = loaded(url, case, config, False, seconds)
     rate_starts_at, ends_at = steps[0, 0] + WARM_SHARE * (steps[-1, 0] - steps[0, 0]), steps[-1, 0]
     then = np.interp([rate_starts_at, ends_at], steps[:, 0], steps[:, 1])

@@ -37,7 +37,7 @@ class Stream:
         self.probabilities = weights / weights.sum()
 
     def draw(self, count: int) -> tuple[list[bytes], NDArray[np.int64]]:
-        """Requests, and which of them comes when."""
+        """Return requests, and the order in which they are sent."""
         request_indexes = self.rng.choice(len(self.known_requests), count, p=self.probabilities)
         new = np.flatnonzero(self.rng.random(count) < UNKNOWN)
         request_indexes[new] = len(self.known_requests) + np.arange(len(new))
@@ -68,11 +68,11 @@ class Stream:
         return Arrivals(url, self.known_requests, request_indexes, np.zeros(len(request_indexes)), IN_FLIGHT)
 
     def closed(self, url: str, count: int) -> Arrivals:
-        """All are due at once, a few under way: as quick as it can."""
+        """Return arrivals that are all due at once, so that a closed loop sends them as fast as it can."""
         requests, request_indexes = self.draw(count)
         return Arrivals(url, requests, request_indexes, np.zeros(count), IN_FLIGHT)
 
 
 def path_of(user: str) -> str:
-    """An L1 hit of the hot route."""
+    """Return the path of an L1 hit of the hot route."""
     return f"/v1/lookup/{TABLE}/{quote(user, safe='')}?k=20"

@@ -1,4 +1,4 @@
-"""Walk of a shard through a night: from its task to its pages, and from there to Redis, drawn from the running steps.
+"""Calls between modules from a shard's task to its pages and to Redis, recorded from running steps.
 
 `python -m tests.bench.tools.night_walk` builds a small night, with a real Redis, up to the step in question, records
 the tasks `score` (of one shard) and `load`, and prints the ways to what is done with the shard as one Markdown table.
@@ -42,7 +42,7 @@ DEEDS = {
 
 @dataclass(frozen=True)
 class WayHop:
-    """A call into another module on the way to a deed."""
+    """A call into another module on the path to a deed, which is one of `DEEDS`."""
 
     task: str
     module: str
@@ -51,10 +51,10 @@ class WayHop:
 
 
 def list_hops(task: str, roots: Sequence[Call]) -> list[WayHop]:
-    """Distinct hops that lead to the deeds of a task, deed after deed."""
+    """Return the distinct hops that lead to the deeds of a task, deed by deed."""
     hop_by_target: dict[tuple[str, str], WayHop] = {}
     for deed, deed_text in DEEDS[task].items():
-        # Threads of their own first: what they do with users, the task's does with items once more.
+        # Look at the other threads first: what they do with users, the task's own thread does again with items.
         path = next(path for root in reversed(roots) if (path := _path_to(deed, root)))
         for call_target in path:
             module, function = call_target
@@ -65,7 +65,7 @@ def list_hops(task: str, roots: Sequence[Call]) -> list[WayHop]:
 
 
 def _path_to(deed: str, call: Call, above: str = "") -> tuple[tuple[str, str], ...]:
-    """Calls into other modules down to the first call of the deed; none where it is not below."""
+    """Return the calls into other modules down to the first call of the deed; none if it is not called."""
     own_hops = () if call.module == above else ((call.module, call.function),)
     if deed == f"{call.module}.{call.function}":
         return ((call.module, call.function),)
@@ -76,7 +76,7 @@ def _path_to(deed: str, call: Call, above: str = "") -> tuple[tuple[str, str], .
 
 
 def walked(task: Callable[[], Any]) -> list[Call]:
-    """The calls that a task causes, in its thread and in those that it starts."""
+    """Return the calls that a task makes, in its thread and in those that it starts."""
     recorder = Recorder()
     with recorder.recording():
         task()
@@ -84,7 +84,7 @@ def walked(task: Callable[[], Any]) -> list[Call]:
 
 
 def walk(config: NightConfig) -> list[WayHop]:
-    """The way of one shard through both tasks, which are the first to work on their generation."""
+    """Return the hops of one shard through both tasks, which are the first on their generation."""
     build = begin.run(config, data_until=DATA_UNTIL, run_after=None)
     embed_items.run(config, build)
     for shard in build["shards"]:
@@ -99,7 +99,7 @@ def walk(config: NightConfig) -> list[WayHop]:
 
 
 def table(hops: Sequence[WayHop]) -> str:
-    """A walk as a Markdown table."""
+    """Return the hops as a Markdown table."""
     lines = ["| hop | task | module | function | there |", "|---|---|---|---|---|"]
     for number, hop in enumerate(hops, 1):
         lines.append(f"| {number} | {hop.task} | `{hop.module}` | `{hop.function}` | {hop.deed} |")
@@ -107,7 +107,7 @@ def table(hops: Sequence[WayHop]) -> str:
 
 
 def main() -> None:
-    """Prints the walk."""
+    """Print the hops."""
     with TemporaryDirectory() as folder, join_or_start_server(Path(folder) / "redis") as redis:
         hops = walk(prepare(Path(folder) / "night", redis.url))
         print(f"{len(hops)} hops in {len({hop.module for hop in hops})} modules\n")

@@ -130,7 +130,7 @@ class _Drive:
         )  # fmt: skip
 
     def _settle(self) -> None:
-        """Until the service has accepted every connection: that is not what is measured."""
+        """Wait until the service has accepted every connection, which is not measured."""
         line = self._idle[-1]
         line.wire.sendall(self._arrivals.requests[0])
         while not _is_whole(line.data):
@@ -164,7 +164,7 @@ class _Drive:
                 else:
                     self._send(self._idle.pop(), at)
             rest_s = started_at + due[up_to] - time.monotonic() if up_to < count else 0.05
-            # `poll` rounds up to milliseconds: what is due in between would come in clumps.
+            # `poll` rounds up to milliseconds, so calls that are due in between would be sent in clumps.
             ready, _, _ = select.select([self._poll], [], [], min(max(rest_s, 0.0), 0.05))
             for number, _ in self._poll.poll(0) if ready else ():
                 if self._receive(self._lines[number], started_at):
@@ -192,7 +192,7 @@ class _Drive:
         self._connect()
 
     def _receive(self, line: _Line, started_at: float) -> bool:
-        """Whether an answer is whole."""
+        """Receive bytes; return whether an answer is complete."""
         try:
             data = line.wire.recv(1 << 18)
         except OSError:

@@ -1,4 +1,4 @@
-"""Where the parts of a bench run: placement decides latency, so it is chosen and printed."""
+"""Placement of the parts of a bench on cores: it decides latency, so it is chosen and printed."""
 
 import os
 import subprocess
@@ -48,7 +48,7 @@ def awake(core: int) -> Iterator[int]:
 
     A halted virtual core takes up to milliseconds to wake, so that a machine at rest would look slower than a busy one.
     """
-    # It ends with its parent, however that ends: left behind it would spoil every later measurement.
+    # The process ends with its parent, however that ends; otherwise it would spoil every later measurement.
     spin = (
         "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nparent = os.getppid()\n"
         "while os.getppid() == parent:\n    for _ in range(10_000_000): pass"

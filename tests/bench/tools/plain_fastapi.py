@@ -13,7 +13,7 @@ from tests.bench.tools.bare_asgi import serve
 
 
 def app_of(body: bytes, redis_url: str) -> FastAPI:
-    """Two routes as one would write them."""
+    """Return an app with two ordinary routes."""
     app = FastAPI()
     client = redis.asyncio.Redis.from_url(redis_url, protocol=2, max_connections=64)
 
@@ -29,7 +29,7 @@ def app_of(body: bytes, redis_url: str) -> FastAPI:
 
 
 def main() -> None:
-    """Serve both."""
+    """Serve both routes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("body", type=Path, help="file with the bytes to send")
     parser.add_argument("redis_url")

@@ -11,7 +11,7 @@ class Policy(Protocol):
     """A cache of a number of keys."""
 
     def get(self, key: int) -> bool:
-        """Whether it was a hit."""
+        """Return whether the key was there; add it if not."""
 
 
 class Lru:
@@ -22,7 +22,7 @@ class Lru:
         self._keys: OrderedDict[int, None] = OrderedDict()
 
     def get(self, key: int) -> bool:
-        """As all."""
+        """See `Policy.get`."""
         if key in self._keys:
             self._keys.move_to_end(key)
             return True
@@ -41,7 +41,7 @@ class Sieve:
         self._head = self._tail = self._hand = -1
 
     def get(self, key: int) -> bool:
-        """As all."""
+        """See `Policy.get`."""
         nodes = self._nodes
         if (node := nodes.get(key)) is not None:
             node[0] = 1
@@ -86,7 +86,7 @@ class S3Fifo:
         self._counts: dict[int, int] = {}
 
     def get(self, key: int) -> bool:
-        """As all."""
+        """See `Policy.get`."""
         counts = self._counts
         if (count := counts.get(key)) is not None:
             if count < 3:
@@ -138,7 +138,7 @@ class WTinyLfu:
         self._added, self._added_max = 0, 10 * capacity
 
     def get(self, key: int) -> bool:
-        """As all."""
+        """See `Policy.get`."""
         self._add(key)
         if key in self._window:
             self._window.move_to_end(key)

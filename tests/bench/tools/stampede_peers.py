@@ -25,7 +25,7 @@ Get = Callable[[str], Awaitable[Any]]
 
 
 async def cashews(url: str, load: Loader) -> Get:
-    """Its plain decorator, which joins callers within a process."""
+    """Run cashews' plain decorator, which joins callers within a process."""
     cache = import_module("cashews").Cache()
     cache.setup(url)
     get: Get = cache(ttl=TTL_S, key="cashews:{name}")(_named(load))
@@ -33,7 +33,7 @@ async def cashews(url: str, load: Loader) -> Get:
 
 
 async def cashews_lock(url: str, load: Loader) -> Get:
-    """Its lock in Redis."""
+    """Run cashews with its lock in Redis."""
     cache = import_module("cashews").Cache()
     cache.setup(url)
     get: Get = cache(ttl=TTL_S, key="cashews-lock:{name}", lock=True)(_named(load))
@@ -48,7 +48,7 @@ def _named(load: Loader) -> Loader:
 
 
 async def aiocache(url: str, load: Loader) -> Get:
-    """`cached_stampede`: a lease in Redis."""
+    """Run aiocache's `cached_stampede`, a lease in Redis."""
     module = import_module("aiocache")
     where = urlsplit(url)
     get: Get = module.cached_stampede(
@@ -60,7 +60,7 @@ async def aiocache(url: str, load: Loader) -> Get:
 
 
 async def cacheme(url: str, load: Loader) -> Get:
-    """A node over its Redis storage; callers of one process join."""
+    """Run a cacheme node over its Redis storage, where callers of one process join."""
     module = import_module("cacheme")
     pickled = import_module("cacheme.serializer").PickleSerializer()
     await module.register_storage("redis", module.Storage(url=url))
@@ -92,7 +92,7 @@ LIBRARIES = {
 
 
 async def stampede(library: str, url: str, keys: int, waiters: int) -> dict[str, Any]:
-    """All waiters of all keys at once."""
+    """Start all waiters of all keys at once."""
     loads = 0
 
     async def load(name: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The service without any cache: whatever is asked with an input goes to the model, and nothing is kept."""
+"""The service without any cache: every request with an input goes to the model, and nothing is stored."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,20 +15,20 @@ _NOWHERE = Miss(MissReason.NOT_IN_GENERATION)
 
 
 class NoTiers(TieredCache):
-    """Holds nothing and asks nobody."""
+    """Tiers that hold nothing and read nothing."""
 
     def peek(self, view: SnapshotView, record_key: RecordKey) -> Hit | None:
-        """Never a hit."""
+        """Return no hit."""
         return None
 
     async def get_many(
         self, view: SnapshotView, record_keys: Sequence[RecordKey], deadline: float, *, is_counted: bool = True
     ) -> list[ReadResult]:
-        """Nothing is stored."""
+        """Return nothing, since nothing is stored."""
         return [_NOWHERE] * len(record_keys)
 
     def probe(self, view: SnapshotView, record_key: RecordKey, on_reply: Callable[[bool], None]) -> None:
-        """There is nothing to ask."""
+        """Do nothing."""
 
     def put_live(
         self,
@@ -39,12 +39,12 @@ class NoTiers(TieredCache):
         ttl_s: float,
         lease_mark: LeaseMark | None = None,
     ) -> None:
-        """Nothing is kept."""
+        """Store nothing."""
 
 
 @contextmanager
 def no_tiers() -> Iterator[None]:
-    """Whatever service is put together meanwhile has none."""
+    """Within the block, every new service has no tiers."""
     with patch.object(serving.namespace, "TieredCache", NoTiers):
         yield
 

@@ -1,4 +1,4 @@
-"""Walk of one request through the code: which of our modules call into which, drawn from the running program.
+"""Calls between our modules for one request, recorded from the running program.
 
 `python -m tests.bench.tools.walk` serves a small night from a real Redis, on uvicorn over a socket, sends one request
 at a time and prints its walk as a Markdown table.
@@ -33,7 +33,7 @@ BACKGROUND = (
 
 
 class Caller:
-    """A keep-alive connection to a service of the same event loop."""
+    """A keep-alive connection to a service in the same event loop."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -58,7 +58,7 @@ class Caller:
 
 @asynccontextmanager
 async def served(night: NightConfig, **changes: Any) -> AsyncIterator[tuple[Caller, Service]]:
-    """A service of this night on a socket, and a connection to it; its background sleeps, and no request is logged."""
+    """Serve this night on a socket without background work and request logs; yield a connection to it."""
     asleep = dict.fromkeys(("poll_s", "blocklist_poll_s", "heartbeat_s", "figures_s"), 3_000.0)
     asleep |= {"log_share": 0.0, "log_slow_ms": 60_000.0}
     config = settings(night, **(asleep | {"queue_interval_ms": 60_000.0, "sketch_s": 0.0} | changes))
@@ -77,7 +77,7 @@ async def served(night: NightConfig, **changes: Any) -> AsyncIterator[tuple[Call
 
 
 async def walked(caller: Caller, request: bytes) -> list[Call]:
-    """The calls that one request causes."""
+    """Return the calls that one request makes."""
     recorder = Recorder()
     with recorder.recording():
         await caller.send_request(request)
@@ -86,18 +86,18 @@ async def walked(caller: Caller, request: bytes) -> list[Call]:
 
 
 def get(path: str) -> bytes:
-    """A GET as it stands on the wire."""
+    """Return the bytes of a GET."""
     return b"GET %b HTTP/1.1\r\nhost: larder\r\n\r\n" % path.encode()
 
 
 def post(path: str, body: bytes) -> bytes:
-    """A POST of JSON as it stands on the wire."""
+    """Return the bytes of a POST of JSON."""
     head = b"POST %b HTTP/1.1\r\nhost: larder\r\ncontent-type: application/json\r\n" % path.encode()
     return b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body)
 
 
 async def walks(night: NightConfig, users: Sequence[str], **changes: Any) -> dict[str, list[Call]]:
-    """The walks of a GET that Redis answers, of one of an id nobody knows, and of a POST of many ids.
+    """Return the calls for a GET answered by Redis, for a GET of an unknown id, and for a POST of many ids.
 
     The service has answered others before, on the same connection.
     """
@@ -116,7 +116,7 @@ async def walks(night: NightConfig, users: Sequence[str], **changes: Any) -> dic
 
 
 def main() -> None:
-    """Prints the walks of both ways, or of those that the command line names: `plain`, `fast`."""
+    """Print the calls of both paths, or of those named on the command line: `plain`, `fast`."""
     with TemporaryDirectory() as folder, join_or_start_server(Path(folder) / "redis") as redis:
         night = build_night(Path(folder) / "night", redis.url)
         users = sorted(histories(night))

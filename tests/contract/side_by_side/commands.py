@@ -1,4 +1,4 @@
-"""Commands of `larder` by two checkouts, each over its own copy of a folder and with its own Redis."""
+"""Commands of `larder` in two checkouts, each with its own copy of a folder and its own Redis."""
 
 import json
 import re
@@ -30,7 +30,7 @@ class Outcome:
 
     @property
     def error_code(self) -> str:
-        """Code of the error that it ended with, such as `conflict`, "" without one."""
+        """Code of the error that the command ended with, such as `conflict`; "" without one."""
         lines = self.errors.strip().splitlines() or [""]
         match = re.match(r"[a-z0-9_]+(?=: )", lines[-1])
         return match[0] if match else ""
@@ -51,7 +51,7 @@ class Outcome:
 def outcomes(
     checkout: Checkout, folder: Path, environ: dict[str, str], commands: Sequence[CommandLine]
 ) -> list[Outcome]:
-    """Outcomes of these commands of a checkout, run in `folder`, with this environment."""
+    """Run these commands of a checkout in `folder` with this environment; return their outcomes."""
     variables = checkout.environment({**environ, "LARDER_CHECKOUT": str(checkout.root)})
     completed_process = subprocess.run(
         [checkout.python, LAUNCH / "many_commands.py"], cwd=folder, env=variables,

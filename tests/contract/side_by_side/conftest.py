@@ -1,4 +1,4 @@
-"""Both checkouts, and a shop whose first night both have run."""
+"""Both checkouts, and a shop whose first night was run by both."""
 
 import os
 import random
@@ -14,7 +14,7 @@ from tests.contract.side_by_side.world import Shop, finish_shop, running_redis
 
 @pytest.fixture(scope="session")
 def seed() -> int:
-    """Seed of what is asked; LARDER_SEED sets it."""
+    """Seed of the requests; LARDER_SEED sets it."""
     seed = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 31))
     print(f"seed {seed} (LARDER_SEED={seed} repeats it)")
     return seed
@@ -22,7 +22,7 @@ def seed() -> int:
 
 @pytest.fixture(scope="session")
 def checkouts() -> Checkouts:
-    """The frozen commit's, and this one.
+    """The checkouts of the frozen commit and of the working tree.
 
     A clone that lacks the commit fails, unless LARDER_WITHOUT_FROZEN_COMMIT says that this was seen and told elsewhere.
     """
@@ -46,6 +46,6 @@ def nights(checkouts: Checkouts, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="session")
 def shop(nights: Nights) -> Shop:
-    """The shop that this tree's night began, with all that a request can meet; nothing was asked yet."""
+    """The shop that this tree's first night made, with all that a request can meet; no request was sent yet."""
     finish_shop(nights.shops[1], nights.redis_urls[1])
     return nights.shops[1]

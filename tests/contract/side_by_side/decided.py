@@ -86,17 +86,17 @@ JSON_ROUTES: Final = frozenset(
 
 
 def is_added_sample(labels: Mapping[str, str]) -> bool:
-    """Whether a sample counts requests that only this tree refuses for their type."""
+    """Return whether a metric counts requests that only this tree refuses for their type."""
     return labels.get("status") == str(UNSUPPORTED_TYPE[0]) and labels.get("route") in JSON_ROUTES
 
 
 def is_added_reason(reason: object, is_approximate: object) -> bool:
-    """Whether an answer has this reason since the frozen commit: a stored one that counts no newer events."""
+    """Return whether an answer has a reason added since the frozen commit: stored, without the newer events."""
     return reason == "newer_events" and is_approximate is True
 
 
 def is_decided_refusal(left: tuple[int, Any], right: tuple[int, Any], *, is_other_type: bool) -> bool:
-    """Whether a refusal was decided to be another one; each is a status and the code, None of an answer.
+    """Return whether a refusal was decided to change; each side is a status and a code, None for an answer.
 
     `is_other_type`: the request says that its body is neither JSON nor what stands for it.
     """
@@ -104,7 +104,7 @@ def is_decided_refusal(left: tuple[int, Any], right: tuple[int, Any], *, is_othe
 
 
 def without_removed(left: Any, path: str) -> Any:
-    """Return `left`, an object or a list of named objects, without what was removed at this place."""
+    """Return `left`, an object or a list of named objects, without what was removed at this path."""
     removed = REMOVED_AT.get(path, frozenset())
     if isinstance(left, dict):
         return {name: value for name, value in left.items() if name not in removed}

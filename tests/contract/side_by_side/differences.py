@@ -1,4 +1,4 @@
-"""What is compared of two answers, and the few fields that are not: ages, request ids, times of acceptance, prose."""
+"""Comparison of two answers, except for a few fields: ages, request ids, times of acceptance, prose."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ _SHOWN_CHARS: Final = 300
 
 
 class Difference(NamedTuple):
-    """Place in an answer where two differ, and what stands there on either side."""
+    """Path in an answer at which two differ, and the values on either side."""
 
     path: str
     left_side: object
@@ -55,7 +55,7 @@ class Difference(NamedTuple):
 def difference(
     left: Answer, right: Answer, *, is_shape: bool = False, is_other_type: bool = False
 ) -> Difference | None:
-    """The first difference of two answers, None if they are alike; `is_shape`: names and types of fields alone.
+    """Return the first difference of two answers or None; with `is_shape`, compare only names and types of fields.
 
     `is_other_type`: the request says that its body is not JSON.
     """
@@ -75,12 +75,12 @@ def difference(
             return None
         pair = orjson.loads(left.body or b"null"), orjson.loads(right.body or b"null")
         return next(differences_of_values(*pair, "body", is_shape=is_shape), None)
-    # Plain texts and pages are prose.
+    # Plain text and HTML pages are prose and may differ.
     return None
 
 
 def _refusal(answer: Answer) -> tuple[int, Any]:
-    """Status of an answer and the code of its error, None without one."""
+    """Return the status of an answer and the code of its error, None without one."""
     if answer.status < 400 or answer.header("content-type") != "application/json":
         return answer.status, None
     body = orjson.loads(answer.body or b"null")
@@ -89,7 +89,7 @@ def _refusal(answer: Answer) -> tuple[int, Any]:
 
 
 def masked(body: bytes) -> bytes:
-    """JSON whose masked fields have one value, and no momentary `stale`."""
+    """Return JSON in which masked fields have one value, and without a momentary `stale`."""
     return _MASKS.sub(rb'"\1\2":0', _STALE.sub(b"", body))
 
 
@@ -97,7 +97,7 @@ def differences_of_values(
     left: Any, right: Any, path: str, *, is_shape: bool = False, name: str = ""
 ) -> Iterator[Difference]:
     """Differences of two JSON values: names and their order, types, values to the last bit."""
-    # Examples of OpenAPI are held against their schemas by a test of their own.
+    # Another test compares the examples of OpenAPI with their schemas.
     if name == "example" or path in WIDENED_AT or path.endswith(PROSE_AT):
         return
     if left is None and isinstance(right, str) and path in FILLED_AT:
@@ -108,7 +108,7 @@ def differences_of_values(
     elif isinstance(left, dict):
         left = _without_momentary(without_removed(left, path))
         right = _without_momentary(without_added(left, right, path))
-        # Of counts the names are words in the order in which they were met.
+        # The names of counts are words in the order in which they first occurred.
         ordered = sorted if is_shape else list
         if ordered(left) != ordered(right):
             yield Difference(f"{path} (names)", list(left), list(right))

@@ -1,4 +1,4 @@
-"""Draws of what requests are made of: ids, inputs, filters, options; good ones, and such as are refused."""
+"""Random parts of requests: ids, inputs, filters, options; valid ones and refused ones."""
 
 import random
 import string
@@ -32,11 +32,11 @@ class Draw:
     facts: ShopFacts
 
     def chance(self, probability: float) -> bool:
-        """True for that share of the draws."""
+        """Return True in that share of the draws."""
         return self.rng.random() < probability
 
     def table(self) -> str:
-        """Name of a table, those of lists for users more often."""
+        """Return the name of a table, more often one of lists for users."""
         return self.rng.choices(TABLES, (8, 3, 3, 2, 3, 2, 3))[0]
 
     def entity(self, table: str) -> Any:
@@ -51,7 +51,7 @@ class Draw:
         return self.user()
 
     def user(self) -> str:
-        """Id of a user: known, gone, blocked, or a stranger."""
+        """Return the id of a user: known, gone, blocked, or unknown."""
         pool = self.rng.random()
         if pool < 0.7:
             return self.rng.choice(self.facts.users)
@@ -75,13 +75,13 @@ class Draw:
         return [self.item() for _ in range(self.rng.randrange(1, length_max))]
 
     def near_history(self) -> list[str]:
-        """One of few histories, but for one item of it."""
+        """Return one of a few histories with one item replaced."""
         base = random.Random(self.rng.randrange(BASES)).sample(self.facts.items, 40)
         base[self.rng.randrange(len(base))] = self.rng.choice(self.facts.items)
         return base
 
     def features(self, table: str) -> dict[str, Any]:
-        """Columns that the models take, now and then others."""
+        """Return columns that the models take, sometimes others."""
         rng = self.rng
         if table in OF_ITEMS:
             return {"looks": [round(rng.gauss(0, 1), 3) for _ in range(DIMS)]}
@@ -198,7 +198,7 @@ class Draw:
         return tuple(header_pairs)
 
     def draw_word(self) -> str:
-        """A word that is the name of nothing."""
+        """Return a word that names nothing."""
         return "".join(self.rng.choices(string.ascii_lowercase, k=8))
 
 

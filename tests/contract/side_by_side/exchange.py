@@ -1,4 +1,4 @@
-"""Requests as bytes, and a connection that sends them as they are: also those that no HTTP library would send."""
+"""Requests as bytes, and a connection that sends them unchanged, also those that no HTTP library would send."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ _CHUNK: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request of a run: `kind` says what it is about, `number` and the run's seed make it again."""
+    """Request of a run: `kind` says what it is about; its `number` and the run's seed reproduce it."""
 
     kind: str
     method: str
@@ -34,16 +34,16 @@ class Request:
 
     @property
     def has_other_type(self) -> bool:
-        """Whether it says that its body is something else than JSON."""
+        """Whether the request says that its body is not JSON."""
         media_types = [value.partition(";")[0] for name, value in self.headers if name.lower() == "content-type"]
         return any(not media_type.endswith("json") for media_type in media_types)
 
     def numbered(self, number: int, headers: tuple[tuple[str, str], ...] = ()) -> "Request":
-        """The same as the request of this number, with these headers before its own."""
+        """Return the request with this number, and with these headers before its own."""
         return replace(self, number=number, headers=headers + self.headers)
 
     def raw(self) -> bytes:
-        """Bytes of the request."""
+        """Return the bytes of the request."""
         if self.wire:
             return self.wire
         lines = [f"{self.method} {self.target} HTTP/1.1", f"Host: {HOST}"]
@@ -53,7 +53,7 @@ class Request:
         return "\r\n".join([*lines, "", ""]).encode() + self.body
 
     def curl(self, base: str = "http://127.0.0.1:8000") -> str:
-        """Command line that sends the same."""
+        """Return a curl command that sends the request."""
         if self.wire:
             return f"printf %b {shlex.quote(repr(self.wire)[2:-1])} | nc 127.0.0.1 8000"
         command = ["curl", "-i", "--path-as-is", "-X", self.method, f"{base}{self.target}"]
@@ -68,7 +68,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answer as it came: `headers` have names in lower case, in their order."""
+    """Answer as received; names of `headers` are in lower case, in the order received."""
 
     status: int
     headers: tuple[tuple[str, str], ...]
@@ -80,7 +80,7 @@ class Answer:
 
 
 class Line:
-    """Connection to one service, opened again where the service has closed it."""
+    """Connection to one service, opened again if the service has closed it."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
@@ -89,7 +89,7 @@ class Line:
         self._buffer = bytearray()
 
     def send(self, raw: bytes) -> None:
-        """Send a request; its answer is to be read before the next one is sent."""
+        """Send a request; read its answer before sending the next one."""
         if self._socket is None:
             self._socket = socket.create_connection(self._address, _TIMEOUT_S)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -97,7 +97,7 @@ class Line:
         self._socket.sendall(raw)
 
     def receive(self, *, is_head: bool = False, ends: bool = False) -> Answer:
-        """The answer to what was sent last; `ends`: the connection is closed behind it in any case."""
+        """Return the answer to the last request; with `ends`, close the connection after it."""
         while (end := self._buffer.find(b"\r\n\r\n")) < 0:
             self._fill()
         head = bytes(self._buffer[:end]).decode("latin-1").split("\r\n")
@@ -145,7 +145,7 @@ class Line:
         self._buffer += part
 
     def close(self) -> None:
-        """Close it; the next request opens another."""
+        """Close the connection; the next request opens another."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -15,7 +15,7 @@ CHANCE: Final = frozenset(
 
 
 def exposed(text: str) -> dict[str, set[tuple[str, tuple[tuple[str, str], ...]]]]:
-    """Samples of each family, under its name and type: their names, and labels with the values that do not vary."""
+    """Return the samples of each family by name and type: their names, and labels whose values do not vary."""
     families: defaultdict[str, set[tuple[str, tuple[tuple[str, str], ...]]]] = defaultdict(set)
     for family in text_string_to_metric_families(text):
         samples = families[f"{family.name} ({family.type})"]
@@ -26,7 +26,7 @@ def exposed(text: str) -> dict[str, set[tuple[str, tuple[tuple[str, str], ...]]]
 
 
 def difference_of_metrics(left: str, right: str) -> Difference | None:
-    """The first family that two expositions do not have alike."""
+    """Return the first family in which two expositions differ."""
     before, after = exposed(left), exposed(right)
     names = before.keys() | {name for name in after if name.split()[0] not in ADDED_METRICS}
     for name in sorted(names):

@@ -1,4 +1,4 @@
-"""The first night of a shop by both checkouts, and how the two differ."""
+"""The first night of a shop, run by both checkouts, and the differences of the two."""
 
 import math
 import re
@@ -36,7 +36,7 @@ class Nights:
     outcomes: tuple[list[Outcome], list[Outcome]]
 
     def files(self, side: int) -> dict[str, bytes]:
-        """Content of all files of the generation, by their path in it."""
+        """Return the content of all files of the generation, by their path in it."""
         generation = self.outcomes[side][0].document["generation"]
         folder = self.shops[side].folder / "artifacts" / NAMESPACE / "generations" / generation
         paths = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Requests that are refused, by the code that they reach, and bytes that are no request at all."""
+"""Refused requests, by the code that they get, and bytes that are not a request."""
 
 from collections.abc import Callable
 from typing import Any, Final

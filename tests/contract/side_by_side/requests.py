@@ -1,4 +1,4 @@
-"""Generator of requests: each is drawn from the run's seed and its own number, so one alone can be made again."""
+"""Random requests, each drawn from the run's seed and its own number, so that one alone can be reproduced."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -25,14 +25,14 @@ READ_ONLY_TARGETS: Final = ("/v1/generations", "/readyz", "/healthz")
 
 
 class Recipe(NamedTuple):
-    """Way to draw one kind of request, and how many of a thousand are of it."""
+    """A way to draw one kind of request, and its share per thousand."""
 
     weight: int
     draw: Callable[[Draw, int], Request]
 
 
 def request(seed: int, number: int, shop_facts: ShopFacts, headers: tuple[tuple[str, str], ...]) -> Request:
-    """Request of this number in the run of this seed, with the headers that all have."""
+    """Return the request of this number in the run of this seed, with the headers that all requests have."""
     draw = Draw(random.Random(f"{seed}:{number}"), shop_facts)
     recipe = draw.rng.choices(RECIPES, [recipe.weight for recipe in RECIPES])[0]
     drawn = recipe.draw(draw, number)
@@ -51,7 +51,7 @@ def _get_lookup(draw: Draw, _number: int) -> Request:
 def _batch(draw: Draw, _number: int) -> Request:
     table = draw.table()
     size, options = _size(draw), draw.body_options(table)
-    # Of large ones all are ids: histories have a bound in all.
+    # Large batches contain ids only, because the total of histories in a request is bounded.
     entities = [draw.entity_input(table) if size <= 30 else draw.entity(table) for _ in range(size)]
     body = {"entities": entities, **options}
     headers: tuple[tuple[str, str], ...] = (_JSON, *draw.headers())
@@ -121,7 +121,7 @@ def _feedback(draw: Draw, _number: int) -> Request:
 
 
 def _events(draw: Draw, number: int) -> Request:
-    """Clicks, and some that are rejected; those who click are few, so that most users have the night's list."""
+    """Clicks, and some rejected ones, by few users, so that most users still have the night's list."""
     rng = draw.rng
     clicking = (*draw.facts.users[4:34], *draw.facts.removed_users[:3], *(f"stranger-{at}" for at in range(20)))
     is_busy = draw.chance(0.1)
@@ -142,7 +142,7 @@ def _events(draw: Draw, number: int) -> Request:
 
 
 def _values(draw: Draw, number: int) -> Request:
-    """Attributes of items and users, and new items: counted a moment later than clicks."""
+    """Attributes of items and users, and new items, which count a moment later than clicks."""
     rng, events = draw.rng, list[dict[str, Any]]()
     for at in range(rng.randrange(1, 4)):
         event: dict[str, Any] = {"id": f"v-{number}-{at}"}
@@ -230,7 +230,7 @@ def _wire(draw: Draw, _number: int) -> Request:
 
 
 def _with_token(draw: Draw, number: int) -> Request:
-    """Any request in the name of another token than that of the run, which may do less or is nobody's."""
+    """A request with another token than the run's: one with fewer rights, or an unknown one."""
     recipe = draw.rng.choices(RECIPES[:8], [recipe.weight for recipe in RECIPES[:8]])[0]
     drawn = recipe.draw(draw, number)
     names = tuple(name for name in draw.facts.tokens if name != "all")
@@ -275,7 +275,7 @@ def _size(draw: Draw) -> int:
 
 
 def _texts(options: Mapping[str, Any]) -> dict[str, str]:
-    """Options as texts, as a query and the metadata of a stream have them."""
+    """Options as texts, as a query and a stream's metadata contain them."""
     return {
         name: value if isinstance(value, str) else orjson.dumps(value).decode()
         for name, value in options.items()

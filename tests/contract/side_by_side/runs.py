@@ -1,4 +1,4 @@
-"""A run: requests of one seed to both services, what they met, and how their answers differ."""
+"""A run: requests of one seed to both services, what they reached, and how their answers differ."""
 
 import re
 import time
@@ -22,7 +22,7 @@ _VALUES: Final = (b'"attributes"', b'"features"', b'"vector"')
 
 @dataclass
 class Met:
-    """What the requests of a run reached: words by the field that has them, and what was sent."""
+    """What a run's requests reached: words by the field that has them, and what was sent."""
 
     field_values: Counter[tuple[str, str]] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class Met:
             self.field_values.update((name.decode(), raw_value.decode()) for name, raw_value in pairs)
 
     def of(self, name: str) -> set[str]:
-        """Words that were met in a field."""
+        """Return the words that a field had."""
         return {field_value for field_name, field_value in self.field_values if field_name == name}
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Run:
     seconds: float = 0.0
 
     def send_all(self, numbers: Iterable[int]) -> None:
-        """Send the requests of these numbers, until so many were answered differently that it is enough."""
+        """Send the requests of these numbers until enough of them were answered differently."""
         started_at = time.monotonic()
         for number in numbers:
             self.send(request(self.seed, number, self.facts, self.twins.headers))
@@ -90,7 +90,7 @@ class Run:
         self.seconds += time.monotonic() - started_at
 
     def send(self, sent_request: Request) -> tuple[Answer, Answer]:
-        """Send one; its answers."""
+        """Send one request to both; return the answers."""
         answers, change = self.twins.compare(sent_request)
         self.met.note(sent_request, answers[0])
         if change is not None:
@@ -102,7 +102,7 @@ class Run:
         return answers
 
     def check(self) -> None:
-        """Raise AssertionError with all that differed."""
+        """Raise AssertionError with all differences."""
         if self.differing:
             listing = "\n".join(self.differing)
             heading = f"left is the frozen commit, right this tree (LARDER_SEED={self.seed} repeats it)"

@@ -1,4 +1,4 @@
-"""Stages of a run: what is moved between them, in both services alike."""
+"""Stages of a run: the changes made between them, in both services alike."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -26,7 +26,7 @@ def await_ready(twins: Twins) -> None:
 
 
 def begin_trials(twins: Twins) -> None:
-    """Start the experiment and the canary, and block two more items; return once both services know of it."""
+    """Start the experiment and the canary, block two more items, and wait until both services know."""
     twins.move(start_experiment)
     twins.move(start_canary)
     items = [item.encode() for item in twins.shop.facts.items[20:22]]
@@ -43,7 +43,7 @@ def begin_trials(twins: Twins) -> None:
 
 
 def end_trials(twins: Twins) -> None:
-    """Stop the experiment, abandon the canary and roll back; return once both services answer so."""
+    """Stop the experiment, abandon the canary, roll back, and wait until both services answer accordingly."""
     twins.arms = ()
     twins.move(lambda config: experiments.stop(config, "ranker", reason="a test"))
     twins.move(_abandon)
@@ -69,7 +69,7 @@ def _await(twins: Twins, is_reached: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def _await_experiments(twins: Twins, *, status: int) -> None:
-    """Return once both go by the newest record of experiments, and a forced arm is answered with this status."""
+    """Wait until both follow the newest experiments and answer a forced arm with this status."""
     arm, metrics = twins.request("GET", ARM_TARGET), twins.request("GET", "/metrics")
     version = latest_experiments(_store(twins)).version
     line = f"larder_experiments_version {float(version)}\n".encode()
@@ -83,7 +83,7 @@ def _await_experiments(twins: Twins, *, status: int) -> None:
 
 
 def _level(twins: Twins) -> None:
-    """Have both read all records of all generations into L1: how many a flip reads ahead depends on time."""
+    """Make both read all records of all generations into L1: how many a flip preloads depends on time."""
     shop_facts = twins.shop.facts
     of_items = dict.fromkeys(OF_ITEMS, shop_facts.items)
     for generation in shop_facts.generations:

@@ -1,4 +1,4 @@
-"""Two services of two checkouts over one store, each with a Redis of its own that began as the other's did."""
+"""Two services of two checkouts over one store, each with its own Redis, which were equal at the start."""
 
 import itertools
 import time
@@ -32,7 +32,7 @@ Headers = tuple[tuple[str, str], ...]
 
 
 class Twins:
-    """Both services, asked the same in the same order. `left` is of the frozen commit, `right` of the other."""
+    """Both services, which get the same requests in the same order: `left` is the frozen commit's."""
 
     def __init__(self, shop: Shop, urls: tuple[str, str], redis_urls: tuple[str, str], token: str) -> None:
         self.shop, self.urls, self.redis_urls = shop, urls, redis_urls
@@ -44,7 +44,7 @@ class Twins:
         self._probes = itertools.count(1)
 
     def send(self, request: Request) -> tuple[Answer, Answer]:
-        """Answers of both."""
+        """Send a request to both; return the answers."""
         raw = request.raw()
         for line, position in zip(self._lines, self._as_of, strict=True):
             line.send(_with_position(request, raw, position))
@@ -53,7 +53,7 @@ class Twins:
         return left_answer, right
 
     def compare(self, request: Request) -> tuple[tuple[Answer, Answer], Difference | None]:
-        """Answers of both and their difference, once what may lag behind has settled."""
+        """Return the answers of both and their difference, once what may lag has settled."""
         is_shape = request.kind in SHAPES
         is_other_type = request.has_other_type
         answers = self.send(request)
@@ -73,32 +73,33 @@ class Twins:
         RedisCopy.of(self.redis_urls[0], (keys.live, keys.generations)).restore(self.redis_urls[1])
 
     def fetch_from_both(self, target: str) -> list[Any]:
-        """JSON of both, which is not compared."""
+        """Return JSON from both, without comparing it."""
         return [orjson.loads(answer.body) for answer in self.send(self.request("GET", target))]
 
     def follow_events(self, answers: tuple[Answer, Answer], *, has_values: bool) -> None:
-        """Return once all events of a request that both have accepted count, which then move the position of AS_OF."""
+        """Wait until both count all events of a request that both accepted, and move AS_OF's position."""
         positions = [orjson.loads(answer.body)["position"].encode() for answer in answers]
-        # Lengths stand in a binary body: a position of another length, such as the tenth of a millisecond, is left out.
+        # Lengths are part of a binary body: leave out a position of another length, such as one with fewer digits.
         if all(len(position) == len(AS_OF) for position in positions):
             self._as_of = (positions[0], positions[1])
         self.await_events(has_values=has_values)
 
     def await_events(self, *, has_values: bool) -> None:
-        """Return once both services, and their arms, count all events that were accepted until now.
+        """Wait until both services and their arms count all events accepted so far.
 
         Another event, of a user made for it, is sent behind them; one more, with a price, where values were set.
         """
         number = next(self._probes)
         user, price = f"probe-{number}", _PROBE_PRICE + number
-        # Of one item OF_ONE events are accepted; those of a run are shared out among the first of the shop.
+        # At most OF_ONE events of one item are accepted, so spread the events of a run over the first items of the
+        # shop.
         item, prober = self.shop.facts.items[number % PROBED_ITEMS], self.shop.facts.users[-1]
         events: list[dict[str, Any]] = [{"id": f"probe-{number}", "user": user, "item": item, "time": _PROBE_TIME}]
         if has_values:
             events.append({"id": f"price-{number}", "item": item, "attributes": {"price": price}})
         receipts = self.send(self.request("POST", "/v1/events", {"events": events}))
         assert {answer.status for answer in receipts} == {202}, receipts
-        # Of an arm there are no explanations.
+        # There are no explanations of an arm.
         paths = [f"/v1/explain/user_vector/{user}"]
         paths += [f"/v1/lookup/user_vector/{user}?{urlencode({'arm': arm})}" for arm in self.arms]
         score_body = {"user": prober, "items": [item], "filter": {"==": ["price", price]}}
@@ -120,7 +121,7 @@ class Twins:
         )
 
     def request(self, method: str, target: str, body: Any = None) -> Request:
-        """A request that is not one of a run's."""
+        """Return a request that is not part of a run."""
         content = b"" if body is None else orjson.dumps(body)
         return Request("probe", method, target, self.headers, content)
 

@@ -1,4 +1,4 @@
-"""A shop with everything that a request can meet: nights, arms, a canary, filters, facets, events, damaged pages."""
+"""A shop with all that a request can meet: nights, arms, a canary, filters, facets, events, damaged pages."""
 
 import hashlib
 import random
@@ -150,7 +150,7 @@ CALM: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class RedisCopy:
-    """Keys of a Redis: their values as it dumps them, and the milliseconds that they have left (0: no end)."""
+    """Keys of a Redis: their values as DUMP gives them, and their remaining milliseconds (0: no expiry)."""
 
     keys: tuple[tuple[bytes, int, bytes], ...]
 
@@ -165,7 +165,7 @@ class RedisCopy:
         return cls(tuple((name, max(0, left_ms), dumped) for name, left_ms, dumped in rows if dumped))
 
     def restore(self, url: str) -> None:
-        """Write all of them, also over those that are there."""
+        """Write all keys, replacing existing ones."""
         with redis.Redis.from_url(url, protocol=3) as client, client.pipeline(transaction=False) as pipe:
             for name, left_ms, dumped in self.keys:
                 pipe.restore(name, left_ms, dumped, replace=True)
@@ -174,7 +174,7 @@ class RedisCopy:
 
 @dataclass(frozen=True)
 class ShopFacts:
-    """What a generator of requests draws from: ids, words and generations of the shop."""
+    """Ids, words and generations of the shop, from which requests are drawn."""
 
     users: tuple[str, ...]
     removed_users: tuple[str, ...]
@@ -190,14 +190,14 @@ class ShopFacts:
 
 @dataclass
 class Shop:
-    """Folder of the shop, its state in Redis when nothing has been asked yet, and all that is known of it."""
+    """Folder of the shop, its state in Redis before any request, and all that is known of it."""
 
     folder: Path
     facts: ShopFacts = field(init=False)
     redis: RedisCopy = field(init=False)
 
     def copied_to(self, folder: Path) -> "Shop":
-        """The same shop in another folder, where moves change nothing of this one."""
+        """Return the same shop in another folder, whose changes do not affect this one."""
         copied = copy(self)
         copied.folder = Path(shutil.copytree(self.folder, folder))
         return copied
@@ -250,7 +250,7 @@ class Shop:
         tokens.chmod(0o600)
 
     def without_users(self, count: int) -> tuple[str, ...]:
-        """Take the rows of some users out of the sources, for the nights that follow; the users."""
+        """Remove the rows of some users from the sources of the following nights; return these users."""
         path = self.folder / "interactions.parquet"
         clicks = pq.read_table(path)
         removed_users = sorted(set(clicks["user"].to_pylist()))[3 : 3 + count]
@@ -263,7 +263,7 @@ class Shop:
 
 
 def finish_shop(shop: Shop, redis_url: str) -> None:
-    """Add to a first night all that the shop has: more generations, an arm, a canary, a blocklist, damaged pages."""
+    """Add to a first night more generations, an arm, a canary, a blocklist and damaged pages."""
     config, arm = shop.config(redis_url), shop.config(redis_url, "arm")
     previous = _live(config, redis_url)
     removed_users = shop.without_users(8)
@@ -298,7 +298,7 @@ def start_canary(config: NightConfig) -> None:
 
 
 def _damage(redis_url: str, live: str) -> None:
-    """Remove one page of each kind of table, and spoil another."""
+    """Remove one page of each kind of table, and corrupt another."""
     with redis.Redis.from_url(redis_url, protocol=3) as client:
         for table in ("user_vector", "near_topk"):
             pages = sorted(client.scan_iter(f"larder:1:{NAMESPACE}:g:{live}:{table}:*"))
@@ -338,7 +338,7 @@ def _drawn_attributes(rng: random.Random) -> dict[str, Any]:
 
 @contextmanager
 def running_redis(folder: Path) -> Iterator[str]:
-    """An empty Redis with a folder of its own; its URL."""
+    """Run an empty Redis in a folder of its own; yield its URL."""
     with join_or_start_server(folder, server_binary=redis_binary()) as running:
         yield running.url
 

@@ -1,4 +1,4 @@
-"""Runs the night's DAG in this process, a run for each cut, as `airflow dags test` does; started by tests only.
+"""Runs the night's DAG in this process once for each cut, as `airflow dags test` does; started by tests only.
 
 Prints the tasks' states of each run, as JSON in a line that begins with `states`.
 """
@@ -15,7 +15,7 @@ STATES_PREFIX = "states "
 
 
 def main(cuts: Sequence[str]) -> None:
-    """Each run in turn, whatever becomes of the one before."""
+    """Run one DAG run after the other, whatever the outcome of the one before."""
     dag = DagBag(dag_folder=str(DAGS_FOLDER / "nightly_precompute.py")).dags["nightly_precompute"]
     for cut in cuts:
         run = dag.test(run_conf={"data_until": cut})

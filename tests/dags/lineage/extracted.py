@@ -1,4 +1,4 @@
-"""Events of a night's steps as the extractor makes them, on standard output; started by tests only.
+"""Prints the events of a night's steps as the extractor makes them; started by tests only.
 
 A process of its own, since Airflow reads its settings as it is imported. Argument: JSON of what `begin` returned.
 """
@@ -21,7 +21,7 @@ EVENTS = {"events": 3, "events_until": "1769731200000-0", "left_out": 0, "unread
 
 
 def lineage_of(task_id: str, build: dict[str, Any], dag_id: str = "nightly_precompute") -> OperatorLineage:
-    """Datasets and facets of a task that has ended."""
+    """Return datasets and facets of a finished task."""
     kind = "_ShortCircuitDecoratedOperator" if task_id == "begin" else "_PythonDecoratedOperator"
     operator = SimpleNamespace(
         task_type=kind, dag_id=dag_id, task_id=task_id, op_args=(), inlets=[], outlets=[],
@@ -36,7 +36,7 @@ def lineage_of(task_id: str, build: dict[str, Any], dag_id: str = "nightly_preco
 
 
 def event(task_id: str, build: dict[str, Any], dag_id: str = "nightly_precompute") -> str:
-    """The event of a task that has ended."""
+    """Return the event of a finished task."""
     lineage = lineage_of(task_id, build, dag_id)
     event_json = Serde.to_json(
         RunEvent(
@@ -49,7 +49,7 @@ def event(task_id: str, build: dict[str, Any], dag_id: str = "nightly_precompute
 
 
 def main(build: dict[str, Any]) -> None:
-    """One line for each task."""
+    """Print one line for each task."""
     renamed = {"score": "score_shard", "index": "build_index"}
     for step in (*PRELIMINARY_STEPS, *NIGHT_STEPS):
         print(event(renamed.get(step, step), build))

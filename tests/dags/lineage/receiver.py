@@ -1,4 +1,4 @@
-"""Receiver of OpenLineage events over HTTP, as a small server of its own; or one that takes none of them."""
+"""Receivers of OpenLineage events over HTTP, small servers: one takes the events, one never answers."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class Receiver:
-    """Events in the order in which they came."""
+    """Events in the order received."""
 
     url: str = ""
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -20,7 +20,7 @@ class Receiver:
 
 @contextmanager
 def receiving() -> Iterator[Receiver]:
-    """A receiver on a free port of this machine."""
+    """Run a receiver on a free port of this machine."""
     receiver = Receiver()
 
     class Handler(BaseHTTPRequestHandler):
@@ -32,7 +32,7 @@ def receiving() -> Iterator[Receiver]:
             self.end_headers()
 
         def log_message(self, *args: Any) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         receiver.url = f"http://127.0.0.1:{server.server_port}"
@@ -47,17 +47,17 @@ def receiving() -> Iterator[Receiver]:
 
 @dataclass
 class Silent:
-    """A receiver that takes connections and never answers."""
+    """A receiver that accepts connections and never answers."""
 
     _listening: socket.socket
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """URL of the receiver."""
         return f"http://127.0.0.1:{self._listening.getsockname()[1]}"
 
     def connections(self) -> int:
-        """Number of connections since the last look."""
+        """Return the number of connections since the last call."""
         connection_count = 0
         self._listening.setblocking(False)
         with suppress(BlockingIOError):
@@ -69,7 +69,7 @@ class Silent:
 
 @contextmanager
 def silent() -> Iterator[Silent]:
-    """One on a free port of this machine."""
+    """Run a silent receiver on a free port of this machine."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(64)

@@ -1,4 +1,4 @@
-"""A FAIL of a refused `verify` through the provider's own transport, as its listener sends it; started by tests only.
+"""Sends a refused `verify` as a FAIL event through the provider's transport, as its listener does; for tests only.
 
 A process of its own, since Airflow reads its settings as it is imported. Argument: JSON of what `begin` returned.
 """
@@ -14,7 +14,7 @@ from tests.dags.lineage.extracted import RUN_ID, lineage_of
 
 
 def main(build: dict[str, Any]) -> None:
-    """Sends the event."""
+    """Send the event."""
     OpenLineageAdapter().fail_task(
         run_id=RUN_ID, job_name="nightly_precompute.verify", end_time="2026-01-31T00:00:00Z",
         task=lineage_of("verify", build), nominal_start_time=None, nominal_end_time=None,

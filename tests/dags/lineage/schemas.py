@@ -1,4 +1,4 @@
-"""Events held against OpenLineage's own schemas, of a checkout's folder `spec` that LARDER_OPENLINEAGE_SPEC names."""
+"""Checks events against OpenLineage's schemas, from the checkout that LARDER_OPENLINEAGE_SPEC names."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def schemas() -> Mapping[str, Any]:
 
 
 def complaints(event: Mapping[str, Any]) -> list[str]:
-    """All that is wrong with an event and with its facets."""
+    """Return all faults of an event and its facets."""
     (core,) = [schema_id for schema_id in schemas() if schema_id.endswith(_EVENT)]
     messages = _schema_errors(f"{core}#/$defs/RunEvent", event)
     for name, facet in _facets(event):

@@ -49,7 +49,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def ran(night: NightConfig, tmp_path: Path) -> Run:
-    """What a module of this folder says of a generation."""
+    """Return a function that runs a module of this folder on a generation and returns its output."""
 
     def run(module: str, generation: str, **more: str) -> str:
         build = {"generation": generation, "url": "", "shards": [0, 1, 2]}
@@ -106,7 +106,7 @@ def test_every_task_reports_what_it_read_and_wrote_and_how_much(
 
     events = extracted(generation)
 
-    # Of another DAG's task it says what the provider says of one without an extractor.
+    # For a task of another DAG, it reports what the provider reports for an operator without an extractor.
     other_event = events.pop("other")
     assert (
         other_event["inputs"] == other_event["outputs"] == []
@@ -132,7 +132,7 @@ def test_every_task_reports_what_it_read_and_wrote_and_how_much(
     vectors = by_name(events["build_index"]["inputs"])["vectors.f32"]
     assert vectors["inputFacets"]["inputStatistics"]["rowCount"] == ITEMS
     assert are_of_the_stream(night, events.pop("take_events"))
-    # What one task writes is what the next one reads, under the same name: begin to the pointer.
+    # What one task writes the next one reads under the same name, from begin to the pointer.
     written = {(dataset["namespace"], dataset["name"]) for event in events.values() for dataset in event["outputs"]}
     read = {(dataset["namespace"], dataset["name"]) for event in events.values() for dataset in event["inputs"]}
     internal_reads = {dataset_id for dataset_id in read if "/generations" in dataset_id[1] or dataset_id[0] != "file"}
@@ -152,7 +152,7 @@ def test_a_refused_gate_names_its_rule_its_value_and_its_threshold(
         generation_id for generation_id in night.store().names("generations") if generation_id > "20260130"
     )
 
-    # A receiver that never answers is asked once, and the one beside it gets the event.
+    # A receiver that never answers is called once, and the other receiver still gets the event.
     file = tmp_path / "events.jsonl"
     with silent() as receiver:
         transports = {

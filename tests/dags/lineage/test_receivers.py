@@ -82,13 +82,13 @@ def test_receivers_get_every_step_and_a_refused_gate_as_a_failure(nights: Nights
         to_file = {"type": "file", "log_file_path": str(file), "append": True}
         transport = {"type": "composite", "transports": {"a": http(receiver.url), "b": to_file}}
 
-        # given: a night that is published, then one from half the users
+        # given: a night that is published, then a night from half of the users
         good, seconds = nights.run(transport, "2026-01-29T00:00:00Z")
         count = len(receiver.events)
         write_interactions(nights.folder / "interactions.csv", seed=7, users=USERS // 2)
         refused_states, _ = nights.run(transport, "2026-01-30T00:00:00Z")
 
-    # then: both receivers have the same events, as the specification has them where it is at hand
+    # then: both receivers have the same events, which conform to the specification if it is available here
     assert set(good.values()) == {"success"} and refused_states["verify"] == "failed"
     assert [json.loads(line) for line in file.read_text().splitlines()] == receiver.events
     if SPEC:
@@ -96,7 +96,7 @@ def test_receivers_get_every_step_and_a_refused_gate_as_a_failure(nights: Nights
     completed_events = [event for event in receiver.events[:count] if event["eventType"] == "COMPLETE"]
     assert {event["job"]["name"].rpartition(".")[2] for event in completed_events} >= set(good)
 
-    # and: the refused one is a failure that names rule, value and threshold
+    # and: the refused night is a failure that names rule, value and threshold
     (failed,) = [
         event
         for event in receiver.events[count:]
@@ -108,7 +108,7 @@ def test_receivers_get_every_step_and_a_refused_gate_as_a_failure(nights: Nights
     message = failed["run"]["facets"]["errorMessage"]["message"]
     assert "coverage_of_live" in message and rule["actual"] in message and "0.8" in message
 
-    # when: the receiver takes connections and never answers
+    # when: the receiver accepts connections and never answers
     write_interactions(nights.folder / "interactions.csv", seed=7)
     with silent() as receiver_of_none:
         states, silent_s = nights.run(http(receiver_of_none.url), "2026-01-31T00:00:00Z")

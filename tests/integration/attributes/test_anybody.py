@@ -17,7 +17,7 @@ STRANGERS = 40
 
 
 def wrong(config: NightConfig) -> list[Event]:
-    """Events that say nothing usable: values of no kind that is wanted, and clicks on what nobody knows."""
+    """Return events without anything usable: values of unwanted kinds, and clicks on unknown items."""
     users = [row["user"].encode() for row in rows_of(config, "users.parquet")]
     items = [row["item"].encode() for row in rows_of(config, "items.parquet")]
     values: list[tuple[bytes | None, bytes | None, dict[str, Any]]] = [
@@ -27,7 +27,7 @@ def wrong(config: NightConfig) -> list[Event]:
     ]  # fmt: skip
     events = [Event("", 0, user, item, attributes=attributes) for user, item, attributes in values]
     events += [Event("", 0, b"stranger-%d" % stranger_number, b"nowhere") for stranger_number in range(STRANGERS)]
-    # Of whom a value is usable, but who did nothing: no list is asked for.
+    # Add users with usable values but without interactions: they get no list.
     events += [
         Event("", 0, b"new-%d" % newcomer_number, attributes={"country": 2}) for newcomer_number in range(STRANGERS)
     ]

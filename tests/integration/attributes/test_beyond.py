@@ -66,7 +66,7 @@ def test_values_of_events_that_a_model_cannot_take_cost_no_other_entity_anything
     assert left_out(manifest) == {"events.user_tower": 3, "events.item_tower": 2}
     reasons = manifest.facts["unusable"]["events.user_tower"]["reasons"]
     assert [*reasons] == [event_trials.MODEL_RAISES_REASON]
-    # The tables' own values stand, and of filters' attributes what the event set.
+    # Expect the tables' own values, except that filters see the attributes that the event set.
     stock = Event("stock", 0, None, unusable_events[-1].item, attributes={"stock": False})
     changed_config = with_changed_tables(config, [*good, stock])
     expected_contents = contents(changed_config, nights.publish_night(changed_config, FIRST))

@@ -61,7 +61,7 @@ def test_a_value_counts_for_as_many_days_as_are_set(tmp_path: Path, redis_url: s
         hash_ = hash_id(user["user"].encode(), manifest.entity_sets["user"].seed)
         countries.append(inputs_of(config, generation)[1][hash_].features["country"])
         stock_row_counts.append(manifest.facts["unusable"].get("events.stock", {}).get("rows", 0))
-        # A night of that cut that copies nothing is the same.
+        # A night with the same cut that copies nothing has the same bytes.
         assert nights.build_verified(full, cut) == generation
         assert contents(config, generation) == contents(full, generation)
 

@@ -105,7 +105,7 @@ def with_changed_tables(config: NightConfig, events: Iterable[Event]) -> NightCo
 
 
 def contents(config: NightConfig, generation: str) -> Mapping[str, Any]:
-    """What a generation is, by checksums of its files: all but its name, figures, and the index' own bytes."""
+    """Return checksums of a generation's files, except its name, figures and the index."""
     manifest: Manifest = open_generation(config.store(), generation)[0]
     manifest_document: dict[str, Any] = orjson.loads(manifest.to_bytes())
     for name in ("namespace", "generation", "created_at", "inputs_digest", "timings", "facts", "gates"):

@@ -64,7 +64,7 @@ class Stream:
         return [outcome.position for outcome in read_outcomes(replies)]
 
     def follow(self, attributes: AttributeEvents) -> None:
-        """Gives on what is new in it."""
+        """Deliver the new events of the stream."""
         entries: Any = self.client.xrange(self.keyspace.events, self._last)
         for id_, fields in entries:
             attributes.add(Position.parse(id_), event_of_entry(fields))
@@ -116,11 +116,11 @@ async def test_filters_see_what_events_set_as_a_night_would_have_it(shop: Shop, 
         async def is_seen() -> bool:
             return await filtered(running, users, IN_STOCK) == expected(updated_shop, users, IN_STOCK)
 
-        # Then with the next look of the background
+        # Then it counts after the next background check
         assert await eventually(is_seen) and VALUES_CHECK_INTERVAL_S <= 0.25
         for filter_ in filters:
             assert await filtered(running, users, filter_) == expected(updated_shop, users, filter_), filter_
-        # A name means its expression, also where a night made the lists
+        # A filter's name means its expression, also where a night made the lists
         assert await filtered(running, users, "in_stock") == expected(updated_shop, users, IN_STOCK)
         answer = await running.get(f"/v1/lookup/user_topk/{users[0]}", filter="in_stock", k=K)
         assert answer["items"] == expected(updated_shop, users[:1], IN_STOCK)[0]
@@ -160,7 +160,7 @@ def test_an_answer_that_lay_ready_does_not_outlive_a_value(shop: Shop, stream: S
     stream.follow(newer_events.values)
     ways.runner.run(updater.apply_new_values())
 
-    # What depends on no attribute lies ready still, what does is made anew
+    # An answer that depends on no attribute is still ready; one that does is computed anew
     assert ways.fast_lookups.answer(unfiltered_request.path) and ways.send(unfiltered_request).body == lay_ready.body
     assert ways.fast_lookups.answer(under.path + b"?" + under.query) is None
     after = [ways.send(under) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""HAProxy as a Service with readiness: connections go to pods that are endpoints, and nothing is tried twice."""
+"""HAProxy like a Kubernetes Service with readiness: connections go to ready pods, and nothing is retried."""
 
 import os
 import shutil
@@ -12,13 +12,13 @@ from cache.process.child_process import GuardedCommand
 from infra.local.service import ROOT
 from tests.polling import poll_until
 
-# Debian has it where only root looks.
+# Debian installs it in a folder that is on root's PATH only.
 PROGRAM = shutil.which(
     "haproxy", path=os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"))
 )
 SLOTS = 12
-# As a Service is, this balances connections (`mode tcp`), and a refused one is the caller's loss: no retry, no other
-# pod in its place. Health checks are those of the readiness probe, four times as often.
+# Like a Kubernetes Service, this balances connections (`mode tcp`), and a refused connection fails for the caller: it
+# is not retried on another pod. Health checks are those of the readiness probe, four times as often.
 SETTINGS = """
 global
   stats socket {folder}/admin mode 600 level admin
@@ -43,7 +43,7 @@ backend pods
 
 
 class Balancer:
-    """Its endpoints, by the numbers of their slots."""
+    """A running balancer and its endpoints, by the numbers of their slots."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class Balancer:
         self._free = list(range(SLOTS, 0, -1))
 
     def add(self, url: str) -> int:
-        """Makes a ready pod an endpoint; the number of its slot, once connections go there."""
+        """Make a ready pod an endpoint; return the number of its slot once connections go there."""
         slot, port = self._free.pop(), url.rpartition(":")[2]
         self._send_command(f"set server pods/pod{slot} addr 127.0.0.1 port {port}")
         self._send_command(f"set server pods/pod{slot} state ready")
@@ -64,16 +64,16 @@ class Balancer:
         return slot
 
     def remove(self, slot: int) -> None:
-        """Sends it no new connection; those that are open stay, as they do at a Service."""
+        """Send the pod no new connection; open ones stay, as with a Kubernetes Service."""
         self._send_command(f"set server pods/pod{slot} state drain")
 
     def forget(self, slot: int) -> None:
-        """The pod is gone, and its slot free."""
+        """Free the slot of a pod that is gone."""
         self._send_command(f"set server pods/pod{slot} state maint")
         self._free.insert(0, slot)
 
     def status(self, slot: int) -> str:
-        """UP, DOWN, DRAIN, MAINT: as its page of figures has it."""
+        """Return UP, DOWN, DRAIN or MAINT from HAProxy's statistics."""
         lines = [line.split(",") for line in self._send_command("show stat").splitlines()]
         column = lines[0].index("status")
         (slot_status,) = [line[column] for line in lines if line[:2] == ["pods", f"pod{slot}"]]
@@ -92,7 +92,7 @@ class Balancer:
 
 @contextmanager
 def balancer(folder: Path) -> Iterator[Balancer]:
-    """A running one; there has to be a `PROGRAM`."""
+    """Run a balancer; needs `PROGRAM`."""
     assert PROGRAM is not None
     running_balancer = Balancer(folder)
     file = folder / "haproxy.cfg"

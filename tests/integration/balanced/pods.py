@@ -1,4 +1,4 @@
-"""Pods as plain processes: what a Deployment and a kubelet do to them, in the order in which they do it."""
+"""Pods as plain processes, with the steps of a Deployment and a kubelet in their order."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ PAUSE_S = 0.05
 
 @dataclass
 class Pod:
-    """A service process, and its place behind the balancer."""
+    """A service process and its slot in the balancer."""
 
     process: "subprocess.Popen[str]"
     slot: int
@@ -38,7 +38,7 @@ class Pod:
 
 @dataclass
 class Deployment:
-    """Pods of one revision after another; `revision` are the settings that the next ones start with."""
+    """Pods of successive revisions; `revision` has the settings that the next pods start with."""
 
     night: NightConfig
     folder: Path
@@ -48,14 +48,14 @@ class Deployment:
     started: int = 0
 
     def start(self) -> None:
-        """One more pod, an endpoint once `/readyz` says so."""
+        """Start one more pod, which becomes an endpoint once `/readyz` is 200."""
         self.started += 1
         state = self.folder / f"pod-{self.started}"
         closing = ExitStack()
         environ = environment(
             self.night, state,
             REDIS_URL=str(self.night.redis_url), LARDER_EPHEMERAL_STATE="true",
-            # Neighbours on this machine's cores are no overload of the service.
+            # Other processes on this machine's cores must not count as overload of the service.
             LARDER_QUEUE_TARGET_MS="2000", LARDER_DRAIN_S="10", LARDER_SKETCH_S="0.5",
             **{"LARDER_L1_BYTES": "16384", **self.revision},
         )  # fmt: skip
@@ -64,7 +64,7 @@ class Deployment:
         self.pods.append(Pod(process, self.balancer.add(url), closing))
 
     def stop(self, pod: Pod, *, pre_stop_s: float = PRE_STOP_S) -> None:
-        """Ends a pod as a kubelet does while the balancer still sends to it: preStop, SIGTERM, then its end."""
+        """End a pod as a kubelet does while the balancer still sends to it: preStop, SIGTERM, then its end."""
         self.pods.remove(pod)
         withdrawal = threading.Timer(WITHDRAWN_AFTER_S, self.balancer.remove, (pod.slot,))
         withdrawal.start()
@@ -77,27 +77,27 @@ class Deployment:
         assert code == 0, f"the pod ended with {code}"
 
     def scale(self, count: int) -> None:
-        """More pods, or fewer: the newest go first."""
+        """Start more pods, or stop the newest ones."""
         while len(self.pods) < count:
             self.start()
         while len(self.pods) > count:
             self.stop(self.pods[-1])
 
     def roll_out(self, **revision: str) -> None:
-        """Replaces all pods: one more at a time, never one fewer."""
+        """Replace all pods: one more at a time, never one fewer."""
         self.revision = revision
         for old in list(self.pods):
             self.start()
             self.stop(old)
 
     def close(self) -> None:
-        """Ends all at once."""
+        """End all pods at once."""
         for pod in self.pods:
             pod.closing.close()
 
 
 class Load:
-    """Callers that never try again: half of them keep their connection, half open one for each request."""
+    """Callers that never retry: half keep their connection, half open one for each request."""
 
     def __init__(self, url: str, answer_judge: AnswerJudge) -> None:
         self.answer_judge = answer_judge
@@ -106,7 +106,7 @@ class Load:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
     def wait_for_requests(self, more: int) -> bool:
-        """True once so many more requests have been answered or have failed."""
+        """Return True once so many more requests have been answered or have failed."""
         goal = self.answer_judge.requests + len(self.answer_judge.wrong) + more
         return poll_until(lambda: self.answer_judge.requests + len(self.answer_judge.wrong) >= goal, 60)
 
@@ -126,7 +126,7 @@ class Load:
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator["Load"]:
-        """Asks until the block ends."""
+        """Send requests until the block ends."""
         self._thread.start()
         try:
             yield self

@@ -11,7 +11,7 @@ from tests.integration.changed.prepared import Prepared
 
 @pytest.fixture
 def seed() -> int:
-    """Seed of all that is drawn."""
+    """Seed of everything random in these tests."""
     drawn_seed = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 31))
     print(f"seed {drawn_seed} (LARDER_SEED={drawn_seed} repeats it)")
     return drawn_seed

@@ -1,4 +1,4 @@
-"""Events of a month: what changes in the inputs before a night, and what the night has to say of it."""
+"""Changes of a month: what changes in the inputs before a night, and what the night must report about it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ NAMED: Final = "item-that-was-named-before"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Change before a night; `reads` is why all source files are read, `why` no list is copied.
+    """Change before a night; `reads` is why all source files are read, `why` is why no list is copied.
 
     `computed` are reasons, for one of which some users are computed; where it `copies` nothing, nobody is copied.
     """
@@ -49,11 +49,11 @@ class Event:
 
 
 def change_nothing(month: Month) -> None:
-    """No file comes."""
+    """Add no file."""
 
 
 def avid_day(month: Month) -> None:
-    """One user, of whom a night takes some items only, clicks on many, beside an odd row or two."""
+    """One user clicks on more items than a night takes, and there are a few odd rows."""
     items = [str(item_id) for item_id in month.rng.permutation(month.ids("item"))[:60]]
     users: list[str | None] = [AVID] * len(items)
     file = month.file(month.night).with_name(f"day-{month.night:03d}-avid.parquet")
@@ -61,20 +61,20 @@ def avid_day(month: Month) -> None:
 
 
 def late_rows(month: Month) -> None:
-    """Some of the clicks are of the day to come."""
+    """Some clicks have times of the next day."""
     users, items = month.ids("user")[:3], month.ids("item")[:3]
     file = month.file(month.night).with_name(f"day-{month.night:03d}-late.parquet")
     month.clicks(users, items, at=[month.cut + timedelta(hours=1)] * 3, file=file)
 
 
 def in_between(month: Month) -> None:
-    """A file comes whose name is before others that were read."""
+    """A file arrives whose name sorts before files that were read."""
     users, items = month.ids("user")[3:6], month.ids("item")[3:6]
     month.clicks(users, items, file=month.file(0).with_name("day-000-more.parquet"))
 
 
 def rewritten(month: Month) -> None:
-    """Histories are shorter than they were, one user is gone for good, and another has more."""
+    """Histories are shorter than before, one user is gone for good, and another has more."""
     table = pq.read_table(month.file(0))
     users = table["user"].to_pylist()
     rarest_user = min(sorted(set(users)), key=users.count)
@@ -89,19 +89,19 @@ def items_gone(month: Month) -> None:
 
 
 def items_back(month: Month) -> None:
-    """Items that left, and that interactions name, are there again."""
+    """Items that left, and that interactions name, return."""
     month.bring_items_back(2)
 
 
 def erased(kind: EntityKind) -> Callable[[Month], None]:
-    """Somebody asks that a user, or an item, be forgotten."""
+    """A user or an item is erased."""
     return lambda month: month.erase(str(month.rng.choice(month.ids(kind))), kind)
 
 
 def other_column(
     name: str, column: str, fraction: float, values: Callable[[Month, int], Sequence[Any]]
 ) -> Callable[[Month], None]:
-    """A share of a table's rows, at least one, have another value in a column."""
+    """At least one row, or a share of a table's rows, has another value in a column."""
 
     def happen(month: Month) -> None:
         path = month.config.path(name)
@@ -119,36 +119,36 @@ def other_column(
 
 
 def drawn_vectors(width: int) -> Callable[[Month, int], Sequence[Any]]:
-    """New vectors, every third of them missing where there are several."""
+    """Return new vectors; if there are several, every third is missing."""
     return lambda month, count: [
         None if row % 3 == 2 else month.rng.standard_normal(width).astype("f4").tolist() for row in range(count)
     ]
 
 
 def whole_vectors(month: Month, count: int) -> Sequence[Any]:
-    """New vectors of items, longer than most: they are wanted by some."""
+    """Return new item vectors that are longer than most, so that some lists include them."""
     item_vectors = 3 * month.rng.standard_normal((count, 16)).astype("f4")
     return [vector.tolist() for vector in item_vectors]
 
 
 def stock(month: Month, count: int) -> Sequence[Any]:
-    """Whether items are in stock: half of them are."""
+    """Return whether items are in stock, which half of them are."""
     return [bool(is_in_stock) for is_in_stock in month.rng.random(count) < 0.5]
 
 
 def countries(month: Month, count: int) -> Sequence[Any]:
-    """Countries that users moved to, or stayed in."""
+    """Return the countries that users moved to or stayed in."""
     country_numbers: list[int] = month.rng.integers(COUNTRIES, size=count).tolist()
     return country_numbers
 
 
 def new_items(count: int) -> Callable[[Month], None]:
-    """Items come that nobody named before."""
+    """Items arrive that no row named before."""
     return lambda month: add_items(month, [f"new-item-{month.night}-{number}" for number in range(count)])
 
 
 def add_items(month: Month, ids: Sequence[str]) -> None:
-    """Items are in the catalogue from now on."""
+    """Add items to the catalogue."""
     path = month.config.path("items.parquet")
     table = pq.read_table(path)
     looks_vectors = vectors_column(len(ids), month.night).to_pylist()
@@ -162,23 +162,23 @@ def add_items(month: Month, ids: Sequence[str]) -> None:
 
 
 def named_before_it_is_there(month: Month) -> None:
-    """An item is named that no catalogue has yet."""
+    """A row names an item that is not in the catalogue yet."""
     file = month.file(month.night).with_name(f"day-{month.night:03d}-named.parquet")
     month.clicks(month.ids("user")[:4], [NAMED] * 4, file=file)
 
 
 def rolled_back(month: Month) -> None:
-    """The generation before is live again: the newest one stays the base."""
+    """The previous generation is live again: the newest one stays the base."""
     nights.roll_back(month.config)
 
 
 def retrained(month: Month) -> None:
-    """Another reference bundle, of all that is known by now."""
+    """Train another reference bundle from all rows so far."""
     train_reference(month.config, data_until=month.cut.isoformat())
 
 
 def other_user_tower(month: Month) -> None:
-    """Another bundle with the same tower of items."""
+    """Use another bundle with the same item tower."""
     with_towers(
         month.config,
         lambda items: from_history_and_country(items, seed=month.night),
@@ -187,14 +187,14 @@ def other_user_tower(month: Month) -> None:
 
 
 def other_values(month: Month) -> None:
-    """Another bundle with the same towers."""
+    """Use another bundle with the same towers."""
     with_towers(
         month.config, from_history_and_country, {"mood": from_mood(times=1.0 + month.night), "worth": from_scent()}
     )
 
 
 def shorter_histories(month: Month) -> None:
-    """Another bundle of the same files, whose user tower is given fewer items."""
+    """Use another bundle of the same files whose user tower takes fewer items."""
     with_towers(
         month.config,
         lambda items: from_history_and_country(items, max_length=2),
@@ -203,14 +203,14 @@ def shorter_histories(month: Month) -> None:
 
 
 def other_k(month: Month) -> None:
-    """Lists of one item more."""
+    """Compute lists that are one item longer."""
     tables = month.config.tables
     longer = TableConfig("user_topk", k=tables["user_topk"].k + 1)
     month.configure(tables={**tables, "user_topk": longer})
 
 
 def damaged(*names: str) -> Callable[[Month], None]:
-    """Bits of files of the base are turned on disk."""
+    """Flip bits in files of the base on disk."""
 
     def happen(month: Month) -> None:
         for name in names:
@@ -262,7 +262,7 @@ VECTORS = Event(
 
 
 def check(month: Month, generation: str, events: Sequence[Event]) -> None:
-    """What a night says of its copies fits what had happened before it."""
+    """Check that a night's report about its copies fits the changes before it."""
     base_note = month.build(generation).need_report(BEGIN_REPORT)["base"]
     expected_reason = next((event.no_copy_reason for event in events if event.no_copy_reason), "")
     reads = {event.reads for event in events if event.reads}

@@ -1,4 +1,4 @@
-"""A month of nights that copy what did not change, each beside a full night over the same inputs."""
+"""A month of nights that copy unchanged records, each with a full night over the same inputs."""
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ class Month:
 
     @classmethod
     def of(cls, config: NightConfig, full_redis: str, seed: int) -> "Month":
-        """Months over what `nights.prepare` made, its interactions cut off at the first night."""
+        """Make a month from what `nights.prepare` wrote, with its interactions cut off at the first night."""
         folder = config.path("interactions")
         folder.mkdir()
         all_interactions = pq.read_table(config.path("interactions.parquet"))
@@ -65,22 +65,22 @@ class Month:
 
     @property
     def cut(self) -> datetime:
-        """The cut of the night that comes."""
+        """The cut of the next night."""
         return FIRST + timedelta(days=self.night)
 
     def file(self, night: int) -> Path:
-        """Interactions of the day before a night."""
+        """Path of the interactions of the day before a night."""
         return self.config.path(f"interactions/day-{night:03d}.parquet")
 
     def ids(self, name: str) -> list[str]:
-        """Users of the first day, or items of the catalogue."""
+        """Return the users of the first day, or the items of the catalogue."""
         if name == "user":
             return sorted(set(pq.read_table(self.file(0))["user"].to_pylist()))
         item_ids: list[str] = pq.read_table(self.config.path("items.parquet"))["item"].to_pylist()
         return item_ids
 
     def configure(self, **changes: Any) -> None:
-        """Other settings, of both nights."""
+        """Change settings of both kinds of nights."""
         self.config, self.full = (replace(night_config, **changes) for night_config in (self.config, self.full))
 
     def clicks(
@@ -91,7 +91,7 @@ class Month:
         at: Sequence[datetime] | None = None,
         file: Path | None = None,
     ) -> None:
-        """One file of a day's interactions."""
+        """Write one file of a day's interactions."""
         start = self.cut - timedelta(days=1)
         times = at or [
             start + timedelta(seconds=int(offset_s)) for offset_s in self.rng.integers(86_400, size=len(users))
@@ -101,7 +101,7 @@ class Month:
         pq.write_table(table, file or self.file(self.night))
 
     def a_day(self, active_fraction: float = 0.1, new_users: int = 1) -> None:
-        """A tenth of the users, by Zipf, click on a few items, by Zipf as well."""
+        """Let a tenth of the users click on a few items, both drawn by Zipf's law."""
         users, items = self.ids("user"), self.ids("item")
         weights = 1 / np.arange(1, len(users) + 1)
         active = self.rng.choice(
@@ -116,7 +116,7 @@ class Month:
         self.clicks([user for user, _ in rows], [item for _, item in rows])
 
     def lose_items(self, count: int) -> None:
-        """Items leave the catalogue."""
+        """Remove items from the catalogue."""
         table = pq.read_table(self.config.path("items.parquet"))
         rows = self.rng.choice(len(table), count, replace=False)
         self.removed_items += table.take(pa.array(rows)).to_pylist()
@@ -124,7 +124,7 @@ class Month:
         pq.write_table(table.take(pa.array(kept_rows)), self.config.path("items.parquet"))
 
     def bring_items_back(self, count: int) -> None:
-        """Items that left are there again."""
+        """Add removed items again."""
         table = pq.read_table(self.config.path("items.parquet"))
         back, self.removed_items = self.removed_items[:count], self.removed_items[count:]
         if back:
@@ -132,35 +132,35 @@ class Month:
             pq.write_table(pa.concat_tables([table, more]), self.config.path("items.parquet"))
 
     def shorten(self, night: int) -> None:
-        """A third of the rows of an earlier day are gone."""
+        """Remove a third of the rows of an earlier day."""
         table = pq.read_table(self.file(night))
         is_kept = self.rng.random(len(table)) > 0.3
         pq.write_table(table.filter(pa.array(is_kept)), self.file(night))
 
     def erase(self, name: str, kind: EntityKind) -> None:
-        """Somebody asked for it."""
+        """Request an erasure."""
         for config in (self.config, self.full):
             request_erasure(config.store(), name.encode(), kind, requested_at=0.0)
 
     def publish(self) -> str:
-        """The night that copies; its generation, which is live."""
+        """Run and publish the night that copies; return its generation."""
         self.generations.append(nights.publish_night(self.config, self.cut.isoformat()))
         return self.generations[-1]
 
     def score(self) -> str:
-        """The night that copies, up to its pages."""
+        """Run the night that copies, up to its pages."""
         return scored(self.config, self.cut)
 
     def compute(self) -> str:
-        """The full night, up to its pages."""
+        """Run the full night, up to its pages."""
         return scored(self.full, self.cut)
 
     def build(self, generation: str) -> Build:
-        """A generation of the nights that copy."""
+        """Return a generation of the nights that copy."""
         return Build(self.config, self.config.store(), generation)
 
     def differences(self, generation: str, full: str) -> list[str]:
-        """Everything in which two generations differ."""
+        """Return all differences of two generations."""
         if generation != full:
             return [f"{generation} is not {full}"]
         copying_build, theirs = (
@@ -182,7 +182,7 @@ class Month:
         return difference_lines
 
     def reasons(self, generation: str) -> dict[str, int]:
-        """Users by reason."""
+        """Return the numbers of users by reason."""
         build = self.build(generation)
         count_by_reason: dict[str, int] = {}
         for shard in range(self.config.shards):
@@ -193,7 +193,7 @@ class Month:
 
 
 def scored(config: NightConfig, cut: datetime) -> str:
-    """A night with this cut up to its pages; its generation."""
+    """Run a night with this cut up to its pages; return its generation."""
     build = begin.run(config, data_until=cut.isoformat(), run_after=None)
     embed_items.run(config, build)
     score.run(config, build, build["shards"])
@@ -201,7 +201,7 @@ def scored(config: NightConfig, cut: datetime) -> str:
 
 
 def files_of(*roots: Path) -> Iterator[str]:
-    """Files of generations that are compared, by name."""
+    """Return the files of a generation that are compared, by name."""
     names = {"defaults.json"}
     for root in roots:
         for folder in COMPARED:
@@ -214,7 +214,7 @@ def files_of(*roots: Path) -> Iterator[str]:
 
 
 def same_file(copied_path: Path, theirs: Path) -> bool:
-    """True if both are there with the same bytes."""
+    """Return whether both files exist with the same bytes."""
     return copied_path.is_file() and theirs.is_file() and copied_path.read_bytes() == theirs.read_bytes()
 
 
@@ -230,7 +230,7 @@ def compare_reports(
 
 
 def spoil(config: NightConfig, generation: str, name: str) -> None:
-    """Turns a bit of a generation's file on disk."""
+    """Flip a bit of a generation's file on disk."""
     path = config.store().local(generation_path(generation, name))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

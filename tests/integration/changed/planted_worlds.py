@@ -1,4 +1,4 @@
-"""Worlds that defects are planted in: small ones, in which each of these defects makes a difference."""
+"""Small worlds in which each planted defect makes a difference."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ SEED: Final = 20_260_131
 
 
 def twins(month: Month) -> None:
-    """Items come that are to every model what another one is, and go before it where scores are equal."""
+    """Add items that equal others for every model and sort before them at equal scores."""
     path = month.config.path("items.parquet")
     table = pq.read_table(path)
     names = [f"twin-{number}" for number in range(400)]
@@ -31,7 +31,7 @@ def twins(month: Month) -> None:
 
 
 def unclicked(month: Month) -> None:
-    """The oldest clicks of a user with more of them than a model is given are gone."""
+    """Remove the oldest clicks of a user with more clicks than a model takes."""
     path = month.file(0).with_name("day-000-avid.parquet")
     table = pq.read_table(path).sort_by("timestamp")
     users = table["user"].to_pylist()
@@ -40,7 +40,7 @@ def unclicked(month: Month) -> None:
 
 
 def turned(brand: str) -> Callable[[Month], None]:
-    """Three items of a brand are in stock that were not, and one that was is no more."""
+    """Three items of a brand come into stock, and one goes out of stock."""
 
     def happen(month: Month) -> None:
         path = month.config.path("items.parquet")
@@ -57,21 +57,21 @@ def turned(brand: str) -> Callable[[Month], None]:
 
 
 def with_few(month: Month) -> Month:
-    """A month with lists of so few items that these have free places."""
+    """Return a month with so few items that lists have free places."""
     rare = {"and": [{"==": ["stock", True]}, {"==": ["brand", RARE]}]}
     month.configure(filters={"rare": FilterConfig(rare, LISTS)})
     return month
 
 
 def with_exact_similar(month: Month) -> Month:
-    """A month whose lists of similar items hold scores that are not rounded."""
+    """Return a month whose lists of similar items have unrounded scores."""
     similar = replace(month.config.tables["item_similar"], precision="f4")
     month.configure(tables={**month.config.tables, "item_similar": similar})
     return month
 
 
 def prepared(folder: Callable[[], Path], redis_url: str) -> dict[str, Prepared]:
-    """Worlds by name, each in a folder of its own."""
+    """Return worlds by name, each in a folder of its own."""
     return {
         "users": Prepared.of(
             reference(folder(), redis_url, SEED), [], [events.USUAL, events.ITEMS_REMOVED]

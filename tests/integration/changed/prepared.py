@@ -1,4 +1,4 @@
-"""Worlds in which a base is published and the inputs have changed, made once, and copied for every night after it."""
+"""Worlds with a published base and changed inputs, made once and copied for each following night."""
 
 import shutil
 from collections.abc import Sequence
@@ -36,14 +36,14 @@ from tests.integration.changed.month import Month
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A month before its second night, and that night computed in full."""
+    """A month before its second night, and the same night computed in full."""
 
     month: Month
     full: str
 
     @classmethod
     def of(cls, month: Month, earlier_events: Sequence[Event], changes: Sequence[Event]) -> "Prepared":
-        """Publish a base after some events, let others happen, and compute the night after them in full."""
+        """Publish a base after some changes, make others, and compute the next night in full."""
         for event in earlier_events:
             event.happen(month)
         month.publish()
@@ -53,7 +53,7 @@ class Prepared:
         return cls(month, month.compute())
 
     def copy(self, folder: Path) -> Month:
-        """The same in a folder of its own."""
+        """Return a copy in a folder of its own."""
         shutil.copytree(str(self.month.config.base), folder)
         config, full = (
             replace(night_config, base=str(folder)) for night_config in (self.month.config, self.month.full)
@@ -62,7 +62,7 @@ class Prepared:
 
 
 def judged(build: Build) -> Measurement:
-    """What the gate `identity` says of a night up to its pages."""
+    """Return the verdict of the gate `identity` on a night up to its pages."""
     assemble.run(build.config, {"generation": build.generation})
     build.report(INDEX_REPORT, IndexReport(indexes={}, seconds=0.0))
     build.report(QUANTIZE_REPORT, QuantizeReport(models={}, seconds=0.0))
@@ -75,7 +75,7 @@ def judged(build: Build) -> Measurement:
 
 
 def redigested(month: Month, digests: Any) -> None:
-    """Writes the base's digests of users once more, by another function of (entities, hashes of the items)."""
+    """Rewrite the base's digests of users by another function of (entities, hashes of the items)."""
     base = month.build(month.generations[-1])
     items = open_items(base.root, base.need_report(BEGIN_REPORT)).directory.hashes()
     for shard in range(month.config.shards):

@@ -53,17 +53,17 @@ def world(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Prepared:
 
 
 def delete_file(month: Month, name: str) -> None:
-    """The file is not there any more."""
+    """Delete the file."""
     month.config.store().local(generation_path(month.generations[-1], name)).unlink()
 
 
 def bit(month: Month, name: str) -> None:
-    """One bit of the file is another."""
+    """Flip one bit of the file."""
     spoil(month.config, month.generations[-1], name)
 
 
 def cut(month: Month, name: str) -> None:
-    """The file is cut off."""
+    """Truncate the file."""
     path = month.config.store().local(generation_path(month.generations[-1], name))
     data = path.read_bytes()
     path.unlink()

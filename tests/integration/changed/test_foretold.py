@@ -49,7 +49,7 @@ def pairs(table: pa.Table) -> tuple[list[str], list[str]]:
 
 
 def without(month: Month, items: list[str]) -> pa.Table:
-    """The catalogue without these, written; what it was."""
+    """Write the catalogue without these items; return the earlier one."""
     path = month.config.path("items.parquet")
     table = pq.read_table(path)
     is_kept = pc.invert(pc.is_in(table["item"], pa.array(items)))
@@ -58,7 +58,7 @@ def without(month: Month, items: list[str]) -> pa.Table:
 
 
 def foretold(month: Month, items_changed: float) -> CopyingNight:
-    """The night to come."""
+    """Return the prediction for the next night."""
     plan_parameters = PlanParameters(data_until=month.cut.isoformat(), seconds=0.2, items_changed=items_changed)
     night_forecast = forecast(month.config, plan_parameters)
     (copying,) = night_forecast.copying_nights
@@ -76,14 +76,14 @@ def measure_shares(month: Month, generation: str) -> dict[str, float]:
 def test_what_is_foretold_is_what_a_small_night_finds(month: Month) -> None:
     first = month.publish()
 
-    # a day like any other: users alone
+    # a usual day: only users change
     month.night = 1
     month.a_day()
     predicted_night, measured_shares = foretold(month, 0.0), measure_shares(month, month.publish())
     assert measured_shares["inputs"] == pytest.approx(predicted_night.inputs, abs=0.01)
     assert measured_shares["copied"] == pytest.approx(predicted_night.copied, abs=0.01)
 
-    # a day on which items go
+    # a day on which items disappear
     month.night = 2
     month.a_day()
     removed_items = typical_items(month, first)
@@ -93,7 +93,7 @@ def test_what_is_foretold_is_what_a_small_night_finds(month: Month) -> None:
     assert measured_shares["lost"] == pytest.approx(predicted_night.lost, abs=0.06)
     assert measured_shares["copied"] >= predicted_night.copied - 0.05
 
-    # and one on which they are there again: lists are entered, none loses an item
+    # a day on which they are back: items enter lists, and no list loses one
     month.night = 3
     month.a_day()
     pq.write_table(catalogue, month.config.path("items.parquet"))

@@ -67,7 +67,7 @@ STORM: dict[str, Nights] = {
 
 
 def run(month: Month, nights: Nights) -> None:
-    """A first night, and then these."""
+    """Run a first night, and then one after each of these changes."""
     assert month.differences(month.publish(), month.compute()) == []
     for number, happened in enumerate(nights, 1):
         month.night = number

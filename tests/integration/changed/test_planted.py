@@ -243,7 +243,7 @@ def test_a_planted_defect_is_found(name: str, worlds: dict[str, Prepared], tmp_p
 def test_records_that_another_device_computed_are_not_judged_by_their_bits(
     worlds: dict[str, Prepared], tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    # Given a shard of a host with a GPU, or with other instructions, and a gate on this one
+    # Given a shard scored on a host with a GPU, or with other instructions, and a gate that runs on this host
     month = worlds["users"].copy(tmp_path / "copy")
     generation = month.score()
     monkeypatch.setattr(identity, "computed_by", lambda device: "a GPU that is not here")

@@ -1,4 +1,4 @@
-"""Worlds of a month: what the nights of one are computed from, by kind of bundle and of sources."""
+"""Inputs of a month's nights, by kind of bundle and of sources."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,14 +41,14 @@ LENIENT: Final = GateThresholds(**{name: limit for name, limit in _LENIENT.items
 
 
 def prepared(folder: Path, redis_url: str, *, users: int, items: int) -> NightConfig:
-    """Data and bundle of a small night, with short lists and few items of a history."""
+    """Write data and bundle of a small night, with short lists and short histories."""
     config = nights.prepare(folder, redis_url, users=users, items=items)
     tables = {**config.tables, "user_topk": TableConfig("user_topk", k=K)}
     return replace(config, history_limit=16, tables=tables, gates=LENIENT)
 
 
 def reference(folder: Path, redis_url: str, seed: int, *, users: int = 160, items: int = 120) -> Month:
-    """Month of the reference bundle, with lists under a filter by an attribute of items."""
+    """Return a month of the reference bundle, with lists filtered by an attribute of items."""
     config = prepared(folder, redis_url, users=users, items=items)
     add_columns(
         config,
@@ -63,7 +63,7 @@ def reference(folder: Path, redis_url: str, seed: int, *, users: int = 160, item
 
 
 def vectors(folder: Path, redis_url: str, seed: int, *, users: int = 160, items: int = 120) -> Month:
-    """Month of the reference bundle in which every other user brings a vector."""
+    """Return a month of the reference bundle in which every other user has a given vector."""
     config = prepared(folder, redis_url, users=users, items=items)
     users_with_vector = sorted(nights.histories(config))[::2]
     table = {"user": users_with_vector, "vector": vectors_column(len(users_with_vector), 4)}
@@ -73,7 +73,7 @@ def vectors(folder: Path, redis_url: str, seed: int, *, users: int = 160, items:
 
 
 def features(folder: Path, redis_url: str, seed: int, *, users: int = 160, items: int = 120) -> Month:
-    """Month of towers that take features, and of values that some users and items lack the features for."""
+    """Return a month of towers with features, and of values; some users and items lack the features for these."""
     config = prepared(folder, redis_url, users=users, items=items)
     ids = sorted(nights.histories(config))
     moods = np.random.default_rng(5).random((len(ids), len(MOODS))).astype("f4").tolist()
@@ -107,12 +107,12 @@ WORLDS: Final[dict[str, Callable[..., Month]]] = {"reference": reference, "featu
 
 
 def other_database(redis_url: str) -> str:
-    """Another database of the same Redis, for the full nights."""
+    """Return the URL of another database of the same Redis, for the full nights."""
     return redis_url.removesuffix("0") + "1"
 
 
 def add_columns(config: NightConfig, name: str, **columns: list[Any]) -> None:
-    """More columns of a table."""
+    """Add columns to a table."""
     table = pq.read_table(config.path(name))
     for column, values in columns.items():
         table = table.append_column(column, pa.array(values))

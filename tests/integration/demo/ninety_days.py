@@ -44,7 +44,7 @@ Event = Callable[[], None]
 
 
 def local_tick(day: datetime, zone: ZoneInfo, wall: tuple[int, int] = WALL) -> float:
-    """When a daily cron is due on a day: a skipped time as much later, a repeated one the second time."""
+    """Return when a daily cron is due on a day: a skipped time an hour later, a repeated one the second time."""
     naive = datetime(day.year, day.month, day.day, *wall)  # noqa: DTZ001  wall times have no zone
     late = naive.replace(tzinfo=zone, fold=1)
     back = late.astimezone(UTC).astimezone(zone).replace(tzinfo=None)
@@ -64,7 +64,7 @@ class Run:
 
 @dataclass
 class Reader:
-    """A replica that only follows; `skew_s` is how wrong its clock is."""
+    """A replica that only follows; its clock is wrong by `skew_s`."""
 
     skew_s: float
     last_pointer: Pointer | None = None
@@ -72,14 +72,14 @@ class Reader:
 
 
 class QuickStore(ArtefactStore):
-    """Reads each release record once: they never change, and ninety days of steps read them all again and again."""
+    """Reads each release record once, since they never change and all steps read them again."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._raw_by_path: dict[str, bytes] = {}
 
     def read(self, path: str) -> bytes | None:
-        """A file's bytes, None when there is none."""
+        """Return a file's bytes, None if there is none."""
         if not path.startswith("releases/"):
             return super().read(path)
         if path not in self._raw_by_path and (raw := super().read(path)) is not None:
@@ -88,12 +88,12 @@ class QuickStore(ArtefactStore):
 
 
 class TinyWorld(World):
-    """Generations of `World` that say what they are made of and when."""
+    """Generations of `World` that record their cut and time of creation."""
 
     made_at: float = 0.0
 
     def make(self, generation: str, records: int = 20) -> Manifest:
-        """The same few pages, with a cut and a time of creation by the maker's clock."""
+        """Write the same few pages, with a cut and a time of creation by the maker's clock."""
         cut = datetime.strptime(generation[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
         manifest = replace(
             super().make(generation, records),
@@ -104,7 +104,7 @@ class TinyWorld(World):
 
 
 class Simulation:
-    """Everything that happens, and what is true about it."""
+    """All events of the simulation, and what is true about them."""
 
     def __init__(
         self, seed: int, store: ArtefactStore, client: "redis.Redis", keys: Keyspace, *,
@@ -132,15 +132,15 @@ class Simulation:
         return Releases(self.store, Control(self.client, self.keys), lambda: self.now_s + skew_s)
 
     def count(self, counter_name: str) -> None:
-        """One more of these."""
+        """Count one occurrence."""
         self.counts[counter_name] = self.counts.get(counter_name, 0) + 1
 
     def at(self, when: float, event: Event) -> None:
-        """Let something happen."""
+        """Schedule an event."""
         heapq.heappush(self._events, (when, next(self._numbers), event))
 
     def run(self) -> None:
-        """All of it, in order of time."""
+        """Run all events in order of time."""
         self._plan()
         while self._events:
             self.now_s, _, event = heapq.heappop(self._events)
@@ -149,7 +149,7 @@ class Simulation:
                 self._follow(reader)
 
     def pass_quiet_days(self) -> None:
-        """Two quiet days with a retire after each: what a restore brought back, for its overlays' sake, may go now."""
+        """Pass two quiet days with a retire each, after which generations kept for their overlays may go."""
         self._restore()
         for _ in range(2):
             self.now_s += OVERLAY_S + HOUR
@@ -187,13 +187,13 @@ class Simulation:
                     self.at(when, lambda reader=reader: self.compare_with_truth(reader))  # type: ignore[misc]
 
     def _clear_of_edges(self, when: float) -> float:
-        """Where clocks that differ could honestly disagree about what is due, a little later."""
+        """Move a moment at which clocks that differ could disagree about what is due to a little later."""
         edges = [*self.ticks, *(tick + GRACE_S for tick in self.ticks)]
         near = next((edge for edge in edges if abs(when - edge) < 10 * MINUTE), None)
         return when if near is None else near + 11 * MINUTE
 
     def _schedule(self, run: Run, when: float) -> None:
-        """Begin to retire, minutes apart; steps are retried, by the same host or another."""
+        """Schedule the steps from begin to retire, minutes apart; they are retried by the same host or another."""
         rng, when = self.rng, self._clear_of_edges(when + MINUTE)
         generation: list[str] = []
         steps: list[Callable[[Run, list[str]], None]] = [
@@ -289,7 +289,7 @@ class Simulation:
             self.count("refused as a conflict")
 
     def _publish_by_hand(self, generation: str | None = None) -> None:
-        """Somebody tries a recent generation, whatever became of it; only a verified one may go live."""
+        """Try to publish a recent generation in any state; only a verified one may go live."""
         candidates = sorted(name for name, at in self.created.items() if self.now_s - at < 4 * DAY)
         candidates = candidates if generation is None else [generation]
         if not candidates:
@@ -351,12 +351,12 @@ class Simulation:
         assert verdict != "conflicting"
 
     def _explained(self, pointer: Pointer) -> None:
-        """Older data after newer: only because somebody rolled back since."""
+        """Check that older data went live after newer only because of a roll back in between."""
         back = [release for release in all_releases(self.store) if release.is_done and release.action == "roll_back"]
         assert any(rollback.epoch <= pointer.epoch for rollback in back), pointer
 
     def compare_with_truth(self, reader: Reader) -> None:
-        """Whether a generation is missing, as the reader says by its clock and as it is."""
+        """Compare whether a generation is missing by the reader's clock and in truth."""
         created_at = None
         if reader.last_pointer is not None:
             try:
@@ -375,20 +375,20 @@ class Simulation:
         assert is_missing == truth, (self.now_s, due, live, created_at)
 
     def check(self) -> None:
-        """What must hold after every step: no leak, and no key of a generation that nobody knows."""
+        """Check after every step that nothing leaks and that no key belongs to an unknown generation."""
         pointer = self.control.read_pointer()
         if pointer is not None:
             assert pointer.epoch <= max(release.epoch for release in all_releases(self.store))
-        # Only a sweep removes, so how old a night was counts when the last one looked: days may pass without a run.
+        # Only a sweep removes generations, so an age counts at the time of the last sweep: days may pass without a run.
         looked_from = self.swept_at - SWEPT_AFTER_S
         recent_generations = {name for name, at in self.created.items() if at > looked_from}
-        # An unfinished night that a restore found counts as touched then: its loader may be at work.
+        # A restore that finds an unfinished night counts as its last change: its loader may still run.
         recent_generations |= {name for name, at in self.restored.items() if at > looked_from}
         stored_generations = set(self.store.names("generations"))
         assert len(stored_generations - recent_generations) <= KEEP + 2, stored_generations
 
     def published(self) -> list[str]:
-        """Generations in the order in which they were published."""
+        """Generations in the order of their publication."""
         return [
             release.generation
             for release in all_releases(self.store)

@@ -93,7 +93,7 @@ def test_features_alone_are_answered_live_and_all_else_by_the_night(tmp_path: Pa
             (new_item,) = larder.lookup_many("item_similar", [entity], Options(k=2))
 
     # then
-    # A night may have a record for who has features and no click: then it answers, else the model does.
+    # A night may have a record for a user with features and no click: then the record answers, else the model does.
     quiet, *others = lines
     assert quiet.startswith("user_topk of ") and quiet.endswith((": live", ": l2"))
     assert others == [
@@ -104,7 +104,7 @@ def test_features_alone_are_answered_live_and_all_else_by_the_night(tmp_path: Pa
     ]
     assert judge.violations == [] and metric_contradictions(metrics, judge.answers_by_source) == []
     assert set(judge.answers_by_generation) == {generation}
-    # What is like an item that features alone describe is of its category.
+    # Items that are similar to an item that only its features describe have its category.
     assert NEW_ITEM["category"] in {profiles.items[item]["category"] for item in new_item.items or ()}
 
 

@@ -95,7 +95,7 @@ def test_lines_with_a_test_file_are_held_out(tmp_path: Path) -> None:
     # when
     data = read_user_data(tmp_path, today=TODAY)
 
-    # then: the first of the users arrives for the second night
+    # then: the first user appears only in the second night
     assert data.histories == {"007": ("1", "2", "3"), "8": ("2", "3")}
     assert data.held_out == {"007": ("4", "5"), "8": ("1",)}
     assert data.arriving_users == {"007"}
@@ -103,7 +103,7 @@ def test_lines_with_a_test_file_are_held_out(tmp_path: Path) -> None:
 
 
 def test_a_csv_with_times_is_split_by_time(tmp_path: Path) -> None:
-    # given: a hundred seconds, an item each
+    # given: an item per second for a hundred seconds
     rows = [f"u{second % 5},i{second},{1_700_000_000 + second}" for second in range(100)]
     (tmp_path / "clicks.csv").write_text("user,item,timestamp\n" + "\n".join(rows) + "\n")
 
@@ -138,7 +138,7 @@ def test_a_folder_without_interactions_is_named(tmp_path: Path) -> None:
 
 
 def test_recall_and_ndcg_by_hand() -> None:
-    # given: popular items in order a, b, c, d; the most popular that a user does not have
+    # given: a, b, c, d by popularity; a user is shown the most popular items that the user does not have
     histories = {"ann": ["a"], "bob": ["b", "c"], "cat": []}
     popular = ["a", "b", "c", "d"]
     lists = {user: [item for item in popular if item not in history][:2] for user, history in histories.items()}

@@ -26,7 +26,7 @@ def a_seed() -> int:
 
 
 def live_through(seed: int, folder: Path, redis_url: str, keys: Keyspace, zone: str, first_day: str) -> Simulation:
-    """The whole season, then what must be true of its history."""
+    """Run all ninety days, then check the history."""
     print(f"seed {seed}, {zone} from {first_day} (LARDER_SEED={seed} repeats it)")
     with connect(redis_url, 5.0) as client:
         season = Simulation(seed, QuickStore(str(folder)), client, keys, zone=zone, first_day=first_day)

@@ -1,4 +1,4 @@
-"""`python -m serving` that soon takes over what other consumers of the inbox left unfinished: started by tests only."""
+"""`python -m serving` that soon claims what other consumers of the inbox left unfinished: for tests only."""
 
 import sys
 
@@ -6,6 +6,6 @@ import serving.events.intake
 from serving.__main__ import main
 
 if __name__ == "__main__":
-    # Half a second instead of half a minute: also of consumers that live and are slow, so entries come twice.
+    # Claim after half a second instead of half a minute, also from slow consumers that live, so entries come twice.
     vars(serving.events.intake).update(CLAIM_AFTER_MS=500, CLAIM_EVERY_S=0.25)
     sys.exit(main())

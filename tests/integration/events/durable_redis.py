@@ -1,4 +1,4 @@
-"""A Redis with an append-only file, which a test kills and starts again over the same folder."""
+"""A Redis with an append-only file, which a test kills and restarts over the same folder."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from tests.conftest import redis_binary
 
 
 class DurableRedis:
-    """One server on one port; `fsync` as in its settings, `more` further ones."""
+    """One server on one port; `fsync` is its `appendfsync`, `more` further settings."""
 
     def __init__(self, folder: Path, fsync: str = "always", **more: str) -> None:
         with socket.socket() as probe:
@@ -35,8 +35,9 @@ class DurableRedis:
         folder.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> None:
-        """Starts it over what the last one left."""
-        # A write beyond a limit of its files fails, as on a full disk; by default the signal ends the process.
+        """Start the server over the existing folder."""
+        # A write beyond the file size limit must fail, as on a full disk; by default the signal SIGXFSZ ends the
+        # process.
         command = [
             "sh",
             "-c",
@@ -61,13 +62,13 @@ class DurableRedis:
 
     @property
     def pid(self) -> int:
-        """The process of the server itself."""
+        """Process id of the server itself."""
         with self.client() as client:
             return int(client.info("server")["process_id"])
 
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:
-        """Within, the server can write nothing to its disk, and knows; afterwards there is room again."""
+        """Within the block the server cannot write to its disk, and knows it."""
         pid = self.pid
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         try:
@@ -82,19 +83,19 @@ class DurableRedis:
                 _wait_for(client, "aof_last_write_status", "ok")
 
     def kill(self) -> None:
-        """Ends it as a crash does."""
+        """End the server with SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)
         self.kills += 1
         self.stop()
 
     def stop(self) -> None:
-        """Waits for its end."""
+        """Stop the server and wait for its end."""
         if self._process is not None:
             self._process.stop()
             self._process = None
 
     def client(self) -> Any:
-        """A plain client."""
+        """Return a plain client."""
         return redis.Redis(port=self.port, protocol=2, socket_timeout=5, retry=Retry(NoBackoff(), 0))
 
 
@@ -107,7 +108,7 @@ def _wait_for(client: Any, field: str, value: str) -> None:
 
 @contextlib.contextmanager
 def durable_redis(folder: Path, fsync: str = "always", **more: str) -> Iterator[DurableRedis]:
-    """A running one, stopped at the end."""
+    """Run a server, and stop it at the end."""
     server = DurableRedis(folder, fsync, **more)
     server.start()
     try:
@@ -117,5 +118,5 @@ def durable_redis(folder: Path, fsync: str = "always", **more: str) -> Iterator[
 
 
 def stream_of(client: Any, keyspace: Keyspace) -> list[dict[str, Any]]:
-    """All accepted events, in their order, as the stream has them."""
+    """Return all accepted events in the order of the stream."""
     return [orjson.loads(fields[b"e"]) for _, fields in client.xrange(keyspace.events)]

@@ -1,4 +1,4 @@
-"""Intakes of tests: the parts that take events in, over a real Redis, without the rest of a service."""
+"""The parts of a service that accept events, over a real Redis, without the rest of the service."""
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping
@@ -17,7 +17,7 @@ from serving.requests.errors import Problem
 
 @dataclass
 class Intake:
-    """Parts of one process, and its numbers."""
+    """Parts of one process, and its counts."""
 
     parts: EventParts
     keyspace: Keyspace
@@ -25,12 +25,12 @@ class Intake:
     newest_position: Position = STREAM_BEGINNING
 
     async def accept_events(self, *events: Mapping[str, Any]) -> dict[str, Any]:
-        """What a request with these events is answered; raises Problem."""
+        """Return the receipt of a request with these events; raises Problem."""
         return await self.parts.intake.accept_events([*events])
 
     @property
     def results(self) -> Mapping[str, int]:
-        """Counts by what became of events."""
+        """Counts of events by outcome."""
         return self.parts.intake.counts.count_by_result
 
 
@@ -38,7 +38,7 @@ class Intake:
 async def intake(
     url: str, keyspace: Keyspace, name: str = "one", *, inbox: bool = False, **events: Any
 ) -> AsyncIterator[Intake]:
-    """Started and stopped as a service does; the inbox is left alone unless `inbox`."""
+    """Start and stop the parts as a service does; the inbox is read only with `inbox`."""
     config = ServingConfig(namespace=keyspace.namespace, events_url=url, events=EventsConfig(enabled=True, **events))
     parts = EventParts.of(config, name, lambda: running_intake.blocklist, lambda: running_intake.newest_position)
     running_intake = Intake(parts, keyspace)
@@ -51,12 +51,12 @@ async def intake(
 
 
 def event(number: int, user: str = "u", **more: Any) -> dict[str, Any]:
-    """An event of its own id."""
+    """Return an event with an id of its own."""
     return {"user": user, "item": f"i-{number}", "id": f"e-{number}", "time": 1_700_000_000 + number} | more
 
 
 def rejected(client: Any, keyspace: Keyspace) -> list[dict[str, str]]:
-    """Rejected events as they are kept."""
+    """Return the stored rejected events."""
     return [
         {name.decode(): value.decode() for name, value in fields.items()}
         for _, fields in client.xrange(keyspace.rejected_events)

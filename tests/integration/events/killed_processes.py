@@ -39,15 +39,15 @@ _UNREACHABLE = (OSError, EOFError, TimeoutError, RedisError)
 
 
 class KilledService(ServiceProcess):
-    """Service that is ended as a crash ends it."""
+    """A service that is ended by SIGKILL."""
 
     @property
     def log_tail(self) -> str:
-        """End of its log, for a message."""
+        """End of the service's log, for a message."""
         return "" if self._process is None else self._process.log_tail(60)
 
     def kill(self) -> None:
-        """SIGKILL to all its processes."""
+        """Send SIGKILL to all processes of the service."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self.__exit__()
@@ -55,7 +55,7 @@ class KilledService(ServiceProcess):
 
 @dataclass(slots=True, eq=False)
 class KilledProcesses:
-    """Two services over a published night, and both Redis; `rng` decides what happens when."""
+    """Two services over a published night, and both Redis servers; `rng` decides what happens when."""
 
     config: NightConfig
     pages: DurableRedis
@@ -78,7 +78,7 @@ class KilledProcesses:
         self.items = sorted({item for history in history_by_user.values() for item in history})[:ITEMS]
 
     async def ordeal(self, kills: int) -> None:
-        """Kills so often, while events come in both ways and answers are looked at."""
+        """Kill a process so many times, while events come both ways and answers are checked."""
         work = (self._over_http(), self._over_http(), self._into_inbox(), self._look_up_users())
         tasks = [asyncio.create_task(coroutine) for coroutine in work]
         order = [KINDS[number % len(KINDS)] for number in range(kills)]
@@ -117,7 +117,7 @@ class KilledProcesses:
         return {"user": user, "item": self.rng.choice(self.items), "id": f"e-{self._number}"}
 
     async def _over_http(self) -> None:
-        """Sends batches, each until it is accepted, to whichever service."""
+        """Send batches to either service, each until it is accepted."""
         while True:
             batch = [self._event() for _ in range(BATCH)]
             body = orjson.dumps({"events": batch})
@@ -138,7 +138,7 @@ class KilledProcesses:
             await asyncio.sleep(GAP_S)
 
     async def _into_inbox(self) -> None:
-        """Writes entries, with an id until one is taken, or once without."""
+        """Write entries to the inbox: with an id, again until one is accepted; without one, once."""
         inbox = self.config.keyspace().inbox
         client: Any = redis.asyncio.Redis(
             port=self.events.port, protocol=2, socket_timeout=5, retry=Retry(NoBackoff(), 0)
@@ -162,7 +162,7 @@ class KilledProcesses:
                 await asyncio.sleep(GAP_S)
 
     async def _look_up_users(self) -> None:
-        """Asks for users: no answer counts more events than were sent."""
+        """Look up users: no answer counts more events than were sent."""
         while True:
             user = self.rng.choice(self.users)
             with contextlib.suppress(*_UNREACHABLE):
@@ -173,12 +173,12 @@ class KilledProcesses:
             await asyncio.sleep(GAP_S)
 
     async def answer(self, service: ServiceProcess, user: str) -> tuple[int, dict[str, Any]]:
-        """(status, answer) of a user's list."""
+        """Return (status, answer) of a user's list."""
         status, raw = await get(service.url, f"/v1/lookup/user_topk/{quote(user, safe='')}")
         return status, orjson.loads(raw)
 
     async def check(self, timeout_s: float) -> None:
-        """Everything acknowledged is in the stream, once, and every answer of each service counts all of it."""
+        """Check that all acknowledged events are in the stream once, and that all services count them."""
         keyspace = self.config.keyspace()
         with self.events.client() as client:
             give_up = asyncio.get_running_loop().time() + timeout_s
@@ -218,6 +218,6 @@ def _services(config: NightConfig, folder: Path, events: DurableRedis) -> Iterat
 async def killed_processes(
     config: NightConfig, folder: Path, pages: DurableRedis, events: DurableRedis, seed: int
 ) -> AsyncIterator[KilledProcesses]:
-    """All running, ended afterwards."""
+    """Run all processes, and end them afterwards."""
     with _services(config, folder, events) as services:
         yield KilledProcesses(config, pages, events, services, random.Random(seed))

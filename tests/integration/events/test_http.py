@@ -38,7 +38,8 @@ def client(server: DurableRedis) -> Iterator[Any]:
 
 @pytest.fixture
 async def app(night: NightConfig, redis_url: str, server: DurableRedis, client: Any) -> AsyncIterator[Running]:
-    # The dashboard shows what any service of this night counted within minutes, those of the tests before, too.
+    # Remove the counts of earlier tests: the dashboard shows what any service of this night counted in the last
+    # minutes.
     with redis.Redis.from_url(redis_url) as pages:
         for key in pages.scan_iter(Keyspace(night.namespace).dashboard_workers.replace("workers", "*")):
             pages.delete(key)
@@ -141,7 +142,7 @@ async def test_the_dashboard_shows_what_was_taken_in_and_how_far_it_is_counted(a
     assert await eventually(is_dashboard_updated)
     events = (await app.get("/dashboard/data"))["events"]
     assert (events["durability"], events["demanded"]) == ("always", SETTINGS.durability)
-    # This night is of before events: none of its lists counts any, so nothing is followed.
+    # This night began before events were enabled: none of its lists counts any, so nothing is followed.
     assert events["counted_until"] < position and events["published_until"] is None
     assert events["held_max_bytes"] == events["stream_max_bytes"] == SETTINGS.stream_bytes
 

@@ -19,7 +19,7 @@ from tests.integration.serving_app import eventually
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Consumers that others hold for dead within moments, and tries that follow each other at once."""
+    """Let consumers be taken for dead within moments, and let retries follow at once."""
     for name, value in (
         ("CLAIM_AFTER_MS", 100),
         ("CLAIM_EVERY_S", 0.05),
@@ -60,7 +60,8 @@ async def test_what_lies_there_and_what_comes_is_taken_in_and_removed(
 async def test_entries_under_a_producers_own_ids_delay_no_others(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
-    # Microseconds as ids: no positions of events. There before the service starts, which looks at the oldest.
+    # Microseconds as ids are no positions of events. Write the entries before the service starts, since it reads the
+    # oldest.
     for sequence in range(2):
         fields = {"user": "u", "item": f"i-{sequence}", "time": "1"}
         client.xadd(keyspace.inbox, fields, id=f"1769860800391000-{sequence}")
@@ -131,7 +132,7 @@ async def test_two_consumers_share_the_inbox(server: DurableRedis, client: Any, 
 async def test_what_a_killed_consumer_took_counts_once(
     server: DurableRedis, client: Any, keyspace: Keyspace, *, is_accepted: bool
 ) -> None:
-    # Killed right after it had taken entries, or right after the script had accepted them.
+    # Kill it right after it has taken entries, or right after the script has accepted them.
     write(client, keyspace, *range(10))
     client.xadd(keyspace.inbox, {"user": "u", "item": "unnamed", "time": "1"})
     client.xgroup_create(keyspace.inbox, INBOX_GROUP, "0")
@@ -204,7 +205,7 @@ async def test_an_inbox_is_emptied_at_redis_maxmemory_by_a_starting_service(tmp_
             assert await eventually(lambda: is_empty(client, keyspace))
 
         assert len(stream_of(client, keyspace)) == 300
-        # It was rejected, and there is no room to keep why.
+        # The entry was rejected, and there was no memory to store the reason.
         assert running_intake.results["missing_field"] == 1 and running_intake.parts.intake.counts.dropped_count == 1
 
 
@@ -241,5 +242,5 @@ async def test_consumers_without_entries_are_forgotten_after_a_while(
 
     async with intake(server.url, keyspace, inbox=True):
         assert await eventually(forgotten)
-        # What another one still has would be lost with it.
+        # A consumer that still holds entries stays: they would be lost with it.
         assert b"holds" in await names()

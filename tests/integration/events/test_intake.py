@@ -45,7 +45,7 @@ async def test_rejected_events_are_reported_in_the_receipt_counted_and_kept(
     assert receipt["accepted"] == 3
     stored_rejections = rejected(client, keyspace)
     assert sorted(rejection["reason"] for rejection in stored_rejections) == ["erased", "missing_field", "too_many"]
-    # Who was erased is not to be found there.
+    # An erased user is not in the stored rejections.
     assert not any("gone" in text for rejection in stored_rejections for text in rejection.values())
     assert {rejection["event"] for rejection in stored_rejections if rejection["reason"] == "missing_field"} == {
         '{"id":"x"}'
@@ -118,7 +118,7 @@ async def test_a_full_stream_takes_nothing_until_it_is_trimmed(
 
         repeated_events = [event(sent_count + n, f"u-{n}", type="x" * 60) for n in range(500)]
         receipt = await running_intake.accept_events(*repeated_events)
-        # What went in before the stream was full counts once.
+        # Events that were accepted before the stream was full count once.
         assert receipt["accepted"] + receipt["repeated"] == 500 and receipt["repeated"] == length - sent_count
 
 
@@ -152,7 +152,7 @@ async def test_a_repetition_is_a_write_so_that_waiting_for_the_disk_waits_for_it
 async def test_positions_hold_while_redis_clock_stands_still(
     server: DurableRedis, client: Any, keyspace: Keyspace
 ) -> None:
-    # An entry of tomorrow: to Redis its clock stands still until then.
+    # Add an entry of tomorrow: for Redis' ids, the clock stands still until then.
     ms = int(client.time()[0]) * 1000 + 86_400_000
     client.xadd(keyspace.events, {"e": "{}"}, id=f"{ms}-{(1 << 19) - 1}")
     async with intake(server.url, keyspace) as running_intake:
@@ -254,13 +254,13 @@ async def test_a_full_disk_is_named_to_callers_counted_as_not_accepting_and_over
                 await counts.refresh()
                 full_gauges, refusal = counts.value_by_gauge, counts.write_refusal
 
-            # Then callers hear what is so, the log has Redis' own words, and the alert's figure is 0
+            # Then callers get the cause, the log has Redis' own words, and the gauge of the alert is 0
             assert (caught.value.status, caught.value.reason) == (503, "events_unavailable")
             assert "answers, but refuses to write: it cannot write to its disk" in caught.value.message
             assert "MISCONF Errors writing to the AOF file" in caplog.text
             assert (full_gauges["up"], full_gauges["stream_length"]) == (0.0, 1.0) and refusal is not None
 
-            # And with room again it accepts events by itself
+            # And once there is room again, it accepts events without help
             await counts.refresh()
             assert counts.value_by_gauge["up"] == 1.0 and counts.write_refusal is None
             assert (await running_intake.accept_events(event(1)))["accepted"] == 1

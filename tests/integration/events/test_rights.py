@@ -113,7 +113,7 @@ async def test_the_service_takes_events_in_with_the_readers_rights(
 
 
 async def test_accepted_events_outlive_a_restart_of_their_server(tmp_path: Path) -> None:
-    # Given a server of events with two that it has accepted
+    # Given a server of events that has accepted two
     path = tmp_path / "redis.sock"
     url = f"unix://larder-reader:reads@{path}"
     with started(EVENTS_SERVER, tmp_path, path) as process:
@@ -166,7 +166,7 @@ def log_bytes(folder: Path) -> bytes:
 
 
 def test_an_erasure_leaves_nothing_in_the_servers_log(tmp_path: Path) -> None:
-    # Given a server with the shipped file, and an event of an erased user between others of the same block
+    # Given a server with the shipped configuration, and an event of an erased user between others of the same block
     path = tmp_path / "redis.sock"
     url = f"unix://larder-loader:loads@{path}"
     config = NightConfig(
@@ -180,14 +180,14 @@ def test_an_erasure_leaves_nothing_in_the_servers_log(tmp_path: Path) -> None:
                 reader.xadd(KEYS.events, {"e": Event(str(number), 1, user.encode(), b"i").to_bytes()})
             assert poll_until(lambda: b"goes-away" in log_bytes(tmp_path))
 
-            # When it is erased
+            # When the user is erased
             forget_events(config, [request_erasure(config.store(), b"goes-away", "user", requested_at=0.0)])
 
-            # Then the log is rewritten without it
+            # Then the log is rewritten without the event
             assert poll_until(lambda: b"goes-away" not in log_bytes(tmp_path)), reader.info("persistence")
             assert b"stays-1" in log_bytes(tmp_path) and reader.xlen(KEYS.events) == 2
 
-            # And a night with the pending erasure has it rewritten once more; another command does not
+            # And a night with the pending erasure rewrites it once more; other commands do not
             rewrites = reader.info("persistence")["aof_rewrites"]
             forget_events(config, [request_erasure(config.store(), b"goes-away", "user", requested_at=0.0)])
             assert reader.info("persistence")["aof_rewrites"] == rewrites
@@ -208,17 +208,17 @@ def test_a_log_that_is_not_rewritten_is_warned_of_and_stops_no_erasure(
         )  # fmt: skip
         erasure = request_erasure(config.store(), b"goes", "user", requested_at=0.0)
 
-        # A user without the right
+        # The user lacks the right
         forget_events(config, [erasure], in_night=True)
         assert "until it is rewritten, which Redis did not begin" in caplog.text and "+bgrewriteaof" in caplog.text
 
-        # A file that begins with a snapshot, as by default
+        # The log begins with a snapshot, as by default
         caplog.clear()
         with redis.Redis(port=server.port, protocol=3) as connection:
             assert start_log_rewrite(connection)
         assert "set aof-use-rdb-preamble no" in caplog.text
 
-        # No file at all
+        # There is no log
         caplog.clear()
         admin.config_set("appendonly", "no")
         with redis.Redis(port=server.port) as connection:
@@ -264,7 +264,7 @@ def test_a_server_of_their_own_gives_no_right_that_the_shared_one_does_not() -> 
     reads, all_reads = brackets(own_lines["larder-reader"]), brackets(shared["larder-reader"])
     assert reads <= all_reads
     assert {bracket for bracket in all_reads if ":events" in bracket} <= reads
-    # The server of pages has no log to rewrite, and must not begin one.
+    # The Redis of pages has no log, and its users must not start a rewrite.
     assert commands(own_lines["larder-loader"]) - {"bgrewriteaof"} <= commands(shared["larder-loader"])
 
 

@@ -1,4 +1,4 @@
-"""Namespaces that can be arms of one experiment: one store, one Redis, each with a night of its own cut."""
+"""Namespaces for the arms of one experiment: one store, one Redis, and a night with a different cut each."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ CUTS = ("2026-01-28T00:00:00Z", "2026-01-27T00:00:00Z", "2026-01-26T00:00:00Z")
 
 
 def arms(folder: Path, redis_url: str, count: int = 1, *, users: int = 60, items: int = 40) -> tuple[NightConfig, ...]:
-    """The service's own namespace, then as many more; nothing that is live in one is in another."""
+    """Return the service's own namespace and more; no generation is live in two of them."""
     own_config = build_night(folder, redis_url, users=users, items=items)
     arm_configs = [replace(own_config, namespace=f"{own_config.namespace}-{letter}") for letter in "bcd"[:count]]
     for arm_config, cut in zip(arm_configs, CUTS, strict=False):

@@ -54,7 +54,7 @@ def test_an_experiment_is_started_shared_out_anew_and_stopped(namespaces: tuple[
     assert started["arms"] == [f"control={own_config.namespace}:0.5", f"other={arm.namespace}:0.5"]
     record = latest_experiments(own_config.store())
     assert record.holdout == ((0, 500),) and record.running[0].buckets == ((500, 2500),)
-    # A repeat writes nothing.
+    # A repeated start writes nothing.
     repeated_start = run(namespaces, "start", "ranker", *ARMS, "--share", "0.2")
     assert repeated_start["version"] == started["version"]
     run(namespaces, "share", "ranker", "--share", "0.3", "--arm", "control=0.4", "--arm", "other=0.6")

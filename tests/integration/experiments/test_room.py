@@ -66,7 +66,7 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(tmp_path: Pa
     assert [arm_row["namespace"] for arm_row in plan_report["arms"]] == [first_arm_config.namespace, two.namespace]
     growth = (generations - 1) * sum(arm_room.size_bytes for arm_room in arm_rooms)
     assert limits_before.arms == arm_rooms and limits_before.nodes[0].other_bytes > growth
-    # A night of the control says so in its gates; one of an arm looks at what it has itself.
+    # The gates of a control's night report it; those of an arm's night look only at the arm's own memory.
     publish_night(own_config, "2026-01-30T00:00:00Z")
     gates = {verdict["rule"]: verdict for verdict in read_manifest(own_config.store(), live_of(own_config)).gates}
     assert f"ranker=b ({first_arm_config.namespace}): {arm_rooms[0].pages:,} pages" in gates["redis_headroom"]["note"]
@@ -85,7 +85,7 @@ def test_what_arms_take_is_said_by_plan_and_gates_until_it_is_freed(tmp_path: Pa
     assert pages_of(first_arm_config) == (0, 0) and pages_of(two)[0] > 0 and pages_of(own_config)[0] > 0
     with control_of(first_arm_config) as control:
         assert control.read_pointer() is None and control.rows() == {}
-    # Nothing of the truth is gone.
+    # The store has lost nothing.
     restore(first_arm_config, attempt="again")
     assert live_of(first_arm_config) == live and pages_of(first_arm_config) == (
         arm_rooms[0].pages,

@@ -33,7 +33,7 @@ Served = tuple[NightConfig, NightConfig, list[ServiceProcess]]
 def served(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("experiments")
     own_config, arm_config = arms(folder / "night", redis_url)
-    # What is let go is let go soon.
+    # Short bounds, so that a replica soon releases a namespace.
     more = {"LARDER_DEADLINE_MAX_MS": "500", "LARDER_BLOCKLIST_POLL_S": "0.2"}
     with fleet(own_config, folder / "logs", count=2, **more) as services:
         yield own_config, arm_config, services
@@ -124,7 +124,7 @@ async def test_arms_answer_whole_requests_of_their_keys_alike_everywhere(served:
 
     assert assignments[0] == assignments[1] == {key: expected(own_config, arm_config, key) for key in KEYS}
     assert len(Counter(assignments[0].values())) == 3
-    # By default the user decides; several have no key.
+    # Without a key in the request the user's id is the key; a request for several users has none.
     for user in users:
         (answer,) = get_answers(services[1], {"entities": [user]})
         assert (answer["generation"], answer.get("experiment"), answer.get("arm")) == expected(
@@ -133,7 +133,7 @@ async def test_arms_answer_whole_requests_of_their_keys_alike_everywhere(served:
     assert {batch_answer["generation"] for batch_answer in get_answers(services[0], {"entities": users})} == {
         live_of(own_config)
     }
-    # A pin finds the namespace that has it.
+    # A pinned generation is answered from the namespace that has it.
     for config in (own_config, arm_config):
         (answer, _) = get_answers(
             services[0], {"entities": users[:2], "generation": live_of(config), "canary_key": "k"}
@@ -193,7 +193,7 @@ async def test_a_night_and_a_roll_back_in_one_arm_are_that_arms_alone(served: Se
     assert live_of(arm_config) != previous_generation and live_of(own_config) == mine
     await asyncio.to_thread(followed, own_config, arm_config, services)
     assert get_assignments(services[0], users) == {key: expected(own_config, arm_config, key) for key in KEYS}
-    # What the arm's previous generation was is held, too: its retire leaves it.
+    # Replicas hold the arm's previous generation, too, so its retire leaves it.
     assert all(previous_generation in replica.held_generations for replica in beating(arm_config))
     assert not any(previous_generation in replica.held_generations for replica in beating(own_config))
 
@@ -249,7 +249,7 @@ async def test_when_it_stops_its_keys_are_the_services_own_and_the_namespace_is_
 
     assert set((get_assignments(services[0], users)).values()) == {(live_of(own_config), None, None)}
     get_answers(services[0], {"entities": users, "arm": "ranker=b"}, 409)
-    # And a namespace that is let go is held again where one asks for it.
+    # And a released namespace is opened again once an experiment names it.
     await asyncio.to_thread(start, own_config, arm_config, "again", share=0.9)
     await asyncio.to_thread(followed, own_config, arm_config, services)
     assert get_assignments(services[1], users) == {key: expected(own_config, arm_config, key) for key in KEYS}

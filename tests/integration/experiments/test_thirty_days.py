@@ -23,7 +23,7 @@ def a_seed() -> int:
 async def live_through(
     seed: int, folder: Path, redis_url: str, *, keys: int, requests: int, nightly: float
 ) -> ThirtyDays:
-    """All days, then the log they left against what was asked."""
+    """Run all days, then compare the log with the requests."""
     print(f"seed {seed} (LARDER_SEED={seed} repeats it)")
     name = f"days-{uuid.uuid4().hex[:8]}"
     namespaces = tuple(f"{name}-{letter}" for letter in "abcd")

@@ -1,4 +1,4 @@
-"""Thirty days of experiments in seconds: nights, releases, records and replicas as they are, over a real Redis.
+"""Thirty days of experiments in seconds: real nights, releases, records and replicas over a real Redis.
 
 Generations are tiny, and replicas answer from made-up pages; what decides who is answered by what, and what is written
 down of it, is the code that runs in production. Nothing sleeps: one clock, which the days move, is everybody's.
@@ -72,14 +72,14 @@ ARMS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass
 class Failures:
-    """Writes of exposures that fail, by chance."""
+    """Random failures of writes of exposures."""
 
     rng: random.Random
     chance: float = 0.1
 
 
 class FlakyStore(ArtefactStore):
-    """A store in which some parts of the exposure log cannot be written, or are though it says that they are not."""
+    """A store in which some writes of the exposure log fail, or succeed and report a failure."""
 
     failures: Failures | None = None
 
@@ -97,7 +97,7 @@ class FlakyStore(ArtefactStore):
 
 
 class DayControl(ServerControl):
-    """Redis' own clock is the days'."""
+    """A control plane whose Redis clock is the simulation's."""
 
     def __init__(self, namespace: str, pool: ConnectionPool, clock: Clock) -> None:
         super().__init__(Keyspace(namespace), pool, lambda: None)
@@ -108,7 +108,7 @@ class DayControl(ServerControl):
 
 
 class HeldByReplica:
-    """A namespace in a replica: the real follower, shelf and heartbeat over made-up snapshots."""
+    """A namespace in a replica: the real follower, holder and heartbeat over made-up snapshots."""
 
     def __init__(self, days: "ThirtyDays", replica: str, namespace: str) -> None:
         self.namespace, self.world, clock = namespace, World(), days.clock
@@ -143,7 +143,7 @@ class HeldByReplica:
         await self.poll()
 
     async def poll(self) -> None:
-        """What the background does every second."""
+        """Do what the background does every second."""
         await self.follower.poll_pointer()
         await self.follower.wait_until_settled()
         await self.refresher.send_heartbeat()
@@ -179,7 +179,7 @@ class SimReplica:
         return replica_namespace
 
     async def poll(self) -> None:
-        """All that the background does, once."""
+        """Do once all that the background does."""
         await self.own_held_namespace.poll()
         await self.arms.refresh()
         await self.arms.settled()
@@ -189,7 +189,7 @@ class SimReplica:
                 await replica_namespace.poll()
 
     async def stop(self) -> None:
-        """Ends as a service does: what it counted is written down."""
+        """End as a service does: its counts are written."""
         await self.arms.aclose()
         await self.own_held_namespace.aclose()
         while self.exposures._waiting_parts or self.exposures._arm_hours:
@@ -197,7 +197,7 @@ class SimReplica:
 
 
 def owner(salt: str, ranges_by_name: Mapping[str, BucketRanges], key: bytes) -> str | None:
-    """Owner of a key's bucket, told in the plainest way: what the router is held against."""
+    """Return the owner of a key's bucket by the simplest method, with which the router is compared."""
     seed = xxhash.xxh3_64_intdigest(salt.encode())
     bucket = xxhash.xxh3_64_intdigest(key, seed) * BUCKET_COUNT >> 64
     owners = [name for name, ranges in ranges_by_name.items() for a, b in ranges if a <= bucket < b]
@@ -207,7 +207,7 @@ def owner(salt: str, ranges_by_name: Mapping[str, BucketRanges], key: bytes) -> 
 
 @dataclass
 class ThirtyDays:
-    """See the module; `counts` says how often each thing happened."""
+    """The simulation; `counts` says how often each thing happened."""
 
     seed: int
     folder: Path
@@ -248,20 +248,20 @@ class ThirtyDays:
         return night
 
     def store_of(self, namespace: str) -> FlakyStore:
-        """The namespace's part of the store."""
+        """Return the namespace's part of the store."""
         store = FlakyStore(str(self.folder / "artifacts" / namespace))
         store.failures = Failures(self.rng)
         return store
 
     @property
     def record(self) -> Experiments:
-        """The record in force."""
+        """The record of experiments in force."""
         return latest_experiments(self.store_of(self.namespaces[0]))
 
     # -- what happens
 
     async def run(self) -> None:
-        """All thirty days."""
+        """Run all thirty days."""
         for name in self.namespaces:
             self.publish(name)
         self.replicas = [SimReplica(self, number, 0) for number in range(REPLICAS)]
@@ -283,7 +283,7 @@ class ThirtyDays:
         await self.end()
 
     def _events(self) -> dict[int, tuple[Callable[[], None], Moves]]:
-        """Events by day, each with the arms that it may move keys from and to."""
+        """Return the changes by day, each with the arms that it may move keys from and to."""
         _, second_namespace, two, _ = self.namespaces
 
         def first() -> None:
@@ -344,7 +344,7 @@ class ThirtyDays:
         )
 
     def publish(self, namespace: str) -> None:
-        """A night: another generation, live from now on."""
+        """Publish another generation."""
         self.generation_count += 1
         day = datetime(2027, 1, 1, tzinfo=UTC) + timedelta(hours=self.generation_count)
         generation = f"{day:%Y%m%dT%H%M%SZ}-{self.generation_count:012x}"
@@ -354,14 +354,14 @@ class ThirtyDays:
         self.of_generation[generation] = namespace
 
     async def follow(self) -> None:
-        """Every replica looks at everything."""
+        """Let every replica poll everything."""
         for replica in self.replicas:
             await replica.poll()
             assert replica.arms.record == self.record
             assert replica.own_held_namespace.follower.stale_reason in (None, "blocklist_unreadable")
 
     async def night(self, day: int) -> None:
-        """Nights of all namespaces, sweeps, exposures; now and then another replica takes one's place."""
+        """Run nights of all namespaces, sweeps and exposures; sometimes replace a replica."""
         for namespace in self.namespaces:
             is_freed = self.nights[namespace].control.read_pointer() is None
             if not is_freed and self.rng.random() < self.nightly:
@@ -385,12 +385,12 @@ class ThirtyDays:
         self.gather()
 
     def gather(self) -> None:
-        """The night's part in the exposure log; dies before it is done, now and then."""
+        """Gather the exposure log as a night does; sometimes die before it is done."""
         store = self.store_of(self.namespaces[0])
         self.counts["parts"] += gather_exposures(store, gathered_at=self.clock())["parts"]
 
     async def traffic(self) -> None:
-        """Requests of random keys at random replicas, and clicks on some of the answers."""
+        """Send requests of random keys to random replicas, and clicks on some of the answers."""
         hour = int(self.clock.now_s // HOUR_S)
         self.live = {
             name: pointer.generation
@@ -418,7 +418,7 @@ class ThirtyDays:
                 await flushed_replica.exposures.flush()
 
     async def end(self) -> None:
-        """All experiments end: nothing of an arm is held, and what is freed is gone."""
+        """End all experiments: no replica holds an arm, and freed data is gone."""
         for experiment_name in ("first", "third"):
             experiments.stop(self.config, experiment_name)
         await self.follow()
@@ -439,7 +439,7 @@ class ThirtyDays:
     # -- what must be so
 
     def expected(self, record: Experiments, key: bytes) -> Arm:
-        """Experiment and arm of a key by the record alone."""
+        """Return experiment and arm of a key by the record alone."""
         name = owner(
             record.salt,
             {current_experiment.name: current_experiment.buckets for current_experiment in record.current},
@@ -455,7 +455,7 @@ class ThirtyDays:
         return experiment.name, arm
 
     def check_assignment(self, may_move: Moves) -> None:
-        """No key has another arm than the day before but by a change of shares; and replicas agree with the record."""
+        """Check that keys change arms only with shares, and that replicas agree with the record."""
         record = self.record
         arm_by_key = {key: self.expected(record, key) for key in self.all_keys}
         arm_by_key_before = self.assigned or dict.fromkeys(arm_by_key)
@@ -475,7 +475,7 @@ class ThirtyDays:
         self.assigned = arm_by_key
 
     def check_answers(self, key: bytes, answers: list[dict[str, Any]]) -> None:
-        """All of them are of the one generation that is live in the arm's namespace, and say so."""
+        """Check that all answers are of the arm's live generation and name it."""
         assigned_arm, namespace = self.assigned[key], self.namespaces[0]
         if assigned_arm is not None:
             namespace = self.namespaces["abcd".index(ARMS[assigned_arm[0]][assigned_arm[1]])]
@@ -488,7 +488,7 @@ class ThirtyDays:
         self.counts[f"answered by {namespace[-1]}"] += len(answers)
 
     def pages_by_generation(self, namespace: str) -> Counter[str]:
-        """Page keys in Redis."""
+        """Return the page keys in Redis by generation."""
         return Counter(page_key.split(":")[4] for page_key in self.nights[namespace].pages())
 
     def pages(self, namespace: str) -> int:
@@ -496,7 +496,7 @@ class ThirtyDays:
         return self.pages_by_generation(namespace).total()
 
     def allowed_generations(self, namespace: str) -> set[str]:
-        """Generations that may have pages: live, those that a sweep leaves, and those that replicas hold."""
+        """Return generations that may have pages: live, kept by a sweep, or held by replicas."""
         night = self.nights[namespace]
         held_generations = {
             generation_id for replica in night.control.replicas() for generation_id in replica.held_generations

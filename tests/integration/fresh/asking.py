@@ -1,4 +1,4 @@
-"""Questions to a running service about users with newer events."""
+"""Requests to a running service about users with newer events."""
 
 from typing import Any, NamedTuple
 
@@ -14,14 +14,14 @@ class ServedWorld(NamedTuple):
     generation: str
 
     async def clicks(self, user: str, *items: str) -> None:
-        """Events of a user, one after the other, counted."""
+        """Accept events of a user, one after the other, and wait until they count."""
         self.world.accept([self.world.event(user, item) for item in items])
         await until_counted(self.app, self.world)
 
     async def get_answer(self, user: str, table: str = "user_topk", **query: Any) -> dict[str, Any]:
-        """The answer to a GET."""
+        """Return the answer to a GET."""
         return await self.app.get(f"/v1/lookup/{table}/{user}", **query)
 
     def expected(self, user: str) -> tuple[list[str], Any]:
-        """The list of a night with all events."""
+        """Return the list of a night that has all events."""
         return self.world.expected(self.generation, [user])[user]

@@ -1,4 +1,4 @@
-"""Fixtures of the follower's tests, and of those that ask a service; these declare what is `published`."""
+"""Fixtures for tests of the follower and of a service; each test module says what is `published`."""
 
 from collections.abc import AsyncIterator, Iterator
 

@@ -1,4 +1,4 @@
-"""A published night that says which events it has and what lists were computed from, and events behind it."""
+"""A published night whose manifest has its events and the inputs of its lists, and events after it."""
 
 import hashlib
 from collections import defaultdict
@@ -42,7 +42,7 @@ Placed = tuple[Position, Event]
 
 @dataclass
 class EventWorld:
-    """A night's namespace, the rows of its source, the features of its users, and the events that were accepted."""
+    """A night's namespace, the rows of its source, its users' features, and the accepted events."""
 
     config: NightConfig
     features: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class EventWorld:
 
     @cached_property
     def known_users(self) -> list[str]:
-        """Users whom a night knows, sorted."""
+        """Users that a night knows, sorted."""
         return sorted(self._history(STREAM_BEGINNING, DATA_UNTIL))
 
     @cached_property
@@ -76,7 +76,7 @@ class EventWorld:
         return sorted(item_ids)
 
     def accept(self, events: Iterable[Event]) -> list[Placed]:
-        """Has Redis accept events as the service does; those accepted, with their positions."""
+        """Let Redis accept events as the service does; return the accepted ones with their positions."""
         sent_events = list(events)
         keyspace = self.config.of_events().keyspace()
         keys, args = accept_script_arguments(keyspace, BOUNDS, [pack_event(keyspace, event) for event in sent_events])
@@ -92,13 +92,13 @@ class EventWorld:
         return placed
 
     def event(self, user: str, item: str, at_us: int | None = None, weight: float = 1.0) -> Event:
-        """An interaction with an id of its own, by default later than every row of the source."""
+        """Return an interaction with an id of its own, by default later than every row of the source."""
         self._count += 1
         at = self._newest_us + self._count if at_us is None else at_us
         return Event(f"event-{self._count}", at, user.encode(), item.encode(), weight=weight)
 
     def build(self, until_position: Position = STREAM_BEGINNING, data_until: str = DATA_UNTIL) -> str:
-        """A verified generation that has the events up to a position; its lists are those of the source alone."""
+        """Build a verified generation with the events up to a position; its lists use the source alone."""
         generation = build_verified(self.config, data_until)
         manifest, root = open_generation(self.config.store(), generation)
         seen_parts = self._write_seen(manifest, root, until_position, data_until)
@@ -109,13 +109,13 @@ class EventWorld:
         return generation
 
     def publish(self, until_position: Position = STREAM_BEGINNING, data_until: str = DATA_UNTIL) -> str:
-        """The same, live."""
+        """Build such a generation and make it live."""
         generation = self.build(until_position, data_until)
         publish(self.config, generation)
         return generation
 
     def _history(self, until_position: Position, data_until: str) -> dict[str, list[tuple[str, int]]]:
-        """Rows of each user that a night has, as they come: the team's own, then events by position."""
+        """Return the rows of each known user in order: the team's own, then events by position."""
         cut_us = int(datetime.fromisoformat(data_until).timestamp() * 1e6)
         rows_by_user: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
         for user, item, at_us in self.rows:
@@ -161,7 +161,7 @@ class EventWorld:
     def expected(
         self, generation: str, users: Sequence[str], upto: Position | None = None, data_until: str = DATA_UNTIL
     ) -> dict[str, tuple[list[str], NDArray[np.float32]]]:
-        """Lists of a night over the source and all events up to a position, made here from the rows themselves."""
+        """Compute here the lists of a night over the source and all events up to a position."""
         rows = self._history(upto or self.accepted[-1][0], data_until)
         manifest, root = open_generation(self.config.store(), generation)
         items, table = ItemTable.open(root, manifest), manifest.tables["user_topk"]
@@ -193,7 +193,7 @@ class EventWorld:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Histories of several users: ordinals, and when each happened last."""
+    """Histories of several users: ordinals, and the last time of each."""
 
     indptr: NDArray[np.int64]
     indices: NDArray[np.int64]
@@ -201,7 +201,7 @@ class Grouped:
 
 
 def grouped_rows(rows: Sequence[Sequence[tuple[str, int]]], items: ItemTable) -> Grouped:
-    """Groups rows as a night does: known items only, oldest first, each once in its latest place."""
+    """Group rows as a night does: known items only, oldest first, each once at its last time."""
     users = np.repeat(np.arange(len(rows)), [len(user_rows) for user_rows in rows])
     flat = [pair for user_rows in rows for pair in user_rows]
     ordinals = np.asarray(items.ordinals_of([item.encode() for item, _ in flat]), np.int64)
@@ -216,7 +216,7 @@ def grouped_rows(rows: Sequence[Sequence[tuple[str, int]]], items: ItemTable) ->
 
 
 async def until_counted(app: Running, world: EventWorld) -> None:
-    """Waits until the service counts everything that was accepted, longer for many events."""
+    """Wait until the service counts all accepted events; longer for many events."""
     newest_number, timeout_s = world.accepted[-1][0].number, 10 + len(world.accepted) / 1_000
 
     async def has_all() -> bool:
@@ -226,7 +226,7 @@ async def until_counted(app: Running, world: EventWorld) -> None:
 
 
 def same_list(answer: Mapping[str, Any], items: Sequence[str], scores: NDArray[np.float32]) -> bool:
-    """True if an answer has these items in this order, wherever their scores differ by more than 1e-5 relative."""
+    """Return whether the items are the same, in this order where scores differ by more than 1e-5 relative."""
     answer_items = answer["items"]
     if len(answer_items) != len(items):
         return False

@@ -1,4 +1,4 @@
-"""A stream of events, and a follower of it that takes step by step."""
+"""A stream of events, and a follower of it that runs step by step."""
 
 import time
 from collections.abc import Callable
@@ -23,18 +23,18 @@ BOUNDS = StreamBounds(256 << 20, 86_400_000, 100_000)
 
 @dataclass
 class Held:
-    """A snapshot whose night took events over up to a position, or none."""
+    """A snapshot whose night took events up to a position, or took none."""
 
     until_position_number: int | None
 
     def part(self, _kind: type) -> Any:
-        """As a snapshot gives its events."""
+        """Return the snapshot's part about events."""
         return None if self.until_position_number is None else self
 
 
 @dataclass
 class Stream:
-    """A stream, a follower of it, and the generations held, by the positions that they were made at."""
+    """A stream, its follower, and the generations held, by the positions up to which they have events."""
 
     server: RedisServer
     keyspace: Keyspace
@@ -61,29 +61,29 @@ class Stream:
         self.recheck_count += 1
 
     def hold_generations(self, *untils: Position) -> None:
-        """Holds generations made at these positions, and one that tells of no events."""
+        """Hold generations with events up to these positions, and one without events."""
         self.holder.served = SimpleNamespace(
             snapshots=[Held(position.number) for position in untils] + [Held(None)],
             live=SimpleNamespace(new_items=NO_NEW_ITEMS),
         )
 
     def click(self, user: str, item: str = "i") -> Position:
-        """One more event, accepted."""
+        """Accept one more click."""
         self._count += 1
         return self.accept(Event(f"e{self._count}", self._count, user.encode(), item.encode()))
 
     def accept(self, event: Event) -> Position:
-        """An event, accepted."""
+        """Accept an event."""
         keys, args = accept_script_arguments(self.keyspace, BOUNDS, [pack_event(self.keyspace, event)])
         (outcome,) = read_outcomes(self.client.eval(ACCEPT_SCRIPT, len(keys), *keys, *args))
         assert outcome.position is not None
         return outcome.position
 
     async def steps(self, count: int = 1) -> bool:
-        """Takes some steps that wait for nothing."""
+        """Run some steps of the follower that do not block."""
         async with self.follower.connect() as client:
             return all([await self.follower.step(client, 1) for _ in range(count)])
 
     def items(self, user: str, after: Position = STREAM_BEGINNING) -> list[bytes]:
-        """Items of a user's events in memory."""
+        """Return the items of a user's events in memory."""
         return [event.item for event in self.newer_events.users.list_events_after(user.encode(), after.number)]

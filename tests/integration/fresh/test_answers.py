@@ -48,7 +48,7 @@ async def test_an_event_changes_the_answers_of_its_user_and_no_others(served_wor
     ready = served_world.app.service.tiers.local_tier.find_ready_answer(b"/v1/lookup/user_topk/" + user.encode())
     assert ready is not None and ready.has_newer_events
     assert ready.user_events is newer_events_of(served_world.app.service).packed_input_by_id[user.encode()]
-    # The next event ends the ready answer, and nobody else noticed anything.
+    # The next event makes the ready answer outdated, and no other user's answer changes.
     await served_world.clicks(user, answers[0]["items"][0])
     later_answer = await served_world.get_answer(user)
     assert later_answer["source"] == "live" and later_answer["events"] == 2
@@ -82,7 +82,7 @@ async def test_every_way_of_asking_gets_the_same_answer(served_world: ServedWorl
     assert rows[1].events == 2 and list(rows[1].items or ()) == single_answer["items"]
     assert rows[1].approximate is False and rows[1].as_of == single_answer["as_of"]
     assert client_answer.events == 2 and list(client_answer.items or ()) == single_answer["items"]
-    # The vector is that of the same history: it ranks candidates as the list is ranked.
+    # The vector is computed from the same history: it ranks candidates as the list is ranked.
     assert table_answers[1]["events"] == 2
     ranked = await served_world.app.post("/v1/score", {"user": user, "items": items[::-1]})
     assert same_list(ranked, items, scores) and ranked["events"] == 2
@@ -126,7 +126,7 @@ async def test_strangers_are_answered_from_what_they_sent_and_then_their_events(
     repeated_answer = (await served_world.app.post("/v1/lookup/user_topk", {"entities": [sent_entity]}))["answers"][0]
     assert combined_answer["source"] == "live" and repeated_answer["source"] == "l1" and combined_answer["events"] == 3
     assert not {*clicks, *sent_entity["history"]} & {*combined_answer["items"]}
-    # Nobody gets what was computed from what another one sent.
+    # No caller gets what was computed from another caller's input.
     assert (await served_world.get_answer("a-stranger"))["items"] == alone["items"]
     as_if = {"id": None, "history": [*sent_entity["history"], *clicks]}
     anonymous_answer = (await served_world.app.post("/v1/lookup/user_topk", {"entities": [as_if]}))["answers"][0]

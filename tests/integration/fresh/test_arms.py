@@ -59,7 +59,7 @@ async def get_answer(service: LookupService, user: str) -> dict[str, Any]:
 async def test_an_arm_counts_the_events_behind_its_own_generation_as_the_control_does(
     control_world: EventWorld,
 ) -> None:
-    # given: the control's night has no event, the arm's was made after the first of two
+    # given: the control's night has no event, the arm's night has the first of two
     user = control_world.known_users[0]
     generation = control_world.publish(STREAM_BEGINNING)
     ((first, _),) = control_world.accept([control_world.event(user, control_world.items[3])])

@@ -76,7 +76,7 @@ async def get_answers(app: Running, users: Sequence[str]) -> list[dict[str, Any]
 
 
 async def compare(world: EventWorld, generation: str, count: int) -> None:
-    """Asks for everybody, with events and without, and compares."""
+    """Look up all users, with events and without, and compare."""
     rng = np.random.default_rng(7)
     quiet = [user for user in QUIET if user in world.features]
     users = [*quiet, *(user for user in world.users if rng.random() < 0.9)][:count]

@@ -33,7 +33,8 @@ async def test_an_event_counts_once_before_and_after_flips_and_again_after_a_rol
     async with serving(world.config, events=EVENTS) as app:
         ((taken_position, _),) = world.accept([world.event(user, world.items[0])])
         second = world.build(taken_position, NEXT)
-        # Accepted after the night took its events, and before it is published; late by its own time.
+        # These are accepted after the night took its events and before it is published; the first one's own time is
+        # early.
         world.accept([world.event(user, world.items[1], at_us=1), world.event(other_user, world.items[2])])
         await until_counted(app, world)
         answer_before = await get_answer(app, user)
@@ -54,7 +55,7 @@ async def test_an_event_counts_once_before_and_after_flips_and_again_after_a_rol
         assert back["events"] == 2 and back["items"] == answer_before["items"]
         assert back["as_of"] == answer_before["as_of"]
 
-    # Who starts anew reads the stream again.
+    # A service that starts reads the stream again.
     async with serving(world.config, events=EVENTS) as app:
         await until_counted(app, world)
         restarted_answer = await get_answer(app, user)
@@ -76,7 +77,7 @@ async def test_users_whose_events_the_night_has_are_answered_as_stored_again(tmp
 
         assert [answer["source"] for answer in answers[1:]] == ["l1"] * 3
         assert all(answer["producer"] == "batch" and "events" not in answer for answer in answers)
-        # The previous generation is held, and lacks it: a rollback must find it.
+        # The previous generation is still held and lacks the event: a rollback must find it.
         assert user.encode() in newer_events_of(app.service).packed_input_by_id
 
 

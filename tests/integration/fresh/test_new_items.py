@@ -112,7 +112,7 @@ async def test_new_items_are_answered_with_and_the_next_night_has_the_same_lists
 
         assert await eventually(all_count)
         day, repeated_answers = await lists(app, clicking), await lists(app, clicking)
-        # Whoever has no newer event has the night's list, and filters that need more of it search for it.
+        # Users without newer events get the night's list, and filters that need more items than it has search for them.
         assert [answer["items"] for answer in await lists(app, quiet_users)] == [
             answer["items"] for answer in answers_before
         ]
@@ -148,7 +148,7 @@ async def test_new_items_are_answered_with_and_the_next_night_has_the_same_lists
     for day_answer, theirs, cached_answer in zip(live, night_live, cached_answers, strict=True):
         assert day_answer["source"] == "live" and cached_answer["source"] == "l1"
         assert day_answer["items"] == theirs["items"] == cached_answer["items"]
-    # An id alone tells of no input, and so of no new items.
+    # A lookup by id alone sends no input, so it gets no new items.
     assert by_id["producer"] == "live" and not new_in(by_id)
     assert [item for item in live[1]["items"] if item not in new_in(live[1])] == by_id["items"][
         : len(live[1]["items"]) - len(new_in(live[1]))
@@ -156,7 +156,7 @@ async def test_new_items_are_answered_with_and_the_next_night_has_the_same_lists
 
 
 async def test_a_new_item_in_a_full_history_takes_the_place_that_the_next_night_gives_it(config: NightConfig) -> None:
-    # Histories this short are not int8's.
+    # int8 is not calibrated for histories this short.
     gates = replace(config.gates, skew_overlap=0.0, skew_cosine=0.0)
     config = replace(config, history_limit=4, gates=gates)
     publish_night(config, FIRST)
@@ -257,7 +257,7 @@ async def test_the_oldest_goes_and_what_changes_an_item_changes_its_lists(config
         assert (await app.scrape_samples("larder_events_new_items"))[()] == 2
         first = await lists(app, entities)
 
-        # Another vector, and another value that filters see
+        # Change the vector, and a value that filters see
         negated_looks = [-number for number in new_item_events(3)[2]["features"]["looks"]]
         change = {
             "id": "x", "item": "new-2", "features": {"looks": negated_looks}, "attributes": {"stock": False},

@@ -79,7 +79,7 @@ async def test_a_vector_is_answered_with_and_becomes_a_row_of_the_table(config: 
 
         assert await eventually(is_heard)
         day = await lists(app, users)
-        # The next night's model knows the item, this one does not.
+        # The next night's model knows the item; this night's does not.
         assert [at for at, answer in enumerate(day) if answer.get("approximate")] == [len(users) - 1]
         (filtered,) = await lists(app, users[:1], filter=only_new)
         assert set(filtered["items"]) == {"new-1", "new-3"} and filtered["short"]

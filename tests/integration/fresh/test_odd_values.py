@@ -35,7 +35,7 @@ async def test_a_value_beyond_the_towers_table_costs_its_user_alone(served_world
         assert answer["source"] == "live" and "approximate" not in answer
         assert same_list(answer, *served_world.expected(user))
 
-    # And an explanation names what the answer names
+    # And the explanation agrees with the answer
     explanation = await served_world.app.get(f"/v1/explain/user_topk/{odd}")
     assert (explanation["answer"]["tier"], explanation["answer"]["live"]) == (first["source"], "failed")
     assert "live inference could not: failed" in explanation["sentence"]

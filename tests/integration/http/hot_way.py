@@ -1,4 +1,4 @@
-"""One request through the hot route and through the routes behind it, byte for byte."""
+"""One request through the hot route and through the ordinary routes, compared byte for byte."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ PER_REQUEST_HEADERS = (b"server-timing", b"x-request-id")
 
 
 class AsgiResponse(NamedTuple):
-    """What came back."""
+    """A response as the ASGI application sends it."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
@@ -30,7 +30,7 @@ class AsgiResponse(NamedTuple):
 
 @dataclass(frozen=True)
 class AsgiRequest:
-    """A request as it stands on the wire, its body in pieces."""
+    """A request as received, with its body in pieces."""
 
     method: str
     path: bytes
@@ -59,24 +59,24 @@ class Ways:
 
     @property
     def service(self) -> Service:
-        """Behind both."""
+        """The service of both paths."""
         service: Service = self.app.state.service
         return service
 
     def forget(self) -> None:
-        """Empties L1 and what is known to be unknown."""
+        """Empty L1 and its negative entries."""
         local = self.service.tiers.local_tier
         for key in list(local._entries):
             local._remove_entry(key)
         self.service.tiers.negative_cache._keys.clear()
 
     def send(self, request: AsgiRequest, *, is_fast: bool = True) -> AsgiResponse:
-        """One request one way."""
+        """Send one request by one path."""
         self.app.fast_path = self.fast_lookups if is_fast else None
         return self.runner.run(_call(self.app, request))
 
     def ask_at_once(self, requests: Iterable[AsgiRequest]) -> list[AsgiResponse]:
-        """Requests of one turn of the loop, the hot way, as if as many had come together before."""
+        """Send requests in one iteration of the loop by the hot route, as in a busy service."""
         self.app.fast_path = self.fast_lookups
         self.fast_lookups._single_lookups._coalescer._expected_arrivals = GROUP_SIZE_MIN
 
@@ -105,12 +105,12 @@ class Ways:
         return {**scope, CALLER_KEY: self.app.callers.identify(scope["headers"])}
 
     async def alone(self, scope: dict[str, Any]) -> ResponseMessages | None:
-        """The fast way's own answer to a GET of one id."""
+        """Return the fast path's own answer to a GET of one id."""
         parsed_get = self.fast_lookups.parse_get(self._identified(scope))
         return None if parsed_get is None else await self.fast_lookups.get(parsed_get)
 
     def send_both_ways(self, request: AsgiRequest, times: int = 3) -> tuple[list[AsgiResponse], list[AsgiResponse]]:
-        """The request several times each way, from an empty L1: what Redis, L1 and a ready answer give."""
+        """Send the request several times each way from an empty L1: from Redis, from L1, and as a ready answer."""
         response_lists = []
         for is_fast in (True, False):
             self.forget()
@@ -118,7 +118,7 @@ class Ways:
         return response_lists[0], response_lists[1]
 
     def scraped(self, name: str) -> dict[str, float]:
-        """Samples of a metric by their labels as text."""
+        """Return samples of a metric by their labels as text."""
         lines = self.service.metrics.expose().decode().splitlines()
         rows = [line.rpartition(" ") for line in lines if line.startswith((name + "{", name + " "))]
         return {labels[len(name) :]: float(value) for labels, _, value in rows}
@@ -162,13 +162,13 @@ async def _call(app: AsgiApp, request: AsgiRequest) -> AsgiResponse:
 
 
 def _without_request_headers(headers: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
-    """Without what tells of the request itself: no two are alike in that."""
+    """Remove the headers that differ with each request."""
     return tuple((name, value) for name, value in headers if name not in PER_REQUEST_HEADERS)
 
 
 def running(night: NightConfig, **changes: object) -> Iterator[Ways]:
-    """Both ways of one service, which looks at Redis and the blocklist only when it starts."""
-    # Nor does it tell Redis what is asked for: on a busy machine the next service would find that in its L1.
+    """Run one service with both paths, which polls Redis and the blocklist only at its start."""
+    # The service must not report requested ids to Redis: on a busy machine the next service would preload them into L1.
     seldom = {"poll_s": 60.0, "blocklist_poll_s": 60.0, "sketch_s": 0.0}
     app = create_app(settings(night, **PATIENT | seldom | changes))
     with asyncio.Runner() as runner:

@@ -1,4 +1,4 @@
-"""A shop: a published night whose items have drawn attributes, and the best of what passes by a look at every item."""
+"""A published night whose items have random attributes, and brute-force lists of the best items that pass."""
 
 import random
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ DAY_US = 86_400_000_000
 
 @dataclass
 class Shop:
-    """A published night, and all that is known of its items, users and lists, by ordinal."""
+    """A published night with its items, users and lists, by ordinal."""
 
     night: NightConfig
     attributes: list[dict[str, Any]]
@@ -41,7 +41,7 @@ class Shop:
 
 
 def of_vectors(config: NightConfig, metric: Metric, *, are_folded: bool, is_alone: bool = False) -> NightConfig:
-    """The same night by a bundle of drawn vectors, those of users given (alone: nothing else of them) or folded."""
+    """Make the same night from a bundle of random vectors; users' vectors are given (alone: only these) or folded."""
     rng = np.random.default_rng(3)
     items, users = (pq.read_table(config.path("items.parquet"))["item"].to_pylist(), sorted(histories(config)))
     numbers = [rng.standard_normal((len(ids), 24)).astype(np.float32) for ids in (items, users)]
@@ -66,7 +66,7 @@ def make_shop(
     filters: Mapping[str, FilterConfig] | None = None,
     facets: Mapping[str, FacetConfig] | None = None,
 ) -> Shop:
-    """A night whose items have attributes, and that declares these filters and facets."""
+    """Make a night whose items have attributes, with these filters and facets."""
     config = prepare(folder, redis_url, users=USERS, items=ITEMS)
     metric: Metric = "cosine" if kind == "cosine" else "inner_product"
     if kind != "reference":
@@ -111,7 +111,7 @@ def make_shop(
 
 
 def drawn(rng: random.Random) -> dict[str, Any]:
-    """Attributes of an item, some of which it lacks."""
+    """Return random attributes of an item, some missing."""
     attributes: dict[str, Any] = {
         "brand": rng.choice(BRANDS), "tags": tuple(rng.sample(TAGS, rng.randrange(4))),
         "price": round(rng.uniform(1, 100), 2), "stock": rng.random() < 0.8,
@@ -121,7 +121,7 @@ def drawn(rng: random.Random) -> dict[str, Any]:
 
 
 def filter_of(rng: random.Random) -> Any:
-    """Passes from one item in some hundreds to all."""
+    """Return a filter that passes between one in some hundred items and all of them."""
     comparison_makers = [
         lambda: {"==": ["brand", rng.choice(BRANDS)]},
         lambda: {"in": ["brand", rng.sample(BRANDS, 3)]},
@@ -139,7 +139,7 @@ def filter_of(rng: random.Random) -> Any:
 def wanted_of(
     shop: Shop, vector: Any, excluded_ordinals: set[int], filter_: Any, k: int, metric: Metric = "inner_product"
 ) -> tuple[list[str], Any]:
-    """Ids and scores of the best k that pass, by a look at each item."""
+    """Return ids and scores of the best k that pass, by looking at each item."""
     root = read_filter(filter_).root_expression
     ordinals = [
         at

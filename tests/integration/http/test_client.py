@@ -81,7 +81,7 @@ async def test_every_documented_route_under_v1_has_a_method(app: Running, night:
         f"/v1/lookup/user_topk/{user}": "/v1/lookup/{table}/{entity}",
         "/v1/lookup/user_topk": "/v1/lookup/{table}",
     }
-    # Why an answer is as it is, people ask: `larder explain`.
+    # The client has no method for explanations, which people read: `larder explain`.
     assert {called.get(path, path) for path in paths} == {
         path for path in documented if path.startswith("/v1/") and "/explain/" not in path
     }
@@ -183,7 +183,7 @@ async def test_the_service_hears_of_the_deadline_and_gives_up_by_then(
         await larder.lookup("user_topk", user, Options(deadline_ms=1_000, fresh=True))
         await larder.lookup_many("user_topk", [user], Options(deadline_ms=8_000))
 
-    # The time that the way took is missing, and a busy machine may take a lot of it.
+    # The time on the network is missing, and a busy machine may need a lot of it.
     assert 0 < heard[0] <= 0.5 and 0.5 < heard[1] <= 4.0
 
 

@@ -162,5 +162,5 @@ def test_peers_that_take_no_answers_hold_a_bounded_number_of_bytes(night: NightC
         def are_cut_off() -> bool:
             return is_answered() and bool(UNREAD_LOG_LINE.search(log.read_text()))
 
-        # Each answer is about as much as all may hold.
+        # Each answer is about as large as the bound on all answers.
         assert poll_until(are_cut_off, every_s=0.2)

@@ -47,7 +47,7 @@ def user(night: NightConfig) -> str:
 
 
 async def counts(service: Running) -> dict[str, Any]:
-    """All that looking must not change."""
+    """Return all counts that an explanation must not change."""
     inner = service.service
     names = ("larder_answers_total", "larder_misses_total", "larder_entities_total")
     return {

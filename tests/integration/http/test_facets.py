@@ -116,7 +116,7 @@ def test_both_ways_send_the_same_bytes(shop: Shop) -> None:
 async def test_a_value_that_is_gone_is_not_answered_by_the_night_before(
     tmp_path_factory: pytest.TempPathFactory, redis_url: str
 ) -> None:
-    # Given a night of a facet, and one in which it is of another attribute; tables may come and go
+    # Given a night with a facet, and one in which it is of another attribute; tables may appear and disappear
     folder = tmp_path_factory.mktemp("gone")
     shop = make_shop(folder, redis_url, facets={"shelf": FacetConfig("brand", 5)})
     later = replace(shop.night, facets={"shelf": FacetConfig("tags", 5)})

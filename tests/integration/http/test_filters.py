@@ -325,7 +325,7 @@ def test_both_ways_send_the_same_bytes_under_a_filter(shop: Shop, ways: Ways) ->
         table = rng.choice(["user_topk", "user_topk", "item_similar", "user_vector"])
         id_ = rng.choice(shop.ids if table == "item_similar" else [*users, "nobody"])
         request = AsgiRequest("GET", f"/v1/lookup/{table}/{quote(id_, safe='')}".encode(), query)
-        # The first works out what passes and fills L1, the second makes the answer ready, the third sends it so.
+        # The first request computes what passes and fills L1, the second makes the answer ready, the third sends it.
         fast_responses, routed = ways.send_both_ways(request)
 
         assert fast_responses == routed, f"seed {SEED}: {request}"
@@ -335,7 +335,7 @@ def test_both_ways_send_the_same_bytes_under_a_filter(shop: Shop, ways: Ways) ->
 
 
 def test_an_answer_under_a_filter_is_counted_once(shop: Shop, ways: Ways) -> None:
-    # Given one that vectors answer, and one that the list does
+    # Given a filter that is answered from vectors, and one that is answered from the list
     selective_filter, permissive_filter = {"==": ["brand", BRANDS[0]]}, {"exists": "price"}
     for filter_, k in ((selective_filter, 50), (permissive_filter, 5)):
         query = f"k={k}&filter={quote(orjson.dumps(filter_).decode(), safe='')}".encode()
@@ -360,7 +360,7 @@ def test_an_hour_of_distinct_filters_does_not_grow_memory(shop: Shop) -> None:
         live = ways.service.capture_served().live
         filtering = live.part(Filtering)
         assert filtering is not None
-        # A bound that so few filters reach.
+        # Set a bound that a few filters reach.
         filtering._masks = MaskCache(filtering._masks.attributes, 100 << 10)
 
         def send_and_measure_memory(first: int, ways: Ways = ways) -> int:

@@ -144,7 +144,7 @@ def test_batches_of_numbers(ways: Ways, lists: Any, table: str) -> None:
     assert [answer["id"] for answer in answers] == ids
     numbers = [answer[field] for answer in answers]
     assert numbers == [answer[field] for answer in behind]
-    # JSON has the shortest decimal of a float32.
+    # JSON has the shortest decimal that gives the same float32.
     assert [len(row[field]) for row in table_rows] == [len(row) for row in numbers]
     assert [row["id"] for row in table_rows] == ids
 

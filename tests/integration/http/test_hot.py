@@ -91,8 +91,7 @@ def gets(draw: st.DrawFn) -> AsgiRequest:
 
 
 ITEMS = st.integers(0, 130).map(lambda number: f"i-{number:05d}")
-# Live answers for ids that the night does not know are stored, and the second way would find them.
-# Users 7 and 57 have other names.
+# Answers for unknown ids are stored, and the second path would find them. Users 7 and 57 have other names.
 KNOWN_NUMBERS = st.integers(0, 105).filter(lambda number: number not in (7, 57))
 WITH_INPUT = st.one_of(
     st.fixed_dictionaries(

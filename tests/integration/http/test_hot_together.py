@@ -114,7 +114,7 @@ def test_whatever_is_asked_in_a_turn_is_answered_as_by_the_routes(patient: Ways,
     response_rounds = [patient.ask_at_once(requests) for _ in range(3)]
     behind = [patient.send(request, is_fast=False) for request in requests]
 
-    # One by one, the second question about a record finds it in L1.
+    # One by one, the second request for a record finds it in L1.
     assert b'"source":"l2"' in response_rounds[0][0].body
     for grouped_responses in response_rounds:
         pairs = [
@@ -301,7 +301,7 @@ def test_a_damaged_record_costs_no_other_request_an_answer(
     grouped_responses = ways.ask_at_once(requests)
     ways.forget()
 
-    # Whom the hot route leaves to the ladder finds in L1 what it has just read.
+    # A request that the hot route leaves to the ladder finds in L1 what the route has just read.
     behind = [ways.send(request, is_fast=False) for request in requests]
     assert [_of_l1(response) for response in grouped_responses] == [_of_l1(response) for response in behind]
 

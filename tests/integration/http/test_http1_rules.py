@@ -150,7 +150,7 @@ def test_a_rule_of_http_holds(url: str, rule: Rule) -> None:
 
 def test_many_fields_do_not_stop_the_service(url: str) -> None:
     request = get("/healthz", *(b"X-%d: 1" % number for number in range(101)))
-    # The fast transport has a bound on them, uvicorn's has none.
+    # The fast transport bounds the number of fields, uvicorn's does not.
     assert statuses(exchange(url, request + LAST)) in ([431], [200, 200])
     assert statuses(exchange(url, LAST)) == [200]
 
@@ -376,7 +376,7 @@ def test_requests_within_the_bound_are_answered_before_more_are_refused(url: str
     raw_requests = get(f"{TABLE}/{users[0]}?k=2") * (PIPELINE_MAX + 1)
     responses = exchange(url, raw_requests + LAST)
     assert statuses(responses)[:PIPELINE_MAX] == [200] * PIPELINE_MAX
-    # Uvicorn's transport has no bound on what waits.
+    # Uvicorn's transport does not bound the number of waiting requests.
     assert statuses(responses)[PIPELINE_MAX:] in ([429], [200, 200])
 
 

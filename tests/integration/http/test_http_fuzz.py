@@ -40,7 +40,7 @@ OF_THE_MOMENT = [
 
 
 class StreamReply(NamedTuple):
-    """What came back, without what no two answers share, and whether the connection was ended."""
+    """A response without the parts that always differ, and whether the connection was closed."""
 
     data: bytes
     is_ended: bool
@@ -48,7 +48,7 @@ class StreamReply(NamedTuple):
 
 @dataclass
 class Court:
-    """The service and its judge, in one loop."""
+    """The service and uvicorn's own protocol as its judge, in one loop."""
 
     runner: asyncio.Runner
     state: ServerState
@@ -101,7 +101,7 @@ class Court:
 
 
 class Caller(asyncio.Protocol):
-    """Keeps what it is told."""
+    """A protocol that keeps what it receives."""
 
     def __init__(self) -> None:
         self.data, self.moved, self.is_ended = bytearray(), asyncio.Event(), False

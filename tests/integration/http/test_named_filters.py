@@ -102,7 +102,7 @@ async def test_what_was_made_under_a_filter_is_read_and_not_searched(
             ]
             for name in ("in_stock", "hardly")
         }
-        # When no vector can be had
+        # When no vector is available
         monkeypatch.setattr(FilteredLookup, "_vectors_of", none)
         answers_by_name = {
             name: [
@@ -114,7 +114,7 @@ async def test_what_was_made_under_a_filter_is_read_and_not_searched(
         }
         unmade = await get_answer_pairs(running, "user_topk", users, "cheap-sale.1", k=k)
 
-    # Then lists that the night made are whole all the same; the others are what of a list passes
+    # Then lists that the night made are still complete; the others have the items of the stored list that pass
     assert {name: [answer["items"] for answer in lists] for name, lists in answers_by_name.items()} == expected_lists
     assert {answer["source"] for lists in answers_by_name.values() for answer in lists} <= {"l1", "l2"}
     assert {answer["reason"] for lists in answers_by_name.values() for answer in lists} == {None}
@@ -239,7 +239,7 @@ async def test_an_unknown_name_is_refused_with_those_there_are(shop: Shop) -> No
 async def test_every_generation_has_filters_of_its_own(
     tmp_path_factory: pytest.TempPathFactory, redis_url: str
 ) -> None:
-    # Given a night that means one brand, and the next, which means another
+    # Given a night whose filter means one brand, and the next night, whose filter means another
     shop = make_shop(
         tmp_path_factory.mktemp("two"),
         redis_url,
@@ -261,7 +261,7 @@ async def test_every_generation_has_filters_of_its_own(
         previous = running.service.capture_served().previous
         assert previous is not None
         for generation in (live, previous.generation):
-            # When each is asked for what it means by the name
+            # When each is asked for the filter by its name
             body = {"entities": [user], "k": 5, "filter": "brand", "generation": generation}
             (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]
             brands_by_generation[generation] = {brands[item_id] for item_id in answer["items"]}
@@ -274,7 +274,7 @@ async def test_every_generation_has_filters_of_its_own(
             )
         )["answers"]
 
-    # Then each answers by its own
+    # Then each answers with its own brand
     assert brands_by_generation == {live: {BRANDS[1]}, previous.generation: {BRANDS[0]}}
     assert undeclared_response.status_code == 422 and undeclared_response.json()["error"]["declared"] == ["brand"]
     assert previous_answer["items"]
@@ -332,7 +332,7 @@ def test_the_plan_says_what_they_take_and_spare(shop: Shop) -> None:
         passing_counts = [sum(passes(root, attributes[item_id]) for item_id in items) for items in lists.values()]
         cost = costs[f"user_topk.{name}"]
         assert cost.passing_item_count == sum(passes(root, item_attributes) for item_attributes in shop.attributes)
-        # The plan has timed half of the users, those of a shard, and goes by these.
+        # The plan has timed half of the users, those of one shard, and predicts from these.
         assert cost.short_list_share == pytest.approx(np.mean([count < 50 for count in passing_counts]), abs=0.1)
         assert cost.short_list_share_at_ten == pytest.approx(np.mean([count < 10 for count in passing_counts]), abs=0.1)
         assert cost.redis_bytes > 0 and 0 < cost.pays_from_lookups < float("inf")

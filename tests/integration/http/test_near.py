@@ -60,7 +60,7 @@ async def app(night: NightConfig) -> AsyncIterator[Running]:
 
 
 class Strangers:
-    """Inputs of ids that no night knows, each like one of few."""
+    """Inputs with unknown ids, each similar to one of a few."""
 
     def __init__(self, night: NightConfig, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
@@ -120,7 +120,7 @@ async def test_lists_are_reused_marked_and_leave_out_what_they_must(app: Running
         assert 0 <= answer["near"] < 0.5 and answer["reason"] == "not_in_generation"
         assert not {*entity["history"], *excluded} & {*answer["items"]}
         assert answer["scores"] == sorted(answer["scores"], reverse=True)
-    # What was reused is stored nowhere: the same id and input is computed, or reused, again.
+    # A reused answer is not stored: a repeated request is computed or reused again.
     repeated_entity = {key: near[-1][key] for key in ("id", "history", "features")}
     assert (await get_answers(app, "user_topk", [repeated_entity]))[0]["source"] == "live"
     near_counts = await app.scrape_samples("larder_near_inputs_total")

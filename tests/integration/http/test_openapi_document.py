@@ -48,7 +48,7 @@ async def test_the_document_is_the_services_own_under_every_fastapi(night: Night
     app = create_app(settings(night))
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url=BASE) as http:
-        # FastAPI newer than that of the locks forgets a stored document when routes change.
+        # FastAPI versions newer than the locked one discard a stored document when routes change.
         app.openapi_schema = None
 
         document = (await http.get("/openapi.json")).json()

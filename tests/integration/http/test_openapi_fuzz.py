@@ -77,7 +77,7 @@ def _name_known(value: Any, ids: list[str]) -> None:
 
 
 def _link(paths: Any) -> None:
-    """What answers lead to: the same from the same generation, items like those, their order, what came of them."""
+    """Link each answer to further requests: the same generation, similar items, their order, feedback."""
     single_lookup, batch_lookup = (paths["/v1/lookup/{table}/{entity}"]["get"], paths["/v1/lookup/{table}"]["post"])
     for operation, answer in ((single_lookup, ""), (batch_lookup, "/answers/0")):
         generation, items = (f"$response.body#{answer}/{name}" for name in ("generation", "items"))
@@ -108,9 +108,9 @@ def fuzz(api: Any, label: str, mode: GenerationMode, examples: int) -> None:
     @given(case=operation.as_strategy(generation_mode=mode))
     def conforms(case: Any) -> None:
         wrong = {location for location, how in case.meta.components.items() if how.mode.is_negative}
-        # Whatever a path holds is a text by the time it is sent, and each text is an id.
+        # Every value in a path becomes a text, and every text is a valid id.
         only_path = wrong == {ParameterLocation.PATH}
-        # What is no event is rejected beside the others.
+        # An invalid event is rejected alone, and the request is accepted.
         is_invalid_event = label == EVENTS and bool(wrong)
         response = case.call_and_validate(
             timeout=30, excluded_checks=NOT_SAID + (only_path or is_invalid_event) * [negative_data_rejection]
@@ -123,7 +123,7 @@ def fuzz(api: Any, label: str, mode: GenerationMode, examples: int) -> None:
 def walk(api: Any, examples: int) -> None:
     class Walk(api.as_state_machine()):  # type: ignore[misc]
         def validate_response(self, response: Any, case: Any, **more: Any) -> None:
-            # What an answer led to replaces a part of the case, so that a wrong one may be right by then.
+            # An earlier answer may have replaced a part of the case, so a case made to be wrong may be right by now.
             case.validate_response(response, excluded_checks=[*NOT_SAID, negative_data_rejection])
 
     run_state_machine_as_test(Walk, settings=FUZZ_SETTINGS(max_examples=examples, stateful_step_count=8))

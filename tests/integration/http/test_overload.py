@@ -32,7 +32,7 @@ def night(tmp_path_factory: pytest.TempPathFactory, redis_url: str) -> NightConf
 
 
 class Strangers:
-    """Requests for users that never come again, each with a history to compute from."""
+    """Requests for unknown users that never repeat, each with a history."""
 
     def __init__(self, night: NightConfig) -> None:
         history_by_user = histories(night)
@@ -51,14 +51,14 @@ class Strangers:
 
 @contextlib.asynccontextmanager
 async def asking(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    # Far from the 5 s after which the service closes an idle connection: both at once would be a reset.
+    # Expire connections well before the 5 s after which the service closes them: both at once would be a reset.
     limits = httpx.Limits(max_connections=CALLERS, max_keepalive_connections=CALLERS, keepalive_expiry=1.0)
     async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
         yield http
 
 
 async def crowd(http: httpx.AsyncClient, strangers: Strangers) -> list[httpx.Response]:
-    """What callers get that ask again as soon as they are answered, all at once."""
+    """Run callers that send again as soon as they are answered; return their responses."""
     responses: list[httpx.Response] = []
 
     async def call() -> None:
@@ -123,7 +123,7 @@ def only(strangers: Strangers) -> dict[str, Any]:
 
 
 def is_honest(response: httpx.Response) -> bool:
-    """A refusal that says why, and when to come again."""
+    """Return whether a refusal gives its reason and a time to retry."""
     error = response.json()["error"]
     return (
         (response.status_code, error["code"]) == (503, "overloaded")

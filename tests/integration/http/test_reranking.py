@@ -242,7 +242,7 @@ async def test_only_lists_are_put_in_order(
     assert response.status_code == 422 and "has no lists" in response.json()["error"]["message"]
     assert text.status_code == 422 and "rerank is not JSON" in text.json()["error"]["message"]
 
-    # Likeness needs no attributes.
+    # Diversity by vectors needs no attributes.
     night_without_attributes = build_night(tmp_path_factory.mktemp("plain"), redis_url, users=60, items=60)
     async with serving(night_without_attributes) as running:
         (answer,) = (await running.post("/v1/lookup/user_topk", body))["answers"]

@@ -47,7 +47,7 @@ async def test_changed_files_that_cannot_be_used_are_in_the_verdict_until_they_c
 
         assert await eventually(is_told)
 
-        # and it names none of them once they can be used
+        # and it names neither once they can be used
         write_tokens(tokens, {})
         certificate.write_bytes(pair.certificate.read_bytes())
 

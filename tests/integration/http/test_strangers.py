@@ -35,17 +35,17 @@ class Larder(NamedTuple):
 
     @property
     def where(self) -> tuple[str, int]:
-        """Its address."""
+        """Address of the service."""
         parts = urlsplit(self.url)
         return parts.hostname or "", parts.port or 0
 
     def memory_mb(self) -> float:
-        """Resident now."""
+        """Resident memory now."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
     def files(self) -> int:
-        """Open now."""
+        """Number of open files now."""
         return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
 
     def answers(self) -> bool:
@@ -54,7 +54,7 @@ class Larder(NamedTuple):
         return response.status_code == 200
 
     def under_way(self) -> str:
-        """The line of `/metrics`."""
+        """The line of `/metrics` about requests under way."""
         text = httpx.get(f"{self.url}/metrics", headers=AUTH_HEADERS, timeout=30).text
         return next(line for line in text.splitlines() if line.startswith("larder_requests_under_way "))
 
@@ -180,7 +180,7 @@ def test_bodies_together_are_bounded_and_end(larder: Larder) -> None:
 
 
 def reply(peer: socket.socket) -> bytes:
-    """The first that comes."""
+    """Return the first reply."""
     select.select([peer], [], [], 10)
     return peer.recv(1 << 16)
 

@@ -191,7 +191,7 @@ def test_callers_show_certificates_of_the_authorities_in_force(
 
         assert is_answered(first_pair) and not is_answered(second_pair)
         assert is_answered(None) == (client == "optional")
-        # A certificate takes no token's place.
+        # A client certificate does not replace a token.
         assert httpx.get(url + path, verify=context(authority, first_pair)).status_code == 401
         tls_files.put(authority.signed("renewed"), second_authority)
         assert poll_until(lambda: is_answered(second_pair), 15)

@@ -291,9 +291,9 @@ def test_quotas_are_kept_on_both_transports_and_refusals_say_when_to_come_again(
             refused = client.post(post, json=body, headers=token_file.header("light"))
             assert refused.status_code == 429
             assert refused.json()["error"]["quota"] == "entities_per_s"
-        # What asks for no entity is let through.
+        # A request that names no entity is let through.
         assert service.get("light", client, "/v1/generations").status_code == 200
-        # A batch is more than a burst: once, and paid for after.
+        # A batch larger than a burst is let through once, and later requests wait until it is paid for.
         token_file.add("once", "read", entities_per_s=0.01)
         ids = {"entities": [f"u-{number}" for number in range(20)]}
 

@@ -110,7 +110,7 @@ def test_a_body_behind_an_upgrade_is_not_run(
 
 
 def test_a_long_body_behind_an_upgrade_is_not_run(url: str, users: list[str]) -> None:
-    # The parser skips empty lines before a request, so that no alignment is needed where a body is parsed by the piece.
+    # The parser skips empty lines before a request, so the hidden request is found wherever a body is split.
     hidden, canary = users
     head, body = post(b"\r\n" * 10_000 + get(hidden), *upgrade("foo"))
 

@@ -17,7 +17,7 @@ NO_SETTINGS: Mapping[str, str] = {}
 
 
 def environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Without any setting from outside."""
+    """Return the environment without any setting from outside."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LARDER_")}
     for name in ("REDIS_URL", "AIRFLOW_HOME", "AIRFLOW__CORE__DAGS_FOLDER"):
         environ.pop(name, None)
@@ -26,7 +26,7 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def larder(folder: Path, *arguments: str, code: int = 0, environ: Mapping[str, str] = NO_SETTINGS) -> str:
-    """What a command prints; it ends with this code, and with no traceback."""
+    """Run a command and return its output; it must end with this code and without a traceback."""
     completed_process = subprocess.run(
         [sys.executable, "-m", "infra.cli", *arguments],
         cwd=folder, env=environment(environ), capture_output=True, text=True, check=False, timeout=180,
@@ -38,7 +38,7 @@ def larder(folder: Path, *arguments: str, code: int = 0, environ: Mapping[str, s
 
 @contextlib.contextmanager
 def running(folder: Path, *arguments: str, line_prefix: str, environ: Mapping[str, str] = NO_SETTINGS) -> Iterator[str]:
-    """A command that runs until Ctrl-C: the end of its first line that begins with `line_prefix`; it ends well."""
+    """Run a command until Ctrl-C; yield the rest of its first line that begins with `line_prefix`."""
     log = folder / f"{arguments[0]}.log"
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -64,7 +64,7 @@ def test_what_is_served_is_what_the_library_recommends(
         assert answer["source"] in ("l1", "l2")
         assert answer["items"] == [f"item-{item}" for item in items[user]]
         assert np.allclose(answer["scores"], scores[user], rtol=1e-5, atol=1e-6)
-    # A stranger with the same history: the library's own fold-in, by the int8 model.
+    # An unknown user with the same history gets the library's own fold-in, by the int8 model.
     expected = model.recommend(0, user_items[0], N=TOP, recalculate_user=True)
     assert live["source"] == "live"
     assert len({f"item-{item}" for item in expected[0]} & set(live["items"])) >= TOP - 3

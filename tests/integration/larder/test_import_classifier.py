@@ -63,7 +63,7 @@ def test_known_and_unknown_accounts_get_what_the_library_says(redis_server: Redi
 
 
 def test_labels_are_corrected_and_columns_are_taken_by_their_names(redis_server: RedisServer, tmp_path: Path) -> None:
-    # Given a night of a model whose labels were given the wrong way round
+    # Given a night of a model whose labels were given in the wrong order
     environ = environment_of(redis_server)
     ids, rows = write_accounts(tmp_path / "accounts.parquet")
     onnx.save(examples.linear_classifier(classlabels_ints=[0, 1]), tmp_path / "model.onnx")

@@ -65,7 +65,7 @@ def test_from_a_folder_to_answers(shop: Path, redis_server: RedisServer) -> None
         assert "there is no table 'nothing'; its tables are item_similar," in refused
         assert refused.startswith("larder: ") and refused.count("\n") == 1
 
-        # What programs read is JSON alone, of all commands.
+        # With --json, the output of every command is JSON only.
         data_until = datetime.now(UTC).isoformat(timespec="seconds")
         night_report = json.loads(larder(shop, "night", "--json", "--data-until", data_until, environ=redis))
         assert [step["step"] for step in night_report["steps"]][:2] == ["begin", "embed_items"]

@@ -1,4 +1,4 @@
-"""Tables of vectors, what a service answers of them, and what it should."""
+"""Tables of vectors, the service's answers from them, and the expected answers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,24 +16,24 @@ Floats = NDArray[np.float32]
 
 
 def write(path: Path, name: str, prefix: str, rows: Floats) -> None:
-    """A table of ids, the prefix and a number, and vectors."""
+    """Write a table of ids (the prefix and a number) and vectors."""
     ids = [f"{prefix}{number}" for number in range(len(rows))]
     pq.write_table(pa.table({name: ids, "vector": list(rows)}), path)
 
 
 def top_items(scores: Floats, k: int = TOP) -> list[list[str]]:
-    """Items of each row with the highest scores, as lists of ids."""
+    """Return the items with the highest scores in each row, as lists of ids."""
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     return [[f"i{item}" for item in row] for row in order.tolist()]
 
 
 def unit(rows: Floats) -> Floats:
-    """Rows divided by their lengths."""
+    """Return the rows divided by their lengths."""
     return np.asarray(rows / np.linalg.norm(rows, axis=1, keepdims=True), np.float32)
 
 
 def asking(url: str) -> Callable[..., list[dict[str, Any]]]:
-    """Answers of a service for entities of a table."""
+    """Return a function that looks up entities of a table of the service."""
 
     def look_up(table: str, *entities: dict[str, Any]) -> list[dict[str, Any]]:
         body = {"k": TOP, "entities": list(entities)}

@@ -82,7 +82,7 @@ def test_sub_steps_report_the_fields_that_the_lists_name(config):
     sub_steps = (*begin.READING, *begin.AFTER_READING)
     named_fields = {field for sub_step in sub_steps for field in sub_step.report_fields_class.__annotations__}
     known_before = {*InputFields.__annotations__}
-    # There are facets only where settings have some, and unknown items are named only where they are many.
+    # `facets` is there only if settings have some, and `unknown_items_named` only if there are many.
     expected_fields = {*begin_report, "facets", "unknown_items_named"} - {"seconds"}
     assert named_fields | known_before == expected_fields
 

@@ -56,7 +56,7 @@ def test_the_device_and_the_processor_write_the_same_bytes(
 
 
 def test_a_shard_begun_on_a_device_is_finished_on_the_processor(prepared: NightConfig, tmp_path: Path) -> None:
-    # Given a worker without a GPU that takes over from one with a GPU
+    # Given a worker without a GPU that takes over a shard from one with a GPU
     config = elsewhere(replace(prepared, device=DEVICE), tmp_path / "both")
     build = scored(config, [0])
     score.run(replace(config, device="off"), build, [0, 1])
@@ -97,7 +97,7 @@ def test_a_night_by_programs_is_published(
 def test_a_shard_whose_towers_moved_between_device_and_processor_passes_the_gates(
     prepared: NightConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Given a device whose vectors have other last bits for every second user, at the edge of what is allowed
+    # Given a device whose vectors differ in the last bits for every second user, by as much as is allowed
     config = with_programs(prepared, tmp_path)
     moved = []
     compute_outputs = DeviceTower._run_on_device

@@ -40,7 +40,7 @@ def exact_scores(bundle: Path, user_histories: list[list[str]]) -> tuple[list[st
     scores = np.empty((len(user_histories), len(ids)))
     for line, history in enumerate(user_histories):
         rows = [number[item] for item in history if item in number]
-        # One user at a time and no padding beyond one slot: nothing of how Larder batches is repeated here.
+        # Compute one user at a time, without padding beyond one slot, to repeat nothing of how Larder batches.
         user = run("user_tower", np.array([[*rows, pad]], np.int32))
         scores[line] = (vectors @ user.T)[:, 0]
         scores[line, rows] = -np.inf
@@ -79,7 +79,7 @@ async def test_the_comparison_would_notice_a_wrong_item(night: NightConfig) -> N
     async with serving(night) as running:
         items = (await running.get(f"/v1/lookup/user_topk/{user}", k=K))["items"]
 
-    # when: the first and the last item change places
+    # when: the first and the last item are swapped
     swapped = [items[-1], *items[1:-1], items[0]]
 
     # then

@@ -160,7 +160,7 @@ def test_item_features_are_read_once_and_stay_as_the_night_began_with_them(confi
     assert sha256_of(root / catalogue.ITEM_VECTORS_FILE) == vectors
     with pa.memory_map(str(root / catalogue.ITEM_FEATURES_FILE)) as pinned:
         kind = pa.ipc.open_stream(pinned).schema.field("looks").type
-    # Offsets of 64 bits: ten million items of 768 numbers are more than 32 bits can count.
+    # Offsets have 64 bits: ten million items of 768 numbers are more than 32 bits can count.
     assert pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 

@@ -117,7 +117,7 @@ def test_forty_nights_fit_what_plan_asked_for_and_need_no_operator(tmp_path, own
         prepare(tmp_path, own_redis.url, users=6_000, items=150),
         superseded_grace_s=0.0, redis_timeout_s=TIMEOUT_S, load_chunk_bytes=1 << 16,
     )  # fmt: skip
-    # A source that lost most of its rows: that night's own fault.
+    # A source that lost most of its rows ends this night only.
     source = pq.read_table(config.path("interactions.parquet"))
     pq.write_table(source.slice(0, len(source) // 4), config.path("few.parquet"))
     broken = replace(config, sources=replace(config.sources, interactions=("few.parquet",)))

@@ -219,7 +219,7 @@ def test_a_live_generation_whose_manifest_is_gone_is_no_first_generation(bench: 
         root = bench.config.store().local(f"generations/{bench.live}")
         (root / "manifest.aside").rename(root / "manifest.json")
 
-    # Overriding one of them lets pass that one alone.
+    # An override accepts only the rule that it names.
     assert failed(verdicts) == {"live_files", *COMPARED}
     for rule in COMPARED:
         assert "cannot be read" in verdicts[rule]["note"] and rule in OVERRIDABLE_RULES

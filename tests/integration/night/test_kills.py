@@ -28,7 +28,7 @@ KILLS, AT_LEAST = 210, 4
 
 @pytest.fixture
 def ground(tmp_path: Path, own_redis: RedisServer) -> Iterator[Ground]:
-    """Two namesakes in two Redis databases, one generation live in each, and a service over the first."""
+    """Two equal namespaces in two Redis databases with one live generation each, and a service over the first."""
     seed = int(os.environ.get("LARDER_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"seed {seed} (LARDER_SEED repeats it)")
     config = replace(
@@ -42,7 +42,7 @@ def ground(tmp_path: Path, own_redis: RedisServer) -> Iterator[Ground]:
     items = sorted({item for history in histories(config).values() for item in history})
     live = moves(config)[0]
     with ExitStack() as stack:
-        # L1 holds next to nothing, so that every answer proves Redis' pages.
+        # L1 holds next to nothing, so that every answer is read from Redis' pages.
         environ = environment(config, LARDER_L1_BYTES="4096", LARDER_POLL_S="0.1", LARDER_HEARTBEAT_S="0.2")
         service = stack.enter_context(ServiceProcess(tmp_path / "service.log", environ))
         watch = Watch(service.url, users, items, seed=seed)

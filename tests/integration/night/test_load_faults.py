@@ -64,7 +64,7 @@ class Night:
         return pointer is not None and pointer.generation == self.live
 
     def finishes(self) -> None:
-        """The retry, and everything after it."""
+        """Run the retry and all later steps."""
         assert self.pages_whole(self.live)
         self.load()
         verify.run(self.config, self.build)

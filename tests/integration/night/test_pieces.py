@@ -190,7 +190,7 @@ def test_a_page_that_is_only_shorter_is_noticed_without_reading_it(world):
 
     assert load_missing(world.control, world.store, A) == 1
 
-    # Only the part that was streamed again is read back.
+    # Only the part that was written again is read back.
     assert calls(world, "getrange") + calls(world, "get") - reads_before <= 6 + 3
 
 
@@ -247,7 +247,7 @@ def test_the_watch_sees_replicas_other_readers_and_round_trips(own_redis, keyspa
         finally:
             watch.close()
         watch.stir()  # harmless
-        # Redis drops a connection after its reader has gone, not in the same moment.
+        # Redis closes a connection some time after its reader has gone.
         assert poll_until(lambda: len(client.client_list()) == 1)
 
 

@@ -358,7 +358,7 @@ def leave_copy(store):
 def test_every_step_runs_on_a_host_that_shares_only_store_sources_and_redis_and_sweeps_its_copies(
     config, tmp_path, monkeypatch
 ):
-    # Given folders of their own for every step, and sources that all of them read by an address
+    # Given separate folders for every step, and sources that all steps read from one address
     for module in ("builds.build", "steps.retire"):
         monkeypatch.setattr(f"precompute.{module}.COPY_IDLE_S", -60.0)
     at = f"memory://hosts-{uuid.uuid4().hex}"

@@ -203,7 +203,7 @@ def test_a_log_of_requests_replaces_zipf(config, tmp_path):
     options = ("--requests", str(tmp_path / "log.txt"), "--l1-mb", "1", "--qps", "1")
     estimate = json.loads(plan(config, "--json", "--answer-bytes", "0", *options).stdout)
 
-    # Two users, each missed once; by Zipf's law it would be all of them.
+    # Each of two users is missed once; by Zipf's law all users would be.
     assert estimate["l1"][0]["steady"] == 1.0
     assert estimate["l1"][0]["from_cold"] == pytest.approx(1 - 600 / 86_400, abs=0.004)
 

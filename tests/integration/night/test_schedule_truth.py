@@ -34,7 +34,7 @@ async def test_a_night_that_ran_is_there_and_one_that_did_not_is_missed_without_
     tmp_path: Path, redis_url: str
 ) -> None:
     night = build_night(tmp_path, redis_url, users=60, items=60)
-    # Due at noon at the latest, wherever and whenever this runs.
+    # A night is due at noon at the latest, whenever and in whichever time zone this runs.
     plan = {"schedule": "0 0,12 * * *", "timezone": "Europe/Berlin", "schedule_grace_s": 0.0}
     async with serving(night, **plan) as app:
         body = await app.get("/readyz")

@@ -71,7 +71,7 @@ def run(folder, *arguments):
 
 
 def run_here(folder, *arguments):
-    """The same within this process."""
+    """Run the command within this process."""
     config = str(folder / "larder.toml")
     return shell("--config", config, *arguments, environ=environment(folder))
 
@@ -136,7 +136,7 @@ def test_single_steps_work_one_by_one_without_a_redis(folder):
     pinned = run(folder, "pin", generation, "--reason", "x")
     assert pinned.returncode == 0, pinned
 
-    # A second one, published at once from its files, and back again.
+    # Publish a second generation at once from its files, and roll it back.
     os.utime(folder / "interactions.parquet", (1_900_000_000, 1_900_000_000))
     second = generation_of(run_here(folder, "begin"))
     for step in ("score", "index", "quantize", "publish"):
@@ -216,8 +216,8 @@ def test_an_interrupt_at_any_moment_shows_no_traceback(folder, after_s):
     was_running = process.poll() is None
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
-    # A night that was done before the signal came says so. In the first tenths of a second Python itself has not
-    # come to us yet.
+    # A night that had finished before the signal says so. In the first tenths of a second Python has not yet installed
+    # our signal handler.
     is_done = process.returncode == 0 and "retire" in output
     assert process.returncode == 130 or is_done or after_s < 0.1 or not was_running
     assert "Traceback" not in errors or after_s < 0.1, errors

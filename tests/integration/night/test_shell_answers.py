@@ -164,7 +164,7 @@ def test_warm_fails_for_what_is_not_live_and_while_replicas_wait(nights_of: tupl
         client.zadd(config.keyspace().replicas, {payload: releases.control.time()})
     with pytest.raises(Conflict, match=r"1 of 1 replicas.*: slow;"):
         run(config, "warm", live)
-    # In a night a replica that is slow turns nothing red.
+    # A slow replica fails no night.
     assert warm.run(config, {"generation": live})["waiting"] == ["slow"]
     with open_releases(config) as releases:
         releases.control.client.delete(config.keyspace().replicas)

@@ -32,7 +32,7 @@ SCORES = (0.25, -1.5, 3.0)
 UNKNOWN_SCORE = 0.5
 TEXT_BYTES = 5_000
 LONG_TEXT = "x" * (TEXT_BYTES + 1)
-# `tests.regressions` runs these tests at commits without this setting.
+# `tests.regressions` runs these tests at commits that lack this setting.
 LIMIT: dict[str, Any] = {"feature_text_bytes": TEXT_BYTES} if hasattr(NightConfig, "feature_text_bytes") else {}
 
 

@@ -105,7 +105,7 @@ def test_garbage_among_clean_rows_changes_no_byte_that_readers_see(config, tmp_p
         {"item": item}, {"user": "", "item": item}, {"user": "x" * 300, "item": item},
         {"user": "u"}, {"user": "u", "item": "y" * 257}, {"user": "u", "item": item},
     ]  # fmt: skip
-    # All files have a column of weights, or none has.
+    # Either all files have a column of weights, or none has.
     clicks = pq.read_table(tmp_path / "interactions.parquet")
     weights = pa.array([1.0] * len(clicks))
     pq.write_table(clicks.append_column("weight", weights), tmp_path / "interactions.parquet")

@@ -50,7 +50,7 @@ async def test_what_is_asked_for_in_vain_is_listed_most_asked_first(night: Night
     async with serving(night, quality_s=0.05) as app:
         await look_up(app, ["often", "once", *known_ids])
         await look_up(app, ["often", "often"])
-        # Answered by the live model, then from what that has left: a night would have known.
+        # The live model answers, then its stored answer does: with a record from the night neither would be needed.
         item = histories(night)[known_ids[0]][0]
         for _ in range(2):
             body = {"entities": [{"id": "live", "history": [item]}]}

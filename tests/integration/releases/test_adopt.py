@@ -99,7 +99,7 @@ def test_a_new_store_publishes_its_first_night_once_the_stray_pointer_is_removed
     assert adoption["generation"] is None and not client.exists(key)
     with open_releases(config) as releases:
         assert releases.control.rows()[lost_generation].state is GenerationState.ABANDONED
-    # The very same night, made once more.
+    # Publish the same night again.
     assert publish_night(config, DATA_UNTIL) == lost_generation == live(config).generation
     assert publish_night(config, NEXT) == live(config).generation
 
@@ -123,7 +123,7 @@ def test_a_store_without_a_release_record_is_not_adopted_and_nobody_advises_it(
         "blocks alone": f"the artefact store {store.url} has no release record",
     }[remains]
 
-    # when it is looked at
+    # when status, check, the night and a move look at it
     (problem,) = [text for text in report_status(config, read_state(config))["problems"] if "is live, epoch" in text]
     state, check_text = check_store(config)
     raw_pointer = client.get(config.keyspace().live)
@@ -134,7 +134,7 @@ def test_a_store_without_a_release_record_is_not_adopted_and_nobody_advises_it(
     with open_releases(config) as releases, pytest.raises(Conflict) as move_refusal:
         releases.demand_agreement()
 
-    # then each says what there is, and none advises to adopt it
+    # then each describes the store, and none advises to adopt it
     for text in (problem, check_text, night_refusal.value.message, move_refusal.value.message):
         assert told in text and "is it mounted?" in text and "--adopt" not in text
     assert state == "to do"

@@ -104,7 +104,7 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
     await asyncio.to_thread(start, config, tried)
     generations_by_replica = [await generations(service, users) for service in services]
 
-    # Stable over replicas, and exactly the keys that the split names.
+    # Replicas agree, and exactly the keys of the split get the canary.
     split = KeySplit.of(tried, PERCENT)
     assert generations_by_replica[0] == generations_by_replica[1] == generations_by_replica[2]
     assert generations_by_replica[0] == {key: tried if split.has_key(key.encode()) else live for key in KEYS}
@@ -112,13 +112,13 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
     canary_key_count = Counter(generations_by_replica[0].values())[tried]
     bound = 5 * math.sqrt(len(KEYS) * canary_fraction * (1 - canary_fraction))
     assert abs(canary_key_count - canary_fraction * len(KEYS)) < bound
-    # By default the user decides; several users have no key; a pin wins; the header counts too.
+    # Without a key the user's id decides; several users have no key; a pinned generation wins; the header counts too.
     user = next(user_id for user_id in sorted(histories(config)) if split.has_key(user_id.encode()))
     assert (await look_up(services[0], [user]))[0]["generation"] == tried
     assert {answer["generation"] for answer in await look_up(services[0], [user, users[0]])} == {live}
     assert (await look_up(services[0], [user], generation=live))[0]["generation"] == live
     assert (await look_up(services[0], users, generation=tried))[0]["generation"] == tried
-    # Feedback finds its arm.
+    # Feedback is counted for its arm.
     feedback = {"event": "click", "generation": tried, "count": 3}
     assert await post(services[0].url, "/v1/feedback", orjson.dumps(feedback)) == (
         200, b'{"arm":"canary"}',
@@ -138,7 +138,7 @@ async def test_a_canary_answers_its_share_whole_everywhere_alike_until_it_is_aba
         assert control.rows()[tried].state is GenerationState.ABANDONED
     with pytest.raises(Conflict):
         publish(config, tried)
-    # A retry finds its own work; anybody else is told that there is none to abandon.
+    # A retry finds its own work; any other caller is told that there is no canary to abandon.
     repeated_abandon = await asyncio.to_thread(trial.abandon, config, reason="a test", attempt="abandon")
     assert repeated_abandon["generation"] == tried
     with pytest.raises(Conflict, match="no canary"):
@@ -173,7 +173,7 @@ async def test_a_canary_that_does_well_is_published_and_one_that_was_not_asked_i
     await asyncio.to_thread(start, config, unasked)
     with pytest.raises(Conflict, match="at least 20 are needed"):
         await asyncio.to_thread(trial.publish_or_abandon, config, unasked, attempt="conclude-2")
-    # Silence is no evidence: it goes on, and waiting for it ends some day.
+    # Without requests nothing is decided: the canary goes on, until waiting for it times out.
     assert not trial.is_over(config, unasked)
     patience = replace(config, canary=replace(config.canary, wait_max_s=1.0))
     assert await asyncio.to_thread(poll_until, lambda: trial.is_over(patience, unasked))

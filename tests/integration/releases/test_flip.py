@@ -147,7 +147,8 @@ def test_a_replica_that_cannot_load_it_holds_the_publish_up_until_a_minimum_is_e
         with pytest.raises(Conflict) as refused:
             publish_step.run(strict, build, attempt="strict")
 
-        # Fail closed: nothing moved, nobody holds anything for us, and the message says who and why.
+        # Fail closed: the pointer did not move, no replica holds the generation, and the message says which replica and
+        # why.
         assert name in refused.value.message and "items.bin has 3 bytes" in refused.value.message
         assert nights.live == live_before and not has_next_generation(nights.config)
         with pytest.raises(Conflict, match="4 must be"):
@@ -206,7 +207,7 @@ def test_a_publisher_killed_while_it_waits_leaves_nothing_behind(nights: Nights)
         process.kill()
         process.wait()
 
-        # They go on holding it until the note runs out; then it is nobody's.
+        # Replicas hold it until the staging note expires, and no longer.
         assert poll_until(lambda: read_holding_flags() == [False] * 3, 10)
         with control_of(config) as control:
             assert StagingNote(control).get() is None

@@ -44,7 +44,7 @@ def dumped(client: Any) -> dict[bytes, bytes]:
 
 
 def take_back(client: Any, saved: dict[bytes, bytes]) -> None:
-    """Redis as it was then, in one step, as a server that loads an older file is."""
+    """Put Redis back to an earlier state in one step, as a server that loads an older file."""
     with client.pipeline(transaction=True) as pipeline:
         pipeline.flushall()
         for key, value in saved.items():
@@ -67,7 +67,7 @@ def sum_racer_counts(racing: Any) -> dict[str, int]:
 
 
 def race_for(seconds: float, url: str, folder: Path, keys: Keyspace, disasters: int) -> tuple[dict[str, int], Any]:
-    """What racers did and what readers followed, while Redis is emptied or taken back between times.
+    """Run racers while Redis is emptied or put back at times; return what they did and readers followed.
 
     Raises AssertionError when the pointer does not move on after the last time, which nobody but racers repair.
     """
@@ -101,7 +101,7 @@ def race_for(seconds: float, url: str, folder: Path, keys: Keyspace, disasters: 
 
 
 def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int) -> int:
-    """Raises AssertionError for any rule that broke; how many moves there were."""
+    """Raise AssertionError for a broken rule; return the number of moves."""
     store = ArtefactStore(str(folder))
     for reader_steps in followed:
         epochs = [epoch for _, epoch, _ in reader_steps]
@@ -121,7 +121,7 @@ def check(url: str, folder: Path, keys: Keyspace, followed: Any, disasters: int)
         )
         _check_history(history)
         _check_pages(client, keys, store, view)
-        # The next night finds nothing in its way.
+        # The next night is not blocked by anything.
         racer = Racer(url, folder, keys, 99, SEED)
         racer.rng.random = lambda: 1.0  # type: ignore[method-assign]
         racer.prepare("20270101T000000Z-" + "d" * 12, make)

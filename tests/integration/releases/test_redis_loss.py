@@ -112,7 +112,7 @@ def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
         # when: Redis is killed
         os.kill(own_redis.pid, signal.SIGKILL)
 
-        # then: what is in L1 answers as before, everybody else gets what can be had, marked
+        # then: L1 answers as before, and everyone else gets the next source of the ladder, marked
         for answer in caller.look_up([{"id": user} for user in hot_users]):
             assert answer["source"] == "l1"
             assert answer["items"] == first_answer_by_id[answer["id"]]["items"]
@@ -131,10 +131,10 @@ def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
         assert caller.look_up([{"id": hot_users[0]}])[0]["stale"] == "redis_unreachable"
 
         with empty_redis_at(night.redis_url or "", tmp_path):
-            # when: it is back and empty
+            # when: Redis is back and empty
             assert poll_until(lambda: caller.ready()["stale"] == "pointer_vanished")
 
-            # then: still every answer, from the same generation
+            # then: every request is still answered, from the same generation
             for answer in caller.look_up([{"id": user} for user in cold]):
                 assert answer["generation"] == first_answer_by_id[hot_users[0]]["generation"]
                 assert answer["source"] == "default"
@@ -143,7 +143,7 @@ def test_losing_redis_loses_no_answer_and_one_command_brings_everything_back(
             # when
             run_restore(environ)
 
-            # then: readers follow under a new epoch, and pages answer again
+            # then: readers follow under a new epoch, and are answered from pages again
             assert poll_until(lambda: caller.ready()["epoch"] > epoch)
             assert caller.ready()["stale"] is None
             assert caller.ready()["generation"] == first_answer_by_id[hot_users[0]]["generation"]

@@ -89,7 +89,7 @@ def test_refusing_what_is_tried_out_ends_the_canary_first(tried):
     assert refused.action == "refuse" and tried.releases.state(C) is GenerationState.REFUSED
     with pytest.raises(Conflict, match="refused"):
         moves.publish(tried.releases, C, attempt="canary publish")
-    # Of the same name, a later verification that fails ends a later canary as well.
+    # A later verification of the same generation that fails also ends a later canary of it.
     tried.releases.mark_verified(C, attempt="gate")
     moves.start_canary(tried.releases, C, 5.0, "once more")
     moves.refuse(tried.releases, C, reason="still bad", attempt="gate")

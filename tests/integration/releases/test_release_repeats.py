@@ -181,7 +181,7 @@ def test_what_was_compared_with_another_generation_is_neither_published_nor_trie
             moves.publish(world.releases, C, attempt="run-c", verified=report)
         with pytest.raises(Conflict, match=r"run `verify .*` again"):
             moves.start_canary(world.releases, C, 5.0, "try", verified=report)
-    # A repeat finds its own work, whatever is live by now.
+    # A repeated attempt finds its own work, whatever is live by now.
     assert not moves.publish(world.releases, B, attempt="run-b", verified=verified).has_moved
     moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="operator")
     with pytest.raises(Conflict, match="verified against"):

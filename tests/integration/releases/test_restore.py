@@ -76,7 +76,7 @@ def test_what_readers_wait_for_comes_flat_out_and_the_previous_one_makes_way(wor
     governor = Paced()
     restore_redis(world.releases, attempt="one", chunk_bytes=1000, governor=governor)
     assert governor.paced == 0 and len(pages_of(world, A)) == 10
-    # All there: nobody waits for it, so it is read back with care.
+    # Nothing is missing, so no reader waits: pages are read back at the governor's pace.
     restore_redis(world.releases, attempt="two", chunk_bytes=1000, governor=governor)
     assert governor.paced > 0
 
@@ -112,7 +112,7 @@ def test_a_restore_names_what_redis_alone_knew(world):
     canary, verified = describe_forgotten_facts(world.releases, view_before, pointer)
     assert f"the canary of {B} has ended" in canary
     assert f"{B} was verified: run `load {B}` and `verify {B}`" in verified
-    # Nothing was lost: nothing is named.
+    # Nothing was lost, so nothing is named.
     view_before = world.releases.view()
     pointer, _, _ = restore_redis(world.releases, attempt="again", chunk_bytes=1000)
     assert describe_forgotten_facts(world.releases, view_before, pointer) == []

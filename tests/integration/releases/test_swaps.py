@@ -108,7 +108,7 @@ def cuts(count: int) -> list[str]:
 async def test_swaps_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
     tmp_path: Path, redis_url: str, requests: int, moves: str
 ) -> None:
-    # given: one live generation, as many verified ones as will be published, and a running service
+    # given: one live generation, one verified generation for each publish to come, and a running service
     print(f"seed {SEED}")
     config = prepare(tmp_path / "night", redis_url, seed=SEED, users=300)
     live = publish_night(config, DATA_UNTIL)
@@ -131,7 +131,7 @@ async def test_swaps_and_rollbacks_under_traffic_mix_nothing_and_lose_nothing(
                 while not finished.is_set():
                     await callers.send_request(connection, next(numbers))
 
-        # when: pointer moves are spread over the requests
+        # when: moves of the pointer happen at moments spread over the requests
         numbers = itertools.count()
         callings = [asyncio.create_task(caller(numbers)) for _ in range(8)]
         followed = []

@@ -48,12 +48,12 @@ async def look_up(app: Running, user_ids: list[str]) -> float:
 
 
 async def read_predicted_ratios(app: Running) -> dict[str, float]:
-    """The advisor's word once it has seen all that was read."""
+    """Return the advisor's predictions once it has seen all reads."""
     readings: list[dict[tuple[str, ...], float]] = []
 
     async def is_done() -> bool:
         readings.append(await app.scrape_samples("larder_l1_predicted_hit_ratio"))
-        # A step counts its reads first, and takes a part of them in each turn of the loop.
+        # A step of the advisor counts the reads first, then takes a part of them in each iteration of the loop.
         return (
             bool(readings[-1])
             and len(readings) > 1
@@ -78,7 +78,7 @@ async def test_its_prediction_is_what_l1_of_that_size_does(night: NightConfig, r
     assert advice["sentence"].startswith("L1 of 117 KiB gives ")
     assert predicted["now"] == pytest.approx(measured_by_size["now"], abs=0.03)
     assert predicted["double"] == pytest.approx(measured_by_size["double"], abs=0.04)
-    # Ready answers that a smaller L1 would have lost are in the sample beside their records.
+    # The sample also has ready answers that a smaller L1 would have lost, besides their records.
     assert predicted["half"] == pytest.approx(measured_by_size["half"], abs=0.08)
 
 
@@ -93,7 +93,8 @@ async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(tmp_p
         await asyncio.to_thread(publish, night, next_)
 
         async def is_flipped() -> bool:
-            # Its next step notes the flip: what is read until then, a quarter of a second, it takes for known.
+            # The advisor's next step notes the flip; it takes keys read before that, within a quarter of a second, for
+            # known.
             return app.service.tiers.access_trace.generation == next_
 
         assert await eventually(is_flipped)
@@ -101,7 +102,7 @@ async def test_after_a_flip_it_goes_on_with_the_keys_of_the_new_generation(tmp_p
         after = await read_predicted_ratios(app)
         keys = (await app.scrape_samples("larder_l1_advisor_sampled_keys"))[()]
 
-    # Each key is new once more, but for what was read ahead: L1 had it, the sample had not.
+    # Each key is new once more, except keys that were preloaded: L1 had them, the sample had not.
     assert after["now"] == pytest.approx(ratios_before["now"], abs=0.1)
     assert len(users) <= keys <= 3 * len(users)
 

@@ -69,7 +69,7 @@ def watched(folder: Path, night: NightConfig, *, module: str = "serving", **more
 
 
 def stays(server: Prometheus, expected: set[str]) -> bool:
-    """Whether exactly these fire before long, and go on to."""
+    """Return whether exactly these alarms fire before long, and stay."""
     begins = poll_until(lambda: server.firing() - PACE == expected, PATIENCE_S, every_s=LOOK_S)
     changes = begins and poll_until(lambda: server.firing() - PACE != expected, SILENT_S, every_s=LOOK_S)
     return begins and not changes
@@ -77,9 +77,9 @@ def stays(server: Prometheus, expected: set[str]) -> bool:
 
 def test_killing_redis_raises_what_follows_from_it_and_nothing_else(tmp_path: Path, own_redis: RedisServer) -> None:
     night = build_night(tmp_path / "night", own_redis.url, users=200, items=60)
-    # Nothing stays in memory, so that everybody feels it.
+    # Nothing stays in memory, so that every caller notices.
     with watched(tmp_path, night, LARDER_L1_BYTES="1") as server:
-        # A drop is one from the mean up to half an hour ago.
+        # The alert compares with the mean until half an hour ago.
         yesterday = "avg_over_time(larder:hit_ratio:rate5m[1h] offset 10s)"
         assert poll_until(lambda: server.value(yesterday) > 0.5, PATIENCE_S, every_s=LOOK_S)
         assert server.fired() - PACE == set()
@@ -98,7 +98,7 @@ def test_a_night_that_stops_for_two_periods_of_its_schedule_is_missing_and_then_
     night = build_night(tmp_path / "night", redis_url, users=60, items=60)
     ahead = tmp_path / "ahead"
     ahead.write_text("0")
-    # Half an hour from now, whenever that is: a generation of right now belongs to no tick.
+    # The tick is half an hour from now: a generation made now belongs to no tick.
     hourly = f"{(datetime.now(UTC).minute + 30) % 60} * * * *"
     more = {"LARDER_SCHEDULE": hourly, "LARDER_SCHEDULE_GRACE_S": "0", AHEAD_FILE: str(ahead)}
     module = "tests.integration.clocked_service"
@@ -155,7 +155,7 @@ def test_publishing_a_generation_that_its_model_contradicts_raises_drift_until_i
         assert stays(server, {"LarderQualityDrift"}), server.firing()
         assert server.run_query("larder_quality_drift == 1")[0]["metric"]["table"] == "user_topk"
         assert server.fired() - PACE == {"LarderQualityDrift"}
-        # What the runbook says to look at.
+        # Do what the runbook says.
         (up_series,) = server.run_query("up")
         explain_url = f"http://{up_series['metric']['instance']}/v1/explain/user_topk/{min(histories(night))}"
         assert httpx.get(explain_url).json()["page"]["state"] == "damaged"

@@ -167,7 +167,7 @@ async def test_without_redis_a_worker_shows_its_own_and_with_it_the_whole_again(
             await asyncio.to_thread(client.flushall)
         proxy.set("none")
 
-        # Both have told their bins once more.
+        # Both have reported their bins once more.
         assert await eventually(lambda: is_whole(cut_off, 3), 20)
         assert await eventually(lambda: is_whole(connected_app, 3), 20)
 

@@ -77,7 +77,7 @@ def test_every_panel_of_every_dashboard_has_data(tmp_path: Path, redis_url: str)
 
         def report() -> bool:
             http.post("/v1/feedback", json={"event": "click", "canary_key": "somebody"})
-            # A history of which the model knows nothing: live has nothing to compute from.
+            # The model knows nothing of this history, so there is nothing to compute a live answer from.
             strange = {"entities": [{"id": "odd", "history": ["no-such-item"]}]}
             http.post("/v1/lookup/user_topk", json=strange)
             path = f"/v1/lookup/user_topk/{quote(user := next(users), safe='')}"

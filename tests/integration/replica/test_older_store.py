@@ -55,7 +55,7 @@ async def test_blocks_and_erasures_that_a_copy_lacks_are_told_by_status_restore_
 
         assert await eventually(is_noticed)
 
-        # then each says so, in one line, with the remedy
+        # then status, restore, check and dashboard say so in one line, with the remedy
         status = await asyncio.to_thread(status_of, night)
         (problem,) = [problem for problem in status["problems"] if "blocklist" in problem]
         assert "has version 2 of the blocklist in force, the newest in" in problem
@@ -66,7 +66,7 @@ async def test_blocks_and_erasures_that_a_copy_lacks_are_told_by_status_restore_
         verdict = (await app.get("/dashboard/data"))["verdict"]
         assert "blocklist_unreadable" in verdict["sentence"] + "".join(verdict["also"])
 
-        # and once both were repeated, all is well again
+        # and once the block and the erasure were repeated, all is well again
         change_blocklist(night.store(), block_items=[b"i1"])
         begin_erasing(night.store(), min(histories(night)).encode(), "user", requested_at=1.0)
 

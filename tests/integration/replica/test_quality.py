@@ -104,7 +104,7 @@ async def test_a_sound_generation_agrees_with_its_model_in_every_table(sound: Ni
 
 
 async def test_every_way_of_asking_is_sampled_and_says_what_it_was(night: NightConfig) -> None:
-    # Of a night of its own: what others asked for may be in Redis as hot keys, which fill L1 at the start.
+    # Use a night of its own: keys of other tests may be in Redis' sketch, which fills L1 at the start.
     users = sorted(histories(night))
     history = histories(night)[users[0]][:5]
     async with serving(night, **ALL) as app:
@@ -199,7 +199,7 @@ async def test_the_budget_of_processor_time_is_kept_and_live_requests_come_first
         assert await eventually(lambda: _spent(app, 3))
         spent = (await app.scrape_samples("larder_quality_cpu_seconds_total"))[()]
         lasted = loop.time() - started_at
-        # One judgement may begin before its pause is known.
+        # One judgement may begin before the length of its pause is known.
         assert spent <= 0.02 * lasted + 0.1
 
         sampler.is_model_busy = lambda: True

@@ -103,7 +103,7 @@ def test_four_workers_let_through_what_one_quota_has_within_a_percent(
     promised = PER_S * (lasted_s + 1.0)  # the rate, and one second of it for who has rested
     assert lasted_s > SECONDS - 1 and len(callers.refused) > PER_S
     assert abs(len(through) - promised) <= 0.01 * promised, (len(through), promised)
-    # After the first burst every second has its share: no worker keeps one to itself.
+    # After the first burst every second has its share: no worker keeps a share that it does not use.
     steady = [answered_at for answered_at in through if answered_at > through[0] + 1.5]
     assert abs(len(steady) - PER_S * (steady[-1] - steady[0])) <= 0.02 * len(steady)
     counter_lines = {line for line in text.splitlines() if line.startswith("larder_token_requests_total{")}

@@ -82,7 +82,7 @@ async def test_publishes_and_rollbacks_under_traffic_mix_nothing_and_lose_nothin
         assert await follows(app, second)
         assert await asyncio.to_thread(roll_back, night) == first
         assert await follows(app, first)
-        # From here on nothing comes from the generation that was rolled back.
+        # From here on no answer comes from the generation that was rolled back.
         late = await app.post("/v1/lookup/user_topk", {"entities": [*users, "nobody"]})
         assert {answer["generation"] for answer in late["answers"]} == {first}
         entity_count += len(users) + 1
@@ -118,7 +118,7 @@ async def test_what_callers_asked_most_is_in_l1_before_the_swap(app: Running, ni
     assert await follows(app, second)
     answers = (await app.post("/v1/lookup/user_topk", {"entities": users}))["answers"]
 
-    # No herd on Redis at the flip.
+    # The flip causes no stampede on Redis.
     assert {(answer["source"], answer["generation"]) for answer in answers} == {("l1", second)}
 
 
@@ -202,7 +202,7 @@ async def test_a_redis_that_hangs_costs_a_deadline_and_then_nothing(night: Night
             answers.append(await app.get(f"/v1/lookup/user_topk/{user}", k=3))
             slow.append(loop.time() - started)
 
-        # Bounded waits, then the breaker spares even those; nobody is refused.
+        # First, waits are bounded; then the breaker avoids even those. No request is refused.
         assert {answer["source"] for answer in answers} == {"default"}
         assert max(slow) < 1.0 and min(slow[-2:]) < 0.05
         assert {answer["reason"] for answer in answers} == {"l2_timeout", "breaker_open"}
@@ -286,7 +286,7 @@ async def test_a_damaged_newest_generation_leaves_the_previous_answering_at_a_re
         generations_body = await app.get("/v1/generations")
         answer = await app.get(f"/v1/lookup/user_topk/{user}")
 
-    # What the error says names files of the store: it is for callers with a token.
+    # The details of the error name files of the store, so only callers with a token get them.
     assert (ready.status_code, ready.json()["failed"]) == (503, f"generation {second} cannot be loaded")
     assert (
         generations_body["failed"].startswith(f"generation {second} cannot be loaded: ")
@@ -319,8 +319,8 @@ async def test_the_store_is_read_in_threads_of_its_own(night: NightConfig, monke
             assert await follows(app, second)
 
     assert {"read", "fetch", "names"} <= threads_by_method.keys()
-    # The night, which publishes in this process, has threads of its own. A store that hangs must hold neither the loop
-    # nor asyncio's threads, in which all else runs.
+    # The night, which publishes in this process, has its own threads. A store that hangs must block neither the loop
+    # nor asyncio's threads, in which all other work runs.
     threads = {thread_name for names in threads_by_method.values() for thread_name in names}
     assert any(thread_name.startswith("larder-store") for thread_name in threads)
     assert not any(thread_name.startswith(("MainThread", "asyncio")) for thread_name in threads), threads_by_method

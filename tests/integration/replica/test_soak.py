@@ -76,7 +76,7 @@ def generations(night: NightConfig) -> list[str]:
 
 
 async def quiet(service: Ordeal, night: NightConfig) -> ResourceUsage:
-    """The least of several looks: what is under way at one of them is over at another."""
+    """Return the least of several samples: work under way at one of them is over at another."""
     observations = []
     async with redis.asyncio.Redis.from_url(str(night.redis_url)) as client:
         for _ in range(20):
@@ -136,7 +136,7 @@ async def soak(
 
     assert service.answer_judge.wrong == []
     assert counts.disagreements(service.answer_judge.sources, service.answer_judge.entities) == []
-    # Warm by then: both generations were held, every thread and connection was needed once.
+    # The process is warm by then: both generations were held, every thread and connection was used once.
     start = samples[len(samples) // 3]
     for sample in samples[len(samples) // 3 + 1 :]:
         assert sample.tasks <= start.tasks + TASKS_MORE

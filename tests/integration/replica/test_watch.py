@@ -280,7 +280,7 @@ def test_while_it_is_off_no_span_and_no_exporter_is_even_imported() -> None:
     )  # fmt: skip
     imported = set(completed_process.stdout.split())
 
-    # redis-py imports OpenTelemetry's API by itself where it is installed.
+    # redis-py itself imports OpenTelemetry's API if it is installed.
     assert "serving.tracing.observer" in imported and "serving.tracing.otel_spans" not in imported
     assert not [module_name for module_name in imported if module_name.startswith("opentelemetry.exporter")]
 

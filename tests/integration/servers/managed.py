@@ -1,4 +1,4 @@
-"""A Redis as managed services offer it: TLS alone, no CONFIG, users without its rights, and a log of all commands."""
+"""A Redis as managed services offer it: only TLS, no CONFIG, users without that right; and a log of all commands."""
 
 import hashlib
 import re
@@ -23,7 +23,7 @@ _QUOTED_ARGUMENT = re.compile(rb'"((?:[^"\\]|\\.)*)"')
 
 
 class ManagedServer:
-    """Its users are those of `infra/redis.conf`, as far as they need no CONFIG, and an administrator."""
+    """A server with the users of `infra/redis.conf` that need no CONFIG, and an administrator."""
 
     def __init__(self, folder: Path, namespace: str, tls: Mapping[str, str]) -> None:
         folder.mkdir(parents=True)
@@ -43,16 +43,16 @@ class ManagedServer:
         self.process = GuardedCommand([redis_binary(), folder / "redis.conf"], log_path=folder / "log")
 
     def url(self, user: str, password: str) -> str:
-        """As a deployment would write it."""
+        """The server's URL as a deployment would write it."""
         where = f"127.0.0.1:{self.port}/0?ssl_ca_certs={self._trusted}"
         return f"rediss://{user}:{password}@{where}"
 
     def client(self) -> redis.Redis:
-        """With all rights."""
+        """Return a client with all rights."""
         return redis.Redis.from_url(self.url("admin", "administers"), protocol=2, socket_timeout=None)
 
     def answers(self) -> bool:
-        """True once it can be asked."""
+        """Return whether the server answers."""
         try:
             with self.client() as client:
                 return bool(client.ping())
@@ -62,7 +62,7 @@ class ManagedServer:
 
 @contextmanager
 def managed_server(folder: Path, namespace: str) -> Iterator[ManagedServer]:
-    """A running one."""
+    """Run such a server."""
     folder.mkdir(parents=True)
     server = ManagedServer(folder / "server", namespace, self_signed(folder))
     try:
@@ -76,7 +76,7 @@ def managed_server(folder: Path, namespace: str) -> Iterator[ManagedServer]:
 
 
 class CommandLog:
-    """All that a server was asked while the block lasted, and what its scripts asked in turn (MONITOR)."""
+    """All commands that the server and its scripts received during the block (MONITOR)."""
 
     def __init__(self, server: ManagedServer) -> None:
         self._client = server.client()
@@ -93,7 +93,7 @@ class CommandLog:
             self.lines.append(line)
 
     def close(self) -> None:
-        """Returns once the log has all that was asked before."""
+        """Wait until the log has all commands sent before."""
         with self._marker_client as client:
             client.echo("END OF THE LOG")
             self._reader.join(30)
@@ -101,7 +101,7 @@ class CommandLog:
         self._client.close()
 
     def scripts(self) -> list[tuple[set[bytes], list[list[bytes]]]]:
-        """Of each call of a script, the keys that it declared and the commands that it sent."""
+        """Return the keys that each script call declared and the commands that it sent."""
         script_calls: list[tuple[set[bytes], list[list[bytes]]]] = []
         for line in self.lines:
             sender, command = (
@@ -117,7 +117,7 @@ class CommandLog:
 
 @contextmanager
 def logged(server: ManagedServer) -> Iterator[CommandLog]:
-    """What the server is asked in this block."""
+    """Log the server's commands during the block."""
     log = CommandLog(server)
     try:
         yield log
@@ -126,7 +126,7 @@ def logged(server: ManagedServer) -> Iterator[CommandLog]:
 
 
 def keys_of(client: redis.Redis, command: Sequence[bytes]) -> set[bytes]:
-    """Keys of a command, as the server itself has it."""
+    """Return the keys of a command, by the server's own rule."""
     try:
         keys: Any = client.execute_command("COMMAND GETKEYS", *command)
     except redis.exceptions.ResponseError:  # it has none

@@ -104,5 +104,5 @@ def test_the_commands_looked_for_are_those_that_the_users_may_send() -> None:
         for granted_command in re.findall(r"\+([a-z]+(?:\|[a-z]+)?)", line)
     }
 
-    # Where a user may read settings, no event has to wait for the disk.
+    # If a user may read settings, `waitaof` is not needed.
     assert granted - CONNECTING - OF_THE_RUNBOOK == {*NEEDED_COMMANDS, *LACK_EFFECT_BY_COMMAND} - {"waitaof"}

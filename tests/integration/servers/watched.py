@@ -26,7 +26,7 @@ PASSWORDS = {"READER": "reads", "LOADER": "loads", "SENTINEL": "watches", "REPLI
 
 
 def settings(namespace: str) -> str:
-    """`infra/redis.conf` with the lines that the documents add, for this namespace."""
+    """Return `infra/redis.conf` with the lines that the documents add, for this namespace."""
     text = (ROOT / "infra/redis.conf").read_text()
     text += "\n".join(re.findall(r"^(?:user|masteruser|masterauth) .+$", PAGE.read_text(), re.MULTILINE))
     for name, password in PASSWORDS.items():
@@ -36,7 +36,7 @@ def settings(namespace: str) -> str:
 
 
 class WatchedServer:
-    """A server, or a sentinel, whose port and folder outlive its process."""
+    """A server or a sentinel whose port and folder outlive its process."""
 
     def __init__(self, folder: Path, text: str, *more: str) -> None:
         folder.mkdir(parents=True)
@@ -48,26 +48,26 @@ class WatchedServer:
         self._process: GuardedCommand | None = None
 
     def client(self) -> redis.Redis:
-        """With the sentinels' rights."""
+        """Return a client with the sentinels' rights."""
         is_server = not self._more or self._more[0] != "--sentinel"
         user: dict[str, Any] = {"username": "sentinel", "password": PASSWORDS["SENTINEL"]} if is_server else {}
         return redis.Redis(port=self.port, protocol=2, socket_timeout=5.0, retry=Retry(NoBackoff(), 0), **user)
 
     def has_replica(self) -> bool:
-        """True if it is a primary whose replica is up to date."""
+        """Return whether the server is a primary with an up-to-date replica."""
         with self.client() as client:
             replication_info: dict[str, Any] = client.info("replication")
         first = replication_info.get("slave0")
         return isinstance(first, dict) and first["state"] == "online"
 
     def start(self) -> None:
-        """Returns once it answers."""
+        """Start the server and wait until it answers."""
         command: list[str | Path] = [redis_binary(), self._folder / "conf", *self._more]
         self._process = GuardedCommand(command, log_path=self._folder / "log")
         assert poll_until(self._answers), self._process.log_tail()
 
     def kill(self) -> None:
-        """As `kill -9` does."""
+        """Kill the server with SIGKILL."""
         with self.client() as client:
             pid = int(client.info("server")["process_id"])
         os.kill(pid, signal.SIGKILL)
@@ -75,7 +75,7 @@ class WatchedServer:
         self.stop()
 
     def stop(self) -> None:
-        """Ends it, if it runs."""
+        """End the server if it runs."""
         if self._process is not None:
             self._process.stop()
             self._process = None
@@ -95,7 +95,7 @@ class WatchedPair:
         self.servers, self.sentinels = servers, sentinels
 
     def url(self, user: str) -> str:
-        """As a deployment would write it."""
+        """The URL as a deployment would write it."""
         hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
         password = PASSWORDS[user.rpartition("-")[2].upper()]
         return f"redis+sentinel://{user}:{password}@{hosts}/{SERVICE}"
@@ -107,7 +107,7 @@ class WatchedPair:
         return next(server for server in self.servers if server.port == int(port))
 
     def is_whole(self) -> bool:
-        """True if the primary's replica is up to date, and the sentinels know it and each other."""
+        """Return whether the replica is up to date, and the sentinels know it and each other."""
         return self.primary().has_replica() and all(map(self._knows_all, self.sentinels))
 
     def _knows_all(self, sentinel: WatchedServer) -> bool:
@@ -118,7 +118,7 @@ class WatchedPair:
 
 @contextmanager
 def watched_pair(folder: Path, namespace: str) -> Iterator[WatchedPair]:
-    """All started, replicating, and known to one another; stopped at the end."""
+    """Start all, wait until they replicate and know one another, stop them at the end."""
     text = settings(namespace)
     first = WatchedServer(folder / "a", text)
     second = WatchedServer(folder / "b", text + f"replicaof 127.0.0.1 {first.port}\n")
@@ -133,7 +133,7 @@ def watched_pair(folder: Path, namespace: str) -> Iterator[WatchedPair]:
     try:
         for server in pair.servers:
             server.start()
-        # A sentinel asks a primary for its replicas as it starts, and then every ten seconds.
+        # A sentinel asks a primary for its replicas at its start, and then every ten seconds.
         assert poll_until(first.has_replica)
         for sentinel in pair.sentinels:
             sentinel.start()

@@ -1,4 +1,4 @@
-"""Growth of a series by Theil and Sen: the median of the slopes between its points, whatever a few of them do."""
+"""Growth of a series by Theil and Sen: the median slope between its points, which ignores a few outliers."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def slope(at: NDArray[np.float64], values: NDArray[np.float64]) -> float:
 
 
 def growth(at: Sequence[float], values: Sequence[float]) -> float:
-    """Growth over the second half of the time: its slope times its length. The first half fills caches and pools."""
+    """Return the growth over the second half of the time (slope times length), after caches and pools are full."""
     times, samples = np.asarray(at, np.float64), np.asarray(values, np.float64)
     is_later = times >= (times[0] + times[-1]) / 2
     times, samples = times[is_later], samples[is_later]

@@ -1,4 +1,4 @@
-"""Mixed requests in open loop for hours, each answer judged: hits, live, strangers, filters, batches and events."""
+"""Mixed requests in open loop for hours, each answer judged: hits, live, unknown users, filters, batches, events."""
 
 import asyncio
 import itertools
@@ -33,7 +33,7 @@ DEFAULTED_MAX: Final = 0.05
 
 @dataclass
 class MixedLoad:
-    """Requests of all kinds at a rate, and what was wrong with their answers.
+    """Requests of all kinds at a rate, and the faults of their answers.
 
     `lists`: of each generation, from its page files; users are drawn by Zipf 1.0.
     """
@@ -63,7 +63,7 @@ class MixedLoad:
         self._cumulated_shares = cumulated_shares / cumulated_shares[-1]
 
     async def drive(self, url: str, *, rate: float, is_over: Callable[[], bool]) -> None:
-        """Poisson arrivals at `rate` per second; times count from when each was due."""
+        """Send Poisson arrivals at `rate` per second; latencies count from when each was due."""
         arrivals = self._arrivals(rate)
 
         async def call() -> None:
@@ -77,7 +77,7 @@ class MixedLoad:
         await asyncio.gather(*(call() for _ in range(CONNECTIONS)))
 
     def missing(self) -> list[str]:
-        """Complaints about what did not happen: a kind that was not asked, a source that never answered."""
+        """Return what did not happen: a kind that was not requested, a source that never answered."""
         complaints = [f"no request of kind {kind}" for kind in SHARE_BY_KIND if not self.kinds[kind]]
         complaints += [
             f"no answer from {source}" for source in (*STORED_SOURCES, Source.LIVE) if not self.sources[source]
@@ -117,9 +117,10 @@ class MixedLoad:
             self.wrong.append(f"events: {acknowledgement}")
 
     def judge(self, kind: str, body: Mapping[str, Any], response: Mapping[str, Any]) -> None:
-        """Count what came of a lookup, and note what is wrong with it."""
+        """Count the outcome of a lookup, and note its faults."""
         answers = response["answers"] if body else [response]
-        # One answer is of one generation, also in a batch while a flip is under way; a lower rung says so itself.
+        # All answers of a batch are of one generation, also during a flip; only an answer marked `previous` is of
+        # another.
         answering_generations = {answer["generation"] for answer in answers if answer["source"] != Source.PREVIOUS}
         if len(answering_generations) > 1:
             self.wrong.append(f"{kind}: an answer of {sorted(answering_generations)}")
@@ -149,7 +150,7 @@ class MixedLoad:
             if set(history).intersection(items):
                 self.wrong.append(f"{kind} {answer['id']}: history came back")
         elif answer.get("producer") == "batch" and not answer.get("events"):
-            # With newer events the list is what is left of it, or what was computed.
+            # With newer events the items are the rest of the list, or a computed list.
             expected = self.lists[answer["generation"]].get(answer["id"], ())
             if items != expected[:K]:
                 self.wrong.append(f"{kind} {answer['id']}: not the list of {answer['generation']}")
@@ -197,7 +198,7 @@ class MixedLoad:
         self._event_count += 1
         self.newest_us += 1
         item = self._items[int(self.rng.integers(len(self._items)))]
-        # Of the long tail: those who are asked for most are to be answered with the night's list.
+        # Take a user of the long tail, so that the users requested most still get the night's list.
         user = self.users[int(self.rng.integers(len(self.users) // 2, len(self.users)))]
         event = {"id": f"soak-{self._event_count}", "user": user, "item": item, "time": self.newest_us / 1e6}
         return "/v1/events", {"events": [event]}

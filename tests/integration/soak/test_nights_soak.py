@@ -116,11 +116,12 @@ async def soak(tmp_path: Path, own_redis: RedisServer) -> AsyncIterator[Soak]:
         config,
         LARDER_CONFIG=str(tmp_path / "larder.toml"),
         LARDER_EVENTS_URL=own_redis.url,
-        # Little: they are full soon, so that what grows afterwards is a leak.
+        # Small bounds: they are soon reached, so that what grows afterwards is a leak.
         LARDER_L1_BYTES=str(128 << 10),
         LARDER_ADVISOR_KEYS="1024",
         LARDER_OVERLAY_TTL_S="60",
-        # What is refused by a machine that others load is no finding here; the benches of overload are about that.
+        # Refusals because other processes load this machine are no finding here; the benches of overload measure
+        # refusals.
         LARDER_QUEUE_TARGET_MS="2000",
     )
     service = ServiceProcess(tmp_path / "log", environ, module_name=troubled_service.__name__)
@@ -146,7 +147,7 @@ def format_log_line(
 
 
 async def soaked(soak: Soak, *, seconds: float, rate: float, nights: int, look_s: float) -> dict[str, float]:
-    """Load for so long, that many nights meanwhile, a look at what is held every `look_s`: growth of each.
+    """Run load and many nights for some time, sample resources every `look_s`; return the growth of each.
 
     Fails for an answer that is wrong, one that never came, or a night that nobody was answered from.
     """

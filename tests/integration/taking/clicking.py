@@ -1,4 +1,4 @@
-"""Events in the stream of a night's namespace, drawn by a seed."""
+"""Random events in the stream of a night's namespace."""
 
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -17,8 +17,8 @@ HOUR_US = 3_600_000_000
 
 
 def with_events(month: Month, redis_url: str) -> Month:
-    """The month with events, which both of its nights take from one Redis."""
-    # int8 is for the gates' own tests: lists of so few users differ by chance
+    """Return the month with events, which both kinds of nights take from one Redis."""
+    # The gates' own tests cover int8: with so few users, its lists differ by chance.
     gates = replace(month.config.gates, skew_overlap=0.0)
     month.configure(events=EventsConfig(enabled=True), events_url=redis_url, gates=gates)
     return month
@@ -29,7 +29,7 @@ def microseconds(moment: datetime) -> int:
 
 
 def click(config: NightConfig, events: list[Event]) -> list[Position]:
-    """Events come into the stream in this order; where they stand."""
+    """Add events to the stream in this order; return their positions."""
     stream = config.keyspace().events
     with redis.Redis.from_url(config.events_redis_url, protocol=3) as client:
         return [Position.parse(client.xadd(stream, {"e": event.to_bytes()})) for event in events]
@@ -38,7 +38,7 @@ def click(config: NightConfig, events: list[Event]) -> list[Position]:
 def drawn(
     rng: np.random.Generator, users: list[str], items: list[str], count: int, cut: datetime, *, name: str = "e"
 ) -> list[Event]:  # fmt: skip
-    """Events of some users on some items, late and out of order, some at one time, some of no weight."""
+    """Return events of some users on some items: late, out of order, some at equal times, some without weight."""
     hours = rng.integers(1, 48, size=count)
     last = microseconds(cut - timedelta(hours=1))
     return [
@@ -51,17 +51,17 @@ def drawn(
 
 
 def draw_mixed_events(month: Month, name: str, count: int = 150) -> list[Event]:
-    """Events of known users and new ones, on known items and unknown ones."""
+    """Return events of known and new users, on known and unknown items."""
     users = [*month.ids("user")[::2], "new-1", f"new-{name}"]
     return drawn(month.rng, users, [*month.ids("item"), "nowhere"], count, month.cut, name=name)
 
 
 def take_all_events(config: NightConfig) -> NightConfig:
-    """The settings, once their store has all events."""
+    """Let the store take all events; return the settings."""
     take_events.run(config)
     return config
 
 
 def alone(config: NightConfig, name: str) -> NightConfig:
-    """The same settings over a store of their own, which has no events of its own."""
+    """Return the same settings over a store without events."""
     return replace(config, artifacts=name, state=f"{name}-state", reuse="off")

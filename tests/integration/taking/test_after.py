@@ -18,7 +18,7 @@ from tests.integration.taking.clicking import click, draw_mixed_events
 
 
 def test_retire_trims_what_every_generation_has(featured: Month) -> None:
-    # given: three nights whose events are older than they have to be
+    # given: three nights whose events may be trimmed at once
     month = featured
     events = replace(month.config.events, keep_s=1e-9)
     month.configure(events=events, keep=1, superseded_grace_s=0.0)
@@ -28,7 +28,7 @@ def test_retire_trims_what_every_generation_has(featured: Month) -> None:
         positions.append(click(month.config, draw_mixed_events(month, f"n{number}", 4))[-1])
         month.publish()
 
-    # then: the stream begins behind the oldest generation that is left
+    # then: the stream begins after the position of the oldest remaining generation
     store = month.config.store()
     generation_events = [read_manifest(store, generation).events for generation in store.names("generations")]
     oldest = min(Position.parse(events_read.until) for events_read in generation_events if events_read is not None)

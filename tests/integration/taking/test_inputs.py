@@ -34,12 +34,12 @@ def inputs_of(config: NightConfig, generation: str) -> tuple[ItemTable, dict[int
 
 
 def test_published_inputs_and_newer_events_are_what_the_next_night_publishes(month: Month) -> None:
-    # given: two nights, the second with more events; the history is cut short
+    # given: two nights, the second with more events, and a short `history_limit`
     click(month.config, draw_mixed_events(month, "a"))
     earlier_generation = month.publish()
     newer_events = draw_mixed_events(month, "b")
     users, items = month.ids("user"), month.ids("item")
-    # ahead of the cut, and long before everything
+    # one event after the cut, and one from long before all others
     newer_events += [
         Event("ahead", microseconds(month.cut) + 5, users[3].encode(), items[3].encode()),
         Event("long-ago", -5, users[4].encode(), items[4].encode()),
@@ -48,7 +48,7 @@ def test_published_inputs_and_newer_events_are_what_the_next_night_publishes(mon
     month.night = 1
     after = month.publish()
 
-    # then: the manifests say where they stand
+    # then: the manifests have the positions
     store, limit = month.config.store(), month.config.history_limit
     first, second = (read_manifest(store, generation) for generation in (earlier_generation, after))
     assert first.events is not None and second.events is not None
@@ -56,7 +56,7 @@ def test_published_inputs_and_newer_events_are_what_the_next_night_publishes(mon
     assert second.events.until == str(positions[-1]) == str(last_taken_position(store))
     assert Position.parse(first.events.until) < positions[0]
 
-    # and: each user's input is what merging gives
+    # and: each user's input equals the merged one
     (table, earlier_input_by_hash), (_, has) = (
         inputs_of(month.config, earlier_generation),
         inputs_of(month.config, after),

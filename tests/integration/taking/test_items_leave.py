@@ -34,5 +34,5 @@ def test_users_of_an_item_that_left_are_in_no_night_that_copies_either(month: Mo
         begin_report = month.build(generation).need_report(BEGIN_REPORT)
         reasons.append(begin_report["base"]["read_because"])
         users.append(begin_report["users"])
-    # Without events of it an item may leave and the base's rows be taken over as ever.
+    # If no event names an item, it may leave, and the base's rows are still taken over.
     assert reasons == ["", NAMED_ITEM_GONE_REASON] and users[0] - users[1] == 9

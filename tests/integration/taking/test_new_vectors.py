@@ -39,7 +39,7 @@ def config(tmp_path: Path, redis_url: str) -> NightConfig:
     return replace(
         base_config, bundle=DEFAULT_BUNDLE, tables=tables, events=EventsConfig(enabled=True), events_url=redis_url,
         sources=replace(base_config.sources, item_vectors="vectors.parquet"),
-        # int8 is for the gates' own tests: lists of so few users differ by chance
+        # The gates' own tests cover int8: with so few users, its lists differ by chance.
         gates=replace(base_config.gates, unusable_rows=0.001, coverage_of_source=0.95, skew_overlap=0.0),
     )  # fmt: skip
 
@@ -61,7 +61,7 @@ def test_vectors_that_would_spoil_lists_and_fold_are_left_out_and_reported(confi
 
     second = nights.publish_night(config, SECOND)
 
-    # The one that is in the table is not one that leaves.
+    # The item that is now in the table does not count as leaving.
     assert Build(config, config.store(), second).need_report(BEGIN_REPORT)["unlisted_items"] == 1
     manifest_before, after = (read_manifest(config.store(), generation) for generation in (first, second))
     unusable_by_source = after.facts["unusable"]
@@ -99,6 +99,6 @@ def test_a_bundle_with_the_vector_of_an_erased_item_goes_from_the_store_at_once(
         table_bundles = bundles_from_tables(store)
         (standing,) = settle_erasures(config, releases)
 
-    # The first generation still holds it; the bundle of the second one stays.
+    # The first generation still has the item; the bundle of the second one stays.
     assert standing.state == "pending" and len(table_bundles) == 1
     assert bundles_from_tables(store) == table_bundles and not list_files_with_vector()

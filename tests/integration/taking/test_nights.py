@@ -30,7 +30,7 @@ def same_bytes(first_build: Build, theirs: Build) -> list[str]:
 
 
 def test_events_are_rows_of_a_file_behind_the_teams_own(month: Month) -> None:
-    # given: a base, then events in several files, some at the very time of the team's own rows
+    # given: a base, then events in several files, some with exactly the time of a row of the team
     team_rows = pq.read_table(month.file(0))
     at = [microseconds(moment) for moment in team_rows["timestamp"].to_pylist()[:20]]
     ties = [
@@ -93,7 +93,7 @@ def test_nights_whose_older_files_were_merged_have_the_bytes_of_full_ones(
     featured: Month, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream, "FILES_PER_MERGE", 2)
-    # As if older ones were retired, which takes a minute.
+    # Act as if older generations were retired, which takes a minute.
     original_method = EventStores.iter_generation_positions
     monkeypatch.setattr(EventStores, "iter_generation_positions", lambda stores: sorted(original_method(stores))[-2:])
     copying_folder, theirs = (config.store().local_folder for config in (featured.config, featured.full))

@@ -26,7 +26,7 @@ def from_mood_and_country(_items: int) -> ModelFile:
 
 
 def test_features_of_another_user_tower_are_not_copied(featured: Month) -> None:
-    # given: values are all that there is of users, and their model stays
+    # given: values are the only user table, and their model does not change
     month = featured
     tables = {
         name: table_config for name,

@@ -12,7 +12,7 @@ from tests.integration.taking.clicking import click, draw_mixed_events
 
 
 class Killed(Exception):
-    """A kill, as a test sees it."""
+    """A simulated kill."""
 
 
 def killed(_night: Night) -> Any:
@@ -49,7 +49,7 @@ def test_a_second_night_goes_on_where_the_first_was_killed(featured: Month) -> N
     store = month.config.store()
     events = read_manifest(store, unfinished).events
     assert events is not None and events.until == str(first)
-    # and: what came since is in the next one
+    # and: events since then are in the next generation
     next_generation = run_night(night(month))[0][1].step_result["generation"]
     events = read_manifest(store, next_generation).events
     assert events is not None and events.until == str(second)

@@ -47,7 +47,7 @@ def test_users_with_a_history_are_published_without_an_answer(featured: Month) -
         assert published.features == {}
     records = nights.raw_records(month.config, generation, users_without_features, "user_topk")
     assert {raw_record[14] for raw_record in records.values()} == {ABSENT_FLAGS} and len(records) == 3
-    # and: the next night, which copies, says the same
+    # and: the next night, which copies, has the same users without an answer
     month.night = 1
     full = scored(month.full, month.cut)
     assert month.differences(month.publish(), full) == []
@@ -125,7 +125,7 @@ async def test_a_click_leaves_who_has_no_record_the_answer_that_is_computed_from
     ]
     assert answer_before["source"] == "live" and answer_before["reason"] == "not_in_generation"
     assert vectors[0]["events"] == 1 and np.array_equal(vectors[0]["vector"], vectors[1]["vector"])
-    # What one caller sends is no answer for who sends something else, or nothing.
+    # A caller who sends another input, or none, does not get what was computed from this one.
     answer_to_other_input = await shop.look_up({"id": user, "history": new[4:6], "features": {"country": 2}})
     assert answer_to_other_input["source"] == "live" and new[4] not in answer_to_other_input["items"]
     assert (await shop.look_up(user))["source"] in ("default", "l1")
@@ -218,25 +218,25 @@ async def test_a_click_leaves_who_has_a_record_of_values_that_record_whatever_is
     answer_before = await moods.look_up_mood(user)
     await moods.shop.click(user, moods.shop.items[0])
 
-    # When values are asked for with another mood, and without one
+    # When values are requested with another mood, and without one
     answer_without_mood = await moods.look_up_mood(user, fresh=fresh)
     answer_with_mood = await moods.look_up_mood(user, [9.0, -9.0], fresh=fresh)
     body = {"entities": [{"id": user, "features": {"mood": [9.0, -9.0]}}], "fresh": fresh}
     explained = await moods.shop.app.post("/v1/explain/user_mood", body)
 
-    # Then both are what the night stored, and say so
+    # Then both answers are the record that the night stored, and say so
     assert answer_before["values"] == answer_without_mood["values"] == answer_with_mood["values"] != [9.0, -9.0]
     for answer in (answer_without_mood, answer_with_mood):
         assert (answer["producer"], answer["live"]) == ("batch", "no_usable_input")
         assert answer["approximate"] is True and answer["events"] == 1
     assert answer_with_mood.get("reason") == answer_without_mood.get("reason")
-    # and: so does an explanation
+    # and: the explanation agrees
     assert explained["answer"]["tier"] in ("l1", "l2")
     assert explained["record"]["values"] == answer_before["values"]
 
 
 async def test_a_click_leaves_who_has_no_record_of_values_those_of_what_is_sent(moods: Moods) -> None:
-    # Given a user whom the night knows and has no values of, with a click
+    # Given a user whom the night knows and has no values for, with a click
     user = moods.lacks
     await moods.shop.click(user, moods.shop.items[0])
 
@@ -247,12 +247,12 @@ async def test_a_click_leaves_who_has_no_record_of_values_those_of_what_is_sent(
     explained = await moods.shop.app.post("/v1/explain/user_mood", body)
     answer_without_mood = await moods.look_up_mood(user)
 
-    # Then values are those of the mood, and of nothing there are none
+    # Then the values are computed from the mood that was sent, and there are none if none was sent
     assert (first["values"], first["source"]) == ([9.0, -9.0], "live")
     assert (second["values"], second["source"]) == ([1.0, 2.0], "live")
     assert (repeated_answer["values"], repeated_answer["source"]) == ([1.0, 2.0], "l1")
     assert not any("approximate" in answer for answer in (first, second, repeated_answer))
     assert first["events"] == 1 and answer_without_mood["values"] is None
-    # and: an explanation says that live would answer
+    # and: an explanation says that the live model would answer
     assert explained["answer"]["tier"] == "live"
     assert explained["model"]["values"] == [3.0, 2.0]

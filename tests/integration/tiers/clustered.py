@@ -1,4 +1,4 @@
-"""What tests of a night in a Redis Cluster ask and know."""
+"""Helpers for tests of a night in a Redis Cluster."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def live(night: NightConfig) -> str:
 
 
 async def look_up_users(app: Running, users: list[str]) -> dict[str, dict[str, Any]]:
-    """Every user is answered, from one generation, with a source, and with a reason where it is not from L2."""
+    """Look up users: each gets an answer of one generation, with a source, and with a reason unless it is from L2."""
     body = await app.post("/v1/lookup/user_topk", {"entities": users})
     answers = {answer["id"]: answer for answer in body["answers"]}
     assert list(answers) == users
@@ -35,7 +35,7 @@ async def all_from_l2(app: Running, users: list[str]) -> bool:
 
 
 def page_key_of(night: NightConfig, user: str) -> str:
-    """The page that holds a user's list."""
+    """Return the key of the page with a user's list."""
     manifest, root = open_generation(night.store(), live(night))
     table = manifest.tables["user_topk"]
     directory = Directory.open(root, manifest.entity_sets[table.entity])

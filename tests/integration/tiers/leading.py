@@ -1,4 +1,4 @@
-"""A process that answers unknown users by live inference over a real Redis, told line by line what to do.
+"""A process that answers unknown users by live inference over a real Redis, controlled by lines on its input.
 
 `ask USER ITEM` starts one request, `take N` prints the next N answers once they are there, and the
 process' counts so far.
@@ -30,14 +30,14 @@ from tests.unit.serving.world import World, ask, entity, ids
 
 @dataclass
 class Gated:
-    """The model, one noted and permitted inference at a time."""
+    """A model that notes each inference and waits for permission to run it."""
 
     control: Redis
     namespace: str
     name: str
 
     async def infer(self, job: InferenceJob) -> ComputedRecord:
-        """Waits for its turn."""
+        """Wait for permission, then compute."""
         await self.control.rpush(f"{self.namespace}:loads", self.name)
         await self.control.blpop([f"{self.namespace}:go"], timeout=60)
         outcome = compute([job])[0]
@@ -47,8 +47,8 @@ class Gated:
 
 
 async def run(url: str, namespace: str, name: str, wait_ms: str) -> None:
-    """Reads commands until standard input ends."""
-    # A turn is waited for as long as the command says: redis-py's own time-out is 5 s.
+    """Read commands until standard input ends."""
+    # Let a blocking command wait as long as it says: redis-py's default time-out is 5 s.
     control = Redis.from_url(url, protocol=2, socket_timeout=None)
     remote = RemoteTier(RemoteConfig(url, deadline_s=5.0), Keyspace(namespace))
     tiers = TieredCache(LocalTier(1 << 20), NegativeCache(1_000, 5.0), remote)
@@ -75,7 +75,7 @@ async def run(url: str, namespace: str, name: str, wait_ms: str) -> None:
 
 
 class Process:
-    """One such process, for as long as the block lasts."""
+    """A process of this module that runs until the block ends."""
 
     def __init__(self, url: str, namespace: str, name: str, wait_ms: float) -> None:
         self._arguments = (url, namespace, name, str(wait_ms))
@@ -101,19 +101,19 @@ class Process:
             return await self._process.stdout.readline()
 
     def start_request(self, user: str, item: str = "i1") -> None:
-        """Starts a request."""
+        """Start a request."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"ask {user} {item}\n".encode())
 
     async def take_answers(self, count: int = 1) -> dict[str, Any]:
-        """The oldest answers not yet taken, and what the process has counted by then."""
+        """Return the oldest answers not yet taken, and the process' counts so far."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"take {count}\n".encode())
         reply: dict[str, Any] = json.loads(await self._line())
         return reply
 
     async def kill(self) -> None:
-        """kill -9."""
+        """Kill the process with SIGKILL."""
         self._process.kill()
         await self._process.wait()
 

@@ -52,11 +52,12 @@ def test_pages_spread_evenly_over_slots_and_masters(servers: TestCluster, tmp_pa
         key_counts = [len(key_indices) for _, key_indices in group_keys_by_server(client, names)]
 
         assert len(names) == 4_000 and client.exists(*names) == 4_000
-        # Binomial, four standard deviations; a hash tag in the keys would put all of them on one node.
+        # Binomial, four standard deviations; with a hash tag in the keys all of them would be on one node.
         spread = 4 * np.sqrt(4_000 * (1 / 3) * (2 / 3))
         assert len(key_counts) == 3 and all(abs(key_count - 4_000 / 3) < spread for key_count in key_counts)
         slots = Counter(key_slot(name.encode()) for name in names)
-        # 3,552 if drawn at random; CRC16 of numbers in sequence gives 3,090 to 4,000, at most 3 in one, by namespace.
+        # Random slots would give 3,552; CRC16 of consecutive numbers gives 3,090 to 4,000, with at most 3 keys in a
+        # slot, depending on the namespace.
         assert len(slots) > 3_000 and max(slots.values()) < 8
 
         assert world.pages() == set(names)

@@ -34,7 +34,7 @@ async def value(redis: Redis, name: bytes) -> bytes:
 
 
 async def lease_keys(redis: Redis, keyspace: Keyspace) -> list[bytes]:
-    # An overlay's last part is its hash; a lease has the input's digest behind that.
+    # The last part of an overlay's key is its hash; a lease's key has the input's digest after that.
     names = [name async for name in redis.scan_iter(f"larder:1:{keyspace.namespace}:w:*")]
     return [name for name in names if name.count(b":") == 7]
 
@@ -53,8 +53,8 @@ async def test_two_processes_compute_once_while_the_leader_lives(
 
         async def both_have_asked() -> bool:
             counts = [await first_process.take_answers(0), await two.take_answers(0)]
-            # The lease may be won by a question that then joins another of its own process: given back, it is taken
-            # over by whoever waits, who counts twice.
+            # A request may win the lease and then join another one of its own process: it gives the lease back, and a
+            # waiting request takes it over and counts twice.
             return all(
                 lease_counts["leases_led"] + lease_counts["leases_waited"] - lease_counts["leases_taken_over"] == 1
                 for lease_counts in counts
@@ -101,7 +101,7 @@ async def test_a_killed_leader_costs_at_most_one_more_inference(
     async with AsyncExitStack() as stack:
         leader, two, three = [
             await stack.enter_async_context(
-                # Only the leader's lease is short: the others wait for as long as they have to.
+                # Only the leader's lease is short: the others wait as long as they have to.
                 Process(redis_url, keyspace.namespace, name, wait_ms)
             )
             for name, wait_ms in (("one", SHORT_MS), ("two", LONG_MS), ("three", LONG_MS))

@@ -680,7 +680,7 @@ async def test_no_read_takes_longer_than_its_bound_says(own_redis: RedisServer) 
     waiting = remote.submit([read_of(0, 0)] * 500, len)
     busy_s = remote.bound_s()
 
-    # 500 commands more may take one deadline more, and a look that is a twentieth of it.
+    # 500 more commands may take one more deadline, and a check that takes a twentieth of it.
     assert 0.02 < idle_s < busy_s == pytest.approx(idle_s + 0.02 + 0.001)
     await waiting
     await remote.aclose()

@@ -61,7 +61,7 @@ def test_a_second_process_shares_directory_vectors_and_index(tmp_path: Path) -> 
 
 def test_workers_keep_no_copy_of_what_they_map(tmp_path: Path, redis_url: str) -> None:
     night = build_night(tmp_path / "night", redis_url, users=400, items=120)
-    # Every answer is judged, so that both workers open the sample of inputs.
+    # Judge every answer, so that both workers open the sample of inputs.
     more = {"REDIS_URL": redis_url, "LARDER_WORKERS": "2", "LARDER_QUALITY_PER_MILLE": "1000"}
     history_by_user = histories(night)
     live_entities = [{"id": f"new-{user}", "history": history_by_user[user]} for user in sorted(history_by_user)[:50]]

@@ -91,7 +91,7 @@ async def test_ten_thousand_waiters_for_one_cold_answer_cost_one_inference_and_o
     assert replica.lead.counts.led == 1
     await replica.tiers.aclose(30.0)
     calls_by_command = calls(own_redis)
-    # The overlay's look-up; the lease, the overlay, and the lease's mark.
+    # Commands: the look-up of the overlay; then setting the lease, the overlay, and the mark that the lease is done.
     assert (calls_by_command["get"], calls_by_command["pttl"], calls_by_command["set"]) == (1, 1, 3)
     assert "getrange" not in calls_by_command
 

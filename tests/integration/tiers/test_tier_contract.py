@@ -31,7 +31,7 @@ class Tier(Protocol):
         """Keeps `record` for `ttl_s`."""
 
     async def get(self, night: Night, generation: str, id_: str) -> bytes | None:
-        """The record, None when it is not there."""
+        """Return the record, None if it is not there."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Tiered:
 async def tier(request: pytest.FixtureRequest, redis_url: str, keyspace: Keyspace) -> AsyncIterator[Tier]:
     timer = asyncio.get_running_loop().time
     remote = RemoteTier(RemoteConfig(redis_url, deadline_s=2.0), keyspace)
-    # Without a negative life: a look-up before the first put is part of the suite.
+    # Keep no negative entries, because the suite looks a key up before its first put.
     tiered_cache = TieredCache(LocalTier(1 << 20), NegativeCache(0, 0), remote)
     match request.param:
         case "l1":

@@ -232,7 +232,7 @@ def test_variables_are_settings_and_what_is_secret_is_referred_to(case: str) -> 
 def test_the_settings_of_the_pod_are_read_by_the_service(case: str, tmp_path: Path) -> None:
     file = tmp_path / "larder.toml"
     file.write_text(objects(case)["ConfigMap"]["data"]["larder.toml"])
-    # `LARDER_TOKEN` keeps others out, and the image listens on all addresses.
+    # The image listens on all addresses, so `LARDER_TOKEN` must be set.
     read = ServingConfig.load(
         {
             **{name: text for name, text in env(case).items() if name in variables_by_setting(ServingConfig).values()},

@@ -165,7 +165,7 @@ def test_a_lock_names_versions_and_hashes_and_no_address(lock: Path) -> None:
     assert "://" not in text
     assert len(re.findall(r"^\S+==", text, re.MULTILINE)) > 3
     entries = re.findall(r"^\S+==\S+", text, re.MULTILINE)
-    # Tools have an environment of their own, which shares nothing with the others.
+    # Tools have a separate environment, which shares nothing with the others.
     has_its_own = lock.stem in ("audit", "chart", "docs", "package")
     assert has_its_own or all(f"\n{entry}" in f"\n{everything()}" for entry in entries)
 

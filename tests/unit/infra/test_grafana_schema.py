@@ -87,7 +87,7 @@ def test_what_is_provisioned_has_the_fields_that_grafana_reads() -> None:
         "options",
     }  # fmt: skip
     assert provider["type"] == "file"
-    # The path that it looks into is one that the container has.
+    # The container has the path that the provider reads.
     mounts = {volume.split(":")[1] for volume in compose["volumes"]}
     assert any(provider["options"]["path"] == mount for mount in mounts)
     for source in sources["datasources"]:

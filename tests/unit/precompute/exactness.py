@@ -1,4 +1,4 @@
-"""What the exact top-K is held against: a float64 brute force."""
+"""Reference for the exact top-K: a float64 brute force."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ TOLERANCE = 1e-5
 
 
 def brute(users, items, k, excluded, metric="inner_product", allowed=None):
-    """Ordinals and scores of the best k in float64, ties by ordinal."""
+    """Return ordinals and scores of the best k in float64, ties by ordinal."""
     wide_users, wide_items = users.astype(np.float64), items.astype(np.float64)
     if metric == "cosine":
         wide_users, wide_items = unit(wide_users), unit(wide_items)
@@ -25,12 +25,12 @@ def brute(users, items, k, excluded, metric="inner_product", allowed=None):
 
 
 def unit(vectors):
-    """Rows divided by their length."""
+    """Return the rows divided by their lengths."""
     return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-300)
 
 
 def assert_exact(users, items, k, excluded, metric="inner_product", *, engine=True, allowed=None, **how):
-    """Same items wherever score gaps exceed the tolerance, nothing excluded, right lengths and order."""
+    """Assert equal items where scores differ by more than the tolerance, no exclusions, right lengths and order."""
     scorer = Scorer.of(items, metric, engine=engine)
     ordinals, scores = scorer.top(users, k, excluded, allowed=allowed, **how)
     expected_ordinals, truth = brute(users, items, k, excluded, metric, allowed)
@@ -43,7 +43,7 @@ def assert_exact(users, items, k, excluded, metric="inner_product", *, engine=Tr
         listed_true_scores, theirs = (truth[row][used], truth[row][expected_ordinals[row][: len(used)]])
         length = np.linalg.norm(users[row].astype(np.float64))
         reach = 1.0 if metric == "cosine" else length * longest
-        # Scores that are small only by cancellation are rounded like the terms they come from.
+        # A score that is small only by cancellation has the rounding errors of its larger terms.
         slack = max(TOLERANCE * np.abs(theirs).max(initial=0), TOLERANCE / 10 * reach, 1e-43)
         assert np.isfinite(listed_true_scores).all()
         assert np.abs(listed_true_scores - theirs).max(initial=0) <= slack
@@ -54,7 +54,7 @@ def assert_exact(users, items, k, excluded, metric="inner_product", *, engine=Tr
 
 
 def make(users, items, dims, *, seed=0, skewed=True, longest=20):
-    """(users, items, what each user has): Gaussian, lengths of items log-normal if `skewed`."""
+    """Return (users, items, each user's items): Gaussian, with log-normal item lengths if `skewed`."""
     rng = np.random.default_rng(seed)
     vectors = rng.standard_normal((items, dims)).astype(np.float32)
     if skewed:

@@ -1,4 +1,4 @@
-"""A replica ready to be published to."""
+"""Fixture: a replica to publish to."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.unit.serving.scene import Scene
 
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
-    """A replica that found a store in which nothing was ever blocked."""
+    """A replica with a store in which nothing was ever blocked."""
     scene = Scene(tmp_path)
     scene.store.write("generations/some", b"")
     await scene.refresher.refresh_blocklist()

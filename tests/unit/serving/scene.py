@@ -1,4 +1,4 @@
-"""A replica over a fake Redis, a fake clock and a small store, that tests publish to."""
+"""A replica over a fake Redis, a fake clock and a small store, to which tests publish."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,13 +26,13 @@ A, B, C = (f"2026112{day}T000000Z-00000000000{day}" for day in range(3))
 
 
 def pointer(generation: str, epoch: int, previous: str | None = None, canary: Canary | None = None) -> Pointer:
-    """A pointer whose attempt and time follow from its epoch."""
+    """Return a pointer whose attempt and time follow from its epoch."""
     return Pointer(generation, epoch, previous, f"attempt-{epoch}", float(epoch), canary)
 
 
 @dataclass
 class FakeRedis(FakeControl):
-    """A pointer that tests set, an outage that they cause, and the beats it was sent."""
+    """A pointer that tests set, outages that they cause, and the received heartbeats."""
 
     timer: FakeClock
     live_pointer: Pointer | bytes | None = None
@@ -67,7 +67,7 @@ class FakeRedis(FakeControl):
 
 
 class Scene:
-    """A refresher, what it reads from, and what it opened."""
+    """A refresher, its inputs, and the generations that it opened."""
 
     def __init__(self, folder: Path, in_thread: StoreThreads = THREADS) -> None:
         self.world = World()

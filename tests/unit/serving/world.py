@@ -1,4 +1,4 @@
-"""A small generation in memory, with everything a request meets: tables, items, a model that can be told to fail."""
+"""A small generation in memory with all that a request meets: tables, items, a model that fails on demand."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ _LAYOUTS = {
 
 @dataclass
 class FakePredictor:
-    """Recommends the items that follow the last of the history; counts what it was asked."""
+    """Recommends the items that follow the last of the history, and records its calls."""
 
     items: ItemTable
     model_digest: str = "model-1"
@@ -68,11 +68,11 @@ class FakePredictor:
     started: threading.Event = field(default_factory=threading.Event)
 
     def supports(self, table: str) -> bool:
-        """All tables of the world."""
+        """Return whether the table is one of the world's."""
         return table in self.tables
 
     def prepare(self, table: str, source: LiveInput) -> PreparedInput | None:
-        """As the real one: unknown items dropped, none left = no input."""
+        """Prepare as the real predictor does: drop unknown items; without any left there is no input."""
         for name, value in (source.features or {}).items():
             if name != "age" or isinstance(value, str | tuple):
                 raise InvalidInput(f"feature {name!r} is not taken", field=name)
@@ -88,7 +88,7 @@ class FakePredictor:
         return PreparedInput(table, known_ordinals, features, -1, known_ordinals, unknown_id_count)
 
     def prepare_all(self, table: str, sources: Sequence[LiveInput]) -> list[PreparedInput | InvalidInput | None]:
-        """As the real one: an error stands where its input was."""
+        """Prepare as the real predictor does: an error replaces its input."""
         prepared_inputs: list[PreparedInput | InvalidInput | None] = []
         for source in sources:
             try:
@@ -106,7 +106,7 @@ class FakePredictor:
         *,
         blocked_ordinals: NDArray[np.int64],
     ) -> list[bytes]:
-        """One record each."""
+        """Return one record for each input."""
         self.batches.append([table] * len(batch))
         self.started.set()
         if self.gate is not None:
@@ -149,7 +149,7 @@ def _directory(name: str, ids: Sequence[str]) -> tuple[Directory, list[bytes]]:
 
 
 def item_table() -> ItemTable:
-    """The catalogue, in ordinal order."""
+    """Return the catalogue, in ordinal order."""
     directory, raws = _directory("item", ITEMS)
     ids = np.frombuffer(b"".join(raws), np.uint8)
     offsets = np.cumsum([0] + [len(raw) for raw in raws]).astype(np.uint64)
@@ -158,14 +158,14 @@ def item_table() -> ItemTable:
 
 
 def night_list(user: str) -> list[int]:
-    """Ordinals that the night recommends to a user."""
+    """Return the ordinals that the night recommends to a user."""
     start = int(user[1:])
     return [(start + step) % len(ITEMS) for step in range(WIDTH)]
 
 
 @dataclass
 class World:
-    """Snapshots whose pages lie in a fake Redis, and a ladder over both."""
+    """Snapshots with pages in a fake Redis, and a ladder over both."""
 
     clock: FakeClock = field(default_factory=lambda: FakeClock(DATA_UNTIL + 3600.0))
     remote: FakeRemote = field(default_factory=FakeRemote)
@@ -182,7 +182,7 @@ class World:
         self.jobs: list[InferenceJob] = []
 
     async def infer(self, job: InferenceJob) -> ComputedRecord:
-        """Inference on the spot."""
+        """Infer at once."""
         self.jobs.append(job)
         if self.busy:
             raise LiveUnavailable("busy")
@@ -192,7 +192,7 @@ class World:
         return outcome
 
     def snapshot(self, generation: str = GENERATION, **changes: Any) -> Snapshot:
-        """A generation; its pages are put into the fake Redis."""
+        """Return a generation whose pages are in the fake Redis."""
         tables = {}
         for name, layout in _LAYOUTS.items():
             kind, _, table_suffix = name.partition("_")
@@ -245,27 +245,27 @@ class World:
         return encode_topk(layout, prints, lists, scores, SCORED_AT).tobytes()
 
     def ids(self, ordinals: Sequence[int]) -> list[str]:
-        """External ids."""
+        """Return external ids."""
         return [self.items.id_of(ordinal) for ordinal in ordinals]
 
 
 def ask(*entities: RequestedEntity, **options: Any) -> LookupRequest:
-    """A lookup with generous time."""
+    """Return a lookup with a long deadline."""
     return LookupRequest(entities, RequestOptions(**({"deadline_s": 5.0} | options)))
 
 
 def entity(id_: str | None, table: str = "user_topk", **fields: Any) -> RequestedEntity:
-    """One entity asked for."""
+    """Return one requested entity."""
     return RequestedEntity(table, id_, None if id_ is None else id_.encode(), "entities[0]", **fields)
 
 
 def ids(*names: str) -> tuple[bytes, ...]:
-    """Id bytes."""
+    """Return ids as bytes."""
     return tuple(name.encode() for name in names)
 
 
 def config(**changes: Any) -> ServingConfig:
-    """Settings for tests."""
+    """Return settings for tests."""
     return ServingConfig(**changes)
 
 
@@ -277,7 +277,7 @@ def gate_of(
     requested: Callable[[str, int], None] = lambda _route, _status: None,
     deadline_ms: float = 300.0,
 ) -> AdmissionGate:
-    """The gate of an application that is tested without its service."""
+    """Return the gate of an application that is tested without its service."""
     limits = replace(LIMITS, deadline_ms=deadline_ms, deadline_max_ms=deadline_ms)
     headers = HeaderReader(limits)
     lateness = DeadlineCheck(admission, headers, limits)

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Run what stands on standard input; print the list of outcomes."""
+    """Run the commands given on standard input; print the list of outcomes."""
     sys.path.insert(0, os.environ["LARDER_CHECKOUT"])
     from infra.cli.__main__ import main as larder
 

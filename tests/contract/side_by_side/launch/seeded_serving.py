@@ -1,4 +1,4 @@
-"""The service of any checkout with its coins drawn from a fixed seed: LARDER_CHECKOUT names the checkout.
+"""The service of any checkout (LARDER_CHECKOUT) with random numbers from a fixed seed.
 
 Two services that are asked the same then draw the same: which near answers are audited depends on it.
 """

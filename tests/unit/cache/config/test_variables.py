@@ -36,13 +36,13 @@ def test_a_misspelled_variable_is_refused_by_service_and_night(misspelled: str, 
 
 
 def test_variables_of_a_teams_own_deployment_are_returned_and_not_refused() -> None:
-    # given names that only share the prefix, and those that Kubernetes sets for a Service named larder
+    # given names that only share the prefix, including those that Kubernetes sets for a Service named larder
     environ = {
         "LARDER_IMAGE_TAG": "7", "LARDER_SERVICE_HOST": "10.0.0.1", "LARDER_PORT_8080_TCP_ADDR": "10.0.0.1",
         "LARDER_SERVICE_PORT": "8080", "LARDER_TEST_X": "1", "LARDER_PROT": "", "PATH": "/bin",
     }  # fmt: skip
 
-    # then only the first is one that nobody reads; an empty variable is as good as none
+    # then only the first is reported as unknown; an empty variable counts as not set
     assert unknown_variables(environ) == ["LARDER_IMAGE_TAG"]
     demand_spelled_variables(environ)
     assert ServingConfig.load(environ).port == ServingConfig().port
@@ -53,7 +53,7 @@ def test_all_variables_of_settings_and_of_the_page_are_known() -> None:
 
     assert setting_variables() >= SETTINGS
     assert documented <= OTHER_VARIABLES
-    # then none is so close to another that setting the one would be taken for a misspelling of the other
+    # then no variable is so similar to another that setting it would count as a misspelling
     assert unknown_variables(dict.fromkeys(OTHER_VARIABLES | setting_variables(), "x")) == []
 
 

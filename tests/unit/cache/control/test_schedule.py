@@ -42,7 +42,7 @@ def test_a_tick_counts_from_its_very_second(now_text: str, tick: str) -> None:
         ("Europe/Berlin", "30 2 * * *", "2026-10-25T02:45+02:00", "2026-10-24T02:30+02:00"),
         ("Europe/Berlin", "30 2 * * *", "2026-10-25T02:45+01:00", "2026-10-25T02:30+01:00"),
         ("America/New_York", "30 1 * * *", "2026-11-01T01:45-04:00", "2026-10-31T01:30-04:00"),
-        # A cron of every hour runs in both.
+        # An hourly cron is due both times.
         ("Europe/Berlin", "30 * * * *", "2026-10-25T02:45+02:00", "2026-10-25T02:30+02:00"),
         ("Europe/Berlin", "30 * * * *", "2026-10-25T02:15+01:00", "2026-10-25T02:30+02:00"),
         ("Europe/Berlin", "30 * * * *", "2026-03-29T03:15+02:00", "2026-03-29T01:30+01:00"),

@@ -123,7 +123,7 @@ def test_vectors_are_the_towers_and_of_items_that_the_generation_lacks(table: An
     )
     np.testing.assert_allclose(embedded_items.vectors, look_features @ projection, rtol=1e-5, atol=1e-5)
     assert sum(runs) == 301
-    # What is known already is not computed again, what changed is.
+    # Known items are not computed again, changed ones are.
     runs.clear()
     changed_values = values | {b"new-7": {"looks": look_features[9].tolist()}, b"new-8": {"looks": [1.0] * DIMS}}
     updated_items = new_item_tower.compute_new_items(table, new_items[5:], changed_values, embedded_items)
@@ -153,7 +153,7 @@ def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -
     embedded_items = new_item_tower.compute_new_items(table, new_items, values)
 
     assert [item.raw_id for item in embedded_items.items] == [item for item in values if item != b"new-5"]
-    # What it raised on is not tried again at once, alone or with others.
+    # An item on which the tower raised is not retried at once, neither alone nor with others.
     runs.clear()
     values[b"late"] = {"category": 3}
     updated_items = new_item_tower.compute_new_items(table, [*new_items, NewItem(b"late", 99)], values, embedded_items)
@@ -162,7 +162,7 @@ def test_an_item_that_the_tower_raises_on_costs_the_others_nothing(table: Any) -
         table, new_items[5:6], values, new_item_tower.compute_new_items(table, new_items[5:6], values)
     )
     assert not failed_items and len(failed_items.next_try_by_input) == 1
-    # Set to what the tower takes, it is an item like any other.
+    # Once its values are set to what the tower takes, it is an item like any other.
     values[b"new-5"] = {"category": 5}
     assert b"new-5" in new_item_tower.compute_new_items(table, new_items, values, updated_items).item_number_by_id
 
@@ -221,11 +221,11 @@ def test_what_the_tower_always_raises_on_is_tried_again_a_few_times_and_then_ref
         == embedded_items.refused_inputs
     )
     assert calls == [1] * len(TOWER_RETRY_PAUSES_S)
-    # Another value of it is another input.
+    # Another value of the item makes another input.
     changed_values = {**values, b"bad": {"category": 2}}
     taken_items = new_item_tower.compute_new_items(table, new_items, changed_values, embedded_items, now_s=now_s)
     assert taken_items.item_number_by_id.keys() == {b"bad", b"fine"}
-    # Gone before it could be tried again, it is not held on to.
+    # An item that leaves before its retry is forgotten.
     assert not new_item_tower.compute_new_items(
         table, new_items[1:], values, new_item_tower.compute_new_items(table, new_items, values)
     ).next_try_by_input

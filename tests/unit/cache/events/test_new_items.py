@@ -76,7 +76,7 @@ def test_an_event_counts_once_and_only_one_that_brings_an_item() -> None:
     ):
         assert new_item_events.add(Position(ms, 0), event)
     assert list_raws_and_numbers(new_item_events) == [(b"a", Position(1, 0).number)] and new_item_events.version == 1
-    # Features that come later leave the vector what it was.
+    # Features that arrive later do not change the vector.
     new_item_events.add(Position(9, 0), brings(b"a", None))
     (item,) = new_item_events.list_items_after(0)
     assert item.position_number == Position(9, 0).number and item.vector is not None
@@ -112,7 +112,7 @@ def test_lists_are_those_of_a_night_whose_last_items_these_are(
     metric: Metric, own: int, new: int, width: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    # Few values, so that many scores are equal
+    # Few different values, so that many scores are equal
     vectors = rng.integers(-1, 2, size=(own + new, 3)).astype(np.float32)
     users = rng.integers(-1, 2, size=(2, 3)).astype(np.float32)
     exclusions = [rng.choice(own + new + 1, rng.integers(0, 4)).astype(np.int64) for _ in users]

@@ -1,4 +1,4 @@
-"""Columns of drawn attributes, and what passes a filter by a look at each item."""
+"""Columns of random attributes, and a filter applied to each item in Python."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -23,7 +23,7 @@ def names_of(texts: set[str]) -> tuple[TextDictionary, dict[str, int]]:
 
 
 def attributes_of(items: list[Item]) -> ItemAttributes:
-    """The columns of these items."""
+    """Return the columns of these items."""
     brands, brand_codes = names_of({item["brand"] for item in items if "brand" in item})
     tags, tag_codes = names_of({tag for item in items for tag in item.get("tags", ())})
     lists = [item.get("tags", ()) for item in items]
@@ -48,7 +48,7 @@ def attributes_of(items: list[Item]) -> ItemAttributes:
 
 
 def passes(expression: Expression, item: Item) -> bool:
-    """By Python, one item at a time."""
+    """Apply a filter in Python, one item at a time."""
     if isinstance(expression, CombinationNode):
         part_results = [passes(part, item) for part in expression.parts]
         match expression.operator:

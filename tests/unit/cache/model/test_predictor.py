@@ -91,7 +91,7 @@ def test_fp32_live_answers_equal_the_nights(bundle, tmp_path):
     # Given the night's exact lists of all users
     predictor, items = make_predictor(bundle, tmp_path, precision="fp32")
     drawn = histories_of()
-    # The night groups its histories: each item once.
+    # The night groups its histories, with each item once.
     histories = Histories.of([np.unique(part) for part in np.split(drawn.indices, drawn.indptr[1:-1])])
     ordinal = np.empty(ITEMS, np.int64)
     ordinal[items._model_index] = np.arange(ITEMS)
@@ -196,7 +196,7 @@ def test_a_bundle_with_shuffled_items_gives_the_same_answers(bundle, tmp_path):
         np.arange(ITEMS, dtype=np.uint32)
     )
 
-    # When both are asked the same things
+    # When both compute the same inputs
     rng = np.random.default_rng(8)
     live_inputs = [history(*rng.choice(ITEMS, 6, replace=False)) for _ in range(40)]
     for table, inputs in (

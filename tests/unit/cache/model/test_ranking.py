@@ -21,7 +21,7 @@ def test_excluded_and_unused_candidates_never_appear():
     items = np.arange(6, dtype=np.float32)[:, None]
     users = np.ones((2, 1), np.float32)
     candidates = np.array([[5, 4, 3, -1], [5, 4, 3, 2]])
-    # -1 stands for an id that the generation does not know; it must not hit the row before.
+    # -1 stands for an id that the generation does not know; as an index it must not exclude the last candidate.
     excluded = [np.array([4]), np.array([-1])]
 
     ordinals, scores = rank(users, items, candidates, excluded, 3)

@@ -10,7 +10,7 @@ from cache.process.child_process import GuardedCommand
 from tests.polling import poll_until
 
 ROOT = Path(__file__).parents[4]
-# A command with a child in its group and one in a group of its own, as Airflow's tasks are.
+# A command with one child in its process group and one in a group of its own, as Airflow's tasks have.
 APART = "import os, time; os.setpgid(0, 0); print(os.getpid(), flush=True); time.sleep(600)"
 FAMILY = f"""
 sh -c 'echo $$ > child; exec sleep 600' &

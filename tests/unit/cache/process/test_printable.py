@@ -44,7 +44,7 @@ def test_no_text_steers_a_terminal_through_rich(cell: str | Text, is_terminal: b
     console.print(HOSTILE, markup=False, highlight=False, soft_wrap=True)
 
     printed = file.getvalue()
-    # A `TextFormatter` is measured before it is escaped, and may be cut in its column.
+    # rich measures a `TextFormatter` before it is escaped, so its column may cut the text.
     assert printed.count(ESCAPED) == (2 if isinstance(cell, str) else 1)
     assert not {"\x07", "\r", "\x9b", "\u202e", "\ud83d"} & set(printed)
     assert "\x1b[31mred" not in printed and ("\x1b[31m7" in printed) == is_terminal

@@ -32,7 +32,7 @@ def test_a_refusal_reported_by_an_error_of_the_drivers_own_is_a_refusal(tmp_path
     assert store.write_once("releases/1.json", b"first")
     assert not store.write_once("releases/1.json", b"second")
     assert store.read("releases/1.json") == b"first"
-    # A create whose reply was lost, and that is tried again, has succeeded.
+    # A create whose reply was lost, and that is retried, has succeeded.
     assert store.write_once("releases/1.json", b"first")
 
 

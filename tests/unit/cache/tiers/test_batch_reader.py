@@ -73,7 +73,7 @@ def outcomes(rows: Rows) -> list[ReadResult]:
 
 
 async def test_records_that_l1_can_never_hold_are_counted_and_missing_ones_are_not() -> None:
-    # Given an L1 that is smaller than a record, and a batch of which one page is gone
+    # Given an L1 that is smaller than a record, and a batch with one missing page
     bench = Bench(entries_max=0)
     of_pages = {record_key.directory_position // 8: record_key for record_key in map(NIGHT.record_key, NIGHT.ids)}
     record_keys = [of_pages[page] for page in range(3)]

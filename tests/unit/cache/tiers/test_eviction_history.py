@@ -77,7 +77,7 @@ def test_every_key_has_one_reason_and_memory_is_bounded(seed: int) -> None:
     count_by_reason = absences.count_reasons("g1", "t", range(1_000))
 
     assert sum(count_by_reason.values()) == 1_000 and set(count_by_reason) <= set(get_args(Absence))
-    # Forgetting makes an eviction look cold, never the other way round.
+    # A forgotten eviction is counted as cold, never the other way round.
     assert 0 < count_by_reason["evicted"] <= 64
     assert not absences.count_reasons("g1", "t", sorted(set(range(1_000)) - evicted_numbers))["evicted"]
 

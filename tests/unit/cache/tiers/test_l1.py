@@ -129,7 +129,7 @@ def test_resident_bytes_exceed_the_accounted_ones_by_five_percent_at_most(count:
     local = LocalTier(1 << 30)
     tracemalloc.start()
     for number in range(count):
-        # Keys and records as the read path makes them: a fresh tuple, a 64-bit hash, bytes from a socket.
+        # Make keys and records as the read path does: a new tuple, a 64-bit hash, bytes from a socket.
         local.put(key(number | 1 << 62), Entry(number.to_bytes(616, "big"), number | 1 << 61))
     spent, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -13,7 +13,7 @@ def write(number: int) -> OverlayWrite:
 
 
 async def test_writes_behind_one_that_raises_are_stored() -> None:
-    # given a first write that meets a defect, and more of them than travel together
+    # given a first write that raises, and more writes than fit one batch
     calls = 0
 
     async def store(writes: Sequence[OverlayWrite]) -> list[TierUnavailable | None]:

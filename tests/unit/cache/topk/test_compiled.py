@@ -59,7 +59,7 @@ def test_the_kernel_gives_the_bits_of_faiss_and_numpy(engine, metric, skewed):
 
 @engines
 def test_ties_in_masses_are_settled_by_ordinal(engine):
-    # Given items that are all alike, many more than candidates have room for
+    # Given identical items, many more than there is room for candidates
     items, users = np.ones((6000, 8), np.float32), np.ones((3, 8), np.float32)
     excluded = Histories.of([[0, 2], [], [5999, -1]])
 
@@ -70,7 +70,7 @@ def test_ties_in_masses_are_settled_by_ordinal(engine):
 
 @kernels
 def test_shuffled_near_ties_come_in_the_order_of_their_bits(engine):
-    # Given scores that differ in the last bits only, in no order of length
+    # Given scores that differ only in their last bits, not ordered by the items' lengths
     rng = np.random.default_rng(8)
     items = np.ones((4000, 24), np.float32)
     items += rng.integers(-3, 4, items.shape).astype(np.float32) * np.float32(2**-22)

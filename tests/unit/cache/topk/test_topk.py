@@ -68,7 +68,7 @@ def test_batches_and_threads_change_no_bit():
 
 
 def test_ties_in_masses_are_settled_by_ordinal():
-    # Given items that are all alike, and many more than any over-fetch
+    # Given identical items, many more than are ever fetched in excess
     items = np.ones((2000, 8), np.float32)
     users = np.ones((3, 8), np.float32)
     excluded = Histories.of([[0, 2], [], [1999]])
@@ -152,7 +152,7 @@ def test_memory_does_not_grow_with_the_number_of_users(engine, monkeypatch):
     # When four times the users are scored
     bytes_per_user = (peak(2048) - peak(512)) / (2048 - 512)
 
-    # Then a further user costs its marks and its share of a slab, against 400 bytes of result
+    # Then one more user costs only its marks and its share of a slab, against 400 bytes of result
     assert bytes_per_user < {"kernel": 8, "flat": 48}[engine], f"{bytes_per_user:.1f} bytes for each further user"
 
 
@@ -164,7 +164,7 @@ def test_any_small_case_is_exact(data):
     users = data.draw(st.integers(1, 5), "users")
     k = data.draw(st.integers(1, 70), "k")
     metric = data.draw(st.sampled_from(["inner_product", "cosine"]), "metric")
-    # Small whole numbers make ties common.
+    # Small whole numbers often give ties.
     whole_numbers = st.integers(-3, 3)
     vectors = np.array(
         data.draw(st.lists(st.lists(whole_numbers, min_size=dims, max_size=dims), min_size=items, max_size=items)),

@@ -193,7 +193,7 @@ def test_check_names_an_airflow_that_no_dags_were_copied_to(monkeypatch: pytest.
 def test_check_looks_for_the_pool_of_scoring_tasks_where_a_file_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools: list[str] | None, state: str, told: str
 ) -> None:
-    # given an Airflow of one host, or one whose database is a server
+    # given an Airflow on one host, or one whose database is a server
     for name in ("AIRFLOW__CORE__DAGS_FOLDER", "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AIRFLOW_HOME", str(tmp_path))

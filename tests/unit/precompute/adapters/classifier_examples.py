@@ -32,7 +32,7 @@ def linear() -> onnx.ModelProto:
 
 
 def probabilities(features: NDArray[np.float32]) -> NDArray[np.float64]:
-    """What `linear` says of these rows, in float64."""
+    """Return the output of `linear` for these rows, in float64."""
     exponentials = np.exp(features.astype(np.float64) @ COEFFICIENTS.astype(np.float64))
     return np.asarray(exponentials / exponentials.sum(axis=1, keepdims=True))
 
@@ -78,7 +78,7 @@ def with_table_of_classes(classes: list[str]) -> onnx.ModelProto:
 
 
 def with_coefficients(coefficients: NDArray[np.float32]) -> onnx.ModelProto:
-    """`linear` after another training."""
+    """Return `linear` with other coefficients, as after another training."""
     model = linear()
     model.graph.initializer[0].CopyFrom(numpy_helper.from_array(coefficients, "coefficients"))
     return model
@@ -117,7 +117,7 @@ def of_codes() -> onnx.ModelProto:
 
 
 def with_a_locale(locale: str) -> onnx.ModelProto:
-    """`of_texts`, whose text is lower-cased first by the rules of a locale."""
+    """Return `of_texts` with a first step that lower-cases the text by the rules of a locale."""
     model = of_texts()
     normalizer = helper.make_node("StringNormalizer", ["text"], ["lower"], case_change_action="LOWER", locale=locale)
     model.graph.node[0].input[0] = "lower"

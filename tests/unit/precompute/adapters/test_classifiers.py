@@ -285,7 +285,7 @@ def test_an_id_with_zeros_in_front_stays_as_it_is_in_a_csv_file(tmp_path: Path) 
 
 
 def test_large_numbers_may_be_rounded_at_the_size_of_the_largest(tmp_path: Path) -> None:
-    # Given a value near 0 beside values of millions, of whose terms a float32 sum keeps seven digits
+    # Given a value near 0 beside values of millions: a float32 sum of such terms keeps seven digits
     features = TABLE.set_column(1, "f0", pa.array([1e-6, *FEATURES[1:, 0].tolist()], pa.float32()))
     expected = np.array([1e-6, *FEATURES[1:, 0]], np.float64) * 1e6
     arguments: dict[str, Any] = {"labels": ["price"], "id_column": "account"}
@@ -460,7 +460,7 @@ def test_a_retrained_model_whose_numbers_keep_their_places_gets_no_labels_in_ano
     before = Bundle.open(folder / "bundle").digest
     retrained = examples.with_coefficients(examples.COEFFICIENTS * np.float32(1.1))
 
-    # When its labels are given the other way round, then it is refused
+    # When its labels are given in the other order, then it is refused
     message_pattern = (
         "labels are fraud, ok, and were ok, fraud at the previous import, but the order of the model's numbers has "
         r"not changed: over 40 rows they differ .* If that order was wrong, first import bundle/prediction.onnx with "
@@ -496,12 +496,12 @@ def test_columns_in_another_order_than_before_are_refused_unless_somebody_vouche
     with pytest.raises(SourceError, match=message_pattern):
         from_classifier(examples.linear(), turned, to=folder, labels=LABELS, id_column="account")
 
-    # Given by name, the table's own order is none
+    # With columns given by name, the order of the table does not matter
     report = from_classifier(
         examples.linear(), turned, to=folder, labels=LABELS, id_column="account", columns=["f0", "f1", "f2"],
     )  # fmt: skip
     assert report.earlier_columns == {}
-    # Another order is said
+    # Another order is reported
     expected = examples.probabilities(FEATURES[:, [1, 0, 2]])
     report = from_classifier(
         examples.linear(), turned, to=folder, labels=LABELS, id_column="account", expected=expected

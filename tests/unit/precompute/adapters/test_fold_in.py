@@ -106,7 +106,7 @@ def test_padding_of_any_length_has_no_influence(fold):
     for padding in (0, 1, 14, 500):
         padded = np.concatenate([history, np.full(padding, COUNT)]).astype(np.int32)[None]
         vector = session.run(["vector"], {"history": padded})[0][0]
-        # Longer rows are summed in another order: the last bits are theirs.
+        # Longer rows are summed in another order, so the last bits differ.
         unpadded_vector = session.run(["vector"], {"history": history.astype(np.int32)[None]})[0][0]
         assert np.abs(vector - unpadded_vector).max() <= 2e-6 * max(1.0, np.abs(exact).max())
 

@@ -332,7 +332,7 @@ class TestTogether:
         assert any("better than by chance" in limit for limit in shuffled.cannot)
 
     def test_columns_of_clicks_keep_their_names_for_the_next_days_file(self, tmp_path):
-        # Given clicks whose columns have names of their own
+        # Given clicks with column names of their own
         users, items = [f"u{user}" for user in range(120)], [f"i{item}" for item in range(80)]
         pairs = CLICKS.tocoo()
         clicks = parquet(
@@ -341,11 +341,11 @@ class TestTogether:
         )  # fmt: skip
         sources = Sources(interactions=(str(clicks),), user_column="customer", item_column="sku", timestamp_column="at")
 
-        # When they are imported, and once more
+        # When they are imported twice
         for _ in range(2):
             from_vectors(items, ITEMS, users, USERS, to=tmp_path / "out", clicks=sources)
 
-        # Then settings and files have the same names, and the given file can be read beside them
+        # Then settings and files have the same names, and the given file can be read together with them
         written = night_config(str(tmp_path / "out/larder.toml"), {}).sources
         assert (written.user_column, written.item_column) == ("customer", "sku")
         assert written.timestamp_column == "at"

@@ -1,4 +1,4 @@
-"""Small torch towers of the kinds that people bring; `ITEMS` is their padding."""
+"""Small torch towers of common kinds; `ITEMS` is their padding."""
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class Items(nn.Module):  # type: ignore[misc]
 
 
 def example(**features: Tensor) -> Example:
-    """Example of a history and features."""
+    """Return an example of a history and features."""
     return Example({"history": HISTORY, **features}, {"item": INDEX}, pad=ITEMS, max_length=40)
 
 
@@ -89,7 +89,7 @@ class Priced(nn.Module):  # type: ignore[misc]
 
 
 def bound(module: nn.Module, export_example: Example | None = None) -> BoundTower:
-    """The module, which is made fit for an import, as the user tower."""
+    """Prepare the module for an import, as the user tower."""
     export_example = export_example or example()
     return BoundTower(module.eval(), export_example.user, export_example, ITEMS, "the user tower")
 
@@ -110,7 +110,7 @@ class TasteAndCountry(nn.Module):  # type: ignore[misc]
 
 
 class Country(nn.Module):  # type: ignore[misc]
-    """Taste of a country alone."""
+    """The taste of a country alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an import wrote, read back, and a small world to import from."""
+"""Reads the files of an import, and a small world to import from."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from precompute.bundles.bundle import Bundle
 
 
 def taste_clicks(users: int = 120, items: int = 80, *, seed: int = 0) -> sp.csr_matrix:
-    """Clicks of users with tastes: each has 8 to 20 items, mostly of the group that is theirs."""
+    """Return clicks of users who have 8 to 20 items each, mostly of their own group."""
     rng = np.random.default_rng(seed)
     rows, columns = [], []
     for user in range(users):
@@ -26,38 +26,38 @@ def taste_clicks(users: int = 120, items: int = 80, *, seed: int = 0) -> sp.csr_
 
 
 def histories_of(clicks: sp.csr_matrix) -> Histories:
-    """Items of each row, ascending."""
+    """Return the items of each row, ascending."""
     sorted_clicks = clicks.sorted_indices()
     return Histories(sorted_clicks.indptr.astype(np.int64), sorted_clicks.indices.astype(np.int64))
 
 
 def item_vectors(folder: Path) -> NDArray[np.float32]:
-    """Vectors of all items, by the item tower."""
+    """Return the vectors of all items, by the item tower."""
     bundle = Bundle.open(folder / "bundle")
     model = bundle.item_tower
     return Tower.open(model.path, model.spec).run({"item_index": np.arange(len(bundle.vocabulary))})
 
 
 def folded(folder: Path, histories: Histories) -> NDArray[np.float32]:
-    """Vectors of histories, by the user tower."""
+    """Return the vectors of histories, by the user tower."""
     model = Bundle.open(folder / "bundle").user_tower
     return Tower.open(model.path, model.spec).run({"history": histories})
 
 
 def user_vectors(folder: Path) -> NDArray[np.float32]:
-    """Vectors of known users."""
+    """Return the vectors of known users."""
     column = pq.read_table(folder / "user_vectors.parquet").column("vector").combine_chunks()
     flat: NDArray[np.float32] = column.flatten().to_numpy()
     return flat.reshape(len(column), -1)
 
 
 def lists(folder: Path, users: NDArray[np.float32], excluded_histories: Histories, k: int) -> NDArray[np.uint32]:
-    """Best k items of each user, history left out, as a night scores them."""
+    """Return the best k items of each user without the history, as a night scores them."""
     return Scorer.of(item_vectors(folder)).top(users, k, excluded_histories)[0]
 
 
 def ranking(scores: NDArray[np.floating], excluded_histories: Histories, k: int) -> NDArray[np.int64]:
-    """Best k items of each row of scores, history left out: what a library itself would list."""
+    """Return the best k items of each row of scores without the history, as a library would list them."""
     remaining_scores = np.array(scores, np.float64)
     for row in range(len(remaining_scores)):
         remaining_scores[

@@ -232,7 +232,7 @@ def test_a_vector_of_an_event_is_in_the_bundle_unless_it_would_not_fit_the_table
     )
 
     assert first.digest == mixed_bundle.digest and len(mixed_bundle.vocabulary) == ITEMS + 2
-    # A table of longer vectors takes longer ones.
+    # A table with longer vectors accepts longer ones.
     write(config.path("items.parquet"), "item", [f"i{row}" for row in range(ITEMS)], 1e5 * items)
     assert {*make_bundle_of(config, "c", event_vectors={**good, **invalid_vectors}).item_ids} >= {
         b"new",

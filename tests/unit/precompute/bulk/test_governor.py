@@ -262,7 +262,7 @@ def test_a_rest_of_every_step_is_all_that_it_costs_to_know_what_idle_is():
         was = plant.now_s
 
     assert 38 <= rests <= 41
-    # Pieces go faster in between, so that the rate is kept.
+    # Pieces between the rests are written faster, so that the rate is kept.
     assert plant.work(governor, 10.0) == pytest.approx(64 * MIB, rel=0.05)
     assert WORK_S + REST_S < STEP_S
 

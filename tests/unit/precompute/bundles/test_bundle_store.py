@@ -54,7 +54,7 @@ def test_a_host_without_a_bundle_takes_the_one_that_another_host_had(host):
 
 
 def test_a_folder_that_was_followed_by_another_bundle_is_not_gone_back_to(host, caplog):
-    # Given last week's bundle on one host, and a newer one from another
+    # Given last week's bundle on one host, and a newer one on another
     old = deliver(host("b"), 1)
     assert read_chosen_digest(host("b")) == old
     new = deliver(host("a"), 2)
@@ -63,13 +63,13 @@ def test_a_folder_that_was_followed_by_another_bundle_is_not_gone_back_to(host, 
     assert read_chosen_digest(host("b")) == new
     assert "hand-over" in caplog.text and old[:12] in caplog.text
 
-    # When somebody goes back on purpose
+    # When an operator hands the old one over on purpose
     hand_over(host("b").store(), Bundle.open(host("b").path("bundle")))
     assert read_chosen_digest(host("a")) == old == read_chosen_digest(host("b"))
 
 
 def test_a_bundle_that_no_night_can_use_does_not_follow_one_that_nights_use(host):
-    # Given a bundle that nights use, and a later one whose model is none
+    # Given a bundle that nights use, and a later one with a file that is not a model
     old = deliver(host("a"), 1)
     kept = host("a").path("kept")
     shutil.copytree(host("a").path("bundle"), kept)
@@ -87,7 +87,7 @@ def test_a_bundle_that_no_night_can_use_does_not_follow_one_that_nights_use(host
     shutil.rmtree(folder)
     kept.rename(folder)
 
-    # Then nights use that
+    # Then nights use the first one
     assert read_chosen_digest(host("a")) == old and len(all_handovers(host("a").store())) == 1
 
 

@@ -28,7 +28,7 @@ def test_recall_is_measured_through_the_file_as_written(tmp_path, vectors, kind,
 
     report = build_index(vectors, metric, path, kind)
 
-    # The same figure when the index is opened again
+    # An index that is opened again gives the same recall
     reopened_recall = measure_recall(
         Searcher.open(path, metric, expected_vector_count=4000), vectors, sample_query_vectors(vectors)
     )

@@ -91,7 +91,7 @@ def test_a_general_int8_tower_is_batch_invariant_and_agrees(perceptron, tmp_path
 
 
 def test_weights_of_products_leave_room_for_pairs_in_16_bits(tmp_path):
-    # Given activations and weights that are all as large as they get, which AVX2 multiplies two at a time
+    # Given activations and weights at their maximum, which AVX2 multiplies in pairs
     path, int8_path = tmp_path / "tower.onnx", tmp_path / "int8.onnx"
     rng = np.random.default_rng(0)
     nodes = [
@@ -136,7 +136,7 @@ def test_the_reference_towers_keep_their_lists_in_int8(tmp_path):
 
 
 def test_a_tower_of_means_finds_the_lists_of_histories_of_one_item(tmp_path):
-    # Given a tower whose means of many unlike items are much shorter than the vector of one item
+    # Given a tower of means: the mean of many unlike items is much shorter than the vector of one item
     path, int8_path = tmp_path / "tower.onnx", tmp_path / "int8.onnx"
     rng = np.random.default_rng(0)
     table = rng.standard_normal((ITEMS + 1, DIMS)).astype(np.float32)
@@ -168,7 +168,7 @@ def test_a_tower_of_means_finds_the_lists_of_histories_of_one_item(tmp_path):
     quantize_tower(path, spec, inputs, int8_path)
     facts = measure_agreement(Tower.open(path, spec), Tower.open(int8_path, spec), inputs, items)
 
-    # Then both are found
+    # Then it finds the lists of both long histories and histories of one item
     assert facts["overlap_at_20_newest"] > 0.9
     assert facts["overlap_at_20"] > 0.9
 

@@ -180,7 +180,7 @@ def test_arms_of_several_replicas_add_up_after_a_trip_through_json() -> None:
 
     assert total.request_count == 8 and total.count_by_feedback_event == {"click": 6}
     assert total.keys_by_answer_source == {"stored": 2, "live": 2, "previous": 2}
-    # Only scores of the arm's own generation.
+    # Only scores of the arm's own generation count.
     assert total.keys_by_top_score == {bucket_of_score(3.5): 2} and total.mean_top_score == 3.5
 
 

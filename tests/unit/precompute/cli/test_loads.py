@@ -8,7 +8,7 @@ from precompute.cli.parser import build_command_parser
 from precompute.config.console import CommandPlace
 from tests.unit.test_layering import ROOT
 
-# One process that has imported what every command has, and forks for each; libraries that take long are loaded once.
+# One process imports what every command needs, and forks for each command, so that slow libraries are loaded once.
 PROGRAM = """
 import ast, inspect, os, sys, textwrap, traceback
 import faiss, numpy, onnx, onnxruntime, pyarrow.compute, pyarrow.dataset, pyarrow.parquet, scipy.sparse.linalg

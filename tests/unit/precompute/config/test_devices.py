@@ -174,7 +174,7 @@ def test_a_shard_takes_the_gpu_on_which_fewest_processes_score(monkeypatch, tmp_
         assert [device[-1] for _, device in scoring_processes] == ["0", "1", "2", "0", "1"]
         assert choose_device(0) == "cuda:2"  # one scores there, two on the others
 
-        # When one of those on GPU 1 is killed, and both on GPU 0
+        # When one of the processes on GPU 1 and both on GPU 0 are killed
         for killed in (scoring_processes[4], scoring_processes[0], scoring_processes[3]):
             killed[0].kill()
             killed[0].wait()
@@ -184,7 +184,7 @@ def test_a_shard_takes_the_gpu_on_which_fewest_processes_score(monkeypatch, tmp_
             assert [choose_device(number) for number in (0, 1, 2)] == ["cuda:0", "cuda:1", "cuda:2"]
         assert "device_tasks" not in caplog.text
 
-        # When more come than were declared
+        # When more processes start than were declared
         more = [stack.enter_context(scoring_process(tmp_path, 0)) for _ in range(4)]
         assert sorted(device for _, device in more) == ["cuda:0", "cuda:0", "cuda:1", "cuda:2"]
         assert choose_device(1) == "cuda:1" and "3 processes score on cuda:1" in caplog.text

@@ -68,7 +68,7 @@ def test_a_roll_back_takes_back_all_that_was_live_after_its_target():
         fold_releases(republished_history).live_generation,
         fold_releases(republished_history).previous_generation,
     ) == ("b", "a")
-    # What was left before the target stays one to go back to.
+    # The generation before the target stays the one to roll back to.
     assert (
         fold_releases([*history, release(4, "publish", "d"), release(5, "roll_back", "c")]).previous_generation == "b"
     )

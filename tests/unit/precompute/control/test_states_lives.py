@@ -64,7 +64,7 @@ def test_no_rule_breaks_in_a_random_life(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_pin_that_is_refused_leaves_an_earlier_one() -> None:
-    # In this life a pin is repeated while a retirement, which saw the first one, takes its mark back.
+    # With this seed, a pin is repeated while a retirement that saw the first pin withdraws its own mark.
     Life(4242047211).run()
 
 

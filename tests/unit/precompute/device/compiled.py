@@ -1,4 +1,4 @@
-"""The kernels as they are compiled for an H100 or H200, on a machine that has none: what each needs, as JSON lines."""
+"""Resources of the kernels compiled for an H100 or H200, on a machine that has none, as JSON lines."""
 
 import json
 import re
@@ -26,7 +26,7 @@ TYPES = {
 
 
 def compiled(kernel: Any, options: dict[str, Any], **constants: Any) -> dict[str, Any]:
-    """Compiles one kernel, and counts what matters in it."""
+    """Compile one kernel and return its relevant counts."""
     tile = f"tensordesc<fp16[{constants.get('tile')},{constants.get('depth')}]>"
     types = [argument_type or tile for argument_type in TYPES[kernel]] + ["constexpr"] * len(constants)
     source = ASTSource(
@@ -50,7 +50,7 @@ def compiled(kernel: Any, options: dict[str, Any], **constants: Any) -> dict[str
 
 
 def used_by(code: str) -> tuple[int, int]:
-    """(bytes of registers that are kept in memory, registers of a thread) by Triton's own assembler."""
+    """Return (bytes of spilled registers, registers per thread), by Triton's own assembler."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(code)
@@ -64,7 +64,7 @@ def used_by(code: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Compile what 1 M items need, of 40 numbers to the widest."""
+    """Compile the kernels for 1 M items, from 40 numbers to the widest vectors."""
     for width in (40, 128, 256, fused.WIDTH_MAX):
         depth = 1 << (width - 1).bit_length()
         tiles = fused.choose_triton_tiles(width)

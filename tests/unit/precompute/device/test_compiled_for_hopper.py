@@ -37,7 +37,7 @@ def test_products_are_of_warpgroups_and_stay_in_registers(chunks, tmp_path):
 
     assembly, stack_bytes = disassembled("above", constants, tmp_path)
 
-    # Two halves of 64 users, four steps of 16 numbers in each chunk
+    # Two halves of 64 users, and four steps of 16 numbers in each chunk
     assert assembly.count("HGMMA.64x128x16.F32") == 8 * chunks
     assert assembly.count("UTMALDG.2D") > 0 and stack_bytes == 0
 
@@ -45,7 +45,7 @@ def test_products_are_of_warpgroups_and_stay_in_registers(chunks, tmp_path):
 def test_exact_sums_are_rounded_twice(tmp_path):
     assembly, stack_bytes = disassembled("exact", {}, tmp_path)
 
-    # Those that are fused are of the division by the cosine's lengths, which is exact.
+    # Only the division by the cosine's lengths, which is exact, has fused operations.
     product, division = assembly.partition("MUFU.RCP")[::2]
     assert "FFMA" not in product and "FMUL" in product and "FADD" in product and division
     assert stack_bytes <= SPILLED_BYTES

@@ -217,7 +217,7 @@ def test_no_score_is_above_its_groups_bound_and_the_bound_is_close(seed, dims, s
         queries.scaled_lengths + queries.residual_lengths,
         fused.compute_block_weights(device_items, columns, queries),
     )
-    # A block's groups share their margin, and users the largest part that is residual.
+    # The groups of a block share a margin, and all users the largest share of the residual.
     widest = (reach[:, None] * weight.repeat_interleave(BLOCK_GROUPS)).cpu().numpy() + UNDERFLOW_ERROR
     assert (computed_bounds >= highest).all()
     assert (computed_bounds <= highest + margin + widest * (1 + 1e-6) + 1e-6)[:, real].all()
@@ -321,7 +321,8 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
         filled_bounds = np.sort(bounds[row][is_filled[row]])
         if kind == "normal":
             last_required = filled_bounds[-required_counts[row]]
-            # More than fit may reach the limit that so many halvings find: then only those above it are kept.
+            # After so many halvings of the limit, more entries than fit may reach it: then only those above it are
+            # kept.
             resolution = (filled_bounds[-1] - filled_bounds[0]) * 2.0**-13
             assert len(kept_numbers) >= (filled_bounds > last_required + resolution).sum()
             if (filled_bounds >= last_required - resolution).sum() <= capacity:
@@ -330,7 +331,8 @@ def test_the_best_entries_are_kept_and_no_other_users_are_touched(data):
 
 
 def test_a_member_whose_product_was_rounded_down_is_scored():
-    # Given a group whose second member is hardly above what was left out, until its product is written in half
+    # Given a group whose second member is slightly above the best left-out score, but not after rounding to half
+    # precision
     device_items = DeviceItems.of(
         ComparableItems.of(np.ones((4, 1), np.float32), "inner_product"), WHERE, torch.float16, fused.GROUP
     )
@@ -405,7 +407,7 @@ def test_ranks_of_a_sample_have_the_best_of_all():
 @long_where_interpreted
 @pytest.mark.usefixtures("agreed", "little_room")
 def test_items_in_clusters_are_found_though_estimates_are_wrong(looked_again):
-    # Given items that come 250 times each, nearly: what one block has says little about the next
+    # Given nearly identical items, 250 of each kind: one block says little about the next
     rng = np.random.default_rng(4)
     centres = rng.standard_normal((70, 12)).astype("f4")
     items = np.repeat(centres, 250, 0) + rng.standard_normal((17_500, 12)).astype("f4") * 1e-4

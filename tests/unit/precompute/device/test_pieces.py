@@ -19,7 +19,7 @@ UNCERTAIN = [7, 0, 9]
 
 
 def test_users_left_by_pieces_keep_their_own_exclusions(monkeypatch):
-    # Given three users whose scores all tie, in two slabs, of which the first is halved: pieces come last first
+    # Given three users with equal scores, in two slabs, the first of which is halved: pieces are taken last first
     rng = np.random.default_rng(0)
     items = rng.standard_normal((3000, 16), np.float32)
     users = rng.standard_normal((16, 16), np.float32)

@@ -110,7 +110,7 @@ def test_any_case_is_exact_in_any_pieces(monkeypatch, data):
 
 
 def test_ties_in_masses_are_settled_by_ordinal():
-    # Given items that are all alike, many more than candidates are fetched at any time
+    # Given identical items, many more than are ever fetched as candidates
     items, users = np.ones((6000, 8), np.float32), np.ones((3, 8), np.float32)
     excluded = Histories.of([[0, 2], [], [5999, -1]])
 
@@ -121,7 +121,7 @@ def test_ties_in_masses_are_settled_by_ordinal():
 
 @dtypes
 def test_near_ties_come_in_the_order_of_their_bits(dtype):
-    # Given scores that differ in the last bits only, in no order of length
+    # Given scores that differ only in their last bits, not ordered by the items' lengths
     rng = np.random.default_rng(8)
     items = np.ones((4000, 24), np.float32)
     items += rng.integers(-3, 4, items.shape).astype(np.float32) * np.float32(2**-22)
@@ -161,7 +161,7 @@ def test_a_device_that_adds_in_another_order_is_not_used(monkeypatch, caplog):
 
 @dtypes
 def test_products_that_are_rougher_than_their_dtype_are_not_used(monkeypatch, caplog, dtype):
-    # Given a device that sums in half precision, term by term
+    # Given a device that sums in half precision, one term after the other
     vectors = np.random.default_rng(0).random((300, 128), np.float32)
     assert DeviceScorer.of(vectors, "inner_product", DEVICE, dtype=dtype) is not None
 
@@ -181,7 +181,7 @@ def test_products_that_are_rougher_than_their_dtype_are_not_used(monkeypatch, ca
 
 
 def test_users_without_a_chance_are_not_multiplied_with_short_items(monkeypatch):
-    # Given lengths as skewed as real ones, and more blocks than are multiplied at once
+    # Given item lengths as skewed as real ones, and more blocks than are multiplied at once
     users, items, excluded = make(200, 60_000, 32, skewed=True, seed=4)
     scorer = on_device(items)
     product_sizes = products(monkeypatch)
@@ -329,7 +329,7 @@ def test_a_mistake_is_no_failing_device(monkeypatch):
 
 
 def test_lists_that_are_not_certain_are_looked_for_once_more(monkeypatch):
-    # Given a first attempt that fetches hardly more than is asked for, by products that are rough
+    # Given a first attempt that fetches hardly more than needed, with imprecise products
     users, items, excluded = make(100, 5000, 24, skewed=False, seed=3)
     monkeypatch.setattr(device_scorer, "_FETCH_MARGINS", ((4, 2), (4, 480)))
     scorer = on_device(items, dtype=torch.bfloat16)

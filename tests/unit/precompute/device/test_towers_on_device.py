@@ -60,7 +60,7 @@ def off_by(vectors: NDArray[np.float32], towards: NDArray[np.float32], length_sh
 @pytest.mark.parametrize("metric", ["inner_product", "cosine"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_tower_at_the_edge_of_its_tolerance_passes_the_gate_of_lists(metric: Any, seed: int) -> None:
-    # Given items that come in pairs close by, and vectors moved where it changes their order most
+    # Given items in pairs of close neighbours, and vectors moved in the direction that changes their order most
     rng = np.random.default_rng(seed)
     users = rng.standard_normal((64, DIMS)).astype(np.float32)
     half = rng.standard_normal((400, DIMS)).astype(np.float32)

@@ -143,17 +143,17 @@ def test_an_unreadable_generation_counts_as_holding_the_entity(store, tmp_path):
 
 
 def test_a_user_of_the_same_id_does_not_hold_an_erased_item(store):
-    # Given a generation without the item, and no file of its users at hand
+    # Given a generation without the item, and no readable file of its users
     erasure = request_erasure(store, b"ann", "item", requested_at=5.0)
     begin_report = {"user_seed": 0, "item_seed": 0, "bounds": [0, 1]}
     store.write(f"generations/{G1}/work/begin.json", orjson.dumps(begin_report))
     store.write(f"generations/{G1}/directory/item/0000.u64", np.array([7], "<u8").tobytes())
     store.write(f"generations/{G1}/work/holdout.json", orjson.dumps({"ann": ["i1"]}))
 
-    # When it is asked for what it holds
+    # When it is asked whether it holds the item
     (entity_holders,) = holders_by_erasure_number(store, [erasure], {}).values()
 
-    # Then users are not looked at
+    # Then the users are not read
     assert entity_holders == ()
 
 

@@ -1,4 +1,4 @@
-"""Nights whose files of events are merged, and a store whose user is killed."""
+"""Nights whose event files are merged, and a store whose user is killed."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ FILES_PER_MERGE = 4
 
 
 class Killed(ArtefactStore):
-    """Store whose user is killed at the n-th change, before it or behind it."""
+    """Store whose user is killed at the n-th change, before or after it."""
 
     changes_left = 0
     is_behind = False
@@ -41,7 +41,7 @@ class Killed(ArtefactStore):
 
 
 def published(stream: Stream, until_position: Position) -> None:
-    """A generation that has the events up to a position, the only one."""
+    """Publish a generation with the events up to a position, as the only one."""
     manifest = Manifest.from_bytes(manifest_of(GENERATION, 0))
     manifest_with_events = replace(
         manifest,
@@ -53,12 +53,12 @@ def published(stream: Stream, until_position: Position) -> None:
 
 
 def erase(stream: Stream, user: str) -> None:
-    """An erasure that is written down."""
+    """Write an erasure."""
     request_erasure(stream.store, user.encode(), "user", requested_at=0.0)
 
 
 def nights(stream: Stream, count: int, events: int = 2) -> list[Position]:
-    """Nights that took some events each; where they ended."""
+    """Run nights that take some events each; return their last positions."""
     ends = []
     for _ in range(count):
         for _ in range(events):

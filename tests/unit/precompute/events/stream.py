@@ -1,4 +1,4 @@
-"""A stream of events in a real Redis, and what nights took of it."""
+"""A stream of events in a real Redis, and the files that nights made of it."""
 
 import io
 import uuid
@@ -20,11 +20,11 @@ from precompute.events.stream import EventStores
 
 
 class Crash(Exception):
-    """A kill, as a test sees it."""
+    """A simulated kill."""
 
 
 class TroubledStore(ArtefactStore):
-    """Store in which something happens at the next write: before it, or behind it."""
+    """Store in which something happens before or after the next write."""
 
     before_write: Callable[[], object] | None = None
     behind: Callable[[], object] | None = None
@@ -51,7 +51,7 @@ class Stream:
 
     @classmethod
     def of(cls, redis_url: str, folder: Path) -> "Stream":
-        """A stream beside an empty store."""
+        """Make a stream with an empty store."""
         keys = Keyspace(f"events-{uuid.uuid4().hex[:12]}")
         client = redis.Redis.from_url(redis_url, protocol=3)
         return cls(client, TroubledStore(str(folder / keys.namespace)), keys)
@@ -62,7 +62,7 @@ class Stream:
         return EventStores(self.store, self.keys.namespace)
 
     def add(self, event: Event | None = None) -> Position:
-        """One more event, of its own id; where none is given, by somebody on something."""
+        """Add one more event with an id of its own; user and item are arbitrary if not given."""
         number = len(self.added)
         event = event or Event(f"e{number}", 1_000_000 * number, b"u%d" % (number % 5), b"i%d" % number)
         position = Position.parse(self.client.xadd(self.keys.events, {"e": event.to_bytes()}))
@@ -70,7 +70,7 @@ class Stream:
         return position
 
     def config(self, redis_url: str) -> NightConfig:
-        """Settings of nights that take it over into this store."""
+        """Settings of nights that take events into this store."""
         assert self.store.local_folder is not None
         return NightConfig(
             namespace=self.keys.namespace, artifacts=str(self.store.local_folder.parent),
@@ -78,7 +78,7 @@ class Stream:
         )  # fmt: skip
 
     def rows(self) -> list[tuple[int, str]]:
-        """Position and id of every event in the files, in the order of files and rows."""
+        """Return position and id of every event in the files, in the order of files and rows."""
         event_rows: list[tuple[int, str]] = []
         for file in list_taken_files(self.store):
             table = pq.read_table(io.BytesIO(self.store.read(file.path) or b""))
@@ -86,11 +86,11 @@ class Stream:
         return event_rows
 
     def all_rows(self) -> list[tuple[int, str]]:
-        """What the files have once everything was taken."""
+        """Return the rows of the files once all events were taken."""
         return [(position.number, event.id) for position, event in self.added.items()]
 
     def bounds(self) -> list[tuple[Position, Position]]:
-        """Beginning and end of each file."""
+        """Return beginning and end of each file."""
         return [
             (file.after_position, read_end_position(self.store.read(file.path) or b"", file.path))
             for file in list_taken_files(self.store)

@@ -114,7 +114,7 @@ def test_who_is_erased_leaves_files_and_stream(stream: Stream) -> None:
     assert stream.client.xlen(stream.keys.rejected_events) == 0
     assert forget_in_stream(stream.client, stream.keys, erased) == 0
     assert forget_in_files(stream.store, erased) == 0
-    # and what comes is taken from where it stood
+    # and later events are taken from the position reached before
     take_events(stream.store, stream.client, stream.keys)
     assert [event_id for _, event_id in stream.rows()] == ["e0", "e2", "e3", "e5"]
 

@@ -96,7 +96,7 @@ class Sandbox:
             for is_event, files in enumerate((self.clicks, self.events))
             for row in files for user, item, at, weight in row if weight > 0
         ]  # fmt: skip
-        # An event on an item that nobody knows names nobody.
+        # An event with an unknown item adds no user.
         history_by_user: dict[str, dict[str, int]] = {
             user: {} for _, is_event, user, item in rows if item in ITEMS or not is_event
         }

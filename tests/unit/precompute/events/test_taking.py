@@ -70,7 +70,7 @@ def test_every_event_is_in_exactly_one_file(redis_url: str, happenings: list[str
 
         for happening in happenings:
             happen(stream, happening)
-            # whatever is taken is whole from the beginning on
+            # the rows taken are always a complete prefix of the stream
             assert stream.rows() == stream.all_rows()[: len(stream.rows())]
         taken_events = take_events(stream.store, stream.client, stream.keys)
 
@@ -117,7 +117,7 @@ def test_a_night_reads_interactions_of_positive_weight_at_their_time(redis_url: 
     assert [batch.item_ids.name_of(row) for row in range(2)] == ["i1", "i2"]
     assert batch.times_us.tolist() == [1_700_000_000_123_456, -8]
     assert batch.event_positions is not None and batch.event_positions.tolist() == [late.number, old.number]
-    # Not among the team's own rows, whose bad ones would be a smaller share of more.
+    # Events are counted apart from the team's own rows: together, bad rows would be a smaller share.
     assert unusable.to_json() == {"events.interactions": {"rows": 5, "left_out": 0, "reasons": {}}}
 
 

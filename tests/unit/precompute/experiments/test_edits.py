@@ -106,7 +106,7 @@ def test_keys_move_only_by_the_share_that_changes(data: st.DataObject) -> None:
             drawn_share = data.draw(st.integers(1, 60)) / 100
             experiments = edits.share_keys(experiments, {"one": drawn_share})
             after = assigned(experiments)
-            # Into it from nobody, or out of it: never both, and the other experiment is left alone.
+            # Keys enter the experiment from none, or leave it, never both; the other experiment does not change.
             moved = {
                 (_name(initial_assignments[key]), _name(after[key]))
                 for key in KEYS
@@ -120,7 +120,7 @@ def test_keys_move_only_by_the_share_that_changes(data: st.DataObject) -> None:
             after = assigned(experiments)
             moved_keys = [key for key in KEYS if after[key] != initial_assignments[key]]
             assert {_name(initial_assignments[key]) for key in moved_keys} <= {"one"}
-            # All of them into the arm that grew.
+            # All moved keys go to the arm that grew.
             grown_arm = "control" if drawn_share > 0.5 else "other"
             assert {after[key] for key in moved_keys} <= {("one", grown_arm)}
         case "end":

@@ -58,7 +58,7 @@ def test_parts_of_all_replicas_become_one_file_without_repeated_keys(tmp_path: P
     assert rows(store, experiment="other") == {("x", "z"): 1.0}
     after = {name: arm_totals.to_json() for name, arm_totals in read_totals_by_arm(store, "e").items()}
     assert after["x"] == {"requests": 13, "exposures": 3, "feedback": {"buy": 1, "click": 3}}
-    # Before it was gathered each part counted for itself.
+    # Before the parts were gathered, each counted for itself.
     assert ungathered_totals == {"x": {**after["x"], "exposures": 4}, "y": after["y"]}
     assert store.names("exposures/parts") == [f"{HOUR + 20}.r2-3.json"]
     assert gather_exposures(store, gathered_at=LATER) == {"hours": 0, "files": 0, "parts": 0}

@@ -1,4 +1,4 @@
-"""Planted logs: groups of items, users with one each, and what they do on the day that is replayed."""
+"""Planted logs: groups of items, users with one group each, and their interactions on the replayed day."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ Row = tuple[int, int, int]
 
 
 def write(folder: Path, rows: list[Row], groups: int = 20) -> NightConfig:
-    """Settings whose log has these rows, in an order of no meaning; the model tells so many groups of items apart."""
+    """Write settings and a shuffled log of these rows; the model separates so many groups of items."""
     users, items, seconds = (np.array(column) for column in zip(*rows, strict=True))
     mixed = np.random.default_rng(1).permutation(len(rows))
     table = pa.table({
@@ -36,7 +36,7 @@ def write(folder: Path, rows: list[Row], groups: int = 20) -> NightConfig:
 def make_earlier_rows(
     rng: np.random.Generator, *, users: int, groups: int, size: int, items_per_user: int
 ) -> tuple[list[Row], np.ndarray]:
-    """(rows of the days before, the group of each user): each user takes up `items_per_user` items of one group."""
+    """Return (rows of earlier days, group by user): each user takes `items_per_user` items of one group."""
     group_by_user = np.arange(users) % groups
     rows = [
         (user, int(group_by_user[user] * size + item), int(rng.integers(0, DAYS * DAY_S)))

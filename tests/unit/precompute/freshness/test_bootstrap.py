@@ -32,7 +32,7 @@ def test_an_interval_is_as_wide_as_the_normal_one_where_every_user_has_a_row():
 
 
 def test_rows_of_a_user_are_no_evidence_of_their_own():
-    # Given 20 users whose 30 rows each say the same
+    # Given 20 users, each with 30 rows of equal value
     values = np.repeat(np.arange(20) % 2, 30).astype(np.float64)[:, None]
     users = np.repeat(np.arange(20), 30)
 

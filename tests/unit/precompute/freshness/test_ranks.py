@@ -63,7 +63,7 @@ def test_ranks_are_those_of_lists_computed_one_by_one(bundle, monkeypatch, rows,
             scores[log.item_indices[start:exclusion_end]] = -np.inf
             top = np.argsort(-scores, kind="stable")[:K].tolist()
             item = targets.item_indices[row]
-            # Scores within rounding of each other may come in either order.
+            # Scores that differ only by rounding may come in either order.
             rank = ranked_targets.target_ranks[row]
             if (item in top) != (rank >= 0):
                 assert abs(scores[item] - scores[top[-1]]) < 1e-5

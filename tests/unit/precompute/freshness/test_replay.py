@@ -34,8 +34,8 @@ def test_where_interest_jumps_events_find_what_nights_do_not(tmp_path, seed):
 
     report = replay(config, replace(DAY, seed=seed))
 
-    # Then of five items the first surprises everybody, events find four and the hourly night the last one;
-    # what is left of a list is filled with items of any group, of which a few are right.
+    # Then of five items no strategy finds the first, events find four and the hourly night the last one; the rest of a
+    # list has items of any group, and a few of them are right.
     everything = report.target_groups[0]
     recall = {strategy: estimate.mean_value for strategy, estimate in everything.recall_by_strategy.items()}
     assert (everything.target_count, everything.newer_event_count) == (500, 400)
@@ -62,7 +62,7 @@ def test_hours_since_the_night_and_users_it_knows_part_the_targets(tmp_path):
     }  # fmt: skip
     late = groups["12 to 24 h since the night"]
     assert late.recall_by_strategy[HOURLY].mean_value == late.recall_by_strategy[EVENTS].mean_value == 1.0
-    # The newcomer's second and third item are found by the first; an hour's night does not know him yet.
+    # A new user's first item leads to the second and third; the hourly night does not know the user yet.
     new = groups["user new since the night"].recall_by_strategy
     assert new[EVENTS].mean_value >= 2 / 3 and new[HOURLY].mean_value == new[NIGHT].mean_value
 
@@ -91,7 +91,7 @@ def test_where_nothing_changes_no_way_is_better_within_the_interval(tmp_path, se
 
 
 def test_items_had_since_the_night_are_left_out_of_its_list(tmp_path):
-    # Given everybody, on the day, takes up the whole rest of their group, in 4 steps of 3
+    # Given that on the day every user takes up all remaining items of the user's group, in 4 steps of 3
     rng = np.random.default_rng(0)
     rows, group_by_user = make_earlier_rows(rng, users=120, groups=6, size=20, items_per_user=8)
     initial_pairs = {(user, item) for user, item, _ in rows}
@@ -106,7 +106,8 @@ def test_items_had_since_the_night_are_left_out_of_its_list(tmp_path):
 
     report = replay(write(tmp_path, rows, groups=6), replace(DAY, k=3))
 
-    # Then a list of 3 is always right once what was had is left out, and the night's own ever less
+    # Then a list of 3 is always right if items the user has are left out, and the night's own list is right less and
+    # less
     recall = {
         strategy: estimate.mean_value for strategy, estimate in report.target_groups[0].recall_by_strategy.items()
     }
@@ -135,7 +136,7 @@ def test_costs_are_lists_a_day_and_the_time_of_one(tmp_path):
 
     report = replay(config, DAY)
 
-    # From the cut to the last row are 12.5 hours, in which 100 users have 5 events in 2 hours.
+    # The time from the cut to the last row is 12.5 hours, in which 100 users have 5 events each within 2 hours.
     days = 12.5 / 24
     night, hourly, events = report.strategy_costs
     assert [cost.strategy for cost in report.strategy_costs] == [NIGHT, HOURLY, EVENTS]

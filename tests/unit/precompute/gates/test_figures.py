@@ -205,6 +205,6 @@ def test_a_value_near_zero_may_be_rounded_at_the_size_of_its_column() -> None:
     assert _rows_equal(alone, rounded[:, :1], 1e-4).tolist() == [True, False, True]
     assert _rows_equal(exact, rounded, 1e-4, 1e-5).all()
     assert _rows_equal(exact, another, 1e-4, 1e-5).tolist() == [True, False, True]
-    # A number that is none concerns its own row
+    # NaN fails only its own row
     exact[0, 0] = np.nan
     assert _rows_equal(exact, exact, 1e-4, 1e-5).tolist() == [False, True, True]

@@ -175,10 +175,10 @@ def test_defaults_are_distinct_items_of_the_table_best_first(
         items=SimpleNamespace(count=3, ordinals_of=ordinals_of),
     )  # fmt: skip
 
-    # When they are judged
+    # When the gate judges them
     judged = defaults(candidate)
 
-    # Then the gate names the table and what is wrong
+    # Then its verdict names the table and the fault
     assert (judged.passed, judged.note) == (not problem, "lists" if problem else "")
     assert judged.measured_value == (problem or 1)
 
@@ -195,7 +195,7 @@ def test_a_table_without_defaults_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("users", "passed"), [(4, True), (3, False)])
 def test_erased_users_do_not_count_as_missing(users: int, passed: bool) -> None:
-    # Given a live generation of ten users, six of whom were erased since, beside one whom it never had
+    # Given a live generation of ten users, six of whom were erased since, and an erased user who was never in it
     names = [f"user-{number}".encode() for number in range(10)]
     live_users = Directory(7, [0], [np.sort(hash_ids(names, 7))])
     erased = ErasedEntities(users=frozenset({*names[:6], b"stranger"}))
@@ -212,7 +212,7 @@ def test_erased_users_do_not_count_as_missing(users: int, passed: bool) -> None:
     # When users are counted against it
     judged = coverage_of_live(candidate)
 
-    # Then the four who were left are all that there have to be
+    # Then only the four other users have to be there
     assert (judged.passed, judged.measured_value) == (passed, users / 4)
     assert judged.note == f"{users} users, 4 before"
 
@@ -221,7 +221,7 @@ def test_erased_users_do_not_count_as_missing(users: int, passed: bool) -> None:
 def test_a_list_of_an_item_is_short_if_it_lacks_another_item_that_fits(
     width: int, shorter: int, short_share: float
 ) -> None:
-    # Given lists of similar items in a catalogue of three: two others are all that a list can hold
+    # Given lists of similar items in a catalogue of three: a list can hold two others at most
     counts = np.zeros(width + 1, np.int64)
     counts[2], counts[1] = 10 - shorter, shorter
     table = SimpleNamespace(kind="topk", entity="item", layout=SimpleNamespace(width=width))

@@ -73,7 +73,7 @@ def test_a_shard_without_a_user_who_has_a_record_gives_no_sample_and_no_error(tm
 
 
 def test_users_without_a_record_are_counted_by_the_first_feature_that_they_lack(tmp_path: Path) -> None:
-    # Given four users without a record: one lacks the first feature, one the second, one both
+    # Given four users without a record, of whom one lacks the first feature, one the second, one both
     users = ["a", "b", "c", "d"]
     _, entities = write(tmp_path, [(user, 1, 10) for user in users])
     hashes = hash_ids([user.encode() for user in users], SEED)

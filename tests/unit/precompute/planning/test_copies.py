@@ -60,7 +60,7 @@ def test_where_no_item_changed_only_the_users_who_did_something_are_computed() -
 
     assert forecast.inputs == pytest.approx(0.1) and (forecast.lost, forecast.entered) == (0.0, 0.0)
     assert forecast.copied == pytest.approx(0.9)
-    # read and write of all, a tenth of towers and lists, the items made ready
+    # reading and writing all, a tenth of towers and lists, and preparing the items
     assert forecast.scoring.cpu_s == pytest.approx(2 + 5 + 1 + 8 + 5)
 
 

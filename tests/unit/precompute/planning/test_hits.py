@@ -67,7 +67,7 @@ def test_an_l1_that_holds_every_user_misses_all_of_them_once():
     hit_rates = l1_hit_rates(zipf_popularity(100, 0.0), MIB, record_bytes=RECORD, daily_requests_per_process=1000)
 
     assert (hit_rates.steady, hit_rates.entries) == (1.0, 100)
-    # Expected: 100 users uniformly at random in 1,000 requests; all but e**-10 of them come at all.
+    # Expected: 100 users uniformly at random in 1,000 requests; only a share of e**-10 of them never appears.
     assert hit_rates.from_cold == pytest.approx(1 - 100 * (1 - math.exp(-10)) / 1000)
 
 
@@ -93,7 +93,7 @@ def test_a_log_gives_every_user_a_share(counts, unseen):
 
     popularity = estimate_popularity(np.array(counts), users)
 
-    # Where nobody was seen just once, nothing is left for those who were not.
+    # If no user was seen exactly once, nothing is left for users who were not seen.
     assert popularity.key_counts.sum() == (users if 1 in counts else len(counts))
     assert popularity.request_probabilities @ popularity.key_counts == pytest.approx(1)
     assert (popularity.request_probabilities > 0).all()

@@ -24,12 +24,12 @@ def test_dimensions_shrink_to_the_data(tmp_path):
 
 
 def test_users_rank_their_own_half_of_the_items_first(tmp_path):
-    # Given users who like the even or the odd items
+    # Given users who like either the even or the odd items
     bundle = train_small(tmp_path, dims=4)
     users = Tower.open(bundle.user_tower.path, bundle.user_tower.spec)
     items = Tower.open(bundle.item_tower.path, bundle.item_tower.spec)
 
-    # When their vectors meet the items'
+    # When their vectors are multiplied with the items'
     scores = users.run({"history": histories_of()}) @ items.run({"item_index": np.arange(ITEMS)}).T
 
     # Then their own half scores higher

@@ -31,7 +31,7 @@ def test_a_second_publisher_is_refused_with_the_blocking_note(control: Control) 
 def test_the_note_of_a_publisher_that_died_after_its_move_is_in_nobodys_way(
     control: Control, canary: Canary | None
 ) -> None:
-    # given: the pointer moved, the note was not taken away
+    # given: the pointer moved, and the note was not removed
     stage = StagingNote(control)
     staged, other_generation = (FIRST_GENERATION, TWO) if canary is None else (TWO, "20260202T000000Z-cccccccccccc")
     assert stage.set(staged, "dead") is None

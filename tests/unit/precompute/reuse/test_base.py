@@ -133,5 +133,5 @@ def test_a_base_has_a_model_of_the_same_bytes_that_is_fed_in_the_same_way(
     spec = SimpleNamespace(to_json=lambda: {"dims": 4})
     model = cast(BundleModel, SimpleNamespace(name="user", digest="digest", spec=spec))
 
-    # Then it is the base's only if both agree
+    # Then it counts as the base's only if both digest and spec agree
     assert earlier.has_model(model) is expected

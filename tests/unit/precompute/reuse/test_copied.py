@@ -127,7 +127,7 @@ def test_histories_are_put_together_in_hash_order(found: list[User], seed: int) 
 
 
 def test_a_user_of_a_shard_without_base_users_is_computed() -> None:
-    # Given a base of few users, none of whom had a hash of this shard
+    # Given a base with few users, none of whom had a hash in this shard
     kept_shard = BaseShard(np.empty(0, HASH_AND_DIGEST), np.empty(0, np.int64), {}, np.empty(0, np.bool_))
     reuse = ShardReuse(kept_shard, None, {}, np.empty(0, np.bool_), np.empty((0, 2), np.float32), True, None)
     entities = ShardInput(pa.array(["ann"]), np.array([7], np.uint64), np.array([0, 1]), np.array([3]), {})
@@ -145,7 +145,7 @@ def test_every_user_of_the_base_with_the_same_input_is_copied_the_first_included
     kept_shard = BaseShard(pairs, np.array([0, 1]), {}, np.ones(2, np.bool_))
     reuse = ShardReuse(kept_shard, None, {}, np.zeros(2, np.bool_), np.empty((0, 2), np.float32), True, None)
 
-    # When both come with the inputs that they had, and a third is new
+    # When both come with the same inputs as before, and a third user is new
     entities = ShardInput(
         pa.array(["ann", "bob", "eve"]), np.array([3, 7, 9], np.uint64), np.array([0, 1, 2, 3]),
         np.array([3, 4, 5]), {},

@@ -14,7 +14,7 @@ from precompute.scoring.towers import DeviceTower
 def test_rows_are_alike_on_the_processor_alone(
     monkeypatch: pytest.MonkeyPatch, device: str | None, is_alike: bool
 ) -> None:
-    # Given a model whose rows depend on nothing else, as far as a sample of them can tell
+    # Given a model whose rows do not depend on other rows, as far as a sample shows
     tower: Any = SimpleNamespace(
         spec=SimpleNamespace(inputs=[]), run=lambda inputs: np.zeros((len(inputs["row"]), 2), "f4")
     )

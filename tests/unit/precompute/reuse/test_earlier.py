@@ -158,7 +158,7 @@ def test_taking_over_gives_what_reading_all_gives(
         assert dump_counts(incremental_night.partition_result.interaction_counts) == dump_counts(
             full_night.partition_result.interaction_counts
         )
-        # What left counts as named, whether it was or not: should it come back, all is read.
+        # An item that left counts as named, whether it was or not, so that all is read if it comes back.
         assert set(full_night.partition_result.interaction_counts.unknown_item_hashes) <= set(
             incremental_night.partition_result.interaction_counts.unknown_item_hashes
         )

@@ -57,10 +57,10 @@ def test_only_the_last_nights_are_kept(earlier: dict[str, Any]) -> None:
 def test_few_computed_users_say_nothing_of_the_time_that_copies_spare(
     earlier: dict[str, Any], computed: int, user_s: float
 ) -> None:
-    # Given a base whose users took a quarter of a second each, and 16 s of this night
+    # Given a base whose users took a quarter of a second each, and a night that spent 16 s
     fact = build_reuse_fact(made("g"), [shard(10, computed, 8.0)])
 
-    # Then this night's own time counts only if enough users took it
+    # Then the night's own time per user counts only if it computed enough users
     assert fact["user_s"] == pytest.approx(user_s)
     assert fact["spared_s"] == pytest.approx(10 * user_s)
 

@@ -185,7 +185,7 @@ def test_a_column_that_no_row_can_be_read_from_is_refused_by_name(kind, dtype, w
 
 
 def test_a_row_is_counted_once_however_many_models_take_its_column(tmp_path):
-    # Given two inputs that take one column of texts, of which one of four is too long, and one of numbers
+    # Given two inputs that use one column of texts, where one of four texts is too long, and one column of numbers
     texts, numbers = ["a" * 5_000, "b", "c", "d"], [1.0, 2.0, np.nan, 4.0]
     table = {"user": ["u1", "u2", "u3", "u4"], "text": texts, "number": numbers}
     pq.write_table(pa.table(table), tmp_path / "users.parquet")

@@ -107,7 +107,7 @@ def test_a_thousand_wrong_tokens_all_cost_the_same_comparisons(monkeypatch: pyte
         compared.clear()
         hashed.clear()
         assert callers.identify(bearer(token)) is STRANGER
-        # All known digests, of one length, whatever was sent and however much of it was right.
+        # Every known digest is compared, all of one length, whatever was sent and however much of it was right.
         assert len(compared) == len(TOKENS) + 1 and len(hashed) == 1
         assert {(len(left_digest), len(right_digest)) for left_digest, right_digest in compared} == {(32, 32)}
     for token in TOKENS.values():

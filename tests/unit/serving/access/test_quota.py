@@ -44,7 +44,8 @@ def test_never_more_than_the_rate_and_one_burst_in_any_time(rate: float, asked: 
         begin = let_through[first][0]
         taken_amount = 0
         for at, amount in let_through[first:]:
-            # The last one may be more than a burst: it is let through by what is there, and paid for after.
+            # The last request may be larger than a burst: it is let through with what is there, and later requests wait
+            # for it.
             assert taken_amount + min(amount, room) <= (rate * (at - begin) + room) * (1 + 1e-6) + 1e-6
             taken_amount += amount
 
@@ -199,8 +200,8 @@ def test_four_processes_take_exactly_what_there_is(tmp_path: Path) -> None:
         process.join(10)
     ended_at = time.monotonic()
 
-    # Each was paid for once, or the moment until which all is paid for would be another one: none was lost between two
-    # processes, however they came into each other's way.
+    # Every request was charged exactly once: if two processes had overwritten each other, `requests_paid_until` would
+    # be another moment.
     paid_from = QuotaTable.open(path, 4).read_state(row_key("a"), ended_at).requests_paid_until - total_count / 5_000
     assert total_count > 5_000 and began_at - 0.2 <= paid_from <= began_at + 0.2
     assert total_count <= 5_000 * (ended_at - began_at + BURST_S)

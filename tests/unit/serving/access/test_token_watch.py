@@ -87,7 +87,7 @@ def test_a_file_that_becomes_readable_without_a_change_is_read(tmp_path: Path, m
         patch.setattr(callers, "read_tokens", refuse)
         assert not token_watch.reload_if_changed() and token_watch.is_stale
 
-    # When it may, though its time of change stays
+    # When it may read the file, whose modification time has not changed
     assert token_watch.reload_if_changed()
 
     # Then the revoked token is gone

@@ -62,12 +62,12 @@ async def test_an_iteration_has_no_more_work_than_its_budget(pacer: WorkPacer, c
     with Iterations() as iterations:
         await asyncio.gather(*(work() for _ in range(40)))
 
-    # A second portion begins within the budget and ends beyond it.
+    # A second portion begins within the budget and ends after it.
     assert len(worked) == 120 and max(worked.count(number) for number in set(worked)) == 2
 
 
 async def test_requests_that_got_their_replies_at_once_go_on_by_the_budget(pacer: WorkPacer, clock: FakeClock) -> None:
-    # Given requests that began one by one and wait for one reply of Redis
+    # Given requests that began one by one and all wait for one reply of Redis
     reply_event = asyncio.Event()
     worked: list[int] = []
 
@@ -85,7 +85,7 @@ async def test_requests_that_got_their_replies_at_once_go_on_by_the_budget(pacer
         reply_event.set()
         await asyncio.gather(*tasks)
 
-    # Then an iteration does as much as its budget, which the second of two portions exceeds
+    # Then an iteration works until its budget is spent, which the second of two portions exceeds
     assert len(worked) == 20 and max(worked.count(number) for number in set(worked)) == 2
 
 
@@ -98,7 +98,7 @@ async def test_work_goes_on_at_once_where_the_iteration_has_room(pacer: WorkPace
 
 
 async def test_small_requests_wait_for_the_sockets_once_in_a_budget_of_work(pacer: WorkPacer, clock: FakeClock) -> None:
-    # Given requests of a little over an eighth of the budget each, one after the other on a loop that never rests
+    # Given requests of a little over an eighth of the budget each, one after the other, on a loop that is never idle
     async def work() -> bool:
         iteration = iterations.iteration_number
         await pacer.wait_to_begin(stays)
@@ -183,7 +183,7 @@ async def test_dropped_connections_are_expected_no_longer_than_work_waits(pacer:
     await asyncio.sleep(0)
     clock.tick(1.0)
 
-    # When a connection is dropped, the work goes on, and more are dropped behind it
+    # When a connection is dropped, the work goes on, and more connections are dropped after it
     pacer.note_dropped_connection()
     await waiting
     for _ in range(9):
@@ -191,7 +191,7 @@ async def test_dropped_connections_are_expected_no_longer_than_work_waits(pacer:
         assert pacer.is_backlogged
         pacer.note_dropped_connection()
 
-    # Then none is dropped any more a second after the first one
+    # Then no more are expected a second after the first one
     clock.tick(0.1)
     assert not pacer.is_backlogged
 

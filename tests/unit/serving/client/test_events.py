@@ -47,7 +47,7 @@ def test_requests_have_all_events_in_their_order(count: int, max_batch: int) -> 
 
 def test_a_request_has_as_many_bytes_as_the_service_takes() -> None:
     assert sizes(10, 1_000, text_bytes=1 << 20) == [3, 3, 3, 1]
-    # What is too large alone goes alone: the service says so.
+    # An event that is too large is sent alone, and the service refuses it.
     assert sizes(2, 1_000, text_bytes=events_module.EVENT_BODY_BYTES + 1) == [1, 1]
 
 

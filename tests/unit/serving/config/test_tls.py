@@ -137,6 +137,6 @@ def test_a_pair_that_becomes_readable_without_a_change_is_taken_up(
         patch.setattr(TlsFiles, "context", refuse)
         assert not watch.reload_if_changed() and watch.is_stale
 
-    # When it may, though its time of change stays
-    # Then it is in force
+    # When it may read the pair, whose modification times have not changed
+    # Then the pair is in force
     assert watch.reload_if_changed() and not watch.is_stale

@@ -1,4 +1,4 @@
-"""Redis as the dashboard uses it: hashes."""
+"""A fake of the hashes that the dashboard uses in Redis."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from tests.fakes import FakeControl
 
 @dataclass
 class FakeRedis(FakeControl):
-    """Hashes in a dictionary; `loses`: it does what it is told, and its reply is lost."""
+    """Hashes in a dictionary; with `loses`, a command takes effect and its reply is lost."""
 
     down: bool = False
     loses: bool = False

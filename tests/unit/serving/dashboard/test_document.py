@@ -58,7 +58,7 @@ def test_workers_add_up() -> None:
     }  # fmt: skip
     assert dashboard_document["l1"] == {"bytes": 15, "budget_bytes": 150, "entries": 9}
     assert dashboard_document["generations"] == [{**LIVE_GENERATION, "role": "live"}]
-    # Until a bin is over and all have told, it is not drawn.
+    # A bin is drawn only once it is over and all workers have reported it.
     assert SETTLED_S < 10 and dashboard_document["series"]["at"][-1] == 999_980
 
 

@@ -34,7 +34,7 @@ def test_counts_of_arms_are_packed_by_workers_and_compared_with_the_control() ->
     expected = rate_ratio(300, 2_000, 100, 1_000)
     assert expected is not None and expected.ratio == pytest.approx(1.5)
     assert arm["events"]["click"] == {"count": 300, "rate": 0.15, "ratio": expected._asdict()}
-    # Nothing bounds what the control never had.
+    # If the control never had an event, there is no ratio to bound.
     assert arm["events"]["buy"] == {"count": 2, "rate": 0.001, "ratio": None}
 
 

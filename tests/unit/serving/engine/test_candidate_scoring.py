@@ -44,7 +44,7 @@ async def test_a_sampled_answer_stays_that_of_the_vector() -> None:
     served = ServedGenerations(world.snapshot())
     requested_user = entity("stranger", "", history=ids("i3"))
 
-    # When candidates are scored by a history
+    # When candidates are scored for a history
     score_request = ScoreRequest(requested_user, ids("i1", "i2"), RequestOptions(5.0))
     await rank_candidates(world.ladder, served, score_request, asyncio.get_running_loop().time())
 

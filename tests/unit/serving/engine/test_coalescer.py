@@ -43,11 +43,11 @@ async def test_who_comes_in_the_next_turn_comes_along(coalescer: GetCoalescer) -
         coalescer.note_arrival()
     await run_loop_iterations(1)
 
-    # When the last one comes a turn later
+    # When the last one comes in the next iteration of the loop
     coalescer.note_arrival()
     await run_loop_iterations(3)
 
-    # Then they count as one wave
+    # Then they count together
     assert coalescer.is_busy
 
 

@@ -77,7 +77,8 @@ async def test_who_settles_is_computed_from_what_was_sent_and_not_by_the_model_f
 async def test_a_stored_answer_that_lacks_events_for_want_of_a_model_has_a_reason(
     world: EventWorld, has_model: bool, reason: str | None
 ) -> None:
-    # Given a user with a record and a click, in a generation without models, or one whose lists need no events
+    # Given a user with a record and a click, in a generation without models, or in one where events change no computed
+    # answer
     snapshot = with_events(world)
     clicks(world, "u1", "i3")
     snapshot = snapshot if has_model else dataclasses.replace(snapshot, predictor=None)
@@ -85,7 +86,7 @@ async def test_a_stored_answer_that_lacks_events_for_want_of_a_model_has_a_reaso
     # When a list is asked for
     (answer,) = await world.ladder.lookup(ServedGenerations(snapshot), ask(entity("u1")), monotonic())
 
-    # Then the night's list answers, and its reason says that something is missing only where it is
+    # Then the night's list answers, with a reason only if events are missing for lack of a model
     assert (answer["source"], answer.get("reason")) == ("l2", reason)
     assert answer["approximate"] is True and "i3" not in answer["items"]
 
@@ -112,15 +113,15 @@ def test_events_change_nothing_where_the_generation_takes_none_for_the_table(wor
 
 
 async def test_who_has_only_later_events_gets_what_the_night_stored(world: EventWorld) -> None:
-    # Given a user whose only event is later than what is asked for
+    # Given a user whose only event is after the requested position
     snapshot = with_events(world)
     clicks(world, "u1", "i3", at=5)
 
-    # When an answer as of an earlier position is asked for
+    # When an answer as of an earlier position is requested
     lookup = ask(entity("u1"), as_of=Position(4, 0).number)
     (answer,) = await world.ladder.lookup(ServedGenerations(snapshot), lookup, monotonic())
 
-    # Then it is the night's, and no event is counted
+    # Then it is the night's answer, and no event is counted
     assert answer["source"] == "l2" and answer.get("events", 0) == 0
 
 
@@ -135,7 +136,7 @@ async def test_an_answer_as_of_a_position_before_the_newest_event_of_the_night_s
     lookup = ask(entity("u1"), as_of=Position(at, 0).number)
     (answer,) = await world.ladder.lookup(ServedGenerations(snapshot), lookup, monotonic())
 
-    # Then the list of the night is marked where it may count later events
+    # Then the night's list is marked if it may count later events
     assert answer["source"] == "l2" and answer.get("approximate", False) is is_marked
 
 
@@ -157,14 +158,14 @@ async def test_events_of_who_settles_take_no_new_item_out_of_a_record_that_other
 
 
 async def test_a_blocked_stranger_gets_no_stored_list_where_new_items_are_known(world: EventWorld) -> None:
-    # Given a stored live answer to a stranger who is blocked afterwards, and an item that came after the night
+    # Given a stored live answer to an unknown user who is blocked afterwards, and an item that came after the night
     snapshot, stranger_entity = with_events(world), entity("stranger", history=ids("i1"))
     await world.ladder.lookup(ServedGenerations(snapshot), ask(stranger_entity), monotonic())
     blocked_snapshot = dataclasses.replace(
         snapshot, new_items=new_items("new-0"), blocklist=Blocklist(users=frozenset([b"stranger"]))
     )
 
-    # When the stranger's list is asked for
+    # When that user's list is requested
     (answer,) = await world.ladder.lookup(ServedGenerations(blocked_snapshot), ask(stranger_entity), monotonic())
 
     # Then it is the default one, with the reason
@@ -369,17 +370,17 @@ def reads(world: World) -> list[tuple[int, int]]:
 async def test_a_user_with_a_record_and_events_gets_the_record_whatever_is_sent(
     values: WorldOfValues, fresh: bool
 ) -> None:
-    # Given a user with a record and a click, of whom the night publishes nothing that the model takes
+    # Given a user with a record and a click, for whom the night publishes nothing that the model takes
     served = ServedGenerations(with_values(values))
     entities = [entity("u1", VALUES), entity("u1", VALUES, features={"age": 40})]
 
-    # When values are asked for without features, and with them
+    # When values are requested without features, and with them
     plain_answer, features_answer = [
         (await values.ladder.lookup(served, ask(requested_entity, fresh=fresh), monotonic()))[0]
         for requested_entity in entities
     ]
 
-    # Then both are the stored ones, and say so alike
+    # Then both are the stored ones, and both answers say so
     assert values_of(plain_answer) == values_of(features_answer) == STORED_VALUES
     assert features_answer["live"] == LiveReason.NO_USABLE_INPUT and features_answer["approximate"] is True
     assert (features_answer["events"], features_answer["producer"]) == (1, "batch")
@@ -388,7 +389,7 @@ async def test_a_user_with_a_record_and_events_gets_the_record_whatever_is_sent(
 
 @pytest.mark.parametrize("fresh", [False, True])
 async def test_what_a_user_without_a_record_sends_counts_before_the_events(values: WorldOfValues, fresh: bool) -> None:
-    # Given a user with a click whom the night knows and has no values of, and a stranger with one
+    # Given a user with a click whom the night knows and has no values for, and an unknown user with a click
     snapshot = with_values(values, "u1")
     clicks(values, "stranger", "i3", 9)
     entities = [entity(user, VALUES, features={"age": 40}) for user in ("u1", "stranger")]
@@ -396,7 +397,7 @@ async def test_what_a_user_without_a_record_sends_counts_before_the_events(value
     # When both send features
     answers = await values.ladder.lookup(ServedGenerations(snapshot), ask(*entities, fresh=fresh), monotonic())
 
-    # Then their values are computed from these
+    # Then their values are computed from these features
     for answer in answers:
         assert values_of(answer) == COMPUTED and answer["source"] == "live"
         assert answer["events"] == 1 and "approximate" not in answer and "live" not in answer
@@ -427,7 +428,7 @@ async def test_records_of_a_batch_are_looked_for_in_one_trip(values: WorldOfValu
     entities = [entity(f"u{number}", VALUES, features={"age": 40}) for number in range(1, 5)]
     answers = await values.ladder.lookup(ServedGenerations(snapshot), ask(*entities), monotonic())
 
-    # Then one trip looks for the four records, the next one for computed answers, and no other goes to Redis
+    # Then one read asks Redis for the four records, the next one for computed answers, and there is no other
     assert [values_of(answer) for answer in answers] == [STORED_VALUES, COMPUTED] * 2
     assert reads(values) == [(4, 0), (0, 4)]
 
@@ -438,12 +439,12 @@ async def test_a_record_out_of_reach_leaves_the_answer_to_what_is_sent(values: W
     page = values.remote.pages.pop((GENERATION, VALUES, 0))
     requested_entity = entity("u1", VALUES, features={"age": 40})
 
-    # When features are sent, and again once the page is back
+    # When features are sent, once now and once after the page is back
     (missed,) = await values.ladder.lookup(ServedGenerations(snapshot), ask(requested_entity), monotonic())
     values.remote.pages[GENERATION, VALUES, 0] = page
     (stored_answer,) = await values.ladder.lookup(ServedGenerations(snapshot), ask(requested_entity), monotonic())
 
-    # Then the first answer is computed from them, and the second one is the record
+    # Then the first answer is computed from the features, and the second one is the record
     assert (values_of(missed), missed["source"]) == (COMPUTED, "live")
     assert (values_of(stored_answer), stored_answer["producer"]) == (STORED_VALUES, "batch")
 
@@ -461,7 +462,7 @@ async def test_a_record_out_of_reach_leaves_the_answer_to_what_is_sent(values: W
 async def test_no_record_is_read_before_it_is_needed(
     values: WorldOfValues, user: str, fields: dict[str, Any], trips: list[tuple[int, int]]
 ) -> None:
-    # Given users who have events, or send something, but not both; and a stranger with both
+    # Given users who have events, or send something, but not both; and an unknown user with both
     clicks(values, "stranger", "i3", 9)
     snapshot = with_values(values)
 

@@ -57,7 +57,7 @@ async def test_a_stored_answer_comes_from_l2_and_then_from_l1(world: World) -> N
 
 
 async def test_every_user_of_the_night_whom_redis_answers_counts_as_read(world: World) -> None:
-    # Given all users of the night, the first of its directory included
+    # Given all users of the night, including the first of its directory
     served, reads = ServedGenerations(world.snapshot()), list[bool]()
     world.ladder.observer.count_read = lambda *read: reads.append(read[-1])  # type: ignore[method-assign]
 
@@ -75,7 +75,7 @@ async def test_an_unknown_id_without_input_gets_defaults_that_are_never_kept(wor
     answers = [(await look_up(world, served, entity("nobody")))[0] for _ in range(2)]
     vector = (await look_up(world, served, entity("nobody", "user_vector")))[0]
 
-    # Asked twice, the second time is still a default and nothing was written.
+    # The second request still gets a default, and nothing was written.
     assert [answer["source"] for answer in answers] == ["default"] * 2
     assert [answer["reason"] for answer in answers] == ["not_in_generation"] * 2
     assert vector["vector"] is None and vector["source"] == "default"
@@ -273,7 +273,7 @@ async def test_one_missing_id_costs_the_others_of_its_batch_nothing(world: World
 
     answers = await look_up(world, ServedGenerations(world.snapshot()), *entities)
 
-    # An outcome per entity.
+    # Each entity has an outcome of its own.
     assert [entity_row["id"] for entity_row in answers] == [entity_row.id for entity_row in entities]
     assert [answer["source"] for answer in answers] == ["l2"] * len(USERS) + ["default"] * 2
     assert len(world.remote.calls) == 1
@@ -289,7 +289,7 @@ async def test_sources_sum_to_entities_and_misses_to_what_was_not_stored(world: 
     world.remote.fails_with = TierUnavailable("slow", reason="timeout")
     await look_up(world, served, *[entity(name) for name in USERS])
 
-    # One outcome per entity, followers of a flight included.
+    # Each entity has one outcome, also those that joined another request's flight.
     total = 3 * len(mixed) + len(USERS)
     answered, missed = counts(world, "answers"), counts(world, "misses")
     assert sum(answered.values()) == sum(counts(world, "entities").values()) == total
@@ -310,7 +310,7 @@ async def test_a_late_model_costs_the_caller_its_answer_not_its_deadline(world: 
         await look_up(world, ServedGenerations(world.snapshot()), entity("x", history=ids("i1")), deadline_s=0.08)
     )[0]
 
-    # Bounded waiting, and the flight is gone with its last waiter.
+    # The wait is bounded, and the flight ends with its last waiter.
     assert answer["source"] == "default" and answer["live"] == "timeout"
     assert get_loop_time() - started < 0.5
     await asyncio.sleep(0)
@@ -337,7 +337,7 @@ async def test_a_generation_without_a_model_still_answers_from_pages_and_default
 
 
 async def test_the_live_answer_of_one_generation_is_unknown_to_the_next(world: World) -> None:
-    # The key of what is written names the generation that the request captured.
+    # The key of a written answer names the generation that the request captured.
     old, new = ServedGenerations(world.snapshot(OLDER)), ServedGenerations(world.snapshot())
 
     await look_up(world, old, entity("x", history=ids("i1")))
@@ -405,7 +405,7 @@ async def test_a_record_of_another_format_is_a_miss_and_not_an_error(world: Worl
 async def test_inputs_that_never_repeat_cost_one_inference_and_one_read_per_request(world: World) -> None:
     served = ServedGenerations(world.snapshot())
 
-    # All misses; L1 and its negative side stay within their bounds.
+    # All requests miss; L1 and its negative entries stay within their bounds.
     for number in range(150):
         await look_up(world, served, entity(f"x{number}", history=ids(f"i{number % 20}")))
 
@@ -432,7 +432,7 @@ async def test_a_damaged_record_costs_its_own_entity_the_answer_and_only_until_i
     world.remote.pages[GENERATION, "user_topk", 0] = good
     repaired = (await look_up(world, served, entity("u3")))[0]
 
-    # And nothing of it stays in L1.
+    # And nothing of the damaged record stays in L1.
     assert (damaged_answer["source"], damaged_answer["reason"]) == ("default", "corrupt")
     assert {answer["source"] for answer in other_answers} == {"l2"}
     assert repaired["source"] == "l2" and "reason" not in repaired
@@ -540,7 +540,7 @@ async def test_a_strangers_list_of_which_nothing_is_left_gives_way_to_what_else_
     assert answers[1]["reason"] == "exhausted"
     assert len(answers[1]["items"]) == WIDTH
     assert not {*live["items"]} & {*answers[1]["items"]}
-    # The stored answer to this very input would only come out the same.
+    # The stored answer to the same input would only be the same, so it is not computed again.
     assert len(world.jobs) == 1
     answered = counts(world, "answers")
     assert sum(answered.values()) == 2
@@ -608,7 +608,7 @@ async def test_a_large_request_lets_others_have_the_event_loop(world: World) -> 
     lookup_done.set()
     await counting
 
-    # Building, reading, computing and answering 640 entities: each gives way about every 64.
+    # Building, reading, computing and answering 640 entities each yield to the loop about every 64 entities.
     assert iterations > 25
 
 

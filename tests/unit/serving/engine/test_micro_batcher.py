@@ -157,7 +157,7 @@ async def test_a_job_that_cannot_end_in_time_is_refused_and_not_computed(executo
     batches = batcher(executor, compute_batch=slow, monotonic_clock=clock)
     await batches.infer(job(snapshot, "i0"))
 
-    # When one has half a second left and another two
+    # When one job has half a second left and another has two
     late, early = job(snapshot, "i1"), job(snapshot, "i2")
     late.deadline_at, early.deadline_at = clock.now_s + 0.5, clock.now_s + 2.0
     outcomes = await asyncio.gather(batches.infer(late), batches.infer(early), return_exceptions=True)

@@ -160,7 +160,7 @@ async def test_events_beyond_the_bound_are_refused_unsent(monkeypatch: pytest.Mo
 
 
 async def test_what_an_outage_refused_takes_no_room_of_what_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Given an outage that ended what waited
+    # Given an outage that refused the waiting events
     monkeypatch.setattr(acceptor_module, "WAITING_BYTES_MAX", 10)
     redis = FakeEventsRedis()
     redis.gate.clear()
@@ -174,11 +174,11 @@ async def test_what_an_outage_refused_takes_no_room_of_what_comes_next(monkeypat
     redis.gate.set()
     await asyncio.gather(*tasks, return_exceptions=True)
 
-    # When Redis is back, and as much comes at once as may wait
+    # When Redis is back, and as many events come at once as may wait
     redis.fails_with = None
     request_outcomes = await asyncio.gather(*(acceptor.accept(events(b"x" * 5)) for _ in range(2)))
 
-    # Then all of it is accepted
+    # Then all of them are accepted
     assert [len(accepted) for accepted in request_outcomes] == [1, 1]
 
 

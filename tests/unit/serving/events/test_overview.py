@@ -71,7 +71,7 @@ def test_every_figure_is_that_of_the_last_worker() -> None:
 
     assert merged_row is not None and set(merged_row) == {*EVENT_NUMBER_FIELDS, *EVENT_TEXT_FIELDS}
     assert (merged_row["lag_s"], merged_row["held_bytes"], merged_row["stream_bytes"]) == (7.5, 900.0, 50.0)
-    # By position, not by text: "9-9" is before "20-1".
+    # Positions are compared as numbers, not as text: "9-9" is before "20-1".
     assert (merged_row["counted_until"], merged_row["published_until"]) == ("9-9", "3-0")
 
 

@@ -49,7 +49,7 @@ async def test_after_a_rollback_the_bad_generation_is_held_no_more(scene: Scene)
 
     await scene.publish(pointer(A, 3, None))
 
-    # Previous is what the pointer says, not what happened to be live before.
+    # The previous generation is the one that the pointer names, not the one that was live before.
     assert scene.held == [A] and scene.opened == [A, B]
     assert scene.follower.served is not None and scene.follower.served.live.epoch == 3
 
@@ -78,7 +78,7 @@ async def test_a_generation_rolled_back_while_it_loads_is_never_served(scene: Sc
     scene.on_open = roll_back_meanwhile
     await scene.publish(pointer(B, 2, A))
 
-    # The load was under way when the bad generation was taken back.
+    # The load of the bad generation was under way when it was rolled back.
     assert scene.opened == [A, B] and live == [A] and scene.follower.epoch == 3
 
 
@@ -107,7 +107,7 @@ async def test_a_pointer_that_vanished_or_went_back_is_ignored_and_marked(
 
     await scene.publish(next_pointer)
 
-    # Nothing is followed, nothing drained; it is only said.
+    # The replica follows nothing and drains nothing; it only reports the fault.
     assert scene.held == [A] and scene.follower.stale_reason == stale_reason and scene.follower.health.is_ready
     await scene.publish(pointer(C, 6, A))
     assert scene.held == [C, A] and scene.follower.stale_reason is None
@@ -267,7 +267,7 @@ async def test_strangers_hear_no_detail_and_passwords_are_never_shown(
 
     health = scene.follower.health
     assert health.to_public_json()["failed"] == f"generation {B} cannot be loaded"
-    # Behind the token, in Redis and in the log: everything but the password.
+    # For callers with a token, in Redis and in the log, only the password is hidden.
     beat = scene.redis.beats[-1]["failed"]
     assert isinstance(beat, dict) and "sftp://larder:***@store.example" in beat[B]
     assert "items.ids is not in sftp://larder:***@store.example" in (health.failure_reason or "")
@@ -411,7 +411,8 @@ async def test_a_first_generation_that_cannot_be_loaded_leaves_the_previous_answ
 
     await scene.publish(pointer(B, 2, A))
 
-    # Drained, for it has seen an epoch that it cannot load; who still asks gets last night's answer, marked.
+    # The replica is not ready, because it cannot load the newest epoch; it still answers from the previous night,
+    # marked.
     assert scene.held == [A] and scene.follower.epoch == 1
     assert scene.follower.stale_reason == "load_failed" and not scene.follower.health.is_ready
     await scene.follower.poll_pointer()

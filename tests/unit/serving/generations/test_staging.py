@@ -126,7 +126,7 @@ async def test_never_more_than_previous_live_and_one_more(scene: Scene) -> None:
     await scene.publish(pointer(B, 2, A))
     for number, generation in enumerate((C, f"{C}x", f"{C}y"), start=3):
         await stage(scene, generation)
-        # Published without being the staged one: that makes room first.
+        # A generation that is published without being staged makes room first.
         await scene.publish(pointer(f"{generation}z", number, B))
         assert len(scene.held) <= 3
 
@@ -233,7 +233,7 @@ async def test_a_load_that_outlasts_the_bound_drains_and_a_retry_in_time_does_no
 
     await scene.follower.poll_pointer()
     assert scene.follower.health.is_ready and scene.follower.stale_reason == "load_failed"
-    # Another publish does not begin the bound anew.
+    # Another publish does not restart the bound.
     scene.broken.add(C)
     await scene.publish(pointer(C, 3, A))
     scene.timer.tick(BOUND_S / 2)

@@ -76,7 +76,8 @@ def test_bytes_that_the_parser_refuses_are_refused(sent: bytes, place: int) -> N
         if judge.is_complete:
             return  # of what stands behind the body
         with pytest.raises(ProtocolViolation):
-            # The parser refuses a line where it goes wrong, this decoder where it ends.
+            # The parser refuses a line where it goes wrong, the decoder where it ends: so end the line and exceed its
+            # bound.
             decode([*cut(sent, [place]), b"\n", b"\n" * 9_000])
 
 

@@ -127,6 +127,7 @@ async def test_these_lives_meet_every_reason() -> None:
             for reasons in tables.values():
                 met += reasons
 
-    # Nobody in these lives filters or clicks: tests/integration/http/test_filters.py, tests/integration/fresh.
+    # These runs have no filters and no events, which other tests cover: tests/integration/http/test_filters.py,
+    # tests/integration/fresh.
     assert set(COUNTED_MISS_REASONS) - set(met) == {"internal_error", "filtered", "newer_events"}
     assert {"cold_start", "evicted"} <= set(met)

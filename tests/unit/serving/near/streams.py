@@ -1,4 +1,4 @@
-"""Streams of inputs for near-match reuse, over the real index and policy; the truth of every answer is known.
+"""Streams of inputs for near-match reuse over the real index and policy, with a known truth for each answer.
 
 Texts stand for their vectors: paraphrases lie close to a text, labels change at boundaries. Histories are of items
 whose vectors a tower averages; near-duplicates differ by one item.
@@ -27,7 +27,7 @@ NO_ORDINALS = np.empty(0, np.int64)
 
 
 class Texts(NamedTuple):
-    """Inputs by their vectors, and the values that a model gives them."""
+    """Inputs by their vectors, and the model's values for them."""
 
     vectors: Numbers
     values: Numbers
@@ -37,13 +37,13 @@ Draw = Callable[[np.random.Generator, int], Texts]
 
 
 def unit(vectors: NDArray[Any]) -> Numbers:
-    """Rows of length 1."""
+    """Return the rows scaled to length 1."""
     rows: Numbers = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
     return rows
 
 
 def paraphrases(seed: int, *, dims: int = 32, bases: int = 400, labels: int = 4) -> Draw:
-    """Half of the texts are new, half paraphrase one of a few hundred, some closely and some not; labels are linear."""
+    """Half of the texts are new, half paraphrase one of a few hundred, closely or not; labels are linear."""
     rng = np.random.default_rng([seed, 1])
     base_vectors = unit(rng.standard_normal((bases, dims)))
     weights = rng.standard_normal((dims, labels)).astype(np.float32)
@@ -60,7 +60,7 @@ def paraphrases(seed: int, *, dims: int = 32, bases: int = 400, labels: int = 4)
 
 
 def opposites(honest: Draw) -> Draw:
-    """Whatever is asked comes twice, very close together, with opposite labels and as sure of both."""
+    """Every input comes twice, very close together, with opposite labels and equal certainty."""
 
     def draw(rng: np.random.Generator, count: int) -> Texts:
         vectors = honest(rng, count).vectors
@@ -72,7 +72,7 @@ def opposites(honest: Draw) -> Draw:
 
 
 def turning(honest: Draw, after: int) -> Draw:
-    """Honest for so many inputs; then each is a paraphrase whose label is another one than ever before."""
+    """Paraphrases keep their labels for so many inputs; after that, each has another label than before."""
     drawn = 0
 
     def draw(rng: np.random.Generator, count: int) -> Texts:
@@ -87,7 +87,7 @@ def turning(honest: Draw, after: int) -> Draw:
 
 @dataclass
 class RunCounts:
-    """Counts of a run at the end of each batch: answers given, reused and wrong, and if anything was reused."""
+    """Counts of a run after each batch: answers given, reused and wrong, and whether any was reused."""
 
     policy: ReusePolicy
     counts: Counter[NearOutcome]
@@ -97,24 +97,24 @@ class RunCounts:
     is_reusing: list[bool] = field(default_factory=list)
 
     def add(self, answers: int, reused: int, wrong: int) -> None:
-        """Adds a batch."""
+        """Add a batch."""
         for sums, more in ((self.answers, answers), (self.reused, reused), (self.wrong, wrong)):
             sums.append((sums[-1] if sums else 0) + more)
         self.is_reusing.append(self.policy.is_reusing)
 
     @property
     def error(self) -> float:
-        """Share of what was reused that was wrong."""
+        """Share of the reused answers that were wrong."""
         return self.wrong[-1] / max(1, self.reused[-1])
 
     @property
     def reused_share(self) -> float:
-        """Share of the answers that were reused, or proven to be live's own."""
+        """Share of the answers that were reused, or proven equal to the live ones."""
         return (self.reused[-1] + self.counts["proven"]) / self.answers[-1]
 
 
 class TextModel:
-    """Predictor that gives each text the values that its draw has."""
+    """Predictor that gives each text its drawn values."""
 
     def __init__(self) -> None:
         self.now = Texts(np.empty((0, 0), np.float32), np.empty((0, 0), np.float32))
@@ -133,7 +133,7 @@ class TextModel:
 
 
 def run_texts(draw: Draw, inputs: int, seed: int, *, entries: int = 1_024) -> RunCounts:
-    """Runs so many texts through the matches of a value table."""
+    """Run so many texts through the matches of a value table."""
     rng, model, counts = np.random.default_rng([seed, 2]), TextModel(), Counter[NearOutcome]()
     dims = draw(np.random.default_rng(0), 2).vectors.shape[1]
     neighbours: Neighbours[Numbers] = Neighbours(ERROR, entries, dims, Random(seed), counts)
@@ -151,7 +151,7 @@ def run_texts(draw: Draw, inputs: int, seed: int, *, entries: int = 1_024) -> Ru
 
 
 class HistoryModel:
-    """Predictor of lists: the mean of the history's item vectors, over items in clusters and a real flat index."""
+    """Predictor of lists: the mean of a history's item vectors, over clustered items and a real flat index."""
 
     ITEMS, DIMS, CLUSTERS, K = 400, 16, 20, 10
 
@@ -168,7 +168,7 @@ class HistoryModel:
         self.best: NDArray[np.uint32] = np.empty((0, 0), np.uint32)
 
     def vectors(self, batch: Sequence[PreparedInput]) -> Numbers:
-        """Means of the histories, which are all of one length."""
+        """Return the means of the histories, which all have one length."""
         means: Numbers = self.items[np.stack([prepared.history for prepared in batch])].mean(axis=1)
         return means
 
@@ -182,13 +182,13 @@ class HistoryModel:
         return [b""] * len(ranked[0])
 
     def true_lists(self, batch: Sequence[PreparedInput]) -> NDArray[np.uint32]:
-        """Lists that live would give."""
+        """Return the lists that the live model would give."""
         vectors = self.vectors(batch)
         return self._search.lists(batch, vectors, NO_ORDINALS)[0]
 
 
 def histories(model: HistoryModel, rng: np.random.Generator, length: int = 12) -> Iterator[list[PreparedInput]]:
-    """Batches of histories: half are new, of two clusters each, half are a recent new one with another item."""
+    """Yield batches of histories: half new, from two clusters each, half a recent new one with another item."""
     recent = np.empty((0, length), np.int64)
     order = np.argsort(model.clusters, kind="stable")
     starts = np.searchsorted(model.clusters[order], np.arange(model.CLUSTERS + 1))
@@ -208,7 +208,7 @@ def histories(model: HistoryModel, rng: np.random.Generator, length: int = 12) -
 
 
 def run_histories(inputs: int, seed: int, *, entries: int = 1_024, is_exact: bool = False) -> RunCounts:
-    """Runs so many histories through the matches of a table of lists, whose index is said to be exact or not."""
+    """Run so many histories through the matches of a table of lists, whose index counts as exact or not."""
     model, counts = HistoryModel(seed), Counter[NearOutcome]()
     neighbours: Any = Neighbours(ERROR, entries, model.DIMS, Random(seed), counts)
     reach = model.search("t").score_change_max() if is_exact else None

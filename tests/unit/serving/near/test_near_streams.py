@@ -45,7 +45,8 @@ def test_the_error_stays_within_the_bound_in_a_hundred_long_runs(name: str) -> N
     reused_shares = sorted(check(run, 100_000, seed).reused_share for seed in range(100))
 
     print(f"{name}: share reused {reused_shares[0]:.2f} to {reused_shares[-1]:.2f}, median {reused_shares[50]:.2f}")
-    # An audit that proves wrong early makes a run begin anew, and more careful: one of the histories reuses a tenth.
+    # If an early audit finds a wrong answer, the run starts over with more caution: one of the histories reuses a
+    # tenth.
     assert reused_shares[1] > expected_share
 
 

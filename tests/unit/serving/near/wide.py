@@ -1,4 +1,4 @@
-"""A predictor over some hundred items: real tables, indexes and re-score, and towers that are one formula."""
+"""A predictor over a few hundred items: real tables, indexes and re-scoring, and towers of one formula each."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ _AGE = InputSpec("age", "feature", "int64", column="age")
 
 
 class MeanTower:
-    """Vector of a history: the mean of its items' vectors."""
+    """User tower: the mean of the history's item vectors."""
 
     spec = TowerSpec((_HISTORY,), "vector", DIMS)
     buckets = ()
@@ -32,14 +32,14 @@ class MeanTower:
         self._vectors = vectors
 
     def run(self, inputs: dict[str, Histories]) -> NDArray[np.float32]:
-        """float32 [n, dims]."""
+        """Return float32 [n, dims]."""
         histories = inputs["history"]
         rows = np.split(self._vectors[histories.indices], histories.indptr[1:-1])
         return np.stack([item_vectors.mean(axis=0) for item_vectors in rows])
 
 
 class TasteTower:
-    """Values of a taste: its numbers, weighed."""
+    """Value tower: the weighted numbers of a taste."""
 
     buckets = ()
 
@@ -48,7 +48,7 @@ class TasteTower:
         self.rows = 0
 
     def run(self, inputs: dict[str, Any]) -> NDArray[np.float32]:
-        """float32 [n, labels]."""
+        """Return float32 [n, labels]."""
         self.rows += len(inputs["taste"])
         weights = np.array([[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]], np.float32)
         values: NDArray[np.float32] = inputs["taste"] @ weights

@@ -117,7 +117,7 @@ def test_who_takes_nothing_of_a_long_answer_is_cut_off() -> None:
                 assert await eventually(is_gone)
                 poll = select.poll()
                 poll.register(peer, 0)
-                # Reset: the kernel does not hold either what nobody takes.
+                # The connection is reset, so the kernel does not keep an unread answer either.
                 assert poll.poll(1_000)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

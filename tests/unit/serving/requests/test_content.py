@@ -48,7 +48,7 @@ async def test_a_large_body_that_a_thread_refused_is_free_without_a_collection()
     attached = await refused_beside(body)
 
     assert len(attached) < 1_000  # not the text that was parsed
-    # Thread and loop let go of it a moment after the outcome is there.
+    # Thread and loop release the body a moment after the outcome is there.
     await asyncio.get_running_loop().shutdown_default_executor()
     assert sys.getrefcount(body) == reference_count
 

@@ -97,7 +97,7 @@ def test_a_k_that_is_too_long_is_not_called_no_number() -> None:
     with pytest.raises(Problem, match="at most 18 digits, not 19"):
         lookup_from_url(PREFIX + b"t/a", PREFIX, b"k=" + b"9" * 19, LIMITS)
 
-    # How many a table holds is the table's business.
+    # The parser does not know how many items the table holds.
     assert lookup_from_url(PREFIX + b"t/a", PREFIX, b"k=1000000000", LIMITS).options.k == 10**9
 
 

@@ -1,4 +1,4 @@
-"""Arms over a store on disk, and namespaces that only note what is done with them."""
+"""Arms over a store on disk, with fake namespaces that record the calls."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -72,7 +72,7 @@ class FakeService:
 
 @dataclass
 class FakeNamespace:
-    """A namespace that only notes what is done with it; its start and its end last while their gates are closed."""
+    """A namespace that records calls; its start and its end wait while their gates are closed."""
 
     log: list[str]
     name: str
@@ -99,7 +99,7 @@ class FakeNamespace:
 
 @dataclass
 class Scene:
-    """Arms over a store on disk, with namespaces that only note what is done with them."""
+    """Arms over a store on disk, with fake namespaces."""
 
     folder: Path
     log: list[str] = field(default_factory=list)
@@ -131,27 +131,27 @@ class Scene:
         change_experiments(self.store, lambda record: replace(record, salt="own", experiments=experiments))
 
     async def refresh_and_settle(self) -> None:
-        """Looks, and waits until what that begins is done."""
+        """Refresh, and wait until what that starts is done."""
         await self.arms.refresh()
         await self.arms.settled()
 
     async def wait_for_start(self) -> None:
-        """Waits until a start is under way."""
+        """Wait until a start is under way."""
         for _ in range(9):
             await asyncio.sleep(0)
         assert self.log
 
     def states(self) -> dict[str, str]:
-        """State of each namespace beside the own one."""
+        """Return the state of each namespace other than the own one."""
         return {name: state.value for name, state in self.arms.state_by_namespace.items()}
 
     def block(self, version: int, item: bytes) -> Blocklist:
-        """Puts a version in force in the own namespace, which nobody is told."""
+        """Put a version in force in the own namespace, without any notification."""
         self.own_service.follower.holder.blocklist = blocklist = Blocklist(version, frozenset({item}))
         return blocklist
 
     def get_other_blocklist(self, name: str) -> Blocklist | None:
-        """What a namespace was told to obey last."""
+        """Return the last blocklist that a namespace was told to obey."""
         blocklist: Blocklist | None = self.opened[name].service.follower.holder.other_blocklist
         return blocklist
 

@@ -317,7 +317,7 @@ def test_a_key_is_written_down_always_or_never(sample: float) -> None:
 
     count = len(KEYS)
     assert abs(len(sampled_keys) - sample * count) <= 5 * math.sqrt(count * sample * (1 - sample))
-    # Apart from the arms: of each its share.
+    # The sample is independent of the arms: each has its share in it.
     arms = [routing.find_arm(key) for key in sampled_keys]
     arm_b_share = arms.count(("e", "b")) / len(arms)
     assert abs(arm_b_share - 0.25) < 5 * math.sqrt(0.25 * 0.75 / len(arms))

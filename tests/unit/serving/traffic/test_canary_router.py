@@ -103,7 +103,7 @@ async def test_an_answer_with_newer_events_is_one_of_the_mix_that_the_other_gene
         stored = {"source": "l2", "producer": "batch", "items": ["i1"], "scores": [0.5]}
         trial.count(part, [computed if part is not None and part.arm == "live" else stored])
 
-    # then neither arm's mix differs, though no answer of the live arm came from a record
+    # then the shares of sources do not differ between the arms, though no answer of the live arm came from a record
     report = trial.report()
     assert report is not None and min(map(len, keys_by_arm.values())) > 0
     assert {frozenset(counts["kinds"]) for counts in report["arms"].values()} == {frozenset({"stored"})}

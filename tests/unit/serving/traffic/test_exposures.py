@@ -117,7 +117,7 @@ async def test_what_waits_is_bounded_and_what_is_dropped_is_counted(
     ]
     parts = Counter(name for name, arm_line in named_lines for _ in arm_line["exposures"])
     assert max(parts.values()) == 2 and log.internal_counters()["exposures_dropped"] == 3
-    # And there is room again.
+    # After that there is room again.
     log.count_request("e", "x", b"later")
     await log.flush()
     assert log.internal_counters()["exposures_written"] == 6

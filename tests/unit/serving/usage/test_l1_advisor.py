@@ -76,7 +76,7 @@ def worker() -> Worker:
 
 
 async def test_it_says_what_more_and_less_would_give(worker: Worker) -> None:
-    # Round and round: 150 keys are too many for 100 and few enough for 200; then two of them over and over.
+    # A cycle over 150 keys, too many for 100 entries and few enough for 200; then two of them in turn.
     report = await worker.reading(list(range(150)) * 3 + [0, 1] * 75)
 
     assert report["hit_ratio"] == pytest.approx(148 / 600, abs=1e-4)

@@ -46,6 +46,6 @@ async def test_what_is_remembered_of_requests_is_looked_at_by_the_event_loop_alo
 
     await usage.report()
 
-    # A worker thread that iterates a deque to which requests append, or flushes their counts, meets them half-way.
+    # Only the loop's thread may read: another thread would iterate a deque while requests append to it.
     assert reader_threads and set(reader_threads) == {loop}
     assert sorted(redis.told) == sorted(hash_id(raw_id, seed).to_bytes(8, "little") for raw_id in (b"u1", b"u3"))
