@@ -35,6 +35,7 @@ from infra.cli.dags import (
     dags_folder,
     has_scoring_pool,
     list_dag_files,
+    names_dags_folder,
 )
 from infra.cli.redis import url_without_password
 
@@ -582,7 +583,9 @@ def check_airflow(_config: "NightConfig") -> CheckResult:
     refusal_text = None if installed_version is None else airflow_refusal(installed_version)
     try:
         airflow_dags_folder = dags_folder(None)
-    except LarderError:
+    except LarderError as error:
+        if names_dags_folder():
+            return "to do", refusal_text or error.message
         return (
             "not used",
             refusal_text or "no AIRFLOW_HOME: `larder dags install FOLDER` adds the nights to an Airflow",

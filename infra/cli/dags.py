@@ -159,6 +159,11 @@ def dags_folder(named_folder: str | None, environ: Mapping[str, str] = os.enviro
     return folder
 
 
+def names_dags_folder(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the environment names Airflow's folder of DAGs."""
+    return _configured_dags_folder(environ) is not None
+
+
 def _folder_setting_name(environ: Mapping[str, str]) -> str:
     return next(
         setting_name for setting_name in ("AIRFLOW__CORE__DAGS_FOLDER", "AIRFLOW_HOME") if environ.get(setting_name)

@@ -310,13 +310,19 @@ class Http1Protocol(HttpToolsProtocol):
             return False
         self._has_peer_closed = True
         if self._unread_input:
-            return True  # handled once the input is read
+            return not self._closes_with_peer  # handled once the input is read
         if self._is_within_request:
             self.refuse(ProtocolViolation(400, "the request ended early"))
-        if not self.is_awaited or len(_half_closed_connections) >= HALF_CLOSED_PEERS_MAX:
+        has_too_many_peers = len(_half_closed_connections) >= HALF_CLOSED_PEERS_MAX
+        if self._closes_with_peer or not self.is_awaited or has_too_many_peers:
             return False
         _half_closed_connections.add(self)
         return True
+
+    @property
+    def _closes_with_peer(self) -> bool:
+        """True under TLS, where asyncio closes the connection in any case, and logs a warning if it is to stay open."""
+        return self.scheme == "https"
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""

@@ -182,6 +182,18 @@ def test_check_names_an_airflow_that_no_dags_were_copied_to(monkeypatch: pytest.
     assert state == "not used" and "Airflow 2.10.5" in message and "larder night" in message
 
 
+def test_check_names_the_folder_of_an_airflow_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AIRFLOW__CORE__DAGS_FOLDER", raising=False)
+    monkeypatch.setenv("AIRFLOW_HOME", str(tmp_path / "mistyped"))
+    has_airflow(monkeypatch, "3.3.2")
+
+    state, message = CHECK_BY_SUBJECT["airflow"](NightConfig())
+
+    assert state == "to do" and f"there is no folder {tmp_path / 'mistyped'}" in message
+
+
 @pytest.mark.parametrize(
     ("pools", "state", "told"),
     [

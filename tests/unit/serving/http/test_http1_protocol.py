@@ -150,6 +150,18 @@ def test_all_that_was_asked_before_is_answered_before_a_refusal(
     run(test)
 
 
+def test_a_peer_that_has_closed_its_side_under_tls_is_not_kept(opened: Callable[[], Connection]) -> None:
+    # asyncio closes such a connection, and logs a warning where the protocol asks to keep it
+    async def test() -> None:
+        connection = opened()
+        connection.protocol.scheme = "https"
+        connection.protocol.data_received(get(b"/other"))
+        assert not connection.protocol.eof_received()
+        assert connection.protocol not in http1_protocol._half_closed_connections
+
+    run(test)
+
+
 def test_a_few_peers_that_have_closed_their_side_are_answered_at_once(opened: Callable[[], Connection]) -> None:
     async def test() -> None:
         for _ in range(3):
