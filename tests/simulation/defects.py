@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -17,7 +17,7 @@ from cache.tiers.singleflight import SingleFlight
 from cache.tiers.tiered import WriteBehind
 from serving.admission.controller import Admission
 from serving.engine.answer_observer import RecentNames
-from serving.engine.inference import LiveInferences
+from serving.engine.inference import FlightKey, LiveInferences
 from serving.engine.leases import LeaseManager
 from serving.engine.micro_batcher import MicroBatcher
 from serving.generations import blocklist_source, pointer_follower
@@ -83,8 +83,8 @@ def _flights_forget_the_input(patch: pytest.MonkeyPatch) -> None:
     real = SingleFlight.board
 
     def board(self: Any, key: Any, work: Any) -> Any:
-        is_inference = type(key) is tuple and len(key) == 4
-        return real(self, (*key[:3], b"") if is_inference else key, work)
+        is_inference = type(key) is tuple and len(key) == len(get_args(FlightKey))
+        return real(self, (*key[:3], b"", *key[4:]) if is_inference else key, work)
 
     patch.setattr(SingleFlight, "board", board)
 
