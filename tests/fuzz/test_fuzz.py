@@ -32,7 +32,7 @@ NO_GCC = "no gcc with libasan here: apt-get install gcc"
 NO_CLANG = "no clang with libFuzzer here: apt-get install clang libclang-rt-dev (libclang-rt-14-dev)"
 COMPILED = [
     "tests/unit/cache/native", "tests/unit/cache/topk", "tests/unit/cache/tiers", "tests/unit/cache/l2",
-    "tests/unit/cache/resp", "tests/unit/serving/engine/rendering", "tests/unit/precompute/sources/test_columns.py",
+    "tests/unit/cache/l2", "tests/unit/serving/engine/rendering", "tests/unit/precompute/sources/test_columns.py",
 ]  # fmt: skip
 """Tests of what is compiled, and of its twins."""
 LENGTH_MAX = {"columns": 2_000, "topk": 160}

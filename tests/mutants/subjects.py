@@ -77,7 +77,7 @@ SUBJECTS = {
         (
             "tests/unit/cache/tiers",
             "tests/unit/cache/l2",
-            "tests/unit/cache/resp",
+            "tests/unit/cache/l2",
             "tests/unit/cache/native/test_loader.py",
             "tests/unit/cache/format",
             "tests/unit/serving/engine",
@@ -104,7 +104,7 @@ SUBJECTS = {
             "tests/unit/cache/store",
             "tests/unit/serving/generations",
             "tests/unit/serving/traffic/test_canary_router.py",
-            "tests/unit/precompute/operations",
+            "tests/unit/precompute/reference",
             "tests/integration/releases/test_adopt.py",
             "tests/integration/releases/test_audit.py",
             "tests/integration/releases/test_control.py",
@@ -129,7 +129,7 @@ SUBJECTS = {
             "serving/generations/refresher.py",
         ),
         (
-            "tests/unit/precompute/erasures",
+            "tests/unit/precompute/erasure",
             "tests/unit/precompute/events",
             "tests/unit/precompute/cli",
             "tests/unit/cache/store",

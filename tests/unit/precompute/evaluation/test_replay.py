@@ -11,7 +11,7 @@ from cache.errors import ConfigError, SourceError
 from precompute.config.settings import Sources
 from precompute.evaluation.freshness import EVENTS, HOURLY, NIGHT, NIGHT_LESS_SEEN, replay
 from precompute.evaluation.options import ReplayOptions
-from tests.unit.precompute.freshness.planted import DAY_S, DAYS, HOUR_S, make_earlier_rows, write
+from tests.unit.precompute.evaluation.planted import DAY_S, DAYS, HOUR_S, make_earlier_rows, write
 
 DAY = ReplayOptions(days=1)
 

@@ -5,8 +5,8 @@ import orjson
 import pytest
 
 from precompute.__main__ import main
-from tests.unit.precompute.freshness.planted import make_earlier_rows, write
-from tests.unit.precompute.freshness.test_replay import jumping
+from tests.unit.precompute.evaluation.planted import make_earlier_rows, write
+from tests.unit.precompute.evaluation.test_replay import jumping
 
 
 @pytest.fixture
