@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from cache.control.control_keys import Control, Replica
 from cache.errors import ConfigError, Conflict, CorruptArtefact, TierUnavailable
 from cache.l2.sync_clients import connect
+from cache.process.host import disk_free_bytes
 from cache.store.artefacts import ArtefactStore
 from cache.store.blocklist import latest_blocklist
 from cache.store.releases import all_releases
@@ -13,6 +14,9 @@ from cache.store.releases import all_releases
 if TYPE_CHECKING:
     from cache.config.shared import SharedConfig
 
+
+STORE_FREE_BYTES_MIN = 1 << 20
+"""Free bytes of the disk of a local store below which it counts as full."""
 
 ADOPT_COMMAND = 'larder restore --adopt --reason "..."'
 """Command that makes a Redis follow a store whose releases do not explain its pointer."""
@@ -83,6 +87,19 @@ def store_mismatch(config: "SharedConfig", redis_url: str | None, timeout_s: flo
     )
 
 
+def full_store_problem(store: ArtefactStore) -> str | None:
+    """Return the problem that the store's disk is full; None if there is room, or if the store is not on this host."""
+    if store.local_folder is None:
+        return None
+    free_bytes = disk_free_bytes(store.local_folder)
+    if free_bytes >= STORE_FREE_BYTES_MIN:
+        return None
+    return (
+        f"the disk of the artefact store {store.url} is full ({free_bytes:,} bytes are free): blocks, erasures and "
+        "nights cannot be written; make room"
+    )
+
+
 def replicas_ahead(replicas: Iterable[Replica], blocklist_version: int) -> list[Replica]:
     """Return the replicas that have read a newer version of the blocklist than this one, the newest of the store."""
     return [replica for replica in replicas if (replica.blocklist_version or 0) > blocklist_version]
@@ -96,8 +113,8 @@ def older_store_message(ahead: Collection[Replica], blocklist_version: int, stor
         f"replica{'s' * (len(ahead) > 1)} {names} {'have' if len(ahead) > 1 else 'has'} version {version_in_force} of "
         f"the blocklist in force, the newest in {store_url} is {blocklist_version}: the store is older than what is in "
         "force, and a replica that starts now serves what was blocked or erased since. Put back a newer copy of the "
-        "store; or repeat the blocks and erasures since the copy (`larder audit` of the store that was replaced shows "
-        "them), then restart the replicas"
+        "store; or repeat the blocks and erasures since the copy (`larder block --list` and `larder erase --list` with "
+        "LARDER_ARTIFACTS=FOLDER of the store that was replaced show them), then restart the replicas"
     )
 
 

@@ -554,7 +554,7 @@ def check_live_provider(_config: "NightConfig") -> CheckResult:
 
 def check_store(config: "NightConfig") -> CheckResult:
     """Check that the pointer in Redis belongs to this artefact store, and that it can create files exclusively."""
-    from cache.control.own_store import older_store_problem, store_mismatch
+    from cache.control.own_store import full_store_problem, older_store_problem, store_mismatch
     from cache.process.redis_server import running_server
 
     running_redis = running_server(config.path(config.state))
@@ -565,6 +565,8 @@ def check_store(config: "NightConfig") -> CheckResult:
         return "to do", problem
     store = config.store()
     store.demand_write_once()
+    if (problem := full_store_problem(store)) is not None:
+        return "to do", problem
     generation_count = len(store.names("generations"))
     return (
         "ok",

@@ -11,7 +11,13 @@ from rich.text import Text
 
 from cache.config.timetable import Schedule
 from cache.control.control_keys import RegistryRow, Replica
-from cache.control.own_store import ADOPT_COMMAND, missing_records_advice, older_store_message, replicas_ahead
+from cache.control.own_store import (
+    ADOPT_COMMAND,
+    full_store_problem,
+    missing_records_advice,
+    older_store_message,
+    replicas_ahead,
+)
 from cache.control.states import GenerationState, Ledger, fold_releases
 from cache.errors import LarderError, TierUnavailable
 from cache.format.manifest import CUT_CHARS, Manifest
@@ -43,7 +49,8 @@ LOCATION_VARIABLES = ("LARDER_CONFIG", "LARDER_ARTIFACTS", "LARDER_NAMESPACE", "
 
 PROBLEM_BY_STALE_REASON: Mapping[str, str] = {
     "blocklist_unreadable": "cannot read the newest blocklist, so what was blocked or erased since may still be "
-    "served: its log has the error; is the artefact store reachable and readable from its host?",
+    "served: its log has the error; is the artefact store reachable and readable from its host, or was an older copy "
+    "of it put back?",
     "blocklist_not_enforced": "could not put the blocklist in force that it read: its log has the error; give it "
     "threads and memory",
     "experiments_unreadable": "cannot read the newest experiments: its log has the error; is the artefact store "
@@ -288,6 +295,8 @@ def _list_problems(
                 f"{refused_generation} was refused{failed_at_clause}: {rules}; `larder verify {refused_generation}` "
                 "shows the values, and what to do"
             )
+    if (full_problem := full_store_problem(store)) is not None:
+        problems.append(full_problem)
     blocklist_version = namespace_status["blocklist_version"]
     if ahead := replicas_ahead(namespace_state.replicas, blocklist_version):
         problems.append(older_store_message(ahead, blocklist_version, store_url))

@@ -115,6 +115,30 @@ def test_what_is_not_pinned_is_not_unpinned(nights_of: tuple[NightConfig, str, s
         run(config, "unpin", old)
 
 
+def test_two_nights_of_the_same_inputs_may_verify_at_once(
+    nights_of: tuple[NightConfig, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a generation that another night publishes while its gates run
+    config = nights_of[0]
+    generation = build_verified(config, "2026-02-02T00:00:00Z")
+    judge = verify._judge
+
+    def judge_and_publish(*arguments: Any) -> Any:
+        verdicts = judge(*arguments)
+        publish(config, generation)
+        return verdicts
+
+    monkeypatch.setattr(verify, "_judge", judge_and_publish)
+
+    # When it is verified
+    verify_result = verify.run(config, {"generation": generation})
+
+    # Then that is done, too
+    assert verify_result["verified"] and "it is live" in verify_result["not_run"]
+    roll_back_target = nights_of[2]
+    run(config, "roll-back", "--reason", "x", "--to", roll_back_target)
+
+
 def test_verify_says_what_it_did_not_run(nights_of: tuple[NightConfig, str, str]) -> None:
     config, old, live = nights_of
     verify_result = verify.run(config, {"generation": live})
