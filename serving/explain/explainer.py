@@ -673,10 +673,9 @@ def _new_item_rows(case: PendingAnswer) -> list[dict[str, str]]:
 def _answer_fields(case: PendingAnswer, rescore_result: RescoreResult) -> dict[str, Any]:
     """Return the answer's source and reason, and why live did not answer."""
     source = "default" if case.answer is None else case.answer["source"]
-    is_stored = source in STORED_SOURCES
     reason = None if case.answer is None else case.answer.get("reason")
-    if is_stored:
-        live = None if case.answer is None else case.answer.get("live")
+    if case.answer is not None:
+        live = case.answer.get("live")
     else:
         live = rescore_result.failure_reason if rescore_result.is_of_input else None
     return {"tier": source, "reason": reason and str(reason), "live": live}

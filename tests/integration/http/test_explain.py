@@ -203,6 +203,9 @@ async def test_a_blocked_entity_gets_the_default_and_a_blocked_item_is_left_out(
             return bool((await service.get(EXPLAIN + first))["answer"]["reason"] == "entity_blocked")
 
         assert await eventually(is_blocked)
+        sent_body = {"entities": [{"id": first, "history": [item]}]}
+        sent_explanation = await service.post("/v1/explain/user_topk", sent_body)
+        assert sent_explanation["answer"] == {"tier": "default", "reason": "entity_blocked", "live": None}
         first_explanation, second_explanation = (
             await service.get(EXPLAIN + first),
             await service.get(EXPLAIN + second),
