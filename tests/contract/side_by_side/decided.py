@@ -57,8 +57,12 @@ REMOVED_AT: Final[Mapping[str, frozenset[str]]] = {
 }
 """Names that OpenAPI had at one place, for what the service always refused there."""
 
-FILLED_AT: Final = frozenset({"body.arm"})
-"""Fields that may have a text now where the frozen commit has null: the experiment's arm that feedback counted for."""
+FILLED_AT: Final = frozenset({"body.arm", "body.answer.live"})
+"""Fields that may have a text now where the frozen commit has null: the experiment's arm that feedback counted for,
+and an explanation's `live` of a stored answer, which is the answer's own."""
+
+EMPTIED_AT: Final = frozenset({"body.answer.live"})
+"""Fields that may be null now where the frozen commit has a text: an explanation's `live` that the answer lacks."""
 
 CHANGED_REFUSALS: Final = frozenset(
     {
