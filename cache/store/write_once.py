@@ -49,18 +49,19 @@ class Versions(Generic[Value]):
     first_value: Value
     parse: Callable[[bytes], Value]
 
+    def list_numbers(self, store: ArtefactStore) -> set[int]:
+        """Return the numbers of all versions in the store; takes a single listing."""
+        file_names = store.names(self.folder)
+        return {int(file_match[1]) for name in file_names if (file_match := _VERSION_NAME_PATTERN.fullmatch(name))}
+
     def read_newest_number(self, store: ArtefactStore) -> int:
         """Return the number of the version in force, 0 before the first; takes a single listing."""
-        file_names = store.names(self.folder)
-        return max(
-            (int(file_match[1]) for name in file_names if (file_match := _VERSION_NAME_PATTERN.fullmatch(name))),
-            default=0,
-        )
+        return max(self.list_numbers(store), default=0)
 
     def latest(self, store: ArtefactStore) -> Value:
         """Return the version in force."""
         version = self.read_newest_number(store)
-        version_bytes = store.read(self._path(version)) if version else None
+        version_bytes = store.read(self.path(version)) if version else None
         return self.first_value if version_bytes is None else self.parse(version_bytes)
 
     def change(self, store: ArtefactStore, change: Callable[[Value], Value]) -> Value:
@@ -75,11 +76,12 @@ class Versions(Generic[Value]):
             if new_value == latest_value:
                 return latest_value
             new_value = replace(new_value, version=latest_value.version + 1)
-            if store.write_once(self._path(new_value.version), new_value.to_bytes()):
+            if store.write_once(self.path(new_value.version), new_value.to_bytes()):
                 return new_value
         raise Conflict(f"{self.folder} changed {WRITE_TRIES_MAX} times while a version was being written; try again")
 
-    def _path(self, version: int) -> str:
+    def path(self, version: int) -> str:
+        """Return the path of a version in the store."""
         return f"{self.folder}/{version:012d}.json"
 
 

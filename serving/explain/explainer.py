@@ -243,11 +243,6 @@ class RescoreResult:
     computed_record: bytes | None = None
     """Encoded record of an inference from an input; None if scored by the stored vector."""
 
-    @property
-    def is_of_input(self) -> bool:
-        """True if a live answer to a request would be computed from the same input."""
-        return self.computed_from in ("sent", "own", "events")
-
     def to_json(self) -> dict[str, Any]:
         """Return the fields of the explanation except the prediction."""
         return {
@@ -540,7 +535,7 @@ class Explainer:
         replay = LadderReplay(self._inspector, l1, l2, live_result, rescore_result)
         answered_case = await replay.resolve_case(served, case, request.options, self._uncounted_metrics)
         previous = await self._previous_fields(served, answered_case, replay)
-        answer = _answer_fields(answered_case, rescore_result)
+        answer = _answer_fields(answered_case)
         is_stored = answer["tier"] in STORED_SOURCES
         answer_read_result = await replay.read(view, answered_case.record_key) if is_stored else None
         explanation: dict[str, Any] = {
@@ -670,15 +665,11 @@ def _new_item_rows(case: PendingAnswer) -> list[dict[str, str]]:
     ]
 
 
-def _answer_fields(case: PendingAnswer, rescore_result: RescoreResult) -> dict[str, Any]:
+def _answer_fields(case: PendingAnswer) -> dict[str, Any]:
     """Return the answer's source and reason, and why live did not answer."""
-    source = "default" if case.answer is None else case.answer["source"]
-    reason = None if case.answer is None else case.answer.get("reason")
-    if case.answer is not None:
-        live = case.answer.get("live")
-    else:
-        live = rescore_result.failure_reason if rescore_result.is_of_input else None
-    return {"tier": source, "reason": reason and str(reason), "live": live}
+    answer = case.answer or {}
+    reason = answer.get("reason")
+    return {"tier": answer.get("source", Source.DEFAULT), "reason": reason and str(reason), "live": answer.get("live")}
 
 
 def _list_fields(prediction: Prediction, record: Record, table: Table) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cache.errors import CorruptArtefact, LarderError, StoreError
 from cache.store.artefacts import ArtefactStore
-from cache.store.blocklist import Blocklist
+from cache.store.blocklist import BLOCKLIST_VERSIONS, Blocklist
 
 _HISTORY_CHECK_S = 10.0
 """Seconds between checks of a version that was read, while the listing of the store stays the same."""
@@ -34,16 +34,16 @@ class BlocklistSource:
 
         It is the same object as long as nothing changes. Raises StoreError where there is no store.
         """
-        version_stems = _list_versions(self._store)
-        newest_version = max(version_stems, default=0)
+        versions = _list_versions(self._store)
+        newest_version = max(versions, default=0)
         stored = self._stored
-        if stored is not None and self._is_of_another_history(stored, newest_version, version_stems):
+        if stored is not None and self._is_of_another_history(stored, newest_version, versions):
             self._lost = replace(self._lost.with_all_of(stored), version=stored.version)
             self._stored = stored = None
-        blocklist, read_error = newest_blocklist(self._store, version_stems, -1 if stored is None else stored.version)
+        blocklist, read_error = newest_blocklist(self._store, versions, -1 if stored is None else stored.version)
         if blocklist is not None:
             self._stored = stored = blocklist
-            self._note_check(version_stems)
+            self._note_check(versions)
         if stored is None:
             return self._enforced, read_error
         lost_count = _count_missing(self._lost, stored)
@@ -52,7 +52,7 @@ class BlocklistSource:
         else:
             lost_error = (
                 f"the store is older than version {self._lost.version}, which was in force here: {lost_count} ids that"
-                " it blocked are missing in the newest version of the store, and stay blocked until the service stops"
+                " it blocked are missing in the newest version of the store, and stay blocked until they are blocked there too"
             )
             read_error = f"{read_error}; {lost_error}" if read_error else lost_error
             enforced = replace(stored.with_all_of(self._lost), version=max(stored.version, self._lost.version))
@@ -60,52 +60,51 @@ class BlocklistSource:
             self._enforced = enforced
         return self._enforced, read_error
 
-    def _is_of_another_history(self, stored: Blocklist, newest_version: int, version_stems: dict[int, str]) -> bool:
+    def _is_of_another_history(self, stored: Blocklist, newest_version: int, versions: set[int]) -> bool:
         """Return whether the store no longer has the version that was read last, or has another one by its number."""
         if newest_version < stored.version:
             return True
-        if stored.version not in version_stems:
+        if stored.version not in versions:
             return False
-        is_same_listing = version_stems.keys() == self._listed_versions
+        is_same_listing = versions == self._listed_versions
         if is_same_listing and self._monotonic_clock() - self._history_checked_at < _HISTORY_CHECK_S:
             return False
-        self._note_check(version_stems)
+        self._note_check(versions)
         try:
-            return _read_version(self._store, stored.version, version_stems[stored.version]) != stored
+            return _read_version(self._store, stored.version) != stored
         except (LarderError, OSError, ValueError):
             return False  # damaged since it was read
 
-    def _note_check(self, version_stems: dict[int, str]) -> None:
-        self._listed_versions, self._history_checked_at = set(version_stems), self._monotonic_clock()
+    def _note_check(self, versions: set[int]) -> None:
+        self._listed_versions, self._history_checked_at = versions, self._monotonic_clock()
 
 
 def newest_blocklist(
-    store: ArtefactStore, version_stems: dict[int, str], known_version: int
+    store: ArtefactStore, versions: set[int], known_version: int
 ) -> tuple[Blocklist | None, str | None]:
     """Return the newest readable version above `known_version` (-1: none yet), and why it is not the newest."""
     read_error = None
-    for version, stem in sorted(version_stems.items(), reverse=True):
+    for version in sorted(versions, reverse=True):
         if version <= known_version:
             return None, read_error
         try:
-            return _read_version(store, version, stem), read_error
+            return _read_version(store, version), read_error
         except (LarderError, OSError, ValueError) as error:
             read_error = read_error or f"version {version}: {error}"
-    return (Blocklist() if not version_stems and known_version < 0 else None), read_error
+    return (Blocklist() if not versions and known_version < 0 else None), read_error
 
 
-def _list_versions(store: ArtefactStore) -> dict[int, str]:
-    """Return the names of the versions in the store, without `.json`, by number; raise StoreError for no store."""
-    stems = [name.removesuffix(".json") for name in store.names("blocklist") if name.endswith(".json")]
-    version_stems = {int(stem): stem for stem in stems if len(stem) == 12 and stem.isdecimal()}
-    if not version_stems and not store.names(""):
+def _list_versions(store: ArtefactStore) -> set[int]:
+    """Return the numbers of the versions in the store; raise StoreError for no store."""
+    versions = BLOCKLIST_VERSIONS.list_numbers(store)
+    if not versions and not store.names(""):
         # An unmounted volume looks like a store without a blocklist.
         raise StoreError(f"{store.url} is empty")
-    return version_stems
+    return versions
 
 
-def _read_version(store: ArtefactStore, version: int, stem: str) -> Blocklist:
-    blocklist_bytes = store.read(f"blocklist/{stem}.json")
+def _read_version(store: ArtefactStore, version: int) -> Blocklist:
+    blocklist_bytes = store.read(BLOCKLIST_VERSIONS.path(version))
     blocklist = None if blocklist_bytes is None else Blocklist.from_bytes(blocklist_bytes)
     if blocklist is None or blocklist.version != version:
         raise CorruptArtefact("is not there" if blocklist is None else f"calls itself {blocklist.version}")

@@ -291,7 +291,7 @@ class Checker:
         if answer["source"] == "previous":
             if view.vector is None:
                 return [*wrong, ("source", "default: the previous night knew nothing either", answer)]
-            return wrong + self._judge_ranked(lookup, answer, generation, self._with_live_items(lookup, view), True)
+            return wrong + self._judge_ranked(lookup, answer, generation, self._with_live_items(lookup, view))
         if lookup.fresh and user.is_sent and user.country is None and view.has_record and not view.events:
             if (answer.get("reason"), answer.get("live")) != ("fresh_unavailable", "no_usable_input"):
                 wrong.append(("reason", "fresh_unavailable, no_usable_input", answer))
@@ -318,7 +318,7 @@ class Checker:
                     for stored_input in stored_inputs
                 ]
                 tries = [
-                    self._judge_ranked(lookup, answer, generation, stored_view, personal=True)
+                    self._judge_ranked(lookup, answer, generation, stored_view)
                     for stored_view in views
                     if stored_view.vector is not None
                 ]
@@ -327,7 +327,7 @@ class Checker:
             return [*wrong, ("source", "default, as nothing is known to compute from", answer)]
         else:
             wrong += self._judge_personal_words(lookup, answer, view)
-        return wrong + self._judge_ranked(lookup, answer, generation, view, personal=True)
+        return wrong + self._judge_ranked(lookup, answer, generation, view)
 
     def _with_live_items(self, lookup: EntityLookup, view: UserView) -> UserView:
         """Return the view of a previous night, without what the user had by the live one."""
@@ -392,7 +392,7 @@ class Checker:
         return [] if right else [("source", expected, [origin_fields, answer])]
 
     def _judge_ranked(
-        self, lookup: EntityLookup, answer: Json, generation: Generation, view: UserView, personal: bool
+        self, lookup: EntityLookup, answer: Json, generation: Generation, view: UserView
     ) -> list[Complaint]:
         """Judge a list that a vector of the user ranks."""
         assert view.vector is not None

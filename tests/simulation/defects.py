@@ -112,7 +112,7 @@ def _a_failed_batch_keeps_its_worker(patch: pytest.MonkeyPatch) -> None:
 
 
 def _an_older_blocklist_is_taken(patch: pytest.MonkeyPatch) -> None:
-    def read_middle_blocklist(store: Any, _version_stems: Any, current: int) -> tuple[Blocklist | None, None]:
+    def read_middle_blocklist(store: Any, _versions: Any, current: int) -> tuple[Blocklist | None, None]:
         names = store.names("blocklist")
         if not names or len(names) == current:
             return (Blocklist() if current < 0 else None), None

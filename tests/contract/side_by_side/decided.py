@@ -61,8 +61,8 @@ FILLED_AT: Final = frozenset({"body.arm", "body.answer.live"})
 """Fields that may have a text now where the frozen commit has null: the experiment's arm that feedback counted for,
 and an explanation's `live` of a stored answer, which is the answer's own."""
 
-EMPTIED_AT: Final = frozenset({"body.answer.live"})
-"""Fields that may be null now where the frozen commit has a text: an explanation's `live` that the answer lacks."""
+EMPTIED_AT: Final = frozenset({("body.answer.live", "entity_blocked"), ("body.answer.live", "no_producer")})
+"""Fields that are null now, with their text of the frozen commit: an explanation's `live` that its answer lacks."""
 
 CHANGED_REFUSALS: Final = frozenset(
     {

@@ -103,7 +103,7 @@ def differences_of_values(
         return
     if left is None and isinstance(right, str) and path in FILLED_AT:
         return
-    if isinstance(left, str) and right is None and path in EMPTIED_AT:
+    if isinstance(left, str) and right is None and (path, left) in EMPTIED_AT:
         return
     if type(left) is not type(right):
         if not (is_shape and None in (left, right)):
