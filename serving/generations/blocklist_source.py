@@ -52,7 +52,8 @@ class BlocklistSource:
         else:
             lost_error = (
                 f"the store is older than version {self._lost.version}, which was in force here: {lost_count} ids that"
-                " it blocked are missing in the newest version of the store, and stay blocked until they are blocked there too"
+                " it blocked are missing in the newest version of the store, and stay blocked until they are blocked"
+                " there as well"
             )
             read_error = f"{read_error}; {lost_error}" if read_error else lost_error
             enforced = replace(stored.with_all_of(self._lost), version=max(stored.version, self._lost.version))
