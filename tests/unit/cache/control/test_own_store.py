@@ -23,4 +23,4 @@ def test_a_full_disk_under_the_store_is_a_problem(
 
 
 def test_a_store_elsewhere_has_no_disk_here(tmp_path: Path) -> None:
-    assert full_store_problem(ArtefactStore("memory://store", str(tmp_path))) is None
+    assert full_store_problem(ArtefactStore("memory://store", tmp_path)) is None
