@@ -24,7 +24,7 @@ from cache.store.object_store import without_secrets
 from cache.store.write_once import pack_files, read_files
 
 AuditedAction = Literal[
-    "publish", "roll_back", "override", "block", "unblock", "erase", "forget", "declare_gone",
+    "publish", "roll_back", "adopt", "override", "block", "unblock", "erase", "forget", "declare_gone",
     "token_add", "token_revoke", "experiment", "canary_abandon",
 ]  # fmt: skip
 """Actions in the audit log: changes to the answers of all callers, to stored data, and to access."""

@@ -299,16 +299,22 @@ def audit(config: NightConfig, arguments: argparse.Namespace, _progress: Progres
     """List all audit records, or those since a time or about one entity."""
     earliest_at = 0.0 if arguments.since is None else _parse_time(arguments.since)
     subject_digest = "" if arguments.entity is None else entity_digest(canonical_id(arguments.entity))
+    store = config.store()
+    all_records = audit_records(store)
     records = [
         record
-        for record in audit_records(config.store())
+        for record in all_records
         # An unreadable record has no time, so it is always listed.
         if (record.at >= earliest_at or record.outcome in ("missing", "unreadable"))
         and subject_digest in record.subject
     ]
     if arguments.json:
         return CommandOutput(json_text(list(map(asdict, records))))
-    return [_audit_table(records)] if records else ["nothing was written down"]
+    if records:
+        return [_audit_table(records)]
+    if all_records:
+        return [f"none of the {len(all_records)} audit records in {store.url} matches"]
+    return [f"{store.url} has no audit record; if there should be some, is the store mounted there?"]
 
 
 def _parse_time(time_text: str) -> float:

@@ -59,7 +59,7 @@ def roll_back(config: NightConfig, *, target_generation: str | None, reason: str
         }  # fmt: skip
         if moved.has_moved:
             history = releases.history()
-            remarks = _describe_ended_overrides(history, pointer.epoch)
+            remarks = _describe_ended_canary(history, pointer.epoch) + _describe_ended_overrides(history, pointer.epoch)
             remarks += _describe_left_bundle(config, history, pointer)
             if remarks:
                 report["notes"] = remarks
@@ -77,6 +77,15 @@ def roll_back(config: NightConfig, *, target_generation: str | None, reason: str
                 "as they can be, run `larder restore`"
             )
     return report
+
+
+def _describe_ended_canary(history: Sequence[Release], epoch: int) -> list[str]:
+    """Describe the canary that the move of this epoch ended; empty if none was open."""
+    canary = fold_releases([release for release in history if release.epoch < epoch]).canary
+    if canary is None:
+        return []
+    canary_text = f"the canary {canary.generation}, which had {canary.percent:g} % of the requests"
+    return [f"{canary_text}, has ended with this roll back: to try it again, run `larder canary start`"]
 
 
 def _describe_ended_overrides(history: Sequence[Release], epoch: int) -> list[str]:
@@ -413,20 +422,24 @@ def adopt(
             )
         if ledger.live_generation is not None:
             releases.check_manifest(ledger.live_generation, releases.history())
-        if stray_pointer is not None:
-            recorded_generation = (
-                stray_pointer.generation if GENERATION_PATTERN.fullmatch(stray_pointer.generation) else "unknown"
-            )
-            # This intent is never completed: it only raises the epoch and keeps the reason.
-            releases.record(
-                "restore", recorded_generation, attempt=attempt, reason=f"adopted: {reason}",
-                expected_epoch=stray_pointer.epoch,
-            )  # fmt: skip
-        if not checked_reply("EVAL", client.eval(_REMOVE_POINTER_SCRIPT, 1, keys.live, raw_pointer), COUNT_SHAPE):
-            raise Conflict(f"the pointer in {keys.live} changed while it was being checked; try again")
-        log.warning("removed pointer %s, reason %s: %.200r", keys.live, reason, raw_pointer)
-        _correct_registry_rows(releases, ledger, reason)
-    removed_text = raw_pointer.decode(errors="replace")[:200]
+        removed_text = raw_pointer.decode(errors="replace")[:200]
+        with audited(
+            releases.store, "adopt", f"pointer {keys.live}", actor=config.actor, reason=reason, attempt=attempt
+        ) as audit_details:
+            audit_details["removed"] = removed_text
+            if stray_pointer is not None:
+                recorded_generation = (
+                    stray_pointer.generation if GENERATION_PATTERN.fullmatch(stray_pointer.generation) else "unknown"
+                )
+                # This intent is never completed: it only raises the epoch and keeps the reason.
+                releases.record(
+                    "restore", recorded_generation, attempt=attempt, reason=f"adopted: {reason}",
+                    expected_epoch=stray_pointer.epoch,
+                )  # fmt: skip
+            if not checked_reply("EVAL", client.eval(_REMOVE_POINTER_SCRIPT, 1, keys.live, raw_pointer), COUNT_SHAPE):
+                raise Conflict(f"the pointer in {keys.live} changed while it was being checked; try again")
+            log.warning("removed pointer %s, reason %s: %.200r", keys.live, reason, raw_pointer)
+            _correct_registry_rows(releases, ledger, reason)
     if ledger.live_generation is None:
         return {"removed": removed_text, "generation": None, "next": "run a night: it can publish"}
     return {"removed": removed_text, **restore(config, attempt=attempt, progress=progress)}

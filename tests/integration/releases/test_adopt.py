@@ -12,6 +12,7 @@ from cache.control.control_keys import RegistryRow
 from cache.control.own_store import demand_own_store
 from cache.control.states import GenerationState
 from cache.errors import ConfigError, Conflict, CorruptArtefact, LarderError
+from cache.store.audit import audit_records
 from cache.store.blocklist import change_blocklist
 from cache.store.releases import Pointer, all_releases
 from infra.cli.check import check_store
@@ -76,6 +77,10 @@ def test_what_the_store_says_is_live_is_live_again_above_the_stray_epoch(
         assert pointer.epoch > FUTURE
         adoption_records = [release for release in all_releases(config.store()) if "put back" in release.reason]
         assert adoption_records and adoption_records[0].expected == FUTURE
+    audit_record = audit_records(config.store())[-1]
+    assert (audit_record.action, audit_record.reason) == ("adopt", "the store was put back")
+    assert key in audit_record.subject and audit_record.outcome == "done"
+    assert audit_record.found == {"removed": adoption["removed"]}
     begin.run(config, data_until="2026-02-01T00:00:00Z", run_after=None)
     with pytest.raises(Conflict, match="without --adopt"):
         adopt(config, reason="again", attempt="b")

@@ -101,7 +101,7 @@ def test_every_action_is_written_down_done_or_failed(night: NightConfig) -> None
     records = audit_records(store)
     assert [record.number for record in records] == list(range(1, len(records) + 1))
     assert {record.action for record in records} == set(ACTIONS) - {
-        "token_add", "token_revoke", "experiment", "canary_abandon",
+        "adopt", "token_add", "token_revoke", "experiment", "canary_abandon",
     }  # fmt: skip
     folder = store.local_folder
     assert folder is not None
@@ -117,12 +117,19 @@ def test_the_command_shows_all_or_some(night: NightConfig) -> None:
 
     about = orjson.loads(run(night, "audit", "--json", "--entity", "u-shown").content)  # type: ignore[attr-defined]
     assert [record["action"] for record in about] == ["block"]
-    assert run(night, "audit", "--since", "2999-01-01") == ["nothing was written down"]
+    (no_match,) = run(night, "audit", "--since", "2999-01-01")
+    assert no_match == f"none of the {len(records)} audit records in {night.store().url} matches"
     assert orjson.loads(run(night, "audit", "--json", "--since", "2020-01-01T00:00:00Z").content) == records  # type: ignore[attr-defined]  # fmt: skip
     with pytest.raises(ConfigError, match="ISO 8601"):
         run(night, "audit", "--since", "yesterday")
     table: Any = run(night, "audit")
     assert table[0].row_count == len(records)
+
+
+def test_a_store_without_audit_records_is_named(night: NightConfig, tmp_path: Path) -> None:
+    config = replace(night, artifacts=str(tmp_path / "not-mounted"))
+    (output,) = run(config, "audit")
+    assert output == f"{config.store().url} has no audit record; if there should be some, is the store mounted there?"
 
 
 def test_nothing_is_done_that_the_store_does_not_take(

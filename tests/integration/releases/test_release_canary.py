@@ -11,7 +11,7 @@ from cache.l2.sync_clients import connect
 from cache.store.artefacts import ArtefactStore
 from cache.store.releases import newest_release
 from precompute.releases import moves
-from precompute.releases.recovery import _describe_ended_overrides, restore_redis
+from precompute.releases.recovery import _describe_ended_canary, _describe_ended_overrides, restore_redis
 from precompute.releases.sweep import retire, unneeded_generations
 from tests.integration.release_world import A, B, C, World, keep_intents, lose_redis, meanwhile
 
@@ -159,6 +159,16 @@ def test_an_override_is_kept_with_its_reason_until_its_generation_is_rolled_back
     assert world.releases.ledger().overrides_by_generation == {}
     (note,) = _describe_ended_overrides(world.releases.history(), moved.pointer.epoch)
     assert note.startswith(f"the override of score_psi for {B} has ended with this roll back")
+
+
+def test_a_roll_back_says_that_it_ends_the_canary(world):
+    world.publish(A, B)
+    world.load(C)
+    moves.start_canary(world.releases, C, 5.0, "try")
+    moved = moves.roll_back(world.releases, target_generation=None, reason="bad", attempt="operator")
+    (note,) = _describe_ended_canary(world.releases.history(), moved.pointer.epoch)
+    assert note.startswith(f"the canary {C}, which had 5 % of the requests, has ended with this roll back")
+    assert _describe_ended_canary(world.releases.history(), moved.pointer.epoch + 1) == []
 
 
 @pytest.mark.parametrize("reason", ["", "  \n"])
