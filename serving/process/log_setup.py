@@ -83,6 +83,10 @@ def passwords_of(*urls: str) -> set[str]:
     return passwords
 
 
+def _utc_text(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds")
+
+
 class JsonFormatter(logging.Formatter):
     """Formatter to one JSON object per line; `time` is in UTC, the traceback is one text."""
 
@@ -94,7 +98,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Format the record as one line of JSON, without secrets."""
         line_fields: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": _utc_text(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -114,12 +118,16 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formatter to text for people: level, logger, message, then the fields as `name=value`."""
+    """Formatter to text for people: time in UTC, level, logger, message, then the fields as `name=value`."""
 
     def __init__(self, redact: Redactor, worker_slot: int | None = None) -> None:
         worker_prefix = "" if worker_slot is None else f"worker {worker_slot} "
-        super().__init__(f"%(levelname)s {worker_prefix}%(name)s: %(message)s")
+        super().__init__(f"%(asctime)s %(levelname)s {worker_prefix}%(name)s: %(message)s")
         self._redact = redact
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802
+        """Format the record's time as JSON lines have it."""
+        return _utc_text(record.created)
 
     def format(self, record: logging.LogRecord) -> str:
         """Format the record as one line, and the traceback below it, without secrets."""

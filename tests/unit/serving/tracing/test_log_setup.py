@@ -86,6 +86,13 @@ def test_no_secret_reaches_a_line_through_an_exception_or_a_field() -> None:
     assert "t0k3n" not in TextFormatter(SECRETS).format(failed)
 
 
+def test_a_text_line_begins_with_the_time_of_its_json_line() -> None:
+    log_record = record("said")
+
+    time_text = orjson.loads(JsonFormatter(SECRETS).format(log_record))["time"]
+    assert TextFormatter(SECRETS, 3).format(log_record) == f"{time_text} WARNING worker 3 some.where: said"
+
+
 def test_a_line_is_one_object_that_names_the_request_and_the_worker() -> None:
     request_record = RequestRecord(0.0, "req-1", ParentSpan("a" * 32, "b" * 16, 1))
     current = CURRENT_RECORD.set(request_record)
