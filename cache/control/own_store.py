@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from cache.control.control_keys import Control, Replica
+from cache.control.states import fold_releases
 from cache.errors import ConfigError, Conflict, CorruptArtefact, TierUnavailable
 from cache.l2.sync_clients import connect
 from cache.process.host import disk_free_bytes
@@ -138,6 +139,27 @@ def older_store_problem(config: "SharedConfig", redis_url: str | None, timeout_s
     except (TierUnavailable, ConfigError):
         return None
     return next(iter(older_store_remarks(config.store(), replicas)), None)
+
+
+def lost_pointer_problem(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> str | None:
+    """Return the problem that a generation is live by the store, and Redis has no pointer; None if it has one.
+
+    Also returns None without a Redis, or if it cannot be asked.
+    """
+    if not redis_url:
+        return None
+    try:
+        with connect(redis_url, timeout_s, namespace=config.namespace) as client:
+            if client.exists(config.keyspace().live):
+                return None
+    except (TierUnavailable, ConfigError):
+        return None
+    if (live_generation := fold_releases(all_releases(config.store())).live_generation) is None:
+        return None
+    return (
+        f"Redis has lost its pointer ({config.keyspace().live}), though {live_generation} is live by the store: run "
+        "`larder restore`"
+    )
 
 
 def demand_own_store(config: "SharedConfig", redis_url: str | None, timeout_s: float) -> None:

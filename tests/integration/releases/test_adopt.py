@@ -18,7 +18,7 @@ from cache.store.releases import Pointer, all_releases
 from infra.cli.check import check_store
 from precompute.cli.status import read_state, report_status
 from precompute.config.settings import NightConfig
-from precompute.releases.recovery import adopt, roll_back
+from precompute.releases.recovery import adopt, restore, roll_back
 from precompute.releases.release_log import open_releases
 from precompute.steps import begin
 from tests.integration.nights import DATA_UNTIL, NEXT, build_verified, prepare, publish, publish_night
@@ -178,6 +178,22 @@ def test_the_previous_generation_of_a_backup_can_be_rolled_back_to_though_redis_
     assert adoption["loaded"] == [second, first]
     assert live(config).previous == first
     assert roll_back(config, target_generation=None, reason="try", attempt="back")["generation"] == first
+
+
+def test_check_says_that_redis_has_lost_its_pointer(
+    verified_nights: tuple[NightConfig, str, str], client: redis.Redis
+) -> None:
+    config = verified_nights[0]
+    assert check_store(config)[0] == "ok"
+    live_generation = live(config).generation
+    client.delete(config.keyspace().live)
+
+    state, check_text = check_store(config)
+    restore(config, attempt="refill")
+
+    assert state == "to do" and "lost its pointer" in check_text and "`larder restore`" in check_text
+    assert live_generation in check_text
+    assert check_store(config)[0] == "ok"
 
 
 def test_there_is_nothing_to_adopt_where_there_is_no_pointer(tmp_path: Path, redis_url: str) -> None:
