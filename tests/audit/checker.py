@@ -561,7 +561,8 @@ class Checker:
         if expression is not None:
             pools = [[pair for pair in base if passes(expression, day.attributes[pair[1]])] for base in bases]
             wide = [[pair for pair in full if passes(expression, day.attributes[pair[1]])][:width] for full in fulls]
-            if len(answer["items"]) < k:
+            may_be_part = know.impaired and answer.get("reason") == "filtered"
+            if len(answer["items"]) < k and not may_be_part:
                 pools = wide
             else:
                 pools += wide
