@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
 def _check_store(config: NightConfig, arguments: argparse.Namespace) -> None:
     """Raise Conflict before a command writes into the store of another Redis; warn if it would create a new store."""
     # `restore --adopt` handles such a pointer.
-    if arguments.store == "reads" or getattr(arguments, "adopt", False):
+    # `--list` only reads, also a store that was replaced by the one of this Redis.
+    if arguments.store == "reads" or getattr(arguments, "adopt", False) or getattr(arguments, "list", False):
         return
     demand_own_store(config, config.redis_url, config.redis_timeout_s)
     store = config.store()

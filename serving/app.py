@@ -48,8 +48,8 @@ def create_app(config: ServingConfig, peers: WorkerPeers | None = None) -> AsgiA
             front_app.request_watch = service.hooks.request_watch
             for collector in filter(None, (tokens, tls_watch)):
                 service.metrics.registry.register(collector)
-            service.hooks.report_by_name["tokens_stale"] = lambda: tokens.stale_error
-            service.hooks.report_by_name["tls_stale"] = lambda: None if tls_watch is None else tls_watch.stale_error
+            service.hooks.problem_by_name["tokens"] = lambda: tokens.stale_error
+            service.hooks.problem_by_name["tls"] = lambda: None if tls_watch is None else tls_watch.stale_error
             # Routes are tried in order: the API's frequent requests come before the documentation.
             documentation = list(app.router.routes)
             app.router.routes.clear()

@@ -135,6 +135,11 @@ async def running(
         releases=releases, service=service, open_namespace=open_beside_namespace,
     )  # fmt: skip
     hooks = replica.hooks
+    own_namespace.heartbeat.find_problems = lambda: {
+        feature_name: problem
+        for feature_name, find_problem in hooks.problem_by_name.items()
+        if (problem := find_problem()) is not None
+    }
 
     async def drain() -> None:
         await refresher.drain()

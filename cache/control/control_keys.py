@@ -103,6 +103,7 @@ class Replica:
 
     `ready_generations`: loaded and warmed generations. `failure_by_generation`: generation -> why the replica
     cannot load it. `degraded`: why its live model does not work. `stale_reasons`: why its answers may lag behind.
+    `problem_by_feature`: what is wrong with tokens, TLS files or events.
     `blocklist_version`: newest version of the blocklist that it has read. `l2_p99_ms`: latency over the last few
     seconds.
     `canary_counts`: the replica's counts while a canary runs. `overlay_ttl_s`: longest life of its overlays.
@@ -129,6 +130,7 @@ class Replica:
     degraded: str | None = None
     stale_reasons: tuple[str, ...] = ()
     blocklist_version: int | None = None
+    problem_by_feature: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_beat(cls, heartbeat_bytes: bytes, beat_at: float) -> "Replica":
@@ -155,6 +157,7 @@ class Replica:
             heartbeat_fields.get("degraded"),
             tuple(str(heartbeat_fields["stale"]).split(",")) if heartbeat_fields.get("stale") else (),
             heartbeat_fields.get("blocklist_version"),
+            {str(name): str(problem) for name, problem in (heartbeat_fields.get("problems") or {}).items()},
         )  # fmt: skip
 
 

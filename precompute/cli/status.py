@@ -19,7 +19,7 @@ from cache.control.own_store import (
     replicas_ahead,
 )
 from cache.control.states import GenerationState, Ledger, fold_releases
-from cache.errors import LarderError, TierUnavailable
+from cache.errors import CorruptArtefact, LarderError, TierUnavailable, UnknownGeneration
 from cache.format.manifest import CUT_CHARS, Manifest
 from cache.process.redis_server import running_server
 from cache.store.artefacts import ArtefactStore, generation_path, read_manifest
@@ -27,13 +27,14 @@ from cache.store.blocklist import latest_blocklist
 from cache.store.night_failure import NightFailure, last_failure
 from cache.store.releases import Canary, Pointer, Release, all_releases, publication_time
 from precompute.builds.night_failure import find_killed_step
+from precompute.bulk.reload import is_missing
 from precompute.bundles.imports import find_import
 from precompute.cli.temporary_redis import describe_ended_redis
 from precompute.config.console import iso
 from precompute.config.progress import size_text
 from precompute.config.settings import NightConfig
 from precompute.events.status import event_lines, events_status, events_until
-from precompute.releases.release_log import generation_state, open_releases
+from precompute.releases.release_log import Releases, generation_state, open_releases
 from precompute.reuse.status import copied_share_text, copy_lines, reuse_field
 from precompute.sources.erasures import all_erasures
 
@@ -55,8 +56,30 @@ PROBLEM_BY_STALE_REASON: Mapping[str, str] = {
     "threads and memory",
     "experiments_unreadable": "cannot read the newest experiments: its log has the error; is the artefact store "
     "reachable and readable from its host?",
+    "pointer_corrupt": "cannot read the pointer: run `larder restore`, which says what it found",
+    "pointer_backwards": "follows a newer move than the pointer names: was Redis put back from a copy? `larder "
+    "restore` sets the pointer",
+    "pointer_conflicting": "follows another generation than the pointer names for the same move: do two Redis of one "
+    "namespace run? `larder restore` sets the pointer",
+    "eviction_policy": "found that Redis may evict published pages: set maxmemory-policy volatile-lru",
+    "background_failing": "has a background loop that keeps failing: its log has the error, and "
+    "`larder_background_failing` names the loop",
 }
-"""Problems of replicas that do not follow what the artefact store says, by the stale reason in their heartbeat."""
+"""Problems of replicas, by the stale reason in their heartbeat; `STALE_REASONS_WITHOUT_LINE` has the others."""
+
+STALE_REASONS_WITHOUT_LINE = frozenset({
+    "starting",  # ends by itself
+    "redis_unreachable", "pointer_vanished", "load_failed",  # a line says so already
+    "events_behind",  # a few seconds are usual; the heartbeat's problem of events says when they are more
+})  # fmt: skip
+"""Stale reasons that `status` does not repeat for each replica."""
+
+PROBLEM_BY_FEATURE: Mapping[str, str] = {
+    "tokens": "does not apply its changed tokens file, so revoked tokens may still be valid",
+    "tls": "does not apply its changed TLS files, so callers get the earlier certificate",
+    "events": "does not accept events, or lacks some that were accepted",
+}
+"""Problems that a replica finds itself, by the feature that its heartbeat names."""
 
 FEATURE_FIELDS: Mapping[str, Callable[[Manifest], Any]] = {"reuse": reuse_field, "events_until": events_until}
 """Fields that features add to a generation's status, from its manifest; null without a manifest."""
@@ -88,6 +111,8 @@ class NamespaceState:
     killed_step: str | None = None
     """Step in which a night of this host was killed, with its generation."""
     is_own_redis: bool = False
+    lacks_pages: bool = False
+    """Whether Redis lacks a page, or a part of one, of the live generation."""
 
     @property
     def live_generation(self) -> str | None:
@@ -119,6 +144,7 @@ def read_state(config: NightConfig) -> NamespaceState:
     try:
         with open_releases(config) as releases:
             view = releases.view()
+            live_generation = None if view.pointer is None else view.pointer.generation
             return NamespaceState(
                 view.ledger,
                 releases.clock(),
@@ -132,6 +158,7 @@ def read_state(config: NightConfig) -> NamespaceState:
                 history=view.history,
                 killed_step=killed_step,
                 is_own_redis=own_server is not None and own_server.url == config.redis_url,
+                lacks_pages=live_generation is not None and _lacks_pages(releases, live_generation),
             )
     except TierUnavailable as error:
         history = all_releases(config.store())
@@ -148,6 +175,13 @@ def _redis_memory(client: Any) -> dict[str, Any]:
         return {"used_bytes": int(info["used_memory"]), "limit_bytes": int(info["maxmemory"])}
     except Exception:  # a cluster answers by node, a managed service may not answer
         return {}
+
+
+def _lacks_pages(releases: Releases, live_generation: str) -> bool:
+    try:
+        return is_missing(releases.control, releases.store, live_generation)
+    except (UnknownGeneration, CorruptArtefact):  # other lines say what is wrong with the store
+        return False
 
 
 def report_status(config: NightConfig, namespace_state: NamespaceState, *, has_settings: bool = True) -> dict[str, Any]:
@@ -265,6 +299,11 @@ def _list_problems(
                 f"Redis has the epoch {pointer.epoch}, the release records have {ledger.live_epoch}: run `larder "
                 "restore`"
             )
+    if namespace_state.lacks_pages:
+        problems.append(
+            f"Redis lacks pages of the live generation {namespace_state.live_generation}: the previous night, live "
+            "inference or defaults answer for them; run `larder restore`"
+        )
     if namespace_state.live_generation is not None and not namespace_state.replicas:
         problems += _no_replica_problems(namespace_state)
     if schedule["missing"] and namespace_state.live_generation is not None:
@@ -304,6 +343,9 @@ def _list_problems(
         for reason in replica.stale_reasons:
             if reason in PROBLEM_BY_STALE_REASON and not (reason == "blocklist_unreadable" and replica in ahead):
                 problems.append(f"replica {replica.name} {PROBLEM_BY_STALE_REASON[reason]} ({reason})")
+        for feature, problem in replica.problem_by_feature.items():
+            problem_text = PROBLEM_BY_FEATURE.get(feature, f"has a problem with {feature}")
+            problems.append(f"replica {replica.name} {problem_text}: {problem}")
         for generation, load_error in replica.failure_by_generation.items():
             problems.append(f"replica {replica.name} cannot load {generation}: {load_error}")
         if replica.degraded is not None:
@@ -426,6 +468,7 @@ def _replica_fields(replica: Replica) -> dict[str, Any]:
         "degraded": replica.degraded,
         "stale": ",".join(replica.stale_reasons) or None,
         "blocklist_version": replica.blocklist_version,
+        "problems": dict(replica.problem_by_feature),
     }
 
 

@@ -59,6 +59,10 @@ def attach(replica: Replica) -> Dashboard:
         provider = hooks.report_by_name.get(report_name)
         return None if provider is None else provider()
 
+    def find_problem(feature_name: str) -> str | None:
+        provider = hooks.problem_by_name.get(feature_name)
+        return None if provider is None else provider()
+
     def read_worker_state() -> Mapping[str, Any]:
         """Return the state of this worker."""
         served, health = own_namespace.follower.served, own_namespace.follower.health
@@ -70,8 +74,8 @@ def attach(replica: Replica) -> Dashboard:
             "stale": health.stale_reason,
             "degraded": health.degraded_reason,
             "failed": health.failure_reason,
-            "tokens_stale": read_report("tokens_stale"),
-            "tls_stale": read_report("tls_stale"),
+            "tokens_stale": find_problem("tokens"),
+            "tls_stale": find_problem("tls"),
             "breaker": own_namespace.components.remote.stats.breaker_state,
             "live_queued": replica.batcher.queued,
             "under_way": admission.requests_under_way,

@@ -134,6 +134,10 @@ _RECEIPT_SCHEMA: Json = schemas.named_object_schema(
 )
 
 
+PROBLEM_LAG_S = 5.0
+"""Lag beyond which a replica reports a problem, as the alert LarderEventsBehind does."""
+
+
 @dataclass(frozen=True, slots=True)
 class EventOverview:
     """Overview of one worker's events: intake, newer events, and the events of the live generation."""
@@ -159,6 +163,22 @@ class EventOverview:
             "counted_until": str(Position.from_number(newer_events.users.last_number)),
             "published_until": None if events_of_night is None else events_of_night.until,
         }
+
+    def problem(self) -> str | None:
+        """Return why events are not accepted, or since when they are not counted; None if all is well."""
+        redis, counts, lag_s = self.intake.redis, self.intake.counts, self.follower.lag_s()
+        if counts.write_refusal is not None:
+            return counts.write_refusal.public_message
+        if counts.value_by_gauge.get("up") == 0.0:
+            if "stream_bytes" not in counts.value_by_gauge or redis.found_durability is None:
+                return "their Redis is unreachable"
+            return (
+                f"their Redis is less durable than demanded (found: {redis.found_durability.persistence}, demanded: "
+                f"{redis.demanded_durability})"
+            )
+        if lag_s > PROBLEM_LAG_S:
+            return f"it has not counted the newest ones for {lag_s:.0f} s"
+        return None
 
 
 def operations(_limits: Limits) -> tuple[Operation, ...]:
@@ -214,7 +234,8 @@ def attach(replica: Replica) -> EventIntake | None:
 
     hooks.handlers["sendEvents"] = handler_of(replica.service, event_parts.intake)
     hooks.count_readers.append(lambda: counts_by_field(event_counts, replica.metrics.changed_answers))
-    hooks.report_by_name["events"] = EventOverview(event_parts.intake, follower, holder).to_json
+    overview = EventOverview(event_parts.intake, follower, holder)
+    hooks.report_by_name["events"], hooks.problem_by_name["events"] = overview.to_json, overview.problem
     hooks.start_steps.append(start_intake)
     hooks.stop_steps.append(event_parts.aclose)
     return event_parts.intake

@@ -58,7 +58,10 @@ def _read_headroom(disk_folder: Path) -> dict[str, int]:
 
 @dataclass(slots=True, eq=False)
 class Heartbeat:
-    """Builder of the heartbeat's payload; its times are of Redis' clock, comparable between hosts."""
+    """Builder of the heartbeat's payload; its times are of Redis' clock, comparable between hosts.
+
+    `find_problems`: what is wrong with features, by name.
+    """
 
     replica_id: str
     follower: PointerFollower
@@ -66,6 +69,7 @@ class Heartbeat:
     metrics: Metrics
     get_l2_p99_ms: Callable[[], float | None] = lambda: None
     get_canary_report: Callable[[], Mapping[str, Any] | None] = lambda: None
+    find_problems: Callable[[], Mapping[str, str]] = dict
     overlay_ttl_s: float | None = None
     host_headroom: HostHeadroom | None = None
     _stamped_swap: tuple[LiveSwap, float] | None = None
@@ -86,6 +90,7 @@ class Heartbeat:
             "failed": failed,
             "degraded": None if served is None else served.live.degraded_reason,
             "stale": follower.stale_reason,
+            "problems": dict(self.find_problems()),
             "blocklist_version": holder.blocklist.version if holder.is_blocklist_known else None,
             "swapped_at": swapped_at,
             "warm_s": staged.warm_s,

@@ -63,6 +63,8 @@ class Hooks:
     """Functions that return counts by field, which the dashboard adds up."""
     report_by_name: dict[str, Report] = field(default_factory=dict)
     """Reports of features, by name."""
+    problem_by_name: dict[str, Callable[[], str | None]] = field(default_factory=dict)
+    """What is wrong with a feature, by name; None if nothing is. Heartbeats carry it to `larder status`."""
     start_steps: list[LifecycleStep] = field(default_factory=list)
     """Called in order once the background tasks run."""
     drain_steps: list[LifecycleStep] = field(default_factory=list)

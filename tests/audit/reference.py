@@ -311,7 +311,8 @@ def user_view(generation: Generation, user: Input, events: list[Event]) -> UserV
         vector = generation.model.user_vector(history_of(clicks)[-limit:], night_country)
     elif user.country is not None:
         is_live = True
-        live_history = keep_last((*(user.history or ()), *(event.item or "" for event in actions)))
+        actions_by_time = sorted(actions, key=lambda event: event.time)
+        live_history = keep_last((*(user.history or ()), *(event.item or "" for event in actions_by_time)))
         live_history = [item for item in live_history if item in generation.items]
         vector = generation.model.user_vector(live_history[-limit:], user.country)
     else:

@@ -1,5 +1,6 @@
 """POST /v1/events over the real application: refusals of a whole request, quotas, metrics, and the client."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import redis
 from cache.config.events import EventsConfig
 from cache.format.redis_keys import Keyspace
 from cache.store.blocklist import change_blocklist
+from precompute.cli.status import read_state, report_status
 from precompute.config.settings import NightConfig
 from serving.client import AsyncClient, Client, InvalidRequest, NewEvent, Policy, Unavailable
 from tests.integration.events.durable_redis import DurableRedis, stream_of
@@ -71,6 +73,33 @@ async def test_events_are_accepted_reported_and_counted(app: Running, night: Nig
     assert (await app.scrape_samples("larder_events_stream_bytes"))[()] > 0
     assert (await app.scrape_samples("larder_events_inbox_length")) == {(): 0.0}
     assert (await app.scrape_samples("larder_events_accept_seconds_count"))["http",] == 1
+
+
+async def test_status_says_that_events_are_refused_and_why(
+    app: Running, night: NightConfig, server: DurableRedis, client: Any
+) -> None:
+    async def problem_texts() -> list[str]:
+        status_report = await asyncio.to_thread(lambda: report_status(night, read_state(night)))
+        return [problem for problem in status_report["problems"] if " events" in problem]
+
+    async def is_said(text: str) -> bool:
+        return [text in problem for problem in await problem_texts()] == [True]
+
+    client.config_set("appendonly", "no")
+    try:
+        assert await eventually(lambda: is_said("less durable than demanded (found: none, demanded: always)"))
+    finally:
+        client.config_set("appendonly", "yes")
+    server.kill()
+    try:
+        assert await eventually(lambda: is_said("their Redis is unreachable"))
+    finally:
+        server.start()
+
+    async def is_well() -> bool:
+        return not await problem_texts()
+
+    assert await eventually(is_well)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tokens file and TLS pair that cannot be used: the dashboard says so, and `larder check` before anything starts."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from cache.errors import ConfigError
 from cache.process.redis_server import RedisServer
 from infra.cli import check
+from precompute.cli.status import read_state, report_status
 from serving.access.token_file import write_tokens
 from serving.config.settings import ServingConfig, check_configured_files
 from tests.certificates import Authority
@@ -35,6 +37,10 @@ async def test_changed_files_that_cannot_be_used_are_in_the_verdict_until_they_c
             told = (await app.get("/dashboard/data"))["verdict"]
             return " ".join([told["level"], told["sentence"], *told["also"]])
 
+        async def list_status_problems() -> list[str]:
+            status_report = await asyncio.to_thread(lambda: report_status(night, read_state(night)))
+            return [problem for problem in status_report["problems"] if "changed" in problem]
+
         # when both become unusable
         tokens.write_text("{")
         certificate.write_text("nothing")
@@ -47,6 +53,17 @@ async def test_changed_files_that_cannot_be_used_are_in_the_verdict_until_they_c
 
         assert await eventually(is_told)
 
+        # and so does `larder status`, from the heartbeat
+        async def is_in_status() -> bool:
+            problems = await list_status_problems()
+            return (
+                len(problems) == 2
+                and any("revoked tokens may still be valid" in line and str(tokens) in line for line in problems)
+                and any("earlier certificate" in line and str(certificate) in line for line in problems)
+            )
+
+        assert await eventually(is_in_status)
+
         # and it names neither once they can be used
         write_tokens(tokens, {})
         certificate.write_bytes(pair.certificate.read_bytes())
@@ -54,7 +71,7 @@ async def test_changed_files_that_cannot_be_used_are_in_the_verdict_until_they_c
         async def is_over() -> bool:
             watch.reload_if_changed()
             text = await verdict()
-            return str(tokens) not in text and str(certificate) not in text
+            return str(tokens) not in text and str(certificate) not in text and not await list_status_problems()
 
         assert await eventually(is_over)
 

@@ -8,10 +8,12 @@ import pytest
 
 from cache.format.redis_keys import Keyspace
 from cache.l2.sync_clients import connect
+from cache.store.blocklist import change_blocklist
 from cache.store.releases import Pointer
 from infra.cli.check import check_store
 from precompute.cli.parser import build_command_parser
 from precompute.config.settings import night_config
+from precompute.erasure import erasing
 from serving.cli import tokens
 from tests.integration.shell import shell
 
@@ -61,6 +63,18 @@ def test_a_command_that_writes_is_refused_and_makes_no_store(
     assert "conflict: " in ended.stderr and "that no release record explains" in ended.stderr
     assert "LARDER_ARTIFACTS" in ended.stderr and ended.stdout == ""
     assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.parametrize("name", ["block", "erase"])
+def test_a_list_of_a_store_that_was_replaced_is_shown(name: str, environ: dict[str, str], tmp_path: Path) -> None:
+    config = night_config(environment=environ)
+    change_blocklist(config.store(), block_items=[b"banned"])
+    erasing.begin_erasing(config.store(), b"gone", "user", requested_at=1.0)
+
+    ended = shell(name, "--list", environ=environ)
+
+    assert ended.returncode == 0 and "conflict" not in ended.stderr
+    assert {"block": "banned", "erase": "gone"}[name] in ended.stdout
 
 
 def test_a_token_is_not_made_then(
