@@ -56,7 +56,14 @@ def publish(
     view = releases.view()
     if (live := _demand_publish(releases, generation, view, verified)) is not None:
         return MoveResult(live, has_moved=False)
-    return _move_live(releases, "publish", generation, view, attempt=attempt, governor=governor)
+    try:
+        return _move_live(releases, "publish", generation, view, attempt=attempt, governor=governor)
+    except Conflict:
+        # Another night of the same inputs may have published the same generation meanwhile.
+        pointer = releases.control.read_pointer()
+        if pointer is None or pointer.generation != generation:
+            raise
+        return MoveResult(pointer, has_moved=False)
 
 
 def prepare_publish(

@@ -221,7 +221,7 @@ def send_question(
     except (OSError, http.client.HTTPException) as error:
         raise QuestionFailed(
             f"{service_url} cannot be reached: {error or type(error).__name__}; is --url the address of a running "
-            "service?"
+            f"service{'' if scheme == 'https' else ', and does it speak http, not https'}?"
         ) from error
     return _checked_answer(service_url, response.status, response_body, has_token=bool(token))
 

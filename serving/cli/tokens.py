@@ -88,6 +88,8 @@ def argument_parser(prog: str = PROG) -> argparse.ArgumentParser:
     revoke_parser.add_argument("--reason", default="", help="kept in the audit log")
     for command_parser in (add_parser, list_parser, revoke_parser):
         command_parser.add_argument("--json", action="store_true", help="for programs")
+        # Also accepted behind the command; without a default, so that it does not hide the one before it.
+        command_parser.add_argument("--file", default=argparse.SUPPRESS, help="default: tokens_file of the settings")
     return parser
 
 

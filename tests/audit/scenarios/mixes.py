@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import signal
 
+from tests.audit.checker import EntityLookup
+from tests.audit.reference import Input
 from tests.audit.scenarios.stage import Stage
 from tests.audit.shop import Shape, Shop
 
@@ -84,6 +86,19 @@ def lose_pages(shop: Shop, rng: random.Random) -> None:
     shop.knowledge.impaired = False
 
 
+def ask_with_events_out_of_order(shop: Shop, rng: random.Random) -> None:
+    """Send events of a stranger, the later one first, and ask with a history: it counts before them, in their order."""
+    items = rng.sample(list(shop.world.items), 6)
+    shop.send_events(
+        [
+            {"user": "late news", "item": items[0], "id": "late news 0", "time": shop.world.clock + 20},
+            {"user": "late news", "item": items[1], "id": "late news 1", "time": shop.world.clock + 10},
+        ]
+    )
+    for sent_items in ((), items[2:4], items[2:]):
+        shop.checker.judge_lookups(shop.client, EntityLookup("user_topk", Input("late news", tuple(sent_items), 1)))
+
+
 SMALL_SEEDS = 5
 
 
@@ -94,6 +109,7 @@ def run_small(stage: Stage) -> None:
     shop.serve_early()
     try:
         shop.night()
+        ask_with_events_out_of_order(shop, random.Random(f"order {stage.seed}"))
         for seed in range(stage.seed, stage.seed + SMALL_SEEDS):
             rng = random.Random(f"small {seed}")
             if seed == stage.seed + 2:

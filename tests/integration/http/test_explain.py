@@ -337,6 +337,7 @@ def test_the_command_shows_it_all_and_says_what_is_wrong(
         assert completed_process.returncode == 0 and "Redis would answer" in completed_process.stdout
     code, _, wrong = run(*at, "user_topk", user)
     assert code == 1 and "cannot be reached" in wrong and "secret" not in wrong
+    assert "does it speak http, not https?" in wrong
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://host:99999", "http://host:port"])

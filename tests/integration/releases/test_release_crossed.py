@@ -24,6 +24,28 @@ def world(tmp_path, redis_url, keyspace) -> Iterator[World]:
         yield World(ArtefactStore(str(tmp_path)), client, keyspace)
 
 
+def test_a_publish_that_another_night_of_the_same_generation_made_meanwhile_is_done(world, monkeypatch):
+    world.publish(A)
+    world.load(B)
+    meanwhile(monkeypatch, Control, "move_pointer", lambda: moves.publish(world.releases, B, attempt="other"))
+
+    moved = moves.publish(world.releases, B, attempt="own")
+
+    assert (moved.pointer.generation, moved.pointer.attempt, moved.has_moved) == (B, "other", False)
+    assert world.live() == moved.pointer
+
+
+def test_a_publish_beside_one_of_another_generation_is_refused(world, monkeypatch):
+    world.publish(A)
+    world.load(B)
+    world.load(C)
+    meanwhile(monkeypatch, Control, "move_pointer", lambda: moves.publish(world.releases, C, attempt="other"))
+
+    with pytest.raises(Conflict, match="moved the pointer"):
+        moves.publish(world.releases, B, attempt="own")
+    assert world.live().generation == C
+
+
 def test_a_restore_never_undoes_a_roll_back_made_while_it_streams(world, monkeypatch):
     world.publish(A, B)
 

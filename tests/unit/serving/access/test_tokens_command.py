@@ -63,6 +63,17 @@ def test_a_revoked_token_is_gone_and_failures_are_written_down_too(
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("is_file_first", [True, False])
+def test_the_file_is_named_before_or_behind_the_command(settings_folder: Path, is_file_first: bool) -> None:
+    other_file = settings_folder / "other.json"
+    file_option, command = ["--file", str(other_file)], ["add", "shop", "--scope", "read"]
+
+    assert main(["tokens", *(file_option + command if is_file_first else command + file_option)]) == 0
+    assert main(["tokens", *([*file_option, "list"] if is_file_first else ["list", *file_option])]) == 0
+
+    assert read_tokens(other_file).keys() == {"shop"} and not (settings_folder / "tokens.json").exists()
+
+
 def test_what_cannot_be_written_down_is_not_done(
     settings_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
