@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cache.errors import BundleError, ConfigError, StoreError
-from cache.store.artefacts import ArtefactStore, last_change_time, link_or_copy_file, open_draft, sha256_of
+from cache.store.artefacts import ArtefactStore, disk_errors, last_change_time, link_or_copy_file, open_draft, sha256_of
 from precompute.bundles.bundle import BUNDLE_FILE, ITEMS_FILE, Bundle
 from precompute.bundles.imports import demand_finished_import
 from precompute.config.settings import NightConfig
@@ -309,10 +309,14 @@ def _copy_bundle(bundle_folder: Path, private_folder: Path) -> Bundle:
     for remaining_attempts in reversed(range(COPY_TRIES_MAX)):
         changed_at = last_change_time(bundle_folder)
         try:
-            shutil.copytree(bundle_folder, private_folder)
+            with disk_errors(private_folder):
+                shutil.copytree(bundle_folder, private_folder)
             copied_bundle = Bundle.read(private_folder)
             copied_bundle.verify()
             return copied_bundle
+        except StoreError:  # the disk is full
+            shutil.rmtree(private_folder, ignore_errors=True)
+            raise
         except (OSError, BundleError) as error:
             shutil.rmtree(private_folder, ignore_errors=True)
             if not remaining_attempts:

@@ -1,7 +1,9 @@
 """Which bundle a night takes: a host's folder, or what was handed over to the store that all hosts share."""
 
+import errno
 import hashlib
 import itertools
+import os
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -9,7 +11,7 @@ from functools import partial
 import orjson
 import pytest
 
-from cache.errors import BundleError, ConfigError
+from cache.errors import BundleError, ConfigError, StoreError
 from precompute.bundles import bundle_store
 from precompute.bundles.bundle import BUNDLE_FILE, Bundle
 from precompute.bundles.bundle_store import (
@@ -89,6 +91,21 @@ def test_a_bundle_that_no_night_can_use_does_not_follow_one_that_nights_use(host
 
     # Then nights use the first one
     assert read_chosen_digest(host("a")) == old and len(all_handovers(host("a").store())) == 1
+
+
+def test_a_full_disk_under_the_copy_of_a_bundle_is_told_in_one_line(host, monkeypatch):
+    def fill_disk(source, target):
+        full = os.strerror(errno.ENOSPC)
+        raise shutil.Error([(f"{source}/{name}", f"{target}/{name}", full) for name in "abc"])
+
+    deliver(host("a"), 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copytree", fill_disk)
+        with pytest.raises(StoreError, match=r"No space left on device; free space, retire generations") as caught:
+            read_chosen_digest(host("a"))
+
+    assert caught.value.message.count("No space left") == 1 and len(caught.value.message) < 300
+    assert read_chosen_digest(host("a"))
 
 
 def test_handing_over_what_is_the_last_one_changes_nothing(host):
